@@ -1,0 +1,19 @@
+"""Offline batch inference: prompts from Parquet through static speculative-decoding batches back to Parquet."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from batchspec.api import generate as generate
+
+
+def __getattr__(name: str) -> Any:
+    # `generate` pulls in torch and hydra: imported only by those who call it.
+    if name == "generate":
+        from batchspec.api import generate
+
+        return generate
+    raise AttributeError(f"module 'batchspec' has no attribute {name!r}")

@@ -1,0 +1,152 @@
+"""What crosses module borders: records built complete, never changed. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token is drawn. Applied in this order: penalties, temperature, top-k, top-p, min-p."""
+
+    temperature: float = 0.0
+    """0 is greedy: the filters below then change nothing."""
+    top_k: int = 0
+    """Keep the k likeliest tokens (ties at the k-th kept); 0 is off."""
+    top_p: float = 1.0
+    """Keep the smallest set of likeliest tokens whose probability reaches this; 1 is off."""
+    min_p: float = 0.0
+    """Keep tokens at least this likely relative to the likeliest; 0 is off."""
+    repetition_penalty: float = 1.0
+    """Divide positive and multiply negative logits of tokens seen in prompt or output; 1 is off."""
+    presence_penalty: float = 0.0
+    """Subtract from the logits of tokens seen in the output; 0 is off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Request:
+    """One sample of one input row, admitted: the GPU can take it as it stands."""
+
+    request_id: str
+    row_index: int
+    """Place of the row in the whole input, counted over its files in order."""
+    sample_index: int
+    shard: int
+    prompt_ids: Ids
+    """int32 [prompt_len], at least one token."""
+    max_new_tokens: int
+    """At least 1; prompt_len + max_new_tokens <= model.max_len."""
+    min_new_tokens: int
+    """Stop ids are not drawn before this many tokens."""
+    sampling: SamplingParams
+    stop_ids: tuple[int, ...]
+    """Tokens that end the row: the model's EOS ids (unless ignored) and the user's."""
+    stop: tuple[str, ...]
+    """Strings that end the row, looked for in the decoded output on the host."""
+    seed: int
+    """int64 row key of the noise: with the position it fixes every draw."""
+    predicted_tokens: int
+    """Expected output length, for packing only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowError:
+    """Why a row has no completion. `code` is stable and short, `message` is for people."""
+
+    code: str
+    stage: str
+    message: str
+    retryable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowStats:
+    """What speculation did for one completion, and what the completion cost.
+
+    Tokens emitted before trimming at the stop = num_prefills + num_accepted + num_rounds;
+    sum(histogram) = num_rounds; sum(j * histogram[j]) = num_accepted. Rounds after the one that held the stop are left out.
+    """
+
+    drafter: str
+    """"none" when nothing drafted."""
+    draft_len: int
+    """K: draft tokens a round at most."""
+    num_prefills: int
+    num_rounds: int
+    num_drafted: int
+    """Draft tokens that were verified."""
+    num_accepted: int
+    """Draft tokens kept by the verification; bonus tokens and trimming at the stop not counted."""
+    num_discarded: int
+    """Tokens emitted behind the stop and thrown away."""
+    histogram: tuple[int, ...]
+    """[K+1] rounds that accepted exactly j draft tokens."""
+    drafted_at: tuple[int, ...]
+    """[K] rounds that drafted at least j+1 tokens."""
+    accepted_at: tuple[int, ...]
+    """[K] rounds that accepted at least j+1 tokens."""
+    prefill_s: float
+    """Wall seconds of the prefill passes this row took part in."""
+    decode_s: float
+    """Wall seconds from the first token to the last."""
+    batch_id: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Completion:
+    """One output row: what the engine or admission says of one sample of one input row."""
+
+    request_id: str
+    row_index: int
+    sample_index: int
+    shard: int
+    status: str
+    """ok; truncated (finish_reason length); error; skipped; cancelled."""
+    finish_reason: str
+    """stop, length or error."""
+    stop_reason: str | None = None
+    """The stop string, or the stop token's id in decimal; None at the model's own EOS or the limit."""
+    prompt_ids: Ids | None = None
+    """None where the row never got tokens."""
+    token_ids: Ids | None = None
+    """int32, ending with the EOS or with the tokens that completed the stop string."""
+    text: str | None = None
+    """Decoded answer, without the stop string and without special tokens."""
+    logprobs: NDArray[np.float32] | None = None
+    """[num tokens] log-softmax of the raw logits at each emitted token."""
+    top_logprobs: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None
+    """ids and logprobs, each [num tokens, N], likeliest first."""
+    seed: int | None = None
+    predicted_tokens: int | None = None
+    cached_tokens: int = 0
+    """Prompt tokens whose K/V came from a shared prefix."""
+    stats: RowStats | None = None
+    error: RowError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBatch:
+    """The static shape that requests stream through: planned once, then fixed."""
+
+    slots: int
+    """Rows that decode side by side."""
+    row_buckets: tuple[int, ...]
+    """Ascending row counts that a round may run with; the last equals `slots`."""
+    num_pages: int
+    """Pages of K/V, the scratch page included."""
+    page_size: int
+    """Tokens a page."""
+    max_len: int
+    """Longest prompt + output of a row, in tokens."""
+    draft_len: int
+    """K: draft tokens a row and round at most."""
+    prefill_tokens: int
+    """Tokens of one prefill pass at most."""
+    run_ahead: int
+    """Rounds that the host launches before it looks at the results of the first."""
