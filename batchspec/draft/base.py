@@ -1,0 +1,37 @@
+"""What a drafter is: something that proposes tokens, and may read the target's features to do so."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from batchspec.cache.attention import FlatBatch
+    from batchspec.cache.pages import KVCache
+    from batchspec.decode.rows import Rows
+
+
+class Drafter(Protocol):
+    """Proposes up to `max_len` tokens a row and round; the round verifies whatever it proposes, so any proposal is lossless.
+
+    The round calls `propose` first and `catch_up` last, inside the captured graph on a GPU: both work on device tensors,
+    write to the buffers they are given and never read back to the host. `prefill` is called for every prefill pass.
+    """
+
+    name: str
+    max_len: int
+    """K."""
+    tap_layers: tuple[int, ...]
+    """Boundaries 0..L of the target whose residual stream it reads (0 is the embedding, i is what enters layer i)."""
+    num_kv_layers: int
+    """K/V layers of its own, kept in the target's pages behind the target's layers."""
+
+    def prefill(self, batch: FlatBatch, taps: Tensor | None, cache: KVCache) -> None:
+        """Read prefilled positions with the target's features at them: taps [T, len(tap_layers) * H]."""
+
+    def propose(self, rows: Rows, max_len: int, draft_ids: Tensor, draft_len: Tensor) -> None:
+        """Write proposals: draft_ids int32 [R, K] and how many of them count, draft_len int32 [R] in 0..max_len."""
+
+    def catch_up(self, batch: FlatBatch, taps: Tensor | None, accepted_len: Tensor, rows: Rows, cache: KVCache) -> None:
+        """Read the positions just verified, with the target's true features; accepted_len int32 [R]."""
