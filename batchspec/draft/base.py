@@ -16,22 +16,52 @@ class Drafter(Protocol):
     """Proposes up to `max_len` tokens a row and round; the round verifies whatever it proposes, so any proposal is lossless.
 
     The round calls `propose` first and `catch_up` last, inside the captured graph on a GPU: both work on device tensors,
-    write to the buffers they are given and never read back to the host. `prefill` is called for every prefill pass.
+    write to the buffers they are given and never read back to the host. `prefill` follows every prefill pass, when the
+    tokens that the pass drew are committed: the token behind each position stands in rows.tokens.
     """
 
     name: str
     max_len: int
     """K."""
+    fixed_len: bool
+    """Every live row gets exactly max_len proposals: the round may take the uniform layout."""
     tap_layers: tuple[int, ...]
     """Boundaries 0..L of the target whose residual stream it reads (0 is the embedding, i is what enters layer i)."""
     num_kv_layers: int
     """K/V layers of its own, kept in the target's pages behind the target's layers."""
 
-    def prefill(self, batch: FlatBatch, taps: Tensor | None, cache: KVCache) -> None:
-        """Read prefilled positions with the target's features at them: taps [T, len(tap_layers) * H]."""
+    def prefill(self, batch: FlatBatch, slot_ids: Tensor, taps: Tensor | None, rows: Rows, cache: KVCache) -> None:
+        """Read prefilled positions with the target's features at them.
 
-    def propose(self, rows: Rows, max_len: int, draft_ids: Tensor, draft_len: Tensor) -> None:
-        """Write proposals: draft_ids int32 [R, K] and how many of them count, draft_len int32 [R] in 0..max_len."""
+        slot_ids int64 [R'] the slot of each row of `batch`; taps [T, len(tap_layers) * H].
+        """
+
+    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor) -> None:
+        """Write proposals: draft_ids int32 [R, K] and how many of them count, draft_len int32 [R] in 0..K."""
 
     def catch_up(self, batch: FlatBatch, taps: Tensor | None, accepted_len: Tensor, rows: Rows, cache: KVCache) -> None:
         """Read the positions just verified, with the target's true features; accepted_len int32 [R]."""
+
+
+class NoFeatures:
+    """The part of a drafter that reads nothing of the target and keeps no K/V."""
+
+    tap_layers: tuple[int, ...] = ()
+    num_kv_layers: int = 0
+
+    def prefill(self, batch: FlatBatch, slot_ids: Tensor, taps: Tensor | None, rows: Rows, cache: KVCache) -> None:
+        return None
+
+    def catch_up(self, batch: FlatBatch, taps: Tensor | None, accepted_len: Tensor, rows: Rows, cache: KVCache) -> None:
+        return None
+
+
+class NoDrafter(NoFeatures):
+    """Plain decoding: a round verifies the newest token alone."""
+
+    name = "none"
+    max_len = 0
+    fixed_len = True
+
+    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor) -> None:
+        draft_len.zero_()

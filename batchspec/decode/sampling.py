@@ -1,0 +1,152 @@
+"""From logits to the target's own choice at each flat position. One reduction, fp32 logits (fp64 for a fp64 model).
+
+A draw depends on the logits, the row's key and the position alone, never on the batch around it. Order: penalties,
+temperature, top-k, top-p (on the distribution that top-k left), min-p (relative to the likeliest token), then the
+Gumbel-argmax over the kept set. Legend: T flat positions, R rows, V vocabulary, K draft_len.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from batchspec.decode.rows import SEEN_OUTPUT, SEEN_PROMPT_OR_OUTPUT, Rows
+from batchspec.kernels.argmax import argmax
+from batchspec.kernels.sample import sample
+
+QUICK_TOP = 512
+"""Likeliest tokens that are sorted first: nearly always they hold the whole kept set of top-p."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingMode:
+    """What some live row needs: the host knows, and a round leaves out the rest."""
+
+    random: bool = False
+    filters: bool = False
+    penalties: bool = False
+    min_tokens: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Which row and position each of T logit rows belongs to.
+
+    row_ids    int32 [T]
+    positions  int64 [T] position of the token being drawn
+    drafts     int32 [R, K] and place int32 [T]: the row's draft tokens before the place count as seen; None in prefill
+    """
+
+    row_ids: Tensor
+    positions: Tensor
+    drafts: Tensor | None = None
+    place: Tensor | None = None
+
+
+def choose(logits: Tensor, places: Places, rows: Rows, mode: SamplingMode, *, fast_argmax: bool = True) -> Tensor:
+    """The target's choice at each place, int32 [T]. Changes `logits` [T, V] where penalties ask for it.
+
+    On a GPU nothing synchronises. `fast_argmax=False` takes the general greedy path (softmax, then top-k) for comparison.
+    """
+    out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
+    if mode.penalties:
+        apply_penalties(logits, places, rows)
+    if mode.min_tokens:
+        forbid_stop_ids(logits, places, rows)
+    if mode.random:
+        cutoff = cutoffs(logits, places.row_ids, rows) if mode.filters else torch.full_like(logits[:, 0], -torch.inf)
+        sample(logits, places.row_ids, places.positions, rows.keys, rows.temperature, cutoff, out_ids=out)
+    elif fast_argmax:
+        argmax(logits, out_ids=out)
+    else:
+        out.copy_(torch.softmax(logits, -1).topk(1, dim=-1).indices.flatten())
+    return out
+
+
+def apply_penalties(logits: Tensor, places: Places, rows: Rows) -> None:
+    """Repetition penalty (tokens of prompt and output; CTRL, arXiv 1909.05858) and presence penalty (tokens of the output), in place.
+
+    At a place behind drafts the drafts before it count as output: the penalty of a token is the same whether it was
+    committed in this round or long ago.
+    """
+    seen = rows.seen[places.row_ids]
+    if places.drafts is not None and places.place is not None:
+        for j in range(places.drafts.shape[1]):
+            ids = places.drafts[:, j][places.row_ids].long().unsqueeze(1)
+            before = (places.place > j).unsqueeze(1)
+            mark = seen.gather(1, ids)
+            seen.scatter_(1, ids, torch.where(before, mark | (SEEN_PROMPT_OR_OUTPUT | SEEN_OUTPUT), mark))
+    repetition = rows.repetition[places.row_ids].unsqueeze(1).to(logits.dtype)
+    presence = rows.presence[places.row_ids].unsqueeze(1).to(logits.dtype)
+    penalised = torch.where(logits > 0, logits / repetition, logits * repetition)
+    torch.where((seen & SEEN_PROMPT_OR_OUTPUT) > 0, penalised, logits, out=logits)
+    logits.sub_(presence * ((seen & SEEN_OUTPUT) > 0))
+
+
+def forbid_stop_ids(logits: Tensor, places: Places, rows: Rows) -> None:
+    """Stop ids get -inf at places that come before the row's min_tokens, in place."""
+    stop_ids = rows.stop_ids[places.row_ids].long()
+    early = (places.positions < rows.min_tokens[places.row_ids]).unsqueeze(1) & (stop_ids >= 0)
+    ids = stop_ids.clamp(min=0)
+    # Unused entries point at id 0: amin keeps its own logit there.
+    value = torch.where(early, -torch.inf, torch.inf).to(logits.dtype)
+    logits.scatter_reduce_(1, ids, value, "amin")
+
+
+def cutoffs(logits: Tensor, row_ids: Tensor, rows: Rows) -> Tensor:
+    """Smallest logit of each kept set, [T], in the scale of `logits`: the kept set is every token at or above it.
+
+    All filters keep likeliest tokens, so one number describes what they leave, ties included, whatever a sort does
+    with equal values.
+    """
+    temperature = rows.temperature[row_ids].to(logits.dtype)
+    temperature = torch.where(temperature > 0, temperature, 1).unsqueeze(1)
+    top_k = rows.top_k[row_ids]
+    top_k = torch.where((top_k > 0) & (top_k < logits.shape[1]), top_k, logits.shape[1])
+    top_p = rows.top_p[row_ids].to(logits.dtype)
+    min_p = rows.min_p[row_ids].to(logits.dtype)
+    num = min(QUICK_TOP, logits.shape[1])
+    if logits.is_cuda:
+        num = logits.shape[1]
+    while True:
+        best = logits.topk(num, dim=1).values
+        total = torch.logsumexp(logits / temperature, 1)
+        cutoff, complete = _cutoffs_of_sorted(best, total, temperature, top_k, top_p, logits.shape[1])
+        # Reading `complete` costs nothing on a CPU; on a GPU the whole row was sorted.
+        if num == logits.shape[1] or bool(complete.all()):
+            break
+        num = logits.shape[1]
+    floor = best[:, 0] + temperature.squeeze(1) * min_p.log()
+    return torch.where(min_p > 0, torch.maximum(cutoff, floor), cutoff)
+
+
+def _cutoffs_of_sorted(
+    best: Tensor, total: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """Cutoffs of top-k and top-p from the N likeliest logits in falling order [T, N], and whether N was enough."""
+    num = best.shape[1]
+    no_top_k, no_top_p = top_k >= vocab_size, top_p >= 1
+    k_fits = no_top_k | (top_k <= num)
+    kth = best.gather(1, (top_k.clamp(max=num) - 1).long().unsqueeze(1))
+    in_k = best >= kth  # ties at the k-th are kept
+    scaled = best / temperature
+    # The mass that top-p measures is what top-k left; without top-k it is the whole vocabulary's.
+    mass = torch.where(no_top_k, total, torch.logsumexp(scaled.masked_fill(~in_k, -torch.inf), 1)).unsqueeze(1)
+    before = (scaled - mass).exp().masked_fill(~in_k, 0).cumsum(1).roll(1, 1)
+    before[:, 0] = 0
+    num_kept = (in_k & (before < top_p.unsqueeze(1))).sum(1, keepdim=True).clamp(min=1)
+    nucleus = best.gather(1, num_kept - 1).squeeze(1)
+    without_top_p = torch.where(no_top_k, -torch.inf, kth.squeeze(1))
+    nucleus_fits = (num_kept.squeeze(1) < num) | ~no_top_k
+    return torch.where(no_top_p, without_top_p, nucleus), k_fits & (no_top_p | nucleus_fits)
+
+
+def mark_output(rows: Rows, tokens: Tensor, kept: Tensor) -> None:
+    """Note committed tokens as seen: tokens int32 [R, S] of which the first `kept` int32 [R] of each row count."""
+    for j in range(tokens.shape[1]):
+        ids = tokens[:, j].clamp(min=0).long().unsqueeze(1)
+        mark = rows.seen.gather(1, ids)
+        counts = (kept > j).unsqueeze(1)
+        rows.seen.scatter_(1, ids, torch.where(counts, mark | (SEEN_PROMPT_OR_OUTPUT | SEEN_OUTPUT), mark))

@@ -1,0 +1,36 @@
+"""Prompt lookup: propose what followed the same n-gram earlier in the row's prompt or output.
+
+Source of the idea: Saxena 2023, "Prompt Lookup Decoding" (github.com/apoorvumang/prompt-lookup-decoding).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from batchspec.decode.rows import Rows
+from batchspec.draft.base import NoFeatures
+from batchspec.kernels.ngram import ngram
+
+
+class LookupDrafter(NoFeatures):
+    """The longest n in max_ngram..min_ngram whose last occurrence is known wins; no checkpoint, any model."""
+
+    name = "lookup"
+    fixed_len = False
+
+    def __init__(self, max_len: int, *, min_ngram: int, max_ngram: int) -> None:
+        self.max_len = max_len
+        self.min_ngram = min_ngram
+        self.max_ngram = max_ngram
+
+    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor) -> None:
+        ngram(
+            rows.tokens,
+            rows.num_tokens,
+            rows.live,
+            max_draft_len=self.max_len,
+            min_ngram=self.min_ngram,
+            max_ngram=self.max_ngram,
+            out_draft_ids=draft_ids,
+            out_draft_len=draft_len,
+        )
