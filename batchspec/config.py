@@ -1,9 +1,22 @@
-"""The job's configuration: every key with its unit, every range check. Plain dataclasses after `from_hydra`."""
+"""The job's configuration: every key with its unit, every range check. Plain dataclasses after `from_hydra`.
+
+Hydra and omegaconf stop here: `from_hydra` turns the composed DictConfig into a `RunConfig`, and `check` refuses what
+cannot run. Both raise ConfigError in one line: key, value, limit, what to do.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import difflib
+import importlib.resources
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from batchspec.errors import ConfigError
 
@@ -36,6 +49,22 @@ class DraftConfig:
     """lookup: longest run that is looked for first."""
     synthetic: list[float] | None = None
     """Benchmarks only: accept position j with this (unconditional, non-increasing) probability, whatever the tokens."""
+    path: str | None = None
+    """Checkpoint of a drafter that has weights."""
+    adaptive: bool | None = None
+    """Choose K a round from measured times; null: where the drafter supports it."""
+    parallel: str = "auto"
+    """All K drafts in one forward: auto (as the checkpoint says), true, false."""
+    topk: int = 1
+    """Branches a level of a draft tree; 1 is a chain."""
+    depth: int | None = None
+    """Levels of a draft tree; null: max_len."""
+    nodes: int | None = None
+    """Nodes of a draft tree that are verified; null: the drafter's own number."""
+    window: int | None = None
+    """Newest keys that the drafter reads; null: all of them."""
+    sink: int | None = None
+    """First keys that a windowed drafter reads too."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,24 +75,40 @@ class OptConfig:
     """false: greedy tokens are chosen by softmax and top-k (for comparison)."""
     uniform_slots: bool = True
     """false: cache locations always take the general, ragged path (for comparison)."""
+    dead_positions: bool | None = None
+    """A drafter's catch-up drops positions that nobody reads; null: where the drafter supports it."""
+    overlap: bool | None = None
+    """Prefill and rounds share the card; null: where it measures faster."""
 
 
 @dataclass(slots=True, kw_only=True)
 class DecodeConfig:
     max_new_tokens: int = 1024
+    """Output tokens a completion at most."""
     min_new_tokens: int = 0
+    """Stop ids are not drawn before this many output tokens."""
     temperature: float = 0.0
+    """0 is greedy."""
     top_k: int = 0
+    """Keep the k likeliest tokens; 0 is off."""
     top_p: float = 1.0
+    """Keep the smallest set of likeliest tokens whose probability reaches this; 1 is off."""
     min_p: float = 0.0
+    """Keep tokens at least this likely relative to the likeliest; 0 is off."""
     repetition_penalty: float = 1.0
+    """Divide positive and multiply negative logits of tokens seen in prompt or output; 1 is off."""
     presence_penalty: float = 0.0
+    """Subtract from the logits of tokens seen in the output; 0 is off."""
     seed: int = 0
+    """int64 from which every row's noise key is derived."""
     n: int = 1
     """Completions a row."""
     stop: list[str] = field(default_factory=list)
+    """Strings that end a completion; they are not part of its text."""
     stop_ids: list[int] = field(default_factory=list)
+    """Token ids that end a completion, beside the model's own EOS ids."""
     ignore_eos: bool = False
+    """Go on behind the model's EOS ids; the user's stop ids and strings still count."""
     opt: OptConfig = field(default_factory=OptConfig)
 
 
@@ -84,7 +129,7 @@ class PackingConfig:
 @dataclass(slots=True, kw_only=True)
 class InputConfig:
     path: Any = None
-    """Parquet or JSON-lines file, folder, glob, or a list of them. Required."""
+    """Parquet or JSON-lines file, folder, glob, or a list of them; pkg://demo is the shipped demo. Required."""
     columns: dict[str, str] = field(default_factory=dict)
     """batchspec's name -> the dataset's column, e.g. {id: question_id, prompt: text}."""
     chat: bool = False
@@ -108,7 +153,9 @@ class OutputConfig:
     messages: str = "full"
     """full (prompt + answer), prompt, none."""
     token_ids: bool = False
+    """Write the output tokens of each completion."""
     prompt_ids: bool = False
+    """Write the prompt tokens of each completion."""
     logprobs: int | None = None
     """null: none; 0: of the emitted tokens; N: of the N likeliest tokens too."""
     passthrough: Any = "all"
@@ -143,3 +190,244 @@ class RunConfig:
     """auto (a GPU where there is one), cpu, cuda."""
     requires_gpu: bool = False
     """A job whose shape makes no sense on a CPU: without a GPU it is refused."""
+
+
+COLUMNS = ("id", "messages", "prompt", "prompt_ids", "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n",
+           "stop", "system", "tools", "template_kwargs")
+"""batchspec's names of dataset columns."""
+
+INT64 = (-(2**63), 2**63 - 1)
+
+# key -> (lowest, highest, what to do). The per-row columns of the same name obey them too.
+RANGES: dict[str, tuple[float, float, str]] = {
+    "model.max_len": (2, math.inf, "give prompt + output tokens, or null for the model's own limit"),
+    "draft.max_len": (1, 64, "give the draft tokens a round, or draft=none for no speculation"),
+    "draft.min_ngram": (1, 16, "1 to 3 works well"),
+    "draft.max_ngram": (1, 16, "1 to 3 works well"),
+    "decode.max_new_tokens": (1, math.inf, "give the output tokens a completion at most"),
+    "decode.min_new_tokens": (0, math.inf, "0 is off"),
+    "decode.temperature": (0.0, 100.0, "0 is greedy, 1 the model's own distribution"),
+    "decode.top_k": (0, math.inf, "0 is off"),
+    "decode.top_p": (math.ulp(0.0), 1.0, "1 is off"),
+    "decode.min_p": (0.0, 1.0, "0 is off"),
+    "decode.repetition_penalty": (0.01, 100.0, "1 is off"),
+    "decode.presence_penalty": (-100.0, 100.0, "0 is off"),
+    "decode.seed": (*INT64, "give a 64-bit integer"),
+    "decode.n": (1, 4096, "1 is one completion a row"),
+    "packing.slots": (1, 4096, "null lets the planner choose"),
+    "packing.pages": (2, 2**31 - 1, "null lets the planner choose"),
+    "packing.memory_gb": (math.ulp(0.0), math.inf, "null takes 60 % of the free memory"),
+    "packing.prefill_tokens": (1, math.inf, "null lets the planner choose"),
+    "packing.run_ahead": (0, 64, "null lets the planner choose"),
+    "input.limit": (1, math.inf, "null takes every row"),
+    "input.max_error_fraction": (0.0, 1.0, "1 never ends the job"),
+    "output.shard_rows": (1, 10_000_000, "null lets batchspec choose"),
+    "output.logprobs": (0, 100, "null writes none"),
+    "cluster.max_restarts": (0, math.inf, "0 is never"),
+}
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "model.dtype": ("auto", "float32", "bfloat16", "float64"),
+    "model.load": ("auto", "dummy"),
+    "input.overlong": ("error", "truncate", "skip"),
+    "output.messages": ("full", "prompt", "none"),
+    "device": ("auto", "cpu", "cuda"),
+}
+
+DRAFTERS = ("none", "lookup")
+DRAFTERS_TO_COME = ("eagle3", "pard", "window", "hybrid")
+
+# Keys of drafters and paths that are not built yet -> who reads them.
+UNUSED: dict[str, str] = {
+    "draft.path": "eagle3, pard and hybrid",
+    "draft.adaptive": "eagle3, pard and hybrid",
+    "draft.parallel": "eagle3",
+    "draft.topk": "eagle3",
+    "draft.depth": "eagle3",
+    "draft.nodes": "eagle3",
+    "draft.window": "window and eagle3",
+    "draft.sink": "window and eagle3",
+    "decode.opt.dead_positions": "eagle3",
+    "decode.opt.overlap": "the GPU path",
+}
+
+REQUIRED: dict[str, str] = {
+    "model.path": "a Hugging Face folder, a hub id or smollm2-135m; `+job=demo` is a job that has everything",
+    "input.path": "a Parquet or JSON-lines file, folder, glob or a list of them",
+    "output.dir": "the folder that the output goes to",
+}
+
+
+def violation(key: str, value: float) -> str | None:
+    """What is wrong with a number under `key`, in one line; None where it lies in the range of RANGES."""
+    low, high, advice = RANGES[key]
+    if low <= value <= high:  # false for NaN too
+        return None
+    if high == math.inf:
+        limit = f"at least {low:g}" if low > 1e-300 or low == 0 else "above 0"
+    elif (low, high) == INT64:
+        limit = "in -2^63 .. 2^63-1"
+    else:
+        limit = f"in {low:g} .. {high:g}" if low > 1e-300 or low <= 0 else f"above 0 and at most {high:g}"
+    return f"{key}={value} must be {limit}; {advice}"
+
+
+def check(config: RunConfig, *, require: Iterable[str] = ()) -> None:
+    """Refuse what cannot run, before any work. `require` names the keys that the caller cannot do without.
+
+    Raises ConfigError naming key, value, limit and what to do.
+    """
+    for key in require:
+        if _get(config, key) is None:
+            raise ConfigError(f"{key} is required; give {key}=..., {REQUIRED[key]}")
+    for key, choices in CHOICES.items():
+        _choice(key, _get(config, key), choices)
+    _drafter(config)
+    for key in RANGES:
+        value = _get(config, key)
+        problem = None if value is None else violation(key, value)
+        if problem:
+            raise ConfigError(problem)
+    _decode(config)
+    _columns(config)
+    if config.resume.retry != "none":
+        raise ConfigError(f"resume.retry={config.resume.retry} is not built yet; leave it none: a new run retries nothing")
+
+
+def _drafter(config: RunConfig) -> None:
+    draft = config.draft
+    if draft.name in DRAFTERS_TO_COME:
+        raise ConfigError(f"draft={draft.name} is not built yet; draft=lookup works on every model")
+    _choice("draft.name", draft.name, DRAFTERS)
+    defaults = RunConfig()
+    for key, users in UNUSED.items():
+        value = _get(config, key)
+        if value != _get(defaults, key):
+            raise ConfigError(f"{key}={value} is not used by draft={draft.name}, only by {users} (not built yet); remove the key")
+    if draft.min_ngram > draft.max_ngram:
+        raise ConfigError(f"draft.min_ngram={draft.min_ngram} exceeds draft.max_ngram={draft.max_ngram}; swap them")
+    rates = draft.synthetic
+    if rates is None:
+        return
+    if draft.name == "none":
+        raise ConfigError(f"draft.synthetic={rates} is not used by draft=none; remove the key or choose draft=lookup")
+    if len(rates) != draft.max_len:
+        raise ConfigError(f"draft.synthetic={rates} has {len(rates)} rates; draft.max_len={draft.max_len} needs as many")
+    falling = all(earlier >= later for earlier, later in itertools.pairwise(rates))
+    if not falling or not all(0.0 <= rate <= 1.0 for rate in rates):
+        raise ConfigError(f"draft.synthetic={rates} must be in 0 .. 1 and non-increasing: a draft counts only behind kept ones")
+
+
+def _decode(config: RunConfig) -> None:
+    decode, max_len = config.decode, config.model.max_len
+    if decode.min_new_tokens > decode.max_new_tokens:
+        raise ConfigError(
+            f"decode.min_new_tokens={decode.min_new_tokens} exceeds decode.max_new_tokens={decode.max_new_tokens}; lower it"
+        )
+    if max_len is not None and decode.max_new_tokens >= max_len:
+        raise ConfigError(
+            f"decode.max_new_tokens={decode.max_new_tokens} leaves no room for a prompt in model.max_len={max_len}; "
+            "lower it or raise model.max_len"
+        )
+    if "" in decode.stop:
+        raise ConfigError(f"decode.stop={decode.stop} holds an empty string, which ends every output at once; remove it")
+    if any(token < 0 for token in decode.stop_ids):
+        raise ConfigError(f"decode.stop_ids={decode.stop_ids} must be token ids, at least 0; remove the negative ones")
+
+
+def _columns(config: RunConfig) -> None:
+    for name in config.input.columns:
+        if name not in COLUMNS:
+            hint = suggest(name, COLUMNS)
+            raise ConfigError(f"input.columns.{name} is no column of batchspec; {hint or 'names: ' + ', '.join(COLUMNS)}")
+    path, copied = config.input.path, config.output.passthrough
+    if path is not None and not (path and (isinstance(path, str) or _is_names(path))):
+        raise ConfigError(f"input.path={path!r} must be a path or a list of paths; write input.path=[a.parquet,b.parquet]")
+    if copied not in ("all", "none") and not _is_names(copied):
+        raise ConfigError(f"output.passthrough={copied!r} must be all, none or a list of columns; write [a,b]")
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{key}={value} must be one of {', '.join(choices)}")
+
+
+def _get(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def keys(config: Any = None, prefix: str = "") -> list[str]:
+    """Every key of the configuration, dotted, groups left out."""
+    found: list[str] = []
+    node = RunConfig() if config is None else config
+    for item in fields(node):
+        value = getattr(node, item.name)
+        found += keys(value, f"{prefix}{item.name}.") if is_dataclass(value) else [prefix + item.name]
+    return found
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """'did you mean ...?' for a mistyped dotted name, or an empty string. A right last part in a wrong group counts."""
+    known = list(known)
+    leaves = {item.rsplit(".", 1)[-1]: item for item in reversed(known)}
+    close = difflib.get_close_matches(name, known, 1, 0.75)
+    close = close or [leaves[leaf] for leaf in difflib.get_close_matches(name.rsplit(".", 1)[-1], leaves, 1, 0.7)]
+    return f"did you mean {close[0]}?" if close else ""
+
+
+def unknown_key(key: str) -> ConfigError:
+    """The error for a key that the configuration does not have."""
+    known = [*keys(), *(item.name for item in fields(RunConfig))]
+    return ConfigError(f"{key} is no key of the configuration; {suggest(key, known) or '`--help` lists them'}")
+
+
+def from_hydra(cfg: DictConfig) -> RunConfig:
+    """The composed configuration as plain dataclasses; `pkg://demo` becomes the path of the shipped prompts.
+
+    Raises ConfigError in one line for unknown keys, wrong types and values that are missing or cannot be resolved.
+    """
+    _refuse_unknown(cfg, RunConfig(), "")
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), cfg))
+    except OmegaConfBaseException as error:
+        raise ConfigError(type_error(error)) from error
+    assert isinstance(config, RunConfig)
+    config.input.path = _shipped(config.input.path)
+    return config
+
+
+def type_error(error: OmegaConfBaseException) -> str:
+    """What omegaconf says about a wrong value in one line, the key first."""
+    said = (error.msg or str(error)).splitlines()[0]
+    return f"{error.full_key}: {said}" if error.full_key else said
+
+
+def _refuse_unknown(cfg: DictConfig, schema: Any, prefix: str) -> None:
+    known = {item.name: getattr(schema, item.name) for item in fields(schema)}
+    for name in cfg:
+        if name not in known:
+            raise unknown_key(f"{prefix}{name}")
+        if is_dataclass(known[str(name)]) and isinstance(cfg[name], DictConfig):
+            _refuse_unknown(cfg[name], known[str(name)], f"{prefix}{name}.")
+
+
+def _shipped(path: Any) -> Any:
+    if not (isinstance(path, str) and path.startswith("pkg://")):
+        return path
+    name = path.removeprefix("pkg://")
+    folder = importlib.resources.files("batchspec.conf") / "prompts"
+    names = sorted(file.name.removesuffix(".parquet") for file in folder.iterdir() if file.name.endswith(".parquet"))
+    if name not in names:
+        raise ConfigError(f"input.path={path} is not shipped with batchspec; shipped: {', '.join(names)}")
+    return str(folder / f"{name}.parquet")
+
+
+def register() -> None:
+    """Make the schema known to Hydra under the name that conf/run.yaml starts from."""
+    ConfigStore.instance().store(name="run_schema", node=RunConfig)

@@ -1,0 +1,142 @@
+"""Where Hydra is called: overrides in, a checked RunConfig out, and every complaint of Hydra's as one line."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+from yaml import MarkedYAMLError, YAMLError  # type: ignore[import-untyped]
+
+from batchspec.config import DRAFTERS_TO_COME, RunConfig, check, from_hydra, register, suggest, type_error, unknown_key
+from batchspec.errors import BatchspecError, ConfigError, Interrupted
+
+CONF = "batchspec.conf"
+GROUPS = ("model", "draft", "decode", "packing", "input", "output", "cluster", "resume")
+
+
+def compose(overrides: Sequence[str], *, require: Iterable[str] = (), config_dir: str | None = None) -> RunConfig:
+    """The configuration that the command line `overrides` would give, checked; leaves Hydra's global state as it was.
+
+    overrides   Hydra override strings, e.g. ("+job=demo", "decode.n=2")
+    require     keys that must be set, see `config.check`
+    config_dir  folder with the user's own groups, as `--config-dir`
+    Raises ConfigError in one line for whatever is wrong.
+    """
+    register()
+    state = GlobalHydra.instance().hydra
+    extra = [] if config_dir is None else [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"]
+    try:
+        GlobalHydra.instance().clear()
+        with hydra.initialize_config_module(CONF, version_base="1.3"):
+            config = from_hydra(hydra.compose("run", [*_open_dicts(overrides), *extra]))
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(one_line(error)) from error
+    finally:
+        GlobalHydra.instance().hydra = state
+    check(config, require=require)
+    return config
+
+
+def launch(task: Callable[[RunConfig], None], overrides: Sequence[str], *, require: Iterable[str]) -> int:
+    """Compose the configuration through Hydra's own command line (`--cfg`, `--help`, `-m`, `--config-dir`), check it,
+    call `task`; returns the exit code.
+
+    An error of batchspec or Hydra is one line on stderr; anything else is a crash and keeps its traceback. In a sweep
+    (`-m`) a failed job does not end the others and the code is 0, a signal ends it.
+    """
+    codes = [0]
+
+    def body(cfg: DictConfig) -> None:
+        code = _guarded(task, cfg, require)
+        if HydraConfig.get().mode == RunMode.RUN:
+            codes.append(code)
+        elif code == Interrupted.exit_code:
+            sys.exit(code)
+
+    register()
+    before, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = ["batchspec", *_open_dicts(overrides)]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises instead of printing its own report
+    try:
+        hydra.main(version_base="1.3", config_path=f"pkg://{CONF}", config_name="run")(body)()
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        if full == "1":
+            raise
+        return _report(ConfigError(one_line(error)))
+    finally:
+        sys.argv = before
+        if full is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+    return codes[-1]
+
+
+def _guarded(task: Callable[[RunConfig], None], cfg: DictConfig, require: Iterable[str]) -> int:
+    try:
+        config = from_hydra(cfg)
+        check(config, require=require)
+        task(config)
+    except BatchspecError as error:
+        return _report(error)
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _report(error: BatchspecError) -> int:
+    print(f"batchspec: {error}", file=sys.stderr)
+    return error.exit_code
+
+
+def _open_dicts(overrides: Sequence[str]) -> list[str]:
+    """Free-form dictionaries take new keys without Hydra's `+`."""
+    return [re.sub(r"^(input\.(columns|template_kwargs)\.)", r"++\1", item) for item in overrides]
+
+
+def one_line(error: Exception) -> str:
+    """What is wrong and what to do, from an exception of Hydra, omegaconf or the YAML parser."""
+    text = str(error)
+    if isinstance(error, MissingConfigException) and error.options is not None and error.missing_cfg_file:
+        return _missing_option(error.missing_cfg_file, list(error.options))
+    if isinstance(error, OverrideParseException):
+        return f"cannot read the override '{error.override}'; write key=value, and quote what holds spaces or brackets"
+    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"{mark.name} line {mark.line + 1} is not YAML: {error.problem}"
+    override = re.search(r"Could not override '([^']+)'", text)
+    if override and "No match in the defaults list" in text:
+        group = override[1]
+        hint = suggest(group, GROUPS)
+        return f"{group} is no group of choices that has a default; {hint if hint else f'write +{group}=...'}"
+    said = f"{text}\n{error.__cause__}"  # hydra gives a key's full name in its own text or in its cause's
+    full_key = override or re.search(r"full_key: (\S+)", said)
+    recipe = re.search(r"^In '([^']+)': \w+ raised while composing config:\n(.*)", text)
+    where = f"{recipe[1]}: " if recipe else ""
+    if full_key and re.search(r"Key '[^']+' (is )?not in", said):
+        return f"{where}{unknown_key(full_key[1])}"
+    if isinstance(error, OmegaConfBaseException):
+        return type_error(error)
+    if isinstance(error.__cause__, OmegaConfBaseException) and not recipe:
+        return type_error(error.__cause__)
+    if recipe and full_key:
+        return f"{where}{full_key[1]}: {recipe[2]}"
+    return "; ".join(line.strip() for line in text.splitlines()[:2] if line.strip())
+
+
+def _missing_option(missing: str, options: list[str]) -> str:
+    group, _, name = missing.rpartition("/")
+    if group == "draft" and name in DRAFTERS_TO_COME:
+        return f"draft={name} is not built yet; draft=lookup works on every model"
+    hint = suggest(name, options)
+    return f"{group}={name} is no choice of the group {group}; {hint + ' ' if hint else ''}choices: {', '.join(sorted(options))}"

@@ -1,0 +1,42 @@
+"""`python -m batchspec.run +job=demo`: compose the configuration, check it, run the job."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from batchspec.compose import launch
+from batchspec.config import RunConfig
+from batchspec.errors import ConfigError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the job that Hydra's command line describes; returns the exit code (see errors.py)."""
+    overrides = sys.argv[1:] if argv is None else argv
+    return launch(run, overrides, require=("model.path", "input.path", "output.dir"))
+
+
+def run(config: RunConfig) -> None:
+    """Run one checked job. Torch is imported here: a wrong configuration has been refused before that."""
+    if config.requires_gpu:
+        import torch
+
+        if config.device == "cpu" or not torch.cuda.is_available():
+            raise ConfigError(
+                f"{_name(config)} needs a GPU, and this machine shows none to torch; run it on a GPU machine, "
+                "or set requires_gpu=false to try it on the CPU"
+            )
+    from batchspec.job import run_job
+
+    run_job(config)
+
+
+def _name(config: RunConfig) -> str:
+    from hydra.core.hydra_config import HydraConfig
+
+    choices = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
+    return str(choices.get("job") or config.output.dir or "the job")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""Every value that cannot work is refused in one line that names the key, the value, the limit and what to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from batchspec.config import CHOICES, RANGES, UNUSED, RunConfig, check, from_hydra, keys, suggest, violation
+from batchspec.errors import ConfigError
+
+
+def config(**values: Any) -> RunConfig:
+    """The defaults with dotted keys replaced: config(decode__n=2)."""
+    made = RunConfig()
+    for name, value in values.items():
+        *groups, leaf = name.split("__")
+        node: Any = made
+        for group in groups:
+            node = getattr(node, group)
+        setattr(node, leaf, value)
+    return made
+
+
+def refused(**values: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(config(**values))
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_the_defaults_can_run_once_the_required_keys_are_given() -> None:
+    check(RunConfig())
+    with pytest.raises(ConfigError, match=r"model\.path is required; give model\.path="):
+        check(RunConfig(), require=("model.path",))
+    check(config(model__path="m"), require=("model.path",))
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"decode__top_p": 1.5}, "decode.top_p=1.5 must be above 0 and at most 1; 1 is off"),
+        ({"decode__top_p": 0.0}, "decode.top_p=0.0 must be above 0"),
+        ({"decode__temperature": float("nan")}, "decode.temperature=nan must be in 0 .. 100"),
+        ({"decode__temperature": -1.0}, "decode.temperature=-1.0"),
+        ({"decode__seed": 2**63}, "must be in -2^63 .. 2^63-1"),
+        ({"decode__max_new_tokens": 0}, "decode.max_new_tokens=0 must be at least 1"),
+        ({"decode__min_new_tokens": 9, "decode__max_new_tokens": 8}, "decode.min_new_tokens=9 exceeds decode.max_new_tokens=8"),
+        ({"decode__max_new_tokens": 64, "model__max_len": 64}, "leaves no room for a prompt in model.max_len=64"),
+        ({"decode__stop": [""]}, "empty string"),
+        ({"decode__stop_ids": [-1]}, "decode.stop_ids=[-1]"),
+        ({"model__dtype": "float8"}, "model.dtype=float8 must be one of auto, float32"),
+        ({"packing__memory_gb": 0.0}, "packing.memory_gb=0.0 must be above 0; null takes"),
+        ({"packing__pages": 1}, "packing.pages=1 must be in 2 .."),
+        ({"input__overlong": "drop"}, "input.overlong=drop must be one of error, truncate, skip"),
+        ({"input__columns": {"prmpt": "text"}}, "input.columns.prmpt is no column of batchspec; did you mean prompt?"),
+        ({"input__path": 3}, "input.path=3 must be a path"),
+        ({"input__path": []}, "input.path=[] must be a path"),
+        ({"output__passthrough": "id"}, "output.passthrough='id' must be all, none or a list"),
+        ({"resume__retry": "error"}, "resume.retry=error is not built yet"),
+    ],
+)
+def test_a_value_out_of_range_is_refused(values: dict[str, Any], said: str) -> None:
+    assert said in refused(**values)
+
+
+def test_drafters_that_are_not_built_yet_are_refused_by_name() -> None:
+    assert refused(draft__name="eagle3") == "draft=eagle3 is not built yet; draft=lookup works on every model"
+    assert "must be one of none, lookup" in refused(draft__name="magic")
+
+
+@pytest.mark.parametrize("key", UNUSED)
+def test_a_key_that_nothing_reads_is_refused_rather_than_ignored(key: str) -> None:
+    value = {"draft.parallel": "true", "draft.path": "head", "draft.adaptive": True, "decode.opt.overlap": False}.get(key, 7)
+    message = refused(**{key.replace(".", "__"): value})
+    assert message.startswith(f"{key}={value} is not used by draft=lookup, only by {UNUSED[key]}")
+
+
+def test_synthetic_acceptance_must_fit_the_draft_length_and_fall() -> None:
+    check(config(draft__synthetic=[0.6, 0.28, 0.12], draft__max_len=3))
+    assert "draft.max_len=4 needs as many" in refused(draft__synthetic=[0.5])
+    assert "non-increasing" in refused(draft__synthetic=[0.1, 0.2], draft__max_len=2)
+    assert "non-increasing" in refused(draft__synthetic=[1.2, 0.2], draft__max_len=2)
+    assert "draft=none" in refused(draft__synthetic=[0.1], draft__max_len=1, draft__name="none")
+
+
+def test_every_number_has_a_range_and_every_table_names_real_keys() -> None:
+    known = keys()
+    assert set(RANGES) | set(CHOICES) | set(UNUSED) <= set(known)
+    for key in known:
+        value: Any = RunConfig()
+        for part in key.split("."):
+            value = getattr(value, part)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            assert key in RANGES or key in UNUSED, key
+
+
+@given(st.sampled_from(sorted(RANGES)), st.floats(allow_nan=True))
+def test_a_range_lets_through_exactly_what_lies_in_it(key: str, value: float) -> None:
+    low, high, _ = RANGES[key]
+    assert (violation(key, value) is None) == (low <= value <= high)
+
+
+def test_a_typed_configuration_survives_the_way_through_omegaconf() -> None:
+    made = config(model__path="m", input__columns={"prompt": "text"}, input__path=["a", "b"], decode__stop=["x"])
+    assert from_hydra(OmegaConf.structured(made)) == made
+
+
+def test_unknown_keys_and_wrong_types_name_the_key_in_one_line() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"decode": {"max_tokns": 3}}, "decode.max_tokns is no key of the configuration; did you mean decode.max_new_tokens?"),
+        ({"extra": 1}, "extra is no key"),
+        ({"decode": {"n": "two"}}, "decode.n: Value 'two'"),
+    ]
+    for values, said in cases:
+        with pytest.raises(ConfigError) as caught:
+            from_hydra(OmegaConf.create(values))
+        assert said in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_the_shipped_prompts_have_a_name_that_works_from_anywhere() -> None:
+    made = from_hydra(OmegaConf.structured(config(input__path="pkg://demo")))
+    assert made.input.path.endswith("prompts/demo.parquet")
+    with pytest.raises(ConfigError, match="shipped: demo"):
+        from_hydra(OmegaConf.structured(config(input__path="pkg://dmeo")))
+
+
+def test_a_suggestion_finds_the_right_last_part_in_the_wrong_group() -> None:
+    assert suggest("temperature", keys()) == "did you mean decode.temperature?"
+    assert suggest("zzzz", keys()) == ""
+
+
+def test_every_group_of_keys_refuses_attributes_it_does_not_have() -> None:
+    for item in fields(RunConfig()):
+        group = getattr(RunConfig(), item.name)
+        if is_dataclass(group):
+            with pytest.raises(AttributeError):
+                group.typo = 1  # type: ignore[union-attr]
+
+
+def test_reading_a_configuration_needs_no_torch() -> None:
+    code = "import sys, batchspec.config, batchspec.compose; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,197 @@
+"""The command line of `python -m batchspec.run`: what is composed, what is refused, and with which exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+from batchspec import run
+from batchspec.compose import compose
+from batchspec.config import RunConfig
+from batchspec.errors import ConfigError, InputError, Interrupted
+
+GIVEN = ["model.path=m", "input.path=i.parquet", "output.dir=o"]
+
+
+class Jobs:
+    """Stands where batchspec.job stands: keeps the configurations it is run with."""
+
+    def __init__(self) -> None:
+        self.ran: list[RunConfig] = []
+        self.does: Callable[[RunConfig], None] = lambda config: None
+
+    def run_job(self, config: RunConfig) -> None:
+        self.ran.append(config)
+        self.does(config)
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Jobs]:
+    made = Jobs()
+    module = ModuleType("batchspec.job")
+    module.run_job = made.run_job  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "batchspec.job", module)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    yield made
+    GlobalHydra.instance().clear()
+    assert list((tmp_path / "cwd").iterdir()) == [], "composing writes nothing into the working directory"
+
+
+def line(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on stderr."""
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1, said
+    assert said.startswith("batchspec: ")
+    return said.removeprefix("batchspec: ").strip()
+
+
+def test_a_recipe_is_composed_from_all_groups_and_run_once(jobs: Jobs) -> None:
+    assert run.main(["+job=reasoning_8k", "model.path=m", "input.path=i", "requires_gpu=false", "decode.seed=7"]) == 0
+    (config,) = jobs.ran
+    assert (config.model.max_len, config.decode.max_new_tokens) == (11264, 3072)
+    assert (config.decode.temperature, config.decode.top_p, config.decode.seed) == (0.6, 0.95, 7)
+    assert (config.draft.name, config.output.dir) == ("lookup", "./out/reasoning_8k")
+
+
+def test_the_demo_has_everything_that_a_run_needs(jobs: Jobs) -> None:
+    assert run.main(["+job=demo"]) == 0
+    (config,) = jobs.ran
+    assert config.model.path == "smollm2-135m"
+    assert Path(config.input.path).is_file()
+    assert (config.output.dir, config.output.token_ids, config.output.prompt_ids) == ("./out/demo", True, True)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "model.path is required; give model.path="),
+        (["decode.max_tokns=3"], "decode.max_tokns is no key of the configuration; did you mean decode.max_new_tokens?"),
+        (["+typo=1"], "typo is no key of the configuration"),
+        (["temperature=1"], "temperature is no key of the configuration; did you mean decode.temperature?"),
+        (["decode.max_new_tokens=abc"], "decode.max_new_tokens: Value 'abc' of type 'str' could not be converted to Integer"),
+        (["draft=lokup"], "draft=lokup is no choice of the group draft; did you mean lookup? choices: lookup, none"),
+        (["draft=eagle3"], "draft=eagle3 is not built yet; draft=lookup works on every model"),
+        (["+job=dmeo"], "job=dmeo is no choice of the group job; did you mean demo? choices: demo, reasoning_8k"),
+        (["job=demo"], "write +job="),
+        (["decode.stop=["], "cannot read the override 'decode.stop=['"),
+        (["--config-dir", "nowhere"], "nowhere' not found"),
+        ([*GIVEN, "decode.top_p=2"], "decode.top_p=2.0 must be above 0 and at most 1"),
+        ([*GIVEN, "draft.window=1024"], "draft.window=1024 is not used by draft=lookup"),
+        ([*GIVEN, "input.columns.prmpt=text"], "input.columns.prmpt is no column of batchspec; did you mean prompt?"),
+        ([*GIVEN, "output.dir=${nope}"], "nope"),
+        (["+job=reasoning_8k"], "model.path is required"),
+        (["+job=reasoning_8k", "model.path=m"], "input.path is required"),
+        (["+job=reasoning_8k", "model.path=m", "input.path=i", "device=cpu"], "reasoning_8k needs a GPU"),
+    ],
+)
+def test_what_cannot_run_is_one_line_and_exit_code_2(
+    argv: list[str], said: str, jobs: Jobs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run.main(argv) == 2
+    assert said in line(capsys)
+    assert jobs.ran == []
+
+
+def test_dictionaries_take_new_keys_without_a_plus(jobs: Jobs) -> None:
+    assert run.main([*GIVEN, "input.columns.prompt=text", "input.template_kwargs.enable_thinking=false"]) == 0
+    assert jobs.ran[0].input.columns == {"prompt": "text"}
+    assert jobs.ran[0].input.template_kwargs == {"enable_thinking": False}
+
+
+def own_recipe(folder: Path, body: str) -> str:
+    (folder / "job").mkdir(parents=True)
+    (folder / "job" / "mine.yaml").write_text("# @package _global_\n" + body)
+    return str(folder)
+
+
+def test_a_recipe_of_the_users_own_is_read_from_its_folder(jobs: Jobs, tmp_path: Path) -> None:
+    body = "defaults:\n  - override /draft: none\nmodel: {path: m}\ninput: {path: i}\noutput: {dir: o}\ndecode: {n: 3}\n"
+    folder = own_recipe(tmp_path / "mine", body)
+    assert run.main(["--config-dir", folder, "+job=mine", "decode.seed=5"]) == 0
+    assert (jobs.ran[0].draft.name, jobs.ran[0].decode.n, jobs.ran[0].decode.seed) == ("none", 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("decode: {max_tokns: 3}\n", "did you mean decode.max_new_tokens?"),
+        ("decode: {n: two}\n", "decode.n"),
+        ("decode: {\n", "mine.yaml"),
+    ],
+)
+def test_mistakes_in_the_users_recipe_are_one_line_too(
+    body: str, said: str, jobs: Jobs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run.main(["--config-dir", own_recipe(tmp_path / "mine", body), "+job=mine"]) == 2
+    assert said in line(capsys)
+
+
+def test_an_error_of_the_job_is_one_line_with_its_exit_code(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(config: RunConfig) -> None:
+        raise InputError("i.parquet does not exist")
+
+    jobs.does = fails
+    assert run.main(GIVEN) == 2
+    assert line(capsys) == "i.parquet does not exist"
+
+
+def test_a_crash_keeps_its_traceback_and_is_exit_code_1(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
+    jobs.does = lambda config: [][0]
+    assert run.main(GIVEN) == 1
+    assert "IndexError" in capsys.readouterr().err
+
+
+def test_a_sweep_runs_every_job_and_leaves_no_folder(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(config: RunConfig) -> None:
+        if config.draft.name == "none":
+            raise InputError("no rows")
+
+    jobs.does = fails
+    argv = ["-m", "model.path=m", "input.path=i", "draft=none,lookup", "output.dir=out/${draft.name}"]
+    assert run.main(argv) == 0
+    assert [config.output.dir for config in jobs.ran] == ["out/none", "out/lookup"]
+    assert line(capsys) == "no rows"
+
+
+def test_a_signal_ends_a_sweep(jobs: Jobs) -> None:
+    def stopped(config: RunConfig) -> None:
+        raise Interrupted("stopped by SIGTERM")
+
+    jobs.does = stopped
+    with pytest.raises(SystemExit) as caught:
+        run.main(["-m", *GIVEN, "draft=none,lookup"])
+    assert caught.value.code == 75
+    assert len(jobs.ran) == 1
+
+
+def test_help_shows_examples_and_groups(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run.main(["--help"])
+    assert caught.value.code == 0
+    said = capsys.readouterr().out
+    assert said.count("python -m batchspec.run") >= 5
+    assert "job: demo, reasoning_8k" in said
+    assert "max_new_tokens" in said
+
+
+def test_cfg_prints_the_configuration_and_runs_nothing(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--cfg", "job", "+job=demo"]) == 0
+    assert "path: pkg://demo" in capsys.readouterr().out
+    assert jobs.ran == []
+
+
+def test_compose_gives_what_the_command_line_gives(jobs: Jobs, tmp_path: Path) -> None:
+    folder = own_recipe(tmp_path / "mine", "model: {path: m}\ninput: {path: i}\noutput: {dir: o}\n")
+    assert run.main(["--config-dir", folder, "+job=mine", "decode.n=2"]) == 0
+    assert compose(["+job=mine", "decode.n=2"], config_dir=folder) == jobs.ran[0]
+    with pytest.raises(ConfigError, match="did you mean decode"):
+        compose(["decode.max_tokns=3"])
+    with pytest.raises(ConfigError, match=r"input\.path is required"):
+        compose(["model.path=m"], require=("input.path",))
