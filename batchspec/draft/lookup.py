@@ -5,11 +5,15 @@ Source of the idea: Saxena 2023, "Prompt Lookup Decoding" (github.com/apoorvuman
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
-from batchspec.decode.rows import Rows
 from batchspec.draft.base import NoFeatures
 from batchspec.kernels.ngram import ngram
+
+if TYPE_CHECKING:
+    from batchspec.decode.rows import Rows
 
 
 class LookupDrafter(NoFeatures):

@@ -1,0 +1,157 @@
+"""The host's side of a row: tokens seen so far, stop strings, statistics, and the completion made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from batchspec.records import Completion, Request, RowStats
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text, special tokens left out."""
+
+
+class StopFinder:
+    """Decodes a row's output token by token and finds the first stop string, whatever tokens or rounds it spans.
+
+    What it finds depends on the tokens alone. Bytes of an unfinished character wait for the token that ends it.
+    """
+
+    def __init__(self, decode: Decode, stops: Sequence[str]) -> None:
+        self._decode = decode
+        self._stops = stops
+        self._reach = max(len(stop) for stop in stops) - 1
+        self._ids: list[int] = []
+        self._begin = 0  # decoding starts here: one settled chunk back, for the spaces that tokenizers join with
+        self._settled = 0
+        self.text = ""
+
+    def push(self, token: int) -> str | None:
+        """Add one token; the stop string that is complete now, the earliest one in the text, or None."""
+        self._ids.append(token)
+        before = self._decode(self._ids[self._begin : self._settled])
+        now = self._decode(self._ids[self._begin :])
+        if len(now) <= len(before) or now.endswith("\ufffd"):
+            return None
+        search_from = max(0, len(self.text) - self._reach)
+        self.text += now[len(before) :]
+        self._begin, self._settled = self._settled, len(self._ids)
+        places = [(place, stop) for stop in self._stops if (place := self.text.find(stop, search_from)) >= 0]
+        if not places:
+            return None
+        place, stop = min(places)
+        self.text = self.text[:place]
+        return stop
+
+
+@dataclass(slots=True)
+class Progress:
+    """What the host knows of one request, from its first prefill to its completion; survives being set back."""
+
+    request: Request
+    draft_len: int
+    finder: StopFinder | None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    num_prefills: int = 0
+    num_rounds: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_discarded: int = 0
+    histogram: list[int] = field(init=False)
+    drafted_at: list[int] = field(init=False)
+    accepted_at: list[int] = field(init=False)
+    cached_tokens: int = 0
+    prefill_s: float = 0.0
+    first_token_at: float = 0.0
+    finish_reason: str | None = None
+    stop_string: str | None = None
+    stop_id: int | None = None
+
+    def __post_init__(self) -> None:
+        self.histogram = [0] * (self.draft_len + 1)
+        self.drafted_at = [0] * self.draft_len
+        self.accepted_at = [0] * self.draft_len
+
+    def add_prefill(self, tokens: Sequence[int]) -> None:
+        """The one token that a prefill emitted."""
+        self.num_prefills += 1
+        self._emit(tokens)
+
+    def add_round(self, accepted: int, drafted: int, num_emitted: int, tokens: Sequence[int]) -> None:
+        """One round: `tokens` were kept on the device, of `num_emitted` = accepted + 1 (a stop id cuts the rest off)."""
+        self.num_rounds += 1
+        self.num_drafted += drafted
+        self.num_accepted += accepted
+        self.histogram[accepted] += 1
+        for j in range(drafted):
+            self.drafted_at[j] += 1
+        for j in range(accepted):
+            self.accepted_at[j] += 1
+        self.num_discarded += num_emitted - len(tokens)
+        self._emit(tokens)
+
+    def _emit(self, tokens: Sequence[int]) -> None:
+        request = self.request
+        for place, token in enumerate(tokens):
+            self.tokens.append(token)
+            stop = self.finder.push(token) if self.finder else None
+            if stop is not None:
+                self.finish_reason, self.stop_string = "stop", stop
+                self.num_discarded += len(tokens) - place - 1
+                return
+            if token in request.stop_ids:
+                self.finish_reason, self.stop_id = "stop", token
+                return
+        if len(self.tokens) >= request.max_new_tokens:
+            self.finish_reason = "length"
+
+    def completion(self, *, decode: Decode | None, drafter: str, eos_ids: frozenset[int], slot: int, now: float) -> Completion:
+        """The finished row; `now` is the host's clock in seconds."""
+        request = self.request
+        count = len(self.tokens)
+        text = None if decode is None else decode(self.tokens)
+        stop_reason = None
+        if self.finder is not None and self.stop_string is not None:
+            text, stop_reason = self.finder.text, self.stop_string
+        elif self.stop_id is not None and self.stop_id not in eos_ids:
+            stop_reason = str(self.stop_id)
+        top = None
+        if self.top:
+            top = (np.stack([ids for ids, _ in self.top[:count]]), np.stack([values for _, values in self.top[:count]]))
+        return Completion(
+            request_id=request.request_id,
+            row_index=request.row_index,
+            sample_index=request.sample_index,
+            shard=request.shard,
+            status="truncated" if self.finish_reason == "length" else "ok",
+            finish_reason=self.finish_reason or "error",
+            stop_reason=stop_reason,
+            prompt_ids=request.prompt_ids,
+            token_ids=np.array(self.tokens, np.int32),
+            text=text,
+            logprobs=np.array(self.logprobs[:count], np.float32) if self.logprobs else None,
+            top_logprobs=top,
+            seed=request.seed,
+            predicted_tokens=request.predicted_tokens,
+            cached_tokens=self.cached_tokens,
+            stats=RowStats(
+                drafter=drafter,
+                draft_len=self.draft_len,
+                num_prefills=self.num_prefills,
+                num_rounds=self.num_rounds,
+                num_drafted=self.num_drafted,
+                num_accepted=self.num_accepted,
+                num_discarded=self.num_discarded,
+                histogram=tuple(self.histogram),
+                drafted_at=tuple(self.drafted_at),
+                accepted_at=tuple(self.accepted_at),
+                prefill_s=self.prefill_s,
+                decode_s=now - self.first_token_at,
+                batch_id=0,
+                slot=slot,
+            ),
+        )
