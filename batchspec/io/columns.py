@@ -1,0 +1,207 @@
+"""Which column of the dataset means what: the mapping, its types, and the ids of the rows."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+
+from batchspec.errors import ConfigError, InputError
+from batchspec.io.reader import InputShard, Source, locate
+
+PROMPTS = ("messages", "prompt", "prompt_ids")
+
+
+def is_text(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return kind in (pa.string(), pa.large_string(), pa.string_view())
+
+
+def is_list(kind: pa.DataType) -> bool:
+    return any(test(kind) for test in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
+
+
+def _is_id(kind: pa.DataType) -> bool:
+    return is_text(kind) or bool(pa.types.is_integer(kind))
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return any(test(kind) for test in (pa.types.is_integer, pa.types.is_floating))
+
+
+def _is_messages(kind: pa.DataType) -> bool:
+    if not is_list(kind) or not pa.types.is_struct(kind.value_type):
+        return False
+    fields = {field.name: field.type for field in kind.value_type}
+    return all(name in fields and is_text(fields[name]) for name in ("role", "content"))
+
+
+def _is_token_ids(kind: pa.DataType) -> bool:
+    return is_list(kind) and bool(pa.types.is_integer(kind.value_type))
+
+
+def _is_stop(kind: pa.DataType) -> bool:
+    return is_text(kind) or (is_list(kind) and is_text(kind.value_type))
+
+
+def _is_object(kind: pa.DataType) -> bool:
+    return is_text(kind) or bool(pa.types.is_struct(kind))
+
+
+def _is_tools(kind: pa.DataType) -> bool:
+    return _is_object(kind) or (is_list(kind) and _is_object(kind.value_type))
+
+
+TYPES: Mapping[str, tuple[Callable[[pa.DataType], bool], str]] = {
+    "id": (_is_id, "string or integer"),
+    "messages": (_is_messages, "list<struct<role: string, content: string>>"),
+    "prompt": (is_text, "string"),
+    "prompt_ids": (_is_token_ids, "list of integers"),
+    "max_new_tokens": (pa.types.is_integer, "integer"),
+    "temperature": (_is_number, "float or integer"),
+    "top_p": (_is_number, "float or integer"),
+    "top_k": (pa.types.is_integer, "integer"),
+    "min_p": (_is_number, "float or integer"),
+    "seed": (pa.types.is_integer, "integer"),
+    "n": (pa.types.is_integer, "integer"),
+    "stop": (_is_stop, "list of strings, or string"),
+    "system": (is_text, "string"),
+    "tools": (_is_tools, "JSON string, struct or list of structs"),
+    "template_kwargs": (_is_object, "JSON string or struct"),
+}
+"""batchspec's names, which column types each takes, and how an error calls them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnMap:
+    """batchspec's names and the dataset's columns behind them."""
+
+    names: Mapping[str, str]
+    prompt_kind: str
+    """messages, prompt or prompt_ids: the one that is mapped."""
+
+    def get(self, name: str) -> str | None:
+        """The dataset's column for one of batchspec's names; None where the dataset has none."""
+        return self.names.get(name)
+
+    @property
+    def prompt_column(self) -> str:
+        return self.names[self.prompt_kind]
+
+
+def map_columns(schema: pa.Schema, columns: Mapping[str, str | None]) -> ColumnMap:
+    """Map batchspec's names to columns: those of the same name by themselves, `columns` (input.columns) over them.
+
+    A name mapped to None is left out. Optional columns may have the null type (all rows empty). Raises ConfigError for a
+    name that batchspec does not know, InputError for a column that is not there, a wrong type, or not exactly one prompt.
+    """
+    for name in columns:
+        if name not in TYPES:
+            near = difflib.get_close_matches(name, TYPES, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the names are {', '.join(TYPES)}"
+            raise ConfigError(f"input.columns.{name}: batchspec has no column of that name; {hint}")
+    taken = set(columns.values())
+    names = {name: name for name in TYPES if name in schema.names and name not in columns and name not in taken}
+    names |= {name: column for name, column in columns.items() if column is not None}
+    for name, column in names.items():
+        if column not in schema.names:
+            raise InputError(
+                f"input.columns.{name}={column}: the input has no such column; its columns are {', '.join(schema.names)}"
+            )
+        kind = schema.field(column).type
+        fits, allowed = TYPES[name]
+        if not (fits(kind) or (pa.types.is_null(kind) and name not in ("id", *PROMPTS))):
+            raise InputError(
+                f"column {column!r} is mapped to {name} but has type {kind}; allowed: {allowed}; "
+                f"cast it or set input.columns.{name}=null"
+            )
+    return ColumnMap(names=names, prompt_kind=_only_prompt(names, schema))
+
+
+def _only_prompt(names: Mapping[str, str], schema: pa.Schema) -> str:
+    prompts = [name for name in PROMPTS if name in names]
+    if not prompts:
+        raise InputError(
+            f"no column is mapped to messages, prompt or prompt_ids; the input's columns are {', '.join(schema.names)}; "
+            "name one, e.g. input.columns.prompt=COLUMN"
+        )
+    if len(prompts) > 1:
+        listed = " and ".join(f"{name} (column {names[name]!r})" for name in prompts)
+        raise InputError(
+            f"exactly one prompt column is allowed but {listed} are mapped; set input.columns.{prompts[-1]}=null, or the other"
+        )
+    return prompts[0]
+
+
+def check_ids(source: Source, columns: ColumnMap) -> None:
+    """One pass over the id column: every row has an id and no two rows share one.
+
+    Holds a 64-bit hash a row; rows whose hashes meet are read again and compared in full. Does nothing where ids are derived
+    from file and row. Raises InputError with the row of a missing id, or both rows of a repeated one.
+    """
+    name = columns.get("id")
+    if name is None:
+        return
+    hashes = np.empty(source.num_rows, np.uint64)
+    row = 0
+    for array in source.column(name):
+        if array.null_count:
+            at = row + array.is_null().index(True).as_py()
+            raise InputError(
+                f"{_place(source, at)}: the id (column {name!r}) is null; give every row an id or set input.columns.id=null"
+            )
+        hashes[row : row + len(array)] = _hash(array)
+        row += len(array)
+    hashes.sort()
+    met = np.unique(hashes[1:][hashes[1:] == hashes[:-1]])
+    for start in range(0, len(met), 1024):  # bounded memory, however many ids repeat
+        _compare_ids(source, name, met[start : start + 1024])
+
+
+def _compare_ids(source: Source, name: str, met: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:
+    seen: dict[str, int] = {}
+    row = 0
+    for array in source.column(name):
+        for at in np.flatnonzero(np.isin(_hash(array), met)):
+            value = str(array[int(at)].as_py())
+            first = seen.setdefault(value, row + int(at))
+            if first != row + at:
+                raise InputError(
+                    f"id {value!r} is in {_place(source, first)} and again in {_place(source, row + int(at))}; "
+                    "ids must be unique: change one or set input.columns.id=null to number the rows"
+                )
+        row += len(array)
+
+
+def _hash(array: pa.Array) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    series = pl.from_arrow(array)
+    assert isinstance(series, pl.Series)
+    return series.hash().to_numpy()
+
+
+def _place(source: Source, row: int) -> str:
+    file, at = locate(source.files, row)
+    return f"{file} row {at}"
+
+
+def request_ids(source: Source, columns: ColumnMap, shard: InputShard) -> list[str]:
+    """The id of every row of a shard: the id column as text, else `<file>:<row in the file>`."""
+    name = columns.get("id")
+    if name is not None:
+        return [str(value) for value in shard.table.column(name).to_pylist()]
+    return list(_derived_ids(source, shard.first_row, shard.first_row + shard.table.num_rows))
+
+
+def _derived_ids(source: Source, first: int, stop: int) -> Iterator[str]:
+    start = 0
+    for file in source.files:
+        for row in range(max(first - start, 0), min(stop - start, file.num_rows)):
+            yield f"{file.name}:{row}"
+        start += file.num_rows

@@ -1,0 +1,209 @@
+"""The input dataset as a stream of shards: files in order of name, rows in order, memory bounded whatever the row groups."""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import os
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from batchspec.config import InputConfig
+from batchspec.errors import ConfigError, InputError
+from batchspec.io.files import JSON_LINES, PARQUET, DataFile, JsonLinesFile, MemoryFile, ParquetFile, widen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputFile:
+    name: str
+    """Relative to the folder that input.path names (or to the folder that all its entries share)."""
+    size_bytes: int
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class InputShard:
+    """The input rows that are committed as one output file."""
+
+    index: int
+    first_row: int
+    """Place of the table's first row in the whole input."""
+    table: pa.Table
+    """All columns of the input."""
+
+
+class Source(Protocol):
+    """A dataset that can be read again and again, in the same order."""
+
+    num_rows: int
+    """Rows that the job takes: input.limit is applied."""
+    files: tuple[InputFile, ...]
+    schema: pa.Schema
+
+    def shards(self, shard_rows: int, skip: Container[int] = ()) -> Iterator[InputShard]:
+        """Shard i holds rows i * shard_rows up to the next shard's first; shards in `skip` are left out.
+
+        A row group is not read when all its rows lie in skipped shards. Raises InputError at a damaged page.
+        """
+
+    def column(self, name: str) -> Iterator[pa.Array]:
+        """The column in pieces; only its bytes are read."""
+
+
+def open_source(config: InputConfig) -> Source:
+    """The dataset at `config.path`: a Parquet or JSON-lines file, a folder, a glob, or a list of them.
+
+    Reads footers only (JSON lines: the file once). Raises ConfigError without a path, and InputError where a path does not
+    exist or matches nothing, a file cannot be read, two files disagree about a column, or there are no rows.
+    """
+    if not config.path:
+        raise ConfigError("input.path is not set; give a Parquet or JSON-lines file, a folder, a glob or a list of them")
+    entries = [config.path] if isinstance(config.path, str | os.PathLike) else list(config.path)
+    files = [
+        ParquetFile(path, name) if path.suffix in PARQUET else JsonLinesFile(path, name) for name, path in _find(entries).items()
+    ]
+    return _FileSource(files, config.limit)
+
+
+def table_source(table: pa.Table, limit: int | None = None) -> Source:
+    """A table in memory as a dataset of one file, `table`. Raises InputError when it has no rows."""
+    return _FileSource([MemoryFile(table, "table")], limit)
+
+
+def locate(files: Sequence[InputFile], row: int) -> tuple[str, int]:
+    """File name and place in that file of a row of the whole input."""
+    for file in files:
+        if row < file.num_rows:
+            return file.name, row
+        row -= file.num_rows
+    raise IndexError(f"the input has no row {row}")
+
+
+class _FileSource:
+    def __init__(self, files: Sequence[DataFile], limit: int | None) -> None:
+        self.files = tuple(
+            InputFile(name=file.name, size_bytes=file.size_bytes, num_rows=sum(part.num_rows for part in file.parts))
+            for file in files
+        )
+        rows = sum(file.num_rows for file in self.files)
+        self.num_rows = rows if limit is None else min(rows, limit)
+        if not self.num_rows:
+            names = ", ".join(file.name for file in self.files[:3])
+            raise InputError(f"the input has no rows: {rows} in {names}, input.limit {limit}; check input.path and input.limit")
+        self._files = [data for data, file in zip(files, self.files, strict=True) if file.num_rows]
+        self.schema = _common_schema(self._files)
+
+    def shards(self, shard_rows: int, skip: Container[int] = ()) -> Iterator[InputShard]:
+        def wanted(first: int, stop: int) -> bool:
+            return any(index not in skip for index in range(first // shard_rows, (stop - 1) // shard_rows + 1))
+
+        pieces: list[pa.RecordBatch] = []
+        for batch_first, batch in self._batches(self.schema.names, wanted):
+            first, rest = batch_first, batch
+            while rest.num_rows:
+                index = first // shard_rows
+                stop = min((index + 1) * shard_rows, self.num_rows)
+                piece = rest.slice(0, stop - first)
+                rest = rest.slice(piece.num_rows)
+                first += piece.num_rows
+                if index in skip:
+                    continue
+                pieces.append(piece)
+                if first == stop:
+                    table = pa.Table.from_batches(pieces, self.schema)
+                    pieces.clear()
+                    yield InputShard(index=index, first_row=index * shard_rows, table=table)
+                    del table
+
+    def column(self, name: str) -> Iterator[pa.Array]:
+        for _, batch in self._batches([name], lambda first, stop: True):
+            yield batch.column(0)
+
+    def _batches(self, names: list[str], wanted: Callable[[int, int], bool]) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """Batches with the place of their first row, up to the limit, of the parts that hold a wanted row."""
+        schema = pa.schema([self.schema.field(name) for name in names])
+        part_first = 0
+        for file in self._files:
+            for part in file.parts:
+                stop = min(part_first + part.num_rows, self.num_rows)
+                first = part_first
+                if first < stop and wanted(first, stop):
+                    for batch in file.read(part, names):
+                        batch = batch.slice(0, stop - first)
+                        if batch.num_rows:
+                            columns = [batch.column(name) for name in names]
+                            yield first, pa.RecordBatch.from_arrays(columns, schema=schema)
+                        first += batch.num_rows
+                part_first += part.num_rows
+
+
+def _find(entries: list[Any]) -> dict[str, Path]:
+    """Relative name -> path of every file that the entries of input.path name, in order of name."""
+    found: list[Path] = []
+    roots: list[Path] = []
+    for entry in entries:
+        text = os.path.expanduser(str(entry))
+        path = Path(os.path.abspath(text))
+        if path.is_file():
+            if path.suffix not in PARQUET + JSON_LINES:
+                known = ", ".join(PARQUET + JSON_LINES)
+                raise InputError(f"input.path {entry}: neither Parquet nor JSON lines by its name; let it end in one of {known}")
+            root, files = path.parent, [path]
+        elif path.is_dir():
+            root, files = path, _data_files(path, path.rglob("*"))
+        elif glob.has_magic(text):
+            root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
+            files = _data_files(root, (Path(name) for name in glob.iglob(str(path), recursive=True)))
+        else:
+            raise InputError(f"input.path {entry}: does not exist; check the path (the working folder is {Path.cwd()})")
+        if not files:
+            raise InputError(f"input.path {entry}: no Parquet or JSON-lines file there; names must end in .parquet or .jsonl")
+        found += files
+        roots.append(root)
+    shared = Path(os.path.commonpath(roots))
+    names = {path.relative_to(shared).as_posix(): path for path in found}
+    if len(names) < len(found):
+        twice = next(path for path in found if found.count(path) > 1)
+        raise InputError(f"input.path names {twice} twice; name each file once")
+    return dict(sorted(names.items()))
+
+
+def _data_files(root: Path, paths: Iterator[Path]) -> list[Path]:
+    """As Arrow's datasets do: what begins with a dot or an underscore is not data."""
+    return [
+        path
+        for path in paths
+        if path.suffix in PARQUET + JSON_LINES
+        and not any(part.startswith((".", "_")) for part in path.relative_to(root).parts)
+        and path.is_file()
+    ]
+
+
+def _common_schema(files: Sequence[DataFile]) -> pa.Schema:
+    """The columns that every file has. JSON lines carry no types of their own: theirs are widened to fit all their files."""
+    lines = [file for file in files if isinstance(file, JsonLinesFile)]
+    for later in lines[1:]:
+        try:
+            lines[0].schema = widen(lines[0].schema, later.schema)
+        except pa.ArrowException as error:
+            raise InputError(f"{later.name} disagrees with {lines[0].name}: {error}; make the columns alike") from error
+    for later in lines[1:]:
+        later.schema = lines[0].schema
+    first = files[0]
+    for file in files:
+        names = file.schema.names
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise InputError(f"{file.name} has two columns named {twice!r}; rename one")
+        for name in dict.fromkeys((*first.schema.names, *names)):
+            here, there = (schema.field(name).type if name in schema.names else None for schema in (file.schema, first.schema))
+            if here != there:
+                raise InputError(
+                    f"{file.name} disagrees with {first.name} about column {name!r}: {here or 'not there'} against "
+                    f"{there or 'not there'}; make the files alike or run them as two jobs"
+                )
+    return pa.schema([pa.field(field.name, field.type) for field in first.schema])
