@@ -130,8 +130,8 @@ class PackingConfig:
 class InputConfig:
     path: Any = None
     """Parquet or JSON-lines file, folder, glob, or a list of them; pkg://demo is the shipped demo. Required."""
-    columns: dict[str, str] = field(default_factory=dict)
-    """batchspec's name -> the dataset's column, e.g. {id: question_id, prompt: text}."""
+    columns: dict[str, str | None] = field(default_factory=dict)
+    """batchspec's name -> the dataset's column, e.g. {id: question_id, prompt: text}; null leaves a column of that name alone."""
     chat: bool = False
     """Wrap a `prompt` in the chat template as one user turn."""
     overlong: str = "error"
@@ -191,10 +191,6 @@ class RunConfig:
     requires_gpu: bool = False
     """A job whose shape makes no sense on a CPU: without a GPU it is refused."""
 
-
-COLUMNS = ("id", "messages", "prompt", "prompt_ids", "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n",
-           "stop", "system", "tools", "template_kwargs")
-"""batchspec's names of dataset columns."""
 
 INT64 = (-(2**63), 2**63 - 1)
 
@@ -289,7 +285,7 @@ def check(config: RunConfig, *, require: Iterable[str] = ()) -> None:
         if problem:
             raise ConfigError(problem)
     _decode(config)
-    _columns(config)
+    _names(config)
     if config.resume.retry != "none":
         raise ConfigError(f"resume.retry={config.resume.retry} is not built yet; leave it none: a new run retries nothing")
 
@@ -335,11 +331,7 @@ def _decode(config: RunConfig) -> None:
         raise ConfigError(f"decode.stop_ids={decode.stop_ids} must be token ids, at least 0; remove the negative ones")
 
 
-def _columns(config: RunConfig) -> None:
-    for name in config.input.columns:
-        if name not in COLUMNS:
-            hint = suggest(name, COLUMNS)
-            raise ConfigError(f"input.columns.{name} is no column of batchspec; {hint or 'names: ' + ', '.join(COLUMNS)}")
+def _names(config: RunConfig) -> None:
     path, copied = config.input.path, config.output.passthrough
     if path is not None and not (path and (isinstance(path, str) or _is_names(path))):
         raise ConfigError(f"input.path={path!r} must be a path or a list of paths; write input.path=[a.parquet,b.parquet]")
@@ -410,11 +402,11 @@ def type_error(error: OmegaConfBaseException) -> str:
 
 def _refuse_unknown(cfg: DictConfig, schema: Any, prefix: str) -> None:
     known = {item.name: getattr(schema, item.name) for item in fields(schema)}
-    for name in cfg:
+    for name in map(str, cfg):
         if name not in known:
             raise unknown_key(f"{prefix}{name}")
-        if is_dataclass(known[str(name)]) and isinstance(cfg[name], DictConfig):
-            _refuse_unknown(cfg[name], known[str(name)], f"{prefix}{name}.")
+        if is_dataclass(known[name]) and isinstance(cfg[name], DictConfig):
+            _refuse_unknown(cfg[name], known[name], f"{prefix}{name}.")
 
 
 def _shipped(path: Any) -> Any:

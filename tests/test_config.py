@@ -60,7 +60,6 @@ def test_the_defaults_can_run_once_the_required_keys_are_given() -> None:
         ({"packing__memory_gb": 0.0}, "packing.memory_gb=0.0 must be above 0; null takes"),
         ({"packing__pages": 1}, "packing.pages=1 must be in 2 .."),
         ({"input__overlong": "drop"}, "input.overlong=drop must be one of error, truncate, skip"),
-        ({"input__columns": {"prmpt": "text"}}, "input.columns.prmpt is no column of batchspec; did you mean prompt?"),
         ({"input__path": 3}, "input.path=3 must be a path"),
         ({"input__path": []}, "input.path=[] must be a path"),
         ({"output__passthrough": "id"}, "output.passthrough='id' must be all, none or a list"),

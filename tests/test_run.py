@@ -84,7 +84,6 @@ def test_the_demo_has_everything_that_a_run_needs(jobs: Jobs) -> None:
         (["--config-dir", "nowhere"], "nowhere' not found"),
         ([*GIVEN, "decode.top_p=2"], "decode.top_p=2.0 must be above 0 and at most 1"),
         ([*GIVEN, "draft.window=1024"], "draft.window=1024 is not used by draft=lookup"),
-        ([*GIVEN, "input.columns.prmpt=text"], "input.columns.prmpt is no column of batchspec; did you mean prompt?"),
         ([*GIVEN, "output.dir=${nope}"], "nope"),
         (["+job=reasoning_8k"], "model.path is required"),
         (["+job=reasoning_8k", "model.path=m"], "input.path is required"),
@@ -100,9 +99,9 @@ def test_what_cannot_run_is_one_line_and_exit_code_2(
 
 
 def test_dictionaries_take_new_keys_without_a_plus(jobs: Jobs) -> None:
-    assert run.main([*GIVEN, "input.columns.prompt=text", "input.template_kwargs.enable_thinking=false"]) == 0
-    assert jobs.ran[0].input.columns == {"prompt": "text"}
-    assert jobs.ran[0].input.template_kwargs == {"enable_thinking": False}
+    assert run.main([*GIVEN, "input.columns.prompt=text", "input.columns.messages=null", "input.template_kwargs.think=false"]) == 0
+    assert jobs.ran[0].input.columns == {"prompt": "text", "messages": None}
+    assert jobs.ran[0].input.template_kwargs == {"think": False}
 
 
 def own_recipe(folder: Path, body: str) -> str:

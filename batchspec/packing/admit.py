@@ -1,0 +1,289 @@
+"""Admission: every input row becomes requests that the GPU can take as they stand, or one row that says why not.
+
+A bad row never raises and never reaches the engine. It is checked in this order, and the first problem gives its code
+(stage "admission"; codes are stable, messages are for people):
+
+null_prompt    the prompt cell is null
+empty_prompt   no message, no character, no token
+bad_text       a string is not valid Unicode
+bad_messages   a message without role or content, or with a content that is not text
+bad_ids        prompt_ids holds a null or an id outside the vocabulary
+bad_parameter  a per-row value is out of range, or needs what the job does not have
+template_error the chat template refuses the messages (order of roles, missing variables)
+too_long       prompt + max_new_tokens exceed model.max_len
+
+max_new_tokens is never lowered in silence: a prompt that fits only with a smaller max_new_tokens is too_long as well.
+input.overlong=truncate keeps the end of such a prompt, skip gives the row the status `skipped`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from batchspec.config import RunConfig, violation
+from batchspec.errors import ConfigError
+from batchspec.io.columns import ColumnMap, request_ids
+from batchspec.io.reader import InputShard, Source, locate
+from batchspec.packing.predict import LengthPredictor
+from batchspec.records import Completion, Ids, Request, RowError, SamplingParams
+
+if TYPE_CHECKING:
+    from batchspec.model.spec import ModelSpec
+    from batchspec.model.tokenizer import Tokenizer
+
+
+class BadRow(Exception):
+    """Why a row has no request; caught inside this module."""
+
+    def __init__(self, code: str, message: str, *, prompt_ids: Ids | None = None, status: str = "error") -> None:
+        super().__init__(message)
+        self.code, self.prompt_ids, self.status = code, prompt_ids, status
+
+
+def hash64(*parts: int | str) -> int:
+    """Signed 64-bit BLAKE2b of the parts: the same on every machine, whatever the order in which rows come."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        data = str(part).encode("utf-8", "surrogatepass")
+        digest.update(f"{type(part).__name__}{len(data)}:".encode() + data)
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+class Admission:
+    """Turns input shards into requests; the rules are in the module's docstring.
+
+    source     the dataset that the shards come from; its file names stand in the messages
+    tokenizer  None is enough for `prompt_ids` input without stop strings
+    Raises ConfigError when the configuration does not fit the model or the tokenizer.
+    """
+
+    def __init__(
+        self, config: RunConfig, *, source: Source, columns: ColumnMap, spec: ModelSpec, tokenizer: Tokenizer | None
+    ) -> None:
+        self.decode, self.input = config.decode, config.input
+        self.source, self.columns, self.tokenizer, self.vocab_size = source, columns, tokenizer, spec.vocab_size
+        self.max_len = job_max_len(config, spec)
+        self.special_ids: Mapping[str, int] = tokenizer.special_ids if tokenizer else {}
+        self.predictor = LengthPredictor()
+        eos = set() if self.decode.ignore_eos else set(spec.eos_ids) | set(tokenizer.eos_ids if tokenizer else ())
+        outside = [token for token in self.decode.stop_ids if token >= self.vocab_size]
+        if outside:
+            raise ConfigError(f"decode.stop_ids={outside} exceed the vocabulary of {self.vocab_size} tokens; remove them")
+        self.end_ids = eos | set(self.decode.stop_ids)
+        if tokenizer is None and (self.columns.prompt_kind != "prompt_ids" or self.decode.stop):
+            raise ConfigError("decode.stop and text prompts need a tokenizer, and the model folder has none; use prompt_ids")
+
+    def observe(self, completion: Completion) -> None:
+        """Learn from a finished row how long outputs get."""
+        self.predictor.observe(completion)
+
+    def admit(self, shard: InputShard) -> Iterator[Request | Completion]:
+        """Requests (samples 0 .. n-1) or one completion without an answer for each row, in input order."""
+        ids = request_ids(self.source, self.columns, shard)
+        for row_index, (request_id, row) in enumerate(zip(ids, self._rows(shard), strict=True), shard.first_row):
+            try:
+                yield from self._requests(row, request_id, row_index, shard.index)
+            except BadRow as bad:
+                file, place = locate(self.source.files, row_index)
+                message = f"{file} row {place} (id {request_id!r}): {bad}"
+                yield Completion(
+                    request_id=request_id, row_index=row_index, sample_index=0, shard=shard.index,
+                    status=bad.status, finish_reason="error", prompt_ids=bad.prompt_ids,
+                    error=RowError(code=bad.code, stage="admission", message=message, retryable=False),
+                )  # fmt: skip
+
+    def _rows(self, shard: InputShard) -> Iterator[dict[str, Any]]:
+        """Each row's cells under batchspec's names; prompt_ids stay an Arrow array."""
+        names = {name: column for name, column in self.columns.names.items() if name not in ("id", "prompt_ids")}
+        table = shard.table.select(list(names.values())).rename_columns(list(names))
+        try:
+            rows = table.to_pylist()
+        except UnicodeDecodeError:
+            rows = [{name: _cell(table.column(name)[index]) for name in names} for index in range(table.num_rows)]
+        if self.columns.prompt_kind != "prompt_ids":
+            return iter(rows)
+        cells = shard.table.column(self.columns.prompt_column)
+        return ({**row, "prompt_ids": cell.values} for row, cell in zip(rows or [{}] * len(cells), cells, strict=True))
+
+    def _requests(self, row: dict[str, Any], request_id: str, row_index: int, shard: int) -> Iterator[Request]:
+        prompt = _prompt(row, self.columns.prompt_kind)
+        values = self._values(row)
+        stop, stop_ids = self._stops(row.get("stop"))
+        max_new_tokens = int(values["max_new_tokens"])
+        prompt_ids = self._fit(self._tokens(prompt, row), max_new_tokens)
+        sampling = SamplingParams(
+            temperature=values["temperature"], top_k=int(values["top_k"]), top_p=values["top_p"], min_p=values["min_p"],
+            repetition_penalty=self.decode.repetition_penalty, presence_penalty=self.decode.presence_penalty,
+        )  # fmt: skip
+        base = hash64(self.decode.seed, request_id) if row.get("seed") is None else int(values["seed"])
+        predicted_tokens = self.predictor.predict(max_new_tokens)
+        for sample_index in range(int(values["n"])):
+            yield Request(
+                request_id=request_id, row_index=row_index, sample_index=sample_index, shard=shard, prompt_ids=prompt_ids,
+                max_new_tokens=max_new_tokens, min_new_tokens=min(self.decode.min_new_tokens, max_new_tokens),
+                sampling=sampling, stop_ids=stop_ids, stop=stop,
+                seed=hash64(base, sample_index) if sample_index else base, predicted_tokens=predicted_tokens,
+            )  # fmt: skip
+
+    def _values(self, row: dict[str, Any]) -> dict[str, float]:
+        """The row's own numbers where it has some, else the job's."""
+        values: dict[str, float] = {}
+        for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "n"):
+            own, usual = row.get(name), getattr(self.decode, name)
+            if own is None:
+                values[name] = usual
+                continue
+            whole = isinstance(usual, int)
+            if isinstance(own, bool) or not isinstance(own, int | float) or (whole and own != own // 1):
+                kind = "a whole number" if whole else "a number"
+                raise BadRow("bad_parameter", f"{name}={own!r} must be {kind}; correct it or leave it null")
+            problem = violation(f"decode.{name}", own)
+            if problem:
+                raise BadRow("bad_parameter", problem.removeprefix("decode."))
+            values[name] = int(own) if whole else float(own)
+        return values
+
+    def _stops(self, own: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Stop strings to look for in the text, and stop ids: a stop string that is one special token is an id."""
+        if own is None:
+            strings = self.decode.stop
+        else:
+            strings = [own] if isinstance(own, str) else list(own)
+            if not all(isinstance(item, str) and item for item in strings):
+                raise BadRow("bad_parameter", f"stop={own!r} must hold non-empty strings; correct it or leave it null")
+            if strings and self.tokenizer is None:
+                raise BadRow("bad_parameter", f"stop={own!r} needs a tokenizer, and the model folder has none; leave it null")
+        ids = self.end_ids | {self.special_ids[item] for item in strings if item in self.special_ids}
+        return tuple(item for item in strings if item not in self.special_ids), tuple(sorted(ids))
+
+    def _tokens(self, prompt: Any, row: dict[str, Any]) -> Ids:
+        if self.columns.prompt_kind == "prompt_ids":
+            return self._checked_ids(prompt)
+        assert self.tokenizer is not None
+        chat = self.columns.prompt_kind == "messages" or self.input.chat
+        system, tools = row.get("system"), _json(row, "tools", list)
+        if not chat and (system is not None or tools is not None):
+            raise BadRow("bad_parameter", "system and tools need a chat; set input.chat=true or leave them null")
+        try:
+            if not chat:
+                ids = self.tokenizer.encode(prompt)
+            else:
+                turns = _turns(prompt, system)
+                extra = {**self.input.template_kwargs, **(_json(row, "template_kwargs", dict) or {})}
+                ids = self.tokenizer.encode_chat(turns, tools=tools, template_kwargs=extra)
+        except BadRow:
+            raise
+        except UnicodeError as error:
+            raise BadRow("bad_text", f"the prompt is not valid Unicode ({error}); correct it") from error
+        except Exception as error:  # a template may raise whatever its author likes
+            code, who = ("template_error", "chat template") if chat else ("bad_text", "tokenizer")
+            said = " ".join(str(error).split()) or type(error).__name__
+            raise BadRow(code, f"the {who} refuses the prompt ({said}); correct it") from error
+        if not ids:
+            raise BadRow("empty_prompt", "the prompt has no tokens; drop the row")
+        return np.asarray(ids, dtype=np.int32)
+
+    def _checked_ids(self, prompt: pa.Array) -> Ids:
+        if prompt.null_count:
+            raise BadRow("bad_ids", "prompt_ids holds a null; correct it")
+        ids = prompt.to_numpy()
+        outside = ids[(ids < 0) | (ids >= self.vocab_size)]
+        if outside.size:
+            limit = f"the vocabulary 0 .. {self.vocab_size - 1}"
+            raise BadRow("bad_ids", f"prompt_ids holds {outside[0]}, outside {limit}; correct it")
+        return np.asarray(ids, dtype=np.int32)
+
+    def _fit(self, prompt_ids: Ids, max_new_tokens: int) -> Ids:
+        room = self.max_len - max_new_tokens
+        if room < 1:
+            said = f"max_new_tokens={max_new_tokens} leaves no room for a prompt in model.max_len={self.max_len}; lower it"
+            raise BadRow("bad_parameter", said)
+        if len(prompt_ids) <= room:
+            return prompt_ids
+        if self.input.overlong == "truncate":
+            return prompt_ids[-room:]
+        raise BadRow(
+            "too_long",
+            f"{len(prompt_ids)} prompt tokens + {max_new_tokens} new tokens exceed model.max_len={self.max_len}; "
+            "shorten the prompt, lower max_new_tokens or set input.overlong=truncate",
+            prompt_ids=prompt_ids,
+            status="skipped" if self.input.overlong == "skip" else "error",
+        )
+
+
+def job_max_len(config: RunConfig, spec: ModelSpec) -> int:
+    """Longest prompt + output of the job: model.max_len, or the model's own limit.
+
+    Raises ConfigError where model.max_len or decode.max_new_tokens exceed what the model was made for.
+    """
+    limit = config.model.max_len or spec.max_len
+    if limit > spec.max_len:
+        raise ConfigError(f"model.max_len={limit} exceeds the model's own limit of {spec.max_len} tokens; lower it")
+    cap = config.decode.max_new_tokens
+    if cap >= limit:
+        raise ConfigError(f"decode.max_new_tokens={cap} leaves no room for a prompt in the model's {limit} tokens; lower it")
+    return limit
+
+
+class _Undecodable:
+    """Stands for a cell whose bytes are not UTF-8."""
+
+
+def _cell(scalar: Any) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError:
+        return _Undecodable()
+
+
+def _prompt(row: dict[str, Any], column: str) -> Any:
+    for name, value in row.items():
+        if isinstance(value, _Undecodable):
+            raise BadRow("bad_text", f"{name} is not valid UTF-8; correct it")
+    prompt = row[column]
+    if prompt is None:
+        raise BadRow("null_prompt", f"{column} is null; drop the row")
+    if len(prompt) == 0:
+        raise BadRow("empty_prompt", f"{column} is empty; drop the row")
+    return prompt
+
+
+def _turns(prompt: Any, system: str | None) -> list[dict[str, Any]]:
+    """The chat as the template wants it; `system` stands before the first turn or replaces the system turn there."""
+    if isinstance(prompt, str):
+        turns: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
+    else:
+        turns = [_turn(place, message) for place, message in enumerate(prompt)]
+    if system is None:
+        return turns
+    rest = turns[1:] if turns[0]["role"] == "system" else turns
+    return [{"role": "system", "content": system}, *rest]
+
+
+def _turn(place: int, message: Any) -> dict[str, Any]:
+    for key in ("role", "content"):
+        value = message.get(key) if isinstance(message, dict) else None
+        if not isinstance(value, str) or (key == "role" and not value):
+            raise BadRow("bad_messages", f"message {place} has {key} {value!r}, which must be text; correct it or drop the row")
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def _json(row: dict[str, Any], name: str, kind: type) -> Any:
+    """A cell that is structured already or JSON text of it."""
+    value = row.get(name)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise BadRow("bad_parameter", f"{name} is not JSON ({error}); correct it or leave it null") from error
+    if kind is dict and isinstance(value, list):  # an Arrow map
+        value = dict(value)
+    if value is not None and not isinstance(value, kind):
+        raise BadRow("bad_parameter", f"{name} must be a {kind.__name__}, not {value!r}; correct it or leave it null")
+    return value

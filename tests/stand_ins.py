@@ -1,0 +1,48 @@
+"""Small stand-ins for a model folder: a shape and a byte tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from batchspec.model.spec import ModelSpec, RopeSpec
+
+
+def small_spec(**changes: Any) -> ModelSpec:
+    """Two layers, 300 tokens, 512 positions."""
+    shape: dict[str, Any] = {
+        "family": "llama", "num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
+        "intermediate_size": 64, "vocab_size": 300, "rms_eps": 1e-5, "rope": RopeSpec(type="default", theta=1e4),
+        "windows": (None, None), "tie": True, "qkv_bias": False, "o_bias": False, "mlp_bias": False, "qk_norm": False,
+        "eos_ids": (257,), "max_len": 512, "dtype": "float32", "generation": {},
+    }  # fmt: skip
+    return ModelSpec(**(shape | changes))
+
+
+class ByteTokenizer:
+    """A token a byte; 256 begins a turn, 257 ends it. Its template wants user and assistant in turns."""
+
+    eos_ids: tuple[int, ...] = (257,)
+    special_ids: Mapping[str, int] = {"<turn>": 256, "<end>": 257}
+    fingerprint = "bytes"
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {}
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None, template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        self.seen = {"messages": messages, "tools": tools, "template_kwargs": template_kwargs}
+        turns = [message["role"] for message in messages if message["role"] != "system"]
+        if turns != ["user", "assistant"] * (len(turns) // 2) + ["user"]:
+            raise ValueError("roles must\nalternate")
+        ids: list[int] = []
+        for message in messages:
+            ids += [256, *message["content"].encode(), 257]
+        return [*ids, 256]
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        return bytes(token for token in ids if token < 256).decode(errors="replace")

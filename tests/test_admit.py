@@ -1,0 +1,262 @@
+"""Every row of the input becomes n requests or one row that says why not; no row raises and none is lost."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchspec.config import RunConfig
+from batchspec.errors import ConfigError
+from batchspec.io.columns import map_columns
+from batchspec.io.reader import table_source
+from batchspec.packing.admit import Admission, hash64
+from batchspec.packing.predict import PRIOR_ROWS, LengthPredictor
+from batchspec.records import Completion, Request
+from tests.stand_ins import ByteTokenizer, small_spec
+
+CHAT = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+
+
+def job(**changes: Any) -> RunConfig:
+    """A job with 64 tokens of room and 16 new tokens; decode__n=2 changes decode.n."""
+    config = RunConfig()
+    config.model.max_len, config.decode.max_new_tokens = 64, 16
+    for name, value in changes.items():
+        group, leaf = name.split("__")
+        setattr(getattr(config, group), leaf, value)
+    return config
+
+
+def admit(table: pa.Table, config: RunConfig | None = None, **changes: Any) -> list[Request | Completion]:
+    config = config or job(**changes)
+    source = table_source(table)
+    tokenizer = cast(Any, ByteTokenizer())
+    columns = map_columns(source.schema, config.input.columns)
+    admission = Admission(config, source=source, columns=columns, spec=small_spec(), tokenizer=tokenizer)
+    return [made for shard in source.shards(2) for made in admission.admit(shard)]
+
+
+def one_bad(table: pa.Table, **changes: Any) -> Completion:
+    """The only outcome of a one-row table, which must be an error row."""
+    (made,) = admit(table, **changes)
+    assert isinstance(made, Completion)
+    assert made.error is not None
+    assert made.error.stage == "admission"
+    assert "\n" not in made.error.message
+    return made
+
+
+def requests(table: pa.Table, **changes: Any) -> list[Request]:
+    made = admit(table, **changes)
+    assert all(isinstance(item, Request) for item in made), [item for item in made if isinstance(item, Completion)]
+    return cast(list[Request], made)
+
+
+def prompts(*texts: str | None, **columns: Any) -> pa.Table:
+    return pa.table({"id": [f"q{i}" for i in range(len(texts))], "prompt": pa.array(texts, pa.string()), **columns})
+
+
+def chats(*turns: Any, **columns: Any) -> pa.Table:
+    return pa.table({"messages": pa.array(turns, CHAT), **columns})
+
+
+def user(text: str | None) -> list[dict[str, str | None]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_a_row_becomes_a_request_a_sample_that_shares_its_prompt() -> None:
+    first, second, other = requests(prompts("abc", "d", n=pa.array([2, None])), decode__temperature=0.5)
+    assert (first.request_id, first.row_index, first.sample_index, first.shard) == ("q0", 0, 0, 0)
+    assert (second.request_id, second.sample_index) == ("q0", 1)
+    assert first.prompt_ids is second.prompt_ids
+    assert first.prompt_ids.dtype == np.int32
+    assert first.prompt_ids.tolist() == list(b"abc")
+    assert (other.row_index, other.sample_index, other.sampling.temperature) == (1, 0, 0.5)
+
+
+def test_a_row_s_own_values_stand_before_the_job_s() -> None:
+    table = prompts(
+        "a", "b", max_new_tokens=pa.array([5, None]), temperature=pa.array([0.7, None]), top_p=pa.array([0.9, None]),
+        top_k=pa.array([3, None]), min_p=pa.array([0.1, None]), stop=pa.array([["x"], None]),
+    )  # fmt: skip
+    own, usual = requests(table, decode__top_k=7, decode__stop=["END"])
+    assert (own.max_new_tokens, own.stop) == (5, ("x",))
+    assert (own.sampling.temperature, own.sampling.top_p, own.sampling.top_k, own.sampling.min_p) == (0.7, 0.9, 3, 0.1)
+    assert (usual.max_new_tokens, usual.stop, usual.sampling.top_k) == (16, ("END",), 7)
+
+
+def test_min_new_tokens_never_exceeds_the_row_s_own_limit() -> None:
+    (request,) = requests(prompts("a", max_new_tokens=[3]), decode__min_new_tokens=8)
+    assert request.min_new_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("table", "code", "said"),
+    [
+        (prompts(None), "null_prompt", "prompt is null"),
+        (prompts(""), "empty_prompt", "prompt is empty"),
+        (chats(None), "null_prompt", "messages is null"),
+        (chats([]), "empty_prompt", "messages is empty"),
+        (chats(user(None)), "bad_messages", "message 0 has content None"),
+        (chats([{"role": None, "content": "x"}]), "bad_messages", "message 0 has role None"),
+        (chats([*user("a"), *user("b")]), "template_error", "roles must alternate"),
+        (prompts("a", temperature=[-1.0]), "bad_parameter", "temperature=-1.0 must be in 0 .. 100"),
+        (prompts("a", top_p=[float("nan")]), "bad_parameter", "top_p=nan"),
+        (prompts("a", max_new_tokens=[0]), "bad_parameter", "max_new_tokens=0 must be at least 1"),
+        (prompts("a", max_new_tokens=[64]), "bad_parameter", "leaves no room for a prompt in model.max_len=64"),
+        (prompts("a", n=[0]), "bad_parameter", "n=0"),
+        (prompts("a", stop=[[""]]), "bad_parameter", "non-empty strings"),
+        (prompts("a", system=["be brief"]), "bad_parameter", "input.chat=true"),
+        (chats(user("a"), tools=["{"]), "bad_parameter", "tools is not JSON"),
+        (chats(user("a"), tools=["{}"]), "bad_parameter", "tools must be a list"),
+        (prompts("x" * 49), "too_long", "49 prompt tokens + 16 new tokens exceed model.max_len=64"),
+        (pa.table({"prompt_ids": [[1, None]]}), "bad_ids", "holds a null"),
+        (pa.table({"prompt_ids": [[1, 300]]}), "bad_ids", "holds 300, outside the vocabulary 0 .. 299"),
+        (pa.table({"prompt_ids": [[-1]]}), "bad_ids", "holds -1"),
+        (pa.table({"prompt_ids": pa.array([[]], pa.list_(pa.int32()))}), "empty_prompt", "prompt_ids is empty"),
+        (pa.table({"prompt_ids": pa.array([None], pa.list_(pa.int32()))}), "null_prompt", "prompt_ids is null"),
+    ],
+)
+def test_what_is_wrong_with_a_row_has_a_code_and_a_line(table: pa.Table, code: str, said: str) -> None:
+    made = one_bad(table)
+    assert made.error is not None
+    assert (made.error.code, made.status, made.finish_reason) == (code, "error", "error")
+    assert said in made.error.message
+    assert made.error.message.startswith("table row 0 (id ")
+
+
+def test_text_that_is_not_unicode_is_a_bad_row_and_its_neighbours_are_fine() -> None:
+    ends = pa.py_buffer(np.array([0, 1, 3], np.int32))
+    broken = pa.Array.from_buffers(pa.string(), 2, [None, ends, pa.py_buffer(b"a\xff\xfe")])
+    good, bad = admit(pa.table({"prompt": broken}))
+    assert isinstance(good, Request)
+    assert isinstance(bad, Completion)
+    assert bad.error is not None
+    assert bad.error.code == "bad_text"
+
+
+def test_too_long_prompts_are_refused_cut_or_skipped_and_the_cap_is_never_lowered() -> None:
+    table = prompts("".join(chr(97 + i % 26) for i in range(60)))
+    refused = one_bad(table)
+    assert refused.prompt_ids is not None
+    assert len(refused.prompt_ids) == 60
+    assert one_bad(table, input__overlong="skip").status == "skipped"
+    (cut,) = requests(table, input__overlong="truncate")
+    assert cut.max_new_tokens == 16
+    assert bytes(cut.prompt_ids.tolist()).decode() == table["prompt"][0].as_py()[-48:]
+
+
+def test_the_system_column_replaces_or_precedes_and_tools_reach_the_template() -> None:
+    tokenizer, table = ByteTokenizer(), chats(
+        [{"role": "system", "content": "old"}, *user("a")], user("b"), user("c"),
+        system=["new", "new", None], tools=['[{"name": "f"}]', None, None], template_kwargs=[{"k": 1}, None, None],
+    )  # fmt: skip
+    config = job(input__template_kwargs={"k": 0, "j": 2})
+    source = table_source(table)
+    admission = Admission(
+        config, source=source, columns=map_columns(source.schema, {}), spec=small_spec(), tokenizer=cast(Any, tokenizer)
+    )
+    seen = [dict(tokenizer.seen) for shard in source.shards(1) for _ in admission.admit(shard)]
+    system = [[turn["content"] for turn in one["messages"] if turn["role"] == "system"] for one in seen]
+    assert system == [["new"], ["new"], []]
+    assert [one["tools"] for one in seen] == [[{"name": "f"}], None, None]
+    assert [one["template_kwargs"] for one in seen] == [{"k": 1, "j": 2}, {"k": 0, "j": 2}, {"k": 0, "j": 2}]
+
+
+def test_a_prompt_is_one_user_turn_where_the_job_says_chat() -> None:
+    (plain,), (wrapped,) = requests(prompts("a")), requests(prompts("a"), input__chat=True)
+    assert plain.prompt_ids.tolist() == [97]
+    assert wrapped.prompt_ids.tolist() == [256, 97, 257, 256]
+
+
+def test_stop_ids_are_the_model_s_ends_and_stop_strings_that_are_one_special_token() -> None:
+    (request,) = requests(prompts("a"), decode__stop=["<turn>", "\n"], decode__stop_ids=[9])
+    assert (request.stop_ids, request.stop) == ((9, 256, 257), ("\n",))
+    (request,) = requests(prompts("a"), decode__ignore_eos=True, decode__stop_ids=[9])
+    assert request.stop_ids == (9,)
+
+
+def test_token_ids_need_no_tokenizer_and_stop_strings_do() -> None:
+    source = table_source(pa.table({"prompt_ids": [[5, 6]], "stop": pa.array([["x"]])}))
+    columns = map_columns(source.schema, {"stop": None})
+    admission = Admission(job(), source=source, columns=columns, spec=small_spec(), tokenizer=None)
+    ((request,),) = [list(admission.admit(shard)) for shard in source.shards(8)]
+    assert isinstance(request, Request)
+    assert request.prompt_ids.tolist() == [5, 6]
+    admission = Admission(job(), source=source, columns=map_columns(source.schema, {}), spec=small_spec(), tokenizer=None)
+    ((made,),) = [list(admission.admit(shard)) for shard in source.shards(8)]
+    assert isinstance(made, Completion)
+    with pytest.raises(ConfigError, match="need a tokenizer"):
+        Admission(job(decode__stop=["x"]), source=source, columns=columns, spec=small_spec(), tokenizer=None)
+
+
+def test_a_configuration_that_the_model_cannot_serve_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"model.max_len=1024 exceeds the model's own limit of 512"):
+        admit(prompts("a"), model__max_len=1024)
+    with pytest.raises(ConfigError, match=r"decode.max_new_tokens=600 leaves no room"):
+        admit(prompts("a"), model__max_len=None, decode__max_new_tokens=600)
+    with pytest.raises(ConfigError, match=r"stop_ids=\[300\] exceed the vocabulary of 300"):
+        admit(prompts("a"), decode__stop_ids=[300])
+
+
+def test_a_seed_given_back_repeats_each_sample_wherever_the_row_stands() -> None:
+    samples = requests(prompts("a", "b"), decode__n=3)
+    assert len({request.seed for request in samples}) == 6
+    assert [request.seed for request in samples[:3]] == [(base := hash64(0, "q0")), hash64(base, 1), hash64(base, 2)]
+    again = requests(prompts(*"aaa", seed=[request.seed for request in samples[:3]]))
+    assert [request.seed for request in again] == [request.seed for request in samples[:3]]
+    assert requests(prompts("a"), decode__seed=1)[0].seed != samples[0].seed
+
+
+@given(st.integers(-(2**63), 2**63 - 1), st.text(max_size=8), st.text(max_size=8))
+def test_keys_are_int64_and_differ_where_the_parts_differ(seed: int, one: str, other: str) -> None:
+    assert -(2**63) <= hash64(seed, one) < 2**63
+    assert (hash64(seed, one) == hash64(seed, other)) == (one == other)
+    assert hash64(seed, one + other) != hash64(seed, one, other)
+
+
+row = st.fixed_dictionaries(
+    {
+        "prompt": st.none() | st.text(max_size=80),
+        "n": st.none() | st.integers(-1, 3),
+        "max_new_tokens": st.none() | st.integers(-2, 70),
+        "temperature": st.none() | st.floats(),
+    }
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(row, min_size=1, max_size=5), st.sampled_from(["error", "truncate", "skip"]))
+def test_every_row_comes_out_once_in_order_whatever_it_holds(rows: list[dict[str, Any]], overlong: str) -> None:
+    schema = pa.schema({"prompt": pa.string(), "n": pa.int64(), "max_new_tokens": pa.int64(), "temperature": pa.float64()})
+    made = admit(pa.Table.from_pylist(rows, schema), input__overlong=overlong)
+    places = [(item.row_index, item.sample_index) for item in made]
+    assert places == sorted(set(places))
+    assert {place for place, _ in places} == set(range(len(rows)))
+    for item in made:
+        if isinstance(item, Completion):
+            assert places.count((item.row_index, 0)) == 1
+            assert (item.row_index, 1) not in places
+        else:
+            assert len(item.prompt_ids) >= 1
+            assert len(item.prompt_ids) + item.max_new_tokens <= 64
+            assert 1 <= item.predicted_tokens <= item.max_new_tokens
+
+
+def test_predictions_follow_what_finished_rows_did() -> None:
+    predictor = LengthPredictor()
+    assert predictor.predict(10) == 10
+    assert predictor.predict(1000) == 500
+    done = Completion(
+        request_id="a", row_index=0, sample_index=0, shard=0, status="ok", finish_reason="stop",
+        token_ids=np.zeros(100, np.int32), predicted_tokens=500,
+    )  # fmt: skip
+    for _ in range(PRIOR_ROWS):
+        predictor.observe(done)
+    assert predictor.predict(1000) == 300
+    assert predictor.predict(10) == 10
