@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+_SHORT = 16
+"""Rows of at most this many queries are attended together, padded; longer ones row by row."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,3 +40,149 @@ class FlatBatch:
     """No row owns more places than this (host bound)."""
     max_kv: int
     """No kv_len is larger than this (host bound)."""
+
+
+def attend(q: Tensor, kv: Tensor, batch: FlatBatch, *, scale: float, window: int | None) -> Tensor:
+    """Causal attention of every token of the batch over its row's pages.
+
+    q       [T, NH, D]
+    kv      [2, P, page_size, KVH, D] of the same dtype, the tokens' own K/V written already; finite everywhere
+    window  a query at position p sees keys p-window+1 .. p; None: 0 .. p
+    Returns [T, NH, D]; zeros for rows with kv_len 0. Exact: softmax in fp32 (fp64 for fp64).
+
+    Many layers of one batch share the work that does not depend on q: `plan_attention` once, then `.attend`.
+    Reads lengths on the host, so it synchronises on a GPU.
+    """
+    return plan_attention(batch, kv, num_heads=q.shape[1], window=window).attend(q, kv, scale)
+
+
+def plan_attention(batch: FlatBatch, kv: Tensor, *, num_heads: int, window: int | None) -> AttentionPlan:
+    """What attention of this batch needs in every layer with this window: page lists and masks. `kv` is any layer's."""
+    page_size, kv_heads = kv.shape[2], kv.shape[3]
+    begins, lengths = batch.q_start.tolist(), batch.kv_len.tolist()
+    rows = [
+        _Row(r, begin, end, kv_len, int(batch.positions[begin]) if window is not None else 0, window, page_size)
+        for r, (begin, end, kv_len) in enumerate(zip(begins, begins[1:], lengths, strict=False))
+        if end > begin and kv_len > 0
+    ]
+    parts: list[_Part] = [_LongRow(row, batch, kv, window) for row in rows if row.num_q > _SHORT]
+    short = sorted((row for row in rows if row.num_q <= _SHORT), key=lambda row: (-row.num_pages, row.index))
+    for group in _similar(short):
+        parts.append(_ShortRows(group, batch, kv, num_heads // kv_heads, window))
+    return AttentionPlan(parts, sum(row.num_q for row in rows) == batch.token_ids.shape[0])
+
+
+class AttentionPlan:
+    """See `plan_attention`."""
+
+    def __init__(self, parts: list[_Part], covers: bool) -> None:
+        self._parts, self._covers = parts, covers
+
+    def attend(self, q: Tensor, kv: Tensor, scale: float) -> Tensor:
+        """As the function `attend`, for one layer."""
+        out = torch.empty_like(q) if self._covers else torch.zeros_like(q)
+        for part in self._parts:
+            part.attend(q, kv, scale, out)
+        return out
+
+
+class _Part(Protocol):
+    def attend(self, q: Tensor, kv: Tensor, scale: float, out: Tensor) -> None: ...
+
+
+class _Row:
+    """A row's queries begin .. end-1 and the pages first_page .. first_page+num_pages-1 that they see."""
+
+    def __init__(self, index: int, begin: int, end: int, kv_len: int, position: int, window: int | None, page_size: int) -> None:
+        self.index, self.begin, self.num_q, self.kv_len = index, begin, end - begin, kv_len
+        self.first_page = 0 if window is None else max(0, position - window + 1) // page_size
+        self.num_pages = -(-kv_len // page_size) - self.first_page
+
+
+def _similar(rows: list[_Row]) -> list[list[_Row]]:
+    """Rows by falling number of pages -> groups in which padding to the longest at most doubles the pages."""
+    groups: list[list[_Row]] = []
+    for row in rows:
+        if groups and 2 * row.num_pages >= groups[-1][0].num_pages:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
+
+
+def _gather(kv: Tensor, pages: Tensor, out: Tensor) -> Tensor:
+    """K and V of `pages` (their ids, then their ids + P) in one copy: out [2 * n, page_size * KVH * D]."""
+    return torch.index_select(kv.view(-1, out.shape[1]), 0, pages, out=out)
+
+
+class _LongRow:
+    """One row of a prefill: scaled_dot_product_attention over its gathered keys."""
+
+    def __init__(self, row: _Row, batch: FlatBatch, kv: Tensor, window: int | None) -> None:
+        self._place = slice(row.begin, row.begin + row.num_q)
+        pages = batch.page_table[row.index, row.first_page : row.first_page + row.num_pages].long()
+        self._pages = torch.cat((pages, pages + kv.shape[1]))
+        first_key = row.first_page * kv.shape[2]
+        self._num_keys = row.kv_len - first_key
+        self._buffer = kv.new_empty(2 * row.num_pages, kv[0, 0].numel())
+        self._mask = None
+        if window is not None or row.kv_len > row.num_q:
+            keys = torch.arange(first_key, row.kv_len, device=kv.device)
+            self._mask = _mask(keys, batch.positions[self._place, None], window, kv.dtype)
+
+    def attend(self, q: Tensor, kv: Tensor, scale: float, out: Tensor) -> None:
+        kv_heads, head_dim = kv.shape[3:]
+        keys, values = _gather(kv, self._pages, self._buffer).view(2, -1, kv_heads, 1, head_dim)[:, : self._num_keys]
+        # The heads that share K/V are a dimension over which K and V do not move: nothing is repeated in memory.
+        q = q[self._place].view(-1, kv_heads, q.shape[1] // kv_heads, head_dim).permute(1, 2, 0, 3)
+        k, v = (x.permute(1, 2, 0, 3).expand(-1, q.shape[1], -1, -1) for x in (keys, values))
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask, is_causal=self._mask is None, scale=scale)
+        out[self._place] = o.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+class _ShortRows:
+    """Rows of a round, padded to the same number of queries and pages; the heads that share K/V are further queries."""
+
+    def __init__(self, rows: list[_Row], batch: FlatBatch, kv: Tensor, heads_per_kv: int, window: int | None) -> None:
+        device, page_size = kv.device, kv.shape[2]
+        self._num_rows, self._num_q = len(rows), max(row.num_q for row in rows)
+        begin, num_q, kv_len, first, num_pages, index = torch.tensor(
+            [(row.begin, row.num_q, row.kv_len, row.first_page, row.num_pages, row.index) for row in rows], device=device
+        ).unsqueeze(2).unbind(1)  # each [rows, 1]
+        # Padding repeats a row's last query and reads the scratch page.
+        place = torch.arange(self._num_q, device=device)
+        q_ids = begin + torch.minimum(place, num_q - 1)
+        page = torch.arange(max(row.num_pages for row in rows), device=device)
+        table = batch.page_table[index, (first + page).clamp(max=batch.page_table.shape[1] - 1)].long()
+        pages = torch.where(page < num_pages, table, 0).flatten()
+        self._pages = torch.cat((pages, pages + kv.shape[1]))
+        self._buffer = kv.new_empty(2 * pages.shape[0], kv[0, 0].numel())
+        keys = first * page_size + torch.arange(page.shape[0] * page_size, device=device)
+        positions = torch.minimum(batch.positions[q_ids], kv_len - 1)
+        mask = _mask(keys[:, None], positions[:, :, None], window, kv.dtype)
+        self._mask = mask.repeat_interleave(heads_per_kv, 1).unsqueeze(1)
+        flat = q_ids.flatten()
+        in_order = flat.shape[0] == batch.token_ids.shape[0] and bool((flat == torch.arange(flat.shape[0], device=device)).all())
+        self._q_ids = None if in_order else flat
+        self._kept = None if in_order else (place < num_q).flatten().nonzero().squeeze(1)
+
+    def attend(self, q: Tensor, kv: Tensor, scale: float, out: Tensor) -> None:
+        (num_heads, head_dim), kv_heads = q.shape[1:], kv.shape[3]
+        gathered = _gather(kv, self._pages, self._buffer).view(2, self._num_rows, -1, kv_heads, head_dim).transpose(2, 3)
+        padded = q if self._q_ids is None else q.index_select(0, self._q_ids)
+        shape = (self._num_rows, self._num_q, kv_heads, num_heads // kv_heads, head_dim)
+        folded = padded.view(shape).transpose(1, 2).flatten(2, 3)
+        o = F.scaled_dot_product_attention(folded, gathered[0], gathered[1], attn_mask=self._mask, scale=scale)
+        o = o.view(self._num_rows, kv_heads, self._num_q, -1, head_dim).transpose(1, 2)
+        if self._q_ids is None or self._kept is None:
+            out.view(shape).copy_(o)
+        else:
+            out[self._q_ids[self._kept]] = o.reshape(-1, num_heads, head_dim)[self._kept]
+
+
+def _mask(keys: Tensor, positions: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """0 where a query at `positions` sees the key, -inf elsewhere."""
+    hidden = keys > positions
+    if window is not None:
+        hidden |= keys <= positions - window
+    return torch.zeros(hidden.shape, dtype=dtype, device=keys.device).masked_fill_(hidden, float("-inf"))

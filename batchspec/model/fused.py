@@ -1,0 +1,30 @@
+"""The elementwise operations of a decoder layer: the one place where a GPU's fused kernels take over from torch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """hidden / sqrt(mean(hidden^2) + eps) * weight over the last dimension; reduced in fp32 or wider, same dtype out."""
+    return F.rms_norm(hidden, (weight.shape[0],), weight, eps)
+
+
+def add_norm(hidden: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Add hidden [T, H] to residual [T, H] in place and return the sum's rms_norm [T, H]."""
+    residual.add_(hidden)
+    return rms_norm(residual, weight, eps)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """silu(first half) * second half: [T, 2 * I] -> [T, I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE of heads [T, N, D] with cos and sin [T, 1, D] (`rope_angles`: the first half of sin is negated)."""
+    swapped = torch.roll(heads, heads.shape[-1] // 2, -1)
+    return torch.addcmul(heads * cos, swapped, sin)

@@ -1,0 +1,56 @@
+"""Rotary position embedding: the frequencies of each type and the cos and sin of a batch's positions.
+
+Rotates dimension j with j + D/2 by position * frequency[j]. Types: default (Su et al. 2021, arXiv 2104.09864), linear (position
+interpolation, arXiv 2306.15595), llama3 (Llama 3.1's config.json) and yarn (arXiv 2309.00071); all in fp32, as transformers
+5 computes them (modeling_rope_utils.py), so that checkpoints give the same logits.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from batchspec.model.spec import RopeSpec
+
+
+def rope_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
+    """fp32 [D/2] radians a token."""
+    freqs = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if rope.type == "linear":
+        return freqs / rope.factor
+    if rope.type == "llama3":
+        return _llama3(freqs, rope)
+    if rope.type == "yarn":
+        return _yarn(freqs, rope, head_dim)
+    return freqs
+
+
+def _llama3(freqs: Tensor, rope: RopeSpec) -> Tensor:
+    """Short waves stay, long ones are divided by `factor`, between them a linear ramp in rotations over the original context."""
+    rotations = rope.original_max_len * freqs / (2 * math.pi)
+    keep = ((rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    return (1 - keep) * freqs / rope.factor + keep * freqs
+
+
+def _yarn(freqs: Tensor, rope: RopeSpec, head_dim: int) -> Tensor:
+    """A ramp over the dimensions between those that rotate `beta_fast` and `beta_slow` times in the original context."""
+
+    def dimension(rotations: float) -> float:
+        return head_dim * math.log(rope.original_max_len / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    high += 0.001 if low == high else 0.0
+    divide = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return freqs / rope.factor * divide + freqs * (1 - divide)
+
+
+def rope_angles(positions: Tensor, freqs: Tensor, attention_factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, 1, D] of int64 positions [T]; the first half of sin is negated, as `fused.rotate` wants it."""
+    angles = positions.to(torch.float32)[:, None] * freqs
+    cos, sin = angles.cos().mul_(attention_factor), angles.sin().mul_(attention_factor)
+    return torch.cat((cos, cos), -1).to(dtype)[:, None], torch.cat((-sin, sin), -1).to(dtype)[:, None]

@@ -1,0 +1,94 @@
+"""The target model: one forward over a flat batch of tokens, K/V in pages. T tokens, H hidden, V vocabulary, L layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from batchspec.cache.attention import FlatBatch, plan_attention
+from batchspec.cache.pages import KVCache
+from batchspec.errors import ConfigError
+from batchspec.model.fused import add_norm, rms_norm
+from batchspec.model.layers import DecoderLayer, Linear
+from batchspec.model.rope import rope_angles, rope_frequencies
+from batchspec.model.spec import ModelSpec
+from batchspec.model.weights import Checkpoint, DummyWeights, Weights
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def resolve_dtype(name: str, spec: ModelSpec, device: torch.device) -> torch.dtype:
+    """model.dtype -> the dtype to compute in. `auto`: the checkpoint's, but fp32 on a CPU without fast bf16 products.
+
+    Raises ConfigError where the checkpoint's own dtype is fp16, which is not built, and none is named.
+    """
+    if name != "auto":
+        return DTYPES[name]
+    if spec.dtype not in DTYPES:
+        raise ConfigError(f"model.dtype=auto: the checkpoint is {spec.dtype}, which is not built; set bfloat16 or float32")
+    dtype = DTYPES[spec.dtype]
+    slow = device.type == "cpu" and not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return torch.float32 if dtype is torch.bfloat16 and slow else dtype
+
+
+class Target:
+    """A Llama-like decoder (Llama, SmolLM2, Qwen2, Qwen3, Mistral) on one device."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, device: torch.device) -> None:
+        self.spec, self.device = spec, device
+        self._embedding = weights.tensor("model.embed_tokens.weight")
+        self.dtype = self._embedding.dtype
+        self._layers = [DecoderLayer(spec, weights, i) for i in range(spec.num_layers)]
+        self._norm = weights.tensor("model.norm.weight")
+        head = self._embedding if spec.tie else weights.tensor("lm_head.weight")
+        # Logits are reduced and kept in fp32: rounded to bf16 they would tie, and ties fall differently in other batch shapes.
+        self._head_dtype = torch.float64 if self.dtype is torch.float64 else torch.float32
+        self._head = Linear(head.to(self._head_dtype))
+        self._freqs = rope_frequencies(spec.rope, spec.head_dim).to(device)
+
+    @classmethod
+    def load(cls, folder: Path, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, dummy: bool = False) -> Target:
+        """Read the folder's safetensors, or with `dummy` make noise of their shapes. Raises CheckpointError as those do."""
+        if dummy:
+            return cls(spec, DummyWeights(spec, dtype=dtype, device=device), device)
+        with Checkpoint(folder, spec, dtype=dtype, device=device) as weights:
+            return cls(spec, weights, device)
+
+    @torch.inference_mode()
+    def forward(self, batch: FlatBatch, cache: KVCache, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+        """Run T tokens, writing their K/V to batch.slots of layers 0..L-1 of the cache.
+
+        taps  boundaries 0..L of the residual stream, before any norm: 0 is the embedding, i what enters layer i
+        Returns hidden [T, H] behind the final norm, ready for `logits`, and the taps [T, len(taps) * H], or None without any.
+        """
+        residual = self._embedding.index_select(0, batch.token_ids)
+        rope = rope_angles(batch.positions, self._freqs, self.spec.rope.attention_factor, self.dtype)
+        kv = cache.layer(0)
+        plans = {w: plan_attention(batch, kv, num_heads=self.spec.num_heads, window=w) for w in set(self.spec.windows)}
+        tapped = residual.new_empty(residual.shape[0], len(taps), residual.shape[1]) if taps else None
+        hidden: Tensor | None = None
+        for i, layer in enumerate(self._layers):
+            normed = self._enter(hidden, residual, layer.attention_norm)
+            _tap(tapped, taps, i, residual)
+            hidden = layer.attention(normed, rope, cache.layer(i), batch.slots, plans[layer.window])
+            hidden = layer.mlp(self._enter(hidden, residual, layer.mlp_norm))
+        out = self._enter(hidden, residual, self._norm)
+        _tap(tapped, taps, len(self._layers), residual)
+        return out, None if tapped is None else tapped.flatten(1)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [N, H] of `forward` -> fp32 [N, V] (fp64 for an fp64 model)."""
+        return self._head(hidden.to(self._head_dtype))
+
+    def _enter(self, hidden: Tensor | None, residual: Tensor, weight: Tensor) -> Tensor:
+        if hidden is None:
+            return rms_norm(residual, weight, self.spec.rms_eps)
+        return add_norm(hidden, residual, weight, self.spec.rms_eps)
+
+
+def _tap(tapped: Tensor | None, taps: tuple[int, ...], boundary: int, residual: Tensor) -> None:
+    if tapped is not None and boundary in taps:
+        tapped[:, taps.index(boundary)] = residual

@@ -1,0 +1,79 @@
+"""Tiny random checkpoints and a tiny tokenizer for tests: made here with transformers and tokenizers, without a network."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,  # large enough that greedy tokens do not repeat at once
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+}
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+_TEXT = [
+    "The quick brown fox jumps over the lazy dog, and the dog sleeps on.",
+    "In 2024 the city of Paris counted 2,102,650 people; the capital of France is Paris.",
+    "def add(a, b):\n    return a + b\n\n\nprint(add(1, 2))\n",
+]
+
+
+def make_checkpoint(
+    folder: Path, family: str, *, vocab: int = 320, dtype: torch.dtype = torch.float32, seed: int = 0, **config: Any
+) -> Path:
+    """A random model of `family` (llama, qwen2, qwen3, mistral) in `folder`; `config` overrides keys of its config.json."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = AutoConfig.for_model(family, **{**_SHAPE, "vocab_size": vocab, **config})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(settings).to(dtype)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("norm.weight", "bias")):  # made as ones and zeros, which would hide a mistake
+            torch.nn.init.normal_(parameter, mean=float(name.endswith("weight")), std=0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_tokenizer(folder: Path, *, vocab: int = 320, chat_template: str = CHAT_TEMPLATE) -> Path:
+    """A byte-level BPE of at most `vocab` tokens; special are <|endoftext|> 0, <|im_start|> 1, <|im_end|> 2 (end of turn)."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_TEXT, trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": SPECIAL_TOKENS[1],
+        "eos_token": SPECIAL_TOKENS[2],
+        "pad_token": SPECIAL_TOKENS[2],
+        "unk_token": SPECIAL_TOKENS[0],
+        "chat_template": chat_template,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    return folder

@@ -1,0 +1,143 @@
+"""The target against transformers: logits, greedy tokens, taps; every family, every RoPE, sliding windows, dtypes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from batchspec.cache.attention import FlatBatch
+from batchspec.cache.pages import KVCache
+from batchspec.model.spec import load_spec
+from batchspec.model.target import Target
+from tests.models import make_checkpoint
+
+PAGE_SIZE = 4
+CPU = torch.device("cpu")
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"tie_word_embeddings": True}),
+    "llama biases, wide heads": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
+    "llama linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "llama llama3": ("llama", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 64}}),
+    "llama yarn": ("llama", {"rope_parameters": YARN}),
+    "llama yarn, exact": ("llama", {"rope_parameters": {**YARN, "truncate": False, "beta_fast": 16.0, "attention_factor": 1.3}}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
+    "qwen3 layer types": (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "head_dim": 16,
+        },
+    ),
+    "mistral window": ("mistral", {"sliding_window": 11}),
+    "mistral": ("mistral", {"sliding_window": None}),
+}
+
+
+@dataclass
+class Runner:
+    """Feeds rows to a target through pages in shuffled order, any number of tokens of any rows a pass."""
+
+    target: Target
+    cache: KVCache
+    page_table: Tensor
+    num_ctx: list[int]
+
+    @classmethod
+    def start(cls, target: Target, num_rows: int, max_len: int = 128) -> Runner:
+        spec, per_row = target.spec, max_len // PAGE_SIZE
+        cache = KVCache.allocate(
+            num_layers=spec.num_layers,
+            num_pages=num_rows * per_row + 1,
+            page_size=PAGE_SIZE,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=target.dtype,
+            device=CPU,
+        )
+        pages = list(range(1, num_rows * per_row + 1))
+        random.Random(0).shuffle(pages)
+        return cls(target, cache, torch.tensor(pages, dtype=torch.int32).view(num_rows, per_row), [0] * num_rows)
+
+    def feed(self, tokens: list[list[int]], taps: tuple[int, ...] = ()) -> tuple[list[Tensor], list[Tensor]]:
+        """The next tokens of each row (none: the row is dead in this pass) -> logits and taps of each row."""
+        lengths = [len(ids) for ids in tokens]
+        row_ids = [r for r, n in enumerate(lengths) for _ in range(n)]
+        positions = [self.num_ctx[r] + i for r, n in enumerate(lengths) for i in range(n)]
+        pages = [int(self.page_table[r, p // PAGE_SIZE]) for r, p in zip(row_ids, positions, strict=True)]
+        slots = [page * PAGE_SIZE + p % PAGE_SIZE for page, p in zip(pages, positions, strict=True)]
+        self.num_ctx = [ctx + n for ctx, n in zip(self.num_ctx, lengths, strict=True)]
+        kv_len = [ctx if n else 0 for ctx, n in zip(self.num_ctx, lengths, strict=True)]
+        batch = FlatBatch(
+            token_ids=torch.tensor([t for ids in tokens for t in ids], dtype=torch.int32),
+            row_ids=torch.tensor(row_ids, dtype=torch.int32),
+            positions=torch.tensor(positions),
+            slots=torch.tensor(slots),
+            q_start=torch.tensor([0, *lengths]).cumsum(0).int(),
+            kv_len=torch.tensor(kv_len, dtype=torch.int32),
+            page_table=self.page_table,
+            max_q=max(lengths),
+            max_kv=max(kv_len),
+        )
+        hidden, tapped = self.target.forward(batch, self.cache, taps)
+        tapped = hidden[:, :0] if tapped is None else tapped
+        return list(self.target.logits(hidden).split(lengths)), list(tapped.split(lengths))
+
+
+def prompts(lengths: list[int], vocab: int = 320) -> list[list[int]]:
+    rng = random.Random(1)
+    return [[rng.randrange(3, vocab) for _ in range(n)] for n in lengths]
+
+
+def oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Target:
+    return Target.load(folder, load_spec(folder), dtype=dtype, device=CPU)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_64_greedy_tokens_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    family, config = MODELS[name]
+    folder = make_checkpoint(tmp_path, family, **config)
+    model, rows = oracle(folder), prompts([37, 5, 22])
+    expected = [
+        model.generate(torch.tensor([row]), max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=2)[0].tolist()
+        for row in rows
+    ]
+    with torch.inference_mode():
+        reference = [model(torch.tensor([ids])).logits[0] for ids in expected]
+
+    runner = Runner.start(load(folder), len(rows))
+    # Prefill in uneven chunks, one row behind the others, long and short ones in one pass.
+    parts = [runner.feed([rows[0][:20], rows[1], []])[0], runner.feed([rows[0][20:23], [], rows[2][:1]])[0]]
+    parts.append(runner.feed([rows[0][23:], [], rows[2][1:]])[0])
+    ids = [list(row) for row in rows]
+    for _ in range(20):  # token by token
+        for r in range(len(rows)):
+            ids[r].append(int(parts[-1][r][-1].argmax()) if len(parts[-1][r]) else int(parts[0][r][-1].argmax()))
+        parts.append(runner.feed([row[-1:] for row in ids])[0])
+    for begin in range(20, 64, 4):  # several tokens a row, as a round verifies them; row 1 takes part in every other pass
+        for r, row in enumerate(rows):
+            ids[r] = expected[r][: len(row) + begin + 4]
+        parts.append(runner.feed([row[runner.num_ctx[r] :] if r != 1 or begin % 8 else [] for r, row in enumerate(ids)])[0])
+
+    for r in range(len(rows)):
+        logits = torch.cat([part[r] for part in parts])
+        torch.testing.assert_close(logits, reference[r][: len(logits)], atol=1e-4, rtol=0)
+        assert logits[len(rows[r]) - 1 : -1].argmax(1).tolist() == expected[r][len(rows[r]) : len(logits)]
+        assert len(logits) >= len(rows[r]) + 60
