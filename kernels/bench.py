@@ -1,0 +1,84 @@
+"""Times a kernel beside its torch reference: what the benchmark main of every kernel prints.
+
+On a GPU: microseconds a call from one captured CUDA graph that cycles over several copies of the inputs (the second-level cache
+must not hold them), by events; the reference, which may read back to the host, by the clock around synchronised calls.
+On a machine without a GPU: the reference only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor
+
+Call = Callable[[], None]
+COPY_BYTES = 1 << 30
+
+
+class Bench:
+    """One table of timings. `device` and `num_copies` (copies of big inputs to cycle over) are for the caller's tensors."""
+
+    def __init__(self, name: str) -> None:
+        self.on_gpu = torch.cuda.is_available()
+        self.device = torch.device("cuda" if self.on_gpu else "cpu")
+        self.num_copies = 4 if self.on_gpu else 1
+        if not self.on_gpu:
+            print(f"{name}: no GPU here, so this times the torch reference only ({torch.get_num_threads()} CPU threads)")
+        self.copy_gb_s = self._copy_bandwidth()
+        print(f"{name}: copy bandwidth {self.copy_gb_s:.0f} GB/s (bytes read + written)")
+        print(f"{'shape':<44} {'us':>10} {'GB/s':>8} {'of copy':>8} {'reference us':>13} {'ratio':>7}")
+
+    def row(self, shape: str, calls: Sequence[Call], reference: Sequence[Call], *, num_bytes: int) -> None:
+        """Time one shape: each element of `calls` is the same call on another copy of the inputs, which moves `num_bytes`."""
+        reference_us = wall_us(reference)
+        us = graph_us(calls) if self.on_gpu else reference_us
+        gb_s = num_bytes / us / 1e3
+        timing = f"{us:>10.2f} {gb_s:>8.1f} {gb_s / self.copy_gb_s:>8.1%} {reference_us:>13.2f} {reference_us / us:>6.1f}x"
+        print(f"{shape:<44} {timing}", flush=True)
+
+    def _copy_bandwidth(self) -> float:
+        num_bytes = COPY_BYTES if self.on_gpu else COPY_BYTES // 16
+        source = torch.ones(num_bytes // 4, device=self.device)
+        target = torch.empty_like(source)
+        calls = [partial(_copy, target, source)]
+        return 2 * num_bytes / (graph_us(calls) if self.on_gpu else wall_us(calls)) / 1e3
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)
+
+
+def graph_us(calls: Sequence[Call], *, repeats: int = 9, per_graph: int = 64) -> float:
+    """Median microseconds of one call, replayed from a CUDA graph."""
+    for call in calls:  # compiles
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(per_graph):
+            calls[index % len(calls)]()
+    times: list[float] = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / per_graph)
+    return median(times)
+
+
+def wall_us(calls: Sequence[Call], *, repeats: int = 9) -> float:
+    """Median microseconds of one call by the clock, the device synchronised around it."""
+    times: list[float] = []
+    for index in range(repeats + 1):
+        start = time.perf_counter()
+        calls[index % len(calls)]()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e6)
+    return median(times[1:])
