@@ -1,4 +1,4 @@
-"""Small stand-ins for a model folder: a shape and a byte tokenizer."""
+"""Stand-ins for a model folder: shapes and a byte tokenizer."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ def small_spec(**changes: Any) -> ModelSpec:
         "eos_ids": (257,), "max_len": 512, "dtype": "float32", "generation": {},
     }  # fmt: skip
     return ModelSpec(**(shape | changes))
+
+
+LLAMA_8B = small_spec(
+    num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, intermediate_size=14336, vocab_size=128256,
+    windows=(None,) * 32, tie=False, max_len=131_072, dtype="bfloat16",
+)  # fmt: skip
 
 
 class ByteTokenizer:

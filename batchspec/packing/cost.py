@@ -1,0 +1,138 @@
+"""What a shape costs: seconds of a round and of a prefill, bytes of weights and K/V pages.
+
+A forward over T flat tokens reads every weight once and multiplies by T rows; attention reads each row's K/V once, whatever
+the number of its query tokens. Each part takes as long as its slower side, memory or arithmetic:
+
+    round_s = max(W / bytes_s, 2 P T / flop_s(T)) + max(R C kv / bytes_s, 4 A L T C / flop_s(T)) + overhead
+
+W bytes and P number of the weights that are multiplied (embedding rows are gathered, not read), R rows, C context tokens
+a row, T = R * tokens_per_row, kv bytes of K/V a token, A query heads * head_dim, L layers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from batchspec.model.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What one device does in a second."""
+
+    name: str
+    bytes_s: float
+    """Memory read, bytes/s."""
+    gemm: tuple[tuple[int, float], ...]
+    """(tokens, flop/s) of products of a weight matrix and that many tokens, ascending."""
+    overhead_s: float
+    """Seconds of a forward that neither memory nor arithmetic explains."""
+
+    def flop_s(self, tokens: float) -> float:
+        """Between measured points in a straight line; fewer tokens than the first take as long as the first."""
+        first, rate = self.gemm[0]
+        if tokens <= first:
+            return rate * tokens / first
+        return float(np.interp(tokens, [point for point, _ in self.gemm], [value for _, value in self.gemm]))
+
+
+# One H200, Llama-3.1-8B shape in bf16, cuBLAS, measured 2026-11: 64 rows x 1, 2, 3, 4, 6, 8 tokens.
+H200 = Rates(
+    name="NVIDIA H200",
+    bytes_s=4.3e12,
+    gemm=((64, 200e12), (128, 365e12), (192, 456e12), (256, 512e12), (384, 565e12), (512, 582e12)),
+    overhead_s=1e-4,
+)
+
+
+def device_rates(device: torch.device, dtype: torch.dtype) -> Rates:
+    """Known figures for a known GPU in bf16, else a measurement of well under a second."""
+    if device.type == "cuda" and dtype is torch.bfloat16 and "H200" in torch.cuda.get_device_name(device):
+        return H200
+    return calibrate(device, dtype)
+
+
+def calibrate(device: torch.device, dtype: torch.dtype) -> Rates:
+    """Time one weight matrix against 1 to 256 tokens; the matrix is larger than the caches of most CPUs."""
+    size = 2048 if device.type == "cpu" else 8192
+    weight = torch.ones(size, size, dtype=dtype, device=device)
+
+    def product(tokens: int) -> float:
+        rows = torch.ones(tokens, size, dtype=dtype, device=device)
+        return _seconds(lambda: rows @ weight.T, device)
+
+    points = tuple((tokens, 2.0 * size * size * tokens / product(tokens)) for tokens in (8, 32, 128, 256))
+    read_s = _seconds(weight.sum, device)
+    # A forward of some hundred small operations: a few microseconds each, on either kind of device.
+    overhead_s = 200 * _seconds(lambda: weight[0, :64] + 1, device)
+    return Rates(name=f"{device.type}, measured", bytes_s=weight.nbytes / read_s, gemm=points, overhead_s=overhead_s)
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    """The fastest of a few calls, after one to warm up, in at most about 40 ms."""
+    best, end = float("inf"), 0.0
+    for turn in range(6):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        now = time.perf_counter()
+        if turn == 0:
+            end = now + 0.04
+        else:
+            best = min(best, now - began)
+            if now > end:
+                break
+    return max(best, 1e-9)
+
+
+def num_multiplied(spec: ModelSpec) -> int:
+    """Weights that every token is multiplied with: all layers and the output matrix."""
+    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    layer = spec.hidden_size * (heads + spec.num_heads * spec.head_dim + 3 * spec.intermediate_size)
+    return spec.num_layers * layer + spec.vocab_size * spec.hidden_size
+
+
+def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Bytes of all weights in memory; norms and biases are too few to count."""
+    embedding = 0 if spec.tie else spec.vocab_size * spec.hidden_size
+    return (num_multiplied(spec) + embedding) * dtype.itemsize
+
+
+def page_bytes(spec: ModelSpec, page_size: int, num_kv_layers: int, dtype: torch.dtype) -> int:
+    """Bytes of one K/V page over all layers, a drafter's included."""
+    return 2 * num_kv_layers * page_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+
+
+def round_seconds(
+    spec: ModelSpec, rates: Rates, *, dtype: torch.dtype, rows: int, context_tokens: float, tokens_per_row: int
+) -> float:
+    """Seconds of one round: `rows` rows with `context_tokens` tokens of K/V each verify `tokens_per_row` tokens."""
+    tokens = rows * tokens_per_row
+    products_s = _products_s(spec, rates, dtype, tokens)
+    kv_bytes = rows * context_tokens * page_bytes(spec, 1, spec.num_layers, dtype)
+    attention_s = max(kv_bytes / rates.bytes_s, _attention_flop(spec, tokens, context_tokens) / rates.flop_s(tokens))
+    return products_s + attention_s + rates.overhead_s
+
+
+def prefill_seconds(spec: ModelSpec, rates: Rates, *, dtype: torch.dtype, prompt_tokens: float, pass_tokens: int) -> float:
+    """Seconds to prefill one prompt, as its share of passes of `pass_tokens` tokens; attention sees half of the prompt."""
+    share = prompt_tokens / pass_tokens
+    attention_s = _attention_flop(spec, prompt_tokens, prompt_tokens / 2) / rates.flop_s(pass_tokens)
+    return share * (_products_s(spec, rates, dtype, pass_tokens) + rates.overhead_s) + attention_s
+
+
+def _products_s(spec: ModelSpec, rates: Rates, dtype: torch.dtype, tokens: int) -> float:
+    weights = num_multiplied(spec)
+    return max(weights * dtype.itemsize / rates.bytes_s, 2.0 * weights * tokens / rates.flop_s(tokens))
+
+
+def _attention_flop(spec: ModelSpec, tokens: float, context_tokens: float) -> float:
+    return 4.0 * spec.num_heads * spec.head_dim * spec.num_layers * tokens * context_tokens

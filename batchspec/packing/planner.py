@@ -1,0 +1,199 @@
+"""The planner: one static shape for the whole job, and the order in which requests stream through it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from batchspec.cache.pages import page_keys
+from batchspec.config import PackingConfig
+from batchspec.errors import CapacityError
+from batchspec.model.spec import ModelSpec
+from batchspec.packing.cost import Rates, page_bytes, prefill_seconds, round_seconds
+from batchspec.records import PackedBatch, Request
+
+PAGE_SIZE = 16
+CPU_SLOTS = 16
+GPU_SLOTS = 1024
+GOOD_ENOUGH = 0.98
+"""The smallest batch within 2 % of the best predicted tokens/s is taken: fewer rows finish sooner and need less memory."""
+FREE_SHARE = 0.6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What a job asks for, as far as it is known when its shape is chosen."""
+
+    num_completions: int
+    prompt_tokens: float
+    """Mean length of a prompt."""
+    output_tokens: float
+    """Mean length of an output, predicted."""
+    max_tokens: int
+    """Longest prompt + max_new_tokens: of the rows where all are known, else what the job allows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What a shape will do with a demand."""
+
+    rounds: int
+    round_s: float
+    """Seconds of one full round at mean context."""
+    prefill_s: float
+    decode_s: float
+
+
+def choose_batch(
+    packing: PackingConfig,
+    spec: ModelSpec,
+    rates: Rates,
+    demand: Demand,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    draft_len: int,
+    num_kv_layers: int,
+    free_bytes: int,
+) -> PackedBatch:
+    """The shape with the highest predicted tokens/s that fits the memory; what `packing` says explicitly stands.
+
+    num_kv_layers  layers with K/V, a drafter's included
+    free_bytes     memory that is free once the weights are loaded
+    Raises CapacityError where not even one row of demand.max_tokens fits.
+    """
+    row_pages = _pages(demand.max_tokens)
+    pages = _available_pages(packing, page_bytes(spec, PAGE_SIZE, num_kv_layers, dtype), free_bytes, demand.max_tokens)
+    slots = packing.slots or _choose_slots(spec, rates, demand, device=device, dtype=dtype, draft_len=draft_len, pages=pages)
+    if packing.pages is None:
+        pages = min(pages, slots * row_pages + 1)  # page 0 is scratch
+    on_cpu = device.type == "cpu"
+    prefill_tokens = packing.prefill_tokens or min(1024 if on_cpu else 8192, max(PAGE_SIZE, slots * demand.max_tokens))
+    return PackedBatch(
+        slots=slots,
+        row_buckets=row_buckets(slots),
+        num_pages=pages,
+        page_size=PAGE_SIZE,
+        max_len=demand.max_tokens,
+        draft_len=draft_len,
+        prefill_tokens=prefill_tokens,
+        run_ahead=packing.run_ahead if packing.run_ahead is not None else (0 if on_cpu else 2),
+    )
+
+
+def forecast(
+    batch: PackedBatch, spec: ModelSpec, rates: Rates, demand: Demand, *, dtype: torch.dtype, accepted: float
+) -> Forecast:
+    """Rounds and seconds of the whole job, every round full and `accepted` draft tokens kept a row and round.
+
+    The last rows run nearly alone: half an output of mean length is added for them.
+    """
+    row_rounds = demand.output_tokens / (1 + accepted)
+    rounds = demand.num_completions * row_rounds / batch.slots + row_rounds / 2
+    context = demand.prompt_tokens + demand.output_tokens / 2
+    round_s = round_seconds(
+        spec, rates, dtype=dtype, rows=batch.slots, context_tokens=context, tokens_per_row=batch.draft_len + 1
+    )
+    prefill_s = prefill_seconds(
+        spec, rates, dtype=dtype, prompt_tokens=demand.prompt_tokens, pass_tokens=batch.prefill_tokens
+    )
+    return Forecast(
+        rounds=round(rounds), round_s=round_s, prefill_s=demand.num_completions * prefill_s, decode_s=rounds * round_s
+    )
+
+
+def free_memory(device: torch.device, *, weights: int = 0) -> int:
+    """Bytes that are free on the device, less `weights` bytes that are still to be loaded."""
+    if device.type == "cuda":
+        free: int = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = _free_host_memory()
+    return max(0, free - weights)
+
+
+def _free_host_memory() -> int:
+    """MemAvailable of /proc/meminfo, within the limit of the control group (v2) where there is one."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return 4 * 10**9  # not Linux: a modest guess that packing.memory_gb overrides
+    group = Path("/sys/fs/cgroup")
+    try:
+        return min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):
+        return free
+
+
+def row_buckets(slots: int) -> tuple[int, ...]:
+    """Powers of two below `slots`, then `slots`."""
+    return (*(1 << power for power in range((slots - 1).bit_length())), slots)
+
+
+def order_requests(window: Sequence[Request], page_size: int = PAGE_SIZE) -> list[Request]:
+    """The order in which requests enter the batch: rows with a common prefix together, longest predicted total first.
+
+    Rows belong together by the longest run of whole pages that another row of the window begins with too. A group stands
+    where its longest member stands; equal totals keep the order of the input (row, then sample). Long rows first leaves
+    the short ones to fill the slots at the end.
+    """
+    group_of = _groups(window, page_size)
+    longest: dict[Hashable, tuple[int, int, int]] = {}
+    for request in window:
+        group = group_of[request.row_index]
+        longest[group] = min(_rank(request), longest.get(group, _rank(request)))
+    return sorted(window, key=lambda request: (longest[group_of[request.row_index]], _rank(request)))
+
+
+def _rank(request: Request) -> tuple[int, int, int]:
+    return -(len(request.prompt_ids) + request.predicted_tokens), request.row_index, request.sample_index
+
+
+def _groups(window: Sequence[Request], page_size: int) -> dict[int, Hashable]:
+    """Row -> its group. A row that shares no page is a group of its own samples."""
+    keys = {request.row_index: request.prompt_ids for request in window}
+    pages = {row: page_keys(prompt_ids, page_size) for row, prompt_ids in keys.items()}
+    rows_with = Counter(key for row_pages in pages.values() for key in row_pages)
+    return {row: next((key for key in reversed(own) if rows_with[key] > 1), row) for row, own in pages.items()}
+
+
+def _pages(tokens: float) -> int:
+    return int(-(-tokens // PAGE_SIZE))
+
+
+def _available_pages(packing: PackingConfig, size_bytes: int, free_bytes: int, max_tokens: int) -> int:
+    if packing.pages is not None:
+        pages, source = packing.pages, f"packing.pages={packing.pages}"
+    elif packing.memory_gb is not None:
+        pages, source = int(packing.memory_gb * 1e9) // size_bytes, f"packing.memory_gb={packing.memory_gb}"
+    else:
+        pages = int(free_bytes * FREE_SHARE) // size_bytes
+        source = f"{FREE_SHARE:.0%} of the free {free_bytes / 1e9:.2f} GB"
+    needed = _pages(max_tokens) + 1
+    if pages < needed:
+        raise CapacityError(
+            f"{source} gives {pages} K/V pages of {size_bytes / 1e6:.2f} MB; one row of {max_tokens} tokens needs {needed}; "
+            f"raise packing.memory_gb to {needed * size_bytes / 1e9:.2f} or more, or lower model.max_len"
+        )
+    return pages
+
+
+def _choose_slots(
+    spec: ModelSpec, rates: Rates, demand: Demand, *, device: torch.device, dtype: torch.dtype, draft_len: int, pages: int
+) -> int:
+    limit = CPU_SLOTS if device.type == "cpu" else GPU_SLOTS
+    # A slot must find the pages of a whole row of expected length: that is what the scheduler promises a row it takes in.
+    fitting = (pages - 1) // _pages(min(demand.max_tokens, demand.prompt_tokens + demand.output_tokens))
+    most = max(1, min(limit, demand.num_completions, fitting))
+    context = demand.prompt_tokens + demand.output_tokens / 2
+    speeds = {}
+    for power in range(limit.bit_length()):
+        slots = min(1 << power, most)
+        seconds = round_seconds(spec, rates, dtype=dtype, rows=slots, context_tokens=context, tokens_per_row=draft_len + 1)
+        speeds[slots] = slots / seconds
+    best = max(speeds.values())
+    return min(slots for slots, speed in speeds.items() if speed >= GOOD_ENOUGH * best)

@@ -1,0 +1,77 @@
+"""The cost model agrees with what was measured, and grows with what it should grow with."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchspec.packing.cost import (
+    H200,
+    calibrate,
+    device_rates,
+    num_multiplied,
+    page_bytes,
+    prefill_seconds,
+    round_seconds,
+    weight_bytes,
+)
+from tests.stand_ins import LLAMA_8B
+
+BF16 = torch.bfloat16
+
+
+def round_s(rows: int, context: float, tokens: int) -> float:
+    return round_seconds(LLAMA_8B, H200, dtype=BF16, rows=rows, context_tokens=context, tokens_per_row=tokens)
+
+
+def test_sizes_are_those_of_the_published_shape() -> None:
+    assert num_multiplied(LLAMA_8B) == pytest.approx(7.5e9, rel=0.01)
+    assert weight_bytes(LLAMA_8B, BF16) == pytest.approx(16.06e9, rel=0.001)
+    assert page_bytes(LLAMA_8B, 16, 32, BF16) == 16 * 131_072
+    assert page_bytes(LLAMA_8B, 16, 33, torch.float32) == 16 * 131_072 // 32 * 33 * 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "context", "tokens", "measured_s"),
+    [
+        (64, 8448, 1, 0.00481 + 32 * 0.000513),  # matrix products + 32 layers of attention, as measured
+        (64, 8448, 4, 0.00751 + 32 * 0.000519),
+        (256, 1024, 1, 0.00751 + 32 * 256 * 1024 * 4096 / 3.88e12),
+    ],
+)
+def test_a_round_takes_what_its_parts_were_measured_at(rows: int, context: float, tokens: int, measured_s: float) -> None:
+    assert round_s(rows, context, tokens) == pytest.approx(measured_s, rel=0.1)
+
+
+@given(st.integers(1, 512), st.integers(1, 16384), st.integers(1, 9))
+def test_more_rows_context_or_drafts_never_cost_less(rows: int, context: int, tokens: int) -> None:
+    base = round_s(rows, context, tokens)
+    assert base <= round_s(rows + 1, context, tokens) * (1 + 1e-9)
+    assert base <= round_s(rows, context + 1, tokens)
+    assert base <= round_s(rows, context, tokens + 1) * (1 + 1e-9)
+
+
+def test_few_rows_cost_one_reading_of_the_weights() -> None:
+    assert round_s(1, 1, 1) == pytest.approx(round_s(16, 1, 1), rel=0.01)
+    assert round_s(4, 1, 1) >= 2 * num_multiplied(LLAMA_8B) / 4.3e12
+
+
+def test_a_prompt_costs_its_share_of_full_passes() -> None:
+    one = prefill_seconds(LLAMA_8B, H200, dtype=BF16, prompt_tokens=1024, pass_tokens=8192)
+    long = prefill_seconds(LLAMA_8B, H200, dtype=BF16, prompt_tokens=8192, pass_tokens=8192)
+    assert 8 * one < long < 10 * one
+    assert 0.1 < long < 0.3
+
+
+def test_an_unknown_device_is_measured_in_half_a_second() -> None:
+    calibrate(torch.device("cpu"), torch.float32)  # the first call pays for the libraries' own start
+    began = time.perf_counter()
+    rates = device_rates(torch.device("cpu"), torch.float32)
+    assert time.perf_counter() - began < 1.0
+    assert 1e8 < rates.bytes_s < 1e13
+    assert 1e8 < rates.flop_s(256) < 1e15
+    assert 0 < rates.overhead_s < 0.1

@@ -1,0 +1,180 @@
+"""The shape fits the memory and the job, explicit values stand, and requests come in a good order."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchspec.config import PackingConfig
+from batchspec.errors import CapacityError
+from batchspec.packing.cost import H200, Rates, page_bytes
+from batchspec.packing.planner import Demand, choose_batch, forecast, free_memory, order_requests, row_buckets
+from batchspec.records import PackedBatch, Request, SamplingParams
+from tests.stand_ins import LLAMA_8B, small_spec
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+SLOW = Rates(name="slow", bytes_s=1e9, gemm=((1, 1e9), (256, 1e11)), overhead_s=1e-3)
+REASONING = Demand(num_completions=10_000, prompt_tokens=8192, output_tokens=1500, max_tokens=11_264)
+LLAMA_PAGE = page_bytes(LLAMA_8B, 16, 32, torch.bfloat16)
+
+
+def on_gpu(demand: Demand = REASONING, free_bytes: int = 120 * 10**9, draft_len: int = 3, **packing: Any) -> PackedBatch:
+    return choose_batch(
+        PackingConfig(**packing), LLAMA_8B, H200, demand, device=GPU, dtype=torch.bfloat16, draft_len=draft_len,
+        num_kv_layers=32, free_bytes=free_bytes,
+    )  # fmt: skip
+
+
+def on_cpu(demand: Demand, **packing: Any) -> PackedBatch:
+    return choose_batch(
+        PackingConfig(**packing), small_spec(), SLOW, demand, device=CPU, dtype=torch.float32, draft_len=4,
+        num_kv_layers=2, free_bytes=10**9,
+    )  # fmt: skip
+
+
+def test_long_prompts_on_one_gpu_take_as_many_rows_as_the_memory_holds() -> None:
+    batch = on_gpu()
+    assert batch.slots == batch.row_buckets[-1]
+    assert 32 <= batch.slots <= 64
+    assert batch.num_pages * LLAMA_PAGE <= 0.6 * 120e9
+    assert (batch.page_size, batch.max_len, batch.draft_len) == (16, 11_264, 3)
+    assert batch.run_ahead > 0
+
+
+def test_short_rows_take_the_smallest_batch_near_the_best_speed() -> None:
+    demand = Demand(num_completions=10**6, prompt_tokens=200, output_tokens=200, max_tokens=512)
+    # 582 TFLOP/s is the best that products reach, at 512 tokens: more rows take as much longer as they bring.
+    assert on_gpu(demand, draft_len=3).slots == 128
+    assert on_gpu(demand, draft_len=0).slots == 512
+
+
+def test_a_cpu_runs_at_most_sixteen_rows_one_round_at_a_time() -> None:
+    batch = on_cpu(Demand(num_completions=1000, prompt_tokens=50, output_tokens=50, max_tokens=300))
+    assert batch.slots <= 16
+    assert batch.run_ahead == 0
+
+
+def test_a_small_job_gets_no_more_slots_or_pages_than_it_can_use() -> None:
+    batch = on_cpu(Demand(num_completions=3, prompt_tokens=10, output_tokens=10, max_tokens=40))
+    assert batch.slots <= 3
+    assert batch.num_pages == batch.slots * 3 + 1
+    assert batch.max_len == 40
+
+
+def test_what_the_job_says_stands() -> None:
+    batch = on_gpu(slots=24, pages=5000, prefill_tokens=777, run_ahead=5)
+    assert (batch.slots, batch.num_pages, batch.prefill_tokens, batch.run_ahead) == (24, 5000, 777, 5)
+    assert batch.row_buckets == (1, 2, 4, 8, 16, 24)
+    assert on_gpu(memory_gb=10.0).num_pages == int(10e9) // LLAMA_PAGE
+
+
+def test_one_row_must_fit() -> None:
+    assert on_gpu(pages=705).num_pages == 705
+    with pytest.raises(CapacityError, match=r"packing.pages=704 gives 704 K/V pages .* needs 705; raise .* to 1.48"):
+        on_gpu(pages=704)
+    with pytest.raises(CapacityError, match=r"packing.memory_gb=1.0 gives 476 K/V pages"):
+        on_gpu(memory_gb=1.0)
+    with pytest.raises(CapacityError, match=r"60% of the free 0.00 GB gives 0"):
+        on_gpu(free_bytes=0)
+
+
+lengths = st.integers(1, 4000)
+
+
+@given(st.integers(1, 10**6), lengths, lengths, lengths, st.integers(0, 8), st.integers(10**9, 10**11))
+def test_every_chosen_shape_can_run(completions: int, prompt: int, output: int, extra: int, draft_len: int, free: int) -> None:
+    demand = Demand(num_completions=completions, prompt_tokens=prompt, output_tokens=output, max_tokens=prompt + output + extra)
+    try:
+        batch = on_gpu(demand, free_bytes=free, draft_len=draft_len)
+    except CapacityError:
+        assert (-(-demand.max_tokens // 16) + 1) * LLAMA_PAGE > 0.6 * free - LLAMA_PAGE
+        return
+    assert 1 <= batch.slots <= max(1, completions)
+    assert batch.num_pages - 1 >= -(-demand.max_tokens // 16)
+    assert batch.num_pages * LLAMA_PAGE <= 0.6 * free
+    assert batch.prefill_tokens >= 1
+
+
+@given(st.integers(1, 4096))
+def test_row_buckets_ascend_to_the_slots(slots: int) -> None:
+    buckets = row_buckets(slots)
+    assert buckets[-1] == slots
+    assert list(buckets) == sorted(set(buckets))
+    assert all(later <= 2 * earlier for earlier, later in itertools.pairwise(buckets))
+
+
+def test_a_forecast_counts_full_rounds_and_the_tail() -> None:
+    batch = on_gpu(slots=64, draft_len=0)
+    plain = forecast(batch, LLAMA_8B, H200, REASONING, dtype=torch.bfloat16, accepted=0.0)
+    drafted = forecast(batch, LLAMA_8B, H200, REASONING, dtype=torch.bfloat16, accepted=1.0)
+    assert plain.rounds == pytest.approx(10_000 * 1500 / 64, rel=0.01)
+    assert drafted.rounds == pytest.approx(plain.rounds / 2, abs=1)
+    assert plain.decode_s == pytest.approx(plain.rounds * plain.round_s, rel=1e-6)
+    assert plain.prefill_s > 0
+
+
+def test_free_memory_leaves_room_for_the_weights() -> None:
+    free = free_memory(CPU)
+    assert free > 10**8
+    assert free_memory(CPU, weights=free * 2) == 0
+
+
+def request(row: int, prompt: list[int], predicted: int = 10, sample: int = 0) -> Request:
+    return Request(
+        request_id=f"r{row}", row_index=row, sample_index=sample, shard=0, prompt_ids=np.array(prompt, np.int32),
+        max_new_tokens=100, min_new_tokens=0, sampling=SamplingParams(), stop_ids=(), stop=(), seed=0, predicted_tokens=predicted,
+    )  # fmt: skip
+
+
+def order(*requests: Request) -> list[tuple[int, int]]:
+    return [(item.row_index, item.sample_index) for item in order_requests(requests, page_size=2)]
+
+
+def test_the_longest_predicted_row_goes_first_and_ties_keep_their_order() -> None:
+    rows = [request(0, [1], 5), request(1, [2], 9), request(2, [3], 9), request(3, [4, 5], 20)]
+    assert order(*reversed(rows)) == [(3, 0), (1, 0), (2, 0), (0, 0)]
+
+
+def test_rows_with_a_common_prefix_stand_together_where_their_longest_stands() -> None:
+    shared = [request(0, [7, 8, 1], 5), request(4, [7, 8, 2], 50)]
+    others = [request(1, [1, 1, 1], 40), request(2, [2, 2, 2], 60), request(3, [3], 1)]
+    assert order(*shared, *others) == [(2, 0), (4, 0), (0, 0), (1, 0), (3, 0)]
+
+
+def test_a_deeper_common_prefix_counts_more_than_one_that_all_rows_have() -> None:
+    rows = [
+        request(0, [9, 9, 1, 1], 30), request(1, [9, 9, 5, 5, 1], 20),
+        request(2, [9, 9, 2, 2], 25), request(3, [9, 9, 5, 5, 2], 10),
+    ]  # fmt: skip
+    assert order(*rows) == [(0, 0), (2, 0), (1, 0), (3, 0)]
+
+
+def test_the_samples_of_a_row_stand_together() -> None:
+    rows = [request(row, [row], 10, sample) for sample in range(3) for row in range(2)]
+    assert order(*rows) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=6), st.integers(1, 50)), max_size=12))
+def test_ordering_loses_nothing_and_does_not_depend_on_how_rows_arrive(rows: list[tuple[list[int], int]]) -> None:
+    window = [request(row, prompt, predicted) for row, (prompt, predicted) in enumerate(rows)]
+    made = order(*window)
+    assert sorted(made) == [(row, 0) for row in range(len(rows))]
+    assert made == order(*reversed(window))
+
+
+def test_slots_refilled_in_this_order_come_close_to_the_ideal_even_when_only_the_cap_is_known() -> None:
+    rng = np.random.default_rng(0)
+    outputs = np.minimum(8192, np.ceil(rng.lognormal(np.log(1493), 0.85, 20_000))).astype(int)
+    window = [request(row, [row], predicted=8192) for row in range(512)]
+    assert order(*window) == [(row, 0) for row in range(512)]
+    ends = [0] * 128
+    for output in outputs:  # a slot that is free first takes the next row
+        heapq.heapreplace(ends, ends[0] + int(output))
+    assert max(ends) <= 1.05 * outputs.sum() / 128
