@@ -31,6 +31,7 @@ def _is_id(kind: pa.DataType) -> bool:
 
 
 def _is_number(kind: pa.DataType) -> bool:
+    # Whole numbers too may come as floats: that is what pandas makes of a column with gaps. Admission checks the values.
     return any(test(kind) for test in (pa.types.is_integer, pa.types.is_floating))
 
 
@@ -62,13 +63,13 @@ TYPES: Mapping[str, tuple[Callable[[pa.DataType], bool], str]] = {
     "messages": (_is_messages, "list<struct<role: string, content: string>>"),
     "prompt": (is_text, "string"),
     "prompt_ids": (_is_token_ids, "list of integers"),
-    "max_new_tokens": (pa.types.is_integer, "integer"),
+    "max_new_tokens": (_is_number, "integer"),
     "temperature": (_is_number, "float or integer"),
     "top_p": (_is_number, "float or integer"),
-    "top_k": (pa.types.is_integer, "integer"),
+    "top_k": (_is_number, "integer"),
     "min_p": (_is_number, "float or integer"),
-    "seed": (pa.types.is_integer, "integer"),
-    "n": (pa.types.is_integer, "integer"),
+    "seed": (_is_number, "integer"),
+    "n": (_is_number, "integer"),
     "stop": (_is_stop, "list of strings, or string"),
     "system": (is_text, "string"),
     "tools": (_is_tools, "JSON string, struct or list of structs"),
@@ -150,10 +151,11 @@ def check_ids(source: Source, columns: ColumnMap) -> None:
     hashes = np.empty(source.num_rows, np.uint64)
     row = 0
     for array in source.column(name):
-        if array.null_count:
-            at = row + array.is_null().index(True).as_py()
+        bad = _first_bad_id(array)
+        if bad is not None:
+            at, why = bad
             raise InputError(
-                f"{_place(source, at)}: the id (column {name!r}) is null; give every row an id or set input.columns.id=null"
+                f"{_place(source, row + at)}: the id (column {name!r}) {why}; give every row an id or set input.columns.id=null"
             )
         hashes[row : row + len(array)] = _hash(array)
         row += len(array)
@@ -161,6 +163,20 @@ def check_ids(source: Source, columns: ColumnMap) -> None:
     met = np.unique(hashes[1:][hashes[1:] == hashes[:-1]])
     for start in range(0, len(met), 1024):  # bounded memory, however many ids repeat
         _compare_ids(source, name, met[start : start + 1024])
+
+
+def _first_bad_id(array: pa.Array) -> tuple[int, str] | None:
+    if array.null_count:
+        return array.is_null().index(True).as_py(), "is null"
+    try:
+        array.validate(full=True)
+    except pa.ArrowInvalid:
+        for at, value in enumerate(array):
+            try:
+                value.as_py()
+            except UnicodeDecodeError:
+                return at, "is not valid UTF-8"
+    return None
 
 
 def _compare_ids(source: Source, name: str, met: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:

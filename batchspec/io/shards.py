@@ -1,0 +1,216 @@
+"""A job's output folder: which shards there are, which are committed, and the one way to commit one.
+
+data/part-00042.parquet   the rows of shard 42; nothing else lies in data/
+README.md                 the dataset card, written at the end
+_batchspec/manifest.json  what the job is; made first, so that a folder with a manifest is a job
+_batchspec/tmp            files under construction
+_batchspec/logs
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchspec.errors import OutputError, StorageError
+from batchspec.io.manifest import Manifest, differences
+from batchspec.io.reader import InputFile
+from batchspec.io.store import LocalStore, Store, storing
+from batchspec.io.writer import write_parquet
+
+MANIFEST = "_batchspec/manifest.json"
+TMP = "_batchspec/tmp"
+
+
+def default_shard_rows(num_rows: int) -> int:
+    """Rows a shard when output.shard_rows is not set: depends on the input alone, so that every run cuts alike."""
+    return min(max(num_rows // 256, 16), 512)
+
+
+def part_name(index: int) -> str:
+    return f"part-{index:05d}.parquet"
+
+
+class OutputFolder:
+    """The output of one job. Nothing is made or changed on disk before `create`.
+
+    attempt  uuid of this run; temporary files carry it
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.attempt = uuid.uuid4().hex
+        self._store: Store = LocalStore(self.path, TMP)
+        self._manifest: Manifest | None = None
+
+    @property
+    def manifest(self) -> Manifest:
+        """The job's manifest. Raises OutputError where the folder holds no job."""
+        if self._manifest is None:
+            if not self.is_job():
+                raise OutputError(f"{self.path} holds no batchspec job; give the output.dir of a run")
+            self._manifest = Manifest.from_json(self._store.read(MANIFEST), str(self.path / MANIFEST))
+            self._store.method = self._manifest.publish
+        return self._manifest
+
+    @property
+    def num_shards(self) -> int:
+        return -(-self.manifest.num_rows // self.manifest.shard_rows)
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "_batchspec" / "logs"
+
+    def is_job(self) -> bool:
+        return self._store.exists(MANIFEST)
+
+    def check(self, *, fingerprint: Mapping[str, str], num_rows: int, shard_rows: int | None, overwrite: bool = False) -> None:
+        """Raise OutputError where `create` with the same arguments would; touches nothing.
+
+        The folder may be absent, empty, or a job with the same fingerprint; with `overwrite` any job. What is not a job is never
+        overwritten.
+        """
+        other = self.path.is_file() or set(self._store.list("")) - {"_batchspec"}
+        if not self.is_job():
+            if other:
+                raise OutputError(f"output.dir {self.path} exists and is no batchspec job; empty it or choose another folder")
+            return
+        if overwrite:
+            return
+        changed = differences(self.manifest.fingerprint, _compared(fingerprint, num_rows, shard_rows))
+        if changed:
+            raise OutputError(
+                f"output.dir {self.path} holds another job ({'; '.join(changed)}); use another output.dir, "
+                "or output.overwrite=true to delete that job and start anew"
+            )
+
+    def create(
+        self,
+        *,
+        fingerprint: Mapping[str, str],
+        config: Mapping[str, Any],
+        recorded: Mapping[str, Any],
+        num_rows: int,
+        shard_rows: int | None,
+        files: Sequence[InputFile],
+        overwrite: bool = False,
+    ) -> Manifest:
+        """Make the folder and its manifest, or go on with the job that is there. Raises as `check` does, and StorageError."""
+        self.check(fingerprint=fingerprint, num_rows=num_rows, shard_rows=shard_rows, overwrite=overwrite)
+        resumed = self.is_job() and not overwrite
+        if not resumed:
+            self._store.probe()
+            manifest = Manifest(
+                fingerprint=_compared(fingerprint, num_rows, shard_rows),
+                config=config,
+                recorded=recorded,
+                num_rows=num_rows,
+                shard_rows=shard_rows or default_shard_rows(num_rows),
+                publish=self._store.method,
+                files=tuple(files),
+            )
+            if self.is_job():
+                self._delete_work()
+                self._store.put(MANIFEST, manifest.to_json())
+            else:
+                self._store.put_if_absent(MANIFEST, manifest.to_json())
+        self._manifest = None  # another process may have made it first: read what is there
+        self.check(fingerprint=fingerprint, num_rows=num_rows, shard_rows=shard_rows)
+        self._store.clean()
+        with storing(f"making {self.logs}"):
+            self.logs.mkdir(exist_ok=True)
+        return self.manifest
+
+    def _delete_work(self) -> None:
+        """Delete a job's work but not its manifest: a run that dies here leaves a job without shards behind."""
+        self._store.delete_tree("data")
+        for name in self._store.list("_batchspec"):
+            if name not in ("manifest.json", "tmp"):
+                self._store.delete_tree(f"_batchspec/{name}")
+
+    def rows_of(self, index: int) -> range:
+        """The input rows of a shard."""
+        size = self.manifest.shard_rows
+        return range(index * size, min((index + 1) * size, self.manifest.num_rows))
+
+    def committed(self) -> set[int]:
+        """Shards that are done. Raises OutputError for a file in data/ that is no shard of this job."""
+        done = set()
+        num_shards = self.num_shards
+        for name in self._store.list("data"):
+            match = re.fullmatch(r"part-(\d{5,})\.parquet", name)
+            index = int(match[1]) if match else -1
+            if not (0 <= index < num_shards and name == part_name(index)):
+                raise OutputError(f"{self.path}/data/{name} is no shard of this job, and readers would take it; move it away")
+            done.add(index)
+        return done
+
+    def commit(self, index: int, table: pa.Table, metadata: Mapping[str, str] | None = None) -> bool:
+        """Publish a shard's rows, once: False where another attempt was first (its rows are equivalent, ours are dropped).
+
+        The whole file is written aside, fsynced, read back with its checksums and compared before it gets its name. `metadata`
+        is added to its key-value metadata under `batchspec.` names.
+        Raises ValueError unless the table holds exactly the shard's rows, by (row_index, sample_index) with samples from 0 on;
+        StorageError where writing fails, and then nothing is visible in data/.
+        """
+        ids = _row_ids(table)
+        _check_rows(ids, self.rows_of(index))
+        path = self._store.scratch() / f"{part_name(index)}.{self.attempt}"
+        facts = {**(metadata or {}), "version": self.manifest.version, "shard": index, "attempt": self.attempt}
+        with storing(f"writing {path}"):
+            try:
+                path.unlink(missing_ok=True)
+                write_parquet(table, path, {f"batchspec.{key}": str(value) for key, value in facts.items()})
+                _verify(path, ids)
+            except BaseException:
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
+                raise
+        return self._store.publish(path, f"data/{part_name(index)}")
+
+    def finish(self, card: str) -> None:
+        """Write the dataset card, README.md."""
+        self._store.put("README.md", card.encode())
+
+
+def _compared(fingerprint: Mapping[str, str], num_rows: int, shard_rows: int | None) -> dict[str, str]:
+    """The fingerprint with the two numbers that decide which rows a shard holds."""
+    rows = str(shard_rows or default_shard_rows(num_rows))
+    return {**fingerprint, "input.rows": str(num_rows), "output.shard_rows": rows}
+
+
+def _row_ids(table: pa.Table) -> list[tuple[int, int, str]]:
+    names = ("row_index", "sample_index", "request_id")
+    return list(zip(*(table.column(name).to_pylist() for name in names), strict=True))
+
+
+def _check_rows(ids: list[tuple[int, int, str]], rows: range) -> None:
+    places = [(row, sample) for row, sample, _ in ids]
+    samples: dict[int, int] = dict.fromkeys(rows, 0)
+    for row, sample in places:
+        if samples.get(row) != sample:
+            raise ValueError(f"row {row}, sample {sample} is out of place in the shard of rows {rows.start} .. {rows.stop - 1}")
+        samples[row] += 1
+    missing = [row for row, count in samples.items() if not count]
+    if missing or places != sorted(places):
+        raise ValueError(f"the shard of rows {rows.start} .. {rows.stop - 1} lacks rows {missing[:3]} or is out of order")
+
+
+def _verify(path: Path, ids: list[tuple[int, int, str]]) -> None:
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            found = [row for i in range(file.num_row_groups) for row in _row_ids(file.read_row_group(i))]
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise
+        reason = str(error).splitlines()[0]
+        raise StorageError(f"{path} reads back damaged ({reason}); check the disk and run the same command again") from error
+    if found != ids:
+        raise StorageError(f"{path} reads back with other rows; check the disk and run the same command again")

@@ -1,0 +1,198 @@
+"""Where a job's files live. What must happen once happens once here: a name is published whole, and never twice."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Protocol
+
+from batchspec.errors import OutputError, StorageError
+
+STALE_S = 24 * 3600
+"""A file is written in seconds: a temporary one untouched for this long has no writer any more."""
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES, errno.EXDEV, errno.EINVAL)
+
+
+class Store(Protocol):
+    """Files under one root, by names such as `data/part-00042.parquet`. Every method may raise StorageError."""
+
+    method: str
+    """How a name is taken; every process that works on one job uses the same."""
+
+    def probe(self) -> None:
+        """Try what the file system can do and set `method`."""
+
+    def clean(self) -> None:
+        """Delete what runs that ended long ago left behind unfinished."""
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        """Publish the bytes under a name nobody has taken; False, and nothing changes, where somebody has."""
+
+    def put(self, name: str, data: bytes) -> None:
+        """Replace what stands under the name, in one atomic step."""
+
+    def publish(self, path: Path, name: str) -> bool:
+        """Publish a finished file made under `scratch()`, as `put_if_absent` does bytes. The file is gone afterwards."""
+
+    def read(self, name: str) -> bytes:
+        """The bytes under the name."""
+
+    def list(self, name: str) -> list[str]:
+        """Names of what lies directly in a folder ("" is the root), sorted; none where the folder is not there."""
+
+    def exists(self, name: str) -> bool: ...
+
+    def delete_tree(self, name: str) -> None:
+        """Delete a folder and all in it, where it is there."""
+
+    def scratch(self) -> Path:
+        """A folder of the local file system from which `publish` takes files."""
+
+
+@contextmanager
+def storing(what: str) -> Iterator[None]:
+    """Raise an OSError as a StorageError that says what failed and how to go on."""
+    try:
+        yield
+    except OSError as error:
+        code = errno.errorcode.get(error.errno or 0, "OSError")
+        raise StorageError(
+            f"{what} failed: {error.strerror or error} ({code}); nothing committed is lost: "
+            "free space or repair the file system and run the same command again"
+        ) from error
+
+
+class LocalStore:
+    """A folder of a local or shared file system. Folders are made as they are needed.
+
+    method  `link` is refused by the file system where the name exists; `rename` replaces a file that came in between, which is
+            right only because every attempt at a name writes an equivalent file.
+    """
+
+    def __init__(self, root: Path, scratch: str, method: str = "link") -> None:
+        self.root, self.method, self._scratch = root, method, scratch
+
+    def probe(self) -> None:
+        path = self._written("probe", b"")
+        other = path.with_name(path.name + ".link")
+        with storing(f"writing {path}"):
+            try:
+                self.method = "link" if _link(path, other) else "rename"
+            except OSError as error:
+                if error.errno not in NO_LINKS:
+                    raise
+                self.method = "rename"
+            finally:
+                path.unlink(missing_ok=True)
+                other.unlink(missing_ok=True)
+
+    def clean(self) -> None:
+        mark = self._written("now", b"")  # ages are told by the file system's own clock
+        with storing(f"cleaning {mark.parent}"):
+            now = mark.stat().st_mtime
+            mark.unlink()
+            for path in mark.parent.iterdir():
+                with suppress(FileNotFoundError):
+                    if now - path.stat().st_mtime > STALE_S:
+                        path.unlink()
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        return self.publish(self._written(name, data), name)
+
+    def put(self, name: str, data: bytes) -> None:
+        path = self._written(name, data)
+        with storing(f"writing {self.root / name}"):
+            target = self._path(name, make_parent=True)
+            os.replace(path, target)
+            _sync_folder(target.parent)
+
+    def publish(self, path: Path, name: str) -> bool:
+        with storing(f"publishing {self.root / name}"):
+            try:
+                target = self._path(name, make_parent=True)
+                if self.method == "link":
+                    won = _link(path, target)
+                else:
+                    won = not target.exists()
+                    if won:
+                        os.replace(path, target)
+                if won:
+                    _sync_folder(target.parent)
+                return won
+            finally:
+                path.unlink(missing_ok=True)
+
+    def read(self, name: str) -> bytes:
+        with storing(f"reading {self.root / name}"):
+            return self._path(name).read_bytes()
+
+    def list(self, name: str) -> list[str]:
+        with storing(f"listing {self.root / name}"):
+            try:
+                return sorted(os.listdir(self._path(name)))
+            except FileNotFoundError:
+                return []
+
+    def exists(self, name: str) -> bool:
+        return self._path(name).exists()
+
+    def delete_tree(self, name: str) -> None:
+        with storing(f"deleting {self.root / name}"), suppress(FileNotFoundError):
+            shutil.rmtree(self._path(name))
+
+    def scratch(self) -> Path:
+        with storing(f"making {self.root / self._scratch}"):
+            folder = self._path(self._scratch)
+            folder.mkdir(parents=True, exist_ok=True)
+            return folder
+
+    def _written(self, name: str, data: bytes) -> Path:
+        path = self.scratch() / f"{self._path(name).name}.{uuid.uuid4().hex}"
+        with storing(f"writing {path}"):
+            try:
+                with path.open("xb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError:
+                path.unlink(missing_ok=True)
+                raise
+        return path
+
+    def _path(self, name: str, make_parent: bool = False) -> Path:
+        """The path of a name. Raises OutputError for a name or a symbolic link that could lead out of the root."""
+        path = self.root
+        for part in name.split("/") if name else ():
+            path = path / part
+            if part in ("", ".", "..") or "\0" in part or os.path.islink(path):
+                raise OutputError(f"{self.root}/{name}: links and .. are refused; remove the link or take another output.dir")
+        if make_parent and not path.parent.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _sync_folder(path.parent.parent)
+        return path
+
+
+def _link(path: Path, target: Path) -> bool:
+    try:
+        os.link(path, target)
+    except OSError as error:
+        # Over NFS an answer can get lost: a second name of the file says that the link was made.
+        if path.stat().st_nlink == 2:
+            return True
+        if error.errno == errno.EEXIST:
+            return False
+        raise
+    return True
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,215 @@
+"""Completions of a shard as an Arrow table, and the table as a Parquet file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchspec.config import InputConfig, OutputConfig
+from batchspec.io.columns import ColumnMap, is_list, is_text
+from batchspec.io.reader import InputShard
+from batchspec.io.schema import output_schema
+from batchspec.records import Completion, RowStats
+
+GROUP_BYTES = 128 << 20
+GROUP_ROWS = 8192
+
+Turn = dict[str, str | None]
+
+
+def build_table(
+    shard: InputShard,
+    completions: Sequence[Completion],
+    *,
+    columns: ColumnMap,
+    input: InputConfig,
+    output: OutputConfig,
+    attempt: str,
+    finished_at: datetime | None = None,
+) -> pa.Table:
+    """The output rows of a shard, by (row_index, sample_index), in the schema of `output_schema`.
+
+    `messages` is the prompt's turns and the answer as the assistant's turn; a plain `prompt` becomes a user turn whether or not
+    a chat template wrapped it, because a user/assistant pair is what training on the output needs. Rows given as prompt_ids have
+    no messages. Copied columns come from `shard.table`; text that is not valid UTF-8 gets U+FFFD, so that every reader can open
+    the file. `attempt` is the uuid of the run, `finished_at` (default now) the time of the build.
+    """
+    completions = sorted(completions, key=lambda c: (c.row_index, c.sample_index))
+    schema = output_schema(shard.table.schema, columns, output)
+    rows = pa.array([c.row_index - shard.first_row for c in completions], pa.int64())
+    turns = _prompt_turns(shard.table, columns, input.chat) if output.messages != "none" else []
+    when = finished_at or datetime.now(UTC)
+
+    def turns_of(completion: Completion) -> list[Turn] | None:
+        return _messages(turns[completion.row_index - shard.first_row], completion.text if output.messages == "full" else None)
+
+    values: dict[str, Callable[[Completion], Any]] = {
+        "messages": turns_of,
+        "completion": attrgetter("text"),
+        "reasoning": lambda completion: None,
+        "reasoning_truncated": lambda completion: None,
+        "top_logprobs": _top_logprobs,
+        "usage": _usage,
+        "error": _error,
+        "spec_decode": lambda completion: _spec_decode(completion.stats),
+        "perf": lambda completion: _perf(completion, attempt, when),
+    }
+    num_own = schema.get_field_index("perf") + 1
+    arrays = []
+    for field in list(schema)[:num_own]:
+        value = values.get(field.name, attrgetter(field.name))
+        arrays.append(pa.array([value(completion) for completion in completions], field.type))
+    for field in list(schema)[num_own:]:
+        column = valid_text(shard.table.column(field.name).combine_chunks())
+        arrays.append(column.take(rows).cast(field.type))
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def write_parquet(table: pa.Table, path: Path, metadata: Mapping[str, str]) -> None:
+    """Write a new file and fsync it: zstd 3, row groups of at most 128 MiB and 8192 rows, page checksums and page index.
+
+    `metadata` becomes the file's key-value metadata. Raises OSError; a file that was begun stays behind.
+    """
+    schema = table.schema.with_metadata(dict(metadata))
+    with path.open("xb") as file:
+        with pq.ParquetWriter(
+            file, schema, compression="zstd", compression_level=3, write_page_checksum=True, write_page_index=True
+        ) as writer:
+            for group in _row_groups(table):
+                writer.write_table(group.replace_schema_metadata(schema.metadata), row_group_size=GROUP_ROWS)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def valid_text(array: pa.Array) -> pa.Array:
+    """The same values, with U+FFFD for bytes that are not UTF-8; the array itself where there are none."""
+    try:
+        array.validate(full=True)
+        return array
+    except pa.ArrowInvalid:
+        pass
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        return valid_text(array.dictionary_decode())
+    if is_text(kind):
+        raw = array.cast(pa.large_binary()).to_pylist()
+        return pa.array([None if item is None else item.decode("utf-8", "replace") for item in raw], kind)
+    if pa.types.is_struct(kind):
+        fields = [valid_text(item) for item in array.flatten()]
+        return pa.StructArray.from_arrays(fields, fields=list(kind), mask=array.is_null())
+    if is_list(kind):
+        lengths = array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        make = pa.LargeListArray if pa.types.is_large_list(kind) else pa.ListArray
+        width = pa.int64() if pa.types.is_large_list(kind) else pa.int32()
+        return make.from_arrays(pa.array(offsets, width), valid_text(array.flatten()), mask=array.is_null())
+    return array
+
+
+def _row_groups(table: pa.Table) -> Iterator[pa.Table]:
+    if table.num_rows <= 1 or (table.num_rows <= GROUP_ROWS and table.nbytes <= GROUP_BYTES):
+        yield table
+        return
+    half = table.num_rows // 2
+    yield from _row_groups(table.slice(0, half))
+    yield from _row_groups(table.slice(half))
+
+
+def _prompt_turns(table: pa.Table, columns: ColumnMap, chat: bool) -> list[list[Turn] | None]:
+    """The turns of every row's prompt; None where it has none."""
+    kind = columns.prompt_kind
+    if kind == "prompt_ids":
+        return [None] * table.num_rows
+    prompts = valid_text(table.column(columns.prompt_column).combine_chunks()).to_pylist()
+    turns: list[list[Turn] | None]
+    if kind == "prompt":
+        turns = [None if text is None else [{"role": "user", "content": text}] for text in prompts]
+    else:
+        turns = [row and [{"role": turn["role"], "content": turn["content"]} for turn in row if turn] for row in prompts]
+    system = columns.get("system")
+    if system is None or (kind == "prompt" and not chat):
+        return turns
+    for row, text in zip(turns, valid_text(table.column(system).combine_chunks()).to_pylist(), strict=True):
+        if row is not None and text is not None:
+            if row and row[0]["role"] == "system":
+                row.pop(0)
+            row.insert(0, {"role": "system", "content": text})
+    return turns
+
+
+def _messages(prompt: list[Turn] | None, answer: str | None) -> list[Turn] | None:
+    if prompt is None or answer is None:
+        return prompt
+    return [*prompt, {"role": "assistant", "content": answer}]
+
+
+def _top_logprobs(completion: Completion) -> list[list[dict[str, Any]]] | None:
+    if completion.top_logprobs is None:
+        return None
+    ids, logprobs = completion.top_logprobs
+    return [
+        [{"id": token, "logprob": value} for token, value in zip(*place, strict=True)]
+        for place in zip(ids.tolist(), logprobs.tolist(), strict=True)
+    ]
+
+
+def _usage(completion: Completion) -> dict[str, int | None] | None:
+    if completion.prompt_ids is None:
+        return None
+    prompt = len(completion.prompt_ids)
+    answer = 0 if completion.token_ids is None else len(completion.token_ids)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": answer,
+        "reasoning_tokens": None,
+        "cached_tokens": completion.cached_tokens,
+        "total_tokens": prompt + answer,
+    }
+
+
+def _error(completion: Completion) -> dict[str, Any] | None:
+    error = completion.error
+    if error is None:
+        return None
+    return {"code": error.code, "stage": error.stage, "message": error.message, "retryable": error.retryable}
+
+
+def _spec_decode(stats: RowStats | None) -> dict[str, Any] | None:
+    if stats is None or stats.drafter == "none":
+        return None
+    return {
+        "drafter": stats.drafter,
+        "num_spec_steps": stats.num_rounds,
+        "num_draft_tokens": stats.num_drafted,
+        "num_accepted_draft_tokens": stats.num_accepted,
+        "num_spec_tokens": stats.draft_len,
+        "num_prefills": stats.num_prefills,
+        "num_discarded_tokens": stats.num_discarded,
+        "mean_acceptance_length": 1 + stats.num_accepted / stats.num_rounds if stats.num_rounds else None,
+        "draft_acceptance_rate": _ratio(stats.num_accepted, stats.num_drafted),
+        "acceptance_histogram": stats.histogram,
+        "acceptance_per_position": [_ratio(*pair) for pair in zip(stats.accepted_at, stats.drafted_at, strict=True)],
+        "drafted_per_position": stats.drafted_at,
+    }
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def _perf(completion: Completion, attempt: str, finished_at: datetime) -> dict[str, Any]:
+    perf: dict[str, Any] = {
+        "predicted_tokens": completion.predicted_tokens, "attempt": attempt, "finished_at": finished_at
+    }  # fmt: skip
+    if (stats := completion.stats) is not None:
+        perf |= {"prefill_s": stats.prefill_s, "decode_s": stats.decode_s, "rounds": stats.num_rounds}
+        perf |= {"batch_id": stats.batch_id, "slot": stats.slot}
+    return perf

@@ -1,0 +1,238 @@
+"""The output folder: made once, resumed only by the same job, every shard committed whole and once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchspec.errors import OutputError, StorageError
+from batchspec.io.manifest import differences, fingerprint
+from batchspec.io.shards import OutputFolder, default_shard_rows
+from batchspec.io.writer import write_parquet
+from tests.io_samples import built, completion, dataset, new_folder, shards_of
+
+
+def tables(rows: int = 6, shard_rows: int = 2, **output: Any) -> list[pa.Table]:
+    shards, columns = shards_of(dataset(rows), shard_rows)
+    return [built(shard, columns, **output) for shard in shards]
+
+
+def visible(path: Path) -> list[str]:
+    return sorted(os.listdir(path / "data")) if (path / "data").exists() else []
+
+
+# --- fingerprints
+
+
+def test_a_fingerprint_is_stable_and_short() -> None:
+    first = fingerprint({"b": {"y": 1, "x": [1.5, None]}, "a": "text", "long": "z" * 1000})
+    assert first == fingerprint({"long": "z" * 1000, "a": "text", "b": {"x": [1.5, None], "y": 1}})
+    assert (first["a"], first["b"]) == ('"text"', '{"x":[1.5,null],"y":1}')
+    assert first["long"].startswith("sha256:")
+
+
+PARTS = st.dictionaries(st.sampled_from("abcd"), st.text(max_size=3))
+
+
+@given(PARTS, PARTS)
+def test_differences_name_exactly_the_keys_that_differ(old: dict[str, str], new: dict[str, str]) -> None:
+    keys = [line.split(":")[0] for line in differences(old, new)]
+    assert keys == sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+
+
+@pytest.mark.parametrize(("rows", "want"), [(1, 16), (4096, 16), (25_600, 100), (10**6, 512)])
+def test_shards_are_cut_by_the_number_of_rows_alone(rows: int, want: int) -> None:
+    assert default_shard_rows(rows) == want
+
+
+# --- making and resuming
+
+
+def test_nothing_is_made_before_create(tmp_path: Path) -> None:
+    folder = OutputFolder(tmp_path / "out")
+    folder.check(fingerprint={}, num_rows=5, shard_rows=None)
+    assert not folder.is_job()
+    with pytest.raises(OutputError, match="holds no batchspec job"):
+        folder.committed()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_new_folder_records_the_job(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "out", 5, 2, recorded={"torch": "2"})
+    manifest = OutputFolder(tmp_path / "out").manifest
+    assert manifest == folder.manifest
+    assert (manifest.num_rows, manifest.shard_rows, manifest.publish, manifest.recorded) == (5, 2, "link", {"torch": "2"})
+    assert [list(folder.rows_of(i)) for i in range(folder.num_shards)] == [[0, 1], [2, 3], [4]]
+    assert folder.committed() == set()
+    assert folder.logs.is_dir()
+
+
+def test_the_same_job_goes_on_and_another_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    new_folder(path, 6, 2).commit(1, tables()[1])
+    assert new_folder(path, 6, 2).committed() == {1}
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"fingerprint": {"model": "b"}}, r"model: a -> b"),
+        ({"fingerprint": {"model": "a", "dtype": "x" * 80}}, r"dtype: \(none\) -> x{21}\.\.\."),
+        ({"shard_rows": 3}, r"output\.shard_rows: 2 -> 3"),
+        ({"num_rows": 7}, r"input\.rows: 6 -> 7"),
+    ]
+    for change, message in changes:
+        with pytest.raises(OutputError, match=message) as caught:
+            new_folder(**{"path": path, "num_rows": 6, "shard_rows": 2, **change})
+        assert "output.overwrite=true" in str(caught.value)
+        assert caught.value.exit_code == 2
+    assert visible(path) == ["part-00001.parquet"]
+
+
+def test_overwrite_deletes_a_jobs_work_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    folder = new_folder(path, 6, 2)
+    folder.commit(0, tables()[0])
+    (path / "_batchspec/journal").mkdir()
+    (path / "notes.txt").write_text("mine")
+    again = new_folder(path, 9, 3, fingerprint={"model": "b"}, overwrite=True)
+    assert again.committed() == set()
+    assert (again.manifest.num_rows, again.manifest.fingerprint["model"]) == (9, "b")
+    assert sorted(os.listdir(path)) == ["_batchspec", "notes.txt"]
+    assert sorted(os.listdir(path / "_batchspec")) == ["logs", "manifest.json", "tmp"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_of_something_else_is_never_touched(tmp_path: Path, overwrite: bool) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/part-00000.parquet").write_bytes(b"precious")
+    with pytest.raises(OutputError, match="is no batchspec job"):
+        new_folder(tmp_path, 6, 2, overwrite=overwrite)
+    with pytest.raises(OutputError, match="is no batchspec job"):
+        new_folder(tmp_path / "data/part-00000.parquet", 6, 2, overwrite=overwrite)
+    assert sorted(os.listdir(tmp_path)) == ["data"]
+
+
+def test_a_run_that_died_before_its_manifest_can_start_again(tmp_path: Path) -> None:
+    (tmp_path / "_batchspec/tmp").mkdir(parents=True)
+    assert new_folder(tmp_path, 6, 2).is_job()
+
+
+@pytest.mark.parametrize(("text", "message"), [('{"version": 99}', "has version 99"), ("{", "is damaged"), ("[]", "is damaged")])
+def test_a_strange_manifest_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    new_folder(tmp_path, 6, 2)
+    (tmp_path / "_batchspec/manifest.json").write_text(text)
+    with pytest.raises(OutputError, match=message):
+        new_folder(tmp_path, 6, 2)
+
+
+@pytest.mark.parametrize("name", ["part-00003.parquet", "part-0001.parquet", "part-000001.parquet", "_SUCCESS"])
+def test_a_foreign_file_among_the_shards_is_refused(tmp_path: Path, name: str) -> None:
+    folder = new_folder(tmp_path, 6, 2)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / name).touch()
+    with pytest.raises(OutputError, match="is no shard of this job"):
+        folder.committed()
+
+
+# --- committing
+
+
+def test_a_shard_is_committed_once(tmp_path: Path) -> None:
+    folder, parts = new_folder(tmp_path, 6, 2), tables()
+    assert folder.commit(2, parts[2], {"model": "tiny"})
+    before = (tmp_path / "data/part-00002.parquet").read_bytes()
+    assert not new_folder(tmp_path, 6, 2).commit(2, parts[2])
+    assert (tmp_path / "data/part-00002.parquet").read_bytes() == before
+    assert folder.committed() == {2}
+    metadata = pq.read_schema(tmp_path / "data/part-00002.parquet").metadata
+    assert metadata == {
+        b"batchspec.model": b"tiny", b"batchspec.version": b"1", b"batchspec.shard": b"2",
+        b"batchspec.attempt": folder.attempt.encode(),
+    }  # fmt: skip
+    assert os.listdir(tmp_path / "_batchspec/tmp") == []
+
+
+def test_samples_of_a_row_and_a_single_bad_row_are_a_whole_shard(tmp_path: Path) -> None:
+    shards, columns = shards_of(dataset(2), 2)
+    rows = [completion(0, 0), completion(0, 1), completion(1)]
+    assert new_folder(tmp_path, 2, 2).commit(0, built(shards[0], columns, rows))
+
+
+def test_wrong_rows_are_refused(tmp_path: Path) -> None:
+    folder, parts = new_folder(tmp_path, 6, 2), tables()
+    shards, columns = shards_of(dataset(6), 2)
+    wrong = [
+        parts[1],
+        parts[0].slice(0, 1),
+        parts[0].slice(0, 0),
+        pa.concat_tables([parts[0], parts[0]]),
+        parts[0].take([1, 0]),
+        built(shards[0], columns, [completion(0, 1), completion(1)]),
+        built(shards[0], columns, [completion(0), completion(1), completion(1)]),
+    ]
+    for table in wrong:
+        with pytest.raises(ValueError, match=r"shard of rows 0 \.\. 1"):
+            folder.commit(0, table)
+    assert visible(tmp_path) == []
+
+
+def test_a_crash_before_publishing_leaves_nothing_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, parts = new_folder(tmp_path, 6, 2), tables()
+    crash = RuntimeError("killed")
+    monkeypatch.setattr(folder._store, "publish", lambda *_: (_ for _ in ()).throw(crash))
+    with pytest.raises(RuntimeError):
+        folder.commit(0, parts[0])
+    assert visible(tmp_path) == []
+    again = new_folder(tmp_path, 6, 2)
+    assert again.commit(0, parts[0])
+    assert again.committed() == {0}
+
+
+@pytest.mark.parametrize("place", [100, 2000, -20])
+def test_a_disk_that_keeps_other_bytes_is_found_before_publishing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    def rotten(table: pa.Table, path: Path, metadata: dict[str, str]) -> None:
+        write_parquet(table, path, metadata)
+        data = bytearray(path.read_bytes())
+        data[place] ^= 0x55
+        path.write_bytes(data)
+
+    monkeypatch.setattr("batchspec.io.shards.write_parquet", rotten)
+    folder = new_folder(tmp_path, 6, 2)
+    with pytest.raises(StorageError, match="reads back"):
+        folder.commit(0, tables()[0])
+    assert visible(tmp_path) == []
+    assert os.listdir(tmp_path / "_batchspec/tmp") == []
+
+
+def _commit(path: Path, table: pa.Table, start: Any, won: Any) -> None:
+    folder = new_folder(path, 6, 2)
+    start.wait()
+    won.put(folder.commit(0, table))
+
+
+@pytest.mark.parametrize("method", ["link", "rename"])
+def test_many_processes_commit_one_shard(tmp_path: Path, method: str) -> None:
+    folder, parts = new_folder(tmp_path, 6, 2), tables()
+    manifest = tmp_path / "_batchspec/manifest.json"
+    manifest.write_text(manifest.read_text().replace('"publish": "link"', f'"publish": "{method}"'))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.test_shards"])
+    start, won = context.Barrier(8), context.Queue()
+    workers = [context.Process(target=_commit, args=(tmp_path, parts[0], start, won)) for _ in range(8)]
+    for worker in workers:
+        worker.start()
+    results = [won.get(timeout=60) for _ in workers]
+    for worker in workers:
+        worker.join()
+    assert results.count(True) == 1 or (method == "rename" and any(results))
+    assert folder.committed() == {0}
+    assert visible(tmp_path) == ["part-00000.parquet"]
+    assert pq.read_table(tmp_path / "data/part-00000.parquet").equals(parts[0])
+    assert os.listdir(tmp_path / "_batchspec/tmp") == []

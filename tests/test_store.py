@@ -1,0 +1,135 @@
+"""The local store: a name is taken once, whole or not at all, and never outside the root."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchspec.errors import OutputError, StorageError
+from batchspec.io.store import STALE_S, LocalStore
+
+METHODS = ["link", "rename"]
+
+
+def store(root: Path, method: str = "link") -> LocalStore:
+    return LocalStore(root, "_batchspec/tmp", method)
+
+
+def leftovers(root: Path) -> list[str]:
+    return os.listdir(root / "_batchspec/tmp")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_name_is_taken_once(tmp_path: Path, method: str) -> None:
+    here = store(tmp_path, method)
+    assert not here.exists("a/b")
+    assert here.put_if_absent("a/b", b"first")
+    assert not here.put_if_absent("a/b", b"second")
+    assert here.read("a/b") == b"first"
+    assert here.list("a") == ["b"]
+    here.put("a/b", b"third")
+    assert here.read("a/b") == b"third"
+    here.delete_tree("a")
+    assert here.list("a") == []
+    here.delete_tree("a")
+    assert leftovers(tmp_path) == []
+
+
+def test_reading_makes_nothing(tmp_path: Path) -> None:
+    here = store(tmp_path / "out")
+    assert (here.list(""), here.list("data"), here.exists("data/x")) == ([], [], False)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "a//b", "a/../../x", ".", "a\0b"])
+def test_names_cannot_leave_the_root(tmp_path: Path, name: str) -> None:
+    with pytest.raises(OutputError, match=r"links and \.\. are refused"):
+        store(tmp_path).put_if_absent(name, b"x")
+
+
+def test_links_inside_the_root_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "out/data").symlink_to(tmp_path / "other")
+    here = store(tmp_path / "out")
+    for act in (partial(here.put_if_absent, "data/x", b""), partial(here.delete_tree, "data"), partial(here.list, "data")):
+        with pytest.raises(OutputError):
+            act()
+    assert os.listdir(tmp_path / "other") == []
+
+
+def test_the_probe_finds_whether_there_are_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = store(tmp_path, "rename")
+    here.probe()
+    assert here.method == "link"
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "no hard links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    here.probe()
+    assert here.method == "rename"
+    assert leftovers(tmp_path) == []
+
+
+def test_a_link_whose_answer_got_lost_counts_as_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.link
+
+    def lossy(source: Path, target: Path) -> None:
+        real(source, target)
+        raise FileExistsError(errno.EEXIST, "the second try finds the first")
+
+    monkeypatch.setattr(os, "link", lossy)
+    assert store(tmp_path).put_if_absent("a", b"x")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("call", ["fsync", "link"])
+def test_a_failing_disk_is_a_storage_error_and_nothing_is_visible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(StorageError, match=f"{errno.errorcode[code]}.*run the same command again") as caught:
+        store(tmp_path).put_if_absent("data/x", b"y")
+    assert caught.value.exit_code == 74
+    monkeypatch.undo()
+    assert store(tmp_path).list("data") == []
+    assert leftovers(tmp_path) == []
+
+
+def test_only_old_temporary_files_are_cleaned(tmp_path: Path) -> None:
+    here = store(tmp_path)
+    for name, age in (("old", STALE_S + 60), ("young", 60)):
+        path = here.scratch() / name
+        path.touch()
+        os.utime(path, (path.stat().st_mtime - age,) * 2)
+    here.clean()
+    assert leftovers(tmp_path) == ["young"]
+
+
+def _race(root: Path, data: bytes, start: Any, won: Any) -> None:
+    start.wait()
+    won.put(store(root).put_if_absent("data/x", data))
+
+
+def test_one_of_many_processes_wins(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.test_store"])
+    start, won = context.Barrier(8), context.Queue()
+    workers = [context.Process(target=_race, args=(tmp_path, bytes([i]) * 1000, start, won)) for i in range(8)]
+    for worker in workers:
+        worker.start()
+    results = [won.get(timeout=30) for _ in workers]
+    for worker in workers:
+        worker.join()
+    assert sorted(results) == [False] * 7 + [True]
+    assert len(set(store(tmp_path).read("data/x"))) == 1
