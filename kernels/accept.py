@@ -31,7 +31,7 @@ STOPPED, FULL = 1, 2
 @triton.jit
 def accept_kernel(
     draft_ids, draft_len, target_ids, q_start, stop_ids, limit, rates, keys,
-    tokens, num_tokens, live, finish, out_accepted_len, out_log, token_stride, max_tokens,
+    tokens, num_tokens, live, finish, out_accepted_len, out_log, draft_stride, token_stride, max_tokens,
     K: tl.constexpr, NUM_STOPS: tl.constexpr, LANES: tl.constexpr, STOP_LANES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -39,7 +39,7 @@ def accept_kernel(
     alive = tl.load(live + row) != 0
     length = tl.load(draft_len + row, mask=alive, other=0)
     num = tl.load(num_tokens + row)
-    drafts = tl.load(draft_ids + row * K + lane, mask=lane < length, other=-1)
+    drafts = tl.load(draft_ids + row * draft_stride + lane, mask=lane < length, other=-1)
     emitted = tl.load(target_ids + tl.load(q_start + row) + lane, mask=alive & (lane <= length), other=-1)
     if rates is not None:
         word0, word1 = position_words(tl.load(keys + row), (num + lane).to(tl.int64))
@@ -92,7 +92,7 @@ def accept(
 ) -> None:
     """Verify a round's draft tokens and commit what stands. Dead rows: their outputs say so, nothing else is touched.
 
-    draft_ids         int32 [R, K]     proposals, K <= 64
+    draft_ids         int32 [R, K]     proposals, K <= 64; rows may be slices of wider ones
     draft_len         int32 [R]        how many of them count, 0..K
     target_ids        int32 [T]        y: row r's own are target_ids[q_start[r] + j], j = 0..draft_len[r]
     q_start           int32 [R+1]
@@ -118,7 +118,7 @@ def accept(
         ("out_accepted_len", out_accepted_len),
     ):  # fmt: skip
         check(f"accept: {name}", vector, (num_rows,), torch.int32)
-    check("accept: draft_ids", draft_ids, (num_rows, width), torch.int32)
+    check("accept: draft_ids", draft_ids, (num_rows, width), torch.int32, rows=True)
     check("accept: target_ids", target_ids, (target_ids.numel(),), torch.int32)
     check("accept: q_start", q_start, (num_rows + 1,), torch.int32)
     check("accept: stop_ids", stop_ids, (num_rows, num_stops), torch.int32)
@@ -135,7 +135,8 @@ def accept(
     elif num_rows:
         accept_kernel[(num_rows,)](
             draft_ids, draft_len, target_ids, q_start, stop_ids, limit, rates, keys,
-            tokens, num_tokens, live, finish, out_accepted_len, out_log, tokens.stride(0), tokens.shape[1],
+            tokens, num_tokens, live, finish, out_accepted_len, out_log,
+            draft_ids.stride(0), tokens.stride(0), tokens.shape[1],
             K=width, NUM_STOPS=num_stops, LANES=max(2, triton.next_power_of_2(width + 1)),
             STOP_LANES=max(2, triton.next_power_of_2(num_stops)), num_warps=1,
         )  # fmt: skip

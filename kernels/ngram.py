@@ -25,7 +25,7 @@ BLOCK = 2048
 
 @triton.jit(do_not_specialize=["max_draft_len", "width"])
 def ngram_kernel(
-    tokens, num_tokens, live, draft_ids, draft_len, stride_row, max_draft_len, width,
+    tokens, num_tokens, live, draft_ids, draft_len, stride_row, draft_stride, max_draft_len, width,
     MIN_NGRAM: tl.constexpr, MAX_NGRAM: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -47,7 +47,7 @@ def ngram_kernel(
     count = tl.where(best >= 0, tl.minimum(last - end, max_draft_len), 0)
     lane = tl.arange(0, LANES)
     ids = tl.load(base + end + 1 + lane, mask=lane < count, other=0)
-    tl.store(draft_ids + row * width + lane, ids, mask=lane < width)
+    tl.store(draft_ids + row * draft_stride + lane, ids, mask=lane < width)
     tl.store(draft_len + row, count)
 
 
@@ -68,7 +68,7 @@ def ngram(
     tokens         int32 [R, L]  rows may be slices of wider ones
     num_tokens     int32 [R]     committed tokens of each row: nothing behind them is read
     live           int32 [R]     0: nothing is proposed
-    out_draft_ids  int32 [R, K]  unused places are 0
+    out_draft_ids  int32 [R, K]  unused places are 0; rows may be slices of wider ones
     out_draft_len  int32 [R]     0..max_draft_len; fewer where the committed tokens end
 
     1 <= min_ngram <= max_ngram, 0 <= max_draft_len <= K. Does not synchronise on a GPU. Raises ValueError for other values,
@@ -78,7 +78,7 @@ def ngram(
     check("ngram: tokens", tokens, (num_rows, tokens.shape[1]), torch.int32, rows=True)
     check("ngram: num_tokens", num_tokens, (num_rows,), torch.int32)
     check("ngram: live", live, (num_rows,), torch.int32)
-    check("ngram: out_draft_ids", out_draft_ids, (num_rows, width), torch.int32)
+    check("ngram: out_draft_ids", out_draft_ids, (num_rows, width), torch.int32, rows=True)
     check("ngram: out_draft_len", out_draft_len, (num_rows,), torch.int32)
     if not 0 <= max_draft_len <= width:
         raise ValueError(f"ngram: max_draft_len is {max_draft_len}; must be 0..{width}, the columns of out_draft_ids")
@@ -91,7 +91,7 @@ def ngram(
         )  # fmt: skip
     elif num_rows:
         ngram_kernel[(num_rows,)](
-            tokens, num_tokens, live, out_draft_ids, out_draft_len, tokens.stride(0), max_draft_len, width,
+            tokens, num_tokens, live, out_draft_ids, out_draft_len, tokens.stride(0), out_draft_ids.stride(0), max_draft_len, width,
             MIN_NGRAM=min_ngram, MAX_NGRAM=max_ngram, LANES=max(2, triton.next_power_of_2(width)), BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
 

@@ -39,7 +39,14 @@ def progress(req: Request) -> Progress:
 
 def shape(slots: int, pages: int, page_size: int = 4, max_len: int = 64) -> PackedBatch:
     return PackedBatch(
-        slots=slots, row_buckets=(slots,), num_pages=pages, page_size=page_size, max_len=max_len, draft_len=0, prefill_tokens=64, run_ahead=0
+        slots=slots,
+        row_buckets=(slots,),
+        num_pages=pages,
+        page_size=page_size,
+        max_len=max_len,
+        draft_len=0,
+        prefill_tokens=64,
+        run_ahead=0,
     )
 
 
@@ -76,7 +83,7 @@ def test_refilled_slots_take_at_most_five_percent_more_rounds_than_the_ideal_kno
     scheduler = Scheduler(batch, pool, map(progress, requests))
     rounds = sum(step for step, _ in drive(scheduler, by_id, pool))
     ideal = (lengths.sum() - len(lengths)) / slots  # a prefill emits the first token
-    print(f'rounds / ideal = {rounds / ideal:.4f}')
+    print(f"rounds / ideal = {rounds / ideal:.4f}")
     assert rounds <= 1.05 * ideal, rounds / ideal
 
 

@@ -66,7 +66,9 @@ class PagePool:
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 2:
-            raise CapacityError(f"packing.pages={num_pages}: at least 2 are needed, one of them scratch; raise packing.pages or memory_gb")
+            raise CapacityError(
+                f"packing.pages={num_pages}: at least 2 are needed, one of them scratch; raise packing.pages or memory_gb"
+            )
         self.num_pages = num_pages
         self._refs = [0] * num_pages
         self._free = deque(range(1, num_pages))
@@ -118,6 +120,13 @@ class PagePool:
         if key not in self._page_of:
             self._page_of[key] = page
             self._key_of[page] = key
+
+    def forget(self) -> None:
+        """No page is found by key any more."""
+        self._free.extend(self._idle)
+        self._idle.clear()
+        self._page_of.clear()
+        self._key_of.clear()
 
     def release(self, pages: Iterable[int]) -> None:
         """One owner less for each page."""

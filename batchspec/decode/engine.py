@@ -1,8 +1,8 @@
 """The engine: requests stream through a static batch - refill, round, collect - and come out as completions.
 
 The host launches rounds ahead of what it has seen (`run_ahead`). What keeps that safe: death by stop id or length is
-decided on the device; a result belongs to the row that was in the slot at launch; pages reach as far as all launched rounds can write;
-and everything runs in one stream, so that a page is only written by its next owner after the rounds of the last.
+decided on the device; a result belongs to the row that was in the slot at launch; pages reach as far as all launched
+rounds can write; and everything runs in one stream, so that a page's next owner writes it after the rounds of the last.
 """
 
 from __future__ import annotations

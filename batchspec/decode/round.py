@@ -51,7 +51,9 @@ class RoundResult:
 class Round:
     """The buffers of a round and the round itself. One object serves every row bucket: views of its buffers."""
 
-    def __init__(self, target: Target, drafter: Drafter, cache: KVCache, batch: PackedBatch, options: RoundOptions, device: torch.device) -> None:
+    def __init__(
+        self, target: Target, drafter: Drafter, cache: KVCache, batch: PackedBatch, options: RoundOptions, device: torch.device
+    ) -> None:
         self.target, self.drafter, self.cache, self.options = target, drafter, cache, options
         slots, width = batch.slots, drafter.max_len + 1
         self.width = width
@@ -84,7 +86,10 @@ class Round:
         return result
 
     def draft(self, rows: Rows) -> Tensor:
-        """Proposals into self.ids[:, 1:]; returns draft_len int32 [R], 0 for dead rows, capped so that no row passes its limit."""
+        """Proposals into self.ids[:, 1:]; returns draft_len int32 [R], 0 for dead rows, capped so that no row passes its limit.
+
+        A round emits one token more than it accepts.
+        """
         num_rows = rows.live.shape[0]
         ids, draft_len = self.ids[:num_rows], self.draft_len[:num_rows]
         newest = (rows.num_tokens - 1).clamp_(min=0).long().unsqueeze(1)
@@ -92,7 +97,6 @@ class Round:
         self.drafter.propose(rows, ids[:, 1:], draft_len)
         if self.rates is not None:
             draft_len.fill_(self.drafter.max_len)
-        # The round emits one token more than it accepts.
         torch.minimum(draft_len, rows.limit - rows.num_tokens - 1, out=draft_len)
         return draft_len.clamp_(min=0).mul_(rows.live)
 
@@ -110,7 +114,13 @@ class Round:
             q_start, row_ids = self.uniform_q_start[: num_rows + 1], self.uniform_row_ids[:num_places]
             positions, slots = self.positions[:num_places], self.slots[:num_places]
             uniform_slots(
-                start, rows.live, rows.page_table, tokens_per_row=self.width, page_size=page_size, out_positions=positions, out_slots=slots
+                start,
+                rows.live,
+                rows.page_table,
+                tokens_per_row=self.width,
+                page_size=page_size,
+                out_positions=positions,
+                out_slots=slots,
             )
             token_ids = self.ids[:num_rows].view(-1)
             kv_len = (rows.num_tokens + self.drafter.max_len).clamp_(max=rows.tokens.shape[1]).mul_(rows.live)

@@ -146,9 +146,9 @@ class Rows:
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Compaction: copy rows from slot to slot, (source, destination) each, and leave the sources dead."""
-        pairs = torch.tensor(moves, dtype=torch.int32, device=self.live.device)
+        sources, destinations = torch.tensor(moves, dtype=torch.int32).T.contiguous().to(self.live.device)
         for field in fields(self):
             state = getattr(self, field.name)
             if state.numel():
-                move_rows(state, pairs[:, 0], pairs[:, 1])
-        self.live[pairs[:, 0]] = 0
+                move_rows(state, sources, destinations)
+        self.live[sources] = 0

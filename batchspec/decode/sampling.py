@@ -66,7 +66,7 @@ def choose(logits: Tensor, places: Places, rows: Rows, mode: SamplingMode, *, fa
 
 
 def apply_penalties(logits: Tensor, places: Places, rows: Rows) -> None:
-    """Repetition penalty (tokens of prompt and output; CTRL, arXiv 1909.05858) and presence penalty (tokens of the output), in place.
+    """Repetition penalty (CTRL, arXiv 1909.05858: tokens of prompt and output) and presence penalty (of the output), in place.
 
     At a place behind drafts the drafts before it count as output: the penalty of a token is the same whether it was
     committed in this round or long ago.

@@ -105,8 +105,8 @@ class Scheduler:
         request = row.progress.request
         if self.pages_for(row.limit) > self.pool.num_pages - 1:
             raise CapacityError(
-                f"request {request.request_id!r}: prompt and output of {row.limit} tokens need {self.pages_for(row.limit)} pages, "
-                f"the pool has {self.pool.num_pages - 1}; raise packing.pages or packing.memory_gb"
+                f"request {request.request_id!r}: prompt and output of {row.limit} tokens need {self.pages_for(row.limit)} pages,"
+                f" the pool has {self.pool.num_pages - 1}; raise packing.pages or packing.memory_gb"
             )
         keys = page_keys(request.prompt_ids, self.batch.page_size)
         # The last prompt token is always computed: its logits give the first output token.

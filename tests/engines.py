@@ -1,0 +1,179 @@
+"""Parts shared by the engine tests: a tiny float64 target, a plain decoder as reference, drafters that force acceptance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchspec.cache.attention import FlatBatch
+from batchspec.cache.pages import KVCache
+from batchspec.decode.rows import Rows
+from batchspec.draft.base import NoFeatures
+from batchspec.kernels.sample import gumbel_reference
+from batchspec.model.spec import ModelSpec, RopeSpec
+from batchspec.model.target import Target
+from batchspec.records import PackedBatch, Request, SamplingParams
+
+VOCAB = 31
+CPU = torch.device("cpu")
+
+
+@cache
+def tiny_target(dtype: torch.dtype = torch.float64, window: int | None = None) -> Target:
+    """Two layers of noise, scaled up so that the distribution is not flat and greedy output neither loops at once nor never."""
+    spec = ModelSpec(
+        family="llama",
+        num_layers=2,
+        hidden_size=16,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=4,
+        intermediate_size=24,
+        vocab_size=VOCAB,
+        rms_eps=1e-6,
+        rope=RopeSpec(type="default", theta=100.0),
+        windows=(window, None),
+        tie=False,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        eos_ids=(),
+        max_len=256,
+        dtype="float64",
+        generation={},
+    )
+    return Target.load(Path(), spec, dtype=dtype, device=CPU, dummy=True)
+
+
+def request(
+    index: int,
+    prompt: Sequence[int],
+    *,
+    cap: int,
+    sampling: SamplingParams | None = None,
+    stop_ids: tuple[int, ...] = (),
+    stop: tuple[str, ...] = (),
+    min_new_tokens: int = 0,
+    predicted: int | None = None,
+) -> Request:
+    return Request(
+        request_id=f"r{index}",
+        row_index=index,
+        sample_index=0,
+        shard=0,
+        prompt_ids=np.array(prompt, np.int32),
+        max_new_tokens=cap,
+        min_new_tokens=min_new_tokens,
+        sampling=sampling or SamplingParams(),
+        stop_ids=stop_ids,
+        stop=stop,
+        seed=1000 + index,
+        predicted_tokens=predicted or cap,
+    )
+
+
+def packed(slots: int = 4, **changes: object) -> PackedBatch:
+    batch = PackedBatch(
+        slots=slots,
+        row_buckets=tuple(sorted({1, 2, slots})) if slots > 1 else (1,),
+        num_pages=400,
+        page_size=4,
+        max_len=96,
+        draft_len=4,
+        prefill_tokens=64,
+        run_ahead=0,
+    )
+    return replace(batch, **changes)  # type: ignore[arg-type]
+
+
+def decode(ids: Sequence[int]) -> str:
+    """Token ids as letters: A is 0."""
+    return "".join(chr(65 + i) for i in ids)
+
+
+def full_logits(target: Target, ids: Sequence[int]) -> Tensor:
+    """Logits [V] behind `ids`, computed anew from the first token in one pass, with a cache of its own."""
+    count = len(ids)
+    spec = target.spec
+    cache = KVCache.allocate(
+        num_layers=spec.num_layers, num_pages=2, page_size=count, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
+        dtype=target.dtype, device=CPU,
+    )  # fmt: skip
+    positions = torch.arange(count)
+    batch = FlatBatch(
+        token_ids=torch.tensor(ids, dtype=torch.int32),
+        row_ids=torch.zeros(count, dtype=torch.int32),
+        positions=positions,
+        slots=positions + count,
+        q_start=torch.tensor([0, count], dtype=torch.int32),
+        kv_len=torch.tensor([count], dtype=torch.int32),
+        page_table=torch.tensor([[1]], dtype=torch.int32),
+        max_q=count,
+        max_kv=count,
+    )
+    hidden, _ = target.forward(batch, cache)
+    return target.logits(hidden[-1:])[0]
+
+
+@torch.inference_mode()
+def plain_tokens(target: Target, req: Request) -> list[int]:
+    """The definition of a request's output: one token at a time, filters by a sort, noise by the row key, no cache, no batch."""
+    out: list[int] = []
+    prompt = req.prompt_ids.tolist()
+    params = req.sampling
+    while True:
+        logits = full_logits(target, prompt + out).clone()
+        for token in set(prompt + out):
+            value = logits[token]
+            logits[token] = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+        for token in set(out):
+            logits[token] -= params.presence_penalty
+        if len(out) < req.min_new_tokens:
+            logits[list(req.stop_ids)] = -torch.inf
+        out.append(_draw(logits, params, req.seed, len(prompt) + len(out)))
+        text = decode(out)
+        if out[-1] in req.stop_ids or any(stop in text for stop in req.stop) or len(out) == req.max_new_tokens:
+            return out
+
+
+def _draw(logits: Tensor, params: SamplingParams, seed: int, position: int) -> int:
+    if params.temperature == 0:
+        return int(logits.argmax())
+    scaled = logits / float(np.float32(params.temperature))
+    order = scaled.argsort(descending=True).tolist()
+    if params.top_k:
+        order = order[: params.top_k]
+    probs = torch.softmax(scaled[order], 0).tolist()
+    kept, mass = [], 0.0
+    for token, prob in zip(order, probs, strict=True):
+        if mass < float(np.float32(params.top_p)) and prob >= float(np.float32(params.min_p)) * probs[0]:
+            kept.append(token)
+        mass += prob
+    noise = gumbel_reference(torch.tensor([seed]), torch.tensor([position]), len(logits))[0]
+    return max(kept, key=lambda token: float(scaled[token]) + float(noise[token]))
+
+
+class ForcedDrafter(NoFeatures):
+    """Knows every row's output: proposes it (acceptance 1) or something else at every place (acceptance 0)."""
+
+    name = "forced"
+
+    def __init__(self, max_len: int, outputs: dict[int, list[int]], *, right: bool, fixed_len: bool) -> None:
+        self.max_len, self.outputs, self.right, self.fixed_len = max_len, outputs, right, fixed_len
+
+    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor) -> None:
+        draft_ids.zero_()
+        draft_len.fill_(self.max_len)
+        for slot in range(len(draft_len)):
+            if rows.live[slot]:
+                emitted = int(rows.num_tokens[slot] - rows.prompt_len[slot])
+                ahead = self.outputs[int(rows.keys[slot])][emitted : emitted + self.max_len]
+                ids = ahead + [0] * (self.max_len - len(ahead))
+                draft_ids[slot] = torch.tensor(ids if self.right else [(i + 1) % VOCAB for i in ids], dtype=torch.int32)

@@ -1,0 +1,230 @@
+"""Tokens depend on the request alone: not on drafter, K, slots, pages, order, run-ahead, chunks or compaction.
+
+The reference decodes each request by itself, one token at a time, without cache or batch (tests/engines.py); the model is
+float64, where the comparison is exact.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from batchspec.decode import scheduler
+from batchspec.decode.engine import Engine
+from batchspec.decode.round import RoundOptions
+from batchspec.draft.base import Drafter, NoDrafter
+from batchspec.draft.lookup import LookupDrafter
+from batchspec.records import Completion, PackedBatch, Request, SamplingParams
+from tests.engines import CPU, VOCAB, ForcedDrafter, decode, full_logits, packed, plain_tokens, request, tiny_target
+
+SAMPLINGS = (
+    SamplingParams(),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.7, top_k=5),
+    SamplingParams(temperature=1.3, top_p=0.8, min_p=0.05),
+    SamplingParams(repetition_penalty=1.4, presence_penalty=0.3),
+    SamplingParams(temperature=0.9, top_k=9, top_p=0.9, repetition_penalty=1.2),
+)
+
+
+def run(
+    requests: list[Request],
+    batch: PackedBatch,
+    drafter: Drafter,
+    *,
+    uniform_slots: bool = True,
+    refill_dead: bool = True,
+    short_cap: int = 512,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[dict[str, list[int]], dict[str, Completion], Engine]:
+    """The job through the engine. A `short_cap` below the caps makes admission trust predictions, so that pages run out."""
+    engine = Engine(
+        tiny_target(dtype, window=5),
+        drafter,
+        batch,
+        device=CPU,
+        options=RoundOptions(uniform_slots=uniform_slots),
+        decode=decode,
+        penalties=True,
+        refill_dead=refill_dead,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "SHORT_CAP_TOKENS", short_cap)
+        done = {completion.request_id: completion for completion in engine.run(iter(requests))}
+    assert engine.pool.num_free == engine.pool.num_pages - 1  # every page came back
+    return {name: c.token_ids.tolist() for name, c in done.items() if c.token_ids is not None}, done, engine
+
+
+def expected_tokens(requests: list[Request]) -> dict[str, list[int]]:
+    return {r.request_id: plain_tokens(tiny_target(window=5), r) for r in requests}
+
+
+@st.composite
+def requests_of_a_job(draw: st.DrawFn) -> list[Request]:
+    beginning = draw(st.lists(st.integers(0, VOCAB - 1), max_size=10))  # shared: whole pages of it are prefilled once
+    found = []
+    for index in range(draw(st.integers(1, 7))):
+        own = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=14))
+        cap = draw(st.integers(1, 24))
+        found.append(
+            request(
+                index,
+                beginning + own if draw(st.booleans()) else own,
+                cap=cap,
+                sampling=draw(st.sampled_from(SAMPLINGS)),
+                stop_ids=tuple(draw(st.lists(st.integers(0, VOCAB - 1), max_size=2, unique=True))),
+                stop=tuple(draw(st.lists(st.sampled_from(["A", "BC", "CAB", "Z"]), max_size=1))),
+                min_new_tokens=draw(st.integers(0, min(3, cap))),
+                predicted=draw(st.integers(1, cap)),
+            )
+        )
+    return draw(st.permutations(found))
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(requests=requests_of_a_job(), data=st.data())
+def test_every_packing_and_drafter_gives_the_tokens_of_plain_decoding(requests: list[Request], data: st.DataObject) -> None:
+    expected = expected_tokens(requests)
+    draft_len = data.draw(st.integers(1, 8), label="K")
+    kind = data.draw(st.sampled_from(["none", "lookup", "right", "wrong"]), label="drafter")
+    outputs = {r.seed: expected[r.request_id] for r in requests}
+    drafter: Drafter
+    if kind == "none":
+        drafter = NoDrafter()
+    elif kind == "lookup":
+        drafter = LookupDrafter(draft_len, min_ngram=1, max_ngram=data.draw(st.integers(1, 3)))
+    else:
+        drafter = ForcedDrafter(draft_len, outputs, right=kind == "right", fixed_len=data.draw(st.booleans()))
+    slots = data.draw(st.sampled_from([1, 4, 16]), label="slots")
+    page_size = data.draw(st.sampled_from([2, 4, 8]), label="page_size")
+    longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
+    scarce = 1 + -(-longest // page_size) + data.draw(st.integers(0, 6))
+    batch = packed(
+        slots,
+        row_buckets=tuple(b for b in (1, 2, 4, 8, 16) if b <= slots),
+        page_size=page_size,
+        num_pages=data.draw(st.sampled_from([scarce, 400]), label="pages"),
+        max_len=longest + data.draw(st.integers(0, 5)),
+        draft_len=drafter.max_len,
+        prefill_tokens=data.draw(st.sampled_from([1, 7, 64]), label="prefill_tokens"),
+        run_ahead=data.draw(st.integers(0, 3), label="run_ahead"),
+    )
+    tokens, done, _ = run(
+        requests,
+        batch,
+        drafter,
+        uniform_slots=data.draw(st.booleans(), label="uniform_slots"),
+        refill_dead=data.draw(st.booleans(), label="refill_dead"),
+        short_cap=data.draw(st.sampled_from([2, 512]), label="short_cap"),
+    )
+    assert tokens == expected
+    for completion in done.values():
+        check_statistics(completion, kind, scarce_pages=batch.num_pages == scarce)
+
+
+def check_statistics(completion: Completion, kind: str, *, scarce_pages: bool) -> None:
+    stats = completion.stats
+    assert stats is not None
+    assert completion.token_ids is not None
+    assert len(completion.token_ids) + stats.num_discarded == stats.num_prefills + stats.num_accepted + stats.num_rounds
+    assert sum(stats.histogram) == stats.num_rounds
+    assert sum(j * count for j, count in enumerate(stats.histogram)) == stats.num_accepted
+    assert (stats.num_prefills == 1) or scarce_pages
+    # A forced drafter knows nothing of what would have come behind a stop.
+    if kind == "right" and completion.finish_reason == "length":
+        assert stats.num_accepted == stats.num_drafted
+    if kind == "wrong" and completion.finish_reason == "length":
+        assert stats.num_accepted == 0
+    if kind == "none":
+        assert stats.num_drafted == 0
+
+
+def test_acceptance_is_one_when_the_drafts_are_right_and_zero_when_they_are_wrong() -> None:
+    requests = [request(i, [i, i + 1, 3], cap=21) for i in range(3)]
+    expected = expected_tokens(requests)
+    outputs = {r.seed: expected[r.request_id] for r in requests}
+    for right, rounds in ((True, 4), (False, 20)):
+        _, done, _ = run(requests, packed(4), ForcedDrafter(4, outputs, right=right, fixed_len=True))
+        assert [c.stats.num_rounds for c in done.values() if c.stats] == [rounds] * 3
+
+
+def test_lookup_accepts_what_repeats() -> None:
+    requests = [request(i, [1, 2, 3, 4, 1, 2, 3, 4, 1, 2], cap=60) for i in range(2)]
+    _, done, _ = run(requests, packed(2), LookupDrafter(4, min_ngram=1, max_ngram=3))
+    assert all(c.stats.num_accepted > 10 for c in done.values() if c.stats)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_pages_that_run_out_set_rows_back_and_change_nothing(run_ahead: int) -> None:
+    requests = [request(i, [i, 5, 7], cap=90, predicted=4) for i in range(4)]
+    batch = packed(4, num_pages=40, max_len=93, run_ahead=run_ahead)
+    tokens, done, engine = run(requests, batch, LookupDrafter(4, min_ngram=1, max_ngram=2), short_cap=2)
+    assert engine.totals.set_back > 0
+    assert max(c.stats.num_prefills for c in done.values() if c.stats) > 1
+    assert tokens == expected_tokens(requests)
+
+
+def test_the_tail_is_compacted_into_smaller_buckets() -> None:
+    requests = [request(i, [i], cap=4 + 12 * (i == 7)) for i in range(8)]
+    tokens, _, engine = run(requests, packed(8, row_buckets=(1, 2, 4, 8)), NoDrafter())
+    assert engine._bucket == 1
+    assert tokens == expected_tokens(requests)
+
+
+def test_shared_prefixes_are_prefilled_once() -> None:
+    beginning = list(range(20))
+    requests = [request(i, [*beginning, i], cap=5) for i in range(6)]
+    tokens, done, engine = run(requests, packed(3), NoDrafter())
+    assert engine.totals.prefill_tokens == 21 + 5  # pages of 4: 20 tokens are five whole pages
+    assert sorted(c.cached_tokens for c in done.values()) == [0, 20, 20, 20, 20, 20]
+    assert tokens == expected_tokens(requests)
+
+
+def test_logprobs_are_those_of_the_raw_logits() -> None:
+    target = tiny_target(window=5)
+    req = request(0, [1, 2, 3, 1, 2], cap=20, sampling=SamplingParams(temperature=0.8, repetition_penalty=1.3))
+    engine = Engine(
+        target, LookupDrafter(3, min_ngram=1, max_ngram=2), packed(2, draft_len=3), device=CPU,
+        options=RoundOptions(logprobs=4), penalties=True,
+    )  # fmt: skip
+    (done,) = engine.run(iter([req]))
+    assert done.token_ids is not None
+    assert done.logprobs is not None
+    assert done.top_logprobs is not None
+    ids = [*req.prompt_ids.tolist(), *done.token_ids.tolist()]
+    for place, token in enumerate(done.token_ids.tolist()):
+        logprobs = torch.log_softmax(full_logits(target, ids[: len(req.prompt_ids) + place]), -1)
+        assert abs(float(logprobs[token]) - float(done.logprobs[place])) < 1e-5
+        best = logprobs.topk(4)
+        assert done.top_logprobs[0][place].tolist() == best.indices.tolist()
+        torch.testing.assert_close(torch.from_numpy(done.top_logprobs[1][place]), best.values.float())
+
+
+def test_an_engine_serves_one_stream_after_another() -> None:
+    engine = Engine(tiny_target(), NoDrafter(), packed(2), device=CPU)
+    runs = [
+        [c.token_ids.tolist() for c in engine.run(iter([request(0, [4, 5], cap=6)])) if c.token_ids is not None] for _ in range(2)
+    ]
+    assert runs[0] == runs[1]
+
+
+def test_a_stop_string_on_the_host_frees_the_slot_while_rounds_run_ahead() -> None:
+    sampling = SamplingParams(temperature=1.0)
+    requests = [request(i, [i], cap=30, sampling=sampling, stop=("A", "B", "C", "D")) for i in range(8)]
+    expected = expected_tokens(requests)
+    tokens, _, _ = run(requests, packed(2, run_ahead=3), NoDrafter())
+    assert tokens == expected
+    assert any(len(output) < 30 for output in expected.values())
+
+
+def test_synthetic_acceptance_keeps_the_rates_asked_for() -> None:
+    requests = [request(i, [i, 2], cap=400) for i in range(16)]
+    batch = packed(16, row_buckets=(1, 2, 4, 8, 16), num_pages=2000, max_len=402, draft_len=3)
+    options = RoundOptions(synthetic=(0.6, 0.28, 0.12))
+    engine = Engine(tiny_target(), LookupDrafter(3, min_ngram=1, max_ngram=2), batch, device=CPU, options=options)
+    stats = [c.stats for c in engine.run(iter(requests)) if c.stats]
+    rounds = sum(s.num_rounds for s in stats)
+    rates = [sum(s.accepted_at[j] for s in stats) / rounds for j in range(3)]
+    assert rates == pytest.approx([0.6, 0.28, 0.12], abs=0.04)

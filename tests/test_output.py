@@ -1,0 +1,133 @@
+"""What the host makes of a row's tokens: stop strings across tokens and rounds, statistics, the completion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchspec.decode.output import Progress, StopFinder
+from batchspec.records import Request, SamplingParams
+
+PIECES = [b"a", b"b", b"ab", b"\n", b"END", b"E", b"ND", b"\xe4", b"\xbd", b"\xa0", b"", b" x"]
+"""Token id -> bytes: a tokenizer in which characters and stop strings span tokens; token 10 is special (no text)."""
+
+
+def decode(ids: Sequence[int]) -> str:
+    return b"".join(PIECES[i] for i in ids).decode("utf-8", errors="replace")
+
+
+def make(stop: tuple[str, ...] = (), stop_ids: tuple[int, ...] = (), cap: int = 100, draft_len: int = 3) -> Progress:
+    request = Request(
+        request_id="q",
+        row_index=0,
+        sample_index=0,
+        shard=0,
+        prompt_ids=np.array([1], np.int32),
+        max_new_tokens=cap,
+        min_new_tokens=0,
+        sampling=SamplingParams(),
+        stop_ids=stop_ids,
+        stop=stop,
+        seed=0,
+        predicted_tokens=cap,
+    )
+    return Progress(request=request, draft_len=draft_len, finder=StopFinder(decode, stop) if stop else None)
+
+
+def finish(progress: Progress) -> tuple[str | None, str, str | None]:
+    done = progress.completion(decode=decode, drafter="lookup", eos_ids=frozenset({10}), slot=0, now=1.0)
+    return done.text, done.finish_reason, done.stop_reason
+
+
+def test_a_stop_string_that_spans_rounds_ends_the_row_at_the_token_that_completes_it() -> None:
+    progress = make(stop=("END",))
+    progress.add_prefill([0])
+    progress.add_round(1, 1, 2, [1, 5])
+    assert progress.finish_reason is None
+    progress.add_round(2, 3, 3, [6, 0, 1])
+    assert progress.tokens == [0, 1, 5, 6]
+    assert progress.num_discarded == 2
+    assert finish(progress) == ("ab", "stop", "END")
+
+
+def test_a_stop_string_inside_one_token_is_cut_out_of_the_text() -> None:
+    progress = make(stop=("b",))
+    progress.add_prefill([2])
+    assert finish(progress) == ("a", "stop", "b")
+
+
+def test_the_earliest_of_several_stop_strings_counts() -> None:
+    progress = make(stop=("ND", "EN"))
+    progress.add_prefill([4])
+    assert finish(progress) == ("", "stop", "EN")
+
+
+def test_bytes_of_an_unfinished_character_wait_for_its_end() -> None:
+    progress = make(stop=("\u4f60",))
+    for token in (7, 8):
+        progress.add_round(0, 0, 1, [token])
+        assert progress.finish_reason is None
+    progress.add_round(0, 0, 1, [9])
+    assert finish(progress) == ("", "stop", "\u4f60")
+
+
+def test_a_stop_id_names_itself_unless_it_is_the_models_own_eos() -> None:
+    users, eos = make(stop_ids=(3, 10)), make(stop_ids=(3, 10))
+    users.add_round(2, 3, 3, [0, 3])
+    eos.add_round(0, 0, 1, [10])
+    assert users.num_discarded == 1
+    assert finish(users) == ("a\n", "stop", "3")
+    assert finish(eos) == ("", "stop", None)
+
+
+def test_the_cap_truncates() -> None:
+    progress = make(cap=2)
+    progress.add_prefill([0])
+    progress.add_round(0, 0, 1, [1])
+    done = progress.completion(decode=decode, drafter="none", eos_ids=frozenset(), slot=0, now=0.0)
+    assert (done.status, done.finish_reason, done.stop_reason) == ("truncated", "length", None)
+
+
+@given(
+    st.lists(st.integers(0, len(PIECES) - 1), max_size=30),
+    st.lists(st.integers(1, 4), min_size=1),
+    st.sampled_from([("END",), ("ab", "x"), ("\u4f60", "\n")]),
+)
+def test_where_a_row_stops_depends_on_its_tokens_alone(tokens: list[int], sizes: list[int], stop: tuple[str, ...]) -> None:
+    whole, cut = make(stop=stop), make(stop=stop)
+    for token in tokens:
+        if whole.finish_reason is None:
+            whole.add_round(0, 0, 1, [token])
+    at = 0
+    for size in sizes * len(tokens):
+        if cut.finish_reason is None and at < len(tokens):
+            part = tokens[at : at + size]
+            cut.add_round(len(part) - 1, 3, len(part), part)
+            at += size
+    assert whole.tokens == cut.tokens
+    assert (whole.finish_reason, whole.stop_string) == (cut.finish_reason, cut.stop_string)
+    if whole.stop_string:
+        assert whole.stop_string not in finish(whole)[0]  # type: ignore[operator]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=20), st.integers(0, 12))
+def test_statistics_identities_hold_after_every_round(rounds: list[tuple[int, int]], stop_after: int) -> None:
+    progress = make(stop=("END",), cap=10_000)
+    progress.add_prefill([0])
+    for number, (a, b) in enumerate(rounds):
+        if progress.finish_reason is not None:
+            break
+        accepted, drafted = min(a, b), max(a, b)
+        emitted = [0] * (accepted + 1)
+        if number == stop_after:
+            emitted[0] = 4
+        progress.add_round(accepted, drafted, accepted + 1, emitted)
+        done = progress.completion(decode=decode, drafter="lookup", eos_ids=frozenset(), slot=0, now=0.0).stats
+        assert done is not None
+        assert len(progress.tokens) + done.num_discarded == done.num_prefills + done.num_accepted + done.num_rounds
+        assert sum(done.histogram) == done.num_rounds
+        assert sum(j * count for j, count in enumerate(done.histogram)) == done.num_accepted == sum(done.accepted_at)
+        assert sum(done.drafted_at) == done.num_drafted

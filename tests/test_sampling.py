@@ -1,0 +1,145 @@
+"""Filters, penalties and the choice itself, against transformers' processors and against plain loops."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+
+from batchspec.decode import sampling
+from batchspec.decode.rows import Rows
+from batchspec.decode.sampling import Places, SamplingMode, apply_penalties, choose, cutoffs, forbid_stop_ids, mark_output
+from batchspec.records import PackedBatch
+
+VOCAB = 700  # more than QUICK_TOP, so that both the quick and the full sort run
+
+
+def make_rows(slots: int, vocab: int = VOCAB) -> Rows:
+    batch = PackedBatch(
+        slots=slots, row_buckets=(slots,), num_pages=2, page_size=4, max_len=32, draft_len=3, prefill_tokens=8, run_ahead=0
+    )
+    rows = Rows.allocate(batch, vocab_size=vocab, penalties=True, device=torch.device("cpu"))
+    rows.temperature.fill_(1)
+    rows.top_p.fill_(1)
+    rows.repetition.fill_(1)
+    return rows
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    seed=st.integers(0, 1000),
+    scale=st.sampled_from([0.1, 1.0, 5.0]),
+    temperature=st.sampled_from([0.3, 1.0, 2.0]),
+    top_k=st.sampled_from([0, 1, 5, 600, VOCAB, 5000]),
+    top_p=st.sampled_from([1.0, 0.9, 0.5, 0.999, 0.01]),
+    min_p=st.sampled_from([0.0, 0.05, 0.5]),
+)
+def test_the_kept_set_is_that_of_transformers(
+    seed: int, scale: float, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale
+    rows = make_rows(3)
+    rows.temperature.fill_(temperature)
+    rows.top_k.fill_(top_k)
+    rows.top_p.fill_(top_p)
+    rows.min_p.fill_(min_p)
+    chain = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    if top_k:
+        chain.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        chain.append(TopPLogitsWarper(float(rows.top_p[0])))  # float32, as the row holds it
+    if min_p:
+        chain.append(MinPLogitsWarper(float(rows.min_p[0])))
+    expected = chain(torch.zeros(3, 1, dtype=torch.long), logits.clone()) > -torch.inf
+    kept = logits >= cutoffs(logits, torch.arange(3), rows).unsqueeze(1)
+    assert torch.equal(kept, expected)
+
+
+def test_ties_at_the_cutoff_are_all_kept() -> None:
+    logits = torch.tensor([[3.0, 2.0, 2.0, 1.0]])
+    rows = make_rows(1, vocab=4)
+    rows.top_k.fill_(2)
+    assert (logits >= cutoffs(logits, torch.tensor([0]), rows).unsqueeze(1)).tolist() == [[True, True, True, False]]
+
+
+def test_a_kept_set_does_not_depend_on_the_rows_beside_it(monkeypatch: object) -> None:
+    """A flat row beside it forces the full sort; the peaked row's cutoff stays what the quick sort gave."""
+    peaked = torch.randn(1, VOCAB) * 8
+    rows = make_rows(2)
+    rows.top_p.fill_(0.9)
+    alone = cutoffs(peaked, torch.tensor([0]), rows)
+    beside = cutoffs(torch.cat([peaked, torch.zeros(1, VOCAB)]), torch.tensor([0, 1]), rows)
+    assert sampling.QUICK_TOP < VOCAB
+    assert alone[0] == beside[0]
+
+
+def seen_of(rows: Rows, prompt: list[int], output: list[int]) -> None:
+    rows.seen.zero_()
+    rows.seen[0, prompt] = 1
+    rows.seen[0, output] = 3
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    prompt=st.lists(st.integers(0, 9), min_size=1, max_size=6),
+    output=st.lists(st.integers(0, 9), max_size=6),
+    drafts=st.lists(st.integers(0, 9), min_size=3, max_size=3),
+    seed=st.integers(0, 99),
+)
+def test_penalties_behind_drafts_equal_those_of_committed_tokens(
+    prompt: list[int], output: list[int], drafts: list[int], seed: int
+) -> None:
+    rows = make_rows(1, vocab=10)
+    rows.repetition.fill_(1.3)
+    rows.presence.fill_(0.7)
+    seen_of(rows, prompt, output)
+    logits = torch.randn(4, 10, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    together = logits.clone()
+    places = Places(
+        torch.zeros(4, dtype=torch.int32), torch.arange(4), torch.tensor([drafts], dtype=torch.int32), torch.arange(4)
+    )
+    apply_penalties(together, places, rows)
+    repetition = RepetitionPenaltyLogitsProcessor(float(rows.repetition[0]))
+    for place in range(4):
+        emitted = output + drafts[:place]
+        expected: Tensor = repetition(torch.tensor([prompt + emitted]), logits[place : place + 1].clone())
+        expected[0, sorted(set(emitted))] -= float(rows.presence[0])
+        torch.testing.assert_close(together[place : place + 1], expected)
+
+
+def test_committed_tokens_are_marked_and_those_behind_the_stop_are_not() -> None:
+    rows = make_rows(2, vocab=6)
+    seen_of(rows, [0, 5], [])
+    mark_output(rows, torch.tensor([[5, 1, 2], [4, -1, -1]], dtype=torch.int32), torch.tensor([2, 1], dtype=torch.int32))
+    assert rows.seen.tolist() == [[1, 3, 0, 0, 0, 3], [0, 0, 0, 0, 3, 0]]
+
+
+def test_stop_ids_are_forbidden_exactly_before_min_tokens() -> None:
+    rows = make_rows(1, vocab=5)
+    rows.stop_ids[0, :2] = torch.tensor([3, 0], dtype=torch.int32)
+    rows.min_tokens.fill_(7)
+    logits = torch.ones(2, 5)
+    forbid_stop_ids(logits, Places(torch.zeros(2, dtype=torch.int32), torch.tensor([6, 7])), rows)
+    assert (logits > 0).tolist() == [[False, True, True, False, True], [True] * 5]
+
+
+def test_greedy_rows_beside_random_ones_stay_greedy() -> None:
+    rows = make_rows(2)
+    rows.temperature[0] = 0
+    rows.top_k.fill_(50)
+    logits = torch.randn(2, VOCAB)
+    places = Places(torch.tensor([0, 1], dtype=torch.int32), torch.tensor([5, 5]))
+    best = int(logits[0].argmax())
+    drawn = choose(logits, places, rows, SamplingMode(random=True, filters=True))
+    assert int(drawn[0]) == best
+
+
+def test_the_general_greedy_path_chooses_what_the_argmax_path_chooses() -> None:
+    rows = make_rows(4)
+    logits = torch.randn(4, VOCAB)
+    places = Places(torch.arange(4, dtype=torch.int32), torch.arange(4))
+    fast = choose(logits.clone(), places, rows, SamplingMode())
+    assert torch.equal(fast, choose(logits.clone(), places, rows, SamplingMode(), fast_argmax=False))
