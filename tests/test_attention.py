@@ -1,0 +1,137 @@
+"""Paged attention against a plain softmax over each row's keys, in every layout that a flat batch can have."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchspec.cache.attention import FlatBatch, attend, plan_attention
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+PAGE_SIZE = 4
+
+
+def make_batch(rows: list[tuple[int, int]], generator: torch.Generator) -> FlatBatch:
+    """Rows of (number of queries, number of keys); a row without queries is dead. Pages in random order, page 0 is scratch."""
+    q_len, kv_len = [q for q, _ in rows], [n if q else 0 for q, n in rows]
+    per_row = max(-(-n // PAGE_SIZE) for _, n in rows) + 1
+    pages = torch.randperm(len(rows) * per_row, generator=generator) + 1
+    table = pages.int().view(len(rows), per_row)
+    positions = torch.cat([torch.arange(n - q, n) for q, n in rows])
+    row_ids = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(q_len))
+    return FlatBatch(
+        token_ids=torch.zeros(len(positions), dtype=torch.int32),
+        row_ids=row_ids.int(),
+        positions=positions,
+        slots=table[row_ids, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE,
+        q_start=torch.tensor([0, *q_len]).cumsum(0).int(),
+        kv_len=torch.tensor(kv_len, dtype=torch.int32),
+        page_table=table,
+        max_q=max(q_len),
+        max_kv=max(kv_len),
+    )
+
+
+def make_tensors(batch: FlatBatch, heads: tuple[int, int], dtype: torch.dtype, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+    """q [T, NH, 8] and kv with noise in every page, the scratch page included."""
+    num_heads, kv_heads = heads
+    q = torch.randn(batch.token_ids.shape[0], num_heads, 8, dtype=torch.float64, generator=rng)
+    kv = torch.randn(2, batch.page_table.numel() + 1, PAGE_SIZE, kv_heads, 8, dtype=torch.float64, generator=rng)
+    return q.to(dtype), kv.to(dtype)
+
+
+def by_hand(q: Tensor, kv: Tensor, batch: FlatBatch, scale: float, window: int | None) -> Tensor:
+    """One query at a time, in fp64."""
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    for t in range(q.shape[0]):
+        row, position = int(batch.row_ids[t]), int(batch.positions[t])
+        if batch.kv_len[row] == 0:
+            continue
+        first = 0 if window is None else max(0, position - window + 1)
+        seen = torch.arange(first, position + 1)
+        k, v = kv.double()[:, batch.page_table[row, seen // PAGE_SIZE].long(), seen % PAGE_SIZE].repeat_interleave(
+            q.shape[1] // kv.shape[3], 2
+        )
+        weights = (torch.einsum("hd,khd->hk", q[t].double(), k) * scale).softmax(1)
+        out[t] = torch.einsum("hk,khd->hd", weights, v)
+    return out
+
+
+def check(rows: list[tuple[int, int]], heads: tuple[int, int], window: int | None, dtype: torch.dtype, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    batch = make_batch(rows, generator)
+    q, kv = make_tensors(batch, heads, dtype, generator)
+    out = attend(q, kv, batch, scale=1 / math.sqrt(8), window=window)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), by_hand(q, kv, batch, 1 / math.sqrt(8), window), atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("window", [None, 1, 3, 9, 100])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(1, 1)],
+        [(1, 5), (1, 17), (1, 8)],
+        [(3, 3), (3, 30), (3, 11), (3, 4)],
+        [(2, 9), (0, 7), (5, 6), (1, 40)],
+        [(20, 20)],
+        [(17, 33), (1, 3), (40, 40), (0, 5), (16, 16)],
+    ],
+    ids=["first token", "one token a row", "a verification", "ragged with a dead row", "a prefill", "mixed"],
+)
+def test_every_query_sees_its_window_of_its_row(rows: list[tuple[int, int]], window: int | None, dtype: torch.dtype) -> None:
+    check(rows, (6, 2), window, dtype)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (9, 3), (8, 1)])
+def test_heads_share_keys_and_values_in_order(heads: tuple[int, int]) -> None:
+    check([(4, 9), (30, 31), (1, 12)], heads, None, torch.float64)
+
+
+one_row = st.integers(0, 24).flatmap(lambda q: st.tuples(st.just(q), st.integers(max(q, 1), q + 40)))
+some_rows = st.lists(one_row, min_size=1, max_size=6).filter(lambda rows: any(q for q, _ in rows))
+
+
+@settings(max_examples=60, deadline=None)
+@given(some_rows, st.none() | st.integers(1, 30), st.integers(0, 99))
+def test_any_mix_of_rows_is_exact_in_fp64(rows: list[tuple[int, int]], window: int | None, seed: int) -> None:
+    check(rows, (4, 2), window, torch.float64, seed)
+
+
+def test_places_of_rows_without_keys_and_padding_are_zero() -> None:
+    """The uniform layout gives a dead row its places, and a fixed token budget ends in padding."""
+    generator = torch.Generator().manual_seed(0)
+    batch = make_batch([(2, 5), (2, 9), (2, 2)], generator)
+    batch = replace(batch, kv_len=torch.tensor([5, 0, 2]).int(), q_start=torch.tensor([0, 2, 4, 5]).int())
+    q, kv = make_tensors(batch, (4, 2), torch.float32, generator)
+    out = attend(q, kv, batch, scale=1.0, window=None)
+    assert out[2:4].eq(0).all()
+    assert out[5].eq(0).all()
+    assert out[[0, 1, 4]].ne(0).all()
+
+
+def test_page_table_entries_behind_a_row_are_never_read() -> None:
+    generator = torch.Generator().manual_seed(0)
+    batch = make_batch([(1, 30), (1, 3), (20, 22)], generator)
+    q, kv = make_tensors(batch, (4, 2), torch.float32, generator)
+    expected = attend(q, kv, batch, scale=1.0, window=None)
+    table = batch.page_table.clone()
+    for row_id, num_keys in enumerate(batch.kv_len.tolist()):
+        table[row_id, -(-num_keys // PAGE_SIZE) :] = 2**30
+    torch.testing.assert_close(attend(q, kv, replace(batch, page_table=table), scale=1.0, window=None), expected, atol=0, rtol=0)
+
+
+def test_one_plan_serves_every_layer() -> None:
+    generator = torch.Generator().manual_seed(0)
+    batch = make_batch([(1, 30), (3, 3), (20, 22)], generator)
+    layers = [make_tensors(batch, (4, 2), torch.float32, generator) for _ in range(3)]
+    plan = plan_attention(batch, layers[0][1], num_heads=4, window=5)
+    for q, kv in layers:
+        assert torch.equal(plan.attend(q, kv, 0.5), attend(q, kv, batch, scale=0.5, window=5))
