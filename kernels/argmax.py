@@ -65,8 +65,9 @@ def argmax(
         argmax_reference(logits, out_ids=out_ids, vocab=vocab, map_ids=map_ids)
     elif num_rows:
         acc = tl.float64 if logits.dtype == torch.float64 else tl.float32
+        block = min(BLOCK, max(16, triton.next_power_of_2(vocab)))
         argmax_kernel[(num_rows,)](
-            logits, map_ids, out_ids, logits.stride(0), vocab, ACC=acc, BLOCK=BLOCK, num_warps=NUM_WARPS
+            logits, map_ids, out_ids, logits.stride(0), vocab, ACC=acc, BLOCK=block, num_warps=NUM_WARPS
         )
 
 

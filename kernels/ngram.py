@@ -91,7 +91,8 @@ def ngram(
         )  # fmt: skip
     elif num_rows:
         ngram_kernel[(num_rows,)](
-            tokens, num_tokens, live, out_draft_ids, out_draft_len, tokens.stride(0), out_draft_ids.stride(0), max_draft_len, width,
+            tokens, num_tokens, live, out_draft_ids, out_draft_len, tokens.stride(0), out_draft_ids.stride(0),
+            max_draft_len, width,
             MIN_NGRAM=min_ngram, MAX_NGRAM=max_ngram, LANES=max(2, triton.next_power_of_2(width)), BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
 

@@ -108,7 +108,7 @@ def sample(
         acc = tl.float64 if wide else tl.float32
         sample_kernel[(num_places,)](
             logits, row_ids, positions, keys, temperature, cutoff, out_ids, logits.stride(0), vocab,
-            ACC=acc, BLOCK=BLOCK, num_warps=NUM_WARPS,
+            ACC=acc, BLOCK=min(BLOCK, max(16, triton.next_power_of_2(vocab))), num_warps=NUM_WARPS,
         )  # fmt: skip
 
 

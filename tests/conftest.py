@@ -1,0 +1,20 @@
+"""Set-up of every test: Triton kernels run in the interpreter where there is no GPU, and torch starts from a fixed seed."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import settings
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which torch leaves to later
+
+settings.register_profile("batchspec", deadline=None, print_blob=True)  # the interpreter's first call is slow
+settings.load_profile("batchspec")
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    torch.manual_seed(0)

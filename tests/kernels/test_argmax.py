@@ -1,0 +1,116 @@
+"""argmax: the lowest id of the largest logit, never an id outside the vocabulary, whatever the logits hold."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchspec.kernels.argmax import BLOCK, argmax
+
+POISON = -7
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INF, NAN = float("inf"), float("nan")
+
+
+def choose(logits: Tensor, interpret: bool, vocab: int | None = None, map_ids: Tensor | None = None) -> list[int]:
+    out_ids = torch.full((len(logits),), POISON, dtype=torch.int32, device=logits.device)
+    argmax(logits, out_ids=out_ids, vocab=vocab, map_ids=map_ids, interpret=interpret)
+    return [int(i) for i in out_ids]
+
+
+def by_hand(row: list[float]) -> int:
+    values = [-INF if math.isnan(x) else x for x in row]
+    return values.index(max(values))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 2, 127, 128, 129, 1000, BLOCK, BLOCK + 1, 2 * BLOCK + 77])
+def test_largest_logit_of_every_row(width: int, dtype: torch.dtype, interpret: bool, device: torch.device) -> None:
+    logits = torch.randn(3, width, device=device).to(dtype)  # bf16 and fp16 hold many ties at these widths
+    assert choose(logits, interpret) == [by_hand(row) for row in logits.tolist()]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tie_goes_to_the_lowest_id(dtype: torch.dtype, interpret: bool, device: torch.device) -> None:
+    logits = torch.zeros(4, BLOCK + 300, dtype=dtype, device=device)
+    for row, ids in enumerate(([5, 6], [130, 7000], [700, BLOCK + 1], [BLOCK + 2, BLOCK + 299])):
+        logits[row, ids] = 1
+    assert choose(logits, interpret) == [5, 130, 700, BLOCK + 2]
+    assert choose(torch.zeros_like(logits), interpret) == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_counts_as_minus_infinity(dtype: torch.dtype, interpret: bool, device: torch.device) -> None:
+    logits = torch.full((5, 300), -3.0, dtype=dtype, device=device)
+    logits[0, :200] = NAN
+    logits[1] = NAN
+    logits[2] = -INF
+    logits[3, ::2], logits[3, 1::2] = NAN, -INF
+    logits[4, 3], logits[4, 4], logits[4, 299] = NAN, INF, NAN
+    assert choose(logits, interpret) == [200, 0, 0, 0, 4]
+
+
+def test_columns_behind_the_vocabulary_are_never_chosen(interpret: bool, device: torch.device) -> None:
+    logits = torch.randn(3, 256, device=device)
+    logits[0, 200:], logits[1, 200:], logits[2, :200] = INF, NAN, -INF
+    expected = [by_hand(row) for row in logits[:, :200].tolist()]
+    assert choose(logits, interpret, vocab=200) == expected
+    assert max(choose(torch.full((2, 200), -INF, device=device), interpret, vocab=1)) == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_a_wider_tensor_are_read_in_place(dtype: torch.dtype, interpret: bool, device: torch.device) -> None:
+    wide = torch.full((6, 500), INF, dtype=dtype, device=device)
+    logits = wide[::2, 100:437]
+    logits.copy_(torch.randn(3, 337, device=device))
+    assert choose(logits, interpret) == [by_hand(row) for row in logits.tolist()]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_draft_ids_are_mapped_to_target_ids(dtype: torch.dtype, interpret: bool, device: torch.device) -> None:
+    logits = torch.randn(4, 64, device=device)
+    map_ids = (torch.arange(64, device=device) * 3 + 1).to(dtype)
+    assert choose(logits, interpret, map_ids=map_ids) == [3 * by_hand(row) + 1 for row in logits.tolist()]
+
+
+def test_no_rows_is_no_work(interpret: bool, device: torch.device) -> None:
+    assert choose(torch.empty(0, 50, device=device), interpret) == []
+
+
+@settings(max_examples=30)
+@given(rows=st.integers(1, 3).flatmap(lambda n: st.lists(st.lists(st.sampled_from([-INF, -1.0, 0.0, 2.0, INF, NAN]), min_size=n,
+                                                                  max_size=n), min_size=1, max_size=3)))  # fmt: skip
+def test_equals_a_plain_loop(rows: list[list[float]], interpret: bool, device: torch.device) -> None:
+    assert choose(torch.tensor(rows, device=device), interpret) == [by_hand(row) for row in rows]
+
+
+def test_cpu_tensors_take_the_reference_unless_interpreting_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torch.cuda.is_available() or os.environ["TRITON_INTERPRET"] == "1"
+    shapes: list[torch.Size] = []
+    monkeypatch.setattr("batchspec.kernels.argmax.argmax_reference", lambda logits, **_: shapes.append(logits.shape))
+    argmax(torch.zeros(1, 4), out_ids=torch.zeros(1, dtype=torch.int32))
+    assert shapes == [(1, 4)]
+
+
+def test_wrong_arguments_are_refused() -> None:
+    logits, out_ids = torch.zeros(2, 8), torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"argmax: out_ids is int64 \[2\].*must be int32 \[2\]"):
+        argmax(logits, out_ids=out_ids.long())
+    with pytest.raises(ValueError, match=r"argmax: out_ids is int32 \[3\]"):
+        argmax(logits, out_ids=torch.zeros(3, dtype=torch.int32))
+    with pytest.raises(ValueError, match="argmax: logits is int64"):
+        argmax(logits.long(), out_ids=out_ids)
+    with pytest.raises(ValueError, match=r"argmax: logits .*last dimension"):
+        argmax(torch.zeros(8, 2).t(), out_ids=out_ids)
+    with pytest.raises(ValueError, match=r"argmax: vocab is 9; must be 1..8"):
+        argmax(logits, out_ids=out_ids, vocab=9)
+    with pytest.raises(ValueError, match="argmax: vocab is 0"):
+        argmax(logits, out_ids=out_ids, vocab=0)
+    with pytest.raises(ValueError, match=r"argmax: map_ids is float32 \[8\]"):
+        argmax(logits, out_ids=out_ids, map_ids=torch.zeros(8))
