@@ -1,0 +1,98 @@
+"""`batchspec stats OUT`: what a job produced, and where its drafts were accepted."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+
+from batchspec.report.stats import Acceptance, Extreme, JobStats, job_stats
+
+MAX_GROUPS = 20
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the statistics of the job in OUT; raises OutputError where there are none."""
+    parser = argparse.ArgumentParser(prog="batchspec stats", description="Statistics of a job's committed output.")
+    parser.add_argument("out", metavar="OUT", help="the job's output.dir")
+    parser.add_argument("--by", metavar="COLUMN", help="acceptance by the values of this output column too")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    args = parser.parse_args(argv)
+    stats = job_stats(args.out, args.by)
+    print(json.dumps(asdict(stats), indent=1) if args.json else render(stats, args.by))
+    return 0
+
+
+def render(stats: JobStats, by: str | None = None) -> str:
+    """The statistics as plain text."""
+    blocks = [_facts(stats)]
+    if stats.drafter != "none":
+        positions = [(p.position, f"{p.drafted:,}", f"{p.accepted:,}", _number(p.rate)) for p in stats.by_position]
+        blocks.append(_table("acceptance by position", ("position", "drafted", "accepted", "rate"), positions))
+        rounds = sum(stats.histogram)
+        shares = [(j, f"{count:,}", _number(count / rounds if rounds else None)) for j, count in enumerate(stats.histogram)]
+        blocks.append(_table("rounds by accepted draft tokens", ("accepted", "rounds", "share"), shares))
+        blocks.append(_groups("by prompt tokens", stats.by_prompt_tokens))
+        if by is not None:
+            blocks.append(_groups(f"by {by}", stats.by_column))
+        blocks.append(_extremes("longest mean acceptance length", stats.best))
+        blocks.append(_extremes("shortest mean acceptance length", stats.worst))
+    return "\n\n".join(blocks)
+
+
+def _facts(stats: JobStats) -> str:
+    every = stats.overall
+    facts = {
+        "shards": f"{stats.shards:,} of {stats.shards_total:,}",
+        "completions": f"{stats.completions:,} ({_listed(stats.by_status)})",
+        "finish reasons": _listed(stats.by_finish_reason),
+        "errors": _listed(stats.by_error),
+        "prompt tokens": f"{stats.prompt_tokens:,} ({stats.cached_tokens:,} from shared prefixes)",
+        "completion tokens": f"{stats.completion_tokens:,}",
+        "drafter": stats.drafter,
+    }
+    if stats.drafter != "none":
+        facts |= {
+            "rounds": f"{every.rounds:,}",
+            "draft tokens": f"{every.drafted:,} verified, {every.accepted:,} accepted, {every.discarded:,} emitted behind a stop",
+            "mean acceptance length": f"{_number(every.mean_acceptance_length)} "
+            f"(mean over requests {_number(every.mean_length_over_requests)})",
+            "acceptance rate": f"{_number(every.acceptance_rate)} (mean over requests {_number(every.mean_rate_over_requests)})",
+        }
+    width = max(len(name) for name in facts)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in facts.items())
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items()) or "none"
+
+
+def _groups(title: str, groups: Sequence[Acceptance]) -> str:
+    header = ("", "completions", "tokens", "mean length", "rate")
+    lines = []
+    for group in groups[:MAX_GROUPS]:
+        ratios = _number(group.mean_acceptance_length), _number(group.acceptance_rate)
+        lines.append((group.name, f"{group.completions:,}", f"{group.tokens:,}", *ratios))
+    more = f"\n... and {len(groups) - MAX_GROUPS} more groups (--json shows all)" if len(groups) > MAX_GROUPS else ""
+    return _table(title, header, lines) + more
+
+
+def _extremes(title: str, rows: Sequence[Extreme]) -> str:
+    lines = [(row.request_id, row.sample_index, f"{row.tokens:,}", _number(row.mean_acceptance_length)) for row in rows]
+    return _table(title, ("request", "sample", "tokens", "mean length"), lines)
+
+
+def _table(title: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Columns as wide as their widest cell: the first to the left, numbers to the right."""
+    cells = [list(header), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    lines = [title]
+    for first, *rest in cells:
+        line = "  ".join([first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))])
+        lines.append(f"  {line}".rstrip())
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

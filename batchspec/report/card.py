@@ -1,0 +1,77 @@
+"""README.md of an output folder: a dataset card that says how the rows were made and how to make them again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from batchspec.io.manifest import Manifest
+from batchspec.report.stats import JobStats
+
+CARD = """---
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: data/*.parquet
+tags:
+- batchspec
+- synthetic
+---
+
+# Completions by {model}
+
+Made by batchspec: one row per completion, in the order of the input.
+
+```python
+datasets.load_dataset("parquet", data_files="data/*.parquet")  # or polars.read_parquet("data/*.parquet")
+```
+
+{facts}
+
+## Run it again
+
+Save this as `mine/job/again.yaml` and run `python -m batchspec.run --config-dir mine +job=again`.
+
+```yaml
+# @package _global_
+{config}
+```
+"""
+
+
+def dataset_card(manifest: Manifest, stats: JobStats) -> str:
+    """The card of a job, in Markdown; its front matter points datasets.load_dataset at data/."""
+    config = manifest.config
+    model, decode = config.get("model", {}), config.get("decode", {})
+    sampling = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "seed", "n", "max_new_tokens")
+    files = ", ".join(f"{file.name} ({file.num_rows:,} rows)" for file in manifest.files[:5])
+    more = f" and {len(manifest.files) - 5} more" if len(manifest.files) > 5 else ""
+    facts = {
+        "Model": f"`{model.get('path')}`" + (f" at {model['revision']}" if model.get("revision") else ""),
+        "Chat template": f"`{model['chat_template']}`" if model.get("chat_template") else "the checkpoint's own",
+        "Drafter": stats.drafter + ("" if stats.drafter == "none" else " (lossless: the drafter changes speed, not tokens)"),
+        "Sampling": ", ".join(f"{name} {decode[name]}" for name in sampling if name in decode),
+        "Source": files + more,
+        "Completions": ", ".join(f"{count:,} {status}" for status, count in stats.by_status.items()),
+        "Tokens": f"{stats.prompt_tokens:,} in prompts, {stats.completion_tokens:,} in completions",
+    }
+    overall = stats.overall
+    if overall.mean_acceptance_length is not None and overall.acceptance_rate is not None:
+        facts["Mean acceptance length"] = (
+            f"{overall.mean_acceptance_length:.3f} tokens a round, {overall.acceptance_rate:.1%} of {overall.drafted:,} "
+            "draft tokens accepted"
+        )
+    listed = "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items())])
+    return CARD.format(model=model.get("path"), facts=listed, config="\n".join(_yaml(config)))
+
+
+def _yaml(values: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    """Block YAML of nested mappings; a scalar or list in JSON is YAML too."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield f"{indent}{key}:"
+            yield from _yaml(value, indent + "  ")
+        else:
+            yield f"{indent}{key}: {json.dumps(value)}"
