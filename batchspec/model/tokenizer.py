@@ -1,0 +1,166 @@
+"""Text <-> token ids with a checkpoint's tokenizer.json, and chats through its Jinja template. No torch here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NoReturn
+
+import tokenizers
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from batchspec.errors import CheckpointError
+from batchspec.model.spec import Json, read_json
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """The tokenizer of a Hugging Face model folder.
+
+    Raises CheckpointError where there is no tokenizer.json, where it cannot be read, or where a template is not valid Jinja.
+    """
+
+    eos_ids: tuple[int, ...]
+    """The id of tokenizer_config.json's eos_token; may be empty."""
+    special_ids: dict[str, int]
+    """Id of every special token: control tokens, which text never gives by chance and `decode` can leave out."""
+    fingerprint: str
+    """sha256 of everything that decides ids: tokenizer.json, special tokens, templates."""
+
+    def __init__(self, folder: Path, chat_template: Path | None = None) -> None:
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(f"{folder}: no tokenizer.json; save the tokenizer in the fast format")
+        text = path.read_text(encoding="utf-8")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointError(f"{path}: tokenizers {tokenizers.__version__} cannot read it ({error})") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        config = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
+        self._variables = _special_tokens(config)
+        sources = _template_sources(folder, config, chat_template)
+        self._templates = {name: _compile(source, folder, name) for name, source in sources.items()}
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = {token.content: index for index, token in added.items() if token.special}
+        eos = self._tokenizer.token_to_id(self._variables.get("eos_token", ""))
+        self.eos_ids = () if eos is None else (eos,)
+        self.fingerprint = sha256(json.dumps([text, self._variables, sources], sort_keys=True).encode()).hexdigest()
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._templates)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, with the BOS or other tokens that the checkpoint's post-processor adds."""
+        return list(self._tokenizer.encode(text).ids)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Ids of a chat up to where the assistant's answer begins.
+
+        The template writes the special tokens, so none are added to its text. Of several templates `tool_use` is taken for a
+        chat with tools, `default` otherwise. Raises ValueError with the template's own message where it refuses the chat.
+        """
+        text = self.render_chat(messages, tools=tools, template_kwargs=template_kwargs)
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text that `encode_chat` encodes."""
+        name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            raise ValueError("the model has no chat template; set model.chat_template to a Jinja file, or give a plain prompt")
+        fixed = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": True}
+        try:
+            return self._templates[name].render({**self._variables, **fixed, **(template_kwargs or {})})
+        except (TemplateError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+            raise ValueError(str(error)) from error
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """Text of ids; bytes that are not (yet) valid UTF-8 become U+FFFD."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
+
+
+def _special_tokens(config: Json) -> dict[str, Any]:
+    """bos_token, eos_token and the like, as templates see them: plain strings."""
+    found: dict[str, Any] = {name: _content(config[name]) for name in _NAMED if config.get(name) is not None}
+    more = config.get("additional_special_tokens") or config.get("extra_special_tokens")
+    if isinstance(more, list) and more:
+        found["additional_special_tokens"] = [_content(token) for token in more]
+    if isinstance(more, dict):  # named ones, such as image_token
+        found |= {name: _content(token) for name, token in more.items()}
+    return found
+
+
+def _content(token: Any) -> str:
+    return str(token["content"] if isinstance(token, dict) else token)
+
+
+def _template_sources(folder: Path, config: Json, chat_template: Path | None) -> dict[str, str]:
+    """Name -> Jinja source: the user's file, else chat_template.jinja and its siblings, else tokenizer_config.json's."""
+    if chat_template is not None:
+        if not chat_template.is_file():
+            raise CheckpointError(f"model.chat_template={chat_template}: no such file; give the path of a Jinja file")
+        return {"default": chat_template.read_text(encoding="utf-8")}
+    files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        files["default"] = folder / "chat_template.jinja"
+    if files:
+        return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    inside = config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(inside, list):
+        return {str(item["name"]): str(item["template"]) for item in inside}
+    return {"default": str(inside)} if inside else {}
+
+
+class _GenerationBlock(Extension):
+    """{% generation %} ... {% endgeneration %} marks the assistant's text for training; here it only groups."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    # Jinja's own filter escapes for HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _compile(source: str, folder: Path, name: str) -> Template:
+    """As transformers compiles chat templates (utils/chat_template_utils.py); sandboxed: a template is a stranger's code."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    try:
+        return environment.from_string(source)
+    except TemplateSyntaxError as error:
+        where = f"{folder}: chat template {name!r}, line {error.lineno}"
+        raise CheckpointError(f"{where}: {error.message}; set model.chat_template to a valid Jinja file") from None
