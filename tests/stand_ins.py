@@ -31,6 +31,7 @@ class ByteTokenizer:
     eos_ids: tuple[int, ...] = (257,)
     special_ids: Mapping[str, int] = {"<turn>": 256, "<end>": 257}
     fingerprint = "bytes"
+    has_chat_template = True
 
     def __init__(self) -> None:
         self.seen: dict[str, Any] = {}

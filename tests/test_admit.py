@@ -204,6 +204,14 @@ def test_a_configuration_that_the_model_cannot_serve_is_refused_at_once() -> Non
         admit(prompts("a"), decode__stop_ids=[300])
 
 
+def test_a_chat_without_a_template_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ByteTokenizer, "has_chat_template", False)
+    assert len(requests(prompts("a"))) == 1
+    for table, chat in [(chats(user("a")), False), (prompts("a"), True)]:
+        with pytest.raises(ConfigError, match=r"set model\.chat_template"):
+            admit(table, input__chat=chat)
+
+
 def test_a_seed_given_back_repeats_each_sample_wherever_the_row_stands() -> None:
     samples = requests(prompts("a", "b"), decode__n=3)
     assert len({request.seed for request in samples}) == 6

@@ -79,6 +79,10 @@ class Admission:
         if tokenizer is None and (self.columns.prompt_kind != "prompt_ids" or self.decode.stop):
             raise ConfigError("decode.stop and text prompts need a tokenizer, and the model folder has none; use prompt_ids")
 
+        chat = self.columns.prompt_kind == "messages" or (self.columns.prompt_kind == "prompt" and self.input.chat)
+        if chat and tokenizer is not None and not tokenizer.has_chat_template:
+            raise ConfigError("a chat needs a template, and the model has none; set model.chat_template, or give plain prompts")
+
     def observe(self, completion: Completion) -> None:
         """Learn from a finished row how long outputs get."""
         self.predictor.observe(completion)

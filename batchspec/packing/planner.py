@@ -187,7 +187,8 @@ def _choose_slots(
 ) -> int:
     limit = CPU_SLOTS if device.type == "cpu" else GPU_SLOTS
     # A slot must find the pages of a whole row of expected length: that is what the scheduler promises a row it takes in.
-    fitting = (pages - 1) // _pages(min(demand.max_tokens, demand.prompt_tokens + demand.output_tokens))
+    expected = min(demand.max_tokens, max(1.0, demand.prompt_tokens + demand.output_tokens))
+    fitting = (pages - 1) // _pages(expected)
     most = max(1, min(limit, demand.num_completions, fitting))
     context = demand.prompt_tokens + demand.output_tokens / 2
     speeds = {}

@@ -1,0 +1,54 @@
+"""The `batchspec` command: one line a subcommand; each is imported when it is called."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+
+from batchspec import __version__
+from batchspec.errors import BatchspecError
+
+COMMANDS = {
+    "run": ("batchspec.run", "run a job: Hydra overrides, e.g. +job=demo"),
+    "plan": ("batchspec.commands.plan", "what a run would do, without running it: the overrides of run, --full for every row"),
+    "stats": ("batchspec.commands.stats", "OUT [--by COLUMN] [--json]: acceptance and speed of a finished job"),
+    "verify": ("batchspec.commands.verify", "OUT: rows of a job again without speculation, first difference and logit gap"),
+    "bench": ("batchspec.commands.bench", "OUT.jsonl NAME --shape SHAPE ...: measure speed with random weights"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Hand the words behind the command to its module; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in COMMANDS:
+        module, _ = COMMANDS[words[0]]
+        try:
+            code: int = importlib.import_module(module).main(words[1:])
+        except BatchspecError as error:
+            print(f"batchspec: {error}", file=sys.stderr)
+            return error.exit_code
+        return code
+    if words and not words[0].startswith("-"):
+        close = difflib.get_close_matches(words[0], COMMANDS, 1)
+        hint = f"did you mean {close[0]}?" if close else f"commands: {', '.join(COMMANDS)}"
+        print(f"batchspec: {words[0]} is no command; {hint}", file=sys.stderr)
+        return 2
+    lines = "\n".join(f"  {name:<8}{said}" for name, (_, said) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="batchspec",
+        usage="batchspec COMMAND ...",
+        description=f"Offline batch inference: Parquet in, Parquet out.\n\ncommands:\n{lines}",
+        epilog="`batchspec run --help` lists the groups and keys of a job, `batchspec COMMAND --help` the options of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"batchspec {__version__}")
+    parser.parse_args(words)
+    parser.print_help()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""`batchspec`: words go to the module of the command, and only that module is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+from batchspec import __version__, cli
+from batchspec.errors import OutputError
+
+
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What the stand-in of `stats` was called with."""
+    calls: list[list[str]] = []
+
+    def main(argv: list[str]) -> int:
+        calls.append(argv)
+        if argv == ["elsewhere"]:
+            raise OutputError("elsewhere holds no job; give the folder of one")
+        return 7
+
+    module = ModuleType("batchspec.commands.stats")
+    module.main = main  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "batchspec.commands.stats", module)
+    return calls
+
+
+def test_a_command_gets_the_words_behind_it_and_gives_the_exit_code(heard: list[list[str]]) -> None:
+    assert cli.main(["stats", "out", "--json"]) == 7
+    assert heard == [["out", "--json"]]
+
+
+def test_an_error_of_a_command_is_one_line(heard: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["stats", "elsewhere"]) == 2
+    assert capsys.readouterr().err == "batchspec: elsewhere holds no job; give the folder of one\n"
+
+
+def test_an_unknown_command_is_refused_with_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["stast"]) == 2
+    assert capsys.readouterr().err == "batchspec: stast is no command; did you mean stats?\n"
+    assert cli.main(["xyzzy"]) == 2
+    assert "commands: run, plan, stats, verify, bench" in capsys.readouterr().err
+
+
+def test_help_has_a_line_for_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    said = capsys.readouterr().out
+    assert all(f"\n  {name} " in said for name in cli.COMMANDS)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"batchspec {__version__}\n"
+
+
+def test_run_and_plan_take_hydra_s_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "decode.max_tokns=3"]) == 2
+    assert "did you mean decode.max_new_tokens?" in capsys.readouterr().err
+    assert cli.main(["plan", "--cfg", "job", "+job=demo"]) == 0
+    assert "path: smollm2-135m" in capsys.readouterr().out
+
+
+def test_nothing_heavy_is_imported_to_say_what_there_is() -> None:
+    code = "import sys, batchspec.cli; batchspec.cli.main([]); assert not {'torch', 'hydra', 'pyarrow'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_every_command_s_module_can_be_imported() -> None:
+    modules = [module for module, _ in cli.COMMANDS.values()]
+    code = f"import importlib; assert all(callable(importlib.import_module(name).main) for name in {modules})"
+    subprocess.run([sys.executable, "-c", code], check=True)

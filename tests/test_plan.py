@@ -1,0 +1,173 @@
+"""`batchspec plan`: the numbers are those of the rows, and the memory does not grow with the text."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchspec.commands import plan as command
+from batchspec.commands.plan import histogram, plan
+from batchspec.config import RunConfig
+from batchspec.errors import CapacityError, InputError
+from tests.stand_ins import ByteTokenizer
+
+MODEL = {
+    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 64, "vocab_size": 300, "max_position_embeddings": 4096, "eos_token_id": 257, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> RunConfig:
+    """A model folder without weights, 40 output tokens a row; the input is the test's."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
+    config = RunConfig(device="cpu")
+    config.model.path, config.input.path = str(tmp_path / "model"), str(tmp_path / "in.parquet")
+    config.decode.max_new_tokens = 40
+    return config
+
+
+def write(config: RunConfig, **columns: Any) -> None:
+    pq.write_table(pa.table(columns), config.input.path)
+
+
+def planned(config: RunConfig, **options: Any) -> command.Plan:
+    return plan(config, tokenizer=cast(Any, ByteTokenizer()), **options)
+
+
+def test_rows_completions_and_bad_rows_are_counted(job: RunConfig) -> None:
+    write(job, id=["a", "b", "c", "d"], prompt=["x" * 10, None, "y" * 30, "z" * 5000], n=[3, 1, None, 1])
+    made = planned(job)
+    assert made.num_completions == 4
+    assert made.survey.prompt_tokens.tolist() == [10, 10, 10, 30]
+    assert {code: count for code, (count, _) in made.survey.bad.items()} == {"null_prompt": 1, "too_long": 1}
+    text = made.text()
+    assert "4 rows in in.parquet" in text
+    assert "bad rows     2 of 4" in text
+    assert "in.parquet row 3 (id 'd'): 5000 prompt tokens + 40 new tokens exceed model.max_len=4096" in text
+    assert not list(Path(job.input.path).parent.glob("out*"))
+
+
+def test_the_shape_is_what_the_rows_need(job: RunConfig) -> None:
+    write(job, prompt=["x" * 10, "y" * 24])
+    made = planned(job)
+    assert made.batch is not None
+    assert (made.batch.max_len, made.batch.draft_len, made.batch.run_ahead) == (64, 4, 0)
+    assert made.batch.slots <= 2
+    assert made.batch.num_pages == made.batch.slots * 4 + 1
+    assert made.forecast is not None
+    assert made.forecast.rounds >= 20
+
+
+def test_token_ids_need_no_tokenizer(job: RunConfig) -> None:
+    write(job, prompt_ids=[[1, 2, 3], [4]])
+    assert plan(job).survey.prompt_tokens.tolist() == [3, 1]
+
+
+def test_a_large_input_is_sampled_evenly_and_full_reads_it_all(job: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "SAMPLE_ROWS", 1000)
+    write(job, prompt_ids=pa.array([[1] * (1 + row // 500) for row in range(5000)]))
+    sampled, whole = planned(job), planned(job, full=True)
+    assert sampled.survey.num_rows == 1000
+    assert set(sampled.survey.prompt_tokens) == {1, 6}
+    assert sampled.num_completions == 5000
+    assert sampled.batch is not None
+    assert sampled.batch.max_len == 4096, "a row that was not read may be as long as the job allows"
+    assert "(estimated)" in sampled.text()
+    assert whole.survey.num_rows == 5000
+    assert whole.batch is not None
+    assert whole.batch.max_len == 50
+
+
+def test_an_input_without_a_good_row_is_said_so(job: RunConfig) -> None:
+    write(job, prompt=pa.array([None, ""], pa.string()))
+    made = planned(job)
+    assert made.batch is None
+    assert "nothing to run" in made.text()
+
+
+def test_what_a_run_would_refuse_is_refused(job: RunConfig) -> None:
+    write(job, id=["a", "a"], prompt=["x", "y"])
+    with pytest.raises(InputError, match="'a'"):
+        planned(job)
+    write(job, prompt=["x" * 1000])
+    job.packing.pages = 8
+    with pytest.raises(CapacityError, match="one row of 1040 tokens needs 66"):
+        planned(job)
+
+
+def test_histogram_lines_cover_every_length_once() -> None:
+    lines = histogram(np.array([1, 2, 3, 4, 5, 9, 16, 17], np.int32))
+    counts = {line.split()[0] + "-" + line.split()[2]: int(line.split()[3]) for line in lines}
+    assert counts == {"1-1": 1, "2-2": 1, "3-4": 2, "5-8": 1, "9-16": 2, "17-32": 1}
+
+
+def test_the_command_prints_the_plan(job: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    write(job, prompt_ids=[[1, 2, 3], [4]])
+    argv = [f"model.path={job.model.path}", f"input.path={job.input.path}", "device=cpu", "--full"]
+    assert command.main(argv) == 0
+    said = capsys.readouterr().out
+    for word in ("input", "completions", "bad rows", "prompts", "model", "shape", "pages", "rounds", "prefill", "assumed"):
+        assert f"\n{word}" in "\n" + said
+
+
+PEAK = """
+import resource, sys
+from batchspec.commands.plan import plan
+from batchspec.config import RunConfig
+class Words:
+    eos_ids, special_ids, fingerprint = (2,), {}, "words"
+    def encode(self, text): return [len(word) for word in text.split()]
+for path in sys.argv[2:]:
+    config = RunConfig(device="cpu")
+    config.model.path, config.input.path = sys.argv[1], path
+    made = plan(config, tokenizer=Words(), full=True)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(made.num_completions, peak * 1024)
+"""
+
+
+def peaks(job: RunConfig, *paths: Path) -> list[tuple[int, int]]:
+    """Completions and peak resident bytes after planning each input in turn, in a process of its own."""
+    words = [sys.executable, "-c", PEAK, str(job.model.path), *map(str, paths)]
+    done = subprocess.run(words, check=True, capture_output=True, text=True)
+    return [(int(rows), int(peak)) for rows, peak in map(str.split, done.stdout.splitlines())]
+
+
+def write_texts(path: Path, num_rows: int, group_rows: int) -> Path:
+    """Rows of about 8 KB of text, made without holding them."""
+    words = np.random.default_rng(0).integers(10**5, 10**8, (1000, 1000)).astype(str)
+    texts = pa.array([" ".join(row) for row in words])
+    prompts = pa.chunked_array([texts] * (num_rows // 1000))
+    pq.write_table(pa.table({"id": np.arange(num_rows), "prompt": prompts}), path, row_group_size=group_rows)
+    return path
+
+
+def test_memory_does_not_grow_with_the_text(job: RunConfig, tmp_path: Path) -> None:
+    small, many, one = (
+        write_texts(tmp_path / f"{name}.parquet", rows, group)
+        for name, rows, group in [("small", 1000, 1000), ("many", 12_000, 1000), ("one", 12_000, 12_000)]
+    )
+    (_, base), (rows, groups), (_, whole) = peaks(job, small, many, one)
+    assert rows == 12_000
+    text_bytes = 12_000 * 8000
+    assert groups - base < text_bytes / 3
+    assert whole - base < text_bytes / 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group_rows", [1000, 200_000])
+def test_200_000_rows_of_8_kb_are_planned_in_1_5_gb(job: RunConfig, tmp_path: Path, group_rows: int) -> None:
+    ((rows, peak),) = peaks(job, write_texts(tmp_path / "in.parquet", 200_000, group_rows))
+    print(f"row groups of {group_rows:,}: {peak / 1e9:.2f} GB")
+    assert rows == 200_000
+    assert peak < 1.5e9
