@@ -51,7 +51,7 @@ def dataset_card(manifest: Manifest, stats: JobStats) -> str:
     facts = {
         "Model": f"`{model.get('path')}`" + (f" at {model['revision']}" if model.get("revision") else ""),
         "Chat template": f"`{model['chat_template']}`" if model.get("chat_template") else "the checkpoint's own",
-        "Drafter": stats.drafter + ("" if stats.drafter == "none" else " (lossless: the drafter changes speed, not tokens)"),
+        "Drafter": stats.drafter,
         "Sampling": ", ".join(f"{name} {decode[name]}" for name in sampling if name in decode),
         "Source": files + more,
         "Completions": ", ".join(f"{count:,} {status}" for status, count in stats.by_status.items()),
