@@ -40,7 +40,7 @@ def accept_kernel(
     length = tl.load(draft_len + row, mask=alive, other=0)
     num = tl.load(num_tokens + row)
     drafts = tl.load(draft_ids + row * draft_stride + lane, mask=lane < length, other=-1)
-    emitted = tl.load(target_ids + tl.load(q_start + row) + lane, mask=alive & (lane <= length), other=-1)
+    emitted = tl.load(target_ids + tl.load(q_start + row) + lane, mask=lane <= tl.where(alive, length, -1), other=-1)
     if rates is not None:
         word0, word1 = position_words(tl.load(keys + row), (num + lane).to(tl.int64))
         stands = uniform(word0, word1) < tl.load(rates + lane, mask=lane < length, other=0.0)
@@ -56,7 +56,8 @@ def accept_kernel(
     first_stop = tl.min(tl.where((hits > 0) & (lane <= accepted), lane, LANES), 0)
     kept = tl.minimum(first_stop, accepted) + 1
     place = num + lane
-    tl.store(tokens + row * token_stride + place, emitted, mask=alive & (lane < kept) & (place < max_tokens))
+    committed = (lane < tl.where(alive, kept, 0)) & (place < max_tokens)
+    tl.store(tokens + row * token_stride + place, emitted, mask=committed)
 
     full = tl.where(num + kept >= tl.load(limit + row), 2, 0)
     ending = tl.where(first_stop <= accepted, 1, full)
@@ -66,10 +67,11 @@ def accept_kernel(
 
     tl.store(out_accepted_len + row, tl.where(alive, accepted, 0))
     log = out_log + row * (K + 4)
-    tl.store(log, tl.where(alive, accepted, -1))
+    logged = tl.where(alive, accepted, -1)
+    tl.store(log, logged)
     tl.store(log + 1, length)
     tl.store(log + 2, tl.where(alive, kept, 0))
-    tl.store(log + 3 + lane, tl.where(alive & (lane <= accepted), emitted, -1), mask=lane <= K)
+    tl.store(log + 3 + lane, tl.where(lane <= logged, emitted, -1), mask=lane <= K)
 
 
 def accept(

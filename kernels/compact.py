@@ -28,7 +28,7 @@ def move_rows_kernel(state, src_ids, dst_ids, stride_row, width, BLOCK: tl.const
     src = tl.load(src_ids + move).to(tl.int64)
     dst = tl.load(dst_ids + move).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    exists = (column < width) & (src >= 0) & (dst >= 0)
+    exists = column < tl.where((src >= 0) & (dst >= 0), width, 0)
     tl.store(state + dst * stride_row + column, tl.load(state + src * stride_row + column, mask=exists), mask=exists)
 
 
@@ -42,7 +42,7 @@ def move_rows(state: Tensor, src_ids: Tensor, dst_ids: Tensor, *, interpret: boo
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
     num_moves = src_ids.numel()
-    rows = state if state.dim() == 2 else state.unsqueeze(1)
+    rows = state.unsqueeze(1) if state.dim() == 1 else state
     check("move_rows: state", rows, (*rows.shape[:2],), state.dtype, rows=True)
     check("move_rows: src_ids", src_ids, (num_moves,), torch.int32)
     check("move_rows: dst_ids", dst_ids, (num_moves,), torch.int32)

@@ -67,7 +67,8 @@ def ragged_kernel(
         place = at + tl.arange(0, BLOCK)
         exists = place < end
         position = tl.where(is_row, first + (place - begin), 0)
-        slot = slot_of(page_table, row_id.to(tl.int64), position, exists & is_row, max_pages, PAGE_SIZE)
+        inside = exists & (place < begin + owned)
+        slot = slot_of(page_table, row_id.to(tl.int64), position, inside, max_pages, PAGE_SIZE)
         tl.store(out_row_ids + place, tl.zeros([BLOCK], tl.int32) + row_id, mask=exists)
         tl.store(out_positions + place, position, mask=exists)
         tl.store(out_slots + place, slot, mask=exists)

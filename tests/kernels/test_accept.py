@@ -1,0 +1,281 @@
+"""accept: the drafts that the target confirms, the tokens a row emits, where it ends, and what the host is told of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchspec.kernels.accept import MAX_DRAFT_LEN, accept
+from batchspec.kernels.mix import uniform_reference
+
+POISON = -7
+L = 40
+
+
+@dataclass
+class Row:
+    """One row before a round, or after it."""
+
+    drafts: list[int]
+    """Draft tokens that count."""
+    targets: list[int]
+    """The target's choice behind the last committed token and behind each draft token."""
+    tokens: list[int] = field(default_factory=lambda: [1, 2, 3])
+    stop_ids: tuple[int, ...] = ()
+    limit: int = 1000
+    live: int = 1
+    finish: int = 0
+    key: int = 0
+
+
+def run(
+    rows: list[Row], interpret: bool, device: torch.device, *,
+    width: int = 4, rates: list[float] | None = None, num_stops: int = 2, uniform_layout: bool = False,
+) -> tuple[list[list[int]], list[Row], list[int]]:  # fmt: skip
+    """Logs, rows afterwards and accepted lengths. What must not be touched is poisoned and checked here."""
+    ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
+
+    def padded(lists: list[list[int]], length: int, fill: int) -> Tensor:
+        return torch.tensor([values + [fill] * (length - len(values)) for values in lists], **ints).view(len(lists), length)
+
+    def vector(values: list[int]) -> Tensor:
+        return torch.tensor(values, **ints)
+
+    counts = [width + 1 if uniform_layout else len(row.targets) for row in rows]
+    targets = [row.targets + [POISON] * (count - len(row.targets)) for row, count in zip(rows, counts, strict=True)]
+    state = {
+        "tokens": padded([row.tokens for row in rows], L, POISON),
+        "num_tokens": vector([len(row.tokens) for row in rows]),
+        "live": vector([row.live for row in rows]),
+        "finish": vector([row.finish for row in rows]),
+    }
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    log = torch.full((len(rows), width + 4), POISON, **ints)
+    accepted_len = torch.full((len(rows),), POISON, **ints)
+    accept(
+        padded([row.drafts for row in rows], width, POISON),
+        vector([len(row.drafts) for row in rows]),
+        vector([token for row in targets for token in row] + [POISON] * 3),
+        vector([0, *torch.tensor(counts).cumsum(0).tolist()]),
+        padded([list(row.stop_ids) for row in rows], num_stops, -1),
+        vector([row.limit for row in rows]),
+        None if rates is None else torch.tensor(rates, device=device),
+        torch.tensor([row.key for row in rows], device=device),
+        out_accepted_len=accepted_len,
+        out_log=log,
+        interpret=interpret,
+        **state,
+    )
+    after = []
+    for r, row in enumerate(rows):
+        num = int(state["num_tokens"][r])
+        assert bool((state["tokens"][r, num:] == POISON).all())
+        if not row.live:
+            assert all(torch.equal(state[name][r], before[name][r]) for name in state)
+        after.append(Row(row.drafts, row.targets, state["tokens"][r, :num].tolist(), row.stop_ids, row.limit,
+                         int(state["live"][r]), int(state["finish"][r]), row.key))  # fmt: skip
+    return log.tolist(), after, accepted_len.tolist()
+
+
+def one(row: Row, interpret: bool, device: torch.device, **options: Any) -> tuple[list[int], Row]:
+    logs, after, accepted = run([row], interpret, device, **options)
+    assert accepted == [logs[0][0]]
+    return logs[0], after[0]
+
+
+def by_hand(row: Row, width: int, rates: list[float] | None = None) -> tuple[list[int], Row]:
+    if not row.live:
+        return [-1, 0, 0] + [-1] * (width + 1), row
+    emitted, accepted = [], 0
+    for j, draft in enumerate(row.drafts):
+        chance = float(uniform_reference(torch.tensor([row.key]), torch.tensor([len(row.tokens) + j])))
+        if (draft != row.targets[j]) if rates is None else (chance >= torch.tensor(rates[j])):
+            break
+        emitted.append(draft)
+        accepted += 1
+    emitted.append(row.targets[accepted])
+    kept = next((j + 1 for j, token in enumerate(emitted) if token in row.stop_ids), len(emitted))
+    stopped = emitted[kept - 1] in row.stop_ids
+    tokens = row.tokens + emitted[:kept]
+    finish = 1 if stopped else 2 if len(tokens) >= row.limit else 0
+    log = [accepted, len(row.drafts), kept, *emitted] + [-1] * (width + 1 - len(emitted))
+    return log, Row(row.drafts, row.targets, tokens, row.stop_ids, row.limit, int(finish == 0), finish, row.key)
+
+
+def test_the_prefix_that_the_target_confirms_and_one_token_more(interpret: bool, device: torch.device) -> None:
+    log, after = one(Row([10, 11, 12, 13], [10, 11, 99, 13, 14]), interpret, device)
+    assert log == [2, 4, 3, 10, 11, 99, -1, -1]
+    assert after.tokens == [1, 2, 3, 10, 11, 99]
+    assert (after.live, after.finish) == (1, 0)
+
+
+def test_nothing_confirmed_still_emits_the_target_s_token(interpret: bool, device: torch.device) -> None:
+    log, after = one(Row([10, 11], [50, 11, 12]), interpret, device)
+    assert log == [0, 2, 1, 50, -1, -1, -1, -1]
+    assert after.tokens == [1, 2, 3, 50]
+
+
+def test_everything_confirmed_emits_a_bonus_token(interpret: bool, device: torch.device) -> None:
+    log, after = one(Row([10, 11, 12, 13], [10, 11, 12, 13, 14]), interpret, device)
+    assert log == [4, 4, 5, 10, 11, 12, 13, 14]
+    assert after.tokens == [1, 2, 3, 10, 11, 12, 13, 14]
+
+
+def test_a_round_without_drafts_emits_one_token(interpret: bool, device: torch.device) -> None:
+    for width in (0, 3):
+        log, after = one(Row([], [42]), interpret, device, width=width)
+        assert log == [0, 0, 1, 42, *[-1] * width]
+        assert after.tokens == [1, 2, 3, 42]
+
+
+def test_drafts_behind_draft_len_do_not_count(interpret: bool, device: torch.device) -> None:
+    log, _ = one(Row([10], [10, POISON]), interpret, device)  # behind it draft and target would agree
+    assert log == [1, 1, 2, 10, POISON, -1, -1, -1]
+
+
+def test_a_stop_id_inside_the_accepted_prefix_ends_the_row_there(interpret: bool, device: torch.device) -> None:
+    log, after = one(Row([10, 11, 12], [10, 11, 12, 13], stop_ids=(12, 11)), interpret, device)
+    assert log == [3, 3, 2, 10, 11, 12, 13, -1]
+    assert after.tokens == [1, 2, 3, 10, 11]
+    assert (after.live, after.finish) == (0, 1)
+
+
+def test_a_stop_id_as_the_bonus_token_is_kept(interpret: bool, device: torch.device) -> None:
+    log, after = one(Row([10], [10, 2], stop_ids=(2,)), interpret, device)
+    assert log[:3] == [1, 1, 2]
+    assert (after.tokens[3:], after.live, after.finish) == ([10, 2], 0, 1)
+
+
+def test_a_stop_id_among_rejected_drafts_does_not_count(interpret: bool, device: torch.device) -> None:
+    log, after = one(Row([10, 2], [11, 2, 5], stop_ids=(2,)), interpret, device)
+    assert log[:4] == [0, 2, 1, 11]
+    assert (after.live, after.finish) == (1, 0)
+
+
+def test_rows_without_stop_ids_run_on(interpret: bool, device: torch.device) -> None:
+    _, after = one(Row([0], [0, 0]), interpret, device, num_stops=0)
+    assert (after.tokens[3:], after.live) == ([0, 0], 1)
+    _, after = one(Row([0], [0, 0]), interpret, device, num_stops=3)  # all unused
+    assert (after.tokens[3:], after.live) == ([0, 0], 1)
+
+
+@pytest.mark.parametrize(("limit", "finish"), [(6, 0), (5, 2), (4, 2)])
+def test_the_limit_ends_a_row(limit: int, finish: int, interpret: bool, device: torch.device) -> None:
+    _, after = one(Row([10], [10, 11], limit=limit), interpret, device)
+    assert (after.tokens[3:], after.live, after.finish) == ([10, 11], int(finish == 0), finish)
+
+
+def test_a_stop_id_at_the_limit_counts_as_stop(interpret: bool, device: torch.device) -> None:
+    _, after = one(Row([], [2], stop_ids=(2,), limit=4), interpret, device)
+    assert (after.live, after.finish) == (0, 1)
+
+
+def test_dead_rows_are_left_alone(interpret: bool, device: torch.device) -> None:
+    rows = [Row([10], [10, 11], live=0, finish=2), Row([10], [10, 11]), Row([], [], live=0, finish=1, tokens=[])]
+    logs, after, accepted = run(rows, interpret, device)
+    assert logs == [[-1, 0, 0, -1, -1, -1, -1, -1], [1, 1, 2, 10, 11, -1, -1, -1], [-1, 0, 0, -1, -1, -1, -1, -1]]
+    assert accepted == [0, 1, 0]
+    assert [row.finish for row in after] == [2, 0, 1]
+
+
+def test_tokens_that_the_buffer_cannot_hold_are_not_written(interpret: bool, device: torch.device) -> None:
+    ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
+    wide = torch.full((2, 8), POISON, **ints)
+    tokens = wide[:, 1:6]  # a slice of wider rows, five tokens long
+    vectors = {name: torch.zeros(2, **ints) for name in ("finish", "out_accepted_len")}
+    accept(
+        torch.full((2, 3), 9, **ints), torch.tensor([3, 3], **ints), torch.full((8,), 9, **ints), torch.tensor([0, 4, 8], **ints),
+        torch.full((2, 1), -1, **ints), torch.tensor([5, 99], **ints), None, torch.zeros(2, dtype=torch.int64, device=device),
+        tokens=tokens, num_tokens=torch.tensor([3, 0], **ints), live=torch.ones(2, **ints), **vectors,
+        out_log=torch.empty(2, 7, **ints), interpret=interpret,
+    )  # fmt: skip
+    assert wide.tolist() == [[POISON] * 4 + [9, 9] + [POISON] * 2, [POISON] + [9] * 4 + [POISON] * 3]
+
+
+def test_rate_one_accepts_everything_and_rate_zero_nothing(interpret: bool, device: torch.device) -> None:
+    rows = [Row([10, 11, 12, 13], [20, 21, 22, 23, 24], key=key * 7919) for key in range(40)]
+    logs, after, _ = run(rows, interpret, device, rates=[1.0, 1.0, 1.0, 1.0])
+    assert logs == [[4, 4, 5, 10, 11, 12, 13, 24]] * 40
+    assert all(row.tokens[3:] == [10, 11, 12, 13, 24] for row in after)
+    logs, _, _ = run(rows, interpret, device, rates=[0.0, 1.0, 1.0, 1.0])
+    assert logs == [[0, 4, 1, 20, -1, -1, -1, -1]] * 40
+
+
+def test_rates_are_conditional_on_what_was_accepted_before(interpret: bool, device: torch.device) -> None:
+    num_rows = 200 if interpret and device.type == "cpu" else 2000
+    rows = [Row([10, 11, 12], [20, 21, 22, 23], key=key) for key in range(num_rows)]
+    logs, _, accepted = run(rows, interpret, device, width=3, rates=[0.6, 0.5, 0.25])
+    at_least = [sum(length > j for length in accepted) / num_rows for j in range(3)]
+    spread = 4 * 0.5 / num_rows**0.5
+    assert at_least == pytest.approx([0.6, 0.3, 0.075], abs=spread)
+    assert logs[:100] == [by_hand(row, 3, [0.6, 0.5, 0.25])[0] for row in rows[:100]]
+
+
+@st.composite
+def random_rows(draw: st.DrawFn, width: int) -> list[Row]:
+    rows = []
+    for key in range(draw(st.integers(1, 4))):
+        drafts = draw(st.lists(st.integers(0, 3), max_size=width))
+        targets = [draw(st.sampled_from([token, token, token, 3])) for token in drafts] + [draw(st.integers(0, 3))]
+        stop_ids = tuple(draw(st.lists(st.integers(0, 5), max_size=2)))
+        tokens = draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
+        limit = len(tokens) + draw(st.integers(1, 8))
+        rows.append(Row(drafts, targets, tokens, stop_ids, limit, live=draw(st.sampled_from([1, 1, 1, 0])), key=key))
+    return rows
+
+
+@settings(max_examples=80)
+@given(data=st.data(), width=st.sampled_from([0, 1, 2, 3, 5, 8]), uniform_layout=st.booleans(), synthetic=st.booleans())
+def test_equals_a_plain_loop(
+    data: st.DataObject, width: int, uniform_layout: bool, synthetic: bool, interpret: bool, device: torch.device
+) -> None:
+    rows = data.draw(random_rows(width))
+    rates = data.draw(st.lists(st.sampled_from([0.0, 0.3, 0.9, 1.0]), min_size=width, max_size=width)) if synthetic else None
+    logs, after, accepted = run(rows, interpret, device, width=width, rates=rates, uniform_layout=uniform_layout)
+    expected = [by_hand(row, width, rates) for row in rows]
+    assert logs == [log for log, _ in expected]
+    assert after == [row for _, row in expected]
+    assert accepted == [max(log[0], 0) for log in logs]
+
+
+def test_the_longest_draft(interpret: bool, device: torch.device) -> None:
+    drafts = [7] * MAX_DRAFT_LEN
+    ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
+    tokens, log = torch.zeros(1, 100, **ints), torch.full((1, MAX_DRAFT_LEN + 4), POISON, **ints)
+    state = {name: torch.tensor([value], **ints) for name, value in
+             (("num_tokens", 5), ("live", 1), ("finish", POISON), ("out_accepted_len", POISON))}  # fmt: skip
+    accept(
+        torch.tensor([drafts], **ints), torch.tensor([MAX_DRAFT_LEN], **ints), torch.tensor([*drafts, 8], **ints),
+        torch.tensor([0, MAX_DRAFT_LEN + 1], **ints), torch.full((1, 16), -1, **ints), torch.tensor([100], **ints), None,
+        torch.zeros(1, dtype=torch.int64, device=device), tokens=tokens, out_log=log, interpret=interpret, **state,
+    )  # fmt: skip
+    assert log.tolist() == [[MAX_DRAFT_LEN, MAX_DRAFT_LEN, MAX_DRAFT_LEN + 1, *drafts, 8]]
+    assert {name: int(value) for name, value in state.items()} == {
+        "num_tokens": 70, "live": 1, "finish": 0, "out_accepted_len": MAX_DRAFT_LEN
+    }  # fmt: skip
+    assert tokens[0].tolist() == [0] * 5 + drafts + [8] + [0] * 30
+
+
+def test_wrong_arguments_are_refused() -> None:
+    ints = torch.zeros(2, dtype=torch.int32)
+    good: dict[str, Any] = {
+        "draft_ids": torch.zeros(2, 3, dtype=torch.int32), "draft_len": ints, "target_ids": torch.zeros(8, dtype=torch.int32),
+        "q_start": torch.zeros(3, dtype=torch.int32), "stop_ids": torch.zeros(2, 1, dtype=torch.int32), "limit": ints,
+        "rates": torch.zeros(3), "keys": ints.long(), "tokens": torch.zeros(2, 9, dtype=torch.int32),
+        "num_tokens": ints.clone(), "live": ints.clone(), "finish": ints.clone(), "out_accepted_len": ints.clone(),
+        "out_log": torch.zeros(2, 7, dtype=torch.int32),
+    }  # fmt: skip
+    accept(**good)
+    for name, tensor in good.items():
+        with pytest.raises(ValueError, match=f"accept: {name} is float64"):
+            accept(**{**good, name: tensor.double()})
+    with pytest.raises(ValueError, match=r"accept: out_log is int32 \[2, 6\].* must be int32 \[2, 7\]"):
+        accept(**{**good, "out_log": torch.zeros(2, 6, dtype=torch.int32)})
+    with pytest.raises(ValueError, match="accept: draft_ids has 65 columns; at most 64"):
+        accept(**{**good, "draft_ids": torch.zeros(2, 65, dtype=torch.int32)})

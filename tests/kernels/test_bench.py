@@ -1,0 +1,30 @@
+"""The benchmark mains: a line for the machine, a table, and nothing else."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from batchspec.kernels import accept, compact, ngram, slots
+from batchspec.kernels.bench import wall_us
+
+
+@pytest.mark.parametrize(("module", "name"), [(accept, "accept"), (slots, "slots"), (ngram, "ngram"), (compact, "compact")])
+def test_every_row_has_time_bandwidth_and_ratio(module: object, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module.main()  # type: ignore[attr-defined]
+    lines = capsys.readouterr().out.splitlines()
+    if not torch.cuda.is_available():
+        assert lines.pop(0).startswith(f"{name}: no GPU here, so this times the torch reference only")
+    assert re.fullmatch(rf"{name}: copy bandwidth \d+ GB/s \(bytes read \+ written\)", lines[0])
+    assert lines[1].split() == ["shape", "us", "GB/s", "of", "copy", "reference", "us", "ratio"]
+    assert len(lines) > 3
+    for line in lines[2:]:
+        assert re.fullmatch(r".{44} +[\d.]+ +[\d.]+ +[\d.]+% +[\d.]+ +[\d.]+x", line)
+
+
+def test_wall_clock_cycles_over_the_copies() -> None:
+    calls: list[int] = []
+    assert wall_us([lambda: calls.append(0), lambda: calls.append(1)], repeats=3) > 0
+    assert calls == [0, 1, 0, 1]

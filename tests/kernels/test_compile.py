@@ -1,0 +1,96 @@
+"""Every kernel compiles for sm_90 on a machine without a GPU, in the variants that the wrappers launch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# case: module, kernel, types of the arguments in order (a value, not a type, is a constant), warps
+I32, I64, PI32, PI64, PF32 = "i32", "i64", "*i32", "*i64", "*fp32"
+CASES: dict[str, tuple[str, str, dict[str, object], int]] = {}
+
+
+def _case(name: str, module: str, warps: int, **arguments: object) -> None:
+    CASES[name] = (module, name.split(" ")[0], arguments, warps)
+
+
+for _dtype in ("fp32", "bf16", "fp16", "fp64"):
+    _acc = "fp64" if _dtype == "fp64" else "fp32"
+    for _map in (None, PI32, PI64):
+        _case(f"argmax_kernel {_dtype}, map {_map}", "argmax", 16, logits=f"*{_dtype}", map_ids=_map, out_ids=PI32,
+              stride_row=I32, vocab=I32, ACC=_acc, BLOCK=8192)  # fmt: skip
+    _case(f"sample_kernel {_dtype}", "sample", 8, logits=f"*{_dtype}", row_ids=PI32, positions=PI64, keys=PI64,
+          temperature=PF32, cutoff=f"*{_acc}", out_ids=PI32, stride_row=I32, vocab=I32, ACC=_acc, BLOCK=4096)  # fmt: skip
+    _case(f"kv_write_kernel {_dtype}", "kv_write", 4, k=f"*{_dtype}", v=f"*{_dtype}", kv=f"*{_dtype}", slots=PI64,
+          k_stride_t=I32, k_stride_h=I32, v_stride_t=I32, v_stride_h=I32, kv_stride_part=I64, kv_stride_slot=I32,
+          NUM_VALUES=192, HEAD_DIM=64, BLOCK=256)  # fmt: skip
+for _tokens in (1, 5):
+    _case(f"uniform_kernel S={_tokens}", "slots", 4, start=PI32, live=PI32, page_table=PI32, out_positions=PI64, out_slots=PI64,
+          num_places=I32, max_pages=I32, TOKENS_PER_ROW=_tokens, PAGE_SIZE=16, BLOCK=128)  # fmt: skip
+for _rows in (2, 256):
+    _case(f"ragged_kernel R={_rows}", "slots", 4, start=PI32, q_len=PI32, page_table=PI32, out_q_start=PI32, out_row_ids=PI32,
+          out_positions=PI64, out_slots=PI64, num_rows=I32, num_places=I32, max_pages=I32, PAGE_SIZE=16, ROWS=_rows,
+          BLOCK=128)  # fmt: skip
+_case("ngram_kernel", "ngram", 8, tokens=PI32, num_tokens=PI32, live=PI32, draft_ids=PI32, draft_len=PI32, stride_row=I32,
+      draft_stride=I32, max_draft_len=I32, width=I32, MIN_NGRAM=1, MAX_NGRAM=3, LANES=4, BLOCK=2048)  # fmt: skip
+for _rates in (None, PF32):
+    for _k in (0, 4, 64):
+        _case(f"accept_kernel K={_k}, rates {_rates}", "accept", 1, draft_ids=PI32, draft_len=PI32, target_ids=PI32,
+              q_start=PI32, stop_ids=PI32, limit=PI32, rates=_rates, keys=PI64, tokens=PI32, num_tokens=PI32, live=PI32,
+              finish=PI32, out_accepted_len=PI32, out_log=PI32, draft_stride=I32, token_stride=I32, max_tokens=I32,
+              K=_k, NUM_STOPS=3, LANES=max(2, 2 * _k), STOP_LANES=4)  # fmt: skip
+for _word in ("i8", "i16", "i32", "i64"):
+    _case(f"move_rows_kernel {_word}", "compact", 4, state=f"*{_word}", src_ids=PI32, dst_ids=PI32, stride_row=I32, width=I32,
+          BLOCK=1024)  # fmt: skip
+
+
+def compile_all() -> dict[str, int]:
+    """Bytes of the cubin of each case."""
+    from importlib import import_module
+
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    sizes = {}
+    for name, (module, kernel, arguments, warps) in CASES.items():
+        function = getattr(import_module(f"batchspec.kernels.{module}"), kernel)
+        signature, constants = {}, {}
+        for argument, kind in arguments.items():
+            is_type = isinstance(kind, str) and argument != "ACC"
+            signature[argument] = kind if is_type else "constexpr"
+            if not is_type:
+                constants[argument] = {"fp32": tl.float32, "fp64": tl.float64}.get(str(kind), kind)
+        assert list(signature) == function.arg_names, f"{name}: the kernel's arguments are {function.arg_names}"
+        source = ASTSource(fn=function, signature=signature, constexprs=constants)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+        sizes[name] = len(compiled.asm["cubin"])
+    return sizes
+
+
+@pytest.fixture(scope="module")
+def cubin_bytes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    """One process without the interpreter, and with an empty cache so that each case is really compiled."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    sizes: dict[str, int] = json.loads(done.stdout)
+    return sizes
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_compiles_for_hopper(name: str, cubin_bytes: dict[str, int]) -> None:
+    assert cubin_bytes[name] > 1000
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_all()))
