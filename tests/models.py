@@ -42,7 +42,8 @@ def make_checkpoint(
 
     settings = AutoConfig.for_model(family, **{**_SHAPE, "vocab_size": vocab, **config})
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(settings).to(dtype)
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_config(settings).to(dtype)
     for name, parameter in model.named_parameters():
         if name.endswith(("norm.weight", "bias")):  # made as ones and zeros, which would hide a mistake
             torch.nn.init.normal_(parameter, mean=float(name.endswith("weight")), std=0.2)

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from batchspec.cache.attention import FlatBatch
 from batchspec.cache.pages import KVCache
+from batchspec.errors import ConfigError
 from batchspec.model.spec import load_spec
-from batchspec.model.target import Target
+from batchspec.model.target import Target, resolve_dtype
 from tests.models import make_checkpoint
+from tests.stand_ins import small_spec
 
 PAGE_SIZE = 4
 CPU = torch.device("cpu")
@@ -103,7 +105,8 @@ def prompts(lengths: list[int], vocab: int = 320) -> list[list[int]]:
 def oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    auto: Any = AutoModelForCausalLM
+    return auto.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Target:
@@ -141,3 +144,81 @@ def test_logits_and_64_greedy_tokens_equal_those_of_transformers(name: str, tmp_
         torch.testing.assert_close(logits, reference[r][: len(logits)], atol=1e-4, rtol=0)
         assert logits[len(rows[r]) - 1 : -1].argmax(1).tolist() == expected[r][len(rows[r]) : len(logits)]
         assert len(logits) >= len(rows[r]) + 60
+
+
+def run(target: Target, ids: list[int], taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
+    logits, tapped = Runner.start(target, 1).feed([ids], taps)
+    return logits[0], tapped[0]
+
+
+def test_taps_are_the_residual_stream_at_the_boundaries(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama", vocab=64, num_hidden_layers=3)
+    model, ids = oracle(folder), prompts([9], 64)[0]
+    ends: list[Tensor] = []
+    model.model.layers[-1].register_forward_hook(lambda _module, _inputs, output: ends.append(output))
+    with torch.inference_mode():
+        states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+    _, tapped = run(load(folder), ids, (0, 2, 3))
+    # hidden_states[i] is what enters layer i; the last one is normed, so the hook gives what leaves the last layer.
+    expected = torch.cat([states[0][0], states[2][0], ends[0].view(len(ids), -1)], -1)
+    torch.testing.assert_close(tapped, expected, atol=1e-4, rtol=0)
+
+
+def test_taps_come_in_the_order_asked_for_and_change_no_logits(tmp_path: Path) -> None:
+    target, ids = load(make_checkpoint(tmp_path, "qwen3", vocab=64)), prompts([9], 64)[0]
+    logits, tapped = run(target, ids, (3, 1))
+    other, swapped = run(target, ids, (1, 3))
+    size = target.spec.hidden_size
+    assert torch.equal(logits, other)
+    assert torch.equal(tapped[:, :size], swapped[:, size:])
+    assert torch.equal(tapped[:, size:], swapped[:, :size])
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-5), (torch.bfloat16, 0.2)], ids=str)
+def test_other_dtypes_follow_transformers_and_give_wide_logits(dtype: torch.dtype, tolerance: float, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama", dtype=torch.bfloat16, initializer_range=0.05)
+    ids = prompts([40])[0]
+    logits, _ = run(load(folder, dtype), ids)
+    with torch.inference_mode():
+        expected = oracle(folder, dtype)(torch.tensor([ids])).logits[0]
+    assert logits.dtype == (torch.float64 if dtype is torch.float64 else torch.float32)
+    torch.testing.assert_close(logits.double(), expected.double(), atol=tolerance, rtol=0)
+
+
+def test_bf16_logits_are_not_rounded(tmp_path: Path) -> None:
+    logits, _ = run(load(make_checkpoint(tmp_path, "llama"), torch.bfloat16), prompts([40])[0])
+    assert (logits != logits.bfloat16().float()).float().mean() > 0.9
+
+
+def test_dummy_weights_need_only_the_config_and_are_the_same_every_time(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "qwen2", tie_word_embeddings=True)
+    (folder / "model.safetensors").unlink()
+    spec, ids = load_spec(folder), prompts([12])[0]
+    first, again = (run(Target.load(folder, spec, dtype=torch.float32, device=CPU, dummy=True), ids)[0] for _ in range(2))
+    assert torch.equal(first, again)
+    assert first.isfinite().all()
+    assert first.std() > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpoint", "fast", "expected"),
+    [
+        ("auto", "float32", True, torch.float32),
+        ("auto", "float64", True, torch.float64),
+        ("auto", "bfloat16", True, torch.bfloat16),
+        ("auto", "bfloat16", False, torch.float32),
+        ("bfloat16", "float32", False, torch.bfloat16),
+        ("float32", "float16", True, torch.float32),
+    ],
+)
+def test_auto_is_the_checkpoints_dtype_unless_the_cpu_is_slow_in_it(
+    name: str, checkpoint: str, fast: bool, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: fast)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    assert resolve_dtype(name, small_spec(dtype=checkpoint), CPU) is expected
+
+
+def test_auto_refuses_fp16(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.dtype=auto: the checkpoint is float16.*set bfloat16 or float32"):
+        resolve_dtype("auto", small_spec(dtype="float16"), CPU)
