@@ -77,7 +77,7 @@ class Plan:
         name = files[0].name if len(files) == 1 else f"{len(files):,} files"
         num_bad = sum(count for count, _ in self.survey.bad.values())
         lines = [
-            f"input        {rows:,} rows in {name}, {sum(file.size_bytes for file in files) / 1e6:,.1f} MB; "
+            f"input        {rows:,} rows in {name}, {_bytes(sum(file.size_bytes for file in files))}; "
             + ("all read" if read == rows else f"{read:,} read, `--full` reads all"),
             f"completions  {self.num_completions:,}{'' if read == rows else ' (estimated)'}",
             f"bad rows     {num_bad:,} of {read:,}",
@@ -101,10 +101,10 @@ class Plan:
         total_s = ahead.prefill_s + ahead.decode_s
         return [
             f"model        {spec.family}, {spec.num_layers} layers, {num_multiplied(spec) / 1e6:,.0f} M weights a token, "
-            f"{weight_bytes(spec, self.dtype) / 1e9:.2f} GB in {dtype} on {self.device.type}",
+            f"{_bytes(weight_bytes(spec, self.dtype))} in {dtype} on {self.device.type}",
             f"shape        {batch.slots} slots, rows up to {batch.max_len:,} tokens, drafter {self.drafter} "
             f"(K={batch.draft_len}), prefill passes of {batch.prefill_tokens:,} tokens",
-            f"pages        {batch.num_pages:,} of {batch.page_size} tokens, {kv_bytes / 1e9:.2f} GB",
+            f"pages        {batch.num_pages:,} of {batch.page_size} tokens, {_bytes(kv_bytes)}",
             f"rounds       {ahead.rounds:,} of {ahead.round_s * 1e3:.1f} ms, {_duration(ahead.decode_s)}",
             f"prefill      {_duration(ahead.prefill_s)}",
             f"together     {_duration(total_s)}, {output:,.0f} output tokens, {output / total_s:,.0f} tok/s",
@@ -202,3 +202,11 @@ def _duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.2f} GB"

@@ -58,19 +58,20 @@ def device_rates(device: torch.device, dtype: torch.dtype) -> Rates:
 
 
 def calibrate(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Time one weight matrix against 1 to 256 tokens; the matrix is larger than the caches of most CPUs."""
+    """Time one weight matrix against 8 to 256 tokens, and a read of more than caches hold; a busy machine measures slow."""
     size = 2048 if device.type == "cpu" else 8192
     weight = torch.ones(size, size, dtype=dtype, device=device)
+    large = torch.ones(64 << 20 if device.type == "cpu" else 1 << 30, dtype=torch.uint8, device=device).view(dtype)
 
     def product(tokens: int) -> float:
         rows = torch.ones(tokens, size, dtype=dtype, device=device)
         return _seconds(lambda: rows @ weight.T, device)
 
     points = tuple((tokens, 2.0 * size * size * tokens / product(tokens)) for tokens in (8, 32, 128, 256))
-    read_s = _seconds(weight.sum, device)
+    read_s = _seconds(large.sum, device)
     # A forward of some hundred small operations: a few microseconds each, on either kind of device.
     overhead_s = 200 * _seconds(lambda: weight[0, :64] + 1, device)
-    return Rates(name=f"{device.type}, measured", bytes_s=weight.nbytes / read_s, gemm=points, overhead_s=overhead_s)
+    return Rates(name=f"{device.type}, measured", bytes_s=large.nbytes / read_s, gemm=points, overhead_s=overhead_s)
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:

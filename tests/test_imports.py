@@ -1,0 +1,105 @@
+"""Who may import whom (README, "How it is built"), read from the source: what stands under TYPE_CHECKING is free."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EVERYONE = {"records", "errors", "config", "__version__"}
+
+# Package (or top module) -> what of batchspec it may import, besides itself and what everyone may.
+MAY_IMPORT: dict[str, set[str]] = {
+    "run": {"compose", "job"},
+    "cli": {"commands"},
+    "api": {"compose", "job", "io", "packing", "model", "draft", "decode", "report", "commands"},
+    "compose": set(),
+    "job": {"io", "packing", "model", "draft", "decode", "report"},
+    "commands": {"compose", "job", "io", "packing", "model", "draft", "decode", "cache", "report", "kernels"},
+    "packing": {"io", "model.spec", "model.tokenizer", "cache.pages"},
+    "decode": {"draft", "model", "cache", "kernels"},
+    "draft": {"model", "cache", "kernels"},
+    "model": {"cache", "kernels"},
+    "cache": {"kernels"},
+    "io": set(),
+    "report": {"io"},
+    "kernels": set(),
+    "config": set(),
+    "records": set(),
+    "errors": set(),
+    "conf": set(),
+    "__init__": {"api"},
+}
+
+# Third party -> the packages and modules that may import it.
+ONLY_IN: dict[str, tuple[str, ...]] = {
+    "hydra": ("run", "compose", "config", "api", "commands"),
+    "omegaconf": ("run", "compose", "config", "api", "commands"),
+    "yaml": ("run", "compose", "config", "api", "commands", "report"),
+    "flashinfer": ("cache.attention", "model.fused", "decode.sampling"),
+    "pyarrow": ("io", "report", "packing", "api", "commands", "job"),
+    "polars": ("io", "report", "packing", "api", "commands"),
+    "triton": ("kernels",),
+}
+
+
+def sources() -> list[Path]:
+    return sorted(path for folder in ("batchspec", "kernels") for path in (ROOT / folder).rglob("*.py") if not _behind_link(path))
+
+
+def _behind_link(path: Path) -> bool:
+    return any(parent.is_symlink() for parent in path.parents)
+
+
+def module_of(path: Path) -> str:
+    """batchspec/io/reader.py -> io.reader, kernels/argmax.py -> kernels.argmax."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts[1:] if parts[0] == "batchspec" else parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Full names of what a file imports, at the top or later."""
+    todo: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        todo += ast.iter_child_nodes(node)
+
+
+def within(name: str, allowed: set[str] | tuple[str, ...]) -> bool:
+    return any(name == item or name.startswith(item + ".") for item in allowed)
+
+
+@pytest.mark.parametrize("path", sources(), ids=module_of)
+def test_a_module_imports_only_what_its_place_allows(path: Path) -> None:
+    module = module_of(path)
+    package = module.split(".")[0]
+    for name in imports(path):
+        top, _, inner = name.partition(".")
+        if top == "batchspec":
+            allowed = MAY_IMPORT[package] | EVERYONE | {package}
+            assert within(inner, allowed if package != "kernels" else {"kernels"}), f"{module} imports {name}"
+        elif top in ONLY_IN:
+            assert within(module, ONLY_IN[top]), f"{module} imports {name}"
+        if package == "kernels" and top not in sys.stdlib_module_names:
+            assert top in ("torch", "triton", "batchspec"), f"{module} imports {name}"
+
+
+def test_records_and_io_can_be_read_without_torch() -> None:
+    modules = [module_of(path) for path in sources()]
+    names = [f"batchspec.{module}" for module in modules if within(module, ("io", "records", "errors", "config", "compose"))]
+    assert len(names) >= 6
+    code = f"import importlib, sys; [importlib.import_module(name) for name in {names}]; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
