@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -64,6 +65,10 @@ def launch(task: Callable[[RunConfig], None], overrides: Sequence[str], *, requi
         elif code == Interrupted.exit_code:
             sys.exit(code)
 
+    _, unknown = get_args_parser().parse_known_args(list(overrides))
+    flags = [word for word in unknown if word.startswith("-")]
+    if flags:
+        return _report(ConfigError(f"{flags[0]} is no option; keys are written without dashes, `--help` lists options and keys"))
     register()
     before, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = ["batchspec", *_open_dicts(overrides)]

@@ -82,6 +82,7 @@ def test_the_demo_has_everything_that_a_run_needs(jobs: Jobs) -> None:
         (["job=demo"], "write +job="),
         (["decode.stop=["], "cannot read the override 'decode.stop=['"),
         (["--config-dir", "nowhere"], "nowhere' not found"),
+        (["--job", "demo"], "--job is no option; keys are written without dashes"),
         ([*GIVEN, "decode.top_p=2"], "decode.top_p=2.0 must be above 0 and at most 1"),
         ([*GIVEN, "draft.window=1024"], "draft.window=1024 is not used by draft=lookup"),
         ([*GIVEN, "output.dir=${nope}"], "nope"),
