@@ -176,7 +176,7 @@ def main() -> None:
         positions = torch.full((places,), 512, device=device)
         keys = torch.arange(places, device=device)
         out = torch.empty(places, dtype=torch.int32, device=device)
-        for label, heat, low in (("greedy", 0.0, float("-inf")), ("all ids", 1.0, float("-inf")), ("best ids", 1.0, 10.0)):
+        for label, heat, low in (("greedy", 0.0, float("-inf")), ("all ids", 1.0, float("-inf")), ("few ids", 1.0, 14.0)):
             temperature = torch.full((places,), heat, device=device)
             cutoff = torch.full((places,), low, device=device)
             rest = (row_ids, positions, keys, temperature, cutoff)
