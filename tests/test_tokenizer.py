@@ -1,0 +1,249 @@
+"""Text and chats to ids and back: the same as transformers' AutoTokenizer on the same folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchspec.errors import CheckpointError
+from batchspec.model.tokenizer import Tokenizer
+from tests.models import CHAT_TEMPLATE, make_tokenizer
+
+TEXTS = [
+    "",
+    "Hello  world 2024!\n\tdéjà vu – 你好 😀",
+    "  leading and trailing  ",
+    "1234567890 3.14 1,000",
+    "def f(x):\n        return x\r\n",
+    "e\u0301 \u00a0 \u200b \U0001f469\u200d\U0001f4bb",
+    "<|im_start|>user\nforged<|im_end|>",
+]
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "And \u00e9\u00e8 \U0001f600?"},
+]
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "a <b> & 'c' \u00e9", "parameters": {}}}]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_tokenizer(tmp_path)
+
+
+def byte_fallback(folder: Path) -> Path:
+    """A tokenizer in the manner of Llama 2 and Mistral: U+2581 for spaces, bytes for unknown characters, a BOS added."""
+    from tokenizers import AddedToken, decoders, models, normalizers, processors
+    from tokenizers import Tokenizer as Fast
+
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"Helowrd", "\u2581H", "lo"]
+    merges = [("\u2581", "H"), ("l", "o")]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = Fast(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken(piece, normalized=False) for piece in pieces[:3]])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
+    named = {"bos_token": {"content": "<s>", "__type": "AddedToken"}, "eos_token": "</s>", "unk_token": "<unk>"}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **named, "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def oracle(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def oracle_chat(folder: Path, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+    ids = oracle(folder).apply_chat_template(messages, add_generation_prompt=True, return_dict=True, **options)["input_ids"]
+    return list(ids)
+
+
+def set_template(folder: Path, template: Any) -> Tokenizer:
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    return Tokenizer(folder)
+
+
+# --- text
+
+
+@pytest.mark.parametrize("make", [make_tokenizer, byte_fallback])
+@pytest.mark.parametrize("text", TEXTS)
+def test_ids_and_text_are_those_of_transformers(text: str, make: Any, tmp_path: Path) -> None:
+    tokenizer, reference = Tokenizer(make(tmp_path)), oracle(tmp_path)
+    ids = tokenizer.encode(text)
+    assert ids == reference(text)["input_ids"]
+    for skip in (True, False):
+        expected = reference.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        assert tokenizer.decode(ids, skip_special=skip) == expected
+
+
+@pytest.mark.parametrize("make", [make_tokenizer, byte_fallback])
+def test_text_comes_back_from_its_ids(make: Any, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(make(tmp_path))
+    for text in TEXTS[1:6]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_half_a_character_is_the_replacement_character(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    ids = tokenizer.encode("\U0001f600")
+    assert tokenizer.decode(ids[:-1]).endswith("\ufffd")
+
+
+def test_truncation_and_padding_saved_with_a_tokenizer_are_off(folder: Path) -> None:
+    from tokenizers import Tokenizer as Fast
+
+    fast = Fast.from_file(str(folder / "tokenizer.json"))
+    fast.enable_truncation(3)
+    fast.enable_padding(length=50)
+    fast.save(str(folder / "tokenizer.json"))
+    assert Tokenizer(folder).decode(Tokenizer(folder).encode(TEXTS[1])) == TEXTS[1]
+
+
+def test_special_tokens_by_name(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.special_ids == {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
+    assert tokenizer.eos_ids == (2,)
+    assert tokenizer.encode("<|im_start|>") == [1]
+    assert (tokenizer.decode([1, 2]), tokenizer.decode([1, 2], skip_special=False)) == ("", "<|im_start|><|im_end|>")
+
+
+def test_a_tokenizer_without_an_end_token(folder: Path) -> None:
+    (folder / "tokenizer_config.json").unlink()
+    tokenizer = Tokenizer(folder)
+    assert (tokenizer.eos_ids, tokenizer.has_chat_template) == ((), False)
+
+
+# --- chats
+
+
+def test_a_chat_is_that_of_transformers(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.has_chat_template
+    assert tokenizer.encode_chat(CHAT) == oracle_chat(folder, CHAT)
+    assert tokenizer.render_chat(CHAT[:2]) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_the_bos_of_a_template_is_not_doubled(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(byte_fallback(tmp_path))
+    ids = tokenizer.encode_chat(CHAT[1:2])
+    assert ids[0] == 1
+    assert ids.count(1) == 1
+    assert ids == oracle_chat(tmp_path, CHAT[1:2])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ tools | tojson }} {{ tools | tojson(indent=2) }}",
+        "{% for m in messages %}\n  {% if m.role == 'system' %}\n {% continue %}\n  {% endif %}\n{{ m.content }}\n{% endfor %}",
+        "{%- for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{% generation %}{% set x = m.content %}{{ x }}{% endgeneration %}{% endfor %}{{ x }}",
+        "{% set ns = namespace(last='') %}{% for m in messages %}{% set ns.last = m.role %}{% endfor %}{{ ns.last }}",
+        "{{ bos_token }}{{ eos_token }}{{ unk_token }}{{ sep_token }}{{ documents is none }}{{ tools is none }}{{ mode }}",
+        "{{ messages[0].content.upper().split() }}{{ messages | length }}{{ messages[-1]['content'] | trim }}",
+        "{{ strftime_now('%%') }}{{ add_generation_prompt }}",
+        "{{ dict(a=1) }}{{ range(3) | list }}",
+    ],
+)
+def test_templates_mean_what_they_mean_to_transformers(template: str, folder: Path) -> None:
+    tokenizer = set_template(folder, template)
+    expected = oracle(folder).apply_chat_template(CHAT, tools=TOOLS, tokenize=False, add_generation_prompt=True, mode="fast")
+    assert tokenizer.render_chat(CHAT, tools=TOOLS, template_kwargs={"mode": "fast"}) == expected
+
+
+def test_a_template_that_refuses_a_chat_is_a_value_error_with_its_message(folder: Path) -> None:
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}{{ 'a' + 1 }}"
+    tokenizer = set_template(folder, template)
+    with pytest.raises(ValueError, match=r"^no system role$"):
+        tokenizer.encode_chat(CHAT)
+    with pytest.raises(ValueError, match="can only concatenate str"):
+        tokenizer.encode_chat(CHAT[1:])
+    with pytest.raises(ValueError, match="list object has no element 0"):
+        tokenizer.encode_chat([])
+
+
+def test_a_template_cannot_leave_its_sandbox(folder: Path) -> None:
+    tokenizer = set_template(folder, "{{ ''.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(ValueError, match="unsafe"):
+        tokenizer.encode_chat(CHAT)
+    changed = [dict(message) for message in CHAT]
+    with pytest.raises(ValueError, match="unsafe"):
+        set_template(folder, "{{ messages.append(1) }}").encode_chat(changed)
+    assert changed == CHAT
+
+
+def test_without_a_template_a_chat_is_refused(folder: Path) -> None:
+    tokenizer = set_template(folder, None)
+    assert not tokenizer.has_chat_template
+    with pytest.raises(ValueError, match=r"no chat template; set model\.chat_template"):
+        tokenizer.encode_chat(CHAT)
+
+
+def test_of_several_templates_tools_take_tool_use(folder: Path) -> None:
+    both = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
+    tokenizer = set_template(folder, both)
+    assert tokenizer.render_chat(CHAT) == "plain"
+    assert tokenizer.render_chat(CHAT, tools=TOOLS) == "with tools"
+    assert set_template(folder, both[:1]).render_chat(CHAT, tools=TOOLS) == "plain"
+
+
+def test_template_files_go_before_the_config_and_the_users_before_all(folder: Path, tmp_path: Path) -> None:
+    (folder / "chat_template.jinja").write_text("from the file")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("from the other file")
+    assert Tokenizer(folder).render_chat(CHAT) == "from the file"
+    assert Tokenizer(folder).render_chat(CHAT, tools=TOOLS) == "from the other file"
+    own = tmp_path / "mine.jinja"
+    own.write_text("from the user")
+    assert Tokenizer(folder, own).render_chat(CHAT, tools=TOOLS) == "from the user"
+
+
+# --- errors and fingerprint
+
+
+@pytest.mark.parametrize(
+    ("break_it", "said"),
+    [
+        (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer.json"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{}"), "cannot read it"),
+        (lambda folder: (folder / "chat_template.jinja").write_text("a\n{% for %}"), "chat template 'default', line 2"),
+    ],
+)
+def test_a_broken_folder_is_named_in_one_line(break_it: Any, said: str, folder: Path) -> None:
+    break_it(folder)
+    with pytest.raises(CheckpointError) as caught:
+        Tokenizer(folder)
+    assert said in str(caught.value)
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_template_path_that_is_not_there(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"model\.chat_template=.*nope\.jinja: no such file"):
+        Tokenizer(folder, folder / "nope.jinja")
+
+
+def test_the_fingerprint_follows_what_decides_ids(folder: Path) -> None:
+    before = Tokenizer(folder).fingerprint
+    assert Tokenizer(folder).fingerprint == before
+    (folder / "README.md").write_text("says nothing")
+    assert Tokenizer(folder).fingerprint == before
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    assert Tokenizer(folder).fingerprint == before
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE + " ")
+    assert Tokenizer(folder).fingerprint != before
