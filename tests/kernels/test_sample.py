@@ -147,8 +147,7 @@ def test_largest_sum_of_logit_and_noise(vocab: int, dtype: torch.dtype, interpre
     assert draw(logits, interpret, temperature=heat, keys=keys, positions=positions).tolist() == sums.argmax(1).tolist()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5, 3.0])
-@pytest.mark.parametrize("keyed_by", ["position", "key"])
+@pytest.mark.parametrize(("keyed_by", "temperature"), [("position", 1.0), ("key", 0.5), ("key", 3.0)])
 def test_draws_follow_the_softmax(keyed_by: str, temperature: float, interpret: bool, device: torch.device) -> None:
     places = 300 if interpret and device.type == "cpu" else 40000
     row = torch.tensor([0.0, 1.0, -1.0, 1.5, 0.5, -0.5, 0.8], device=device)
@@ -166,7 +165,7 @@ def test_draws_below_the_cutoff_follow_the_softmax_of_what_is_kept(interpret: bo
 
 
 def test_a_row_with_one_kept_id_draws_it(interpret: bool, device: torch.device) -> None:
-    logits = torch.randn(300, 50, device=device)
+    logits = torch.randn(60, 50, device=device)
     top = logits.max(1)
     assert draw(logits, interpret, cutoff=top.values, temperature=5.0).tolist() == top.indices.tolist()
 
