@@ -68,7 +68,6 @@ class Engine:
         eos_ids: frozenset[int] = frozenset(),
         penalties: bool = False,
         refill_dead: bool = True,
-        on_round: Callable[[EngineTotals], None] | None = None,
     ) -> None:
         """`decode` turns ids into text (needed for stop strings); `penalties` makes room for penalty state."""
         spec = target.spec
@@ -86,7 +85,8 @@ class Engine:
         self.rows = Rows.allocate(batch, vocab_size=spec.vocab_size, penalties=penalties, device=device)
         self.round = Round(target, drafter, self.cache, batch, self.options, device)
         self.totals = EngineTotals()
-        self._decode, self._eos_ids, self._refill_dead, self._on_round = decode, eos_ids, refill_dead, on_round
+        self.on_round: Callable[[EngineTotals], None] | None = None
+        self._decode, self._eos_ids, self._refill_dead = decode, eos_ids, refill_dead
         self._launched: deque[_Launched] = deque()
 
     @torch.inference_mode()
@@ -220,8 +220,8 @@ class Engine:
                 if progress.stop_string is not None:
                     self.rows.kill([row.slot])
                 yield self._finish(row, now)
-        if self._on_round is not None:
-            self._on_round(self.totals)
+        if self.on_round is not None:
+            self.on_round(self.totals)
 
     def _finish(self, row: Row, now: float) -> Completion:
         slot = row.slot

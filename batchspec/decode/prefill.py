@@ -50,7 +50,7 @@ def prefill_chunk(round_: Round, rows: Rows, segments: Sequence[Segment], mode: 
     The result's log is that of a round that drafted nothing. Does not synchronise.
     """
     device = rows.tokens.device
-    batch, slot_ids = _flat_batch(rows, segments, round_.cache.page_size)
+    batch, slot_ids = flat_batch(rows, segments, round_.cache.page_size)
     hidden, taps = round_.target.forward(batch, round_.cache, round_.drafter.tap_layers)
     # The rows that end here, in slot order: `accept` finds the choice of slot r at the r-th place of a prefix sum.
     ending = sorted((s.slot, i) for i, s in enumerate(segments) if s.last)
@@ -71,7 +71,7 @@ def prefill_chunk(round_: Round, rows: Rows, segments: Sequence[Segment], mode: 
     return result
 
 
-def _flat_batch(rows: Rows, segments: Sequence[Segment], page_size: int) -> tuple[FlatBatch, torch.Tensor]:
+def flat_batch(rows: Rows, segments: Sequence[Segment], page_size: int) -> tuple[FlatBatch, torch.Tensor]:
     device = rows.tokens.device
     lengths = [s.end - s.begin for s in segments]
     slot_ids = torch.tensor([s.slot for s in segments], device=device)

@@ -175,6 +175,9 @@ class OutputFolder:
                 raise
         return self._store.publish(path, f"data/{part_name(index)}")
 
+    def has_card(self) -> bool:
+        return self._store.exists("README.md")
+
     def finish(self, card: str) -> None:
         """Write the dataset card, README.md."""
         self._store.put("README.md", card.encode())

@@ -1,0 +1,51 @@
+"""`batchspec.generate`: a job on data in memory, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+
+from batchspec.compose import compose
+from batchspec.io.reader import table_source
+from batchspec.job import decode_job, open_job, run_job, shard_table, survey
+from batchspec.report.progress import Progress
+
+
+def generate(data: Any, *, job: str | None = None, overrides: Sequence[str] = ()) -> pl.DataFrame:
+    """Completions of every row of `data`, in input order, in the output schema.
+
+    data       polars, pyarrow or pandas table, or what polars.DataFrame accepts; columns as a Parquet input has them
+    job        name of a recipe: "demo" is `+job=demo`; its own input is not read
+    overrides  Hydra override strings: ("model.path=smollm2-135m", "decode.max_new_tokens=32")
+
+    The same engine and the same checks as `python -m batchspec.run`; raises what it would exit with (errors.py). Nothing is
+    written unless the overrides set output.dir: then the job can be resumed, by the same call.
+    """
+    recipe = [] if job is None else [f"+job={job}", "output.dir=null"]
+    config = compose([*recipe, *overrides], require=("model.path",))
+    source = table_source(_table(data), config.input.limit)
+    if config.output.dir is not None:
+        run_job(config, source)
+        return pl.read_parquet(Path(config.output.dir) / "data")
+    opened = open_job(config, source)
+    demand = survey(opened)
+    with Progress(demand.num_completions) as progress:
+        tables = {
+            shard.index: shard_table(opened, shard, completions, attempt="in-process")
+            for shard, completions in decode_job(opened, demand, progress)
+        }
+    frame = pl.from_arrow(pa.concat_tables([tables[index] for index in sorted(tables)]))
+    assert isinstance(frame, pl.DataFrame)
+    return frame
+
+
+def _table(data: Any) -> pa.Table:
+    if isinstance(data, pa.Table):
+        return data
+    if hasattr(data, "__arrow_c_stream__"):
+        return pa.table(data)
+    return pl.DataFrame(data).to_arrow()

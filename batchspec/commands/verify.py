@@ -1,0 +1,149 @@
+"""`batchspec verify OUT`: decode rows of a job again, without speculation and one by one, and compare the tokens.
+
+Equal tokens are what batchspec promises, up to rounding. Where a row differs, the first difference is shown with its gap: how
+far apart the two tokens score there (logit / temperature + noise). A gap near the rounding of the dtype is a tie that
+fell the other way; a large gap is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import polars as pl
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from batchspec.config import from_hydra
+from batchspec.decode.engine import Engine
+from batchspec.decode.prefill import Segment, flat_batch
+from batchspec.decode.sampling import Places, apply_penalties, forbid_stop_ids
+from batchspec.draft.base import NoDrafter
+from batchspec.errors import OutputError
+from batchspec.io.shards import OutputFolder
+from batchspec.job import Job, make_engine, open_job, survey
+from batchspec.kernels.sample import gumbel_reference
+from batchspec.packing.planner import PAGE_SIZE
+from batchspec.records import Request
+from batchspec.report.progress import Progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """The first place at which a row's tokens are not those of plain decoding."""
+
+    request_id: str
+    sample_index: int
+    place: int
+    """Output token, from 0."""
+    written: int | None
+    """Token in the output; None where the output ends earlier."""
+    plain: int | None
+    gap: float | None
+    """Score of the plain token minus that of the written one; None where one of them is missing."""
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="batchspec verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path, help="output folder of a job that wrote token_ids")
+    parser.add_argument("--rows", type=int, default=20, help="completions to decode again, evenly spread; 0 is all")
+    args = parser.parse_args(argv)
+    checked, differences = verify(args.out, args.rows)
+    for d in differences:
+        gap = "-" if d.gap is None else f"{d.gap:.3g}"
+        print(
+            f"{d.request_id} sample {d.sample_index}: token {d.place} is {d.written}, plain decoding gives {d.plain}, score gap {gap}"
+        )
+    print(f"{checked} completions decoded again alone and without speculation: {len(differences)} differ")
+    return 1 if differences else 0
+
+
+def verify(out: Path, num_rows: int) -> tuple[int, list[Difference]]:
+    """How many completions were decoded again, and those that differ. Raises OutputError without a job or token_ids."""
+    job = _job_of(out)
+    written = _written_tokens(out, num_rows)
+    engine = _plain_engine(job)
+    differences = []
+    for request in _requests(job, set(written)):
+        key = (request.row_index, request.sample_index)
+        (again,) = engine.run(iter([request]))
+        plain = [] if again.token_ids is None else again.token_ids.tolist()
+        if plain != written[key]:
+            differences.append(_first_difference(engine, request, written[key], plain))
+    return len(written), differences
+
+
+def _job_of(out: Path) -> Job:
+    manifest = OutputFolder(out).manifest
+    config = from_hydra(OmegaConf.create(dict(manifest.config)))
+    config.draft.name, config.draft.synthetic = "none", None
+    config.packing.slots, config.packing.run_ahead = 1, None
+    config.packing.pages = config.packing.memory_gb = None
+    return open_job(config)
+
+
+def _plain_engine(job: Job) -> Engine:
+    with Progress(0) as progress:
+        engine = make_engine(job, survey(job), progress)
+    assert isinstance(engine.drafter, NoDrafter)
+    return engine
+
+
+def _written_tokens(out: Path, num_rows: int) -> dict[tuple[int, int], list[int]]:
+    table = pl.scan_parquet(out / "data")
+    if "token_ids" not in table.collect_schema().names():
+        raise OutputError(f"{out} holds no token_ids, which verify compares; run the job with output.token_ids=true")
+    rows = table.filter(pl.col("token_ids").is_not_null()).select("row_index", "sample_index", "token_ids").collect()
+    if num_rows and rows.height > num_rows:
+        rows = rows[[i * rows.height // num_rows for i in range(num_rows)]]
+    return {(row, sample): tokens for row, sample, tokens in rows.iter_rows()}
+
+
+def _requests(job: Job, wanted: set[tuple[int, int]]) -> Iterator[Request]:
+    size = job.shard_rows
+    shards = {row // size for row, _ in wanted}
+    skip = set(range(-(-job.source.num_rows // size))) - shards
+    for shard in job.source.shards(size, skip):
+        for entry in job.admission.admit(shard):
+            if isinstance(entry, Request) and (entry.row_index, entry.sample_index) in wanted:
+                yield entry
+
+
+def _first_difference(engine: Engine, request: Request, written: list[int], plain: list[int]) -> Difference:
+    place = next((i for i, (a, b) in enumerate(zip(written, plain, strict=False)) if a != b), min(len(written), len(plain)))
+    old = written[place] if place < len(written) else None
+    new = plain[place] if place < len(plain) else None
+    gap = None
+    if old is not None and new is not None:
+        scores = _scores(engine, request, plain[:place])
+        gap = float(scores[new] - scores[old])
+    return Difference(
+        request_id=request.request_id, sample_index=request.sample_index, place=place, written=old, plain=new, gap=gap
+    )  # fmt: skip
+
+
+@torch.inference_mode()
+def _scores(engine: Engine, request: Request, output: list[int]) -> Tensor:
+    """What the draw behind `output` maximised, for every token [V]: penalised logit / temperature + noise, before filters."""
+    rows, count = engine.rows, len(request.prompt_ids) + len(output)
+    pages = engine.pool.take(-(-count // PAGE_SIZE))
+    rows.begin([0], [request], [output])
+    rows.grant([(0, 0, pages)])
+    batch, _ = flat_batch(rows, [Segment(0, 0, count, True)], PAGE_SIZE)
+    hidden, _ = engine.round.target.forward(batch, engine.cache)
+    engine.pool.release(pages)
+    logits = engine.round.target.logits(hidden[-1:])
+    position = torch.tensor([count], device=logits.device)
+    places = Places(torch.zeros(1, dtype=torch.int32, device=logits.device), position)
+    if rows.seen.shape[1]:
+        apply_penalties(logits, places, rows)
+    forbid_stop_ids(logits, places, rows)
+    if request.sampling.temperature == 0:
+        return logits[0]
+    noise = gumbel_reference(rows.keys[:1], position, logits.shape[1])[0]
+    return logits[0] / request.sampling.temperature + noise
