@@ -280,7 +280,7 @@ LISTS = [
     "Give me six ideas for a rainy afternoon with two children.",
     "Name seven vegetables that can be eaten raw.",
     "List four advantages and four disadvantages of living in a big city.",
-    "Write the numbers from one to twenty as words, one on each line.",
+    "Name the days of the week, one on each line, each with one thing to do on it.",
     "List five questions that a good job interview should contain.",
     "Give the twelve months with the number of days each of them has.",
 ]
@@ -329,8 +329,8 @@ def rows() -> list[dict[str, Any]]:
     """70 good rows, kinds mixed, and 4 bad ones at fixed places among them."""
     kinds = [
         [row("question", i, ask(text)) for i, text in enumerate(QUESTION)],
-        [row("extraction", i, about(*item), max_new_tokens=128) for i, item in enumerate(EXTRACTION)],
-        [row("code_edit", i, edit(*item), max_new_tokens=112) for i, item in enumerate(CODE_EDIT)],
+        [row("extraction", i, about(*item), max_new_tokens=160) for i, item in enumerate(EXTRACTION)],
+        [row("code_edit", i, edit(*item)) for i, item in enumerate(CODE_EDIT)],
         [row("summary", i, about(*item)) for i, item in enumerate(SUMMARY)],
         [row("list", i, ask(text)) for i, text in enumerate(LISTS)],
         [row("multi_turn", i, [{"role": ("user", "assistant")[j % 2], "content": text} for j, text in enumerate(turns)])
@@ -340,12 +340,12 @@ def rows() -> list[dict[str, Any]]:
     good = [kind[place] for place in range(max(map(len, kinds))) for kind in kinds if place < len(kind)]
     own_values: dict[str, dict[str, Any]] = {
         "question-02": {"temperature": 0.7, "n": 2},
-        "question-06": {"max_new_tokens": 32, "stop": ["."]},
+        "question-06": {"max_new_tokens": 32, "stop": [",", "."]},
         "question-09": {"temperature": 0.8, "seed": 11},
         "list-00": {"stop": ["6."]},
         "list-02": {"temperature": 0.9, "n": 3, "seed": 2026},
-        "list-05": {"max_new_tokens": 128, "stop": ["twenty"]},
-        "multi_turn-01": {"temperature": 1.0, "n": 3, "max_new_tokens": 40},
+        "list-05": {"max_new_tokens": 160, "stop": ["Sunday"]},
+        "multi_turn-01": {"temperature": 0.7, "n": 3, "max_new_tokens": 40},
         "multi_turn-05": {"temperature": 0.8, "n": 2, "seed": 7},
         "summary-03": {"max_new_tokens": 48, "stop": ["\n\n\n"]},
         "rewrite-04": {"temperature": 0.6, "max_new_tokens": 80},
