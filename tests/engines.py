@@ -151,13 +151,15 @@ def _draw(logits: Tensor, params: SamplingParams, seed: int, position: int) -> i
     if params.top_k:
         order = order[: params.top_k]
     probs = torch.softmax(scaled[order], 0).tolist()
-    kept, mass = [], 0.0
+    kept: list[int] = []
+    mass = 0.0
     for token, prob in zip(order, probs, strict=True):
         if mass < float(np.float32(params.top_p)) and prob >= float(np.float32(params.min_p)) * probs[0]:
             kept.append(token)
         mass += prob
     noise = gumbel_reference(torch.tensor([seed]), torch.tensor([position]), len(logits))[0]
-    return max(kept, key=lambda token: float(scaled[token]) + float(noise[token]))
+    scores = [float(scaled[token] + noise[token]) for token in kept]
+    return kept[scores.index(max(scores))]
 
 
 class ForcedDrafter(NoFeatures):

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from batchspec.config import CHOICES, RANGES, UNUSED, RunConfig, check, from_hydra, keys, suggest, violation
+from batchspec.checks import CHOICES, RANGES, UNUSED, check, violation
+from batchspec.config import RunConfig, from_hydra, keys, suggest
 from batchspec.errors import ConfigError
 
 

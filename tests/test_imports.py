@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-EVERYONE = {"records", "errors", "config", "__version__"}
+EVERYONE = {"records", "errors", "config", "checks", "__version__"}
 
 # Package (or top module) -> what of batchspec it may import, besides itself and what everyone may.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -30,6 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"io"},
     "kernels": set(),
     "config": set(),
+    "checks": set(),
     "records": set(),
     "errors": set(),
     "conf": set(),
@@ -99,7 +100,7 @@ def test_a_module_imports_only_what_its_place_allows(path: Path) -> None:
 
 def test_records_and_io_can_be_read_without_torch() -> None:
     modules = [module_of(path) for path in sources()]
-    names = [f"batchspec.{module}" for module in modules if within(module, ("io", "records", "errors", "config", "compose"))]
+    names = [f"batchspec.{module}" for module in modules if within(module, ("io", "records", "errors", "config", "checks", "compose"))]
     assert len(names) >= 6
     code = f"import importlib, sys; [importlib.import_module(name) for name in {names}]; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -100,7 +100,8 @@ def test_what_cannot_run_is_one_line_and_exit_code_2(
 
 
 def test_dictionaries_take_new_keys_without_a_plus(jobs: Jobs) -> None:
-    assert run.main([*GIVEN, "input.columns.prompt=text", "input.columns.messages=null", "input.template_kwargs.think=false"]) == 0
+    columns = ["input.columns.prompt=text", "input.columns.messages=null"]
+    assert run.main([*GIVEN, *columns, "input.template_kwargs.think=false"]) == 0
     assert jobs.ran[0].input.columns == {"prompt": "text", "messages": None}
     assert jobs.ran[0].input.template_kwargs == {"think": False}
 

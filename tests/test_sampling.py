@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -53,7 +55,8 @@ def test_the_kept_set_is_that_of_transformers(
         chain.append(TopPLogitsWarper(float(rows.top_p[0])))  # float32, as the row holds it
     if min_p:
         chain.append(MinPLogitsWarper(float(rows.min_p[0])))
-    expected = chain(torch.zeros(3, 1, dtype=torch.long), logits.clone()) > -torch.inf
+    none: Any = torch.zeros(3, 1, dtype=torch.long)
+    expected = chain(none, logits.clone()) > -torch.inf
     kept = logits >= cutoffs(logits, torch.arange(3), rows).unsqueeze(1)
     assert torch.equal(kept, expected)
 

@@ -11,40 +11,23 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from batchspec.commands.workloads import SHAPES, make_workload
 from batchspec.decode.engine import Engine, EngineTotals
 from batchspec.decode.round import RoundOptions
 from batchspec.draft.base import Drafter, NoDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.errors import ConfigError
-from batchspec.model.spec import ModelSpec, load_spec
-from batchspec.model.target import Target, resolve_dtype
-from batchspec.records import PackedBatch, Request, SamplingParams
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama8b": {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "rope_theta": 500000.0,
-    },
-    "llama1b": {
-        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "rope_theta": 500000.0, "tie_word_embeddings": True,
-    },
-    "smol135m": {
-        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
-        "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152, "rope_theta": 100000.0, "tie_word_embeddings": True,
-    },
-}  # fmt: skip
-PAGE_SIZE = 16
+from batchspec.model.target import Target
+from batchspec.packing.planner import PAGE_SIZE, row_buckets
+from batchspec.records import PackedBatch, Request
 
 
 @dataclass(slots=True)
@@ -62,7 +45,7 @@ class Variant:
 def main(argv: list[str]) -> int:
     args = _parse(argv)
     device = torch.device("cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu")
-    target, folder, requests = _workload(args, device)
+    target, folder, requests = make_workload(args, device)
     variants = [_engine_variant(args, draft, target, requests, device) for draft in args.draft]
     if args.against_transformers:
         variants.insert(0, _transformers_variant(folder, target, requests, args.batch, device))
@@ -120,56 +103,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def _workload(args: argparse.Namespace, device: torch.device) -> tuple[Target, Path, list[Request]]:
-    if args.model:
-        return _real_workload(args, device)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        spec = _shape(args.shape, folder)
-        target = Target.load(folder, spec, dtype=resolve_dtype(args.dtype, spec, device), device=device, dummy=True)
-    count = args.requests or args.batch
-    generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(10, min(30000, spec.vocab_size), (count, args.prompt), generator=generator, dtype=torch.int32).numpy()
-    caps = [args.gen] * count
-    if args.requests:  # the long tail that reasoning output has: median 800, sigma 0.7
-        caps = torch.empty(count).log_normal_(6.685, 0.7, generator=generator).clamp(32, args.gen).int().tolist()
-    requests = [_request(i, prompt, cap) for i, (prompt, cap) in enumerate(zip(prompts, caps, strict=True))]
-    return target, Path(), sorted(requests, key=lambda request: -request.max_new_tokens)
-
-
-def _shape(name: str, folder: Path) -> ModelSpec:
-    if name in SHAPES:
-        base = {
-            "model_type": "llama", "architectures": ["LlamaForCausalLM"],
-            "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "hidden_act": "silu",
-            "torch_dtype": "bfloat16", "tie_word_embeddings": False, "eos_token_id": 2,
-        }  # fmt: skip
-        (folder / "config.json").write_text(json.dumps({**base, **SHAPES[name]}))
-    elif Path(name).is_file():
-        (folder / "config.json").write_bytes(Path(name).read_bytes())
-    else:
-        raise ConfigError(f"--shape {name} is neither one of {', '.join(SHAPES)} nor a file; give a config.json")
-    return load_spec(folder)
-
-
-def _real_workload(args: argparse.Namespace, device: torch.device) -> tuple[Target, Path, list[Request]]:
-    from batchspec.commands.prompts import bench_prompts
-
-    folder, spec, prompts = bench_prompts(args.model, args.input, kinds=tuple(filter(None, args.kind.split(","))))
-    if not prompts:
-        raise ConfigError(f"--input {args.input} --kind {args.kind}: no prompt is left; check the kind column")
-    target = Target.load(folder, spec, dtype=resolve_dtype(args.dtype, spec, device), device=device)
-    count = args.requests or len(prompts)
-    return target, folder, [_request(i, prompts[i % len(prompts)], args.gen) for i in range(count)]
-
-
-def _request(index: int, prompt: np.ndarray[Any, np.dtype[np.int32]], cap: int) -> Request:
-    return Request(
-        request_id=str(index), row_index=index, sample_index=0, shard=0, prompt_ids=prompt, max_new_tokens=cap, min_new_tokens=0,
-        sampling=SamplingParams(), stop_ids=(), stop=(), seed=index, predicted_tokens=cap,
-    )  # fmt: skip
-
-
 def _engine_variant(
     args: argparse.Namespace, draft: str, target: Target, requests: list[Request], device: torch.device
 ) -> Variant:
@@ -177,7 +110,7 @@ def _engine_variant(
     longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
     batch = PackedBatch(
         slots=args.batch,
-        row_buckets=tuple(sorted({b for b in (2**i for i in range(12)) if b < args.batch} | {args.batch})),
+        row_buckets=row_buckets(args.batch),
         num_pages=1 + args.batch * -(-longest // PAGE_SIZE),
         page_size=PAGE_SIZE,
         max_len=longest,
@@ -204,7 +137,8 @@ def _transformers_variant(folder: Path, target: Target, requests: list[Request],
     """transformers' `generate` in static batches of `batch`, left-padded, greedy, EOS ignored."""
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype).to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype)
+    model.to(device).eval()
     groups = [requests[i : i + batch] for i in range(0, len(requests), batch)]
 
     @torch.inference_mode()

@@ -56,9 +56,8 @@ def main(argv: list[str]) -> int:
     checked, differences = verify(args.out, args.rows)
     for d in differences:
         gap = "-" if d.gap is None else f"{d.gap:.3g}"
-        print(
-            f"{d.request_id} sample {d.sample_index}: token {d.place} is {d.written}, plain decoding gives {d.plain}, score gap {gap}"
-        )
+        where = f"{d.request_id} sample {d.sample_index} token {d.place}"
+        print(f"{where}: {d.written} in the output, {d.plain} by plain decoding, score gap {gap}")
     print(f"{checked} completions decoded again alone and without speculation: {len(differences)} differ")
     return 1 if differences else 0
 

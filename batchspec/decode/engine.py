@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -90,7 +90,7 @@ class Engine:
         self._launched: deque[_Launched] = deque()
 
     @torch.inference_mode()
-    def run(self, requests: Iterator[Request]) -> Iterator[Completion]:
+    def run(self, requests: Iterator[Request]) -> Generator[Completion]:
         """Decode every request; completions come in the order in which rows die."""
         self._bucket = self.batch.slots
         self._scheduler = Scheduler(self.batch, self.pool, map(self._begin, requests), refill_dead=self._refill_dead)

@@ -69,7 +69,7 @@ def build_table(
         arrays.append(pa.array([value(completion) for completion in completions], field.type))
     for field in list(schema)[num_own:]:
         column = valid_text(shard.table.column(field.name).combine_chunks())
-        arrays.append(column.take(rows).cast(field.type))
+        arrays.append(column.cast(field.type).take(rows))
     return pa.Table.from_arrays(arrays, schema=schema)
 
 

@@ -1,0 +1,300 @@
+"""Whole jobs: Parquet in, Parquet out, through the command line of `batchspec.run`, on a tiny float64 model."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+
+import batchspec
+from batchspec import job, run
+from batchspec.commands import verify
+from batchspec.decode.engine import Engine
+from tests.models import make_checkpoint, make_tokenizer
+
+ROWS = 22
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_checkpoint(tmp_path_factory.mktemp("model"), "llama", dtype=torch.float64)
+    return make_tokenizer(folder)
+
+
+def prompts() -> pl.DataFrame:
+    """Questions of several lengths with per-row parameters, and three bad rows."""
+    rows: list[dict[str, Any]] = []
+    for i in range(ROWS):
+        words = " ".join(f"word{(i * k) % 7}" for k in range(1, 3 + i % 9))
+        rows.append(
+            {
+                "id": f"q{i}",
+                "messages": [{"role": "user", "content": f"Say {words} again and again"}],
+                "max_new_tokens": None if i % 3 else 5 + i,
+                "temperature": 0.9 if i % 4 == 1 else None,
+                "n": 3 if i == 6 else None,
+                "stop": ["e"] if i % 5 == 2 else None,
+                "topic": ["a", "b"][i % 2],
+            }
+        )
+    rows[3]["messages"] = None
+    rows[8]["messages"] = []
+    rows[11]["temperature"] = -1.0
+    return pl.DataFrame(rows, schema_overrides={"n": pl.Int32})
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    prompts().write_parquet(tmp_path / "prompts.parquet")
+    return tmp_path / "prompts.parquet"
+
+
+def arguments(model: Path, data: Path, out: Path, *more: str) -> list[str]:
+    return [
+        f"model.path={model}", "model.dtype=float64", f"input.path={data}", f"output.dir={out}", "output.shard_rows=5",
+        "decode.max_new_tokens=24", "output.token_ids=true", "output.prompt_ids=true", "packing.slots=3", *more,
+    ]  # fmt: skip
+
+
+def tokens(out: Path) -> dict[tuple[str, int], list[int] | None]:
+    frame = pl.read_parquet(out / "data").select("request_id", "sample_index", "token_ids")
+    return {(name, sample): ids for name, sample, ids in frame.iter_rows()}
+
+
+@pytest.fixture(scope="module")
+def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of the plain job: no drafting, one slot."""
+    folder = tmp_path_factory.mktemp("plain")
+    prompts().write_parquet(folder / "prompts.parquet")
+    assert run.main(arguments(model, folder / "prompts.parquet", folder / "out", "draft=none", "packing.slots=1")) == 0
+    return folder / "out"
+
+
+def test_every_row_comes_out_once_in_input_order_with_its_columns(finished: Path) -> None:
+    frame = pl.read_parquet(finished / "data")
+    expected = [(f"q{i}", sample) for i in range(ROWS) for sample in range(3 if i == 6 else 1)]
+    assert frame.select("request_id", "sample_index").rows() == expected
+    assert frame["topic"].to_list() == [["a", "b"][int(name[1:]) % 2] for name, _ in expected]
+    bad = frame.filter(pl.col("status") == "error")
+    assert dict(zip(bad["request_id"], bad["error"].struct.field("code"), strict=True)) == {
+        "q3": "null_prompt",
+        "q8": "empty_prompt",
+        "q11": "bad_parameter",
+    }
+    good = frame.filter(pl.col("status") != "error")
+    assert good["token_ids"].list.len().to_list() == good["usage"].struct.field("completion_tokens").to_list()
+    answers = [messages[-1] for messages in good["messages"]]
+    assert [answer["content"] for answer in answers] == good["completion"].to_list()
+    assert (finished / "README.md").read_text().startswith("---\nconfigs:")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["draft=lookup"],
+        ["draft=lookup", "draft.max_len=8", "draft.min_ngram=2", "packing.slots=4", "packing.run_ahead=2"],
+        ["draft=lookup", "draft.max_len=1", "packing.slots=16", "packing.prefill_tokens=7"],
+        ["draft=none", "packing.slots=16", "output.shard_rows=3", "decode.opt.uniform_slots=false"],
+        ["draft=lookup", "packing.slots=4", "packing.pages=9", "decode.opt.argmax=false", "decode.opt.dead_rows=false"],
+    ],
+)
+def test_tokens_do_not_depend_on_drafting_or_packing(
+    model: Path, data: Path, finished: Path, tmp_path: Path, settings: list[str]
+) -> None:
+    assert run.main(arguments(model, data, tmp_path / "out", *settings)) == 0
+    assert tokens(tmp_path / "out") == tokens(finished)
+
+
+def test_tokens_do_not_depend_on_the_order_of_the_input(model: Path, data: Path, finished: Path, tmp_path: Path) -> None:
+    prompts().sample(fraction=1, shuffle=True, seed=3).write_parquet(data)
+    assert run.main(arguments(model, data, tmp_path / "out")) == 0
+    assert tokens(tmp_path / "out") == tokens(finished)
+
+
+def test_a_run_killed_after_a_shard_is_finished_by_the_same_command(
+    model: Path, data: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = arguments(model, data, tmp_path / "out", "draft=lookup")
+    dying = (
+        "import os, signal, sys; from batchspec import run; from batchspec.io.shards import OutputFolder as O; commit = O.commit\n"
+        "def killed(self, *rest):\n"
+        "    commit(self, *rest)\n"
+        "    if len(self.committed()) == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "O.commit = killed; run.main(sys.argv[1:])"
+    )
+    code = subprocess.run([sys.executable, "-c", dying, *command], cwd=Path(__file__).parents[1], check=False).returncode
+    assert code == -signal.SIGKILL
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out/data").iterdir()}
+    assert len(before) == 2
+    assert run.main(command) == 0
+    assert "2 of 5 shards are committed already" in capsys.readouterr().err
+    after = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out/data").iterdir()}
+    assert {name: after[name] for name in before} == before
+    assert tokens(tmp_path / "out") == tokens(finished)
+
+
+def test_a_finished_job_computes_nothing_and_changes_nothing(
+    finished: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
+    monkeypatch.setattr(Engine, "__init__", lambda *rest, **named: pytest.fail("a finished job made an engine"))
+    command = arguments(model, finished.parent / "prompts.parquet", finished, "draft=lookup")
+    assert run.main(command) == 0
+    assert "already complete: 22 rows" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ("decode.temperature=0.5", "decode.temperature"),
+        ("decode.max_new_tokens=23", "decode.max_new_tokens"),
+        ("model.dtype=float32", "model.dtype"),
+        ("input.limit=7", "input.rows"),
+        ("output.messages=none", "output.schema"),
+        ("output.shard_rows=4", "output.shard_rows"),
+    ],
+)
+def test_another_job_in_the_same_folder_is_refused_by_name(
+    finished: Path, model: Path, change: str, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = arguments(model, finished.parent / "prompts.parquet", finished, change)
+    assert run.main(command) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert key in said
+    assert "output.overwrite=true" in said
+
+
+def test_overwrite_starts_anew(model: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run.main(arguments(model, data, out)) == 0
+    assert run.main(arguments(model, data, out, "output.overwrite=true", "decode.max_new_tokens=2")) == 0
+    made = tokens(out)
+    assert all(len(made[f"q{i}", 0] or []) <= 2 for i in range(ROWS) if i % 3)  # the others have a cap of their own
+    assert pl.read_parquet(out / "data").height == ROWS + 2
+
+
+def test_a_seed_given_back_repeats_the_sample(model: Path, data: Path, finished: Path, tmp_path: Path) -> None:
+    third = pl.read_parquet(finished / "data").filter(pl.col("request_id") == "q6").row(2, named=True)
+    assert third["sample_index"] == 2
+    sampled = arguments(model, data, tmp_path / "n3", "decode.temperature=1.0")
+    assert run.main(sampled) == 0
+    samples = pl.read_parquet(tmp_path / "n3/data").filter(pl.col("request_id") == "q6")
+    assert len({tuple(ids) for ids in samples["token_ids"]}) > 1
+    row = prompts().filter(pl.col("id") == "q6").drop("n")
+    row.with_columns(seed=pl.lit(samples["seed"][2])).write_parquet(data)
+    assert run.main(arguments(model, data, tmp_path / "again", "decode.temperature=1.0")) == 0
+    again = pl.read_parquet(tmp_path / "again/data")
+    assert again["token_ids"].to_list() == [samples["token_ids"].to_list()[2]]
+    assert again["seed"][0] == samples["seed"][2]
+
+
+def test_logprobs_are_written_for_every_token(model: Path, data: Path, tmp_path: Path) -> None:
+    assert run.main(arguments(model, data, tmp_path / "out", "output.logprobs=2")) == 0
+    good = pl.read_parquet(tmp_path / "out/data").filter(pl.col("status") != "error")
+    for ids, logprobs, top in good.select("token_ids", "logprobs", "top_logprobs").iter_rows():
+        assert len(ids) == len(logprobs) == len(top)
+        assert all(value <= 0 for value in logprobs)
+        assert all(best[0]["logprob"] >= best[1]["logprob"] for best in top)
+
+
+def test_generate_gives_what_the_command_writes(model: Path, finished: Path) -> None:
+    overrides = [f"model.path={model}", "model.dtype=float64", "decode.max_new_tokens=24", "output.token_ids=true"]
+    frame = batchspec.generate(prompts(), overrides=overrides)
+    made = {(name, sample): ids for name, sample, ids in frame.select("request_id", "sample_index", "token_ids").iter_rows()}
+    assert made == tokens(finished)
+
+
+def test_generate_takes_plain_columns_and_writes_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    overrides = [f"model.path={model}", "decode.max_new_tokens=3", "input.chat=true"]
+    frame = batchspec.generate({"prompt": ["one", "two"]}, overrides=overrides)
+    assert frame["usage"].struct.field("completion_tokens").to_list() == [3, 3]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_verify_finds_no_difference_in_an_honest_output_and_names_a_false_one(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert run.main(arguments(model, data, out, "draft=lookup", "decode.repetition_penalty=1.2")) == 0
+    assert verify.main([str(out), "--rows", "0"]) == 0
+    assert "21 completions decoded again alone and without speculation: 0 differ" in capsys.readouterr().out
+    part = out / "data/part-00000.parquet"
+    frame = pl.read_parquet(part)
+    ids = frame["token_ids"].to_list()
+    ids[0][2] = (ids[0][2] + 1) % 300
+    frame.with_columns(pl.Series("token_ids", ids, dtype=pl.List(pl.Int32))).write_parquet(part)
+    assert verify.main([str(out), "--rows", "0"]) == 1
+    assert "q0 sample 0 token 2" in capsys.readouterr().out
+
+
+def test_too_many_error_rows_end_the_job_with_exit_code_3(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = arguments(model, data, tmp_path / "out", "input.max_error_fraction=0.05")
+    assert run.main(command) == 3
+    assert "input.max_error_fraction" in capsys.readouterr().err
+
+
+def bad_inputs(tmp_path: Path, model: Path) -> dict[str, list[str]]:
+    """Name of the mistake -> overrides that make it."""
+    good = prompts()
+
+    def write(name: str, frame: pl.DataFrame) -> str:
+        frame.write_parquet(tmp_path / name)
+        return f"input.path={tmp_path / name}"
+
+    empty = tmp_path / "no_weights"
+    empty.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (empty / name).write_bytes((model / name).read_bytes())
+    other = tmp_path / "notes"
+    other.mkdir()
+    (other / "thesis.txt").write_text("years of work")
+    return {
+        "missing file": [f"input.path={tmp_path / 'nowhere.parquet'}"],
+        "empty dataset": [write("empty.parquet", good.head(0))],
+        "wrong column type": [write("type.parquet", good.with_columns(temperature=pl.lit("hot")))],
+        "two prompt columns": [write("two.parquet", good.with_columns(prompt=pl.lit("x")))],
+        "unknown column mapping": ["input.columns.messages=turns"],
+        "unknown name in the mapping": ["input.columns.mesages=messages"],
+        "duplicate ids": [write("twice.parquet", pl.concat([good, good.head(1)]))],
+        "model without weights": [f"model.path={empty}"],
+        "folder of something else": [f"output.dir={other}"],
+        "typo": ["decode.max_tokns=3"],
+        "wrong type": ["decode.max_new_tokens=many"],
+    }
+
+
+@pytest.mark.parametrize("mistake", [
+    "missing file", "empty dataset", "wrong column type", "two prompt columns", "unknown column mapping",
+    "unknown name in the mapping", "duplicate ids", "model without weights", "folder of something else", "typo", "wrong type",
+])  # fmt: skip
+def test_bad_input_is_one_line_exit_code_2_and_nothing_is_written(
+    mistake: str, model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = bad_inputs(tmp_path, model)[mistake]
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert run.main(arguments(model, data, tmp_path / "out", *overrides)) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("batchspec: ")
+    assert said.count("\n") == 1, said
+    assert len(said) < 400
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_shape_is_chosen_from_the_first_rows_when_the_input_is_long(
+    model: Path, data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(job, "SURVEY_ROWS", 5)
+    assert run.main(arguments(model, data, tmp_path / "out", "model.max_len=128")) == 0
+    assert pl.read_parquet(tmp_path / "out/data").height == ROWS + 2
