@@ -19,7 +19,8 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError  # type: ignore[import-untyped]
 
-from batchspec.config import DRAFTERS_TO_COME, RunConfig, check, from_hydra, register, suggest, type_error, unknown_key
+from batchspec.checks import DRAFTERS_TO_COME, check
+from batchspec.config import RunConfig, from_hydra, register, suggest, type_error, unknown_key
 from batchspec.errors import BatchspecError, ConfigError, Interrupted
 
 CONF = "batchspec.conf"
@@ -30,7 +31,7 @@ def compose(overrides: Sequence[str], *, require: Iterable[str] = (), config_dir
     """The configuration that the command line `overrides` would give, checked; leaves Hydra's global state as it was.
 
     overrides   Hydra override strings, e.g. ("+job=demo", "decode.n=2")
-    require     keys that must be set, see `config.check`
+    require     keys that must be set, see `checks.check`
     config_dir  folder with the user's own groups, as `--config-dir`
     Raises ConfigError in one line for whatever is wrong.
     """

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from batchspec.config import RunConfig, violation
+from batchspec.checks import violation
+from batchspec.config import RunConfig
 from batchspec.errors import ConfigError
 from batchspec.io.columns import ColumnMap, request_ids
 from batchspec.io.reader import InputShard, Source, locate

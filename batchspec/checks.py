@@ -1,0 +1,172 @@
+"""Every range check of the configuration: what cannot run is refused in one line - key, value, limit, what to do."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from batchspec.config import RunConfig
+from batchspec.errors import ConfigError
+
+INT64 = (-(2**63), 2**63 - 1)
+
+# key -> (lowest, highest, what to do). The per-row columns of the same name obey them too.
+RANGES: dict[str, tuple[float, float, str]] = {
+    "model.max_len": (2, math.inf, "give prompt + output tokens, or null for the model's own limit"),
+    "draft.max_len": (1, 64, "give the draft tokens a round, or draft=none for no speculation"),
+    "draft.min_ngram": (1, 16, "1 to 3 works well"),
+    "draft.max_ngram": (1, 16, "1 to 3 works well"),
+    "decode.max_new_tokens": (1, math.inf, "give the output tokens a completion at most"),
+    "decode.min_new_tokens": (0, math.inf, "0 is off"),
+    "decode.temperature": (0.0, 100.0, "0 is greedy, 1 the model's own distribution"),
+    "decode.top_k": (0, math.inf, "0 is off"),
+    "decode.top_p": (math.ulp(0.0), 1.0, "1 is off"),
+    "decode.min_p": (0.0, 1.0, "0 is off"),
+    "decode.repetition_penalty": (0.01, 100.0, "1 is off"),
+    "decode.presence_penalty": (-100.0, 100.0, "0 is off"),
+    "decode.seed": (*INT64, "give a 64-bit integer"),
+    "decode.n": (1, 4096, "1 is one completion a row"),
+    "packing.slots": (1, 4096, "null lets the planner choose"),
+    "packing.pages": (2, 2**31 - 1, "null lets the planner choose"),
+    "packing.memory_gb": (math.ulp(0.0), math.inf, "null takes 60 % of the free memory"),
+    "packing.prefill_tokens": (1, math.inf, "null lets the planner choose"),
+    "packing.run_ahead": (0, 64, "null lets the planner choose"),
+    "input.limit": (1, math.inf, "null takes every row"),
+    "input.max_error_fraction": (0.0, 1.0, "1 never ends the job"),
+    "output.shard_rows": (1, 10_000_000, "null lets batchspec choose"),
+    "output.logprobs": (0, 100, "null writes none"),
+    "cluster.max_restarts": (0, math.inf, "0 is never"),
+}
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "model.dtype": ("auto", "float32", "bfloat16", "float64"),
+    "model.load": ("auto", "dummy"),
+    "input.overlong": ("error", "truncate", "skip"),
+    "output.messages": ("full", "prompt", "none"),
+    "device": ("auto", "cpu", "cuda"),
+}
+
+DRAFTERS = ("none", "lookup")
+DRAFTERS_TO_COME = ("eagle3", "pard", "window", "hybrid")
+
+# Keys of drafters and paths that are not built yet -> who reads them.
+UNUSED: dict[str, str] = {
+    "draft.path": "eagle3, pard and hybrid",
+    "draft.adaptive": "eagle3, pard and hybrid",
+    "draft.parallel": "eagle3",
+    "draft.topk": "eagle3",
+    "draft.depth": "eagle3",
+    "draft.nodes": "eagle3",
+    "draft.window": "window and eagle3",
+    "draft.sink": "window and eagle3",
+    "decode.opt.dead_positions": "eagle3",
+    "decode.opt.overlap": "the GPU path",
+}
+
+REQUIRED: dict[str, str] = {
+    "model.path": "a Hugging Face folder, a hub id or smollm2-135m; `+job=demo` is a job that has everything",
+    "input.path": "a Parquet or JSON-lines file, folder, glob or a list of them",
+    "output.dir": "the folder that the output goes to",
+}
+
+
+def violation(key: str, value: float) -> str | None:
+    """What is wrong with a number under `key`, in one line; None where it lies in the range of RANGES."""
+    low, high, advice = RANGES[key]
+    if low <= value <= high:  # false for NaN too
+        return None
+    if high == math.inf:
+        limit = f"at least {low:g}" if low > 1e-300 or low == 0 else "above 0"
+    elif (low, high) == INT64:
+        limit = "in -2^63 .. 2^63-1"
+    else:
+        limit = f"in {low:g} .. {high:g}" if low > 1e-300 or low <= 0 else f"above 0 and at most {high:g}"
+    return f"{key}={value} must be {limit}; {advice}"
+
+
+def check(config: RunConfig, *, require: Iterable[str] = ()) -> None:
+    """Refuse what cannot run, before any work. `require` names the keys that the caller cannot do without.
+
+    Raises ConfigError naming key, value, limit and what to do.
+    """
+    for key in require:
+        if _get(config, key) is None:
+            raise ConfigError(f"{key} is required; give {key}=..., {REQUIRED[key]}")
+    for key, choices in CHOICES.items():
+        _choice(key, _get(config, key), choices)
+    _drafter(config)
+    for key in RANGES:
+        value = _get(config, key)
+        problem = None if value is None else violation(key, value)
+        if problem:
+            raise ConfigError(problem)
+    _decode(config)
+    _names(config)
+    if config.resume.retry != "none":
+        raise ConfigError(f"resume.retry={config.resume.retry} is not built yet; leave it none: a new run retries nothing")
+
+
+def _drafter(config: RunConfig) -> None:
+    draft = config.draft
+    if draft.name in DRAFTERS_TO_COME:
+        raise ConfigError(f"draft={draft.name} is not built yet; draft=lookup works on every model")
+    _choice("draft.name", draft.name, DRAFTERS)
+    defaults = RunConfig()
+    for key, users in UNUSED.items():
+        value = _get(config, key)
+        if value != _get(defaults, key):
+            raise ConfigError(f"{key}={value} is not used by draft={draft.name}, only by {users} (not built yet); remove the key")
+    if draft.min_ngram > draft.max_ngram:
+        raise ConfigError(f"draft.min_ngram={draft.min_ngram} exceeds draft.max_ngram={draft.max_ngram}; swap them")
+    rates = draft.synthetic
+    if rates is None:
+        return
+    if draft.name == "none":
+        raise ConfigError(f"draft.synthetic={rates} is not used by draft=none; remove the key or choose draft=lookup")
+    if len(rates) != draft.max_len:
+        raise ConfigError(f"draft.synthetic={rates} has {len(rates)} rates; draft.max_len={draft.max_len} needs as many")
+    falling = all(earlier >= later for earlier, later in itertools.pairwise(rates))
+    if not falling or not all(0.0 <= rate <= 1.0 for rate in rates):
+        raise ConfigError(f"draft.synthetic={rates} must be in 0 .. 1 and non-increasing: a draft counts only behind kept ones")
+
+
+def _decode(config: RunConfig) -> None:
+    decode, max_len = config.decode, config.model.max_len
+    if decode.min_new_tokens > decode.max_new_tokens:
+        raise ConfigError(
+            f"decode.min_new_tokens={decode.min_new_tokens} exceeds decode.max_new_tokens={decode.max_new_tokens}; lower it"
+        )
+    if max_len is not None and decode.max_new_tokens >= max_len:
+        raise ConfigError(
+            f"decode.max_new_tokens={decode.max_new_tokens} leaves no room for a prompt in model.max_len={max_len}; "
+            "lower it or raise model.max_len"
+        )
+    if "" in decode.stop:
+        raise ConfigError(f"decode.stop={decode.stop} holds an empty string, which ends every output at once; remove it")
+    if any(token < 0 for token in decode.stop_ids):
+        raise ConfigError(f"decode.stop_ids={decode.stop_ids} must be token ids, at least 0; remove the negative ones")
+
+
+def _names(config: RunConfig) -> None:
+    path, copied = config.input.path, config.output.passthrough
+    if path is not None and not (path and (isinstance(path, str) or _is_names(path))):
+        raise ConfigError(f"input.path={path!r} must be a path or a list of paths; write input.path=[a.parquet,b.parquet]")
+    if copied not in ("all", "none") and not _is_names(copied):
+        raise ConfigError(f"output.passthrough={copied!r} must be all, none or a list of columns; write [a,b]")
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{key}={value} must be one of {', '.join(choices)}")
+
+
+def _get(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
