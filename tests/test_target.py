@@ -109,6 +109,13 @@ def oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return auto.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
 
 
+def greedy(model: Any, row: list[int], num_tokens: int) -> list[int]:
+    """The row and its continuation. The mask says that a pad token within the prompt is a token like any other."""
+    ids = torch.tensor([row])
+    settings: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 2}
+    return list(model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, **settings)[0].tolist())
+
+
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Target:
     return Target.load(folder, load_spec(folder), dtype=dtype, device=CPU)
 
@@ -118,10 +125,7 @@ def test_logits_and_64_greedy_tokens_equal_those_of_transformers(name: str, tmp_
     family, config = MODELS[name]
     folder = make_checkpoint(tmp_path, family, **config)
     model, rows = oracle(folder), prompts([37, 5, 22])
-    expected = [
-        model.generate(torch.tensor([row]), max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=2)[0].tolist()
-        for row in rows
-    ]
+    expected = [greedy(model, row, 64) for row in rows]
     with torch.inference_mode():
         reference = [model(torch.tensor([ids])).logits[0] for ids in expected]
 
