@@ -27,7 +27,9 @@ def generate(data: Any, *, job: str | None = None, overrides: Sequence[str] = ()
     """
     recipe = [] if job is None else [f"+job={job}", "output.dir=null"]
     config = compose([*recipe, *overrides], require=("model.path",))
-    source = table_source(_table(data), config.input.limit)
+    # Arrow's newer string views are more than pyarrow's kernels can take rows of.
+    table = pl.DataFrame(data).to_arrow(compat_level=pl.CompatLevel.oldest())
+    source = table_source(table, config.input.limit)
     if config.output.dir is not None:
         run_job(config, source)
         return pl.read_parquet(Path(config.output.dir) / "data")
@@ -41,11 +43,3 @@ def generate(data: Any, *, job: str | None = None, overrides: Sequence[str] = ()
     frame = pl.from_arrow(pa.concat_tables([tables[index] for index in sorted(tables)]))
     assert isinstance(frame, pl.DataFrame)
     return frame
-
-
-def _table(data: Any) -> pa.Table:
-    if isinstance(data, pa.Table):
-        return data
-    if hasattr(data, "__arrow_c_stream__"):
-        return pa.table(data)
-    return pl.DataFrame(data).to_arrow()
