@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from batchspec.compose import compose
 from batchspec.io.reader import table_source
-from batchspec.job import decode_job, open_job, run_job, shard_table, survey
+from batchspec.job import decode_job, open_job, run_job, shard_table, survey_first
 from batchspec.report.progress import Progress
 
 
@@ -34,11 +34,11 @@ def generate(data: Any, *, job: str | None = None, overrides: Sequence[str] = ()
         run_job(config, source)
         return pl.read_parquet(Path(config.output.dir) / "data")
     opened = open_job(config, source)
-    demand = survey(opened)
-    with Progress(demand.num_completions) as progress:
+    seen = survey_first(opened)
+    with Progress(seen.num_outputs(source.num_rows)) as progress:
         tables = {
             shard.index: shard_table(opened, shard, completions, attempt="in-process")
-            for shard, completions in decode_job(opened, demand, progress)
+            for shard, completions in decode_job(opened, seen, progress)
         }
     frame = pl.from_arrow(pa.concat_tables([tables[index] for index in sorted(tables)]))
     assert isinstance(frame, pl.DataFrame)

@@ -38,8 +38,9 @@ from batchspec.model.target import Target, resolve_dtype
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.model.weights import weight_files, weights_fingerprint
 from batchspec.packing.admit import Admission
-from batchspec.packing.cost import device_rates, weight_bytes
+from batchspec.packing.cost import Rates, device_rates, weight_bytes
 from batchspec.packing.planner import Demand, choose_batch, free_memory, order_requests
+from batchspec.packing.survey import Survey
 from batchspec.records import Completion, PackedBatch, Request
 from batchspec.report.card import dataset_card
 from batchspec.report.progress import Progress
@@ -70,8 +71,13 @@ class Job:
         return self.config.output.shard_rows or default_shard_rows(self.source.num_rows)
 
 
-def open_job(config: RunConfig, source: Source | None = None) -> Job:
-    """Look at the input and the model folder and refuse what cannot run (ConfigError, InputError, CheckpointError)."""
+def open_job(config: RunConfig, source: Source | None = None, *, tokenizer: Tokenizer | None = None, weights: bool = True) -> Job:
+    """Look at the input and the model folder and refuse what cannot run (ConfigError, InputError, CheckpointError).
+
+    source     instead of the dataset at input.path
+    tokenizer  instead of the model folder's own
+    weights    False: the folder need not hold weights
+    """
     source = source or open_source(config.input)
     columns = map_columns(source.schema, config.input.columns)
     output_schema(source.schema, columns, config.output)
@@ -79,11 +85,11 @@ def open_job(config: RunConfig, source: Source | None = None) -> Job:
     assert config.model.path is not None
     folder = resolve_model(config.model.path, config.model.revision)
     spec = load_spec(folder)
-    if config.model.load != "dummy":
+    if weights and config.model.load != "dummy":
         weight_files(folder)
     device = choose_device(config.device)
     dtype = resolve_dtype(config.model.dtype, spec, device)
-    tokenizer = open_tokenizer(folder, config, columns)
+    tokenizer = tokenizer or open_tokenizer(folder, config, columns)
     admission = Admission(config, source=source, columns=columns, spec=spec, tokenizer=tokenizer)
     return Job(config, source, columns, folder, spec, tokenizer, device, dtype, admission)
 
@@ -124,14 +130,13 @@ def run_job(config: RunConfig, source: Source | None = None) -> None:
 
 def compute(job: Job, output: OutputFolder, committed: set[int]) -> None:
     """Decode and commit every shard that is not committed yet."""
-    demand = survey(job)
+    seen = survey_first(job)
     done_rows = sum(len(output.rows_of(index)) for index in committed)
-    done = round(done_rows * demand.num_completions / job.source.num_rows)
     errors = ErrorBudget(job.config.input.max_error_fraction, job.source.num_rows)
-    with Progress(demand.num_completions, done=done) as progress:
+    with Progress(seen.num_outputs(job.source.num_rows), done=seen.num_outputs(done_rows)) as progress:
         if committed:
             progress.phase(f"{len(committed)} of {output.num_shards} shards are committed already; the rest is computed")
-        for shard, completions in decode_job(job, demand, progress, skip=committed):
+        for shard, completions in decode_job(job, seen, progress, skip=committed):
             output.commit(shard.index, shard_table(job, shard, completions, output.attempt))
             errors.add(completions)
 
@@ -198,48 +203,36 @@ def make_drafter(config: RunConfig) -> Drafter:
     return LookupDrafter(draft.max_len, min_ngram=draft.min_ngram, max_ngram=draft.max_ngram)
 
 
-def plan_batch(job: Job, drafter: Drafter, demand: Demand) -> PackedBatch:
+def plan_batch(job: Job, drafter: Drafter, demand: Demand, rates: Rates) -> PackedBatch:
     """The shape for the job on this machine; CapacityError where not one row fits."""
-    weights = weight_bytes(job.spec, job.dtype)
     return choose_batch(
         job.config.packing,
         job.spec,
-        device_rates(job.device, job.dtype),
+        rates,
         demand,
         device=job.device,
         dtype=job.dtype,
         draft_len=drafter.max_len,
         num_kv_layers=job.spec.num_layers + drafter.num_kv_layers,
-        free_bytes=free_memory(job.device, weights=weights),
+        free_bytes=free_memory(job.device, weights=weight_bytes(job.spec, job.dtype)),
     )
 
 
-def survey(job: Job) -> Demand:
-    """What the first rows ask for, taken for all; the longest row counts only where every row was looked at."""
-    requests: list[Request] = []
-    rows = bad = 0
+def survey_first(job: Job) -> Survey:
+    """The first rows, taken for all."""
+    seen = Survey()
     for shard in job.source.shards(job.shard_rows):
-        entries = list(job.admission.admit(shard))
-        requests += [entry for entry in entries if isinstance(entry, Request)]
-        bad += sum(isinstance(entry, Completion) for entry in entries)
-        rows += shard.table.num_rows
-        if rows >= SURVEY_ROWS:
+        seen.add(shard.table.num_rows, job.admission.admit(shard))
+        if seen.num_rows >= SURVEY_ROWS:
             break
-    count = max(1, len(requests))
-    longest = max((len(request.prompt_ids) + request.max_new_tokens for request in requests), default=2)
-    return Demand(
-        num_completions=round(job.source.num_rows * (len(requests) + bad) / rows),
-        prompt_tokens=sum(len(request.prompt_ids) for request in requests) / count,
-        output_tokens=sum(request.predicted_tokens for request in requests) / count,
-        max_tokens=longest if rows == job.source.num_rows else job.admission.max_len,
-    )
+    return seen
 
 
 def make_engine(job: Job, demand: Demand, progress: Progress) -> Engine:
     """Load the target, choose the shape, set up the engine; says each step on the progress line."""
     config = job.config
     drafter = make_drafter(config)
-    batch = plan_batch(job, drafter, demand)
+    batch = plan_batch(job, drafter, demand, device_rates(job.device, job.dtype))
     dtype = str(job.dtype).removeprefix("torch.")
     progress.phase(f"loading {config.model.path} in {dtype} on {job.device.type}")
     target = Target.load(job.folder, job.spec, dtype=job.dtype, device=job.device, dummy=config.model.load == "dummy")
@@ -267,10 +260,11 @@ def make_engine(job: Job, demand: Demand, progress: Progress) -> Engine:
 
 
 def decode_job(
-    job: Job, demand: Demand, progress: Progress, *, skip: Container[int] = ()
+    job: Job, seen: Survey, progress: Progress, *, skip: Container[int] = ()
 ) -> Iterator[tuple[InputShard, list[Completion]]]:
     """Every shard that is not in `skip` with its completions, as soon as its last row is done."""
     feed = Feed(job.source.shards(job.shard_rows, skip), job.admission, progress)
+    demand = seen.demand(job.source.num_rows, job.admission.max_len)
     engine = make_engine(job, demand, progress)
     engine.on_round = Reporter(progress, demand)
     with closing(engine.run(feed.requests())) as completions:

@@ -24,7 +24,7 @@ from batchspec.decode.sampling import Places, apply_penalties, forbid_stop_ids
 from batchspec.draft.base import NoDrafter
 from batchspec.errors import OutputError
 from batchspec.io.shards import OutputFolder
-from batchspec.job import Job, make_engine, open_job, survey
+from batchspec.job import Job, make_engine, open_job, survey_first
 from batchspec.kernels.sample import gumbel_reference
 from batchspec.packing.planner import PAGE_SIZE
 from batchspec.records import Request
@@ -88,7 +88,7 @@ def _job_of(out: Path) -> Job:
 
 def _plain_engine(job: Job) -> Engine:
     with Progress(0) as progress:
-        engine = make_engine(job, survey(job), progress)
+        engine = make_engine(job, survey_first(job).demand(job.source.num_rows, job.admission.max_len), progress)
     assert isinstance(engine.drafter, NoDrafter)
     return engine
 

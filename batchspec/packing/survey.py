@@ -1,0 +1,61 @@
+"""What admission says of rows that were looked at, as lengths only: the shape of the batch is chosen from it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from batchspec.packing.planner import Demand
+from batchspec.records import Completion, Ids, Request
+
+
+@dataclass(slots=True)
+class Survey:
+    """Grows by 12 bytes a request, whatever the text."""
+
+    num_rows: int = 0
+    prompt_tokens: array[int] = field(default_factory=lambda: array("i"))
+    max_new_tokens: array[int] = field(default_factory=lambda: array("i"))
+    predicted_tokens: array[int] = field(default_factory=lambda: array("i"))
+    bad: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """code -> how many rows, and the first one's message"""
+
+    def add(self, num_rows: int, admitted: Iterable[Request | Completion]) -> None:
+        """Count the rows of a shard and what admission made of them."""
+        self.num_rows += num_rows
+        for item in admitted:
+            if isinstance(item, Request):
+                self.prompt_tokens.append(len(item.prompt_ids))
+                self.max_new_tokens.append(item.max_new_tokens)
+                self.predicted_tokens.append(item.predicted_tokens)
+            else:
+                assert item.error is not None
+                count, example = self.bad.get(item.error.code, (0, item.error.message))
+                self.bad[item.error.code] = (count + 1, example)
+
+    def lengths(self, name: str) -> Ids:
+        """One of the three lists as int32 [requests]."""
+        return np.frombuffer(getattr(self, name), dtype=np.int32)
+
+    @property
+    def num_bad(self) -> int:
+        return sum(count for count, _ in self.bad.values())
+
+    def num_outputs(self, num_rows: int) -> int:
+        """Output rows of `num_rows` such rows: a completion for each sample, one for a bad row."""
+        return round((len(self.prompt_tokens) + self.num_bad) * num_rows / self.num_rows)
+
+    def demand(self, num_rows: int, max_len: int) -> Demand:
+        """What a job of `num_rows` such rows asks for; the longest row counts only where every row was looked at."""
+        prompts, caps = self.lengths("prompt_tokens"), self.lengths("max_new_tokens")
+        if not len(prompts):
+            return Demand(num_completions=0, prompt_tokens=1.0, output_tokens=1.0, max_tokens=2)
+        return Demand(
+            num_completions=round(len(prompts) * num_rows / self.num_rows),
+            prompt_tokens=float(prompts.mean()),
+            output_tokens=float(self.lengths("predicted_tokens").mean()),
+            max_tokens=int((prompts + caps).max()) if self.num_rows == num_rows else max_len,
+        )
