@@ -1,0 +1,124 @@
+"""The demo job with its real model: SmolLM2-135M-Instruct over the shipped prompts, in fp32, as the README starts it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+
+from batchspec.errors import CheckpointError
+from batchspec.model.hub import resolve_model
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    try:
+        return resolve_model("smollm2-135m", None)
+    except CheckpointError as error:
+        pytest.skip(f"the demo's model is not to be had here: {error}")
+
+
+def run_demo(folder: Path, *overrides: str) -> tuple[pl.DataFrame, str]:
+    """Output rows and what the run said, from the folder a user would stand in."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-m", "batchspec.run", "+job=demo", *overrides]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return pl.read_parquet(folder / "out/demo/data"), done.stderr
+
+
+@pytest.fixture(scope="module")
+def demo(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[pl.DataFrame, str]:
+    return run_demo(tmp_path_factory.mktemp("demo"))
+
+
+def test_it_ends_by_saying_where_the_output_lies_and_how_to_look_at_it(demo: tuple[pl.DataFrame, str]) -> None:
+    *_, done, look, python = demo[1].splitlines()
+    assert done.startswith("out/demo: done, 74 rows")
+    assert look.endswith("batchspec stats out/demo")
+    assert "polars.read_parquet('out/demo/data')" in python
+
+
+def test_good_rows_have_answers_and_bad_rows_say_why(demo: tuple[pl.DataFrame, str]) -> None:
+    frame = demo[0]
+    bad = frame.filter(pl.col("status") == "error")
+    assert bad.height >= 3
+    assert bad["error"].struct.field("message").str.len_chars().min() > 20  # type: ignore[operator]
+    good = frame.filter(pl.col("status") != "error")
+    assert good["request_id"].n_unique() >= 64
+    assert set(good["status"]) == {"ok", "truncated"}
+    assert good["completion"].str.len_chars().median() > 40  # type: ignore[operator]
+
+
+def test_statistics_identities_hold_on_every_row(demo: tuple[pl.DataFrame, str]) -> None:
+    good = demo[0].filter(pl.col("status") != "error")
+    for row in good.iter_rows(named=True):
+        check_identities(row)
+    assert demo[0].filter(pl.col("status") == "error")["spec_decode"].is_null().all()
+
+
+def check_identities(row: dict[str, Any]) -> None:
+    spec, usage = row["spec_decode"], row["usage"]
+    histogram, steps = spec["acceptance_histogram"], spec["num_spec_steps"]
+    accepted, drafted = spec["num_accepted_draft_tokens"], spec["num_draft_tokens"]
+    assert len(histogram) == spec["num_spec_tokens"] + 1
+    assert sum(histogram) == steps
+    assert sum(j * count for j, count in enumerate(histogram)) == accepted
+    emitted = spec["num_prefills"] + accepted + steps
+    assert usage["completion_tokens"] == emitted - spec["num_discarded_tokens"] == len(row["token_ids"])
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert usage["prompt_tokens"] == len(row["prompt_ids"])
+    assert 0 <= usage["cached_tokens"] < usage["prompt_tokens"]
+    assert spec["mean_acceptance_length"] == (pytest.approx(1 + accepted / steps) if steps else None)
+    assert spec["draft_acceptance_rate"] == (pytest.approx(accepted / drafted) if drafted else None)
+    rates, counts = spec["acceptance_per_position"], spec["drafted_per_position"]
+    assert sum(counts) == drafted
+    assert sum(round(rate * count) for rate, count in zip(rates, counts, strict=True) if rate is not None) == accepted
+    assert [rate is None for rate in rates] == [count == 0 for count in counts]
+    assert (row["finish_reason"] == "length") == (row["status"] == "truncated")
+
+
+def test_drafting_changes_no_row(demo: tuple[pl.DataFrame, str], tmp_path: Path) -> None:
+    plain, _ = run_demo(tmp_path, "draft=none")
+    key = ["request_id", "sample_index"]
+    both = demo[0].select(*key, "token_ids", "completion", "status").join(
+        plain.select(*key, "token_ids", "completion", "status"), on=key, how="full", suffix="_plain"
+    )  # fmt: skip
+    assert both.height == demo[0].height == plain.height
+    differing = both.filter(
+        pl.col("token_ids").ne_missing(pl.col("token_ids_plain")) | pl.col("completion").ne_missing(pl.col("completion_plain"))
+    )
+    assert differing["request_id"].to_list() == []
+    assert plain["spec_decode"].is_null().all()
+    assert (demo[0]["spec_decode"].struct.field("num_accepted_draft_tokens").sum() or 0) > 500
+
+
+def test_greedy_text_is_that_of_transformers_on_20_prompts(demo: tuple[pl.DataFrame, str], model: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    plain = pl.col("temperature").is_null() & pl.col("stop").is_null() & (pl.col("status") != "error")
+    rows = demo[0].filter(plain).head(20)
+    assert rows.height == 20
+    auto: Any = AutoModelForCausalLM
+    network = auto.from_pretrained(model, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    for row in rows.iter_rows(named=True):
+        prompt = torch.tensor([row["prompt_ids"]])
+        with torch.inference_mode():
+            out = network.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=len(row["token_ids"]),
+                do_sample=False,
+                pad_token_id=0,
+            )
+        text = tokenizer.decode(out[0, prompt.shape[1] :], skip_special_tokens=True)
+        assert text == row["completion"], row["request_id"]
