@@ -21,7 +21,8 @@ from batchspec.model.target import Target
 from batchspec.records import PackedBatch, Request, SamplingParams
 
 VOCAB = 31
-CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""Where the engine tests run: on a GPU machine they test the same code on the card."""
 
 
 @cache
@@ -49,7 +50,7 @@ def tiny_target(dtype: torch.dtype = torch.float64, window: int | None = None) -
         dtype="float64",
         generation={},
     )
-    return Target.load(Path(), spec, dtype=dtype, device=CPU, dummy=True)
+    return Target.load(Path(), spec, dtype=dtype, device=DEVICE, dummy=True)
 
 
 def request(
@@ -104,22 +105,26 @@ def full_logits(target: Target, ids: Sequence[int]) -> Tensor:
     spec = target.spec
     cache = KVCache.allocate(
         num_layers=spec.num_layers, num_pages=2, page_size=count, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
-        dtype=target.dtype, device=CPU,
+        dtype=target.dtype, device=DEVICE,
     )  # fmt: skip
-    positions = torch.arange(count)
+
+    def ints(values: object) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+    positions = torch.arange(count, device=DEVICE)
     batch = FlatBatch(
-        token_ids=torch.tensor(ids, dtype=torch.int32),
-        row_ids=torch.zeros(count, dtype=torch.int32),
+        token_ids=ints(ids),
+        row_ids=ints([0] * count),
         positions=positions,
         slots=positions + count,
-        q_start=torch.tensor([0, count], dtype=torch.int32),
-        kv_len=torch.tensor([count], dtype=torch.int32),
-        page_table=torch.tensor([[1]], dtype=torch.int32),
+        q_start=ints([0, count]),
+        kv_len=ints([count]),
+        page_table=ints([[1]]),
         max_q=count,
         max_kv=count,
     )
     hidden, _ = target.forward(batch, cache)
-    return target.logits(hidden[-1:])[0]
+    return target.logits(hidden[-1:])[0].cpu()
 
 
 @torch.inference_mode()

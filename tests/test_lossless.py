@@ -17,7 +17,7 @@ from batchspec.decode.round import RoundOptions
 from batchspec.draft.base import Drafter, NoDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.records import Completion, PackedBatch, Request, SamplingParams
-from tests.engines import CPU, VOCAB, ForcedDrafter, decode, full_logits, packed, plain_tokens, request, tiny_target
+from tests.engines import DEVICE, VOCAB, ForcedDrafter, decode, full_logits, packed, plain_tokens, request, tiny_target
 
 SAMPLINGS = (
     SamplingParams(),
@@ -44,7 +44,7 @@ def run(
         tiny_target(dtype, window=5),
         drafter,
         batch,
-        device=CPU,
+        device=DEVICE,
         options=RoundOptions(uniform_slots=uniform_slots),
         decode=decode,
         penalties=True,
@@ -186,7 +186,7 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     target = tiny_target(window=5)
     req = request(0, [1, 2, 3, 1, 2], cap=20, sampling=SamplingParams(temperature=0.8, repetition_penalty=1.3))
     engine = Engine(
-        target, LookupDrafter(3, min_ngram=1, max_ngram=2), packed(2, draft_len=3), device=CPU,
+        target, LookupDrafter(3, min_ngram=1, max_ngram=2), packed(2, draft_len=3), device=DEVICE,
         options=RoundOptions(logprobs=4), penalties=True,
     )  # fmt: skip
     (done,) = engine.run(iter([req]))
@@ -203,7 +203,7 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
 
 
 def test_an_engine_serves_one_stream_after_another() -> None:
-    engine = Engine(tiny_target(), NoDrafter(), packed(2), device=CPU)
+    engine = Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE)
     runs = [
         [c.token_ids.tolist() for c in engine.run(iter([request(0, [4, 5], cap=6)])) if c.token_ids is not None] for _ in range(2)
     ]
@@ -223,7 +223,7 @@ def test_synthetic_acceptance_keeps_the_rates_asked_for() -> None:
     requests = [request(i, [i, 2], cap=400) for i in range(16)]
     batch = packed(16, row_buckets=(1, 2, 4, 8, 16), num_pages=2000, max_len=402, draft_len=3)
     options = RoundOptions(synthetic=(0.6, 0.28, 0.12))
-    engine = Engine(tiny_target(), LookupDrafter(3, min_ngram=1, max_ngram=2), batch, device=CPU, options=options)
+    engine = Engine(tiny_target(), LookupDrafter(3, min_ngram=1, max_ngram=2), batch, device=DEVICE, options=options)
     stats = [c.stats for c in engine.run(iter(requests)) if c.stats]
     rounds = sum(s.num_rounds for s in stats)
     rates = [sum(s.accepted_at[j] for s in stats) / rounds for j in range(3)]
