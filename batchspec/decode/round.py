@@ -180,18 +180,20 @@ class Round:
         num_rows, num_top = log.shape[0], self.options.logprobs or 0
         normaliser = torch.logsumexp(raw, 1, keepdim=True)
         chosen = (raw.gather(1, target_ids.long().unsqueeze(1)) - normaliser).squeeze(1).float()
-        place = torch.zeros_like(places.row_ids) if places.place is None else places.place.long()
-        where = (places.row_ids.long(), place.long())
-        logprobs = torch.zeros((num_rows, self.width), device=raw.device)
-        logprobs[where] = chosen
+        place = torch.zeros_like(places.positions) if places.place is None else places.place
+        # Padding and dead rows have no place of their own: what they say goes to a column that is cut off.
+        place = torch.where((place >= 0) & (place < self.width), place, self.width)
+        where = (places.row_ids.long(), place)
+
+        def by_row(values: Tensor) -> Tensor:
+            laid_out = values.new_zeros((num_rows, self.width + 1, *values.shape[1:]))
+            laid_out[where] = values
+            return laid_out[:, : self.width]
+
         if not num_top:
-            return RoundResult(log, logprobs)
+            return RoundResult(log, by_row(chosen))
         best = raw.topk(num_top, dim=1)
-        top_ids = torch.zeros((num_rows, self.width, num_top), dtype=torch.int32, device=raw.device)
-        top_logprobs = torch.zeros((num_rows, self.width, num_top), device=raw.device)
-        top_ids[where] = best.indices.int()
-        top_logprobs[where] = (best.values - normaliser).float()
-        return RoundResult(log, logprobs, top_ids, top_logprobs)
+        return RoundResult(log, by_row(chosen), by_row(best.indices.int()), by_row((best.values - normaliser).float()))
 
 
 def conditional_rates(synthetic: tuple[float, ...] | None, draft_len: int, device: torch.device) -> Tensor | None:
