@@ -25,7 +25,7 @@ from batchspec.decode.engine import Engine, EngineTotals
 from batchspec.decode.round import RoundOptions
 from batchspec.draft.base import Drafter, NoDrafter
 from batchspec.draft.lookup import LookupDrafter
-from batchspec.errors import ConfigError, TooManyErrors
+from batchspec.errors import ConfigError, Interrupted, TooManyErrors
 from batchspec.io.columns import ColumnMap, check_ids, map_columns
 from batchspec.io.manifest import fingerprint
 from batchspec.io.reader import InputShard, Source, open_source
@@ -129,16 +129,20 @@ def run_job(config: RunConfig, source: Source | None = None) -> None:
 
 
 def compute(job: Job, output: OutputFolder, committed: set[int]) -> None:
-    """Decode and commit every shard that is not committed yet."""
+    """Decode and commit every shard that is not committed yet. Raises Interrupted at Ctrl-C."""
     seen = survey_first(job)
     done_rows = sum(len(output.rows_of(index)) for index in committed)
     errors = ErrorBudget(job.config.input.max_error_fraction, job.source.num_rows)
     with Progress(seen.num_outputs(job.source.num_rows), done=seen.num_outputs(done_rows)) as progress:
         if committed:
             progress.phase(f"{len(committed)} of {output.num_shards} shards are committed already; the rest is computed")
-        for shard, completions in decode_job(job, seen, progress, skip=committed):
-            output.commit(shard.index, shard_table(job, shard, completions, output.attempt))
-            errors.add(completions)
+        try:
+            for shard, completions in decode_job(job, seen, progress, skip=committed):
+                output.commit(shard.index, shard_table(job, shard, completions, output.attempt))
+                errors.add(completions)
+        except KeyboardInterrupt:
+            count = f"{len(output.committed())} of {output.num_shards} shards are committed"
+            raise Interrupted(f"interrupted; {count}; run the same command again to go on") from None
 
 
 def say(line: str) -> None:

@@ -117,25 +117,41 @@ def test_tokens_do_not_depend_on_the_order_of_the_input(model: Path, data: Path,
     assert tokens(tmp_path / "out") == tokens(finished)
 
 
+def run_until_second_commit(command: list[str], signal_name: str) -> subprocess.CompletedProcess[str]:
+    """The job in a process of its own, which gets a real signal when its second shard is committed."""
+    program = (
+        "import os, signal, sys; from batchspec import run; from batchspec.io.shards import OutputFolder as O\n"
+        "commit = O.commit\n"
+        "def then_signalled(self, *rest):\n"
+        "    commit(self, *rest)\n"
+        f"    if len(self.committed()) == 2: os.kill(os.getpid(), signal.{signal_name})\n"
+        "O.commit = then_signalled; sys.exit(run.main(sys.argv[1:]))"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", program, *command], cwd=Path(__file__).parents[1], check=False, capture_output=True, text=True
+    )
+
+
 def test_a_run_killed_after_a_shard_is_finished_by_the_same_command(
     model: Path, data: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = arguments(model, data, tmp_path / "out", "draft=lookup")
-    dying = (
-        "import os, signal, sys; from batchspec import run; from batchspec.io.shards import OutputFolder as O; commit = O.commit\n"
-        "def killed(self, *rest):\n"
-        "    commit(self, *rest)\n"
-        "    if len(self.committed()) == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "O.commit = killed; run.main(sys.argv[1:])"
-    )
-    code = subprocess.run([sys.executable, "-c", dying, *command], cwd=Path(__file__).parents[1], check=False).returncode
-    assert code == -signal.SIGKILL
+    assert run_until_second_commit(command, "SIGKILL").returncode == -signal.SIGKILL
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out/data").iterdir()}
     assert len(before) == 2
     assert run.main(command) == 0
     assert "2 of 5 shards are committed already" in capsys.readouterr().err
     after = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out/data").iterdir()}
     assert {name: after[name] for name in before} == before
+    assert tokens(tmp_path / "out") == tokens(finished)
+
+
+def test_ctrl_c_says_how_to_go_on_and_exits_75(model: Path, data: Path, finished: Path, tmp_path: Path) -> None:
+    command = arguments(model, data, tmp_path / "out")
+    stopped = run_until_second_commit(command, "SIGINT")
+    assert stopped.returncode == 75
+    assert "2 of 5 shards are committed; run the same command again" in stopped.stderr.splitlines()[-1]
+    assert run.main(command) == 0
     assert tokens(tmp_path / "out") == tokens(finished)
 
 
