@@ -11,7 +11,8 @@ import pyarrow as pa
 
 from batchspec.compose import compose
 from batchspec.io.reader import table_source
-from batchspec.job import decode_job, open_job, run_job, shard_table, survey_first
+from batchspec.job import decode_job, run_job, shard_table
+from batchspec.prepare import open_job, survey_first
 from batchspec.report.progress import Progress
 
 

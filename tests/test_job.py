@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import batchspec
-from batchspec import job, run
+from batchspec import prepare, run
 from batchspec.commands import verify
 from batchspec.decode.engine import Engine
 from tests.models import make_checkpoint, make_tokenizer
@@ -311,6 +311,6 @@ def test_bad_input_is_one_line_exit_code_2_and_nothing_is_written(
 def test_the_shape_is_chosen_from_the_first_rows_when_the_input_is_long(
     model: Path, data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(job, "SURVEY_ROWS", 5)
+    monkeypatch.setattr(prepare, "SURVEY_ROWS", 5)
     assert run.main(arguments(model, data, tmp_path / "out", "model.max_len=128")) == 0
     assert pl.read_parquet(tmp_path / "out/data").height == ROWS + 2

@@ -10,12 +10,12 @@ import numpy as np
 from batchspec.compose import launch
 from batchspec.config import RunConfig
 from batchspec.draft.base import Drafter
-from batchspec.job import Job, make_drafter, open_job, plan_batch
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.cost import Rates, device_rates, num_multiplied, page_bytes, weight_bytes
 from batchspec.packing.planner import Forecast, forecast
 from batchspec.packing.predict import SHORT_TOKENS
 from batchspec.packing.survey import Survey
+from batchspec.prepare import Job, make_drafter, open_job, plan_batch
 from batchspec.records import Ids, PackedBatch
 
 SAMPLE_ROWS = 10_000

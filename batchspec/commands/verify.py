@@ -24,9 +24,9 @@ from batchspec.decode.sampling import Places, apply_penalties, forbid_stop_ids
 from batchspec.draft.base import NoDrafter
 from batchspec.errors import OutputError
 from batchspec.io.shards import OutputFolder
-from batchspec.job import Job, make_engine, open_job, survey_first
 from batchspec.kernels.sample import gumbel_reference
 from batchspec.packing.planner import PAGE_SIZE
+from batchspec.prepare import Job, make_engine, open_job, survey_first
 from batchspec.records import Request
 from batchspec.report.progress import Progress
 

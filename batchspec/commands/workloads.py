@@ -15,9 +15,9 @@ from omegaconf import OmegaConf
 
 from batchspec.config import from_hydra
 from batchspec.errors import ConfigError
-from batchspec.job import open_job
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target, resolve_dtype
+from batchspec.prepare import open_job
 from batchspec.records import Request, SamplingParams
 
 SHAPES: dict[str, dict[str, Any]] = {
