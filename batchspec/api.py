@@ -12,7 +12,7 @@ import pyarrow as pa
 from batchspec.compose import compose
 from batchspec.io.reader import table_source
 from batchspec.job import decode_job, run_job, shard_table
-from batchspec.prepare import open_job, survey_first
+from batchspec.prepare import make_engine, open_job, survey_first
 from batchspec.report.progress import Progress
 
 
@@ -37,9 +37,10 @@ def generate(data: Any, *, job: str | None = None, overrides: Sequence[str] = ()
     opened = open_job(config, source)
     seen = survey_first(opened)
     with Progress(seen.num_outputs(source.num_rows)) as progress:
+        engine = make_engine(opened, seen, progress)
         tables = {
             shard.index: shard_table(opened, shard, completions, attempt="in-process")
-            for shard, completions in decode_job(opened, seen, progress)
+            for shard, completions in decode_job(opened, engine, seen, progress)
         }
     frame = pl.from_arrow(pa.concat_tables([tables[index] for index in sorted(tables)]))
     assert isinstance(frame, pl.DataFrame)

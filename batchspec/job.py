@@ -16,13 +16,12 @@ from dataclasses import asdict, replace
 import pyarrow as pa
 
 from batchspec.config import RunConfig
-from batchspec.decode.engine import EngineTotals
+from batchspec.decode.engine import Engine, EngineTotals
 from batchspec.errors import Interrupted, TooManyErrors
 from batchspec.io.reader import InputShard, Source
 from batchspec.io.shards import OutputFolder
 from batchspec.io.writer import build_table
 from batchspec.packing.feed import Feed
-from batchspec.packing.planner import Demand
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, job_fingerprint, make_engine, open_job, recorded_facts, survey_first
 from batchspec.records import Completion
@@ -37,15 +36,15 @@ def run_job(config: RunConfig, source: Source | None = None) -> None:
     `source` replaces the dataset at input.path.
     """
     job = open_job(config, source)
-    output = open_output(job)
-    committed = output.committed()
-    if len(committed) == output.num_shards:
+    output = check_output(job)
+    committed = output.committed() if output.is_job() and not config.output.overwrite else set()
+    complete = output.is_job() and len(committed) == output.num_shards
+    if complete:
         say(f"{output.path}: already complete: {job.source.num_rows} rows in {output.num_shards} shards")
     else:
         compute(job, output, committed)
         say(f"{output.path}: done, {job.source.num_rows} rows in {output.num_shards} shards")
-    # A run may have died between the last commit and the card.
-    if len(committed) < output.num_shards or not output.has_card():
+    if not (complete and output.has_card()):  # a run may have died between the last commit and the card
         output.finish(dataset_card(output.manifest, job_stats(output.path)))
     say(f"look at it:  batchspec stats {output.path}")
     say(f"             python -c \"import polars; print(polars.read_parquet('{output.path}/data'))\"")
@@ -54,13 +53,15 @@ def run_job(config: RunConfig, source: Source | None = None) -> None:
 def compute(job: Job, output: OutputFolder, committed: set[int]) -> None:
     """Decode and commit every shard that is not committed yet. Raises Interrupted at Ctrl-C."""
     seen = survey_first(job)
-    done_rows = sum(len(output.rows_of(index)) for index in committed)
+    done_rows = len(committed) * job.shard_rows
     errors = ErrorBudget(job.config.input.max_error_fraction, job.source.num_rows)
     with Progress(seen.num_outputs(job.source.num_rows), done=seen.num_outputs(done_rows)) as progress:
+        engine = make_engine(job, seen, progress)
+        create_output(job, output)  # nothing can be refused from here on
         if committed:
             progress.phase(f"{len(committed)} of {output.num_shards} shards are committed already; the rest is computed")
         try:
-            for shard, completions in decode_job(job, seen, progress, skip=committed):
+            for shard, completions in decode_job(job, engine, seen, progress, skip=committed):
                 output.commit(shard.index, shard_table(job, shard, completions, output.attempt))
                 errors.add(completions)
         except KeyboardInterrupt:
@@ -72,31 +73,35 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def open_output(job: Job) -> OutputFolder:
-    """The output folder with its manifest: made now, or that of the job being resumed. Raises OutputError for another job's."""
-    output_config = job.config.output
-    assert output_config.dir is not None
-    output = OutputFolder(output_config.dir)
+def check_output(job: Job) -> OutputFolder:
+    """The output folder: not there yet, or that of the job being resumed. Raises OutputError for another job's; makes nothing."""
+    config = job.config.output
+    assert config.dir is not None
+    output = OutputFolder(config.dir)
+    rows = job.source.num_rows
+    output.check(fingerprint=job_fingerprint(job), num_rows=rows, shard_rows=config.shard_rows, overwrite=config.overwrite)
+    return output
+
+
+def create_output(job: Job, output: OutputFolder) -> None:
+    """Make the folder and its manifest where they are not there."""
     output.create(
         fingerprint=job_fingerprint(job),
         config=asdict(job.config),
         recorded=recorded_facts(job),
         num_rows=job.source.num_rows,
-        shard_rows=output_config.shard_rows,
+        shard_rows=job.config.output.shard_rows,
         files=job.source.files,
-        overwrite=output_config.overwrite,
+        overwrite=job.config.output.overwrite,
     )
-    return output
 
 
 def decode_job(
-    job: Job, seen: Survey, progress: Progress, *, skip: Container[int] = ()
+    job: Job, engine: Engine, seen: Survey, progress: Progress, *, skip: Container[int] = ()
 ) -> Iterator[tuple[InputShard, list[Completion]]]:
     """Every shard that is not in `skip` with its completions, as soon as its last row is done."""
     feed = Feed(job.source.shards(job.shard_rows, skip), job.admission)
-    demand = seen.demand(job.source.num_rows, job.admission.max_len)
-    engine = make_engine(job, demand, progress)
-    engine.on_round = Reporter(progress, demand)
+    engine.on_round = Reporter(progress, seen.mean_output)
 
     def complete() -> Iterator[tuple[InputShard, list[Completion]]]:
         for shard, completions in feed.complete():
@@ -115,9 +120,9 @@ def decode_job(
 class Reporter:
     """Hands the engine's running totals to the progress bar as what happened since the last call."""
 
-    def __init__(self, progress: Progress, demand: Demand) -> None:
+    def __init__(self, progress: Progress, mean_output: float) -> None:
         self._progress, self._before = progress, EngineTotals()
-        self._expected = round((progress.total - progress.done) * demand.output_tokens)
+        self._expected = round((progress.total - progress.done) * mean_output)
 
     def __call__(self, totals: EngineTotals) -> None:
         self._progress.update(

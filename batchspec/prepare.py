@@ -159,10 +159,11 @@ def survey_first(job: Job) -> Survey:
     return seen
 
 
-def make_engine(job: Job, demand: Demand, progress: Progress) -> Engine:
+def make_engine(job: Job, seen: Survey, progress: Progress) -> Engine:
     """Load the target, choose the shape, set up the engine; says each step on the progress line."""
     config = job.config
     drafter = make_drafter(config)
+    demand = seen.demand(job.source.num_rows, job.admission.max_len)
     batch = plan_batch(job, drafter, demand, device_rates(job.device, job.dtype))
     dtype = str(job.dtype).removeprefix("torch.")
     progress.phase(f"loading {config.model.path} in {dtype} on {job.device.type}")

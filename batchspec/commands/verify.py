@@ -88,7 +88,7 @@ def _job_of(out: Path) -> Job:
 
 def _plain_engine(job: Job) -> Engine:
     with Progress(0) as progress:
-        engine = make_engine(job, survey_first(job).demand(job.source.num_rows, job.admission.max_len), progress)
+        engine = make_engine(job, survey_first(job), progress)
     assert isinstance(engine.drafter, NoDrafter)
     return engine
 

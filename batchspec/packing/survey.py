@@ -44,6 +44,11 @@ class Survey:
     def num_bad(self) -> int:
         return sum(count for count, _ in self.bad.values())
 
+    @property
+    def mean_output(self) -> float:
+        """Predicted tokens of a request."""
+        return float(self.lengths("predicted_tokens").mean()) if self.predicted_tokens else 1.0
+
     def num_outputs(self, num_rows: int) -> int:
         """Output rows of `num_rows` such rows: a completion for each sample, one for a bad row."""
         return round((len(self.prompt_tokens) + self.num_bad) * num_rows / self.num_rows)
@@ -56,6 +61,6 @@ class Survey:
         return Demand(
             num_completions=round(len(prompts) * num_rows / self.num_rows),
             prompt_tokens=float(prompts.mean()),
-            output_tokens=float(self.lengths("predicted_tokens").mean()),
+            output_tokens=self.mean_output,
             max_tokens=int((prompts + caps).max()) if self.num_rows == num_rows else max_len,
         )
