@@ -35,9 +35,15 @@ def test_there_are_enough_prompts_of_every_kind() -> None:
     assert kinds.pop("bad") == 4
     assert kinds.total() >= 64
     assert len(kinds) >= 6
-    assert kinds["extraction"] >= 12
-    assert kinds["code_edit"] >= 12
+    assert kinds["extraction"] == kinds["code_edit"] == 14
     assert kinds["multi_turn"] >= 6
+
+
+def test_copying_tasks_have_long_texts_of_their_own() -> None:
+    requests = [item["messages"][-1]["content"] for item in prompts().to_pylist() if item["kind"] in ("extraction", "code_edit")]
+    assert len(set(requests)) == len(requests)
+    assert min(len(request) for request in requests) >= 440  # so that an answer runs past 128 tokens
+    assert max(len(request) for request in requests) <= 1400  # a prompt of 420 tokens or less
 
 
 def test_some_rows_have_values_of_their_own() -> None:
