@@ -16,8 +16,9 @@ INT64 = (-(2**63), 2**63 - 1)
 RANGES: dict[str, tuple[float, float, str]] = {
     "model.max_len": (2, math.inf, "give prompt + output tokens, or null for the model's own limit"),
     "draft.max_len": (1, 64, "give the draft tokens a round, or draft=none for no speculation"),
-    "draft.min_ngram": (1, 16, "1 to 3 works well"),
-    "draft.max_ngram": (1, 16, "1 to 3 works well"),
+    "draft.min_ngram": (1, 16, "1 or 2 works well"),
+    "draft.max_ngram": (1, 16, "3 to 8 works well"),
+    "draft.growth": (1, 64, "2 works well; draft.max_len and more is no limit"),
     "decode.max_new_tokens": (1, math.inf, "give the output tokens a completion at most"),
     "decode.min_new_tokens": (0, math.inf, "0 is off"),
     "decode.temperature": (0.0, 100.0, "0 is greedy, 1 the model's own distribution"),

@@ -35,12 +35,14 @@ class ModelConfig:
 class DraftConfig:
     name: str = "lookup"
     """none, lookup."""
-    max_len: int = 4
+    max_len: int = 8
     """K: draft tokens a row and round at most."""
-    min_ngram: int = 1
+    min_ngram: int = 2
     """lookup: shortest run of tokens that must repeat."""
-    max_ngram: int = 3
+    max_ngram: int = 6
     """lookup: longest run that is looked for first."""
+    growth: int = 2
+    """lookup: draft tokens for each token of the matched run, at most."""
     synthetic: list[float] | None = None
     """Benchmarks only: accept position j with this (unconditional, non-increasing) probability, whatever the tokens."""
     path: str | None = None

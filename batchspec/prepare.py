@@ -131,7 +131,7 @@ def make_drafter(config: RunConfig) -> Drafter:
     draft = config.draft
     if draft.name == "none":
         return NoDrafter()
-    return LookupDrafter(draft.max_len, min_ngram=draft.min_ngram, max_ngram=draft.max_ngram)
+    return LookupDrafter(draft.max_len, min_ngram=draft.min_ngram, max_ngram=draft.max_ngram, growth=draft.growth)
 
 
 def plan_batch(job: Job, drafter: Drafter, demand: Demand, rates: Rates) -> PackedBatch:

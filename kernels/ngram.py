@@ -1,8 +1,9 @@
 """Prompt lookup on the device: the tokens that followed the last earlier occurrence of the row's newest n-gram.
 
 The longest n in max_ngram .. min_ngram wins whose n newest tokens occurred before; of its occurrences the most recent wins; the
-tokens behind it are proposed. One pass scores every earlier position e by (length of the common suffix of tokens[: e+1] and the
-row, at most max_ngram; e): the largest score is the occurrence.
+tokens behind it are proposed, at most `growth` for each of the n: a long match is trusted further. One pass scores every earlier
+position e by (length of the common suffix of tokens[: e+1] and the row, at most max_ngram; e): the largest score is the
+occurrence.
 Bound by memory: max_ngram cached reads of a row's tokens, and by launch latency for short rows.
 Source: prompt lookup decoding (https://github.com/apoorvumang/prompt-lookup-decoding).
 """
@@ -23,9 +24,9 @@ from batchspec.kernels.checks import check
 BLOCK = 2048
 
 
-@triton.jit(do_not_specialize=["max_draft_len", "width"])
+@triton.jit(do_not_specialize=["max_draft_len", "growth", "width"])
 def ngram_kernel(
-    tokens, num_tokens, live, draft_ids, draft_len, stride_row, draft_stride, max_draft_len, width,
+    tokens, num_tokens, live, draft_ids, draft_len, stride_row, draft_stride, max_draft_len, growth, width,
     MIN_NGRAM: tl.constexpr, MAX_NGRAM: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -44,7 +45,8 @@ def ngram_kernel(
         score = tl.where(length >= MIN_NGRAM, (length.to(tl.int64) << 32) + end, -1)
         best = tl.maximum(best, tl.max(score, 0))
     end = (best & 0xFFFFFFFF).to(tl.int32)
-    count = tl.where(best >= 0, tl.minimum(last - end, max_draft_len), 0)
+    most = tl.minimum(max_draft_len, growth * (best >> 32).to(tl.int32))
+    count = tl.where(best >= 0, tl.minimum(last - end, most), 0)
     lane = tl.arange(0, LANES)
     ids = tl.load(base + end + 1 + lane, mask=lane < count, other=0)
     tl.store(draft_ids + row * draft_stride + lane, ids, mask=lane < width)
@@ -59,6 +61,7 @@ def ngram(
     max_draft_len: int,
     min_ngram: int,
     max_ngram: int,
+    growth: int,
     out_draft_ids: Tensor,
     out_draft_len: Tensor,
     interpret: bool = False,
@@ -71,8 +74,8 @@ def ngram(
     out_draft_ids  int32 [R, K]  unused places are 0; rows may be slices of wider ones
     out_draft_len  int32 [R]     0..max_draft_len; fewer where the committed tokens end
 
-    1 <= min_ngram <= max_ngram, 0 <= max_draft_len <= K. Does not synchronise on a GPU. Raises ValueError for other values,
-    shapes, dtypes or strides.
+    1 <= min_ngram <= max_ngram, growth >= 1, 0 <= max_draft_len <= K. Does not synchronise on a GPU. Raises ValueError for
+    other values, shapes, dtypes or strides.
     """
     num_rows, width = out_draft_ids.shape
     check("ngram: tokens", tokens, (num_rows, tokens.shape[1]), torch.int32, rows=True)
@@ -84,15 +87,17 @@ def ngram(
         raise ValueError(f"ngram: max_draft_len is {max_draft_len}; must be 0..{width}, the columns of out_draft_ids")
     if not 1 <= min_ngram <= max_ngram:
         raise ValueError(f"ngram: min_ngram is {min_ngram} and max_ngram {max_ngram}; must be 1 <= min_ngram <= max_ngram")
+    if growth < 1:
+        raise ValueError(f"ngram: growth is {growth}; must be at least 1")
     if not (tokens.is_cuda or interpret):
         ngram_reference(
-            tokens, num_tokens, live, max_draft_len=max_draft_len, min_ngram=min_ngram, max_ngram=max_ngram,
+            tokens, num_tokens, live, max_draft_len=max_draft_len, min_ngram=min_ngram, max_ngram=max_ngram, growth=growth,
             out_draft_ids=out_draft_ids, out_draft_len=out_draft_len,
         )  # fmt: skip
     elif num_rows:
         ngram_kernel[(num_rows,)](
             tokens, num_tokens, live, out_draft_ids, out_draft_len, tokens.stride(0), out_draft_ids.stride(0),
-            max_draft_len, width,
+            max_draft_len, growth, width,
             MIN_NGRAM=min_ngram, MAX_NGRAM=max_ngram, LANES=max(2, triton.next_power_of_2(width)), BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
 
@@ -105,6 +110,7 @@ def ngram_reference(
     max_draft_len: int,
     min_ngram: int,
     max_ngram: int,
+    growth: int,
     out_draft_ids: Tensor,
     out_draft_len: Tensor,
 ) -> None:
@@ -124,7 +130,8 @@ def ngram_reference(
     score = torch.where(length >= min_ngram, (length << 32) + ends, -1)
     best = torch.full_like(last, -1).scatter_reduce_(0, rows, score, "amax")
     end = best & 0xFFFFFFFF
-    count = torch.where(best >= 0, (last - end).clamp_(max=max_draft_len), 0)
+    most = (growth * (best >> 32)).clamp_(max=max_draft_len)
+    count = torch.where(best >= 0, torch.minimum(last - end, most), 0)
     lane = torch.arange(out_draft_ids.shape[1], device=tokens.device)
     used = lane < count[:, None]
     out_draft_ids.copy_(tokens.gather(1, torch.where(used, end[:, None] + 1 + lane, 0)) * used)
@@ -139,7 +146,7 @@ def main() -> None:
         rest = (tokens, torch.full((rows,), length, dtype=torch.int32, device=device), torch.ones_like(tokens[:, 0]))
         out_ids = torch.empty(rows, 4, dtype=torch.int32, device=device)
         out_len = torch.empty(rows, dtype=torch.int32, device=device)
-        limits: dict[str, Any] = {"max_draft_len": 4, "min_ngram": 1, "max_ngram": 3}
+        limits: dict[str, Any] = {"max_draft_len": 4, "min_ngram": 2, "max_ngram": 6, "growth": 2}
         bench.row(
             f"R={rows} L={length} K=4 n=3..1",
             [partial(ngram, *rest, **limits, out_draft_ids=out_ids, out_draft_len=out_len)],

@@ -85,7 +85,7 @@ def test_a_key_that_nothing_reads_is_refused_rather_than_ignored(key: str) -> No
 
 def test_synthetic_acceptance_must_fit_the_draft_length_and_fall() -> None:
     check(config(draft__synthetic=[0.6, 0.28, 0.12], draft__max_len=3))
-    assert "draft.max_len=4 needs as many" in refused(draft__synthetic=[0.5])
+    assert "draft.max_len=4 needs as many" in refused(draft__synthetic=[0.5], draft__max_len=4)
     assert "non-increasing" in refused(draft__synthetic=[0.1, 0.2], draft__max_len=2)
     assert "non-increasing" in refused(draft__synthetic=[1.2, 0.2], draft__max_len=2)
     assert "draft=none" in refused(draft__synthetic=[0.1], draft__max_len=1, draft__name="none")

@@ -86,7 +86,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "--requests", type=int, default=0, help="this many requests; with --shape their output is lognormal, as in a job"
     )
     parser.add_argument("--draft", nargs="+", default=["none"], choices=["none", "lookup"])
-    parser.add_argument("--k", type=int, default=4, help="draft tokens a round")
+    parser.add_argument("--k", type=int, default=8, help="draft tokens a round")
     parser.add_argument("--accept", default="", help="synthetic acceptance by position, unconditional: .6,.28,.12")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--device", default="auto", choices=["auto", "cpu"])
@@ -106,7 +106,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def _engine_variant(
     args: argparse.Namespace, draft: str, target: Target, requests: list[Request], device: torch.device
 ) -> Variant:
-    drafter: Drafter = NoDrafter() if draft == "none" else LookupDrafter(args.k, min_ngram=1, max_ngram=3)
+    drafter: Drafter = NoDrafter() if draft == "none" else LookupDrafter(args.k)
     longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
     batch = PackedBatch(
         slots=args.batch,

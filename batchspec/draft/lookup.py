@@ -17,15 +17,20 @@ if TYPE_CHECKING:
 
 
 class LookupDrafter(NoFeatures):
-    """The longest n in max_ngram..min_ngram whose last occurrence is known wins; no checkpoint, any model."""
+    """The longest n in max_ngram..min_ngram that occurred before wins; at most `growth` draft tokens for each matched token.
+
+    No checkpoint, any model. Two draft tokens a matched one pay for themselves on text that hardly repeats (README,
+    Performance) and still copy whole passages, where matches grow.
+    """
 
     name = "lookup"
     fixed_len = False
 
-    def __init__(self, max_len: int, *, min_ngram: int, max_ngram: int) -> None:
+    def __init__(self, max_len: int, *, min_ngram: int = 2, max_ngram: int = 6, growth: int = 2) -> None:
         self.max_len = max_len
         self.min_ngram = min_ngram
         self.max_ngram = max_ngram
+        self.growth = growth
 
     def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor) -> None:
         ngram(
@@ -35,6 +40,7 @@ class LookupDrafter(NoFeatures):
             max_draft_len=self.max_len,
             min_ngram=self.min_ngram,
             max_ngram=self.max_ngram,
+            growth=self.growth,
             out_draft_ids=draft_ids,
             out_draft_len=draft_len,
         )

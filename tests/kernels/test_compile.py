@@ -39,7 +39,7 @@ for _rows in (2, 256):
           out_positions=PI64, out_slots=PI64, num_rows=I32, num_places=I32, max_pages=I32, PAGE_SIZE=16, ROWS=_rows,
           BLOCK=128)  # fmt: skip
 _case("ngram_kernel", "ngram", 8, tokens=PI32, num_tokens=PI32, live=PI32, draft_ids=PI32, draft_len=PI32, stride_row=I32,
-      draft_stride=I32, max_draft_len=I32, width=I32, MIN_NGRAM=1, MAX_NGRAM=3, LANES=4, BLOCK=2048)  # fmt: skip
+      draft_stride=I32, max_draft_len=I32, growth=I32, width=I32, MIN_NGRAM=2, MAX_NGRAM=6, LANES=4, BLOCK=2048)  # fmt: skip
 for _rates in (None, PF32):
     for _k in (0, 4, 64):
         _case(f"accept_kernel K={_k}, rates {_rates}", "accept", 1, draft_ids=PI32, draft_len=PI32, target_ids=PI32,

@@ -17,7 +17,7 @@ Proposals = list[list[int]]
 
 def look_up(
     rows: list[list[int]], interpret: bool, device: torch.device, *,
-    max_draft_len: int = 4, min_ngram: int = 1, max_ngram: int = 3, live: list[int] | None = None,
+    max_draft_len: int = 4, min_ngram: int = 1, max_ngram: int = 3, growth: int = 9, live: list[int] | None = None,
     width: int | None = None,
 ) -> Proposals:  # fmt: skip
     """Proposed tokens of each row. Behind a row's tokens lies what looks like more matches: it must not be read."""
@@ -28,7 +28,7 @@ def look_up(
     draft_ids, draft_len = torch.full((len(rows), width), POISON, **ints), torch.full((len(rows),), POISON, **ints)
     ngram(
         tokens.to(**ints), torch.tensor([len(row) for row in rows], **ints), torch.tensor(live or [1] * len(rows), **ints),
-        max_draft_len=max_draft_len, min_ngram=min_ngram, max_ngram=max_ngram,
+        max_draft_len=max_draft_len, min_ngram=min_ngram, max_ngram=max_ngram, growth=growth,
         out_draft_ids=draft_ids, out_draft_len=draft_len, interpret=interpret,
     )  # fmt: skip
     for ids, length in zip(draft_ids.tolist(), draft_len.tolist(), strict=True):
@@ -36,11 +36,11 @@ def look_up(
     return [ids[:length] for ids, length in zip(draft_ids.tolist(), draft_len.tolist(), strict=True)]
 
 
-def by_hand(row: list[int], max_draft_len: int, min_ngram: int, max_ngram: int) -> list[int]:
+def by_hand(row: list[int], max_draft_len: int, min_ngram: int, max_ngram: int, growth: int = 9) -> list[int]:
     for n in range(max_ngram, min_ngram - 1, -1):
         for begin in range(len(row) - n - 1, -1, -1):
             if row[begin : begin + n] == row[len(row) - n :]:
-                return row[begin + n : begin + n + max_draft_len]
+                return row[begin + n : begin + n + min(max_draft_len, growth * n)]
     return []
 
 
@@ -56,6 +56,12 @@ def test_the_most_recent_occurrence_wins(interpret: bool, device: torch.device) 
 
 def test_fewer_tokens_where_the_committed_ones_end(interpret: bool, device: torch.device) -> None:
     assert look_up([[8, 8], [1, 7, 7, 7], [9, 4, 9]], interpret, device) == [[8], [7], [4, 9]]
+
+
+def test_a_long_match_is_trusted_further(interpret: bool, device: torch.device) -> None:
+    rows = [[9, 1, 2, 3, 4, 5, 6, 7, 1], [9, 1, 2, 3, 4, 5, 6, 7, 9, 1], [8, 9, 1, 2, 3, 4, 5, 6, 8, 9, 1]]
+    proposed = look_up(rows, interpret, device, growth=2, max_draft_len=5)
+    assert proposed == [[2, 3], [2, 3, 4, 5], [2, 3, 4, 5, 6]]
 
 
 def test_no_earlier_occurrence_proposes_nothing(interpret: bool, device: torch.device) -> None:
@@ -97,7 +103,7 @@ def test_proposals_go_to_slices_of_wider_rows(interpret: bool, device: torch.dev
     wide = torch.full((2, 6), POISON, **ints)
     tokens = torch.tensor([[1, 2, 3, 1, POISON], [7, 8, 7, 8, POISON]], **ints)[:, :4]
     ngram(
-        tokens, torch.tensor([4, 4], **ints), torch.ones(2, **ints), max_draft_len=3, min_ngram=1, max_ngram=2,
+        tokens, torch.tensor([4, 4], **ints), torch.ones(2, **ints), max_draft_len=3, min_ngram=1, max_ngram=2, growth=9,
         out_draft_ids=wide[:, 1:4], out_draft_len=torch.empty(2, **ints), interpret=interpret,
     )  # fmt: skip
     assert wide.tolist() == [[POISON, 2, 3, 1, POISON, POISON], [POISON, 7, 8, 0, POISON, POISON]]
@@ -111,7 +117,8 @@ def test_equals_a_plain_loop(data: st.DataObject, interpret: bool, device: torch
     max_ngram = data.draw(st.integers(min_ngram, 5))
     max_draft_len = data.draw(st.integers(0, 6))
     live = data.draw(st.lists(st.integers(0, 1), min_size=len(rows), max_size=len(rows)))
-    limits = {"max_draft_len": max_draft_len, "min_ngram": min_ngram, "max_ngram": max_ngram}
+    growth = data.draw(st.integers(1, 4))
+    limits = {"max_draft_len": max_draft_len, "min_ngram": min_ngram, "max_ngram": max_ngram, "growth": growth}
     expected = [by_hand(row, **limits) if alive else [] for row, alive in zip(rows, live, strict=True)]
     assert look_up(rows, interpret, device, live=live, **limits) == expected
 
@@ -120,7 +127,7 @@ def test_wrong_arguments_are_refused() -> None:
     ints = torch.zeros(2, dtype=torch.int32)
     good: dict[str, Any] = {
         "tokens": torch.zeros(2, 9, dtype=torch.int32), "num_tokens": ints, "live": ints, "max_draft_len": 4, "min_ngram": 1,
-        "max_ngram": 3, "out_draft_ids": torch.zeros(2, 4, dtype=torch.int32), "out_draft_len": ints.clone(),
+        "max_ngram": 3, "growth": 2, "out_draft_ids": torch.zeros(2, 4, dtype=torch.int32), "out_draft_len": ints.clone(),
     }  # fmt: skip
     ngram(**good)
     for name in ("tokens", "num_tokens", "live", "out_draft_ids", "out_draft_len"):
@@ -132,3 +139,5 @@ def test_wrong_arguments_are_refused() -> None:
         ngram(**{**good, "min_ngram": 4})
     with pytest.raises(ValueError, match="ngram: min_ngram is 0"):
         ngram(**{**good, "min_ngram": 0})
+    with pytest.raises(ValueError, match="ngram: growth is 0"):
+        ngram(**{**good, "growth": 0})
