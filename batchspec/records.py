@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.int32]
 
+MAX_STOP_IDS = 16
+"""Stop ids of a row, the model's EOS ids included: the width of a tensor on the device."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:

@@ -200,6 +200,8 @@ def test_a_configuration_that_the_model_cannot_serve_is_refused_at_once() -> Non
         admit(prompts("a"), model__max_len=1024)
     with pytest.raises(ConfigError, match=r"decode.max_new_tokens=600 leaves no room"):
         admit(prompts("a"), model__max_len=None, decode__max_new_tokens=600)
+    with pytest.raises(ConfigError, match=r"are 2\d stop ids, at most 16 fit"):
+        admit(prompts("a"), decode__stop_ids=list(range(20)))
     with pytest.raises(ConfigError, match=r"stop_ids=\[300\] exceed the vocabulary of 300"):
         admit(prompts("a"), decode__stop_ids=[300])
 

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from batchspec.kernels.compact import move_rows
-from batchspec.records import PackedBatch, Request
+from batchspec.records import MAX_STOP_IDS, PackedBatch, Request
 
 SEEN_PROMPT_OR_OUTPUT = 1
 SEEN_OUTPUT = 2
-MAX_STOP_IDS = 16
 
 
 @dataclass(slots=True, kw_only=True)

@@ -32,7 +32,7 @@ from batchspec.errors import ConfigError
 from batchspec.io.columns import ColumnMap, request_ids
 from batchspec.io.reader import InputShard, Source, locate
 from batchspec.packing.predict import LengthPredictor
-from batchspec.records import Completion, Ids, Request, RowError, SamplingParams
+from batchspec.records import MAX_STOP_IDS, Completion, Ids, Request, RowError, SamplingParams
 
 if TYPE_CHECKING:
     from batchspec.model.spec import ModelSpec
@@ -77,6 +77,11 @@ class Admission:
         if outside:
             raise ConfigError(f"decode.stop_ids={outside} exceed the vocabulary of {self.vocab_size} tokens; remove them")
         self.end_ids = eos | set(self.decode.stop_ids)
+        if len(self.end_ids) > MAX_STOP_IDS:
+            raise ConfigError(
+                f"decode.stop_ids={self.decode.stop_ids} and the model's {len(eos)} EOS ids are {len(self.end_ids)} stop ids, "
+                f"at most {MAX_STOP_IDS} fit; remove some or use decode.stop"
+            )
         if tokenizer is None and (self.columns.prompt_kind != "prompt_ids" or self.decode.stop):
             raise ConfigError("decode.stop and text prompts need a tokenizer, and the model folder has none; use prompt_ids")
 
@@ -165,6 +170,8 @@ class Admission:
             if strings and self.tokenizer is None:
                 raise BadRow("bad_parameter", f"stop={own!r} needs a tokenizer, and the model folder has none; leave it null")
         ids = self.end_ids | {self.special_ids[item] for item in strings if item in self.special_ids}
+        if len(ids) > MAX_STOP_IDS:
+            raise BadRow("bad_parameter", f"stop={own!r} makes {len(ids)} stop ids, at most {MAX_STOP_IDS} fit; shorten the list")
         return tuple(item for item in strings if item not in self.special_ids), tuple(sorted(ids))
 
     def _tokens(self, prompt: Any, row: dict[str, Any]) -> Ids:
