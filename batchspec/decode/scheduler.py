@@ -31,6 +31,8 @@ class Row:
     """Pages at the front whose K/V another row had prefilled."""
     order: int = 0
     """Counts refills: the highest is the youngest row."""
+    keys: list[bytes] | None = None
+    """Of the prompt's whole pages, once they were asked for."""
 
     @property
     def num_tokens(self) -> int:
@@ -108,7 +110,9 @@ class Scheduler:
                 f"request {request.request_id!r}: prompt and output of {row.limit} tokens need {self.pages_for(row.limit)} pages,"
                 f" the pool has {self.pool.num_pages - 1}; raise packing.pages or packing.memory_gb"
             )
-        keys = page_keys(request.prompt_ids, self.batch.page_size)
+        if row.keys is None:  # a row that waits for pages asks again every round
+            row.keys = page_keys(request.prompt_ids, self.batch.page_size)
+        keys = row.keys
         # The last prompt token is always computed: its logits give the first output token.
         shared = self.pool.match(keys[: (len(request.prompt_ids) - 1) // self.batch.page_size])
         taken_from_free = self.pool.num_idle(shared)
