@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -13,24 +13,8 @@ from batchspec.cache.pages import PagePool, page_keys
 from batchspec.decode.output import Progress
 from batchspec.decode.scheduler import Row, Scheduler
 from batchspec.errors import CapacityError
-from batchspec.records import PackedBatch, Request, SamplingParams
-
-
-def request(index: int, prompt: Sequence[int], cap: int, predicted: int | None = None) -> Request:
-    return Request(
-        request_id=f"r{index}",
-        row_index=index,
-        sample_index=0,
-        shard=0,
-        prompt_ids=np.array(prompt, np.int32),
-        max_new_tokens=cap,
-        min_new_tokens=0,
-        sampling=SamplingParams(),
-        stop_ids=(),
-        stop=(),
-        seed=index,
-        predicted_tokens=cap if predicted is None else predicted,
-    )
+from batchspec.records import PackedBatch, Request
+from tests.engines import request
 
 
 def progress(req: Request) -> Progress:
@@ -75,7 +59,7 @@ def drive(scheduler: Scheduler, lengths: dict[str, int], pool: PagePool) -> Iter
 def test_refilled_slots_take_at_most_five_percent_more_rounds_than_the_ideal_knowing_only_the_cap() -> None:
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(1493), 0.85, 20_000), 2, 8192).astype(int)
-    requests = [request(i, [1], 8192) for i in range(len(lengths))]
+    requests = [request(i, [1], cap=8192) for i in range(len(lengths))]
     by_id = {f"r{i}": int(n) for i, n in enumerate(lengths)}
     slots = 128
     batch = shape(slots, 1 + slots * 513, page_size=16, max_len=8208)
@@ -95,7 +79,7 @@ def test_draining_static_batches_would_take_several_times_as_many_rounds() -> No
     def rounds(refill_dead: bool) -> int:
         batch = shape(64, 1 + 64 * 60, page_size=16, max_len=900)
         pool = PagePool(batch.num_pages)
-        stream = (progress(request(i, [1], 820)) for i in range(len(lengths)))
+        stream = (progress(request(i, [1], cap=820)) for i in range(len(lengths)))
         return sum(step for step, _ in drive(Scheduler(batch, pool, stream, refill_dead=refill_dead), by_id, pool))
 
     assert rounds(refill_dead=False) > 2 * rounds(refill_dead=True)
@@ -110,7 +94,7 @@ def test_scarce_pages_are_never_owned_twice_and_every_row_finishes(data: st.Data
     requests, lengths = [], {}
     for i, (prompt_len, cap, predicted) in enumerate(rows):
         prompt = list(range(prompt_len)) if same_beginning else [100 * i + j for j in range(prompt_len)]
-        requests.append(request(i, prompt, cap, min(predicted, cap)))
+        requests.append(request(i, prompt, cap=cap, predicted=min(predicted, cap)))
         lengths[f"r{i}"] = data.draw(st.integers(1, cap))
     biggest = max(-(-(len(r.prompt_ids) + r.max_new_tokens) // 4) for r in requests)
     pool = PagePool(1 + biggest + data.draw(st.integers(0, 20)))
@@ -136,7 +120,7 @@ def test_scarce_pages_are_never_owned_twice_and_every_row_finishes(data: st.Data
 
 def test_samples_of_a_row_share_its_whole_prompt_pages() -> None:
     pool = PagePool(40)
-    stream = (progress(request(0, list(range(10)), 4)) for _ in range(3))
+    stream = (progress(request(0, list(range(10)), cap=4)) for _ in range(3))
     group = Scheduler(shape(3, 40), pool, stream).refill()
     assert [row.num_shared for row in group] == [0, 2, 2]
     assert group[0].pages[:2] == group[1].pages[:2] == group[2].pages[:2]
@@ -145,7 +129,7 @@ def test_samples_of_a_row_share_its_whole_prompt_pages() -> None:
 
 def test_the_last_prompt_token_is_never_shared_because_its_logits_are_needed() -> None:
     pool = PagePool(40)
-    stream = (progress(request(0, list(range(8)), 4)) for _ in range(2))
+    stream = (progress(request(0, list(range(8)), cap=4)) for _ in range(2))
     group = Scheduler(shape(2, 40), pool, stream).refill()
     assert group[1].num_shared == 1
 
@@ -173,14 +157,14 @@ def test_a_page_key_depends_on_everything_before_the_page() -> None:
 
 def test_a_row_that_can_never_fit_is_refused_with_the_numbers() -> None:
     pool = PagePool(5)
-    scheduler = Scheduler(shape(2, 5), pool, iter([progress(request(0, [1] * 10, 20))]))
+    scheduler = Scheduler(shape(2, 5), pool, iter([progress(request(0, [1] * 10, cap=20))]))
     with pytest.raises(CapacityError, match=r"30 tokens need 8 pages, the pool has 4"):
         scheduler.refill()
 
 
 def test_compaction_moves_only_rows_behind_the_bucket() -> None:
     pool = PagePool(40)
-    scheduler = Scheduler(shape(4, 40), pool, (progress(request(i, [i], 4)) for i in range(4)))
+    scheduler = Scheduler(shape(4, 40), pool, (progress(request(i, [i], cap=4)) for i in range(4)))
     rows = scheduler.refill()
     scheduler.release(rows[0])
     scheduler.release(rows[2])

@@ -226,12 +226,15 @@ def test_every_refused_key_is_named_at_once(folder: Path) -> None:
 
 
 def test_neutral_values_of_those_keys_are_fine(folder: Path) -> None:
-    spec_of(folder, {**LLAMA, "quantization_config": None, "logit_scale": 1.0, "use_mrope": False, "partial_rotary_factor": 1.0})
+    neutral = {"quantization_config": None, "logit_scale": 1.0, "use_mrope": False, "partial_rotary_factor": 1.0}
+    assert spec_of(folder, {**LLAMA, **neutral}) == spec_of(folder, LLAMA)
 
 
 def test_code_that_the_folder_names_is_not_run(folder: Path) -> None:
-    (folder / "evil.py").write_text("raise SystemExit('executed')")
-    spec_of(folder, {**LLAMA, "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}})
+    (folder / "evil.py").write_text(f"open({str(folder / 'executed')!r}, 'w')")
+    named = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    assert spec_of(folder, {**LLAMA, "auto_map": named}) == spec_of(folder, LLAMA)
+    assert not (folder / "executed").exists()
 
 
 def test_a_folder_without_a_config(folder: Path) -> None:
