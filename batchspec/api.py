@@ -24,7 +24,8 @@ def generate(data: Any, *, job: str | None = None, overrides: Sequence[str] = ()
     overrides  Hydra override strings: ("model.path=smollm2-135m", "decode.max_new_tokens=32")
 
     The same engine and the same checks as `python -m batchspec.run`; raises what it would exit with (errors.py). Nothing is
-    written unless the overrides set output.dir: then the job can be resumed, by the same call.
+    written unless the overrides set output.dir (a recipe among them, `+job=...`, may): then the job can be resumed, by the
+    same call.
     """
     recipe = [] if job is None else [f"+job={job}", "output.dir=null"]
     config = compose([*recipe, *overrides], require=("model.path",))

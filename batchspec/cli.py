@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from batchspec import __version__
-from batchspec.errors import BatchspecError
+from batchspec.errors import BatchspecError, Interrupted
 
 COMMANDS = {
     "run": ("batchspec.run", "run a job: Hydra overrides, e.g. +job=demo"),
@@ -18,6 +19,23 @@ COMMANDS = {
     "verify": ("batchspec.commands.verify", "OUT: rows of a job again without speculation, first difference and logit gap"),
     "bench": ("batchspec.commands.bench", "OUT.jsonl NAME --shape SHAPE ...: measure speed with random weights"),
 }
+
+
+def guarded(command: Callable[[], int]) -> int:
+    """The exit code of a whole process: one line at Ctrl-C before a job has begun, silence when the reader of a pipe leaves."""
+    try:
+        return command()
+    except KeyboardInterrupt:
+        print("batchspec: interrupted before anything was computed; run the same command again", file=sys.stderr)
+        return Interrupted.exit_code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains once more as it ends
+        return 1
+
+
+def console() -> int:
+    """The `batchspec` command."""
+    return guarded(main)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,4 +69,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console())

@@ -44,8 +44,10 @@ def run_job(config: RunConfig, source: Source | None = None) -> None:
     else:
         compute(job, output, committed)
         say(f"{output.path}: done, {job.source.num_rows} rows in {output.num_shards} shards")
+    stats = job_stats(output.path)
     if not (complete and output.has_card()):  # a run may have died between the last commit and the card
-        output.finish(dataset_card(output.manifest, job_stats(output.path)))
+        output.finish(dataset_card(output.manifest, stats))
+    check_errors(job, stats.by_status.get("error", 0))
     say(f"look at it:  batchspec stats {output.path}")
     say(f"             python -c \"import polars; print(polars.read_parquet('{output.path}/data'))\"")
 
@@ -54,7 +56,8 @@ def compute(job: Job, output: OutputFolder, committed: set[int]) -> None:
     """Decode and commit every shard that is not committed yet. Raises Interrupted at Ctrl-C."""
     seen = survey_first(job)
     done_rows = len(committed) * job.shard_rows
-    errors = ErrorBudget(job.config.input.max_error_fraction, job.source.num_rows)
+    num_errors = job_stats(output.path).by_status.get("error", 0) if committed else 0
+    check_errors(job, num_errors)
     with Progress(seen.num_outputs(job.source.num_rows), done=seen.num_outputs(done_rows)) as progress:
         engine = make_engine(job, seen, progress)
         create_output(job, output)  # nothing can be refused from here on
@@ -63,7 +66,8 @@ def compute(job: Job, output: OutputFolder, committed: set[int]) -> None:
         try:
             for shard, completions in decode_job(job, engine, seen, progress, skip=committed):
                 output.commit(shard.index, shard_table(job, shard, completions, output.attempt))
-                errors.add(completions)
+                num_errors += sum(completion.status == "error" for completion in completions)
+                check_errors(job, num_errors)
         except KeyboardInterrupt:
             count = f"{len(output.committed())} of {output.num_shards} shards are committed"
             raise Interrupted(f"interrupted; {count}; run the same command again to go on") from None
@@ -101,7 +105,8 @@ def decode_job(
 ) -> Iterator[tuple[InputShard, list[Completion]]]:
     """Every shard that is not in `skip` with its completions, as soon as its last row is done."""
     feed = Feed(job.source.shards(job.shard_rows, skip), job.admission)
-    engine.on_round = Reporter(progress, seen.mean_output)
+    reporter = Reporter(progress, seen.mean_output)
+    engine.on_round = reporter
 
     def complete() -> Iterator[tuple[InputShard, list[Completion]]]:
         for shard, completions in feed.complete():
@@ -112,42 +117,49 @@ def decode_job(
         for completion in completions:
             job.admission.observe(completion)
             feed.add(completion)
-            progress.update(completions=1)
+            reporter.finished(completion)
             yield from complete()
     yield from complete()  # shards without one good row
 
 
 class Reporter:
-    """Hands the engine's running totals to the progress bar as what happened since the last call."""
+    """Hands the engine's running totals to the progress bar as what happened since the last call.
 
-    def __init__(self, progress: Progress, mean_output: float) -> None:
+    The tokens still to come are the rows still to come at their mean output: at first the predicted one, which weighs as
+    much as 8 finished rows.
+    """
+
+    def __init__(self, progress: Progress, predicted_output: float) -> None:
         self._progress, self._before = progress, EngineTotals()
-        self._expected = round((progress.total - progress.done) * mean_output)
+        self._rows, self._tokens, self._finished = 8, 8 * predicted_output, 0
+
+    def finished(self, completion: Completion) -> None:
+        count = 0 if completion.token_ids is None else len(completion.token_ids)
+        self._rows, self._tokens, self._finished = self._rows + 1, self._tokens + count, self._finished + count
+        self._progress.update(completions=1)
 
     def __call__(self, totals: EngineTotals) -> None:
-        self._progress.update(
+        progress = self._progress
+        left = (progress.total - progress.done) * self._tokens / self._rows
+        in_flight = totals.tokens - self._finished
+        progress.update(
             tokens=totals.tokens - self._before.tokens,
             accepted=totals.accepted - self._before.accepted,
             rounds=totals.row_rounds - self._before.row_rounds,
             live_rows=totals.live_rows,
-            remaining_tokens=max(0, self._expected - totals.tokens),
+            remaining_tokens=max(0, round(left - in_flight)),
         )
         self._before = replace(totals)
 
 
-class ErrorBudget:
-    """Ends the job when more rows than the allowed share turned out bad."""
-
-    def __init__(self, fraction: float, num_rows: int) -> None:
-        self._allowed, self._num_rows, self._errors = fraction * num_rows, num_rows, 0
-
-    def add(self, completions: list[Completion]) -> None:
-        self._errors += sum(completion.status == "error" for completion in completions)
-        if self._errors > self._allowed:
-            raise TooManyErrors(
-                f"{self._errors} of {self._num_rows} rows are error rows, more than input.max_error_fraction allows "
-                f"({self._allowed:g}); look at the `error` column of the output, then mend the input or raise the fraction"
-            )
+def check_errors(job: Job, num_errors: int) -> None:
+    """Raises TooManyErrors when more rows than input.max_error_fraction turned out bad."""
+    fraction, rows = job.config.input.max_error_fraction, job.source.num_rows
+    if num_errors > fraction * rows + 1e-9:  # 0.29 * 100 is a little less than 29
+        raise TooManyErrors(
+            f"{num_errors} of {rows} rows are error rows, more than input.max_error_fraction={fraction:g} allows; "
+            "look at the `error` column of the output, then mend the input or raise the fraction"
+        )
 
 
 def shard_table(job: Job, shard: InputShard, completions: list[Completion], attempt: str) -> pa.Table:

@@ -25,7 +25,7 @@ from batchspec.model.hub import resolve_model
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target, resolve_dtype
 from batchspec.model.tokenizer import Tokenizer
-from batchspec.model.weights import weight_files, weights_fingerprint
+from batchspec.model.weights import weight_files
 from batchspec.packing.admit import Admission
 from batchspec.packing.cost import Rates, device_rates, weight_bytes
 from batchspec.packing.planner import Demand, choose_batch, free_memory
@@ -101,17 +101,19 @@ def job_fingerprint(job: Job) -> dict[str, str]:
     return fingerprint(
         {
             "model.config": (job.folder / "config.json").read_text(encoding="utf-8"),
-            "model.weights": "dummy" if config.model.load == "dummy" else weights_fingerprint(job.folder),
+            "model.weights": "dummy" if config.model.load == "dummy" else weight_files(job.folder).fingerprint,
             "model.tokenizer": None if job.tokenizer is None else job.tokenizer.fingerprint,
             "model.dtype": str(job.dtype).removeprefix("torch."),
             "model.max_len": job.admission.max_len,
+            "model.end_ids": sorted(job.admission.end_ids),
             **{f"decode.{key}": value for key, value in decode.items()},
             "draft.synthetic": config.draft.synthetic,
-            "input.files": [(file.name, file.size_bytes, file.num_rows) for file in job.source.files],
+            "input.files": [(file.name, file.size_bytes, file.num_rows, file.digest) for file in job.source.files],
             "input.columns": dict(sorted(job.columns.names.items())),
             **{f"input.{key}": getattr(config.input, key) for key in ("chat", "overlong", "limit", "template_kwargs")},
             "output.schema": [(field.name, str(field.type)) for field in schema],
             "output.messages": config.output.messages,
+            "output.logprobs": config.output.logprobs,
         }
     )
 
@@ -179,7 +181,7 @@ def make_engine(job: Job, seen: Survey, progress: Progress) -> Engine:
         batch,
         device=job.device,
         options=RoundOptions(
-            logprobs=config.output.logprobs,
+            logprobs=None if config.output.logprobs is None else min(config.output.logprobs, job.spec.vocab_size),
             synthetic=tuple(config.draft.synthetic) if config.draft.synthetic else None,
             argmax=opt.argmax,
             uniform_slots=opt.uniform_slots,

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from batchspec.compose import launch
-from batchspec.config import RunConfig
 from batchspec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from batchspec.config import RunConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job that Hydra's command line describes; returns the exit code (see errors.py)."""
+    from batchspec.compose import launch
+
     overrides = sys.argv[1:] if argv is None else argv
     return launch(run, overrides, require=("model.path", "input.path", "output.dir"))
 
@@ -39,4 +43,6 @@ def _name(config: RunConfig) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from batchspec.cli import guarded
+
+    sys.exit(guarded(main))

@@ -15,7 +15,7 @@ EVERYONE = {"records", "errors", "config", "checks", "__version__"}
 
 # Package (or top module) -> what of batchspec it may import, besides itself and what everyone may.
 MAY_IMPORT: dict[str, set[str]] = {
-    "run": {"compose", "job"},
+    "run": {"compose", "job", "cli"},
     "cli": {"commands"},
     "api": {"compose", "job", "prepare", "io", "packing", "model", "draft", "decode", "report", "commands"},
     "compose": set(),

@@ -177,6 +177,11 @@ def test_a_finished_job_computes_nothing_and_changes_nothing(
         ("input.limit=7", "input.rows"),
         ("output.messages=none", "output.schema"),
         ("output.shard_rows=4", "output.shard_rows"),
+        ("output.messages=prompt", "output.messages"),
+        ("output.logprobs=1", "output.logprobs"),
+        ("input.template_kwargs.x=1", "input.template_kwargs"),
+        ("input.overlong=skip", "input.overlong"),
+        ("decode.ignore_eos=true", "model.end_ids"),
     ],
 )
 def test_another_job_in_the_same_folder_is_refused_by_name(
@@ -188,6 +193,29 @@ def test_another_job_in_the_same_folder_is_refused_by_name(
     assert said.count("\n") == 1
     assert key in said
     assert "output.overwrite=true" in said
+
+
+def same_size_edit(path: Path) -> None:
+    frame = pl.read_parquet(path)
+    frame.with_columns(topic=pl.col("topic").replace({"a": "b", "b": "a"})).write_parquet(path)
+
+
+def test_an_edited_input_and_other_weights_of_the_same_size_are_refused(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = shutil.copytree(model, tmp_path / "own")
+    command = arguments(own, data, tmp_path / "out", "decode.max_new_tokens=2")
+    assert run.main(command) == 0
+    size = data.stat().st_size
+    same_size_edit(data)
+    assert data.stat().st_size == size
+    assert run.main(command) == 2
+    assert "input.files" in capsys.readouterr().err.splitlines()[-1]
+    same_size_edit(data)
+    tensors = load_file(own / "model.safetensors")
+    save_file({name: tensor * 1.01 for name, tensor in tensors.items()}, own / "model.safetensors")
+    assert run.main(command) == 2
+    assert "model.weights" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_overwrite_starts_anew(model: Path, data: Path, tmp_path: Path) -> None:
@@ -259,7 +287,13 @@ def test_too_many_error_rows_end_the_job_with_exit_code_3(
 ) -> None:
     command = arguments(model, data, tmp_path / "out", "input.max_error_fraction=0.05")
     assert run.main(command) == 3
-    assert "input.max_error_fraction" in capsys.readouterr().err
+    assert "input.max_error_fraction=0.05 allows" in capsys.readouterr().err
+    parts = sorted((tmp_path / "out/data").iterdir())
+    assert run.main(command) == 3  # what is committed is over the limit already: nothing more is computed
+    assert sorted((tmp_path / "out/data").iterdir()) == parts
+    assert run.main([*command, "input.max_error_fraction=0.5"]) == 0
+    assert run.main(command) == 3
+    assert "already complete" in capsys.readouterr().err
 
 
 def bad_inputs(tmp_path: Path, model: Path) -> dict[str, list[str]]:

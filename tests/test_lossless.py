@@ -26,6 +26,8 @@ SAMPLINGS = (
     SamplingParams(temperature=1.3, top_p=0.8, min_p=0.05),
     SamplingParams(repetition_penalty=1.4, presence_penalty=0.3),
     SamplingParams(temperature=0.9, top_k=9, top_p=0.9, repetition_penalty=1.2),
+    SamplingParams(temperature=1.0, min_p=0.6),
+    SamplingParams(presence_penalty=0.5),
 )
 
 
@@ -50,8 +52,16 @@ def run(
         penalties=True,
         refill_dead=refill_dead,
     )
+    launch = engine._launch_round
+
+    def launch_checked() -> None:
+        free = [slot for slot, row in enumerate(engine._scheduler.slots) if row is None]
+        assert not engine.rows.live[free].any(), "a slot without a row is live on the device"
+        launch()
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduler, "SHORT_CAP_TOKENS", short_cap)
+        patch.setattr(engine, "_launch_round", launch_checked)
         done = {completion.request_id: completion for completion in engine.run(iter(requests))}
     assert engine.pool.num_free == engine.pool.num_pages - 1  # every page came back
     return {name: c.token_ids.tolist() for name, c in done.items() if c.token_ids is not None}, done, engine

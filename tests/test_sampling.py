@@ -68,6 +68,16 @@ def test_ties_at_the_cutoff_are_all_kept() -> None:
     assert (logits >= cutoffs(logits, torch.tensor([0]), rows).unsqueeze(1)).tolist() == [[True, True, True, False]]
 
 
+def test_ties_that_run_on_behind_the_quick_sort_are_kept_whatever_is_beside() -> None:
+    logits = torch.zeros(2, VOCAB)
+    logits[0, 0] = 1.0
+    rows = make_rows(2)
+    rows.top_k[0], rows.top_p[0] = 2, 0.004
+    rows.top_p[1] = 0.999  # needs the full sort
+    alone = cutoffs(logits[:1], torch.tensor([0]), rows)
+    assert cutoffs(logits, torch.tensor([0, 1]), rows)[0] == alone[0]
+
+
 def test_a_kept_set_does_not_depend_on_the_rows_beside_it(monkeypatch: object) -> None:
     """A flat row beside it forces the full sort; the peaked row's cutoff stays what the quick sort gave."""
     peaked = torch.randn(1, VOCAB) * 8

@@ -121,13 +121,6 @@ class PagePool:
             self._page_of[key] = page
             self._key_of[page] = key
 
-    def forget(self) -> None:
-        """No page is found by key any more."""
-        self._free.extend(self._idle)
-        self._idle.clear()
-        self._page_of.clear()
-        self._key_of.clear()
-
     def release(self, pages: Iterable[int]) -> None:
         """One owner less for each page."""
         for page in pages:

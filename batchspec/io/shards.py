@@ -9,6 +9,7 @@ _batchspec/logs
 
 from __future__ import annotations
 
+import os
 import re
 import uuid
 from collections.abc import Mapping, Sequence
@@ -77,6 +78,7 @@ class OutputFolder:
         The folder may be absent, empty, or a job with the same fingerprint; with `overwrite` any job. What is not a job is never
         overwritten.
         """
+        self._check_writable()
         other = self.path.is_file() or set(self._store.list("")) - {"_batchspec"}
         if not self.is_job():
             if other:
@@ -90,6 +92,11 @@ class OutputFolder:
                 f"output.dir {self.path} holds another job ({'; '.join(changed)}); use another output.dir, "
                 "or output.overwrite=true to delete that job and start anew"
             )
+
+    def _check_writable(self) -> None:
+        place = next(path for path in (self.path.absolute(), *self.path.absolute().parents) if path.exists())
+        if place.is_dir() and not os.access(place, os.W_OK | os.X_OK):
+            raise StorageError(f"output.dir {self.path}: {place} cannot be written; mend that or choose another output.dir")
 
     def create(
         self,

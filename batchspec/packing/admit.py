@@ -70,13 +70,15 @@ class Admission:
         self.decode, self.input = config.decode, config.input
         self.source, self.columns, self.tokenizer, self.vocab_size = source, columns, tokenizer, spec.vocab_size
         self.max_len = job_max_len(config, spec)
-        self.special_ids: Mapping[str, int] = tokenizer.special_ids if tokenizer else {}
+        special_ids = tokenizer.special_ids if tokenizer else {}
+        self.special_ids: Mapping[str, int] = {text: token for text, token in special_ids.items() if token < self.vocab_size}
         self.predictor = LengthPredictor()
         eos = set() if self.decode.ignore_eos else set(spec.eos_ids) | set(tokenizer.eos_ids if tokenizer else ())
         outside = [token for token in self.decode.stop_ids if token >= self.vocab_size]
         if outside:
             raise ConfigError(f"decode.stop_ids={outside} exceed the vocabulary of {self.vocab_size} tokens; remove them")
-        self.end_ids = eos | set(self.decode.stop_ids)
+        # What the model cannot draw ends nothing: a tokenizer may know more tokens than the model.
+        self.end_ids = {token for token in eos if token < self.vocab_size} | set(self.decode.stop_ids)
         if len(self.end_ids) > MAX_STOP_IDS:
             raise ConfigError(
                 f"decode.stop_ids={self.decode.stop_ids} and the model's {len(eos)} EOS ids are {len(self.end_ids)} stop ids, "
@@ -128,7 +130,8 @@ class Admission:
         max_new_tokens = int(values["max_new_tokens"])
         prompt_ids = self._fit(self._tokens(prompt, row), max_new_tokens)
         sampling = SamplingParams(
-            temperature=values["temperature"], top_k=int(values["top_k"]), top_p=values["top_p"], min_p=values["min_p"],
+            temperature=values["temperature"], top_k=min(int(values["top_k"]), self.vocab_size),
+            top_p=values["top_p"], min_p=values["min_p"],
             repetition_penalty=self.decode.repetition_penalty, presence_penalty=self.decode.presence_penalty,
         )  # fmt: skip
         base = hash64(self.decode.seed, request_id) if row.get("seed") is None else int(values["seed"])
@@ -156,6 +159,8 @@ class Admission:
             problem = violation(f"decode.{name}", own)
             if problem:
                 raise BadRow("bad_parameter", problem.removeprefix("decode."))
+            if whole and isinstance(own, float) and abs(own) >= 2**53:
+                raise BadRow("bad_parameter", f"{name}={own!r} is a float and may have lost digits; write the column as integers")
             values[name] = int(own) if whole else float(own)
         return values
 
@@ -199,16 +204,18 @@ class Admission:
             raise BadRow(code, f"the {who} refuses the prompt ({said}); correct it") from error
         if not ids:
             raise BadRow("empty_prompt", "the prompt has no tokens; drop the row")
-        return np.asarray(ids, dtype=np.int32)
+        return self._known(np.asarray(ids, dtype=np.int64), "the prompt's text")
 
     def _checked_ids(self, prompt: pa.Array) -> Ids:
         if prompt.null_count:
             raise BadRow("bad_ids", "prompt_ids holds a null; correct it")
-        ids = prompt.to_numpy()
+        return self._known(prompt.to_numpy(), "prompt_ids")
+
+    def _known(self, ids: np.ndarray[Any, Any], where: str) -> Ids:
         outside = ids[(ids < 0) | (ids >= self.vocab_size)]
         if outside.size:
             limit = f"the vocabulary 0 .. {self.vocab_size - 1}"
-            raise BadRow("bad_ids", f"prompt_ids holds {outside[0]}, outside {limit}; correct it")
+            raise BadRow("bad_ids", f"{where} holds {outside[0]}, outside {limit}; correct it")
         return np.asarray(ids, dtype=np.int32)
 
     def _fit(self, prompt_ids: Ids, max_new_tokens: int) -> Ids:
@@ -286,6 +293,13 @@ def _turn(place: int, message: Any) -> dict[str, Any]:
     return {key: value for key, value in message.items() if value is not None}
 
 
+def _without_nulls(value: Any) -> Any:
+    """Arrow gives every struct of a column the fields of all of them: a field that is null was not there."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
 def _json(row: dict[str, Any], name: str, kind: type) -> Any:
     """A cell that is structured already or JSON text of it."""
     value = row.get(name)
@@ -294,8 +308,10 @@ def _json(row: dict[str, Any], name: str, kind: type) -> Any:
             value = json.loads(value)
         except ValueError as error:
             raise BadRow("bad_parameter", f"{name} is not JSON ({error}); correct it or leave it null") from error
-    if kind is dict and isinstance(value, list):  # an Arrow map
+    elif kind is dict and isinstance(value, list):  # an Arrow map
         value = dict(value)
+    else:
+        value = _without_nulls(value)
     if value is not None and not isinstance(value, kind):
         raise BadRow("bad_parameter", f"{name} must be a {kind.__name__}, not {value!r}; correct it or leave it null")
     return value

@@ -52,7 +52,7 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._bar is not None:
             self._bar.close()
-        else:
+        elif self.total:
             self._line()
 
     def update(
