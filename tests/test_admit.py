@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -270,3 +271,54 @@ def test_predictions_follow_what_finished_rows_did() -> None:
         predictor.observe(done)
     assert predictor.predict(1000) == 300
     assert predictor.predict(10) == 10
+
+
+def test_a_prompt_that_just_fits_is_admitted() -> None:
+    (fits,) = requests(prompts("x" * 48))
+    assert len(fits.prompt_ids) + fits.max_new_tokens == 64
+    assert one_bad(prompts("x" * 49)).error.code == "too_long"  # type: ignore[union-attr]
+
+
+def test_a_seed_of_zero_is_a_seed() -> None:
+    (made,) = requests(prompts("a", seed=[0]))
+    assert made.seed == 0
+
+
+def test_a_seed_that_a_float_column_may_have_rounded_is_refused() -> None:
+    bad = one_bad(prompts("a", seed=[2.0**60]))
+    assert bad.error is not None
+    assert "may have lost digits" in bad.error.message
+
+
+def test_what_the_model_cannot_hold_never_reaches_it() -> None:
+    (made,) = requests(prompts("a", top_k=[2**40]))
+    assert made.sampling.top_k == small_spec().vocab_size
+    small = replace(small_spec(), vocab_size=98)
+    source = table_source(prompts("a", "b"))
+    admission = Admission(
+        job(), source=source, columns=map_columns(source.schema, {}), spec=small, tokenizer=cast(Any, ByteTokenizer())
+    )
+    first, second = admission.admit(next(source.shards(2)))
+    assert isinstance(first, Request)
+    assert first.stop_ids == ()  # the tokenizer's end ids lie outside the model
+    assert isinstance(second, Completion)
+    assert second.error is not None
+    assert (second.error.code, "holds 98" in second.error.message) == ("bad_ids", True)
+
+
+def test_fields_that_other_rows_have_are_not_there_rather_than_null() -> None:
+    kwargs = pa.array([{"a": 1, "b": None}, {"a": None, "b": {"c": None, "d": 2}}])
+    seen: list[Any] = []
+
+    class Recording(ByteTokenizer):
+        def encode_chat(self, messages: Any, *, tools: Any = None, template_kwargs: Any = None) -> list[int]:
+            seen.append(template_kwargs)
+            return [1]
+
+    table = pa.table({"prompt": ["x", "y"], "template_kwargs": kwargs})
+    config, source = job(input__chat=True, input__template_kwargs={"b": 7}), table_source(table)
+    admission = Admission(
+        config, source=source, columns=map_columns(source.schema, {}), spec=small_spec(), tokenizer=cast(Any, Recording())
+    )
+    assert len(list(admission.admit(next(source.shards(2))))) == 2
+    assert seen == [{"a": 1, "b": 7}, {"b": {"d": 2}}]

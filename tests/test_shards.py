@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -236,3 +237,26 @@ def test_many_processes_commit_one_shard(tmp_path: Path, method: str) -> None:
     assert visible(tmp_path) == ["part-00000.parquet"]
     assert pq.read_table(tmp_path / "data/part-00000.parquet").equals(parts[0])
     assert os.listdir(tmp_path / "_batchspec/tmp") == []
+
+
+def test_a_shard_is_on_disk_before_it_has_its_name_and_the_name_before_commit_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = new_folder(tmp_path, 6, 2)
+    steps: list[str] = []
+    fsync, link = os.fsync, os.link
+
+    def noted_fsync(descriptor: int) -> None:
+        steps.append("sync folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "sync file")
+        fsync(descriptor)
+
+    def noted_link(*names: Any, **options: Any) -> None:
+        steps.append("link")
+        link(*names, **options)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "link", noted_link)
+    assert folder.commit(0, tables()[0])
+    named = steps.index("link")
+    assert "sync file" in steps[:named]
+    assert "sync folder" in steps[named:]
