@@ -38,8 +38,6 @@ class EngineTotals:
     drafted: int = 0
     prefill_tokens: int = 0
     cached_tokens: int = 0
-    prefill_s: float = 0.0
-    round_s: float = 0.0
     set_back: int = 0
     live_rows: int = 0
 
@@ -152,7 +150,6 @@ class Engine:
                         ending[segment.slot] = by_slot[segment.slot]
                 self._launched.append(_Launched(result, ending, True))
         elapsed = time.perf_counter() - began
-        self.totals.prefill_s += elapsed
         for row in group:
             row.progress.prefill_s += elapsed
 
@@ -190,11 +187,9 @@ class Engine:
         live = self._scheduler.live
         if not live:
             return
-        began = time.perf_counter()
         result = self.round.run(self.rows.first(self._bucket), self._mode(live))
         self._launched.append(_Launched(result, list(self._scheduler.slots), False))
         self.totals.rounds += 1
-        self.totals.round_s += time.perf_counter() - began
 
     def _collect(self) -> Iterator[Completion]:
         """Read the oldest launched result; rows that ended in it leave their slot and come out."""

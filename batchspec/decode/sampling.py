@@ -110,9 +110,9 @@ def cutoffs(logits: Tensor, row_ids: Tensor, rows: Rows) -> Tensor:
     num = min(QUICK_TOP, logits.shape[1])
     if logits.is_cuda:
         num = logits.shape[1]
+    total = torch.logsumexp(logits / temperature, 1)
     while True:
         best = logits.topk(num, dim=1).values
-        total = torch.logsumexp(logits / temperature, 1)
         cutoff, complete = _cutoffs_of_sorted(best, total, temperature, top_k, top_p, logits.shape[1])
         # Reading `complete` costs nothing on a CPU; on a GPU the whole row was sorted.
         if num == logits.shape[1] or bool(complete.all()):
