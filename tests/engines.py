@@ -175,7 +175,7 @@ class ForcedDrafter(NoFeatures):
     def __init__(self, max_len: int, outputs: dict[int, list[int]], *, right: bool, fixed_len: bool) -> None:
         self.max_len, self.outputs, self.right, self.fixed_len = max_len, outputs, right, fixed_len
 
-    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor) -> None:
+    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
         draft_ids.zero_()
         draft_len.fill_(self.max_len)
         for slot in range(len(draft_len)):

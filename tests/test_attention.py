@@ -46,7 +46,7 @@ def make_tensors(batch: FlatBatch, heads: tuple[int, int], dtype: torch.dtype, r
     return q.to(dtype), kv.to(dtype)
 
 
-def by_hand(q: Tensor, kv: Tensor, batch: FlatBatch, scale: float, window: int | None) -> Tensor:
+def by_hand(q: Tensor, kv: Tensor, batch: FlatBatch, scale: float, window: int | None, sink: int = 0) -> Tensor:
     """One query at a time, in fp64."""
     out = torch.zeros(q.shape, dtype=torch.float64)
     for t in range(q.shape[0]):
@@ -54,7 +54,7 @@ def by_hand(q: Tensor, kv: Tensor, batch: FlatBatch, scale: float, window: int |
         if batch.kv_len[row] == 0:
             continue
         first = 0 if window is None else max(0, position - window + 1)
-        seen = torch.arange(first, position + 1)
+        seen = torch.tensor([key for key in range(position + 1) if key >= first or key < sink])
         k, v = kv.double()[:, batch.page_table[row, seen // PAGE_SIZE].long(), seen % PAGE_SIZE].repeat_interleave(
             q.shape[1] // kv.shape[3], 2
         )
@@ -63,13 +63,15 @@ def by_hand(q: Tensor, kv: Tensor, batch: FlatBatch, scale: float, window: int |
     return out
 
 
-def check(rows: list[tuple[int, int]], heads: tuple[int, int], window: int | None, dtype: torch.dtype, seed: int = 0) -> None:
+def check(
+    rows: list[tuple[int, int]], heads: tuple[int, int], window: int | None, dtype: torch.dtype, seed: int = 0, sink: int = 0
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     batch = make_batch(rows, generator)
     q, kv = make_tensors(batch, heads, dtype, generator)
-    out = attend(q, kv, batch, scale=1 / math.sqrt(8), window=window)
+    out = attend(q, kv, batch, scale=1 / math.sqrt(8), window=window, sink=sink)
     assert out.dtype == dtype
-    torch.testing.assert_close(out.double(), by_hand(q, kv, batch, 1 / math.sqrt(8), window), atol=TOLERANCE[dtype], rtol=0)
+    torch.testing.assert_close(out.double(), by_hand(q, kv, batch, 1 / math.sqrt(8), window, sink), atol=TOLERANCE[dtype], rtol=0)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -100,9 +102,10 @@ some_rows = st.lists(one_row, min_size=1, max_size=6).filter(lambda rows: any(q 
 
 
 @settings(max_examples=60, deadline=None)
-@given(some_rows, st.none() | st.integers(1, 30), st.integers(0, 99))
-def test_any_mix_of_rows_is_exact_in_fp64(rows: list[tuple[int, int]], window: int | None, seed: int) -> None:
-    check(rows, (4, 2), window, torch.float64, seed)
+@given(some_rows, st.none() | st.integers(1, 30), st.integers(0, 12), st.integers(0, 99))
+def test_any_mix_of_rows_is_exact_in_fp64(rows: list[tuple[int, int]], window: int | None, sink: int, seed: int) -> None:
+    """The first `sink` keys are seen from behind any window too."""
+    check(rows, (4, 2), window, torch.float64, seed, sink)
 
 
 def test_places_of_rows_without_keys_and_padding_are_zero() -> None:

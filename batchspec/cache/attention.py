@@ -42,33 +42,35 @@ class FlatBatch:
     """No kv_len is larger than this (host bound)."""
 
 
-def attend(q: Tensor, kv: Tensor, batch: FlatBatch, *, scale: float, window: int | None) -> Tensor:
+def attend(q: Tensor, kv: Tensor, batch: FlatBatch, *, scale: float, window: int | None, sink: int = 0) -> Tensor:
     """Causal attention of every token of the batch over its row's pages.
 
     q       [T, NH, D]
     kv      [2, P, page_size, KVH, D] of the same dtype, the tokens' own K/V written already; finite everywhere
     window  a query at position p sees keys p-window+1 .. p; None: 0 .. p
+    sink    with a window: keys 0 .. sink-1 are seen too (StreamingLLM, arXiv 2309.17453)
     Returns [T, NH, D]; zeros for rows with kv_len 0. Exact: softmax in fp32 (fp64 for fp64).
 
     Many layers of one batch share the work that does not depend on q: `plan_attention` once, then `.attend`.
     Reads lengths on the host, so it synchronises on a GPU.
     """
-    return plan_attention(batch, kv, num_heads=q.shape[1], window=window).attend(q, kv, scale)
+    return plan_attention(batch, kv, num_heads=q.shape[1], window=window, sink=sink).attend(q, kv, scale)
 
 
-def plan_attention(batch: FlatBatch, kv: Tensor, *, num_heads: int, window: int | None) -> AttentionPlan:
+def plan_attention(batch: FlatBatch, kv: Tensor, *, num_heads: int, window: int | None, sink: int = 0) -> AttentionPlan:
     """What attention of this batch needs in every layer with this window: page lists and masks. `kv` is any layer's."""
     page_size, kv_heads = kv.shape[2], kv.shape[3]
     begins, lengths = batch.q_start.tolist(), batch.kv_len.tolist()
+    skips = window is not None and not sink
     rows = [
-        _Row(r, begin, end, kv_len, int(batch.positions[begin]) if window is not None else 0, window, page_size)
+        _Row(r, begin, end, kv_len, int(batch.positions[begin]) if skips else 0, window if skips else None, page_size)
         for r, (begin, end, kv_len) in enumerate(zip(begins, begins[1:], lengths, strict=False))
         if end > begin and kv_len > 0
     ]
-    parts: list[_Part] = [_LongRow(row, batch, kv, window) for row in rows if row.num_q > _SHORT]
+    parts: list[_Part] = [_LongRow(row, batch, kv, window, sink) for row in rows if row.num_q > _SHORT]
     short = sorted((row for row in rows if row.num_q <= _SHORT), key=lambda row: (-row.num_pages, row.index))
     for group in _similar(short):
-        parts.append(_ShortRows(group, batch, kv, num_heads // kv_heads, window))
+        parts.append(_ShortRows(group, batch, kv, num_heads // kv_heads, window, sink))
     return AttentionPlan(parts, sum(row.num_q for row in rows) == batch.token_ids.shape[0])
 
 
@@ -118,7 +120,7 @@ def _gather(kv: Tensor, pages: Tensor, out: Tensor) -> Tensor:
 class _LongRow:
     """One row of a prefill: scaled_dot_product_attention over its gathered keys."""
 
-    def __init__(self, row: _Row, batch: FlatBatch, kv: Tensor, window: int | None) -> None:
+    def __init__(self, row: _Row, batch: FlatBatch, kv: Tensor, window: int | None, sink: int) -> None:
         self._place = slice(row.begin, row.begin + row.num_q)
         pages = batch.page_table[row.index, row.first_page : row.first_page + row.num_pages].long()
         self._pages = torch.cat((pages, pages + kv.shape[1]))
@@ -128,7 +130,7 @@ class _LongRow:
         self._mask = None
         if window is not None or row.kv_len > row.num_q:
             keys = torch.arange(first_key, row.kv_len, device=kv.device)
-            self._mask = _mask(keys, batch.positions[self._place, None], window, kv.dtype)
+            self._mask = _mask(keys, batch.positions[self._place, None], window, sink, kv.dtype)
 
     def attend(self, q: Tensor, kv: Tensor, scale: float, out: Tensor) -> None:
         kv_heads, head_dim = kv.shape[3:]
@@ -143,7 +145,7 @@ class _LongRow:
 class _ShortRows:
     """Rows of a round, padded to the same number of queries and pages; the heads that share K/V are further queries."""
 
-    def __init__(self, rows: list[_Row], batch: FlatBatch, kv: Tensor, heads_per_kv: int, window: int | None) -> None:
+    def __init__(self, rows: list[_Row], batch: FlatBatch, kv: Tensor, heads_per_kv: int, window: int | None, sink: int) -> None:
         device, page_size = kv.device, kv.shape[2]
         self._num_rows, self._num_q = len(rows), max(row.num_q for row in rows)
         begin, num_q, kv_len, first, num_pages, index = torch.tensor(
@@ -159,7 +161,7 @@ class _ShortRows:
         self._buffer = kv.new_empty(2 * pages.shape[0], kv[0, 0].numel())
         keys = first * page_size + torch.arange(page.shape[0] * page_size, device=device)
         positions = torch.minimum(batch.positions[q_ids], kv_len - 1)
-        mask = _mask(keys[:, None], positions[:, :, None], window, kv.dtype)
+        mask = _mask(keys[:, None], positions[:, :, None], window, sink, kv.dtype)
         self._mask = mask.repeat_interleave(heads_per_kv, 1).unsqueeze(1)
         flat = q_ids.flatten()
         in_order = flat.shape[0] == batch.token_ids.shape[0] and bool((flat == torch.arange(flat.shape[0], device=device)).all())
@@ -180,9 +182,9 @@ class _ShortRows:
             out[self._q_ids[self._kept]] = o.reshape(-1, num_heads, head_dim)[self._kept]
 
 
-def _mask(keys: Tensor, positions: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+def _mask(keys: Tensor, positions: Tensor, window: int | None, sink: int, dtype: torch.dtype) -> Tensor:
     """0 where a query at `positions` sees the key, -inf elsewhere."""
     hidden = keys > positions
     if window is not None:
-        hidden |= keys <= positions - window
+        hidden |= (keys <= positions - window) & (keys >= sink)
     return torch.zeros(hidden.shape, dtype=dtype, device=keys.device).masked_fill_(hidden, float("-inf"))

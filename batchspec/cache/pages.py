@@ -19,12 +19,14 @@ SCRATCH_PAGE = 0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVCache:
-    """K/V of all layers in pages; a drafter's layers stand behind the target's.
+    """K/V of all layers in pages; a drafter's layers stand behind the target's and share their page ids.
 
-    kv  [layers, 2 (K, V), P, page_size, num_kv_heads, head_dim]
+    kv        [layers, 2 (K, V), P, page_size, num_kv_heads, head_dim]
+    draft_kv  the same of the drafter's layers, whose heads may differ
     """
 
     kv: Tensor
+    draft_kv: Tensor
     page_size: int
 
     @classmethod
@@ -38,14 +40,20 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        num_draft_layers: int = 0,
+        draft_shape: tuple[int, int] | None = None,
     ) -> KVCache:
-        """All pages zero, so that masked reads of unwritten places are finite."""
-        shape = (num_layers, 2, num_pages, page_size, num_kv_heads, head_dim)
-        return cls(torch.zeros(shape, dtype=dtype, device=device), page_size)
+        """All pages zero, so that masked reads of unwritten places are finite. `draft_shape`: (num_kv_heads, head_dim)."""
+
+        def zeros(layers: int, heads: tuple[int, int]) -> Tensor:
+            return torch.zeros(layers, 2, num_pages, page_size, *heads, dtype=dtype, device=device)
+
+        heads = (num_kv_heads, head_dim)
+        return cls(zeros(num_layers, heads), zeros(num_draft_layers, draft_shape or heads), page_size)
 
     def layer(self, index: int) -> Tensor:
-        """[2, P, page_size, num_kv_heads, head_dim]"""
-        return self.kv[index]
+        """[2, P, page_size, num_kv_heads, head_dim]; the target's layers first, then the drafter's."""
+        return self.kv[index] if index < len(self.kv) else self.draft_kv[index - len(self.kv)]
 
 
 def page_keys(ids: Ids, page_size: int) -> list[bytes]:

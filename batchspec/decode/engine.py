@@ -71,13 +71,15 @@ class Engine:
         spec = target.spec
         self.batch, self.drafter, self.options = batch, drafter, options or RoundOptions()
         self.cache = KVCache.allocate(
-            num_layers=spec.num_layers + drafter.num_kv_layers,
+            num_layers=spec.num_layers,
             num_pages=batch.num_pages,
             page_size=batch.page_size,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             dtype=target.dtype,
             device=device,
+            num_draft_layers=drafter.num_kv_layers,
+            draft_shape=drafter.kv_shape,
         )
         self.pool = PagePool(batch.num_pages)
         self.rows = Rows.allocate(batch, vocab_size=spec.vocab_size, penalties=penalties, device=device)
@@ -123,7 +125,7 @@ class Engine:
                     yield from self._collect()
                 moves = self._scheduler.compact(bucket)
                 if moves:
-                    self.rows.move(moves)
+                    self.rows.move(moves, self.drafter.state)
                 self._bucket = bucket
 
     def _prefill(self, group: list[Row]) -> None:

@@ -94,7 +94,7 @@ class Round:
         ids, draft_len = self.ids[:num_rows], self.draft_len[:num_rows]
         newest = (rows.num_tokens - 1).clamp_(min=0).long().unsqueeze(1)
         torch.gather(rows.tokens, 1, newest, out=ids[:, :1])
-        self.drafter.propose(rows, ids[:, 1:], draft_len)
+        self.drafter.propose(rows, ids[:, 1:], draft_len, self.cache)
         if self.rates is not None:
             draft_len.fill_(self.drafter.max_len)
         torch.minimum(draft_len, rows.limit - rows.num_tokens - 1, out=draft_len)

@@ -143,11 +143,13 @@ class Rows:
         """The host ends rows (stop string, set back): dead from the next round on."""
         self.live[torch.tensor(slots, device=self.live.device)] = 0
 
-    def move(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Compaction: copy rows from slot to slot, (source, destination) each, and leave the sources dead."""
+    def move(self, moves: Sequence[tuple[int, int]], more: Sequence[Tensor] = ()) -> None:
+        """Compaction: copy rows from slot to slot, (source, destination) each, and leave the sources dead.
+
+        more  other tensors [slots, ...] that move with them: a drafter's state
+        """
         sources, destinations = torch.tensor(moves, dtype=torch.int32).T.contiguous().to(self.live.device)
-        for field in fields(self):
-            state = getattr(self, field.name)
+        for state in (*(getattr(self, field.name) for field in fields(self)), *more):
             if state.numel():
                 move_rows(state, sources, destinations)
         self.live[sources] = 0

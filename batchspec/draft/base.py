@@ -28,7 +28,11 @@ class Drafter(Protocol):
     tap_layers: tuple[int, ...]
     """Boundaries 0..L of the target whose residual stream it reads (0 is the embedding, i is what enters layer i)."""
     num_kv_layers: int
-    """K/V layers of its own, kept in the target's pages behind the target's layers."""
+    """K/V layers of its own, kept in the pages of the row behind the target's layers: `cache.layer(L + i)`."""
+    kv_shape: tuple[int, int] | None
+    """(num_kv_heads, head_dim) of those layers; None where there are none."""
+    state: tuple[Tensor, ...]
+    """Tensors [slots, ...]: what it carries of each slot's row from round to round; the engine moves lines when it compacts."""
 
     def prefill(self, batch: FlatBatch, slot_ids: Tensor, taps: Tensor | None, rows: Rows, cache: KVCache) -> None:
         """Read prefilled positions with the target's features at them.
@@ -36,11 +40,19 @@ class Drafter(Protocol):
         slot_ids int64 [R'] the slot of each row of `batch`; taps [T, len(tap_layers) * H].
         """
 
-    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor) -> None:
-        """Write proposals: draft_ids int32 [R, K] and how many of them count, draft_len int32 [R] in 0..K."""
+    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+        """Write proposals: draft_ids int32 [R, K], 1 <= K <= max_len, and how many of them count, draft_len int32 [R] in 0..K.
+
+        A round may ask for fewer than max_len. `rows` are the first R slots. K/V written on the way, at positions
+        num_tokens - 1 and on, is made of guesses: `catch_up` writes over all of it.
+        """
 
     def catch_up(self, batch: FlatBatch, taps: Tensor | None, accepted_len: Tensor, rows: Rows, cache: KVCache) -> None:
-        """Read the positions just verified, with the target's true features; accepted_len int32 [R]."""
+        """Read the positions just verified, with the target's true features; accepted_len int32 [R].
+
+        Called behind the commit: rows.num_tokens counts what the round emitted, rows.live is 0 where a row ended. Row r's
+        places are batch.q_start[r] + j, of which j = 0..accepted_len[r] stand; what lies behind them is rejected.
+        """
 
 
 class NoFeatures:
@@ -48,6 +60,8 @@ class NoFeatures:
 
     tap_layers: tuple[int, ...] = ()
     num_kv_layers: int = 0
+    kv_shape: tuple[int, int] | None = None
+    state: tuple[Tensor, ...] = ()
 
     def prefill(self, batch: FlatBatch, slot_ids: Tensor, taps: Tensor | None, rows: Rows, cache: KVCache) -> None:
         return None
@@ -63,5 +77,5 @@ class NoDrafter(NoFeatures):
     max_len = 0
     fixed_len = True
 
-    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor) -> None:
+    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
         draft_len.zero_()

@@ -13,6 +13,7 @@ from batchspec.draft.base import NoFeatures
 from batchspec.kernels.ngram import ngram
 
 if TYPE_CHECKING:
+    from batchspec.cache.pages import KVCache
     from batchspec.decode.rows import Rows
 
 
@@ -32,12 +33,12 @@ class LookupDrafter(NoFeatures):
         self.max_ngram = max_ngram
         self.growth = growth
 
-    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor) -> None:
+    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
         ngram(
             rows.tokens,
             rows.num_tokens,
             rows.live,
-            max_draft_len=self.max_len,
+            max_draft_len=draft_ids.shape[1],
             min_ngram=self.min_ngram,
             max_ngram=self.max_ngram,
             growth=self.growth,
