@@ -55,6 +55,13 @@ class Request:
     """int64 row key of the noise: with the position it fixes every draw."""
     predicted_tokens: int
     """Expected output length, for packing only."""
+    synthetic_len: int | None = None
+    """Benchmarks only: the row ends after this many tokens, whatever they are; packing and scheduling must not look at it."""
+
+    @property
+    def device_limit(self) -> int:
+        """Output tokens behind which the row ends on the device: max_new_tokens, or synthetic_len where that is smaller."""
+        return self.max_new_tokens if self.synthetic_len is None else min(self.max_new_tokens, self.synthetic_len)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,6 +91,13 @@ def test_a_row_s_own_values_stand_before_the_job_s() -> None:
     assert (usual.max_new_tokens, usual.stop, usual.sampling.top_k) == (16, ("END",), 7)
 
 
+def test_a_synthetic_end_is_known_to_the_device_and_to_nobody_else() -> None:
+    ends, capped, usual = requests(prompts("a", "b", "c", synthetic_len=pa.array([5, 99, None])))
+    assert [item.synthetic_len for item in (ends, capped, usual)] == [5, 99, None]
+    assert [item.device_limit for item in (ends, capped, usual)] == [5, 16, 16]
+    assert [(item.max_new_tokens, item.predicted_tokens) for item in (ends, capped)] == [(16, 16)] * 2
+
+
 def test_min_new_tokens_never_exceeds_the_row_s_own_limit() -> None:
     (request,) = requests(prompts("a", max_new_tokens=[3]), decode__min_new_tokens=8)
     assert request.min_new_tokens == 3
@@ -111,6 +118,8 @@ def test_min_new_tokens_never_exceeds_the_row_s_own_limit() -> None:
         (prompts("a", max_new_tokens=[0]), "bad_parameter", "max_new_tokens=0 must be at least 1"),
         (prompts("a", max_new_tokens=[64]), "bad_parameter", "leaves no room for a prompt in model.max_len=64"),
         (prompts("a", n=[0]), "bad_parameter", "n=0"),
+        (prompts("a", synthetic_len=[0]), "bad_parameter", "synthetic_len=0 must be at least 1"),
+        (prompts("a", synthetic_len=[1.5]), "bad_parameter", "synthetic_len=1.5 must be a whole number"),
         (prompts("a", stop=[[""]]), "bad_parameter", "non-empty strings"),
         (prompts("a", system=["be brief"]), "bad_parameter", "input.chat=true"),
         (chats(user("a"), tools=["{"]), "bad_parameter", "tools is not JSON"),

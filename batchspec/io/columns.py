@@ -74,6 +74,7 @@ TYPES: Mapping[str, tuple[Callable[[pa.DataType], bool], str]] = {
     "system": (is_text, "string"),
     "tools": (_is_tools, "JSON string, struct or list of structs"),
     "template_kwargs": (_is_object, "JSON string or struct"),
+    "synthetic_len": (_is_number, "integer"),
 }
 """batchspec's names, which column types each takes, and how an error calls them."""
 

@@ -142,6 +142,7 @@ class Admission:
                 max_new_tokens=max_new_tokens, min_new_tokens=min(self.decode.min_new_tokens, max_new_tokens),
                 sampling=sampling, stop_ids=stop_ids, stop=stop,
                 seed=hash64(base, sample_index) if sample_index else base, predicted_tokens=predicted_tokens,
+                synthetic_len=_synthetic_len(row),
             )  # fmt: skip
 
     def _values(self, row: dict[str, Any]) -> dict[str, float]:
@@ -149,19 +150,10 @@ class Admission:
         values: dict[str, float] = {}
         for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "n"):
             own, usual = row.get(name), getattr(self.decode, name)
-            if own is None:
-                values[name] = usual
-                continue
-            whole = isinstance(usual, int)
-            if isinstance(own, bool) or not isinstance(own, int | float) or (whole and own != own // 1):
-                kind = "a whole number" if whole else "a number"
-                raise BadRow("bad_parameter", f"{name}={own!r} must be {kind}; correct it or leave it null")
-            problem = violation(f"decode.{name}", own)
+            values[name] = usual if own is None else _number(name, own, whole=isinstance(usual, int))
+            problem = violation(f"decode.{name}", values[name])
             if problem:
                 raise BadRow("bad_parameter", problem.removeprefix("decode."))
-            if whole and isinstance(own, float) and abs(own) >= 2**53:
-                raise BadRow("bad_parameter", f"{name}={own!r} is a float and may have lost digits; write the column as integers")
-            values[name] = int(own) if whole else float(own)
         return values
 
     def _stops(self, own: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -271,6 +263,26 @@ def _prompt(row: dict[str, Any], column: str) -> Any:
     if len(prompt) == 0:
         raise BadRow("empty_prompt", f"{column} is empty; drop the row")
     return prompt
+
+
+def _synthetic_len(row: dict[str, Any]) -> int | None:
+    own = row.get("synthetic_len")
+    if own is None:
+        return None
+    length = int(_number("synthetic_len", own, whole=True))
+    if length < 1:
+        raise BadRow("bad_parameter", f"synthetic_len={length} must be at least 1; leave it null for a row that ends by itself")
+    return length
+
+
+def _number(name: str, own: Any, *, whole: bool) -> float:
+    """A cell's number, whole or not."""
+    if isinstance(own, bool) or not isinstance(own, int | float) or (whole and own != own // 1):
+        kind = "a whole number" if whole else "a number"
+        raise BadRow("bad_parameter", f"{name}={own!r} must be {kind}; correct it or leave it null")
+    if whole and isinstance(own, float) and abs(own) >= 2**53:
+        raise BadRow("bad_parameter", f"{name}={own!r} is a float and may have lost digits; write the column as integers")
+    return int(own) if whole else float(own)
 
 
 def _turns(prompt: Any, system: str | None) -> list[dict[str, Any]]:
