@@ -104,7 +104,14 @@ def decode_job(
     job: Job, engine: Engine, seen: Survey, progress: Progress, *, skip: Container[int] = ()
 ) -> Iterator[tuple[InputShard, list[Completion]]]:
     """Every shard that is not in `skip` with its completions, as soon as its last row is done."""
-    feed = Feed(job.source.shards(job.shard_rows, skip), job.admission)
+    num_shards = sum(index not in skip for index in range(-(-job.source.num_rows // job.shard_rows)))
+    feed = Feed(
+        job.source.shards(job.shard_rows, skip),
+        job.admission,
+        num_shards=num_shards,
+        shard_rows=job.shard_rows,
+        slots=engine.batch.slots,
+    )
     reporter = Reporter(progress, seen.mean_output)
     engine.on_round = reporter
 

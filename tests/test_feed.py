@@ -1,0 +1,78 @@
+"""Requests leave the input in windows, longest first, and every shard is handed back once, complete."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import pyarrow as pa
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchspec.config import RunConfig
+from batchspec.io.columns import map_columns
+from batchspec.io.reader import table_source
+from batchspec.packing.admit import Admission
+from batchspec.packing.feed import Feed
+from batchspec.records import Completion, Request
+from tests.stand_ins import ByteTokenizer, small_spec
+
+
+def feed(caps: list[int], *, shard_rows: int, slots: int) -> Feed:
+    source = table_source(pa.table({"prompt": ["x"] * len(caps), "max_new_tokens": caps}))
+    config = RunConfig()
+    config.decode.max_new_tokens = 500
+    admission = Admission(
+        config, source=source, columns=map_columns(source.schema, {}), spec=small_spec(), tokenizer=cast(Any, ByteTokenizer())
+    )
+    num_shards = -(-len(caps) // shard_rows)
+    return Feed(source.shards(shard_rows), admission, num_shards=num_shards, shard_rows=shard_rows, slots=slots)
+
+
+def done(request: Request, num_tokens: int = 1) -> Completion:
+    return Completion(
+        request_id=request.request_id, row_index=request.row_index, sample_index=0, shard=request.shard, status="ok",
+        finish_reason="stop", token_ids=np.zeros(num_tokens, np.int32), predicted_tokens=request.predicted_tokens,
+    )  # fmt: skip
+
+
+def windows(made: Feed) -> list[int]:
+    """How many requests each window held: short caps come back in falling order within one."""
+    caps = [request.max_new_tokens for request in made.requests()]
+    ends = [i for i in range(1, len(caps)) if caps[i] > caps[i - 1]]
+    return [b - a for a, b in zip([0, *ends], [*ends, len(caps)], strict=True)]
+
+
+def test_a_window_holds_several_shards_and_rows_for_every_slot_twice() -> None:
+    caps = [1 + i % 60 for i in range(240)]
+    assert windows(feed(caps, shard_rows=10, slots=4)) == [40] * 6
+    assert windows(feed(caps, shard_rows=10, slots=30)) == [60] * 4
+    assert windows(feed(caps, shard_rows=60, slots=30)) == [240]
+
+
+def test_what_is_left_behind_the_last_whole_window_belongs_to_it() -> None:
+    caps = [1 + i % 60 for i in range(200)]
+    assert windows(feed(caps, shard_rows=10, slots=40)) == [80, 120]
+    assert windows(feed(caps, shard_rows=10, slots=96)) == [200]
+
+
+def test_a_request_is_predicted_by_the_rows_that_ended_before_it_was_handed_out() -> None:
+    made = feed([400] * 8, shard_rows=4, slots=2)
+    requests = made.requests()
+    first = next(requests)
+    assert first.predicted_tokens == 200
+    for _ in range(16):
+        made._admission.observe(done(first, num_tokens=100))
+    assert next(requests).predicted_tokens == 150
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 12))
+def test_every_shard_comes_back_once_when_its_last_row_is_done(num_rows: int, shard_rows: int, slots: int) -> None:
+    made = feed([1 + i % 7 for i in range(num_rows)], shard_rows=shard_rows, slots=slots)
+    back = []
+    for request in made.requests():
+        made.add(done(request))
+        for shard, completions in made.complete():
+            assert len(completions) == shard.table.num_rows
+            back.append(shard.index)
+    assert sorted(back) == list(range(-(-num_rows // shard_rows)))
