@@ -66,12 +66,13 @@ def accept_kernel(
     tl.store(live + row, 0, mask=alive & (ending > 0))
 
     tl.store(out_accepted_len + row, tl.where(alive, accepted, 0))
-    log = out_log + row * (K + 4)
+    log = out_log + row * (K + 5)
     logged = tl.where(alive, accepted, -1)
     tl.store(log, logged)
     tl.store(log + 1, length)
     tl.store(log + 2, tl.where(alive, kept, 0))
-    tl.store(log + 3 + lane, tl.where(lane <= logged, emitted, -1), mask=lane <= K)
+    tl.store(log + 3, tl.where(alive, ending, 0))
+    tl.store(log + 4 + lane, tl.where(lane <= logged, emitted, -1), mask=lane <= K)
 
 
 def accept(
@@ -107,7 +108,7 @@ def accept(
     live              int32 [R]        in/out: 0 once a row is finished
     finish            int32 [R]        out, live rows only: 0 running, 1 a stop id was kept, 2 limit reached
     out_accepted_len  int32 [R]        a; 0 for dead rows
-    out_log           int32 [R, K+4]   a, draft_len, kept, then the emitted tokens, then -1; dead rows: -1, 0, 0, -1 ...
+    out_log           int32 [R, K+5]   a, draft_len, kept, finish, the emitted tokens, then -1; dead rows: -1, 0, 0, 0, -1 ...
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
@@ -126,7 +127,7 @@ def accept(
     check("accept: stop_ids", stop_ids, (num_rows, num_stops), torch.int32)
     check("accept: keys", keys, (num_rows,), torch.int64)
     check("accept: tokens", tokens, (num_rows, tokens.shape[1]), torch.int32, rows=True)
-    check("accept: out_log", out_log, (num_rows, width + 4), torch.int32)
+    check("accept: out_log", out_log, (num_rows, width + 5), torch.int32)
     if rates is not None:
         check("accept: rates", rates, (width,), torch.float32)
     if not (draft_ids.is_cuda or interpret):
@@ -192,7 +193,8 @@ def accept_reference(
     out_log[:, 0] = torch.where(alive, accepted, -1)
     out_log[:, 1] = torch.where(alive, draft_len, 0)
     out_log[:, 2] = torch.where(alive, kept, 0)
-    out_log[:, 3:] = torch.where(alive[:, None] & (lane <= accepted[:, None]), emitted, -1)
+    out_log[:, 3] = torch.where(alive, ending, 0)
+    out_log[:, 4:] = torch.where(alive[:, None] & (lane <= accepted[:, None]), emitted, -1)
 
 
 def main() -> None:
@@ -209,7 +211,7 @@ def main() -> None:
         )  # fmt: skip
         state: dict[str, Any] = {
             "tokens": ints((rows, length), 0), "num_tokens": ints((rows,), 1), "live": ints((rows,), 1),
-            "finish": ints((rows,), 0), "out_accepted_len": ints((rows,), 0), "out_log": ints((rows, width + 4), 0),
+            "finish": ints((rows,), 0), "out_accepted_len": ints((rows,), 0), "out_log": ints((rows, width + 5), 0),
         }  # fmt: skip
         num_bytes = rows * (4 * (4 * width + 16) + 8)
         bench.row(

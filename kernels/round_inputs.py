@@ -1,6 +1,6 @@
 """What a round of a fixed draft length reads, in one launch: newest token, draft lengths, positions, cache locations, key counts.
 
-    position = num_tokens - 1 + j,  j = 0..K       slot = page_table[row, position // page_size] * page_size + position % page_size
+    position = num_tokens - 1 + j,  j = 0..K      slot = page_table[row, position // page_size] * page_size + position % page_size
     draft_len = min(K, limit - num_tokens - 1)     kv_len = num_tokens + K
 
 One program a row; dead rows get position 0, the scratch slot 0 and no keys. Bound by launch latency: a few hundred bytes a row.
@@ -10,6 +10,7 @@ Source: the fused input preparation of https://github.com/lightseekorg/tokenspee
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -37,7 +38,7 @@ def round_inputs_kernel(
     lane = tl.arange(0, LANES)
     position = tl.where(alive, num - 1 + lane, 0).to(tl.int64)
     exists = lane < WIDTH
-    slot = slot_of(page_table, row, position, exists & alive, max_pages, PAGE_SIZE)
+    slot = slot_of(page_table, row, position, lane < tl.where(alive, WIDTH, 0), max_pages, PAGE_SIZE)
     tl.store(out_positions + row * WIDTH + lane, position, mask=exists)
     tl.store(out_slots + row * WIDTH + lane, slot, mask=exists)
 
@@ -75,7 +76,8 @@ def round_inputs(
     num_rows, width = out_ids.shape
     check("round_inputs: tokens", tokens, (num_rows, tokens.shape[1]), torch.int32, rows=True)
     for name, vector in (
-        ("num_tokens", num_tokens), ("limit", limit), ("live", live), ("out_draft_len", out_draft_len), ("out_kv_len", out_kv_len),
+        ("num_tokens", num_tokens), ("limit", limit), ("live", live), ("out_draft_len", out_draft_len),
+        ("out_kv_len", out_kv_len),
     ):  # fmt: skip
         check(f"round_inputs: {name}", vector, (num_rows,), torch.int32)
     check("round_inputs: page_table", page_table, (num_rows, page_table.shape[1]), torch.int32)
@@ -129,7 +131,7 @@ def main() -> None:
         ints = partial(torch.full, dtype=torch.int32, device=bench.device)
         state = (ints((rows, length), 1), ints((rows,), length // 2), ints((rows,), length), ints((rows,), 1))
         table = torch.randint(1, 1000, (rows, length // 16), dtype=torch.int32, device=bench.device)
-        out = {
+        out: dict[str, Any] = {
             "page_size": 16, "out_ids": ints((rows, width), 0), "out_draft_len": ints((rows,), 0), "out_kv_len": ints((rows,), 0),
             "out_positions": torch.zeros(rows * width, dtype=torch.int64, device=bench.device),
             "out_slots": torch.zeros(rows * width, dtype=torch.int64, device=bench.device),

@@ -40,6 +40,7 @@ def drive(scheduler: Scheduler, lengths: dict[str, int], pool: PagePool) -> Iter
     while True:
         for row in scheduler.refill():
             row.progress.tokens.append(0)  # the prefill's token
+            scheduler.num_tokens[row.slot] += 1
         if not scheduler.live:
             assert scheduler.exhausted
             return
@@ -52,6 +53,7 @@ def drive(scheduler: Scheduler, lengths: dict[str, int], pool: PagePool) -> Iter
         yield step, alive
         for row in alive:
             row.progress.tokens.extend([0] * min(step, remaining[row.slot]))
+            scheduler.num_tokens[row.slot] += min(step, remaining[row.slot])
             if len(row.progress.tokens) >= lengths[row.progress.request.request_id]:
                 scheduler.release(row)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,6 +41,17 @@ class FlatBatch:
     """No row owns more places than this (host bound)."""
     max_kv: int
     """No kv_len is larger than this (host bound)."""
+    host: HostLayout | None = None
+    """What the host knows of the rows: of a prefill everything, of a round nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostLayout:
+    """q_len and kv_len of each row of a FlatBatch, and its pages from the first token on."""
+
+    q_len: Sequence[int]
+    kv_len: Sequence[int]
+    pages: Sequence[Sequence[int]]
 
 
 def attend(q: Tensor, kv: Tensor, batch: FlatBatch, *, scale: float, window: int | None, sink: int = 0) -> Tensor:
@@ -148,9 +160,13 @@ class _ShortRows:
     def __init__(self, rows: list[_Row], batch: FlatBatch, kv: Tensor, heads_per_kv: int, window: int | None, sink: int) -> None:
         device, page_size = kv.device, kv.shape[2]
         self._num_rows, self._num_q = len(rows), max(row.num_q for row in rows)
-        begin, num_q, kv_len, first, num_pages, index = torch.tensor(
-            [(row.begin, row.num_q, row.kv_len, row.first_page, row.num_pages, row.index) for row in rows], device=device
-        ).unsqueeze(2).unbind(1)  # each [rows, 1]
+        begin, num_q, kv_len, first, num_pages, index = (
+            torch.tensor(
+                [(row.begin, row.num_q, row.kv_len, row.first_page, row.num_pages, row.index) for row in rows], device=device
+            )
+            .unsqueeze(2)
+            .unbind(1)
+        )  # each [rows, 1]
         # Padding repeats a row's last query and reads the scratch page.
         place = torch.arange(self._num_q, device=device)
         q_ids = begin + torch.minimum(place, num_q - 1)

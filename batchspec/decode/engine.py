@@ -8,13 +8,18 @@ rounds can write; and everything runs in one stream, so that a page's next owner
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from batchspec.cache.pages import KVCache, PagePool
+from batchspec.decode.adaptive import DraftLengths
+from batchspec.decode.graphs import Graphs, Shape
+from batchspec.decode.ledger import Ledger
 from batchspec.decode.output import Decode, Progress, StopFinder
 from batchspec.decode.prefill import chunks, prefill_chunk
 from batchspec.decode.round import Round, RoundOptions, RoundResult
@@ -23,7 +28,7 @@ from batchspec.decode.sampling import SamplingMode
 from batchspec.decode.scheduler import Row, Scheduler
 from batchspec.draft.base import Drafter
 from batchspec.model.target import Target
-from batchspec.records import Completion, PackedBatch, Request, SamplingParams
+from batchspec.records import Completion, PackedBatch, Request
 
 
 @dataclass(slots=True)
@@ -44,11 +49,22 @@ class EngineTotals:
 
 @dataclass(slots=True)
 class _Launched:
-    """A result on its way to the host, with the rows that owned the slots at launch."""
+    """A result on its way to the host."""
 
     result: RoundResult
-    rows: list[Row | None]
-    is_prefill: bool
+    owners: NDArray[np.int64]
+    """The owner of each slot at launch, -1 where it was not part of it."""
+    num_rows: int
+    draft_len: int
+    context_tokens: int
+    arrived: torch.cuda.Event | None
+    """On a GPU: when the copy to the host was done."""
+    began: float | torch.cuda.Event | None = None
+    """Of a prefill: when its group began."""
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.began is not None
 
 
 class Engine:
@@ -66,8 +82,12 @@ class Engine:
         eos_ids: frozenset[int] = frozenset(),
         penalties: bool = False,
         refill_dead: bool = True,
+        adaptive: bool = False,
     ) -> None:
-        """`decode` turns ids into text (needed for stop strings); `penalties` makes room for penalty state."""
+        """`decode` turns ids into text (needed for stop strings); `penalties` makes room for penalty state.
+
+        adaptive  choose the draft length of each round, 0 included, by measured times and acceptance (GPU only)
+        """
         spec = target.spec
         self.batch, self.drafter, self.options = batch, drafter, options or RoundOptions()
         self.cache = KVCache.allocate(
@@ -84,10 +104,23 @@ class Engine:
         self.pool = PagePool(batch.num_pages)
         self.rows = Rows.allocate(batch, vocab_size=spec.vocab_size, penalties=penalties, device=device)
         self.round = Round(target, drafter, self.cache, batch, self.options, device)
+        self.graphs = Graphs(self.round, self.rows)
         self.totals = EngineTotals()
         self.on_round: Callable[[EngineTotals], None] | None = None
-        self._decode, self._eos_ids, self._refill_dead = decode, eos_ids, refill_dead
+        self._device, self._decode, self._eos_ids, self._refill_dead = device, decode, eos_ids, refill_dead
         self._launched: deque[_Launched] = deque()
+        self._lengths = DraftLengths(drafter.max_len) if adaptive and device.type == "cuda" else None
+
+    @torch.inference_mode()
+    def prepare(self, mode: SamplingMode) -> None:
+        """Capture the graphs of every row bucket and draft length for `mode`, and time them. Only while no row is live."""
+        draft_lens = range(self.drafter.max_len + 1) if self._lengths else [self.drafter.max_len]
+        shapes = [Shape(num_rows, k, mode) for num_rows in self.batch.row_buckets for k in draft_lens]
+        self.rows.live.zero_()
+        self.graphs.prepare(shapes)
+        if self._lengths is not None:
+            for shape in shapes:
+                self._lengths.set_base(shape.num_rows, shape.draft_len, self.graphs.seconds(shape))
 
     @torch.inference_mode()
     def run(self, requests: Iterator[Request]) -> Generator[Completion]:
@@ -97,7 +130,11 @@ class Engine:
         self._launched.clear()
         self.rows.live.zero_()
         self._bucket = self.batch.slots
+        self._ledger = Ledger(self.batch.slots, self.batch.max_len, self.drafter.max_len)
         self._scheduler = Scheduler(self.batch, self.pool, map(self._begin, requests), refill_dead=self._refill_dead)
+        self._watched = np.zeros(self.batch.slots, bool)
+        self._modes: Counter[SamplingMode] = Counter()
+        self._timed_from: torch.cuda.Event | None = None
         while True:
             yield from self._refill()
             if self._scheduler.live:
@@ -118,7 +155,7 @@ class Engine:
         if group:
             self._bucket = self.batch.slots
             self._prefill(group)
-        elif self._scheduler.live and self._scheduler.exhausted and self._refill_dead:
+        elif self._scheduler.live and self._refill_dead and self._scheduler.exhausted:
             bucket = min(b for b in self.batch.row_buckets if b >= len(self._scheduler.live))
             if bucket < self._bucket:
                 while self._launched:
@@ -126,13 +163,16 @@ class Engine:
                 moves = self._scheduler.compact(bucket)
                 if moves:
                     self.rows.move(moves, self.drafter.state)
+                    self._ledger.move(moves)
+                    for source, destination in moves:
+                        self._watched[destination] = self._watched[source]
                 self._bucket = bucket
 
     def _prefill(self, group: list[Row]) -> None:
-        began = time.perf_counter()
-        spans = []
+        began = self._now()
+        spans, page_size = [], self.batch.page_size
         for row in group:
-            cached = row.num_shared * self.batch.page_size
+            cached = row.num_shared * page_size
             if row.progress.num_prefills == 0:
                 row.progress.cached_tokens = cached
             self.totals.cached_tokens += cached
@@ -141,98 +181,177 @@ class Engine:
         slots = [row.slot for row in group]
         self.rows.begin(slots, [row.progress.request for row in group], [row.progress.tokens for row in group])
         self.rows.grant([(row.slot, 0, row.pages) for row in group])
-        mode = self._mode(group)
-        by_slot = {row.slot: row for row in group}
-        for segments in chunks(spans, self.batch.prefill_tokens):
-            result = prefill_chunk(self.round, self.rows, segments, mode)
-            if result is not None:
-                ending: list[Row | None] = [None] * self.batch.slots
-                for segment in segments:
-                    if segment.last:
-                        ending[segment.slot] = by_slot[segment.slot]
-                self._launched.append(_Launched(result, ending, True))
-        elapsed = time.perf_counter() - began
         for row in group:
-            row.progress.prefill_s += elapsed
-
-    def _mode(self, rows: list[Row]) -> SamplingMode:
-        """The least that serves all of `rows`."""
-        params: list[SamplingParams] = [row.progress.request.sampling for row in rows]
-        drawn = [p for p in params if p.temperature > 0]
-        return SamplingMode(
-            random=bool(drawn),
-            filters=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in drawn),
-            penalties=any(p.repetition_penalty != 1 or p.presence_penalty != 0 for p in params),
-            min_tokens=any(row.progress.request.min_new_tokens > 0 for row in rows),
-        )
+            self._enter(row)
+        mode = SamplingMode.union([_mode_of(row.progress.request) for row in group])
+        pages = {row.slot: row.pages for row in group}
+        for segments in chunks(spans, self.batch.prefill_tokens):
+            result = prefill_chunk(self.round, self.rows, segments, [pages[segment.slot] for segment in segments], mode)
+            if result is not None:
+                owners = np.full_like(self._scheduler.owner, -1)
+                ending = [segment.slot for segment in segments if segment.last]
+                owners[ending] = self._scheduler.owner[ending]
+                self._launch(result, owners, 0, 0, began)
 
     def _make_room(self) -> Iterator[Completion]:
         """Pages for everything that the launched rounds and the next one may write; the youngest rows go where there are none."""
-        for row in sorted(self._scheduler.live, key=lambda row: row.order):
-            while row.slot >= 0 and self._scheduler.slots[row.slot] is row:
-                ahead = (len(self._launched) + 1) * self.round.width
-                columns = len(row.pages)
-                pages = self._scheduler.grow(row, row.num_tokens + ahead)
-                if pages is not None:
-                    if pages:
-                        self.rows.grant([(row.slot, columns, pages)])
-                    break
-                if self._launched:  # what is not collected yet may free pages, and the tokens of a row set back must all be known
-                    yield from self._collect()
-                    continue
+        grants = []
+        while short := self._scheduler.short_of_pages((len(self._launched) + 1) * self.round.width):
+            row = short[0]
+            columns = len(row.pages)
+            ahead = (len(self._launched) + 1) * self.round.width
+            pages = self._scheduler.grow(row, int(self._scheduler.num_tokens[row.slot]) + ahead)
+            if pages is not None:
+                grants.append((row.slot, columns, pages))
+            elif self._launched:  # what is not collected yet may free pages, and the tokens of a row set back must all be known
+                yield from self._collect()
+            else:
                 victim = self._scheduler.youngest()
                 self.rows.kill([victim.slot])
+                self._leave(victim)
                 self._scheduler.set_back(victim)
                 self.totals.set_back += 1
+        if grants:
+            self.rows.grant(grants)
 
     def _launch_round(self) -> None:
-        live = self._scheduler.live
-        if not live:
+        if not self._scheduler.live:  # all of them ended while room was made
             return
-        result = self.round.run(self.rows.first(self._bucket), self._mode(live))
-        self._launched.append(_Launched(result, list(self._scheduler.slots), False))
+        draft_len, context_tokens = self.drafter.max_len, 0
+        if self._lengths is not None:
+            context_tokens = int(self._scheduler.num_tokens[self._scheduler.owner >= 0].sum())
+            draft_len, _ = self._lengths.choose(self._bucket, context_tokens)
+        result = self.graphs.run(Shape(self._bucket, draft_len, self._mode()))
+        self._launch(result, self._scheduler.owner.copy(), draft_len, context_tokens)
         self.totals.rounds += 1
+
+    def _launch(
+        self,
+        result: RoundResult,
+        owners: NDArray[np.int64],
+        draft_len: int,
+        context_tokens: int,
+        began: float | torch.cuda.Event | None = None,
+    ) -> None:
+        """Send a result to the host. Copies run in stream order, so that the next round may write over the device's tensors."""
+        arrived = None
+        if self._device.type == "cuda":
+            result = result.to_host()
+            arrived = torch.cuda.Event(enable_timing=True)
+            arrived.record()
+        self._launched.append(_Launched(result, owners, self._bucket, draft_len, context_tokens, arrived, began))
+
+    def _now(self) -> float | torch.cuda.Event:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def _collect(self) -> Iterator[Completion]:
         """Read the oldest launched result; rows that ended in it leave their slot and come out."""
         launched = self._launched.popleft()
-        result = launched.result
-        log = result.log.cpu().numpy()
-        now = time.perf_counter()
-        self.totals.live_rows = len(self._scheduler.live)
-        for slot, line in enumerate(log.tolist()):
-            row = launched.rows[slot]
-            accepted, drafted, kept = line[:3]
-            if row is None or accepted < 0 or row.slot < 0 or self._scheduler.slots[row.slot] is not row:
-                continue
-            progress, before = row.progress, len(row.progress.tokens)
+        if launched.arrived is not None:
+            launched.arrived.synchronize()
+        now, scheduler = time.perf_counter(), self._scheduler
+        log, logprobs = launched.result.log.numpy(), launched.result
+        owners = launched.owners[: len(log)]
+        slots = np.flatnonzero((owners >= 0) & (owners == scheduler.owner[: len(log)]) & (log[:, 0] >= 0))
+        lines = log[slots]
+        scheduler.num_tokens[slots] += lines[:, 2]
+        self._count(launched, lines)
+        # Rows with stop strings are read token by token, the rest in bulk.
+        watched = self._watched[slots]
+        add = self._ledger.add_prefill if launched.is_prefill else self._ledger.add_round
+        add(slots[~watched], lines[~watched])
+        for slot, line in zip(slots[watched].tolist(), lines[watched].tolist(), strict=True):
+            progress = self._row(slot).progress
             if launched.is_prefill:
-                progress.add_prefill(line[3:4])
-                progress.first_token_at = progress.first_token_at or now
+                progress.add_prefill(line[4:5])
             else:
-                progress.add_round(accepted, drafted, accepted + 1, line[3 : 3 + kept])
-                self.totals.row_rounds += 1
-                self.totals.accepted += accepted
-                self.totals.drafted += drafted
-            count = len(progress.tokens) - before
-            self.totals.tokens += count
-            _keep_logprobs(progress, result, slot, count)
-            if progress.finish_reason is not None:
-                if progress.stop_string is not None:
-                    self.rows.kill([row.slot])
-                yield self._finish(row, now)
+                progress.add_round(line[0], line[1], line[0] + 1, line[4 : 4 + line[2]])
+        if launched.is_prefill:
+            self._first_tokens(launched, slots, now)
+        if logprobs.logprobs is not None:
+            for slot, kept in zip(slots.tolist(), lines[:, 2].tolist(), strict=True):
+                _keep_logprobs(self._row(slot).progress, logprobs, slot, kept)
+        for slot, finish in zip(slots.tolist(), lines[:, 3].tolist(), strict=True):
+            if finish or (self._watched[slot] and self._row(slot).progress.finish_reason):
+                yield self._finish(self._row(slot), finish, now)
         if self.on_round is not None:
             self.on_round(self.totals)
 
-    def _finish(self, row: Row, now: float) -> Completion:
-        slot = row.slot
+    def _row(self, slot: int) -> Row:
+        row = self._scheduler.slots[slot]
+        assert row is not None
+        return row
+
+    def _count(self, launched: _Launched, lines: NDArray[np.int32]) -> None:
+        self.totals.live_rows = len(self._scheduler.live)
+        self.totals.tokens += int(lines[:, 2].sum())
+        if launched.is_prefill:
+            self._timed_from = None
+            return
+        self.totals.row_rounds += len(lines)
+        self.totals.accepted += int(lines[:, 0].sum())
+        self.totals.drafted += int(lines[:, 1].sum())
+        if self._lengths is not None and launched.arrived is not None:
+            self._lengths.observe(lines[:, 0], lines[:, 1])
+            if self._timed_from is not None:
+                seconds = self._timed_from.elapsed_time(launched.arrived) / 1e3
+                self._lengths.timed(launched.num_rows, launched.draft_len, launched.context_tokens, seconds)
+            self._timed_from = launched.arrived
+
+    def _first_tokens(self, launched: _Launched, slots: NDArray[np.intp], now: float) -> None:
+        began, arrived = launched.began, launched.arrived
+        if isinstance(began, torch.cuda.Event):
+            assert arrived is not None
+            elapsed = began.elapsed_time(arrived) / 1e3
+        else:
+            elapsed = now - (began or now)
+        for slot in slots.tolist():
+            progress = self._row(slot).progress
+            progress.prefill_s += elapsed
+            progress.first_token_at = progress.first_token_at or now
+
+    def _finish(self, row: Row, finish: int, now: float) -> Completion:
+        """`finish` is what the device said; 0 where a stop string ended the row, which the device does not know yet."""
+        slot, progress = row.slot, row.progress
+        if not finish:
+            self.rows.kill([slot])
+        self._leave(row)
         self._scheduler.release(row)
-        return row.progress.completion(decode=self._decode, drafter=self.drafter.name, eos_ids=self._eos_ids, slot=slot, now=now)
+        if progress.finish_reason is None:
+            progress.end(finish)
+        return progress.completion(decode=self._decode, drafter=self.drafter.name, eos_ids=self._eos_ids, slot=slot, now=now)
+
+    def _enter(self, row: Row) -> None:
+        self._modes[_mode_of(row.progress.request)] += 1
+        self._watched[row.slot] = row.progress.finder is not None
+
+    def _leave(self, row: Row) -> None:
+        self._modes[_mode_of(row.progress.request)] -= 1
+        self._ledger.close(row.slot, row.progress)
+
+    def _mode(self) -> SamplingMode:
+        """The least that serves all rows in slots."""
+        found = [mode for mode, count in self._modes.items() if count]
+        return found[0] if len(found) == 1 else SamplingMode.union(found)
+
+
+def _mode_of(request: Request) -> SamplingMode:
+    p = request.sampling
+    return SamplingMode(
+        random=p.temperature > 0,
+        filters=p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0),
+        penalties=p.repetition_penalty != 1 or p.presence_penalty != 0,
+        min_tokens=request.min_new_tokens > 0,
+    )
 
 
 def _keep_logprobs(progress: Progress, result: RoundResult, slot: int, count: int) -> None:
     if result.logprobs is not None:
         progress.logprobs += result.logprobs[slot, :count].tolist()
     if result.top_ids is not None and result.top_logprobs is not None:
-        ids, values = result.top_ids[slot].cpu().numpy(), result.top_logprobs[slot].cpu().numpy()
+        ids, values = result.top_ids[slot].numpy(), result.top_logprobs[slot].numpy()
         progress.top += [(ids[j], values[j]) for j in range(count)]

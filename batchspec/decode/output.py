@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from batchspec.kernels.accept import STOPPED
 from batchspec.records import Completion, Request, RowStats
 
 Decode = Callable[[Sequence[int]], str]
@@ -83,16 +84,29 @@ class Progress:
 
     def add_round(self, accepted: int, drafted: int, num_emitted: int, tokens: Sequence[int]) -> None:
         """One round: `tokens` were kept on the device, of `num_emitted` = accepted + 1 (a stop id cuts the rest off)."""
-        self.num_rounds += 1
-        self.num_drafted += drafted
-        self.num_accepted += accepted
-        self.histogram[accepted] += 1
-        for j in range(drafted):
-            self.drafted_at[j] += 1
-        for j in range(accepted):
-            self.accepted_at[j] += 1
+        rounds_accepted, rounds_drafted = [0] * (self.draft_len + 1), [0] * (self.draft_len + 1)
+        rounds_accepted[accepted] = rounds_drafted[drafted] = 1
+        self.add_counts(rounds_accepted, rounds_drafted)
         self.num_discarded += num_emitted - len(tokens)
         self._emit(tokens)
+
+    def add_counts(self, accepted: Sequence[int], drafted: Sequence[int]) -> None:
+        """accepted[j] rounds accepted exactly j draft tokens, drafted[j] rounds drafted exactly j."""
+        for j, (num_accepted, num_drafted) in enumerate(zip(accepted, drafted, strict=True)):
+            self.num_rounds += num_accepted
+            self.histogram[j] += num_accepted
+            self.num_accepted += j * num_accepted
+            self.num_drafted += j * num_drafted
+            for i in range(j):
+                self.accepted_at[i] += num_accepted
+                self.drafted_at[i] += num_drafted
+
+    def end(self, finish: int) -> None:
+        """The device ended the row: 1 at a stop id, 2 at its limit."""
+        if finish == STOPPED:
+            self.finish_reason, self.stop_id = "stop", self.tokens[-1]
+        else:
+            self.finish_reason = "length"
 
     def _emit(self, tokens: Sequence[int]) -> None:
         request = self.request

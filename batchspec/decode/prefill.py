@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from batchspec.cache.attention import FlatBatch
-from batchspec.decode.round import Round, RoundResult
-from batchspec.decode.rows import Rows
+from batchspec.cache.attention import FlatBatch, HostLayout
+from batchspec.decode.round import Drafts, Round, RoundResult
+from batchspec.decode.rows import Rows, upload
 from batchspec.decode.sampling import Places, SamplingMode
+from batchspec.kernels.slots import ragged_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,52 +46,62 @@ def chunks(spans: Sequence[tuple[int, int, int]], max_tokens: int) -> Iterator[l
         yield chunk
 
 
-def prefill_chunk(round_: Round, rows: Rows, segments: Sequence[Segment], mode: SamplingMode) -> RoundResult | None:
+def prefill_chunk(
+    round_: Round, rows: Rows, segments: Sequence[Segment], pages: Sequence[Sequence[int]], mode: SamplingMode
+) -> RoundResult | None:
     """One pass over `segments`; rows whose tokens end in it emit their next token and go live. None if there is none.
 
+    pages  of each segment's row, from its first token on
     The result's log is that of a round that drafted nothing. Does not synchronise.
     """
     device = rows.tokens.device
-    batch, slot_ids = flat_batch(rows, segments, round_.cache.page_size)
+    batch, slot_ids = flat_batch(rows, segments, pages, round_.cache.page_size)
     hidden, taps = round_.target.forward(batch, round_.cache, round_.drafter.tap_layers)
     # The rows that end here, in slot order: `accept` finds the choice of slot r at the r-th place of a prefix sum.
     ending = sorted((s.slot, i) for i, s in enumerate(segments) if s.last)
     result = None
     if ending:
-        ends = batch.q_start[1:].long() - 1
-        slots = torch.tensor([slot for slot, _ in ending], device=device)
-        flat = ends[torch.tensor([i for _, i in ending], device=device)]
+        slots = upload([slot for slot, _ in ending], torch.int64, device)
+        flat = batch.q_start[1:].long()[upload([i for _, i in ending], torch.int64, device)] - 1
         mask = torch.zeros_like(rows.live)
         mask[slots] = 1
         q_start = torch.zeros(mask.shape[0] + 1, dtype=torch.int32, device=device)
         torch.cumsum(mask, 0, dtype=torch.int32, out=q_start[1:])
         places = Places(slots.int(), batch.positions[flat] + 1)
-        logits = round_.target.logits(hidden[flat])
-        result = round_.accept(logits, places, q_start, torch.zeros_like(rows.live), rows, mask, mode)
+        drafts = Drafts(rows.tokens[:, :0], torch.zeros_like(rows.live))
+        result = round_.commit(hidden[flat], places, q_start, drafts, rows, mask, mode)
         rows.live.bitwise_or_(mask)
     round_.drafter.prefill(batch, slot_ids, taps, rows, round_.cache)
     return result
 
 
-def flat_batch(rows: Rows, segments: Sequence[Segment], page_size: int) -> tuple[FlatBatch, torch.Tensor]:
+def flat_batch(
+    rows: Rows, segments: Sequence[Segment], pages: Sequence[Sequence[int]], page_size: int
+) -> tuple[FlatBatch, Tensor]:
+    """The segments end to end, and the slot of each, int64 [segments]."""
     device = rows.tokens.device
     lengths = [s.end - s.begin for s in segments]
-    slot_ids = torch.tensor([s.slot for s in segments], device=device)
-    row_ids = torch.repeat_interleave(torch.arange(len(segments)), torch.tensor(lengths)).to(device)
-    positions = torch.cat([torch.arange(s.begin, s.end) for s in segments]).to(device)
-    token_ids = rows.tokens[slot_ids[row_ids], positions]
+    count, num_tokens = len(segments), sum(lengths)
+    slot_ids, begins, ends, q_len = upload(
+        [[s.slot for s in segments], [s.begin for s in segments], [s.end for s in segments], lengths], torch.int64, device
+    )
     page_table = rows.page_table[slot_ids]
-    slots = page_table[row_ids, positions // page_size].long() * page_size + positions % page_size
-    q_start = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
+    q_start, row_ids = (torch.empty(size, dtype=torch.int32, device=device) for size in (count + 1, num_tokens))
+    positions, slots = (torch.empty(num_tokens, dtype=torch.int64, device=device) for _ in range(2))
+    ragged_slots(
+        begins.int(), q_len.int(), page_table, page_size=page_size,
+        out_q_start=q_start, out_row_ids=row_ids, out_positions=positions, out_slots=slots,
+    )  # fmt: skip
     batch = FlatBatch(
-        token_ids=token_ids,
-        row_ids=row_ids.int(),
+        token_ids=rows.tokens[slot_ids[row_ids], positions],
+        row_ids=row_ids,
         positions=positions,
         slots=slots,
         q_start=q_start,
-        kv_len=torch.tensor([s.end for s in segments], dtype=torch.int32).to(device),
+        kv_len=ends.int(),
         page_table=page_table,
         max_q=max(lengths),
         max_kv=max(s.end for s in segments),
+        host=HostLayout(lengths, [s.end for s in segments], pages),
     )
     return batch, slot_ids

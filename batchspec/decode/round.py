@@ -13,10 +13,11 @@ from torch import Tensor
 from batchspec.cache.attention import FlatBatch
 from batchspec.cache.pages import KVCache
 from batchspec.decode.rows import Rows
-from batchspec.decode.sampling import Places, SamplingMode, choose, mark_output
+from batchspec.decode.sampling import Places, SamplingMode, choose, likeliest, mark_output
 from batchspec.draft.base import Drafter
 from batchspec.kernels.accept import accept
-from batchspec.kernels.slots import ragged_slots, uniform_slots
+from batchspec.kernels.round_inputs import round_inputs
+from batchspec.kernels.slots import ragged_slots
 from batchspec.model.target import Target
 from batchspec.records import PackedBatch
 
@@ -37,7 +38,7 @@ class RoundOptions:
 class RoundResult:
     """What the host reads of a round, on the device still.
 
-    log           int32 [R, 3+S] accepted_len (-1 for a dead row), draft_len, kept, then the emitted tokens, -1 behind them
+    log           int32 [R, 5+K] accepted_len (-1: dead row), draft_len, kept, finish, then the emitted tokens, -1 behind them
     logprobs      float32 [R, S] of the emitted tokens
     top_ids       int32 [R, S, N] and top_logprobs float32 [R, S, N], likeliest first
     """
@@ -47,9 +48,23 @@ class RoundResult:
     top_ids: Tensor | None = None
     top_logprobs: Tensor | None = None
 
+    def to_host(self) -> RoundResult:
+        """Copies in pinned host memory, in stream order: complete only once an event recorded behind this call has passed."""
+        fields = (self.log, self.logprobs, self.top_ids, self.top_logprobs)
+        return RoundResult(*(None if field is None else field.to("cpu", non_blocking=True) for field in fields))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """What a round verifies: ids int32 [R, K], length int32 [R], rates float32 [K] of synthetic acceptance or None."""
+
+    ids: Tensor
+    length: Tensor
+    rates: Tensor | None = None
+
 
 class Round:
-    """The buffers of a round and the round itself. One object serves every row bucket: views of its buffers."""
+    """The buffers of a round and the round itself. One object serves every row bucket and draft length: views of its buffers."""
 
     def __init__(
         self, target: Target, drafter: Drafter, cache: KVCache, batch: PackedBatch, options: RoundOptions, device: torch.device
@@ -57,143 +72,163 @@ class Round:
         self.target, self.drafter, self.cache, self.options = target, drafter, cache, options
         slots, width = batch.slots, drafter.max_len + 1
         self.width = width
+        self._fixed = options.uniform_slots and drafter.fixed_len
+        self._draft_len, self._kv_len, self.accepted_len, self._q_start, self._row_ids = (
+            torch.zeros(size, dtype=torch.int32, device=device) for size in (slots, slots, slots, slots + 1, slots * width)
+        )
+        self._positions, self._slots = torch.zeros(2, slots * width, dtype=torch.int64, device=device)
+        self._widths = [_Width.allocate(slots, place, options, device) for place in range(1, width + 1)]
 
-        def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        self.ids = empty(slots, width)  # newest token, then the drafts: verified as they lie
-        self.draft_len = empty(slots)
-        self.accepted_len = empty(slots)
-        self.q_start = empty(slots + 1)
-        self.row_ids = empty(slots * width)
-        self.positions = empty(slots * width, dtype=torch.int64)
-        self.slots = empty(slots * width, dtype=torch.int64)
-        self.uniform_q_start = torch.arange(0, slots * width + 1, width, dtype=torch.int32, device=device)
-        self.uniform_row_ids = torch.arange(slots * width, device=device).div_(width, rounding_mode="floor").int()
-        self.rates = conditional_rates(options.synthetic, drafter.max_len, device)
-
-    def run(self, rows: Rows, mode: SamplingMode) -> RoundResult:
-        """One round over all of `rows`; dead rows cost nothing that changes a result."""
-        draft_len = self.draft(rows)
-        batch = self.layout(rows, draft_len)
+    def run(self, rows: Rows, mode: SamplingMode, draft_len: int) -> RoundResult:
+        """One round over all of `rows` with at most `draft_len` drafts each; dead rows cost nothing that changes a result."""
+        num_rows, width = rows.live.shape[0], self._widths[draft_len]
+        ids, lengths = width.ids[:num_rows], self._draft_len[:num_rows]
+        if draft_len:
+            self.drafter.propose(rows, ids[:, 1:], lengths, self.cache)
+        batch = self._uniform(rows, width, lengths) if self._fixed else self._ragged(rows, width, lengths)
         if not batch.token_ids.shape[0]:  # ragged, on a CPU: every row died since the host looked
-            return RoundResult(torch.full((len(draft_len), 3 + self.width), -1, dtype=torch.int32))
+            return RoundResult(torch.full((num_rows, 5 + draft_len), -1, dtype=torch.int32))
         hidden, taps = self.target.forward(batch, self.cache, self.drafter.tap_layers)
-        place = batch.positions - (rows.num_tokens - 1)[batch.row_ids]
-        places = Places(batch.row_ids, batch.positions + 1, self.ids[: len(draft_len), 1:], place)
-        result = self.accept(self.target.logits(hidden), places, batch.q_start, draft_len, rows, rows.live, mode)
-        self.drafter.catch_up(batch, taps, self.accepted_len[: len(draft_len)], rows, self.cache)
+        places = None
+        if not mode.greedy or self.options.logprobs is not None:
+            place = batch.positions - (rows.num_tokens - 1)[batch.row_ids]
+            places = Places(batch.row_ids, batch.positions + 1, ids[:, 1:], place)
+        drafts = Drafts(ids[:, 1:], lengths, width.rates)
+        result = self.commit(hidden, places, batch.q_start, drafts, rows, rows.live, mode)
+        self.drafter.catch_up(batch, taps, self.accepted_len[:num_rows], rows, self.cache)
         return result
 
-    def draft(self, rows: Rows) -> Tensor:
-        """Proposals into self.ids[:, 1:]; returns draft_len int32 [R], 0 for dead rows, capped so that no row passes its limit.
+    def _uniform(self, rows: Rows, width: _Width, draft_len: Tensor) -> FlatBatch:
+        """S places for every row, dead or not: no prefix sum, one launch."""
+        num_rows, num_places = len(draft_len), len(draft_len) * width.ids.shape[1]
+        ids, kv_len = width.ids[:num_rows], self._kv_len[:num_rows]
+        positions, slots = self._positions[:num_places], self._slots[:num_places]
+        round_inputs(
+            rows.tokens, rows.num_tokens, rows.limit, rows.live, rows.page_table, page_size=self.cache.page_size,
+            out_ids=ids, out_draft_len=draft_len, out_positions=positions, out_slots=slots, out_kv_len=kv_len,
+        )  # fmt: skip
+        return FlatBatch(
+            token_ids=ids.view(-1),
+            row_ids=width.row_ids[:num_places],
+            positions=positions,
+            slots=slots,
+            q_start=width.q_start[: num_rows + 1],
+            kv_len=kv_len,
+            page_table=rows.page_table,
+            max_q=ids.shape[1],
+            max_kv=rows.tokens.shape[1],
+        )
 
-        A round emits one token more than it accepts.
-        """
-        num_rows = rows.live.shape[0]
-        ids, draft_len = self.ids[:num_rows], self.draft_len[:num_rows]
-        newest = (rows.num_tokens - 1).clamp_(min=0).long().unsqueeze(1)
-        torch.gather(rows.tokens, 1, newest, out=ids[:, :1])
-        self.drafter.propose(rows, ids[:, 1:], draft_len, self.cache)
-        if self.rates is not None:
-            draft_len.fill_(self.drafter.max_len)
-        torch.minimum(draft_len, rows.limit - rows.num_tokens - 1, out=draft_len)
-        return draft_len.clamp_(min=0).mul_(rows.live)
-
-    def layout(self, rows: Rows, draft_len: Tensor) -> FlatBatch:
+    def _ragged(self, rows: Rows, width: _Width, draft_len: Tensor) -> FlatBatch:
         """The newest token and the drafts of every live row, end to end.
 
-        The uniform layout gives each row S places, dead or not, and needs no prefix sum. The ragged one packs live rows:
-        on a CPU, where reading a length costs nothing, T is exact; on a GPU it is R * S, the rest padding.
+        On a CPU, where reading a length costs nothing, T is exact; on a GPU it is R * S, the rest padding.
         """
-        num_rows = draft_len.shape[0]
-        num_places = num_rows * self.width
-        start = rows.num_tokens - 1
-        page_size = self.cache.page_size
-        if self.options.uniform_slots and self.drafter.fixed_len:
-            q_start, row_ids = self.uniform_q_start[: num_rows + 1], self.uniform_row_ids[:num_places]
-            positions, slots = self.positions[:num_places], self.slots[:num_places]
-            uniform_slots(
-                start,
-                rows.live,
-                rows.page_table,
-                tokens_per_row=self.width,
-                page_size=page_size,
-                out_positions=positions,
-                out_slots=slots,
-            )
-            token_ids = self.ids[:num_rows].view(-1)
-            kv_len = (rows.num_tokens + self.drafter.max_len).clamp_(max=rows.tokens.shape[1]).mul_(rows.live)
-        else:
-            q_len = (draft_len + 1).mul_(rows.live)
-            if not q_len.is_cuda:
-                num_places = int(q_len.sum())
-            q_start, row_ids = self.q_start[: num_rows + 1], self.row_ids[:num_places]
-            positions, slots = self.positions[:num_places], self.slots[:num_places]
-            ragged_slots(
-                start, q_len, rows.page_table, page_size=page_size,
-                out_q_start=q_start, out_row_ids=row_ids, out_positions=positions, out_slots=slots,
-            )  # fmt: skip
-            token_ids = self.ids[row_ids, (positions - start[row_ids]).clamp_(min=0, max=self.width - 1)]
-            kv_len = (rows.num_tokens + draft_len).mul_(rows.live)
+        num_rows, num_places = len(draft_len), len(draft_len) * width.ids.shape[1]
+        ids, start = width.ids[:num_rows], rows.num_tokens - 1
+        torch.gather(rows.tokens, 1, start.clamp(min=0).long().unsqueeze(1), out=ids[:, :1])
+        if width.rates is not None:
+            draft_len.fill_(len(width.rates))
+        if ids.shape[1] == 1:
+            draft_len.zero_()
+        torch.minimum(draft_len, rows.limit - rows.num_tokens - 1, out=draft_len)
+        q_len = draft_len.clamp_(min=0).mul_(rows.live).add(1).mul_(rows.live)
+        if not q_len.is_cuda:
+            num_places = int(q_len.sum())
+        q_start, row_ids = self._q_start[: num_rows + 1], self._row_ids[:num_places]
+        positions, slots = self._positions[:num_places], self._slots[:num_places]
+        ragged_slots(
+            start, q_len, rows.page_table, page_size=self.cache.page_size,
+            out_q_start=q_start, out_row_ids=row_ids, out_positions=positions, out_slots=slots,
+        )  # fmt: skip
+        kv_len = (rows.num_tokens + draft_len).mul_(rows.live)
         return FlatBatch(
-            token_ids=token_ids,
+            token_ids=ids[row_ids, (positions - start[row_ids]).clamp_(min=0, max=ids.shape[1] - 1)],
             row_ids=row_ids,
             positions=positions,
             slots=slots,
             q_start=q_start,
             kv_len=kv_len,
             page_table=rows.page_table,
-            max_q=self.width,
+            max_q=ids.shape[1],
             max_kv=rows.tokens.shape[1] if kv_len.is_cuda else int(kv_len.max()),
         )
 
-    def accept(
-        self, logits: Tensor, places: Places, q_start: Tensor, draft_len: Tensor, rows: Rows, live: Tensor, mode: SamplingMode
+    def commit(
+        self, hidden: Tensor, places: Places | None, q_start: Tensor, drafts: Drafts, rows: Rows, live: Tensor, mode: SamplingMode
     ) -> RoundResult:
-        """The target's choices at `logits` [T, V], the drafts they confirm, and the commit of what is emitted.
+        """The target's choices behind `hidden` [T, H], the drafts they confirm, and the commit of what is emitted.
 
-        `live` int32 [R] says which rows take part and is cleared where one of them ends.
+        places  None where nobody asks for them: greedy, no logprobs
+        live    int32 [R] says which rows take part and is cleared where one of them ends
         """
-        num_rows = draft_len.shape[0]
-        raw = self._raw(logits, mode)
-        target_ids = choose(logits, places, rows, mode, fast_argmax=self.options.argmax)
-        log = torch.empty((num_rows, 3 + self.width), dtype=torch.int32, device=logits.device)
+        num_rows = live.shape[0]
+        target_ids, raw = self._choose(hidden, places, rows, mode)
+        log = torch.empty((num_rows, 5 + drafts.ids.shape[1]), dtype=torch.int32, device=hidden.device)
         accept(
-            self.ids[:num_rows, 1:], draft_len, target_ids, q_start, rows.stop_ids, rows.limit, self.rates, rows.keys,
+            drafts.ids, drafts.length, target_ids, q_start, rows.stop_ids, rows.limit, drafts.rates, rows.keys,
             tokens=rows.tokens, num_tokens=rows.num_tokens, live=live, finish=rows.finish,
             out_accepted_len=self.accepted_len[:num_rows], out_log=log,
         )  # fmt: skip
         if mode.penalties:
-            mark_output(rows, log[:, 3:], log[:, 2])
-        if raw is None:
+            mark_output(rows, log[:, 4:], log[:, 2])
+        if raw is None or places is None:
             return RoundResult(log)
         return self._with_logprobs(log, raw, target_ids, places)
 
-    def _raw(self, logits: Tensor, mode: SamplingMode) -> Tensor | None:
-        if self.options.logprobs is None:
-            return None
-        return logits.clone() if mode.penalties or mode.min_tokens else logits
+    def _choose(self, hidden: Tensor, places: Places | None, rows: Rows, mode: SamplingMode) -> tuple[Tensor, Tensor | None]:
+        """Target ids int32 [T], and the raw logits where logprobs are asked for."""
+        if places is None:
+            return likeliest(self.target.logits(hidden), fast=self.options.argmax), None
+        logits = self.target.logits(hidden)
+        raw = None
+        if self.options.logprobs is not None:
+            raw = logits.clone() if mode.penalties or mode.min_tokens else logits
+        return choose(logits, places, rows, mode, fast_argmax=self.options.argmax), raw
 
     def _with_logprobs(self, log: Tensor, raw: Tensor, target_ids: Tensor, places: Places) -> RoundResult:
         """Log-softmax of the raw logits at every place, laid out by row and place."""
-        num_rows, num_top = log.shape[0], self.options.logprobs or 0
+        num_rows, width, num_top = log.shape[0], log.shape[1] - 4, self.options.logprobs or 0
         normaliser = torch.logsumexp(raw, 1, keepdim=True)
         chosen = (raw.gather(1, target_ids.long().unsqueeze(1)) - normaliser).squeeze(1).float()
         place = torch.zeros_like(places.positions) if places.place is None else places.place
         # Padding and dead rows have no place of their own: what they say goes to a column that is cut off.
-        place = torch.where((place >= 0) & (place < self.width), place, self.width)
+        place = torch.where((place >= 0) & (place < width), place, width)
         where = (places.row_ids.long(), place)
 
         def by_row(values: Tensor) -> Tensor:
-            laid_out = values.new_zeros((num_rows, self.width + 1, *values.shape[1:]))
+            laid_out = values.new_zeros((num_rows, width + 1, *values.shape[1:]))
             laid_out[where] = values
-            return laid_out[:, : self.width]
+            return laid_out[:, :width]
 
         if not num_top:
             return RoundResult(log, by_row(chosen))
         best = raw.topk(num_top, dim=1)
         return RoundResult(log, by_row(chosen), by_row(best.indices.int()), by_row((best.values - normaliser).float()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Width:
+    """The buffers of rounds with S places a row.
+
+    ids      int32 [slots, S] newest token, then the drafts: verified as they lie
+    q_start  int32 [slots+1] and row_ids int32 [slots * S] of the uniform layout
+    rates    float32 [S-1] or None
+    """
+
+    ids: Tensor
+    q_start: Tensor
+    row_ids: Tensor
+    rates: Tensor | None
+
+    @classmethod
+    def allocate(cls, slots: int, width: int, options: RoundOptions, device: torch.device) -> _Width:
+        return cls(
+            torch.zeros(slots, width, dtype=torch.int32, device=device),
+            torch.arange(0, slots * width + 1, width, dtype=torch.int32, device=device),
+            torch.arange(slots * width, device=device).div_(width, rounding_mode="floor").int(),
+            conditional_rates(options.synthetic, width - 1, device) if width > 1 else None,
+        )
 
 
 def conditional_rates(synthetic: tuple[float, ...] | None, draft_len: int, device: torch.device) -> Tensor | None:

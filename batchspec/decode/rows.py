@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,12 @@ from batchspec.records import MAX_STOP_IDS, PackedBatch, Request
 
 SEEN_PROMPT_OR_OUTPUT = 1
 SEEN_OUTPUT = 2
+
+
+def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Host numbers (lists or an array) on the device. On a GPU from pinned memory and in stream order: the host does not wait."""
+    host = torch.as_tensor(values, dtype=dtype)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,7 +96,7 @@ class Rows:
     def begin(self, slots: Sequence[int], requests: Sequence[Request], outputs: Sequence[Sequence[int]]) -> None:
         """Put requests into slots, not live yet; `outputs` are tokens that a row set back had emitted already."""
         device = self.tokens.device
-        index = torch.tensor(slots, device=device)
+        index = upload(slots, torch.int64, device)
         width = max(len(request.prompt_ids) + len(output) for request, output in zip(requests, outputs, strict=True))
         tokens = np.zeros((len(slots), width), np.int32)
         stop_ids = np.full((len(slots), MAX_STOP_IDS), -1, np.int32)
@@ -102,13 +109,13 @@ class Rows:
             stop_ids[line, : len(request.stop_ids)] = request.stop_ids
 
         def put(field: Tensor, values: Sequence[int] | Sequence[float]) -> None:
-            field[index] = torch.tensor(values, dtype=field.dtype).to(device)
+            field[index] = upload(values, field.dtype, device)
 
-        self.tokens[index, :width] = torch.from_numpy(tokens).to(device)
-        self.stop_ids[index] = torch.from_numpy(stop_ids).to(device)
+        self.tokens[index, :width] = upload(tokens, torch.int32, device)
+        self.stop_ids[index] = upload(stop_ids, torch.int32, device)
         put(self.num_tokens, num_tokens)
         put(self.prompt_len, [len(r.prompt_ids) for r in requests])
-        put(self.limit, [len(r.prompt_ids) + r.max_new_tokens for r in requests])
+        put(self.limit, [len(r.prompt_ids) + r.device_limit for r in requests])
         put(self.min_tokens, [len(r.prompt_ids) + r.min_new_tokens for r in requests])
         put(self.keys, [r.seed for r in requests])
         put(self.temperature, [r.sampling.temperature for r in requests])
@@ -127,8 +134,8 @@ class Rows:
         for slot, request, output in zip(slots, requests, outputs, strict=True):
             line = self.seen[slot]
             line.zero_()
-            line[torch.from_numpy(request.prompt_ids).long().to(line.device)] = SEEN_PROMPT_OR_OUTPUT
-            line[torch.tensor(output, dtype=torch.int64, device=line.device)] = SEEN_PROMPT_OR_OUTPUT | SEEN_OUTPUT
+            line[upload(request.prompt_ids, torch.int64, line.device)] = SEEN_PROMPT_OR_OUTPUT
+            line[upload(output, torch.int64, line.device)] = SEEN_PROMPT_OR_OUTPUT | SEEN_OUTPUT
 
     def grant(self, grants: Sequence[tuple[int, int, Sequence[int]]]) -> None:
         """Write newly granted pages into the table: (slot, first column, pages) each."""
@@ -136,19 +143,19 @@ class Rows:
         slots = [slot for slot, _, pages in grants for _ in pages]
         columns = [first + i for _, first, pages in grants for i in range(len(pages))]
         ids = [page for _, _, pages in grants for page in pages]
-        place = torch.tensor([slots, columns], device=device)
-        self.page_table[place[0], place[1]] = torch.tensor(ids, dtype=torch.int32).to(device)
+        place = upload([slots, columns, ids], torch.int64, device)
+        self.page_table[place[0], place[1]] = place[2].int()
 
     def kill(self, slots: Sequence[int]) -> None:
         """The host ends rows (stop string, set back): dead from the next round on."""
-        self.live[torch.tensor(slots, device=self.live.device)] = 0
+        self.live[upload(slots, torch.int64, self.live.device)] = 0
 
     def move(self, moves: Sequence[tuple[int, int]], more: Sequence[Tensor] = ()) -> None:
         """Compaction: copy rows from slot to slot, (source, destination) each, and leave the sources dead.
 
         more  other tensors [slots, ...] that move with them: a drafter's state
         """
-        sources, destinations = torch.tensor(moves, dtype=torch.int32).T.contiguous().to(self.live.device)
+        sources, destinations = upload(moves, torch.int32, self.live.device).T.contiguous()
         for state in (*(getattr(self, field.name) for field in fields(self)), *more):
             if state.numel():
                 move_rows(state, sources, destinations)

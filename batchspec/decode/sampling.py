@@ -7,6 +7,7 @@ Gumbel-argmax over the kept set. Legend: T flat positions, R rows, V vocabulary,
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,18 @@ class SamplingMode:
     penalties: bool = False
     min_tokens: bool = False
 
+    @classmethod
+    def union(cls, modes: Iterable[SamplingMode]) -> SamplingMode:
+        """What serves all of `modes`."""
+        flags = zip(*((m.random, m.filters, m.penalties, m.min_tokens) for m in modes), strict=True)
+        random, filters, penalties, min_tokens = map(any, flags)
+        return cls(random=random, filters=filters, penalties=penalties, min_tokens=min_tokens)
+
+    @property
+    def greedy(self) -> bool:
+        """Plain argmax of the raw logits for every row."""
+        return not (self.random or self.penalties or self.min_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class Places:
@@ -50,18 +63,24 @@ def choose(logits: Tensor, places: Places, rows: Rows, mode: SamplingMode, *, fa
 
     On a GPU nothing synchronises. `fast_argmax=False` takes the general greedy path (softmax, then top-k) for comparison.
     """
-    out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
     if mode.penalties:
         apply_penalties(logits, places, rows)
     if mode.min_tokens:
         forbid_stop_ids(logits, places, rows)
     if mode.random:
+        out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
         cutoff = cutoffs(logits, places.row_ids, rows) if mode.filters else torch.full_like(logits[:, 0], -torch.inf)
         sample(logits, places.row_ids, places.positions, rows.keys, rows.temperature, cutoff, out_ids=out)
-    elif fast_argmax:
-        argmax(logits, out_ids=out)
-    else:
-        out.copy_(torch.softmax(logits, -1).topk(1, dim=-1).indices.flatten())
+        return out
+    return likeliest(logits, fast=fast_argmax)
+
+
+def likeliest(logits: Tensor, *, fast: bool = True) -> Tensor:
+    """The greedy choice at each place, int32 [T]; `fast=False` by softmax and top-k, for comparison."""
+    if not fast:
+        return torch.softmax(logits, -1).topk(1, dim=-1).indices.flatten().int()
+    out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
+    argmax(logits, out_ids=out)
     return out
 
 

@@ -11,6 +11,9 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from batchspec.cache.pages import PagePool, page_keys
 from batchspec.decode.output import Progress
 from batchspec.errors import CapacityError
@@ -18,6 +21,11 @@ from batchspec.records import PackedBatch
 
 SHORT_CAP_TOKENS = 512
 """Rows that may emit at most this many tokens get pages for all of them at once."""
+GROW_PAGES = 4
+"""Pages a row gets at once where there are plenty: the page table is then written every few rounds, not every round."""
+
+
+Counts = NDArray[np.int64]
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +44,7 @@ class Row:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens that the host has seen."""
+        """Prompt and output tokens on the row's own account; a row in a slot has more in `Scheduler.num_tokens`."""
         return len(self.progress.request.prompt_ids) + len(self.progress.tokens)
 
     @property
@@ -52,12 +60,19 @@ class Scheduler:
         self._stream = rows
         self._waiting: deque[Row] = deque()
         self._num_refills = 0
-        # Refilling four at a time, or 2 % of the slots, costs less prefill passes than it leaves slots idle.
-        self._group = batch.slots if not refill_dead else max(1, min(4, batch.slots // 16))
+        self._refill_dead = refill_dead
+        self._live: list[Row] | None = None
+        # What is asked of every row in every round, by slot; `owner` counts refills and is -1 for a free slot.
+        self.owner = np.full(batch.slots, -1, np.int64)
+        self.num_tokens = np.zeros(batch.slots, np.int64)
+        self._num_pages, self._prompt_len, self._limit, self._predicted = np.zeros((4, batch.slots), np.int64)
 
     @property
     def live(self) -> list[Row]:
-        return [row for row in self.slots if row is not None]
+        """Rows in slots, by slot."""
+        if self._live is None:
+            self._live = [row for row in self.slots if row is not None]
+        return self._live
 
     @property
     def exhausted(self) -> bool:
@@ -75,32 +90,65 @@ class Scheduler:
         return -(-num_tokens // self.batch.page_size)
 
     def _expected_pages(self, row: Row) -> int:
-        """Pages the row will hold at its end, as far as anyone knows: all of a short cap; else what is predicted, and for a
-        row that outgrows it half as much output again, so that a row set back is not taken in again only to be set back."""
-        request = row.progress.request
-        if request.max_new_tokens <= SHORT_CAP_TOKENS:
-            return self.pages_for(row.limit)
-        output = max(request.predicted_tokens, len(row.progress.tokens) * 3 // 2 + 4 * self.batch.page_size)
-        return self.pages_for(min(row.limit, len(request.prompt_ids) + output))
+        """Pages a waiting row will hold at its end, as far as anyone knows: see `_pages_at_end`."""
+        request, count = row.progress.request, len(row.progress.tokens)
+        one = [np.array([n]) for n in (len(request.prompt_ids), row.limit, request.predicted_tokens, count)]
+        return int(self._pages_at_end(*one)[0])
+
+    def _pages_at_end(self, prompt_len: Counts, limit: Counts, predicted: Counts, emitted: Counts) -> Counts:
+        """All of a short cap; else what is predicted, and for a row that outgrows it half as much output again, so that a
+        row set back is not taken in again only to be set back."""
+        output = np.maximum(predicted, emitted * 3 // 2 + 4 * self.batch.page_size)
+        expected = np.minimum(limit, prompt_len + output)
+        return -(-np.where(limit - prompt_len <= SHORT_CAP_TOKENS, limit, expected) // self.batch.page_size)
+
+    def _promised(self) -> int:
+        """Pages that the rows in slots are expected to ask for still."""
+        emitted = self.num_tokens - self._prompt_len
+        at_end = self._pages_at_end(self._prompt_len, self._limit, self._predicted, emitted)
+        return int(np.maximum(at_end - self._num_pages, 0)[self.owner >= 0].sum())
 
     def refill(self) -> list[Row]:
         """Rows to prefill now: slots taken, pages for their present tokens granted, whole-page prefixes shared."""
-        free = [slot for slot, row in enumerate(self.slots) if row is None]
-        if len(free) < self._group and len(free) < self.batch.slots:
+        free = np.flatnonzero(self.owner < 0).tolist()
+        if not self._worth_a_prefill(len(free)):
             return []
         group: list[Row] = []
-        promised = sum(max(0, self._expected_pages(row) - len(row.pages)) for row in self.live)
+        promised = self._promised()
         for slot in free:
             row = self._peek()
             if row is None or not self._admit(row, promised):
                 break
             self._waiting.popleft()
-            row.slot, row.order = slot, self._num_refills
-            self._num_refills += 1
-            self.slots[slot] = row
+            self._place(row, slot)
             group.append(row)
             promised += max(0, self._expected_pages(row) - len(row.pages))
         return group
+
+    def _worth_a_prefill(self, num_free: int) -> bool:
+        """A pass of few tokens costs more than slots that wait: four rows, 6 % of the slots or half a pass will do."""
+        if num_free == self.batch.slots:
+            return True
+        if not self._refill_dead or not num_free:
+            return False
+        row = self._peek()
+        full = row is not None and 2 * num_free * row.num_tokens >= self.batch.prefill_tokens
+        return full or num_free >= max(1, min(4, self.batch.slots // 16))
+
+    def _place(self, row: Row, slot: int) -> None:
+        request = row.progress.request
+        row.slot, row.order = slot, self._num_refills
+        self._num_refills += 1
+        self.slots[slot], self._live = row, None
+        self.owner[slot], self.num_tokens[slot], self._num_pages[slot] = row.order, row.num_tokens, len(row.pages)
+        self._prompt_len[slot], self._limit[slot] = len(request.prompt_ids), row.limit
+        self._predicted[slot] = request.predicted_tokens
+
+    def short_of_pages(self, ahead: int) -> list[Row]:
+        """Rows whose pages end before their tokens and `ahead` more, or their limit, oldest first."""
+        wanted = -(-np.minimum(self.num_tokens + ahead, self._limit) // self.batch.page_size)
+        slots = np.flatnonzero((self.owner >= 0) & (wanted > self._num_pages))
+        return [row for slot in slots[np.argsort(self.owner[slots])] if (row := self.slots[slot]) is not None]
 
     def _admit(self, row: Row, promised: int) -> bool:
         """Grant pages for the row's tokens and the one its prefill emits, if the rest of its life will find room too."""
@@ -131,8 +179,11 @@ class Scheduler:
         missing = self.pages_for(min(num_tokens, row.limit)) - len(row.pages)
         if missing > self.pool.num_free:
             return None
+        if 0 < missing < GROW_PAGES and self.pool.num_free > GROW_PAGES * self.batch.slots:
+            missing = min(GROW_PAGES, self.pages_for(row.limit) - len(row.pages))
         pages = self.pool.take(max(0, missing))
         row.pages += pages
+        self._num_pages[row.slot] = len(row.pages)
         return pages
 
     def youngest(self) -> Row:
@@ -141,7 +192,8 @@ class Scheduler:
     def release(self, row: Row) -> None:
         """The row is dead: its slot and pages are free for what is launched from now on."""
         self.pool.release(row.pages)
-        self.slots[row.slot] = None
+        self.slots[row.slot], self._live = None, None
+        self.owner[row.slot] = -1
         row.pages = []
 
     def set_back(self, row: Row) -> None:
@@ -159,5 +211,9 @@ class Scheduler:
             if row is not None:
                 row.slot = free.pop(0)
                 self.slots[row.slot], self.slots[source] = row, None
+                for field in (self.owner, self.num_tokens, self._num_pages, self._prompt_len, self._limit, self._predicted):
+                    field[row.slot] = field[source]
+                self.owner[source] = -1
                 moves.append((source, row.slot))
+        self._live = None
         return moves

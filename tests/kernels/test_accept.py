@@ -56,7 +56,7 @@ def run(
         "finish": vector([row.finish for row in rows]),
     }
     before = {name: tensor.clone() for name, tensor in state.items()}
-    log = torch.full((len(rows), width + 4), POISON, **ints)
+    log = torch.full((len(rows), width + 5), POISON, **ints)
     accepted_len = torch.full((len(rows),), POISON, **ints)
     accept(
         padded([row.drafts for row in rows], width, POISON),
@@ -91,7 +91,7 @@ def one(row: Row, interpret: bool, device: torch.device, **options: Any) -> tupl
 
 def by_hand(row: Row, width: int, rates: list[float] | None = None) -> tuple[list[int], Row]:
     if not row.live:
-        return [-1, 0, 0] + [-1] * (width + 1), row
+        return [-1, 0, 0, 0] + [-1] * (width + 1), row
     emitted, accepted = [], 0
     for j, draft in enumerate(row.drafts):
         chance = float(uniform_reference(torch.tensor([row.key]), torch.tensor([len(row.tokens) + j])))
@@ -104,44 +104,44 @@ def by_hand(row: Row, width: int, rates: list[float] | None = None) -> tuple[lis
     stopped = emitted[kept - 1] in row.stop_ids
     tokens = row.tokens + emitted[:kept]
     finish = 1 if stopped else 2 if len(tokens) >= row.limit else 0
-    log = [accepted, len(row.drafts), kept, *emitted] + [-1] * (width + 1 - len(emitted))
+    log = [accepted, len(row.drafts), kept, finish, *emitted] + [-1] * (width + 1 - len(emitted))
     return log, Row(row.drafts, row.targets, tokens, row.stop_ids, row.limit, int(finish == 0), finish, row.key)
 
 
 def test_the_prefix_that_the_target_confirms_and_one_token_more(interpret: bool, device: torch.device) -> None:
     log, after = one(Row([10, 11, 12, 13], [10, 11, 99, 13, 14]), interpret, device)
-    assert log == [2, 4, 3, 10, 11, 99, -1, -1]
+    assert log == [2, 4, 3, 0, 10, 11, 99, -1, -1]
     assert after.tokens == [1, 2, 3, 10, 11, 99]
     assert (after.live, after.finish) == (1, 0)
 
 
 def test_nothing_confirmed_still_emits_the_target_s_token(interpret: bool, device: torch.device) -> None:
     log, after = one(Row([10, 11], [50, 11, 12]), interpret, device)
-    assert log == [0, 2, 1, 50, -1, -1, -1, -1]
+    assert log == [0, 2, 1, 0, 50, -1, -1, -1, -1]
     assert after.tokens == [1, 2, 3, 50]
 
 
 def test_everything_confirmed_emits_a_bonus_token(interpret: bool, device: torch.device) -> None:
     log, after = one(Row([10, 11, 12, 13], [10, 11, 12, 13, 14]), interpret, device)
-    assert log == [4, 4, 5, 10, 11, 12, 13, 14]
+    assert log == [4, 4, 5, 0, 10, 11, 12, 13, 14]
     assert after.tokens == [1, 2, 3, 10, 11, 12, 13, 14]
 
 
 def test_a_round_without_drafts_emits_one_token(interpret: bool, device: torch.device) -> None:
     for width in (0, 3):
         log, after = one(Row([], [42]), interpret, device, width=width)
-        assert log == [0, 0, 1, 42, *[-1] * width]
+        assert log == [0, 0, 1, 0, 42, *[-1] * width]
         assert after.tokens == [1, 2, 3, 42]
 
 
 def test_drafts_behind_draft_len_do_not_count(interpret: bool, device: torch.device) -> None:
     log, _ = one(Row([10], [10, POISON]), interpret, device)  # behind it draft and target would agree
-    assert log == [1, 1, 2, 10, POISON, -1, -1, -1]
+    assert log == [1, 1, 2, 0, 10, POISON, -1, -1, -1]
 
 
 def test_a_stop_id_inside_the_accepted_prefix_ends_the_row_there(interpret: bool, device: torch.device) -> None:
     log, after = one(Row([10, 11, 12], [10, 11, 12, 13], stop_ids=(12, 11)), interpret, device)
-    assert log == [3, 3, 2, 10, 11, 12, 13, -1]
+    assert log == [3, 3, 2, 1, 10, 11, 12, 13, -1]
     assert after.tokens == [1, 2, 3, 10, 11]
     assert (after.live, after.finish) == (0, 1)
 
@@ -154,7 +154,7 @@ def test_a_stop_id_as_the_bonus_token_is_kept(interpret: bool, device: torch.dev
 
 def test_a_stop_id_among_rejected_drafts_does_not_count(interpret: bool, device: torch.device) -> None:
     log, after = one(Row([10, 2], [11, 2, 5], stop_ids=(2,)), interpret, device)
-    assert log[:4] == [0, 2, 1, 11]
+    assert log[:5] == [0, 2, 1, 0, 11]
     assert (after.live, after.finish) == (1, 0)
 
 
@@ -179,7 +179,7 @@ def test_a_stop_id_at_the_limit_counts_as_stop(interpret: bool, device: torch.de
 def test_dead_rows_are_left_alone(interpret: bool, device: torch.device) -> None:
     rows = [Row([10], [10, 11], live=0, finish=2), Row([10], [10, 11]), Row([], [], live=0, finish=1, tokens=[])]
     logs, after, accepted = run(rows, interpret, device)
-    assert logs == [[-1, 0, 0, -1, -1, -1, -1, -1], [1, 1, 2, 10, 11, -1, -1, -1], [-1, 0, 0, -1, -1, -1, -1, -1]]
+    assert logs == [[-1, 0, 0, 0, -1, -1, -1, -1, -1], [1, 1, 2, 0, 10, 11, -1, -1, -1], [-1, 0, 0, 0, -1, -1, -1, -1, -1]]
     assert accepted == [0, 1, 0]
     assert [row.finish for row in after] == [2, 0, 1]
 
@@ -193,7 +193,7 @@ def test_tokens_that_the_buffer_cannot_hold_are_not_written(interpret: bool, dev
         torch.full((2, 3), 9, **ints), torch.tensor([3, 3], **ints), torch.full((8,), 9, **ints), torch.tensor([0, 4, 8], **ints),
         torch.full((2, 1), -1, **ints), torch.tensor([5, 99], **ints), None, torch.zeros(2, dtype=torch.int64, device=device),
         tokens=tokens, num_tokens=torch.tensor([3, 0], **ints), live=torch.ones(2, **ints), **vectors,
-        out_log=torch.empty(2, 7, **ints), interpret=interpret,
+        out_log=torch.empty(2, 8, **ints), interpret=interpret,
     )  # fmt: skip
     assert wide.tolist() == [[POISON] * 4 + [9, 9] + [POISON] * 2, [POISON] + [9] * 4 + [POISON] * 3]
 
@@ -201,10 +201,10 @@ def test_tokens_that_the_buffer_cannot_hold_are_not_written(interpret: bool, dev
 def test_rate_one_accepts_everything_and_rate_zero_nothing(interpret: bool, device: torch.device) -> None:
     rows = [Row([10, 11, 12, 13], [20, 21, 22, 23, 24], key=key * 7919) for key in range(40)]
     logs, after, _ = run(rows, interpret, device, rates=[1.0, 1.0, 1.0, 1.0])
-    assert logs == [[4, 4, 5, 10, 11, 12, 13, 24]] * 40
+    assert logs == [[4, 4, 5, 0, 10, 11, 12, 13, 24]] * 40
     assert all(row.tokens[3:] == [10, 11, 12, 13, 24] for row in after)
     logs, _, _ = run(rows, interpret, device, rates=[0.0, 1.0, 1.0, 1.0])
-    assert logs == [[0, 4, 1, 20, -1, -1, -1, -1]] * 40
+    assert logs == [[0, 4, 1, 0, 20, -1, -1, -1, -1]] * 40
 
 
 def test_rates_are_conditional_on_what_was_accepted_before(interpret: bool, device: torch.device) -> None:
@@ -247,7 +247,7 @@ def test_equals_a_plain_loop(
 def test_the_longest_draft(interpret: bool, device: torch.device) -> None:
     drafts = [7] * MAX_DRAFT_LEN
     ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
-    tokens, log = torch.zeros(1, 100, **ints), torch.full((1, MAX_DRAFT_LEN + 4), POISON, **ints)
+    tokens, log = torch.zeros(1, 100, **ints), torch.full((1, MAX_DRAFT_LEN + 5), POISON, **ints)
     state = {name: torch.tensor([value], **ints) for name, value in
              (("num_tokens", 5), ("live", 1), ("finish", POISON), ("out_accepted_len", POISON))}  # fmt: skip
     accept(
@@ -255,7 +255,7 @@ def test_the_longest_draft(interpret: bool, device: torch.device) -> None:
         torch.tensor([0, MAX_DRAFT_LEN + 1], **ints), torch.full((1, 16), -1, **ints), torch.tensor([100], **ints), None,
         torch.zeros(1, dtype=torch.int64, device=device), tokens=tokens, out_log=log, interpret=interpret, **state,
     )  # fmt: skip
-    assert log.tolist() == [[MAX_DRAFT_LEN, MAX_DRAFT_LEN, MAX_DRAFT_LEN + 1, *drafts, 8]]
+    assert log.tolist() == [[MAX_DRAFT_LEN, MAX_DRAFT_LEN, MAX_DRAFT_LEN + 1, 0, *drafts, 8]]
     assert {name: int(value) for name, value in state.items()} == {
         "num_tokens": 70, "live": 1, "finish": 0, "out_accepted_len": MAX_DRAFT_LEN
     }  # fmt: skip
@@ -269,13 +269,13 @@ def test_wrong_arguments_are_refused() -> None:
         "q_start": torch.zeros(3, dtype=torch.int32), "stop_ids": torch.zeros(2, 1, dtype=torch.int32), "limit": ints,
         "rates": torch.zeros(3), "keys": ints.long(), "tokens": torch.zeros(2, 9, dtype=torch.int32),
         "num_tokens": ints.clone(), "live": ints.clone(), "finish": ints.clone(), "out_accepted_len": ints.clone(),
-        "out_log": torch.zeros(2, 7, dtype=torch.int32),
+        "out_log": torch.zeros(2, 8, dtype=torch.int32),
     }  # fmt: skip
     accept(**good)
     for name, tensor in good.items():
         with pytest.raises(ValueError, match=f"accept: {name} is float64"):
             accept(**{**good, name: tensor.double()})
-    with pytest.raises(ValueError, match=r"accept: out_log is int32 \[2, 6\].* must be int32 \[2, 7\]"):
+    with pytest.raises(ValueError, match=r"accept: out_log is int32 \[2, 6\].* must be int32 \[2, 8\]"):
         accept(**{**good, "out_log": torch.zeros(2, 6, dtype=torch.int32)})
     with pytest.raises(ValueError, match="accept: draft_ids has 65 columns; at most 64"):
         accept(**{**good, "draft_ids": torch.zeros(2, 65, dtype=torch.int32)})

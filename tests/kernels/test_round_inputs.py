@@ -24,7 +24,7 @@ def run(
     num_tokens, limit, live = torch.tensor(rows, **ints).unbind(1)
     wide = torch.arange(2 * max_len, **ints) + 100 * torch.arange(count, **ints)[:, None]
     table = 10 * torch.arange(count, **ints)[:, None] + torch.arange(max_pages, **ints) + 1
-    out = {
+    out: dict[str, Any] = {
         "out_ids": torch.full((count, width), POISON, **ints),
         "out_draft_len": torch.full((count,), POISON, **ints),
         "out_kv_len": torch.full((count,), POISON, **ints),
@@ -63,9 +63,7 @@ def test_places_behind_the_page_table_go_to_the_scratch_slot_and_are_no_keys(int
 
 
 @settings(deadline=None, max_examples=40)
-@given(
-    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30), st.integers(0, 1)), min_size=1, max_size=5), st.integers(1, 9)
-)
+@given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30), st.integers(0, 1)), min_size=1, max_size=5), st.integers(1, 9))
 def test_kernel_and_reference_agree(rows: list[tuple[int, int, int]], width: int) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kernel = run(rows, width, 30, True, device)

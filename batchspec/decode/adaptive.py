@@ -1,0 +1,84 @@
+"""Which draft length pays now: expected tokens of a round over its time, by measured times and acceptance.
+
+    score(K) = (1 + sum_{k<=K} p_1 ... p_k) / (base_s[R, K] + context_tokens * token_s[K])
+
+base_s is a round over dead rows, timed once a graph; token_s what a context token adds (attention), followed while rounds run;
+p_k the share of rows that keep draft token k given that they kept those before it, with a prior and a half-life. What lies
+beyond the present K is not observed: one round in PROBE_EVERY drafts one token more.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+PROBE_EVERY = 64
+PRIOR_RATE, PRIOR_ROWS = 0.7, 32.0
+HALF_LIFE_ROWS = 4096.0
+"""Row-rounds after which an observation counts half."""
+MARGIN = 1.01
+"""Another draft length must promise this much more: a tie does not switch back and forth."""
+
+
+class DraftLengths:
+    def __init__(self, max_len: int, token_s: float = 0.0) -> None:
+        """token_s: seconds of attention a context token and round, until it is measured."""
+        self.max_len = max_len
+        self._base: dict[tuple[int, int], float] = {}
+        self._token_s = np.full(max_len + 1, token_s)
+        self._tried = np.full(max_len, PRIOR_ROWS)
+        self._kept = np.full(max_len, PRIOR_RATE * PRIOR_ROWS)
+        self._rounds = 0
+        self._current = max_len
+        self._next: int | None = None
+
+    def set_base(self, num_rows: int, draft_len: int, seconds: float) -> None:
+        """Time of a round over `num_rows` dead rows."""
+        self._base[num_rows, draft_len] = seconds
+
+    def choose(self, num_rows: int, context_tokens: int) -> tuple[int, bool]:
+        """Draft length of the round to launch now, and whether the one behind it will draft.
+
+        Decided one round ahead: behind a round without drafts the drafter prepares a first draft token only for one with.
+        """
+        now = self._pick(num_rows, context_tokens) if self._next is None else self._next
+        self._next = self._pick(num_rows, context_tokens)
+        return now, self._next > 0
+
+    def observe(self, accepted: NDArray[np.int32], drafted: NDArray[np.int32]) -> None:
+        """Draft tokens that each row of a round accepted and drafted, int32 [rows]."""
+        if not len(accepted):
+            return
+        decay = 0.5 ** (len(accepted) / HALF_LIFE_ROWS)
+        for k in range(int(drafted.max(initial=0))):
+            tried = (drafted > k) & (accepted >= k)
+            self._tried[k] = PRIOR_ROWS + decay * (self._tried[k] - PRIOR_ROWS) + tried.sum()
+            prior = PRIOR_RATE * PRIOR_ROWS
+            self._kept[k] = prior + decay * (self._kept[k] - prior) + (tried & (accepted > k)).sum()
+
+    def timed(self, num_rows: int, draft_len: int, context_tokens: int, seconds: float) -> None:
+        """A round over live rows took `seconds`."""
+        if context_tokens:
+            measured = max(0.0, seconds - self._base[num_rows, draft_len]) / context_tokens
+            known = self._token_s[draft_len]
+            # A round that waited for the host measures long: it may move the figure by little.
+            self._token_s[draft_len] = measured if known == 0 else known + 0.05 * (min(measured, 1.5 * known) - known)
+
+    def scores(self, num_rows: int, context_tokens: int) -> NDArray[np.float64]:
+        """Expected tokens a row and second for K = 0..max_len."""
+        known = self._token_s[self._token_s > 0]
+        token_s = np.where(self._token_s > 0, self._token_s, known.mean() if len(known) else 0.0)
+        base = np.array([self._base[num_rows, k] for k in range(self.max_len + 1)])
+        tokens = 1 + np.concatenate(([0.0], np.cumprod(self._kept / self._tried).cumsum()))
+        scores: NDArray[np.float64] = tokens / (base + context_tokens * token_s)
+        return scores
+
+    def _pick(self, num_rows: int, context_tokens: int) -> int:
+        scores = self.scores(num_rows, context_tokens)
+        best = int(scores.argmax())
+        if scores[best] > MARGIN * scores[self._current]:
+            self._current = best
+        self._rounds += 1
+        if self._rounds % PROBE_EVERY == 0:
+            return min(self._current + 1, self.max_len)
+        return self._current

@@ -1,0 +1,82 @@
+"""Rounds as CUDA graphs: one launch by the host instead of some hundred kernels. On a CPU the same calls run as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from batchspec.decode.round import Round, RoundResult
+from batchspec.decode.rows import Rows
+from batchspec.decode.sampling import SamplingMode
+
+GRAPH_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""fp64, for tests, has no verify attention that plans on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a graph is captured for: R rows, K drafts a row at most, how tokens are chosen."""
+
+    num_rows: int
+    draft_len: int
+    mode: SamplingMode
+
+
+class Graphs:
+    """Runs rounds, captured where the device can. A shape that was not prepared is captured when it is first asked for."""
+
+    def __init__(self, round_: Round, rows: Rows) -> None:
+        self._round, self._rows = round_, rows
+        self._captures = rows.tokens.is_cuda and round_.target.dtype in GRAPH_DTYPES
+        self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, RoundResult]] = {}
+        self._pool: Any = None
+
+    def run(self, shape: Shape) -> RoundResult:
+        """One round over the first slots. The result's tensors are those of the graph: copy them before the next round."""
+        if not self._captures:
+            return self._run(shape)
+        if shape not in self._graphs:
+            self._capture(shape)
+        graph, result = self._graphs[shape]
+        graph.replay()
+        return result
+
+    def prepare(self, shapes: Iterable[Shape]) -> None:
+        """Capture ahead of time, the largest first: later ones live in its memory."""
+        for shape in sorted(shapes, key=lambda shape: (-shape.num_rows, -shape.draft_len)):
+            if self._captures and shape not in self._graphs:
+                self._capture(shape)
+
+    def seconds(self, shape: Shape, repeats: int = 5) -> float:
+        """Median time of the round over dead rows: everything but attention. Synchronises; only while no row is live."""
+        if not self._captures:
+            return 0.0
+        times: list[float] = []
+        for _ in range(repeats + 1):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            self.run(shape)
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)
+        return sorted(times[1:])[repeats // 2]
+
+    def _run(self, shape: Shape) -> RoundResult:
+        return self._round.run(self._rows.first(shape.num_rows), shape.mode, shape.draft_len)
+
+    def _capture(self, shape: Shape) -> None:
+        """The warm-up compiles kernels; it runs over dead rows, and what a drafter carries is put back behind it."""
+        state: Sequence[torch.Tensor] = (self._rows.live, *self._round.drafter.state)
+        before = [tensor.clone() for tensor in state]
+        self._rows.live.zero_()
+        self._run(shape)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = self._run(shape)
+        self._pool = self._pool or graph.pool()
+        for tensor, value in zip(state, before, strict=True):
+            tensor.copy_(value)
+        self._graphs[shape] = (graph, result)
