@@ -31,7 +31,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "decode.n": (1, 4096, "1 is one completion a row"),
     "packing.slots": (1, 4096, "null lets the planner choose"),
     "packing.pages": (2, 2**31 - 1, "null lets the planner choose"),
-    "packing.memory_gb": (math.ulp(0.0), math.inf, "null takes 60 % of the free memory"),
+    "packing.memory_gb": (math.ulp(0.0), math.inf, "null lets the planner choose"),
     "packing.prefill_tokens": (1, math.inf, "null lets the planner choose"),
     "packing.run_ahead": (0, 64, "null lets the planner choose"),
     "input.limit": (1, math.inf, "null takes every row"),

@@ -115,7 +115,7 @@ class PackingConfig:
     pages: int | None = None
     """K/V pages of 16 tokens; null: as many as memory_gb holds and the job can use."""
     memory_gb: float | None = None
-    """Memory for K/V pages, in GB of 1e9 bytes; null: 60 % of what is free."""
+    """Memory for K/V pages, in GB of 1e9 bytes; null: what a GPU has left, 60 % of what a CPU has free."""
     prefill_tokens: int | None = None
     """Tokens of one prefill pass at most; null: the planner chooses."""
     run_ahead: int | None = None

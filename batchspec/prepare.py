@@ -136,8 +136,20 @@ def make_drafter(config: RunConfig) -> Drafter:
     return LookupDrafter(draft.max_len, min_ngram=draft.min_ngram, max_ngram=draft.max_ngram, growth=draft.growth)
 
 
-def plan_batch(job: Job, drafter: Drafter, demand: Demand, rates: Rates) -> PackedBatch:
-    """The shape for the job on this machine; CapacityError where not one row fits."""
+def draft_kv_width(drafter: Drafter) -> int:
+    """Numbers of K that the drafter keeps of a token, over its layers."""
+    heads, head_dim = drafter.kv_shape or (0, 0)
+    return drafter.num_kv_layers * heads * head_dim
+
+
+def plan_batch(job: Job, demand: Demand, rates: Rates, *, draft_len: int, kv_width: int = 0, loaded: bool = False) -> PackedBatch:
+    """The shape for the job on this machine; CapacityError where not one row fits.
+
+    kv_width  the drafter's, see `draft_kv_width`
+    loaded    the weights lie in memory already
+    """
+    if loaded and job.device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading used and gave back counts as free
     return choose_batch(
         job.config.packing,
         job.spec,
@@ -145,9 +157,9 @@ def plan_batch(job: Job, drafter: Drafter, demand: Demand, rates: Rates) -> Pack
         demand,
         device=job.device,
         dtype=job.dtype,
-        draft_len=drafter.max_len,
-        num_kv_layers=job.spec.num_layers + drafter.num_kv_layers,
-        free_bytes=free_memory(job.device, weights=weight_bytes(job.spec, job.dtype)),
+        draft_len=draft_len,
+        draft_kv_width=kv_width,
+        free_bytes=free_memory(job.device, weights=0 if loaded else weight_bytes(job.spec, job.dtype)),
     )
 
 
@@ -162,14 +174,15 @@ def survey_first(job: Job) -> Survey:
 
 
 def make_engine(job: Job, seen: Survey, progress: Progress) -> Engine:
-    """Load the target, choose the shape, set up the engine; says each step on the progress line."""
+    """Load the target, choose the shape from the memory that is left, set up the engine; says each step on the progress line."""
     config = job.config
     drafter = make_drafter(config)
     demand = seen.demand(job.source.num_rows, job.admission.max_len)
-    batch = plan_batch(job, drafter, demand, device_rates(job.device, job.dtype))
     dtype = str(job.dtype).removeprefix("torch.")
     progress.phase(f"loading {config.model.path} in {dtype} on {job.device.type}")
     target = Target.load(job.folder, job.spec, dtype=job.dtype, device=job.device, dummy=config.model.load == "dummy")
+    rates = device_rates(job.device, job.dtype)
+    batch = plan_batch(job, demand, rates, draft_len=drafter.max_len, kv_width=draft_kv_width(drafter), loaded=True)
     progress.phase(
         f"{batch.slots} slots, {batch.num_pages} pages of {batch.page_size} tokens, rows of at most {batch.max_len} tokens, "
         f"draft={drafter.name} K={drafter.max_len}"

@@ -59,6 +59,11 @@ class Request:
     """Benchmarks only: the row ends after this many tokens, whatever they are; packing and scheduling must not look at it."""
 
     @property
+    def may_end_early(self) -> bool:
+        """Something can end the row before max_new_tokens."""
+        return bool(self.stop_ids or self.stop) or self.synthetic_len is not None
+
+    @property
     def device_limit(self) -> int:
         """Output tokens behind which the row ends on the device: max_new_tokens, or synthetic_len where that is smaller."""
         return self.max_new_tokens if self.synthetic_len is None else min(self.max_new_tokens, self.synthetic_len)

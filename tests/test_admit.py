@@ -98,6 +98,17 @@ def test_a_synthetic_end_is_known_to_the_device_and_to_nobody_else() -> None:
     assert [(item.max_new_tokens, item.predicted_tokens) for item in (ends, capped)] == [(16, 16)] * 2
 
 
+def test_a_row_that_nothing_ends_is_predicted_at_its_cap() -> None:
+    caps = pa.array([200, 300])
+    long, longer = requests(prompts("a", "b", max_new_tokens=caps), model__max_len=400, decode__ignore_eos=True)
+    assert (long.predicted_tokens, longer.predicted_tokens) == (200, 300)
+    for ends in ({"decode__stop": ["END"]}, {"decode__stop_ids": [9]}):
+        (early, _) = requests(prompts("a", "b", max_new_tokens=caps), model__max_len=400, decode__ignore_eos=True, **ends)
+        assert early.predicted_tokens == 100
+    hidden = prompts("a", "b", max_new_tokens=caps, synthetic_len=pa.array([7, 8]))
+    assert [item.predicted_tokens for item in requests(hidden, model__max_len=400, decode__ignore_eos=True)] == [100, 150]
+
+
 def test_min_new_tokens_never_exceeds_the_row_s_own_limit() -> None:
     (request,) = requests(prompts("a", max_new_tokens=[3]), decode__min_new_tokens=8)
     assert request.min_new_tokens == 3

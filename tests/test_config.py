@@ -58,7 +58,7 @@ def test_the_defaults_can_run_once_the_required_keys_are_given() -> None:
         ({"decode__stop": [""]}, "empty string"),
         ({"decode__stop_ids": [-1]}, "decode.stop_ids=[-1]"),
         ({"model__dtype": "float8"}, "model.dtype=float8 must be one of auto, float32"),
-        ({"packing__memory_gb": 0.0}, "packing.memory_gb=0.0 must be above 0; null takes"),
+        ({"packing__memory_gb": 0.0}, "packing.memory_gb=0.0 must be above 0; null lets the planner choose"),
         ({"packing__pages": 1}, "packing.pages=1 must be in 2 .."),
         ({"input__overlong": "drop"}, "input.overlong=drop must be one of error, truncate, skip"),
         ({"input__path": 3}, "input.path=3 must be a path"),

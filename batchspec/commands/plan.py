@@ -15,7 +15,7 @@ from batchspec.packing.cost import Rates, device_rates, num_multiplied, page_byt
 from batchspec.packing.planner import Forecast, forecast
 from batchspec.packing.predict import SHORT_TOKENS
 from batchspec.packing.survey import Survey
-from batchspec.prepare import Job, make_drafter, open_job, plan_batch
+from batchspec.prepare import Job, draft_kv_width, make_drafter, open_job, plan_batch
 from batchspec.records import Ids, PackedBatch
 
 SAMPLE_ROWS = 10_000
@@ -69,8 +69,8 @@ class Plan:
         batch, ahead, job = self.batch, self.forecast, self.job
         if batch is None or ahead is None:
             return []
-        spec, layers = job.spec, job.spec.num_layers + self.drafter.num_kv_layers
-        kv_bytes = batch.num_pages * page_bytes(spec, batch.page_size, layers, job.dtype)
+        spec = job.spec
+        kv_bytes = batch.num_pages * page_bytes(spec, batch.page_size, job.dtype, draft_kv_width=draft_kv_width(self.drafter))
         dtype = str(job.dtype).removeprefix("torch.")
         output = float(self.survey.lengths("predicted_tokens").mean()) * self.num_completions
         total_s = ahead.prefill_s + ahead.decode_s
@@ -83,7 +83,8 @@ class Plan:
             f"rounds       {ahead.rounds:,} of {ahead.round_s * 1e3:.1f} ms, {_duration(ahead.decode_s)}",
             f"prefill      {_duration(ahead.prefill_s)}",
             f"together     {_duration(total_s)}, {output:,.0f} output tokens, {output / total_s:,.0f} tok/s",
-            f"assumed      outputs half as long as max_new_tokens (all of it up to {SHORT_TOKENS}), "
+            f"assumed      outputs half as long as max_new_tokens (all of it up to {SHORT_TOKENS}, "
+            f"and where nothing else ends a row), "
             f"{ASSUMED_ACCEPTED[self.drafter.name]:g} draft tokens kept a round, no common prefixes; device: {self.rates.name}",
         ]
 
@@ -101,7 +102,7 @@ def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = 
     rates = device_rates(job.device, job.dtype)
     batch, ahead = None, None
     if demand.num_completions:
-        batch = plan_batch(job, drafter, demand, rates)
+        batch = plan_batch(job, demand, rates, draft_len=drafter.max_len, kv_width=draft_kv_width(drafter))
         ahead = forecast(batch, job.spec, rates, demand, dtype=job.dtype, accepted=ASSUMED_ACCEPTED[drafter.name])
     return Plan(
         job=job, survey=seen, drafter=drafter, rates=rates, num_completions=demand.num_completions, batch=batch, forecast=ahead

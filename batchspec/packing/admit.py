@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -95,6 +96,12 @@ class Admission:
         """Learn from a finished row how long outputs get."""
         self.predictor.observe(completion)
 
+    def predicted(self, request: Request) -> Request:
+        """The request with the output length that is expected now; where nothing can end it early, that is its cap."""
+        if not request.may_end_early:
+            return request
+        return replace(request, predicted_tokens=self.predictor.predict(request.max_new_tokens))
+
     def admit(self, shard: InputShard) -> Iterator[Request | Completion]:
         """Requests (samples 0 .. n-1) or one completion without an answer for each row, in input order."""
         ids = request_ids(self.source, self.columns, shard)
@@ -135,15 +142,15 @@ class Admission:
             repetition_penalty=self.decode.repetition_penalty, presence_penalty=self.decode.presence_penalty,
         )  # fmt: skip
         base = hash64(self.decode.seed, request_id) if row.get("seed") is None else int(values["seed"])
-        predicted_tokens = self.predictor.predict(max_new_tokens)
         for sample_index in range(int(values["n"])):
-            yield Request(
+            request = Request(
                 request_id=request_id, row_index=row_index, sample_index=sample_index, shard=shard, prompt_ids=prompt_ids,
                 max_new_tokens=max_new_tokens, min_new_tokens=min(self.decode.min_new_tokens, max_new_tokens),
                 sampling=sampling, stop_ids=stop_ids, stop=stop,
-                seed=hash64(base, sample_index) if sample_index else base, predicted_tokens=predicted_tokens,
+                seed=hash64(base, sample_index) if sample_index else base, predicted_tokens=max_new_tokens,
                 synthetic_len=_synthetic_len(row),
             )  # fmt: skip
+            yield self.predicted(request)
 
     def _values(self, row: dict[str, Any]) -> dict[str, float]:
         """The row's own numbers where it has some, else the job's."""

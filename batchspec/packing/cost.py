@@ -3,7 +3,7 @@
 A forward over T flat tokens reads every weight once and multiplies by T rows; attention reads each row's K/V once, whatever
 the number of its query tokens. Each part takes as long as its slower side, memory or arithmetic:
 
-    round_s = max(W / bytes_s, 2 P T / flop_s(T)) + max(R C kv / bytes_s, 4 A L T C / flop_s(T)) + overhead
+    round_s = max(W / bytes_s, 2 P T / flop_s(T), L layer_s) + max(R C kv / bytes_s, 4 A L T C / flop_s(T)) + overhead
 
 W bytes and P number of the weights that are multiplied (embedding rows are gathered, not read), R rows, C context tokens
 a row, T = R * tokens_per_row, kv bytes of K/V a token, A query heads * head_dim, L layers.
@@ -32,6 +32,8 @@ class Rates:
     """(tokens, flop/s) of products of a weight matrix and that many tokens, ascending."""
     overhead_s: float
     """Seconds of a forward that neither memory nor arithmetic explains."""
+    layer_s: float = 0.0
+    """Seconds that a layer's products and norms take at least, however small they are."""
 
     def flop_s(self, tokens: float) -> float:
         """Between measured points in a straight line; fewer tokens than the first take as long as the first."""
@@ -47,6 +49,7 @@ H200 = Rates(
     bytes_s=4.3e12,
     gemm=((64, 200e12), (128, 365e12), (192, 456e12), (256, 512e12), (384, 565e12), (512, 582e12)),
     overhead_s=1e-4,
+    layer_s=1.9e-5,
 )
 
 
@@ -107,9 +110,9 @@ def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
     return (num_multiplied(spec) + embedding) * dtype.itemsize
 
 
-def page_bytes(spec: ModelSpec, page_size: int, num_kv_layers: int, dtype: torch.dtype) -> int:
-    """Bytes of one K/V page over all layers, a drafter's included."""
-    return 2 * num_kv_layers * page_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+def page_bytes(spec: ModelSpec, page_size: int, dtype: torch.dtype, *, draft_kv_width: int = 0) -> int:
+    """Bytes of one K/V page over all layers. `draft_kv_width`: numbers of K that a drafter keeps of a token, over its layers."""
+    return 2 * page_size * (spec.num_layers * spec.num_kv_heads * spec.head_dim + draft_kv_width) * dtype.itemsize
 
 
 def round_seconds(
@@ -118,7 +121,7 @@ def round_seconds(
     """Seconds of one round: `rows` rows with `context_tokens` tokens of K/V each verify `tokens_per_row` tokens."""
     tokens = rows * tokens_per_row
     products_s = _products_s(spec, rates, dtype, tokens)
-    kv_bytes = rows * context_tokens * page_bytes(spec, 1, spec.num_layers, dtype)
+    kv_bytes = rows * context_tokens * page_bytes(spec, 1, dtype)
     attention_s = max(kv_bytes / rates.bytes_s, _attention_flop(spec, tokens, context_tokens) / rates.flop_s(tokens))
     return products_s + attention_s + rates.overhead_s
 
@@ -132,7 +135,8 @@ def prefill_seconds(spec: ModelSpec, rates: Rates, *, dtype: torch.dtype, prompt
 
 def _products_s(spec: ModelSpec, rates: Rates, dtype: torch.dtype, tokens: int) -> float:
     weights = num_multiplied(spec)
-    return max(weights * dtype.itemsize / rates.bytes_s, 2.0 * weights * tokens / rates.flop_s(tokens))
+    arithmetic_s = 2.0 * weights * tokens / rates.flop_s(tokens)
+    return max(weights * dtype.itemsize / rates.bytes_s, arithmetic_s, spec.num_layers * rates.layer_s)
 
 
 def _attention_flop(spec: ModelSpec, tokens: float, context_tokens: float) -> float:

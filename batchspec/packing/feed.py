@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 
 from batchspec.io.reader import InputShard
 from batchspec.packing.admit import Admission
@@ -41,9 +40,8 @@ class Feed:
         """Requests in decoding order. The next window is read when the last one's requests are all handed out."""
         for window in range(self._num_windows):
             last = window == self._num_windows - 1
-            for request in order_requests(self._admitted(None if last else self._window)):
-                # Rows that ended since the window was read say more about output lengths than it did then.
-                yield replace(request, predicted_tokens=self._admission.predictor.predict(request.max_new_tokens))
+            # Rows that ended since the window was read say more about output lengths than was known then.
+            yield from map(self._admission.predicted, order_requests(self._admitted(None if last else self._window)))
 
     def _admitted(self, count: int | None) -> list[Request]:
         requests: list[Request] = []

@@ -14,14 +14,18 @@ from batchspec.config import PackingConfig
 from batchspec.errors import CapacityError
 from batchspec.model.spec import ModelSpec
 from batchspec.packing.cost import Rates, page_bytes, prefill_seconds, round_seconds
+from batchspec.packing.memory import reserve_bytes
 from batchspec.records import PackedBatch, Request
 
 PAGE_SIZE = 16
 CPU_SLOTS = 16
 GPU_SLOTS = 1024
+CPU_PREFILL = 1024
+GPU_PREFILL = 16384
 GOOD_ENOUGH = 0.98
 """The smallest batch within 2 % of the best predicted tokens/s is taken: fewer rows finish sooner and need less memory."""
-FREE_SHARE = 0.6
+CPU_SHARE = 0.6
+"""Of the host's free memory, which other programs use too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,22 +61,33 @@ def choose_batch(
     device: torch.device,
     dtype: torch.dtype,
     draft_len: int,
-    num_kv_layers: int,
+    draft_kv_width: int = 0,
     free_bytes: int,
 ) -> PackedBatch:
     """The shape with the highest predicted tokens/s that fits the memory; what `packing` says explicitly stands.
 
-    num_kv_layers  layers with K/V, a drafter's included
-    free_bytes     memory that is free once the weights are loaded
+    draft_kv_width  numbers of K that the drafter keeps of a token, over its layers
+    free_bytes      memory that is free once the weights are loaded
     Raises CapacityError where not even one row of demand.max_tokens fits.
     """
-    row_pages = _pages(demand.max_tokens)
-    pages = _available_pages(packing, page_bytes(spec, PAGE_SIZE, num_kv_layers, dtype), free_bytes, demand.max_tokens)
-    slots = packing.slots or _choose_slots(spec, rates, demand, device=device, dtype=dtype, draft_len=draft_len, pages=pages)
-    if packing.pages is None:
-        pages = min(pages, slots * row_pages + 1)  # page 0 is scratch
     on_cpu = device.type == "cpu"
-    prefill_tokens = packing.prefill_tokens or min(1024 if on_cpu else 8192, max(PAGE_SIZE, slots * demand.max_tokens))
+    limit = packing.slots or min(CPU_SLOTS if on_cpu else GPU_SLOTS, max(1, demand.num_completions))
+    size_bytes = page_bytes(spec, PAGE_SIZE, dtype, draft_kv_width=draft_kv_width)
+    if on_cpu:
+        pass_tokens = packing.prefill_tokens or CPU_PREFILL
+        budget, source = int(free_bytes * CPU_SHARE), f"{CPU_SHARE:.0%} of the free {free_bytes / 1e9:.2f} GB"
+    else:
+        most = min(limit, max(1, free_bytes // size_bytes // _pages(_expected_tokens(demand))))
+        pass_tokens, reserve = _held_back(
+            packing, spec, demand, dtype=dtype, slots=most, draft_len=draft_len, free_bytes=free_bytes
+        )
+        budget = max(0, free_bytes - reserve)
+        source = f"the GPU's free {free_bytes / 1e9:.2f} GB less {reserve / 1e9:.2f} GB for passes, rounds and graphs"
+    pages = _available_pages(packing, size_bytes, budget, source, demand.max_tokens)
+    slots = packing.slots or _choose_slots(spec, rates, demand, limit=limit, dtype=dtype, draft_len=draft_len, pages=pages)
+    if packing.pages is None:
+        pages = min(pages, slots * _pages(demand.max_tokens) + 1)  # page 0 is scratch
+    prefill_tokens = packing.prefill_tokens or min(pass_tokens, max(PAGE_SIZE, slots * demand.max_tokens))
     return PackedBatch(
         slots=slots,
         row_buckets=row_buckets(slots),
@@ -98,9 +113,7 @@ def forecast(
     round_s = round_seconds(
         spec, rates, dtype=dtype, rows=batch.slots, context_tokens=context, tokens_per_row=batch.draft_len + 1
     )
-    prefill_s = prefill_seconds(
-        spec, rates, dtype=dtype, prompt_tokens=demand.prompt_tokens, pass_tokens=batch.prefill_tokens
-    )
+    prefill_s = prefill_seconds(spec, rates, dtype=dtype, prompt_tokens=demand.prompt_tokens, pass_tokens=batch.prefill_tokens)
     return Forecast(
         rounds=round(rounds), round_s=round_s, prefill_s=demand.num_completions * prefill_s, decode_s=rounds * round_s
     )
@@ -165,14 +178,38 @@ def _pages(tokens: float) -> int:
     return int(-(-tokens // PAGE_SIZE))
 
 
-def _available_pages(packing: PackingConfig, size_bytes: int, free_bytes: int, max_tokens: int) -> int:
+def _held_back(
+    packing: PackingConfig, spec: ModelSpec, demand: Demand, *, dtype: torch.dtype, slots: int, draft_len: int, free_bytes: int
+) -> tuple[int, int]:
+    """Tokens of a prefill pass, and bytes that the pages must leave free; on a small card passes get shorter first."""
+    tokens = packing.prefill_tokens or GPU_PREFILL
+    while True:
+        reserve = reserve_bytes(
+            spec,
+            dtype=dtype,
+            slots=slots,
+            num_buckets=len(row_buckets(slots)),
+            draft_len=draft_len,
+            prefill_tokens=min(tokens, slots * demand.max_tokens),
+            max_len=demand.max_tokens,
+        )
+        if packing.prefill_tokens or tokens <= CPU_PREFILL or reserve <= free_bytes // 4:
+            return tokens, reserve
+        tokens //= 2
+
+
+def _expected_tokens(demand: Demand) -> float:
+    """Tokens of a row of expected length at its end: what the scheduler promises a row it takes in."""
+    return min(demand.max_tokens, max(1.0, demand.prompt_tokens + demand.output_tokens))
+
+
+def _available_pages(packing: PackingConfig, size_bytes: int, budget: int, source: str, max_tokens: int) -> int:
     if packing.pages is not None:
         pages, source = packing.pages, f"packing.pages={packing.pages}"
     elif packing.memory_gb is not None:
         pages, source = int(packing.memory_gb * 1e9) // size_bytes, f"packing.memory_gb={packing.memory_gb}"
     else:
-        pages = int(free_bytes * FREE_SHARE) // size_bytes
-        source = f"{FREE_SHARE:.0%} of the free {free_bytes / 1e9:.2f} GB"
+        pages = budget // size_bytes
     needed = _pages(max_tokens) + 1
     if pages < needed:
         raise CapacityError(
@@ -183,13 +220,12 @@ def _available_pages(packing: PackingConfig, size_bytes: int, free_bytes: int, m
 
 
 def _choose_slots(
-    spec: ModelSpec, rates: Rates, demand: Demand, *, device: torch.device, dtype: torch.dtype, draft_len: int, pages: int
+    spec: ModelSpec, rates: Rates, demand: Demand, *, limit: int, dtype: torch.dtype, draft_len: int, pages: int
 ) -> int:
-    limit = CPU_SLOTS if device.type == "cpu" else GPU_SLOTS
-    # A slot must find the pages of a whole row of expected length: that is what the scheduler promises a row it takes in.
-    expected = min(demand.max_tokens, max(1.0, demand.prompt_tokens + demand.output_tokens))
-    fitting = (pages - 1) // _pages(expected)
-    most = max(1, min(limit, demand.num_completions, fitting))
+    """Powers of two compete, and as many rows as the pages hold."""
+    most = max(1, min(limit, (pages - 1) // _pages(_expected_tokens(demand))))
+    if most > 64:
+        most -= most % 8  # a product's tiles are multiples of 8 rows: 99 rows of 4 tokens take as long as 104
     context = demand.prompt_tokens + demand.output_tokens / 2
     speeds = {}
     for power in range(limit.bit_length()):

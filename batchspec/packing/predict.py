@@ -9,7 +9,7 @@ PRIOR_ROWS = 16
 
 
 class LengthPredictor:
-    """Expected output length from the row's cap and the outputs seen so far.
+    """Expected output length of a row that may end before its cap, from the cap and the outputs seen so far.
 
     A cap up to 64 tokens is its own prediction: such rows mostly run into it. Above that the mean output of the rows
     that finished with a long cap counts, together with 16 imagined rows of half the cap. Wrong predictions cost time, never

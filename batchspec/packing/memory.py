@@ -1,0 +1,52 @@
+"""What a GPU must keep free beside weights and K/V pages, in bytes: computed from the shape, so that pages can have the rest.
+
+T tokens of a prefill pass, R slots, S = draft_len + 1, H hidden, I intermediate, NH / KVH heads of D numbers, V vocabulary,
+L layers, e bytes a number:
+
+    a pass    1.5 e T (6 H + max(3 I, 2 (NH + 2 KVH) D + NH D) + 6 H)   residual, norm, output and three tapped features;
+              gate_up and its activation, or q, k, v before and after RoPE and the attended values; a drafter's own inputs.
+              The allocator's odd block sizes make half as much again
+    a round   the same of R S tokens, in the graphs' pool; 3 * 4 R S V of fp32 logits and their copies for sampling
+    attention 4 S NH (D + 2) for each (row, 512 keys): partial results, merged by log-sum-exp
+    state     R (5 max_len + V): token buffers, page table, seen tokens of penalties
+    graphs    16 MB for each (row bucket, draft length)
+    fixed     2 GB: workspaces of matrix products and attention, compiled kernels, what fragments
+
+Llama-3.1-8B, T = 16384, R = 92, S = 4: 4.5 + 0.1 + 0.6 + 0.1 + 0.0 + 0.5 + 2 = 7.9 GB of the 132 that one H200 has behind the
+weights; the pages hold 900 thousand tokens, 80 rows of 8192 + 3072.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from batchspec.model.spec import ModelSpec
+
+FIXED_BYTES = 2 * 10**9
+GRAPH_BYTES = 16 * 10**6
+ODD_BLOCKS = 1.5
+LOGIT_COPIES = 3
+CHUNK_TOKENS = 512
+NUM_TAPS = 3
+
+
+def reserve_bytes(
+    spec: ModelSpec, *, dtype: torch.dtype, slots: int, num_buckets: int, draft_len: int, prefill_tokens: int, max_len: int
+) -> int:
+    """Bytes of everything but weights and pages; the formula is in the module's docstring."""
+    verified = slots * (draft_len + 1)
+    passes = _activation_bytes(spec, dtype, prefill_tokens) + _activation_bytes(spec, dtype, verified)
+    logits = 4 * LOGIT_COPIES * verified * spec.vocab_size
+    chunks = slots * -(-max_len // CHUNK_TOKENS)
+    partials = 4 * chunks * (draft_len + 1) * spec.num_heads * (spec.head_dim + 2)
+    state = slots * (5 * max_len + spec.vocab_size)
+    graphs = GRAPH_BYTES * num_buckets * (draft_len + 1)
+    return round(passes) + logits + partials + state + graphs + FIXED_BYTES
+
+
+def _activation_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: int) -> float:
+    """Of one forward over `tokens` tokens, the drafter's share included."""
+    heads = spec.num_heads * spec.head_dim
+    attention = 2 * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim + heads
+    stream = (3 + NUM_TAPS) * spec.hidden_size
+    return ODD_BLOCKS * dtype.itemsize * tokens * (2 * stream + max(3 * spec.intermediate_size, attention))
