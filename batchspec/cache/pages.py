@@ -56,11 +56,15 @@ class KVCache:
         return self.kv[index] if index < len(self.kv) else self.draft_kv[index - len(self.kv)]
 
 
-def page_keys(ids: Ids, page_size: int) -> list[bytes]:
-    """One key for each whole page of `ids`, made of all tokens up to the page's end: equal keys, equal K/V."""
+def page_keys(ids: Ids, page_size: int, lookahead: int = 0) -> list[bytes]:
+    """One key for each whole page of `ids`, made of all tokens up to the page's end: equal keys, equal K/V.
+
+    lookahead  tokens behind a page that its K/V depends on too, 1 for an EAGLE head's: the key covers them, and a page without
+               them in `ids` gets none
+    """
     keys, parent = [], b""
-    for end in range(page_size, len(ids) + 1, page_size):
-        parent = blake2b(parent + ids[end - page_size : end].tobytes(), digest_size=16).digest()
+    for end in range(page_size, len(ids) - lookahead + 1, page_size):
+        parent = blake2b(parent + ids[end - page_size : end + lookahead].tobytes(), digest_size=16).digest()
         keys.append(parent)
     return keys
 

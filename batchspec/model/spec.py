@@ -127,10 +127,10 @@ def load_spec(folder: Path) -> ModelSpec:
     family = _family(config, path)
     config = {**_DEFAULTS[family], **config}
     _refuse(config, family, path)
-    num_heads, num_layers = _integer(config, "num_attention_heads", path), _integer(config, "num_hidden_layers", path)
-    hidden_size, max_len = _integer(config, "hidden_size", path), _integer(config, "max_position_embeddings", path)
-    num_kv_heads = _integer(config, "num_key_value_heads", path) if config.get("num_key_value_heads") is not None else num_heads
-    head_dim = _integer(config, "head_dim", path) if config.get("head_dim") is not None else hidden_size // num_heads
+    num_heads, num_layers = read_integer(config, "num_attention_heads", path), read_integer(config, "num_hidden_layers", path)
+    hidden_size, max_len = read_integer(config, "hidden_size", path), read_integer(config, "max_position_embeddings", path)
+    given = {key: read_integer(config, key, path) for key in ("num_key_value_heads", "head_dim") if config.get(key) is not None}
+    num_kv_heads, head_dim = given.get("num_key_value_heads", num_heads), given.get("head_dim", hidden_size // num_heads)
     if num_heads % num_kv_heads:
         raise CheckpointError(f"{path}: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}")
     if head_dim % 2:
@@ -144,11 +144,11 @@ def load_spec(folder: Path) -> ModelSpec:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        intermediate_size=_integer(config, "intermediate_size", path),
-        vocab_size=_integer(config, "vocab_size", path),
+        intermediate_size=read_integer(config, "intermediate_size", path),
+        vocab_size=read_integer(config, "vocab_size", path),
         rms_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope=_rope(config, max_len, path),
-        windows=_windows(config, family, num_layers, path),
+        rope=read_rope(config, max_len, path),
+        windows=read_windows(config, family, num_layers, path),
         tie=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=attention_bias or family == "qwen2",
         o_bias=attention_bias,
@@ -174,7 +174,7 @@ def _family(config: Json, path: Path) -> str:
 def _refuse(config: Json, family: str, path: Path) -> None:
     keys = [key for key in _NOT_BUILT if config.get(key) not in (None, False)]
     keys += [key for key in _NOT_BUILT_SCALES if config.get(key) not in (None, 1.0)]
-    found = [f"{key}={_short(config[key])}" for key in keys]
+    found = [f"{key}={short_json(config[key])}" for key in keys]
     if (act := config.get("hidden_act", "silu")) not in ("silu", "swish"):
         found.append(f"hidden_act={act!r}")
     if family == "llama" and config.get("sliding_window") is not None:
@@ -183,7 +183,8 @@ def _refuse(config: Json, family: str, path: Path) -> None:
         raise CheckpointError(f"{path}: not supported: {', '.join(found)}; use a dense, unquantized checkpoint without them")
 
 
-def _windows(config: Json, family: str, num_layers: int, path: Path) -> tuple[int | None, ...]:
+def read_windows(config: Json, family: str, num_layers: int, path: Path) -> tuple[int | None, ...]:
+    """Keys that a query of each layer sees at most, itself included; None: all."""
     window, types = config.get("sliding_window"), config.get("layer_types")
     if family in ("qwen2", "qwen3") and not config.get("use_sliding_window", False):
         window = None
@@ -197,7 +198,8 @@ def _windows(config: Json, family: str, num_layers: int, path: Path) -> tuple[in
     return tuple(int(window) if kind == "sliding_attention" and window is not None else None for kind in types)
 
 
-def _rope(config: Json, max_len: int, path: Path) -> RopeSpec:
+def read_rope(config: Json, max_len: int, path: Path) -> RopeSpec:
+    """Both spellings of the rotary embedding; `max_len` is the original context where the config names none."""
     rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
     kind = str(rope.get("rope_type", rope.get("type", "default")))
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
@@ -261,13 +263,15 @@ def _ids(value: Any) -> list[int]:
     return [int(item) for item in value] if isinstance(value, list) else [int(value)]
 
 
-def _integer(config: Json, key: str, path: Path) -> int:
+def read_integer(config: Json, key: str, path: Path) -> int:
+    """A positive integer that the config must have."""
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"{path}: {key} is {_short(value)}; it must be a positive integer")
+        raise CheckpointError(f"{path}: {key} is {short_json(value)}; it must be a positive integer")
     return value
 
 
-def _short(value: Any) -> str:
+def short_json(value: Any) -> str:
+    """For messages: at most 60 characters."""
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -56,6 +56,11 @@ class Target:
         with Checkpoint(folder, spec, dtype=dtype, device=device) as weights:
             return cls(spec, weights, device)
 
+    @property
+    def embedding(self) -> Tensor:
+        """[V, H] token embeddings, for a drafter without its own."""
+        return self._embedding
+
     @torch.inference_mode()
     def forward(self, batch: FlatBatch, cache: KVCache, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         """Run T tokens, writing their K/V to batch.slots of layers 0..L-1 of the cache.

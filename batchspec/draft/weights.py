@@ -1,0 +1,199 @@
+"""The tensors of an EAGLE-3 head under one set of names, checked against its config before one of them is used."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from batchspec.draft.formats import HeadSpec, read_head
+from batchspec.errors import CheckpointError
+from batchspec.model.spec import ModelSpec
+from batchspec.model.weights import Shapes, weight_files
+
+_IGNORED = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Head:
+    """A head's shape and its tensors by normalised name; `hot` int32 [draft vocabulary] target ids, None where they are equal."""
+
+    spec: HeadSpec
+    tensors: dict[str, Tensor]
+    hot: Tensor | None
+
+
+def normalised(name: str) -> str:
+    """A tensor's name in either layout -> `fc.weight`, `layers.{i}.self_attn.q_proj.weight`, `norm.weight`, `d2t` ...
+
+    Layer 0 is the one that reads embedding and feature.
+    """
+    name = name.removeprefix("model.")
+    if name.startswith("midlayer."):
+        return "layers.0." + name.removeprefix("midlayer.")
+    if found := re.match(r"additional_layers\.(\d+)\.", name):
+        return f"layers.{int(found[1]) + 1}." + name[found.end() :]
+    return name
+
+
+def expected_shapes(spec: HeadSpec) -> Shapes:
+    """Every tensor that the spec asks for, by normalised name; the vocabulary tables d2t and t2d are checked for themselves."""
+    hidden, taps = spec.hidden_size, len(spec.tap_layers) * spec.target_hidden_size
+    shapes: Shapes = {"fc.weight": (hidden, taps), "norm.weight": (hidden,)}
+    if spec.fc_bias:
+        shapes["fc.bias"] = (hidden,)
+    if spec.input_norm:
+        shapes["input_norm.weight"] = (taps,)
+    if spec.fc_norm:
+        shapes |= {f"fc_norm.{i}.weight": (spec.target_hidden_size,) for i in range(len(spec.tap_layers))}
+    if spec.own_embedding:
+        shapes["embed_tokens.weight"] = (spec.vocab_size, hidden)
+    if spec.own_head:
+        shapes["lm_head.weight"] = (spec.draft_vocab_size, hidden)
+    if spec.mapped:
+        shapes["d2t"] = (spec.draft_vocab_size,)
+    for i in range(spec.num_layers):
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in _layer_shapes(spec, first=i == 0).items()}
+    return shapes
+
+
+def _layer_shapes(spec: HeadSpec, *, first: bool) -> Shapes:
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    width = 2 * hidden if first else hidden
+    linears = [
+        ("self_attn.q_proj", (q, width), spec.qkv_bias),
+        ("self_attn.k_proj", (kv, width), spec.qkv_bias),
+        ("self_attn.v_proj", (kv, width), spec.qkv_bias),
+        ("self_attn.o_proj", (hidden, q), spec.o_bias),
+        ("mlp.gate_proj", (inner, hidden), spec.mlp_bias),
+        ("mlp.up_proj", (inner, hidden), spec.mlp_bias),
+        ("mlp.down_proj", (hidden, inner), spec.mlp_bias),
+    ]
+    norms = [("input_layernorm", hidden), ("post_attention_layernorm", hidden)]
+    norms += [("hidden_norm", hidden)] if first else []
+    norms += [(f"self_attn.{x}_norm", spec.head_dim) for x in "qk"] if spec.qk_norm else []
+    shapes: Shapes = {f"{name}.weight": shape for name, shape, _ in linears}
+    shapes |= {f"{name}.bias": shape[:1] for name, shape, bias in linears if bias}
+    return shapes | {f"{name}.weight": (size,) for name, size in norms}
+
+
+def read_head_spec(folder: Path, target: ModelSpec, *, aux_layers: str = "auto") -> HeadSpec:
+    """The head of a folder, its tensors' names and shapes checked; no weight is read. Raises CheckpointError as `load_head`."""
+    shapes = _stored_shapes(folder)
+    spec = read_head(folder, shapes, target, aux_layers=aux_layers)
+    _check(folder, spec, shapes)
+    return spec
+
+
+def load_head(
+    folder: Path, target: ModelSpec, *, dtype: torch.dtype, device: torch.device, aux_layers: str = "auto"
+) -> Head:
+    """Read a head's safetensors in the target's dtype.
+
+    Raises CheckpointError for what `read_head` refuses, naming every missing, unexpected and misshapen tensor at once, and for
+    a d2t that leads out of the vocabulary or contradicts t2d.
+    """
+    spec = read_head_spec(folder, target, aux_layers=aux_layers)
+    expected = expected_shapes(spec)
+    tensors: dict[str, Tensor] = {}
+    for path in _files(folder):
+        with safe_open(path, framework="pt") as file:
+            tensors |= {normalised(name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    hot = _hot(folder, spec, tensors) if spec.mapped else None
+    kept = {name: tensors[name].to(device=device, dtype=dtype) for name in expected if name != "d2t"}
+    return Head(spec, kept, None if hot is None else hot.to(device))
+
+
+def dummy_head(spec: HeadSpec, *, dtype: torch.dtype, device: torch.device) -> Head:
+    """Noise of the right shapes, the same in every run on one kind of device; the draft vocabulary spreads over the target's."""
+    generator = torch.Generator(device).manual_seed(1)
+    tensors = {}
+    for name, shape in expected_shapes(spec).items():
+        if name != "d2t":
+            out = torch.empty(shape, dtype=dtype, device=device)
+            is_norm = len(shape) == 1 and not name.endswith(".bias")
+            tensors[name] = out.fill_(1.0) if is_norm else out.normal_(0.0, 0.02, generator=generator)
+    hot = torch.arange(spec.draft_vocab_size, device=device) * spec.vocab_size // spec.draft_vocab_size
+    return Head(spec, tensors, hot.int() if spec.mapped else None)
+
+
+def dummy_spec(target: ModelSpec, *, draft_vocab_size: int = 32000) -> HeadSpec:
+    """The usual head of a target: one layer of its shape, three taps, 32,000 draft tokens, no embedding of its own."""
+    vocab = min(draft_vocab_size, target.vocab_size)
+    return HeadSpec(
+        layout="flat", hidden_size=target.hidden_size, target_hidden_size=target.hidden_size, num_layers=1,
+        num_heads=target.num_heads, num_kv_heads=target.num_kv_heads, head_dim=target.head_dim,
+        intermediate_size=target.intermediate_size, vocab_size=target.vocab_size, draft_vocab_size=vocab,
+        tap_layers=(2, target.num_layers // 2, target.num_layers - 3), rms_eps=target.rms_eps, rope=target.rope, windows=(None,),
+        qkv_bias=False, o_bias=False, mlp_bias=False, fc_bias=False, qk_norm=False, norm_before_residual=False, input_norm=False,
+        fc_norm=False, feed_normed=False, own_embedding=False, own_head=True, mapped=vocab < target.vocab_size,
+    )  # fmt: skip
+
+
+def head_bytes(spec: HeadSpec, dtype: torch.dtype) -> int:
+    """Bytes of the head's weights in memory."""
+    return sum(torch.Size(shape).numel() for name, shape in expected_shapes(spec).items() if name != "d2t") * dtype.itemsize
+
+
+def _files(folder: Path) -> tuple[Path, ...]:
+    if not folder.is_dir():
+        raise CheckpointError(f"draft.path={folder}: no such folder; give the folder of an EAGLE-3 head")
+    return weight_files(folder).paths
+
+
+def _stored_shapes(folder: Path) -> Shapes:
+    shapes: Shapes = {}
+    for path in _files(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (not a mapping)
+                    if not name.endswith(_IGNORED):
+                        shapes[normalised(name)] = tuple(file.get_slice(name).get_shape())
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: cannot be read as safetensors ({error}); download the file again") from None
+    return shapes
+
+
+def _check(folder: Path, spec: HeadSpec, stored: Shapes) -> None:
+    expected, problems = expected_shapes(spec), []
+    optional = {"t2d", *(["d2t"] if spec.own_head else [])}
+    for title, names in (
+        ("missing", sorted(expected.keys() - stored.keys())),
+        ("unexpected", sorted(stored.keys() - expected.keys() - optional)),
+    ):
+        if names:
+            problems.append(f"{len(names)} {title} tensors: {', '.join(names)}")
+    for name in sorted(expected.keys() & stored.keys()):
+        if stored[name] != expected[name]:
+            problems.append(f"{name} is {list(stored[name])}, config.json says {list(expected[name])}")
+    if "t2d" in stored and stored["t2d"] != (spec.vocab_size,):
+        problems.append(f"t2d is {list(stored['t2d'])}, config.json says {[spec.vocab_size]}")
+    if problems:
+        raise CheckpointError(f"{folder}: the head's weights do not fit config.json: {'; '.join(problems)}")
+
+
+def _hot(folder: Path, spec: HeadSpec, tensors: dict[str, Tensor]) -> Tensor:
+    """int32 [draft vocabulary] target id of each draft id: d2t is the offset between the two."""
+    d2t = tensors["d2t"]
+    if d2t.is_floating_point():
+        raise CheckpointError(f"{folder}: d2t is {d2t.dtype}; it must hold integers")
+    hot = d2t.long() + torch.arange(len(d2t))
+    outside = (hot < 0) | (hot >= spec.vocab_size)
+    if outside.any():
+        first = int(outside.nonzero()[0])
+        raise CheckpointError(
+            f"{folder}: d2t leads {int(outside.sum())} draft ids out of the vocabulary of {spec.vocab_size}: "
+            f"draft id {first} to {int(hot[first])}; d2t must hold target id minus draft id"
+        )
+    if "t2d" in tensors and not (known := tensors["t2d"].bool()[hot]).all():
+        first = int((~known).nonzero()[0])
+        raise CheckpointError(
+            f"{folder}: d2t and t2d disagree on {int((~known).sum())} draft ids: draft id {first} is target id "
+            f"{int(hot[first])}, which t2d leaves out; export the head again"
+        )
+    return hot.int()

@@ -1,0 +1,159 @@
+"""EAGLE-3 by its definition (Li et al. 2025, arXiv 2503.01840): one row, no cache, no batch, everything anew at each draft step.
+
+It reads none of batchspec's head code: tensors by the names of a published checkpoint, plain torch, fp64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from batchspec.cache.attention import FlatBatch
+from batchspec.cache.pages import KVCache
+from batchspec.model.target import Target
+
+
+@dataclass(frozen=True)
+class Design:
+    """What a head is like; the taps are boundaries of the target's residual stream."""
+
+    hidden: int
+    target_hidden: int
+    vocab: int
+    draft_vocab: int | None
+    taps: tuple[int, ...]
+    layers: int = 1
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 6
+    inner: int = 20
+    eps: float = 1e-5
+    theta: float = 50.0
+    windows: tuple[int | None, ...] = (None,)
+    attention_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    fc_bias: bool = False
+    qk_norm: bool = False
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    own_embedding: bool = False
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def rope(x: Tensor, theta: float) -> Tensor:
+    """x [places, heads, D] at positions 0, 1, ..."""
+    half = x.shape[-1] // 2
+    angle = torch.arange(len(x), dtype=x.dtype)[:, None, None] * theta ** (-torch.arange(half, dtype=x.dtype) / half)
+    low, high = x[..., :half], x[..., half:]
+    return torch.cat((low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin()), -1)
+
+
+def run_head(
+    design: Design, tensors: dict[str, Tensor], embedding: Tensor, tokens: Tensor, taps: Tensor, fed: Tensor | None = None,
+    *, window: int | None = None, sink: int = 0, target_head: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Places 0 .. m-1: what each feeds to the next draft step [m, H], and its logits over the draft vocabulary.
+
+    tokens [m] the token behind each place; taps the target's features of the first places, fed the hidden states of the others
+    (where both are given for training: fed alone).
+    """
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return F.linear(x, tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
+
+    def normed(name: str, x: Tensor) -> Tensor:
+        return norm(x, tensors[f"{name}.weight"], design.eps)
+
+    if design.norm_before_fc:
+        taps = normed("input_norm", taps)
+    if design.fc_norm:
+        taps = torch.cat([normed(f"fc_norm.{i}", chunk) for i, chunk in enumerate(taps.chunk(len(design.taps), -1))], -1)
+    h = linear("fc", taps)
+    if fed is not None:
+        h = fed if len(fed) == len(tokens) else torch.cat((h, fed))
+    count = len(tokens)
+    e = F.embedding(tokens, tensors.get("embed_tokens.weight", embedding))
+    place = torch.arange(count)
+    for i in range(design.layers):
+        at = f"layers.{i}."
+        if i == 0:
+            h_n = normed(f"{at}hidden_norm", h)
+            x = torch.cat((normed(f"{at}input_layernorm", e), h_n), -1)
+            residual = h_n if design.norm_before_residual else h
+        else:
+            x = normed(f"{at}input_layernorm", residual)
+        q, k, v = (linear(f"{at}self_attn.{n}_proj", x).view(count, -1, design.head_dim) for n in "qkv")
+        if design.qk_norm:
+            q, k = normed(f"{at}self_attn.q_norm", q), normed(f"{at}self_attn.k_norm", k)
+        q, k = rope(q, design.theta), rope(k, design.theta)
+        k, v = (t.repeat_interleave(design.heads // design.kv_heads, 1) for t in (k, v))
+        seen = place[None] <= place[:, None]
+        own = design.windows[i]
+        narrow = min((w for w in (own, window) if w is not None), default=None)
+        if narrow is not None:
+            seen = seen & ((place[None] > place[:, None] - narrow) | (place[None] < sink))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * design.head_dim**-0.5
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        residual = residual + linear(f"{at}self_attn.o_proj", torch.einsum("hqk,khd->qhd", weights, v).flatten(1))
+        x = normed(f"{at}post_attention_layernorm", residual)
+        gate, up = linear(f"{at}mlp.gate_proj", x), linear(f"{at}mlp.up_proj", x)
+        residual = residual + linear(f"{at}mlp.down_proj", F.silu(gate) * up)
+    final = normed("norm", residual)
+    logits = final @ tensors["lm_head.weight"].T if target_head is None else final @ target_head.T
+    return (final if design.norm_output else residual), logits
+
+
+def target_taps(target: Target, ids: Sequence[int], taps: tuple[int, ...]) -> Tensor:
+    """[len(ids), len(taps) * H] of the residual stream, computed from the first token in one pass."""
+    count, spec, device = len(ids), target.spec, target.device
+    cache = KVCache.allocate(
+        num_layers=spec.num_layers, num_pages=2, page_size=count, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
+        dtype=target.dtype, device=device,
+    )  # fmt: skip
+
+    def ints(values: object) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    positions = torch.arange(count, device=device)
+    batch = FlatBatch(
+        token_ids=ints(list(ids)), row_ids=ints([0] * count), positions=positions, slots=positions + count,
+        q_start=ints([0, count]), kv_len=ints([count]), page_table=ints([[1]]), max_q=count, max_kv=count,
+    )  # fmt: skip
+    _, tapped = target.forward(batch, cache, taps)
+    assert tapped is not None
+    return tapped.cpu().clone()
+
+
+@torch.no_grad()
+def reference_drafts(
+    design: Design, tensors: dict[str, Tensor], target: Target, ids: Sequence[int], num_drafts: int,
+    *, window: int | None = None, sink: int = 0,
+) -> list[int]:  # fmt: skip
+    """Draft tokens behind `ids`, whose last token the target has not read yet."""
+    taps = target_taps(target, ids[:-1], design.taps).double()
+    embedding = target.embedding.cpu().double()
+    tokens, fed = list(ids[1:]), torch.empty(0, design.hidden, dtype=torch.float64)
+    drafts: list[int] = []
+    head = None
+    if design.draft_vocab is None:
+        unit = torch.eye(design.hidden, dtype=target.dtype, device=target.device)
+        head = target.logits(unit).T.cpu().double()
+    for _ in range(num_drafts):
+        out, logits = run_head(
+            design, tensors, embedding, torch.tensor(tokens), taps, fed, window=window, sink=sink, target_head=head
+        )
+        choice = int(logits[-1].argmax())
+        drafts.append(choice + (int(tensors["d2t"][choice]) if "d2t" in tensors else 0))
+        tokens.append(drafts[-1])
+        fed = torch.cat((fed, out[-1:]))
+    return drafts

@@ -1,0 +1,264 @@
+"""The EAGLE-3 drafter through the engine against the definition (tests/eagle_reference.py), in fp64, where both agree exactly."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchspec.cache.pages import KVCache, page_keys
+from batchspec.decode import scheduler
+from batchspec.decode.engine import Engine
+from batchspec.decode.round import RoundOptions
+from batchspec.decode.rows import Rows
+from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.weights import load_head
+from batchspec.records import Completion, PackedBatch, Request, SamplingParams
+from tests.eagle_reference import Design, reference_drafts
+from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request, tiny_target
+from tests.heads import Tensors, distilled_tensors, random_tensors, tiny_design, write_head
+
+TARGET = partial(tiny_target, window=5)
+
+
+class Recorded(Eagle3Drafter):
+    """Keeps what it proposed for every live row: the committed tokens, the drafts as far as they may count, the state before."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.carried: list[Tensor] = []
+
+    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+        self.carried += self.state[1][: len(draft_len)][rows.live != 0].clone()
+        super().propose(rows, draft_ids, draft_len, cache)
+        assert draft_len.tolist() == [draft_ids.shape[1] if alive else 0 for alive in rows.live.tolist()]
+        for slot in rows.live.nonzero().flatten().tolist():
+            count, limit = int(rows.num_tokens[slot]), int(rows.limit[slot])
+            prefix = tuple(rows.tokens[slot, :count].tolist())
+            seen.append((prefix, draft_ids[slot, : max(0, limit - count - 1)].tolist()))
+
+
+seen: list[tuple[tuple[int, ...], list[int]]] = []
+"""What the drafters of the running test proposed."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen.clear()
+    # An EAGLE head's K/V at a position depends on the next token too.
+    monkeypatch.setattr(scheduler, "page_keys", partial(page_keys, lookahead=1))
+
+
+def make_drafter(
+    folder: Path, design: Design, tensors: Tensors, max_len: int, *, slots: int, layout: str = "flat", **options: Any
+) -> Recorded:
+    target = TARGET()
+    write_head(folder, design, tensors, layout=layout)
+    head = load_head(folder, target.spec, dtype=target.dtype, device=DEVICE, aux_layers="input")
+    return Recorded(head, target, max_len, slots=slots, **options)
+
+
+def run(
+    requests: list[Request],
+    batch: PackedBatch,
+    drafter: Eagle3Drafter,
+    *,
+    short_cap: int = 512,
+    options: RoundOptions | None = None,
+) -> tuple[dict[str, list[int]], dict[str, Completion], Engine]:
+    engine = Engine(TARGET(), drafter, batch, device=DEVICE, options=options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "SHORT_CAP_TOKENS", short_cap)
+        done = {completion.request_id: completion for completion in engine.run(iter(requests))}
+    assert engine.pool.num_free == engine.pool.num_pages - 1  # every page came back
+    return {name: c.token_ids.tolist() for name, c in done.items() if c.token_ids is not None}, done, engine
+
+
+def check_drafts(design: Design, tensors: Tensors, *, window: int | None = None, sink: int = 0) -> None:
+    assert len(seen) > 5
+    for prefix, drafts in seen:
+        assert drafts == expected_drafts(design, tensors, prefix, len(drafts), window, sink)
+
+
+def expected_drafts(
+    design: Design, tensors: Tensors, prefix: tuple[int, ...], count: int, window: int | None, sink: int
+) -> list[int]:
+    return reference_drafts(design, tensors, TARGET(), prefix, count, window=window, sink=sink)
+
+
+def mixed_requests(count: int = 5, cap: int = 14) -> list[Request]:
+    rng = np.random.default_rng(0)
+    beginning = [3, 1, 4, 1, 5, 9, 2, 6, 5]
+    return [
+        request(i, (beginning if i % 2 else []) + rng.integers(0, VOCAB, 1 + 3 * i).tolist(), cap=cap - i, predicted=2)
+        for i in range(count)
+    ]
+
+
+def synthetic(max_len: int) -> RoundOptions:
+    """Drafts stand as often as not, so that rounds accept 0 .. K of them and the rows run over what the head says itself."""
+    return RoundOptions(synthetic=tuple(0.8 ** (j + 1) for j in range(max_len)))
+
+
+DESIGNS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "all target tokens": {"draft_vocab": None, "head_dim": 4},
+    "norm before residual": {"norm_before_residual": True},
+    "norm before fc": {"norm_before_fc": True, "fc_bias": True},
+    "a norm for each tap": {"fc_norm": True},
+    "normed state fed back": {"norm_output": True},
+    "normed state fed back, norm before residual": {"norm_output": True, "norm_before_residual": True, "fc_norm": True},
+    "two layers": {"layers": 2, "windows": (None, None)},
+    "three layers, normed": {"layers": 3, "windows": (None, 4, None), "norm_before_residual": True},
+    "q and k norms": {"qk_norm": True, "layers": 2, "windows": (None, None)},
+    "biases": {"attention_bias": True, "o_bias": True, "mlp_bias": True, "fc_bias": True},
+    "own embedding": {"own_embedding": True},
+    "narrower than the target": {"hidden": 12, "own_embedding": True, "heads": 3, "kv_heads": 1, "head_dim": 4},
+    "sliding window": {"windows": (3,)},
+    "two taps, the last boundary first": {"taps": (2, 1)},
+}
+
+
+@pytest.mark.parametrize("general", [False, True], ids=["fast", "general"])
+@pytest.mark.parametrize("name", DESIGNS)
+def test_drafts_are_those_of_the_definition(name: str, general: bool, tmp_path: Path) -> None:
+    design = tiny_design(TARGET().spec, **DESIGNS[name])
+    tensors = random_tensors(design, seed=7)
+    max_len = 2 + len(name) % 3
+    layout = ("flat", "speculators", "additional")[len(name) % 3]
+    slow = {"dead_positions": False, "uniform_slots": False, "argmax": False} if general else {}
+    drafter = make_drafter(tmp_path, design, tensors, max_len, slots=3, layout=layout, **slow)
+    batch = packed(3, draft_len=max_len, prefill_tokens=7, num_pages=60, max_len=40)
+    _, done, _ = run(mixed_requests(), batch, drafter, options=synthetic(max_len))
+    assert sum(c.stats.num_accepted for c in done.values() if c.stats) > 5
+    check_drafts(design, tensors)
+
+
+@pytest.mark.parametrize(("window", "sink"), [(1, 0), (4, 0), (4, 2), (6, 5), (100, 3)])
+def test_a_window_and_a_sink_narrow_what_the_head_reads(window: int, sink: int, tmp_path: Path) -> None:
+    design = tiny_design(TARGET().spec)
+    tensors = random_tensors(design, seed=1)
+    drafter = make_drafter(tmp_path, design, tensors, 3, slots=2, window=window, sink=sink)
+    run(mixed_requests(), packed(2, draft_len=3, max_len=40), drafter, options=synthetic(3))
+    check_drafts(design, tensors, window=window, sink=sink)
+
+
+@cache
+def design_and_tensors(kind: str) -> tuple[Design, Tensors]:
+    if kind == "random":
+        design = tiny_design(TARGET().spec, norm_before_residual=True, layers=2, windows=(None, None))
+        return design, random_tensors(design, seed=3)
+    design = tiny_design(TARGET().spec, draft_vocab=VOCAB - 1)
+    rows = [r.prompt_ids.tolist() + plain_tokens(TARGET(), r) for r in known_requests()]
+    return design, distilled_tensors(TARGET(), design, rows)
+
+
+def known_requests() -> list[Request]:
+    return [request(i, [i, i + 1, 3], cap=24) for i in range(3)]
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_packing_gives_the_drafts_of_the_definition_and_the_tokens_of_plain_decoding(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    seen.clear()
+    design, tensors = design_and_tensors(data.draw(st.sampled_from(["random", "distilled"]), label="head"))
+    max_len, slots = data.draw(st.integers(1, 5), label="K"), data.draw(st.sampled_from([1, 2, 4]), label="slots")
+    page_size = data.draw(st.sampled_from([2, 4]), label="page_size")
+    flags: dict[str, Any] = {name: data.draw(st.booleans(), label=name) for name in ("dead_positions", "uniform_slots", "argmax")}
+    drafter = make_drafter(tmp_path_factory.mktemp("head"), design, tensors, max_len, slots=slots, **flags)
+    requests = mixed_requests(4, cap=data.draw(st.integers(5, 20), label="cap")) + known_requests()[:2]
+    longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
+    scarce = 3 + -(-longest // page_size)
+    batch = packed(
+        slots,
+        row_buckets=tuple(b for b in (1, 2, 4) if b <= slots),
+        page_size=page_size,
+        num_pages=data.draw(st.sampled_from([scarce, 200]), label="pages"),
+        max_len=longest,
+        draft_len=max_len,
+        prefill_tokens=data.draw(st.sampled_from([1, 5, 64]), label="prefill_tokens"),
+        run_ahead=data.draw(st.integers(0, 2), label="run_ahead"),
+    )
+    options = RoundOptions(uniform_slots=data.draw(st.booleans(), label="uniform layout"))
+    tokens, _, _ = run(requests, batch, drafter, short_cap=data.draw(st.sampled_from([2, 512])), options=options)
+    assert tokens == {r.request_id: plain_tokens(TARGET(), r) for r in requests}
+    check_drafts(design, tensors)
+
+
+def test_rows_that_are_set_back_find_their_drafts_again(tmp_path: Path) -> None:
+    design, tensors = design_and_tensors("random")
+    requests = [request(i, [i, 5, 7], cap=60, predicted=4) for i in range(4)]
+    drafter = make_drafter(tmp_path, design, tensors, 3, slots=4)
+    tokens, _, engine = run(requests, packed(4, num_pages=32, max_len=63, draft_len=3), drafter, short_cap=2)
+    assert engine.totals.set_back > 0
+    assert tokens == {r.request_id: plain_tokens(TARGET(), r) for r in requests}
+    check_drafts(design, tensors)
+
+
+def test_a_random_head_changes_no_sampled_token(tmp_path: Path) -> None:
+    design, tensors = design_and_tensors("random")
+    sampling = SamplingParams(temperature=0.9, top_k=9)
+    requests = [request(i, [i, 3], cap=20, sampling=sampling) for i in range(5)]
+    tokens, _, _ = run(requests, packed(2, draft_len=4), make_drafter(tmp_path, design, tensors, 4, slots=2))
+    assert tokens == {r.request_id: plain_tokens(TARGET(), r) for r in requests}
+
+
+def test_a_distilled_head_is_accepted(tmp_path: Path) -> None:
+    design, tensors = design_and_tensors("distilled")
+    requests = known_requests()
+    tokens, done, _ = run(requests, packed(4, draft_len=3), make_drafter(tmp_path, design, tensors, 3, slots=4))
+    assert tokens == {r.request_id: plain_tokens(TARGET(), r) for r in requests}
+    stats = [c.stats for c in done.values() if c.stats]
+    assert 1 + sum(s.num_accepted for s in stats) / sum(s.num_rounds for s in stats) > 2.5
+
+
+@pytest.mark.parametrize("name", ["plain", "three layers, normed", "q and k norms", "normed state fed back"])
+def test_pruned_and_whole_catch_up_carry_the_same_state(name: str, tmp_path: Path) -> None:
+    design = tiny_design(TARGET().spec, **DESIGNS[name])
+    tensors, states = random_tensors(design), []
+    for dead_positions in (True, False):
+        drafter = make_drafter(tmp_path, design, tensors, 3, slots=3, dead_positions=dead_positions)
+        run(mixed_requests(), packed(3, draft_len=3, prefill_tokens=9), drafter, options=synthetic(3))
+        states.append((seen.copy(), torch.stack(drafter.carried)))
+        seen.clear()
+    assert states[0][0] == states[1][0]
+    torch.testing.assert_close(states[0][1], states[1][1], atol=1e-11, rtol=1e-11)
+
+
+def test_drafts_near_the_end_of_the_page_table_write_nothing_but_scratch(tmp_path: Path) -> None:
+    """A row that ends with the last page of its table drafts behind it: those places go to the scratch page."""
+    design, tensors = design_and_tensors("random")
+    drafter = make_drafter(tmp_path, design, tensors, 5, slots=2)
+    requests = [request(i, [i, 2, 3], cap=13) for i in range(2)]
+    tokens, _, _ = run(requests, packed(2, draft_len=5, max_len=16, num_pages=9), drafter, options=synthetic(5))
+    assert all(len(output) == 13 for output in tokens.values())
+    check_drafts(design, tensors)
+
+
+def test_a_target_that_is_far_away_of_a_short_trained_head_is_reached(tmp_path: Path) -> None:
+    """max_position_embeddings of the head is 8 in every test here: positions behind it are computed like any other."""
+    design, tensors = design_and_tensors("random")
+    drafter = make_drafter(tmp_path, design, tensors, 2, slots=1)
+    run([request(0, list(range(20)), cap=30)], packed(1, draft_len=2), drafter)
+    assert max(len(prefix) for prefix, _ in seen) > 40
+    check_drafts(design, tensors)
+
+
+def test_page_keys_of_a_drafter_with_kv_cover_the_token_behind_the_page() -> None:
+    ids = np.arange(9, dtype=np.int32)
+    other = ids.copy()
+    other[4] = 77
+    assert len(page_keys(ids, 4)) == 2
+    assert len(page_keys(ids, 4, lookahead=1)) == 2
+    assert len(page_keys(ids[:8], 4, lookahead=1)) == 1  # the token behind the second page is not known
+    assert page_keys(ids[:8], 4)[:1] == page_keys(other[:8], 4)[:1]
+    assert page_keys(ids, 4, lookahead=1)[0] != page_keys(other, 4, lookahead=1)[0]
