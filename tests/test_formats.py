@@ -1,0 +1,269 @@
+"""Head checkpoints: the same head in every layout, and every way in which one does not fit, refused in one line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from batchspec.draft.formats import HeadSpec
+from batchspec.draft.weights import dummy_head, dummy_spec, expected_shapes, head_bytes, load_head, normalised, read_head_spec
+from batchspec.errors import CheckpointError
+from tests.heads import random_tensors, tiny_design, write_head
+from tests.stand_ins import LLAMA_8B, small_spec
+
+CPU = torch.device("cpu")
+TARGET = small_spec(vocab_size=40)
+DEEP = small_spec(vocab_size=40, num_layers=36)
+
+
+def written(folder: Path, layout: str = "flat", *, prefix: str = "", **changes: Any) -> Path:
+    design = tiny_design(TARGET, **changes)
+    return write_head(folder, design, random_tensors(design), layout=layout, prefix=prefix)
+
+
+def configure(folder: Path, part: str | None = None, **changes: Any) -> Path:
+    """Set keys of config.json (of `part` of it); None removes one."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    inner = config[part] if part else config
+    inner.update(changes)
+    for key, value in changes.items():
+        if value is None:
+            del inner[key]
+    path.write_text(json.dumps(config))
+    return folder
+
+
+def change(folder: Path, **changes: Tensor | None) -> Path:
+    """Replace, add or (None) remove tensors; `__` stands for a dot."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in changes.items():
+        tensors.pop(name.replace("__", "."), None)
+        if tensor is not None:
+            tensors[name.replace("__", ".")] = tensor
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def spec_of(folder: Path, target: Any = TARGET, aux_layers: str = "auto") -> HeadSpec:
+    return read_head_spec(folder, target, aux_layers=aux_layers)
+
+
+def refusal(folder: Path, target: Any = TARGET, aux_layers: str = "auto") -> str:
+    with pytest.raises(CheckpointError) as caught:
+        load_head(folder, target, dtype=torch.float32, device=CPU, aux_layers=aux_layers)
+    assert "\n" not in str(caught.value)
+    assert str(folder) in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"layers": 3, "windows": (None, 5, None)},
+        {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
+        {"fc_norm": True, "fc_bias": True, "attention_bias": True, "o_bias": True, "mlp_bias": True},
+        {"qk_norm": True, "own_embedding": True, "draft_vocab": None},
+    ],
+)
+def test_one_head_is_the_same_in_every_layout(changes: dict[str, Any], tmp_path: Path) -> None:
+    design = tiny_design(TARGET, **changes)
+    tensors = random_tensors(design)
+    for number, (layout, prefix) in enumerate([("flat", ""), ("flat", "model."), ("additional", ""), ("speculators", "")]):
+        folder = write_head(tmp_path / str(number), design, tensors, layout=layout, prefix=prefix)
+        head = load_head(folder, TARGET, dtype=torch.float64, device=CPU, aux_layers="input")
+        spec = head.spec
+        assert spec.layout == ("speculators" if layout == "speculators" else "flat")
+        assert spec.tap_layers == design.taps
+        assert spec.windows == design.windows
+        assert (spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.intermediate_size) == (32, 4, 2, 6, 20)
+        assert (spec.rms_eps, spec.rope.theta, spec.num_layers) == (design.eps, design.theta, design.layers)
+        flags = (spec.norm_before_residual, spec.input_norm, spec.fc_norm, spec.feed_normed, spec.qk_norm)
+        assert flags == (
+            design.norm_before_residual, design.norm_before_fc, design.fc_norm, design.norm_output, design.qk_norm
+        )  # fmt: skip
+        biases = (spec.qkv_bias, spec.o_bias, spec.mlp_bias, spec.fc_bias)
+        assert biases == (design.attention_bias, design.o_bias, design.mlp_bias, design.fc_bias)
+        assert head.tensors.keys() == tensors.keys() - {"d2t", "t2d"}
+        assert all(torch.equal(head.tensors[name], tensors[name]) for name in head.tensors)
+        if design.draft_vocab is None:
+            assert (head.hot, spec.own_head, spec.draft_vocab_size) == (None, False, 40)
+        else:
+            assert head.hot is not None
+            assert head.hot.dtype == torch.int32
+            assert head.hot.tolist() == tensors["t2d"].nonzero().flatten().tolist()  # an OFFSET: target id = draft id + d2t
+
+
+def test_tensor_names_have_one_spelling() -> None:
+    assert normalised("model.midlayer.self_attn.q_proj.weight") == "layers.0.self_attn.q_proj.weight"
+    assert normalised("additional_layers.0.mlp.up_proj.weight") == "layers.1.mlp.up_proj.weight"
+    assert normalised("layers.2.mlp.up_proj.weight") == "layers.2.mlp.up_proj.weight"
+    assert normalised("d2t") == "d2t"
+
+
+@pytest.mark.parametrize(
+    ("ids", "aux_layers", "taps"),
+    [
+        (None, "auto", (2, 18, 33)),
+        (None, "output", (2, 18, 33)),
+        ([2, 18, 33], "auto", (2, 18, 33)),
+        ([1, 17, 32], "auto", (2, 18, 33)),
+        ([1, 17, 32], "input", (1, 17, 32)),
+        ([2, 18, 33], "output", (3, 19, 34)),
+        ([24, 30, 36], "auto", (24, 30, 36)),  # the last boundary, behind the last layer
+    ],
+)
+@pytest.mark.parametrize("key", ["eagle_aux_hidden_state_layer_ids", "eagle_config"])
+def test_layer_ids_of_both_conventions_become_boundaries(
+    ids: list[int] | None, aux_layers: str, taps: tuple[int, ...], key: str, tmp_path: Path
+) -> None:
+    folder = configure(written(tmp_path / "head"), eagle_aux_hidden_state_layer_ids=None)
+    if ids is not None:
+        configure(folder, **{key: {"layer_ids": ids, "use_aux_hidden_state": True} if key == "eagle_config" else ids})
+    assert spec_of(folder, DEEP, aux_layers).tap_layers == taps
+
+
+def test_norm_output_means_the_norm_before_lm_head_to_specforge_and_what_is_fed_back_to_others(tmp_path: Path) -> None:
+    folder = written(tmp_path / "head", norm_output=True)
+    assert spec_of(folder).feed_normed
+    configure(folder, architectures=["LlamaForCausalLMEagle3"])
+    assert not spec_of(folder).feed_normed
+    configure(folder, norm_output=False)
+    assert "norm_output=false (in this layout: no norm before lm_head)" in refusal(folder)
+
+
+def test_the_defaults_that_speculators_leaves_out_are_those_of_its_model_type(tmp_path: Path) -> None:
+    folder = configure(written(tmp_path / "head", "speculators"), "transformer_layer_config", rms_norm_eps=None, rope_theta=None)
+    assert (spec_of(folder).rms_eps, spec_of(folder).rope.theta) == (1e-6, 10_000.0)
+    configure(folder, "transformer_layer_config", num_hidden_layers=None)
+    assert "missing tensors: layers.1." in refusal(folder)  # transformers' llama has 32
+
+
+def test_windows_are_read_whatever_the_switch_of_the_family_says(tmp_path: Path) -> None:
+    folder = written(tmp_path / "head", "speculators", qk_norm=True)
+    part = "transformer_layer_config"
+    configure(folder, part, sliding_window=9, layer_types=["sliding_attention"] * 36, use_sliding_window=False)
+    assert spec_of(folder).windows == (9,)
+    configure(folder, part, layer_types=["sliding_attention", "full_attention"])
+    assert "layer_types: 2 for 1 layers" in refusal(folder)
+    configure(folder, part, layer_types=None)
+    assert spec_of(folder).windows == (None,)
+
+
+def test_rotation_is_scaled_only_as_the_head_says(tmp_path: Path) -> None:
+    folder = written(tmp_path / "head")
+    assert spec_of(folder, replace(TARGET, max_len=100_000)).rope.type == "default"
+    configure(folder, rope_scaling={"rope_type": "linear", "factor": 4.0})
+    assert spec_of(folder).rope.factor == 4.0
+
+
+@pytest.mark.parametrize("layout", ["flat", "speculators"])
+def test_an_unknown_key_is_refused_by_name_and_a_harmless_one_is_not(layout: str, tmp_path: Path) -> None:
+    folder = configure(written(tmp_path / "head", layout), use_cache=True, torch_dtype="bfloat16", some_new_switch=None)
+    assert spec_of(folder).num_layers == 1
+    configure(folder, **{"residual_multiplier": 0.5, "quantization_config": {"bits": 4}})
+    message = refusal(folder)
+    assert "not known to draft=eagle3: residual_multiplier=0.5, quantization_config=" in message
+    assert "remove a key from config.json if it changes no computation" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"parallel_drafting": True, "ptd_token_id": 7}, "parallel_drafting, ptd_token_id: a parallel-drafting head"),
+        ({"speculators_model_type": "peagle"}, "'peagle' is a parallel-drafting head"),
+        ({"speculators_model_type": "dflash"}, "'dflash' is not supported"),
+        ({"speculators_model_type": "eagle3", "transformer_layer_config": 3}, "transformer_layer_config is 3; it must be an object"),
+        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "architectures 'Eagle3DeepseekV2ForCausalLM' is not supported"),
+        ({"model_type": "deepseek_v3"}, "model_type 'deepseek_v3' of the head is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"hidden_size": "wide"}, 'hidden_size is "wide"; it must be a positive integer'),
+        ({"vocab_size": 41}, "vocab_size 41, the target's 40: a head of another target"),
+        ({"target_hidden_size": 64}, "target_hidden_size 64, the target's 32: a head of another target"),
+        ({"draft_vocab_size": 50}, "draft_vocab_size 50 exceeds vocab_size 40"),
+        ({"num_attention_heads": 5}, "5 heads, 2 key/value heads of 6"),
+        ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc and fc_norm exclude each other"),
+        ({"num_aux_hidden_states": 5}, "num_aux_hidden_states 5 but 3 layer ids [0, 1, 2]"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}, "reads the target's layers [0, 1, 9]"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 2, 1]}, "they must differ and lie in 0 .. 2"),
+        ({"eagle_aux_hidden_state_layer_ids": None}, "reads the target's layers [2, 1, -1] (ids null"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, "1"]}, 'layer ids [0, "1"] must be a list of integers'),
+        ({"eagle_config": {"use_mtp_layernorm": True}}, "not supported: eagle_config.use_mtp_layernorm=true"),
+        ({"eagle_config": 4}, "eagle_config is 4; it must be an object"),
+        ({"norm_before_fc": True}, "1 missing tensors: input_norm.weight"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "rope_type 'dynamic'"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    assert said in refusal(configure(written(tmp_path / "head"), **changes))
+
+
+def test_a_narrower_head_needs_an_embedding_and_an_lm_head_of_its_own(tmp_path: Path) -> None:
+    narrow = {"hidden": 12, "heads": 3, "kv_heads": 1, "head_dim": 4}
+    assert spec_of(written(tmp_path / "own", own_embedding=True, **narrow)).hidden_size == 12
+    assert "so the target's embed_tokens cannot be used" in refusal(written(tmp_path / "a", **narrow))
+    assert "embed_tokens and lm_head cannot be used" in refusal(written(tmp_path / "b", draft_vocab=None, **narrow))
+
+
+def test_all_tensors_that_do_not_fit_are_named_at_once(tmp_path: Path) -> None:
+    folder = written(tmp_path / "head")
+    change(folder, norm__weight=None, midlayer__mlp__up_proj__weight=torch.zeros(3, 4), fc2__weight=torch.zeros(1), d2t=None)
+    message = refusal(folder)
+    for said in ("2 missing tensors: d2t, norm.weight", "1 unexpected tensors: fc2.weight", "up_proj.weight is [3, 4], config.json"):
+        assert said in message
+    ignored = {"midlayer__self_attn__rotary_emb__inv_freq": torch.zeros(3), "verifier_norm__weight": torch.zeros(2)}
+    assert spec_of(change(written(tmp_path / "other"), **ignored)).mapped
+
+
+def test_a_mask_hidden_makes_it_a_parallel_head(tmp_path: Path) -> None:
+    assert "mask_hidden: a parallel-drafting head" in refusal(change(written(tmp_path / "head"), mask_hidden=torch.zeros(1, 96)))
+
+
+def test_the_draft_vocabulary_must_lie_in_the_targets(tmp_path: Path) -> None:
+    folder = written(tmp_path / "head")
+    offsets = load_file(folder / "model.safetensors")["d2t"]
+    outside = offsets.clone()
+    outside[4] = 36
+    assert "d2t leads 1 draft ids out of the vocabulary of 40: draft id 4 to 40" in refusal(change(folder, d2t=outside))
+    outside[4] = -5
+    assert "draft id 4 to -1" in refusal(change(folder, d2t=outside))
+    assert "d2t is torch.float32; it must hold integers" in refusal(change(folder, d2t=offsets.float()))
+    known = torch.zeros(40, dtype=torch.bool)
+    assert "d2t and t2d disagree on 19 draft ids" in refusal(change(folder, d2t=offsets, t2d=known))
+    assert "t2d is [39], config.json says [40]" in refusal(change(folder, t2d=known[1:]))
+    assert load_head(change(folder, t2d=None), TARGET, dtype=torch.float32, device=CPU).hot is not None
+
+
+def test_what_is_no_head_is_refused(tmp_path: Path) -> None:
+    assert "no such folder; give the folder of an EAGLE-3 head" in refusal(tmp_path / "nothing")
+    folder = written(tmp_path / "head")
+    (folder / "config.json").unlink()
+    assert "no config.json; draft.path must be the folder of an EAGLE-3 head" in refusal(folder)
+    (folder / "model.safetensors").write_bytes(b"not safetensors")
+    assert "cannot be read as safetensors" in refusal(folder)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert "safetensors only" in refusal(folder)
+
+
+def test_a_dummy_head_has_the_shapes_of_the_usual_one() -> None:
+    spec = dummy_spec(LLAMA_8B)
+    assert spec.tap_layers == (2, 16, 29)
+    assert expected_shapes(spec)["fc.weight"] == (4096, 12288)
+    assert expected_shapes(spec)["layers.0.self_attn.q_proj.weight"] == (4096, 8192)
+    assert head_bytes(spec, torch.bfloat16) == pytest.approx(0.85e9, rel=0.02)
+    small = dummy_spec(DEEP, draft_vocab_size=7)
+    one, other = (dummy_head(small, dtype=torch.float32, device=CPU) for _ in range(2))
+    assert one.hot is not None
+    assert one.hot.tolist() == [0, 5, 11, 17, 22, 28, 34]
+    assert {name: tuple(t.shape) for name, t in one.tensors.items()} | {"d2t": (7,)} == expected_shapes(small)
+    assert all(torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors)
+    assert one.tensors["layers.0.hidden_norm.weight"].eq(1).all()
+    assert 0.01 < float(one.tensors["fc.weight"].std()) < 0.03
