@@ -9,6 +9,7 @@ for shard, completions in decode_job(job, ...):
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Container, Iterator
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -28,6 +29,7 @@ from batchspec.records import Completion
 from batchspec.report.card import dataset_card
 from batchspec.report.progress import Progress
 from batchspec.report.stats import job_stats
+from batchspec.report.summary import RunSummary
 
 
 def run_job(config: RunConfig, source: Source | None = None) -> None:
@@ -53,24 +55,40 @@ def run_job(config: RunConfig, source: Source | None = None) -> None:
 
 
 def compute(job: Job, output: OutputFolder, committed: set[int]) -> None:
-    """Decode and commit every shard that is not committed yet. Raises Interrupted at Ctrl-C."""
+    """Decode and commit every shard that is not committed yet, and say how fast. Raises Interrupted at Ctrl-C."""
+    began = time.perf_counter()
     seen = survey_first(job)
-    done_rows = len(committed) * job.shard_rows
+    done_rows, num_tokens = len(committed) * job.shard_rows, 0
     num_errors = job_stats(output.path).by_status.get("error", 0) if committed else 0
     check_errors(job, num_errors)
     with Progress(seen.num_outputs(job.source.num_rows), done=seen.num_outputs(done_rows)) as progress:
+        loading = time.perf_counter()
         engine = make_engine(job, seen, progress)
+        start_up_s = time.perf_counter() - loading
         create_output(job, output)  # nothing can be refused from here on
         if committed:
             progress.phase(f"{len(committed)} of {output.num_shards} shards are committed already; the rest is computed")
         try:
             for shard, completions in decode_job(job, engine, seen, progress, skip=committed):
                 output.commit(shard.index, shard_table(job, shard, completions, output.attempt))
+                num_tokens += sum(len(done.token_ids) for done in completions if done.token_ids is not None)
                 num_errors += sum(completion.status == "error" for completion in completions)
                 check_errors(job, num_errors)
         except KeyboardInterrupt:
             count = f"{len(output.committed())} of {output.num_shards} shards are committed"
             raise Interrupted(f"interrupted; {count}; run the same command again to go on") from None
+    totals = engine.totals
+    summary = RunSummary(
+        seconds=time.perf_counter() - began - start_up_s,
+        start_up_s=start_up_s,
+        tokens=num_tokens,
+        rounds=totals.rounds,
+        row_rounds=totals.row_rounds,
+        accepted=totals.accepted,
+        set_back=totals.set_back,
+    )
+    say(summary.line())
+    output.log_run(summary.facts())
 
 
 def say(line: str) -> None:

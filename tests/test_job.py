@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import subprocess
@@ -111,6 +112,35 @@ def test_tokens_do_not_depend_on_drafting_or_packing(
 ) -> None:
     assert run.main(arguments(model, data, tmp_path / "out", *settings)) == 0
     assert tokens(tmp_path / "out") == tokens(finished)
+
+
+def test_a_run_ends_with_a_line_and_a_file_that_say_how_fast_it_was(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run.main(arguments(model, data, tmp_path / "out", "draft=lookup")) == 0
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "first row read to the last commit" in line]
+    (log,) = (tmp_path / "out/_batchspec/logs").glob("run-*.json")
+    facts = json.loads(log.read_text())
+    assert facts["tokens"] == sum(len(ids) for ids in tokens(tmp_path / "out").values() if ids is not None)
+    assert said.startswith(f"{facts['tokens']:,} tokens in {facts['seconds']:.2f} s")
+    assert facts["tok_s"] == pytest.approx(facts["tokens"] / facts["seconds"], rel=0.01)
+    assert 1 <= facts["mean_acceptance_length"] <= 9
+    assert 1 <= facts["mean_live_rows"] <= 3
+
+
+def test_a_synthetic_end_cuts_a_row_where_it_says_in_any_batch(model: Path, tmp_path: Path) -> None:
+    ends = [3, 9, None, 24, 1, 30]
+    rows = [{"prompt_ids": [5 + i, 9, 11], "synthetic_len": end} for i, end in enumerate(ends)]
+    pl.DataFrame(rows).write_parquet(tmp_path / "ends.parquet")
+    common = ["draft=lookup", "decode.ignore_eos=true", "output.messages=none"]
+    for slots in (1, 4):
+        out = tmp_path / f"out{slots}"
+        command = arguments(model, tmp_path / "ends.parquet", out, *common, f"packing.slots={slots}")
+        assert run.main(command) == 0
+        frame = pl.read_parquet(out / "data")
+        assert frame["token_ids"].list.len().to_list() == [min(end or 24, 24) for end in ends]
+        assert frame["finish_reason"].to_list() == ["length"] * len(ends)
+    assert tokens(tmp_path / "out1") == tokens(tmp_path / "out4")
 
 
 def test_tokens_do_not_depend_on_the_order_of_the_input(model: Path, data: Path, finished: Path, tmp_path: Path) -> None:

@@ -4,11 +4,12 @@ data/part-00042.parquet   the rows of shard 42; nothing else lies in data/
 README.md                 the dataset card, written at the end
 _batchspec/manifest.json  what the job is; made first, so that a folder with a manifest is a job
 _batchspec/tmp            files under construction
-_batchspec/logs
+_batchspec/logs           run-<attempt>.json: how fast each run was
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import uuid
@@ -181,6 +182,11 @@ class OutputFolder:
                     path.unlink(missing_ok=True)
                 raise
         return self._store.publish(path, f"data/{part_name(index)}")
+
+    def log_run(self, facts: Mapping[str, float]) -> None:
+        """Keep what a run says of itself at its end. Raises StorageError."""
+        with storing(f"writing to {self.logs}"):
+            (self.logs / f"run-{self.attempt}.json").write_text(json.dumps(dict(facts)) + "\n", encoding="utf-8")
 
     def has_card(self) -> bool:
         return self._store.exists("README.md")

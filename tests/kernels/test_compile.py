@@ -49,6 +49,19 @@ for _rates in (None, PF32):
 for _word in ("i8", "i16", "i32", "i64"):
     _case(f"move_rows_kernel {_word}", "compact", 4, state=f"*{_word}", src_ids=PI32, dst_ids=PI32, stride_row=I32, width=I32,
           BLOCK=1024)  # fmt: skip
+for _dtype in ("fp32", "bf16", "fp16", "fp64"):
+    _acc, _values = "fp64" if _dtype == "fp64" else "fp32", f"*{_dtype}"
+    for _residual, _tap in ((None, None), (_values, None), (_values, _values)):
+        _case(f"norm_kernel {_dtype}, residual {_residual}, tap {_tap}", "norm", 2, hidden=_values, residual=_residual,
+              weight=_values, out=_values, out_tap=_tap, hidden_stride=I32, residual_stride=I32, tap_stride=I32, EPS=1e-5,
+              WIDTH=576, BLOCK=1024, ACC=_acc)  # fmt: skip
+    _case(f"silu_and_mul_kernel {_dtype}", "activation", 8, gate_up=_values, out=_values, stride=I32, WIDTH=14336, BLOCK=2048,
+          ACC=_acc)  # fmt: skip
+    for _norm, _blocks in ((None, 1), (_values, 1), (None, 6)):
+        _case(f"rope_write_kernel {_dtype}, norm {_norm}, {_blocks} blocks", "rope_write", 2, qkv=_values, positions=PI64,
+              freqs=PF32, q_norm=_norm, k_norm=_norm, out_q=_values, kv=_values, slots=PI64, qkv_stride=I32, kv_stride_part=I64,
+              EPS=1e-6, FACTOR=1.0, NUM_HEADS=32, NUM_KV_HEADS=8, HALF=64, HEADS=8, BLOCKS_PER_PROGRAM=_blocks, LANES=64,
+              ACC=_acc)  # fmt: skip
 
 
 def compile_all() -> dict[str, int]:

@@ -1,0 +1,48 @@
+"""What one run of a job did, in a line and as facts for a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """Of this run alone: a job that was resumed has several."""
+
+    seconds: float
+    """From the first row read to the last commit, start_up_s left out."""
+    start_up_s: float
+    """Loading the weights, planning, compiling and capturing."""
+    tokens: int
+    rounds: int
+    row_rounds: int
+    """Rounds times the rows that lived in them."""
+    accepted: int
+    set_back: int
+
+    @property
+    def tok_s(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        return 1 + self.accepted / self.row_rounds if self.row_rounds else 1.0
+
+    @property
+    def mean_live_rows(self) -> float:
+        return self.row_rounds / self.rounds if self.rounds else 0.0
+
+    def line(self) -> str:
+        return (
+            f"{self.tokens:,} tokens in {self.seconds:.2f} s from the first row read to the last commit, {self.tok_s:,.1f} tok/s "
+            f"(start-up, {self.start_up_s:.1f} s, left out); mean acceptance length {self.mean_acceptance_length:.3f}, "
+            f"{self.rounds:,} rounds, {self.mean_live_rows:.1f} live rows a round"
+        )
+
+    def facts(self) -> dict[str, float]:
+        """What the line says and what it was made of."""
+        return {
+            "seconds": round(self.seconds, 3), "start_up_s": round(self.start_up_s, 3), "tokens": self.tokens,
+            "tok_s": round(self.tok_s, 1), "mean_acceptance_length": round(self.mean_acceptance_length, 4),
+            "rounds": self.rounds, "mean_live_rows": round(self.mean_live_rows, 2), "set_back": self.set_back,
+        }  # fmt: skip
