@@ -1,0 +1,68 @@
+"""activation: silu of the first half of each row times its second half."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchspec.kernels.activation import BLOCK, silu_and_mul, silu_and_mul_reference
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Two roundings of the dtype; the interpreter cuts bf16 off instead of rounding it.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float64: 1e-12}
+NAN = float("nan")
+
+
+def by_hand(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.double().chunk(2, 1)
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_places", "width"), [(1, 1), (3, 33), (2, 1536), (2, BLOCK), (3, 2 * BLOCK + 8)])
+def test_gate_times_up(num_places: int, width: int, dtype: torch.dtype, interpret: bool, device: torch.device) -> None:
+    gate_up = (torch.randn(num_places, 2 * width, device=device) * 3).to(dtype)
+    out = torch.full((num_places, width), NAN, dtype=dtype, device=device)
+    silu_and_mul(gate_up, out=out, interpret=interpret)
+    torch.testing.assert_close(out.double(), by_hand(gate_up), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] / 16)
+
+
+def test_a_closed_gate_is_zero_and_an_open_one_lets_through(interpret: bool, device: torch.device) -> None:
+    gate_up = torch.tensor([[-200.0, -1e30, 0.0, 200.0, 3.0, 3.0, 3.0, 3.0]], device=device)
+    out = torch.full((1, 4), NAN, device=device)
+    silu_and_mul(gate_up, out=out, interpret=interpret)
+    assert out.tolist() == [[0.0, 0.0, 0.0, 600.0]]
+
+
+def test_rows_of_a_wider_tensor_are_read_in_place(interpret: bool, device: torch.device) -> None:
+    wide = torch.full((5, 100), NAN, device=device)
+    wide[:, 4:64] = torch.randn(5, 60, device=device)
+    out = torch.full((5, 30), NAN, device=device)
+    silu_and_mul(wide[:, 4:64], out=out, interpret=interpret)
+    torch.testing.assert_close(out.double(), by_hand(wide[:, 4:64]), rtol=1e-5, atol=1e-6)
+
+
+@settings(max_examples=20)
+@given(num_places=st.integers(0, 5), width=st.integers(1, 70), scale=st.sampled_from([0.1, 1.0, 30.0]), seed=st.integers(0, 99))
+def test_kernel_and_reference_agree(
+    num_places: int, width: int, scale: float, seed: int, interpret: bool, device: torch.device
+) -> None:
+    gate_up = (torch.randn(num_places, 2 * width, generator=torch.Generator().manual_seed(seed)) * scale).to(device)
+    out, expected = torch.full((2, num_places, width), NAN, device=device)
+    silu_and_mul_reference(gate_up, out=expected)
+    silu_and_mul(gate_up, out=out, interpret=interpret)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"silu_and_mul: gate_up is float32 \[2, 9\].* must be .* \[2, 8\]"):
+        silu_and_mul(torch.zeros(2, 9), out=torch.zeros(2, 4))
+    with pytest.raises(ValueError, match="silu_and_mul: gate_up is int32"):
+        silu_and_mul(torch.zeros(2, 8, dtype=torch.int32), out=torch.zeros(2, 4))
+    with pytest.raises(ValueError, match=r"silu_and_mul: out is float64 .* must be float32"):
+        silu_and_mul(torch.zeros(2, 8), out=torch.zeros(2, 4, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"silu_and_mul: out is float32 .* contiguous"):
+        silu_and_mul(torch.zeros(2, 8), out=torch.zeros(2, 8)[:, ::2])

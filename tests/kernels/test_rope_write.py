@@ -1,0 +1,189 @@
+"""rope_write: rotated queries laid out for attention, rotated keys and plain values in their cells, nothing elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchspec.kernels import rope_write as module
+from batchspec.kernels.rope_write import rope_write
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Roundings of cos, sin, a product and the sum; the interpreter cuts bf16 off instead of rounding it.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-5, torch.float16: 2**-8, torch.float64: 2e-6}
+SHAPES = [(1, 1, 2), (9, 3, 64), (32, 8, 128), (4, 2, 24), (3, 1, 96), (6, 2, 80)]
+POISON = 77.0
+PAGE_SIZE = 4
+EPS = 1e-6
+
+
+@dataclass
+class Case:
+    """Inputs and poisoned outputs of one call."""
+
+    qkv: Tensor
+    positions: Tensor
+    freqs: Tensor
+    kv: Tensor
+    slots: Tensor
+    out_q: Tensor
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    attention_factor: float = 1.0
+
+    @classmethod
+    def make(
+        cls, num_places: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device,
+        norms: bool,
+    ) -> Case:  # fmt: skip
+        def noise(*shape: int) -> Tensor:
+            return torch.randn(*shape, device=device).to(dtype)
+
+        num_pages = num_places // PAGE_SIZE + 2
+        return cls(
+            qkv=noise(num_places, (num_heads + 2 * num_kv_heads) * head_dim),
+            positions=torch.randint(0, 9000, (num_places,), device=device),
+            freqs=10000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim),
+            kv=torch.full((2, num_pages, PAGE_SIZE, num_kv_heads, head_dim), POISON, dtype=dtype, device=device),
+            slots=PAGE_SIZE + torch.randperm(num_places, device=device),
+            out_q=torch.full((num_places, num_heads, head_dim), POISON, dtype=dtype, device=device),
+            q_norm=noise(head_dim) if norms else None,
+            k_norm=noise(head_dim) if norms else None,
+        )
+
+    def run(self, interpret: bool) -> None:
+        rope_write(
+            self.qkv, self.positions, self.freqs, self.kv, self.slots, attention_factor=self.attention_factor, out_q=self.out_q,
+            q_norm=self.q_norm, k_norm=self.k_norm, eps=EPS, interpret=interpret,
+        )  # fmt: skip
+
+    def by_hand(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v float64 [T, heads, D]; the angle is the fp32 product that the formula names."""
+        num_heads, head_dim = self.out_q.shape[1:]
+        num_kv_heads = self.kv.shape[3]
+        heads = self.qkv.double().unflatten(1, (-1, head_dim))
+        q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), 1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = (
+                x / (x.square().mean(2, keepdim=True) + EPS).sqrt() * weight.double()
+                for x, weight in ((q, self.q_norm), (k, self.k_norm))
+            )
+        angle = (self.positions.float()[:, None] * self.freqs).double()
+        turn = torch.polar(torch.full_like(angle, self.attention_factor), angle)[:, None]
+
+        def rotated(x: Tensor) -> Tensor:
+            y = torch.complex(*x.chunk(2, 2)) * turn
+            return torch.cat((y.real, y.imag), 2)
+
+        return rotated(q), rotated(k), v
+
+    def assert_written(self) -> None:
+        q, k, v = self.by_hand()
+        near = TOLERANCE[self.qkv.dtype]
+        scale = 4 * float(max(x.abs().max() for x in (q, k))) if len(q) else 1.0
+        torch.testing.assert_close(self.out_q.double(), q, rtol=0, atol=near * scale)
+        cells = self.kv.flatten(1, 2)
+        torch.testing.assert_close(cells[0, self.slots].double(), k, rtol=0, atol=near * scale)
+        assert torch.equal(cells[1, self.slots].double(), v)
+        untouched = torch.ones(cells.shape[1], dtype=torch.bool, device=cells.device)
+        untouched[self.slots] = False
+        assert bool((cells[:, untouched] == POISON).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), SHAPES)
+@pytest.mark.parametrize("norms", [False, True])
+def test_every_head_lands_where_it_belongs(
+    num_heads: int, num_kv_heads: int, head_dim: int, norms: bool, dtype: torch.dtype, interpret: bool, device: torch.device
+) -> None:
+    case = Case.make(3, num_heads, num_kv_heads, head_dim, dtype, device, norms)
+    case.run(interpret)
+    case.assert_written()
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_all_heads_of_a_token_in_one_program_give_the_same(
+    norms: bool, interpret: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case.make(5, 9, 3, 64, torch.float32, device, norms)
+    case.run(interpret)
+    few = case.out_q.clone(), case.kv.clone()
+    case.out_q.fill_(POISON)
+    case.kv.fill_(POISON)
+    monkeypatch.setattr(module, "MANY_TOKENS", 5)
+    case.run(interpret)
+    torch.testing.assert_close((case.out_q, case.kv), few, rtol=1e-6, atol=1e-6)
+    case.assert_written()
+
+
+def test_angles_are_exact_at_long_positions(interpret: bool, device: torch.device) -> None:
+    case = Case.make(6, 2, 1, 64, torch.float32, device, norms=False)
+    case.positions = torch.tensor([0, 1, 105614, 131071, 1048575, 16777215], device=device)
+    case.run(interpret)
+    case.assert_written()
+
+
+def test_position_zero_leaves_heads_as_they_are_and_the_factor_scales_them(interpret: bool, device: torch.device) -> None:
+    case = Case.make(2, 2, 1, 8, torch.float32, device, norms=False)
+    case.positions.zero_()
+    case.attention_factor = 1.25
+    case.run(interpret)
+    heads = case.qkv.view(2, 4, 8)
+    assert torch.equal(case.out_q, heads[:, :2] * 1.25)
+    assert torch.equal(case.kv.flatten(1, 2)[0, case.slots], heads[:, 2:3] * 1.25)
+    case.assert_written()
+
+
+def test_slices_of_wider_rows_and_a_layer_of_a_cache_are_used_in_place(interpret: bool, device: torch.device) -> None:
+    case = Case.make(3, 2, 1, 16, torch.float32, device, norms=False)
+    wide = torch.full((3, 100), float("nan"), device=device)
+    wide[:, 16:80] = case.qkv
+    layers = torch.full((2, 3, *case.kv.shape[1:]), POISON, device=device)
+    case.qkv, case.kv = wide[:, 16:80], layers[:, 1]
+    case.run(interpret)
+    case.assert_written()
+    assert bool((layers[:, [0, 2]] == POISON).all())
+
+
+@settings(max_examples=20)
+@given(
+    num_places=st.integers(0, 6), num_kv_heads=st.integers(1, 4), group=st.integers(1, 4), half=st.integers(1, 20),
+    norms=st.booleans(), factor=st.sampled_from([1.0, 1.3]),
+)  # fmt: skip
+def test_any_shape(
+    num_places: int, num_kv_heads: int, group: int, half: int, norms: bool, factor: float, interpret: bool, device: torch.device
+) -> None:
+    case = Case.make(num_places, group * num_kv_heads, num_kv_heads, 2 * half, torch.float32, device, norms)
+    case.attention_factor = factor
+    case.run(interpret)
+    case.assert_written()
+
+
+def test_wrong_arguments_are_refused() -> None:
+    case = Case.make(2, 2, 1, 8, torch.float32, torch.device("cpu"), norms=True)
+    good: dict[str, Any] = {
+        "qkv": case.qkv, "positions": case.positions, "freqs": case.freqs, "kv": case.kv, "slots": case.slots,
+        "attention_factor": 1.0, "out_q": case.out_q, "q_norm": case.q_norm, "k_norm": case.k_norm, "eps": EPS,
+    }  # fmt: skip
+    rope_write(**good)
+    for name, bad in (
+        ("qkv", torch.zeros(2, 40)),
+        ("positions", case.positions.int()),
+        ("freqs", case.freqs.double()),
+        ("slots", torch.zeros(3, dtype=torch.int64)),
+        ("out_q", case.out_q.double()),
+        ("q_norm", torch.zeros(4)),
+        ("k_norm", torch.zeros(8, dtype=torch.float64)),
+    ):
+        with pytest.raises(ValueError, match=f"rope_write: {name} is "):
+            rope_write(**{**good, name: bad})
+    with pytest.raises(ValueError, match=r"rope_write: kv\[0\] is float64"):
+        rope_write(**{**good, "kv": case.kv.double()})
+    with pytest.raises(ValueError, match="one of q_norm and k_norm is None"):
+        rope_write(**{**good, "q_norm": None})
