@@ -1,0 +1,145 @@
+"""Which way to compute each matrix product on this GPU: a table of measured choices, and the tuner that makes it.
+
+The table `conf/tuned/<gpu>.json` ships with the package; one in the user's cache folder, made by `tune` and `save`, goes before
+it. What no table knows is computed by the library (cuBLAS).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from batchspec.errors import ConfigError
+from batchspec.kernels.tiles import Tile
+from batchspec.kernels.trial import LM_HEADS, MODELS, run_trials
+from batchspec.model.spec import ModelSpec
+
+TOKEN_COUNTS = (64, 128, 192, 256, 384, 512, 768, 1024)
+Product = tuple[str, int, int]
+"""op, rows of the weight, K; ops: linear, linear_add, swiglu, norm_linear, norm_swiglu, lm_head (batchspec.kernels)."""
+Table = dict[Product, list[tuple[int, Tile | None]]]
+"""Choices of a product by number of tokens, ascending; None where the library won."""
+
+
+def best(op: str, tokens: int, rows: int, k: int, device: torch.device) -> Tile | None:
+    """The tile measured fastest for `op` with a bf16 weight [rows, k] on this device, or None: the library.
+
+    That of the next larger number of tokens in the table; None beyond the largest, for an unknown product and on a CPU.
+    Raises ConfigError where a table is not valid.
+    """
+    if device.type != "cuda":
+        return None
+    choices = _table(torch.cuda.get_device_name(device)).get((op, rows, k), ())
+    place = bisect_left(choices, tokens, key=lambda choice: choice[0])
+    return choices[place][1] if place < len(choices) else None
+
+
+def products(spec: ModelSpec) -> list[Product]:
+    """The products of a model that its decode rounds could use; those with a fused norm only where they are small."""
+    hidden, inner, heads = spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim
+    qkv = heads + 2 * spec.num_kv_heads * spec.head_dim
+    found = [("linear", qkv, hidden), ("linear", hidden, heads), ("linear", 2 * inner, hidden), ("linear", hidden, inner)]
+    found += [("swiglu", 2 * inner, hidden), ("linear_add", hidden, heads), ("linear_add", hidden, inner)]
+    found += [("norm_linear", qkv, hidden), ("norm_swiglu", 2 * inner, hidden), ("lm_head", spec.vocab_size, hidden)]
+    return list(dict.fromkeys(found))
+
+
+def tune(shapes: Iterable[Product], device: torch.device, *, token_counts: Sequence[int] = TOKEN_COUNTS) -> list[dict[str, Any]]:
+    """Time the library and every candidate for each product and number of tokens; prints a line each.
+
+    Returns the table's entries for `save`. Takes about ten seconds a product on an H200. Needs a GPU that does nothing else.
+    """
+    results = run_trials(shapes, token_counts, device)
+    return [_entry(result.as_json()) for result in results]
+
+
+def save(entries: Sequence[dict[str, Any]], gpu: str, path: Path | None = None) -> Path:
+    """Add entries to the table of this GPU (device name), in the user's cache folder unless a path is given.
+
+    A product's entries replace all its former ones. Returns the path. Raises ConfigError where the old table is not valid.
+    """
+    path = _cache_path(gpu) if path is None else path
+    new = {_key(entry) for entry in entries}
+    kept = [entry for entry in _read(path) if _key(entry) not in new] if path.is_file() else []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    merged = sorted([*kept, *entries], key=lambda entry: (*_key(entry), entry["tokens"]))
+    lines = ",\n".join(json.dumps(entry) for entry in merged)
+    text = f'{{"gpu": {json.dumps(gpu)}, "torch": "{torch.__version__}", "products": [\n{lines}\n]}}\n'
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)  # a reader never sees half a table
+    _table.cache_clear()
+    return path
+
+
+@cache
+def _table(gpu: str) -> Table:
+    table: Table = {}
+    shipped = files("batchspec.conf").joinpath("tuned", _file_name(gpu))
+    for path in (Path(str(shipped)), _cache_path(gpu)):
+        if path.is_file():
+            table |= _parse(_read(path), path)
+    return table
+
+
+def _parse(entries: Iterable[dict[str, Any]], path: Path) -> Table:
+    table: Table = {}
+    for entry in entries:
+        try:
+            tile = None if entry["tile"] is None else Tile(**entry["tile"])
+            table.setdefault(_key(entry), []).append((int(entry["tokens"]), tile))
+        except (KeyError, TypeError) as error:
+            raise _invalid(path, f"an entry is wrong ({error!r})") from None
+    return {key: sorted(choices, key=lambda choice: choice[0]) for key, choices in table.items()}
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    try:
+        return list(json.loads(path.read_text(encoding="utf-8"))["products"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise _invalid(path, repr(error)) from None
+
+
+def _invalid(path: Path, what: str) -> ConfigError:
+    return ConfigError(f"{path}: not a table of tuned products: {what}; delete the file")
+
+
+def _entry(result: dict[str, Any]) -> dict[str, Any]:
+    return {name: result[name] for name in ("op", "rows", "k", "tokens", "us", "library_us", "tile")}
+
+
+def _key(entry: dict[str, Any]) -> Product:
+    return entry["op"], entry["rows"], entry["k"]
+
+
+def _file_name(gpu: str) -> str:
+    """NVIDIA H200 -> nvidia_h200.json"""
+    return "".join(c if c.isalnum() else "_" for c in gpu.lower()) + ".json"
+
+
+def _cache_path(gpu: str) -> Path:
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "batchspec" / "tuned" / _file_name(gpu)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m batchspec.model.tuning", description="Tune the products of known shapes.")
+    parser.add_argument("models", nargs="+", choices=sorted(MODELS))
+    parser.add_argument("--out", type=Path, help="table to write; default: the user's cache folder")
+    arguments = parser.parse_args()
+    device = torch.device("cuda")
+    entries = tune(dict.fromkeys(p for model in arguments.models for p in (*MODELS[model], LM_HEADS[model])), device)
+    print(f"written: {save(entries, torch.cuda.get_device_name(device), arguments.out)}")
+
+
+if __name__ == "__main__":
+    main()

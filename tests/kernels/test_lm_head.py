@@ -1,0 +1,129 @@
+"""lm_head: the id that argmax finds in the fp32 logits, without the logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchspec.kernels.lm_head import BLOCK, lm_head, lm_head_reference
+from batchspec.kernels.tiles import Tile
+
+POISON = -7
+INF, NAN = float("inf"), float("nan")
+TILE = Tile(16, 16, 32, 2, 4, False)
+
+
+def choose(
+    hidden: Tensor, weight: Tensor, interpret: bool, vocab: int | None = None, map_ids: Tensor | None = None, tile: Tile = TILE
+) -> list[int]:
+    out_ids = torch.full((len(hidden),), POISON, dtype=torch.int32, device=hidden.device)
+    lm_head(hidden, weight, out_ids=out_ids, vocab=vocab, map_ids=map_ids, tile=tile, interpret=interpret)
+    return [int(i) for i in out_ids]
+
+
+def selector(rows: list[list[float]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """hidden and weight whose logits are exactly `rows`: one-hot hidden states against the values as weights."""
+    num_rows = len(rows)
+    return torch.eye(num_rows, device=device), torch.tensor(rows, device=device).t().contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize(("tokens", "width", "k"), [(1, 5, 8), (21, 130, 64), (40, 77, 136)])
+def test_largest_logit_of_every_row(
+    tokens: int, width: int, k: int, tma: bool, dtype: torch.dtype, interpret: bool, device: torch.device
+) -> None:
+    hidden, weight = torch.randn(tokens, k, device=device).to(dtype), torch.randn(width, k, device=device).to(dtype)
+    logits = hidden.double() @ weight.double().t()
+    ids = choose(hidden, weight, interpret, tile=TILE._replace(tma=tma))
+    best = logits.amax(1)
+    chosen = logits[torch.arange(tokens), ids]
+    torch.testing.assert_close(chosen, best, atol=1e-4, rtol=0)  # logits that are never rounded to bf16
+
+
+def test_more_tiles_than_one_block_of_the_second_kernel(interpret: bool, device: torch.device) -> None:
+    width = 16 * (BLOCK + 3)
+    weight = torch.zeros(width, 16, device=device)
+    weight[width - 2, 0] = weight[width - 1, 0] = 1  # a tie in the last tile
+    weight[7, 1] = weight[16 * BLOCK + 1, 1] = 1  # a tie between blocks
+    assert choose(torch.eye(3, 16, device=device), weight, interpret) == [width - 2, 7, 0]
+
+
+def test_tie_goes_to_the_lowest_id_inside_and_between_tiles(interpret: bool, device: torch.device) -> None:
+    rows = [[0.0] * 70 for _ in range(4)]
+    for row, ids in enumerate(([5, 6], [15, 16], [17, 40, 69], [])):
+        for i in ids:
+            rows[row][i] = 1
+    assert choose(*selector(rows, device), interpret) == [5, 15, 17, 0]
+
+
+def test_nan_counts_as_minus_infinity(interpret: bool, device: torch.device) -> None:
+    weight = torch.full((40, 1), -3.0, device=device)
+    weight[:20] = NAN
+    assert choose(torch.ones(2, 1, device=device), weight, interpret) == [20, 20]
+    assert choose(torch.ones(2, 1, device=device), torch.full_like(weight, NAN), interpret) == [0, 0]
+    weight[:30] = -INF
+    assert choose(torch.ones(1, 1, device=device), weight, interpret) == [30]
+    assert choose(torch.full((1, 1), NAN, device=device), weight, interpret) == [0]
+    weight[33] = INF
+    assert choose(torch.ones(1, 1, device=device), weight, interpret) == [33]
+    assert choose(torch.ones(1, 1, device=device), torch.full_like(weight, -INF), interpret) == [0]
+
+
+def test_columns_behind_the_vocabulary_are_never_chosen(interpret: bool, device: torch.device) -> None:
+    weight = torch.randn(50, 1, device=device)
+    weight[37:] = INF
+    hidden = torch.ones(2, 1, device=device)
+    assert choose(hidden, weight, interpret, vocab=37) == [int(weight[:37, 0].argmax())] * 2
+    assert choose(hidden, torch.full_like(weight, -INF), interpret, vocab=1) == [0, 0]
+    weight[:37] = -INF
+    assert choose(hidden, weight, interpret, vocab=37) == [0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_draft_ids_are_mapped_to_target_ids(dtype: torch.dtype, interpret: bool, device: torch.device) -> None:
+    hidden, weight = torch.randn(9, 16, device=device), torch.randn(40, 16, device=device)
+    map_ids = (torch.arange(40, device=device) * 3 + 1).to(dtype)
+    plain = choose(hidden, weight, interpret)
+    assert choose(hidden, weight, interpret, map_ids=map_ids) == [3 * i + 1 for i in plain]
+
+
+def test_rows_of_a_wider_tensor_are_read_in_place(interpret: bool, device: torch.device) -> None:
+    hidden, weight = torch.randn(6, 16, device=device), torch.randn(40, 16, device=device)
+    wide = torch.full((12, 48), NAN, device=device)
+    wide[::2, 16:32] = hidden
+    assert choose(wide[::2, 16:32], weight, interpret) == choose(hidden, weight, interpret)
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.data(), num_rows=st.integers(1, 4), width=st.integers(1, 40))
+def test_equals_argmax_of_the_same_logits(
+    data: st.DataObject, num_rows: int, width: int, interpret: bool, device: torch.device
+) -> None:
+    values = st.lists(st.sampled_from([-INF, -1.0, 0.0, 2.0]), min_size=width, max_size=width)
+    rows = data.draw(st.lists(values, min_size=num_rows, max_size=num_rows))
+    hidden, weight = selector(rows, device)
+    wanted = torch.full((num_rows,), POISON, dtype=torch.int32, device=device)
+    lm_head_reference(hidden, weight, out_ids=wanted)  # 0 * -inf is NaN, in both
+    assert choose(hidden, weight, interpret) == wanted.tolist()
+
+
+def test_no_rows_is_no_work(interpret: bool, device: torch.device) -> None:
+    assert choose(torch.empty(0, 16, device=device), torch.ones(5, 16, device=device), interpret) == []
+
+
+def test_wrong_arguments_are_refused() -> None:
+    hidden, weight, out_ids = torch.zeros(2, 16), torch.zeros(8, 16), torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"lm_head: out_ids is int64 \[2\].*must be int32 \[2\]"):
+        lm_head(hidden, weight, out_ids=out_ids.long())
+    with pytest.raises(ValueError, match=r"lm_head: weight is float32 \[8, 16\].*must be float32 \[8, 12\]"):
+        lm_head(hidden[:, :12], weight, out_ids=out_ids)
+    with pytest.raises(ValueError, match=r"lm_head: vocab is 9; must be 1..8"):
+        lm_head(hidden, weight, out_ids=out_ids, vocab=9)
+    with pytest.raises(ValueError, match=r"lm_head: map_ids is float32 \[8\]"):
+        lm_head(hidden, weight, out_ids=out_ids, map_ids=torch.zeros(8))
+    with pytest.raises(ValueError, match="cuts H into parts"):
+        lm_head(hidden, weight, out_ids=out_ids, tile=TILE._replace(split=2))
