@@ -9,6 +9,7 @@ one program a row holds it in registers, so that it is read once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -20,12 +21,13 @@ from batchspec.kernels.attempt import attempt
 from batchspec.kernels.bench import Bench
 from batchspec.kernels.checks import FLOATS, check
 
+Call = Callable[..., None]
 VALUES_PER_THREAD = 16  # two 16-byte loads of bf16
 
 
 @triton.jit
 def norm_kernel(
-    hidden, residual, weight, out, out_tap, hidden_stride, residual_stride, tap_stride,
+    hidden, residual, weight, out, out_tap, hidden_stride, residual_stride, out_stride, tap_stride,
     EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """With `residual` None the norm of hidden; `out_tap` may be None."""
@@ -42,7 +44,7 @@ def norm_kernel(
             tl.store(out_tap + row * tap_stride + lane, x, mask=exists)
         x = x.to(ACC)
     normed = (x * (1.0 / tl.sqrt(tl.sum(x * x, 0) * (1.0 / WIDTH) + EPS))).to(out.dtype.element_ty)
-    tl.store(out + row * WIDTH + lane, normed.to(ACC) * scale.to(ACC), mask=exists)
+    tl.store(out + row * out_stride + lane, normed.to(ACC) * scale.to(ACC), mask=exists)
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float, *, out: Tensor, interpret: bool = False) -> None:
@@ -50,14 +52,14 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float, *, out: Tensor, interpr
 
     hidden  fp32, bf16, fp16 or fp64 [T, H]  rows may be slices of wider ones
     weight  [H] of the same dtype
-    out     [T, H] of the same dtype, contiguous
+    out     [T, H] of the same dtype  rows may be slices of wider ones
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
     num_places, width = hidden.shape
     check("rms_norm: hidden", hidden, (num_places, width), *FLOATS, rows=True)
     check("rms_norm: weight", weight, (width,), hidden.dtype)
-    check("rms_norm: out", out, (num_places, width), hidden.dtype)
+    check("rms_norm: out", out, (num_places, width), hidden.dtype, rows=True)
     if not (hidden.is_cuda or interpret):
         rms_norm_reference(hidden, weight, eps, out=out)
     else:
@@ -79,7 +81,7 @@ def add_norm(
     hidden    fp32, bf16, fp16 or fp64 [T, H]  rows may be slices of wider ones
     residual  [T, H] of the same dtype  rows may be slices of wider ones
     weight    [H] of the same dtype
-    out       [T, H] of the same dtype, contiguous
+    out       [T, H] of the same dtype  rows may be slices of wider ones
     out_tap   [T, H] of the same dtype or None: the sum once more, for a drafter; rows may be slices of wider ones
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
@@ -88,7 +90,7 @@ def add_norm(
     check("add_norm: hidden", hidden, (num_places, width), *FLOATS, rows=True)
     check("add_norm: residual", residual, (num_places, width), hidden.dtype, rows=True)
     check("add_norm: weight", weight, (width,), hidden.dtype)
-    check("add_norm: out", out, (num_places, width), hidden.dtype)
+    check("add_norm: out", out, (num_places, width), hidden.dtype, rows=True)
     if out_tap is not None:
         check("add_norm: out_tap", out_tap, (num_places, width), hidden.dtype, rows=True)
     if not (hidden.is_cuda or interpret):
@@ -103,7 +105,8 @@ def _launch(hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: float,
     if num_places:
         norm_kernel[(num_places,)](
             hidden, residual, weight, out, out_tap,
-            hidden.stride(0), 0 if residual is None else residual.stride(0), 0 if out_tap is None else out_tap.stride(0),
+            hidden.stride(0), 0 if residual is None else residual.stride(0), out.stride(0),
+            0 if out_tap is None else out_tap.stride(0),
             EPS=eps, WIDTH=width, BLOCK=block, ACC=tl.float64 if hidden.dtype == torch.float64 else tl.float32,
             num_warps=min(16, max(1, block // (32 * VALUES_PER_THREAD))),
         )  # fmt: skip
@@ -147,11 +150,12 @@ def bench_shape(bench: Bench, shape: str, places: int, width: int) -> None:
     torch.testing.assert_close(out, expected, rtol=2**-6, atol=1e-3)
     torch.testing.assert_close(residual[0], summed, rtol=0, atol=0)
     torch.testing.assert_close(tap, summed, rtol=0, atol=0)
-    for label, call, reference, num_values in (
+    cases: list[tuple[str, Call, Call, int]] = [
         ("rms_norm", rms_norm, rms_norm_reference, 2),
         ("add_norm", add_norm, add_norm_reference, 4),
         ("add_norm + tap", partial(add_norm, out_tap=tap), partial(add_norm_reference, out_tap=tap), 5),
-    ):
+    ]
+    for label, call, reference, num_values in cases:
         inputs = [(x,) if label == "rms_norm" else (x, y) for x, y in zip(hidden, residual, strict=True)]
         bench.row(
             f"{label} {shape}",

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchspec.cache.attention import AttentionPlan
-from batchspec.kernels.kv_write import kv_write
-from batchspec.model.fused import rms_norm, rotate, silu_and_mul
+from batchspec.model.fused import rope_write, silu_and_mul
+from batchspec.model.rope import Rope
 from batchspec.model.spec import ModelSpec
 from batchspec.model.weights import Weights
 
@@ -45,23 +45,16 @@ class Attention:
     """Self-attention over paged K/V, with one product for q, k and v."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, prefix: str) -> None:
-        self._heads, self._kv_heads, self._head_dim, self._eps = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.rms_eps
-        self._scale = spec.head_dim**-0.5
+        self._eps, self._scale = spec.rms_eps, spec.head_dim**-0.5
         self._qkv = _fused(weights, [f"{prefix}{x}_proj" for x in "qkv"], spec.qkv_bias)
         self._out = _fused(weights, [f"{prefix}o_proj"], spec.o_bias)
         self._q_norm = weights.tensor(f"{prefix}q_norm.weight") if spec.qk_norm else None
         self._k_norm = weights.tensor(f"{prefix}k_norm.weight") if spec.qk_norm else None
 
-    def __call__(self, hidden: Tensor, rope: tuple[Tensor, Tensor], kv: Tensor, slots: Tensor, plan: AttentionPlan) -> Tensor:
+    def __call__(self, hidden: Tensor, rope: Rope, kv: Tensor, slots: Tensor, plan: AttentionPlan) -> Tensor:
         """hidden [T, H] -> [T, H]; writes the tokens' K/V to `slots` of kv [2, P, page_size, KVH, D] first."""
-        heads = self._qkv(hidden).view(-1, self._heads + 2 * self._kv_heads, self._head_dim)
-        qk, v = heads[:, : -self._kv_heads], heads[:, -self._kv_heads :]
-        if self._q_norm is not None and self._k_norm is not None:
-            q, k = qk[:, : self._heads], qk[:, self._heads :]
-            qk = torch.cat((rms_norm(q, self._q_norm, self._eps), rms_norm(k, self._k_norm, self._eps)), 1)
-        qk = rotate(qk, *rope)
-        kv_write(qk[:, self._heads :], v, kv, slots)
-        return self._out(plan.attend(qk[:, : self._heads], kv, self._scale).flatten(1))
+        q = rope_write(self._qkv(hidden), rope, kv, slots, q_norm=self._q_norm, k_norm=self._k_norm, eps=self._eps)
+        return self._out(plan.attend(q, kv, self._scale).flatten(1))
 
 
 class Mlp:

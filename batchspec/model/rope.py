@@ -8,6 +8,7 @@ interpolation, arXiv 2306.15595), llama3 (Llama 3.1's config.json) and yarn (arX
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -54,3 +55,23 @@ def rope_angles(positions: Tensor, freqs: Tensor, attention_factor: float, dtype
     angles = positions.to(torch.float32)[:, None] * freqs
     cos, sin = angles.cos().mul_(attention_factor), angles.sin().mul_(attention_factor)
     return torch.cat((cos, cos), -1).to(dtype)[:, None], torch.cat((-sin, sin), -1).to(dtype)[:, None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """The rotation of a batch's heads, made once for all layers."""
+
+    positions: Tensor
+    """int64 [T]"""
+    freqs: Tensor
+    """float32 [D/2] radians a token"""
+    attention_factor: float
+    """scale of cos and sin"""
+    angles: tuple[Tensor, Tensor] | None
+    """cos and sin as of `rope_angles`; None on a GPU, whose kernel computes them where it needs them"""
+
+
+def rope_of(positions: Tensor, freqs: Tensor, attention_factor: float, dtype: torch.dtype) -> Rope:
+    """The rotation of int64 positions [T] for heads of `dtype`. Launches nothing on a GPU."""
+    angles = None if positions.is_cuda else rope_angles(positions, freqs, attention_factor, dtype)
+    return Rope(positions=positions, freqs=freqs, attention_factor=attention_factor, angles=angles)

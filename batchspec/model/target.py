@@ -12,7 +12,7 @@ from batchspec.cache.pages import KVCache
 from batchspec.errors import ConfigError
 from batchspec.model.fused import add_norm, rms_norm
 from batchspec.model.layers import DecoderLayer, Linear
-from batchspec.model.rope import rope_angles, rope_frequencies
+from batchspec.model.rope import rope_frequencies, rope_of
 from batchspec.model.spec import ModelSpec
 from batchspec.model.weights import Checkpoint, DummyWeights, Weights
 
@@ -45,7 +45,9 @@ class Target:
         head = self._embedding if spec.tie else weights.tensor("lm_head.weight")
         # Logits are reduced and kept in fp32: rounded to bf16 they would tie, and ties fall differently in other batch shapes.
         self._head_dtype = torch.float64 if self.dtype is torch.float64 else torch.float32
-        self._head = Linear(head.to(self._head_dtype))
+        # A GPU multiplies bf16 into fp32 itself; elsewhere the head is kept in the dtype of the logits.
+        self._narrow_head = head if head.is_cuda and head.dtype is torch.bfloat16 else None
+        self._head = Linear(head.to(self._head_dtype)) if self._narrow_head is None else None
         self._freqs = rope_frequencies(spec.rope, spec.head_dim).to(device)
 
     @classmethod
@@ -69,31 +71,34 @@ class Target:
         Returns hidden [T, H] behind the final norm, ready for `logits`, and the taps [T, len(taps) * H], or None without any.
         """
         residual = self._embedding.index_select(0, batch.token_ids)
-        rope = rope_angles(batch.positions, self._freqs, self.spec.rope.attention_factor, self.dtype)
+        rope = rope_of(batch.positions, self._freqs, self.spec.rope.attention_factor, self.dtype)
         kv = cache.layer(0)
         plans = {w: plan_attention(batch, kv, num_heads=self.spec.num_heads, window=w) for w in set(self.spec.windows)}
         tapped = residual.new_empty(residual.shape[0], len(taps), residual.shape[1]) if taps else None
         hidden: Tensor | None = None
         for i, layer in enumerate(self._layers):
-            normed = self._enter(hidden, residual, layer.attention_norm)
-            _tap(tapped, taps, i, residual)
+            normed = self._enter(hidden, residual, layer.attention_norm, _tap(tapped, taps, i))
             hidden = layer.attention(normed, rope, cache.layer(i), batch.slots, plans[layer.window])
             hidden = layer.mlp(self._enter(hidden, residual, layer.mlp_norm))
-        out = self._enter(hidden, residual, self._norm)
-        _tap(tapped, taps, len(self._layers), residual)
+        out = self._enter(hidden, residual, self._norm, _tap(tapped, taps, len(self._layers)))
         return out, None if tapped is None else tapped.flatten(1)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, H] of `forward` -> fp32 [N, V] (fp64 for an fp64 model)."""
+        if self._head is None:
+            assert self._narrow_head is not None
+            return torch.mm(hidden, self._narrow_head.t(), out_dtype=torch.float32)
         return self._head(hidden.to(self._head_dtype))
 
-    def _enter(self, hidden: Tensor | None, residual: Tensor, weight: Tensor) -> Tensor:
-        if hidden is None:
-            return rms_norm(residual, weight, self.spec.rms_eps)
-        return add_norm(hidden, residual, weight, self.spec.rms_eps)
+    def _enter(self, hidden: Tensor | None, residual: Tensor, weight: Tensor, out_tap: Tensor | None = None) -> Tensor:
+        if hidden is not None:
+            return add_norm(hidden, residual, weight, self.spec.rms_eps, out_tap)
+        if out_tap is not None:
+            out_tap.copy_(residual)
+        return rms_norm(residual, weight, self.spec.rms_eps)
 
 
-def _tap(tapped: Tensor | None, taps: tuple[int, ...], boundary: int, residual: Tensor) -> None:
-    if tapped is not None and boundary in taps:
-        tapped[:, taps.index(boundary)] = residual
+def _tap(tapped: Tensor | None, taps: tuple[int, ...], boundary: int) -> Tensor | None:
+    """Where the residual stream at this boundary goes, [T, H], or None."""
+    return tapped[:, taps.index(boundary)] if tapped is not None and boundary in taps else None

@@ -73,8 +73,10 @@ def test_rows_of_wider_tensors_are_read_and_summed_in_place(interpret: bool, dev
     assert torch.equal(residual, total)
     assert bool(beside[:, :16].isnan().all() and beside[:, 48:].isnan().all())
     assert_near(out, by_hand(total, weight))
-    rms_norm(hidden, weight, EPS, out=out, interpret=interpret)
-    assert_near(out, by_hand(hidden, weight))
+    both = torch.full((3, 70), NAN, device=device)
+    rms_norm(hidden, weight, EPS, out=both[:, 32:64], interpret=interpret)
+    assert_near(both[:, 32:64], by_hand(hidden, weight))
+    assert bool(both[:, :32].isnan().all() and both[:, 64:].isnan().all())
 
 
 def test_zero_rows_stay_zero_and_eps_counts(interpret: bool, device: torch.device) -> None:
@@ -117,6 +119,7 @@ def test_wrong_arguments_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=f"add_norm: {name} is "):
             add_norm(**{**good, name: bad})
-        if name in ("hidden", "weight", "out"):
+        norm_alone: dict[str, Any] = {key: good[key] for key in ("hidden", "weight", "eps", "out")}
+        if name in norm_alone:
             with pytest.raises(ValueError, match=f"rms_norm: {name} is "):
-                rms_norm(**{key: bad if key == name else good[key] for key in ("hidden", "weight", "eps", "out")})
+                rms_norm(**{**norm_alone, name: bad})
