@@ -5,20 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from omegaconf import OmegaConf
 
 from batchspec.config import from_hydra
 from batchspec.errors import ConfigError
-from batchspec.model.spec import ModelSpec, load_spec
+from batchspec.model.spec import load_spec
 from batchspec.model.target import Target, resolve_dtype
 from batchspec.prepare import open_job
-from batchspec.records import Request, SamplingParams
+from batchspec.records import Ids, Request, SamplingParams
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama8b": {
@@ -34,44 +36,92 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152, "rope_theta": 100000.0, "tie_word_embeddings": True,
     },
 }  # fmt: skip
+COMMON: dict[str, Any] = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+    "hidden_act": "silu", "torch_dtype": "bfloat16", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MEDIAN_LOG, SIGMA = 6.685, 0.7
+"""The long tail that reasoning output has: lognormal, median 800 tokens."""
 
 
-def make_workload(args: argparse.Namespace, device: torch.device) -> tuple[Target, Path, list[Request]]:
-    """The target, its folder and the requests, greedy, without any stop."""
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The target, its folder (of a real model) and the requests, greedy, without any stop."""
+
+    target: Target
+    folder: Path
+    requests: list[Request]
+
+    def unshared(self) -> list[Request]:
+        """The same requests, but no two begin alike: the first prompt token of each differs from its siblings'."""
+        vocab = self.target.spec.vocab_size
+        return [replace(request, prompt_ids=_other_beginning(request, vocab)) for request in self.requests]
+
+
+def make_workload(args: argparse.Namespace, device: torch.device) -> Workload:
     return _real(args, device) if args.model else _dummy(args, device)
 
 
-def _dummy(args: argparse.Namespace, device: torch.device) -> tuple[Target, Path, list[Request]]:
+def make_job(folder: Path, *, shape: str, num_requests: int, prompt_len: int, cap: int) -> tuple[int, int]:
+    """Write a job of random prompts whose outputs have lognormal lengths; returns their sum and the longest.
+
+    folder/model/config.json  the shape: run it with model.load=dummy
+    folder/known.parquet      id, prompt_ids and each row's length as max_new_tokens
+    folder/hidden.parquet     id, prompt_ids and each row's length as synthetic_len: give decode.max_new_tokens=`cap`
+    """
+    (folder / "model").mkdir(parents=True, exist_ok=True)
+    config = folder / "model" / "config.json"
+    config.write_bytes(_config_json(shape))
+    prompts, lengths = _draw(num_requests, prompt_len, load_spec(folder / "model").vocab_size, lognormal_cap=cap)
+    width = pa.array(np.arange(0, prompts.size + 1, prompt_len, dtype=np.int32))
+    columns = {
+        "id": pa.array([f"p{i:04d}" for i in range(num_requests)]),
+        "prompt_ids": pa.ListArray.from_arrays(width, pa.array(prompts.ravel())),
+    }
+    own = pa.array(lengths, pa.int32())
+    pq.write_table(pa.table({**columns, "max_new_tokens": own}), folder / "known.parquet")
+    pq.write_table(pa.table({**columns, "synthetic_len": own}), folder / "hidden.parquet")
+    return sum(lengths), max(lengths)
+
+
+def _draw(count: int, prompt_len: int, vocab_size: int, *, lognormal_cap: int = 0) -> tuple[np.ndarray[Any, Any], list[int]]:
+    """Prompts int32 [count, prompt_len], then output lengths where a cap is given, from one seeded generator."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(10, min(30000, vocab_size), (count, prompt_len), generator=generator)
+    lengths: list[int] = []
+    if lognormal_cap:
+        drawn = torch.empty(count).log_normal_(MEDIAN_LOG, SIGMA, generator=generator)
+        lengths = drawn.clamp(min(32, lognormal_cap), lognormal_cap).int().tolist()
+    return prompts.int().numpy(), lengths
+
+
+def _dummy(args: argparse.Namespace, device: torch.device) -> Workload:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        spec = _shape(args.shape, folder)
+        (folder / "config.json").write_bytes(_config_json(args.shape))
+        spec = load_spec(folder)
         target = Target.load(folder, spec, dtype=resolve_dtype(args.dtype, spec, device), device=device, dummy=True)
     count = args.requests or args.batch
-    generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(10, min(30000, spec.vocab_size), (count, args.prompt), generator=generator, dtype=torch.int32).numpy()
-    caps = [args.gen] * count
-    if args.requests:  # the long tail that reasoning output has: median 800, sigma 0.7
-        caps = torch.empty(count).log_normal_(6.685, 0.7, generator=generator).clamp(32, args.gen).int().tolist()
-    requests = [_request(i, prompt, cap) for i, (prompt, cap) in enumerate(zip(prompts, caps, strict=True))]
-    return target, Path(), sorted(requests, key=lambda request: -request.max_new_tokens)
+    if count % args.samples:
+        raise ConfigError(f"--samples {args.samples}: {count} requests are no multiple of it; change --batch or --requests")
+    prompts, lengths = _draw(count // args.samples, args.prompt, spec.vocab_size, lognormal_cap=args.gen if args.requests else 0)
+    requests = [
+        _request(i * args.samples + sample, prompt, lengths[i] if lengths else args.gen, row=i, sample=sample)
+        for i, prompt in enumerate(prompts)
+        for sample in range(args.samples)
+    ]
+    return Workload(target, Path(), sorted(requests, key=lambda request: -request.max_new_tokens))
 
 
-def _shape(name: str, folder: Path) -> ModelSpec:
+def _config_json(name: str) -> bytes:
     if name in SHAPES:
-        base = {
-            "model_type": "llama", "architectures": ["LlamaForCausalLM"],
-            "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "hidden_act": "silu",
-            "torch_dtype": "bfloat16", "tie_word_embeddings": False, "eos_token_id": 2,
-        }  # fmt: skip
-        (folder / "config.json").write_text(json.dumps({**base, **SHAPES[name]}))
-    elif Path(name).is_file():
-        (folder / "config.json").write_bytes(Path(name).read_bytes())
-    else:
-        raise ConfigError(f"--shape {name} is neither one of {', '.join(SHAPES)} nor a file; give a config.json")
-    return load_spec(folder)
+        return json.dumps({**COMMON, **SHAPES[name]}).encode()
+    if Path(name).is_file():
+        return Path(name).read_bytes()
+    raise ConfigError(f"--shape {name} is neither one of {', '.join(SHAPES)} nor a file; give a config.json")
 
 
-def _real(args: argparse.Namespace, device: torch.device) -> tuple[Target, Path, list[Request]]:
+def _real(args: argparse.Namespace, device: torch.device) -> Workload:
     config = from_hydra(OmegaConf.create({"model": {"path": args.model}, "input": {"path": args.input}, "device": device.type}))
     job = open_job(config)
     kinds = set(filter(None, args.kind.split(",")))
@@ -84,18 +134,24 @@ def _real(args: argparse.Namespace, device: torch.device) -> tuple[Target, Path,
             fits = isinstance(entry, Request) and entry.sample_index == 0
             if fits and (kind_of is None or kind_of[entry.row_index - shard.first_row] in kinds):
                 assert isinstance(entry, Request)
-                found.append(_request(len(found), entry.prompt_ids, args.gen))
+                found.append(_request(len(found), entry.prompt_ids, args.gen, row=len(found)))
     if not found:
         raise ConfigError(f"--input {args.input} --kind {args.kind}: no prompt is left; check the kind column")
     dtype = resolve_dtype(args.dtype, job.spec, device)
     target = Target.load(job.folder, job.spec, dtype=dtype, device=device)
     count = args.requests or len(found)
     repeated = [replace(found[i % len(found)], request_id=str(i), row_index=i, seed=i) for i in range(count)]
-    return target, job.folder, repeated
+    return Workload(target, job.folder, repeated)
 
 
-def _request(index: int, prompt: np.ndarray[Any, np.dtype[np.int32]], cap: int) -> Request:
+def _request(index: int, prompt: Ids, cap: int, *, row: int, sample: int = 0) -> Request:
     return Request(
-        request_id=str(index), row_index=index, sample_index=0, shard=0, prompt_ids=prompt, max_new_tokens=cap, min_new_tokens=0,
-        sampling=SamplingParams(), stop_ids=(), stop=(), seed=index, predicted_tokens=cap,
+        request_id=str(index), row_index=row, sample_index=sample, shard=0, prompt_ids=prompt, max_new_tokens=cap,
+        min_new_tokens=0, sampling=SamplingParams(), stop_ids=(), stop=(), seed=index, predicted_tokens=cap,
     )  # fmt: skip
+
+
+def _other_beginning(request: Request, vocab_size: int) -> Ids:
+    ids = request.prompt_ids.copy()
+    ids[0] = (ids[0] + request.sample_index) % vocab_size
+    return ids

@@ -1,0 +1,273 @@
+"""The ways in which `batchspec bench` runs a workload: drafter, draft length and options of the engine, or transformers."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from batchspec.commands.profile import Profile, profile_rounds
+from batchspec.commands.workloads import Workload
+from batchspec.decode.engine import Engine, EngineTotals
+from batchspec.decode.round import RoundOptions
+from batchspec.decode.sampling import SamplingMode
+from batchspec.draft.base import Drafter, NoDrafter
+from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.lookup import LookupDrafter
+from batchspec.draft.weights import Head, dummy_head, dummy_spec, load_head
+from batchspec.errors import ConfigError
+from batchspec.packing.cost import page_bytes
+from batchspec.packing.planner import CPU_PREFILL, GPU_PREFILL, PAGE_SIZE, free_memory, row_buckets
+from batchspec.records import PackedBatch, Request
+
+OPTIONS = ("dead_positions", "uniform_slots", "argmax", "dead_rows", "sharing")
+DRAFT_VOCAB = {"smol135m": 16384}
+USUAL_DRAFT_VOCAB = 32000
+LONGEST_DRAFT = 5
+"""K of --k auto without --accept, at most."""
+WARM_ROWS, WARM_TOKENS = 8, 16
+ROOM_BYTES = 12 * 10**9
+"""Left free where several engines lie on one card."""
+
+
+@dataclass(slots=True)
+class Record:
+    """What a variant measured."""
+
+    seconds: list[float] = field(default_factory=list)
+    tokens: int = 0
+    prefill_s: float = 0.0
+    totals: EngineTotals | None = None
+    peak_bytes: int = 0
+    profile: Profile | None = None
+
+
+class Variant(Protocol):
+    name: str
+    record: Record
+
+    def open(self) -> None:
+        """Take memory and warm up, where that has not happened."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+
+    def run(self, cap: int | None = None) -> tuple[float, int]:
+        """Seconds and tokens of the workload, its outputs cut to `cap` tokens where that is given."""
+
+    def profile(self) -> None:
+        """Trace some rounds into the record."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Drafter, draft length (None: the engine chooses) and options that differ from the usual."""
+
+    draft: str
+    draft_len: int | None
+    options: Mapping[str, bool]
+
+    @property
+    def name(self) -> str:
+        length = "" if self.draft == "none" else f" K={'auto' if self.draft_len is None else self.draft_len}"
+        return self.draft + length + "".join(f" {key}={str(value).lower()}" for key, value in self.options.items())
+
+
+def ways(args: argparse.Namespace) -> Iterator[Way]:
+    """Every drafter with every draft length, and that again with each set of --opt; dead_positions says nothing to the others."""
+    for draft in args.draft:
+        for length in [0] if draft == "none" else args.k:
+            for options in [{}, *args.opt]:
+                if draft == "eagle3" or "dead_positions" not in options:
+                    yield Way(draft, length, options)
+
+
+def parse_options(text: str) -> dict[str, bool]:
+    """`argmax=false,dead_rows=false` -> a set of options. Raises ConfigError for others."""
+    found = {}
+    for part in filter(None, text.split(",")):
+        key, _, value = part.partition("=")
+        if key not in OPTIONS or value not in ("true", "false"):
+            raise ConfigError(f"--opt {part} must be NAME=true or NAME=false with NAME one of {', '.join(OPTIONS)}")
+        found[key] = value == "true"
+    return found
+
+
+@dataclass
+class Bench:
+    """What the engine variants of one process share: the target, the requests, and one head."""
+
+    args: argparse.Namespace
+    workload: Workload
+    device: torch.device
+
+    @cached_property
+    def head(self) -> Head:
+        target, args = self.workload.target, self.args
+        if args.draft_path:
+            return load_head(Path(args.draft_path), target.spec, dtype=target.dtype, device=self.device)
+        spec = dummy_spec(target.spec, draft_vocab_size=DRAFT_VOCAB.get(args.shape, USUAL_DRAFT_VOCAB))
+        return dummy_head(spec, dtype=target.dtype, device=self.device)
+
+    def drafter(self, way: Way) -> Drafter:
+        args = self.args
+        length = way.draft_len if way.draft_len is not None else len(args.accept or ()) or LONGEST_DRAFT
+        if way.draft == "none":
+            return NoDrafter()
+        if way.draft == "lookup":
+            return LookupDrafter(length)
+        on = {key: way.options.get(key, True) for key in ("dead_positions", "uniform_slots", "argmax")}
+        return Eagle3Drafter(self.head, self.workload.target, length, slots=args.batch, window=args.window, sink=args.sink, **on)
+
+    def batch(self, draft_len: int) -> PackedBatch:
+        """A slot for each of --batch rows and pages for all of them to their end: nothing is ever short."""
+        longest = max(len(request.prompt_ids) + request.max_new_tokens for request in self.workload.requests)
+        on_cpu = self.device.type == "cpu"
+        return PackedBatch(
+            slots=self.args.batch,
+            row_buckets=row_buckets(self.args.batch),
+            num_pages=1 + self.args.batch * -(-longest // PAGE_SIZE),
+            page_size=PAGE_SIZE,
+            max_len=longest,
+            draft_len=draft_len,
+            prefill_tokens=self.args.prefill_tokens or (CPU_PREFILL if on_cpu else GPU_PREFILL),
+            run_ahead=0 if on_cpu else 2,
+        )
+
+    def variants(self) -> list[EngineVariant]:
+        """All of them; each gives its memory back between turns where they do not fit side by side."""
+        found = [EngineVariant(self, way) for way in ways(self.args)]
+        if self.device.type == "cuda" and len(found) > 1:
+            token_bytes = page_bytes(self.workload.target.spec, PAGE_SIZE, self.workload.target.dtype)
+            needed = len(found) * self.batch(0).num_pages * token_bytes
+            for variant in found:
+                variant.keeps = needed + ROOM_BYTES < free_memory(self.device)
+        return found
+
+
+class EngineVariant:
+    keeps = True
+    """Stays in memory between turns."""
+
+    def __init__(self, bench: Bench, way: Way) -> None:
+        self.name, self.record = way.name, Record()
+        self._bench, self._way, self._engine = bench, way, None
+        self._requests = bench.workload.requests if way.options.get("sharing", True) else bench.workload.unshared()
+
+    _engine: Engine | None
+
+    def open(self) -> None:
+        if self._engine is not None:
+            return
+        bench, way = self._bench, self._way
+        drafter = bench.drafter(way)
+        accept = bench.args.accept[: drafter.max_len] if bench.args.accept and drafter.max_len else None
+        self._engine = Engine(
+            bench.workload.target,
+            drafter,
+            bench.batch(drafter.max_len),
+            device=bench.device,
+            options=RoundOptions(
+                synthetic=accept,
+                argmax=way.options.get("argmax", True),
+                uniform_slots=way.options.get("uniform_slots", True),
+            ),
+            refill_dead=way.options.get("dead_rows", True),
+            adaptive=way.draft_len is None,
+        )
+        self._engine.prepare(SamplingMode(random=False, filters=False, penalties=False, min_tokens=False))
+        self._decode(self._requests[:WARM_ROWS], WARM_TOKENS)
+
+    def close(self) -> None:
+        if not self.keeps:
+            self._engine = None
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def run(self, cap: int | None = None) -> tuple[float, int]:
+        if self._bench.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        result = self._decode(self._requests, cap)
+        if self._bench.device.type == "cuda":
+            self.record.peak_bytes = max(self.record.peak_bytes, torch.cuda.max_memory_allocated())
+        assert self._engine is not None
+        self.record.totals = self._engine.totals
+        return result
+
+    def _decode(self, requests: list[Request], cap: int | None) -> tuple[float, int]:
+        assert self._engine is not None
+        capped = [r if cap is None else replace(r, max_new_tokens=min(cap, r.max_new_tokens)) for r in requests]
+        self._engine.totals = EngineTotals()
+        began = clock(self._bench.device)
+        with closing(self._engine.run(iter(capped))) as completions:
+            tokens = sum(len(done.token_ids) for done in completions if done.token_ids is not None)
+        return clock(self._bench.device) - began, tokens
+
+    def profile(self) -> None:
+        assert self._engine is not None
+        self.record.profile = profile_rounds(self._engine, self._requests)
+
+
+class TransformersVariant:
+    """transformers' `generate` in static batches of --batch, left-padded, greedy, EOS ignored."""
+
+    name = "transformers"
+
+    def __init__(self, bench: Bench) -> None:
+        self.record = Record()
+        self._device = bench.device
+        requests, batch = bench.workload.requests, bench.args.batch
+        self._groups = [requests[i : i + batch] for i in range(0, len(requests), batch)]
+        self._workload = bench.workload
+        self._model: Any = None
+
+    def open(self) -> None:
+        if self._model is None:
+            from transformers import AutoModelForCausalLM
+
+            self._model = AutoModelForCausalLM.from_pretrained(self._workload.folder, dtype=self._workload.target.dtype)
+            self._model.to(self._device).eval()
+            self.run(2)
+
+    def close(self) -> None:
+        return None
+
+    @torch.inference_mode()
+    def run(self, cap: int | None = None) -> tuple[float, int]:
+        began, tokens = clock(self._device), 0
+        for group in self._groups:
+            width = max(len(request.prompt_ids) for request in group)
+            ids = torch.zeros(len(group), width, dtype=torch.long)
+            mask = torch.zeros_like(ids)
+            for line, request in enumerate(group):
+                ids[line, width - len(request.prompt_ids) :] = torch.from_numpy(request.prompt_ids)
+                mask[line, width - len(request.prompt_ids) :] = 1
+            count = group[0].max_new_tokens if cap is None else cap
+            out = self._model.generate(
+                ids.to(self._device),
+                attention_mask=mask.to(self._device),
+                max_new_tokens=count,
+                min_new_tokens=count,
+                do_sample=False,
+                pad_token_id=0,
+            )
+            tokens += (out.shape[1] - width) * len(group)
+        return clock(self._device) - began, tokens
+
+    def profile(self) -> None:
+        return None
+
+
+def clock(device: torch.device) -> float:
+    """Seconds, with all that was launched done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -1,0 +1,187 @@
+"""`batchspec bench` on the CPU with a tiny shape: its variants, the numbers of a line, the job it writes, the trace it reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchspec import run
+from batchspec.commands import bench
+from batchspec.commands.profile import read_trace
+from batchspec.commands.workloads import COMMON, make_job
+from batchspec.errors import ConfigError
+
+TINY: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "vocab_size": 320, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("shape") / "config.json"
+    path.write_text(json.dumps({**COMMON, **TINY}))
+    return path
+
+
+def lines(shape: Path, out: Path, *more: str) -> list[dict[str, Any]]:
+    """The JSON lines of a run on `shape`, by default 4 prompts of 8 tokens with 12 new ones."""
+    sizes = ["--batch", "4", "--prompt", "8", "--gen", "12", "--dtype", "float32", "--device", "cpu"]
+    assert bench.main([str(out), "tiny", "--shape", str(shape), *sizes, *more]) == 0
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_a_line_says_what_ran_and_how_fast(shape: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = lines(shape, tmp_path / "o.jsonl", "--runs", "2")
+    assert (row["variant"], row["batch"], row["requests"], row["tokens"], row["rounds"]) == ("none", 4, 4, 48, 11)
+    assert (row["mean_acceptance_length"], row["mean_live_rows"], row["runs"], len(row["seconds"])) == (1.0, 4.0, 2, 2)
+    assert row["decode_tok_s"] == pytest.approx(44 / (row["total_s"] - row["prefill_s"]), rel=0.1)
+    assert row["round_us"] == pytest.approx((row["total_s"] - row["prefill_s"]) / 11 * 1e6, rel=0.1)
+    assert row["versions"]["torch"] == torch.__version__
+    assert row["command"].startswith("batchspec bench ")
+    assert "--runs 2" in row["command"]
+    said = capsys.readouterr().out
+    assert "turn 2 of 2  none" in said
+    assert "1.000  [1.000, 1.000]" in said
+
+
+def test_every_drafter_runs_with_every_length_and_every_option(shape: Path, tmp_path: Path) -> None:
+    rows = lines(
+        shape, tmp_path / "o.jsonl", "--draft", "none", "lookup", "eagle3", "--k", "1", "3", "--accept", "1,1,0",
+        "--opt", "dead_positions=false", "argmax=false,uniform_slots=false",
+    )  # fmt: skip
+    others = ["", " argmax=false uniform_slots=false"]
+    own = ["", " dead_positions=false", " argmax=false uniform_slots=false"]
+    expected = [f"none{opt}" for opt in others]
+    expected += [f"lookup K={k}{opt}" for k in (1, 3) for opt in others]
+    expected += [f"eagle3 K={k}{opt}" for k in (1, 3) for opt in own]
+    assert [row["variant"] for row in rows] == expected
+    for row in rows:
+        assert row["tokens"] == 48
+        # Every draft token but the third is accepted; the last round is cut at the limit: 11 tokens in rounds of 2 or of 3.
+        drafts = {"none": 0, "K=1": 1, "K=3": 2}[row["variant"].split(" ")[0 if "none" in row["variant"] else 1]]
+        assert row["rounds"] == -(-11 // (1 + drafts))
+
+
+def test_auto_drafts_as_far_as_rates_are_given(shape: Path, tmp_path: Path) -> None:
+    (row,) = lines(
+        shape, tmp_path / "o.jsonl", "--draft", "eagle3", "--k", "auto", "--accept", "1,1", "--window", "4", "--sink", "2"
+    )
+    assert (row["variant"], row["rounds"]) == ("eagle3 K=auto", 4)
+
+
+def test_samples_share_their_prompt_unless_told_otherwise(shape: Path, tmp_path: Path) -> None:
+    sizes = ["--prompt", "40", "--samples", "4"]
+    shared, apart = lines(shape, tmp_path / "o.jsonl", *sizes, "--opt", "sharing=false")
+    assert (shared["cached_tokens"], apart["cached_tokens"]) == (3 * 32, 0)
+    assert shared["tokens"] == apart["tokens"] == 48
+
+
+def test_requests_that_outnumber_the_slots_stream_through_them(shape: Path, tmp_path: Path) -> None:
+    (row,) = lines(shape, tmp_path / "o.jsonl", "--requests", "9", "--gen", "40")
+    assert (row["batch"], row["requests"]) == (4, 9)
+    assert 9 * 32 <= row["tokens"] <= 9 * 40
+    assert "decode_tok_s" not in row
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "needs OUT.jsonl and NAME"),
+        (["o", "n", "--k", "0"], "--k counts from 1"),
+        (["o", "n", "--opt", "argmx=false"], "--opt argmx=false must be NAME=true or NAME=false"),
+        (["o", "n", "--opt", "sharing=false"], "needs --samples above 1"),
+        (["o", "n", "--accept", ".1,.2"], "must fall"),
+        (["o", "n", "--samples", "3"], "8 requests are no multiple of it"),
+        (["o", "n", "--against-transformers"], "needs --model"),
+        (["o", "n", "--shape", "llama9b"], "neither one of llama8b"),
+    ],
+)
+def test_what_cannot_run_is_refused(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        bench.main(words)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_profile_needs_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="--profile needs a GPU"):
+        bench.main(["o", "n", "--profile", "p.txt"])
+
+
+def test_the_job_has_the_lengths_that_the_other_engine_is_measured_with(tmp_path: Path) -> None:
+    assert make_job(tmp_path, shape="llama8b", num_requests=192, prompt_len=8192, cap=3072) == (204_107, 3072)
+    known, hidden = (pl.read_parquet(tmp_path / f"{name}.parquet") for name in ("known", "hidden"))
+    assert known.columns == ["id", "prompt_ids", "max_new_tokens"]
+    assert hidden.columns == ["id", "prompt_ids", "synthetic_len"]
+    assert known["max_new_tokens"].to_list() == hidden["synthetic_len"].to_list()
+    assert known["prompt_ids"].list.len().to_list() == [8192] * 192
+    generator = torch.Generator().manual_seed(0)  # as /bench/vllm_baseline.py draws them
+    ids = torch.randint(10, 30000, (192, 8192), generator=generator)
+    assert known["prompt_ids"][191].to_list() == ids[191].tolist()
+    lengths = torch.empty(192).log_normal_(6.685, 0.7, generator=generator).clamp(32, 3072).int()
+    assert known["max_new_tokens"].to_list() == lengths.tolist()
+
+
+def test_the_written_job_runs_with_known_and_with_hidden_lengths(
+    shape: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = tmp_path / "job"
+    words = ["--make-job", str(job), "--shape", str(shape), "--requests", "5", "--prompt", "20", "--gen", "60"]
+    assert bench.main(words) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("5 prompts of 20 tokens, ")
+    for command in said[1:]:
+        overrides = command.removeprefix("python -m batchspec.run ").split(" ")
+        more = ["model.dtype=float32", "draft=lookup", "draft.max_len=3", "draft.synthetic=[0.6,0.28,0.12]", "requires_gpu=false"]
+        assert run.main([*overrides, *more, "device=cpu"]) == 0
+    known, hidden = (pl.read_parquet(job / f"out-{name}/data") for name in ("known", "hidden"))
+    lengths = pl.read_parquet(job / "known.parquet")["max_new_tokens"].to_list()
+    assert known["token_ids"].list.len().to_list() == hidden["token_ids"].list.len().to_list() == lengths
+    assert known["token_ids"].to_list() == hidden["token_ids"].to_list()
+    predicted = hidden["perf"].struct.field("predicted_tokens").to_list()
+    assert len(set(predicted)) == 1, "the planner sees the cap alone"
+
+
+def kernel(name: str, ts: float, dur: float, launch: int, cat: str = "kernel") -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": {"correlation": launch, "stream": 7}}
+
+
+def graph_launch(launch: int) -> dict[str, Any]:
+    return {"ph": "X", "cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": 0.0, "dur": 5.0, "args": {"correlation": launch}}
+
+
+def test_a_trace_becomes_kernels_a_round_and_the_gap_between_replays() -> None:
+    events = [{"ph": "M", "name": "process_name", "args": {}}]
+    for i in range(4):
+        start = 1000.0 * i
+        events += [graph_launch(i + 1), kernel("gemm", start, 400, i + 1), kernel("gemm", start + 400, 200, i + 1)]
+        events += [kernel("norm", start + 500, 300, i + 1)]  # 100 us of it beside the product
+        events += [kernel("Memcpy DtoH", start + 850, 10, 100 + i, "gpu_memcpy")]
+    found = read_trace(events, num_rounds=0)
+    assert (found.rounds, found.round_us, found.gap_us, found.outside_us) == (4, 1000, 200, 10)
+    assert found.busy_us == 800
+    assert [(k.name, k.count, k.us) for k in found.kernels] == [("gemm", 2, 600), ("norm", 1, 300)]
+    assert found.kernels_per_round == 3
+    assert found.summary()["top"][0] == ["gemm", 2, 600]
+    text = found.text("eagle3 K=3").splitlines()
+    assert text[0].startswith("eagle3 K=3: 4 rounds of 1,000.0 us: 800.0 us in 3.0 kernels, gap between replays 200.0 us")
+    assert text[2].split() == ["2.0", "600.0", "300.00", "75.0%", "gemm"]
+
+
+def test_without_graphs_every_kernel_counts_for_its_share_of_the_rounds() -> None:
+    found = read_trace([kernel("a", 10.0 * i, 5, i) for i in range(20)], num_rounds=5)
+    assert (found.rounds, found.kernels_per_round, found.busy_us, found.round_us) == (5, 4, 20, 39)
+
+
+@given(st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 200)), min_size=1, max_size=30))
+def test_busy_time_counts_overlaps_once(spans: list[tuple[int, int]]) -> None:
+    events = [graph_launch(1), *(kernel("k", ts, dur, 1) for ts, dur in spans)]
+    covered = {us for ts, dur in spans for us in range(ts, ts + dur)}
+    assert read_trace(events, 1).busy_us == len(covered)
