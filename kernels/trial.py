@@ -21,8 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchspec.kernels.activation import silu_and_mul
 from batchspec.kernels.linear import counters, launch, norm_reference, num_sms
 from batchspec.kernels.lm_head import lm_head, lm_head_reference
+from batchspec.kernels.norm import rms_norm
 from batchspec.kernels.tiles import Tile, candidates
 
 Call = Callable[[], Any]
@@ -105,18 +107,18 @@ class Trial:
         return [partial(launch, x, w, **options) for w in self.weights]
 
     def library(self, x: Tensor, out: Tensor) -> list[Call]:
-        """What would run instead.
-
-        swiglu's activation is one elementwise kernel of the same bytes (glu); the norm counts with norm_linear and norm_swiglu,
-        and linear_add only with its product, since libraries add in the next norm's kernel.
-        """
+        """What runs instead, in separate kernels; of linear_add the product alone: the sum is part of the next norm's kernel."""
         if self.op == "lm_head":
             return [partial(lm_head_reference, x, w, out_ids=out) for w in self.weights]
 
+        normed = torch.empty_like(x) if self.op.startswith("norm") else None
+
         def run(w: Tensor) -> None:
-            y = F.linear(F.rms_norm(x, (self.k,), self.norm, EPS) if self.op.startswith("norm") else x, w)
+            if normed is not None:
+                rms_norm(x, self.norm, EPS, out=normed)
+            y = F.linear(x if normed is None else normed, w)
             if self.gated:
-                F.glu(y)
+                silu_and_mul(y, out=out)
 
         return [partial(run, w) for w in self.weights]
 
@@ -157,9 +159,9 @@ class Trial:
         for tile in candidates(self.op, tokens, self.rows, self.k, num_sms(self.device)):
             try:
                 times[tile] = self._clock.us(self.calls(tile, x, out))
-            except Exception as error:
-                print(f"{self.op} {tokens}x{self.rows}x{self.k} {tile}: {type(error).__name__}: {_line(error)}", flush=True)
-        finals: list[tuple[float, Tile, float]] = []
+            except Exception as failure:
+                print(f"{self.op} {tokens}x{self.rows}x{self.k} {tile}: {_line(failure)}", flush=True)
+        finals: list[tuple[float, Tile | None, float]] = [(float("inf"), None, float("nan"))]
         for tile in sorted(times, key=times.__getitem__)[:FINALISTS]:
             error = self.error(tile, x, out)
             if error > TOLERANCE:
@@ -167,11 +169,11 @@ class Trial:
             else:
                 finals.append((self._clock.us(self.calls(tile, x, out), repeats=9), tile, error))
         library_us = min(library_us, self._clock.us(library, repeats=9))
-        us, tile, error = min(finals, default=(float("inf"), None, float("nan")))
-        won = us < library_us
-        return Result(
-            self.op, tokens, self.rows, self.k, tile if won else None, min(us, library_us), library_us, tile, us, error
-        )
+        torch.cuda.empty_cache()  # partial sums of dead graphs
+        us, winner, error = min(finals, key=lambda final: final[0])
+        tile_or_library = winner if us < library_us else None
+        fastest_us = min(us, library_us)
+        return Result(self.op, tokens, self.rows, self.k, tile_or_library, fastest_us, library_us, winner, us, error)
 
 
 class GraphClock:
@@ -229,8 +231,8 @@ def compile_ahead(trial: Trial, token_counts: Iterable[int]) -> None:
         torch.cuda.set_device(trial.device)  # the current device is a thread's own
         try:
             call()
-        except Exception as error:
-            print(f"{trial.op}: not compiled: {type(error).__name__}: {_line(error)}", flush=True)
+        except Exception as failure:
+            print(f"{trial.op}: not compiled: {_line(failure)}", flush=True)
 
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         list(pool.map(attempt, todo.values()))
@@ -272,8 +274,8 @@ def _row(result: Result) -> str:
     return f"{name:<44} {library} {own} {result.error:>8.4f}  {cut}"
 
 
-def _line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0][:200]
+def _line(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:200]}"
 
 
 def _arguments(name: str) -> argparse.Namespace:

@@ -7,9 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchspec.cache.attention import AttentionPlan
+from batchspec.kernels.linear import linear
 from batchspec.model.fused import rope_write, silu_and_mul
 from batchspec.model.rope import Rope
 from batchspec.model.spec import ModelSpec
+from batchspec.model.tuning import best
 from batchspec.model.weights import Weights
 
 
@@ -17,7 +19,8 @@ class Linear:
     """x [T, in] -> x @ weight.T + bias [T, out].
 
     On a CPU the weight is kept in oneDNN's blocked layout: 1.3x (40 tokens) to 2.5x (8 tokens, fp32) faster than F.linear,
-    which reorders it in every call. A GPU and other dtypes keep the plain weight.
+    which reorders it in every call. A GPU and other dtypes keep the plain weight; there, bf16 products of few tokens are cut as
+    measured (`batchspec.model.tuning`). Captured in a CUDA graph, it must have run once with as many tokens before.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -30,6 +33,10 @@ class Linear:
         if self._packed:
             out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
             return out
+        if x.is_cuda and x.dtype is torch.bfloat16:
+            tile = best("linear", x.shape[0], self._weight.shape[0], self._weight.shape[1], x.device)
+            if tile is not None:
+                return linear(x, self._weight, self._bias, tile=tile)
         return F.linear(x, self._weight, self._bias)
 
 
