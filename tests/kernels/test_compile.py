@@ -62,6 +62,27 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
               freqs=PF32, q_norm=_norm, k_norm=_norm, out_q=_values, kv=_values, slots=PI64, qkv_stride=I32, kv_stride_part=I64,
               EPS=1e-6, FACTOR=1.0, NUM_HEADS=32, NUM_KV_HEADS=8, HALF=64, HEADS=8, BLOCKS_PER_PROGRAM=_blocks, LANES=64,
               ACC=_acc)  # fmt: skip
+for _op, _dtype, _tma, _m, _n, _warps, _split, _even in (
+    ("linear", "bf16", True, 128, 256, 8, False, True), ("linear", "bf16", True, 128, 256, 8, True, True),
+    ("linear", "bf16", False, 64, 128, 4, True, False), ("linear", "fp32", False, 32, 64, 4, True, True),
+    ("swiglu", "bf16", True, 128, 128, 8, True, True), ("swiglu", "bf16", False, 64, 64, 4, False, True),
+    ("norm_linear", "bf16", True, 64, 64, 4, False, True), ("norm_swiglu", "bf16", False, 64, 64, 4, False, False),
+):  # fmt: skip
+    _ptr, _norm, _gated = f"*{_dtype}", _op.startswith("norm"), _op.endswith("swiglu")
+    _x, _w = (f"tensordesc<{_dtype}[{rows}, 64]>" if _tma else _ptr for rows in (_m, _n))
+    _case(f"linear_kernel {_op} {_dtype}, TMA {_tma}, split {_split}", "linear", _warps, x=_x, w=_w, bias=_ptr,
+          norm=_ptr if _norm else None, residual=_ptr if _op == "linear" else None, out=_ptr, partials=PF32 if _split else None,
+          arrived=PI32 if _split else None, num_tokens=I32, n=I32, k=I32, units_per_program=I32, stride_x=I32, stride_w=I32,
+          stride_out=I32, eps="fp32", BLOCK_M=_m, BLOCK_N=_n, BLOCK_K=64, TMA=_tma, EVEN_K=_even, GATED=_gated, SPLIT=_split,
+          INTERPRETED=False)  # fmt: skip
+for _dtype, _tma in (("bf16", True), ("fp32", False)):
+    _x = f"tensordesc<{_dtype}[64, 64]>" if _tma else f"*{_dtype}"
+    _case(f"lm_head_kernel {_dtype}", "lm_head", 4, x=_x, w=_x, top=PF32, top_ids=PI32, num_tokens=I32, width=I32, vocab=I32,
+          num_parts=I32, k=I32, stride_x=I32, stride_w=I32, BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, TMA=_tma, EVEN_K=True,
+          INTERPRETED=False)  # fmt: skip
+for _map in (None, PI32, PI64):
+    _case(f"first_top_kernel map {_map}", "lm_head", 4, top=PF32, top_ids=PI32, map_ids=_map, out_ids=PI32, num_parts=I32,
+          BLOCK=1024)  # fmt: skip
 
 
 def compile_all() -> dict[str, int]:
