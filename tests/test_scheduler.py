@@ -13,6 +13,8 @@ from batchspec.cache.pages import PagePool, page_keys
 from batchspec.decode.output import Progress
 from batchspec.decode.scheduler import Row, Scheduler
 from batchspec.errors import CapacityError
+from batchspec.packing.planner import order_requests
+from batchspec.packing.predict import LengthPredictor
 from batchspec.records import PackedBatch, Request
 from tests.engines import request
 
@@ -85,6 +87,45 @@ def test_draining_static_batches_would_take_several_times_as_many_rounds() -> No
         return sum(step for step, _ in drive(Scheduler(batch, pool, stream, refill_dead=refill_dead), by_id, pool))
 
     assert rounds(refill_dead=False) > 2 * rounds(refill_dead=True)
+
+
+def run_8k_job(*, known: bool, longest_first: bool) -> tuple[int, int]:
+    """Rounds and set-backs of 192 prompts of 8,192 tokens, outputs of 1,063 on average and 3,072 at most, on one H200's pages."""
+    lengths = np.clip(np.random.default_rng(0).lognormal(6.685, 0.7, 192), 32, 3072).astype(int)
+    predictor = LengthPredictor()
+    requests = []
+    for i, length in enumerate(lengths):
+        cap = int(length) if known else 3072
+        predicted = cap if known else predictor.predict(cap)
+        requests.append(request(i, [i] * 8192, cap=cap, predicted=predicted))
+    batch = shape(88, 850_000 // 16, page_size=16, max_len=11_264)
+    pool = PagePool(batch.num_pages)
+    stream = map(progress, order_requests(requests) if longest_first else requests)
+    scheduler = Scheduler(batch, pool, stream)
+    set_back, num_set_back = scheduler.set_back, 0
+
+    def counted(row: Row) -> None:
+        nonlocal num_set_back
+        num_set_back += 1
+        set_back(row)
+
+    scheduler.set_back = counted  # type: ignore[method-assign]
+    by_id = {f"r{i}": int(n) for i, n in enumerate(lengths)}
+    rounds, peak = 0, 0
+    for step, live in drive(scheduler, by_id, pool):
+        rounds, peak = rounds + step, max(peak, len(live))
+    assert peak >= 75
+    return rounds, num_set_back
+
+
+def test_a_job_of_8k_prompts_sets_no_row_back_and_ends_soonest_with_the_longest_rows_first() -> None:
+    known, known_back = run_8k_job(known=True, longest_first=True)
+    in_order, _ = run_8k_job(known=True, longest_first=False)
+    hidden, hidden_back = run_8k_job(known=False, longest_first=True)
+    print(f"rounds of one token: known lengths {known}, in input order {in_order}, hidden {hidden}")
+    assert known_back == hidden_back == 0
+    assert known < 0.85 * in_order
+    assert hidden <= 1.05 * in_order
 
 
 @settings(deadline=None, max_examples=60)
