@@ -80,13 +80,14 @@ class Trial:
     """One op with random weights [copies, rows, k] on a GPU, for any number of tokens."""
 
     def __init__(self, op: str, rows: int, k: int, device: torch.device, *, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.op, self.rows, self.k, self.device = op, rows, k, device
+        self.op, self.rows, self.k = op, rows, k
         self.gated = op.endswith("swiglu")
         num_bytes = rows * k * dtype.itemsize
         copies = min(MAX_COPIES, -(-COPIES_BYTES // num_bytes))
         self.weights = torch.empty(copies, rows, k, dtype=dtype, device=device).normal_(std=k**-0.5)
+        self.device = self.weights.device  # with its index
         self.norm = torch.rand(k, device=device).add_(0.5).to(dtype)
-        self._clock = GraphClock(device)
+        self._clock = GraphClock(self.device)
 
     def inputs(self, tokens: int) -> tuple[Tensor, Tensor]:
         """x [T, K] and where the result goes: [T, N], ids [T] for lm_head."""
