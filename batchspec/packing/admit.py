@@ -19,7 +19,6 @@ input.overlong=truncate keeps the end of such a prompt, skip gives the row the s
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -32,20 +31,13 @@ from batchspec.config import RunConfig
 from batchspec.errors import ConfigError
 from batchspec.io.columns import ColumnMap, request_ids
 from batchspec.io.reader import InputShard, Source, locate
+from batchspec.packing.cells import BadRow, chat_turns, json_cell, number_cell, plain_cell, prompt_cell, synthetic_len_cell
 from batchspec.packing.predict import LengthPredictor
 from batchspec.records import MAX_STOP_IDS, Completion, Ids, Request, RowError, SamplingParams
 
 if TYPE_CHECKING:
     from batchspec.model.spec import ModelSpec
     from batchspec.model.tokenizer import Tokenizer
-
-
-class BadRow(Exception):
-    """Why a row has no request; caught inside this module."""
-
-    def __init__(self, code: str, message: str, *, prompt_ids: Ids | None = None, status: str = "error") -> None:
-        super().__init__(message)
-        self.code, self.prompt_ids, self.status = code, prompt_ids, status
 
 
 def hash64(*parts: int | str) -> int:
@@ -124,14 +116,14 @@ class Admission:
         try:
             rows = table.to_pylist()
         except UnicodeDecodeError:
-            rows = [{name: _cell(table.column(name)[index]) for name in names} for index in range(table.num_rows)]
+            rows = [{name: plain_cell(table.column(name)[index]) for name in names} for index in range(table.num_rows)]
         if self.columns.prompt_kind != "prompt_ids":
             return iter(rows)
         cells = shard.table.column(self.columns.prompt_column)
         return ({**row, "prompt_ids": cell.values} for row, cell in zip(rows or [{}] * len(cells), cells, strict=True))
 
     def _requests(self, row: dict[str, Any], request_id: str, row_index: int, shard: int) -> Iterator[Request]:
-        prompt = _prompt(row, self.columns.prompt_kind)
+        prompt = prompt_cell(row, self.columns.prompt_kind)
         values = self._values(row)
         stop, stop_ids = self._stops(row.get("stop"))
         max_new_tokens = int(values["max_new_tokens"])
@@ -148,7 +140,7 @@ class Admission:
                 max_new_tokens=max_new_tokens, min_new_tokens=min(self.decode.min_new_tokens, max_new_tokens),
                 sampling=sampling, stop_ids=stop_ids, stop=stop,
                 seed=hash64(base, sample_index) if sample_index else base, predicted_tokens=max_new_tokens,
-                synthetic_len=_synthetic_len(row),
+                synthetic_len=synthetic_len_cell(row),
             )  # fmt: skip
             yield self.predicted(request)
 
@@ -157,7 +149,7 @@ class Admission:
         values: dict[str, float] = {}
         for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "n"):
             own, usual = row.get(name), getattr(self.decode, name)
-            values[name] = usual if own is None else _number(name, own, whole=isinstance(usual, int))
+            values[name] = usual if own is None else number_cell(name, own, whole=isinstance(usual, int))
             problem = violation(f"decode.{name}", values[name])
             if problem:
                 raise BadRow("bad_parameter", problem.removeprefix("decode."))
@@ -183,15 +175,15 @@ class Admission:
             return self._checked_ids(prompt)
         assert self.tokenizer is not None
         chat = self.columns.prompt_kind == "messages" or self.input.chat
-        system, tools = row.get("system"), _json(row, "tools", list)
+        system, tools = row.get("system"), json_cell(row, "tools", list)
         if not chat and (system is not None or tools is not None):
             raise BadRow("bad_parameter", "system and tools need a chat; set input.chat=true or leave them null")
         try:
             if not chat:
                 ids = self.tokenizer.encode(prompt)
             else:
-                turns = _turns(prompt, system)
-                extra = {**self.input.template_kwargs, **(_json(row, "template_kwargs", dict) or {})}
+                turns = chat_turns(prompt, system)
+                extra = {**self.input.template_kwargs, **(json_cell(row, "template_kwargs", dict) or {})}
                 ids = self.tokenizer.encode_chat(turns, tools=tools, template_kwargs=extra)
         except BadRow:
             raise
@@ -247,90 +239,3 @@ def job_max_len(config: RunConfig, spec: ModelSpec) -> int:
     if cap >= limit:
         raise ConfigError(f"decode.max_new_tokens={cap} leaves no room for a prompt in the model's {limit} tokens; lower it")
     return limit
-
-
-class _Undecodable:
-    """Stands for a cell whose bytes are not UTF-8."""
-
-
-def _cell(scalar: Any) -> Any:
-    try:
-        return scalar.as_py()
-    except UnicodeDecodeError:
-        return _Undecodable()
-
-
-def _prompt(row: dict[str, Any], column: str) -> Any:
-    for name, value in row.items():
-        if isinstance(value, _Undecodable):
-            raise BadRow("bad_text", f"{name} is not valid UTF-8; correct it")
-    prompt = row[column]
-    if prompt is None:
-        raise BadRow("null_prompt", f"{column} is null; drop the row")
-    if len(prompt) == 0:
-        raise BadRow("empty_prompt", f"{column} is empty; drop the row")
-    return prompt
-
-
-def _synthetic_len(row: dict[str, Any]) -> int | None:
-    own = row.get("synthetic_len")
-    if own is None:
-        return None
-    length = int(_number("synthetic_len", own, whole=True))
-    if length < 1:
-        raise BadRow("bad_parameter", f"synthetic_len={length} must be at least 1; leave it null for a row that ends by itself")
-    return length
-
-
-def _number(name: str, own: Any, *, whole: bool) -> float:
-    """A cell's number, whole or not."""
-    if isinstance(own, bool) or not isinstance(own, int | float) or (whole and own != own // 1):
-        kind = "a whole number" if whole else "a number"
-        raise BadRow("bad_parameter", f"{name}={own!r} must be {kind}; correct it or leave it null")
-    if whole and isinstance(own, float) and abs(own) >= 2**53:
-        raise BadRow("bad_parameter", f"{name}={own!r} is a float and may have lost digits; write the column as integers")
-    return int(own) if whole else float(own)
-
-
-def _turns(prompt: Any, system: str | None) -> list[dict[str, Any]]:
-    """The chat as the template wants it; `system` stands before the first turn or replaces the system turn there."""
-    if isinstance(prompt, str):
-        turns: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
-    else:
-        turns = [_turn(place, message) for place, message in enumerate(prompt)]
-    if system is None:
-        return turns
-    rest = turns[1:] if turns[0]["role"] == "system" else turns
-    return [{"role": "system", "content": system}, *rest]
-
-
-def _turn(place: int, message: Any) -> dict[str, Any]:
-    for key in ("role", "content"):
-        value = message.get(key) if isinstance(message, dict) else None
-        if not isinstance(value, str) or (key == "role" and not value):
-            raise BadRow("bad_messages", f"message {place} has {key} {value!r}, which must be text; correct it or drop the row")
-    return {key: value for key, value in message.items() if value is not None}
-
-
-def _without_nulls(value: Any) -> Any:
-    """Arrow gives every struct of a column the fields of all of them: a field that is null was not there."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def _json(row: dict[str, Any], name: str, kind: type) -> Any:
-    """A cell that is structured already or JSON text of it."""
-    value = row.get(name)
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise BadRow("bad_parameter", f"{name} is not JSON ({error}); correct it or leave it null") from error
-    elif kind is dict and isinstance(value, list):  # an Arrow map
-        value = dict(value)
-    else:
-        value = _without_nulls(value)
-    if value is not None and not isinstance(value, kind):
-        raise BadRow("bad_parameter", f"{name} must be a {kind.__name__}, not {value!r}; correct it or leave it null")
-    return value
