@@ -19,6 +19,8 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "draft.min_ngram": (1, 16, "1 or 2 works well"),
     "draft.max_ngram": (1, 16, "3 to 8 works well"),
     "draft.growth": (1, 64, "2 works well; draft.max_len and more is no limit"),
+    "draft.window": (1, math.inf, "null reads all keys"),
+    "draft.sink": (0, math.inf, "4 works well with a window"),
     "decode.max_new_tokens": (1, math.inf, "give the output tokens a completion at most"),
     "decode.min_new_tokens": (0, math.inf, "0 is off"),
     "decode.temperature": (0.0, 100.0, "0 is greedy, 1 the model's own distribution"),
@@ -44,25 +46,31 @@ RANGES: dict[str, tuple[float, float, str]] = {
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("auto", "float32", "bfloat16", "float64"),
     "model.load": ("auto", "dummy"),
+    "draft.aux_layers": ("auto", "input", "output"),
     "input.overlong": ("error", "truncate", "skip"),
     "output.messages": ("full", "prompt", "none"),
     "device": ("auto", "cpu", "cuda"),
 }
 
-DRAFTERS = ("none", "lookup")
-DRAFTERS_TO_COME = ("eagle3", "pard", "window", "hybrid")
+DRAFTERS = ("none", "lookup", "eagle3")
+DRAFTERS_TO_COME = ("pard", "window", "hybrid")
+
+# Keys that one drafter reads alone.
+READ_BY: dict[str, str] = {
+    "draft.path": "eagle3",
+    "draft.aux_layers": "eagle3",
+    "draft.window": "eagle3",
+    "draft.sink": "eagle3",
+    "decode.opt.dead_positions": "eagle3",
+}
 
 # Keys of drafters and paths that are not built yet -> who reads them.
 UNUSED: dict[str, str] = {
-    "draft.path": "eagle3, pard and hybrid",
     "draft.adaptive": "eagle3, pard and hybrid",
     "draft.parallel": "eagle3",
     "draft.topk": "eagle3",
     "draft.depth": "eagle3",
     "draft.nodes": "eagle3",
-    "draft.window": "window and eagle3",
-    "draft.sink": "window and eagle3",
-    "decode.opt.dead_positions": "eagle3",
     "decode.opt.overlap": "the GPU path",
 }
 
@@ -119,6 +127,14 @@ def _drafter(config: RunConfig) -> None:
         value = _get(config, key)
         if value != _get(defaults, key):
             raise ConfigError(f"{key}={value} is not used by draft={draft.name}, only by {users} (not built yet); remove the key")
+    for key, user in READ_BY.items():
+        value = _get(config, key)
+        if draft.name != user and value != _get(defaults, key):
+            raise ConfigError(f"{key}={value} is not used by draft={draft.name}, only by draft={user}; remove the key")
+    if draft.name == "eagle3" and draft.path is None and config.model.load != "dummy":
+        raise ConfigError("draft=eagle3 needs draft.path: the folder or hub id of an EAGLE-3 head made for the model")
+    if draft.sink and draft.window is None:
+        raise ConfigError(f"draft.sink={draft.sink} without draft.window: all keys are read anyway; give a window or remove it")
     if draft.min_ngram > draft.max_ngram:
         raise ConfigError(f"draft.min_ngram={draft.min_ngram} exceeds draft.max_ngram={draft.max_ngram}; swap them")
     rates = draft.synthetic

@@ -34,7 +34,7 @@ class ModelConfig:
 @dataclass(slots=True, kw_only=True)
 class DraftConfig:
     name: str = "lookup"
-    """none, lookup."""
+    """none, lookup, eagle3."""
     max_len: int = 8
     """K: draft tokens a row and round at most."""
     min_ngram: int = 2
@@ -46,7 +46,10 @@ class DraftConfig:
     synthetic: list[float] | None = None
     """Benchmarks only: accept position j with this (unconditional, non-increasing) probability, whatever the tokens."""
     path: str | None = None
-    """Checkpoint of a drafter that has weights."""
+    """eagle3: folder or hub id of the head; null only with model.load=dummy, which makes one of noise."""
+    aux_layers: str = "auto"
+    """eagle3: what the head's layer ids mean. input: what enters the layer; output: what leaves it; auto: output where the first
+    id is 1, else input."""
     adaptive: bool | None = None
     """Choose K a round from measured times; null: where the drafter supports it."""
     parallel: str = "auto"
@@ -58,9 +61,9 @@ class DraftConfig:
     nodes: int | None = None
     """Nodes of a draft tree that are verified; null: the drafter's own number."""
     window: int | None = None
-    """Newest keys that the drafter reads; null: all of them."""
+    """eagle3: newest keys that the head reads; null: all of them."""
     sink: int | None = None
-    """First keys that a windowed drafter reads too."""
+    """eagle3: first keys that it reads beside its window."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -14,7 +14,10 @@ from batchspec.config import RunConfig
 from batchspec.decode.engine import Engine
 from batchspec.decode.round import RoundOptions
 from batchspec.draft.base import Drafter, NoDrafter
+from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.formats import HeadSpec
 from batchspec.draft.lookup import LookupDrafter
+from batchspec.draft.weights import Head, dummy_head, dummy_spec, head_bytes, load_head, read_head_spec
 from batchspec.errors import ConfigError
 from batchspec.io.columns import ColumnMap, check_ids, map_columns
 from batchspec.io.manifest import fingerprint
@@ -50,6 +53,8 @@ class Job:
     device: torch.device
     dtype: torch.dtype
     admission: Admission
+    head: HeadSpec | None
+    """Of draft=eagle3: the checkpoint at draft.path, or with model.load=dummy the usual shape."""
 
     @property
     def shard_rows(self) -> int:
@@ -57,7 +62,7 @@ class Job:
 
 
 def open_job(config: RunConfig, source: Source | None = None, *, tokenizer: Tokenizer | None = None, weights: bool = True) -> Job:
-    """Look at the input and the model folder and refuse what cannot run (ConfigError, InputError, CheckpointError).
+    """Look at the input and at the folders of model and drafter; ConfigError, InputError, CheckpointError for what cannot run.
 
     source     instead of the dataset at input.path
     tokenizer  instead of the model folder's own
@@ -74,9 +79,23 @@ def open_job(config: RunConfig, source: Source | None = None, *, tokenizer: Toke
         weight_files(folder)
     device = choose_device(config.device)
     dtype = resolve_dtype(config.model.dtype, spec, device)
+    head = open_head(config, spec)
     tokenizer = tokenizer or open_tokenizer(folder, config, columns)
     admission = Admission(config, source=source, columns=columns, spec=spec, tokenizer=tokenizer)
-    return Job(config, source, columns, folder, spec, tokenizer, device, dtype, admission)
+    return Job(config, source, columns, folder, spec, tokenizer, device, dtype, admission, head)
+
+
+def open_head(config: RunConfig, spec: ModelSpec) -> HeadSpec | None:
+    """The head that draft=eagle3 drafts with, checked, its weights not read; None for other drafters."""
+    if config.draft.name != "eagle3":
+        return None
+    folder = head_folder(config)
+    return dummy_spec(spec) if folder is None else read_head_spec(folder, spec, aux_layers=config.draft.aux_layers)
+
+
+def head_folder(config: RunConfig) -> Path | None:
+    """The folder of draft.path; None where there is none, which model.load=dummy allows."""
+    return None if config.draft.path is None else resolve_model(config.draft.path, key="draft.path")
 
 
 def choose_device(name: str) -> torch.device:
@@ -129,25 +148,53 @@ def recorded_facts(job: Job) -> dict[str, Any]:
     }
 
 
-def make_drafter(config: RunConfig) -> Drafter:
-    draft = config.draft
+def load_drafter(job: Job) -> Head | None:
+    """The weights of a drafter that has some."""
+    if job.head is None:
+        return None
+    folder = head_folder(job.config)
+    if folder is None:
+        return dummy_head(job.head, dtype=job.dtype, device=job.device)
+    return load_head(folder, job.spec, dtype=job.dtype, device=job.device, aux_layers=job.config.draft.aux_layers)
+
+
+def make_drafter(config: RunConfig, head: Head | None, target: Target, *, slots: int) -> Drafter:
+    """The job's drafter for that many slots; `head` from `load_drafter`."""
+    draft, opt = config.draft, config.decode.opt
     if draft.name == "none":
         return NoDrafter()
-    return LookupDrafter(draft.max_len, min_ngram=draft.min_ngram, max_ngram=draft.max_ngram, growth=draft.growth)
+    if draft.name == "lookup":
+        return LookupDrafter(draft.max_len, min_ngram=draft.min_ngram, max_ngram=draft.max_ngram, growth=draft.growth)
+    assert head is not None
+    return Eagle3Drafter(
+        head,
+        target,
+        draft.max_len,
+        slots=slots,
+        window=draft.window,
+        sink=draft.sink or 0,
+        dead_positions=opt.dead_positions is not False,
+        uniform_slots=opt.uniform_slots,
+        argmax=opt.argmax,
+    )
 
 
-def draft_kv_width(drafter: Drafter) -> int:
+def draft_len(config: RunConfig) -> int:
+    """K."""
+    return 0 if config.draft.name == "none" else config.draft.max_len
+
+
+def draft_kv_width(head: HeadSpec | None) -> int:
     """Numbers of K that the drafter keeps of a token, over its layers."""
-    heads, head_dim = drafter.kv_shape or (0, 0)
-    return drafter.num_kv_layers * heads * head_dim
+    return 0 if head is None else head.num_layers * head.num_kv_heads * head.head_dim
 
 
-def plan_batch(job: Job, demand: Demand, rates: Rates, *, draft_len: int, kv_width: int = 0, loaded: bool = False) -> PackedBatch:
+def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) -> PackedBatch:
     """The shape for the job on this machine; CapacityError where not one row fits.
 
-    kv_width  the drafter's, see `draft_kv_width`
-    loaded    the weights lie in memory already
+    loaded  the weights, a drafter's too, lie in memory already
     """
+    weights = weight_bytes(job.spec, job.dtype) + (0 if job.head is None else head_bytes(job.head, job.dtype))
     if loaded and job.device.type == "cuda":
         torch.cuda.empty_cache()  # what loading used and gave back counts as free
     return choose_batch(
@@ -157,9 +204,9 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, draft_len: int, kv_wid
         demand,
         device=job.device,
         dtype=job.dtype,
-        draft_len=draft_len,
-        draft_kv_width=kv_width,
-        free_bytes=free_memory(job.device, weights=0 if loaded else weight_bytes(job.spec, job.dtype)),
+        draft_len=draft_len(job.config),
+        draft_kv_width=draft_kv_width(job.head),
+        free_bytes=free_memory(job.device, weights=0 if loaded else weights),
     )
 
 
@@ -174,15 +221,15 @@ def survey_first(job: Job) -> Survey:
 
 
 def make_engine(job: Job, seen: Survey, progress: Progress) -> Engine:
-    """Load the target, choose the shape from the memory that is left, set up the engine; says each step on the progress line."""
+    """Load the weights, choose the shape from the memory that is left, set up the engine; says each step on the progress line."""
     config = job.config
-    drafter = make_drafter(config)
     demand = seen.demand(job.source.num_rows, job.admission.max_len)
     dtype = str(job.dtype).removeprefix("torch.")
     progress.phase(f"loading {config.model.path} in {dtype} on {job.device.type}")
     target = Target.load(job.folder, job.spec, dtype=job.dtype, device=job.device, dummy=config.model.load == "dummy")
-    rates = device_rates(job.device, job.dtype)
-    batch = plan_batch(job, demand, rates, draft_len=drafter.max_len, kv_width=draft_kv_width(drafter), loaded=True)
+    head = load_drafter(job)
+    batch = plan_batch(job, demand, device_rates(job.device, job.dtype), loaded=True)
+    drafter = make_drafter(config, head, target, slots=batch.slots)
     progress.phase(
         f"{batch.slots} slots, {batch.num_pages} pages of {batch.page_size} tokens, rows of at most {batch.max_len} tokens, "
         f"draft={drafter.name} K={drafter.max_len}"

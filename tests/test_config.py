@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from batchspec.checks import CHOICES, RANGES, UNUSED, check, violation
+from batchspec.checks import CHOICES, RANGES, READ_BY, UNUSED, check, violation
 from batchspec.config import RunConfig, from_hydra, keys, suggest
 from batchspec.errors import ConfigError
 
@@ -72,15 +72,35 @@ def test_a_value_out_of_range_is_refused(values: dict[str, Any], said: str) -> N
 
 
 def test_drafters_that_are_not_built_yet_are_refused_by_name() -> None:
-    assert refused(draft__name="eagle3") == "draft=eagle3 is not built yet; draft=lookup works on every model"
-    assert "must be one of none, lookup" in refused(draft__name="magic")
+    assert refused(draft__name="pard") == "draft=pard is not built yet; draft=lookup works on every model"
+    assert "must be one of none, lookup, eagle3" in refused(draft__name="magic")
 
 
 @pytest.mark.parametrize("key", UNUSED)
 def test_a_key_that_nothing_reads_is_refused_rather_than_ignored(key: str) -> None:
-    value = {"draft.parallel": "true", "draft.path": "head", "draft.adaptive": True, "decode.opt.overlap": False}.get(key, 7)
+    value = {"draft.parallel": "true", "draft.adaptive": True, "decode.opt.overlap": False}.get(key, 7)
     message = refused(**{key.replace(".", "__"): value})
     assert message.startswith(f"{key}={value} is not used by draft=lookup, only by {UNUSED[key]}")
+
+
+@pytest.mark.parametrize("key", READ_BY)
+def test_a_key_of_another_drafter_is_refused_rather_than_ignored(key: str) -> None:
+    values = {"draft.path": "head", "draft.aux_layers": "output", "decode.opt.dead_positions": False}
+    value = values.get(key, 7)
+    changes: dict[str, Any] = {key.replace(".", "__"): value}
+    assert refused(**changes) == f"{key}={value} is not used by draft=lookup, only by draft={READ_BY[key]}; remove the key"
+    others = {"draft__path": "head", "draft__window": 9}
+    check(config(draft__name="eagle3", **others | changes))
+
+
+def test_a_head_has_a_checkpoint_and_a_sink_has_a_window() -> None:
+    assert refused(draft__name="eagle3") == (
+        "draft=eagle3 needs draft.path: the folder or hub id of an EAGLE-3 head made for the model"
+    )
+    check(config(draft__name="eagle3", model__load="dummy"))
+    assert "draft.sink=4 without draft.window" in refused(draft__name="eagle3", draft__path="head", draft__sink=4)
+    assert "draft.window=0 must be at least 1" in refused(draft__name="eagle3", draft__path="head", draft__window=0)
+    assert "draft.aux_layers=both must be one of" in refused(draft__name="eagle3", draft__path="head", draft__aux_layers="both")
 
 
 def test_synthetic_acceptance_must_fit_the_draft_length_and_fall() -> None:
@@ -93,7 +113,7 @@ def test_synthetic_acceptance_must_fit_the_draft_length_and_fall() -> None:
 
 def test_every_number_has_a_range_and_every_table_names_real_keys() -> None:
     known = keys()
-    assert set(RANGES) | set(CHOICES) | set(UNUSED) <= set(known)
+    assert set(RANGES) | set(CHOICES) | set(UNUSED) | set(READ_BY) <= set(known)
     for key in known:
         value: Any = RunConfig()
         for part in key.split("."):

@@ -126,8 +126,9 @@ def test_layer_ids_of_both_conventions_become_boundaries(
     ids: list[int] | None, aux_layers: str, taps: tuple[int, ...], key: str, tmp_path: Path
 ) -> None:
     folder = configure(written(tmp_path / "head"), eagle_aux_hidden_state_layer_ids=None)
+    changes: dict[str, Any] = {key: {"layer_ids": ids, "use_aux_hidden_state": True} if key == "eagle_config" else ids}
     if ids is not None:
-        configure(folder, **{key: {"layer_ids": ids, "use_aux_hidden_state": True} if key == "eagle_config" else ids})
+        configure(folder, **changes)
     assert spec_of(folder, DEEP, aux_layers).tap_layers == taps
 
 
@@ -169,7 +170,7 @@ def test_rotation_is_scaled_only_as_the_head_says(tmp_path: Path) -> None:
 def test_an_unknown_key_is_refused_by_name_and_a_harmless_one_is_not(layout: str, tmp_path: Path) -> None:
     folder = configure(written(tmp_path / "head", layout), use_cache=True, torch_dtype="bfloat16", some_new_switch=None)
     assert spec_of(folder).num_layers == 1
-    configure(folder, **{"residual_multiplier": 0.5, "quantization_config": {"bits": 4}})
+    configure(folder, residual_multiplier=0.5, quantization_config={"bits": 4})
     message = refusal(folder)
     assert "not known to draft=eagle3: residual_multiplier=0.5, quantization_config=" in message
     assert "remove a key from config.json if it changes no computation" in message
@@ -181,7 +182,7 @@ def test_an_unknown_key_is_refused_by_name_and_a_harmless_one_is_not(layout: str
         ({"parallel_drafting": True, "ptd_token_id": 7}, "parallel_drafting, ptd_token_id: a parallel-drafting head"),
         ({"speculators_model_type": "peagle"}, "'peagle' is a parallel-drafting head"),
         ({"speculators_model_type": "dflash"}, "'dflash' is not supported"),
-        ({"speculators_model_type": "eagle3", "transformer_layer_config": 3}, "transformer_layer_config is 3; it must be an object"),
+        ({"speculators_model_type": "eagle3", "transformer_layer_config": 3}, "transformer_layer_config is 3; it must be an"),
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "architectures 'Eagle3DeepseekV2ForCausalLM' is not supported"),
         ({"model_type": "deepseek_v3"}, "model_type 'deepseek_v3' of the head is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
@@ -207,7 +208,7 @@ def test_a_config_that_does_not_fit_is_refused(changes: dict[str, Any], said: st
 
 
 def test_a_narrower_head_needs_an_embedding_and_an_lm_head_of_its_own(tmp_path: Path) -> None:
-    narrow = {"hidden": 12, "heads": 3, "kv_heads": 1, "head_dim": 4}
+    narrow: dict[str, Any] = {"hidden": 12, "heads": 3, "kv_heads": 1, "head_dim": 4}
     assert spec_of(written(tmp_path / "own", own_embedding=True, **narrow)).hidden_size == 12
     assert "so the target's embed_tokens cannot be used" in refusal(written(tmp_path / "a", **narrow))
     assert "embed_tokens and lm_head cannot be used" in refusal(written(tmp_path / "b", draft_vocab=None, **narrow))
@@ -217,7 +218,7 @@ def test_all_tensors_that_do_not_fit_are_named_at_once(tmp_path: Path) -> None:
     folder = written(tmp_path / "head")
     change(folder, norm__weight=None, midlayer__mlp__up_proj__weight=torch.zeros(3, 4), fc2__weight=torch.zeros(1), d2t=None)
     message = refusal(folder)
-    for said in ("2 missing tensors: d2t, norm.weight", "1 unexpected tensors: fc2.weight", "up_proj.weight is [3, 4], config.json"):
+    for said in ("2 missing tensors: d2t, norm.weight", "1 unexpected tensors: fc2.weight", "up_proj.weight is [3, 4], config"):
         assert said in message
     ignored = {"midlayer__self_attn__rotary_emb__inv_freq": torch.zeros(3), "verifier_norm__weight": torch.zeros(2)}
     assert spec_of(change(written(tmp_path / "other"), **ignored)).mapped

@@ -15,6 +15,7 @@ Legend: R rows, T flat places, K draft_len, H hidden, W taps * target hidden.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +25,7 @@ from batchspec.cache.attention import AttentionPlan, FlatBatch, plan_attention
 from batchspec.draft.head import EagleHead, Place
 from batchspec.draft.weights import Head
 from batchspec.kernels.slots import uniform_slots
-from batchspec.model.rope import rope_angles, rope_frequencies
+from batchspec.model.rope import Rope, rope_frequencies, rope_of
 from batchspec.model.target import Target
 
 if TYPE_CHECKING:
@@ -115,11 +116,10 @@ class Eagle3Drafter:
 
         tokens int32 [T] behind each place; taps [T, W]; place [R]; kv_len int32 [R] keys that place[r] sees, 0 for dead rows.
         """
-        rope = rope_angles(batch.positions, self._freqs, self._spec.rope.attention_factor, self._dtype)
+        everywhere = Place(self._rope(batch.positions), batch.slots)
         normed, residual = self.head.enter(tokens, self.head.features(taps))
         last = self._spec.num_layers - 1
         plans = self._plans(batch, cache, slice(0, last) if self._prune else slice(0, last + 1))
-        everywhere = Place(rope, batch.slots)
         for i in range(last + (not self._prune)):
             kv = cache.layer(self._first_layer + i)
             normed = self.head.layer(i, normed, residual, everywhere, kv, plans[self._windows[i]])
@@ -130,26 +130,27 @@ class Eagle3Drafter:
             live = self._live(batch, place, kv_len)
             plan = self._plans(live, cache, slice(last, last + 1))[self._windows[last]]
             torch.index_select(residual, 0, place, out=out_hidden)
-            at = Place((rope[0].index_select(0, place), rope[1].index_select(0, place)), batch.slots)
             kv = cache.layer(self._first_layer + last)
-            normed = self.head.last_layer(normed, place, out_hidden, everywhere, at, kv, plan)
+            normed = self.head.layer(last, normed, out_hidden, everywhere, kv, plan, live=place)
             self.head.choose(normed, out_first)
         if self._spec.feed_normed:
             out_hidden.copy_(normed if self._prune else normed.index_select(0, place))
 
+    def _rope(self, positions: Tensor) -> Rope:
+        return rope_of(positions, self._freqs, self._spec.rope.attention_factor, self._dtype)
+
     def _live(self, batch: FlatBatch, place: Tensor, kv_len: Tensor) -> FlatBatch:
         """The one place of each row that goes on: attention with one query a row."""
         num_rows = place.shape[0]
-        return FlatBatch(
-            token_ids=batch.token_ids.index_select(0, place),
+        return replace(
+            batch,
+            token_ids=self._q_start[:num_rows],  # attention asks for their number only
             row_ids=self._q_start[:num_rows],
             positions=batch.positions.index_select(0, place),
-            slots=batch.slots.index_select(0, place),
             q_start=self._q_start[: num_rows + 1],
             kv_len=kv_len,
-            page_table=batch.page_table,
             max_q=1,
-            max_kv=batch.max_kv,
+            host=None,
         )
 
     def _plans(self, batch: FlatBatch, cache: KVCache, layers: slice) -> dict[int | None, AttentionPlan]:
@@ -168,10 +169,10 @@ class Eagle3Drafter:
         steps = self._uniform_steps(rows, width - 1, cache.page_size) if self._uniform else None
         drafted: list[Tensor] = []
         for k in range(width - 1):
-            batch, rope = self._general_step(rows, k, tokens, cache.page_size) if steps is None else steps[k]
+            batch = self._general_step(rows, k, tokens, cache.page_size) if steps is None else steps[k]
             normed, residual = self.head.enter(tokens, hidden)
             plans = self._plans(batch, cache, slice(None))
-            place = Place(rope, batch.slots)
+            place = Place(self._rope(batch.positions), batch.slots)
             for i, window in enumerate(self._windows):
                 normed = self.head.layer(i, normed, residual, place, cache.layer(self._first_layer + i), plans[window])
             hidden = normed if self._spec.feed_normed else residual
@@ -183,8 +184,8 @@ class Eagle3Drafter:
         else:
             draft_ids[:, 1:] = torch.cat([ids.unsqueeze(1) for ids in drafted], 1)
 
-    def _uniform_steps(self, rows: Rows, num_steps: int, page_size: int) -> list[tuple[FlatBatch, tuple[Tensor, Tensor]]]:
-        """Batch and rotation of every draft step: all cache locations by one launch, all angles at once, nothing in the loop."""
+    def _uniform_steps(self, rows: Rows, num_steps: int, page_size: int) -> list[FlatBatch]:
+        """The batch of every draft step: all cache locations by one launch, nothing in the loop."""
         num_rows = rows.live.shape[0]
         count = num_steps * num_rows
         by_row, by_step = (num_rows, num_steps), (num_steps, num_rows)
@@ -198,15 +199,10 @@ class Eagle3Drafter:
         slots = self._step_slots[:count].view(by_step).copy_(self._slots[:count].view(by_row).t())
         kv_len = torch.add(rows.num_tokens, self._steps[:num_steps], out=self._kv_len[:count].view(by_step))
         kv_len.clamp_(max=max_len).mul_(rows.live)
-        cos, sin = rope_angles(positions.view(-1), self._freqs, self._spec.rope.attention_factor, self._dtype)
-        steps = []
-        for k in range(num_steps):
-            batch = self._step(rows, start, positions[k], slots[k], self._q_start[: num_rows + 1], kv_len[k])
-            part = slice(k * num_rows, (k + 1) * num_rows)
-            steps.append((batch, (cos[part], sin[part])))
-        return steps
+        q_start = self._q_start[: num_rows + 1]
+        return [self._step(rows, start, positions[k], slots[k], q_start, kv_len[k]) for k in range(num_steps)]
 
-    def _general_step(self, rows: Rows, k: int, tokens: Tensor, page_size: int) -> tuple[FlatBatch, tuple[Tensor, Tensor]]:
+    def _general_step(self, rows: Rows, k: int, tokens: Tensor, page_size: int) -> FlatBatch:
         """The same of one step by operations that fit any number of places a row: lengths, prefix sum, fills, casts."""
         q_len = torch.full_like(tokens, 1)
         q_start = torch.cat((torch.zeros_like(tokens[:1]), torch.cumsum(q_len, 0, dtype=torch.int32)))
@@ -217,12 +213,9 @@ class Eagle3Drafter:
         pages = rows.page_table.gather(1, page.clamp(max=rows.page_table.shape[1] - 1).unsqueeze(1)).squeeze(1)
         slots = torch.where(known, pages.long() * page_size + positions % page_size, 0)
         kv_len = (rows.num_tokens + k).clamp(max=rows.tokens.shape[1]) * rows.live
-        rope = rope_angles(positions, self._freqs, self._spec.rope.attention_factor, self._dtype)
-        return self._step(rows, tokens, positions, slots, q_start, kv_len.int()), rope
+        return self._step(rows, tokens, positions, slots, q_start, kv_len.int())
 
-    def _step(
-        self, rows: Rows, tokens: Tensor, positions: Tensor, slots: Tensor, q_start: Tensor, kv_len: Tensor
-    ) -> FlatBatch:
+    def _step(self, rows: Rows, tokens: Tensor, positions: Tensor, slots: Tensor, q_start: Tensor, kv_len: Tensor) -> FlatBatch:
         return FlatBatch(
             token_ids=tokens,
             row_ids=self._q_start[: tokens.shape[0]],

@@ -10,17 +10,20 @@ from torch import Tensor
 from batchspec.cache.attention import AttentionPlan
 from batchspec.draft.weights import Head
 from batchspec.kernels.argmax import argmax
-from batchspec.kernels.kv_write import kv_write
-from batchspec.model.fused import add_norm, rms_norm, rotate, silu_and_mul
+from batchspec.kernels.lm_head import lm_head
+from batchspec.kernels.tiles import Tile
+from batchspec.model.fused import add_norm, rms_norm, rope_write, silu_and_mul
 from batchspec.model.layers import Linear
+from batchspec.model.rope import Rope
 from batchspec.model.target import Target
+from batchspec.model.tuning import best
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where places stand: cos and sin [T, 1, D] of their positions, and cache locations int64 [T]."""
+    """Where places stand: the rotation of their positions, and their cache locations int64 [T]."""
 
-    rope: tuple[Tensor, Tensor]
+    rope: Rope
     slots: Tensor
 
 
@@ -94,45 +97,19 @@ class EagleHead:
         normed[:, size:] = feature
         return normed, feature if self.spec.norm_before_residual else hidden
 
-    def layer(self, index: int, normed: Tensor, residual: Tensor, at: Place, kv: Tensor, plan: AttentionPlan) -> Tensor:
-        """Layer `index` on normed [T, 2H] (layer 0) or [T, H]; writes K/V, adds to residual [T, H] in place.
+    def layer(
+        self, index: int, normed: Tensor, residual: Tensor, at: Place, kv: Tensor, plan: AttentionPlan, live: Tensor | None = None
+    ) -> Tensor:
+        """Layer `index` on normed [T, 2H] (layer 0) or [T, H]; writes K/V of all T places, adds to the residual in place.
 
+        residual  [T, H]
+        live      int [R]: only these places go on behind K/V, with one query a row in `plan`; residual is [R, H], picked already
         Returns the residual stream behind the next layer's norm, the last layer's behind the final norm.
         """
-        layer, spec = self._layers[index], self.spec
-        qk, v = self._project(layer, normed)
-        if layer.q_norm is None or layer.k_norm is None:
-            qk = rotate(qk, *at.rope)
-            q, k = qk[:, : spec.num_heads], qk[:, spec.num_heads :]
-        else:
-            q = rotate(rms_norm(qk[:, : spec.num_heads], layer.q_norm, spec.rms_eps), *at.rope)
-            k = rotate(rms_norm(qk[:, spec.num_heads :], layer.k_norm, spec.rms_eps), *at.rope)
-        kv_write(k, v, kv, at.slots)
-        return self._finish(index, q, residual, kv, plan)
-
-    def last_layer(
-        self, normed: Tensor, place: Tensor, residual: Tensor, at: Place, live: Place, kv: Tensor, plan: AttentionPlan
-    ) -> Tensor:
-        """The last layer where only place[r] of each row goes on: K/V of all T places `at`, the rest of R rows at `live`.
-
-        normed [T, H or 2H]; residual [R, H], picked already; plan: one query a row. Returns [R, H] behind the final norm.
-        """
-        layer, spec = self._layers[-1], self.spec
-        qk, v = self._project(layer, normed)
-        q, k = qk[:, : spec.num_heads].index_select(0, place), qk[:, spec.num_heads :]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = rms_norm(q, layer.q_norm, spec.rms_eps), rms_norm(k, layer.k_norm, spec.rms_eps)
-        kv_write(rotate(k, *at.rope), v, kv, at.slots)
-        return self._finish(spec.num_layers - 1, rotate(q, *live.rope), residual, kv, plan)
-
-    def _project(self, layer: _Layer, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k [T, NH + KVH, D], not rotated, and v [T, KVH, D]."""
-        spec = self.spec
-        heads = layer.qkv(normed).view(-1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
-        return heads[:, : -spec.num_kv_heads], heads[:, -spec.num_kv_heads :]
-
-    def _finish(self, index: int, q: Tensor, residual: Tensor, kv: Tensor, plan: AttentionPlan) -> Tensor:
         layer, eps = self._layers[index], self.spec.rms_eps
+        q = rope_write(layer.qkv(normed), at.rope, kv, at.slots, q_norm=layer.q_norm, k_norm=layer.k_norm, eps=eps)
+        if live is not None:
+            q = q.index_select(0, live)
         hidden = layer.out(plan.attend(q, kv, self.spec.head_dim**-0.5).flatten(1))
         hidden = layer.mlp(add_norm(hidden, residual, layer.mlp_norm, eps))
         following = self._layers[index + 1].input_norm if index + 1 < len(self._layers) else self._norm
@@ -140,12 +117,23 @@ class EagleHead:
 
     def choose(self, normed: Tensor, out_ids: Tensor) -> None:
         """normed [R, H] behind the final norm -> the target id of each row's likeliest draft token, int32 [R]."""
+        tile = self._fused_tile(normed) if self._argmax else None
+        if tile is not None and self._lm_head is not None:
+            lm_head(normed, self._lm_head, out_ids=out_ids, map_ids=self._hot, tile=tile)
+            return
         logits = self.logits(normed)
         if self._argmax:
             argmax(logits, out_ids=out_ids, map_ids=self._hot)
         else:
             ids = torch.softmax(logits, -1).topk(1, dim=-1).indices.squeeze(1)
             out_ids.copy_(ids if self._hot is None else self._hot[ids])
+
+    def _fused_tile(self, normed: Tensor) -> Tile | None:
+        """How lm_head and argmax are one kernel where that was measured to be faster than two."""
+        if self._lm_head is None or not self._fp32_out:
+            return None
+        vocab, size = self._lm_head.shape
+        return best("lm_head", normed.shape[0], vocab, size, normed.device)
 
     def logits(self, normed: Tensor) -> Tensor:
         """fp32 [R, draft vocabulary] (fp64 for an fp64 model)."""

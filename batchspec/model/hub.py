@@ -1,4 +1,4 @@
-"""model.path -> a folder on this machine."""
+"""model.path or draft.path -> a folder on this machine."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 _OTHER_FORMATS = ["consolidated*", "original/*", "onnx/*"]
 
 
-def resolve_model(path: str, revision: str | None = None) -> Path:
+def resolve_model(path: str, revision: str | None = None, *, key: str = "model.path") -> Path:
     """The model folder that `path` names: a local folder, the name `smollm2-135m`, or a Hugging Face hub id (downloaded once).
 
-    `revision` is a branch, tag or commit of a hub id. Raises CheckpointError, in one line, where there is no such model or it
-    cannot be reached, and ConfigError for a revision of something that has none.
+    `revision` is a branch, tag or commit of a hub id, `key` the configuration's name of `path`. Raises CheckpointError, in one
+    line, where there is no such model or it cannot be reached, and ConfigError for a revision of something that has none.
     """
     local = Path(path).expanduser()
     if path == NAME or local.exists():
@@ -26,14 +26,14 @@ def resolve_model(path: str, revision: str | None = None) -> Path:
         if path == NAME:
             return smollm2_folder()
         if not local.is_dir():
-            raise CheckpointError(f"model.path={path} is a file; give the model's folder")
+            raise CheckpointError(f"{key}={path} is a file; give the model's folder")
         return local
     if not _HUB_ID.fullmatch(path) or path.startswith("."):
-        raise CheckpointError(f"model.path={path}: no such folder; give a model folder, a hub id (owner/name) or {NAME}")
-    return _download(path, revision)
+        raise CheckpointError(f"{key}={path}: no such folder; give a model folder, a hub id (owner/name) or {NAME}")
+    return _download(path, revision, key)
 
 
-def _download(hub_id: str, revision: str | None) -> Path:
+def _download(hub_id: str, revision: str | None, key: str) -> Path:
     from huggingface_hub import errors, snapshot_download
 
     try:
@@ -48,7 +48,7 @@ def _download(hub_id: str, revision: str | None) -> Path:
         said = "no such folder, and the hub cannot be reached; check the network, or give a local folder"
     except (errors.HfHubHTTPError, OSError, ValueError) as error:
         said = f"the hub does not give it ({_first_line(error)}); try again, or give a local folder"
-    raise CheckpointError(f"model.path={hub_id}: {said}")
+    raise CheckpointError(f"{key}={hub_id}: {said}")
 
 
 def _first_line(error: Exception) -> str:
