@@ -229,7 +229,7 @@ def compile_ahead(trial: Trial, token_counts: Iterable[int]) -> None:
     counters(trial.device)  # allocated here, not in several threads at once
 
     def attempt(call: Call) -> None:
-        torch.cuda.set_device(trial.device)  # the current device is a thread's own
+        torch.cuda.set_device(trial.device.index or 0)  # the current device is a thread's own
         try:
             call()
         except Exception as failure:
