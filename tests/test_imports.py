@@ -43,7 +43,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "hydra": ("run", "compose", "config", "api", "commands"),
     "omegaconf": ("run", "compose", "config", "api", "commands"),
     "yaml": ("run", "compose", "config", "api", "commands", "report"),
-    "flashinfer": ("cache.attention", "model.fused", "decode.sampling"),
+    "flashinfer": ("cache.flash",),
     "pyarrow": ("io", "report", "packing", "api", "commands", "job"),
     "polars": ("io", "report", "packing", "api", "commands"),
     "triton": ("kernels",),

@@ -179,7 +179,8 @@ class Round:
     def _choose(self, hidden: Tensor, places: Places | None, rows: Rows, mode: SamplingMode) -> tuple[Tensor, Tensor | None]:
         """Target ids int32 [T], and the raw logits where logprobs are asked for."""
         if places is None:
-            return likeliest(self.target.logits(hidden), fast=self.options.argmax), None
+            ids = self.target.likeliest(hidden) if self.options.argmax else likeliest(self.target.logits(hidden), fast=False)
+            return ids, None
         logits = self.target.logits(hidden)
         raw = None
         if self.options.logprobs is not None:

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchspec.cache.attention import AttentionPlan
-from batchspec.kernels.linear import linear
-from batchspec.model.fused import rope_write, silu_and_mul
+from batchspec.kernels import linear as kernels
+from batchspec.kernels.tiles import Tile
+from batchspec.model.fused import add_norm, rms_norm, rope_write, silu_and_mul
 from batchspec.model.rope import Rope
 from batchspec.model.spec import ModelSpec
 from batchspec.model.tuning import best
@@ -33,11 +34,41 @@ class Linear:
         if self._packed:
             out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
             return out
-        if x.is_cuda and x.dtype is torch.bfloat16:
-            tile = best("linear", x.shape[0], self._weight.shape[0], self._weight.shape[1], x.device)
-            if tile is not None:
-                return linear(x, self._weight, self._bias, tile=tile)
-        return F.linear(x, self._weight, self._bias)
+        tile = self.tile("linear", x)
+        return F.linear(x, self._weight, self._bias) if tile is None else kernels.linear(x, self._weight, self._bias, tile=tile)
+
+    def tile(self, op: str, x: Tensor) -> Tile | None:
+        """How `op` (`batchspec.model.tuning`) on x is cut where it measured faster than the library's product, else None."""
+        if not (x.is_cuda and x.dtype is torch.bfloat16):
+            return None
+        return best(op, x.shape[0], self._weight.shape[0], self._weight.shape[1], x.device)
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        """silu(first half) * second half of self(x), in one kernel where that is faster."""
+        tile = self.tile("swiglu", x)
+        return silu_and_mul(self(x)) if tile is None else kernels.swiglu(x, self._weight, self._bias, tile=tile)
+
+    def of_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """self(rms_norm(x)), in one kernel where that is faster."""
+        tile = self.tile("norm_linear", x)
+        if tile is None:
+            return self(rms_norm(x, norm, eps))
+        return kernels.norm_linear(x, norm, self._weight, self._bias, eps=eps, tile=tile)
+
+    def swiglu_of_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """self.swiglu(rms_norm(x)), in one kernel where that is faster."""
+        tile = self.tile("norm_swiglu", x)
+        if tile is None:
+            return self.swiglu(rms_norm(x, norm, eps))
+        return kernels.norm_swiglu(x, norm, self._weight, self._bias, eps=eps, tile=tile)
+
+    def add_to(self, residual: Tensor, x: Tensor, *, when: bool) -> Tensor | None:
+        """residual += self(x) in one kernel, and None, where that is fast and `when` is true; else self(x), to be added."""
+        tile = self.tile("linear_add", x) if when else None
+        if tile is None:
+            return self(x)
+        kernels.linear_add(x, self._weight, self._bias, residual=residual, tile=tile)
+        return None
 
 
 def _can_pack(weight: Tensor) -> bool:
@@ -48,46 +79,60 @@ def _can_pack(weight: Tensor) -> bool:
     return weight.dtype == torch.float32
 
 
-class Attention:
-    """Self-attention over paged K/V, with one product for q, k and v."""
-
-    def __init__(self, spec: ModelSpec, weights: Weights, prefix: str) -> None:
-        self._eps, self._scale = spec.rms_eps, spec.head_dim**-0.5
-        self._qkv = _fused(weights, [f"{prefix}{x}_proj" for x in "qkv"], spec.qkv_bias)
-        self._out = _fused(weights, [f"{prefix}o_proj"], spec.o_bias)
-        self._q_norm = weights.tensor(f"{prefix}q_norm.weight") if spec.qk_norm else None
-        self._k_norm = weights.tensor(f"{prefix}k_norm.weight") if spec.qk_norm else None
-
-    def __call__(self, hidden: Tensor, rope: Rope, kv: Tensor, slots: Tensor, plan: AttentionPlan) -> Tensor:
-        """hidden [T, H] -> [T, H]; writes the tokens' K/V to `slots` of kv [2, P, page_size, KVH, D] first."""
-        q = rope_write(self._qkv(hidden), rope, kv, slots, q_norm=self._q_norm, k_norm=self._k_norm, eps=self._eps)
-        return self._out(plan.attend(q, kv, self._scale).flatten(1))
-
-
-class Mlp:
-    """down(silu(gate(x)) * up(x)), with one product for gate and up."""
-
-    def __init__(self, spec: ModelSpec, weights: Weights, prefix: str) -> None:
-        self._gate_up = _fused(weights, [f"{prefix}gate_proj", f"{prefix}up_proj"], spec.mlp_bias)
-        self._down = _fused(weights, [f"{prefix}down_proj"], spec.mlp_bias)
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        return self._down(silu_and_mul(self._gate_up(hidden)))
-
-
 class DecoderLayer:
-    """The weights of one layer; `Target.forward` runs them, since the norms also carry the residual stream."""
+    """Attention over paged K/V and a SwiGLU, each entered through a norm of the residual stream.
+
+    What a half adds to the stream is handed on (`hidden`), since adding it and the next norm are one kernel; where products that
+    norm their input and add to the stream themselves are faster (small models on a GPU), nothing is left to hand on: None.
+    """
 
     def __init__(self, spec: ModelSpec, weights: Weights, index: int) -> None:
         prefix = f"model.layers.{index}."
+        attention = f"{prefix}self_attn."
         self.window = spec.windows[index]
-        self.attention_norm = weights.tensor(f"{prefix}input_layernorm.weight")
-        self.attention = Attention(spec, weights, f"{prefix}self_attn.")
-        self.mlp_norm = weights.tensor(f"{prefix}post_attention_layernorm.weight")
-        self.mlp = Mlp(spec, weights, f"{prefix}mlp.")
+        self._eps, self._scale = spec.rms_eps, spec.head_dim**-0.5
+        self._attention_norm = weights.tensor(f"{prefix}input_layernorm.weight")
+        self._qkv = fused_linear(weights, [f"{attention}{x}_proj" for x in "qkv"], spec.qkv_bias)
+        self._q_norm = weights.tensor(f"{attention}q_norm.weight") if spec.qk_norm else None
+        self._k_norm = weights.tensor(f"{attention}k_norm.weight") if spec.qk_norm else None
+        self._out = fused_linear(weights, [f"{attention}o_proj"], spec.o_bias)
+        self._mlp_norm = weights.tensor(f"{prefix}post_attention_layernorm.weight")
+        self._gate_up = fused_linear(weights, [f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"], spec.mlp_bias)
+        self._down = fused_linear(weights, [f"{prefix}mlp.down_proj"], spec.mlp_bias)
+
+    def __call__(
+        self,
+        hidden: Tensor | None,
+        residual: Tensor,
+        rope: Rope,
+        kv: Tensor,
+        slots: Tensor,
+        plan: AttentionPlan,
+        out_tap: Tensor | None,
+    ) -> Tensor | None:
+        """residual [T, H] in place; writes the tokens' K/V to `slots` of kv [2, P, page_size, KVH, D] before it reads any.
+
+        hidden   [T, H] what the layer before left to add, or None; returns the same of this layer
+        out_tap  [T, H] gets the stream that enters the layer, or None
+        """
+        if hidden is None:
+            if out_tap is not None:
+                out_tap.copy_(residual)
+            qkv = self._qkv.of_norm(residual, self._attention_norm, self._eps)
+        else:
+            qkv = self._qkv(add_norm(hidden, residual, self._attention_norm, self._eps, out_tap))
+        q = rope_write(qkv, rope, kv, slots, q_norm=self._q_norm, k_norm=self._k_norm, eps=self._eps)
+        attended = plan.attend(q, kv, self._scale).flatten(1)
+        hidden = self._out.add_to(residual, attended, when=self._gate_up.tile("norm_swiglu", residual) is not None)
+        if hidden is None:
+            inner = self._gate_up.swiglu_of_norm(residual, self._mlp_norm, self._eps)
+        else:
+            inner = self._gate_up.swiglu(add_norm(hidden, residual, self._mlp_norm, self._eps))
+        # The next layer's product of q, k and v has this one's shape.
+        return self._down.add_to(residual, inner, when=self._qkv.tile("norm_linear", residual) is not None)
 
 
-def _fused(weights: Weights, names: list[str], bias: bool) -> Linear:
+def fused_linear(weights: Weights, names: list[str], bias: bool) -> Linear:
     """One Linear whose outputs are those of `names`, end to end."""
     weight = torch.cat([weights.tensor(f"{name}.weight") for name in names])
     return Linear(weight, torch.cat([weights.tensor(f"{name}.bias") for name in names]) if bias else None)

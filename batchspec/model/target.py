@@ -10,10 +10,13 @@ from torch import Tensor
 from batchspec.cache.attention import FlatBatch, plan_attention
 from batchspec.cache.pages import KVCache
 from batchspec.errors import ConfigError
+from batchspec.kernels.argmax import argmax
+from batchspec.kernels.lm_head import lm_head
 from batchspec.model.fused import add_norm, rms_norm
 from batchspec.model.layers import DecoderLayer, Linear
 from batchspec.model.rope import rope_frequencies, rope_of
 from batchspec.model.spec import ModelSpec
+from batchspec.model.tuning import best
 from batchspec.model.weights import Checkpoint, DummyWeights, Weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -77,10 +80,15 @@ class Target:
         tapped = residual.new_empty(residual.shape[0], len(taps), residual.shape[1]) if taps else None
         hidden: Tensor | None = None
         for i, layer in enumerate(self._layers):
-            normed = self._enter(hidden, residual, layer.attention_norm, _tap(tapped, taps, i))
-            hidden = layer.attention(normed, rope, cache.layer(i), batch.slots, plans[layer.window])
-            hidden = layer.mlp(self._enter(hidden, residual, layer.mlp_norm))
-        out = self._enter(hidden, residual, self._norm, _tap(tapped, taps, len(self._layers)))
+            out_tap = _tap(tapped, taps, i)
+            hidden = layer(hidden, residual, rope, cache.layer(i), batch.slots, plans[layer.window], out_tap)
+        out_tap = _tap(tapped, taps, len(self._layers))
+        if hidden is not None:
+            out = add_norm(hidden, residual, self._norm, self.spec.rms_eps, out_tap)
+        else:
+            out = rms_norm(residual, self._norm, self.spec.rms_eps)
+            if out_tap is not None:
+                out_tap.copy_(residual)
         return out, None if tapped is None else tapped.flatten(1)
 
     @torch.inference_mode()
@@ -91,12 +99,19 @@ class Target:
             return torch.mm(hidden, self._narrow_head.t(), out_dtype=torch.float32)
         return self._head(hidden.to(self._head_dtype))
 
-    def _enter(self, hidden: Tensor | None, residual: Tensor, weight: Tensor, out_tap: Tensor | None = None) -> Tensor:
-        if hidden is not None:
-            return add_norm(hidden, residual, weight, self.spec.rms_eps, out_tap)
-        if out_tap is not None:
-            out_tap.copy_(residual)
-        return rms_norm(residual, weight, self.spec.rms_eps)
+    @torch.inference_mode()
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        """int32 [N]: the token of each row's largest logit, the lowest id of equals. On a GPU the logits are not written out."""
+        out = torch.empty(hidden.shape[0], dtype=torch.int32, device=hidden.device)
+        tile = None
+        if self._narrow_head is not None:
+            tile = best("lm_head", hidden.shape[0], self._narrow_head.shape[0], self._narrow_head.shape[1], hidden.device)
+        if tile is None:
+            argmax(self.logits(hidden), out_ids=out)
+        else:
+            assert self._narrow_head is not None
+            lm_head(hidden, self._narrow_head, out_ids=out, tile=tile)
+        return out
 
 
 def _tap(tapped: Tensor | None, taps: tuple[int, ...], boundary: int) -> Tensor | None:
