@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from batchspec.cache.verify import fits_verify, plan_verify
+
+if TYPE_CHECKING:
+    from batchspec.kernels.attention_work import SharedPrefixes
 
 _SHORT = 16
 """Rows of at most this many queries are attended together, padded; longer ones row by row."""
@@ -41,6 +46,8 @@ class FlatBatch:
     """No row owns more places than this (host bound)."""
     max_kv: int
     """No kv_len is larger than this (host bound)."""
+    shared: SharedPrefixes | None = None
+    """Rows that begin with the same pages, for attention that reads those once; None where nothing is known of it."""
     host: HostLayout | None = None
     """What the host knows of the rows: of a prefill everything, of a round nothing."""
 
@@ -64,7 +71,7 @@ def attend(q: Tensor, kv: Tensor, batch: FlatBatch, *, scale: float, window: int
     Returns [T, NH, D]; zeros for rows with kv_len 0. Exact: softmax in fp32 (fp64 for fp64).
 
     Many layers of one batch share the work that does not depend on q: `plan_attention` once, then `.attend`.
-    Reads lengths on the host, so it synchronises on a GPU.
+    On a GPU rows of at most 64 queries are attended without reading anything back; longer rows and fp64 synchronise.
     """
     return plan_attention(batch, kv, num_heads=q.shape[1], window=window, sink=sink).attend(q, kv, scale)
 
@@ -72,6 +79,8 @@ def attend(q: Tensor, kv: Tensor, batch: FlatBatch, *, scale: float, window: int
 def plan_attention(batch: FlatBatch, kv: Tensor, *, num_heads: int, window: int | None, sink: int = 0) -> AttentionPlan:
     """What attention of this batch needs in every layer with this window: page lists and masks. `kv` is any layer's."""
     page_size, kv_heads = kv.shape[2], kv.shape[3]
+    if kv.is_cuda and fits_verify(batch, kv.dtype):
+        return plan_verify(batch, kv, num_heads=num_heads, window=window, sink=sink, shared=batch.shared)
     begins, lengths = batch.q_start.tolist(), batch.kv_len.tolist()
     skips = window is not None and not sink
     rows = [
@@ -83,17 +92,23 @@ def plan_attention(batch: FlatBatch, kv: Tensor, *, num_heads: int, window: int 
     short = sorted((row for row in rows if row.num_q <= _SHORT), key=lambda row: (-row.num_pages, row.index))
     for group in _similar(short):
         parts.append(_ShortRows(group, batch, kv, num_heads // kv_heads, window, sink))
-    return AttentionPlan(parts, sum(row.num_q for row in rows) == batch.token_ids.shape[0])
+    return _TorchPlan(parts, sum(row.num_q for row in rows) == batch.token_ids.shape[0])
 
 
-class AttentionPlan:
+class AttentionPlan(Protocol):
     """See `plan_attention`."""
+
+    def attend(self, q: Tensor, kv: Tensor, scale: float) -> Tensor:
+        """As the function `attend`, for one layer."""
+
+
+class _TorchPlan:
+    """Rows gathered and padded by torch: a CPU, a prefill, fp64."""
 
     def __init__(self, parts: list[_Part], covers: bool) -> None:
         self._parts, self._covers = parts, covers
 
     def attend(self, q: Tensor, kv: Tensor, scale: float) -> Tensor:
-        """As the function `attend`, for one layer."""
         out = torch.empty_like(q) if self._covers else torch.zeros_like(q)
         for part in self._parts:
             part.attend(q, kv, scale, out)

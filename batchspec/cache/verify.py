@@ -1,0 +1,112 @@
+"""Verify attention of a flat batch on a GPU: the plan that all layers of a round share, made without reading the device."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from batchspec.kernels.attention_work import AttentionWork, SharedPrefixes, attention_work
+from batchspec.kernels.verify_attention import (
+    DTYPES,
+    MAX_QUERIES,
+    partials_of,
+    verify_attention,
+    work_shape,
+)
+
+if TYPE_CHECKING:
+    from batchspec.cache.attention import FlatBatch
+
+
+def fits_verify(batch: FlatBatch, dtype: torch.dtype) -> bool:
+    """Whether `plan_verify` takes this batch: short rows, a dtype that the kernel has."""
+    return batch.max_q <= MAX_QUERIES and dtype in DTYPES
+
+
+def plan_verify(
+    batch: FlatBatch,
+    kv: Tensor,
+    *,
+    num_heads: int,
+    window: int | None,
+    sink: int = 0,
+    shared: SharedPrefixes | None = None,
+    ancestors: Tensor | None = None,
+    tail_start: Tensor | None = None,
+    interpret: bool = False,
+) -> VerifyPlan:
+    """The work list of a batch whose rows own at most 64 places, with room for partial results.
+
+    kv          [2, P, page_size, KVH, D] any layer's
+    window      a query at position p sees keys p-window+1 .. p; None: 0 .. p
+    sink        with a window: keys 0 .. sink-1 are seen too
+    shared      groups of rows with a common beginning, read once for all of a group; left out under a window
+    ancestors   int64 [T] bit j: the query sees key tail_start[row] + j, of a tree; tail_start int32 [R]
+
+    batch.kv_len may be larger than the first positions need: `attend` then takes later positions without a new plan.
+    Does not synchronise on a GPU; on a CPU it is the plain reference unless `interpret`.
+    """
+    page_size, kv_heads, head_dim = kv.shape[2:]
+    shape = work_shape(
+        num_rows=batch.kv_len.shape[0],
+        max_q=batch.max_q,
+        max_kv=batch.max_kv,
+        num_heads=num_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        dtype=kv.dtype,
+        num_sms=_num_sms(kv.device),
+        window=window or 0,
+        sink=sink,
+    )
+    shared = None if window else shared
+    work = attention_work(batch.q_start, batch.kv_len, batch.positions, shape=shape, shared=shared, interpret=interpret)
+    return VerifyPlan(batch, work, head_dim, ancestors, tail_start, interpret)
+
+
+class VerifyPlan:
+    """See `plan_verify`."""
+
+    def __init__(
+        self,
+        batch: FlatBatch,
+        work: AttentionWork,
+        head_dim: int,
+        ancestors: Tensor | None,
+        tail_start: Tensor | None,
+        interpret: bool,
+    ) -> None:
+        self._batch, self._work, self._interpret = batch, work, interpret
+        self._partials = partials_of(work, head_dim)
+        self._ancestors, self._tail_start = ancestors, tail_start
+
+    def attend(self, q: Tensor, kv: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
+        """q [T, NH, D], rows may be slices of wider ones -> [T, NH, D]; zeros for dead rows and padding.
+
+        kv          [2, P, page_size, KVH, D] this layer's, the queries' own K/V written already
+        positions   int64 [T] instead of the batch's, each row's below its kv_len
+        """
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        verify_attention(
+            q,
+            kv,
+            self._batch.page_table,
+            self._batch.positions if positions is None else positions,
+            self._work,
+            self._partials,
+            scale=scale,
+            out=out,
+            ancestors=self._ancestors,
+            tail_start=self._tail_start,
+            interpret=self._interpret,
+        )
+        return out
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

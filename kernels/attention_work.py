@@ -1,0 +1,339 @@
+"""Work list of verify attention: which program reads which keys for which queries, built on the device once a round.
+
+An item is (unit, tile, first, end, part, sinks): the queries of one tile of a unit attend keys first .. end-1, and 0 .. sinks-1
+too. A unit is a row, or a group of rows whose common beginning is read once for all of them. Lengths are cut like this:
+
+    chunk = max(sum of keys * tiles / (programs / KVH), min_chunk), in whole blocks      one chunk size for the whole batch
+    item  = a unit's keys in ceil(keys / chunk) equal parts, in whole blocks             long and short rows both come out even
+
+so few rows give every SM several items, many short rows one item each, which then needs no merge. Items are listed by falling
+length: the card hands them out in that order, so that the last ones to finish are short. A windowed row lists only the keys that
+its first query still sees. Dead rows and padding get an item without keys, which zeroes their output.
+Bound by launch latency: each program ranks its unit among all others, one launch, no host read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchspec.kernels.checks import check
+
+FIELDS = 6  # of an item
+WHOLE = 1 << 30  # a chunk that no row exceeds
+LANES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SharedPrefixes:
+    """Groups of rows that begin with the same pages. No group is read with a window."""
+
+    row_group: Tensor
+    """int32 [R] the group of each row, -1 for none"""
+    row_order: Tensor
+    """int32 [R] rows, the members of a group side by side"""
+    group_start: Tensor
+    """int32 [G+1] group g's members are row_order[group_start[g] : group_start[g+1]]; dead ones are skipped"""
+    shared_len: Tensor
+    """int32 [G] tokens in common: whole pages, none of them a query of a live member; 0 for an empty group"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkShape:
+    """What the host knows of a batch, and how it wants the work cut."""
+
+    max_q: int
+    """No row owns more places."""
+    max_kv: int
+    """No kv_len is larger."""
+    kv_heads: int
+    heads_per_kv: int
+    page_size: int
+    window: int = 0
+    """Keys a query sees, itself included; 0: all."""
+    sink: int = 0
+    """With a window: the first keys, seen too."""
+    tile: int
+    """(query, head) pairs of one item."""
+    block: int
+    """Keys read at once."""
+    group_tile: int = 64
+    group_block: int = 64
+    programs: int
+    """How many items * kv_heads to aim for, of the rows and of the groups each."""
+    min_chunk: int = 256
+    """Keys below which no row is cut."""
+    max_whole: int = 2048
+    """Keys up to which no row is cut either, where there are enough rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttentionWork:
+    """A work list and what it was made of. Good for every layer, and for later positions as long as kv_len bounds them."""
+
+    shape: WorkShape
+    q_start: Tensor
+    kv_len: Tensor
+    shared: SharedPrefixes | None
+    items: Tensor
+    """int32 [max items, 6]"""
+    group_items: Tensor
+    """int32 [max group items, 6]"""
+    counts: Tensor
+    """int32 [2] items and group items listed"""
+    row_parts: Tensor
+    """int32 [R, 2] the row's first line of partial results, and how many parts it comes in (0: written directly)"""
+    num_lines: int
+    """Lines of partial results that any such batch needs at most; 0: no row is ever cut."""
+
+
+@triton.jit
+def chunk_of(keys, tiles, target, min_chunk, BLOCK: tl.constexpr):
+    total = tl.sum(keys.to(tl.int64) * tiles, 0)
+    return tl.cdiv(tl.maximum(tl.cdiv(total, target).to(tl.int32), min_chunk), BLOCK) * BLOCK
+
+
+@triton.jit
+def item_len(keys, chunk, BLOCK: tl.constexpr):
+    """Keys of each item when `keys` are cut evenly, 0 where there are none."""
+    return tl.cdiv(tl.cdiv(keys, tl.maximum(tl.cdiv(keys, chunk), 1)), BLOCK) * BLOCK
+
+
+@triton.jit
+def pick(values, at_index):
+    return tl.sum(tl.where(at_index, values, 0), 0)
+
+
+@triton.jit
+def list_items(out_items, index, unit, num_items, tiles, first, length, end, first_part, sinks, LANES: tl.constexpr):
+    """Items of one unit from `index` on; the tiles of a part side by side, so that the second finds its keys in the cache."""
+    for at in range(0, num_items, LANES):
+        lane = at + tl.arange(0, LANES)
+        exists = lane < num_items
+        part = lane // tl.maximum(tiles, 1)
+        begin = first + part * length
+        item = out_items + (index + lane) * 6
+        tl.store(item, tl.zeros([LANES], tl.int32) + unit, mask=exists)
+        tl.store(item + 1, lane - part * tiles, mask=exists)
+        tl.store(item + 2, begin, mask=exists)
+        tl.store(item + 3, tl.minimum(begin + length, end), mask=exists)
+        tl.store(item + 4, tl.where(first_part < 0, -1, first_part + part), mask=exists)
+        tl.store(item + 5, tl.where(part == 0, sinks, 0), mask=exists)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_groups", "num_places", "target", "group_target", "min_chunk"])
+def work_kernel(
+    q_start, kv_len, positions, row_group, group_start, shared_len, out_items, out_group_items, out_counts, out_row_parts,
+    num_rows, num_groups, num_places, target, group_target, min_chunk,
+    HEADS: tl.constexpr, MAX_Q: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, GROUP_TILE: tl.constexpr, GROUP_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Program r < num_rows lists row r's items, program num_rows the padding behind the last row, the others a group each."""
+    program = tl.program_id(0)
+    rows = tl.arange(0, ROWS)
+    exists = rows < num_rows
+    begin = tl.load(q_start + rows, mask=rows <= num_rows, other=0)
+    finish = tl.where(rows == num_rows, num_places, tl.load(q_start + rows + 1, mask=exists, other=0))
+    places = tl.maximum(finish - begin, 0)
+    length = tl.load(kv_len + rows, mask=exists, other=0)
+    alive = (length > 0) & (places > 0)
+
+    first = tl.zeros([ROWS], tl.int32)
+    shared_parts = tl.zeros([ROWS], tl.int32)
+    if WINDOW > 0:
+        low = tl.load(positions + begin, mask=alive, other=0).to(tl.int32) - (WINDOW - 1)
+        low = tl.maximum(low, 0) // PAGE_SIZE * PAGE_SIZE
+        first = tl.where(low > SINK, low, 0)
+    if GROUPS > 0:
+        groups = tl.arange(0, GROUPS)
+        common = tl.load(shared_len + groups, mask=groups < num_groups, other=0)
+        member = tl.load(group_start + groups, mask=groups < num_groups, other=0)
+        members = tl.load(group_start + groups + 1, mask=groups < num_groups, other=0) - member
+        group_tiles = tl.cdiv(members * (MAX_Q * HEADS), GROUP_TILE)
+        group_chunk = chunk_of(common, group_tiles, group_target, min_chunk, GROUP_BLOCK)
+        if program > num_rows:
+            unit = program - num_rows - 1
+            group_size = item_len(common, group_chunk, GROUP_BLOCK)
+            listed = tl.cdiv(common, tl.maximum(group_size, 1)) * group_tiles
+            unit_size = pick(group_size, groups == unit)
+            longer = (group_size > unit_size) | ((group_size == unit_size) & (groups < unit))
+            list_items(
+                out_group_items, tl.sum(tl.where(longer, listed, 0), 0), unit, pick(listed, groups == unit),
+                pick(group_tiles, groups == unit), 0, unit_size, pick(common, groups == unit), 0, 0, LANES,
+            )  # fmt: skip
+            if unit == 0:
+                tl.store(out_counts + 1, tl.sum(listed, 0))
+        group = tl.load(row_group + rows, mask=exists, other=-1)
+        first = tl.load(shared_len + group, mask=alive & (group >= 0), other=0)
+        shared_parts = tl.cdiv(first, tl.maximum(item_len(first, group_chunk, GROUP_BLOCK), 1))
+
+    keys = tl.where(alive, length - first, 0)
+    tiles = tl.where(alive, tl.cdiv(places * HEADS, TILE), tl.minimum(places, 1))
+    size = item_len(keys, chunk_of(keys, tiles, target, min_chunk, BLOCK), BLOCK)
+    parts = tl.where(alive, tl.cdiv(keys, tl.maximum(size, 1)), 1)
+    all_parts = parts + shared_parts
+    if program <= num_rows:
+        mine = rows == program
+        my_size = pick(size, mine)
+        ahead = (size > my_size) | ((size == my_size) & (rows < program))
+        my_parts = pick(all_parts, mine)
+        lines = tl.where(all_parts > 1, all_parts * places * HEADS, 0)
+        my_first = pick(first, mine)
+        first_part = tl.where(my_parts > 1, pick(shared_parts, mine), -1)
+        sinks = 0
+        if WINDOW > 0:
+            sinks = tl.where(my_first > 0, SINK, 0)
+        list_items(
+            out_items, tl.sum(tl.where(ahead, parts * tiles, 0), 0), program, pick(parts * tiles, mine), pick(tiles, mine),
+            my_first, my_size, pick(tl.where(alive, length, 0), mine), first_part, sinks, LANES,
+        )  # fmt: skip
+        if program < num_rows:
+            tl.store(out_row_parts + 2 * program, tl.sum(tl.where(rows < program, lines, 0), 0))
+            tl.store(out_row_parts + 2 * program + 1, tl.where(my_parts > 1, my_parts, 0))
+        else:
+            tl.store(out_counts, tl.sum(parts * tiles, 0))
+            if GROUPS == 0:
+                tl.store(out_counts + 1, 0)
+
+
+def attention_work(
+    q_start: Tensor,
+    kv_len: Tensor,
+    positions: Tensor,
+    *,
+    shape: WorkShape,
+    shared: SharedPrefixes | None = None,
+    interpret: bool = False,
+) -> AttentionWork:
+    """The work list of a flat batch of R rows and T places.
+
+    q_start    int32 [R+1]  row r's places are q_start[r] .. q_start[r+1]-1, at most shape.max_q of them
+    kv_len     int32 [R]    keys 0 .. kv_len-1 can be seen; 0 for a dead row
+    positions  int64 [T]    read with a window: a row's first query has its smallest position
+    shared     groups that begin with the same pages, or None
+
+    Allocates its outputs. Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides, and for shared
+    prefixes under a window.
+    """
+    num_rows, num_places = kv_len.shape[0], positions.shape[0]
+    check("attention_work: q_start", q_start, (num_rows + 1,), torch.int32)
+    check("attention_work: kv_len", kv_len, (num_rows,), torch.int32)
+    check("attention_work: positions", positions, (num_places,), torch.int64)
+    if shared is not None:
+        _check_shared(shared, num_rows, shape.window)
+    num_groups = shared.shared_len.shape[0] if shared is not None else 0
+    target, min_chunk = max(1, shape.programs // shape.kv_heads), shape.min_chunk
+    max_items, num_lines = _bounds(shape, num_rows, num_places, target, num_groups)
+    if not num_lines:
+        min_chunk = WHOLE
+    group_tiles = triton.cdiv(num_rows * shape.max_q * shape.heads_per_kv, shape.group_tile) + num_groups
+
+    def empty(*size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.int32, device=kv_len.device)
+
+    work = AttentionWork(
+        shape=shape, q_start=q_start, kv_len=kv_len, shared=shared, num_lines=num_lines, counts=empty(2),
+        items=empty(max_items, FIELDS), row_parts=empty(num_rows, 2),
+        group_items=empty(target + group_tiles if num_groups else 0, FIELDS),
+    )  # fmt: skip
+    if not (kv_len.is_cuda or interpret):
+        attention_work_reference(work, positions, target, min_chunk)
+        return work
+    groups = (shared.row_group, shared.group_start, shared.shared_len) if shared is not None else (kv_len, kv_len, kv_len)
+    work_kernel[(num_rows + 1 + num_groups,)](
+        q_start, kv_len, positions, *groups, work.items, work.group_items, work.counts, work.row_parts,
+        num_rows, num_groups, num_places, target, target, min_chunk,
+        HEADS=shape.heads_per_kv, MAX_Q=shape.max_q if num_groups else 1, WINDOW=shape.window, SINK=shape.sink,
+        PAGE_SIZE=shape.page_size, TILE=shape.tile, BLOCK=shape.block, GROUP_TILE=shape.group_tile,
+        GROUP_BLOCK=shape.group_block, ROWS=triton.next_power_of_2(num_rows + 1),
+        GROUPS=triton.next_power_of_2(num_groups) if num_groups else 0, LANES=LANES, num_warps=4,
+    )  # fmt: skip
+    return work
+
+
+def _check_shared(shared: SharedPrefixes, num_rows: int, window: int) -> None:
+    num_groups = shared.shared_len.shape[0]
+    check("attention_work: shared.row_group", shared.row_group, (num_rows,), torch.int32)
+    check("attention_work: shared.row_order", shared.row_order, (num_rows,), torch.int32)
+    check("attention_work: shared.group_start", shared.group_start, (num_groups + 1,), torch.int32)
+    check("attention_work: shared.shared_len", shared.shared_len, (num_groups,), torch.int32)
+    if window:
+        raise ValueError(f"attention_work: shared prefixes with window={window}; pass shared=None, a window reads no prefix")
+
+
+def _bounds(shape: WorkShape, num_rows: int, num_places: int, target: int, num_groups: int) -> tuple[int, int]:
+    """Most items, padding included, and most lines of partial results, 0 where no row is to be cut.
+
+    Many rows, none of them much longer than a chunk, fill the card uncut: that saves the launch of a merge.
+    """
+    lanes = num_places * shape.heads_per_kv
+    tiles = min(num_rows * triton.cdiv(shape.max_q * shape.heads_per_kv, shape.tile), lanes // shape.tile + num_rows)
+    read = min(shape.max_kv, shape.window + shape.max_q + shape.page_size) if shape.window else shape.max_kv
+    whole = shape.max_whole if num_rows * shape.kv_heads * 4 >= shape.programs else shape.min_chunk
+    cuts = min(target, tiles * triton.cdiv(shape.max_kv, max(shape.min_chunk, shape.block)))
+    if read <= whole and not num_groups:
+        cuts = 0
+    lines = cuts * shape.tile + lanes if cuts else 0
+    return tiles + 1 + cuts, lines + (target * shape.group_tile + lanes if num_groups else 0)
+
+
+def attention_work_reference(work: AttentionWork, positions: Tensor, target: int, min_chunk: int) -> None:
+    """The same in plain Python: fills items, group_items, counts and row_parts."""
+    shape, heads, shared = work.shape, work.shape.heads_per_kv, work.shared
+    group_of, common, starts = [-1] * len(work.kv_len), list[int](), [0]
+    if shared is not None:
+        group_of, common, starts = shared.row_group.tolist(), shared.shared_len.tolist(), shared.group_start.tolist()
+    widths = [(stop - start) * shape.max_q * heads for start, stop in pairwise(starts)]
+    group_tiles = [triton.cdiv(width, shape.group_tile) for width in widths]
+    group_cuts = _cut(common, group_tiles, target, min_chunk, shape.group_block)
+
+    begins, lengths = work.q_start.tolist(), work.kv_len.tolist()
+    places = [stop - begin for begin, stop in pairwise(begins)]
+    lengths = [length if num_q else 0 for length, num_q in zip(lengths, places, strict=True)]
+    first = [common[group] if group >= 0 and length else 0 for group, length in zip(group_of, lengths, strict=True)]
+    if shape.window:
+        lows = [int(positions[begin]) - shape.window + 1 if length else 0 for begin, length in zip(begins, lengths, strict=False)]
+        lows = [max(low, 0) // shape.page_size * shape.page_size for low in lows]
+        first = [low if low > shape.sink else 0 for low in lows]
+    tiles = [triton.cdiv(num_q * heads, shape.tile) for num_q in places]
+    keys = [length - low for length, low in zip(lengths, first, strict=True)]
+
+    line, listed = 0, []
+    for row, cuts in enumerate(_cut(keys, tiles, target, min_chunk, shape.block)):
+        above = len(group_cuts[group_of[row]]) if group_of[row] >= 0 and lengths[row] else 0
+        parts = above + len(cuts) if above + len(cuts) > 1 else 0
+        work.row_parts[row] = torch.tensor((line, parts))
+        line += parts * places[row] * heads
+        part, sinks = above if parts else -1, shape.sink if shape.window and first[row] else 0
+        listed.append(_unit(row, tiles[row], first[row], cuts, part, sinks) or [(row, 0, 0, 0, -1, 0)] * min(places[row], 1))
+    listed.append([(len(places), 0, 0, 0, -1, 0)] * min(len(positions) - begins[-1], 1))
+    groups = [_unit(group, group_tiles[group], 0, cuts, 0, 0) for group, cuts in enumerate(group_cuts)]
+    for kind, (out, units) in enumerate(((work.items, listed), (work.group_items, groups))):
+        units.sort(key=lambda unit: -triton.cdiv(unit[0][3] - unit[0][2], shape.block) if unit else 0)
+        lines = [item for unit in units for item in unit]
+        out[: len(lines)] = torch.tensor(lines, dtype=torch.int32).view(-1, FIELDS)
+        work.counts[kind] = len(lines)
+
+
+def _cut(keys: list[int], tiles: list[int], target: int, min_chunk: int, block: int) -> list[list[tuple[int, int]]]:
+    """(begin, end) of the items of each unit."""
+    total = sum(num * times for num, times in zip(keys, tiles, strict=True))
+    chunk = triton.cdiv(max(triton.cdiv(total, target), min_chunk), block) * block
+    sizes = [triton.cdiv(triton.cdiv(num, max(triton.cdiv(num, chunk), 1)), block) * block for num in keys]
+    return [
+        [(begin, min(begin + size, num)) for begin in range(0, num, max(size, 1))] for num, size in zip(keys, sizes, strict=True)
+    ]
+
+
+def _unit(unit: int, tiles: int, first: int, cuts: list[tuple[int, int]], part: int, sinks: int) -> list[tuple[int, ...]]:
+    return [
+        (unit, tile, first + begin, first + end, part if part < 0 else part + number, 0 if number else sinks)
+        for number, (begin, end) in enumerate(cuts)
+        for tile in range(tiles)
+    ]

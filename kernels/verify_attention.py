@@ -1,0 +1,386 @@
+"""Verify attention: the few queries of each row over its long paged context, split over the keys (flash decoding).
+
+    out[t] = softmax over the keys k that t sees of (scale * q[t] . K[k]) @ V,   keys 0 .. position[t], or those in the window
+                                                                                 and the sink, or those in t's ancestor mask
+
+One program an item of the work list (`attention_work.py`) and K/V head: the row's queries, in all heads that share the K/V head,
+are the lines of one tile; softmax runs online in base 2; keys below every query are read in a loop without masks. An item that is
+a whole row writes its output, the others write partial results in fp32, which `attention_merge.py` adds up by log-sum-exp.
+The grid is an upper bound with early exits rather than persistent programs: the card hands out items in the listed order, longest
+first, which balances ragged rows better than any fixed stride, and there is no counter to reset.
+Bound by reading K/V once: 4.3 TB/s at 64 rows x 8448 keys on an H200. Source: Dao et al. 2023 ("Flash-Decoding for long-context
+inference"); prefixes of a group read once: Juravsky et al. 2024 ("Hydragen", arXiv 2402.05099).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchspec.kernels.attention_merge import merge_parts
+from batchspec.kernels.attention_work import AttentionWork, WorkShape
+from batchspec.kernels.checks import check
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PROGRAMS_PER_SM = 16
+MAX_QUERIES = 64
+"""Of a row; longer rows are a prefill."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How the card runs a shape: keys read at once, warps of a program, stages of the pipeline."""
+
+    block: int
+    num_warps: int
+    num_stages: int
+    bare: bool = True
+    """Read the keys below every query in a loop of their own, without masks."""
+
+
+def config_of(head_dim: int, tile: int, dtype: torch.dtype) -> Config:
+    """What runs fastest by head size and (query, head) pairs of a tile; `main` prints others beside it."""
+    if dtype == torch.float32:  # products without tensor cores: all registers
+        return Config(32 if head_dim <= 128 else 16, 8, 2)
+    if head_dim > 128:
+        return Config(32, 4 if tile <= 32 else 8, 3)
+    if tile >= 128:
+        return Config(64, 8, 3)
+    return Config(64 if head_dim > 64 else 128, 4, 3)
+
+
+def tile_of(head_dim: int, lanes: int, dtype: torch.dtype) -> int:
+    """(query, head) pairs of one program where a row or a group has `lanes` of them."""
+    most = 16 if dtype == torch.float32 else 128 if head_dim <= 64 else 64
+    return min(most, max(16, 1 << (lanes - 1).bit_length()))
+
+
+def work_shape(
+    *,
+    num_rows: int,
+    max_q: int,
+    max_kv: int,
+    num_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    num_sms: int,
+    window: int = 0,
+    sink: int = 0,
+) -> WorkShape:
+    """How to cut the work of such a batch for a card with this many multiprocessors."""
+    lanes = max_q * (num_heads // kv_heads)
+    tile, group_tile = tile_of(head_dim, lanes, dtype), tile_of(head_dim, num_rows * lanes, dtype)
+    return WorkShape(
+        max_q=max_q, max_kv=max_kv, kv_heads=kv_heads, heads_per_kv=num_heads // kv_heads, page_size=page_size,
+        window=window, sink=sink if window else 0, tile=tile, block=config_of(head_dim, tile, dtype).block,
+        group_tile=group_tile, group_block=config_of(head_dim, group_tile, dtype).block, programs=num_sms * PROGRAMS_PER_SM,
+    )  # fmt: skip
+
+
+@triton.jit
+def read(at, inside, within, MASKED: tl.constexpr, PADDED: tl.constexpr):
+    if MASKED and PADDED:
+        return tl.load(at, mask=inside & within, other=0.0)
+    elif MASKED:
+        return tl.load(at, mask=inside, other=0.0)
+    elif PADDED:
+        return tl.load(at, mask=within, other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def attend_keys(
+    q, peak, mass, acc, key, limit, table, base, d, position, start, bits, scale, kv_stride_part, kv_stride_page,
+    MASKED: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax: (peak, mass, acc) with the keys `key` below `limit` added. base is K's head in page 0."""
+    inside = key < limit
+    if MASKED:
+        page = tl.load(table + key // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+    else:
+        page = tl.load(table + key // PAGE_SIZE).to(tl.int64)
+    at = page * kv_stride_page + (key % PAGE_SIZE) * (KV_HEADS * HEAD_DIM)
+    k_at = base + at[None, :] + d[:, None]
+    v_at = base + kv_stride_part + at[:, None] + d[None, :]
+    k = read(k_at, inside[None, :], (d < HEAD_DIM)[:, None], MASKED, HEAD_DIM != DIM)
+    v = read(v_at, inside[:, None], (d < HEAD_DIM)[None, :], MASKED, HEAD_DIM != DIM)
+    if WIDE:
+        k = k.to(tl.float32)
+    s = tl.dot(q, k, input_precision="ieee") * scale
+    if MASKED:
+        seen = key[None, :] <= position[:, None]
+        if TREE:
+            tail = key[None, :] - start[:, None]
+            bit = (bits[:, None] >> tl.minimum(tl.maximum(tail, 0), 63).to(tl.int64)) & 1
+            seen = tl.where(tail < 0, seen, (bit != 0) & (tail < 64))
+        if WINDOW > 0:
+            near = (key[None, :] > position[:, None] - WINDOW) | (key < SINK)[None, :]
+            if TREE:
+                near = near | (tail >= 0)
+            seen = seen & near
+        s = tl.where(seen & inside[None, :], s, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(s, 1))
+    shrink = tl.exp2(peak - new_peak)
+    p = tl.exp2(s - new_peak[:, None])
+    mass = mass * shrink + tl.sum(p, 1)
+    p = p.to(v.dtype)
+    if WIDE:
+        p = p.to(tl.float32)
+        v = v.to(tl.float32)
+    acc = acc * shrink[:, None] + tl.dot(p, v, input_precision="ieee")
+    return new_peak, mass, acc
+
+
+@triton.jit
+def zero_places(out, begin, finish, head, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, TILE: tl.constexpr,
+                HEAD_DIM: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
+    d = tl.arange(0, DIM)
+    for lane in range(begin * HEADS, finish * HEADS, TILE):
+        lanes = lane + tl.arange(0, TILE)
+        line = (lanes // HEADS).to(tl.int64) * (KV_HEADS * HEADS) + head * HEADS + lanes % HEADS
+        inside = (lanes < finish * HEADS)[:, None] & (d < HEAD_DIM)[None, :]
+        tl.store(out + line[:, None] * HEAD_DIM + d[None, :], tl.zeros([TILE, DIM], out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_places", "max_pages", "max_q"])
+def verify_kernel(
+    q, kv, page_table, positions, q_start, kv_len, row_order, group_start, items, num_items, row_parts, ancestors, tail_start,
+    out, part_out, part_lse, scale, num_rows, num_places, max_pages, max_q,
+    q_stride_t, q_stride_h, kv_stride_part, kv_stride_page,
+    KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, SINK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    GROUPED: tl.constexpr, BARE: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0) // KV_HEADS
+    head = tl.program_id(0) % KV_HEADS
+    item = items + index * 6
+    unit = tl.load(item)
+    tile = tl.load(item + 1)
+    first = tl.load(item + 2)
+    end = tl.load(item + 3)
+    part = tl.load(item + 4)
+    if index >= tl.load(num_items):  # behind the other loads, which exist for every program: one latency instead of two
+        return
+    if end == 0:  # a dead row, or the padding behind the last row
+        stop = tl.load(q_start + unit + 1, mask=unit < num_rows, other=num_places)
+        zero_places(out, tl.load(q_start + unit), stop, head, HEADS, KV_HEADS, TILE, HEAD_DIM, DIM)
+        return
+
+    lane = tile * TILE + tl.arange(0, TILE)
+    if GROUPED:
+        member = tl.load(group_start + unit) + lane // (max_q * HEADS)
+        lane = lane % (max_q * HEADS)
+        inside = member < tl.load(group_start + unit + 1)
+        row = tl.load(row_order + member, mask=inside, other=0)
+        inside = inside & (tl.load(kv_len + row, mask=inside, other=0) > 0)
+    else:
+        row = unit
+        inside = lane >= 0
+    begin = tl.load(q_start + row)
+    num_lanes = (tl.load(q_start + row + 1) - begin) * HEADS
+    inside = inside & (lane < num_lanes)
+    table_row = unit
+    if GROUPED:
+        table_row = tl.max(tl.where(inside, row, -1), 0)  # every live member's table begins with the same pages
+        if table_row < 0:
+            return
+    table = page_table + table_row.to(tl.int64) * max_pages
+
+    token = (begin + lane // HEADS).to(tl.int64)
+    q_head = head * HEADS + lane % HEADS
+    d = tl.arange(0, DIM)
+    within = inside[:, None] & (d < HEAD_DIM)[None, :]
+    query = tl.load(q + (token * q_stride_t + q_head * q_stride_h)[:, None] + d[None, :], mask=within, other=0.0)
+    if WIDE:
+        query = query.to(tl.float32)
+    position = tl.load(positions + token, mask=inside, other=-1).to(tl.int32)
+    if ancestors is not None:
+        start = tl.load(tail_start + row) + tl.zeros([TILE], tl.int32)
+        bits = tl.load(ancestors + token, mask=inside, other=0)
+        common = tl.min(tl.where(inside, start, 1 << 30), 0)
+    else:
+        start = position
+        bits = position
+        common = tl.min(tl.where(inside, position, 1 << 30), 0) + 1
+        end = tl.minimum(end, tl.max(position, 0) + 1)
+    TREE: tl.constexpr = ancestors is not None
+
+    base = kv + head * HEAD_DIM
+    key = tl.arange(0, BLOCK)
+    peak = tl.full([TILE], -1e30, tl.float32)  # finite, so that a query which sees no key of this item gets no NaN
+    mass = tl.zeros([TILE], tl.float32)
+    acc = tl.zeros([TILE, DIM], tl.float32)
+    if SINK > 0:
+        sinks = tl.load(item + 5)
+        for at in range(0, sinks, BLOCK):
+            peak, mass, acc = attend_keys(
+                query, peak, mass, acc, at + key, sinks, table, base, d, position, start, bits, scale, kv_stride_part,
+                kv_stride_page, True, TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, WIDE,
+            )  # fmt: skip
+    masked = first
+    if BARE and WINDOW == 0:
+        masked = first + tl.maximum(tl.minimum(common, end) - first, 0) // BLOCK * BLOCK
+        for at in range(first, masked, BLOCK):
+            peak, mass, acc = attend_keys(
+                query, peak, mass, acc, at + key, end, table, base, d, position, start, bits, scale, kv_stride_part,
+                kv_stride_page, False, TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, WIDE,
+            )  # fmt: skip
+    for at in range(masked, end, BLOCK):
+        peak, mass, acc = attend_keys(
+            query, peak, mass, acc, at + key, end, table, base, d, position, start, bits, scale, kv_stride_part,
+            kv_stride_page, True, TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, WIDE,
+        )  # fmt: skip
+
+    mass = tl.maximum(mass, 1e-30)
+    acc = acc / mass[:, None]
+    if part < 0:
+        place = token * (KV_HEADS * HEADS) + q_head
+        tl.store(out + place[:, None] * HEAD_DIM + d[None, :], acc.to(out.dtype.element_ty), mask=within)
+    else:
+        line = (tl.load(row_parts + 2 * row) + part * num_lanes + lane).to(tl.int64) * KV_HEADS + head
+        tl.store(part_out + line[:, None] * HEAD_DIM + d[None, :], acc, mask=within)
+        tl.store(part_lse + line, peak + tl.log2(mass), mask=inside)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Partials:
+    """Where the items of cut rows leave their results: one buffer serves every layer of a batch."""
+
+    out: Tensor
+    """fp32 [lines, KVH, D]"""
+    lse: Tensor
+    """fp32 [lines, KVH] log2 of the softmax denominator"""
+
+
+def partials_of(work: AttentionWork, head_dim: int) -> Partials:
+    """Room for every partial result of this work list."""
+    size = (max(1, work.num_lines), work.shape.kv_heads)
+    out = torch.empty(*size, head_dim, dtype=torch.float32, device=work.kv_len.device)
+    return Partials(out, torch.empty(size, dtype=torch.float32, device=work.kv_len.device))
+
+
+def verify_attention(
+    q: Tensor,
+    kv: Tensor,
+    page_table: Tensor,
+    positions: Tensor,
+    work: AttentionWork,
+    partials: Partials,
+    *,
+    scale: float,
+    out: Tensor,
+    ancestors: Tensor | None = None,
+    tail_start: Tensor | None = None,
+    config: Config | None = None,
+    group_config: Config | None = None,
+    interpret: bool = False,
+) -> None:
+    """Attention of T queries over the pages of their rows, for one layer.
+
+    q           fp32, bf16 or fp16 [T, NH, D]  any strides over T and NH: a slice of a fused product is fine
+    kv          [2, P, page_size, KVH, D] of the same dtype, the queries' own K/V written already; contiguous but for the first
+                dimension. Unwritten places in pages of a row are never read
+    page_table  int32 [R, max pages a row]
+    positions   int64 [T]  a query sees keys 0 .. its position, below kv_len, within the work list's window. They may be later
+                ones than the list was made with, while kv_len bounds them
+    work        from `attention_work`, which says how rows and places lie
+    partials    from `partials_of`
+    out         [T, NH, D] contiguous, of q's dtype; dead rows and padding get zeros
+    ancestors   int64 [T]  a tree: bit j says that the query sees key tail_start[row] + j; below tail_start it sees every key.
+                A window leaves the tail alone
+    tail_start  int32 [R]  with ancestors
+    config, group_config  warps and stages other than `config_of`'s, for measurements; the blocks are those of work.shape
+
+    Products and sums in fp32 (fp32 inputs: no TF32), weights rounded to the dtype of kv. Does not synchronise on a GPU. Raises
+    ValueError for other shapes, dtypes or strides.
+    """
+    shape = work.shape
+    num_places, num_heads, head_dim = q.shape
+    num_rows = work.kv_len.shape[0]
+    check("verify_attention: q", q, (num_places, shape.kv_heads * shape.heads_per_kv, head_dim), *DTYPES, rows=True)
+    check("verify_attention: kv[0]", kv[0], (kv.shape[1], shape.page_size, shape.kv_heads, head_dim), q.dtype)
+    check("verify_attention: page_table", page_table, (num_rows, page_table.shape[1]), torch.int32)
+    check("verify_attention: positions", positions, (num_places,), torch.int64)
+    check("verify_attention: out", out, (num_places, num_heads, head_dim), q.dtype)
+    if (ancestors is None) != (tail_start is None):
+        raise ValueError("verify_attention: ancestors and tail_start go together; pass both or neither")
+    if ancestors is not None and tail_start is not None:
+        check("verify_attention: ancestors", ancestors, (num_places,), torch.int64)
+        check("verify_attention: tail_start", tail_start, (num_rows,), torch.int32)
+    if not (q.is_cuda or interpret):
+        verify_attention_reference(
+            q, kv, page_table, positions, work, scale=scale, out=out, ancestors=ancestors, tail_start=tail_start
+        )
+        return
+    heads = {
+        "KV_HEADS": shape.kv_heads, "HEADS": shape.heads_per_kv, "HEAD_DIM": head_dim,
+        "DIM": max(16, triton.next_power_of_2(head_dim)),
+    }  # fmt: skip
+
+    def launch(items: Tensor, kind: int, tile: int, block: int, choice: Config) -> None:
+        row_order, group_start = (work.shared.row_order, work.shared.group_start) if kind and work.shared else (q_start, q_start)
+        verify_kernel[(items.shape[0] * shape.kv_heads,)](
+            q, kv, page_table, positions, q_start, work.kv_len, row_order, group_start, items, work.counts[kind:],
+            work.row_parts, ancestors, tail_start, out, partials.out, partials.lse, scale * math.log2(math.e), num_rows,
+            num_places, page_table.shape[1], shape.max_q, q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), **heads,
+            PAGE_SIZE=shape.page_size, WINDOW=shape.window, SINK=shape.sink, TILE=tile,
+            BLOCK=block, GROUPED=bool(kind), BARE=choice.bare, WIDE=not q.is_cuda and q.dtype == torch.bfloat16,
+            num_warps=choice.num_warps, num_stages=choice.num_stages,
+        )  # fmt: skip
+
+    q_start = work.q_start
+    if work.shared is not None:
+        choice = group_config or config_of(head_dim, shape.group_tile, q.dtype)
+        launch(work.group_items, 1, shape.group_tile, shape.group_block, choice)
+    launch(work.items, 0, shape.tile, shape.block, config or config_of(head_dim, shape.tile, q.dtype))
+    if work.num_lines:
+        merge_parts(partials.out, partials.lse, work.row_parts, q_start, max_q=shape.max_q, out=out, interpret=interpret)
+
+
+def verify_attention_reference(
+    q: Tensor,
+    kv: Tensor,
+    page_table: Tensor,
+    positions: Tensor,
+    work: AttentionWork,
+    *,
+    scale: float,
+    out: Tensor,
+    ancestors: Tensor | None = None,
+    tail_start: Tensor | None = None,
+) -> None:
+    """The same in plain torch, row by row: every key gathered, softmax over the whole row in fp32."""
+    shape, begins = work.shape, work.q_start.tolist()
+    out.zero_()
+    for row, (begin, stop, length) in enumerate(zip(begins, begins[1:], work.kv_len.tolist(), strict=False)):
+        if not (length and stop > begin):
+            continue
+        keys = torch.arange(length, device=q.device)
+        where = page_table[row, keys // shape.page_size].long(), keys % shape.page_size
+        k, v = (part[where].float().repeat_interleave(shape.heads_per_kv, 1) for part in kv)
+        position = positions[begin:stop, None]
+        seen = keys <= position
+        if shape.window:
+            seen = seen & ((keys > position - shape.window) | (keys < shape.sink))
+        if ancestors is not None and tail_start is not None:
+            tail = keys - tail_start[row]
+            bits = (ancestors[begin:stop, None] >> tail.clamp(0, 63)) & 1
+            seen = torch.where(tail < 0, seen, (bits != 0) & (tail < 64))
+        scores = torch.einsum("thd,khd->htk", q[begin:stop].float(), k) * scale
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(2)
+        out[begin:stop] = torch.einsum("htk,khd->thd", weights, v).to(out.dtype)
+
+
+if __name__ == "__main__":
+    from batchspec.kernels.attention_bench import main
+
+    main()

@@ -1,0 +1,166 @@
+"""Work list of verify attention: every key that a query may see is in one item, the longest items come first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchspec.kernels.attention_work import AttentionWork, WorkShape, attention_work
+from batchspec.kernels.verify_attention import work_shape
+from tests.kernels.attention_cases import PAGE_SIZE, make_case, share
+
+
+def items_of(work: AttentionWork, group: bool = False) -> list[list[int]]:
+    """(unit, tile, first, end, part, sinks) each."""
+    count = int(work.counts[int(group)])
+    items: list[list[int]] = (work.group_items if group else work.items)[:count].tolist()
+    return items
+
+
+def equal_work(shape: WorkShape, lengths: list[int], max_q: int = 1) -> AttentionWork:
+    q_start = torch.arange(0, len(lengths) * max_q + 1, max_q, dtype=torch.int32)
+    kv_len = torch.tensor(lengths, dtype=torch.int32)
+    return attention_work(q_start, kv_len, torch.zeros(len(lengths) * max_q, dtype=torch.int64), shape=shape)
+
+
+def h200(num_rows: int, max_kv: int, max_q: int = 1) -> WorkShape:
+    return work_shape(
+        num_rows=num_rows, max_q=max_q, max_kv=max_kv, num_heads=32, kv_heads=8, head_dim=128, page_size=16,
+        dtype=torch.bfloat16, num_sms=132,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("max_q", [1, 4])
+def test_few_long_rows_give_every_multiprocessor_several_equal_items(max_q: int) -> None:
+    work = equal_work(h200(4, 8448, max_q), [8448] * 4, max_q)
+    lengths = [end - first for _, _, first, end, _, _ in items_of(work)]
+    assert len(lengths) * 8 >= 4 * 132
+    assert set(lengths) == {256}
+
+
+def test_many_long_rows_come_in_a_few_parts() -> None:
+    work = equal_work(h200(64, 8448), [8448] * 64)
+    assert {end - first for _, _, first, end, _, _ in items_of(work)} <= set(range(512, 2113))
+
+
+def test_many_short_rows_stay_whole_and_need_no_merge() -> None:
+    work = equal_work(h200(256, 1536), [1024] * 256)
+    assert [item[2:5] for item in items_of(work)] == [[0, 1024, -1]] * 256
+    assert work.num_lines == 0
+
+
+def test_items_of_ragged_rows_are_a_small_share_of_the_work() -> None:
+    lengths = [512] * 50 + [4096] * 13 + [32768]
+    work = equal_work(h200(64, 32768), lengths)
+    items = items_of(work)
+    share_of_a_multiprocessor = sum(lengths) * 8 / 132
+    assert max(end - first for _, _, first, end, _, _ in items) < share_of_a_multiprocessor / 8
+    longest = {row: max(end - first for unit, _, first, end, _, _ in items if unit == row) for row in range(64)}
+    assert all(longest[a[0]] >= longest[b[0]] for a, b in pairwise(items))
+
+
+def test_a_windowed_row_lists_its_window_from_a_page_on_and_the_sink_once(interpret: bool, device: torch.device) -> None:
+    case = make_case([(2, 200), (1, 30)], window=40, sink=5, device=device)
+    items = items_of(case.work(interpret=interpret, programs=100))
+    # Row 0's first query stands at 198 and sees keys from 159 on, which lie in the page from 144 on.
+    assert sorted(item for item in items if item[0] == 0)[0] == [0, 0, 144, 160, 0, 5]
+    assert {item[5] for item in items if item[0] == 0 and item[2] > 144} == {0}
+    assert min(item[2] for item in items if item[0] == 1) == 0
+    assert {item[5] for item in items if item[0] == 1} == {0}
+
+
+def test_a_window_that_touches_the_sink_begins_at_the_first_key(interpret: bool, device: torch.device) -> None:
+    case = make_case([(1, 60)], window=40, sink=17, device=device)
+    items = items_of(case.work(interpret=interpret))
+    assert min(item[2] for item in items) == 0
+    assert {item[5] for item in items} == {0}
+
+
+def test_dead_rows_and_padding_are_listed_without_keys(interpret: bool, device: torch.device) -> None:
+    case = make_case([(2, 0), (1, 20), (0, 0)], padding=3, device=device)
+    items = items_of(case.work(interpret=interpret, programs=1))
+    assert items == [[1, 0, 0, 20, -1, 0], [0, 0, 0, 0, -1, 0], [3, 0, 0, 0, -1, 0]]
+
+
+def test_a_group_lists_its_prefix_once_for_each_tile_of_members(interpret: bool, device: torch.device) -> None:
+    rows = [(2, 100), (2, 90), (1, 70), (2, 0), (2, 99)]
+    case = share(make_case(rows, heads=(4, 1), device=device), [([0, 2, 3, 4], 64)])
+    work = case.work(interpret=interpret, programs=1, group_tile=16)
+    assert items_of(work, group=True) == [[0, 0, 0, 64, 0, 0], [0, 1, 0, 64, 0, 0]]  # 4 members * 2 queries * 4 heads
+    firsts = {item[0]: (item[2], item[4]) for item in items_of(work) if item[3]}
+    assert firsts == {0: (64, 1), 1: (0, -1), 2: (64, 1), 4: (64, 1)}
+    assert work.row_parts[:, 1].tolist() == [2, 0, 2, 0, 2]
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_kernel_equals_the_loop_and_covers_every_key_once(data: st.DataObject, device: torch.device) -> None:
+    rows = data.draw(st.lists(st.tuples(st.integers(0, 9), st.integers(9, 150), st.booleans()), min_size=1, max_size=6))
+    shape: dict[str, Any] = {"tile": data.draw(st.sampled_from([16, 32])), "block": data.draw(st.sampled_from([16, 32]))}
+    window = data.draw(st.sampled_from([0, 0, 1, 20, 70]))
+    shape |= {"window": window, "sink": data.draw(st.sampled_from([0, 4])) if window else 0}
+    shape |= {"min_chunk": data.draw(st.sampled_from([16, 48])), "programs": data.draw(st.sampled_from([1, 8, 60]))}
+    heads = data.draw(st.sampled_from([(3, 1), (4, 2), (16, 1)]))
+    lengths = [(num_q, keys if alive else 0) for num_q, keys, alive in rows]
+    lengths[0] = (1, 40)
+    case = make_case(lengths, heads=heads, head_dim=16, padding=data.draw(st.integers(0, 3)), device=device, **shape)
+    if not window and data.draw(st.booleans()):
+        members = [row for row, (num_q, keys) in enumerate(lengths) if not (num_q and keys) or keys - num_q >= 16]
+        case = share(case, [(members, 16)] if members else [])
+    kernel, loop = case.work(interpret=True), case.work(interpret=False)
+    assert kernel.counts.tolist() == loop.counts.tolist()
+    assert int(kernel.counts[0]) <= len(kernel.items)
+    assert int(kernel.counts[1]) <= len(kernel.group_items)
+    assert items_of(kernel) == items_of(loop)
+    assert items_of(kernel, group=True) == items_of(loop, group=True)
+    assert kernel.row_parts[:, 1].tolist() == loop.row_parts[:, 1].tolist()
+    lines = [
+        (int(line), int(line) + int(parts) * num_q * heads[0] // heads[1])
+        for (line, parts), (num_q, _) in zip(kernel.row_parts.tolist(), lengths, strict=True)
+        if parts
+    ]
+    assert all(0 <= a < b <= kernel.num_lines for a, b in lines)
+    assert all(a[1] <= b[0] for a, b in pairwise(lines))
+    covers_every_key_once(kernel, case.positions.tolist(), lengths)
+
+
+def covers_every_key_once(work: AttentionWork, positions: list[int], rows: list[tuple[int, int]]) -> None:
+    shape, begins = work.shape, work.q_start.tolist()
+    for row, (num_q, length) in enumerate(rows):
+        if not (num_q and length):
+            continue
+        mine = [item for item in items_of(work) if item[0] == row]
+        tiles = -(-num_q * shape.heads_per_kv // shape.tile)
+        for tile in range(tiles):
+            keys = sorted(
+                key for _, at, first, end, _, sinks in mine if at == tile for key in [*range(sinks), *range(first, end)]
+            )
+            assert len(keys) == len(set(keys))
+            first = positions[begins[row]]
+            needed = {key for key in range(length) if not shape.window or key > first - shape.window or key < shape.sink}
+            prefix = int(work.shared.shared_len[work.shared.row_group[row]]) if in_group(work, row) and work.shared else 0
+            assert needed - set(range(prefix)) <= set(keys)
+            assert all(key >= prefix for key in keys)
+        assert {item[1] for item in mine} == set(range(tiles))
+        assert all(end - first <= shape.page_size * 100 and first % PAGE_SIZE == 0 for _, _, first, end, _, _ in mine)
+
+
+def in_group(work: AttentionWork, row: int) -> bool:
+    return work.shared is not None and int(work.shared.row_group[row]) >= 0
+
+
+def test_wrong_arguments_are_refused() -> None:
+    case = make_case([(1, 20)])
+    with pytest.raises(ValueError, match=r"attention_work: kv_len is int64 \[1\]"):
+        attention_work(case.q_start, case.kv_len.long(), case.positions, shape=case.shape)
+    with pytest.raises(ValueError, match=r"attention_work: q_start is int32 \[1\].* must be int32 \[2\]"):
+        attention_work(case.q_start[:1], case.kv_len, case.positions, shape=case.shape)
+    shared = share(case, [([0], 16)])
+    with pytest.raises(ValueError, match="shared prefixes with window=8; pass shared=None"):
+        replace(shared, shape=replace(case.shape, window=8)).work(interpret=False)
