@@ -93,7 +93,7 @@ class Eagle3Drafter:
         line = slot_ids.index_select(0, batch.row_ids)
         place = batch.q_start[1:] - 1
         first, hidden = torch.empty_like(batch.kv_len), self._hidden.new_empty(len(slot_ids), self._hidden.shape[1])
-        self._read(batch, _behind(rows.tokens, line, batch.positions), taps, place, batch.kv_len, cache, first, hidden)
+        self._read(batch, rows.tokens, line, taps, place, batch.kv_len, cache, first, hidden)
         self._first.index_copy_(0, slot_ids, first)
         self._hidden.index_copy_(0, slot_ids, hidden)
 
@@ -105,19 +105,20 @@ class Eagle3Drafter:
         if num_places < num_rows * batch.max_q:  # packed: dead rows at the end may begin behind the last place
             place.clamp_(max=num_places - 1)
         kv_len = (rows.num_tokens - 1).mul_(rows.live)
-        tokens = _behind(rows.tokens, batch.row_ids, batch.positions)
-        self._read(batch, tokens, taps, place, kv_len, cache, self._first[:num_rows], self._hidden[:num_rows])
+        first, hidden = self._first[:num_rows], self._hidden[:num_rows]
+        self._read(batch, rows.tokens, batch.row_ids, taps, place, kv_len, cache, first, hidden)
 
     def _read(
-        self, batch: FlatBatch, tokens: Tensor, taps: Tensor, place: Tensor, kv_len: Tensor, cache: KVCache,
+        self, batch: FlatBatch, tokens: Tensor, line: Tensor, taps: Tensor, place: Tensor, kv_len: Tensor, cache: KVCache,
         out_first: Tensor, out_hidden: Tensor,
     ) -> None:  # fmt: skip
         """Run all T places as far as their K/V needs, and row r's place[r] to its first draft token and hidden state.
 
-        tokens int32 [T] behind each place; taps [T, W]; place [R]; kv_len int32 [R] keys that place[r] sees, 0 for dead rows.
+        tokens int32 [lines, M] with line [T] of each place; taps [T, W]; place [R]; kv_len int32 [R] keys that place[r] sees, 0
+        for dead rows. A rejected place may read any token.
         """
         everywhere = Place(self._rope(batch.positions), batch.slots)
-        normed, residual = self.head.enter(tokens, self.head.features(taps))
+        normed, residual = self.head.enter(tokens, self.head.features(taps), row_ids=line, positions=batch.positions)
         last = self._spec.num_layers - 1
         plans = self._plans(batch, cache, slice(0, last) if self._prune else slice(0, last + 1))
         for i in range(last + (not self._prune)):
@@ -227,10 +228,3 @@ class Eagle3Drafter:
             max_q=1,
             max_kv=rows.tokens.shape[1],
         )
-
-
-def _behind(tokens: Tensor, line: Tensor, positions: Tensor) -> Tensor:
-    """Token at positions + 1 of each place's line of tokens int32 [lines, max_len]; rejected places may get any token."""
-    flat = tokens.view(-1)[1:]
-    place = torch.add(positions, line, alpha=tokens.shape[1]).clamp_(max=flat.shape[0] - 1)
-    return flat.index_select(0, place)

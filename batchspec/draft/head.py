@@ -10,6 +10,7 @@ from torch import Tensor
 from batchspec.cache.attention import AttentionPlan
 from batchspec.draft.weights import Head
 from batchspec.kernels.argmax import argmax
+from batchspec.kernels.head_input import head_input
 from batchspec.kernels.lm_head import lm_head
 from batchspec.kernels.tiles import Tile
 from batchspec.model.fused import add_norm, rms_norm, rope_write, silu_and_mul
@@ -85,17 +86,21 @@ class EagleHead:
             taps = chunks.view(-1, *self._tap_norms.shape).mul_(self._tap_norms).flatten(1)
         return self._fc(taps)
 
-    def enter(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def enter(
+        self, tokens: Tensor, hidden: Tensor, *, row_ids: Tensor | None = None, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """tokens int32 [T] and hidden [T, H] -> the input of layer 0 [T, 2H], the embedding first, and the residual stream.
 
-        The residual stream may be `hidden` itself: the layers change it.
+        row_ids, positions  [T]: tokens is [lines, M], and each place takes the token behind its position in its line
+        The residual stream lies in `hidden` or in the input: the layers change it, and nobody reads the input behind layer 0.
         """
-        size, eps = self.spec.hidden_size, self.spec.rms_eps
+        size = self.spec.hidden_size
         normed = hidden.new_empty(hidden.shape[0], 2 * size)
-        normed[:, :size] = rms_norm(self._embedding.index_select(0, tokens), self._layers[0].input_norm, eps)
-        feature = rms_norm(hidden, self._hidden_norm, eps)
-        normed[:, size:] = feature
-        return normed, feature if self.spec.norm_before_residual else hidden
+        head_input(
+            tokens, hidden, self._embedding, self._layers[0].input_norm, self._hidden_norm, self.spec.rms_eps,
+            out=normed, row_ids=row_ids, positions=positions,
+        )  # fmt: skip
+        return normed, normed[:, size:] if self.spec.norm_before_residual else hidden
 
     def layer(
         self, index: int, normed: Tensor, residual: Tensor, at: Place, kv: Tensor, plan: AttentionPlan, live: Tensor | None = None

@@ -55,6 +55,11 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
         _case(f"norm_kernel {_dtype}, residual {_residual}, tap {_tap}", "norm", 2, hidden=_values, residual=_residual,
               weight=_values, out=_values, out_tap=_tap, hidden_stride=I32, residual_stride=I32, out_stride=I32, tap_stride=I32,
               EPS=1e-5, WIDTH=576, BLOCK=1024, ACC=_acc)  # fmt: skip
+    for _places in (None, PI64):
+        _case(f"head_input_kernel {_dtype}, positions {_places}", "head_input", 2, token_ids=PI32,
+              row_ids=None if _places is None else PI32, positions=_places, hidden=_values, embedding=_values,
+              embedding_norm=_values, hidden_norm=_values, out=_values, hidden_stride=I32, out_stride=I32, max_len=I32,
+              num_tokens=I32, EPS=1e-5, WIDTH=576, BLOCK=1024, ACC=_acc)  # fmt: skip
     _case(f"silu_and_mul_kernel {_dtype}", "activation", 8, gate_up=_values, out=_values, stride=I32, WIDTH=14336, BLOCK=2048,
           ACC=_acc)  # fmt: skip
     for _norm, _blocks in ((None, 1), (_values, 1), (None, 6)):
