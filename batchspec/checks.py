@@ -66,7 +66,6 @@ READ_BY: dict[str, str] = {
 
 # Keys of drafters and paths that are not built yet -> who reads them.
 UNUSED: dict[str, str] = {
-    "draft.adaptive": "eagle3, pard and hybrid",
     "draft.parallel": "eagle3",
     "draft.topk": "eagle3",
     "draft.depth": "eagle3",

@@ -51,7 +51,7 @@ class DraftConfig:
     """eagle3: what the head's layer ids mean. input: what enters the layer; output: what leaves it; auto: output where the first
     id is 1, else input."""
     adaptive: bool | None = None
-    """Choose K a round from measured times; null: where the drafter supports it."""
+    """Choose K of each round, 0 included, by measured times and acceptance; null: on a GPU. draft.max_len is the largest."""
     parallel: str = "auto"
     """All K drafts in one forward: auto (as the checkpoint says), true, false."""
     topk: int = 1

@@ -13,6 +13,7 @@ from batchspec import __version__
 from batchspec.config import RunConfig
 from batchspec.decode.engine import Engine
 from batchspec.decode.round import RoundOptions
+from batchspec.decode.sampling import SamplingMode
 from batchspec.draft.base import Drafter, NoDrafter
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.formats import HeadSpec
@@ -235,7 +236,7 @@ def make_engine(job: Job, seen: Survey, progress: Progress) -> Engine:
         f"draft={drafter.name} K={drafter.max_len}"
     )
     opt, decode = config.decode.opt, config.decode
-    return Engine(
+    engine = Engine(
         target,
         drafter,
         batch,
@@ -250,4 +251,20 @@ def make_engine(job: Job, seen: Survey, progress: Progress) -> Engine:
         eos_ids=frozenset(job.spec.eos_ids) | frozenset(job.tokenizer.eos_ids if job.tokenizer else ()),
         penalties=decode.repetition_penalty != 1 or decode.presence_penalty != 0,
         refill_dead=opt.dead_rows,
+        adaptive=config.draft.adaptive is not False,
+    )
+    if job.device.type == "cuda":
+        progress.phase("capturing the graphs of the rounds")
+        engine.prepare(usual_mode(config))
+    return engine
+
+
+def usual_mode(config: RunConfig) -> SamplingMode:
+    """How the job's rows choose tokens; a row whose own columns ask for more gets graphs of its own."""
+    decode = config.decode
+    return SamplingMode(
+        random=decode.temperature > 0,
+        filters=decode.temperature > 0 and (decode.top_k > 0 or decode.top_p < 1 or decode.min_p > 0),
+        penalties=decode.repetition_penalty != 1 or decode.presence_penalty != 0,
+        min_tokens=decode.min_new_tokens > 0,
     )

@@ -32,6 +32,11 @@ class DraftLengths:
         self._current = max_len
         self._next: int | None = None
 
+    @property
+    def ready(self) -> bool:
+        """Whether any round was timed."""
+        return bool(self._base)
+
     def set_base(self, num_rows: int, draft_len: int, seconds: float) -> None:
         """Time of a round over `num_rows` dead rows."""
         self._base[num_rows, draft_len] = seconds
@@ -45,13 +50,13 @@ class DraftLengths:
         self._next = self._pick(num_rows, context_tokens)
         return now, self._next > 0
 
-    def observe(self, accepted: NDArray[np.int32], drafted: NDArray[np.int32]) -> None:
-        """Draft tokens that each row of a round accepted and drafted, int32 [rows]."""
+    def observe(self, draft_len: int, accepted: NDArray[np.int32]) -> None:
+        """Draft tokens that each row of a round of `draft_len` accepted, int32 [rows]."""
         if not len(accepted):
             return
         decay = 0.5 ** (len(accepted) / HALF_LIFE_ROWS)
-        for k in range(int(drafted.max(initial=0))):
-            tried = (drafted > k) & (accepted >= k)
+        for k in range(draft_len):
+            tried = accepted >= k
             self._tried[k] = PRIOR_ROWS + decay * (self._tried[k] - PRIOR_ROWS) + tried.sum()
             prior = PRIOR_RATE * PRIOR_ROWS
             self._kept[k] = prior + decay * (self._kept[k] - prior) + (tried & (accepted > k)).sum()

@@ -125,6 +125,8 @@ class Engine:
     @torch.inference_mode()
     def run(self, requests: Iterator[Request]) -> Generator[Completion]:
         """Decode every request; completions come in the order in which rows die."""
+        if self._lengths is not None and not self._lengths.ready:
+            self.prepare(SamplingMode())
         # An earlier run may have been left half-way: rows, results and pages start anew.
         self.pool = PagePool(self.batch.num_pages)
         self._launched.clear()
@@ -296,7 +298,7 @@ class Engine:
         self.totals.accepted += int(lines[:, 0].sum())
         self.totals.drafted += int(lines[:, 1].sum())
         if self._lengths is not None and launched.arrived is not None:
-            self._lengths.observe(lines[:, 0], lines[:, 1])
+            self._lengths.observe(launched.draft_len, lines[:, 0])
             if self._timed_from is not None:
                 seconds = self._timed_from.elapsed_time(launched.arrived) / 1e3
                 self._lengths.timed(launched.num_rows, launched.draft_len, launched.context_tokens, seconds)

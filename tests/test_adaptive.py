@@ -1,0 +1,101 @@
+"""The draft length of a round: the one that promises the most tokens a second, found from any start and kept in view."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchspec.decode.adaptive import PROBE_EVERY, DraftLengths
+
+ROWS = 64
+
+
+def chosen(rates: list[float], costs: list[float], *, rounds: int = 3000, seed: int = 0, token_s: float = 0.0) -> np.ndarray:
+    """Draft lengths of each round; rates[k]: share that keeps draft k behind kept ones; costs[K]: seconds of a round."""
+    rng = np.random.default_rng(seed)
+    lengths = DraftLengths(len(rates))
+    for k, cost in enumerate(costs):
+        lengths.set_base(ROWS, k, cost)
+    taken = []
+    for _ in range(rounds):
+        k, _ = lengths.choose(ROWS, 1000)
+        kept = np.cumprod(rng.random((ROWS, k)) < np.array(rates[:k]), axis=1).sum(axis=1) if k else np.zeros(ROWS)
+        lengths.observe(k, kept.astype(np.int32))
+        lengths.timed(ROWS, k, 1000, costs[k] + 1000 * token_s)
+        taken.append(k)
+    return np.array(taken)
+
+
+def expected(rates: list[float], costs: list[float]) -> np.ndarray:
+    tokens = 1 + np.concatenate(([0.0], np.cumprod(rates).cumsum()))
+    speeds: np.ndarray = tokens / np.array(costs)
+    return speeds
+
+
+@pytest.mark.parametrize(
+    ("rates", "costs", "best"),
+    [
+        ([0.9, 0.9, 0.9], [1.0, 1.1, 1.2, 1.3], 3),
+        ([0.6, 0.47, 0.43], [1.0, 1.1, 1.2, 1.4], 2),
+        ([0.6, 0.47, 0.43], [1.0, 1.3, 1.8, 2.3], 1),
+        ([0.3, 0.3, 0.3], [1.0, 1.5, 2.0, 2.5], 0),
+    ],
+)
+def test_the_best_length_is_found_and_kept(rates: list[float], costs: list[float], best: int) -> None:
+    late = chosen(rates, costs)[1000:]
+    assert np.argmax(expected(rates, costs)) == best
+    assert (late == best).mean() > 0.95
+
+
+def test_one_round_in_sixty_four_looks_one_token_further() -> None:
+    late = chosen([0.3, 0.3], [1.0, 1.5, 2.0], rounds=64 * 40)[64 * 10 :]
+    assert (late == 1).sum() == pytest.approx(len(late) / PROBE_EVERY, abs=1)
+
+
+def test_a_head_that_gets_better_is_taken_up_again() -> None:
+    lengths = DraftLengths(1)
+    for k, cost in enumerate([1.0, 1.2]):
+        lengths.set_base(ROWS, k, cost)
+    for rate, wanted in ((0.0, 0), (0.9, 1)):
+        for _ in range(64 * 60):
+            k, _ = lengths.choose(ROWS, 0)
+            if k:
+                lengths.observe(k, np.full(ROWS, 1 if rate > 0.5 else 0, np.int32))
+        assert lengths.choose(ROWS, 0)[0] == wanted
+
+
+def test_long_contexts_make_drafts_cheap() -> None:
+    """Attention costs the same for every K: with much of it a round with drafts is hardly slower."""
+    lengths = DraftLengths(2, token_s=1e-3)
+    for k, cost in enumerate([1.0, 1.7, 2.4]):
+        lengths.set_base(ROWS, k, cost)
+    for _ in range(200):
+        lengths.observe(2, np.array([0, 1, 2, 0, 1, 0], np.int32))
+    assert lengths.scores(ROWS, 0).argmax() == 0
+    assert lengths.scores(ROWS, 100_000).argmax() == 2
+
+
+def test_the_drafter_is_told_one_round_ahead() -> None:
+    """A round says whether the next one drafts: what it says is what comes."""
+    rng = np.random.default_rng(1)
+    lengths = DraftLengths(2)
+    for k, cost in enumerate([1.0, 1.3, 1.6]):
+        lengths.set_base(ROWS, k, cost)
+    told = None
+    for _ in range(500):
+        k, more = lengths.choose(ROWS, 0)
+        assert told is None or told == (k > 0)
+        told = more
+        lengths.observe(k, rng.integers(0, k + 1, ROWS).astype(np.int32))
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.floats(0.05, 0.95), min_size=1, max_size=4), st.floats(0.02, 0.6), st.integers(0, 99))
+def test_it_is_never_much_slower_than_no_drafts(rates: list[float], step: float, seed: int) -> None:
+    costs = [1 + step * k for k in range(len(rates) + 1)]
+    late = chosen(rates, costs, seed=seed)[500:]
+    speeds = expected(rates, costs)
+    assert speeds[late].mean() > 0.97 * speeds[0]
+    assert speeds[late].mean() > 0.9 * speeds.max()
