@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchspec.cache.flash import FlashPlan, fits_flash
 from batchspec.cache.verify import fits_verify, plan_verify
 
 if TYPE_CHECKING:
@@ -81,6 +82,8 @@ def plan_attention(batch: FlatBatch, kv: Tensor, *, num_heads: int, window: int 
     page_size, kv_heads = kv.shape[2], kv.shape[3]
     if kv.is_cuda and fits_verify(batch, kv.dtype):
         return plan_verify(batch, kv, num_heads=num_heads, window=window, sink=sink, shared=batch.shared)
+    if fits_flash(batch, kv.dtype, sink):
+        return FlashPlan(batch, kv, num_heads=num_heads, window=window)
     begins, lengths = batch.q_start.tolist(), batch.kv_len.tolist()
     skips = window is not None and not sink
     rows = [
