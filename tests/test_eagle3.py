@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache, partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from batchspec.cache.pages import KVCache, page_keys
 from batchspec.decode import scheduler
 from batchspec.decode.engine import Engine
-from batchspec.decode.round import RoundOptions
+from batchspec.decode.round import Round, RoundOptions
 from batchspec.decode.rows import Rows
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.weights import load_head
@@ -201,6 +202,19 @@ def test_rows_that_are_set_back_find_their_drafts_again(tmp_path: Path) -> None:
     tokens, _, engine = run(requests, packed(4, num_pages=32, max_len=63, draft_len=3), drafter, short_cap=2)
     assert engine.totals.set_back > 0
     assert tokens == {r.request_id: plain_tokens(TARGET(), r) for r in requests}
+    check_drafts(design, tensors)
+
+
+def test_rounds_of_any_draft_length_leave_the_next_one_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draft lengths change from round to round; one of 0 asks for no proposals and keeps K/V and state warm."""
+    design, tensors = design_and_tensors("random")
+    drafter = make_drafter(tmp_path, design, tensors, 3, slots=3)
+    lengths, run_round = cycle((3, 0, 1, 0, 0, 2)), Round.run
+    monkeypatch.setattr(Round, "run", lambda self, rows, mode, _: run_round(self, rows, mode, next(lengths)))
+    requests = mixed_requests()
+    tokens, _, _ = run(requests, packed(3, draft_len=3), drafter)
+    assert tokens == {r.request_id: plain_tokens(TARGET(), r) for r in requests}
+    assert {len(drafts) for _, drafts in seen} >= {1, 2, 3}
     check_drafts(design, tensors)
 
 
