@@ -133,7 +133,13 @@ class Engine:
         self.rows.live.zero_()
         self._bucket = self.batch.slots
         self._ledger = Ledger(self.batch.slots, self.batch.max_len, self.drafter.max_len)
-        self._scheduler = Scheduler(self.batch, self.pool, map(self._begin, requests), refill_dead=self._refill_dead)
+        self._scheduler = Scheduler(
+            self.batch,
+            self.pool,
+            map(self._begin, requests),
+            refill_dead=self._refill_dead,
+            lookahead=1 if self.drafter.num_kv_layers else 0,
+        )
         self._watched = np.zeros(self.batch.slots, bool)
         self._modes: Counter[SamplingMode] = Counter()
         self._timed_from: torch.cuda.Event | None = None

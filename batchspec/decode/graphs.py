@@ -44,6 +44,16 @@ class Graphs:
         graph.replay()
         return result
 
+    @property
+    def num_captured(self) -> int:
+        return len(self._graphs)
+
+    def replay_all(self) -> None:
+        """Every captured round once, over dead rows; for traces."""
+        self._rows.live.zero_()
+        for graph, _ in self._graphs.values():
+            graph.replay()
+
     def prepare(self, shapes: Iterable[Shape]) -> None:
         """Capture ahead of time, the largest first: later ones live in its memory."""
         for shape in sorted(shapes, key=lambda shape: (-shape.num_rows, -shape.draft_len)):

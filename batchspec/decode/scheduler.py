@@ -53,14 +53,19 @@ class Row:
 
 
 class Scheduler:
-    def __init__(self, batch: PackedBatch, pool: PagePool, rows: Iterator[Progress], *, refill_dead: bool = True) -> None:
-        """`refill_dead=False` waits until every row is dead before new ones come in."""
+    def __init__(
+        self, batch: PackedBatch, pool: PagePool, rows: Iterator[Progress], *, refill_dead: bool = True, lookahead: int = 0
+    ) -> None:
+        """
+        refill_dead  False: wait until every row is dead before new ones come in
+        lookahead    tokens behind a page that its K/V depends on too: 1 with a drafter that reads the next token
+        """
         self.batch, self.pool = batch, pool
         self.slots: list[Row | None] = [None] * batch.slots
         self._stream = rows
         self._waiting: deque[Row] = deque()
         self._num_refills = 0
-        self._refill_dead = refill_dead
+        self._refill_dead, self._lookahead = refill_dead, lookahead
         self._live: list[Row] | None = None
         # What is asked of every row in every round, by slot; `owner` counts refills and is -1 for a free slot.
         self.owner = np.full(batch.slots, -1, np.int64)
@@ -159,7 +164,7 @@ class Scheduler:
                 f" the pool has {self.pool.num_pages - 1}; raise packing.pages or packing.memory_gb"
             )
         if row.keys is None:  # a row that waits for pages asks again every round
-            row.keys = page_keys(request.prompt_ids, self.batch.page_size)
+            row.keys = page_keys(request.prompt_ids, self.batch.page_size, lookahead=self._lookahead)
         keys = row.keys
         # The last prompt token is always computed: its logits give the first output token.
         shared = self.pool.match(keys[: (len(request.prompt_ids) - 1) // self.batch.page_size])

@@ -34,6 +34,10 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
 for _tokens in (1, 5):
     _case(f"uniform_kernel S={_tokens}", "slots", 4, start=PI32, live=PI32, page_table=PI32, out_positions=PI64, out_slots=PI64,
           num_places=I32, max_pages=I32, TOKENS_PER_ROW=_tokens, PAGE_SIZE=16, BLOCK=128)  # fmt: skip
+    _case(f"round_inputs_kernel S={_tokens}", "round_inputs", 1, tokens=PI32, num_tokens=PI32, limit=PI32, live=PI32,
+          page_table=PI32, out_ids=PI32, out_draft_len=PI32, out_positions=PI64, out_slots=PI64, out_kv_len=PI32,
+          token_stride=I32, max_tokens=I32, max_pages=I32, WIDTH=_tokens, PAGE_SIZE=16,
+          LANES=1 if _tokens == 1 else 8)  # fmt: skip
 for _rows in (2, 256):
     _case(f"ragged_kernel R={_rows}", "slots", 4, start=PI32, q_len=PI32, page_table=PI32, out_q_start=PI32, out_row_ids=PI32,
           out_positions=PI64, out_slots=PI64, num_rows=I32, num_places=I32, max_pages=I32, PAGE_SIZE=16, ROWS=_rows,

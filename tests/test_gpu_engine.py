@@ -1,0 +1,176 @@
+"""The engine on a GPU, rounds captured as graphs, against itself on the CPU, one row at a time: the same tokens in fp32."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from batchspec.decode import scheduler
+from batchspec.decode.engine import Engine
+from batchspec.decode.round import RoundOptions
+from batchspec.draft.base import Drafter, NoDrafter
+from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.lookup import LookupDrafter
+from batchspec.draft.weights import load_head
+from batchspec.model.spec import ModelSpec, RopeSpec
+from batchspec.model.target import Target
+from batchspec.model.weights import expected_shapes
+from batchspec.records import Completion, PackedBatch, Request, SamplingParams
+from tests.engines import decode, packed, request
+from tests.heads import distilled_tensors, random_tensors, tiny_design, write_head
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+VOCAB, MAX_LEN = 89, 200
+SAMPLINGS = (
+    SamplingParams(),
+    SamplingParams(temperature=0.9),
+    SamplingParams(temperature=0.8, top_k=12, top_p=0.9),
+    SamplingParams(repetition_penalty=1.2),
+)
+
+
+class _Noise:
+    """The same weights on every device."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device) -> None:
+        self._device, rng = device, torch.Generator().manual_seed(0)
+        self._tensors = {name: torch.randn(shape, generator=rng) * 0.25 for name, shape in expected_shapes(spec).items()}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        tensor = self._tensors[name]
+        return (torch.ones_like(tensor) if name.endswith("norm.weight") else tensor).to(self._device)
+
+
+@cache
+def target(kind: str, window: int | None = None) -> Target:
+    spec = ModelSpec(
+        family="llama", num_layers=2, hidden_size=48, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=64,
+        vocab_size=VOCAB, rms_eps=1e-6, rope=RopeSpec(type="default", theta=1000.0), windows=(window, None), tie=False,
+        qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=True, eos_ids=(), max_len=512, dtype="float32", generation={},
+    )  # fmt: skip
+    device = torch.device(kind)
+    return Target(spec, _Noise(spec, device), device)
+
+
+def eagle(folder: Path, kind: str, max_len: int, slots: int, *, rows: list[list[int]] | None = None, **options: bool) -> Drafter:
+    own = target(kind)
+    design = tiny_design(own.spec, heads=2, kv_heads=2, head_dim=64)
+    tensors = random_tensors(design) if rows is None else distilled_tensors(target("cpu"), design, rows)
+    head = load_head(write_head(folder, design, tensors), own.spec, dtype=own.dtype, device=own.device, aux_layers="input")
+    return Eagle3Drafter(head, own, max_len, slots=slots, **options)
+
+
+def requests(
+    count: int, *, stops: bool = True, samplings: tuple[SamplingParams, ...] = SAMPLINGS, seed: int = 0
+) -> list[Request]:
+    rng = np.random.default_rng(seed)
+    common = rng.integers(0, VOCAB, 40).tolist()
+    found = []
+    for i in range(count):
+        prompt = (common if i % 3 == 0 else []) + rng.integers(0, VOCAB, rng.integers(1, 60)).tolist()
+        found.append(
+            request(
+                i,
+                prompt,
+                cap=int(rng.integers(1, 90)),
+                sampling=samplings[i % len(samplings)],
+                stop=("AB", "Q") if stops and i % 4 == 1 else (),
+                stop_ids=(7,) if i % 5 == 2 else (),
+                predicted=int(rng.integers(1, 90)),
+            )
+        )
+    return found
+
+
+def run(
+    own: Target, drafter: Drafter, batch: PackedBatch, asked: list[Request], **options: object
+) -> tuple[Engine, list[Completion]]:
+    engine = Engine(own, drafter, batch, device=own.device, decode=decode, penalties=True, **options)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "SHORT_CAP_TOKENS", 4)
+        done = list(engine.run(iter(asked)))
+    assert engine.pool.num_free == engine.pool.num_pages - 1
+    return engine, done
+
+
+def tokens(done: list[Completion]) -> dict[str, list[int]]:
+    return {c.request_id: c.token_ids.tolist() for c in done if c.token_ids is not None}
+
+
+def alone(asked: list[Request], window: int | None = None) -> dict[str, list[int]]:
+    """Every request by itself on the CPU, without drafts."""
+    return tokens(run(target("cpu", window), NoDrafter(), packed(1, page_size=16, max_len=MAX_LEN, num_pages=40), asked)[1])
+
+
+def shape(slots: int, **changes: object) -> PackedBatch:
+    values = {"page_size": 16, "max_len": MAX_LEN, "num_pages": 400, "run_ahead": 2, "prefill_tokens": 100, **changes}
+    return packed(slots, row_buckets=tuple(sorted({1, 2, 4, slots})), **values)
+
+
+@pytest.mark.parametrize("name", ["none", "lookup", "eagle3", "eagle3 general"])
+def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, tmp_path: Path) -> None:
+    asked, slots = requests(40), 8
+    general = {"dead_positions": False, "uniform_slots": False, "argmax": False}
+    drafters = {
+        "none": NoDrafter,
+        "lookup": partial(LookupDrafter, 4, min_ngram=1, max_ngram=3),
+        "eagle3": partial(eagle, tmp_path, "cuda", 3, slots),
+        "eagle3 general": partial(eagle, tmp_path, "cuda", 3, slots, **general),
+    }
+    options = RoundOptions(uniform_slots=name != "eagle3 general", argmax=name != "eagle3 general")
+    engine, done = run(target("cuda"), drafters[name](), shape(slots), asked, options=options)
+    assert engine.graphs.num_captured > 0
+    assert tokens(done) == alone(asked)
+
+
+def test_windows_give_the_same_tokens_too() -> None:
+    asked = requests(16)
+    assert tokens(run(target("cuda", 9), NoDrafter(), shape(4), asked)[1]) == alone(asked, 9)
+
+
+def test_a_distilled_head_is_mostly_right_and_changes_nothing(tmp_path: Path) -> None:
+    asked = requests(16, stops=False, samplings=(SamplingParams(),))
+    expected = alone(asked)
+    rows = [r.prompt_ids.tolist() + expected[r.request_id] for r in asked]
+    drafter = eagle(tmp_path, "cuda", 3, 4, rows=[row for row in rows if len(row) > 8])
+    engine, done = run(target("cuda"), drafter, shape(4), asked)
+    assert tokens(done) == expected
+    assert engine.totals.accepted > engine.totals.row_rounds
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_run_ahead_with_stop_strings_refills_and_set_backs_changes_nothing(seed: int, tmp_path: Path) -> None:
+    """Pages are so scarce that rows are set back while rounds that write to them are on their way."""
+    asked = requests(120, seed=seed)
+    drafter = eagle(tmp_path, "cuda", 1 + seed, 16)
+    engine, done = run(target("cuda"), drafter, shape(16, num_pages=60, run_ahead=seed), asked)
+    assert engine.totals.set_back > 0
+    assert tokens(done) == alone(asked)
+
+
+def test_the_engine_that_chooses_its_draft_lengths_changes_nothing(tmp_path: Path) -> None:
+    asked = requests(60)
+    drafter = eagle(tmp_path, "cuda", 3, 8)
+    engine, done = run(target("cuda"), drafter, shape(8), asked, adaptive=True)
+    assert tokens(done) == alone(asked)
+    assert {c.stats.num_drafted // max(1, c.stats.num_rounds) for c in done if c.stats} != {3}
+
+
+def test_graph_of_a_chain_round_holds_no_general_kernel_of_torch(tmp_path: Path) -> None:
+    """What seeds of slow rounds look like in a trace: prefix sums, fills, casts, concatenations, softmax."""
+    from torch.profiler import ProfilerActivity, profile
+
+    asked = requests(4, stops=False, samplings=(SamplingParams(),))
+    drafter = eagle(tmp_path, "cuda", 3, 4)
+    engine, _ = run(target("cuda"), drafter, shape(4), asked)
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        engine.graphs.replay_all()
+        torch.cuda.synchronize()
+    names = [event.key for event in trace.key_averages()]
+    assert any("verify" in name for name in names)
+    for word in ("scan", "cumsum", "FillFunctor", "direct_copy", "CatArray", "softmax", "SoftMax", "copy_kernel_cuda"):
+        assert not [name for name in names if word in name], names
