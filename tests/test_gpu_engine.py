@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,7 +58,7 @@ def target(kind: str, window: int | None = None) -> Target:
     return Target(spec, _Noise(spec, device), device)
 
 
-def eagle(folder: Path, kind: str, max_len: int, slots: int, *, rows: list[list[int]] | None = None, **options: bool) -> Drafter:
+def eagle(folder: Path, kind: str, max_len: int, slots: int, *, rows: list[list[int]] | None = None, **options: Any) -> Drafter:
     own = target(kind)
     design = tiny_design(own.spec, heads=2, kv_heads=2, head_dim=64)
     tensors = random_tensors(design) if rows is None else distilled_tensors(target("cpu"), design, rows)
@@ -87,9 +89,9 @@ def requests(
 
 
 def run(
-    own: Target, drafter: Drafter, batch: PackedBatch, asked: list[Request], **options: object
+    own: Target, drafter: Drafter, batch: PackedBatch, asked: list[Request], **options: Any
 ) -> tuple[Engine, list[Completion]]:
-    engine = Engine(own, drafter, batch, device=own.device, decode=decode, penalties=True, **options)  # type: ignore[arg-type]
+    engine = Engine(own, drafter, batch, device=own.device, decode=decode, penalties=True, **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduler, "SHORT_CAP_TOKENS", 4)
         done = list(engine.run(iter(asked)))
@@ -115,7 +117,7 @@ def shape(slots: int, **changes: object) -> PackedBatch:
 def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, tmp_path: Path) -> None:
     asked, slots = requests(40), 8
     general = {"dead_positions": False, "uniform_slots": False, "argmax": False}
-    drafters = {
+    drafters: dict[str, Callable[[], Drafter]] = {
         "none": NoDrafter,
         "lookup": partial(LookupDrafter, 4, min_ngram=1, max_ngram=3),
         "eagle3": partial(eagle, tmp_path, "cuda", 3, slots),
@@ -155,7 +157,7 @@ def test_run_ahead_with_stop_strings_refills_and_set_backs_changes_nothing(seed:
 def test_the_engine_that_chooses_its_draft_lengths_changes_nothing(tmp_path: Path) -> None:
     asked = requests(60)
     drafter = eagle(tmp_path, "cuda", 3, 8)
-    engine, done = run(target("cuda"), drafter, shape(8), asked, adaptive=True)
+    _, done = run(target("cuda"), drafter, shape(8), asked, adaptive=True)
     assert tokens(done) == alone(asked)
     assert {c.stats.num_drafted // max(1, c.stats.num_rounds) for c in done if c.stats} != {3}
 
