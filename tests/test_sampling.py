@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from batchspec.decode import sampling
 from batchspec.decode.rows import Rows
 from batchspec.decode.sampling import Places, SamplingMode, apply_penalties, choose, cutoffs, forbid_stop_ids, mark_output
+from batchspec.kernels import cutoff
 from batchspec.records import PackedBatch
 
 VOCAB = 700  # more than QUICK_TOP, so that both the quick and the full sort run
@@ -85,7 +85,7 @@ def test_a_kept_set_does_not_depend_on_the_rows_beside_it(monkeypatch: object) -
     rows.top_p.fill_(0.9)
     alone = cutoffs(peaked, torch.tensor([0]), rows)
     beside = cutoffs(torch.cat([peaked, torch.zeros(1, VOCAB)]), torch.tensor([0, 1]), rows)
-    assert sampling.QUICK_TOP < VOCAB
+    assert cutoff.QUICK_TOP < VOCAB
     assert alone[0] == beside[0]
 
 

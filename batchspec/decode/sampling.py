@@ -15,10 +15,8 @@ from torch import Tensor
 
 from batchspec.decode.rows import SEEN_OUTPUT, SEEN_PROMPT_OR_OUTPUT, Rows
 from batchspec.kernels.argmax import argmax
+from batchspec.kernels.cutoff import cutoff
 from batchspec.kernels.sample import sample
-
-QUICK_TOP = 512
-"""Likeliest tokens that are sorted first: nearly always they hold the whole kept set of top-p."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +67,8 @@ def choose(logits: Tensor, places: Places, rows: Rows, mode: SamplingMode, *, fa
         forbid_stop_ids(logits, places, rows)
     if mode.random:
         out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
-        cutoff = cutoffs(logits, places.row_ids, rows) if mode.filters else torch.full_like(logits[:, 0], -torch.inf)
-        sample(logits, places.row_ids, places.positions, rows.keys, rows.temperature, cutoff, out_ids=out)
+        low = cutoffs(logits, places.row_ids, rows) if mode.filters else torch.full_like(logits[:, 0], -torch.inf)
+        sample(logits, places.row_ids, places.positions, rows.keys, rows.temperature, low, out_ids=out)
         return out
     return likeliest(logits, fast=fast_argmax)
 
@@ -120,48 +118,9 @@ def cutoffs(logits: Tensor, row_ids: Tensor, rows: Rows) -> Tensor:
     All filters keep likeliest tokens, so one number describes what they leave, ties included, whatever a sort does
     with equal values.
     """
-    temperature = rows.temperature[row_ids].to(logits.dtype)
-    temperature = torch.where(temperature > 0, temperature, 1).unsqueeze(1)
-    top_k = rows.top_k[row_ids]
-    top_k = torch.where((top_k > 0) & (top_k < logits.shape[1]), top_k, logits.shape[1])
-    top_p = rows.top_p[row_ids].to(logits.dtype)
-    min_p = rows.min_p[row_ids].to(logits.dtype)
-    num = min(QUICK_TOP, logits.shape[1])
-    if logits.is_cuda:
-        num = logits.shape[1]
-    total = torch.logsumexp(logits / temperature, 1)
-    while True:
-        best = logits.topk(num, dim=1).values
-        cutoff, complete = _cutoffs_of_sorted(best, total, temperature, top_k, top_p, logits.shape[1])
-        # Reading `complete` costs nothing on a CPU; on a GPU the whole row was sorted.
-        if num == logits.shape[1] or bool(complete.all()):
-            break
-        num = logits.shape[1]
-    floor = best[:, 0] + temperature.squeeze(1) * min_p.log()
-    return torch.where(min_p > 0, torch.maximum(cutoff, floor), cutoff)
-
-
-def _cutoffs_of_sorted(
-    best: Tensor, total: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, vocab_size: int
-) -> tuple[Tensor, Tensor]:
-    """Cutoffs of top-k and top-p from the N likeliest logits in falling order [T, N], and whether N was enough."""
-    num = best.shape[1]
-    no_top_k, no_top_p = top_k >= vocab_size, top_p >= 1
-    kth = best.gather(1, (top_k.clamp(max=num) - 1).long().unsqueeze(1))
-    # Ties at the k-th that run to the last column may run on behind it.
-    ties_end = best[:, -1] < kth.squeeze(1) if num < vocab_size else torch.ones_like(no_top_k)
-    k_fits = no_top_k | ((top_k <= num) & ties_end)
-    in_k = best >= kth  # ties at the k-th are kept
-    scaled = best / temperature
-    # The mass that top-p measures is what top-k left; without top-k it is the whole vocabulary's.
-    mass = torch.where(no_top_k, total, torch.logsumexp(scaled.masked_fill(~in_k, -torch.inf), 1)).unsqueeze(1)
-    before = (scaled - mass).exp().masked_fill(~in_k, 0).cumsum(1).roll(1, 1)
-    before[:, 0] = 0
-    num_kept = (in_k & (before < top_p.unsqueeze(1))).sum(1, keepdim=True).clamp(min=1)
-    nucleus = best.gather(1, num_kept - 1).squeeze(1)
-    without_top_p = torch.where(no_top_k, -torch.inf, kth.squeeze(1))
-    nucleus_fits = (num_kept.squeeze(1) < num) | ~no_top_k
-    return torch.where(no_top_p, without_top_p, nucleus), k_fits & (no_top_p | nucleus_fits)
+    out = torch.empty(logits.shape[0], dtype=logits.dtype, device=logits.device)
+    cutoff(logits, row_ids, rows.temperature, rows.top_k, rows.top_p, rows.min_p, out_cutoff=out)
+    return out
 
 
 def mark_output(rows: Rows, tokens: Tensor, kept: Tensor) -> None:

@@ -112,6 +112,10 @@ for _groups in (0, 64):
           GROUP_BLOCK=64, ROWS=128, GROUPS=_groups, LANES=64)  # fmt: skip
 _case("merge_kernel", "attention_merge", 4, part_out=PF32, part_lse=PF32, row_parts=PI32, q_start=PI32, out="*bf16", KV_HEADS=8,
       HEADS=4, HEAD_DIM=96, DIM=128, TILES=4, LINES=4, PARTS=8)  # fmt: skip
+for _stages in (1, 4):
+    _case(f"cutoff_kernel {_stages} stages", "cutoff", 32, logits=PF32, row_ids=PI32, temperature=PF32, top_k=PI32, top_p=PF32,
+          min_p=PF32, listed=PF32, out_cutoff=PF32, stride_row=I32, vocab=I32, MAX_PASSES=10, STAGES=_stages, DEPTH=8,
+          BLOCK=4096)  # fmt: skip
 
 
 def compile_all() -> dict[str, int]:
