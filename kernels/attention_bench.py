@@ -17,16 +17,10 @@ import torch
 import triton
 from torch import Tensor
 
+from batchspec.kernels.attention_settings import Config, work_shape
 from batchspec.kernels.attention_work import AttentionWork, SharedPrefixes, WorkShape, attention_work
 from batchspec.kernels.bench import graph_us
-from batchspec.kernels.verify_attention import (
-    Config,
-    Partials,
-    partials_of,
-    verify_attention,
-    verify_attention_reference,
-    work_shape,
-)
+from batchspec.kernels.verify_attention import Partials, partials_of, verify_attention, verify_attention_reference
 
 PAGE_SIZE = 16
 CONFIGS = (Config(64, 4, 3), Config(64, 4, 4), Config(64, 4, 5), Config(128, 8, 3), Config(64, 4, 3, bare=False))

@@ -229,10 +229,9 @@ def attention_work(
         _check_shared(shared, num_rows, shape.window)
     num_groups = shared.shared_len.shape[0] if shared is not None else 0
     target, min_chunk = max(1, shape.programs // shape.kv_heads), shape.min_chunk
-    max_items, num_lines = _bounds(shape, num_rows, num_places, target, num_groups)
+    max_items, max_group_items, num_lines = _bounds(shape, num_rows, num_places, target, num_groups)
     if not num_lines:
         min_chunk = WHOLE
-    group_tiles = triton.cdiv(num_rows * shape.max_q * shape.heads_per_kv, shape.group_tile) + num_groups
 
     def empty(*size: int) -> Tensor:
         return torch.empty(size, dtype=torch.int32, device=kv_len.device)
@@ -240,7 +239,7 @@ def attention_work(
     work = AttentionWork(
         shape=shape, q_start=q_start, kv_len=kv_len, shared=shared, num_lines=num_lines, counts=empty(2),
         items=empty(max_items, FIELDS), row_parts=empty(num_rows, 2),
-        group_items=empty(target + group_tiles if num_groups else 0, FIELDS),
+        group_items=empty(max_group_items, FIELDS),
     )  # fmt: skip
     if not (kv_len.is_cuda or interpret):
         attention_work_reference(work, positions, target, min_chunk)
@@ -267,8 +266,8 @@ def _check_shared(shared: SharedPrefixes, num_rows: int, window: int) -> None:
         raise ValueError(f"attention_work: shared prefixes with window={window}; pass shared=None, a window reads no prefix")
 
 
-def _bounds(shape: WorkShape, num_rows: int, num_places: int, target: int, num_groups: int) -> tuple[int, int]:
-    """Most items, padding included, and most lines of partial results, 0 where no row is to be cut.
+def _bounds(shape: WorkShape, num_rows: int, num_places: int, target: int, num_groups: int) -> tuple[int, int, int]:
+    """Most items, padding included, most group items, and most lines of partial results, 0 where no row is to be cut.
 
     Many rows, none of them much longer than a chunk, fill the card uncut: that saves the launch of a merge.
     """
@@ -277,10 +276,12 @@ def _bounds(shape: WorkShape, num_rows: int, num_places: int, target: int, num_g
     read = min(shape.max_kv, shape.window + shape.max_q + shape.page_size) if shape.window else shape.max_kv
     whole = shape.max_whole if num_rows * shape.kv_heads * 4 >= shape.programs else shape.min_chunk
     cuts = min(target, tiles * triton.cdiv(shape.max_kv, max(shape.min_chunk, shape.block)))
-    if read <= whole and not num_groups:
-        cuts = 0
-    lines = cuts * shape.tile + lanes if cuts else 0
-    return tiles + 1 + cuts, lines + (target * shape.group_tile + lanes if num_groups else 0)
+    if not num_groups:
+        return (tiles + 1, 0, 0) if read <= whole else (tiles + 1 + cuts, 0, cuts * shape.tile + lanes)
+    group_tiles = triton.cdiv(num_rows * shape.max_q * shape.heads_per_kv, shape.group_tile) + num_groups
+    group_cuts = min(target, group_tiles * triton.cdiv(shape.max_kv, max(shape.min_chunk, shape.group_block)))
+    num_lines = cuts * shape.tile + group_cuts * shape.group_tile + 2 * lanes
+    return tiles + 1 + cuts, group_tiles + group_cuts, num_lines
 
 
 def attention_work_reference(work: AttentionWork, positions: Tensor, target: int, min_chunk: int) -> None:

@@ -8,14 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from batchspec.kernels.attention_settings import DTYPES, MAX_QUERIES, work_shape
 from batchspec.kernels.attention_work import AttentionWork, SharedPrefixes, attention_work
-from batchspec.kernels.verify_attention import (
-    DTYPES,
-    MAX_QUERIES,
-    partials_of,
-    verify_attention,
-    work_shape,
-)
+from batchspec.kernels.verify_attention import partials_of, verify_attention
 
 if TYPE_CHECKING:
     from batchspec.cache.attention import FlatBatch

@@ -68,8 +68,8 @@ def test_head_sizes(head_dim: int, interpret: bool, device: torch.device) -> Non
 @pytest.mark.parametrize("num_q", [1, 2, 5, 8, 33, 64])
 def test_rows_of_any_number_of_queries(num_q: int, interpret: bool, device: torch.device) -> None:
     case = make_case([(num_q, 90), (1, 20), (num_q, num_q)], heads=(4, 1), head_dim=16, device=device, block=32)
-    check(case, interpret)
-    check(replace(case, shape=replace(case.shape, tile=64)), interpret, programs=(10,))
+    check(case, interpret, programs=(8,))
+    check(replace(case, shape=replace(case.shape, tile=64)), interpret, programs=(1,))
 
 
 @pytest.mark.parametrize("keys", [1, 15, 16, 17, 31, 32, 33, 63, 64, 65])
@@ -109,7 +109,7 @@ def test_one_work_list_serves_growing_positions(window: int, sink: int, interpre
     first = torch.where(case.kv_len > 0, case.positions - (steps - 1), 0).clamp(min=0)
     for programs in (1, 40):
         work = replace(case, positions=first).work(interpret=interpret, programs=programs)
-        for step in range(steps):
+        for step in (0, 2, steps - 1):
             positions = first + step
             out = case.run(work, interpret=interpret, positions=positions)
             torch.testing.assert_close(out, case.expected(work, positions=positions), atol=1e-5, rtol=0)
@@ -120,7 +120,7 @@ def test_shared_prefixes_change_nothing(dtype: torch.dtype, interpret: bool, dev
     rows = [(2, 100), (1, 120), (2, 0), (2, 66), (3, 95), (1, 50), (1, 97)]
     groups = [([0, 3, 6], 64), ([], 0), ([4, 1, 2], 80), ([5], 32)]
     case = share(make_case(rows, heads=(6, 2), padding=2, dtype=dtype, device=device), groups)
-    for programs, tile in ((1, 16), (40, 32), (200, 64)):
+    for programs, tile in ((1, 16), (30, 64)):
         work = case.work(interpret=interpret, programs=programs, group_tile=tile)
         out = case.run(work, interpret=interpret)
         alone = replace(case, shared=None)
