@@ -66,9 +66,9 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
               num_tokens=I32, EPS=1e-5, WIDTH=576, BLOCK=1024, ACC=_acc)  # fmt: skip
     _case(f"silu_and_mul_kernel {_dtype}", "activation", 8, gate_up=_values, out=_values, stride=I32, WIDTH=14336, BLOCK=2048,
           ACC=_acc)  # fmt: skip
-    for _weights, _blocks in ((None, 1), (_values, 1), (None, 6)):
-        _case(f"rope_write_kernel {_dtype}, norms {_weights}, {_blocks} blocks", "rope_write", 2, qkv=_values, positions=PI64,
-              freqs=PF32, q_norm=_weights, k_norm=_weights, out_q=_values, kv=_values, slots=PI64, qkv_stride=I32, kv_stride_part=I64,
+    for _gains, _blocks in ((None, 1), (_values, 1), (None, 6)):
+        _case(f"rope_write_kernel {_dtype}, norms {_gains}, {_blocks} blocks", "rope_write", 2, qkv=_values, positions=PI64,
+              freqs=PF32, q_norm=_gains, k_norm=_gains, out_q=_values, kv=_values, slots=PI64, qkv_stride=I32, kv_stride_part=I64,
               EPS=1e-6, FACTOR=1.0, NUM_HEADS=32, NUM_KV_HEADS=8, HALF=64, HEADS=8, BLOCKS_PER_PROGRAM=_blocks, LANES=64,
               ACC=_acc)  # fmt: skip
 for _op, _dtype, _tma, _m, _n, _warps, _split, _even in (
