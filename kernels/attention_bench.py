@@ -23,8 +23,8 @@ from batchspec.kernels.bench import graph_us
 from batchspec.kernels.verify_attention import Partials, partials_of, verify_attention, verify_attention_reference
 
 PAGE_SIZE = 16
-CONFIGS = (Config(64, 4, 3), Config(64, 4, 4), Config(64, 4, 5), Config(128, 8, 3), Config(64, 4, 3, bare=False))
-NARROW = (Config(128, 4, 3), Config(64, 4, 3), Config(64, 4, 5), Config(128, 8, 5))
+CONFIGS = (Config(64, 4, 5), Config(32, 4, 5), Config(128, 4, 3), Config(128, 8, 3), Config(64, 4, 3, bare=False))
+NARROW = (Config(64, 4, 3), Config(64, 4, 5), Config(128, 4, 5), Config(128, 8, 3))
 GROUP_CONFIGS = ((64, Config(64, 4, 3)), (64, Config(64, 4, 5)), (128, Config(64, 8, 3)), (128, Config(64, 8, 5)))
 
 
