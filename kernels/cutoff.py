@@ -7,9 +7,9 @@
 
 Both searches want the largest v whose sum of weights {x >= v} reaches a goal; the weight of a logit is 1 or its mass. A pass over
 the row sums the weights above three thresholds and lists the logits between the ends of the bracket, lane by lane; the bracket
-shrinks until the list fits (the first pass is nearly always enough for top-p, the second for top-k); then the list, which stays
-in the first-level cache, is bisected in the order-preserving integer image of fp32. Sums have one fixed order, so a place's
-cutoff does not depend on the places beside it. Bound by memory: two to four reads of the row, mostly from the second-level cache.
+shrinks until the list fits (two passes usually, four on flat rows); then the list, which stays in the first-level cache, is
+bisected in the order-preserving integer image of fp32. Sums have one fixed order, so a place's cutoff does not depend on the
+places beside it. Bound by memory: three reads of the row (five if flat), from the second-level cache while the rows fit there.
 """
 
 from __future__ import annotations
