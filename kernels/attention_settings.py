@@ -37,7 +37,7 @@ def config_of(head_dim: int, tile: int, dtype: torch.dtype) -> Config:
         return Config(32, 4 if tile <= 32 else 8, 3)
     if tile >= 128:
         return Config(64, 8, 3)
-    return Config(64 if head_dim > 64 else 128, 4, 3)
+    return Config(64, 4, 3, bare=False) if head_dim > 64 else Config(128, 4, 3)
 
 
 def tile_of(head_dim: int, lanes: int, dtype: torch.dtype) -> int:

@@ -130,7 +130,7 @@ DESIGNS: dict[str, dict[str, Any]] = {
 def test_drafts_are_those_of_the_definition(name: str, general: bool, tmp_path: Path) -> None:
     design = tiny_design(TARGET().spec, **DESIGNS[name])
     tensors = random_tensors(design, seed=7)
-    max_len = 2 + len(name) % 3
+    max_len = 3 + len(name) % 3
     layout = ("flat", "speculators", "additional")[len(name) % 3]
     slow = {"dead_positions": False, "uniform_slots": False, "argmax": False} if general else {}
     drafter = make_drafter(tmp_path, design, tensors, max_len, slots=3, layout=layout, **slow)

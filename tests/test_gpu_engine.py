@@ -60,7 +60,7 @@ def target(kind: str, window: int | None = None) -> Target:
 
 def eagle(folder: Path, kind: str, max_len: int, slots: int, *, rows: list[list[int]] | None = None, **options: Any) -> Drafter:
     own = target(kind)
-    design = tiny_design(own.spec, heads=2, kv_heads=2, head_dim=64)
+    design = tiny_design(own.spec, heads=2, kv_heads=2, head_dim=64, draft_vocab=VOCAB)
     tensors = random_tensors(design) if rows is None else distilled_tensors(target("cpu"), design, rows)
     head = load_head(write_head(folder, design, tensors), own.spec, dtype=own.dtype, device=own.device, aux_layers="input")
     return Eagle3Drafter(head, own, max_len, slots=slots, **options)
