@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ def shape(slots: int, **changes: object) -> PackedBatch:
 @pytest.mark.parametrize("name", ["none", "lookup", "eagle3", "eagle3 general"])
 def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, tmp_path: Path) -> None:
     asked, slots = requests(40), 8
-    general = {"dead_positions": False, "uniform_slots": False, "argmax": False}
+    general: dict[str, Any] = {"dead_positions": False, "uniform_slots": False, "argmax": False}
     drafters: dict[str, Callable[[], Drafter]] = {
         "none": NoDrafter,
         "lookup": partial(LookupDrafter, 4, min_ngram=1, max_ngram=3),
@@ -134,6 +135,21 @@ def test_windows_give_the_same_tokens_too() -> None:
     assert tokens(run(target("cuda", 9), NoDrafter(), shape(4), asked)[1]) == alone(asked, 9)
 
 
+def test_rows_with_a_common_beginning_read_it_once_and_give_the_same_tokens(tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    beginnings = [rng.integers(0, VOCAB, 132).tolist() for _ in range(3)]
+    asked = [
+        request(i, beginnings[i % 3] + rng.integers(0, VOCAB, rng.integers(1, 12)).tolist(), cap=int(rng.integers(1, 50)))
+        for i in range(40)
+    ]
+    engine = Engine(target("cuda"), eagle(tmp_path, "cuda", 2, 8), shape(8), device=torch.device("cuda"))
+    shared: list[bool] = []
+    engine.on_round = lambda totals: shared.append(engine.groups.any)
+    assert tokens(list(engine.run(iter(asked)))) == alone(asked)
+    assert any(shared)
+    assert engine.totals.cached_tokens > 20 * 128
+
+
 def test_a_distilled_head_is_mostly_right_and_changes_nothing(tmp_path: Path) -> None:
     asked = requests(16, stops=False, samplings=(SamplingParams(),))
     expected = alone(asked)
@@ -147,7 +163,7 @@ def test_a_distilled_head_is_mostly_right_and_changes_nothing(tmp_path: Path) ->
 @pytest.mark.parametrize("seed", range(4))
 def test_run_ahead_with_stop_strings_refills_and_set_backs_changes_nothing(seed: int, tmp_path: Path) -> None:
     """Pages are so scarce that rows are set back while rounds that write to them are on their way."""
-    asked = requests(120, seed=seed)
+    asked = [replace(r, predicted_tokens=1) for r in requests(120, seed=seed)]  # admission trusts it and takes in too many
     drafter = eagle(tmp_path, "cuda", 1 + seed, 16)
     engine, done = run(target("cuda"), drafter, shape(16, num_pages=60, run_ahead=seed), asked)
     assert engine.totals.set_back > 0
@@ -157,9 +173,11 @@ def test_run_ahead_with_stop_strings_refills_and_set_backs_changes_nothing(seed:
 def test_the_engine_that_chooses_its_draft_lengths_changes_nothing(tmp_path: Path) -> None:
     asked = requests(60)
     drafter = eagle(tmp_path, "cuda", 3, 8)
-    _, done = run(target("cuda"), drafter, shape(8), asked, adaptive=True)
+    engine, done = run(target("cuda"), drafter, shape(8), asked, adaptive=True)
     assert tokens(done) == alone(asked)
-    assert {c.stats.num_drafted // max(1, c.stats.num_rounds) for c in done if c.stats} != {3}
+    assert (
+        0 < engine.totals.drafted < 2.5 * engine.totals.row_rounds
+    )  # a random head: K = 3 never pays
 
 
 def test_graph_of_a_chain_round_holds_no_general_kernel_of_torch(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_a_small_job_gets_no_more_slots_or_pages_than_it_can_use() -> None:
 def test_what_the_job_says_stands() -> None:
     batch = on_gpu(slots=24, pages=5000, prefill_tokens=777, run_ahead=5)
     assert (batch.slots, batch.num_pages, batch.prefill_tokens, batch.run_ahead) == (24, 5000, 777, 5)
-    assert batch.row_buckets == (1, 2, 4, 8, 16, 24)
+    assert batch.row_buckets == (1, 2, 4, 8, 12, 16, 24)
     assert on_gpu(memory_gb=10.0).num_pages == int(10e9) // LLAMA_PAGE
 
 

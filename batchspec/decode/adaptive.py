@@ -4,7 +4,8 @@
 
 base_s is a round over dead rows, timed once a graph; token_s what a context token adds (attention), followed while rounds run;
 p_k the share of rows that keep draft token k given that they kept those before it, with a prior and a half-life. What lies
-beyond the present K is not observed: one round in PROBE_EVERY drafts one token more.
+beyond the present K is not observed, nor what another length takes: one round in PROBE_EVERY drafts one token more or, in turn,
+one less.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ PROBE_EVERY = 64
 PRIOR_RATE, PRIOR_ROWS = 0.7, 32.0
 HALF_LIFE_ROWS = 4096.0
 """Row-rounds after which an observation counts half."""
-MARGIN = 1.01
+MARGIN = 1.005
 """Another draft length must promise this much more: a tie does not switch back and forth."""
 
 
@@ -85,5 +86,6 @@ class DraftLengths:
             self._current = best
         self._rounds += 1
         if self._rounds % PROBE_EVERY == 0:
-            return min(self._current + 1, self.max_len)
+            step = 1 if self._rounds % (2 * PROBE_EVERY) == 0 or self._current <= 1 else -1
+            return min(self._current + step, self.max_len)
         return self._current

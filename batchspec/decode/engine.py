@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from batchspec.cache.pages import KVCache, PagePool
 from batchspec.decode.adaptive import DraftLengths
 from batchspec.decode.graphs import Graphs, Shape
+from batchspec.decode.groups import Groups
 from batchspec.decode.ledger import Ledger
 from batchspec.decode.output import Decode, Progress, StopFinder
 from batchspec.decode.prefill import chunks, prefill_chunk
@@ -104,7 +105,8 @@ class Engine:
         self.pool = PagePool(batch.num_pages)
         self.rows = Rows.allocate(batch, vocab_size=spec.vocab_size, penalties=penalties, device=device)
         self.round = Round(target, drafter, self.cache, batch, self.options, device)
-        self.graphs = Graphs(self.round, self.rows)
+        self.groups = Groups(batch.slots, batch.page_size, device)
+        self.graphs = Graphs(self.round, self.rows, self.groups)
         self.totals = EngineTotals()
         self.on_round: Callable[[EngineTotals], None] | None = None
         self._device, self._decode, self._eos_ids, self._refill_dead = device, decode, eos_ids, refill_dead
@@ -132,6 +134,7 @@ class Engine:
         self._launched.clear()
         self.rows.live.zero_()
         self._bucket = self.batch.slots
+        self.groups.update([None] * self.batch.slots)
         self._ledger = Ledger(self.batch.slots, self.batch.max_len, self.drafter.max_len)
         self._scheduler = Scheduler(
             self.batch,
@@ -174,6 +177,7 @@ class Engine:
                     self._ledger.move(moves)
                     for source, destination in moves:
                         self._watched[destination] = self._watched[source]
+                    self.groups.update(self._scheduler.slots)
                 self._bucket = bucket
 
     def _prefill(self, group: list[Row]) -> None:
@@ -191,6 +195,7 @@ class Engine:
         self.rows.grant([(row.slot, 0, row.pages) for row in group])
         for row in group:
             self._enter(row)
+        self.groups.update(self._scheduler.slots)
         mode = SamplingMode.union([_mode_of(row.progress.request) for row in group])
         pages = {row.slot: row.pages for row in group}
         for segments in chunks(spans, self.batch.prefill_tokens):
@@ -203,15 +208,9 @@ class Engine:
 
     def _make_room(self) -> Iterator[Completion]:
         """Pages for everything that the launched rounds and the next one may write; the youngest rows go where there are none."""
-        grants = []
-        while short := self._scheduler.short_of_pages((len(self._launched) + 1) * self.round.width):
-            row = short[0]
-            columns = len(row.pages)
-            ahead = (len(self._launched) + 1) * self.round.width
-            pages = self._scheduler.grow(row, int(self._scheduler.num_tokens[row.slot]) + ahead)
-            if pages is not None:
-                grants.append((row.slot, columns, pages))
-            elif self._launched:  # what is not collected yet may free pages, and the tokens of a row set back must all be known
+        grants: list[tuple[int, int, list[int]]] = []
+        while not self._grow_all(grants):
+            if self._launched:  # what is not collected yet may free pages, and the tokens of a row set back must all be known
                 yield from self._collect()
             else:
                 victim = self._scheduler.youngest()
@@ -222,6 +221,17 @@ class Engine:
         if grants:
             self.rows.grant(grants)
 
+    def _grow_all(self, grants: list[tuple[int, int, list[int]]]) -> bool:
+        """Pages for every row that is short of them, oldest first, noted in `grants`; False where the pool ran out."""
+        ahead = (len(self._launched) + 1) * self.round.width
+        for row in self._scheduler.short_of_pages(ahead):
+            columns = len(row.pages)
+            pages = self._scheduler.grow(row, int(self._scheduler.num_tokens[row.slot]) + ahead)
+            if pages is None:
+                return False
+            grants.append((row.slot, columns, pages))
+        return True
+
     def _launch_round(self) -> None:
         if not self._scheduler.live:  # all of them ended while room was made
             return
@@ -229,7 +239,7 @@ class Engine:
         if self._lengths is not None:
             context_tokens = int(self._scheduler.num_tokens[self._scheduler.owner >= 0].sum())
             draft_len, _ = self._lengths.choose(self._bucket, context_tokens)
-        result = self.graphs.run(Shape(self._bucket, draft_len, self._mode()))
+        result = self.graphs.run(Shape(self._bucket, draft_len, self._mode(), self.groups.any))
         self._launch(result, self._scheduler.owner.copy(), draft_len, context_tokens)
         self.totals.rounds += 1
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from batchspec.decode.groups import Groups
 from batchspec.decode.round import Round, RoundResult
 from batchspec.decode.rows import Rows
 from batchspec.decode.sampling import SamplingMode
@@ -18,18 +19,19 @@ GRAPH_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a graph is captured for: R rows, K drafts a row at most, how tokens are chosen."""
+    """What a graph is captured for: R rows, K drafts a row at most, how tokens are chosen, whether rows share beginnings."""
 
     num_rows: int
     draft_len: int
     mode: SamplingMode
+    shared: bool = False
 
 
 class Graphs:
     """Runs rounds, captured where the device can. A shape that was not prepared is captured when it is first asked for."""
 
-    def __init__(self, round_: Round, rows: Rows) -> None:
-        self._round, self._rows = round_, rows
+    def __init__(self, round_: Round, rows: Rows, groups: Groups) -> None:
+        self._round, self._rows, self._groups = round_, rows, groups
         self._captures = rows.tokens.is_cuda and round_.target.dtype in GRAPH_DTYPES
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, RoundResult]] = {}
         self._pool: Any = None
@@ -61,21 +63,22 @@ class Graphs:
                 self._capture(shape)
 
     def seconds(self, shape: Shape, repeats: int = 5) -> float:
-        """Median time of the round over dead rows: everything but attention. Synchronises; only while no row is live."""
+        """Time of the round over dead rows: everything but attention. Synchronises; only while no row is live."""
         if not self._captures:
             return 0.0
-        times: list[float] = []
-        for _ in range(repeats + 1):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
+        self.run(shape)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(repeats):
             self.run(shape)
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
-        return sorted(times[1:])[repeats // 2]
+        end.record()
+        end.synchronize()
+        seconds: float = start.elapsed_time(end) / 1e3 / repeats
+        return seconds
 
     def _run(self, shape: Shape) -> RoundResult:
-        return self._round.run(self._rows.first(shape.num_rows), shape.mode, shape.draft_len)
+        shared = self._groups.first(shape.num_rows) if shape.shared else None
+        return self._round.run(self._rows.first(shape.num_rows), shape.mode, shape.draft_len, shared)
 
     def _capture(self, shape: Shape) -> None:
         """The warm-up compiles kernels; it runs over dead rows, and what a drafter carries is put back behind it."""

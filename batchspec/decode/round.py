@@ -16,6 +16,7 @@ from batchspec.decode.rows import Rows
 from batchspec.decode.sampling import Places, SamplingMode, choose, likeliest, mark_output
 from batchspec.draft.base import Drafter
 from batchspec.kernels.accept import accept
+from batchspec.kernels.attention_work import SharedPrefixes
 from batchspec.kernels.round_inputs import round_inputs
 from batchspec.kernels.slots import ragged_slots
 from batchspec.model.target import Target
@@ -79,8 +80,11 @@ class Round:
         self._positions, self._slots = torch.zeros(2, slots * width, dtype=torch.int64, device=device)
         self._widths = [_Width.allocate(slots, place, options, device) for place in range(1, width + 1)]
 
-    def run(self, rows: Rows, mode: SamplingMode, draft_len: int) -> RoundResult:
-        """One round over all of `rows` with at most `draft_len` drafts each; dead rows cost nothing that changes a result."""
+    def run(self, rows: Rows, mode: SamplingMode, draft_len: int, shared: SharedPrefixes | None = None) -> RoundResult:
+        """One round over all of `rows` with at most `draft_len` drafts each; dead rows cost nothing that changes a result.
+
+        shared  rows with common beginnings, which attention on a GPU then reads once
+        """
         num_rows, width = rows.live.shape[0], self._widths[draft_len]
         ids, lengths = width.ids[:num_rows], self._draft_len[:num_rows]
         if draft_len:
@@ -88,6 +92,7 @@ class Round:
         batch = self._uniform(rows, width, lengths) if self._fixed else self._ragged(rows, width, lengths)
         if not batch.token_ids.shape[0]:  # ragged, on a CPU: every row died since the host looked
             return RoundResult(torch.full((num_rows, 5 + draft_len), -1, dtype=torch.int32))
+        batch.shared = shared
         hidden, taps = self.target.forward(batch, self.cache, self.drafter.tap_layers)
         places = None
         if not mode.greedy or self.options.logprobs is not None:

@@ -143,8 +143,10 @@ def _free_host_memory() -> int:
 
 
 def row_buckets(slots: int) -> tuple[int, ...]:
-    """Powers of two below `slots`, then `slots`."""
-    return (*(1 << power for power in range((slots - 1).bit_length())), slots)
+    """Powers of two below `slots`, from 8 on also the numbers half-way between them, then `slots`."""
+    powers = [1 << power for power in range((slots - 1).bit_length())]
+    halves = [3 * power // 2 for power in powers if power >= 8]
+    return (*sorted(bucket for bucket in (*powers, *halves) if bucket < slots), slots)
 
 
 def order_requests(window: Sequence[Request], page_size: int = PAGE_SIZE) -> list[Request]:
