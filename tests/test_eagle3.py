@@ -208,7 +208,7 @@ def test_rounds_of_any_draft_length_leave_the_next_one_its_state(tmp_path: Path,
     design, tensors = design_and_tensors("random")
     drafter = make_drafter(tmp_path, design, tensors, 3, slots=3)
     lengths, run_round = cycle((3, 0, 1, 0, 0, 2)), Round.run
-    monkeypatch.setattr(Round, "run", lambda self, rows, mode, _: run_round(self, rows, mode, next(lengths)))
+    monkeypatch.setattr(Round, "run", lambda self, rows, mode, _, *more: run_round(self, rows, mode, next(lengths), *more))
     requests = mixed_requests()
     tokens, _, _ = run(requests, packed(3, draft_len=3), drafter)
     assert tokens == {r.request_id: plain_tokens(TARGET(), r) for r in requests}
