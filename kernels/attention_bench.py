@@ -23,9 +23,13 @@ from batchspec.kernels.bench import graph_us
 from batchspec.kernels.verify_attention import Partials, partials_of, verify_attention, verify_attention_reference
 
 PAGE_SIZE = 16
-CONFIGS = (Config(64, 4, 5), Config(32, 4, 5), Config(128, 4, 3), Config(128, 8, 3), Config(64, 4, 3, bare=False))
-NARROW = (Config(64, 4, 3), Config(64, 4, 5), Config(128, 4, 5), Config(128, 8, 3))
-GROUP_CONFIGS = ((64, Config(64, 4, 3)), (64, Config(64, 4, 5)), (128, Config(64, 8, 3)), (128, Config(64, 8, 5)))
+CONFIGS = (Config(64, 4, 3, 3), Config(32, 4, 4, 4), Config(32, 4, 5, 3), Config(64, 4, 2, 4), Config(128, 4, 2, 3))
+WIDE = (Config(64, 4, 3, 2), Config(32, 4, 4, 3), Config(64, 4, 2, 3), Config(64, 8, 3, 2), Config(128, 8, 2, 2))
+NARROW = (Config(64, 4, 3, 6), Config(64, 4, 4, 4), Config(64, 2, 3, 6), Config(32, 2, 4, 8), Config(128, 4, 2, 4))
+GROUP_CONFIGS = (
+    (32, Config(64, 4, 3, 2)), (64, Config(64, 4, 3, 2)), (64, Config(64, 4, 2, 2)), (64, Config(64, 8, 3, 1)),
+    (128, Config(64, 8, 3, 1)), (128, Config(128, 8, 2, 1)),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +38,11 @@ class Model:
     kv_heads: int
     head_dim: int
     configs: tuple[Config, ...]
+    wide: tuple[Config, ...] = ()
+    """For tiles of more than 16."""
 
 
-MODELS = {"8b": Model(num_heads=32, kv_heads=8, head_dim=128, configs=CONFIGS),
+MODELS = {"8b": Model(num_heads=32, kv_heads=8, head_dim=128, configs=CONFIGS, wide=WIDE),
           "1b": Model(num_heads=32, kv_heads=8, head_dim=64, configs=NARROW),
           "135m": Model(num_heads=9, kv_heads=3, head_dim=64, configs=NARROW)}  # fmt: skip
 
@@ -126,18 +132,25 @@ def settings(inputs: Inputs) -> Iterator[tuple[str, WorkShape, dict[str, Config]
     """Ways to run a shape: the default first, then other configs, then other cuts of the work."""
     shape = inputs.shape
     yield "default", shape, {}
+    sms = torch.cuda.get_device_properties(inputs.q.device).multi_processor_count
     if inputs.shared is not None:
         for tile, config in GROUP_CONFIGS:
-            name = f"group tile {tile} block {config.block} warps {config.num_warps} stages {config.num_stages}"
-            yield name, replace(shape, group_tile=tile, group_block=config.block), {"group_config": config}
+            name = f"group tile {tile} {describe(config)}"
+            for waves in (1, 2):
+                programs = waves * sms * config.per_sm
+                cut = replace(shape, group_tile=tile, group_block=config.block, group_programs=programs)
+                yield f"{name}, filled x{waves}", cut, {"group_config": config}
     else:
-        for config in inputs.model.configs:
-            name = f"block {config.block} warps {config.num_warps} stages {config.num_stages} bare {int(config.bare)}"
-            yield name, replace(shape, block=config.block), {"config": config}
+        for config in inputs.model.wide if shape.tile > 16 and inputs.model.wide else inputs.model.configs:
+            yield describe(config), replace(shape, block=config.block, programs=sms * config.per_sm), {"config": config}
     for times in (0.5, 2.0):
         yield f"programs x{times}", replace(shape, programs=int(shape.programs * times)), {}
-    for min_chunk in (128, 512):
-        yield f"min_chunk {min_chunk}", replace(shape, min_chunk=min_chunk), {}
+    for chunk in (512, 2048):
+        yield f"chunk {chunk}", replace(shape, chunk=chunk), {}
+
+
+def describe(config: Config) -> str:
+    return f"block {config.block} warps {config.num_warps} stages {config.num_stages} per SM {config.per_sm}"
 
 
 def measure(inputs: Inputs, copy_tb_s: float) -> None:

@@ -14,30 +14,31 @@ from batchspec.kernels.attention_work import WorkShape
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_QUERIES = 64
 """Of a row; longer rows are a prefill."""
-PROGRAMS_PER_SM = 16
-"""To aim for: 2 to 5 run at once, the rest evens out rows of different lengths."""
+SAMPLES = 8
+"""Rows that a group with a common beginning is expected to have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How the card runs a shape: keys read at once, warps of a program, stages of the pipeline."""
+    """How the card runs a shape: keys read at once, warps of a program, stages of the pipeline, programs an SM holds."""
 
     block: int
     num_warps: int
     num_stages: int
-    bare: bool = True
-    """Read the keys below every query in a loop of their own, without masks."""
+    per_sm: int = 3
 
 
 def config_of(head_dim: int, tile: int, dtype: torch.dtype) -> Config:
     """What runs fastest by head size and (query, head) pairs of a tile; `main` prints others beside it."""
     if dtype == torch.float32:  # products without tensor cores: all registers
-        return Config(32 if head_dim <= 128 else 16, 8, 2)
+        return Config(32 if head_dim <= 128 else 16, 8, 2, 1)
     if head_dim > 128:
-        return Config(32, 4 if tile <= 32 else 8, 3)
+        return Config(32, 4 if tile <= 32 else 8, 3, 2)
     if tile >= 128:
-        return Config(64, 8, 3)
-    return Config(64, 4, 3, bare=False) if head_dim > 64 else Config(128, 4, 3)
+        return Config(64, 8, 3, 1)
+    if tile >= 32:
+        return Config(64, 4, 3, 2)
+    return Config(64, 4, 3, 3 if head_dim > 64 else 6)
 
 
 def tile_of(head_dim: int, lanes: int, dtype: torch.dtype) -> int:
@@ -62,9 +63,11 @@ def work_shape(
 ) -> WorkShape:
     """How to cut the work of such a batch for a card with this many multiprocessors."""
     lanes = max_q * (num_heads // kv_heads)
-    tile, group_tile = tile_of(head_dim, lanes, dtype), tile_of(head_dim, num_rows * lanes, dtype)
+    tile, group_tile = tile_of(head_dim, lanes, dtype), tile_of(head_dim, min(num_rows, SAMPLES) * lanes, dtype)
+    config, group_config = config_of(head_dim, tile, dtype), config_of(head_dim, group_tile, dtype)
     return WorkShape(
         max_q=max_q, max_kv=max_kv, kv_heads=kv_heads, heads_per_kv=num_heads // kv_heads, page_size=page_size,
-        window=window, sink=sink if window else 0, tile=tile, block=config_of(head_dim, tile, dtype).block,
-        group_tile=group_tile, group_block=config_of(head_dim, group_tile, dtype).block, programs=num_sms * PROGRAMS_PER_SM,
+        window=window, sink=sink if window else 0, tile=tile, block=config.block,
+        group_tile=group_tile, group_block=group_config.block, programs=num_sms * config.per_sm,
+        group_programs=num_sms * group_config.per_sm,
     )  # fmt: skip

@@ -1,30 +1,32 @@
 """Work list of verify attention: which program reads which keys for which queries, built on the device once a round.
 
-An item is (unit, tile, first, end, part, sinks): the queries of one tile of a unit attend keys first .. end-1, and 0 .. sinks-1
-too. A unit is a row, or a group of rows whose common beginning is read once for all of them. Lengths are cut like this:
+An item is (unit, tile, first, end, part, sinks, begin, count): the queries of one tile of a unit attend keys first .. end-1, and
+0 .. sinks-1 too. A unit is a row, which owns `count` places from `begin` on, or a group of rows whose common beginning is read
+once for all of them: its members are `count` entries of row_order from `begin` on. Lengths are cut like this:
 
-    chunk = max(sum of keys * tiles / (programs / KVH), min_chunk), in whole blocks      one chunk size for the whole batch
-    item  = a unit's keys in ceil(keys / chunk) equal parts, in whole blocks             long and short rows both come out even
+    share = sum of keys * tiles / (programs / KVH)                           what a program gets if the card is filled once
+    waves = share / chunk, at least 1 and at most WAVES                      ... or several times, while items stay long
+    item  = a unit's keys in floor(keys / (share / waves)) equal parts       in whole blocks; at least one, at least min_chunk
 
-so few rows give every SM several items, many short rows one item each, which then needs no merge. Items are listed by falling
-length: the card hands them out in that order, so that the last ones to finish are short. A windowed row lists only the keys that
-its first query still sees. Dead rows and padding get an item without keys, which zeroes their output.
+so few rows fill the card exactly once (a second, partial round of programs would double the time), many rows come in items long
+enough to hide how they begin and end, and many short rows in one item each, which then needs no merge. Items are listed by
+falling length: the card hands them out in that order, so that the last ones to finish are short. A windowed row lists only the
+keys that its first query still sees. Dead rows and padding get an item without keys, which zeroes their output.
 Bound by launch latency: each program ranks its unit among all others, one launch, no host read.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchspec.kernels.attention_cut import FIELDS, WAVES, attention_work_reference
 from batchspec.kernels.checks import check
 
-FIELDS = 6  # of an item
 WHOLE = 1 << 30  # a chunk that no row exceeds
 LANES = 64
 
@@ -65,7 +67,11 @@ class WorkShape:
     group_tile: int = 64
     group_block: int = 64
     programs: int
-    """How many items * kv_heads to aim for, of the rows and of the groups each."""
+    """Items * kv_heads that the card runs at once."""
+    group_programs: int
+    """The same of groups."""
+    chunk: int = 1024
+    """Keys of an item from which on the card is rather filled once more."""
     min_chunk: int = 256
     """Keys below which no row is cut."""
     max_whole: int = 2048
@@ -81,9 +87,9 @@ class AttentionWork:
     kv_len: Tensor
     shared: SharedPrefixes | None
     items: Tensor
-    """int32 [max items, 6]"""
+    """int32 [max items, 8]"""
     group_items: Tensor
-    """int32 [max group items, 6]"""
+    """int32 [max group items, 8]"""
     counts: Tensor
     """int32 [2] items and group items listed"""
     row_parts: Tensor
@@ -93,15 +99,16 @@ class AttentionWork:
 
 
 @triton.jit
-def chunk_of(keys, tiles, target, min_chunk, BLOCK: tl.constexpr):
-    total = tl.sum(keys.to(tl.int64) * tiles, 0)
-    return tl.cdiv(tl.maximum(tl.cdiv(total, target).to(tl.int32), min_chunk), BLOCK) * BLOCK
+def chunk_of(keys, tiles, target, chunk, min_chunk, WAVES: tl.constexpr, BLOCK: tl.constexpr):
+    share = tl.cdiv(tl.sum(keys.to(tl.int64) * tiles, 0), target).to(tl.int32)
+    waves = tl.minimum(tl.maximum(share // chunk, 1), WAVES)
+    return tl.cdiv(tl.maximum(tl.cdiv(share, waves), min_chunk), BLOCK) * BLOCK
 
 
 @triton.jit
 def item_len(keys, chunk, BLOCK: tl.constexpr):
     """Keys of each item when `keys` are cut evenly, 0 where there are none."""
-    return tl.cdiv(tl.cdiv(keys, tl.maximum(tl.cdiv(keys, chunk), 1)), BLOCK) * BLOCK
+    return tl.cdiv(tl.cdiv(keys, tl.maximum(keys // chunk, 1)), BLOCK) * BLOCK
 
 
 @triton.jit
@@ -110,28 +117,31 @@ def pick(values, at_index):
 
 
 @triton.jit
-def list_items(out_items, index, unit, num_items, tiles, first, length, end, first_part, sinks, LANES: tl.constexpr):
+def list_items(out_items, index, unit, num_items, tiles, first, length, end, first_part, sinks, start, count,
+               LANES: tl.constexpr):  # fmt: skip
     """Items of one unit from `index` on; the tiles of a part side by side, so that the second finds its keys in the cache."""
     for at in range(0, num_items, LANES):
         lane = at + tl.arange(0, LANES)
         exists = lane < num_items
         part = lane // tl.maximum(tiles, 1)
         begin = first + part * length
-        item = out_items + (index + lane) * 6
+        item = out_items + (index + lane) * 8
         tl.store(item, tl.zeros([LANES], tl.int32) + unit, mask=exists)
         tl.store(item + 1, lane - part * tiles, mask=exists)
         tl.store(item + 2, begin, mask=exists)
         tl.store(item + 3, tl.minimum(begin + length, end), mask=exists)
         tl.store(item + 4, tl.where(first_part < 0, -1, first_part + part), mask=exists)
         tl.store(item + 5, tl.where(part == 0, sinks, 0), mask=exists)
+        tl.store(item + 6, tl.zeros([LANES], tl.int32) + start, mask=exists)
+        tl.store(item + 7, tl.zeros([LANES], tl.int32) + count, mask=exists)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_groups", "num_places", "target", "group_target", "min_chunk"])
+@triton.jit(do_not_specialize=["num_rows", "num_groups", "num_places", "target", "group_target", "chunk", "min_chunk"])
 def work_kernel(
     q_start, kv_len, positions, row_group, group_start, shared_len, out_items, out_group_items, out_counts, out_row_parts,
-    num_rows, num_groups, num_places, target, group_target, min_chunk,
+    num_rows, num_groups, num_places, target, group_target, chunk, min_chunk,
     HEADS: tl.constexpr, MAX_Q: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, GROUP_TILE: tl.constexpr, GROUP_BLOCK: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, GROUP_TILE: tl.constexpr, GROUP_BLOCK: tl.constexpr, WAVES: tl.constexpr,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Program r < num_rows lists row r's items, program num_rows the padding behind the last row, the others a group each."""
@@ -156,7 +166,7 @@ def work_kernel(
         member = tl.load(group_start + groups, mask=groups < num_groups, other=0)
         members = tl.load(group_start + groups + 1, mask=groups < num_groups, other=0) - member
         group_tiles = tl.cdiv(members * (MAX_Q * HEADS), GROUP_TILE)
-        group_chunk = chunk_of(common, group_tiles, group_target, min_chunk, GROUP_BLOCK)
+        group_chunk = chunk_of(common, group_tiles, group_target, chunk, min_chunk, WAVES, GROUP_BLOCK)
         if program > num_rows:
             unit = program - num_rows - 1
             group_size = item_len(common, group_chunk, GROUP_BLOCK)
@@ -165,7 +175,8 @@ def work_kernel(
             longer = (group_size > unit_size) | ((group_size == unit_size) & (groups < unit))
             list_items(
                 out_group_items, tl.sum(tl.where(longer, listed, 0), 0), unit, pick(listed, groups == unit),
-                pick(group_tiles, groups == unit), 0, unit_size, pick(common, groups == unit), 0, 0, LANES,
+                pick(group_tiles, groups == unit), 0, unit_size, pick(common, groups == unit), 0, 0, pick(member, groups == unit),
+                pick(members, groups == unit), LANES,
             )  # fmt: skip
             if unit == 0:
                 tl.store(out_counts + 1, tl.sum(listed, 0))
@@ -175,7 +186,7 @@ def work_kernel(
 
     keys = tl.where(alive, length - first, 0)
     tiles = tl.where(alive, tl.cdiv(places * HEADS, TILE), tl.minimum(places, 1))
-    size = item_len(keys, chunk_of(keys, tiles, target, min_chunk, BLOCK), BLOCK)
+    size = item_len(keys, chunk_of(keys, tiles, target, chunk, min_chunk, WAVES, BLOCK), BLOCK)
     parts = tl.where(alive, tl.cdiv(keys, tl.maximum(size, 1)), 1)
     all_parts = parts + shared_parts
     if program <= num_rows:
@@ -191,7 +202,8 @@ def work_kernel(
             sinks = tl.where(my_first > 0, SINK, 0)
         list_items(
             out_items, tl.sum(tl.where(ahead, parts * tiles, 0), 0), program, pick(parts * tiles, mine), pick(tiles, mine),
-            my_first, my_size, pick(tl.where(alive, length, 0), mine), first_part, sinks, LANES,
+            my_first, my_size, pick(tl.where(alive, length, 0), mine), first_part, sinks, pick(begin, mine), pick(places, mine),
+            LANES,
         )  # fmt: skip
         if program < num_rows:
             tl.store(out_row_parts + 2 * program, tl.sum(tl.where(rows < program, lines, 0), 0))
@@ -228,10 +240,9 @@ def attention_work(
     if shared is not None:
         _check_shared(shared, num_rows, shape.window)
     num_groups = shared.shared_len.shape[0] if shared is not None else 0
-    target, min_chunk = max(1, shape.programs // shape.kv_heads), shape.min_chunk
-    max_items, max_group_items, num_lines = _bounds(shape, num_rows, num_places, target, num_groups)
-    if not num_lines:
-        min_chunk = WHOLE
+    target, group_target = (max(1, programs // shape.kv_heads) for programs in (shape.programs, shape.group_programs))
+    max_items, max_group_items, num_lines = _bounds(shape, num_rows, num_places, target, group_target, num_groups)
+    min_chunk = shape.min_chunk if num_lines else WHOLE
 
     def empty(*size: int) -> Tensor:
         return torch.empty(size, dtype=torch.int32, device=kv_len.device)
@@ -242,15 +253,15 @@ def attention_work(
         group_items=empty(max_group_items, FIELDS),
     )  # fmt: skip
     if not (kv_len.is_cuda or interpret):
-        attention_work_reference(work, positions, target, min_chunk)
+        attention_work_reference(work, positions, (target, group_target), min_chunk)
         return work
     groups = (shared.row_group, shared.group_start, shared.shared_len) if shared is not None else (kv_len, kv_len, kv_len)
     work_kernel[(num_rows + 1 + num_groups,)](
         q_start, kv_len, positions, *groups, work.items, work.group_items, work.counts, work.row_parts,
-        num_rows, num_groups, num_places, target, target, min_chunk,
+        num_rows, num_groups, num_places, target, group_target, shape.chunk, min_chunk,
         HEADS=shape.heads_per_kv, MAX_Q=shape.max_q if num_groups else 1, WINDOW=shape.window, SINK=shape.sink,
         PAGE_SIZE=shape.page_size, TILE=shape.tile, BLOCK=shape.block, GROUP_TILE=shape.group_tile,
-        GROUP_BLOCK=shape.group_block, ROWS=triton.next_power_of_2(num_rows + 1),
+        GROUP_BLOCK=shape.group_block, WAVES=WAVES, ROWS=triton.next_power_of_2(num_rows + 1),
         GROUPS=triton.next_power_of_2(num_groups) if num_groups else 0, LANES=LANES, num_warps=4,
     )  # fmt: skip
     return work
@@ -266,7 +277,9 @@ def _check_shared(shared: SharedPrefixes, num_rows: int, window: int) -> None:
         raise ValueError(f"attention_work: shared prefixes with window={window}; pass shared=None, a window reads no prefix")
 
 
-def _bounds(shape: WorkShape, num_rows: int, num_places: int, target: int, num_groups: int) -> tuple[int, int, int]:
+def _bounds(
+    shape: WorkShape, num_rows: int, num_places: int, target: int, group_target: int, num_groups: int
+) -> tuple[int, int, int]:
     """Most items, padding included, most group items, and most lines of partial results, 0 where no row is to be cut.
 
     Many rows, none of them much longer than a chunk, fill the card uncut: that saves the launch of a merge.
@@ -274,67 +287,11 @@ def _bounds(shape: WorkShape, num_rows: int, num_places: int, target: int, num_g
     lanes = num_places * shape.heads_per_kv
     tiles = min(num_rows * triton.cdiv(shape.max_q * shape.heads_per_kv, shape.tile), lanes // shape.tile + num_rows)
     read = min(shape.max_kv, shape.window + shape.max_q + shape.page_size) if shape.window else shape.max_kv
-    whole = shape.max_whole if num_rows * shape.kv_heads * 4 >= shape.programs else shape.min_chunk
-    cuts = min(target, tiles * triton.cdiv(shape.max_kv, max(shape.min_chunk, shape.block)))
+    whole = shape.max_whole if num_rows * shape.kv_heads * 3 >= shape.programs * 2 else shape.min_chunk
+    cuts = min(WAVES * target, tiles * triton.cdiv(shape.max_kv, max(shape.min_chunk, shape.block)))
     if not num_groups:
         return (tiles + 1, 0, 0) if read <= whole else (tiles + 1 + cuts, 0, cuts * shape.tile + lanes)
     group_tiles = triton.cdiv(num_rows * shape.max_q * shape.heads_per_kv, shape.group_tile) + num_groups
-    group_cuts = min(target, group_tiles * triton.cdiv(shape.max_kv, max(shape.min_chunk, shape.group_block)))
+    group_cuts = min(WAVES * group_target, group_tiles * triton.cdiv(shape.max_kv, max(shape.min_chunk, shape.group_block)))
     num_lines = cuts * shape.tile + group_cuts * shape.group_tile + 2 * lanes
     return tiles + 1 + cuts, group_tiles + group_cuts, num_lines
-
-
-def attention_work_reference(work: AttentionWork, positions: Tensor, target: int, min_chunk: int) -> None:
-    """The same in plain Python: fills items, group_items, counts and row_parts."""
-    shape, heads, shared = work.shape, work.shape.heads_per_kv, work.shared
-    group_of, common, starts = [-1] * len(work.kv_len), list[int](), [0]
-    if shared is not None:
-        group_of, common, starts = shared.row_group.tolist(), shared.shared_len.tolist(), shared.group_start.tolist()
-    widths = [(stop - start) * shape.max_q * heads for start, stop in pairwise(starts)]
-    group_tiles = [triton.cdiv(width, shape.group_tile) for width in widths]
-    group_cuts = _cut(common, group_tiles, target, min_chunk, shape.group_block)
-
-    begins, lengths = work.q_start.tolist(), work.kv_len.tolist()
-    places = [stop - begin for begin, stop in pairwise(begins)]
-    lengths = [length if num_q else 0 for length, num_q in zip(lengths, places, strict=True)]
-    first = [common[group] if group >= 0 and length else 0 for group, length in zip(group_of, lengths, strict=True)]
-    if shape.window:
-        lows = [int(positions[begin]) - shape.window + 1 if length else 0 for begin, length in zip(begins, lengths, strict=False)]
-        lows = [max(low, 0) // shape.page_size * shape.page_size for low in lows]
-        first = [low if low > shape.sink else 0 for low in lows]
-    tiles = [triton.cdiv(num_q * heads, shape.tile) for num_q in places]
-    keys = [length - low for length, low in zip(lengths, first, strict=True)]
-
-    line, listed = 0, []
-    for row, cuts in enumerate(_cut(keys, tiles, target, min_chunk, shape.block)):
-        above = len(group_cuts[group_of[row]]) if group_of[row] >= 0 and lengths[row] else 0
-        parts = above + len(cuts) if above + len(cuts) > 1 else 0
-        work.row_parts[row] = torch.tensor((line, parts))
-        line += parts * places[row] * heads
-        part, sinks = above if parts else -1, shape.sink if shape.window and first[row] else 0
-        listed.append(_unit(row, tiles[row], first[row], cuts, part, sinks) or [(row, 0, 0, 0, -1, 0)] * min(places[row], 1))
-    listed.append([(len(places), 0, 0, 0, -1, 0)] * min(len(positions) - begins[-1], 1))
-    groups = [_unit(group, group_tiles[group], 0, cuts, 0, 0) for group, cuts in enumerate(group_cuts)]
-    for kind, (out, units) in enumerate(((work.items, listed), (work.group_items, groups))):
-        units.sort(key=lambda unit: -triton.cdiv(unit[0][3] - unit[0][2], shape.block) if unit else 0)
-        lines = [item for unit in units for item in unit]
-        out[: len(lines)] = torch.tensor(lines, dtype=torch.int32).view(-1, FIELDS)
-        work.counts[kind] = len(lines)
-
-
-def _cut(keys: list[int], tiles: list[int], target: int, min_chunk: int, block: int) -> list[list[tuple[int, int]]]:
-    """(begin, end) of the items of each unit."""
-    total = sum(num * times for num, times in zip(keys, tiles, strict=True))
-    chunk = triton.cdiv(max(triton.cdiv(total, target), min_chunk), block) * block
-    sizes = [triton.cdiv(triton.cdiv(num, max(triton.cdiv(num, chunk), 1)), block) * block for num in keys]
-    return [
-        [(begin, min(begin + size, num)) for begin in range(0, num, max(size, 1))] for num, size in zip(keys, sizes, strict=True)
-    ]
-
-
-def _unit(unit: int, tiles: int, first: int, cuts: list[tuple[int, int]], part: int, sinks: int) -> list[tuple[int, ...]]:
-    return [
-        (unit, tile, first + begin, first + end, part if part < 0 else part + number, 0 if number else sinks)
-        for number, (begin, end) in enumerate(cuts)
-        for tile in range(tiles)
-    ]

@@ -4,8 +4,8 @@
                                                                                  and the sink, or those in t's ancestor mask
 
 One program an item of the work list (`attention_work.py`) and K/V head: the row's queries, in all heads that share the K/V head,
-are the lines of one tile; softmax runs online in base 2; keys below every query are read in a loop without masks. An item that is
-a whole row writes its output, the others write partial results in fp32, which `attention_merge.py` adds up by log-sum-exp.
+are the lines of one tile; softmax runs online in base 2. An item that is a whole row writes its output, the others write partial
+results in fp32, which `attention_merge.py` adds up by log-sum-exp.
 The grid is an upper bound with early exits rather than persistent programs: the card hands out items in the listed order, longest
 first, which balances ragged rows better than any fixed stride, and there is no counter to reset.
 Bound by reading K/V once: 4.3 TB/s at 64 rows x 8448 keys on an H200. Source: Dao et al. 2023 ("Flash-Decoding for long-context
@@ -29,52 +29,38 @@ from batchspec.kernels.checks import check
 
 
 @triton.jit
-def read(at, inside, within, MASKED: tl.constexpr, PADDED: tl.constexpr):
-    if MASKED:
-        if PADDED:
-            values = tl.load(at, mask=inside & within, other=0.0)
-        else:
-            values = tl.load(at, mask=inside, other=0.0)
-    else:
-        if PADDED:
-            values = tl.load(at, mask=within, other=0.0)
-        else:
-            values = tl.load(at)
-    return values
+def page_of(table, key, end, PAGE_SIZE: tl.constexpr):
+    return tl.load(table + key // PAGE_SIZE, mask=key < end, other=0)
 
 
 @triton.jit
 def attend_keys(
-    q, peak, mass, acc, key, limit, table, base, d, position, start, bits, scale, kv_stride_part, kv_stride_page,
-    MASKED: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    q, peak, mass, acc, page, key, end, base, d, position, start, bits, scale, kv_stride_part, kv_stride_page,
+    TREE: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax: (peak, mass, acc) with the keys `key` below `limit` added. base is K's head in page 0."""
-    inside = key < limit
-    if MASKED:
-        page = tl.load(table + key // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-    else:
-        page = tl.load(table + key // PAGE_SIZE).to(tl.int64)
-    at = page * kv_stride_page + (key % PAGE_SIZE) * (KV_HEADS * HEAD_DIM)
-    k_at = base + at[None, :] + d[:, None]
-    v_at = base + kv_stride_part + at[:, None] + d[None, :]
-    k = read(k_at, inside[None, :], (d < HEAD_DIM)[:, None], MASKED, HEAD_DIM != DIM)
-    v = read(v_at, inside[:, None], (d < HEAD_DIM)[None, :], MASKED, HEAD_DIM != DIM)
+    """One step of the online softmax: (peak, mass, acc) with the keys `key` below `end` added. base is K's head in page 0."""
+    at = page.to(tl.int64) * kv_stride_page + (key % PAGE_SIZE) * (KV_HEADS * HEAD_DIM)
+    at = base + at[:, None] + d[None, :]  # one address for K and V: K is turned in shared memory
+    inside = (key < end)[:, None]
+    if HEAD_DIM != DIM:
+        inside = inside & (d < HEAD_DIM)[None, :]
+    k = tl.load(at, mask=inside, other=0.0)
+    v = tl.load(at + kv_stride_part, mask=inside, other=0.0)
     if WIDE:
         k = k.to(tl.float32)
-    s = tl.dot(q, k, input_precision="ieee") * scale
-    if MASKED:
-        seen = key[None, :] <= position[:, None]
+    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    seen = key[None, :] <= tl.minimum(position, end - 1)[:, None]
+    if TREE:
+        tail = key[None, :] - start[:, None]
+        bit = (bits[:, None] >> tl.minimum(tl.maximum(tail, 0), 63).to(tl.int64)) & 1
+        seen = tl.where(tail < 0, seen, (bit != 0) & (tail < 64) & (key < end)[None, :])
+    if WINDOW > 0:
+        near = (key[None, :] > position[:, None] - WINDOW) | (key < SINK)[None, :]
         if TREE:
-            tail = key[None, :] - start[:, None]
-            bit = (bits[:, None] >> tl.minimum(tl.maximum(tail, 0), 63).to(tl.int64)) & 1
-            seen = tl.where(tail < 0, seen, (bit != 0) & (tail < 64))
-        if WINDOW > 0:
-            near = (key[None, :] > position[:, None] - WINDOW) | (key < SINK)[None, :]
-            if TREE:
-                near = near | (tail >= 0)
-            seen = seen & near
-        s = tl.where(seen & inside[None, :], s, float("-inf"))
+            near = near | (tail >= 0)
+        seen = seen & near
+    s = tl.where(seen, s, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(s, 1))
     shrink = tl.exp2(peak - new_peak)
     p = tl.exp2(s - new_peak[:, None])
@@ -98,51 +84,63 @@ def zero_places(out, begin, finish, head, HEADS: tl.constexpr, KV_HEADS: tl.cons
         tl.store(out + line[:, None] * HEAD_DIM + d[None, :], tl.zeros([TILE, DIM], out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_places", "max_pages", "max_q"])
+@triton.jit
+def lanes_of(tile, unit, begin, count, q_start, kv_len, row_order, max_q, HEADS: tl.constexpr, TILE: tl.constexpr,
+             GROUPED: tl.constexpr):  # fmt: skip
+    """Of each line of a tile: its (query, head) pair, its row, that row's first place and pairs, and whether there is one."""
+    lane = tile * TILE + tl.arange(0, TILE)
+    if GROUPED:
+        member = begin + lane // (max_q * HEADS)
+        lane = lane % (max_q * HEADS)
+        inside = member < begin + count
+        row = tl.load(row_order + member, mask=inside, other=0)
+        inside = inside & (tl.load(kv_len + row, mask=inside, other=0) > 0)
+        begin = tl.load(q_start + row)
+        num_lanes = (tl.load(q_start + row + 1) - begin) * HEADS
+    else:
+        row = unit
+        inside = lane >= 0
+        num_lanes = count * HEADS
+    return lane, row, begin, num_lanes, inside & (lane < num_lanes)
+
+
+@triton.jit(do_not_specialize=["max_pages", "max_q"])
 def verify_kernel(
-    q, kv, page_table, positions, q_start, kv_len, row_order, group_start, items, num_items, row_parts, ancestors, tail_start,
-    out, part_out, part_lse, scale, num_rows, num_places, max_pages, max_q,
-    q_stride_t, q_stride_h, kv_stride_part, kv_stride_page,
+    q, kv, page_table, positions, q_start, kv_len, row_order, items, num_items, row_parts, ancestors, tail_start,
+    out, part_out, part_lse, scale, max_pages, max_q, q_stride_t, q_stride_h, kv_stride_part, kv_stride_page,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, SINK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-    GROUPED: tl.constexpr, BARE: tl.constexpr, WIDE: tl.constexpr,
+    WINDOW: tl.constexpr, SINK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0) // KV_HEADS
     head = tl.program_id(0) % KV_HEADS
-    item = items + index * 6
+    item = items + index * 8
     unit = tl.load(item)
     tile = tl.load(item + 1)
     first = tl.load(item + 2)
     end = tl.load(item + 3)
     part = tl.load(item + 4)
+    begin = tl.load(item + 6)
+    count = tl.load(item + 7)
     if index >= tl.load(num_items):  # behind the other loads, which exist for every program: one latency instead of two
         return
     if end == 0:  # a dead row, or the padding behind the last row
-        stop = tl.load(q_start + unit + 1, mask=unit < num_rows, other=num_places)
-        zero_places(out, tl.load(q_start + unit), stop, head, HEADS, KV_HEADS, TILE, HEAD_DIM, DIM)
+        zero_places(out, begin, begin + count, head, HEADS, KV_HEADS, TILE, HEAD_DIM, DIM)
         return
 
-    lane = tile * TILE + tl.arange(0, TILE)
-    if GROUPED:
-        member = tl.load(group_start + unit) + lane // (max_q * HEADS)
-        lane = lane % (max_q * HEADS)
-        inside = member < tl.load(group_start + unit + 1)
-        row = tl.load(row_order + member, mask=inside, other=0)
-        inside = inside & (tl.load(kv_len + row, mask=inside, other=0) > 0)
-    else:
-        row = unit
-        inside = lane >= 0
-    begin = tl.load(q_start + row)
-    num_lanes = (tl.load(q_start + row + 1) - begin) * HEADS
-    inside = inside & (lane < num_lanes)
+    lane, row, first_place, num_lanes, inside = lanes_of(
+        tile, unit, begin, count, q_start, kv_len, row_order, max_q, HEADS, TILE, GROUPED
+    )
     table_row = unit
     if GROUPED:
         table_row = tl.max(tl.where(inside, row, -1), 0)  # every live member's table begins with the same pages
         if table_row < 0:
             return
     table = page_table + table_row.to(tl.int64) * max_pages
+    key = tl.arange(0, BLOCK)
+    page = page_of(table, first + key, end, PAGE_SIZE)  # before all that depends on the places: their latencies overlap
 
-    token = (begin + lane // HEADS).to(tl.int64)
+    token = (first_place + lane // HEADS).to(tl.int64)
     q_head = head * HEADS + lane % HEADS
     d = tl.arange(0, DIM)
     within = inside[:, None] & (d < HEAD_DIM)[None, :]
@@ -153,16 +151,13 @@ def verify_kernel(
     if ancestors is not None:
         start = tl.load(tail_start + row) + tl.zeros([TILE], tl.int32)
         bits = tl.load(ancestors + token, mask=inside, other=0)
-        common = tl.min(tl.where(inside, start, 1 << 30), 0)
     else:
         start = position
         bits = position
-        common = tl.min(tl.where(inside, position, 1 << 30), 0) + 1
         end = tl.minimum(end, tl.max(position, 0) + 1)
     TREE: tl.constexpr = ancestors is not None
 
     base = kv + head * HEAD_DIM
-    key = tl.arange(0, BLOCK)
     peak = tl.full([TILE], -1e30, tl.float32)  # finite, so that a query which sees no key of this item gets no NaN
     mass = tl.zeros([TILE], tl.float32)
     acc = tl.zeros([TILE, DIM], tl.float32)
@@ -170,32 +165,36 @@ def verify_kernel(
         sinks = tl.load(item + 5)
         for at in range(0, sinks, BLOCK):
             peak, mass, acc = attend_keys(
-                query, peak, mass, acc, at + key, sinks, table, base, d, position, start, bits, scale, kv_stride_part,
-                kv_stride_page, True, TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, WIDE,
+                query, peak, mass, acc, page_of(table, at + key, sinks, PAGE_SIZE), at + key, sinks, base, d, position, start,
+                bits, scale, kv_stride_part, kv_stride_page, TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, WIDE,
             )  # fmt: skip
-    masked = first
-    if BARE and WINDOW == 0:
-        masked = first + tl.maximum(tl.minimum(common, end) - first, 0) // BLOCK * BLOCK
-        for at in range(first, masked, BLOCK):
-            peak, mass, acc = attend_keys(
-                query, peak, mass, acc, at + key, end, table, base, d, position, start, bits, scale, kv_stride_part,
-                kv_stride_page, False, TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, WIDE,
-            )  # fmt: skip
-    for at in range(masked, end, BLOCK):
+    for at in range(first, end, BLOCK):
+        # Page ids a step ahead in registers: as a load that K and V wait for they would take a stage of the pipeline for
+        # themselves, and only one block of K and V would be on its way at a time.
+        next_page = page_of(table, at + BLOCK + key, end, PAGE_SIZE)
         peak, mass, acc = attend_keys(
-            query, peak, mass, acc, at + key, end, table, base, d, position, start, bits, scale, kv_stride_part,
-            kv_stride_page, True, TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, WIDE,
+            query, peak, mass, acc, page, at + key, end, base, d, position, start, bits, scale, kv_stride_part, kv_stride_page,
+            TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, WIDE,
         )  # fmt: skip
+        page = next_page
 
+    if TILE > 16:  # read again, for the addresses of a large tile would take registers from the loop
+        lane, row, first_place, num_lanes, inside = lanes_of(
+            tl.load(item + 1, volatile=True), unit, begin, count, q_start, kv_len, row_order, max_q, HEADS, TILE, GROUPED
+        )
+        token = (first_place + lane // HEADS).to(tl.int64)
+        q_head = head * HEADS + lane % HEADS
+        within = inside[:, None] & (d < HEAD_DIM)[None, :]
     mass = tl.maximum(mass, 1e-30)
     acc = acc / mass[:, None]
     if part < 0:
         place = token * (KV_HEADS * HEADS) + q_head
         tl.store(out + place[:, None] * HEAD_DIM + d[None, :], acc.to(out.dtype.element_ty), mask=within)
     else:
-        line = (tl.load(row_parts + 2 * row) + part * num_lanes + lane).to(tl.int64) * KV_HEADS + head
-        tl.store(part_out + line[:, None] * HEAD_DIM + d[None, :], acc, mask=within)
-        tl.store(part_lse + line, peak + tl.log2(mass), mask=inside)
+        line = tl.load(row_parts + 2 * row) + part * num_lanes + lane
+        place = line.to(tl.int64) * KV_HEADS + head
+        tl.store(part_out + place[:, None] * HEAD_DIM + d[None, :], acc, mask=within)
+        tl.store(part_lse + place, peak + tl.log2(mass), mask=inside)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -274,23 +273,21 @@ def verify_attention(
     }  # fmt: skip
 
     def launch(items: Tensor, kind: int, tile: int, block: int, choice: Config) -> None:
-        row_order, group_start = (work.shared.row_order, work.shared.group_start) if kind and work.shared else (q_start, q_start)
+        row_order = work.shared.row_order if kind and work.shared else work.q_start
         verify_kernel[(items.shape[0] * shape.kv_heads,)](
-            q, kv, page_table, positions, q_start, work.kv_len, row_order, group_start, items, work.counts[kind:],
-            work.row_parts, ancestors, tail_start, out, partials.out, partials.lse, scale * math.log2(math.e), num_rows,
-            num_places, page_table.shape[1], shape.max_q, q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), **heads,
-            PAGE_SIZE=shape.page_size, WINDOW=shape.window, SINK=shape.sink, TILE=tile,
-            BLOCK=block, GROUPED=bool(kind), BARE=choice.bare, WIDE=not q.is_cuda and q.dtype == torch.bfloat16,
-            num_warps=choice.num_warps, num_stages=choice.num_stages,
+            q, kv, page_table, positions, work.q_start, work.kv_len, row_order, items,
+            work.counts[kind:], work.row_parts, ancestors, tail_start, out, partials.out, partials.lse,
+            scale * math.log2(math.e), page_table.shape[1], shape.max_q, q.stride(0), q.stride(1), kv.stride(0), kv.stride(1),
+            **heads, PAGE_SIZE=shape.page_size, WINDOW=shape.window, SINK=shape.sink, TILE=tile, BLOCK=block, GROUPED=bool(kind),
+            WIDE=not q.is_cuda and q.dtype == torch.bfloat16, num_warps=choice.num_warps, num_stages=choice.num_stages,
         )  # fmt: skip
 
-    q_start = work.q_start
     if len(work.group_items):
         choice = group_config or config_of(head_dim, shape.group_tile, q.dtype)
         launch(work.group_items, 1, shape.group_tile, shape.group_block, choice)
     launch(work.items, 0, shape.tile, shape.block, config or config_of(head_dim, shape.tile, q.dtype))
     if work.num_lines:
-        merge_parts(partials.out, partials.lse, work.row_parts, q_start, max_q=shape.max_q, out=out, interpret=interpret)
+        merge_parts(partials.out, partials.lse, work.row_parts, work.q_start, max_q=shape.max_q, out=out, interpret=interpret)
 
 
 def verify_attention_reference(

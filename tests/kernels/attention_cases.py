@@ -82,7 +82,7 @@ def make_case(
         kv_len=torch.tensor(kv_len, dtype=torch.int32, device=device),
         shape=WorkShape(
             max_q=max(q_len), max_kv=max(kv_len), kv_heads=kv_heads, heads_per_kv=num_heads // kv_heads, page_size=PAGE_SIZE,
-            programs=programs, **SMALL | shape,
+            programs=programs, **SMALL | {"group_programs": programs} | shape,
         ),
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ from tests.kernels.attention_cases import PAGE_SIZE, make_case, share
 
 
 def items_of(work: AttentionWork, group: bool = False) -> list[list[int]]:
-    """(unit, tile, first, end, part, sinks) each."""
+    """(unit, tile, first, end, part, sinks, begin, count) each."""
     count = int(work.counts[int(group)])
     items: list[list[int]] = (work.group_items if group else work.items)[:count].tolist()
     return items
@@ -37,21 +37,25 @@ def h200(num_rows: int, max_kv: int, max_q: int = 1) -> WorkShape:
 
 
 @pytest.mark.parametrize("max_q", [1, 4])
-def test_few_long_rows_give_every_multiprocessor_several_equal_items(max_q: int) -> None:
-    work = equal_work(h200(4, 8448, max_q), [8448] * 4, max_q)
-    lengths = [end - first for _, _, first, end, _, _ in items_of(work)]
-    assert len(lengths) * 8 >= 4 * 132
-    assert set(lengths) == {256}
+def test_few_long_rows_fill_the_card_exactly_once_with_equal_items(max_q: int) -> None:
+    shape = h200(4, 8448, max_q)
+    items = items_of(equal_work(shape, [8448] * 4, max_q))
+    assert {item[3] - item[2] for item in items} == {704}
+    assert 0.9 * shape.programs < len(items) * 8 <= shape.programs
 
 
-def test_many_long_rows_come_in_a_few_parts() -> None:
-    work = equal_work(h200(64, 8448), [8448] * 64)
-    assert {end - first for _, _, first, end, _, _ in items_of(work)} <= set(range(512, 2113))
+@pytest.mark.parametrize(("num_rows", "waves"), [(16, 2), (64, 5)])
+def test_more_long_rows_fill_it_several_times_with_items_of_many_keys(num_rows: int, waves: int) -> None:
+    shape = h200(num_rows, 8448)
+    items = items_of(equal_work(shape, [8448] * num_rows))
+    assert {item[3] - item[2] for item in items} <= set(range(1024, 4097))
+    assert (waves - 2) * shape.programs < len(items) * 8 <= waves * shape.programs
 
 
 def test_many_short_rows_stay_whole_and_need_no_merge() -> None:
     work = equal_work(h200(256, 1536), [1024] * 256)
     assert [item[2:5] for item in items_of(work)] == [[0, 1024, -1]] * 256
+    assert [item[6:] for item in items_of(work)] == [[row, 1] for row in range(256)]
     assert work.num_lines == 0
 
 
@@ -60,8 +64,8 @@ def test_items_of_ragged_rows_are_a_small_share_of_the_work() -> None:
     work = equal_work(h200(64, 32768), lengths)
     items = items_of(work)
     share_of_a_multiprocessor = sum(lengths) * 8 / 132
-    assert max(end - first for _, _, first, end, _, _ in items) < share_of_a_multiprocessor / 8
-    longest = {row: max(end - first for unit, _, first, end, _, _ in items if unit == row) for row in range(64)}
+    assert max(end - first for _, _, first, end, *_ in items) < share_of_a_multiprocessor / 4
+    longest = {row: max(end - first for unit, _, first, end, *_ in items if unit == row) for row in range(64)}
     assert all(longest[a[0]] >= longest[b[0]] for a, b in pairwise(items))
 
 
@@ -69,7 +73,7 @@ def test_a_windowed_row_lists_its_window_from_a_page_on_and_the_sink_once(interp
     case = make_case([(2, 200), (1, 30)], window=40, sink=5, device=device)
     items = items_of(case.work(interpret=interpret, programs=100))
     # Row 0's first query stands at 198 and sees keys from 159 on, which lie in the page from 144 on.
-    assert sorted(item for item in items if item[0] == 0)[0] == [0, 0, 144, 160, 0, 5]
+    assert sorted(item for item in items if item[0] == 0)[0] == [0, 0, 144, 176, 0, 5, 0, 2]
     assert {item[5] for item in items if item[0] == 0 and item[2] > 144} == {0}
     assert min(item[2] for item in items if item[0] == 1) == 0
     assert {item[5] for item in items if item[0] == 1} == {0}
@@ -85,14 +89,14 @@ def test_a_window_that_touches_the_sink_begins_at_the_first_key(interpret: bool,
 def test_dead_rows_and_padding_are_listed_without_keys(interpret: bool, device: torch.device) -> None:
     case = make_case([(2, 0), (1, 20), (0, 0)], padding=3, device=device)
     items = items_of(case.work(interpret=interpret, programs=1))
-    assert items == [[1, 0, 0, 20, -1, 0], [0, 0, 0, 0, -1, 0], [3, 0, 0, 0, -1, 0]]
+    assert items == [[1, 0, 0, 20, -1, 0, 2, 1], [0, 0, 0, 0, -1, 0, 0, 2], [3, 0, 0, 0, -1, 0, 3, 3]]
 
 
 def test_a_group_lists_its_prefix_once_for_each_tile_of_members(interpret: bool, device: torch.device) -> None:
     rows = [(2, 100), (2, 90), (1, 70), (2, 0), (2, 99)]
     case = share(make_case(rows, heads=(4, 1), device=device), [([0, 2, 3, 4], 64)])
-    work = case.work(interpret=interpret, programs=1, group_tile=16)
-    assert items_of(work, group=True) == [[0, 0, 0, 64, 0, 0], [0, 1, 0, 64, 0, 0]]  # 4 members * 2 queries * 4 heads
+    work = case.work(interpret=interpret, programs=1, group_programs=1, group_tile=16)
+    assert items_of(work, group=True) == [[0, 0, 0, 64, 0, 0, 0, 4], [0, 1, 0, 64, 0, 0, 0, 4]]  # 4 members * 2 queries * 4 heads
     firsts = {item[0]: (item[2], item[4]) for item in items_of(work) if item[3]}
     assert firsts == {0: (64, 1), 1: (0, -1), 2: (64, 1), 4: (64, 1)}
     assert work.row_parts[:, 1].tolist() == [2, 0, 2, 0, 2]
@@ -106,6 +110,7 @@ def test_kernel_equals_the_loop_and_covers_every_key_once(data: st.DataObject, d
     window = data.draw(st.sampled_from([0, 0, 1, 20, 70]))
     shape |= {"window": window, "sink": data.draw(st.sampled_from([0, 4])) if window else 0}
     shape |= {"min_chunk": data.draw(st.sampled_from([16, 48])), "programs": data.draw(st.sampled_from([1, 8, 60]))}
+    shape |= {"chunk": data.draw(st.sampled_from([16, 1024]))}
     heads = data.draw(st.sampled_from([(3, 1), (4, 2), (16, 1)]))
     lengths = [(num_q, keys if alive else 0) for num_q, keys, alive in rows]
     lengths[0] = (1, 40)
@@ -139,7 +144,7 @@ def covers_every_key_once(work: AttentionWork, positions: list[int], rows: list[
         tiles = -(-num_q * shape.heads_per_kv // shape.tile)
         for tile in range(tiles):
             keys = sorted(
-                key for _, at, first, end, _, sinks in mine if at == tile for key in [*range(sinks), *range(first, end)]
+                key for _, at, first, end, _, sinks, *_ in mine if at == tile for key in [*range(sinks), *range(first, end)]
             )
             assert len(keys) == len(set(keys))
             first = positions[begins[row]]
@@ -148,7 +153,7 @@ def covers_every_key_once(work: AttentionWork, positions: list[int], rows: list[
             assert needed - set(range(prefix)) <= set(keys)
             assert all(key >= prefix for key in keys)
         assert {item[1] for item in mine} == set(range(tiles))
-        assert all(end - first <= shape.page_size * 100 and first % PAGE_SIZE == 0 for _, _, first, end, _, _ in mine)
+        assert all(end - first <= shape.page_size * 100 and first % PAGE_SIZE == 0 for _, _, first, end, *_ in mine)
 
 
 def in_group(work: AttentionWork, row: int) -> bool:

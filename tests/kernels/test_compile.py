@@ -99,17 +99,18 @@ for _dtype, _dim, _tile, _block, _warps, _window, _grouped, _tree in (
 ):  # fmt: skip
     _case(f"verify_kernel {_dtype} D={_dim}, tile {_tile}, window {_window}, grouped {_grouped}, tree {_tree}",
           "verify_attention", _warps, q=f"*{_dtype}", kv=f"*{_dtype}", page_table=PI32, positions=PI64, q_start=PI32, kv_len=PI32,
-          row_order=PI32, group_start=PI32, items=PI32, num_items=PI32, row_parts=PI32, ancestors=PI64 if _tree else None,
-          tail_start=PI32 if _tree else None, out=f"*{_dtype}", part_out=PF32, part_lse=PF32, scale="fp32", num_rows=I32,
-          num_places=I32, max_pages=I32, max_q=I32, q_stride_t=I32, q_stride_h=I32, kv_stride_part=I64, kv_stride_page=I32,
+          row_order=PI32, items=PI32, num_items=PI32, row_parts=PI32, ancestors=PI64 if _tree else None,
+          tail_start=PI32 if _tree else None, out=f"*{_dtype}", part_out=PF32, part_lse=PF32, scale="fp32", max_pages=I32,
+          max_q=I32, q_stride_t=I32, q_stride_h=I32, kv_stride_part=I64, kv_stride_page=I32,
           KV_HEADS=8, HEADS=4, HEAD_DIM=_dim, DIM=128 if _dim == 96 else _dim, PAGE_SIZE=16, WINDOW=_window,
-          SINK=4 if _window else 0, TILE=_tile, BLOCK=_block, GROUPED=_grouped, BARE=True, WIDE=False)  # fmt: skip
+          SINK=4 if _window else 0, TILE=_tile, BLOCK=_block, GROUPED=_grouped, WIDE=False)  # fmt: skip
 for _groups in (0, 64):
     _case(f"work_kernel groups {_groups}", "attention_work", 4, q_start=PI32, kv_len=PI32, positions=PI64, row_group=PI32,
           group_start=PI32, shared_len=PI32, out_items=PI32, out_group_items=PI32, out_counts=PI32, out_row_parts=PI32,
-          num_rows=I32, num_groups=I32, num_places=I32, target=I32, group_target=I32, min_chunk=I32, HEADS=4, MAX_Q=4,
+          num_rows=I32, num_groups=I32, num_places=I32, target=I32, group_target=I32, chunk=I32, min_chunk=I32, HEADS=4,
+          MAX_Q=4,
           WINDOW=0 if _groups else 512, SINK=0 if _groups else 4, PAGE_SIZE=16, TILE=16, BLOCK=64, GROUP_TILE=64,
-          GROUP_BLOCK=64, ROWS=128, GROUPS=_groups, LANES=64)  # fmt: skip
+          GROUP_BLOCK=64, WAVES=5, ROWS=128, GROUPS=_groups, LANES=64)  # fmt: skip
 _case("merge_kernel", "attention_merge", 4, part_out=PF32, part_lse=PF32, row_parts=PI32, q_start=PI32, out="*bf16", KV_HEADS=8,
       HEADS=4, HEAD_DIM=96, DIM=128, TILES=4, LINES=4, PARTS=8)  # fmt: skip
 for _stages in (1, 4):

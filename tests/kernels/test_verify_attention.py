@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.kernels.attention_settings import Config, config_of, tile_of
+from batchspec.kernels.attention_settings import config_of, tile_of
 from batchspec.kernels.verify_attention import partials_of, verify_attention
 from tests.kernels.attention_cases import PAGE_SIZE, Case, make_case, share
 
@@ -178,18 +178,6 @@ def test_a_tree_s_queries_see_their_ancestors_alone(interpret: bool, device: tor
 def test_bit_63_of_a_mask_counts(interpret: bool, device: torch.device) -> None:
     case = make_case([(64, 70)], heads=(1, 1), head_dim=16, device=device)
     check(case, interpret, **(chain_masks(case) | {"ancestors": torch.full((64,), -(1 << 63), device=device) | 1}))
-
-
-def test_reading_without_a_bare_loop_is_the_same(interpret: bool, device: torch.device) -> None:
-    case = make_case(RAGGED, device=device)
-    work, outs = case.work(interpret=interpret), []
-    for bare in (True, False):
-        outs.append(torch.full(case.q.shape, float("nan"), device=device))
-        verify_attention(
-            case.q, case.kv, case.page_table, case.positions, work, partials_of(work, 64), scale=case.scale, out=outs[-1],
-            config=Config(16, 4, 2, bare), interpret=interpret,
-        )  # fmt: skip
-    torch.testing.assert_close(outs[0], outs[1], atol=1e-6, rtol=0)
 
 
 @settings(max_examples=15)
