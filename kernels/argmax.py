@@ -24,7 +24,7 @@ NUM_WARPS = 32
 
 
 @triton.jit
-def argmax_kernel(logits, map_ids, out_ids, stride_row, vocab, ACC: tl.constexpr, BLOCK: tl.constexpr):
+def argmax_kernel(logits, map_ids, out_ids, stride_row, out_stride, vocab, ACC: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), ACC)
@@ -38,7 +38,7 @@ def argmax_kernel(logits, map_ids, out_ids, stride_row, vocab, ACC: tl.constexpr
     winner = tl.min(tl.where(best == tl.max(best, 0), best_ids, vocab), 0)
     if map_ids is not None:
         winner = tl.load(map_ids + winner)
-    tl.store(out_ids + row, winner.to(tl.int32))
+    tl.store(out_ids + row * out_stride, winner.to(tl.int32))
 
 
 def argmax(
@@ -47,7 +47,7 @@ def argmax(
     """Write the token of the largest logit of every row.
 
     logits   fp32, bf16, fp16 or fp64 [R, V]  rows may be slices of wider ones
-    out_ids  int32 [R]
+    out_ids  int32 [R]  any stride: a column of draft tokens is fine
     vocab    valid columns, 1..V (None: V); what lies behind is never chosen
     map_ids  int32 or int64 [V]  the token of each column (a draft vocabulary), or None
 
@@ -56,7 +56,7 @@ def argmax(
     num_rows, width = logits.shape
     vocab = width if vocab is None else vocab
     check("argmax: logits", logits, (num_rows, width), *FLOATS, rows=True)
-    check("argmax: out_ids", out_ids, (num_rows,), torch.int32)
+    check("argmax: out_ids", out_ids, (num_rows,), torch.int32, strided=True)
     if map_ids is not None:
         check("argmax: map_ids", map_ids, (width,), torch.int32, torch.int64)
     if not 1 <= vocab <= width:
@@ -67,7 +67,7 @@ def argmax(
         acc = tl.float64 if logits.dtype == torch.float64 else tl.float32
         block = min(BLOCK, max(16, triton.next_power_of_2(vocab)))
         argmax_kernel[(num_rows,)](
-            logits, map_ids, out_ids, logits.stride(0), vocab, ACC=acc, BLOCK=block, num_warps=NUM_WARPS
+            logits, map_ids, out_ids, logits.stride(0), out_ids.stride(0), vocab, ACC=acc, BLOCK=block, num_warps=NUM_WARPS
         )
 
 

@@ -8,18 +8,21 @@ from torch import Tensor
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def check(name: str, tensor: Tensor, shape: tuple[int, ...], *dtypes: torch.dtype, rows: bool = False) -> None:
+def check(
+    name: str, tensor: Tensor, shape: tuple[int, ...], *dtypes: torch.dtype, rows: bool = False, strided: bool = False
+) -> None:
     """Raise ValueError unless `tensor` has this shape, one of these dtypes and the expected strides.
 
-    name  kernel and argument, for the message: "argmax: out_ids"
-    rows  False: contiguous; True: only the last dimension must be contiguous, so a slice of wider rows is fine
+    name     kernel and argument, for the message: "argmax: out_ids"
+    rows     False: contiguous; True: only the last dimension must be contiguous, so a slice of wider rows is fine
+    strided  any strides: a column of a matrix is fine
     """
-    strides_fit = (tensor.stride(-1) == 1 or tensor.shape[-1] <= 1) if rows else tensor.is_contiguous()
+    strides_fit = strided or ((tensor.stride(-1) == 1 or tensor.shape[-1] <= 1) if rows else tensor.is_contiguous())
     if tensor.shape == shape and tensor.dtype in dtypes and strides_fit:
         return
     wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     found = str(tensor.dtype).removeprefix("torch.")
-    layout = "contiguous in its last dimension" if rows else "contiguous"
+    layout = "any strides" if strided else "contiguous in its last dimension" if rows else "contiguous"
     raise ValueError(
         f"{name} is {found} {list(tensor.shape)} with strides {list(tensor.stride())}; must be {wanted} {list(shape)}, {layout}"
     )

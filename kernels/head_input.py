@@ -33,12 +33,12 @@ def store_norm(source, weight, out, lane, EPS: tl.constexpr, WIDTH: tl.constexpr
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def head_input_kernel(
-    token_ids, row_ids, positions, hidden, embedding, embedding_norm, hidden_norm, out, hidden_stride, out_stride, max_len,
-    num_tokens, EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+    token_ids, row_ids, positions, hidden, embedding, embedding_norm, hidden_norm, out, token_stride, hidden_stride, out_stride,
+    max_len, num_tokens, EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """With `positions` None token_ids is one token a place."""
+    """With `positions` None token_ids is one token a place, token_stride apart."""
     place = tl.program_id(0).to(tl.int64)
-    at = place
+    at = place * token_stride
     if positions is not None:
         at = tl.load(row_ids + place).to(tl.int64) * max_len + tl.load(positions + place) + 1
         at = tl.minimum(at, num_tokens - 1)
@@ -55,7 +55,7 @@ def head_input(
 ) -> None:  # fmt: skip
     """Write both halves of every place.
 
-    token_ids       int32 [T], or with positions [lines, M]: the tokens of each line
+    token_ids       int32 [T] of any stride, or with positions [lines, M], contiguous: the tokens of each line
     hidden          fp32, bf16, fp16 or fp64 [T, H]  rows may be slices of wider ones
     embedding       [V, H] of the same dtype
     embedding_norm  [H], hidden_norm [H] of the same dtype
@@ -77,7 +77,7 @@ def head_input(
         check("head_input: row_ids", row_ids, (num_places,), torch.int32, torch.int64)
         check("head_input: positions", positions, (num_places,), torch.int64)
     shape = (num_places,) if positions is None else (token_ids.shape[0], token_ids.shape[-1])
-    check("head_input: token_ids", token_ids, shape, torch.int32)
+    check("head_input: token_ids", token_ids, shape, torch.int32, strided=positions is None)
     if not (hidden.is_cuda or interpret):
         head_input_reference(
             token_ids, hidden, embedding, embedding_norm, hidden_norm, eps, out=out, row_ids=row_ids, positions=positions
@@ -85,8 +85,8 @@ def head_input(
     elif num_places:
         block = max(16, triton.next_power_of_2(width))
         head_input_kernel[(num_places,)](
-            token_ids, row_ids, positions, hidden, embedding, embedding_norm, hidden_norm, out, hidden.stride(0), out.stride(0),
-            token_ids.shape[-1], token_ids.numel(), EPS=eps, WIDTH=width, BLOCK=block,
+            token_ids, row_ids, positions, hidden, embedding, embedding_norm, hidden_norm, out, token_ids.stride(-1),
+            hidden.stride(0), out.stride(0), token_ids.shape[-1], token_ids.numel(), EPS=eps, WIDTH=width, BLOCK=block,
             ACC=tl.float64 if hidden.dtype == torch.float64 else tl.float32,
             num_warps=min(16, max(1, block // (32 * VALUES_PER_THREAD))),
         )  # fmt: skip

@@ -52,7 +52,7 @@ def lm_head_kernel(
 
 
 @triton.jit
-def first_top_kernel(top, top_ids, map_ids, out_ids, num_parts, BLOCK: tl.constexpr):
+def first_top_kernel(top, top_ids, map_ids, out_ids, out_stride, num_parts, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -67,7 +67,7 @@ def first_top_kernel(top, top_ids, map_ids, out_ids, num_parts, BLOCK: tl.conste
     winner = tl.min(tl.where(best == tl.max(best, 0), best_ids, 2147483647), 0)
     if map_ids is not None:
         winner = tl.load(map_ids + winner)
-    tl.store(out_ids + row, winner.to(tl.int32))
+    tl.store(out_ids + row * out_stride, winner.to(tl.int32))
 
 
 def lm_head(
@@ -78,7 +78,7 @@ def lm_head(
 
     hidden   bf16 or fp32 [T, H]  rows may be slices of wider ones
     weight   same dtype [V, H], contiguous
-    out_ids  int32 [T]
+    out_ids  int32 [T]  any stride: a column of draft tokens is fine
     vocab    valid columns, 1..V (None: V); what lies behind is never chosen
     map_ids  int32 or int64 [V]  the token of each column (a draft vocabulary), or None
     tile     how the work is cut, split=1 and per_sm=0
@@ -90,7 +90,7 @@ def lm_head(
     vocab = width if vocab is None else vocab
     check("lm_head: hidden", hidden, (num_tokens, k), *DTYPES, rows=True)
     check("lm_head: weight", weight, (width, k), hidden.dtype)
-    check("lm_head: out_ids", out_ids, (num_tokens,), torch.int32)
+    check("lm_head: out_ids", out_ids, (num_tokens,), torch.int32, strided=True)
     if map_ids is not None:
         check("lm_head: map_ids", map_ids, (width,), torch.int32, torch.int64)
     if not 1 <= vocab <= width:
@@ -116,7 +116,9 @@ def lm_head(
             INTERPRETED=not hidden.is_cuda, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         if not compile_only:
-            first_top_kernel[(num_tokens,)](top, top_ids, map_ids, out_ids, num_parts, BLOCK=BLOCK, num_warps=4)
+            first_top_kernel[(num_tokens,)](
+                top, top_ids, map_ids, out_ids, out_ids.stride(0), num_parts, BLOCK=BLOCK, num_warps=4
+            )
 
 
 def lm_head_reference(

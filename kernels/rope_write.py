@@ -94,7 +94,7 @@ def rope_write(
     kv                [2, P, page_size, KVH, D] of qkv's dtype  keys, values; contiguous but for the first dimension
     slots             int64 [T]  page * page_size + offset, below P * page_size: not checked, that would read the device
     attention_factor  scale of cos and sin (yarn), else 1
-    out_q             [T, NH, D] of qkv's dtype, contiguous
+    out_q             [T, NH, D] of qkv's dtype, contiguous; NH may be 0, for K and V alone
     q_norm, k_norm    [D] of qkv's dtype: weights of the norms of each head, with `eps`; both or none
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
 from itertools import cycle
 from pathlib import Path
@@ -17,8 +18,9 @@ from torch import Tensor
 from batchspec.cache.pages import KVCache, page_keys
 from batchspec.decode import scheduler
 from batchspec.decode.engine import Engine
-from batchspec.decode.round import Round, RoundOptions
+from batchspec.decode.round import Round, RoundOptions, RoundResult
 from batchspec.decode.rows import Rows
+from batchspec.decode.sampling import SamplingMode
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.weights import load_head
 from batchspec.records import Completion, PackedBatch, Request, SamplingParams
@@ -214,6 +216,44 @@ def test_rounds_of_any_draft_length_leave_the_next_one_its_state(tmp_path: Path,
     assert tokens == {r.request_id: plain_tokens(TARGET(), r) for r in requests}
     assert {len(drafts) for _, drafts in seen} >= {1, 2, 3}
     check_drafts(design, tensors)
+
+
+def in_turn(pattern: tuple[int, ...], leads: list[bool], *, always: bool) -> Callable[..., RoundResult]:
+    """Round.run with these draft lengths in turn; `leads` notes whether each round was told that drafts may follow."""
+    run_round, turns = Round.run, cycle(zip(pattern, pattern[1:] + pattern[:1], strict=True))
+
+    def run_next(self: Round, rows: Rows, mode: SamplingMode, *_: Any) -> RoundResult:
+        now, following = next(turns)
+        leads.append(always or now > 0 or following > 0)
+        before = [tensor.clone() for tensor in self.drafter.state]
+        result = run_round(self, rows, mode, now, lead=leads[-1])
+        assert leads[-1] or all(torch.equal(*pair) for pair in zip(self.drafter.state, before, strict=True))
+        return result
+
+    return run_next
+
+
+@pytest.mark.parametrize("dead_positions", [True, False])
+@pytest.mark.parametrize("name", ["plain", "biases", "three layers, normed", "q and k norms", "normed state fed back"])
+def test_rounds_that_only_keep_kv_warm_leave_the_later_ones_their_drafts(
+    name: str, dead_positions: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round without drafts prepares none where none follow: what later rounds draft is what they would have drafted."""
+    design = tiny_design(TARGET().spec, **DESIGNS[name])
+    tensors, found = random_tensors(design), []
+    for always in (True, False):
+        drafter = make_drafter(tmp_path, design, tensors, 3, slots=3, dead_positions=dead_positions)
+        leads: list[bool] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(Round, "run", in_turn((3, 0, 0, 0, 2, 0, 1, 0, 0), leads, always=always))
+            tokens, _, _ = run(mixed_requests(cap=24), packed(3, draft_len=3, max_len=60), drafter, options=synthetic(3))
+        assert set(leads) == ({True} if always else {True, False})
+        check_drafts(design, tensors)
+        found.append((tokens, seen.copy(), torch.stack(drafter.carried)))
+        seen.clear()
+    assert found[0][:2] == found[1][:2]
+    assert {len(drafts) for _, drafts in found[0][1]} >= {1, 2, 3}
+    torch.testing.assert_close(found[0][2], found[1][2], atol=1e-11, rtol=1e-11)
 
 
 def test_a_random_head_changes_no_sampled_token(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -79,43 +79,56 @@ def attend(q: Tensor, kv: Tensor, batch: FlatBatch, *, scale: float, window: int
 
 def plan_attention(batch: FlatBatch, kv: Tensor, *, num_heads: int, window: int | None, sink: int = 0) -> AttentionPlan:
     """What attention of this batch needs in every layer with this window: page lists and masks. `kv` is any layer's."""
-    page_size, kv_heads = kv.shape[2], kv.shape[3]
     if kv.is_cuda and fits_verify(batch, kv.dtype):
         return plan_verify(batch, kv, num_heads=num_heads, window=window, sink=sink, shared=batch.shared)
     if fits_flash(batch, kv.dtype, sink):
         return FlashPlan(batch, kv, num_heads=num_heads, window=window)
-    begins, lengths = batch.q_start.tolist(), batch.kv_len.tolist()
-    skips = window is not None and not sink
-    rows = [
-        _Row(r, begin, end, kv_len, int(batch.positions[begin]) if skips else 0, window if skips else None, page_size)
-        for r, (begin, end, kv_len) in enumerate(zip(begins, begins[1:], lengths, strict=False))
-        if end > begin and kv_len > 0
-    ]
-    parts: list[_Part] = [_LongRow(row, batch, kv, window, sink) for row in rows if row.num_q > _SHORT]
-    short = sorted((row for row in rows if row.num_q <= _SHORT), key=lambda row: (-row.num_pages, row.index))
-    for group in _similar(short):
-        parts.append(_ShortRows(group, batch, kv, num_heads // kv_heads, window, sink))
-    return _TorchPlan(parts, sum(row.num_q for row in rows) == batch.token_ids.shape[0])
+    return _TorchPlan(batch, num_heads, window, sink)
 
 
 class AttentionPlan(Protocol):
     """See `plan_attention`."""
 
-    def attend(self, q: Tensor, kv: Tensor, scale: float) -> Tensor:
-        """As the function `attend`, for one layer."""
+    def attend(self, q: Tensor, kv: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
+        """As the function `attend`, for one layer.
+
+        positions  int64 [T] later ones than the batch's, each row's below its kv_len: the steps of a draft chain share a plan
+        """
 
 
 class _TorchPlan:
-    """Rows gathered and padded by torch: a CPU, a prefill, fp64."""
+    """Rows gathered and padded by torch: a CPU, a prefill, fp64. Page lists and masks are those of the positions asked last."""
 
-    def __init__(self, parts: list[_Part], covers: bool) -> None:
-        self._parts, self._covers = parts, covers
+    def __init__(self, batch: FlatBatch, num_heads: int, window: int | None, sink: int) -> None:
+        self._batch, self._num_heads, self._window, self._sink = batch, num_heads, window, sink
+        self._at: Tensor | None = None
+        self._parts: list[_Part] = []
+        self._covers = False
 
-    def attend(self, q: Tensor, kv: Tensor, scale: float) -> Tensor:
+    def attend(self, q: Tensor, kv: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
+        positions = self._batch.positions if positions is None else positions
+        if positions is not self._at:
+            self._plan(replace(self._batch, positions=positions), kv)
+            self._at = positions
         out = torch.empty_like(q) if self._covers else torch.zeros_like(q)
         for part in self._parts:
             part.attend(q, kv, scale, out)
         return out
+
+    def _plan(self, batch: FlatBatch, kv: Tensor) -> None:
+        page_size, kv_heads = kv.shape[2], kv.shape[3]
+        begins, lengths = batch.q_start.tolist(), batch.kv_len.tolist()
+        skips = self._window is not None and not self._sink
+        rows = [
+            _Row(r, begin, end, kv_len, int(batch.positions[begin]) if skips else 0, self._window if skips else None, page_size)
+            for r, (begin, end, kv_len) in enumerate(zip(begins, begins[1:], lengths, strict=False))
+            if end > begin and kv_len > 0
+        ]
+        self._parts = [_LongRow(row, batch, kv, self._window, self._sink) for row in rows if row.num_q > _SHORT]
+        short = sorted((row for row in rows if row.num_q <= _SHORT), key=lambda row: (-row.num_pages, row.index))
+        for group in _similar(short):
+            self._parts.append(_ShortRows(group, batch, kv, self._num_heads // kv_heads, self._window, self._sink))
+        self._covers = sum(row.num_q for row in rows) == batch.token_ids.shape[0]
 
 
 class _Part(Protocol):

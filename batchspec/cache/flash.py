@@ -56,8 +56,9 @@ class FlashPlan:
             kv_data_type=kv.dtype,
         )
 
-    def attend(self, q: Tensor, kv: Tensor, scale: float) -> Tensor:
-        """As `AttentionPlan.attend`."""
+    def attend(self, q: Tensor, kv: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
+        """As `AttentionPlan.attend`, at the batch's own positions only."""
+        assert positions is None
         assert math.isclose(scale, q.shape[-1] ** -0.5), scale
         out: Tensor = self._wrapper.run(q, (kv[0], kv[1]), out=torch.empty_like(q))
         return out

@@ -117,12 +117,14 @@ class Engine:
     def prepare(self, mode: SamplingMode) -> None:
         """Capture the graphs of every row bucket and draft length for `mode`, and time them. Only while no row is live."""
         draft_lens = range(self.drafter.max_len + 1) if self._lengths else [self.drafter.max_len]
-        shapes = [Shape(num_rows, k, mode) for num_rows in self.batch.row_buckets for k in draft_lens]
+        kinds = [(k, lead) for k in draft_lens for lead in ((True,) if k or self._lengths is None else (True, False))]
+        shapes = [Shape(num_rows, k, mode, lead=lead) for num_rows in self.batch.row_buckets for k, lead in kinds]
         self.rows.live.zero_()
         self.graphs.prepare(shapes)
         if self._lengths is not None:
             for shape in shapes:
-                self._lengths.set_base(shape.num_rows, shape.draft_len, self.graphs.seconds(shape))
+                if shape.lead == (shape.draft_len > 0):
+                    self._lengths.set_base(shape.num_rows, shape.draft_len, self.graphs.seconds(shape))
 
     @torch.inference_mode()
     def run(self, requests: Iterator[Request]) -> Generator[Completion]:
@@ -235,11 +237,12 @@ class Engine:
     def _launch_round(self) -> None:
         if not self._scheduler.live:  # all of them ended while room was made
             return
-        draft_len, context_tokens = self.drafter.max_len, 0
+        draft_len, lead, context_tokens = self.drafter.max_len, True, 0
         if self._lengths is not None:
             context_tokens = int(self._scheduler.num_tokens[self._scheduler.owner >= 0].sum())
-            draft_len, _ = self._lengths.choose(self._bucket, context_tokens)
-        result = self.graphs.run(Shape(self._bucket, draft_len, self._mode(), self.groups.any))
+            draft_len, next_drafts = self._lengths.choose(self._bucket, context_tokens)
+            lead = draft_len > 0 or next_drafts
+        result = self.graphs.run(Shape(self._bucket, draft_len, self._mode(), self.groups.any, lead))
         self._launch(result, self._scheduler.owner.copy(), draft_len, context_tokens)
         self.totals.rounds += 1
 

@@ -19,12 +19,16 @@ GRAPH_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a graph is captured for: R rows, K drafts a row at most, how tokens are chosen, whether rows share beginnings."""
+    """What a graph is captured for: R rows, K drafts a row at most, how tokens are chosen, whether rows share beginnings.
+
+    lead  the round behind it may draft
+    """
 
     num_rows: int
     draft_len: int
     mode: SamplingMode
     shared: bool = False
+    lead: bool = True
 
 
 class Graphs:
@@ -78,7 +82,7 @@ class Graphs:
 
     def _run(self, shape: Shape) -> RoundResult:
         shared = self._groups.first(shape.num_rows) if shape.shared else None
-        return self._round.run(self._rows.first(shape.num_rows), shape.mode, shape.draft_len, shared)
+        return self._round.run(self._rows.first(shape.num_rows), shape.mode, shape.draft_len, shared, shape.lead)
 
     def _capture(self, shape: Shape) -> None:
         """The warm-up compiles kernels; it runs over dead rows, and what a drafter carries is put back behind it."""

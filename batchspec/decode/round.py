@@ -80,10 +80,13 @@ class Round:
         self._positions, self._slots = torch.zeros(2, slots * width, dtype=torch.int64, device=device)
         self._widths = [_Width.allocate(slots, place, options, device) for place in range(1, width + 1)]
 
-    def run(self, rows: Rows, mode: SamplingMode, draft_len: int, shared: SharedPrefixes | None = None) -> RoundResult:
+    def run(
+        self, rows: Rows, mode: SamplingMode, draft_len: int, shared: SharedPrefixes | None = None, lead: bool = True
+    ) -> RoundResult:
         """One round over all of `rows` with at most `draft_len` drafts each; dead rows cost nothing that changes a result.
 
         shared  rows with common beginnings, which attention on a GPU then reads once
+        lead    the next round may draft; else the drafter keeps its K/V warm and prepares nothing
         """
         num_rows, width = rows.live.shape[0], self._widths[draft_len]
         ids, lengths = width.ids[:num_rows], self._draft_len[:num_rows]
@@ -100,7 +103,7 @@ class Round:
             places = Places(batch.row_ids, batch.positions + 1, ids[:, 1:], place)
         drafts = Drafts(ids[:, 1:], lengths, width.rates)
         result = self.commit(hidden, places, batch.q_start, drafts, rows, rows.live, mode)
-        self.drafter.catch_up(batch, taps, self.accepted_len[:num_rows], rows, self.cache)
+        self.drafter.catch_up(batch, taps, self.accepted_len[:num_rows], rows, self.cache, lead=lead)
         return result
 
     def _uniform(self, rows: Rows, width: _Width, draft_len: Tensor) -> FlatBatch:

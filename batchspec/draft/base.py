@@ -47,8 +47,12 @@ class Drafter(Protocol):
         num_tokens - 1 and on, is made of guesses: `catch_up` writes over all of it.
         """
 
-    def catch_up(self, batch: FlatBatch, taps: Tensor | None, accepted_len: Tensor, rows: Rows, cache: KVCache) -> None:
+    def catch_up(
+        self, batch: FlatBatch, taps: Tensor | None, accepted_len: Tensor, rows: Rows, cache: KVCache, *, lead: bool
+    ) -> None:
         """Read the positions just verified, with the target's true features; accepted_len int32 [R].
+
+        lead  a round that drafts may follow; else nothing but K/V is kept warm and `state` stays as it is
 
         Called behind the commit: rows.num_tokens counts what the round emitted, rows.live is 0 where a row ended. Row r's
         places are batch.q_start[r] + j, of which j = 0..accepted_len[r] stand; what lies behind them is rejected.
@@ -66,7 +70,9 @@ class NoFeatures:
     def prefill(self, batch: FlatBatch, slot_ids: Tensor, taps: Tensor | None, rows: Rows, cache: KVCache) -> None:
         return None
 
-    def catch_up(self, batch: FlatBatch, taps: Tensor | None, accepted_len: Tensor, rows: Rows, cache: KVCache) -> None:
+    def catch_up(
+        self, batch: FlatBatch, taps: Tensor | None, accepted_len: Tensor, rows: Rows, cache: KVCache, *, lead: bool
+    ) -> None:
         return None
 
 

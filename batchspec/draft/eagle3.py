@@ -15,6 +15,7 @@ Legend: R rows, T flat places, K draft_len, H hidden, W taps * target hidden.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,8 @@ from torch import Tensor
 from batchspec.cache.attention import AttentionPlan, FlatBatch, plan_attention
 from batchspec.draft.head import EagleHead, Place
 from batchspec.draft.weights import Head
-from batchspec.kernels.slots import uniform_slots
+from batchspec.kernels.draft_steps import draft_steps
+from batchspec.kernels.live_rows import live_rows
 from batchspec.model.rope import Rope, rope_frequencies, rope_of
 from batchspec.model.target import Target
 
@@ -72,7 +74,7 @@ class Eagle3Drafter:
         self._spec, self._first_layer, self._dtype = spec, target.spec.num_layers, target.dtype
         self._windows = [own if window is None else min(window, own or window) for own in spec.windows]
         self._sink = sink if window is not None else 0
-        self._prune, self._uniform = dead_positions, uniform_slots
+        self._prune, self._uniform, self._last = dead_positions, uniform_slots, spec.num_layers - 1
         self._freqs = rope_frequencies(spec.rope, spec.head_dim).to(device)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -80,133 +82,165 @@ class Eagle3Drafter:
 
         self._first, self._hidden = zeros(slots), zeros(slots, spec.hidden_size, dtype=target.dtype)
         self.state: tuple[Tensor, ...] = (self._first, self._hidden)
-        self._ids = zeros(steps, slots)
-        self._start, self._kv_len = zeros(slots), zeros(steps * slots)
-        self._positions, self._slots = (zeros(steps * slots, dtype=torch.int64) for _ in range(2))
-        self._step_positions, self._step_slots = (zeros(steps * slots, dtype=torch.int64) for _ in range(2))
         self._q_start = torch.arange(slots + 1, dtype=torch.int32, device=device)
-        self._steps = torch.arange(steps, dtype=torch.int32, device=device).unsqueeze(1)
+        self._kv_len, self._live_positions = zeros(slots), zeros(slots, dtype=torch.int64)
+        self._positions, self._slots = (zeros(steps * slots, dtype=torch.int64) for _ in range(2))
 
     @torch.inference_mode()
     def prefill(self, batch: FlatBatch, slot_ids: Tensor, taps: Tensor | None, rows: Rows, cache: KVCache) -> None:
         assert taps is not None
-        line = slot_ids.index_select(0, batch.row_ids)
-        place = batch.q_start[1:] - 1
-        first, hidden = torch.empty_like(batch.kv_len), self._hidden.new_empty(len(slot_ids), self._hidden.shape[1])
-        self._read(batch, rows.tokens, line, taps, place, batch.kv_len, cache, first, hidden)
+        line, place, last = slot_ids.index_select(0, batch.row_ids), batch.q_start[1:] - 1, self._last
+        if self._prune:
+            kv = self._kv(cache, last)
+            normed, residual, at = self._read(batch, rows.tokens, line, taps, cache, last)
+            self.head.keep(last, normed, at, kv)
+            # What goes on is as small as a draft step: it may well write its K/V once more.
+            ends = self._one_each(batch, batch.positions.index_select(0, place), batch.kv_len)
+            at = Place(self._rope(ends.positions), batch.slots.index_select(0, place))
+            hidden, plan = residual.index_select(0, place), self._plans(ends, cache, [last])[self._windows[last]]
+            normed = self.head.layer(last, normed.index_select(0, place), hidden, at, kv, plan)
+        else:
+            normed, hidden = self._read_whole(batch, rows.tokens, line, taps, cache, place)
+        first = torch.empty_like(batch.kv_len)
+        self.head.choose(normed, first)
         self._first.index_copy_(0, slot_ids, first)
-        self._hidden.index_copy_(0, slot_ids, hidden)
+        self._hidden.index_copy_(0, slot_ids, normed if self._spec.feed_normed else hidden)
 
     @torch.inference_mode()
-    def catch_up(self, batch: FlatBatch, taps: Tensor | None, accepted_len: Tensor, rows: Rows, cache: KVCache) -> None:
+    def catch_up(
+        self, batch: FlatBatch, taps: Tensor | None, accepted_len: Tensor, rows: Rows, cache: KVCache, *, lead: bool
+    ) -> None:
         assert taps is not None
-        num_rows, num_places = accepted_len.shape[0], batch.token_ids.shape[0]
-        place = batch.q_start[:-1] + accepted_len
-        if num_places < num_rows * batch.max_q:  # packed: dead rows at the end may begin behind the last place
-            place.clamp_(max=num_places - 1)
-        kv_len = (rows.num_tokens - 1).mul_(rows.live)
+        num_rows, last = accepted_len.shape[0], self._last
         first, hidden = self._first[:num_rows], self._hidden[:num_rows]
-        self._read(batch, rows.tokens, batch.row_ids, taps, place, kv_len, cache, first, hidden)
+        if lead and not self._prune:
+            place = (batch.q_start[:-1] + accepted_len).clamp_(max=batch.token_ids.shape[0] - 1)
+            normed, residual = self._read_whole(batch, rows.tokens, batch.row_ids, taps, cache, place)
+            hidden.copy_(normed if self._spec.feed_normed else residual)
+            self.head.choose(normed, first)
+            return
+        normed, residual, at = self._read(batch, rows.tokens, batch.row_ids, taps, cache, last)
+        if lead:
+            q = self.head.queries(last, normed, at, self._kv(cache, last))
+            self._go_on(batch, q, residual, accepted_len, rows, cache, first, hidden)
+        else:
+            self.head.keep(last, normed, at, self._kv(cache, last))
 
     def _read(
-        self, batch: FlatBatch, tokens: Tensor, line: Tensor, taps: Tensor, place: Tensor, kv_len: Tensor, cache: KVCache,
+        self, batch: FlatBatch, tokens: Tensor, line: Tensor, taps: Tensor, cache: KVCache, num_layers: int
+    ) -> tuple[Tensor, Tensor, Place]:
+        """All T places through the first `num_layers` layers: what the next one reads, the residual stream, where they stand.
+
+        tokens int32 [lines, M] with line [T] of each place; taps [T, W]. A rejected place may read any token.
+        """
+        at = Place(self._rope(batch.positions), batch.slots)
+        normed, residual = self.head.enter(tokens, self.head.features(taps), row_ids=line, positions=batch.positions)
+        plans = self._plans(batch, cache, range(num_layers))
+        for i in range(num_layers):
+            normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[self._windows[i]])
+        return normed, residual, at
+
+    def _read_whole(
+        self, batch: FlatBatch, tokens: Tensor, line: Tensor, taps: Tensor, cache: KVCache, place: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """All T places to the end of the head; its output and residual stream at place[r]."""
+        normed, residual, _ = self._read(batch, tokens, line, taps, cache, self._last + 1)
+        return normed.index_select(0, place), residual.index_select(0, place)
+
+    def _go_on(
+        self, batch: FlatBatch, q: Tensor, residual: Tensor, accepted_len: Tensor, rows: Rows, cache: KVCache,
         out_first: Tensor, out_hidden: Tensor,
     ) -> None:  # fmt: skip
-        """Run all T places as far as their K/V needs, and row r's place[r] to its first draft token and hidden state.
-
-        tokens int32 [lines, M] with line [T] of each place; taps [T, W]; place [R]; kv_len int32 [R] keys that place[r] sees, 0
-        for dead rows. A rejected place may read any token.
-        """
-        everywhere = Place(self._rope(batch.positions), batch.slots)
-        normed, residual = self.head.enter(tokens, self.head.features(taps), row_ids=line, positions=batch.positions)
-        last = self._spec.num_layers - 1
-        plans = self._plans(batch, cache, slice(0, last) if self._prune else slice(0, last + 1))
-        for i in range(last + (not self._prune)):
-            kv = cache.layer(self._first_layer + i)
-            normed = self.head.layer(i, normed, residual, everywhere, kv, plans[self._windows[i]])
-        if not self._prune:
-            torch.index_select(residual, 0, place, out=out_hidden)
-            self.head.choose(normed.index_select(0, place), out_first)
-        else:
-            live = self._live(batch, place, kv_len)
-            plan = self._plans(live, cache, slice(last, last + 1))[self._windows[last]]
-            torch.index_select(residual, 0, place, out=out_hidden)
-            kv = cache.layer(self._first_layer + last)
-            normed = self.head.layer(last, normed, out_hidden, everywhere, kv, plan, live=place)
-            self.head.choose(normed, out_first)
-        if self._spec.feed_normed:
-            out_hidden.copy_(normed if self._prune else normed.index_select(0, place))
+        """The last layer from its queries on, at the last standing place of each row alone."""
+        num_rows, feeds_normed = accepted_len.shape[0], self._spec.feed_normed
+        live_q = q.new_empty(num_rows, *q.shape[1:])
+        stream = torch.empty_like(out_hidden) if feeds_normed else out_hidden
+        positions, kv_len = self._live_positions[:num_rows], self._kv_len[:num_rows]
+        live_rows(
+            q.flatten(1), residual, batch.q_start, accepted_len, batch.positions, rows.num_tokens, rows.live,
+            out_q=live_q.view(num_rows, -1), out_residual=stream, out_positions=positions, out_kv_len=kv_len,
+        )  # fmt: skip
+        plan = self._plans(self._one_each(batch, positions, kv_len), cache, [self._last])[self._windows[self._last]]
+        kv, out = self._kv(cache, self._last), out_hidden if feeds_normed else None
+        self.head.choose(self.head.finish(self._last, live_q, stream, kv, plan, out=out), out_first)
 
     def _rope(self, positions: Tensor) -> Rope:
         return rope_of(positions, self._freqs, self._spec.rope.attention_factor, self._dtype)
 
-    def _live(self, batch: FlatBatch, place: Tensor, kv_len: Tensor) -> FlatBatch:
-        """The one place of each row that goes on: attention with one query a row."""
-        num_rows = place.shape[0]
+    def _kv(self, cache: KVCache, index: int) -> Tensor:
+        return cache.layer(self._first_layer + index)
+
+    def _one_each(self, batch: FlatBatch, positions: Tensor, kv_len: Tensor) -> FlatBatch:
+        """The same rows with one query each, for attention."""
+        num_rows = positions.shape[0]
         return replace(
             batch,
             token_ids=self._q_start[:num_rows],  # attention asks for their number only
             row_ids=self._q_start[:num_rows],
-            positions=batch.positions.index_select(0, place),
+            positions=positions,
             q_start=self._q_start[: num_rows + 1],
             kv_len=kv_len,
             max_q=1,
             host=None,
         )
 
-    def _plans(self, batch: FlatBatch, cache: KVCache, layers: slice) -> dict[int | None, AttentionPlan]:
-        kv, heads = cache.layer(self._first_layer), self._spec.num_heads
-        windows = set(self._windows[layers])
+    def _plans(self, batch: FlatBatch, cache: KVCache, layers: Iterable[int]) -> dict[int | None, AttentionPlan]:
+        kv, heads = self._kv(cache, 0), self._spec.num_heads
+        windows = {self._windows[i] for i in layers}
         return {w: plan_attention(batch, kv, num_heads=heads, window=w, sink=self._sink) for w in windows}
 
     @torch.inference_mode()
     def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+        chain = self._uniform_chain if self._uniform else self._general_chain
+        chain(rows, draft_ids, draft_len, cache)
+
+    def _uniform_chain(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+        """Cache locations of all steps by one launch, one attention plan, tokens read where the step before wrote them."""
         num_rows, width = draft_ids.shape
-        torch.mul(rows.live, width, out=draft_len)
-        draft_ids[:, 0].copy_(self._first[:num_rows])
+        by_step = (width - 1, num_rows)
+        positions, slots = (x[: (width - 1) * num_rows].view(by_step) for x in (self._positions, self._slots))
+        hidden, kv_len = self._hidden[:num_rows], self._kv_len[:num_rows]
+        draft_steps(
+            self._first[:num_rows], rows.num_tokens, rows.live, rows.page_table, page_size=cache.page_size,
+            max_tokens=rows.tokens.shape[1], out_ids=draft_ids, out_draft_len=draft_len, out_positions=positions,
+            out_slots=slots, out_kv_len=kv_len,
+        )  # fmt: skip
         if width == 1:
             return
-        tokens, hidden = self._first[:num_rows], self._hidden[:num_rows]
-        steps = self._uniform_steps(rows, width - 1, cache.page_size) if self._uniform else None
-        drafted: list[Tensor] = []
+        steps = list(zip(positions.unbind(), slots.unbind(), strict=True))
+        longest = self._step(rows, *steps[0], self._q_start[: num_rows + 1], kv_len)
+        plans = self._plans(longest, cache, range(self._last + 1))
+        for k, step in enumerate(steps):
+            hidden = self._draft(draft_ids[:, k], hidden, *step, plans, cache, draft_ids[:, k + 1])
+
+    def _general_chain(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+        """The same by operations that fit any number of places a row: lengths, prefix sums, fills, casts, each step a plan."""
+        num_rows, width = draft_ids.shape
+        torch.mul(rows.live, width, out=draft_len)
+        drafted, hidden = [self._first[:num_rows]], self._hidden[:num_rows]
         for k in range(width - 1):
-            batch = self._general_step(rows, k, tokens, cache.page_size) if steps is None else steps[k]
-            normed, residual = self.head.enter(tokens, hidden)
-            plans = self._plans(batch, cache, slice(None))
-            place = Place(self._rope(batch.positions), batch.slots)
-            for i, window in enumerate(self._windows):
-                normed = self.head.layer(i, normed, residual, place, cache.layer(self._first_layer + i), plans[window])
-            hidden = normed if self._spec.feed_normed else residual
-            tokens = self._ids[k, :num_rows] if self._uniform else torch.empty_like(tokens)
-            self.head.choose(normed, tokens)
-            drafted.append(tokens)
-        if self._uniform:
-            draft_ids[:, 1:].copy_(self._ids[: width - 1, :num_rows].t())
-        else:
-            draft_ids[:, 1:] = torch.cat([ids.unsqueeze(1) for ids in drafted], 1)
+            batch = self._general_step(rows, k, cache.page_size)
+            plans = self._plans(batch, cache, range(self._last + 1))
+            out_ids = torch.empty_like(draft_len)
+            hidden = self._draft(drafted[k], hidden, batch.positions, batch.slots, plans, cache, out_ids)
+            drafted.append(out_ids)
+        draft_ids.copy_(torch.cat([ids.unsqueeze(1) for ids in drafted], 1))
 
-    def _uniform_steps(self, rows: Rows, num_steps: int, page_size: int) -> list[FlatBatch]:
-        """The batch of every draft step: all cache locations by one launch, nothing in the loop."""
-        num_rows = rows.live.shape[0]
-        count = num_steps * num_rows
-        by_row, by_step = (num_rows, num_steps), (num_steps, num_rows)
-        max_len = rows.tokens.shape[1]
-        start = torch.sub(rows.num_tokens, 1, out=self._start[:num_rows])
-        uniform_slots(
-            start, rows.live, rows.page_table, tokens_per_row=num_steps, page_size=page_size,
-            out_positions=self._positions[:count], out_slots=self._slots[:count],
-        )  # fmt: skip
-        positions = self._step_positions[:count].view(by_step).copy_(self._positions[:count].view(by_row).t())
-        slots = self._step_slots[:count].view(by_step).copy_(self._slots[:count].view(by_row).t())
-        kv_len = torch.add(rows.num_tokens, self._steps[:num_steps], out=self._kv_len[:count].view(by_step))
-        kv_len.clamp_(max=max_len).mul_(rows.live)
-        q_start = self._q_start[: num_rows + 1]
-        return [self._step(rows, start, positions[k], slots[k], q_start, kv_len[k]) for k in range(num_steps)]
+    def _draft(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, plans: dict[int | None, AttentionPlan],
+        cache: KVCache, out_ids: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """One place further: the draft token behind `tokens`; returns the hidden state that drafted it."""
+        normed, residual = self.head.enter(tokens, hidden)
+        at = Place(self._rope(positions), slots)
+        for i, window in enumerate(self._windows):
+            normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[window], positions)
+        self.head.choose(normed, out_ids)
+        return normed if self._spec.feed_normed else residual
 
-    def _general_step(self, rows: Rows, k: int, tokens: Tensor, page_size: int) -> FlatBatch:
-        """The same of one step by operations that fit any number of places a row: lengths, prefix sum, fills, casts."""
-        q_len = torch.full_like(tokens, 1)
-        q_start = torch.cat((torch.zeros_like(tokens[:1]), torch.cumsum(q_len, 0, dtype=torch.int32)))
+    def _general_step(self, rows: Rows, k: int, page_size: int) -> FlatBatch:
+        q_len = torch.full_like(rows.live, 1)
+        q_start = torch.cat((torch.zeros_like(q_len[:1]), torch.cumsum(q_len, 0, dtype=torch.int32)))
         alive = rows.live != 0
         positions = torch.where(alive, rows.num_tokens.long() - 1 + k, 0)
         page = positions // page_size
@@ -214,12 +248,13 @@ class Eagle3Drafter:
         pages = rows.page_table.gather(1, page.clamp(max=rows.page_table.shape[1] - 1).unsqueeze(1)).squeeze(1)
         slots = torch.where(known, pages.long() * page_size + positions % page_size, 0)
         kv_len = (rows.num_tokens + k).clamp(max=rows.tokens.shape[1]) * rows.live
-        return self._step(rows, tokens, positions, slots, q_start, kv_len.int())
+        return self._step(rows, positions, slots, q_start, kv_len.int())
 
-    def _step(self, rows: Rows, tokens: Tensor, positions: Tensor, slots: Tensor, q_start: Tensor, kv_len: Tensor) -> FlatBatch:
+    def _step(self, rows: Rows, positions: Tensor, slots: Tensor, q_start: Tensor, kv_len: Tensor) -> FlatBatch:
+        row_ids = self._q_start[: positions.shape[0]]
         return FlatBatch(
-            token_ids=tokens,
-            row_ids=self._q_start[: tokens.shape[0]],
+            token_ids=row_ids,  # attention asks for their number only
+            row_ids=row_ids,
             positions=positions,
             slots=slots,
             q_start=q_start,

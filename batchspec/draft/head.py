@@ -8,16 +8,18 @@ import torch
 from torch import Tensor
 
 from batchspec.cache.attention import AttentionPlan
+from batchspec.draft.formats import HeadSpec
 from batchspec.draft.weights import Head
 from batchspec.kernels.argmax import argmax
 from batchspec.kernels.head_input import head_input
 from batchspec.kernels.lm_head import lm_head
+from batchspec.kernels.norm import rms_norm as tap_norm
 from batchspec.kernels.tiles import Tile
-from batchspec.model.fused import add_norm, rms_norm, rope_write, silu_and_mul
+from batchspec.model.fused import add_norm, rms_norm, rope_write
 from batchspec.model.layers import Linear
 from batchspec.model.rope import Rope
 from batchspec.model.target import Target
-from batchspec.model.tuning import best
+from batchspec.model.tuning import Product, best
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +34,22 @@ class _Layer:
     def __init__(self, head: Head, index: int) -> None:
         tensors, spec, prefix = head.tensors, head.spec, f"layers.{index}."
 
-        def linear(names: list[str]) -> Linear:
+        def fused(names: list[str]) -> tuple[Tensor, Tensor | None]:
             biases = [tensors[f"{prefix}{name}.bias"] for name in names if f"{prefix}{name}.bias" in tensors]
-            return Linear(torch.cat([tensors[f"{prefix}{name}.weight"] for name in names]), torch.cat(biases) if biases else None)
+            return torch.cat([tensors[f"{prefix}{name}.weight"] for name in names]), torch.cat(biases) if biases else None
 
-        self.qkv = linear([f"self_attn.{x}_proj" for x in "qkv"])
-        self.out = linear(["self_attn.o_proj"])
-        self.gate_up = linear(["mlp.gate_proj", "mlp.up_proj"])
-        self.down = linear(["mlp.down_proj"])
+        weight, bias = fused([f"self_attn.{x}_proj" for x in "qkv"])
+        self.qkv = Linear(weight, bias)
+        num_q = spec.num_heads * spec.head_dim
+        self.kv = Linear(weight[num_q:], None if bias is None else bias[num_q:])
+        """The K and V rows of qkv, where a GPU keeps them."""
+        self.out = Linear(*fused(["self_attn.o_proj"]))
+        self.gate_up = Linear(*fused(["mlp.gate_proj", "mlp.up_proj"]))
+        self.down = Linear(*fused(["mlp.down_proj"]))
         self.input_norm = tensors[f"{prefix}input_layernorm.weight"]
         self.mlp_norm = tensors[f"{prefix}post_attention_layernorm.weight"]
         self.q_norm = tensors[f"{prefix}self_attn.q_norm.weight"] if spec.qk_norm else None
         self.k_norm = tensors[f"{prefix}self_attn.k_norm.weight"] if spec.qk_norm else None
-
-    def mlp(self, hidden: Tensor) -> Tensor:
-        return self.down(silu_and_mul(self.gate_up(hidden)))
 
 
 class EagleHead:
@@ -57,9 +60,7 @@ class EagleHead:
         self.spec, self._argmax, self._hot = spec, argmax, head.hot
         self._fc = Linear(tensors["fc.weight"], tensors.get("fc.bias"))
         self._input_norm = tensors.get("input_norm.weight")
-        self._tap_norms = None
-        if spec.fc_norm:
-            self._tap_norms = torch.stack([tensors[f"fc_norm.{i}.weight"] for i in range(len(spec.tap_layers))])
+        self._tap_norms = [tensors[f"fc_norm.{i}.weight"] for i in range(len(spec.tap_layers))] if spec.fc_norm else []
         self._hidden_norm = tensors["layers.0.hidden_norm.weight"]
         self._norm = tensors["norm.weight"]
         self._layers = [_Layer(head, i) for i in range(spec.num_layers)]
@@ -74,16 +75,17 @@ class EagleHead:
         self._scores = None
         if self._lm_head is not None and not self._fp32_out:
             self._scores = Linear(self._lm_head.to(self._logits_dtype))
-        self._unit = torch.ones(spec.target_hidden_size, dtype=target.dtype, device=target.device)
 
     def features(self, taps: Tensor) -> Tensor:
         """taps [T, W] of the target's residual stream -> [T, H]."""
         eps = self.spec.rms_eps
         if self._input_norm is not None:
             taps = rms_norm(taps, self._input_norm, eps)
-        elif self._tap_norms is not None:
-            chunks = rms_norm(taps.view(-1, self.spec.target_hidden_size), self._unit, eps)
-            taps = chunks.view(-1, *self._tap_norms.shape).mul_(self._tap_norms).flatten(1)
+        elif self._tap_norms:
+            normed, size = torch.empty_like(taps), self.spec.target_hidden_size
+            for tap, out, weight in zip(taps.split(size, 1), normed.split(size, 1), self._tap_norms, strict=True):
+                tap_norm(tap, weight, eps, out=out)
+            taps = normed
         return self._fc(taps)
 
     def enter(
@@ -103,25 +105,47 @@ class EagleHead:
         return normed, normed[:, size:] if self.spec.norm_before_residual else hidden
 
     def layer(
-        self, index: int, normed: Tensor, residual: Tensor, at: Place, kv: Tensor, plan: AttentionPlan, live: Tensor | None = None
-    ) -> Tensor:
-        """Layer `index` on normed [T, 2H] (layer 0) or [T, H]; writes K/V of all T places, adds to the residual in place.
+        self, index: int, normed: Tensor, residual: Tensor, at: Place, kv: Tensor, plan: AttentionPlan,
+        positions: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Layer `index` on normed [T, 2H] (layer 0) or [T, H]; writes K/V of all T places, adds to residual [T, H] in place.
 
-        residual  [T, H]
-        live      int [R]: only these places go on behind K/V, with one query a row in `plan`; residual is [R, H], picked already
+        positions  of the places, where they are later than the plan's
         Returns the residual stream behind the next layer's norm, the last layer's behind the final norm.
         """
+        return self.finish(index, self.queries(index, normed, at, kv), residual, kv, plan, positions)
+
+    def queries(self, index: int, normed: Tensor, at: Place, kv: Tensor) -> Tensor:
+        """The first half of `layer`: q [T, NH, D], and K/V of all T places in their pages."""
+        layer = self._layers[index]
+        return self._rotate(layer, layer.qkv(normed), at, kv)
+
+    def keep(self, index: int, normed: Tensor, at: Place, kv: Tensor) -> None:
+        """K/V alone of all T places: what layer `index` needs of places that nothing goes on from."""
+        layer = self._layers[index]
+        self._rotate(layer, layer.kv(normed), at, kv)
+
+    def _rotate(self, layer: _Layer, product: Tensor, at: Place, kv: Tensor) -> Tensor:
+        return rope_write(product, at.rope, kv, at.slots, q_norm=layer.q_norm, k_norm=layer.k_norm, eps=self.spec.rms_eps)
+
+    def finish(
+        self, index: int, q: Tensor, residual: Tensor, kv: Tensor, plan: AttentionPlan, positions: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The second half of `layer`, from q [T, NH, D]; out [T, H]: where the result goes, or None."""
         layer, eps = self._layers[index], self.spec.rms_eps
-        q = rope_write(layer.qkv(normed), at.rope, kv, at.slots, q_norm=layer.q_norm, k_norm=layer.k_norm, eps=eps)
-        if live is not None:
-            q = q.index_select(0, live)
-        hidden = layer.out(plan.attend(q, kv, self.spec.head_dim**-0.5).flatten(1))
-        hidden = layer.mlp(add_norm(hidden, residual, layer.mlp_norm, eps))
+        attended = plan.attend(q, kv, self.spec.head_dim**-0.5, positions).flatten(1)
+        fuses = residual.is_contiguous() and layer.gate_up.tile("norm_swiglu", residual) is not None
+        hidden = layer.out.add_to(residual, attended, when=fuses)
+        if hidden is None:
+            inner = layer.gate_up.swiglu_of_norm(residual, layer.mlp_norm, eps)
+        else:
+            inner = layer.gate_up.swiglu(add_norm(hidden, residual, layer.mlp_norm, eps))
         following = self._layers[index + 1].input_norm if index + 1 < len(self._layers) else self._norm
-        return add_norm(hidden, residual, following, eps)
+        return add_norm(layer.down(inner), residual, following, eps, out=out)
 
     def choose(self, normed: Tensor, out_ids: Tensor) -> None:
-        """normed [R, H] behind the final norm -> the target id of each row's likeliest draft token, int32 [R]."""
+        """normed [R, H] behind the final norm -> the target id of each row's likeliest draft token, int32 [R] of any stride."""
         tile = self._fused_tile(normed) if self._argmax else None
         if tile is not None and self._lm_head is not None:
             lm_head(normed, self._lm_head, out_ids=out_ids, map_ids=self._hot, tile=tile)
@@ -147,3 +171,15 @@ class EagleHead:
         if self._scores is None:
             return torch.mm(normed, self._lm_head.t(), out_dtype=torch.float32)
         return self._scores(normed.to(self._logits_dtype))
+
+
+def products(spec: HeadSpec) -> list[Product]:
+    """The products of a head, as `batchspec.model.tuning.products` of a model: R * S tokens of fc, qkv and K/V, R of the rest."""
+    hidden, inner, heads = spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim
+    kv = 2 * spec.num_kv_heads * spec.head_dim
+    widths = [2 * hidden] + [hidden] * (spec.num_layers > 1)
+    found = [("linear", hidden, len(spec.tap_layers) * spec.target_hidden_size)]
+    found += [("linear", rows, width) for width in widths for rows in (heads + kv, kv)]
+    found += [("linear", hidden, heads), ("linear", hidden, inner), ("linear", 2 * inner, hidden), ("swiglu", 2 * inner, hidden)]
+    found += [("linear_add", hidden, heads), ("norm_swiglu", 2 * inner, hidden), ("lm_head", spec.draft_vocab_size, hidden)]
+    return found

@@ -28,16 +28,22 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normed.to(hidden.dtype).mul_(weight)
 
 
-def add_norm(hidden: Tensor, residual: Tensor, weight: Tensor, eps: float, out_tap: Tensor | None = None) -> Tensor:
-    """Add hidden [T, H] to residual [T, H] in place, copy the sum to out_tap where given, and return its rms_norm [T, H]."""
+def add_norm(
+    hidden: Tensor, residual: Tensor, weight: Tensor, eps: float, out_tap: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """Add hidden [T, H] to residual [T, H] in place, copy the sum to out_tap where given, and return its rms_norm [T, H].
+
+    out  where the norm goes, or None for a new tensor
+    """
     if hidden.is_cuda:
-        out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+        out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if out is None else out
         norm.add_norm(hidden, residual, weight, eps, out=out, out_tap=out_tap)
         return out
     residual.add_(hidden)
     if out_tap is not None:
         out_tap.copy_(residual)
-    return rms_norm(residual, weight, eps)
+    normed = rms_norm(residual, weight, eps)
+    return normed if out is None else out.copy_(normed)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:

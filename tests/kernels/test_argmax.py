@@ -79,6 +79,14 @@ def test_draft_ids_are_mapped_to_target_ids(dtype: torch.dtype, interpret: bool,
     assert choose(logits, interpret, map_ids=map_ids) == [3 * by_hand(row) + 1 for row in logits.tolist()]
 
 
+def test_a_column_of_a_matrix_is_written_in_place(interpret: bool, device: torch.device) -> None:
+    logits = torch.randn(4, 300, device=device)
+    ids = torch.full((4, 3), POISON, dtype=torch.int32, device=device)
+    argmax(logits, out_ids=ids[:, 1], interpret=interpret)
+    assert ids[:, 1].tolist() == [by_hand(row) for row in logits.tolist()]
+    assert bool((ids[:, ::2] == POISON).all())
+
+
 def test_no_rows_is_no_work(interpret: bool, device: torch.device) -> None:
     assert choose(torch.empty(0, 50, device=device), interpret) == []
 

@@ -25,7 +25,7 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
     _acc = "fp64" if _dtype == "fp64" else "fp32"
     for _map in (None, PI32, PI64):
         _case(f"argmax_kernel {_dtype}, map {_map}", "argmax", 32, logits=f"*{_dtype}", map_ids=_map, out_ids=PI32,
-              stride_row=I32, vocab=I32, ACC=_acc, BLOCK=4096)  # fmt: skip
+              stride_row=I32, out_stride=I32, vocab=I32, ACC=_acc, BLOCK=4096)  # fmt: skip
     _case(f"sample_kernel {_dtype}", "sample", 16, logits=f"*{_dtype}", row_ids=PI32, positions=PI64, keys=PI64,
           temperature=PF32, cutoff=f"*{_acc}", out_ids=PI32, stride_row=I32, vocab=I32, ACC=_acc, BLOCK=4096)  # fmt: skip
     _case(f"kv_write_kernel {_dtype}", "kv_write", 4, k=f"*{_dtype}", v=f"*{_dtype}", kv=f"*{_dtype}", slots=PI64,
@@ -38,6 +38,10 @@ for _tokens in (1, 5):
           page_table=PI32, out_ids=PI32, out_draft_len=PI32, out_positions=PI64, out_slots=PI64, out_kv_len=PI32,
           token_stride=I32, max_tokens=I32, max_pages=I32, WIDTH=_tokens, PAGE_SIZE=16,
           LANES=1 if _tokens == 1 else 8)  # fmt: skip
+for _k in (1, 2, 5):
+    _case(f"draft_steps_kernel K={_k}", "draft_steps", 1, first_ids=PI32, num_tokens=PI32, live=PI32, page_table=PI32,
+          out_ids=PI32, out_draft_len=PI32, out_positions=PI64, out_slots=PI64, out_kv_len=PI32, num_rows=I32, ids_stride=I32,
+          max_tokens=I32, max_pages=I32, WIDTH=_k, PAGE_SIZE=16, LANES=4 if _k == 5 else 1)  # fmt: skip
 for _rows in (2, 256):
     _case(f"ragged_kernel R={_rows}", "slots", 4, start=PI32, q_len=PI32, page_table=PI32, out_q_start=PI32, out_row_ids=PI32,
           out_positions=PI64, out_slots=PI64, num_rows=I32, num_places=I32, max_pages=I32, PAGE_SIZE=16, ROWS=_rows,
@@ -62,8 +66,15 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
     for _places in (None, PI64):
         _case(f"head_input_kernel {_dtype}, positions {_places}", "head_input", 2, token_ids=PI32,
               row_ids=None if _places is None else PI32, positions=_places, hidden=_values, embedding=_values,
-              embedding_norm=_values, hidden_norm=_values, out=_values, hidden_stride=I32, out_stride=I32, max_len=I32,
-              num_tokens=I32, EPS=1e-5, WIDTH=576, BLOCK=1024, ACC=_acc)  # fmt: skip
+              embedding_norm=_values, hidden_norm=_values, out=_values, token_stride=I32, hidden_stride=I32, out_stride=I32,
+              max_len=I32, num_tokens=I32, EPS=1e-5, WIDTH=576, BLOCK=1024, ACC=_acc)  # fmt: skip
+    _case(f"live_rows_kernel {_dtype}", "live_rows", 4, q=_values, residual=_values, q_start=PI32, accepted_len=PI32,
+          positions=PI64, num_tokens=PI32, live=PI32, out_q=_values, out_residual=_values, out_positions=PI64, out_kv_len=PI32,
+          num_places=I32, q_stride=I32, residual_stride=I32, out_q_stride=I32, out_residual_stride=I32, Q_WIDTH=1536, WIDTH=576,
+          BLOCK=2048)  # fmt: skip
+    _case(f"rope_write_kernel {_dtype}, no queries", "rope_write", 2, qkv=_values, positions=PI64, freqs=PF32, q_norm=_values,
+          k_norm=_values, out_q=_values, kv=_values, slots=PI64, qkv_stride=I32, kv_stride_part=I64, EPS=1e-6, FACTOR=1.0,
+          NUM_HEADS=0, NUM_KV_HEADS=8, HALF=64, HEADS=8, BLOCKS_PER_PROGRAM=2, LANES=64, ACC=_acc)  # fmt: skip
     _case(f"silu_and_mul_kernel {_dtype}", "activation", 8, gate_up=_values, out=_values, stride=I32, WIDTH=14336, BLOCK=2048,
           ACC=_acc)  # fmt: skip
     for _gains, _blocks in ((None, 1), (_values, 1), (None, 6)):
@@ -90,8 +101,8 @@ for _dtype, _tma in (("bf16", True), ("fp32", False)):
           num_parts=I32, k=I32, stride_x=I32, stride_w=I32, BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, TMA=_tma, EVEN_K=True,
           INTERPRETED=False)  # fmt: skip
 for _map in (None, PI32, PI64):
-    _case(f"first_top_kernel map {_map}", "lm_head", 4, top=PF32, top_ids=PI32, map_ids=_map, out_ids=PI32, num_parts=I32,
-          BLOCK=1024)  # fmt: skip
+    _case(f"first_top_kernel map {_map}", "lm_head", 4, top=PF32, top_ids=PI32, map_ids=_map, out_ids=PI32, out_stride=I32,
+          num_parts=I32, BLOCK=1024)  # fmt: skip
 # (dtype, D, tile, block, warps, window, grouped, tree)
 for _dtype, _dim, _tile, _block, _warps, _window, _grouped, _tree in (
     ("bf16", 128, 16, 64, 4, 0, False, False), ("bf16", 96, 64, 64, 4, 0, True, False),

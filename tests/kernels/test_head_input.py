@@ -46,6 +46,14 @@ def test_a_token_for_each_place(num_places: int, width: int, dtype: torch.dtype,
     assert_halves(out, tokens, hidden, weights)
 
 
+def test_a_column_of_tokens(interpret: bool, device: torch.device) -> None:
+    hidden, weights = make(3, 16, torch.float32, device)
+    drafts = torch.tensor([[9, 1, 9], [9, 0, 9], [9, 10, 9]], dtype=torch.int32, device=device)
+    out = torch.full((3, 32), NAN, device=device)
+    head_input(drafts[:, 1], hidden, *weights, EPS, out=out, interpret=interpret)
+    assert_halves(out, drafts[:, 1], hidden, weights)
+
+
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 def test_the_token_behind_each_position_of_its_line(index_dtype: torch.dtype, interpret: bool, device: torch.device) -> None:
     table = torch.randint(0, VOCAB, (3, 6), dtype=torch.int32, device=device)

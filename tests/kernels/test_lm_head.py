@@ -60,6 +60,13 @@ def test_tie_goes_to_the_lowest_id_inside_and_between_tiles(interpret: bool, dev
     assert choose(*selector(rows, device), interpret) == [5, 15, 17, 0]
 
 
+def test_a_column_of_a_matrix_is_written_in_place(interpret: bool, device: torch.device) -> None:
+    hidden, weight = selector([[0.0, 1, 0], [3, 1, 0], [0, 1, 2]], device)
+    ids = torch.full((3, 4), POISON, dtype=torch.int32, device=device)
+    lm_head(hidden, weight, out_ids=ids[:, 2], tile=TILE, interpret=interpret)
+    assert ids.tolist() == [[POISON, POISON, best, POISON] for best in (1, 0, 2)]
+
+
 def test_nan_counts_as_minus_infinity(interpret: bool, device: torch.device) -> None:
     weight = torch.full((40, 1), -3.0, device=device)
     weight[:20] = NAN

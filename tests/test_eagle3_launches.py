@@ -1,0 +1,176 @@
+"""What a round of an EAGLE-3 chain launches beside batchspec's own kernels: matrix products, and no operation of torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from batchspec.cache.attention import AttentionPlan, plan_attention
+from batchspec.decode.engine import Engine
+from batchspec.decode.round import RoundOptions
+from batchspec.draft import eagle3, head
+from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.weights import load_head
+from batchspec.model import layers
+from tests.engines import DEVICE, packed, request, tiny_target
+from tests.heads import random_tensors, tiny_design, write_head
+
+OWN_KERNELS = {
+    eagle3: ("draft_steps", "live_rows", "rope_of"),
+    head: ("head_input", "lm_head", "argmax", "add_norm", "rms_norm", "tap_norm", "rope_write"),
+    layers: ("add_norm", "rms_norm", "silu_and_mul"),
+}
+"""Wrappers of one kernel each on a GPU (rope_of: of none); here their references run, which are operations of torch."""
+PRODUCTS = {"mm", "addmm"}
+FREE = {"view", "slice", "select", "unbind", "split", "unsqueeze", "t", "transpose", "as_strided", "alias", "detach", "empty",
+        "empty_like", "new_empty", "_unsafe_view", "reshape"}  # fmt: skip
+"""Views and allocations: nothing of them reaches a captured graph."""
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations of torch that would be kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self:  # inference mode hands over operations that are made of others
+            made_of_others = func.decompose(*args, **(kwargs or {}))
+        if made_of_others is not NotImplemented:
+            return made_of_others
+        name = func.overloadpacket.__name__
+        if name not in FREE:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def uncounted(call: Callable[..., Any], calls: Counter[str], name: str) -> Callable[..., Any]:
+    def run(*args: Any, **options: Any) -> Any:
+        calls[name] += 1
+        with _disable_current_modes():
+            return call(*args, **options)
+
+    return run
+
+
+class _Plan:
+    """Attention runs in kernels of its own."""
+
+    def __init__(self, plan: AttentionPlan, calls: Counter[str]) -> None:
+        self.attend = uncounted(plan.attend, calls, "attend")
+
+
+@contextmanager
+def own_kernels() -> Iterator[Counter[str]]:
+    """Calls of each kernel's wrapper inside the context."""
+    calls: Counter[str] = Counter()
+
+    def plan(*args: Any, **options: Any) -> _Plan:
+        calls["plan_attention"] += 1
+        return _Plan(plan_attention(*args, **options), calls)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module, names in OWN_KERNELS.items():
+            for name in names:
+                patch.setattr(module, name, uncounted(getattr(module, name), calls, name))
+        patch.setattr(eagle3, "plan_attention", plan)
+        yield calls
+
+
+class Watched(Eagle3Drafter):
+    """Keeps what one propose and one catch_up launch: torch's operations and batchspec's own kernels."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.found: list[tuple[str, Counter[str], Counter[str]]] = []
+
+    def _watch(self, name: str, call: Callable[[], None]) -> None:
+        with own_kernels() as calls, Launches() as torch_calls:
+            call()
+        self.found.append((name, torch_calls.counts, calls))
+
+    def propose(self, *args: Any, **options: Any) -> None:
+        self._watch("propose", partial(super().propose, *args, **options))
+
+    def catch_up(self, *args: Any, lead: bool, **options: Any) -> None:
+        self._watch("catch_up" if lead else "keep warm", partial(super().catch_up, *args, lead=lead, **options))
+
+
+def launches(folder: Path, max_len: int, design: dict[str, Any], *, lead: bool = True, **options: Any) -> list[Any]:
+    """(part of the round, torch's operations, own kernels) of every part of some rounds."""
+    target = tiny_target(torch.float32)
+    own = tiny_design(target.spec, **design)
+    checkpoint = write_head(folder, own, random_tensors(own), layout="speculators")
+    loaded = load_head(checkpoint, target.spec, dtype=target.dtype, device=DEVICE, aux_layers="input")
+    drafter = Watched(loaded, target, max_len, slots=2, **options)
+    engine = Engine(target, drafter, packed(2, draft_len=max_len), device=DEVICE, options=RoundOptions())
+    if not lead:
+        run_round = engine.round.run
+        engine.round.run = lambda rows, mode, *_: run_round(rows, mode, 0, lead=False)  # type: ignore[method-assign]
+    assert len(list(engine.run(iter([request(i, [i, 2, 3], cap=9) for i in range(3)])))) == 3
+    return drafter.found
+
+
+DESIGNS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "normed state fed back": {"norm_output": True},
+    "norms of every kind, biases": {"norm_before_residual": True, "fc_norm": True, "qk_norm": True, "attention_bias": True},
+    "two layers": {"layers": 2, "windows": (None, 3)},
+}
+
+
+@pytest.fixture(autouse=True)
+def plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: weights as they are."""
+    monkeypatch.setattr(layers, "_can_pack", lambda weight: False)
+
+
+@pytest.mark.parametrize("name", DESIGNS)
+def test_the_fast_path_launches_products_and_own_kernels_only(name: str, tmp_path: Path) -> None:
+    num_layers = DESIGNS[name].get("layers", 1)
+    found = launches(tmp_path, 3, DESIGNS[name])
+    assert {part for part, _, _ in found} == {"propose", "catch_up"}
+    for part, of_torch, own in found:
+        assert set(of_torch) <= PRODUCTS, (part, of_torch)
+        if part == "propose":
+            assert own["draft_steps"] == 1
+            assert own["plan_attention"] == num_layers  # one for each window, none for each step
+            assert own["attend"] == 2 * num_layers
+            assert own["head_input"] == own["argmax"] == 2
+        else:
+            assert own["live_rows"] == own["head_input"] == own["argmax"] == 1
+            assert own["attend"] == num_layers
+
+
+@pytest.mark.parametrize("name", DESIGNS)
+def test_a_round_without_drafts_behind_it_computes_k_and_v_only(name: str, tmp_path: Path) -> None:
+    num_layers = DESIGNS[name].get("layers", 1)
+    for part, of_torch, own in launches(tmp_path, 3, DESIGNS[name], lead=False):
+        assert part == "keep warm"
+        assert set(of_torch) <= PRODUCTS
+        assert sum(of_torch.values()) == 2 + 4 * (num_layers - 1)  # fc, K and V of the last layer, all of those before it
+        assert own["attend"] == num_layers - 1
+        assert not own["argmax"] + own["live_rows"]
+
+
+@pytest.mark.parametrize(
+    ("option", "part", "operations"),
+    [
+        ("uniform_slots", "propose", {"cumsum", "cat", "_to_copy"}),
+        ("dead_positions", "catch_up", {"index_select", "add"}),
+        ("argmax", "propose", {"_softmax", "topk"}),
+    ],
+)
+def test_the_general_paths_stay_general(option: str, part: str, operations: set[str], tmp_path: Path) -> None:
+    found = [of_torch for kind, of_torch, _ in launches(tmp_path, 3, {}, **{option: False}) if kind == part]
+    assert found
+    assert all(operations <= set(of_torch) for of_torch in found)
