@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from batchspec.draft.head import products as head_products
+from batchspec.draft.weights import dummy_spec
 from batchspec.errors import ConfigError
 from batchspec.kernels import trial
 from batchspec.kernels.tiles import Tile
@@ -98,6 +100,32 @@ def test_the_products_of_a_model() -> None:
         ("linear_add", 64, 128), ("linear_add", 64, 96), ("norm_linear", 256, 64), ("norm_swiglu", 192, 64),
         ("lm_head", 500, 64),
     }  # fmt: skip
+
+
+def llama(hidden: int, num_heads: int, kv_heads: int, head_dim: int, inner: int, vocab: int) -> ModelSpec:
+    return ModelSpec(
+        family="llama", num_layers=16, hidden_size=hidden, num_heads=num_heads, num_kv_heads=kv_heads, head_dim=head_dim,
+        intermediate_size=inner, vocab_size=vocab, rms_eps=1e-5, rope=RopeSpec(type="default", theta=1e4), windows=(None,) * 16,
+        tie=True, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False, eos_ids=(1,), max_len=128, dtype="bfloat16",
+        generation={},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "spec"),
+    [
+        ("llama8b", llama(4096, 32, 8, 128, 14336, 128256)),
+        ("llama1b", llama(2048, 32, 8, 64, 8192, 128256)),
+        ("smol135m", llama(576, 9, 3, 64, 1536, 49152)),
+    ],
+)
+def test_tuning_a_known_model_covers_an_eagle_head_of_it(model: str, spec: ModelSpec) -> None:
+    known = {*trial.MODELS[model], trial.LM_HEADS[model], *trial.HEADS[model]}
+    fused = {"linear_add", "norm_linear", "norm_swiglu"}  # large models do without
+    head = set(head_products(dummy_spec(spec)))
+    assert {product for product in head | set(products(spec)) if product[0] not in fused} <= known
+    assert ("linear", spec.hidden_size, 3 * spec.hidden_size) in head
+    assert model == "llama8b" or {product for product in head if product[0] in fused} <= known
 
 
 class FakeClock:

@@ -20,7 +20,7 @@ import torch
 
 from batchspec.errors import ConfigError
 from batchspec.kernels.tiles import Tile
-from batchspec.kernels.trial import LM_HEADS, MODELS, run_trials
+from batchspec.kernels.trial import HEADS, LM_HEADS, MODELS, run_trials
 from batchspec.model.spec import ModelSpec
 
 TOKEN_COUNTS = (64, 128, 192, 256, 384, 512, 768, 1024)
@@ -133,11 +133,12 @@ def _cache_path(gpu: str) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m batchspec.model.tuning", description="Tune the products of known shapes.")
-    parser.add_argument("models", nargs="+", choices=sorted(MODELS))
+    parser.add_argument("models", nargs="+", choices=sorted(MODELS), help="with their lm_head and an EAGLE-3 head")
     parser.add_argument("--out", type=Path, help="table to write; default: the user's cache folder")
     arguments = parser.parse_args()
     device = torch.device("cuda")
-    entries = tune(dict.fromkeys(p for model in arguments.models for p in (*MODELS[model], LM_HEADS[model])), device)
+    known = [product for model in arguments.models for product in (*MODELS[model], LM_HEADS[model], *HEADS[model])]
+    entries = tune(dict.fromkeys(known), device)
     print(f"written: {save(entries, torch.cuda.get_device_name(device), arguments.out)}")
 
 
