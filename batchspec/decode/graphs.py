@@ -55,8 +55,7 @@ class Graphs:
         return len(self._graphs)
 
     def replay_all(self) -> None:
-        """Every captured round once, over dead rows; for traces."""
-        self._rows.live.zero_()
+        """Every captured round once, for traces; only while no row is live."""
         for graph, _ in self._graphs.values():
             graph.replay()
 
