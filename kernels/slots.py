@@ -3,9 +3,9 @@
     position = start[r] + j,   slot = page_table[r, position // page_size] * page_size + position % page_size
 
 Dead rows, padding and positions past the page table get slot 0 of the scratch page 0, never a page that wraps around.
-`uniform_slots` gives every row `tokens_per_row` places (decode rounds): no prefix sum, no fills, no casts, one launch.
 `ragged_slots` gives row r `q_len[r]` places (prefill, mixed lengths): one program a row sums the lengths before it, one launch.
-Bound by launch latency: a few KB. Source: the uniform variant of https://github.com/lightseekorg/tokenspeed/pull/142.
+Rounds of a fixed draft length need no sum: `round_inputs` and `draft_steps` find their slots with `slot_of`.
+Bound by launch latency: a few KB.
 """
 
 from __future__ import annotations
@@ -33,21 +33,6 @@ def slot_of(page_table, row, position, inside, max_pages, page_size):
     return tl.where(known, location + position % page_size, 0)
 
 
-@triton.jit(do_not_specialize=["num_places"])
-def uniform_kernel(
-    start, live, page_table, out_positions, out_slots, num_places, max_pages,
-    TOKENS_PER_ROW: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    exists = place < num_places
-    row = place // TOKENS_PER_ROW
-    alive = tl.load(live + row, mask=exists, other=0) != 0
-    first = tl.load(start + row, mask=alive, other=0).to(tl.int64)
-    position = tl.where(alive, first + place % TOKENS_PER_ROW, 0)
-    tl.store(out_positions + place, position, mask=exists)
-    tl.store(out_slots + place, slot_of(page_table, row, position, alive, max_pages, PAGE_SIZE), mask=exists)
-
-
 @triton.jit(do_not_specialize=["num_rows", "num_places"])
 def ragged_kernel(
     start, q_len, page_table, out_q_start, out_row_ids, out_positions, out_slots, num_rows, num_places, max_pages,
@@ -72,46 +57,6 @@ def ragged_kernel(
         tl.store(out_row_ids + place, tl.zeros([BLOCK], tl.int32) + row_id, mask=exists)
         tl.store(out_positions + place, position, mask=exists)
         tl.store(out_slots + place, slot, mask=exists)
-
-
-def uniform_slots(
-    start: Tensor,
-    live: Tensor,
-    page_table: Tensor,
-    *,
-    tokens_per_row: int,
-    page_size: int,
-    out_positions: Tensor,
-    out_slots: Tensor,
-    interpret: bool = False,
-) -> None:
-    """Write positions and slots of R * S flat places, S = tokens_per_row each row.
-
-    start          int32 [R]  position of each row's first token
-    live           int32 [R]  0: position 0, scratch slot
-    page_table     int32 [R, max pages a row]
-    out_positions  int64 [R * S]
-    out_slots      int64 [R * S]
-
-    Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
-    """
-    num_rows, max_pages = page_table.shape
-    num_places = num_rows * tokens_per_row
-    check("uniform_slots: start", start, (num_rows,), torch.int32)
-    check("uniform_slots: live", live, (num_rows,), torch.int32)
-    check("uniform_slots: page_table", page_table, (num_rows, max_pages), torch.int32)
-    check("uniform_slots: out_positions", out_positions, (num_places,), torch.int64)
-    check("uniform_slots: out_slots", out_slots, (num_places,), torch.int64)
-    if not (start.is_cuda or interpret):
-        uniform_slots_reference(
-            start, live, page_table, tokens_per_row=tokens_per_row, page_size=page_size,
-            out_positions=out_positions, out_slots=out_slots,
-        )  # fmt: skip
-    elif num_places:
-        uniform_kernel[(triton.cdiv(num_places, BLOCK),)](
-            start, live, page_table, out_positions, out_slots, num_places, max_pages,
-            TOKENS_PER_ROW=tokens_per_row, PAGE_SIZE=page_size, BLOCK=BLOCK, num_warps=4,
-        )  # fmt: skip
 
 
 def ragged_slots(
@@ -159,24 +104,6 @@ def ragged_slots(
         )  # fmt: skip
 
 
-def uniform_slots_reference(
-    start: Tensor,
-    live: Tensor,
-    page_table: Tensor,
-    *,
-    tokens_per_row: int,
-    page_size: int,
-    out_positions: Tensor,
-    out_slots: Tensor,
-) -> None:
-    """The same in plain torch."""
-    positions = (start[:, None] + torch.arange(tokens_per_row, device=start.device)) * (live != 0)[:, None]
-    out_positions.copy_(positions.flatten())
-    rows = torch.arange(len(start), device=start.device)[:, None]
-    inside = (live != 0)[:, None] & (positions < page_table.shape[1] * page_size)
-    out_slots.copy_(_slots_reference(page_table, rows, positions, inside, page_size).flatten())
-
-
 def ragged_slots_reference(
     start: Tensor,
     q_len: Tensor,
@@ -221,13 +148,6 @@ def main() -> None:
             "out_q_start": torch.empty(rows + 1, dtype=torch.int32, device=device),
             "out_row_ids": torch.empty(rows * tokens, dtype=torch.int32, device=device),
         }
-        uniform = (start, torch.ones_like(start), page_table)
-        bench.row(
-            f"uniform R={rows} S={tokens}",
-            [partial(uniform_slots, *uniform, tokens_per_row=tokens, page_size=16, **flat)],
-            [partial(uniform_slots_reference, *uniform, tokens_per_row=tokens, page_size=16, **flat)],
-            num_bytes=rows * (8 + tokens * 20),
-        )
         bench.row(
             f"ragged R={rows} T={rows * tokens}",
             [partial(ragged_slots, start, q_len, page_table, page_size=16, **flat, **layout)],

@@ -32,8 +32,6 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
           k_stride_t=I32, k_stride_h=I32, v_stride_t=I32, v_stride_h=I32, kv_stride_part=I64, kv_stride_slot=I32,
           NUM_VALUES=192, HEAD_DIM=64, BLOCK=256)  # fmt: skip
 for _tokens in (1, 5):
-    _case(f"uniform_kernel S={_tokens}", "slots", 4, start=PI32, live=PI32, page_table=PI32, out_positions=PI64, out_slots=PI64,
-          num_places=I32, max_pages=I32, TOKENS_PER_ROW=_tokens, PAGE_SIZE=16, BLOCK=128)  # fmt: skip
     _case(f"round_inputs_kernel S={_tokens}", "round_inputs", 1, tokens=PI32, num_tokens=PI32, limit=PI32, live=PI32,
           page_table=PI32, out_ids=PI32, out_draft_len=PI32, out_positions=PI64, out_slots=PI64, out_kv_len=PI32,
           token_stride=I32, max_tokens=I32, max_pages=I32, WIDTH=_tokens, PAGE_SIZE=16,

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchspec.kernels.slots import BLOCK, ragged_slots, uniform_slots
+from batchspec.kernels.slots import BLOCK, ragged_slots
 
 POISON = -7
 PAGE_SIZE = 4
@@ -26,20 +26,6 @@ def make_page_table(num_rows: int, max_pages: int) -> list[list[int]]:
 def slot_by_hand(pages: list[int], position: int, page_size: int) -> int:
     page = position // page_size
     return pages[page] * page_size + position % page_size if page < len(pages) else 0
-
-
-def uniform(
-    start: list[int], live: list[int], table: list[list[int]], tokens: int, interpret: bool, device: torch.device,
-    page_size: int = PAGE_SIZE,
-) -> Lists:  # fmt: skip
-    positions = torch.full((len(start) * tokens,), POISON, dtype=torch.int64, device=device)
-    slots = torch.full_like(positions, POISON)
-    ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
-    uniform_slots(
-        torch.tensor(start, **ints), torch.tensor(live, **ints), torch.tensor(table, **ints),
-        tokens_per_row=tokens, page_size=page_size, out_positions=positions, out_slots=slots, interpret=interpret,
-    )  # fmt: skip
-    return positions.tolist(), slots.tolist()
 
 
 def ragged(
@@ -70,40 +56,12 @@ def ragged_by_hand(start: list[int], q_len: list[int], table: list[list[int]], n
     return q_start, row_ids + padding, positions + padding, slots + padding
 
 
-def test_uniform_counts_up_from_each_row_s_start(interpret: bool, device: torch.device) -> None:
-    positions, slots = uniform([0, 6], [1, 1], [[5, 9, 2], [1, 3, 8]], 3, interpret, device)
-    assert positions == [0, 1, 2, 6, 7, 8]
-    assert slots == [20, 21, 22, 14, 15, 32]
-
-
-def test_uniform_sends_dead_rows_to_the_scratch_page(interpret: bool, device: torch.device) -> None:
-    positions, slots = uniform([5, -1, 3], [0, 0, 1], [[1, 2], [3, 4], [5, 6]], 2, interpret, device)
-    assert positions == [0, 0, 0, 0, 3, 4]
-    assert slots == [0, 0, 0, 0, 23, 24]
-
-
 def test_positions_behind_the_page_table_keep_counting_and_use_the_scratch_page(interpret: bool, device: torch.device) -> None:
-    table = [[3, 5], [4, 6]]
-    positions, slots = uniform([6, 8], [1, 1], table, 4, interpret, device)
-    assert positions == [6, 7, 8, 9, 8, 9, 10, 11]
-    assert slots == [22, 23, 0, 0, 0, 0, 0, 0]
-    assert ragged([6, 8], [4, 2], table, 6, interpret, device)[2:] == ([6, 7, 8, 9, 8, 9], [22, 23, 0, 0, 0, 0])
-
-
-@pytest.mark.parametrize(("num_rows", "tokens"), [(1, 1), (3, 5), (BLOCK + 1, 1), (67, 9)])
-def test_uniform_at_odd_sizes(num_rows: int, tokens: int, interpret: bool, device: torch.device) -> None:
-    table = make_page_table(num_rows, 7)
-    start = [(11 * row) % 40 for row in range(num_rows)]
-    live = [int(row % 4 != 2) for row in range(num_rows)]
-    positions, slots = uniform(start, live, table, tokens, interpret, device, page_size=5)
-    places = [(row, start[row] + j) if live[row] else (row, None) for row in range(num_rows) for j in range(tokens)]
-    assert positions == [0 if position is None else position for _, position in places]
-    assert slots == [0 if position is None else slot_by_hand(table[row], position, 5) for row, position in places]
+    assert ragged([6, 8], [4, 2], [[3, 5], [4, 6]], 6, interpret, device)[2:] == ([6, 7, 8, 9, 8, 9], [22, 23, 0, 0, 0, 0])
 
 
 def test_slots_beyond_two_to_the_31_do_not_wrap(interpret: bool, device: torch.device) -> None:
     page = 2**31 - 1
-    assert uniform([17], [1], [[1, page]], 1, interpret, device, page_size=16)[1] == [page * 16 + 1]
     assert ragged([17], [1], [[1, page]], 1, interpret, device, page_size=16)[3] == [page * 16 + 1]
 
 
@@ -144,20 +102,11 @@ def test_ragged_equals_a_loop(
 def test_wrong_arguments_are_refused() -> None:
     ints, longs = torch.zeros(2, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
     good: dict[str, Any] = {
-        "start": ints, "page_table": torch.zeros(2, 3, dtype=torch.int32), "page_size": 4, "out_positions": longs,
-        "out_slots": longs.clone(),
+        "start": ints, "q_len": ints, "page_table": torch.zeros(2, 3, dtype=torch.int32), "page_size": 4,
+        "out_q_start": torch.zeros(3, dtype=torch.int32), "out_row_ids": torch.zeros(4, dtype=torch.int32),
+        "out_positions": longs, "out_slots": longs.clone(),
     }  # fmt: skip
-    uniform_only: dict[str, Any] = {"live": ints, "tokens_per_row": 2}
-    ragged_only: dict[str, Any] = {
-        "q_len": ints, "out_q_start": torch.zeros(3, dtype=torch.int32), "out_row_ids": torch.zeros(4, dtype=torch.int32)
-    }  # fmt: skip
-    uniform_slots(**good, **uniform_only)
-    ragged_slots(**good, **ragged_only)
-    for name in ("start", "live", "page_table", "out_positions", "out_slots"):
-        with pytest.raises(ValueError, match=f"uniform_slots: {name} is float32"):
-            uniform_slots(**{**good, **uniform_only, name: (good | uniform_only)[name].float()})
+    ragged_slots(**good)
     for name in ("start", "q_len", "page_table", "out_q_start", "out_row_ids", "out_positions", "out_slots"):
         with pytest.raises(ValueError, match=f"ragged_slots: {name} is float32"):
-            ragged_slots(**{**good, **ragged_only, name: (good | ragged_only)[name].float()})
-    with pytest.raises(ValueError, match=r"uniform_slots: out_positions is int64 \[4\].* must be int64 \[6\]"):
-        uniform_slots(**good, live=ints, tokens_per_row=3)
+            ragged_slots(**{**good, name: good[name].float()})
