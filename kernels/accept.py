@@ -23,6 +23,7 @@ from torch import Tensor
 from batchspec.kernels.bench import Bench
 from batchspec.kernels.checks import check
 from batchspec.kernels.mix import position_words, uniform, uniform_reference
+from batchspec.kernels.pdl import await_earlier, launch_args
 
 MAX_DRAFT_LEN = 64
 STOPPED, FULL = 1, 2
@@ -32,10 +33,11 @@ STOPPED, FULL = 1, 2
 def accept_kernel(
     draft_ids, draft_len, target_ids, q_start, stop_ids, limit, rates, keys,
     tokens, num_tokens, live, finish, out_accepted_len, out_log, draft_stride, token_stride, max_tokens,
-    K: tl.constexpr, NUM_STOPS: tl.constexpr, LANES: tl.constexpr, STOP_LANES: tl.constexpr,
+    K: tl.constexpr, NUM_STOPS: tl.constexpr, LANES: tl.constexpr, STOP_LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
+    await_earlier(PDL)
     alive = tl.load(live + row) != 0
     length = tl.load(draft_len + row, mask=alive, other=0)
     num = tl.load(num_tokens + row)
@@ -141,7 +143,7 @@ def accept(
             tokens, num_tokens, live, finish, out_accepted_len, out_log,
             draft_ids.stride(0), tokens.stride(0), tokens.shape[1],
             K=width, NUM_STOPS=num_stops, LANES=max(2, triton.next_power_of_2(width + 1)),
-            STOP_LANES=max(2, triton.next_power_of_2(num_stops)), num_warps=1,
+            STOP_LANES=max(2, triton.next_power_of_2(num_stops)), num_warps=1, **launch_args(draft_ids),
         )  # fmt: skip
 
 

@@ -17,17 +17,21 @@ from torch import Tensor
 from batchspec.kernels.attempt import attempt
 from batchspec.kernels.bench import Bench
 from batchspec.kernels.checks import FLOATS, check
+from batchspec.kernels.pdl import await_earlier, launch_args
 
 BLOCK = 2048
 VALUES_PER_THREAD = 8  # a 16-byte load of bf16
 
 
 @triton.jit
-def silu_and_mul_kernel(gate_up, out, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr):
+def silu_and_mul_kernel(
+    gate_up, out, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // blocks).to(tl.int64)
     lane = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     exists = lane < WIDTH
+    await_earlier(PDL)
     gate = tl.load(gate_up + row * stride + lane, mask=exists, other=0.0).to(ACC)
     up = tl.load(gate_up + row * stride + WIDTH + lane, mask=exists, other=0.0).to(ACC)
     opened = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(ACC)
@@ -52,7 +56,7 @@ def silu_and_mul(gate_up: Tensor, *, out: Tensor, interpret: bool = False) -> No
         silu_and_mul_kernel[(num_places * triton.cdiv(width, block),)](
             gate_up, out, gate_up.stride(0), WIDTH=width, BLOCK=block,
             ACC=tl.float64 if gate_up.dtype == torch.float64 else tl.float32,
-            num_warps=max(1, block // (32 * VALUES_PER_THREAD)),
+            num_warps=max(1, block // (32 * VALUES_PER_THREAD)), **launch_args(gate_up),
         )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from batchspec.kernels.bench import Bench
 from batchspec.kernels.checks import FLOATS, check
+from batchspec.kernels.pdl import await_earlier, launch_args
 
 GROUP = 128
 BLOCK = 4096
@@ -24,11 +25,14 @@ NUM_WARPS = 32
 
 
 @triton.jit
-def argmax_kernel(logits, map_ids, out_ids, stride_row, out_stride, vocab, ACC: tl.constexpr, BLOCK: tl.constexpr):
+def argmax_kernel(
+    logits, map_ids, out_ids, stride_row, out_stride, vocab, ACC: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), ACC)
     best_ids = tl.zeros([BLOCK], tl.int32)
+    await_earlier(PDL)
     for first in range(0, vocab, BLOCK):
         ids = first + lanes
         x = tl.load(logits + row * stride_row + ids, mask=ids < vocab, other=float("-inf")).to(ACC)
@@ -67,8 +71,9 @@ def argmax(
         acc = tl.float64 if logits.dtype == torch.float64 else tl.float32
         block = min(BLOCK, max(16, triton.next_power_of_2(vocab)))
         argmax_kernel[(num_rows,)](
-            logits, map_ids, out_ids, logits.stride(0), out_ids.stride(0), vocab, ACC=acc, BLOCK=block, num_warps=NUM_WARPS
-        )
+            logits, map_ids, out_ids, logits.stride(0), out_ids.stride(0), vocab, ACC=acc, BLOCK=block, num_warps=NUM_WARPS,
+            **launch_args(logits),
+        )  # fmt: skip
 
 
 def argmax_reference(logits: Tensor, *, out_ids: Tensor, vocab: int | None = None, map_ids: Tensor | None = None) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from batchspec.kernels.bench import Bench
 from batchspec.kernels.checks import check
+from batchspec.kernels.pdl import await_earlier, launch_args
 
 LINES, PARTS = 4, 8
 
@@ -25,9 +26,10 @@ LINES, PARTS = 4, 8
 @triton.jit
 def merge_kernel(
     part_out, part_lse, row_parts, q_start, out, KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr, TILES: tl.constexpr, LINES: tl.constexpr, PARTS: tl.constexpr,
+    DIM: tl.constexpr, TILES: tl.constexpr, LINES: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, tile of LINES pairs, K/V head); the loads of PARTS parts are in flight at once."""
+    await_earlier(PDL)
     head = tl.program_id(0) % KV_HEADS
     row = tl.program_id(0) // KV_HEADS // TILES
     parts = tl.load(row_parts + 2 * row + 1)
@@ -90,6 +92,7 @@ def merge_parts(
         merge_kernel[(num_rows * tiles * kv_heads,)](
             part_out, part_lse, row_parts, q_start, out, KV_HEADS=kv_heads, HEADS=heads, HEAD_DIM=head_dim,
             DIM=max(16, triton.next_power_of_2(head_dim)), TILES=tiles, LINES=LINES, PARTS=PARTS, num_warps=4,
+            **launch_args(out),
         )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from batchspec.kernels.attention_cut import FIELDS, WAVES, attention_work_reference
 from batchspec.kernels.checks import check
+from batchspec.kernels.pdl import await_earlier, launch_args
 
 WHOLE = 1 << 30  # a chunk that no row exceeds
 LANES = 64
@@ -142,9 +143,10 @@ def work_kernel(
     num_rows, num_groups, num_places, target, group_target, chunk, min_chunk,
     HEADS: tl.constexpr, MAX_Q: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, PAGE_SIZE: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, GROUP_TILE: tl.constexpr, GROUP_BLOCK: tl.constexpr, WAVES: tl.constexpr,
-    ROWS: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program r < num_rows lists row r's items, program num_rows the padding behind the last row, the others a group each."""
+    await_earlier(PDL)
     program = tl.program_id(0)
     rows = tl.arange(0, ROWS)
     exists = rows < num_rows
@@ -263,6 +265,7 @@ def attention_work(
         PAGE_SIZE=shape.page_size, TILE=shape.tile, BLOCK=shape.block, GROUP_TILE=shape.group_tile,
         GROUP_BLOCK=shape.group_block, WAVES=WAVES, ROWS=triton.next_power_of_2(num_rows + 1),
         GROUPS=triton.next_power_of_2(num_groups) if num_groups else 0, LANES=LANES, num_warps=4,
+        **launch_args(kv_len),
     )  # fmt: skip
     return work
 

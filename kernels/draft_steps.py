@@ -21,6 +21,7 @@ from torch import Tensor
 from batchspec.kernels.attempt import attempt
 from batchspec.kernels.bench import Bench
 from batchspec.kernels.checks import check
+from batchspec.kernels.pdl import await_earlier, launch_args
 from batchspec.kernels.slots import slot_of
 
 
@@ -28,7 +29,9 @@ from batchspec.kernels.slots import slot_of
 def draft_steps_kernel(
     first_ids, num_tokens, live, page_table, out_ids, out_draft_len, out_positions, out_slots, out_kv_len,
     num_rows, ids_stride, max_tokens, max_pages, WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, LANES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    await_earlier(PDL)
     row = tl.program_id(0).to(tl.int64)
     alive = tl.load(live + row) != 0
     num = tl.load(num_tokens + row)
@@ -94,6 +97,7 @@ def draft_steps(
             first_ids, num_tokens, live, page_table, out_ids, out_draft_len, out_positions, out_slots, out_kv_len,
             num_rows, out_ids.stride(0), max_tokens, page_table.shape[1],
             WIDTH=width, PAGE_SIZE=page_size, LANES=triton.next_power_of_2(max(1, width - 1)), num_warps=1,
+            **launch_args(num_tokens),
         )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from batchspec.kernels.attempt import attempt
 from batchspec.kernels.bench import Bench
 from batchspec.kernels.checks import FLOATS, check
 from batchspec.kernels.norm import VALUES_PER_THREAD, rms_norm_reference
+from batchspec.kernels.pdl import await_earlier, launch_args
 
 
 @triton.jit
@@ -34,9 +35,10 @@ def store_norm(source, weight, out, lane, EPS: tl.constexpr, WIDTH: tl.constexpr
 @triton.jit(do_not_specialize=["num_tokens"])
 def head_input_kernel(
     token_ids, row_ids, positions, hidden, embedding, embedding_norm, hidden_norm, out, token_stride, hidden_stride, out_stride,
-    max_len, num_tokens, EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+    max_len, num_tokens, EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """With `positions` None token_ids is one token a place, token_stride apart."""
+    await_earlier(PDL)
     place = tl.program_id(0).to(tl.int64)
     at = place * token_stride
     if positions is not None:
@@ -88,7 +90,7 @@ def head_input(
             token_ids, row_ids, positions, hidden, embedding, embedding_norm, hidden_norm, out, token_ids.stride(-1),
             hidden.stride(0), out.stride(0), token_ids.shape[-1], token_ids.numel(), EPS=eps, WIDTH=width, BLOCK=block,
             ACC=tl.float64 if hidden.dtype == torch.float64 else tl.float32,
-            num_warps=min(16, max(1, block // (32 * VALUES_PER_THREAD))),
+            num_warps=min(16, max(1, block // (32 * VALUES_PER_THREAD))), **launch_args(hidden),
         )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from batchspec.kernels.checks import check
+from batchspec.kernels.pdl import await_earlier, launch_args
 from batchspec.kernels.tiles import Tile
 
 MAX_TILES = 1 << 13
@@ -64,7 +65,7 @@ def sum_parts(partials, first_slot, num_parts, offset, ROWS: tl.constexpr, COLUM
 def linear_kernel(
     x, w, bias, norm, residual, out, partials, arrived, num_tokens, n, k, units_per_program, stride_x, stride_w, stride_out, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr,
-    GATED: tl.constexpr, SPLIT: tl.constexpr, INTERPRETED: tl.constexpr,
+    GATED: tl.constexpr, SPLIT: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = out.dtype.element_ty
     DOT: tl.constexpr = tl.float32 if INTERPRETED else DTYPE  # the interpreter multiplies the bits of bf16 as integers
@@ -75,6 +76,7 @@ def linear_kernel(
     w_rows = 2 * n if GATED else n
     begin = program * units_per_program
     end = tl.minimum(begin + units_per_program, m_tiles * tl.cdiv(n, BLOCK_N) * k_blocks)
+    await_earlier(PDL)
     for tile in range(begin // k_blocks, tl.cdiv(end, k_blocks)):
         m = (tile % m_tiles) * BLOCK_M
         col = (tile // m_tiles) * BLOCK_N
@@ -245,6 +247,7 @@ def launch(
         num_tokens, n, k, work.units_per_program, x.stride(0), k, n, eps,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, TMA=tma, EVEN_K=k % tile.block_k == 0,
         GATED=gated, SPLIT=work.split, INTERPRETED=not x.is_cuda, num_warps=tile.warps, num_stages=tile.stages,
+        **launch_args(x),
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from batchspec.kernels.attempt import attempt
 from batchspec.kernels.bench import Bench
 from batchspec.kernels.checks import FLOATS, check
+from batchspec.kernels.pdl import await_earlier, launch_args
 
 VALUES_PER_THREAD = 16
 
@@ -29,9 +30,10 @@ VALUES_PER_THREAD = 16
 def live_rows_kernel(
     q, residual, q_start, accepted_len, positions, num_tokens, live, out_q, out_residual, out_positions, out_kv_len,
     num_places, q_stride, residual_stride, out_q_stride, out_residual_stride,
-    Q_WIDTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    Q_WIDTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (r, 0) copies the query and writes the row's numbers, program (r, 1) copies the residual stream."""
+    await_earlier(PDL)
     row = tl.program_id(0).to(tl.int64)
     # Packed rows: dead ones at the end may begin behind the last place.
     place = tl.minimum(tl.load(q_start + row) + tl.load(accepted_len + row), num_places - 1).to(tl.int64)
@@ -100,6 +102,7 @@ def live_rows(
             q, residual, q_start, accepted_len, positions, num_tokens, live, out_q, out_residual, out_positions, out_kv_len,
             num_places, q.stride(0), residual.stride(0), out_q.stride(0), out_residual.stride(0),
             Q_WIDTH=q_width, WIDTH=width, BLOCK=block, num_warps=min(16, max(1, block // (32 * VALUES_PER_THREAD))),
+            **launch_args(q),
         )  # fmt: skip
 
 

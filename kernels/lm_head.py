@@ -19,6 +19,7 @@ from torch import Tensor
 from batchspec.kernels.argmax import argmax
 from batchspec.kernels.checks import check
 from batchspec.kernels.linear import DTYPES, descriptor, fits_tma, read_block
+from batchspec.kernels.pdl import await_earlier, launch_args
 from batchspec.kernels.tiles import Tile
 
 TILE = Tile(128, 128, 64, 3, 4, True)
@@ -29,12 +30,13 @@ BLOCK = 1024
 def lm_head_kernel(
     x, w, top, top_ids, num_tokens, width, vocab, num_parts, k, stride_x, stride_w,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     m_tiles = tl.cdiv(num_tokens, BLOCK_M)
     m = (tl.program_id(0) % m_tiles) * BLOCK_M
     part = tl.program_id(0) // m_tiles
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    await_earlier(PDL)
     for at in range(0, k, BLOCK_K):
         a = read_block(x, m, at, num_tokens, k, stride_x, BLOCK_M, BLOCK_K, TMA, EVEN_K)
         b = read_block(w, part * BLOCK_N, at, width, k, stride_w, BLOCK_N, BLOCK_K, TMA, EVEN_K)
@@ -52,11 +54,12 @@ def lm_head_kernel(
 
 
 @triton.jit
-def first_top_kernel(top, top_ids, map_ids, out_ids, out_stride, num_parts, BLOCK: tl.constexpr):
+def first_top_kernel(top, top_ids, map_ids, out_ids, out_stride, num_parts, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_ids = tl.zeros([BLOCK], tl.int32)
+    await_earlier(PDL)
     for first in range(0, num_parts, BLOCK):
         exists = first + lanes < num_parts
         x = tl.load(top + row * num_parts + first + lanes, mask=exists, other=float("-inf"))
@@ -113,11 +116,11 @@ def lm_head(
         start(
             *operands, top, top_ids, num_tokens, width, vocab, num_parts, k, hidden.stride(0), k,
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, TMA=tma, EVEN_K=k % tile.block_k == 0,
-            INTERPRETED=not hidden.is_cuda, num_warps=tile.warps, num_stages=tile.stages,
+            INTERPRETED=not hidden.is_cuda, num_warps=tile.warps, num_stages=tile.stages, **launch_args(hidden),
         )  # fmt: skip
         if not compile_only:
             first_top_kernel[(num_tokens,)](
-                top, top_ids, map_ids, out_ids, out_ids.stride(0), num_parts, BLOCK=BLOCK, num_warps=4
+                top, top_ids, map_ids, out_ids, out_ids.stride(0), num_parts, BLOCK=BLOCK, num_warps=4, **launch_args(hidden)
             )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from batchspec.kernels.attempt import attempt
 from batchspec.kernels.bench import Bench
 from batchspec.kernels.checks import FLOATS, check
+from batchspec.kernels.pdl import await_earlier, launch_args
 
 Call = Callable[..., None]
 VALUES_PER_THREAD = 16  # two 16-byte loads of bf16
@@ -28,14 +29,15 @@ VALUES_PER_THREAD = 16  # two 16-byte loads of bf16
 @triton.jit
 def norm_kernel(
     hidden, residual, weight, out, out_tap, hidden_stride, residual_stride, out_stride, tap_stride,
-    EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+    EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """With `residual` None the norm of hidden; `out_tap` may be None."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     exists = lane < WIDTH
-    x = tl.load(hidden + row * hidden_stride + lane, mask=exists, other=0.0).to(ACC)
     scale = tl.load(weight + lane, mask=exists, other=0.0)
+    await_earlier(PDL)
+    x = tl.load(hidden + row * hidden_stride + lane, mask=exists, other=0.0).to(ACC)
     if residual is not None:
         place = residual + row * residual_stride + lane
         x = (x + tl.load(place, mask=exists, other=0.0).to(ACC)).to(out.dtype.element_ty)
@@ -108,7 +110,7 @@ def _launch(hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: float,
             hidden.stride(0), 0 if residual is None else residual.stride(0), out.stride(0),
             0 if out_tap is None else out_tap.stride(0),
             EPS=eps, WIDTH=width, BLOCK=block, ACC=tl.float64 if hidden.dtype == torch.float64 else tl.float32,
-            num_warps=min(16, max(1, block // (32 * VALUES_PER_THREAD))),
+            num_warps=min(16, max(1, block // (32 * VALUES_PER_THREAD))), **launch_args(hidden),
         )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from batchspec.kernels.attempt import attempt
 from batchspec.kernels.bench import Bench
 from batchspec.kernels.checks import FLOATS, check
+from batchspec.kernels.pdl import await_earlier, launch_args
 
 HEADS = 8
 MANY_TOKENS = 1024
@@ -32,7 +33,7 @@ MANY_TOKENS = 1024
 def rope_write_kernel(
     qkv, positions, freqs, q_norm, k_norm, out_q, kv, slots, qkv_stride, kv_stride_part,
     EPS: tl.constexpr, FACTOR: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
-    HEADS: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, LANES: tl.constexpr, ACC: tl.constexpr,
+    HEADS: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, LANES: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = out_q.dtype.element_ty
     place = tl.program_id(0).to(tl.int64)
@@ -41,6 +42,8 @@ def rope_write_kernel(
     if q_norm is not None:
         q_low, q_high = tl.load(q_norm + lane, mask=half)[None, :], tl.load(q_norm + HALF + lane, mask=half)[None, :]
         k_low, k_high = tl.load(k_norm + lane, mask=half)[None, :], tl.load(k_norm + HALF + lane, mask=half)[None, :]
+    freq = tl.load(freqs + lane, mask=half, other=0.0)
+    await_earlier(PDL)
     cell = kv + tl.load(slots + place) * (NUM_KV_HEADS * 2 * HALF)
     for block in tl.static_range(BLOCKS_PER_PROGRAM):
         head = (tl.program_id(1) * BLOCKS_PER_PROGRAM + block) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -50,7 +53,7 @@ def rope_write_kernel(
         low = tl.load(qkv + place * qkv_stride + offset, mask=exists, other=0.0).to(ACC)
         high = tl.load(qkv + place * qkv_stride + HALF + offset, mask=exists, other=0.0).to(ACC)
         if block == 0:  # behind the loads, which do not wait for it
-            angle = tl.load(positions + place).to(tl.float32) * tl.load(freqs + lane, mask=half, other=0.0)
+            angle = tl.load(positions + place).to(tl.float32) * freq
             cos = (tl.cos(angle) * FACTOR).to(dtype).to(ACC)[None, :]
             sin = (tl.sin(angle) * FACTOR).to(dtype).to(ACC)[None, :]
         to_v = cell + kv_stride_part + v_head * (2 * HALF) + lane[None, :]
@@ -127,6 +130,7 @@ def rope_write(
             EPS=eps, FACTOR=attention_factor, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2,
             HEADS=HEADS, BLOCKS_PER_PROGRAM=per_program, LANES=lanes,
             ACC=tl.float64 if qkv.dtype == torch.float64 else tl.float32, num_warps=2 if lanes >= 64 else 1,
+            **launch_args(qkv),
         )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from batchspec.kernels.bench import Bench
 from batchspec.kernels.checks import check
+from batchspec.kernels.pdl import await_earlier, launch_args
 from batchspec.kernels.slots import slot_of
 
 
@@ -26,8 +27,10 @@ from batchspec.kernels.slots import slot_of
 def round_inputs_kernel(
     tokens, num_tokens, limit, live, page_table, out_ids, out_draft_len, out_positions, out_slots, out_kv_len,
     token_stride, max_tokens, max_pages, WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, LANES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    await_earlier(PDL)
     alive = tl.load(live + row) != 0
     num = tl.load(num_tokens + row)
     newest = tl.load(tokens + row * token_stride + tl.maximum(num - 1, 0))
@@ -93,7 +96,7 @@ def round_inputs(
         round_inputs_kernel[(num_rows,)](
             tokens, num_tokens, limit, live, page_table, out_ids, out_draft_len, out_positions, out_slots, out_kv_len,
             tokens.stride(0), tokens.shape[1], page_table.shape[1],
-            WIDTH=width, PAGE_SIZE=page_size, LANES=triton.next_power_of_2(width), num_warps=1,
+            WIDTH=width, PAGE_SIZE=page_size, LANES=triton.next_power_of_2(width), num_warps=1, **launch_args(tokens),
         )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from batchspec.kernels.attention_merge import merge_parts
 from batchspec.kernels.attention_settings import DTYPES, Config, config_of
 from batchspec.kernels.attention_work import AttentionWork
 from batchspec.kernels.checks import check
+from batchspec.kernels.pdl import await_earlier, launch_args
 
 
 @triton.jit
@@ -110,8 +111,10 @@ def verify_kernel(
     out, part_out, part_lse, scale, max_pages, max_q, q_stride_t, q_stride_h, kv_stride_part, kv_stride_page,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SINK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr,
-    WIDE: tl.constexpr,
+    WIDE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if not EARLY:
+        await_earlier(PDL)
     index = tl.program_id(0) // KV_HEADS
     head = tl.program_id(0) % KV_HEADS
     item = items + index * 8
@@ -123,8 +126,12 @@ def verify_kernel(
     begin = tl.load(item + 6)
     count = tl.load(item + 7)
     if index >= tl.load(num_items):  # behind the other loads, which exist for every program: one latency instead of two
+        if EARLY:
+            await_earlier(PDL)
         return
     if end == 0:  # a dead row, or the padding behind the last row
+        if EARLY:
+            await_earlier(PDL)
         zero_places(out, begin, begin + count, head, HEADS, KV_HEADS, TILE, HEAD_DIM, DIM)
         return
 
@@ -135,19 +142,24 @@ def verify_kernel(
     if GROUPED:
         table_row = tl.max(tl.where(inside, row, -1), 0)  # every live member's table begins with the same pages
         if table_row < 0:
+            if EARLY:
+                await_earlier(PDL)
             return
     table = page_table + table_row.to(tl.int64) * max_pages
     key = tl.arange(0, BLOCK)
     page = page_of(table, first + key, end, PAGE_SIZE)  # before all that depends on the places: their latencies overlap
-
     token = (first_place + lane // HEADS).to(tl.int64)
+    position = tl.load(positions + token, mask=inside, other=-1).to(tl.int32)
+    if EARLY:
+        await_earlier(PDL)
+
     q_head = head * HEADS + lane % HEADS
     d = tl.arange(0, DIM)
     within = inside[:, None] & (d < HEAD_DIM)[None, :]
     query = tl.load(q + (token * q_stride_t + q_head * q_stride_h)[:, None] + d[None, :], mask=within, other=0.0)
     if WIDE:
         query = query.to(tl.float32)
-    position = tl.load(positions + token, mask=inside, other=-1).to(tl.int32)
+    listed = end
     if ancestors is not None:
         start = tl.load(tail_start + row) + tl.zeros([TILE], tl.int32)
         bits = tl.load(ancestors + token, mask=inside, other=0)
@@ -171,7 +183,7 @@ def verify_kernel(
     for at in range(first, end, BLOCK):
         # Page ids a step ahead in registers: as a load that K and V wait for they would take a stage of the pipeline for
         # themselves, and only one block of K and V would be on its way at a time.
-        next_page = page_of(table, at + BLOCK + key, end, PAGE_SIZE)
+        next_page = page_of(table, at + BLOCK + key, listed, PAGE_SIZE)
         peak, mass, acc = attend_keys(
             query, peak, mass, acc, page, at + key, end, base, d, position, start, bits, scale, kv_stride_part, kv_stride_page,
             TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, WIDE,
@@ -228,6 +240,7 @@ def verify_attention(
     tail_start: Tensor | None = None,
     config: Config | None = None,
     group_config: Config | None = None,
+    early: bool = False,
     interpret: bool = False,
 ) -> None:
     """Attention of T queries over the pages of their rows, for one layer.
@@ -244,6 +257,8 @@ def verify_attention(
     ancestors   int64 [T]  a tree: bit j says that the query sees key tail_start[row] + j; below tail_start it sees every key.
                 A window leaves the tail alone
     tail_start  int32 [R]  with ancestors
+    early       the launch before this one has written none of work, page_table, positions: with programmatic launches (`pdl.py`)
+                they are read before it has ended
     config, group_config  warps and stages other than `config_of`'s, for measurements; the blocks are those of work.shape
 
     Products and sums in fp32 (fp32 inputs: no TF32), weights rounded to the dtype of kv. Does not synchronise on a GPU. Raises
@@ -272,6 +287,8 @@ def verify_attention(
         "DIM": max(16, triton.next_power_of_2(head_dim)),
     }  # fmt: skip
 
+    args = launch_args(q)
+
     def launch(items: Tensor, kind: int, tile: int, block: int, choice: Config) -> None:
         row_order = work.shared.row_order if kind and work.shared else work.q_start
         verify_kernel[(items.shape[0] * shape.kv_heads,)](
@@ -280,6 +297,7 @@ def verify_attention(
             scale * math.log2(math.e), page_table.shape[1], shape.max_q, q.stride(0), q.stride(1), kv.stride(0), kv.stride(1),
             **heads, PAGE_SIZE=shape.page_size, WINDOW=shape.window, SINK=shape.sink, TILE=tile, BLOCK=block, GROUPED=bool(kind),
             WIDE=not q.is_cuda and q.dtype == torch.bfloat16, num_warps=choice.num_warps, num_stages=choice.num_stages,
+            EARLY=early and args["PDL"], **args,
         )  # fmt: skip
 
     if len(work.group_items):

@@ -78,6 +78,7 @@ class VerifyPlan:
         self._batch, self._work, self._interpret = batch, work, interpret
         self._partials = partials_of(work, head_dim)
         self._ancestors, self._tail_start = ancestors, tail_start
+        self._listed = False  # whether other launches stand between the work list and the next attention
 
     def attend(self, q: Tensor, kv: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
         """q [T, NH, D], rows may be slices of wider ones -> [T, NH, D]; zeros for dead rows and padding.
@@ -97,8 +98,10 @@ class VerifyPlan:
             out=out,
             ancestors=self._ancestors,
             tail_start=self._tail_start,
+            early=self._listed,
             interpret=self._interpret,
         )
+        self._listed = True
         return out
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -101,18 +102,20 @@ for _dtype, _tma in (("bf16", True), ("fp32", False)):
 for _map in (None, PI32, PI64):
     _case(f"first_top_kernel map {_map}", "lm_head", 4, top=PF32, top_ids=PI32, map_ids=_map, out_ids=PI32, out_stride=I32,
           num_parts=I32, BLOCK=1024)  # fmt: skip
-# (dtype, D, tile, block, warps, window, grouped, tree)
-for _dtype, _dim, _tile, _block, _warps, _window, _grouped, _tree in (
-    ("bf16", 128, 16, 64, 4, 0, False, False), ("bf16", 96, 64, 64, 4, 0, True, False),
-    ("fp32", 64, 16, 32, 8, 512, False, False), ("fp16", 256, 32, 32, 4, 0, False, True),
+# (dtype, D, tile, block, warps, window, grouped, tree, early)
+for _dtype, _dim, _tile, _block, _warps, _window, _grouped, _tree, _early in (
+    ("bf16", 128, 16, 64, 4, 0, False, False, False), ("bf16", 96, 64, 64, 4, 0, True, False, False),
+    ("bf16", 64, 16, 64, 4, 0, False, False, True), ("bf16", 128, 64, 64, 4, 0, True, False, True),
+    ("fp32", 64, 16, 32, 8, 512, False, False, False), ("fp16", 256, 32, 32, 4, 0, False, True, False),
 ):  # fmt: skip
-    _case(f"verify_kernel {_dtype} D={_dim}, tile {_tile}, window {_window}, grouped {_grouped}, tree {_tree}",
+    _case(f"verify_kernel {_dtype} D={_dim}, tile {_tile}, window {_window}, grouped {_grouped}, tree {_tree}, early {_early}",
           "verify_attention", _warps, q=f"*{_dtype}", kv=f"*{_dtype}", page_table=PI32, positions=PI64, q_start=PI32, kv_len=PI32,
           row_order=PI32, items=PI32, num_items=PI32, row_parts=PI32, ancestors=PI64 if _tree else None,
           tail_start=PI32 if _tree else None, out=f"*{_dtype}", part_out=PF32, part_lse=PF32, scale="fp32", max_pages=I32,
           max_q=I32, q_stride_t=I32, q_stride_h=I32, kv_stride_part=I64, kv_stride_page=I32,
           KV_HEADS=8, HEADS=4, HEAD_DIM=_dim, DIM=128 if _dim == 96 else _dim, PAGE_SIZE=16, WINDOW=_window,
-          SINK=4 if _window else 0, TILE=_tile, BLOCK=_block, GROUPED=_grouped, WIDE=False)  # fmt: skip
+          SINK=4 if _window else 0, TILE=_tile, BLOCK=_block, GROUPED=_grouped, WIDE=False,
+          EARLY=_early)  # fmt: skip
 for _groups in (0, 64):
     _case(f"work_kernel groups {_groups}", "attention_work", 4, q_start=PI32, kv_len=PI32, positions=PI64, row_group=PI32,
           group_start=PI32, shared_len=PI32, out_items=PI32, out_group_items=PI32, out_counts=PI32, out_row_parts=PI32,
@@ -128,6 +131,12 @@ for _stages in (1, 4):
           BLOCK=4096)  # fmt: skip
 
 
+def waits_first(name: str, ptx: str) -> None:
+    """A program started early writes nothing and does not end before the wait for earlier launches."""
+    paths = re.findall(r"griddepcontrol\.wait|st\.global|red\.global|atom\.global|\bret;", ptx)
+    assert paths[0].startswith("griddepcontrol"), f"{name}: {paths[0]} stands before the wait for earlier launches"
+
+
 def compile_all() -> dict[str, int]:
     """Bytes of the cubin of each case."""
     from importlib import import_module
@@ -140,6 +149,7 @@ def compile_all() -> dict[str, int]:
     sizes = {}
     for name, (module, kernel, arguments, warps) in CASES.items():
         function = getattr(import_module(f"batchspec.kernels.{module}"), kernel)
+        arguments |= {"PDL": True} if "PDL" in function.arg_names else {}
         signature, constants = {}, {}
         for argument, kind in arguments.items():
             is_type = isinstance(kind, str) and argument != "ACC"
@@ -149,6 +159,8 @@ def compile_all() -> dict[str, int]:
         assert list(signature) == function.arg_names, f"{name}: the kernel's arguments are {function.arg_names}"
         source = ASTSource(fn=function, signature=signature, constexprs=constants)
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+        if "PDL" in arguments and not arguments.get("EARLY"):
+            waits_first(name, compiled.asm["ptx"])
         sizes[name] = len(compiled.asm["cubin"])
     return sizes
 
