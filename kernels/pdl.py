@@ -25,14 +25,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_on = False
+_on, _ahead = False, True
 
 
-def switch(on: bool) -> bool:
-    """Whether kernels launched (or captured) from now on overlap, where the card can; returns what held before."""
-    global _on
-    before, _on = _on, on
+def switch(on: bool, *, ahead: bool = True) -> bool:
+    """Whether kernels launched (or captured) from now on overlap, where the card can; returns what held before.
+
+    ahead  matrix products fetch weights into the second-level cache while they wait
+    """
+    global _on, _ahead
+    before, _on, _ahead = _on, on, ahead
     return before
+
+
+def fetches_ahead() -> bool:
+    return _ahead
 
 
 def launch_args(tensor: Tensor) -> dict[str, bool]:

@@ -103,20 +103,21 @@ def main() -> None:
     supported = pdl.supported(torch.device("cuda", torch.cuda.current_device()))
     answer = "supported" if supported else "NOT supported"
     print(f"programmatic launches: {answer}, torch {torch.__version__}, triton {triton.__version__}")
-    print(f"{'shape':<24} {'us a layer':>10} {'with PDL':>10} {'less':>7}")
+    print(f"{'shape':<24} {'us a layer':>10} {'with PDL':>10} {'less':>7} {'+ weights':>10} {'less':>7}")
     for name, shape in SHAPES.items():
         with attempt(name):
             layers, found = Layers(*shape), []
-            for on in (False, True):
-                before = pdl.switch(on)
+            for on, ahead in ((False, False), (True, False), (True, True)):
+                before = pdl.switch(on, ahead=ahead)
                 try:
                     found.append(layers.result(partial(graph_us, [layers.round], repeats=15, per_graph=2)))
                 finally:
                     pdl.switch(before)
-            for plain, early in zip(found[0][1:], found[1][1:], strict=True):
+            (off, *plain), *others = found
+            for _, *early in others:
                 torch.testing.assert_close(early, plain, rtol=0, atol=0)
-            off, with_pdl = found[0][0], found[1][0]
-            print(f"{name:<24} {off:>10.2f} {with_pdl:>10.2f} {1 - with_pdl / off:>7.1%}", flush=True)
+            times = "".join(f" {us:>10.2f} {1 - us / off:>7.1%}" for us, *_ in others)
+            print(f"{name:<24} {off:>10.2f}{times}", flush=True)
 
 
 if __name__ == "__main__":

@@ -55,11 +55,10 @@ class FlatBatch:
 
 @dataclass(frozen=True, slots=True)
 class HostLayout:
-    """q_len and kv_len of each row of a FlatBatch, and its pages from the first token on."""
+    """q_len and kv_len of each row of a FlatBatch."""
 
     q_len: Sequence[int]
     kv_len: Sequence[int]
-    pages: Sequence[Sequence[int]]
 
 
 def attend(q: Tensor, kv: Tensor, batch: FlatBatch, *, scale: float, window: int | None, sink: int = 0) -> Tensor:
@@ -178,9 +177,11 @@ class _LongRow:
     def attend(self, q: Tensor, kv: Tensor, scale: float, out: Tensor) -> None:
         kv_heads, head_dim = kv.shape[3:]
         keys, values = _gather(kv, self._pages, self._buffer).view(2, -1, kv_heads, 1, head_dim)[:, : self._num_keys]
-        # The heads that share K/V are a dimension over which K and V do not move: nothing is repeated in memory.
+        # The heads that share K/V are a dimension over which K and V do not move: on a CPU nothing is repeated in memory.
         q = q[self._place].view(-1, kv_heads, q.shape[1] // kv_heads, head_dim).permute(1, 2, 0, 3)
         k, v = (x.permute(1, 2, 0, 3).expand(-1, q.shape[1], -1, -1) for x in (keys, values))
+        if kv.is_cuda:  # torch 2.11's memory-efficient kernel reads past a dimension that does not move, under a mask
+            k, v = k.contiguous(), v.contiguous()
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask, is_causal=self._mask is None, scale=scale)
         out[self._place] = o.permute(2, 0, 1, 3).flatten(1, 2)
 

@@ -139,7 +139,7 @@ def _scores(engine: Engine, request: Request, output: list[int]) -> Tensor:
     pages = engine.pool.take(-(-count // PAGE_SIZE))
     rows.begin([0], [request], [output])
     rows.grant([(0, 0, pages)])
-    batch, _ = flat_batch(rows, [Segment(0, 0, count, True)], [pages], PAGE_SIZE)
+    batch, _ = flat_batch(rows, [Segment(0, 0, count, True)], PAGE_SIZE)
     hidden, _ = engine.round.target.forward(batch, engine.cache)
     engine.pool.release(pages)
     logits = engine.round.target.logits(hidden[-1:])

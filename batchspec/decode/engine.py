@@ -199,9 +199,8 @@ class Engine:
             self._enter(row)
         self.groups.update(self._scheduler.slots)
         mode = SamplingMode.union([_mode_of(row.progress.request) for row in group])
-        pages = {row.slot: row.pages for row in group}
         for segments in chunks(spans, self.batch.prefill_tokens):
-            result = prefill_chunk(self.round, self.rows, segments, [pages[segment.slot] for segment in segments], mode)
+            result = prefill_chunk(self.round, self.rows, segments, mode)
             if result is not None:
                 owners = np.full_like(self._scheduler.owner, -1)
                 ending = [segment.slot for segment in segments if segment.last]

@@ -46,16 +46,13 @@ def chunks(spans: Sequence[tuple[int, int, int]], max_tokens: int) -> Iterator[l
         yield chunk
 
 
-def prefill_chunk(
-    round_: Round, rows: Rows, segments: Sequence[Segment], pages: Sequence[Sequence[int]], mode: SamplingMode
-) -> RoundResult | None:
+def prefill_chunk(round_: Round, rows: Rows, segments: Sequence[Segment], mode: SamplingMode) -> RoundResult | None:
     """One pass over `segments`; rows whose tokens end in it emit their next token and go live. None if there is none.
 
-    pages  of each segment's row, from its first token on
     The result's log is that of a round that drafted nothing. Does not synchronise.
     """
     device = rows.tokens.device
-    batch, slot_ids = flat_batch(rows, segments, pages, round_.cache.page_size)
+    batch, slot_ids = flat_batch(rows, segments, round_.cache.page_size)
     hidden, taps = round_.target.forward(batch, round_.cache, round_.drafter.tap_layers)
     # The rows that end here, in slot order: `accept` finds the choice of slot r at the r-th place of a prefix sum.
     ending = sorted((s.slot, i) for i, s in enumerate(segments) if s.last)
@@ -75,9 +72,7 @@ def prefill_chunk(
     return result
 
 
-def flat_batch(
-    rows: Rows, segments: Sequence[Segment], pages: Sequence[Sequence[int]], page_size: int
-) -> tuple[FlatBatch, Tensor]:
+def flat_batch(rows: Rows, segments: Sequence[Segment], page_size: int) -> tuple[FlatBatch, Tensor]:
     """The segments end to end, and the slot of each, int64 [segments]."""
     device = rows.tokens.device
     lengths = [s.end - s.begin for s in segments]
@@ -102,6 +97,6 @@ def flat_batch(
         page_table=page_table,
         max_q=max(lengths),
         max_kv=max(s.end for s in segments),
-        host=HostLayout(lengths, [s.end for s in segments], pages),
+        host=HostLayout(lengths, [s.end for s in segments]),
     )
     return batch, slot_ids
