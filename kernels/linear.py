@@ -76,8 +76,8 @@ def fetch_ahead(w, row, first_block, last_block, num_rows, k, stride, ROWS: tl.c
 
 @triton.jit(do_not_specialize=["num_tokens", "units_per_program"])  # else other token counts would compile it again
 def linear_kernel(
-    x, w, ahead, bias, norm, residual, out, partials, arrived, num_tokens, n, k, units_per_program, stride_x, stride_w, stride_out,
-    eps,
+    x, w, ahead, bias, norm, residual, out, partials, arrived, num_tokens, n, k, units_per_program, stride_x, stride_w,
+    stride_out, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr,
     GATED: tl.constexpr, SPLIT: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -266,7 +266,8 @@ def launch(
     start(
         descriptor(x, tile.block_m, tile.block_k) if tma else x,
         descriptor(weight, tile.block_n, tile.block_k) if tma else weight,
-        weight if overlap["PDL"] and fetches_ahead() else None, bias, norm, residual, out, partials, counters(x.device) if work.split else None,
+        weight if overlap["PDL"] and fetches_ahead() else None,
+        bias, norm, residual, out, partials, counters(x.device) if work.split else None,
         num_tokens, n, k, work.units_per_program, x.stride(0), k, n, eps,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, TMA=tma, EVEN_K=k % tile.block_k == 0,
         GATED=gated, SPLIT=work.split, INTERPRETED=not x.is_cuda, num_warps=tile.warps, num_stages=tile.stages,
