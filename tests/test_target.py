@@ -16,6 +16,7 @@ from batchspec.cache.pages import KVCache
 from batchspec.errors import ConfigError
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target, resolve_dtype
+from tests.engines import VOCAB, tiny_target
 from tests.models import make_checkpoint
 from tests.stand_ins import small_spec
 
@@ -72,7 +73,9 @@ class Runner:
         random.Random(0).shuffle(pages)
         return cls(target, cache, torch.tensor(pages, dtype=torch.int32).view(num_rows, per_row), [0] * num_rows)
 
-    def feed(self, tokens: list[list[int]], taps: tuple[int, ...] = ()) -> tuple[list[Tensor], list[Tensor]]:
+    def feed(
+        self, tokens: list[list[int]], taps: tuple[int, ...] = (), *, ends_only: bool = False
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """The next tokens of each row (none: the row is dead in this pass) -> logits and taps of each row."""
         lengths = [len(ids) for ids in tokens]
         row_ids = [r for r, n in enumerate(lengths) for _ in range(n)]
@@ -92,9 +95,22 @@ class Runner:
             max_q=max(lengths),
             max_kv=max(kv_len),
         )
-        hidden, tapped = self.target.forward(batch, self.cache, taps)
-        tapped = hidden[:, :0] if tapped is None else tapped
-        return list(self.target.logits(hidden).split(lengths)), list(tapped.split(lengths))
+        hidden, tapped = self.target.forward(batch, self.cache, taps, ends_only=ends_only)
+        tapped = batch.token_ids[:, None][:, :0] if tapped is None else tapped
+        return list(self.target.logits(hidden).split([1] * len(tokens) if ends_only else lengths)), list(tapped.split(lengths))
+
+
+@pytest.mark.parametrize("taps", [(), (0, 1), (1, 2)])
+def test_only_the_ends_of_rows_gives_their_logits_and_everything_that_later_passes_read(taps: tuple[int, ...]) -> None:
+    """Of other places the last layer keeps K/V alone; a tap behind the last layer asks for all of them."""
+    ids = prompts([9, 1, 20], VOCAB)
+    whole, ends = Runner.start(tiny_target(window=5), 3), Runner.start(tiny_target(window=5), 3)
+    expected, expected_taps = whole.feed(ids, taps)
+    found, found_taps = ends.feed(ids, taps, ends_only=True)
+    for row in range(3):
+        torch.testing.assert_close(found[row][0], expected[row][-1], atol=1e-12, rtol=0)
+        torch.testing.assert_close(found_taps[row], expected_taps[row], atol=1e-12, rtol=0)
+    torch.testing.assert_close(ends.cache.kv, whole.cache.kv, atol=1e-12, rtol=0)
 
 
 def prompts(lengths: list[int], vocab: int = 320) -> list[list[int]]:

@@ -73,7 +73,7 @@ def _key_slots(batch: FlatBatch, num_keys: int, page_size: int) -> Tensor:
     """int64 [keys of all rows, end to end] where each lies in the cache."""
     device = batch.kv_len.device
     row_ids = torch.empty(num_keys, dtype=torch.int32, device=device)
-    positions, slots = torch.empty(2, num_keys, dtype=torch.int64, device=device)
+    positions, slots = (torch.empty(num_keys, dtype=torch.int64, device=device) for _ in range(2))
     ragged_slots(
         torch.zeros_like(batch.kv_len), batch.kv_len, batch.page_table, page_size=page_size,
         out_q_start=torch.empty_like(batch.q_start), out_row_ids=row_ids, out_positions=positions, out_slots=slots,

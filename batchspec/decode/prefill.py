@@ -53,20 +53,20 @@ def prefill_chunk(round_: Round, rows: Rows, segments: Sequence[Segment], mode: 
     """
     device = rows.tokens.device
     batch, slot_ids = flat_batch(rows, segments, round_.cache.page_size)
-    hidden, taps = round_.target.forward(batch, round_.cache, round_.drafter.tap_layers)
+    hidden, taps = round_.target.forward(batch, round_.cache, round_.drafter.tap_layers, ends_only=True)
     # The rows that end here, in slot order: `accept` finds the choice of slot r at the r-th place of a prefix sum.
     ending = sorted((s.slot, i) for i, s in enumerate(segments) if s.last)
     result = None
     if ending:
         slots = upload([slot for slot, _ in ending], torch.int64, device)
-        flat = batch.q_start[1:].long()[upload([i for _, i in ending], torch.int64, device)] - 1
+        segment = upload([i for _, i in ending], torch.int64, device)
         mask = torch.zeros_like(rows.live)
         mask[slots] = 1
         q_start = torch.zeros(mask.shape[0] + 1, dtype=torch.int32, device=device)
         torch.cumsum(mask, 0, dtype=torch.int32, out=q_start[1:])
-        places = Places(slots.int(), batch.positions[flat] + 1)
+        places = Places(slots.int(), batch.kv_len[segment].long())
         drafts = Drafts(rows.tokens[:, :0], torch.zeros_like(rows.live))
-        result = round_.commit(hidden[flat], places, q_start, drafts, rows, mask, mode)
+        result = round_.commit(hidden[segment], places, q_start, drafts, rows, mask, mode)
         rows.live.bitwise_or_(mask)
     round_.drafter.prefill(batch, slot_ids, taps, rows, round_.cache)
     return result

@@ -100,19 +100,12 @@ class DecoderLayer:
         self._gate_up = fused_linear(weights, [f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"], spec.mlp_bias)
         self._down = fused_linear(weights, [f"{prefix}mlp.down_proj"], spec.mlp_bias)
 
-    def __call__(
-        self,
-        hidden: Tensor | None,
-        residual: Tensor,
-        rope: Rope,
-        kv: Tensor,
-        slots: Tensor,
-        plan: AttentionPlan,
-        out_tap: Tensor | None,
-    ) -> Tensor | None:
-        """residual [T, H] in place; writes the tokens' K/V to `slots` of kv [2, P, page_size, KVH, D] before it reads any.
+    def queries(
+        self, hidden: Tensor | None, residual: Tensor, rope: Rope, kv: Tensor, slots: Tensor, out_tap: Tensor | None
+    ) -> Tensor:
+        """The first half, up to q [T, NH, D]; residual [T, H] in place; K/V go to `slots` of kv [2, P, page_size, KVH, D].
 
-        hidden   [T, H] what the layer before left to add, or None; returns the same of this layer
+        hidden   [T, H] what the layer before left to add, or None
         out_tap  [T, H] gets the stream that enters the layer, or None
         """
         if hidden is None:
@@ -121,7 +114,10 @@ class DecoderLayer:
             qkv = self._qkv.of_norm(residual, self._attention_norm, self._eps)
         else:
             qkv = self._qkv(add_norm(hidden, residual, self._attention_norm, self._eps, out_tap))
-        q = rope_write(qkv, rope, kv, slots, q_norm=self._q_norm, k_norm=self._k_norm, eps=self._eps)
+        return rope_write(qkv, rope, kv, slots, q_norm=self._q_norm, k_norm=self._k_norm, eps=self._eps)
+
+    def finish(self, q: Tensor, residual: Tensor, kv: Tensor, plan: AttentionPlan) -> Tensor | None:
+        """The rest, residual [T, H] in place; returns what is left to add to it, or None."""
         attended = plan.attend(q, kv, self._scale).flatten(1)
         hidden = self._out.add_to(residual, attended, when=self._gate_up.tile("norm_swiglu", residual) is not None)
         if hidden is None:

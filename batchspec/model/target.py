@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -67,11 +68,15 @@ class Target:
         return self._embedding
 
     @torch.inference_mode()
-    def forward(self, batch: FlatBatch, cache: KVCache, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
-        """Run T tokens, writing their K/V to batch.slots of layers 0..L-1 of the cache.
+    def forward(
+        self, batch: FlatBatch, cache: KVCache, taps: tuple[int, ...] = (), *, ends_only: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run T tokens of R rows, writing their K/V to batch.slots of layers 0..L-1 of the cache.
 
-        taps  boundaries 0..L of the residual stream, before any norm: 0 is the embedding, i what enters layer i
-        Returns hidden [T, H] behind the final norm, ready for `logits`, and the taps [T, len(taps) * H], or None without any.
+        taps       boundaries 0..L of the residual stream, before any norm: 0 is the embedding, i what enters layer i
+        ends_only  only each row's last place is asked for: of the others the last layer makes no more than K/V. No row is empty
+        Returns hidden [T, H], or [R, H] with ends_only, behind the final norm, ready for `logits`, and the taps
+        [T, len(taps) * H], or None without any.
         """
         residual = self._embedding.index_select(0, batch.token_ids)
         rope = rope_of(batch.positions, self._freqs, self.spec.rope.attention_factor, self.dtype)
@@ -79,16 +84,24 @@ class Target:
         plans = {w: plan_attention(batch, kv, num_heads=self.spec.num_heads, window=w) for w in set(self.spec.windows)}
         tapped = residual.new_empty(residual.shape[0], len(taps), residual.shape[1]) if taps else None
         hidden: Tensor | None = None
+        last = len(self._layers) - 1
+        places = batch.q_start[1:] - 1 if ends_only else batch.q_start
         for i, layer in enumerate(self._layers):
-            out_tap = _tap(tapped, taps, i)
-            hidden = layer(hidden, residual, rope, cache.layer(i), batch.slots, plans[layer.window], out_tap)
-        out_tap = _tap(tapped, taps, len(self._layers))
+            kv, plan = cache.layer(i), plans[layer.window]
+            q = layer.queries(hidden, residual, rope, kv, batch.slots, _tap(tapped, taps, i))
+            if ends_only and i == last and last + 1 not in taps:
+                q, residual = q.index_select(0, places), residual.index_select(0, places)
+                plan = plan_attention(_ends(batch, places), kv, num_heads=self.spec.num_heads, window=layer.window)
+            hidden = layer.finish(q, residual, kv, plan)
+        out_tap = _tap(tapped, taps, last + 1)
         if hidden is not None:
             out = add_norm(hidden, residual, self._norm, self.spec.rms_eps, out_tap)
         else:
             out = rms_norm(residual, self._norm, self.spec.rms_eps)
             if out_tap is not None:
                 out_tap.copy_(residual)
+        if ends_only and last + 1 in taps:
+            out = out.index_select(0, places)
         return out, None if tapped is None else tapped.flatten(1)
 
     @torch.inference_mode()
@@ -112,6 +125,21 @@ class Target:
             assert self._narrow_head is not None
             lm_head(hidden, self._narrow_head, out_ids=out, tile=tile)
         return out
+
+
+def _ends(batch: FlatBatch, places: Tensor) -> FlatBatch:
+    """The last place of each row, which sees all of the row's keys."""
+    count = torch.arange(len(places) + 1, dtype=torch.int32, device=places.device)
+    return replace(
+        batch,
+        token_ids=batch.token_ids.index_select(0, places),
+        row_ids=count[:-1],
+        positions=batch.positions.index_select(0, places),
+        slots=batch.slots.index_select(0, places),
+        q_start=count,
+        max_q=1,
+        host=None,
+    )
 
 
 def _tap(tapped: Tensor | None, taps: tuple[int, ...], boundary: int) -> Tensor | None:
