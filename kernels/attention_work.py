@@ -75,6 +75,8 @@ class WorkShape:
     """Keys of an item from which on the card is rather filled once more."""
     min_chunk: int = 256
     """Keys below which no row is cut."""
+    short: int = 768
+    """Keys up to which no row is cut if all are: a merge costs as much as it saves."""
     max_whole: int = 2048
     """Keys up to which no row is cut either, where there are enough rows."""
 
@@ -290,7 +292,7 @@ def _bounds(
     lanes = num_places * shape.heads_per_kv
     tiles = min(num_rows * triton.cdiv(shape.max_q * shape.heads_per_kv, shape.tile), lanes // shape.tile + num_rows)
     read = min(shape.max_kv, shape.window + shape.max_q + shape.page_size) if shape.window else shape.max_kv
-    whole = shape.max_whole if num_rows * shape.kv_heads * 3 >= shape.programs * 2 else shape.min_chunk
+    whole = shape.max_whole if num_rows * shape.kv_heads * 3 >= shape.programs * 2 else shape.short
     cuts = min(WAVES * target, tiles * triton.cdiv(shape.max_kv, max(shape.min_chunk, shape.block)))
     if not num_groups:
         return (tiles + 1, 0, 0) if read <= whole else (tiles + 1 + cuts, 0, cuts * shape.tile + lanes)

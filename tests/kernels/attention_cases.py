@@ -12,7 +12,7 @@ from batchspec.kernels.attention_work import AttentionWork, SharedPrefixes, Work
 from batchspec.kernels.verify_attention import partials_of, verify_attention, verify_attention_reference
 
 PAGE_SIZE = 16
-SMALL = {"tile": 16, "block": 16, "min_chunk": 16, "max_whole": 0, "group_tile": 32, "group_block": 32}
+SMALL = {"tile": 16, "block": 16, "min_chunk": 16, "short": 16, "max_whole": 0, "group_tile": 32, "group_block": 32}
 POISON = 1e4  # finite: what lies behind a row's last key is whatever a page held before
 
 

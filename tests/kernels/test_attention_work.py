@@ -59,6 +59,12 @@ def test_many_short_rows_stay_whole_and_need_no_merge() -> None:
     assert work.num_lines == 0
 
 
+def test_few_short_rows_stay_whole_too() -> None:
+    work = equal_work(h200(4, 700), [700] * 4)
+    assert [item[2:5] for item in items_of(work)] == [[0, 700, -1]] * 4
+    assert work.num_lines == 0
+
+
 def test_items_of_ragged_rows_are_a_small_share_of_the_work() -> None:
     lengths = [512] * 50 + [4096] * 13 + [32768]
     work = equal_work(h200(64, 32768), lengths)
