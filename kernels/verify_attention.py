@@ -24,54 +24,10 @@ from torch import Tensor
 
 from batchspec.kernels.attention_merge import merge_parts
 from batchspec.kernels.attention_settings import DTYPES, Config, config_of
+from batchspec.kernels.attention_step import attend_keys, page_of
 from batchspec.kernels.attention_work import AttentionWork
 from batchspec.kernels.checks import check
 from batchspec.kernels.pdl import await_earlier, launch_args
-
-
-@triton.jit
-def page_of(table, key, end, PAGE_SIZE: tl.constexpr):
-    return tl.load(table + key // PAGE_SIZE, mask=key < end, other=0)
-
-
-@triton.jit
-def attend_keys(
-    q, peak, mass, acc, page, key, end, base, d, position, start, bits, scale, kv_stride_part, kv_stride_page,
-    TREE: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """One step of the online softmax: (peak, mass, acc) with the keys `key` below `end` added. base is K's head in page 0."""
-    at = page.to(tl.int64) * kv_stride_page + (key % PAGE_SIZE) * (KV_HEADS * HEAD_DIM)
-    at = base + at[:, None] + d[None, :]  # one address for K and V: K is turned in shared memory
-    inside = (key < end)[:, None]
-    if HEAD_DIM != DIM:
-        inside = inside & (d < HEAD_DIM)[None, :]
-    k = tl.load(at, mask=inside, other=0.0)
-    v = tl.load(at + kv_stride_part, mask=inside, other=0.0)
-    if WIDE:
-        k = k.to(tl.float32)
-    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    seen = key[None, :] <= tl.minimum(position, end - 1)[:, None]
-    if TREE:
-        tail = key[None, :] - start[:, None]
-        bit = (bits[:, None] >> tl.minimum(tl.maximum(tail, 0), 63).to(tl.int64)) & 1
-        seen = tl.where(tail < 0, seen, (bit != 0) & (tail < 64) & (key < end)[None, :])
-    if WINDOW > 0:
-        near = (key[None, :] > position[:, None] - WINDOW) | (key < SINK)[None, :]
-        if TREE:
-            near = near | (tail >= 0)
-        seen = seen & near
-    s = tl.where(seen, s, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(s, 1))
-    shrink = tl.exp2(peak - new_peak)
-    p = tl.exp2(s - new_peak[:, None])
-    mass = mass * shrink + tl.sum(p, 1)
-    p = p.to(v.dtype)
-    if WIDE:
-        p = p.to(tl.float32)
-        v = v.to(tl.float32)
-    acc = acc * shrink[:, None] + tl.dot(p, v, input_precision="ieee")
-    return new_peak, mass, acc
 
 
 @triton.jit
