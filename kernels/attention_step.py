@@ -1,6 +1,6 @@
 """One block of keys of verify attention: where its pages lie, and the step of the online softmax that adds it.
 
-    peak' = max(peak, max s)    mass' = mass * 2^(peak - peak') + sum 2^(s - peak')    acc' = acc * 2^(peak - peak') + 2^(s - peak') V
+    peak' = max(peak, max s)    mass' = mass * f + sum p    acc' = acc * f + p V    with f = 2^(peak - peak'), p = 2^(s - peak')
 
 Source: Milakov and Gimelshein 2018 ("Online normalizer calculation for softmax", arXiv 1805.02867).
 """
