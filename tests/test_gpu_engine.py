@@ -49,19 +49,22 @@ class _Noise:
 
 
 @cache
-def target(kind: str, window: int | None = None) -> Target:
+def target(kind: str, window: int | None = None, num_layers: int = 2) -> Target:
     spec = ModelSpec(
-        family="llama", num_layers=2, hidden_size=48, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=64,
-        vocab_size=VOCAB, rms_eps=1e-6, rope=RopeSpec(type="default", theta=1000.0), windows=(window, None), tie=False,
+        family="llama", num_layers=num_layers, hidden_size=48, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=64,
+        vocab_size=VOCAB, rms_eps=1e-6, rope=RopeSpec(type="default", theta=1000.0), windows=(window,) + (None,) * (num_layers - 1), tie=False,
         qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=True, eos_ids=(), max_len=512, dtype="float32", generation={},
     )  # fmt: skip
     device = torch.device(kind)
     return Target(spec, _Noise(spec, device), device)
 
 
-def eagle(folder: Path, kind: str, max_len: int, slots: int, *, rows: list[list[int]] | None = None, **options: Any) -> Drafter:
-    own = target(kind)
-    design = tiny_design(own.spec, heads=2, kv_heads=2, head_dim=64, draft_vocab=VOCAB)
+def eagle(
+    folder: Path, kind: str, max_len: int, slots: int, *, rows: list[list[int]] | None = None, num_layers: int = 2, **options: Any
+) -> Drafter:
+    own = target(kind, num_layers=num_layers)
+    taps = (0, 1, 2) if num_layers == 2 else (1, 2, 3)
+    design = tiny_design(own.spec, heads=2, kv_heads=2, head_dim=64, draft_vocab=VOCAB, taps=taps)
     tensors = random_tensors(design) if rows is None else distilled_tensors(target("cpu"), design, rows)
     head = load_head(write_head(folder, design, tensors), own.spec, dtype=own.dtype, device=own.device, aux_layers="input")
     return Eagle3Drafter(head, own, max_len, slots=slots, **options)
@@ -185,8 +188,8 @@ def test_graph_of_a_chain_round_holds_no_general_kernel_of_torch(tmp_path: Path)
     from torch.profiler import ProfilerActivity, profile
 
     asked = requests(4, stops=False, samplings=(SamplingParams(),))
-    drafter = eagle(tmp_path, "cuda", 3, 4)
-    engine, _ = run(target("cuda"), drafter, shape(4), asked)
+    drafter = eagle(tmp_path, "cuda", 3, 4, num_layers=5)
+    engine, _ = run(target("cuda", num_layers=5), drafter, shape(4), asked)
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         engine.graphs.replay_all()
         torch.cuda.synchronize()
