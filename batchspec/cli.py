@@ -18,6 +18,7 @@ COMMANDS = {
     "stats": ("batchspec.commands.stats", "OUT [--by COLUMN] [--json]: acceptance and speed of a finished job"),
     "verify": ("batchspec.commands.verify", "OUT: rows of a job again without speculation, first difference and logit gap"),
     "bench": ("batchspec.commands.bench", "OUT.jsonl NAME --shape SHAPE ...: measure speed with random weights"),
+    "doctor": ("batchspec.commands.doctor", "[MODEL]: what this machine has and lacks; --tune MODEL times products on its GPU"),
 }
 
 

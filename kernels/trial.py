@@ -52,15 +52,6 @@ LM_HEADS = {
     "llama8b": ("lm_head", 128256, 4096), "llama1b": ("lm_head", 128256, 2048), "smol135m": ("lm_head", 49152, 576),
 }  # fmt: skip
 
-# What an EAGLE-3 head of the target adds: fc of three taps, qkv and its K and V rows behind two inputs, the draft vocabulary.
-HEADS: dict[str, tuple[tuple[str, int, int], ...]] = {
-    "llama8b": (("linear", 4096, 12288), ("linear", 6144, 8192), ("linear", 2048, 8192), ("lm_head", 32000, 4096)),
-    "llama1b": (("linear", 2048, 6144), ("linear", 3072, 4096), ("linear", 1024, 4096), ("lm_head", 32000, 2048)),
-    "smol135m": (
-        ("linear", 576, 1728), ("linear", 960, 1152), ("linear", 384, 1152), ("lm_head", 32000, 576), ("lm_head", 16384, 576),
-    ),
-}  # fmt: skip
-
 
 class Result(NamedTuple):
     """The fastest tile for one product and number of tokens; None where no candidate beat the library."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from batchspec.commands.workloads import SHAPES, shape_spec
 from batchspec.draft.head import products as head_products
 from batchspec.draft.weights import dummy_spec
 from batchspec.errors import ConfigError
@@ -102,30 +104,21 @@ def test_the_products_of_a_model() -> None:
     }  # fmt: skip
 
 
-def llama(hidden: int, num_heads: int, kv_heads: int, head_dim: int, inner: int, vocab: int) -> ModelSpec:
-    return ModelSpec(
-        family="llama", num_layers=16, hidden_size=hidden, num_heads=num_heads, num_kv_heads=kv_heads, head_dim=head_dim,
-        intermediate_size=inner, vocab_size=vocab, rms_eps=1e-5, rope=RopeSpec(type="default", theta=1e4), windows=(None,) * 16,
-        tie=True, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False, eos_ids=(1,), max_len=128, dtype="bfloat16",
-        generation={},
-    )  # fmt: skip
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_benchmarks_time_the_products_of_the_known_shapes(name: str) -> None:
+    assert {*trial.MODELS[name], trial.LM_HEADS[name]} == set(products(shape_spec(name)))
 
 
-@pytest.mark.parametrize(
-    ("model", "spec"),
-    [
-        ("llama8b", llama(4096, 32, 8, 128, 14336, 128256)),
-        ("llama1b", llama(2048, 32, 8, 64, 8192, 128256)),
-        ("smol135m", llama(576, 9, 3, 64, 1536, 49152)),
-    ],
-)
-def test_tuning_a_known_model_covers_an_eagle_head_of_it(model: str, spec: ModelSpec) -> None:
-    known = {*trial.MODELS[model], trial.LM_HEADS[model], *trial.HEADS[model]}
-    fused = {"linear_add", "norm_linear", "norm_swiglu"}  # large models do without
-    head = set(head_products(dummy_spec(spec)))
-    assert {product for product in head | set(products(spec)) if product[0] not in fused} <= known
-    assert ("linear", spec.hidden_size, 3 * spec.hidden_size) in head
-    assert model == "llama8b" or {product for product in head if product[0] in fused} <= known
+def test_the_products_of_an_eagle_head() -> None:
+    small = dummy_spec(shape_spec("llama1b"))
+    assert set(head_products(small)) == {
+        ("linear", 2048, 6144), ("linear", 3072, 4096), ("linear", 1024, 4096), ("linear", 2048, 2048), ("linear", 2048, 8192),
+        ("linear", 16384, 2048), ("swiglu", 16384, 2048), ("linear_add", 2048, 2048), ("norm_swiglu", 16384, 2048),
+        ("lm_head", 32000, 2048),
+    }  # fmt: skip
+    assert ("linear", 3072, 2048) in head_products(replace(small, num_layers=2))
+    large = head_products(dummy_spec(shape_spec("llama8b")))
+    assert {op for op, _, _ in large} == {"linear", "swiglu", "lm_head"}
 
 
 class FakeClock:

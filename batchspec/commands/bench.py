@@ -14,14 +14,13 @@ import json
 import shlex
 import statistics
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from batchspec import __version__
 from batchspec.commands.bench_variants import OPTIONS, Bench, Record, TransformersVariant, Variant, parse_options
+from batchspec.commands.doctor import versions
 from batchspec.commands.workloads import SHAPES, make_job, make_workload
 from batchspec.errors import ConfigError
 
@@ -161,22 +160,12 @@ def _row(
         row["peak_gb"] = round(record.peak_bytes / 1e9, 2)
     if record.profile is not None:
         row["profile"] = record.profile.summary()
-    return row | {"versions": _versions(), "command": shlex.join(["batchspec", "bench", *argv])}
+    return row | {"versions": versions(), "command": shlex.join(["batchspec", "bench", *argv])}
 
 
 def _per_round(record: Record, decode_s: float) -> dict[str, float]:
     rounds = record.totals.rounds if record.totals else 0
     return {"round_us": round(decode_s / rounds * 1e6, 1)} if rounds else {}
-
-
-def _versions() -> dict[str, str]:
-    found = {"batchspec": __version__, "torch": torch.__version__}
-    for package in ("triton", "flashinfer-python"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _print(variants: Sequence[Variant], rows: Sequence[dict[str, Any]]) -> None:

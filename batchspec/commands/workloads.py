@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from batchspec.config import from_hydra
 from batchspec.errors import ConfigError
-from batchspec.model.spec import load_spec
+from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target, resolve_dtype
 from batchspec.prepare import open_job
 from batchspec.records import Ids, Request, SamplingParams
@@ -96,11 +96,8 @@ def _draw(count: int, prompt_len: int, vocab_size: int, *, lognormal_cap: int = 
 
 
 def _dummy(args: argparse.Namespace, device: torch.device) -> Workload:
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        (folder / "config.json").write_bytes(_config_json(args.shape))
-        spec = load_spec(folder)
-        target = Target.load(folder, spec, dtype=resolve_dtype(args.dtype, spec, device), device=device, dummy=True)
+    spec = shape_spec(args.shape)
+    target = Target.load(Path(), spec, dtype=resolve_dtype(args.dtype, spec, device), device=device, dummy=True)
     count = args.requests or args.batch
     if count % args.samples:
         raise ConfigError(f"--samples {args.samples}: {count} requests are no multiple of it; change --batch or --requests")
@@ -111,6 +108,13 @@ def _dummy(args: argparse.Namespace, device: torch.device) -> Workload:
         for sample in range(args.samples)
     ]
     return Workload(target, Path(), sorted(requests, key=lambda request: -request.max_new_tokens))
+
+
+def shape_spec(name: str) -> ModelSpec:
+    """The shape of that name in SHAPES, or of that config.json. Raises ConfigError where there is neither."""
+    with tempfile.TemporaryDirectory() as scratch:
+        (Path(scratch) / "config.json").write_bytes(_config_json(name))
+        return load_spec(Path(scratch))
 
 
 def _config_json(name: str) -> bytes:

@@ -14,7 +14,7 @@ from batchspec.kernels.argmax import argmax
 from batchspec.kernels.head_input import head_input
 from batchspec.kernels.lm_head import lm_head
 from batchspec.kernels.norm import rms_norm as tap_norm
-from batchspec.kernels.tiles import Tile
+from batchspec.kernels.tiles import NORM_MAX_K, Tile
 from batchspec.model.fused import add_norm, rms_norm, rope_write
 from batchspec.model.layers import Linear
 from batchspec.model.rope import Rope
@@ -181,5 +181,7 @@ def products(spec: HeadSpec) -> list[Product]:
     found = [("linear", hidden, len(spec.tap_layers) * spec.target_hidden_size)]
     found += [("linear", rows, width) for width in widths for rows in (heads + kv, kv)]
     found += [("linear", hidden, heads), ("linear", hidden, inner), ("linear", 2 * inner, hidden), ("swiglu", 2 * inner, hidden)]
-    found += [("linear_add", hidden, heads), ("norm_swiglu", 2 * inner, hidden), ("lm_head", spec.draft_vocab_size, hidden)]
+    found.append(("lm_head", spec.draft_vocab_size, hidden))
+    if hidden <= NORM_MAX_K:
+        found += [("linear_add", hidden, heads), ("norm_swiglu", 2 * inner, hidden)]
     return found

@@ -1,12 +1,11 @@
 """Which way to compute each matrix product on this GPU: a table of measured choices, and the tuner that makes it.
 
-The table `conf/tuned/<gpu>.json` ships with the package; one in the user's cache folder, made by `tune` and `save`, goes before
-it. What no table knows is computed by the library (cuBLAS).
+The table `conf/tuned/<gpu>.json` ships with the package; one in the user's cache folder, written by `batchspec doctor --tune`,
+goes before it. What no table knows is computed by the library (cuBLAS).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from bisect import bisect_left
@@ -19,8 +18,8 @@ from typing import Any
 import torch
 
 from batchspec.errors import ConfigError
-from batchspec.kernels.tiles import Tile
-from batchspec.kernels.trial import HEADS, LM_HEADS, MODELS, run_trials
+from batchspec.kernels.tiles import NORM_MAX_K, Tile
+from batchspec.kernels.trial import run_trials
 from batchspec.model.spec import ModelSpec
 
 TOKEN_COUNTS = (64, 128, 192, 256, 384, 512, 768, 1024)
@@ -43,13 +42,20 @@ def best(op: str, tokens: int, rows: int, k: int, device: torch.device) -> Tile 
     return choices[place][1] if place < len(choices) else None
 
 
+def tuned_products(device: torch.device) -> frozenset[Product]:
+    """The products that a table for this GPU knows. Raises ConfigError where a table is not valid."""
+    return frozenset(_table(torch.cuda.get_device_name(device)))
+
+
 def products(spec: ModelSpec) -> list[Product]:
-    """The products of a model that its decode rounds could use; those with a fused norm only where they are small."""
+    """The products of a model that its decode rounds could use; those with a fused norm or sum only where H is small."""
     hidden, inner, heads = spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim
     qkv = heads + 2 * spec.num_kv_heads * spec.head_dim
     found = [("linear", qkv, hidden), ("linear", hidden, heads), ("linear", 2 * inner, hidden), ("linear", hidden, inner)]
-    found += [("swiglu", 2 * inner, hidden), ("linear_add", hidden, heads), ("linear_add", hidden, inner)]
-    found += [("norm_linear", qkv, hidden), ("norm_swiglu", 2 * inner, hidden), ("lm_head", spec.vocab_size, hidden)]
+    found += [("swiglu", 2 * inner, hidden), ("lm_head", spec.vocab_size, hidden)]
+    if hidden <= NORM_MAX_K:
+        found += [("linear_add", hidden, heads), ("linear_add", hidden, inner)]
+        found += [("norm_linear", qkv, hidden), ("norm_swiglu", 2 * inner, hidden)]
     return list(dict.fromkeys(found))
 
 
@@ -129,18 +135,3 @@ def _file_name(gpu: str) -> str:
 def _cache_path(gpu: str) -> Path:
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "batchspec" / "tuned" / _file_name(gpu)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m batchspec.model.tuning", description="Tune the products of known shapes.")
-    parser.add_argument("models", nargs="+", choices=sorted(MODELS), help="with their lm_head and an EAGLE-3 head")
-    parser.add_argument("--out", type=Path, help="table to write; default: the user's cache folder")
-    arguments = parser.parse_args()
-    device = torch.device("cuda")
-    known = [product for model in arguments.models for product in (*MODELS[model], LM_HEADS[model], *HEADS[model])]
-    entries = tune(dict.fromkeys(known), device)
-    print(f"written: {save(entries, torch.cuda.get_device_name(device), arguments.out)}")
-
-
-if __name__ == "__main__":
-    main()

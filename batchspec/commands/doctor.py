@@ -1,0 +1,100 @@
+"""`batchspec doctor`: what this machine has for a job, and what it lacks; `--tune` times a model's matrix products on its GPU."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from batchspec import __version__
+from batchspec.cache.flash import flashinfer
+from batchspec.commands.bench_variants import DRAFT_VOCAB, USUAL_DRAFT_VOCAB
+from batchspec.commands.workloads import SHAPES, shape_spec
+from batchspec.draft.head import products as head_products
+from batchspec.draft.weights import dummy_spec, read_head_spec
+from batchspec.errors import ConfigError
+from batchspec.model.hub import resolve_model
+from batchspec.model.spec import load_spec
+from batchspec.model.tuning import Product, products, save, tune, tuned_products
+from batchspec.packing.planner import free_memory
+
+
+def main(argv: list[str]) -> int:
+    """Print what there is, or tune; raises ConfigError for --tune without a GPU, CheckpointError for a MODEL that is none."""
+    args = _parse(argv)
+    if not torch.cuda.is_available():
+        if args.tune:
+            raise ConfigError("doctor --tune times matrix products on a GPU, and torch sees none on this machine; leave it out")
+        free_gb = free_memory(torch.device("cpu")) / 1e9
+        print(f"no GPU that torch {torch.__version__} sees: jobs run on the CPU, which has {free_gb:,.1f} GB of memory free")
+        return 0
+    device = torch.device("cuda", torch.cuda.current_device())
+    wanted = [] if args.model is None else _products(args)
+    if args.tune:
+        path = save(tune(wanted, device), torch.cuda.get_device_name(device), args.out)
+        print(f"{len(wanted)} products written to {path}")
+    else:
+        print("\n".join(_report(args, device, wanted)))
+    return 0
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="batchspec doctor", description=__doc__)
+    add = parser.add_argument
+    add("model", metavar="MODEL", nargs="?", help=f"folder, hub id, config.json or {', '.join(SHAPES)} (with a usual head)")
+    add("--draft-path", metavar="HEAD", help="folder or hub id of an EAGLE-3 head made for MODEL")
+    add("--tune", action="store_true", help="time the matrix products of MODEL and HEAD, some ten seconds each; an idle GPU")
+    add("--out", type=Path, metavar="FILE", help="table to add them to, instead of the one in your cache folder")
+    args = parser.parse_args(argv)
+    for given, name in ((args.tune, "--tune"), (args.draft_path, "--draft-path")):
+        if given and args.model is None:
+            raise ConfigError(f"doctor {name} needs MODEL: a folder, a hub id, a config.json or one of {', '.join(SHAPES)}")
+    if args.out and not args.tune:
+        raise ConfigError(f"doctor --out {args.out} is written by --tune alone; add it or remove --out")
+    return args
+
+
+def versions() -> dict[str, str]:
+    """Of what a GPU's speed depends on, as far as it is installed."""
+    found = {"batchspec": __version__, "torch": torch.__version__}
+    for package in ("triton", "flashinfer-python"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _products(args: argparse.Namespace) -> list[Product]:
+    known = args.model in SHAPES
+    spec = shape_spec(args.model) if known or Path(args.model).is_file() else load_spec(resolve_model(args.model, key="MODEL"))
+    head = None
+    if args.draft_path:
+        head = read_head_spec(resolve_model(args.draft_path, key="--draft-path"), spec)
+    elif known:
+        head = dummy_spec(spec, draft_vocab_size=DRAFT_VOCAB.get(args.model, USUAL_DRAFT_VOCAB))
+    return list(dict.fromkeys([*products(spec), *([] if head is None else head_products(head))]))
+
+
+def _report(args: argparse.Namespace, device: torch.device, wanted: list[Product]) -> list[str]:
+    card = torch.cuda.get_device_properties(device)
+    tuned = tuned_products(device)
+    lines = [
+        f"card      {card.name}, compute capability {card.major}.{card.minor}, {free_memory(device) / 1e9:,.1f} GB free of "
+        f"{card.total_memory / 1e9:,.1f} GB",
+        f"versions  python {platform.python_version()}, " + ", ".join(f"{name} {found}" for name, found in versions().items()),
+        "prefill   attention by FlashInfer"
+        if flashinfer() is not None
+        else "prefill   attention by torch, row by row and slower: FlashInfer is missing; pip install 'batchspec[gpu]'",
+        f"products  {len(tuned)} tuned for this card"
+        if tuned
+        else "products  none tuned for this card: all by cuBLAS, none fused; batchspec doctor --tune MODEL times them",
+    ]
+    if wanted:
+        missing = [f"{op} {rows}x{k}" for op, rows, k in wanted if (op, rows, k) not in tuned]
+        rest = f"; by cuBLAS: {', '.join(missing)}; batchspec doctor --tune times them" if missing else ""
+        lines.append(f"model     {args.model}: {len(wanted) - len(missing)} of {len(wanted)} products tuned{rest}")
+    return lines

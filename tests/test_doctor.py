@@ -1,0 +1,162 @@
+"""`batchspec doctor`: what it says of a machine, and which products it tunes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from batchspec import cli
+from batchspec.commands import doctor
+from batchspec.commands.workloads import shape_spec
+from batchspec.draft.head import products as head_products
+from batchspec.draft.weights import dummy_spec
+from batchspec.kernels.tiles import Tile
+from batchspec.model import tuning
+from batchspec.model.tuning import Product, products, save
+
+GPU = "NVIDIA Imaginary 100"
+TILE = Tile(64, 128, 64, 4, 4, True)
+
+
+def entry(product: Product, tokens: int = 64) -> dict[str, Any]:
+    op, rows, k = product
+    return {"op": op, "rows": rows, "k": k, "tokens": tokens, "us": 1.0, "library_us": 2.0, "tile": TILE._asdict()}
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine with an unknown GPU, FlashInfer and an empty cache folder."""
+    card = SimpleNamespace(name=GPU, major=9, minor=0, total_memory=150_000_000_000)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name, value in (
+        ("is_available", True), ("current_device", 0), ("get_device_name", GPU), ("get_device_properties", card),
+        ("mem_get_info", (148_000_000_000, 150_000_000_000)),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(doctor, "flashinfer", lambda: object())
+    tuning._table.cache_clear()
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def tuned(monkeypatch: pytest.MonkeyPatch) -> list[Product]:
+    """What `tune` was asked for; it finds one tile for everything."""
+    asked: list[Product] = []
+
+    def tune(shapes: Sequence[Product], device: torch.device) -> list[dict[str, Any]]:
+        assert device.index == 0
+        asked.extend(shapes)
+        return [entry(product) for product in shapes]
+
+    monkeypatch.setattr(doctor, "tune", tune)
+    return asked
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_machine_without_a_gpu_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "llama8b"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"no GPU that torch {torch.__version__} sees: jobs run on the CPU")
+    assert said.count("\n") == 1
+    assert cli.main(["doctor", "--tune", "llama8b"]) == 2
+    refused = capsys.readouterr().err
+    assert refused.startswith("batchspec: doctor --tune times matrix products on a GPU, and torch sees none")
+    assert refused.count("\n") == 1
+
+
+@pytest.mark.usefixtures("gpu")
+def test_an_unknown_card_is_named_with_what_it_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == f"card      {GPU}, compute capability 9.0, 148.0 GB free of 150.0 GB"
+    assert f"torch {torch.__version__}" in said[1]
+    assert said[2:] == [
+        "prefill   attention by FlashInfer",
+        "products  none tuned for this card: all by cuBLAS, none fused; batchspec doctor --tune MODEL times them",
+    ]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_missing_flashinfer_is_named_with_what_it_costs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "flashinfer", lambda: None)
+    assert cli.main(["doctor"]) == 0
+    assert "FlashInfer is missing; pip install 'batchspec[gpu]'" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_products_of_a_model_that_the_table_lacks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = [*products(shape_spec("llama8b")), *head_products(dummy_spec(shape_spec("llama8b")))]
+    known = set(wanted) - {("lm_head", 32000, 4096)}
+    save([entry(product) for product in known], GPU)
+    assert cli.main(["doctor", "llama8b"]) == 0
+    *_, count, model = capsys.readouterr().out.splitlines()
+    assert count == f"products  {len(known)} tuned for this card"
+    total = len(known) + 1
+    assert model.startswith(f"model     llama8b: {total - 1} of {total} products tuned; by cuBLAS: lm_head 32000x4096;")
+
+
+@pytest.mark.usefixtures("gpu")
+def test_tuning_a_shape_covers_a_usual_head_of_it(
+    tuned: list[Product], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "table.json"
+    assert cli.main(["doctor", "--tune", "smol135m", "--out", str(path)]) == 0
+    spec = shape_spec("smol135m")
+    assert set(tuned) == {*products(spec), *head_products(dummy_spec(spec, draft_vocab_size=16384))}
+    assert len(tuned) == len(set(tuned))
+    written = json.loads(path.read_text())
+    assert written["gpu"] == GPU
+    assert {(e["op"], e["rows"], e["k"]) for e in written["products"]} == set(tuned)
+    assert capsys.readouterr().out == f"{len(tuned)} products written to {path}\n"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_model_folder_is_tuned_into_the_users_table_and_known_from_then_on(
+    tuned: list[Product], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 500, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    assert cli.main(["doctor", "--tune", str(folder)]) == 0
+    assert ("linear", 64, 96) in tuned
+    assert ("lm_head", 500, 64) in tuned
+    assert ("linear", 64, 192) not in tuned, "no head was asked for"
+    assert (tmp_path / "batchspec" / "tuned" / "nvidia_imaginary_100.json").is_file()
+    capsys.readouterr()
+    assert cli.main(["doctor", str(folder)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"model     {folder}: {len(tuned)} of {len(tuned)} products tuned"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--tune"], "doctor --tune needs MODEL: a folder, a hub id, a config.json or one of llama8b"),
+        (["--draft-path", "head"], "doctor --draft-path needs MODEL"),
+        (["llama8b", "--out", "x.json"], "doctor --out x.json is written by --tune alone"),
+    ],
+)
+def test_words_that_do_nothing_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_model_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "./nowhere"]) == 2
+    assert capsys.readouterr().err.startswith("batchspec: MODEL=./nowhere: no such folder")
