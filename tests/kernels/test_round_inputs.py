@@ -21,7 +21,7 @@ def run(
     """rows: (num_tokens, limit, live); token i of row r is 100 * r + i, its page p is 10 * r + p + 1."""
     ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
     count, max_pages = len(rows), max_pages or -(-max_len // PAGE_SIZE)
-    num_tokens, limit, live = torch.tensor(rows, **ints).unbind(1)
+    num_tokens, limit, live = (x.contiguous() for x in torch.tensor(rows, **ints).unbind(1))
     wide = torch.arange(2 * max_len, **ints) + 100 * torch.arange(count, **ints)[:, None]
     table = 10 * torch.arange(count, **ints)[:, None] + torch.arange(max_pages, **ints) + 1
     out: dict[str, Any] = {
@@ -31,8 +31,8 @@ def run(
         "out_positions": torch.full((count * width,), POISON, dtype=torch.int64, device=device),
         "out_slots": torch.full((count * width,), POISON, dtype=torch.int64, device=device),
     }
-    state = [x.contiguous() for x in (num_tokens, limit, live)]
-    round_inputs(wide[:, :max_len], *state, table.contiguous(), page_size=PAGE_SIZE, interpret=interpret, **out)
+    tokens, pages = wide[:, :max_len], table.contiguous()
+    round_inputs(tokens, num_tokens, limit, live, pages, page_size=PAGE_SIZE, interpret=interpret, **out)
     return {name.removeprefix("out_"): values.tolist() for name, values in out.items()}
 
 
