@@ -70,7 +70,6 @@ UNUSED: dict[str, str] = {
     "draft.topk": "eagle3",
     "draft.depth": "eagle3",
     "draft.nodes": "eagle3",
-    "decode.opt.overlap": "the GPU path",
 }
 
 REQUIRED: dict[str, str] = {

@@ -252,6 +252,7 @@ def make_engine(job: Job, seen: Survey, progress: Progress) -> Engine:
         penalties=decode.repetition_penalty != 1 or decode.presence_penalty != 0,
         refill_dead=opt.dead_rows,
         adaptive=config.draft.adaptive is not False,
+        overlap=opt.overlap,
     )
     if job.device.type == "cuda":
         progress.phase("capturing the graphs of the rounds")

@@ -78,7 +78,7 @@ def test_drafters_that_are_not_built_yet_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize("key", UNUSED)
 def test_a_key_that_nothing_reads_is_refused_rather_than_ignored(key: str) -> None:
-    value = {"draft.parallel": "true", "draft.adaptive": True, "decode.opt.overlap": False}.get(key, 7)
+    value = {"draft.parallel": "true", "draft.adaptive": True}.get(key, 7)
     message = refused(**{key.replace(".", "__"): value})
     assert message.startswith(f"{key}={value} is not used by draft=lookup, only by {UNUSED[key]}")
 

@@ -52,7 +52,8 @@ class _Noise:
 def target(kind: str, window: int | None = None, num_layers: int = 2) -> Target:
     spec = ModelSpec(
         family="llama", num_layers=num_layers, hidden_size=48, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=64,
-        vocab_size=VOCAB, rms_eps=1e-6, rope=RopeSpec(type="default", theta=1000.0), windows=(window,) + (None,) * (num_layers - 1), tie=False,
+        vocab_size=VOCAB, rms_eps=1e-6, rope=RopeSpec(type="default", theta=1000.0), windows=(window, *[None] * (num_layers - 1)),
+        tie=False,
         qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=True, eos_ids=(), max_len=512, dtype="float32", generation={},
     )  # fmt: skip
     device = torch.device(kind)

@@ -28,7 +28,7 @@ from batchspec.packing.cost import page_bytes
 from batchspec.packing.planner import CPU_PREFILL, GPU_PREFILL, PAGE_SIZE, free_memory, row_buckets
 from batchspec.records import PackedBatch, Request
 
-OPTIONS = ("dead_positions", "uniform_slots", "argmax", "dead_rows", "sharing")
+OPTIONS = ("dead_positions", "uniform_slots", "argmax", "dead_rows", "overlap", "sharing")
 DRAFT_VOCAB = {"smol135m": 16384}
 USUAL_DRAFT_VOCAB = 32000
 LONGEST_DRAFT = 5
@@ -182,6 +182,7 @@ class EngineVariant:
             ),
             refill_dead=way.options.get("dead_rows", True),
             adaptive=way.draft_len is None,
+            overlap=way.options.get("overlap", True),
         )
         self._engine.prepare(SamplingMode(random=False, filters=False, penalties=False, min_tokens=False))
         self._decode(self._requests[:WARM_ROWS], WARM_TOKENS)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,11 +20,12 @@ from numpy.typing import NDArray
 
 from batchspec.cache.pages import KVCache, PagePool
 from batchspec.decode.adaptive import DraftLengths
+from batchspec.decode.beside import Beside
 from batchspec.decode.graphs import Graphs, Shape
 from batchspec.decode.groups import Groups
 from batchspec.decode.ledger import Ledger
 from batchspec.decode.output import Decode, Progress, StopFinder
-from batchspec.decode.prefill import chunks, prefill_chunk
+from batchspec.decode.prefill import Prefilled, chunks, prefill_chunk
 from batchspec.decode.round import Round, RoundOptions, RoundResult
 from batchspec.decode.rows import Rows
 from batchspec.decode.sampling import SamplingMode
@@ -63,6 +66,9 @@ class _Launched:
     began: float | torch.cuda.Event | None = None
     """Of a prefill: when its group began."""
 
+    beside: bool = False
+    """Of a round: prefill ran beside it when it was launched, so that its time says nothing of others."""
+
     @property
     def is_prefill(self) -> bool:
         return self.began is not None
@@ -84,10 +90,12 @@ class Engine:
         penalties: bool = False,
         refill_dead: bool = True,
         adaptive: bool = False,
+        overlap: bool = True,
     ) -> None:
         """`decode` turns ids into text (needed for stop strings); `penalties` makes room for penalty state.
 
         adaptive  choose the draft length of each round, 0 included, by measured times and acceptance (GPU only)
+        overlap   prefill beside the rounds, not between them (GPU only)
         """
         spec = target.spec
         self.batch, self.drafter, self.options = batch, drafter, options or RoundOptions()
@@ -112,10 +120,17 @@ class Engine:
         self._device, self._decode, self._eos_ids, self._refill_dead = device, decode, eos_ids, refill_dead
         self._launched: deque[_Launched] = deque()
         self._lengths = DraftLengths(drafter.max_len) if adaptive and device.type == "cuda" else None
+        self._beside = Beside(device) if overlap and device.type == "cuda" else None
+        if self._beside is not None:
+            self._beside.rounds.wait_stream(torch.cuda.current_stream(device))
 
     @torch.inference_mode()
     def prepare(self, mode: SamplingMode) -> None:
         """Capture the graphs of every row bucket and draft length for `mode`, and time them. Only while no row is live."""
+        with self._on_rounds_stream():
+            self._prepare(mode)
+
+    def _prepare(self, mode: SamplingMode) -> None:
         draft_lens = range(self.drafter.max_len + 1) if self._lengths else [self.drafter.max_len]
         kinds = [(k, lead) for k in draft_lens for lead in ((True,) if k or self._lengths is None else (True, False))]
         shapes = [Shape(num_rows, k, mode, lead=lead) for num_rows in self.batch.row_buckets for k, lead in kinds]
@@ -129,9 +144,26 @@ class Engine:
     @torch.inference_mode()
     def run(self, requests: Iterator[Request]) -> Generator[Completion]:
         """Decode every request; completions come in the order in which rows die."""
+        with self._on_rounds_stream():
+            self._reset(requests)
+        while True:
+            # No stream may be current while the caller has its turn.
+            with self._on_rounds_stream():
+                done = list(self._turn())
+                finished = self._finished
+            yield from done
+            if finished:
+                return
+
+    def _on_rounds_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._beside is None else torch.cuda.stream(self._beside.rounds)
+
+    def _reset(self, requests: Iterator[Request]) -> None:
+        """An earlier run may have been left half-way: rows, results and pages start anew."""
         if self._lengths is not None and not self._lengths.ready:
-            self.prepare(SamplingMode())
-        # An earlier run may have been left half-way: rows, results and pages start anew.
+            self._prepare(SamplingMode())
+        if self._beside is not None:
+            self._beside.clear()
         self.pool = PagePool(self.batch.num_pages)
         self._launched.clear()
         self.rows.live.zero_()
@@ -148,15 +180,19 @@ class Engine:
         self._watched = np.zeros(self.batch.slots, bool)
         self._modes: Counter[SamplingMode] = Counter()
         self._timed_from: torch.cuda.Event | None = None
-        while True:
-            yield from self._refill()
-            if self._scheduler.live:
-                yield from self._make_room()
-                self._launch_round()
-            while len(self._launched) > (self.batch.run_ahead if self._scheduler.live else 0):
-                yield from self._collect()
-            if not self._scheduler.live and not self._launched and self._scheduler.exhausted:
-                return
+
+    def _turn(self) -> Iterator[Completion]:
+        """Refill, one round, and the results that are due."""
+        yield from self._refill()
+        if self._scheduler.live:
+            yield from self._make_room()
+            self._launch_round()
+        while len(self._launched) > (self.batch.run_ahead if self._scheduler.live else 0):
+            yield from self._collect()
+
+    @property
+    def _finished(self) -> bool:
+        return not self._scheduler.live and not self._launched and self._scheduler.exhausted
 
     def _begin(self, request: Request) -> Progress:
         finder = StopFinder(self._decode, request.stop) if request.stop and self._decode else None
@@ -164,10 +200,16 @@ class Engine:
 
     def _refill(self) -> Iterator[Completion]:
         """Fill free slots and prefill what came in; with an empty stream shrink to the next smaller bucket."""
+        self._land(wait=False)
+        if self._beside:  # one group at a time
+            return
         group = self._scheduler.refill()
         if group:
             self._bucket = self.batch.slots
             self._prefill(group)
+            # A round of few rows costs nearly as much as one of many: those of the first groups wait for company.
+            while self._beside and 2 * (len(self._scheduler.live) - self._beside.num_rows) < self.batch.slots:
+                self._land(wait=True)
         elif self._scheduler.live and self._refill_dead and self._scheduler.exhausted:
             bucket = min(b for b in self.batch.row_buckets if b >= len(self._scheduler.live))
             if bucket < self._bucket:
@@ -183,7 +225,6 @@ class Engine:
                 self._bucket = bucket
 
     def _prefill(self, group: list[Row]) -> None:
-        began = self._now()
         spans, page_size = [], self.batch.page_size
         for row in group:
             cached = row.num_shared * page_size
@@ -199,13 +240,29 @@ class Engine:
             self._enter(row)
         self.groups.update(self._scheduler.slots)
         mode = SamplingMode.union([_mode_of(row.progress.request) for row in group])
+        passes = []
         for segments in chunks(spans, self.batch.prefill_tokens):
-            result = prefill_chunk(self.round, self.rows, segments, mode)
-            if result is not None:
-                owners = np.full_like(self._scheduler.owner, -1)
-                ending = [segment.slot for segment in segments if segment.last]
-                owners[ending] = self._scheduler.owner[ending]
-                self._launch(result, owners, 0, 0, began)
+            owners = np.full_like(self._scheduler.owner, -1)
+            ending = [segment.slot for segment in segments if segment.last]
+            owners[ending] = self._scheduler.owner[ending]
+            passes.append((partial(prefill_chunk, self.round, self.rows, segments, mode), owners))
+        if self._beside is not None and not mode.penalties:  # penalties keep account of all rows in one tensor
+            self._beside.launch(passes)
+            return
+        began = self._now()
+        for run, owners in passes:
+            self._go_live(run(), owners, began)
+
+    def _land(self, *, wait: bool) -> None:
+        """Let the rows of passes that are done decode; with `wait` at least those of the oldest one."""
+        while self._beside is not None and (landed := self._beside.landed(wait=wait)) is not None:
+            self._go_live(landed.prefilled, landed.owners, landed.began)
+            wait = False
+
+    def _go_live(self, prefilled: Prefilled, owners: NDArray[np.int64], began: float | torch.cuda.Event) -> None:
+        prefilled.go_live(self.rows, self.drafter)
+        if prefilled.result is not None:
+            self._launch(prefilled.result, owners, 0, 0, began)
 
     def _make_room(self) -> Iterator[Completion]:
         """Pages for everything that the launched rounds and the next one may write; the youngest rows go where there are none."""
@@ -213,6 +270,8 @@ class Engine:
         while not self._grow_all(grants):
             if self._launched:  # what is not collected yet may free pages, and the tokens of a row set back must all be known
                 yield from self._collect()
+            elif self._beside:  # nor may a row be set back whose pages are being filled
+                self._land(wait=True)
             else:
                 victim = self._scheduler.youngest()
                 self.rows.kill([victim.slot])
@@ -259,7 +318,8 @@ class Engine:
             result = result.to_host()
             arrived = torch.cuda.Event(enable_timing=True)
             arrived.record()
-        self._launched.append(_Launched(result, owners, self._bucket, draft_len, context_tokens, arrived, began))
+        beside = bool(self._beside)
+        self._launched.append(_Launched(result, owners, self._bucket, draft_len, context_tokens, arrived, began, beside))
 
     def _now(self) -> float | torch.cuda.Event:
         if self._device.type != "cuda":
@@ -317,10 +377,10 @@ class Engine:
         self.totals.drafted += int(lines[:, 1].sum())
         if self._lengths is not None and launched.arrived is not None:
             self._lengths.observe(launched.draft_len, lines[:, 0])
-            if self._timed_from is not None:
+            if self._timed_from is not None and not launched.beside:
                 seconds = self._timed_from.elapsed_time(launched.arrived) / 1e3
                 self._lengths.timed(launched.num_rows, launched.draft_len, launched.context_tokens, seconds)
-            self._timed_from = launched.arrived
+            self._timed_from = None if launched.beside else launched.arrived
 
     def _first_tokens(self, launched: _Launched, slots: NDArray[np.intp], now: float) -> None:
         began, arrived = launched.began, launched.arrived

@@ -90,7 +90,10 @@ class Graphs:
         self._rows.live.zero_()
         self._run(shape)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # The kernels of a graph keep the priority of the stream it was captured on.
+        current = torch.cuda.current_stream()
+        stream = None if current == torch.cuda.default_stream() else current
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
             result = self._run(shape)
         self._pool = self._pool or graph.pool()
         for tensor, value in zip(state, before, strict=True):

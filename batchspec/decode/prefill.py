@@ -12,6 +12,7 @@ from batchspec.cache.attention import FlatBatch, HostLayout
 from batchspec.decode.round import Drafts, Round, RoundResult
 from batchspec.decode.rows import Rows, upload
 from batchspec.decode.sampling import Places, SamplingMode
+from batchspec.draft.base import Drafter
 from batchspec.kernels.slots import ragged_slots
 
 
@@ -46,17 +47,43 @@ def chunks(spans: Sequence[tuple[int, int, int]], max_tokens: int) -> Iterator[l
         yield chunk
 
 
-def prefill_chunk(round_: Round, rows: Rows, segments: Sequence[Segment], mode: SamplingMode) -> RoundResult | None:
-    """One pass over `segments`; rows whose tokens end in it emit their next token and go live. None if there is none.
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A pass that has run. Its rows are in nobody's way until `go_live`: rounds may run beside it on another stream."""
 
-    The result's log is that of a round that drafted nothing. Does not synchronise.
+    result: RoundResult | None
+    """None if no row's tokens ended in it; else its log is that of a round that drafted nothing."""
+    mask: Tensor | None
+    """int32 [slots] 1 for the rows that go on behind their first token."""
+    slot_ids: Tensor
+    carried: tuple[Tensor, ...]
+    """What the drafter carries of each row of the pass, as its `state`."""
+
+    def go_live(self, rows: Rows, drafter: Drafter) -> None:
+        """In the order of the rounds: the rows that ended in this pass decode from the next one on."""
+        for state, value in zip(drafter.state, self.carried, strict=True):
+            state.index_copy_(0, self.slot_ids, value)
+        if self.mask is not None:
+            rows.live.bitwise_or_(self.mask)
+
+    def hold_for(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory until `stream` has used it: the pass was launched on another one."""
+        result = () if self.result is None else self.result.tensors
+        for tensor in (self.slot_ids, *self.carried, *result, *(() if self.mask is None else (self.mask,))):
+            tensor.record_stream(stream)
+
+
+def prefill_chunk(round_: Round, rows: Rows, segments: Sequence[Segment], mode: SamplingMode) -> Prefilled:
+    """One pass over `segments`; rows whose tokens end in it emit their next token. Does not synchronise.
+
+    Of `rows` it writes the lines of these rows alone, without penalties: then it may run beside rounds.
     """
     device = rows.tokens.device
     batch, slot_ids = flat_batch(rows, segments, round_.cache.page_size)
     hidden, taps = round_.target.forward(batch, round_.cache, round_.drafter.tap_layers, ends_only=True)
     # The rows that end here, in slot order: `accept` finds the choice of slot r at the r-th place of a prefix sum.
     ending = sorted((s.slot, i) for i, s in enumerate(segments) if s.last)
-    result = None
+    result, mask = None, None
     if ending:
         slots = upload([slot for slot, _ in ending], torch.int64, device)
         segment = upload([i for _, i in ending], torch.int64, device)
@@ -66,10 +93,9 @@ def prefill_chunk(round_: Round, rows: Rows, segments: Sequence[Segment], mode: 
         torch.cumsum(mask, 0, dtype=torch.int32, out=q_start[1:])
         places = Places(slots.int(), batch.kv_len[segment].long())
         drafts = Drafts(rows.tokens[:, :0], torch.zeros_like(rows.live))
-        result = round_.commit(hidden[segment], places, q_start, drafts, rows, mask, mode)
-        rows.live.bitwise_or_(mask)
-    round_.drafter.prefill(batch, slot_ids, taps, rows, round_.cache)
-    return result
+        result = round_.commit(hidden[segment], places, q_start, drafts, rows, mask, mode, torch.empty_like(mask))
+    carried = round_.drafter.prefill(batch, slot_ids, taps, rows, round_.cache)
+    return Prefilled(result, mask, slot_ids, carried)
 
 
 def flat_batch(rows: Rows, segments: Sequence[Segment], page_size: int) -> tuple[FlatBatch, Tensor]:

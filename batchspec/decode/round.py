@@ -49,6 +49,12 @@ class RoundResult:
     top_ids: Tensor | None = None
     top_logprobs: Tensor | None = None
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those that are there."""
+        fields = (self.log, self.logprobs, self.top_ids, self.top_logprobs)
+        return tuple(field for field in fields if field is not None)
+
     def to_host(self) -> RoundResult:
         """Copies in pinned host memory, in stream order: complete only once an event recorded behind this call has passed."""
         fields = (self.log, self.logprobs, self.top_ids, self.top_logprobs)
@@ -102,8 +108,9 @@ class Round:
             place = batch.positions - (rows.num_tokens - 1)[batch.row_ids]
             places = Places(batch.row_ids, batch.positions + 1, ids[:, 1:], place)
         drafts = Drafts(ids[:, 1:], lengths, width.rates)
-        result = self.commit(hidden, places, batch.q_start, drafts, rows, rows.live, mode)
-        self.drafter.catch_up(batch, taps, self.accepted_len[:num_rows], rows, self.cache, lead=lead)
+        accepted_len = self.accepted_len[:num_rows]
+        result = self.commit(hidden, places, batch.q_start, drafts, rows, rows.live, mode, accepted_len)
+        self.drafter.catch_up(batch, taps, accepted_len, rows, self.cache, lead=lead)
         return result
 
     def _uniform(self, rows: Rows, width: _Width, draft_len: Tensor) -> FlatBatch:
@@ -163,12 +170,14 @@ class Round:
         )
 
     def commit(
-        self, hidden: Tensor, places: Places | None, q_start: Tensor, drafts: Drafts, rows: Rows, live: Tensor, mode: SamplingMode
-    ) -> RoundResult:
+        self, hidden: Tensor, places: Places | None, q_start: Tensor, drafts: Drafts, rows: Rows, live: Tensor,
+        mode: SamplingMode, out_accepted_len: Tensor,
+    ) -> RoundResult:  # fmt: skip
         """The target's choices behind `hidden` [T, H], the drafts they confirm, and the commit of what is emitted.
 
         places  None where nobody asks for them: greedy, no logprobs
         live    int32 [R] says which rows take part and is cleared where one of them ends
+        out_accepted_len  int32 [R]
         """
         num_rows = live.shape[0]
         target_ids, raw = self._choose(hidden, places, rows, mode)
@@ -176,7 +185,7 @@ class Round:
         accept(
             drafts.ids, drafts.length, target_ids, q_start, rows.stop_ids, rows.limit, drafts.rates, rows.keys,
             tokens=rows.tokens, num_tokens=rows.num_tokens, live=live, finish=rows.finish,
-            out_accepted_len=self.accepted_len[:num_rows], out_log=log,
+            out_accepted_len=out_accepted_len, out_log=log,
         )  # fmt: skip
         if mode.penalties:
             mark_output(rows, log[:, 4:], log[:, 2])

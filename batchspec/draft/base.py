@@ -34,10 +34,11 @@ class Drafter(Protocol):
     state: tuple[Tensor, ...]
     """Tensors [slots, ...]: what it carries of each slot's row from round to round; the engine moves lines when it compacts."""
 
-    def prefill(self, batch: FlatBatch, slot_ids: Tensor, taps: Tensor | None, rows: Rows, cache: KVCache) -> None:
-        """Read prefilled positions with the target's features at them.
+    def prefill(self, batch: FlatBatch, slot_ids: Tensor, taps: Tensor | None, rows: Rows, cache: KVCache) -> tuple[Tensor, ...]:
+        """Read prefilled positions with the target's features at them; returns what to carry of each row, as `state`.
 
-        slot_ids int64 [R'] the slot of each row of `batch`; taps [T, len(tap_layers) * H].
+        slot_ids int64 [R'] the slot of each row of `batch`; taps [T, len(tap_layers) * H]. May run beside rounds of other rows
+        on another stream: it writes nothing but K/V of these rows.
         """
 
     def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
@@ -67,8 +68,8 @@ class NoFeatures:
     kv_shape: tuple[int, int] | None = None
     state: tuple[Tensor, ...] = ()
 
-    def prefill(self, batch: FlatBatch, slot_ids: Tensor, taps: Tensor | None, rows: Rows, cache: KVCache) -> None:
-        return None
+    def prefill(self, batch: FlatBatch, slot_ids: Tensor, taps: Tensor | None, rows: Rows, cache: KVCache) -> tuple[Tensor, ...]:
+        return ()
 
     def catch_up(
         self, batch: FlatBatch, taps: Tensor | None, accepted_len: Tensor, rows: Rows, cache: KVCache, *, lead: bool

@@ -87,7 +87,7 @@ class Eagle3Drafter:
         self._positions, self._slots = (zeros(steps * slots, dtype=torch.int64) for _ in range(2))
 
     @torch.inference_mode()
-    def prefill(self, batch: FlatBatch, slot_ids: Tensor, taps: Tensor | None, rows: Rows, cache: KVCache) -> None:
+    def prefill(self, batch: FlatBatch, slot_ids: Tensor, taps: Tensor | None, rows: Rows, cache: KVCache) -> tuple[Tensor, ...]:
         assert taps is not None
         line, place, last = slot_ids.index_select(0, batch.row_ids), batch.q_start[1:] - 1, self._last
         if self._prune:
@@ -103,8 +103,7 @@ class Eagle3Drafter:
             normed, hidden = self._read_whole(batch, rows.tokens, line, taps, cache, place)
         first = torch.empty_like(batch.kv_len)
         self.head.choose(normed, first)
-        self._first.index_copy_(0, slot_ids, first)
-        self._hidden.index_copy_(0, slot_ids, normed if self._spec.feed_normed else hidden)
+        return first, normed if self._spec.feed_normed else hidden
 
     @torch.inference_mode()
     def catch_up(
