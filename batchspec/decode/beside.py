@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from batchspec.decode.launched import event_now
 from batchspec.decode.prefill import Prefilled
 
 ROUNDS_PRIORITY, PREFILL_PRIORITY = -1, 0
@@ -51,11 +52,11 @@ class Beside:
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            began = _event()
+            began = event_now()
             for run, owners in passes:
                 prefilled = run()
                 prefilled.hold_for(current)
-                self._passes.append(Pass(prefilled, owners, began, _event()))
+                self._passes.append(Pass(prefilled, owners, began, event_now()))
 
     def landed(self, *, wait: bool) -> Pass | None:
         """The oldest pass if it is done, or with `wait` once it is; the current stream may then use what it left."""
@@ -70,9 +71,3 @@ class Beside:
         """Forget what an earlier run left, once it is off the card."""
         self._stream.synchronize()
         self._passes.clear()
-
-
-def _event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event

@@ -23,6 +23,7 @@ from batchspec.decode.adaptive import DraftLengths
 from batchspec.decode.beside import Beside
 from batchspec.decode.graphs import Graphs, Shape
 from batchspec.decode.groups import Groups
+from batchspec.decode.launched import Launched, Moment, now_on
 from batchspec.decode.ledger import Ledger
 from batchspec.decode.output import Decode, Progress, StopFinder
 from batchspec.decode.prefill import Prefilled, chunks, prefill_chunk
@@ -49,29 +50,6 @@ class EngineTotals:
     cached_tokens: int = 0
     set_back: int = 0
     live_rows: int = 0
-
-
-@dataclass(slots=True)
-class _Launched:
-    """A result on its way to the host."""
-
-    result: RoundResult
-    owners: NDArray[np.int64]
-    """The owner of each slot at launch, -1 where it was not part of it."""
-    num_rows: int
-    draft_len: int
-    context_tokens: int
-    arrived: torch.cuda.Event | None
-    """On a GPU: when the copy to the host was done."""
-    began: float | torch.cuda.Event | None = None
-    """Of a prefill: when its group began."""
-
-    beside: bool = False
-    """Of a round: prefill ran beside it when it was launched, so that its time says nothing of others."""
-
-    @property
-    def is_prefill(self) -> bool:
-        return self.began is not None
 
 
 class Engine:
@@ -118,7 +96,7 @@ class Engine:
         self.totals = EngineTotals()
         self.on_round: Callable[[EngineTotals], None] | None = None
         self._device, self._decode, self._eos_ids, self._refill_dead = device, decode, eos_ids, refill_dead
-        self._launched: deque[_Launched] = deque()
+        self._launched: deque[Launched] = deque()
         self._lengths = DraftLengths(drafter.max_len) if adaptive and device.type == "cuda" else None
         self._beside = Beside(device) if overlap and device.type == "cuda" else None
         if self._beside is not None:
@@ -201,16 +179,14 @@ class Engine:
     def _refill(self) -> Iterator[Completion]:
         """Fill free slots and prefill what came in; with an empty stream shrink to the next smaller bucket."""
         self._land(wait=False)
-        if self._beside:  # one group at a time
-            return
-        group = self._scheduler.refill()
+        group = [] if self._beside else self._scheduler.refill()  # one group at a time
         if group:
             self._bucket = self.batch.slots
             self._prefill(group)
-            # A round of few rows costs nearly as much as one of many: those of the first groups wait for company.
-            while self._beside and 2 * (len(self._scheduler.live) - self._beside.num_rows) < self.batch.slots:
-                self._land(wait=True)
-        elif self._scheduler.live and self._refill_dead and self._scheduler.exhausted:
+        # A round of few rows costs nearly as much as one of many: those of the first groups wait for company.
+        while self._beside and 2 * (len(self._scheduler.live) - self._beside.num_rows) < self.batch.slots:
+            self._land(wait=True)
+        if not (group or self._beside) and self._scheduler.live and self._refill_dead and self._scheduler.exhausted:
             bucket = min(b for b in self.batch.row_buckets if b >= len(self._scheduler.live))
             if bucket < self._bucket:
                 while self._launched:
@@ -239,7 +215,7 @@ class Engine:
         for row in group:
             self._enter(row)
         self.groups.update(self._scheduler.slots)
-        mode = SamplingMode.union([_mode_of(row.progress.request) for row in group])
+        mode = SamplingMode.union([SamplingMode.of(row.progress.request) for row in group])
         passes = []
         for segments in chunks(spans, self.batch.prefill_tokens):
             owners = np.full_like(self._scheduler.owner, -1)
@@ -249,7 +225,7 @@ class Engine:
         if self._beside is not None and not mode.penalties:  # penalties keep account of all rows in one tensor
             self._beside.launch(passes)
             return
-        began = self._now()
+        began = now_on(self._device)
         for run, owners in passes:
             self._go_live(run(), owners, began)
 
@@ -259,10 +235,10 @@ class Engine:
             self._go_live(landed.prefilled, landed.owners, landed.began)
             wait = False
 
-    def _go_live(self, prefilled: Prefilled, owners: NDArray[np.int64], began: float | torch.cuda.Event) -> None:
+    def _go_live(self, prefilled: Prefilled, owners: NDArray[np.int64], began: Moment) -> None:
         prefilled.go_live(self.rows, self.drafter)
         if prefilled.result is not None:
-            self._launch(prefilled.result, owners, 0, 0, began)
+            self._launched.append(Launched(result=prefilled.result, owners=owners, num_rows=self._bucket, began=began).send())
 
     def _make_room(self) -> Iterator[Completion]:
         """Pages for everything that the launched rounds and the next one may write; the youngest rows go where there are none."""
@@ -301,43 +277,22 @@ class Engine:
             draft_len, next_drafts = self._lengths.choose(self._bucket, context_tokens)
             lead = draft_len > 0 or next_drafts
         result = self.graphs.run(Shape(self._bucket, draft_len, self._mode(), self.groups.any, lead))
-        self._launch(result, self._scheduler.owner.copy(), draft_len, context_tokens)
+        launched = Launched(
+            result=result,
+            owners=self._scheduler.owner.copy(),
+            num_rows=self._bucket,
+            draft_len=draft_len,
+            context_tokens=context_tokens,
+            beside=bool(self._beside),
+        )
+        self._launched.append(launched.send())
         self.totals.rounds += 1
-
-    def _launch(
-        self,
-        result: RoundResult,
-        owners: NDArray[np.int64],
-        draft_len: int,
-        context_tokens: int,
-        began: float | torch.cuda.Event | None = None,
-    ) -> None:
-        """Send a result to the host. Copies run in stream order, so that the next round may write over the device's tensors."""
-        arrived = None
-        if self._device.type == "cuda":
-            result = result.to_host()
-            arrived = torch.cuda.Event(enable_timing=True)
-            arrived.record()
-        beside = bool(self._beside)
-        self._launched.append(_Launched(result, owners, self._bucket, draft_len, context_tokens, arrived, began, beside))
-
-    def _now(self) -> float | torch.cuda.Event:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
     def _collect(self) -> Iterator[Completion]:
         """Read the oldest launched result; rows that ended in it leave their slot and come out."""
-        launched = self._launched.popleft()
-        if launched.arrived is not None:
-            launched.arrived.synchronize()
-        now, scheduler = time.perf_counter(), self._scheduler
-        log, logprobs = launched.result.log.numpy(), launched.result
-        owners = launched.owners[: len(log)]
-        slots = np.flatnonzero((owners >= 0) & (owners == scheduler.owner[: len(log)]) & (log[:, 0] >= 0))
-        lines = log[slots]
+        launched, scheduler = self._launched.popleft(), self._scheduler
+        slots, lines = launched.read(scheduler.owner)
+        now = time.perf_counter()
         scheduler.num_tokens[slots] += lines[:, 2]
         self._count(launched, lines)
         # Rows with stop strings are read token by token, the rest in bulk.
@@ -350,11 +305,13 @@ class Engine:
                 progress.add_prefill(line[4:5])
             else:
                 progress.add_round(line[0], line[1], line[0] + 1, line[4 : 4 + line[2]])
-        if launched.is_prefill:
-            self._first_tokens(launched, slots, now)
-        if logprobs.logprobs is not None:
+        if launched.began is not None:
+            elapsed = launched.seconds_since(launched.began)
+            for slot in slots.tolist():
+                self._row(slot).progress.note_prefill(elapsed, now)
+        if launched.result.logprobs is not None:
             for slot, kept in zip(slots.tolist(), lines[:, 2].tolist(), strict=True):
-                _keep_logprobs(self._row(slot).progress, logprobs, slot, kept)
+                _keep_logprobs(self._row(slot).progress, launched.result, slot, kept)
         for slot, finish in zip(slots.tolist(), lines[:, 3].tolist(), strict=True):
             if finish or (self._watched[slot] and self._row(slot).progress.finish_reason):
                 yield self._finish(self._row(slot), finish, now)
@@ -366,7 +323,7 @@ class Engine:
         assert row is not None
         return row
 
-    def _count(self, launched: _Launched, lines: NDArray[np.int32]) -> None:
+    def _count(self, launched: Launched, lines: NDArray[np.int32]) -> None:
         self.totals.live_rows = len(self._scheduler.live)
         self.totals.tokens += int(lines[:, 2].sum())
         if launched.is_prefill:
@@ -378,21 +335,9 @@ class Engine:
         if self._lengths is not None and launched.arrived is not None:
             self._lengths.observe(launched.draft_len, lines[:, 0])
             if self._timed_from is not None and not launched.beside:
-                seconds = self._timed_from.elapsed_time(launched.arrived) / 1e3
+                seconds = launched.seconds_since(self._timed_from)
                 self._lengths.timed(launched.num_rows, launched.draft_len, launched.context_tokens, seconds)
             self._timed_from = None if launched.beside else launched.arrived
-
-    def _first_tokens(self, launched: _Launched, slots: NDArray[np.intp], now: float) -> None:
-        began, arrived = launched.began, launched.arrived
-        if isinstance(began, torch.cuda.Event):
-            assert arrived is not None
-            elapsed = began.elapsed_time(arrived) / 1e3
-        else:
-            elapsed = now - (began or now)
-        for slot in slots.tolist():
-            progress = self._row(slot).progress
-            progress.prefill_s += elapsed
-            progress.first_token_at = progress.first_token_at or now
 
     def _finish(self, row: Row, finish: int, now: float) -> Completion:
         """`finish` is what the device said; 0 where a stop string ended the row, which the device does not know yet."""
@@ -406,27 +351,17 @@ class Engine:
         return progress.completion(decode=self._decode, drafter=self.drafter.name, eos_ids=self._eos_ids, slot=slot, now=now)
 
     def _enter(self, row: Row) -> None:
-        self._modes[_mode_of(row.progress.request)] += 1
+        self._modes[SamplingMode.of(row.progress.request)] += 1
         self._watched[row.slot] = row.progress.finder is not None
 
     def _leave(self, row: Row) -> None:
-        self._modes[_mode_of(row.progress.request)] -= 1
+        self._modes[SamplingMode.of(row.progress.request)] -= 1
         self._ledger.close(row.slot, row.progress)
 
     def _mode(self) -> SamplingMode:
         """The least that serves all rows in slots."""
         found = [mode for mode, count in self._modes.items() if count]
         return found[0] if len(found) == 1 else SamplingMode.union(found)
-
-
-def _mode_of(request: Request) -> SamplingMode:
-    p = request.sampling
-    return SamplingMode(
-        random=p.temperature > 0,
-        filters=p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0),
-        penalties=p.repetition_penalty != 1 or p.presence_penalty != 0,
-        min_tokens=request.min_new_tokens > 0,
-    )
 
 
 def _keep_logprobs(progress: Progress, result: RoundResult, slot: int, count: int) -> None:

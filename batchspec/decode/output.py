@@ -82,6 +82,11 @@ class Progress:
         self.num_prefills += 1
         self._emit(tokens)
 
+    def note_prefill(self, seconds: float, now: float) -> None:
+        """How long the passes took, and the host's clock when their token was there."""
+        self.prefill_s += seconds
+        self.first_token_at = self.first_token_at or now
+
     def add_round(self, accepted: int, drafted: int, num_emitted: int, tokens: Sequence[int]) -> None:
         """One round: `tokens` were kept on the device, of `num_emitted` = accepted + 1 (a stop id cuts the rest off)."""
         rounds_accepted, rounds_drafted = [0] * (self.draft_len + 1), [0] * (self.draft_len + 1)
