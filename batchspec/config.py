@@ -36,7 +36,7 @@ class DraftConfig:
     name: str = "lookup"
     """none, lookup, eagle3."""
     max_len: int = 8
-    """K: draft tokens a row and round at most."""
+    """K: draft tokens a row and round at most. With adaptive the largest that is tried."""
     min_ngram: int = 2
     """lookup: shortest run of tokens that must repeat."""
     max_ngram: int = 6
@@ -51,7 +51,7 @@ class DraftConfig:
     """eagle3: what the head's layer ids mean. input: what enters the layer; output: what leaves it; auto: output where the first
     id is 1, else input."""
     adaptive: bool | None = None
-    """Choose K of each round, 0 included, by measured times and acceptance; null: on a GPU. draft.max_len is the largest."""
+    """Choose K of each round, 0 included, by measured times and acceptance, on a GPU; null: where there is one."""
     parallel: str = "auto"
     """All K drafts in one forward: auto (as the checkpoint says), true, false."""
     topk: int = 1
@@ -75,9 +75,9 @@ class OptConfig:
     uniform_slots: bool = True
     """false: cache locations always take the general, ragged path (for comparison)."""
     dead_positions: bool | None = None
-    """A drafter's catch-up drops positions that nobody reads; null: where the drafter supports it."""
-    overlap: bool = True
-    """false: on a GPU prefill runs between the rounds, not beside them (for comparison)."""
+    """eagle3: false: catch-up runs the whole head at every verified position (for comparison); null: true."""
+    overlap: bool = False
+    """true: on a GPU prefill runs beside the rounds, on a stream of its own, not between them."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,7 +122,7 @@ class PackingConfig:
     prefill_tokens: int | None = None
     """Tokens of one prefill pass at most; null: the planner chooses."""
     run_ahead: int | None = None
-    """Rounds launched before the first one's results are looked at; null: 0 on a CPU."""
+    """Rounds launched before the first one's results are looked at; null: 2 on a GPU, 0 on a CPU."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchspec.decode.adaptive import PROBE_EVERY, DraftLengths
+from batchspec.decode.adaptive import PROBE_EVERY, DraftLengths, candidates
 
 ROWS = 64
 
@@ -89,6 +91,17 @@ def test_the_drafter_is_told_one_round_ahead() -> None:
         assert told is None or told == (k > 0)
         told = more
         lengths.observe(k, rng.integers(0, k + 1, ROWS).astype(np.int32))
+
+
+@given(st.integers(1, 64))
+def test_long_drafts_are_tried_in_steps(max_len: int) -> None:
+    """A graph for every length of a long lookup would be captured for nothing."""
+    lengths = candidates(max_len)
+    assert lengths[0] == 0
+    assert lengths[-1] == max_len
+    assert list(lengths) == sorted(set(lengths))
+    assert set(range(min(max_len, 4) + 1)) <= set(lengths)
+    assert all(later <= 1.5 * earlier for earlier, later in itertools.pairwise(lengths) if earlier >= 4)
 
 
 @settings(deadline=None, max_examples=25)

@@ -182,7 +182,7 @@ class EngineVariant:
             ),
             refill_dead=way.options.get("dead_rows", True),
             adaptive=way.draft_len is None,
-            overlap=way.options.get("overlap", True),
+            overlap=way.options.get("overlap", False),
         )
         self._engine.prepare(SamplingMode(random=False, filters=False, penalties=False, min_tokens=False))
         self._decode(self._requests[:WARM_ROWS], WARM_TOKENS)

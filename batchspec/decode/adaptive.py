@@ -4,8 +4,8 @@
 
 base_s is a round over dead rows, timed once a graph; token_s what a context token adds (attention), followed while rounds run;
 p_k the share of rows that keep draft token k given that they kept those before it, with a prior and a half-life. What lies
-beyond the present K is not observed, nor what another length takes: one round in PROBE_EVERY drafts one token more or, in turn,
-one less.
+beyond the present K is not observed, nor what another length takes: one round in PROBE_EVERY takes the next longer length or,
+in turn, the next shorter one.
 """
 
 from __future__ import annotations
@@ -21,10 +21,16 @@ MARGIN = 1.005
 """Another draft length must promise this much more: a tie does not switch back and forth."""
 
 
+def candidates(max_len: int) -> tuple[int, ...]:
+    """Draft lengths worth a graph: 0 to 4, from there on steps by half, and max_len."""
+    steps = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+    return (*(k for k in steps if k < max_len), max_len)
+
+
 class DraftLengths:
     def __init__(self, max_len: int, token_s: float = 0.0) -> None:
         """token_s: seconds of attention a context token and round, until it is measured."""
-        self.max_len = max_len
+        self.max_len, self.choices = max_len, candidates(max_len)
         self._base: dict[tuple[int, int], float] = {}
         self._token_s = np.full(max_len + 1, token_s)
         self._tried = np.full(max_len, PRIOR_ROWS)
@@ -71,21 +77,23 @@ class DraftLengths:
             self._token_s[draft_len] = measured if known == 0 else known + 0.05 * (min(measured, 1.5 * known) - known)
 
     def scores(self, num_rows: int, context_tokens: int) -> NDArray[np.float64]:
-        """Expected tokens a row and second for K = 0..max_len."""
+        """Expected tokens a row and second for each of `choices`."""
+        chosen = np.array(self.choices)
         known = self._token_s[self._token_s > 0]
-        token_s = np.where(self._token_s > 0, self._token_s, known.mean() if len(known) else 0.0)
-        base = np.array([self._base[num_rows, k] for k in range(self.max_len + 1)])
-        tokens = 1 + np.concatenate(([0.0], np.cumprod(self._kept / self._tried).cumsum()))
+        token_s = np.where(self._token_s > 0, self._token_s, known.mean() if len(known) else 0.0)[chosen]
+        base = np.array([self._base[num_rows, k] for k in self.choices])
+        tokens = 1 + np.concatenate(([0.0], np.cumprod(self._kept / self._tried).cumsum()))[chosen]
         scores: NDArray[np.float64] = tokens / (base + context_tokens * token_s)
         return scores
 
     def _pick(self, num_rows: int, context_tokens: int) -> int:
         scores = self.scores(num_rows, context_tokens)
-        best = int(scores.argmax())
-        if scores[best] > MARGIN * scores[self._current]:
-            self._current = best
+        place, best = self.choices.index(self._current), int(scores.argmax())
+        if scores[best] > MARGIN * scores[place]:
+            place = best
+            self._current = self.choices[best]
         self._rounds += 1
         if self._rounds % PROBE_EVERY == 0:
             step = 1 if self._rounds % (2 * PROBE_EVERY) == 0 or self._current <= 1 else -1
-            return min(self._current + step, self.max_len)
+            return self.choices[min(place + step, len(self.choices) - 1)]
         return self._current

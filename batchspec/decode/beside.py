@@ -1,8 +1,9 @@
 """Prefill passes beside the rounds, on a CUDA stream of lower priority: they use what of the card the rounds leave idle.
 
 A round reads K/V and is bound by memory, a prefill multiplies and is bound by arithmetic: side by side they do about a tenth more
-than in turn (README, Performance). A pass touches pages and lines of its own rows alone; its rows go live in the order of the
-rounds, once the host has seen that the pass is done.
+than in turn (H200, 80 rows x 9,000 tokens beside passes of 16,384: prefill at 0.86 of its speed, rounds at 0.24; a fixed split of
+the SMs gives no more). A pass touches pages and lines of its own rows alone; its rows go live in the order of the rounds, once
+the host has seen that the pass is done.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Engine:
         penalties: bool = False,
         refill_dead: bool = True,
         adaptive: bool = False,
-        overlap: bool = True,
+        overlap: bool = False,
     ) -> None:
         """`decode` turns ids into text (needed for stop strings); `penalties` makes room for penalty state.
 
@@ -109,7 +109,7 @@ class Engine:
             self._prepare(mode)
 
     def _prepare(self, mode: SamplingMode) -> None:
-        draft_lens = range(self.drafter.max_len + 1) if self._lengths else [self.drafter.max_len]
+        draft_lens = self._lengths.choices if self._lengths else [self.drafter.max_len]
         kinds = [(k, lead) for k in draft_lens for lead in ((True,) if k or self._lengths is None else (True, False))]
         shapes = [Shape(num_rows, k, mode, lead=lead) for num_rows in self.batch.row_buckets for k, lead in kinds]
         self.rows.live.zero_()
