@@ -57,6 +57,9 @@ DRAFTERS_TO_COME = ("pard", "window", "hybrid")
 
 # Keys that one drafter reads alone.
 READ_BY: dict[str, str] = {
+    "draft.min_ngram": "lookup",
+    "draft.max_ngram": "lookup",
+    "draft.growth": "lookup",
     "draft.path": "eagle3",
     "draft.aux_layers": "eagle3",
     "draft.window": "eagle3",

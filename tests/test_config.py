@@ -78,19 +78,21 @@ def test_drafters_that_are_not_built_yet_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize("key", UNUSED)
 def test_a_key_that_nothing_reads_is_refused_rather_than_ignored(key: str) -> None:
-    value = {"draft.parallel": "true", "draft.adaptive": True}.get(key, 7)
+    value = "true" if key == "draft.parallel" else 7
     message = refused(**{key.replace(".", "__"): value})
     assert message.startswith(f"{key}={value} is not used by draft=lookup, only by {UNUSED[key]}")
 
 
 @pytest.mark.parametrize("key", READ_BY)
 def test_a_key_of_another_drafter_is_refused_rather_than_ignored(key: str) -> None:
-    values = {"draft.path": "head", "draft.aux_layers": "output", "decode.opt.dead_positions": False}
-    value = values.get(key, 7)
+    values = {"draft.path": "head", "draft.aux_layers": "output", "draft.min_ngram": 3, "decode.opt.dead_positions": False}
+    reader, value = READ_BY[key], values.get(key, 7)
     changes: dict[str, Any] = {key.replace(".", "__"): value}
-    assert refused(**changes) == f"{key}={value} is not used by draft=lookup, only by draft={READ_BY[key]}; remove the key"
-    others = {"draft__path": "head", "draft__window": 9}
-    check(config(draft__name="eagle3", **others | changes))
+    complete: dict[str, dict[str, Any]] = {"lookup": {}, "eagle3": {"draft__path": "head", "draft__window": 9}}
+    for name in complete.keys() - {reader}:
+        said = refused(draft__name=name, **{**complete[name], **changes})
+        assert said == f"{key}={value} is not used by draft={name}, only by draft={reader}; remove the key"
+    check(config(draft__name=reader, **complete[reader] | changes))
 
 
 def test_a_head_has_a_checkpoint_and_a_sink_has_a_window() -> None:

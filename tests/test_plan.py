@@ -16,7 +16,7 @@ import pytest
 from batchspec.commands import plan as command
 from batchspec.commands.plan import histogram, plan
 from batchspec.config import RunConfig
-from batchspec.errors import CapacityError, InputError
+from batchspec.errors import CapacityError, ConfigError, InputError
 from tests.stand_ins import ByteTokenizer
 
 MODEL = {
@@ -102,6 +102,9 @@ def test_what_a_run_would_refuse_is_refused(job: RunConfig) -> None:
     write(job, prompt=["x" * 1000])
     job.packing.pages = 8
     with pytest.raises(CapacityError, match="one row of 1040 tokens needs 66"):
+        planned(job)
+    job.draft.adaptive = True
+    with pytest.raises(ConfigError, match=r"draft\.adaptive=true chooses K by times measured on a GPU"):
         planned(job)
 
 
