@@ -25,13 +25,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from batchspec.kernels.checks import check
-from batchspec.kernels.pdl import await_earlier, fetches_ahead, launch_args
+from batchspec.kernels.pdl import await_earlier, launch_args
 from batchspec.kernels.tiles import Tile
 
 MAX_TILES = 1 << 13
 MAX_STREAMS = 64
 INTERPRETED_SMS = 3
-AHEAD = tl.constexpr(16)  # blocks of K of its weights that a program asks for while it waits for x
 DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -62,22 +61,9 @@ def sum_parts(partials, first_slot, num_parts, offset, ROWS: tl.constexpr, COLUM
     return total
 
 
-@triton.jit
-def fetch_ahead(w, row, first_block, last_block, num_rows, k, stride, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Ask the second-level cache for [ROWS, blocks of K] of the weights: no register waits for them."""
-    LINE: tl.constexpr = 1024 // w.dtype.element_ty.primitive_bitwidth  # values in 128 bytes
-    rows = w + tl.minimum(row + tl.arange(0, ROWS), num_rows - 1).to(tl.int64) * stride
-    for at in range(first_block * BLOCK_K, last_block * BLOCK_K, LINE):
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [(rows + tl.minimum(at, k - 1)).to(tl.int64)],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["num_tokens", "units_per_program"])  # else other token counts would compile it again
 def linear_kernel(
-    x, w, ahead, bias, norm, residual, out, partials, arrived, num_tokens, n, k, units_per_program, stride_x, stride_w,
-    stride_out, eps,
+    x, w, bias, norm, residual, out, partials, arrived, num_tokens, n, k, units_per_program, stride_x, stride_w, stride_out, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr,
     GATED: tl.constexpr, SPLIT: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -90,14 +76,6 @@ def linear_kernel(
     w_rows = 2 * n if GATED else n
     begin = program * units_per_program
     end = tl.minimum(begin + units_per_program, m_tiles * tl.cdiv(n, BLOCK_N) * k_blocks)
-    if ahead is not None:
-        tile = begin // k_blocks
-        first_block = begin - tile * k_blocks
-        last_block = tl.minimum(tl.minimum(end - tile * k_blocks, k_blocks), first_block + AHEAD)
-        row = (tile // m_tiles) * BLOCK_N
-        fetch_ahead(ahead, row, first_block, last_block, w_rows, k, stride_w, BLOCK_N, BLOCK_K)
-        if GATED:
-            fetch_ahead(ahead, n + row, first_block, last_block, w_rows, k, stride_w, BLOCK_N, BLOCK_K)
     await_earlier(PDL)
     for tile in range(begin // k_blocks, tl.cdiv(end, k_blocks)):
         m = (tile % m_tiles) * BLOCK_M
@@ -261,17 +239,15 @@ def launch(
     partials = x.new_empty(work.num_slots * slot, dtype=torch.float32) if work.split else None
     grid = (work.num_programs,)
     start = partial(linear_kernel.warmup, grid=grid) if compile_only else linear_kernel[grid]
-    overlap = launch_args(x)
     tma = tile.tma and fits_tma(x) and fits_tma(weight)
     start(
         descriptor(x, tile.block_m, tile.block_k) if tma else x,
         descriptor(weight, tile.block_n, tile.block_k) if tma else weight,
-        weight if overlap["PDL"] and fetches_ahead() else None,
         bias, norm, residual, out, partials, counters(x.device) if work.split else None,
         num_tokens, n, k, work.units_per_program, x.stride(0), k, n, eps,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, TMA=tma, EVEN_K=k % tile.block_k == 0,
         GATED=gated, SPLIT=work.split, INTERPRETED=not x.is_cuda, num_warps=tile.warps, num_stages=tile.stages,
-        **overlap,
+        **launch_args(x),
     )  # fmt: skip
 
 

@@ -12,7 +12,8 @@ Every kernel that takes part keeps two rules, which `await_earlier` is for:
     and what any launch but the one just before has written.
 
 A CUDA graph captured from such launches keeps the edges. Kernels of libraries neither wait nor start others early: a launch
-behind one gains little. Needs an sm_90 card. Off unless `switch` was called, for kernels launched from then on.
+behind one gains little. Measured on one H200, whole rounds: 1.2 to 1.9 % less time for a model of 135M, nothing for one of 8B.
+So it is on where a card and Triton can; `switch` turns it off for kernels launched from then on, to compare.
 Source: CUDA Programming Guide, "Programmatic Dependent Launch and Synchronization". `python -m batchspec.kernels.pdl` times it.
 """
 
@@ -25,21 +26,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_on, _ahead = False, True
+_on = True
 
 
-def switch(on: bool, *, ahead: bool = True) -> bool:
-    """Whether kernels launched (or captured) from now on overlap, where the card can; returns what held before.
-
-    ahead  matrix products fetch weights into the second-level cache while they wait
-    """
-    global _on, _ahead
-    before, _on, _ahead = _on, on, ahead
+def switch(on: bool) -> bool:
+    """Whether kernels launched (or captured) from now on overlap, where the card can; returns what held before."""
+    global _on
+    before, _on = _on, on
     return before
-
-
-def fetches_ahead() -> bool:
-    return _ahead
 
 
 def launch_args(tensor: Tensor) -> dict[str, bool]:

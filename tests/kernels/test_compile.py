@@ -90,7 +90,7 @@ for _op, _dtype, _tma, _m, _n, _warps, _split, _even in (
     _ptr, _norm, _gated = f"*{_dtype}", _op.startswith("norm"), _op.endswith("swiglu")
     _x, _w = (f"tensordesc<{_dtype}[{rows}, 64]>" if _tma else _ptr for rows in (_m, _n))
     _case(f"linear_kernel {_op} {_dtype}, TMA {_tma}, split {_split}", "linear", _warps, x=_x, w=_w,
-          ahead=_ptr if _tma else None, bias=_ptr, norm=_ptr if _norm else None,
+          bias=_ptr, norm=_ptr if _norm else None,
           residual=_ptr if _op == "linear" else None, out=_ptr, partials=PF32 if _split else None,
           arrived=PI32 if _split else None, num_tokens=I32, n=I32, k=I32, units_per_program=I32, stride_x=I32, stride_w=I32,
           stride_out=I32, eps="fp32", BLOCK_M=_m, BLOCK_N=_n, BLOCK_K=64, TMA=_tma, EVEN_K=_even, GATED=_gated, SPLIT=_split,
