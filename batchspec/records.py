@@ -31,6 +31,25 @@ class SamplingParams:
     """Subtract from the logits of tokens seen in the output; 0 is off."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """What a row had when its run was stopped: another run goes on from here with the same tokens."""
+
+    row_index: int
+    sample_index: int
+    shard: int
+    tokens: tuple[int, ...]
+    """Output so far, at least one token; no stop among them."""
+    num_prefills: int
+    cached_tokens: int
+    accepted: tuple[int, ...]
+    """accepted[j] rounds accepted exactly j draft tokens."""
+    drafted: tuple[int, ...]
+    """drafted[j] rounds drafted exactly j."""
+    prefill_s: float
+    decode_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
     """One sample of one input row, admitted: the GPU can take it as it stands."""
@@ -55,6 +74,8 @@ class Request:
     """int64 row key of the noise: with the position it fixes every draw."""
     predicted_tokens: int
     """Expected output length, for packing only."""
+    resumed: Snapshot | None = None
+    """Where an earlier run left this row."""
     synthetic_len: int | None = None
     """Benchmarks only: the row ends after this many tokens, whatever they are; packing and scheduling must not look at it."""
 

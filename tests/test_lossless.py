@@ -6,13 +6,15 @@ float64, where the comparison is exact.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchspec.decode import scheduler
-from batchspec.decode.engine import Engine
+from batchspec.decode.engine import Engine, EngineTotals
 from batchspec.decode.round import RoundOptions
 from batchspec.draft.base import Drafter, NoDrafter
 from batchspec.draft.lookup import LookupDrafter
@@ -218,6 +220,40 @@ def test_an_engine_serves_one_stream_after_another() -> None:
         [c.token_ids.tolist() for c in engine.run(iter([request(0, [4, 5], cap=6)])) if c.token_ids is not None] for _ in range(2)
     ]
     assert runs[0] == runs[1]
+
+
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(requests=requests_of_a_job(), data=st.data())
+def test_a_run_that_is_stopped_goes_on_in_another_with_the_same_tokens(requests: list[Request], data: st.DataObject) -> None:
+    """Stopped again and again, each time by another engine with other drafts, slots and pages, until all rows are done."""
+    expected, tokens, left = expected_tokens(requests), {}, {r.request_id: r for r in requests}
+    stats = {}
+    for turn in range(20):
+        draft_len = data.draw(st.integers(0, 4))
+        drafter: Drafter = LookupDrafter(draft_len, min_ngram=1, max_ngram=3) if draft_len else NoDrafter()
+        batch = packed(data.draw(st.sampled_from([1, 3, 8])), draft_len=draft_len, run_ahead=data.draw(st.integers(0, 2)))
+        engine = Engine(tiny_target(window=5), drafter, batch, device=DEVICE, decode=decode, penalties=True)
+        rounds = data.draw(st.integers(1, 6)) if turn < 19 else 10**6
+
+        def stop_in_time(totals: EngineTotals, engine: Engine = engine, rounds: int = rounds) -> None:
+            if totals.rounds >= rounds:
+                engine.stop()
+
+        engine.on_round = stop_in_time
+        for completion in engine.run(iter(list(left.values()))):
+            assert completion.token_ids is not None
+            tokens[completion.request_id] = completion.token_ids.tolist()
+            stats[completion.request_id] = completion
+            del left[completion.request_id]
+        for snapshot in engine.unfinished():
+            name = f"r{snapshot.row_index}"
+            assert list(snapshot.tokens) == expected[name][: len(snapshot.tokens)]
+            left[name] = replace(left[name], resumed=snapshot)
+        if not left:
+            break
+    assert tokens == expected
+    for completion in stats.values():
+        check_statistics(completion, "lookup", scarce_pages=True)
 
 
 def test_a_stop_string_on_the_host_frees_the_slot_while_rounds_run_ahead() -> None:

@@ -33,7 +33,7 @@ from batchspec.decode.sampling import SamplingMode
 from batchspec.decode.scheduler import Row, Scheduler
 from batchspec.draft.base import Drafter
 from batchspec.model.target import Target
-from batchspec.records import Completion, PackedBatch, Request
+from batchspec.records import Completion, PackedBatch, Request, Snapshot
 
 
 @dataclass(slots=True)
@@ -144,6 +144,7 @@ class Engine:
             self._beside.clear()
         self.pool = PagePool(self.batch.num_pages)
         self._launched.clear()
+        self._stopping = False
         self.rows.live.zero_()
         self._bucket = self.batch.slots
         self.groups.update([None] * self.batch.slots)
@@ -161,6 +162,12 @@ class Engine:
 
     def _turn(self) -> Iterator[Completion]:
         """Refill, one round, and the results that are due."""
+        if self._stopping:
+            while self._beside:
+                self._land(wait=True)
+            while self._launched:
+                yield from self._collect()
+            return
         yield from self._refill()
         if self._scheduler.live:
             yield from self._make_room()
@@ -170,11 +177,30 @@ class Engine:
 
     @property
     def _finished(self) -> bool:
+        if self._stopping:
+            return not self._launched and not self._beside
         return not self._scheduler.live and not self._launched and self._scheduler.exhausted
+
+    def stop(self) -> None:
+        """End `run` at the next turn: what is launched is read, nothing more is. A signal handler may call it."""
+        self._stopping = True
+
+    def unfinished(self) -> list[Snapshot]:
+        """Behind a stopped `run`: every row that had tokens and no end, those that wait for pages too.
+
+        None with logprobs: those of a row come from one run.
+        """
+        if self.options.logprobs is not None:
+            return []
+        now = time.perf_counter()
+        for row in self._scheduler.live:
+            self._leave(row)
+        rows = [*self._scheduler.live, *self._scheduler.set_back_rows]
+        return [row.progress.snapshot(now) for row in rows if row.progress.tokens]
 
     def _begin(self, request: Request) -> Progress:
         finder = StopFinder(self._decode, request.stop) if request.stop and self._decode else None
-        return Progress(request=request, draft_len=self.drafter.max_len, finder=finder)
+        return Progress.of(request, self.drafter.max_len, finder)
 
     def _refill(self) -> Iterator[Completion]:
         """Fill free slots and prefill what came in; with an empty stream shrink to the next smaller bucket."""

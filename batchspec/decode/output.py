@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from batchspec.kernels.accept import STOPPED
-from batchspec.records import Completion, Request, RowStats
+from batchspec.records import Completion, Request, RowStats, Snapshot
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens left out."""
@@ -68,6 +69,8 @@ class Progress:
     cached_tokens: int = 0
     prefill_s: float = 0.0
     first_token_at: float = 0.0
+    earlier_s: float = 0.0
+    """Decoding of earlier runs."""
     finish_reason: str | None = None
     stop_string: str | None = None
     stop_id: int | None = None
@@ -76,6 +79,42 @@ class Progress:
         self.histogram = [0] * (self.draft_len + 1)
         self.drafted_at = [0] * self.draft_len
         self.accepted_at = [0] * self.draft_len
+
+    @classmethod
+    def of(cls, request: Request, draft_len: int, finder: StopFinder | None) -> Progress:
+        """A request's account at its start, or where an earlier run left it; that run may have drafted more a round."""
+        resumed = request.resumed
+        if resumed is None:
+            return cls(request=request, draft_len=draft_len, finder=finder)
+        progress = cls(request=request, draft_len=max(draft_len, len(resumed.accepted) - 1), finder=finder)
+        progress.num_prefills, progress.cached_tokens = resumed.num_prefills, resumed.cached_tokens
+        progress.prefill_s, progress.earlier_s = resumed.prefill_s, resumed.decode_s
+        progress.add_counts(resumed.accepted, resumed.drafted)
+        progress._emit(resumed.tokens)
+        return progress
+
+    def snapshot(self, now: float) -> Snapshot:
+        """What another run needs to go on; `now` is the host's clock in seconds. Logprobs are not kept."""
+        request = self.request
+        return Snapshot(
+            row_index=request.row_index,
+            sample_index=request.sample_index,
+            shard=request.shard,
+            tokens=tuple(self.tokens),
+            num_prefills=self.num_prefills,
+            cached_tokens=self.cached_tokens,
+            accepted=tuple(self.histogram),
+            drafted=self._drafted_exactly(),
+            prefill_s=self.prefill_s,
+            decode_s=self._decode_s(now),
+        )
+
+    def _drafted_exactly(self) -> tuple[int, ...]:
+        at_least = [self.num_rounds, *self.drafted_at, 0]
+        return tuple(more - fewer for more, fewer in itertools.pairwise(at_least))
+
+    def _decode_s(self, now: float) -> float:
+        return self.earlier_s + (now - self.first_token_at if self.first_token_at else 0.0)
 
     def add_prefill(self, tokens: Sequence[int]) -> None:
         """The one token that a prefill emitted."""
@@ -169,7 +208,7 @@ class Progress:
                 drafted_at=tuple(self.drafted_at),
                 accepted_at=tuple(self.accepted_at),
                 prefill_s=self.prefill_s,
-                decode_s=now - self.first_token_at,
+                decode_s=self._decode_s(now),
                 batch_id=0,
                 slot=slot,
             ),

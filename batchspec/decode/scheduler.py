@@ -84,6 +84,11 @@ class Scheduler:
         """No request waits and none will come."""
         return self._peek() is None
 
+    @property
+    def set_back_rows(self) -> list[Row]:
+        """Rows that had slots and wait for pages."""
+        return [row for row in self._waiting if row.progress.tokens]
+
     def _peek(self) -> Row | None:
         if not self._waiting:
             progress = next(self._stream, None)
