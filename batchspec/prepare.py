@@ -80,7 +80,7 @@ def open_job(config: RunConfig, source: Source | None = None, *, tokenizer: Toke
         weight_files(folder)
     device = choose_device(config.device)
     if config.draft.adaptive and device.type == "cpu":
-        raise ConfigError("draft.adaptive=true chooses K by times measured on a GPU, and there is none here; remove the key")
+        raise ConfigError("draft.adaptive=true goes by times measured on a GPU, and this job runs on the CPU; remove the key")
     dtype = resolve_dtype(config.model.dtype, spec, device)
     head = open_head(config, spec)
     tokenizer = tokenizer or open_tokenizer(folder, config, columns)
