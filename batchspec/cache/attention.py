@@ -71,13 +71,14 @@ def attend(q: Tensor, kv: Tensor, batch: FlatBatch, *, scale: float, window: int
     Returns [T, NH, D]; zeros for rows with kv_len 0. Exact: softmax in fp32 (fp64 for fp64).
 
     Many layers of one batch share the work that does not depend on q: `plan_attention` once, then `.attend`.
-    On a GPU rows of at most 64 queries are attended without reading anything back; longer rows and fp64 synchronise.
+    On a GPU nothing is read back for rows of at most 64 queries, nor for longer ones that FlashInfer serves; torch's path, which
+    fp64 and what else is left take, synchronises.
     """
     return plan_attention(batch, kv, num_heads=q.shape[1], window=window, sink=sink).attend(q, kv, scale)
 
 
 def plan_attention(batch: FlatBatch, kv: Tensor, *, num_heads: int, window: int | None, sink: int = 0) -> AttentionPlan:
-    """What attention of this batch needs in every layer with this window: page lists and masks. `kv` is any layer's."""
+    """What attention of this batch needs in every layer with this window, by who serves it. `kv` is any layer's."""
     if kv.is_cuda and fits_verify(batch, kv.dtype):
         return plan_verify(batch, kv, num_heads=num_heads, window=window, sink=sink, shared=batch.shared)
     if fits_flash(batch, kv.dtype, sink):
@@ -96,7 +97,8 @@ class AttentionPlan(Protocol):
 
 
 class _TorchPlan:
-    """Rows gathered and padded by torch: a CPU, a prefill, fp64. Page lists and masks are those of the positions asked last."""
+    """Rows gathered and padded by torch: a CPU, fp64, a prefill without FlashInfer. Lists and masks are those of the positions
+    asked last."""
 
     def __init__(self, batch: FlatBatch, num_heads: int, window: int | None, sink: int) -> None:
         self._batch, self._num_heads, self._window, self._sink = batch, num_heads, window, sink

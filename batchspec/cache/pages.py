@@ -83,7 +83,7 @@ class PagePool:
             )
         self.num_pages = num_pages
         self._refs = [0] * num_pages
-        self._free = deque(range(1, num_pages))
+        self._free = deque(range(SCRATCH_PAGE + 1, num_pages))
         self._key_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # unowned pages that a key still finds, oldest first

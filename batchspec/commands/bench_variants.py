@@ -146,8 +146,8 @@ class Bench:
         """All of them; each gives its memory back between turns where they do not fit side by side."""
         found = [EngineVariant(self, way) for way in ways(self.args)]
         if self.device.type == "cuda" and len(found) > 1:
-            token_bytes = page_bytes(self.workload.target.spec, PAGE_SIZE, self.workload.target.dtype)
-            needed = len(found) * self.batch(0).num_pages * token_bytes
+            size_bytes = page_bytes(self.workload.target.spec, PAGE_SIZE, self.workload.target.dtype)
+            needed = len(found) * self.batch(0).num_pages * size_bytes
             for variant in found:
                 variant.keeps = needed + ROOM_BYTES < free_memory(self.device)
         return found

@@ -16,8 +16,6 @@ from typing import Any
 from batchspec.errors import CheckpointError
 from batchspec.model.spec import Json, ModelSpec, RopeSpec, read_integer, read_json, read_rope, read_windows, short_json
 
-AUX_LAYERS = ("auto", "input", "output")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSpec:

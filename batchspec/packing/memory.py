@@ -12,7 +12,7 @@ L layers, e bytes a number:
     graphs    16 MB for each (row bucket, draft length)
     fixed     2 GB: workspaces of matrix products and attention, compiled kernels, what fragments
 
-Llama-3.1-8B, T = 16384, R = 92, S = 4: 4.5 + 0.1 + 0.6 + 0.1 + 0.0 + 0.5 + 2 = 7.9 GB of the 132 that one H200 has behind the
+Llama-3.1-8B, T = 16384, R = 92, S = 4: 4.5 + 0.1 + 0.6 + 0.1 + 0.0 + 0.7 + 2 = 8.0 GB of the 132 that one H200 has behind the
 weights; the pages hold 900 thousand tokens, 80 rows of 8192 + 3072.
 """
 
