@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import polars as pl
@@ -11,6 +10,7 @@ import pyarrow as pa
 
 from batchspec.compose import compose
 from batchspec.io.reader import table_source
+from batchspec.io.shards import OutputFolder
 from batchspec.job import decode_job, run_job, shard_table
 from batchspec.prepare import make_engine, open_job, survey_first
 from batchspec.report.progress import Progress
@@ -34,7 +34,7 @@ def generate(data: Any, *, job: str | None = None, overrides: Sequence[str] = ()
     source = table_source(table, config.input.limit)
     if config.output.dir is not None:
         run_job(config, source)
-        return pl.read_parquet(Path(config.output.dir) / "data")
+        return OutputFolder(config.output.dir).scan().collect()
     opened = open_job(config, source)
     seen = survey_first(opened)
     with Progress(seen.num_outputs(source.num_rows)) as progress:

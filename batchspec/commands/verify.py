@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="batchspec verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("out", type=Path, help="output folder of a job that wrote token_ids")
+    parser.add_argument("out", help="output folder of a job that wrote token_ids")
     parser.add_argument("--rows", type=int, default=20, help="completions to decode again, evenly spread; 0 is all")
     args = parser.parse_args(argv)
     checked, differences = verify(args.out, args.rows)
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
     return 1 if differences else 0
 
 
-def verify(out: Path, num_rows: int) -> tuple[int, list[Difference]]:
+def verify(out: str | Path, num_rows: int) -> tuple[int, list[Difference]]:
     """How many completions were decoded again, and those that differ. Raises OutputError without a job or token_ids."""
     job = _job_of(out)
     written = _written_tokens(out, num_rows)
@@ -79,7 +79,7 @@ def verify(out: Path, num_rows: int) -> tuple[int, list[Difference]]:
     return len(written), differences
 
 
-def _job_of(out: Path) -> Job:
+def _job_of(out: str | Path) -> Job:
     output = OutputFolder(out)
     config = from_hydra(OmegaConf.create(dict(output.manifest.config)))
     as_run = open_job(config)
@@ -99,8 +99,8 @@ def _plain_engine(job: Job) -> Engine:
     return engine
 
 
-def _written_tokens(out: Path, num_rows: int) -> dict[tuple[int, int], list[int]]:
-    table = pl.scan_parquet(out / "data")
+def _written_tokens(out: str | Path, num_rows: int) -> dict[tuple[int, int], list[int]]:
+    table = OutputFolder(out).scan()
     if "token_ids" not in table.collect_schema().names():
         raise OutputError(f"{out} holds no token_ids, which verify compares; run the job with output.token_ids=true")
     rows = table.filter(pl.col("token_ids").is_not_null()).select("row_index", "sample_index", "token_ids").collect()

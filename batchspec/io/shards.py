@@ -10,21 +10,21 @@ _batchspec/logs           run-<attempt>.json: how fast each run was
 from __future__ import annotations
 
 import json
-import os
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchspec.errors import OutputError, StorageError
 from batchspec.io.manifest import Manifest, differences
 from batchspec.io.reader import InputFile
-from batchspec.io.store import LocalStore, Store, storing
+from batchspec.io.store import Store, open_store, storing
 from batchspec.io.writer import write_parquet
 
 MANIFEST = "_batchspec/manifest.json"
@@ -41,15 +41,16 @@ def part_name(index: int) -> str:
 
 
 class OutputFolder:
-    """The output of one job. Nothing is made or changed on disk before `create`.
+    """The output of one job. Nothing is made or changed in it before `create`.
 
+    path     the folder, as the user names it
     attempt  uuid of this run; temporary files carry it
     """
 
     def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
         self.attempt = uuid.uuid4().hex
-        self._store: Store = LocalStore(self.path, TMP)
+        self._store: Store = open_store(path, TMP)
+        self.path = self._store.where
         self._manifest: Manifest | None = None
 
     @property
@@ -58,17 +59,13 @@ class OutputFolder:
         if self._manifest is None:
             if not self.is_job():
                 raise OutputError(f"{self.path} holds no batchspec job; give the output.dir of a run")
-            self._manifest = Manifest.from_json(self._store.read(MANIFEST), str(self.path / MANIFEST))
+            self._manifest = Manifest.from_json(self._store.read(MANIFEST), f"{self.path}/{MANIFEST}")
             self._store.method = self._manifest.publish
         return self._manifest
 
     @property
     def num_shards(self) -> int:
         return -(-self.manifest.num_rows // self.manifest.shard_rows)
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "_batchspec" / "logs"
 
     def is_job(self) -> bool:
         return self._store.exists(MANIFEST)
@@ -79,8 +76,8 @@ class OutputFolder:
         The folder may be absent, empty, or a job with the same fingerprint; with `overwrite` any job. What is not a job is never
         overwritten.
         """
-        self._check_writable()
-        other = self.path.is_file() or set(self._store.list("")) - {"_batchspec"}
+        self._store.check_root()
+        other = set(self._store.list("")) - {"_batchspec"}
         if not self.is_job():
             if other:
                 raise OutputError(f"output.dir {self.path} exists and is no batchspec job; empty it or choose another folder")
@@ -93,11 +90,6 @@ class OutputFolder:
                 f"output.dir {self.path} holds another job ({'; '.join(changed)}); use another output.dir, "
                 "or output.overwrite=true to delete that job and start anew"
             )
-
-    def _check_writable(self) -> None:
-        place = next(path for path in (self.path.absolute(), *self.path.absolute().parents) if path.exists())
-        if place.is_dir() and not os.access(place, os.W_OK | os.X_OK):
-            raise StorageError(f"output.dir {self.path}: {place} cannot be written; mend that or choose another output.dir")
 
     def create(
         self,
@@ -132,8 +124,6 @@ class OutputFolder:
         self._manifest = None  # another process may have made it first: read what is there
         self.check(fingerprint=fingerprint, num_rows=num_rows, shard_rows=shard_rows)
         self._store.clean()
-        with storing(f"making {self.logs}"):
-            self.logs.mkdir(exist_ok=True)
         return self.manifest
 
     def _delete_work(self) -> None:
@@ -160,6 +150,11 @@ class OutputFolder:
             done.add(index)
         return done
 
+    def scan(self, shards: Iterable[int] | None = None) -> pl.LazyFrame:
+        """The rows of committed shards (default all), in the order of the input."""
+        done = sorted(self.committed() if shards is None else shards)
+        return self._store.scan([f"data/{part_name(index)}" for index in done])
+
     def commit(self, index: int, table: pa.Table, metadata: Mapping[str, str] | None = None) -> bool:
         """Publish a shard's rows, once: False where another attempt was first (its rows are equivalent, ours are dropped).
 
@@ -185,8 +180,7 @@ class OutputFolder:
 
     def log_run(self, facts: Mapping[str, float]) -> None:
         """Keep what a run says of itself at its end. Raises StorageError."""
-        with storing(f"writing to {self.logs}"):
-            (self.logs / f"run-{self.attempt}.json").write_text(json.dumps(dict(facts)) + "\n", encoding="utf-8")
+        self._store.put(f"_batchspec/logs/run-{self.attempt}.json", (json.dumps(dict(facts)) + "\n").encode())
 
     def has_card(self) -> bool:
         return self._store.exists("README.md")

@@ -6,10 +6,12 @@ import errno
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
+
+import polars as pl
 
 from batchspec.errors import OutputError, StorageError
 
@@ -23,6 +25,11 @@ class Store(Protocol):
 
     method: str
     """How a name is taken; every process that works on one job uses the same."""
+    where: str
+    """The root, as a user names it."""
+
+    def check_root(self) -> None:
+        """Raise OutputError or StorageError where the root cannot become a folder to write to. Touches nothing."""
 
     def probe(self) -> None:
         """Try what the file system can do and set `method`."""
@@ -53,6 +60,9 @@ class Store(Protocol):
     def scratch(self) -> Path:
         """A folder of the local file system from which `publish` takes files."""
 
+    def scan(self, names: Sequence[str]) -> pl.LazyFrame:
+        """The rows of Parquet files, in the order of their names."""
+
 
 @contextmanager
 def storing(what: str) -> Iterator[None]:
@@ -67,6 +77,11 @@ def storing(what: str) -> Iterator[None]:
         ) from error
 
 
+def open_store(root: str | Path, scratch: str) -> Store:
+    """The store of an output folder; `scratch` is the folder inside it where a local store makes its files."""
+    return LocalStore(Path(root), scratch)
+
+
 class LocalStore:
     """A folder of a local or shared file system. Folders are made as they are needed.
 
@@ -76,6 +91,14 @@ class LocalStore:
 
     def __init__(self, root: Path, scratch: str, method: str = "link") -> None:
         self.root, self.method, self._scratch = root, method, scratch
+        self.where = str(root)
+
+    def check_root(self) -> None:
+        if self.root.is_file():
+            raise OutputError(f"output.dir {self.root} is a file and is no batchspec job; choose another folder")
+        place = next(path for path in (self.root.absolute(), *self.root.absolute().parents) if path.exists())
+        if place.is_dir() and not os.access(place, os.W_OK | os.X_OK):
+            raise StorageError(f"output.dir {self.root}: {place} cannot be written; mend that or choose another output.dir")
 
     def probe(self) -> None:
         path = self._written("probe", b"")
@@ -150,6 +173,9 @@ class LocalStore:
             folder = self._path(self._scratch)
             folder.mkdir(parents=True, exist_ok=True)
             return folder
+
+    def scan(self, names: Sequence[str]) -> pl.LazyFrame:
+        return pl.scan_parquet([self._path(name) for name in names])
 
     def _written(self, name: str, data: bytes) -> Path:
         path = self.scratch() / f"{self._path(name).name}.{uuid.uuid4().hex}"

@@ -8,7 +8,7 @@ from pathlib import Path
 import polars as pl
 
 from batchspec.errors import OutputError
-from batchspec.io.shards import OutputFolder, part_name
+from batchspec.io.shards import OutputFolder
 
 PROMPT_EDGES = (128, 512, 2048, 8192, 32768)
 NUM_EXTREMES = 5
@@ -86,7 +86,7 @@ def job_stats(out_dir: Path | str, by: str | None = None) -> JobStats:
     done = sorted(folder.committed())
     if not done:
         raise OutputError(f"{out_dir} has no committed shard yet; run the job first")
-    rows = _read([folder.path / "data" / part_name(index) for index in done], by)
+    rows = _read(folder.scan(done), by)
     spec = rows.filter(pl.col("drafter").is_not_null())
     histogram = _sums(spec["histogram"])
     drafted = _sums(spec["drafted_at"])
@@ -117,9 +117,8 @@ def job_stats(out_dir: Path | str, by: str | None = None) -> JobStats:
     )
 
 
-def _read(files: list[Path], by: str | None) -> pl.DataFrame:
+def _read(frame: pl.LazyFrame, by: str | None) -> pl.DataFrame:
     """One line a completion, with the columns that the statistics need."""
-    frame = pl.scan_parquet(files)
     schema = frame.collect_schema()
     if by is not None and (by not in schema or schema[by].is_nested()):
         flat = [name for name, kind in schema.items() if not kind.is_nested()]
