@@ -11,10 +11,9 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -22,13 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchspec.kernels.activation import silu_and_mul
+from batchspec.kernels.bench import MAX_COPIES, Call, GraphClock
 from batchspec.kernels.linear import counters, launch, norm_reference, num_sms
 from batchspec.kernels.lm_head import lm_head, lm_head_reference
 from batchspec.kernels.norm import rms_norm
 from batchspec.kernels.tiles import Tile, candidates
 
-Call = Callable[[], Any]
-COPIES_BYTES, MAX_COPIES = 1 << 28, 128
+COPIES_BYTES = 1 << 28
 FINALISTS = 4
 EPS = 1e-5
 TOLERANCE = 0.02
@@ -175,46 +174,6 @@ class Trial:
         tile_or_library = winner if us < library_us else None
         fastest_us = min(us, library_us)
         return Result(self.op, tokens, self.rows, self.k, tile_or_library, fastest_us, library_us, winner, us, error)
-
-
-class GraphClock:
-    """Microseconds a call, from CUDA graphs captured on one stream of their own.
-
-    torch.cuda.graph collects garbage at every capture, which takes longer than the capture and the replays together.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-
-    def us(self, calls: Sequence[Call], *, repeats: int = 3, budget_us: float = 1500.0) -> float:
-        """Median of `repeats` replays; each call is the same on another copy of the weight. Raises what the first call raises."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            calls[0]()
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            calls[-1]()
-            end.record()
-            end.synchronize()
-            once_us = max(2.0, start.elapsed_time(end) * 1e3)
-            per_graph = int(max(8, min(MAX_COPIES, budget_us / once_us)))
-            per_graph = max(per_graph, min(len(calls), MAX_COPIES))  # every copy once, or the cache would hold them
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin()
-            try:
-                for index in range(per_graph):
-                    calls[index % len(calls)]()
-            finally:
-                graph.capture_end()
-            times = []
-            for _ in range(repeats + 1):
-                start.record()
-                graph.replay()
-                end.record()
-                end.synchronize()
-                times.append(start.elapsed_time(end) * 1e3 / per_graph)
-        us: float = median(times[1:])
-        return us
 
 
 def compile_ahead(trial: Trial, token_counts: Iterable[int]) -> None:

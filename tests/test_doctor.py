@@ -40,6 +40,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(doctor, "flashinfer", lambda: object())
+    monkeypatch.setattr(doctor, "supported", lambda device: True)
     tuning._table.cache_clear()
 
 
@@ -87,12 +88,13 @@ def test_an_unknown_card_is_named_with_what_it_costs(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_missing_flashinfer_is_named_with_what_it_costs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_missing_is_named_with_what_it_costs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(doctor, "flashinfer", lambda: None)
+    monkeypatch.setattr(doctor, "supported", lambda device: False)
     assert cli.main(["doctor"]) == 0
-    assert "FlashInfer is missing; pip install 'batchspec[gpu]'" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "by torch, row by row and slower: FlashInfer is missing; pip install 'batchspec[gpu]'" in said
+    assert "launches  one after another" in said
 
 
 @pytest.mark.usefixtures("gpu")

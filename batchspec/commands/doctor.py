@@ -16,6 +16,7 @@ from batchspec.commands.workloads import SHAPES, shape_spec
 from batchspec.draft.head import products as head_products
 from batchspec.draft.weights import dummy_spec, read_head_spec
 from batchspec.errors import ConfigError
+from batchspec.kernels.pdl import supported
 from batchspec.model.hub import resolve_model
 from batchspec.model.spec import load_spec
 from batchspec.model.tuning import Product, products, save, tune, tuned_products
@@ -93,6 +94,8 @@ def _report(args: argparse.Namespace, device: torch.device, wanted: list[Product
         if tuned
         else "products  none tuned for this card: all by cuBLAS, none fused; batchspec doctor --tune MODEL times them",
     ]
+    if not supported(device):
+        lines.append("launches  one after another, which slows small models: overlapping them needs Hopper or newer and Triton 3.4")
     if wanted:
         missing = [f"{op} {rows}x{k}" for op, rows, k in wanted if (op, rows, k) not in tuned]
         rest = f"; by cuBLAS: {', '.join(missing)}; batchspec doctor --tune times them" if missing else ""
