@@ -95,7 +95,7 @@ def _report(args: argparse.Namespace, device: torch.device, wanted: list[Product
         else "products  none tuned for this card: all by cuBLAS, none fused; batchspec doctor --tune MODEL times them",
     ]
     if not supported(device):
-        lines.append("launches  one after another, which slows small models: overlapping them needs Hopper or newer and Triton 3.4")
+        lines.append("launches  one after another, which slows small models: overlap needs Hopper or newer and Triton 3.4")
     if wanted:
         missing = [f"{op} {rows}x{k}" for op, rows, k in wanted if (op, rows, k) not in tuned]
         rest = f"; by cuBLAS: {', '.join(missing)}; batchspec doctor --tune times them" if missing else ""
