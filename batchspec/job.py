@@ -19,6 +19,7 @@ import pyarrow as pa
 from batchspec.config import RunConfig
 from batchspec.decode.engine import Engine, EngineTotals
 from batchspec.errors import Interrupted, TooManyErrors
+from batchspec.io.journal import Journal, Journaled
 from batchspec.io.reader import InputShard, Source
 from batchspec.io.shards import OutputFolder
 from batchspec.io.writer import build_table
@@ -30,6 +31,10 @@ from batchspec.report.card import dataset_card
 from batchspec.report.progress import Progress
 from batchspec.report.stats import job_stats
 from batchspec.report.summary import RunSummary
+from batchspec.signals import ending
+
+JOURNAL_S = 60.0
+"""Seconds of finished rows that a killed run may lose."""
 
 
 def run_job(config: RunConfig, source: Source | None = None) -> None:
@@ -55,28 +60,41 @@ def run_job(config: RunConfig, source: Source | None = None) -> None:
 
 
 def compute(job: Job, output: OutputFolder, committed: set[int]) -> None:
-    """Decode and commit every shard that is not committed yet, and say how fast. Raises Interrupted at Ctrl-C."""
+    """Decode and commit every shard that is not committed yet, and say how fast.
+
+    Raises Interrupted at a signal that asks for the end: finished rows and the tokens of the others are in the journal then.
+    """
     began = time.perf_counter()
     seen = survey_first(job)
     done_rows, num_tokens = len(committed) * job.shard_rows, 0
     num_errors = job_stats(output.path).by_status.get("error", 0) if committed else 0
     check_errors(job, num_errors)
-    with Progress(seen.num_outputs(job.source.num_rows), done=seen.num_outputs(done_rows)) as progress:
+    journal = output.journal()
+    journaled = journal.read(committed) if output.is_job() and not job.config.output.overwrite else Journaled()
+    done = seen.num_outputs(done_rows) + len(journaled.completions)
+    with Progress(seen.num_outputs(job.source.num_rows), done=done) as progress:
         loading = time.perf_counter()
         engine = make_engine(job, seen, progress)
         start_up_s = time.perf_counter() - loading
         create_output(job, output)  # nothing can be refused from here on
         if committed:
             progress.phase(f"{len(committed)} of {output.num_shards} shards are committed already; the rest is computed")
-        try:
-            for shard, completions in decode_job(job, engine, seen, progress, skip=committed):
-                output.commit(shard.index, shard_table(job, shard, completions, output.attempt))
-                num_tokens += sum(len(done.token_ids) for done in completions if done.token_ids is not None)
-                num_errors += sum(completion.status == "error" for completion in completions)
-                check_errors(job, num_errors)
-        except KeyboardInterrupt:
-            count = f"{len(output.committed())} of {output.num_shards} shards are committed"
-            raise Interrupted(f"interrupted; {count}; run the same command again to go on") from None
+        with ending(engine.stop) as asked:
+            try:
+                for shard, completions in decode_job(job, engine, seen, progress, journal, journaled, skip=committed):
+                    output.commit(shard.index, shard_table(job, shard, completions, output.attempt))
+                    journal.forget(shard.index)
+                    num_tokens += sum(len(done.token_ids) for done in completions if done.token_ids is not None)
+                    num_errors += sum(completion.status == "error" for completion in completions)
+                    check_errors(job, num_errors)
+            except KeyboardInterrupt:  # the second one: the engine's rows are as they are
+                saved = journal.flush()
+            else:
+                saved = journal.flush(engine.unfinished()) if asked.name else 0
+        if asked.name is not None and len(output.committed()) < output.num_shards:
+            count = f"{len(output.committed())} of {output.num_shards} shards are committed, {saved} more rows are saved"
+            raise Interrupted(f"{asked.name}: {count}; run the same command again to go on")
+    journal.delete()
     totals = engine.totals
     summary = RunSummary(
         seconds=time.perf_counter() - began - start_up_s,
@@ -119,9 +137,20 @@ def create_output(job: Job, output: OutputFolder) -> None:
 
 
 def decode_job(
-    job: Job, engine: Engine, seen: Survey, progress: Progress, *, skip: Container[int] = ()
+    job: Job,
+    engine: Engine,
+    seen: Survey,
+    progress: Progress,
+    journal: Journal | None = None,
+    journaled: Journaled | None = None,
+    *,
+    skip: Container[int] = (),
 ) -> Iterator[tuple[InputShard, list[Completion]]]:
-    """Every shard that is not in `skip` with its completions, as soon as its last row is done."""
+    """Every shard that is not in `skip` with its completions, as soon as its last row is done.
+
+    journal    gets every row as it ends; the caller says which shards are committed
+    journaled  what earlier runs did of these shards
+    """
     num_shards = sum(index not in skip for index in range(-(-job.source.num_rows // job.shard_rows)))
     feed = Feed(
         job.source.shards(job.shard_rows, skip),
@@ -129,6 +158,7 @@ def decode_job(
         num_shards=num_shards,
         shard_rows=job.shard_rows,
         slots=engine.batch.slots,
+        journaled=journaled,
     )
     reporter = Reporter(progress, seen.mean_output)
     engine.on_round = reporter
@@ -143,6 +173,9 @@ def decode_job(
             job.admission.observe(completion)
             feed.add(completion)
             reporter.finished(completion)
+            if journal is not None:
+                journal.add(completion)
+                journal.flush_every(JOURNAL_S)
             yield from complete()
     yield from complete()  # shards without one good row
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -182,7 +183,58 @@ def test_ctrl_c_says_how_to_go_on_and_exits_75(model: Path, data: Path, finished
     command = arguments(model, data, tmp_path / "out")
     stopped = run_until_second_commit(command, "SIGINT")
     assert stopped.returncode == 75
-    assert "2 of 5 shards are committed; run the same command again" in stopped.stderr.splitlines()[-1]
+    said = stopped.stderr.splitlines()[-1]
+    assert re.search(r"SIGINT: 2 of 5 shards are committed, \d+ more rows are saved; run the same command again", said), said
+    assert run.main(command) == 0
+    assert tokens(tmp_path / "out") == tokens(finished)
+
+
+def run_until_round(command: list[str], signal_name: str, count: int) -> subprocess.CompletedProcess[str]:
+    """The job in a process of its own, which gets a real signal in the middle of a round."""
+    program = (
+        "import os, signal, sys; from batchspec import run; from batchspec.decode.round import Round\n"
+        "run_round, seen = Round.run, []\n"
+        "def signalled(self, *rest, **named):\n"
+        "    seen.append(1)\n"
+        f"    if len(seen) == {count}: os.kill(os.getpid(), signal.{signal_name})\n"
+        "    return run_round(self, *rest, **named)\n"
+        "Round.run = signalled; sys.exit(run.main(sys.argv[1:]))"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", program, *command], cwd=Path(__file__).parents[1], check=False, capture_output=True, text=True
+    )
+
+
+def test_a_signal_saves_finished_and_unfinished_rows_and_the_next_run_goes_on_with_them(
+    model: Path, data: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three signals in turn, as a batch system sends them; one shard holds everything, so none is committed before the end."""
+    command = arguments(model, data, tmp_path / "out", "draft=lookup", "packing.slots=4", "output.shard_rows=22")
+    left = []
+    for name, rounds in (("SIGTERM", 5), ("SIGUSR1", 8), ("SIGUSR2", 8)):
+        stopped = run_until_round(command, name, rounds)
+        assert stopped.returncode == 75, stopped.stderr
+        assert f"{name}: 0 of 1 shards are committed" in stopped.stderr.splitlines()[-1]
+        left.append(sum(path.stat().st_size for path in (tmp_path / "out/_batchspec/journal").iterdir()))
+    assert left == sorted(left)
+    assert not list((tmp_path / "out/data").glob("*"))
+    assert run.main(command) == 0
+    assert tokens(tmp_path / "out") == tokens(finished)
+    assert not (tmp_path / "out/_batchspec/journal").exists()
+    stats = pl.read_parquet(tmp_path / "out/data")["spec_decode"].drop_nulls().struct.unnest()
+    assert max(stats["num_prefills"].to_list()) > 1  # rows that were under way went on, with their tokens
+    emitted = stats["num_prefills"] + stats["num_accepted_draft_tokens"] + stats["num_spec_steps"]
+    lengths = pl.read_parquet(tmp_path / "out/data").filter(pl.col("spec_decode").is_not_null())["token_ids"].list.len()
+    assert (emitted == lengths + stats["num_discarded_tokens"]).all()
+
+
+def test_a_damaged_journal_costs_its_rows_and_nothing_else(model: Path, data: Path, finished: Path, tmp_path: Path) -> None:
+    command = arguments(model, data, tmp_path / "out", "draft=lookup", "packing.slots=4", "output.shard_rows=22")
+    assert run_until_round(command, "SIGTERM", 12).returncode == 75
+    for segment in (tmp_path / "out/_batchspec/journal").iterdir():
+        data_bytes = bytearray(segment.read_bytes())
+        data_bytes[len(data_bytes) // 2] ^= 1
+        segment.write_bytes(bytes(data_bytes))
     assert run.main(command) == 0
     assert tokens(tmp_path / "out") == tokens(finished)
 

@@ -5,6 +5,7 @@ README.md                 the dataset card, written at the end
 _batchspec/manifest.json  what the job is; made first, so that a folder with a manifest is a job
 _batchspec/tmp            files under construction
 _batchspec/logs           run-<attempt>.json: how fast each run was
+_batchspec/journal        rows of shards that are not committed yet, see journal.py
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchspec.errors import OutputError, StorageError
+from batchspec.io.journal import Journal
 from batchspec.io.manifest import Manifest, differences
 from batchspec.io.reader import InputFile
 from batchspec.io.store import Store, open_store, storing
@@ -177,6 +179,10 @@ class OutputFolder:
                     path.unlink(missing_ok=True)
                 raise
         return self._store.publish(path, f"data/{part_name(index)}")
+
+    def journal(self) -> Journal:
+        """What runs keep of shards that they do not commit."""
+        return Journal(self._store, self.attempt)
 
     def log_run(self, facts: Mapping[str, float]) -> None:
         """Keep what a run says of itself at its end. Raises StorageError."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
+from batchspec.io.journal import Journaled
 from batchspec.io.reader import InputShard
 from batchspec.packing.admit import Admission
 from batchspec.packing.planner import order_requests
@@ -22,6 +24,7 @@ class Feed:
     num_shards  that `shards` will give
     shard_rows  input rows of each, the last one aside
     slots       of the batch that the requests run through
+    journaled   what earlier runs did: finished rows are not asked for again, the others go on where they were
 
     Longest first pays where a window holds more rows than the batch: in 800 rows of 8K whose lengths are known, through 88
     slots, windows of 64 rows take 5,454 rounds, of 176 rows 4,853. What is left behind the last whole window belongs to it:
@@ -29,11 +32,19 @@ class Feed:
     """
 
     def __init__(
-        self, shards: Iterator[InputShard], admission: Admission, *, num_shards: int, shard_rows: int, slots: int
+        self,
+        shards: Iterator[InputShard],
+        admission: Admission,
+        *,
+        num_shards: int,
+        shard_rows: int,
+        slots: int,
+        journaled: Journaled | None = None,
     ) -> None:
         self._shards, self._admission = shards, admission
         self._window = max(WINDOW_SHARDS, -(-WINDOW_SLOTS * slots // shard_rows))
         self._num_windows = max(1, num_shards // self._window)
+        self._journaled = journaled or Journaled()
         self._open: dict[int, tuple[InputShard, int, list[Completion]]] = {}
 
     def requests(self) -> Iterator[Request]:
@@ -46,10 +57,17 @@ class Feed:
     def _admitted(self, count: int | None) -> list[Request]:
         requests: list[Request] = []
         for shard in itertools.islice(self._shards, count):
-            entries = list(self._admission.admit(shard))
+            entries = [self._known(entry) for entry in self._admission.admit(shard)]
             self._open[shard.index] = (shard, len(entries), [e for e in entries if isinstance(e, Completion)])
             requests += [e for e in entries if isinstance(e, Request)]
         return requests
+
+    def _known(self, entry: Request | Completion) -> Request | Completion:
+        key = entry.row_index, entry.sample_index
+        if isinstance(entry, Completion):
+            return entry
+        snapshot = self._journaled.snapshots.get(key)
+        return self._journaled.completions.get(key) or (entry if snapshot is None else replace(entry, resumed=snapshot))
 
     def add(self, completion: Completion) -> None:
         self._open[completion.shard][2].append(completion)

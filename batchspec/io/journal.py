@@ -1,0 +1,142 @@
+"""What a run had done of shards that it did not commit: finished rows, and where the others stood when a signal ended it.
+
+_batchspec/journal/<attempt>-<number>.json   an immutable segment: one line of header, then one line of JSON a row
+
+A segment is published whole, its header says how many lines follow and their CRC-32; one that does not fit is left out, and its
+rows are computed again. Rows may stand in several segments: any finished one will do, and of unfinished ones the longest.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from batchspec.io.store import Store
+from batchspec.records import Completion, RowError, RowStats, Snapshot
+
+FOLDER = "_batchspec/journal"
+VERSION = 1
+Key = tuple[int, int]
+"""row_index and sample_index."""
+
+
+@dataclass(slots=True)
+class Journaled:
+    """What earlier runs left, by row and sample."""
+
+    completions: dict[Key, Completion] = field(default_factory=dict)
+    snapshots: dict[Key, Snapshot] = field(default_factory=dict)
+
+
+class Journal:
+    """The segments of one job; `attempt` names those that this run writes."""
+
+    def __init__(self, store: Store, attempt: str) -> None:
+        self._store, self._attempt = store, attempt
+        self._number = 0
+        self._waiting: list[Completion] = []
+        self._flushed_at = time.monotonic()
+
+    def add(self, completion: Completion) -> None:
+        """A finished row, for the next segment."""
+        self._waiting.append(completion)
+
+    def forget(self, shard: int) -> None:
+        """The shard is committed: its rows need no segment."""
+        self._waiting = [completion for completion in self._waiting if completion.shard != shard]
+
+    def flush_every(self, seconds: float) -> None:
+        """`flush` where the last one lies that far back. Raises StorageError."""
+        if time.monotonic() - self._flushed_at >= seconds:
+            self.flush()
+
+    def flush(self, snapshots: Iterable[Snapshot] = ()) -> int:
+        """Publish what waits, and where unfinished rows stand, as one segment; how many rows it has. Raises StorageError."""
+        self._flushed_at = time.monotonic()
+        lines = [json.dumps({"done": _plain(done)}) for done in self._waiting]
+        lines += [json.dumps({"left": asdict(snapshot)}) for snapshot in snapshots]
+        if lines:
+            body = "\n".join(lines).encode()
+            header = {"version": VERSION, "rows": len(lines), "crc32": zlib.crc32(body)}
+            name = f"{FOLDER}/{self._attempt}-{self._number:06d}.json"
+            self._store.put_if_absent(name, json.dumps(header).encode() + b"\n" + body)
+            self._number += 1
+            self._waiting = []
+        return len(lines)
+
+    def read(self, skip: Container[int]) -> Journaled:
+        """Rows of all segments whose shards are not in `skip`."""
+        found = Journaled()
+        for name in self._store.list(FOLDER):
+            for line in _lines(self._store.read(f"{FOLDER}/{name}")):
+                _take(json.loads(line), found, skip)
+        for key in found.completions:
+            found.snapshots.pop(key, None)
+        return found
+
+    def delete(self) -> None:
+        """The job is complete: nobody will ask."""
+        self._store.delete_tree(FOLDER)
+
+
+def _lines(data: bytes) -> list[bytes]:
+    """The rows of a segment; none of one that is damaged or of another version."""
+    head, _, body = data.partition(b"\n")
+    try:
+        header = json.loads(head)
+        sound = header["version"] == VERSION and header["crc32"] == zlib.crc32(body)
+    except (ValueError, KeyError, TypeError):
+        return []
+    return body.split(b"\n") if sound else []
+
+
+def _take(row: Mapping[str, Any], found: Journaled, skip: Container[int]) -> None:
+    if "done" in row:
+        completion = _completion(row["done"])
+        if completion.shard not in skip:
+            found.completions[completion.row_index, completion.sample_index] = completion
+        return
+    values: dict[str, Any] = row["left"]
+    snapshot = Snapshot(**_tuples(values))
+    key = snapshot.row_index, snapshot.sample_index
+    known = found.snapshots.get(key)
+    if snapshot.shard not in skip and (known is None or len(known.tokens) < len(snapshot.tokens)):
+        found.snapshots[key] = snapshot
+
+
+def _plain(completion: Completion) -> dict[str, Any]:
+    """A completion as JSON takes it: arrays as lists, records as dicts."""
+    values = {item.name: getattr(completion, item.name) for item in fields(Completion)}
+    for name in ("stats", "error"):
+        values[name] = None if values[name] is None else asdict(values[name])
+    for name in ("prompt_ids", "token_ids", "logprobs"):
+        values[name] = None if values[name] is None else values[name].tolist()
+    if completion.top_logprobs is not None:
+        values["top_logprobs"] = [array.tolist() for array in completion.top_logprobs]
+    return values
+
+
+def _completion(values: dict[str, Any]) -> Completion:
+    def array(name: str, dtype: type[np.generic]) -> Any:
+        return None if values[name] is None else np.array(values[name], dtype)
+
+    stats, error, top = values["stats"], values["error"], values["top_logprobs"]
+    arrays: dict[str, Any] = {
+        "prompt_ids": array("prompt_ids", np.int32),
+        "token_ids": array("token_ids", np.int32),
+        "logprobs": array("logprobs", np.float32),
+        "top_logprobs": None if top is None else (np.array(top[0], np.int32), np.array(top[1], np.float32)),
+        "stats": None if stats is None else RowStats(**_tuples(stats)),
+        "error": None if error is None else RowError(**error),
+    }
+    return Completion(**(values | arrays))
+
+
+def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

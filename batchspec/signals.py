@@ -1,0 +1,46 @@
+"""Signals that ask a run to end: the first one lets it finish its round and save what it has, a second Ctrl-C ends it at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+"""What batch systems send before they kill, and Ctrl-C."""
+
+
+@dataclass(slots=True)
+class Asked:
+    """The first signal that came, or None."""
+
+    name: str | None = None
+
+
+@contextmanager
+def ending(stop: Callable[[], None]) -> Iterator[Asked]:
+    """Within, SIGTERM, SIGUSR1, SIGUSR2 and SIGINT call `stop` once; a second SIGINT raises KeyboardInterrupt.
+
+    Only the main thread can take signals: elsewhere nothing is changed.
+    """
+    asked = Asked()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+
+    def handle(number: int, _: FrameType | None) -> None:
+        if asked.name is None:
+            asked.name = signal.Signals(number).name
+            stop()
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, handle) for number in SIGNALS}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,100 @@
+"""The journal: what comes out is what went in, of damaged segments nothing, of several attempts the most."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from batchspec.io.journal import FOLDER, Journal
+from batchspec.io.store import LocalStore
+from batchspec.records import Completion, RowError, RowStats, Snapshot
+
+STATS = RowStats(
+    drafter="lookup", draft_len=2, num_prefills=1, num_rounds=2, num_drafted=3, num_accepted=1, num_discarded=0,
+    histogram=(1, 1, 0), drafted_at=(2, 1), accepted_at=(1, 0), prefill_s=0.25, decode_s=1.5, batch_id=0, slot=3,
+)  # fmt: skip
+FULL = Completion(
+    request_id="q\u00e9", row_index=7, sample_index=1, shard=2, status="ok", finish_reason="stop", stop_reason="END",
+    prompt_ids=np.array([1, 2], np.int32), token_ids=np.array([3, 4, 5], np.int32), text="a\nb", seed=-5, predicted_tokens=9,
+    logprobs=np.array([-0.1, -0.2, -3.0], np.float32), cached_tokens=16, stats=STATS,
+    top_logprobs=(np.array([[3, 1], [4, 0], [5, 2]], np.int32), np.array([[-0.1, -2], [-0.2, -1], [-3, -4]], np.float32)),
+)  # fmt: skip
+BAD = Completion(
+    request_id="x", row_index=8, sample_index=0, shard=2, status="error", finish_reason="error",
+    error=RowError(code="too_long", stage="admit", message="much", retryable=False),
+)  # fmt: skip
+LEFT = Snapshot(
+    row_index=9, sample_index=0, shard=2, tokens=(4, 5), num_prefills=1, cached_tokens=0, accepted=(1, 0), drafted=(0, 1),
+    prefill_s=0.1, decode_s=0.2,
+)  # fmt: skip
+
+
+def journal(root: Path, attempt: str = "a") -> Journal:
+    store = LocalStore(root, "tmp")
+    store.probe()
+    return Journal(store, attempt)
+
+
+def same(one: Completion, other: Completion) -> None:
+    for name in ("prompt_ids", "token_ids", "logprobs"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    for mine, theirs in zip(one.top_logprobs or (), other.top_logprobs or (), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+        assert mine.dtype == theirs.dtype
+    plain: dict[str, Any] = {"prompt_ids": None, "token_ids": None, "logprobs": None, "top_logprobs": None}
+    assert [getattr(replace(one, **plain), f) for f in Completion.__slots__] == [
+        getattr(replace(other, **plain), f) for f in Completion.__slots__
+    ]
+
+
+def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
+    writer = journal(tmp_path)
+    writer.add(FULL)
+    writer.add(BAD)
+    assert writer.flush([LEFT]) == 3
+    found = journal(tmp_path, "b").read(skip=set())
+    same(found.completions[7, 1], FULL)
+    same(found.completions[8, 0], BAD)
+    assert found.snapshots == {(9, 0): LEFT}
+
+
+def test_nothing_is_written_for_nothing(tmp_path: Path) -> None:
+    writer = journal(tmp_path)
+    assert writer.flush() == 0
+    assert not (tmp_path / FOLDER).exists()
+
+
+def test_committed_shards_are_left_out_on_both_sides(tmp_path: Path) -> None:
+    writer = journal(tmp_path)
+    writer.add(FULL)
+    writer.add(replace(FULL, row_index=1, shard=0))
+    writer.forget(0)
+    assert writer.flush([LEFT]) == 2
+    assert journal(tmp_path).read(skip={2}).completions == {}
+    assert journal(tmp_path).read(skip={2}).snapshots == {}
+
+
+def test_the_longest_of_several_snapshots_counts_and_a_finished_row_before_any(tmp_path: Path) -> None:
+    for attempt, tokens in (("a", (4,)), ("b", (4, 5, 6)), ("c", (4, 5))):
+        journal(tmp_path, attempt).flush([replace(LEFT, tokens=tokens), replace(LEFT, row_index=7, sample_index=1)])
+    last = journal(tmp_path, "d")
+    last.add(FULL)
+    last.flush()
+    found = journal(tmp_path).read(skip=set())
+    assert {key: snapshot.tokens for key, snapshot in found.snapshots.items()} == {(9, 0): (4, 5, 6)}
+    assert list(found.completions) == [(7, 1)]
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b.replace(b"ok", b"no"), lambda b: b"", lambda b: b"{}\n" + b])
+def test_a_damaged_segment_is_left_out_alone(tmp_path: Path, damage: Any) -> None:
+    for attempt, row in (("a", FULL), ("b", BAD)):
+        writer = journal(tmp_path, attempt)
+        writer.add(row)
+        writer.flush()
+    (first,) = (tmp_path / FOLDER).glob("a-*")
+    first.write_bytes(damage(first.read_bytes()))
+    assert list(journal(tmp_path).read(skip=set()).completions) == [(8, 0)]
