@@ -1,4 +1,4 @@
-"""How a matrix product is cut into programs, which cuts are worth trying, and which of them is fastest here."""
+"""How a matrix product is cut into programs, and which cuts are worth timing (`batchspec.kernels.trial` does)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Times the ways to compute a matrix product against the library's, and checks them: the benchmark of `linear` and `lm_head`.
+"""Times the ways to compute a matrix product against the library's, and checks them: `batchspec doctor --tune`, and the benchmark
+of `linear` and `lm_head`.
 
 Every way is captured in a CUDA graph that cycles over several copies of the weight, because a model's layers never find theirs
 in the second-level cache. Weights and inputs are random: a GPU multiplies zeros faster, at less power. The few fastest ways are

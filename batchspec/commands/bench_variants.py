@@ -25,7 +25,7 @@ from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec, load_head
 from batchspec.errors import ConfigError
 from batchspec.packing.cost import page_bytes
-from batchspec.packing.planner import CPU_PREFILL, GPU_PREFILL, PAGE_SIZE, free_memory, row_buckets
+from batchspec.packing.planner import CPU_PREFILL, GPU_PREFILL, GPU_RUN_AHEAD, PAGE_SIZE, free_memory, row_buckets
 from batchspec.records import PackedBatch, Request
 
 OPTIONS = ("dead_positions", "uniform_slots", "argmax", "dead_rows", "overlap", "sharing")
@@ -139,7 +139,7 @@ class Bench:
             max_len=longest,
             draft_len=draft_len,
             prefill_tokens=self.args.prefill_tokens or (CPU_PREFILL if on_cpu else GPU_PREFILL),
-            run_ahead=0 if on_cpu else 2,
+            run_ahead=0 if on_cpu else GPU_RUN_AHEAD,
         )
 
     def variants(self) -> list[EngineVariant]:

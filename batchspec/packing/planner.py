@@ -22,6 +22,8 @@ CPU_SLOTS = 16
 GPU_SLOTS = 1024
 CPU_PREFILL = 1024
 GPU_PREFILL = 16384
+GPU_RUN_AHEAD = 2
+"""Rounds launched before the first one's results are looked at."""
 GOOD_ENOUGH = 0.98
 """The smallest batch within 2 % of the best predicted tokens/s is taken: fewer rows finish sooner and need less memory."""
 CPU_SHARE = 0.6
@@ -96,7 +98,7 @@ def choose_batch(
         max_len=demand.max_tokens,
         draft_len=draft_len,
         prefill_tokens=prefill_tokens,
-        run_ahead=packing.run_ahead if packing.run_ahead is not None else (0 if on_cpu else 2),
+        run_ahead=packing.run_ahead if packing.run_ahead is not None else (0 if on_cpu else GPU_RUN_AHEAD),
     )
 
 
