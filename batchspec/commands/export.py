@@ -1,0 +1,162 @@
+"""`batchspec export`: a job's output as JSON lines for training or as OpenAI's batch responses, and OpenAI's requests as input.
+
+chat               {"messages": [...]}: the prompt's turns and the answer
+prompt_completion  {"prompt": [turns], "completion": [the answer's turn]}, as TRL's trainers take it
+openai             a line a request, its samples as choices; rows without a completion as `error`
+
+Shard by shard, so that the size of the job does not matter; the file gets its name when it is complete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import groupby, islice
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchspec.errors import ConfigError, InputError, OutputError
+from batchspec.io.openai import COLUMNS, Line, parse_request, response_line
+from batchspec.io.shards import OutputFolder
+from batchspec.io.store import storing
+
+FORMATS = ("chat", "prompt_completion", "openai")
+STATUSES = ("ok", "truncated", "error", "skipped", "cancelled")
+GROUP_ROWS = 8192
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the file and say what is in it and what is not. Raises OutputError, InputError, ConfigError, StorageError."""
+    parser = argparse.ArgumentParser(
+        prog="batchspec export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("paths", metavar="OUT FILE", nargs="+", help="output folder and FILE.jsonl; or, alone, OUT.parquet")
+    parser.add_argument("--to", choices=FORMATS, help="what to write the job's output as")
+    parser.add_argument("--from-openai", metavar="FILE.jsonl", type=Path, help="requests to write as a batchspec input")
+    parser.add_argument("--status", help=f"rows to write, comma-separated, of {', '.join(STATUSES)}; openai: all, else ok")
+    parser.add_argument("--drop", metavar="KEY", action="append", default=[], help="--from-openai: leave out a key of the body")
+    args = parser.parse_intermixed_args(argv)
+    source, paths = args.from_openai, args.paths
+    if (args.to is None) == (source is None) or len(paths) != (2 if source is None else 1):
+        parser.error("give OUT --to FORMAT FILE.jsonl, or --from-openai FILE.jsonl OUT.parquet")
+    if source is not None:
+        print(from_openai(source, Path(paths[0]), args.drop))
+    else:
+        print(export(OutputFolder(paths[0]), Path(paths[1]), args.to, _statuses(args.status, args.to)))
+    return 0
+
+
+def _statuses(wish: str | None, form: str) -> set[str]:
+    statuses = set(wish.split(",")) if wish is not None else set(STATUSES if form == "openai" else ["ok"])
+    if unknown := statuses - set(STATUSES):
+        raise ConfigError(f"--status {wish}: {', '.join(sorted(unknown))} is no status; choose of {', '.join(STATUSES)}")
+    return statuses
+
+
+def export(output: OutputFolder, target: Path, form: str, statuses: set[str]) -> str:
+    """Write the committed rows that have one of the statuses; what was written and left out, in a line."""
+    done = sorted(output.committed())
+    if not done:
+        raise OutputError(f"{output.path} has no committed shard yet; run the job first")
+    if target.absolute().is_relative_to(Path(output.path, "data").absolute()):
+        raise OutputError(f"{target}: data/ holds shards alone, and readers would take the file; write it elsewhere")
+    config = output.manifest.config
+    kept = config.get("output", {}).get("messages", "full")
+    if form != "openai" and kept == "none":
+        raise OutputError(f"{output.path} holds no prompts, which --to {form} writes; run the job with output.messages=full")
+    left_out: Counter[str] = Counter()
+
+    def wanted(row: Line) -> bool:
+        good = row["status"] in statuses and (form == "openai" or (row["completion"] is not None and bool(row["messages"])))
+        left_out[row["status"]] += not good
+        return good
+
+    model = str(config.get("model", {}).get("path"))
+    rows = filter(wanted, _rows(output, done, form))
+    if form == "openai":
+        lines = (response_line(list(samples), model) for _, samples in groupby(rows, itemgetter("row_index")))
+    else:
+        lines = (_training_line(row, form, whole=kept == "full") for row in rows)
+    count = _write_lines(lines, target)
+    if len(done) < output.num_shards:
+        print(f"{len(done)} of {output.num_shards} shards are committed: the rest is not in the file", file=sys.stderr)
+    missing = ", ".join(f"{number:,} {status}" for status, number in sorted(left_out.items()) if number)
+    return f"{target}: {count:,} lines" + (f"; rows left out: {missing}" if missing else "")
+
+
+def _rows(output: OutputFolder, shards: list[int], form: str) -> Iterator[Line]:
+    names = ["request_id", "row_index", "sample_index", "status", "completion"]
+    names += ["finish_reason", "reasoning", "usage", "error", "perf"] if form == "openai" else ["messages"]
+    for index in shards:
+        yield from output.scan([index]).select(names).collect().iter_rows(named=True)
+
+
+def _training_line(row: Line, form: str, *, whole: bool) -> dict[str, Any]:
+    prompt = row["messages"][:-1] if whole else row["messages"]
+    answer = [{"role": "assistant", "content": row["completion"]}]
+    return {"messages": prompt + answer} if form == "chat" else {"prompt": prompt, "completion": answer}
+
+
+def from_openai(source: Path, target: Path, drop: Sequence[str] = ()) -> str:
+    """Write a file of request lines as the Parquet input of a job: read twice, first to check every line.
+
+    Only columns that some line fills are written. Raises InputError for the first line that batchspec cannot honour.
+    """
+    used: set[str] = set()
+    count = 0
+    for row in _requests(source, drop):
+        used |= row.keys()
+        count += 1
+    if not count:
+        raise InputError(f"{source}: no request in it; give a file of OpenAI's batch requests")
+    schema = pa.schema([(name, kind) for name, kind in COLUMNS.items() if name in used])
+    rows = _requests(source, drop)
+    with _finished(target) as path, pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        while group := list(islice(rows, GROUP_ROWS)):
+            writer.write_table(pa.Table.from_pylist(group, schema))
+    return f"{target}: {count:,} rows with {', '.join(schema.names)}; run it with input.path={target}"
+
+
+def _requests(source: Path, drop: Sequence[str]) -> Iterator[dict[str, Any]]:
+    try:
+        with source.open(encoding="utf-8") as file:
+            for number, text in enumerate(file, 1):
+                if text.strip():
+                    yield parse_request(text, f"{source} line {number}", drop)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{source}: cannot be read: {error}; give a file of JSON lines in UTF-8") from error
+
+
+def _write_lines(lines: Iterator[dict[str, Any]], target: Path) -> int:
+    count = 0
+    with _finished(target) as path, path.open("w", encoding="utf-8") as file:
+        for line in lines:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            count += 1
+    return count
+
+
+@contextmanager
+def _finished(target: Path) -> Iterator[Path]:
+    """A path beside the target that takes its name when the block ends well, and is deleted when it does not."""
+    path = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    with storing(f"writing {target}"):
+        try:
+            yield path
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())
+            os.replace(path, target)
+        except BaseException:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+            raise

@@ -1,0 +1,144 @@
+"""`batchspec inspect OUT ID`: one request in full: where it lies, its prompt and completion, what its rounds did, its error."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import polars as pl
+
+from batchspec.errors import OutputError
+from batchspec.io.manifest import Manifest
+from batchspec.io.reader import locate
+from batchspec.io.shards import OutputFolder, part_name
+
+Row = Mapping[str, Any]
+
+NUM_NEAREST = 5
+SHOWN_APART = {
+    "request_id", "row_index", "sample_index", "status", "messages", "completion", "reasoning", "prompt_ids", "token_ids",
+    "logprobs", "top_logprobs", "usage", "error", "spec_decode", "perf",
+}  # fmt: skip
+"""Output columns with a place of their own in what is printed, or too long for one line."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the request; raises OutputError where the folder holds no job, the request or the sample is not there."""
+    parser = argparse.ArgumentParser(prog="batchspec inspect", description="One request of a job in full.")
+    parser.add_argument("out", metavar="OUT", help="the job's output.dir")
+    parser.add_argument("id", metavar="ID", help="request_id")
+    parser.add_argument("--sample", type=int, default=0, metavar="N", help="which of its samples, from 0")
+    args = parser.parse_args(argv)
+    print(inspect(OutputFolder(args.out), args.id, args.sample))
+    return 0
+
+
+def inspect(output: OutputFolder, request_id: str, sample: int = 0) -> str:
+    """The request as text. Reads the ids of all committed shards, and one shard in full."""
+    done = sorted(output.committed())
+    for index in done:
+        ids = output.scan([index]).select("request_id", "sample_index").collect()
+        places = ids.with_row_index("place").filter(pl.col("request_id") == request_id)
+        if not places.height:
+            continue
+        samples = places["sample_index"].to_list()
+        if sample not in samples:
+            there = ", ".join(map(str, samples))
+            raise OutputError(f"{request_id} has no sample {sample}; it has {there}: give one of them to --sample")
+        place = places["place"][samples.index(sample)]
+        row = output.scan([index]).slice(place, 1).collect().row(0, named=True)
+        return "\n\n".join(_blocks(row, samples, f"data/{part_name(index)} row {place}", output.manifest))
+    among = f"{len(done)} of {output.num_shards} shards are committed"
+    near = _nearest(output, done, request_id)
+    hint = f"the nearest ids are {', '.join(near)}" if near else "no id resembles it"
+    raise OutputError(f"{output.path} has no request {request_id!r} ({among}); {hint}")
+
+
+def _nearest(output: OutputFolder, shards: list[int], request_id: str) -> list[str]:
+    """Ids that resemble the one asked for, of every shard its best."""
+    near: list[str] = []
+    for index in shards:
+        ids = output.scan([index]).select(pl.col("request_id").unique(maintain_order=True)).collect()["request_id"].to_list()
+        near = difflib.get_close_matches(request_id, [*near, *ids], NUM_NEAREST)
+    return near
+
+
+def _blocks(row: Row, samples: list[int], where: str, manifest: Manifest) -> Iterator[str]:
+    yield _listed(_facts(row, samples, where, manifest))
+    if row["error"] is not None:
+        yield "error\n" + _listed({name: value for name, value in row["error"].items() if value is not None}, indent="  ")
+    prompt = list(row.get("messages") or [])
+    if prompt and row["completion"] is not None and manifest.config.get("output", {}).get("messages", "full") == "full":
+        prompt.pop()
+    for turn in prompt:
+        yield f"{printable(turn['role'])}\n{_indented(turn['content'])}"
+    for name in ("reasoning", "completion"):
+        if row[name] is not None:
+            yield f"{name}\n{_indented(row[name])}"
+    if row["spec_decode"] is not None:
+        yield _speculation(row["spec_decode"])
+    if row["perf"] is not None:
+        known = {name: _number(value) for name, value in row["perf"].items() if value is not None}
+        yield "this run\n" + _listed(known, indent="  ")
+
+
+def _facts(row: Row, samples: list[int], where: str, manifest: Manifest) -> dict[str, object]:
+    facts: dict[str, object] = {"request": row["request_id"]}
+    if len(samples) > 1:
+        facts["sample"] = f"{row['sample_index']} of {len(samples)} (--sample N shows another)"
+    facts |= {"status": row["status"], "output": where, "input": f"row {row['row_index']}"}
+    if manifest.files:
+        file, place = locate(manifest.files, row["row_index"])
+        facts["input"] = f"row {row['row_index']}: {file} row {place}"
+    if row["usage"] is not None:
+        counts = {name.removesuffix("_tokens"): count for name, count in row["usage"].items() if count is not None}
+        facts["tokens"] = ", ".join(f"{count:,} {name}" for name, count in counts.items())
+    shown = [row["request_id"], *(turn["content"] for turn in row.get("messages") or [])]  # copied id and prompt columns
+    return facts | {k: v for k, v in row.items() if k not in SHOWN_APART and v is not None and v not in shown}
+
+
+def _speculation(spec: Row) -> str:
+    names = {
+        "drafter": spec["drafter"],
+        "rounds": spec["num_spec_steps"],
+        "draft tokens": f"{spec['num_draft_tokens']:,} verified, {spec['num_accepted_draft_tokens']:,} accepted, "
+        f"{spec['num_discarded_tokens']:,} emitted behind the stop",
+        "prefills": spec["num_prefills"],
+        "mean acceptance length": _number(spec["mean_acceptance_length"]),
+        "acceptance rate": _number(spec["draft_acceptance_rate"]),
+    }
+    lines = ["  accepted   rounds      position  drafted  rate"]
+    positions = list(zip(spec["drafted_per_position"], spec["acceptance_per_position"], strict=True))
+    for j, rounds in enumerate(spec["acceptance_histogram"]):
+        drafted, rate = positions[j] if j < len(positions) else (None, None)
+        right = "" if drafted is None else f"{j:>14}{drafted:>9,}{_number(rate):>7}"
+        lines.append(f"{j:>10}{rounds:>9,}{right}")
+    return "speculation\n" + _listed(names, indent="  ") + "\n\n" + "\n".join(lines)
+
+
+def _listed(facts: Mapping[str, object], indent: str = "") -> str:
+    width = max(map(len, facts))
+    return "\n".join(f"{indent}{name:<{width}}  {_one_line(value)}" for name, value in facts.items())
+
+
+def _one_line(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return printable(text).replace("\n", "\\n")
+
+
+def _indented(text: str | None) -> str:
+    return "\n".join(f"  {line}" for line in printable(text or "").split("\n"))
+
+
+def printable(text: str) -> str:
+    """The text with control characters written out: what a model wrote must not steer a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def _number(value: object) -> object:
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if isinstance(value, float) else value

@@ -1,0 +1,212 @@
+"""`batchspec export`: output as JSON lines, OpenAI's requests as input, whole files or none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchspec.commands.export import main
+from batchspec.errors import ConfigError, InputError, OutputError
+from batchspec.io.columns import map_columns
+from batchspec.io.openai import parse_request
+from tests.io_samples import built, completion, dataset, failed, new_folder, shards_of
+
+
+def job(path: Path, *, shards: int = 2, **output: Any) -> Path:
+    """Four rows: two good ones, one of them with two samples, one that was cut, one error."""
+    parts, columns = shards_of(dataset(4), 2)
+    folder = new_folder(path, 4, 2, config={"model": {"path": "tiny"}, "output": {"messages": "full", **output}})
+    rows = [
+        completion(0, text="naïve\n\u2028"),
+        failed(1),
+        completion(2, status="truncated", finish_reason="length"),
+        completion(3),
+        completion(3, 1, text="second"),
+    ]
+    for part in parts[:shards]:
+        mine = [row for row in rows if row.row_index in folder.rows_of(part.index)]
+        folder.commit(part.index, built(part, columns, mine, **output))
+    return path
+
+
+def lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+@pytest.mark.parametrize("kept", ["full", "prompt"])
+def test_chat_and_prompt_completion_hold_good_rows_and_say_what_they_left_out(
+    tmp_path: Path, kept: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, file = job(tmp_path / "out", messages=kept), tmp_path / "chat.jsonl"
+    assert main([str(out), "--to", "chat", str(file)]) == 0
+    assert lines(file) == [
+        {"messages": [turn("user", f"say {row}"), turn("assistant", text)]}
+        for row, text in ((0, "naïve\n\u2028"), (3, "answer 3.0"), (3, "second"))
+    ]
+    assert capsys.readouterr().out == f"{file}: 3 lines; rows left out: 1 error, 1 truncated\n"
+    assert main([str(out), str(file), "--to", "prompt_completion", "--status", "truncated,error"]) == 0
+    assert lines(file) == [{"prompt": [turn("user", "say 2")], "completion": [turn("assistant", "answer 2.0")]}]
+    assert capsys.readouterr().out == f"{file}: 1 lines; rows left out: 1 error, 3 ok\n"
+
+
+def test_openai_has_a_line_a_request_with_a_choice_for_each_sample(tmp_path: Path) -> None:
+    out, file = job(tmp_path / "out", messages="none"), tmp_path / "responses.jsonl"
+    assert main([str(out), "--to", "openai", str(file)]) == 0
+    first, bad, cut, two = lines(file)
+    assert [line["custom_id"] for line in (first, bad, cut, two)] == ["q-0", "q-1", "q-2", "q-3"]
+    assert bad["response"] is None
+    assert bad["error"] == {"code": "overlong", "message": "too long"}
+    assert first["error"] is None
+    assert first["response"]["status_code"] == 200
+    body = two["response"]["body"]
+    assert (body["object"], body["model"]) == ("chat.completion", "tiny")
+    assert [(c["index"], c["message"]["content"]) for c in body["choices"]] == [(0, "answer 3.0"), (1, "second")]
+    assert {name: body["usage"][f"{name}_tokens"] for name in ("prompt", "completion", "total")} == {
+        "prompt": 5, "completion": 6, "total": 11
+    }  # fmt: skip
+    assert cut["response"]["body"]["choices"][0]["finish_reason"] == "length"
+
+
+def test_an_unfinished_job_is_written_as_far_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, file = job(tmp_path / "out", shards=1), tmp_path / "part.jsonl"
+    assert main([str(out), "--to", "openai", str(file)]) == 0
+    assert len(lines(file)) == 2
+    assert "1 of 2 shards are committed: the rest is not in the file" in capsys.readouterr().err
+
+
+def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path: Path) -> None:
+    out, file = job(tmp_path / "out", messages="none"), tmp_path / "file.jsonl"
+    with pytest.raises(OutputError, match=r"run the job with output.messages=full"):
+        main([str(out), "--to", "chat", str(file)])
+    with pytest.raises(OutputError, match="data/ holds shards alone"):
+        main([str(out), "--to", "openai", str(out / "data/file.jsonl")])
+    with pytest.raises(ConfigError, match="good is no status"):
+        main([str(out), "--to", "openai", str(file), "--status", "good"])
+    assert not file.exists()
+
+
+def test_a_file_has_its_name_only_when_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, file = job(tmp_path / "out"), tmp_path / "file.jsonl"
+    file.write_text("old\n")
+
+    def broken(*rest: object, **named: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("batchspec.commands.export._training_line", broken)
+    with pytest.raises(KeyboardInterrupt):
+        main([str(out), "--to", "chat", str(file)])
+    assert file.read_text() == "old\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file.jsonl", "out"]
+
+
+def request(**body: Any) -> dict[str, Any]:
+    return {
+        "custom_id": "r-1", "method": "POST", "url": "/v1/chat/completions",
+        "body": {"model": "gpt", "messages": [turn("user", "hi")], **body},
+    }  # fmt: skip
+
+
+def written(path: Path, requests: list[dict[str, Any]]) -> Path:
+    path.write_text("\n".join(json.dumps(line) for line in requests) + "\n\n")
+    return path
+
+
+def test_openai_s_requests_become_an_input_that_batchspec_maps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    requests = [
+        request(max_tokens=7, temperature=1, top_p=0.5, seed=3, n=2, stop="END", stream=False, frequency_penalty=0),
+        request(max_completion_tokens=9, stop=["x", "y"], tools=[tool], top_p=None, user="u") | {"custom_id": "r-2"},
+        request(messages=[turn("system", "be brief"), {"role": "user", "content": parts}]) | {"custom_id": "r-3"},
+    ]
+    file = tmp_path / "input.parquet"
+    assert main(["--from-openai", str(written(tmp_path / "in.jsonl", requests)), str(file)]) == 0
+    assert capsys.readouterr().out.startswith(f"{file}: 3 rows with id, messages, max_new_tokens, temperature, top_p, seed, n,")
+    mapped = map_columns(pq.read_schema(file), {})
+    names = {"id", "messages", "max_new_tokens", "temperature", "top_p", "seed", "n", "stop", "tools"}
+    assert set(mapped.names) == names
+    rows = pl.read_parquet(file).to_dicts()
+    assert rows[0] == {
+        "id": "r-1", "messages": [turn("user", "hi")], "max_new_tokens": 7, "temperature": 1.0, "top_p": 0.5, "seed": 3, "n": 2,
+        "stop": ["END"], "tools": None,
+    }  # fmt: skip
+    assert (rows[1]["max_new_tokens"], rows[1]["stop"], json.loads(rows[1]["tools"])) == (9, ["x", "y"], [tool])
+    assert rows[2]["messages"] == [turn("system", "be brief"), turn("user", "ab")]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", r"in.jsonl line 2: no batch request \(JSONDecodeError"),
+        ("[]", "line 2: no batch request"),
+        ('{"custom_id": "a", "body": {}}', r"no batch request \(KeyError: 'messages'\)"),
+        ('{"custom_id": "\\ud800", "body": {"messages": []}}', r"no batch request \(UnicodeEncodeError"),
+        (json.dumps(request() | {"url": "/v1/embeddings"}), r"url '/v1/embeddings' is not /v1/chat/completions"),
+        (json.dumps(request(response_format={"type": "json_object"})), "--drop response_format"),
+        (json.dumps(request(presence_penalty=0.5)), r"body.presence_penalty=0.5 has no column"),
+        (json.dumps(request(n=1.5)), r"body.n=1.5 is not a whole number"),
+        (json.dumps(request(max_tokens=True)), r"body.max_tokens=true is not a whole number"),
+        (json.dumps(request(seed=1 << 63)), "does not fit in 64 bits"),
+        (json.dumps(request(temperature="hot")), r"body.temperature=\"hot\" is not a number"),
+        (json.dumps(request(stop=[1])), r"body.stop is neither"),
+        (json.dumps(request(messages="hi")), r"body.messages is no list"),
+        (json.dumps(request(messages=[{"role": "user", "content": [{"type": "image_url"}]}])), "a part that is not text"),
+        (json.dumps(request(messages=[{"role": "assistant", "content": None, "tool_calls": [1]}])), r"messages\[0\].tool_calls"),
+    ],
+)
+def test_a_line_that_cannot_be_honoured_is_named_and_nothing_is_written(tmp_path: Path, line: str, said: str) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps(request()) + "\n" + line + "\n")
+    with pytest.raises(InputError, match=said) as caught:
+        main(["--from-openai", str(source), str(tmp_path / "input.parquet")])
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_a_key_that_the_user_drops_is_left_out(tmp_path: Path) -> None:
+    source = written(tmp_path / "in.jsonl", [request(presence_penalty=0.5)])
+    assert main(["--from-openai", str(source), str(tmp_path / "x.parquet"), "--drop", "presence_penalty"]) == 0
+    assert pl.read_parquet(tmp_path / "x.parquet").columns == ["id", "messages"]
+
+
+@pytest.mark.parametrize("text", [None, "", "\n\n"])
+def test_a_file_without_requests_is_refused(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "in.jsonl").write_text(text)
+    with pytest.raises(InputError, match="cannot be read" if text is None else "no request in it"):
+        main(["--from-openai", str(tmp_path / "in.jsonl"), str(tmp_path / "x.parquet")])
+
+
+@pytest.mark.parametrize("words", ["out", "out x", "out x --to chat --from-openai y", "--to chat x", "--from-openai y x z"])
+def test_half_a_command_is_refused(words: str) -> None:
+    with pytest.raises(SystemExit):
+        main(words.split())
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+keys = st.sampled_from(["messages", "max_tokens", "temperature", "seed", "stop", "n", "tools", "stream", "other"])
+
+
+@given(body=st.dictionaries(keys, json_values, max_size=5), custom_id=json_values)
+def test_any_line_is_a_row_or_one_error(body: dict[str, Any], custom_id: Any) -> None:
+    try:
+        row = parse_request(json.dumps({"custom_id": custom_id, "body": body}), "here")
+    except InputError:
+        return
+    assert isinstance(row["id"], str)
+    assert all(set(turn) == {"role", "content"} for turn in row["messages"])
