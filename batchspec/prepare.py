@@ -34,7 +34,7 @@ from batchspec.packing.admit import Admission
 from batchspec.packing.cost import Rates, device_rates, weight_bytes
 from batchspec.packing.planner import Demand, choose_batch, free_memory
 from batchspec.packing.survey import Survey
-from batchspec.records import PackedBatch
+from batchspec.records import PackedBatch, SamplingParams
 from batchspec.report.progress import Progress
 
 SURVEY_ROWS = 512
@@ -258,16 +258,19 @@ def make_engine(job: Job, seen: Survey, progress: Progress) -> Engine:
     )
     if job.device.type == "cuda":
         progress.phase("capturing the graphs of the rounds")
-        engine.prepare(usual_mode(config))
+        engine.prepare(usual_mode(config), shared=config.decode.n > 1)
     return engine
 
 
 def usual_mode(config: RunConfig) -> SamplingMode:
     """How the job's rows choose tokens; a row whose own columns ask for more gets graphs of its own."""
     decode = config.decode
-    return SamplingMode(
-        random=decode.temperature > 0,
-        filters=decode.temperature > 0 and (decode.top_k > 0 or decode.top_p < 1 or decode.min_p > 0),
-        penalties=decode.repetition_penalty != 1 or decode.presence_penalty != 0,
-        min_tokens=decode.min_new_tokens > 0,
+    params = SamplingParams(
+        temperature=decode.temperature,
+        top_k=decode.top_k,
+        top_p=decode.top_p,
+        min_p=decode.min_p,
+        repetition_penalty=decode.repetition_penalty,
+        presence_penalty=decode.presence_penalty,
     )
+    return SamplingMode.of(params, decode.min_new_tokens)

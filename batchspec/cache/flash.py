@@ -25,7 +25,7 @@ def flashinfer() -> Any:
     """The module, or None where it is not installed: prefill then runs on torch's attention, row by row."""
     try:
         import flashinfer as module
-    except ImportError:
+    except (ImportError, OSError, RuntimeError):  # not there, or it does not fit this torch or driver
         return None
     return module
 

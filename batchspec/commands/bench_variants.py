@@ -184,7 +184,7 @@ class EngineVariant:
             adaptive=way.draft_len is None,
             overlap=way.options.get("overlap", False),
         )
-        self._engine.prepare(SamplingMode(random=False, filters=False, penalties=False, min_tokens=False))
+        self._engine.prepare(SamplingMode(), shared=bench.args.samples > 1)
         self._decode(self._requests[:WARM_ROWS], WARM_TOKENS)
 
     def close(self) -> None:

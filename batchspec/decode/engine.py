@@ -2,7 +2,8 @@
 
 The host launches rounds ahead of what it has seen (`run_ahead`). What keeps that safe: death by stop id or length is
 decided on the device; a result belongs to the row that was in the slot at launch; pages reach as far as all launched
-rounds can write; and everything runs in one stream, so that a page's next owner writes it after the rounds of the last.
+rounds can write; and a page's next owner writes it behind the rounds of the last: in the stream of the rounds, or in one that
+waits for it (`beside`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -103,17 +104,20 @@ class Engine:
             self._beside.rounds.wait_stream(torch.cuda.current_stream(device))
 
     @torch.inference_mode()
-    def prepare(self, mode: SamplingMode) -> None:
-        """Capture the graphs of every row bucket and draft length for `mode`, and time them. Only while no row is live."""
-        with self._on_rounds_stream():
-            self._prepare(mode)
+    def prepare(self, mode: SamplingMode, *, shared: bool = False) -> None:
+        """Capture the graphs of every row bucket and draft length for `mode`, and time them. Only while no row is live.
 
-    def _prepare(self, mode: SamplingMode) -> None:
+        shared  rows with common beginnings are to be expected: their graphs too. What is not prepared is captured when it is met
+        """
+        with self._on_rounds_stream():
+            self._prepare(mode, shared)
+
+    def _prepare(self, mode: SamplingMode, shared: bool = False) -> None:
         draft_lens = self._lengths.choices if self._lengths else [self.drafter.max_len]
         kinds = [(k, lead) for k in draft_lens for lead in ((True,) if k or self._lengths is None else (True, False))]
         shapes = [Shape(num_rows, k, mode, lead=lead) for num_rows in self.batch.row_buckets for k, lead in kinds]
         self.rows.live.zero_()
-        self.graphs.prepare(shapes)
+        self.graphs.prepare([*shapes, *(replace(shape, shared=True) for shape in shapes if shared)])
         if self._lengths is not None:
             for shape in shapes:
                 if shape.lead == (shape.draft_len > 0):
@@ -241,7 +245,7 @@ class Engine:
         for row in group:
             self._enter(row)
         self.groups.update(self._scheduler.slots)
-        mode = SamplingMode.union([SamplingMode.of(row.progress.request) for row in group])
+        mode = SamplingMode.union([_mode_of(row.progress.request) for row in group])
         passes = []
         for segments in chunks(spans, self.batch.prefill_tokens):
             owners = np.full_like(self._scheduler.owner, -1)
@@ -377,17 +381,21 @@ class Engine:
         return progress.completion(decode=self._decode, drafter=self.drafter.name, eos_ids=self._eos_ids, slot=slot, now=now)
 
     def _enter(self, row: Row) -> None:
-        self._modes[SamplingMode.of(row.progress.request)] += 1
+        self._modes[_mode_of(row.progress.request)] += 1
         self._watched[row.slot] = row.progress.finder is not None
 
     def _leave(self, row: Row) -> None:
-        self._modes[SamplingMode.of(row.progress.request)] -= 1
+        self._modes[_mode_of(row.progress.request)] -= 1
         self._ledger.close(row.slot, row.progress)
 
     def _mode(self) -> SamplingMode:
         """The least that serves all rows in slots."""
         found = [mode for mode, count in self._modes.items() if count]
         return found[0] if len(found) == 1 else SamplingMode.union(found)
+
+
+def _mode_of(request: Request) -> SamplingMode:
+    return SamplingMode.of(request.sampling, request.min_new_tokens)
 
 
 def _keep_logprobs(progress: Progress, result: RoundResult, slot: int, count: int) -> None:

@@ -17,7 +17,7 @@ from batchspec.decode.rows import SEEN_OUTPUT, SEEN_PROMPT_OR_OUTPUT, Rows
 from batchspec.kernels.argmax import argmax
 from batchspec.kernels.cutoff import cutoff
 from batchspec.kernels.sample import sample
-from batchspec.records import Request
+from batchspec.records import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +30,13 @@ class SamplingMode:
     min_tokens: bool = False
 
     @classmethod
-    def of(cls, request: Request) -> SamplingMode:
-        """What one request needs."""
-        p = request.sampling
+    def of(cls, p: SamplingParams, min_new_tokens: int) -> SamplingMode:
+        """What one row needs."""
         return cls(
             random=p.temperature > 0,
             filters=p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0),
             penalties=p.repetition_penalty != 1 or p.presence_penalty != 0,
-            min_tokens=request.min_new_tokens > 0,
+            min_tokens=min_new_tokens > 0,
         )
 
     @classmethod
