@@ -1,0 +1,133 @@
+"""Which run works on which shard, so that tasks of an array do not compute the same twice. Claims save work; commits decide.
+
+_batchspec/claims/00042.json   {"owner": attempt, "counter": n, "host", "pid", "started", "task"}
+
+A run beats: it writes its claims again with a higher counter. A claim that has not changed for `stale_s` seconds of the
+observer's own clock has no owner any more, and no clock of another machine is trusted for that. Sooner, where the observer can
+tell: its process is gone from this machine, or it belongs to an earlier start of this very task of the batch system. A run that
+was stopped and comes back after its claim was taken loses at the commit, at worst; nothing is written twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from batchspec.io.store import Store
+
+FOLDER = "_batchspec/claims"
+STALE_S = 150.0
+"""More than twice as long as an NFS client may show old attributes (60 s), and five beats."""
+BEAT_S = 30.0
+
+
+class Claims:
+    """The claims of one job as one run sees them."""
+
+    def __init__(
+        self, store: Store, attempt: str, *, stale_s: float = STALE_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._store, self._attempt, self._stale_s, self._clock = store, attempt, stale_s, clock
+        self._held: dict[int, int] = {}
+        self._seen: dict[int, tuple[tuple[str, int], float]] = {}
+        self._beaten_at = clock()
+        self._who = whoami()
+
+    def take(self, shard: int) -> bool:
+        """Claim a shard: True where it is ours now. Raises StorageError."""
+        if shard in self._held:
+            return True
+        name = _name(shard)
+        if self._store.put_if_absent(name, self._claim(0)):
+            self._held[shard] = 0
+            return True
+        if not self._is_stale(shard, _parse(self._store.read(name))):
+            return False
+        # Two runs may take over at once: the one that stands there afterwards has it, the other one sees that at its next beat.
+        self._store.put(name, self._claim(0))
+        if _parse(self._store.read(name)).get("owner") != self._attempt:
+            return False
+        self._held[shard] = 0
+        return True
+
+    def beat(self) -> None:
+        """Show that the run lives, at most every BEAT_S seconds. Shards that another run took over are no longer ours."""
+        if self._clock() - self._beaten_at < BEAT_S:
+            return
+        self._beaten_at = self._clock()
+        for shard, counter in list(self._held.items()):
+            if _parse(self._store.read(_name(shard))).get("owner") != self._attempt:
+                del self._held[shard]
+                continue
+            self._held[shard] = counter + 1
+            self._store.put(_name(shard), self._claim(counter + 1))
+
+    def forget(self, shard: int) -> None:
+        """The shard is committed: its claim means nothing any more."""
+        self._held.pop(shard, None)
+
+    def delete(self) -> None:
+        """The job is complete."""
+        self._store.delete_tree(FOLDER)
+
+    def _is_stale(self, shard: int, claim: Mapping[str, Any]) -> bool:
+        if is_gone(claim, self._who):
+            return True
+        state = str(claim.get("owner")), int(claim.get("counter", 0))
+        known, since = self._seen.get(shard, (None, 0.0))
+        if known != state:
+            self._seen[shard] = (state, self._clock())
+            return False
+        return self._clock() - since >= self._stale_s
+
+    def _claim(self, counter: int) -> bytes:
+        return json.dumps({"owner": self._attempt, "counter": counter, **self._who}).encode()
+
+
+def whoami() -> dict[str, Any]:
+    """This process, as its claims name it: machine, process, and the task of a batch system with the number of its start."""
+    task = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_PROCID")]
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "started": _started(os.getpid()),
+        "task": "/".join(task) if task[0] else "",
+        "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+    }
+
+
+def is_gone(claim: Mapping[str, Any], who: Mapping[str, Any]) -> bool:
+    """Whether this process can tell that the claim's owner does not run any more."""
+    if claim.get("host") == who["host"] and claim.get("started"):
+        return bool(_started(int(claim.get("pid", 0))) != claim["started"])
+    return bool(who["task"]) and claim.get("task") == who["task"] and int(claim.get("restart", 0)) < who["restart"]
+
+
+def _started(pid: int) -> str:
+    """When a process of this machine began, in clock ticks since the machine did; empty where there is none or nobody says.
+
+    With the boot's id: another boot, or another container with the same host name, has other numbers.
+    """
+    try:
+        ticks = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[19]
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()}:{ticks}"
+    except (OSError, IndexError):
+        return ""
+
+
+def _name(shard: int) -> str:
+    return f"{FOLDER}/{shard:05d}.json"
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    """A claim; an empty one where the bytes are none, which then belongs to nobody that beats."""
+    try:
+        claim = json.loads(data)
+    except ValueError:
+        return {}
+    return claim if isinstance(claim, dict) else {}

@@ -1,0 +1,126 @@
+"""Claims: one owner a shard as long as it beats; whoever is gone, or silent for long, loses it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchspec.io import claims as module
+from batchspec.io.claims import BEAT_S, FOLDER, STALE_S, Claims, is_gone, whoami
+from batchspec.io.store import LocalStore
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def open_claims(root: Path, attempt: str, clock: Clock | None = None, **who: Any) -> Claims:
+    store = LocalStore(root, "tmp")
+    store.probe()
+    claims = Claims(store, attempt, clock=clock or Clock())
+    claims._who |= who
+    return claims
+
+
+ELSEWHERE: dict[str, Any] = {"host": "another machine", "task": ""}
+
+
+def test_a_shard_has_one_owner(tmp_path: Path) -> None:
+    one, other = open_claims(tmp_path, "a", **ELSEWHERE), open_claims(tmp_path, "b")
+    assert one.take(3)
+    assert one.take(3)
+    assert not other.take(3)
+    assert other.take(4)
+
+
+def test_an_owner_that_beats_keeps_its_shard_and_a_silent_one_loses_it(tmp_path: Path) -> None:
+    clock = Clock()
+    one, other = open_claims(tmp_path, "a", clock, **ELSEWHERE), open_claims(tmp_path, "b", clock)
+    assert one.take(0)
+    for _ in range(20):
+        clock.now += BEAT_S
+        one.beat()
+        assert not other.take(0)
+    clock.now += STALE_S - 1
+    assert not other.take(0)
+    clock.now += 1
+    assert other.take(0)
+
+
+def test_who_was_stopped_and_comes_back_sees_that_its_shard_is_gone(tmp_path: Path) -> None:
+    clock = Clock()
+    one, other = open_claims(tmp_path, "a", clock, **ELSEWHERE), open_claims(tmp_path, "b", clock)
+    assert one.take(0)
+    assert not other.take(0)
+    clock.now += STALE_S
+    assert other.take(0)
+    one.beat()
+    assert json.loads((tmp_path / FOLDER / "00000.json").read_text())["owner"] == "b"
+    assert not one.take(0)
+
+
+def test_a_dead_process_of_this_machine_is_known_at_once(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from tests.test_claims import open_claims\n"
+        "assert open_claims(Path(sys.argv[1]), 'dead').take(5)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=Path(__file__).parents[1], check=True)
+    assert open_claims(tmp_path, "next").take(5)
+
+
+def test_an_earlier_start_of_the_same_task_is_known_to_be_gone() -> None:
+    task = {"host": "node1", "pid": 7, "started": "x:1", "task": "99/3/0", "restart": 0}
+    again = {"host": "node2", "pid": 9, "started": "y:1", "task": "99/3/0", "restart": 1}
+    assert is_gone(task, again)
+    assert not is_gone(task, {**again, "task": "99/4/0"})
+    assert not is_gone(again, {**again, "host": "node3"})
+
+
+def test_this_process_is_not_gone_and_a_reused_process_number_is() -> None:
+    assert not is_gone(whoami(), whoami())
+    assert is_gone({**whoami(), "started": "another boot:1"}, whoami())
+    assert whoami()["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"owner": "x"}'])
+def test_a_damaged_claim_goes_stale_like_any_other(tmp_path: Path, data: bytes) -> None:
+    clock = Clock()
+    claims = open_claims(tmp_path, "a", clock)
+    (tmp_path / FOLDER).mkdir(parents=True)
+    (tmp_path / FOLDER / "00001.json").write_bytes(data)
+    assert not claims.take(1)
+    clock.now += STALE_S
+    assert claims.take(1)
+
+
+def _take_all(args: tuple[str, str]) -> list[int]:
+    root, attempt = args
+    store = LocalStore(Path(root), "tmp")
+    store.probe()
+    mine = Claims(store, attempt)
+    return [shard for shard in range(40) if mine.take(shard)]
+
+
+def test_sixteen_processes_share_the_shards_and_take_none_twice(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(4) as pool:
+        taken = list(pool.map(_take_all, [(str(tmp_path), f"run{i}") for i in range(16)]))
+    # The pool's processes live on while the later runs look: nobody is gone, so each shard is taken once.
+    assert sorted(shard for shards in taken for shard in shards) == list(range(40))
+
+
+def test_the_folder_goes_when_the_job_is_complete(tmp_path: Path) -> None:
+    claims = open_claims(tmp_path, "a")
+    claims.take(0)
+    claims.delete()
+    assert not (tmp_path / FOLDER).exists()
+    assert module.STALE_S > 2 * 60
