@@ -31,6 +31,7 @@ from batchspec.report.card import dataset_card
 from batchspec.report.progress import Progress
 from batchspec.report.stats import job_stats
 from batchspec.report.summary import RunSummary
+from batchspec.report.timeline import Timeline
 from batchspec.signals import ending
 
 JOURNAL_S = 60.0
@@ -79,9 +80,10 @@ def compute(job: Job, output: OutputFolder, committed: set[int]) -> None:
         create_output(job, output)  # nothing can be refused from here on
         if committed:
             progress.phase(f"{len(committed)} of {output.num_shards} shards are committed already; the rest is computed")
-        with ending(engine.stop) as asked:
+        with closing(Timeline(output.log_timeline, slots=engine.batch.slots)) as timeline, ending(engine.stop) as asked:
             try:
-                for shard, completions in decode_job(job, engine, seen, progress, journal, journaled, skip=committed):
+                decoded = decode_job(job, engine, seen, progress, journal, journaled, timeline=timeline, skip=committed)
+                for shard, completions in decoded:
                     output.commit(shard.index, shard_table(job, shard, completions, output.attempt))
                     journal.forget(shard.index)
                     num_tokens += sum(len(done.token_ids) for done in completions if done.token_ids is not None)
@@ -144,12 +146,14 @@ def decode_job(
     journal: Journal | None = None,
     journaled: Journaled | None = None,
     *,
+    timeline: Timeline | None = None,
     skip: Container[int] = (),
 ) -> Iterator[tuple[InputShard, list[Completion]]]:
     """Every shard that is not in `skip` with its completions, as soon as its last row is done.
 
     journal    gets every row as it ends; the caller says which shards are committed
     journaled  what earlier runs did of these shards
+    timeline   samples the engine's totals
     """
     num_shards = sum(index not in skip for index in range(-(-job.source.num_rows // job.shard_rows)))
     feed = Feed(
@@ -160,7 +164,7 @@ def decode_job(
         slots=engine.batch.slots,
         journaled=journaled,
     )
-    reporter = Reporter(progress, seen.mean_output)
+    reporter = Reporter(progress, seen.mean_output, timeline)
     engine.on_round = reporter
 
     def complete() -> Iterator[tuple[InputShard, list[Completion]]]:
@@ -181,14 +185,14 @@ def decode_job(
 
 
 class Reporter:
-    """Hands the engine's running totals to the progress bar as what happened since the last call.
+    """Hands the engine's running totals to the time line, and to the progress bar as what happened since the last call.
 
     The tokens still to come are the rows still to come at their mean output: at first the predicted one, which weighs as
     much as 8 finished rows.
     """
 
-    def __init__(self, progress: Progress, predicted_output: float) -> None:
-        self._progress, self._before = progress, EngineTotals()
+    def __init__(self, progress: Progress, predicted_output: float, timeline: Timeline | None = None) -> None:
+        self._progress, self._timeline, self._before = progress, timeline, EngineTotals()
         self._rows, self._tokens, self._finished = 8, 8 * predicted_output, 0
 
     def finished(self, completion: Completion) -> None:
@@ -207,6 +211,8 @@ class Reporter:
             live_rows=totals.live_rows,
             remaining_tokens=max(0, round(left - in_flight)),
         )
+        if self._timeline is not None:
+            self._timeline.observe(totals, progress.total - progress.done - totals.live_rows)
         self._before = replace(totals)
 
 

@@ -1,10 +1,10 @@
 """A job's output folder: which shards there are, which are committed, and the one way to commit one.
 
 data/part-00042.parquet   the rows of shard 42; nothing else lies in data/
-README.md                 the dataset card, written at the end
+README.md                 the dataset card, written at the end; report.html beside it
 _batchspec/manifest.json  what the job is; made first, so that a folder with a manifest is a job
 _batchspec/tmp            files under construction
-_batchspec/logs           run-<attempt>.json: how fast each run was
+_batchspec/logs           run-<attempt>.json: how fast each run was; run-<attempt>.timeline.jsonl: what it did when
 _batchspec/journal        rows of shards that are not committed yet, see journal.py
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -187,6 +187,20 @@ class OutputFolder:
     def log_run(self, facts: Mapping[str, float]) -> None:
         """Keep what a run says of itself at its end. Raises StorageError."""
         self._store.put(f"_batchspec/logs/run-{self.attempt}.json", (json.dumps(dict(facts)) + "\n").encode())
+
+    def log_timeline(self, text: str) -> None:
+        """Keep what a run says of its course so far. Raises StorageError."""
+        self._store.put(f"_batchspec/logs/run-{self.attempt}.timeline.jsonl", text.encode())
+
+    def logs(self, ending: str) -> Iterator[str]:
+        """What runs of this job kept under names with this ending: `.timeline.jsonl`, or `.json` for how fast they were."""
+        for name in self._store.list("_batchspec/logs"):
+            if re.fullmatch(r"run-[0-9a-f]+" + re.escape(ending), name):
+                yield self._store.read(f"_batchspec/logs/{name}").decode("utf-8", "replace")
+
+    def put_report(self, page: str) -> None:
+        """Write report.html."""
+        self._store.put("report.html", page.encode())
 
     def has_card(self) -> bool:
         return self._store.exists("README.md")

@@ -1,0 +1,191 @@
+"""What a run did over time: sampled while it runs, read for the pictures of the report.
+
+_batchspec/logs/run-<attempt>.timeline.jsonl   a header, then a line a sample: seconds since the start and running sums
+
+Every sum only grows, so that any two samples say what happened between them, however far apart they are.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchspec.errors import StorageError
+
+Floats = NDArray[np.float64]
+
+SAMPLE_S = 1.0
+DETAIL = 3600
+"""A sample is worth its place when it is this part of the run so far: a day takes about 15,000."""
+WRITE_S = 60.0
+"""Seconds of samples that a killed run may lose."""
+BINS = 120
+NAMES = ("t", "tokens", "rounds", "row_rounds", "drafted", "accepted", "set_back", "live_s", "ending_s", "waiting_s")
+
+
+class Totals(Protocol):
+    """Of decode.engine.EngineTotals."""
+
+    rounds: int
+    row_rounds: int
+    tokens: int
+    accepted: int
+    drafted: int
+    set_back: int
+    live_rows: int
+
+
+class Timeline:
+    """Samples an engine's totals, at first once a second, later more seldom.
+
+    write  takes the whole file so far; where it raises StorageError nothing more is recorded: no picture is worth a job
+    slots  places of the batch
+    clock, wall  seconds, monotonic and since 1970
+    """
+
+    def __init__(
+        self,
+        write: Callable[[str], None],
+        *,
+        slots: int,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._write: Callable[[str], None] | None = write
+        self._clock, self._slots = clock, slots
+        self._began = self._now = self._written = clock()
+        self._lines = [json.dumps({"started_at": round(wall(), 3), "slots": slots}), json.dumps([0] * len(NAMES))]
+        self._live_s = self._ending_s = self._waiting_s = 0.0
+        self._sampled = self._began
+        self._latest: list[float] | None = None
+
+    def observe(self, totals: Totals, rows_left: int) -> None:
+        """Called after every round. `rows_left`: completions still to come of rows that are in no slot."""
+        now = self._clock()
+        seconds, self._now = now - self._now, now
+        idle = max(0, self._slots - totals.live_rows)
+        ending = max(0, idle - max(0, rows_left))
+        self._live_s += seconds * totals.live_rows
+        self._ending_s += seconds * ending
+        self._waiting_s += seconds * (idle - ending)
+        t = totals
+        self._latest = [now - self._began, t.tokens, t.rounds, t.row_rounds, t.drafted, t.accepted, t.set_back]
+        self._latest += [self._live_s, self._ending_s, self._waiting_s]
+        if now - self._sampled >= max(SAMPLE_S, (now - self._began) / DETAIL):
+            self._sampled = now
+            self._sample()
+            if now - self._written >= WRITE_S:
+                self._written = now
+                self._save()
+
+    def close(self) -> None:
+        """Write the last sample."""
+        self._sample()
+        self._save()
+
+    def _sample(self) -> None:
+        if self._latest is not None:
+            self._lines.append(json.dumps([round(value, 3) for value in self._latest]))
+            self._latest = None
+
+    def _save(self) -> None:
+        if self._write is not None:
+            try:
+                self._write("\n".join(self._lines) + "\n")
+            except StorageError:
+                self._write = None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    started_at: float
+    slots: int
+    samples: dict[str, Floats]
+    """Name of NAMES -> its value in every sample."""
+
+    @property
+    def seconds(self) -> float:
+        return float(self.samples["t"][-1])
+
+
+def parse_run(text: str) -> Run | None:
+    """The run of a timeline file; None where it is damaged or was never sampled."""
+    try:
+        header, *lines = [json.loads(line) for line in text.splitlines()]
+        values = np.array(lines, np.float64)
+        if values.ndim != 2 or values.shape[1] != len(NAMES) or len(values) < 2:
+            return None
+        return Run(float(header["started_at"]), int(header["slots"]), dict(zip(NAMES, values.T, strict=True)))
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """All runs of a job on one axis, pauses between them cut out; runs side by side are added up. Arrays are [bins]."""
+
+    edges_s: Floats
+    """[bins + 1] seconds of work since the beginning."""
+    starts_s: tuple[float, ...]
+    """Where on the axis each run began."""
+    tok_s: Floats
+    live_rows: Floats
+    """Slots with a row, on average."""
+    ending: Floats
+    """Slots without one because no row was left."""
+    waiting: Floats
+    """Slots without one though rows were left: before a refill, or for want of pages."""
+    draft_len: Floats
+    """Draft tokens a row and round; NaN where there was no round."""
+    acceptance_length: Floats
+    set_back: int
+    slots: int
+
+
+def course(runs: Sequence[Run]) -> Course | None:
+    """The runs over time; None where none lasted."""
+    runs = sorted((run for run in runs if run.seconds > 0), key=lambda run: run.started_at)
+    if not runs:
+        return None
+    spans = _union([(run.started_at, run.started_at + run.seconds) for run in runs])
+    starts = [sum(min(end, run.started_at) - begin for begin, end in spans if begin < run.started_at) for run in runs]
+    count = min(BINS, max(len(run.samples["t"]) for run in runs) - 1)
+    edges = np.linspace(0.0, sum(end - begin for begin, end in spans), count + 1)
+    sums = {name: np.zeros(count) for name in NAMES[1:]}
+    for start, run in zip(starts, runs, strict=True):
+        for name, total in sums.items():
+            total += np.diff(np.interp(edges, start + run.samples["t"], run.samples[name]))
+    width = edges[1] - edges[0]
+    return Course(
+        edges_s=edges,
+        starts_s=tuple(float(start) for start in starts),
+        tok_s=sums["tokens"] / width,
+        live_rows=sums["live_s"] / width,
+        ending=sums["ending_s"] / width,
+        waiting=sums["waiting_s"] / width,
+        draft_len=_ratio(sums["drafted"], sums["row_rounds"]),
+        acceptance_length=1 + _ratio(sums["accepted"], sums["row_rounds"]),
+        set_back=round(float(sums["set_back"].sum())),
+        slots=max(run.slots for run in runs),
+    )
+
+
+def _ratio(part: Floats, whole: Floats) -> Floats:
+    return cast(Floats, np.divide(part, whole, out=np.full_like(part, np.nan), where=whole > 0))
+
+
+def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Overlapping spans as one; in order."""
+    joined: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((begin, end))
+    return joined

@@ -1,0 +1,127 @@
+"""What a run did over time: sums sampled while it runs, and pictured on one axis whatever was sampled."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchspec.errors import StorageError
+from batchspec.report.timeline import DETAIL, Run, Timeline, course, parse_run
+
+
+@dataclass
+class Totals:
+    rounds: int = 0
+    row_rounds: int = 0
+    tokens: int = 0
+    accepted: int = 0
+    drafted: int = 0
+    set_back: int = 0
+    live_rows: int = 0
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def recorded(rounds: list[tuple[float, int, int]], *, slots: int = 4, started_at: float = 1000.0) -> str:
+    """The file of a run whose rounds each took some seconds, with so many live rows and rows left, K 3, two tokens a row."""
+    clock, totals, files = Clock(), Totals(), list[str]()
+    timeline = Timeline(files.append, slots=slots, clock=clock, wall=lambda: started_at)
+    for seconds, live, left in rounds:
+        clock.now += seconds
+        totals.rounds, totals.row_rounds, totals.live_rows = totals.rounds + 1, totals.row_rounds + live, live
+        totals.tokens += 2 * live
+        totals.drafted += 3 * live
+        totals.accepted += live
+        timeline.observe(totals, left)
+    timeline.close()
+    return files[-1]
+
+
+def run_of(rounds: list[tuple[float, int, int]], **changes: float) -> Run:
+    run = parse_run(recorded(rounds, **changes))  # type: ignore[arg-type]
+    assert run is not None
+    return run
+
+
+def test_a_slot_is_live_or_idle_for_a_reason() -> None:
+    got = course([run_of([(1, 4, 9), (1, 3, 9), (1, 2, 1), (1, 1, 0)])])
+    assert got is not None
+    assert got.edges_s.tolist() == [0, 1, 2, 3, 4]
+    assert got.live_rows.tolist() == [4, 3, 2, 1]
+    assert got.waiting.tolist() == [0, 1, 1, 0]  # rows were left for these slots
+    assert got.ending.tolist() == [0, 0, 1, 3]
+    assert got.tok_s.tolist() == [8, 6, 4, 2]
+    assert got.draft_len.tolist() == [3] * 4
+    assert got.acceptance_length.tolist() == [2] * 4
+
+
+def test_a_run_is_sampled_once_a_second_and_later_more_seldom() -> None:
+    many = recorded([(0.1, 4, 9)] * 100).splitlines()
+    assert 10 <= len(many) - 2 <= 11
+    rounds = 5 * DETAIL
+    hours = run_of([(2.0, 4, 9)] * rounds)
+    assert 2 * DETAIL < len(hours.samples["t"]) < 3 * DETAIL + 2
+    assert hours.seconds == 2 * rounds
+    assert hours.samples["tokens"][-1] == 8 * rounds
+
+
+@given(rounds=st.lists(st.tuples(st.floats(0.01, 30), st.integers(0, 4), st.integers(0, 9)), min_size=1, max_size=60))
+def test_what_is_pictured_adds_up_to_the_run(rounds: list[tuple[float, int, int]]) -> None:
+    run = run_of(rounds)
+    got = course([run])
+    assert got is not None
+    width = np.diff(got.edges_s)
+    assert (got.tok_s * width).sum() == pytest.approx(2 * sum(live for _, live, _ in rounds), abs=1e-6)
+    slots = got.live_rows + got.ending + got.waiting
+    assert np.allclose(slots * width, 4 * width, atol=0.01)
+    assert got.edges_s[-1] == pytest.approx(sum(seconds for seconds, _, _ in rounds), abs=0.01)
+
+
+def test_pauses_are_cut_out_and_runs_side_by_side_add_up() -> None:
+    rounds = [(1.0, 4, 9)] * 4
+    later = course([run_of(rounds, started_at=90_000.0), run_of(rounds, started_at=1000.0)])
+    assert later is not None
+    assert (later.edges_s[-1], later.starts_s) == (8, (0, 4))
+    assert later.tok_s.tolist() == [8] * 4
+    beside = course([run_of(rounds), run_of(rounds)])
+    assert beside is not None
+    assert (beside.edges_s[-1], beside.tok_s.tolist(), beside.live_rows.tolist()) == (4, [16] * 4, [8] * 4)
+
+
+def test_a_run_is_saved_once_a_minute_and_a_disk_that_refuses_does_not_end_it() -> None:
+    clock, totals, calls = Clock(), Totals(), list[int]()
+
+    def refuse(text: str) -> None:
+        calls.append(len(text))
+        raise StorageError("full")
+
+    timeline = Timeline(refuse, slots=1, clock=clock)
+    for _ in range(200):
+        clock.now += 1
+        timeline.observe(totals, 0)
+    timeline.close()
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("damage", ["", "{}", "nonsense", "cut", "one"])
+def test_a_damaged_file_is_no_run(damage: str) -> None:
+    whole = recorded([(1, 4, 9)] * 3)
+    text = {"cut": whole[: len(whole) - 9], "one": "\n".join(whole.splitlines()[:2])}.get(damage, damage)
+    assert parse_run(text) is None
+    assert course([]) is None
+
+
+def test_a_file_is_lines_of_json() -> None:
+    header, *samples = map(json.loads, recorded([(2, 4, 9)]).splitlines())
+    assert header == {"started_at": 1000.0, "slots": 4}
+    assert samples == [[0] * 10, [2.0, 8, 1, 4, 12, 4, 0, 8.0, 0.0, 0.0]]
