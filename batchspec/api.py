@@ -11,6 +11,7 @@ import pyarrow as pa
 from batchspec.compose import compose
 from batchspec.io.reader import table_source
 from batchspec.io.shards import OutputFolder
+from batchspec.io.store import scanning
 from batchspec.job import decode_job, run_job, shard_table
 from batchspec.prepare import make_engine, open_job, survey_first
 from batchspec.report.progress import Progress
@@ -34,7 +35,8 @@ def generate(data: Any, *, job: str | None = None, overrides: Sequence[str] = ()
     source = table_source(table, config.input.limit)
     if config.output.dir is not None:
         run_job(config, source)
-        return OutputFolder(config.output.dir).scan().collect()
+        with scanning(config.output.dir):
+            return OutputFolder(config.output.dir).scan().collect()
     opened = open_job(config, source)
     seen = survey_first(opened)
     with Progress(seen.num_outputs(source.num_rows)) as progress:

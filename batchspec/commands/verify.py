@@ -24,6 +24,7 @@ from batchspec.decode.sampling import Places, apply_penalties, forbid_stop_ids
 from batchspec.draft.base import NoDrafter
 from batchspec.errors import OutputError
 from batchspec.io.shards import OutputFolder
+from batchspec.io.store import scanning
 from batchspec.kernels.sample import gumbel_reference
 from batchspec.packing.planner import PAGE_SIZE
 from batchspec.prepare import Job, job_fingerprint, make_engine, open_job, survey_first
@@ -103,7 +104,8 @@ def _written_tokens(out: str | Path, num_rows: int) -> dict[tuple[int, int], lis
     table = OutputFolder(out).scan()
     if "token_ids" not in table.collect_schema().names():
         raise OutputError(f"{out} holds no token_ids, which verify compares; run the job with output.token_ids=true")
-    rows = table.filter(pl.col("token_ids").is_not_null()).select("row_index", "sample_index", "token_ids").collect()
+    with scanning(str(out)):
+        rows = table.filter(pl.col("token_ids").is_not_null()).select("row_index", "sample_index", "token_ids").collect()
     if num_rows and rows.height > num_rows:
         rows = rows[[i * rows.height // num_rows for i in range(num_rows)]]
     return {(row, sample): tokens for row, sample, tokens in rows.iter_rows()}

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import pyarrow as pa
 import pyarrow.json as pa_json
 import pyarrow.parquet as pq
 
 from batchspec.errors import InputError, StorageError
+from batchspec.io.places import LocalPlace, Place
 
 PARQUET = (".parquet", ".pq")
 JSON_LINES = (".jsonl", ".ndjson", ".json")
@@ -61,11 +62,13 @@ def reading(name: str) -> Iterator[None]:
 class ParquetFile:
     """Pages are read and decoded as they are needed: a row group of any size costs a few MB."""
 
-    def __init__(self, path: Path, name: str) -> None:
-        self.path, self.name = path, name
+    def __init__(self, place: Place, name: str) -> None:
+        self.place, self.name = place, name
+        self._footer: pq.FileMetaData | None = None
+        """While a pass over the file lasts, so that its row groups do not each read it."""
         with reading(name):
-            self.size_bytes = path.stat().st_size
-            self.digest = _ends_digest(path, self.size_bytes)
+            self.size_bytes = place.size()
+            self.digest = _ends_digest(place, self.size_bytes)
             with self._open() as file:
                 footer = file.metadata
                 self.schema = file.schema_arrow
@@ -77,26 +80,33 @@ class ParquetFile:
     def read(self, part: Part, columns: list[str]) -> Iterator[pa.RecordBatch]:
         rows = max(1, min(BATCH_ROWS, BATCH_BYTES * part.num_rows // max(part.size_bytes, 1)))
         with reading(self.name), self._open() as file:
+            self._footer = None if part is self.parts[-1] else file.metadata
             yield from file.iter_batches(batch_size=rows, row_groups=[part.place], columns=columns, use_threads=False)
 
     def _open(self) -> pq.ParquetFile:
         # A buffer size makes Arrow stream the pages; without it a whole column chunk is read at once.
+        source = str(self.place.path) if isinstance(self.place, LocalPlace) else self.place.open()
         return pq.ParquetFile(
-            self.path, memory_map=False, pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True
+            source,
+            metadata=self._footer,
+            memory_map=False,
+            pre_buffer=False,
+            buffer_size=1 << 20,
+            page_checksum_verification=True,
         )
 
 
 class JsonLinesFile:
     """One JSON object a line. The file is read once to find its rows and columns: a key that a line lacks is null."""
 
-    def __init__(self, path: Path, name: str) -> None:
-        self.path, self.name = path, name
+    def __init__(self, place: Place, name: str) -> None:
+        self.place, self.name = place, name
         self.schema = pa.schema([])
         parts: list[Part] = []
         num_rows = 0
         digest = hashlib.sha256()
         with reading(name):
-            self.size_bytes = path.stat().st_size
+            self.size_bytes = place.size()
             for offset, block in self._blocks():
                 digest.update(block)
                 with reading(f"{name} after row {num_rows}"):
@@ -108,13 +118,13 @@ class JsonLinesFile:
         self.parts: Sequence[Part] = tuple(parts)
 
     def read(self, part: Part, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        with reading(self.name), self.path.open("rb") as file:
+        with reading(self.name), _buffered(self.place) as file:
             file.seek(part.place)
             schema = pa.schema([self.schema.field(name) for name in columns])
             yield from _parse(file.read(part.size_bytes), schema).to_batches()
 
     def _blocks(self) -> Iterator[tuple[int, bytes]]:
-        with self.path.open("rb") as file:
+        with _buffered(self.place) as file:
             offset = 0
             while block := file.read(BATCH_BYTES):
                 block += file.readline()
@@ -139,10 +149,15 @@ class MemoryFile:
         yield from self.table.select(columns).to_batches(max_chunksize=BATCH_ROWS)
 
 
-def _ends_digest(path: Path, size: int) -> str:
+def _buffered(place: Place) -> BinaryIO:
+    file = place.open()
+    return file if isinstance(place, LocalPlace) else io.BufferedReader(file, BATCH_BYTES)  # type: ignore[type-var]
+
+
+def _ends_digest(place: Place, size: int) -> str:
     """Of the first and last MiB: all of a small file; of a large one its beginning and the footer with its statistics."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with place.open() as file:
         digest.update(file.read(DIGEST_BYTES))
         file.seek(max(file.tell(), size - DIGEST_BYTES))
         digest.update(file.read(DIGEST_BYTES))

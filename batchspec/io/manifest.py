@@ -29,7 +29,7 @@ class Manifest:
     shard_rows: int
     """Input rows a shard; shard i holds rows i * shard_rows up to the next shard's first."""
     publish: str
-    """link or rename: how a shard takes its name on this file system."""
+    """link, rename or put (S3): how a shard takes its name on this file system."""
     files: tuple[InputFile, ...]
 
     def to_json(self) -> bytes:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import glob
-import itertools
 import os
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, Protocol
 
 import pyarrow as pa
@@ -15,6 +14,7 @@ import pyarrow as pa
 from batchspec.config import InputConfig
 from batchspec.errors import ConfigError, InputError
 from batchspec.io.files import JSON_LINES, PARQUET, DataFile, JsonLinesFile, MemoryFile, ParquetFile, widen
+from batchspec.io.places import LocalPlace, Place, place_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Source(Protocol):
 
 
 def open_source(config: InputConfig) -> Source:
-    """The dataset at `config.path`: a Parquet or JSON-lines file, a folder, a glob, or a list of them.
+    """The dataset at `config.path`: a Parquet or JSON-lines file, a folder, a glob, or a list of them, local or remote.
 
     Reads footers only (JSON lines: the file once). Raises ConfigError without a path, and InputError where a path does not
     exist or matches nothing, a file cannot be read, two files disagree about a column, or there are no rows.
@@ -66,7 +66,8 @@ def open_source(config: InputConfig) -> Source:
         raise ConfigError("input.path is not set; give a Parquet or JSON-lines file, a folder, a glob or a list of them")
     entries = [config.path] if isinstance(config.path, str | os.PathLike) else list(config.path)
     files = [
-        ParquetFile(path, name) if path.suffix in PARQUET else JsonLinesFile(path, name) for name, path in _find(entries).items()
+        ParquetFile(place, name) if place.path.suffix in PARQUET else JsonLinesFile(place, name)
+        for name, place in _find(entries).items()
     ]
     return _FileSource(files, config.limit)
 
@@ -148,45 +149,53 @@ class _FileSource:
                 part_first += part.num_rows
 
 
-def _find(entries: list[Any]) -> dict[str, Path]:
-    """Relative name -> path of every file that the entries of input.path name, in order of name."""
-    found: list[Path] = []
-    roots: list[Path] = []
+def _find(entries: list[Any]) -> dict[str, Place]:
+    """Relative name -> place of every file that the entries of input.path name, in order of name."""
+    found: list[Place] = []
+    roots: list[str] = []
     for entry in entries:
-        text = os.path.expanduser(str(entry))
-        path = Path(os.path.abspath(text))
-        if path.is_file():
-            if path.suffix not in PARQUET + JSON_LINES:
+        place = place_of(str(entry))
+        if place.is_file():
+            if place.path.suffix not in PARQUET + JSON_LINES:
                 known = ", ".join(PARQUET + JSON_LINES)
                 raise InputError(f"input.path {entry}: neither Parquet nor JSON lines by its name; let it end in one of {known}")
-            root, files = path.parent, [path]
-        elif path.is_dir():
-            root, files = path, _data_files(path, path.rglob("*"))
-        elif glob.has_magic(text):
-            root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
-            files = _data_files(root, (Path(name) for name in glob.iglob(str(path), recursive=True)))
+            root, files = place.path.parent, [place]
+        elif place.is_dir():
+            root, files = place.path, _data_files(place.path, place.files())
+        elif glob.has_magic(str(entry)):
+            above, matching = place.glob()
+            root, files = above.path, _data_files(above.path, matching)
         else:
-            raise InputError(f"input.path {entry}: does not exist; check the path (the working folder is {Path.cwd()})")
+            where = f" (the working folder is {Path.cwd()})" if isinstance(place, LocalPlace) else " and the bucket"
+            raise InputError(f"input.path {entry}: does not exist; check the path{where}")
         if not files:
             raise InputError(f"input.path {entry}: no Parquet or JSON-lines file there; names must end in .parquet or .jsonl")
         found += files
-        roots.append(root)
-    shared = Path(os.path.commonpath(roots))
-    names = {path.relative_to(shared).as_posix(): path for path in found}
+        roots.append(str(root))
+    kinds = sorted({str(entry).partition("://")[0] if "://" in str(entry) else "local" for entry in entries})
+    if len(kinds) > 1:
+        raise InputError(f"input.path names files on {' and on '.join(kinds)}; name those of one file system, or run two jobs")
+    shared = os.path.commonpath(roots) if len(set(map(_first_part, roots))) == 1 else ""
+    names = {place.path.relative_to(shared).as_posix(): place for place in found}
     if len(names) < len(found):
-        twice = next(path for path in found if found.count(path) > 1)
+        paths = [place.path for place in found]
+        twice = next(path for path in paths if paths.count(path) > 1)
         raise InputError(f"input.path names {twice} twice; name each file once")
     return dict(sorted(names.items()))
 
 
-def _data_files(root: Path, paths: Iterator[Path]) -> list[Path]:
+def _first_part(path: str) -> str:
+    """Of a path that is absolute `/`, of one on S3 its bucket."""
+    return PurePosixPath(path).parts[0]
+
+
+def _data_files(root: PurePath, places: Iterator[Place]) -> list[Place]:
     """As Arrow's datasets do: what begins with a dot or an underscore is not data."""
     return [
-        path
-        for path in paths
-        if path.suffix in PARQUET + JSON_LINES
-        and not any(part.startswith((".", "_")) for part in path.relative_to(root).parts)
-        and path.is_file()
+        place
+        for place in places
+        if place.path.suffix in PARQUET + JSON_LINES
+        and not any(part.startswith((".", "_")) for part in place.path.relative_to(root).parts)
     ]
 
 

@@ -155,6 +155,8 @@ class OutputFolder:
     def scan(self, shards: Iterable[int] | None = None) -> pl.LazyFrame:
         """The rows of committed shards (default all), in the order of the input."""
         done = sorted(self.committed() if shards is None else shards)
+        if not done:
+            raise OutputError(f"{self.path} has no committed shard yet; run the job first")
         return self._store.scan([f"data/{part_name(index)}" for index in done])
 
     def commit(self, index: int, table: pa.Table, metadata: Mapping[str, str] | None = None) -> bool:

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Protocol
 
 import polars as pl
+import pyarrow as pa
 
-from batchspec.errors import OutputError, StorageError
+from batchspec.errors import ConfigError, OutputError, StorageError
+from batchspec.io.retry import reason
 
 STALE_S = 24 * 3600
 """A file is written in seconds: a temporary one untouched for this long has no writer any more."""
@@ -77,9 +79,28 @@ def storing(what: str) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def scanning(where: str) -> Iterator[None]:
+    """Raise what polars and Arrow say of the files under a root as a StorageError in one line."""
+    try:
+        yield
+    except (pl.exceptions.ComputeError, pa.ArrowException, OSError) as error:
+        raise StorageError(f"reading {where} failed: {reason(error)}; run the same command again after the repair") from error
+
+
 def open_store(root: str | Path, scratch: str) -> Store:
-    """The store of an output folder; `scratch` is the folder inside it where a local store makes its files."""
-    return LocalStore(Path(root), scratch)
+    """The store of an output folder; `scratch` is the folder inside it where a local store makes its files.
+
+    Raises ConfigError for a file system on which a name cannot be taken exactly once.
+    """
+    scheme, mark, _ = str(root).partition("://")
+    if not mark:
+        return LocalStore(Path(root), scratch)
+    if scheme != "s3":
+        raise ConfigError(f"output.dir {scheme}://...: output goes to a local folder or to s3://BUCKET/FOLDER; name one")
+    from batchspec.io.s3 import S3Store
+
+    return S3Store(str(root))
 
 
 class LocalStore:

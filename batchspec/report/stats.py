@@ -9,6 +9,7 @@ import polars as pl
 
 from batchspec.errors import OutputError
 from batchspec.io.shards import OutputFolder
+from batchspec.io.store import scanning
 
 PROMPT_EDGES = (128, 512, 2048, 8192, 32768)
 NUM_EXTREMES = 5
@@ -83,10 +84,8 @@ def job_stats(out_dir: Path | str, by: str | None = None) -> JobStats:
     Raises OutputError where the folder holds no job or no committed shard, or has no such column to group by.
     """
     folder = OutputFolder(out_dir)
-    done = sorted(folder.committed())
-    if not done:
-        raise OutputError(f"{out_dir} has no committed shard yet; run the job first")
-    rows = _read(folder.scan(done), by)
+    done = folder.committed()
+    rows = _read(folder, done, by)
     spec = rows.filter(pl.col("drafter").is_not_null())
     histogram = _sums(spec["histogram"])
     drafted = _sums(spec["drafted_at"])
@@ -117,8 +116,9 @@ def job_stats(out_dir: Path | str, by: str | None = None) -> JobStats:
     )
 
 
-def _read(frame: pl.LazyFrame, by: str | None) -> pl.DataFrame:
+def _read(folder: OutputFolder, shards: set[int], by: str | None) -> pl.DataFrame:
     """One line a completion, with the columns that the statistics need."""
+    frame = folder.scan(shards)
     schema = frame.collect_schema()
     if by is not None and (by not in schema or schema[by].is_nested()):
         flat = [name for name, kind in schema.items() if not kind.is_nested()]
@@ -135,7 +135,7 @@ def _read(frame: pl.LazyFrame, by: str | None) -> pl.DataFrame:
         "drafted_at": "drafted_per_position",
     }
     usage = {"prompt_tokens": "prompt_tokens", "tokens": "completion_tokens", "cached_tokens": "cached_tokens"}
-    return frame.select(
+    picked = frame.select(
         "request_id",
         "row_index",
         "sample_index",
@@ -145,7 +145,9 @@ def _read(frame: pl.LazyFrame, by: str | None) -> pl.DataFrame:
         *(pl.col("usage").struct.field(field).alias(name) for name, field in usage.items()),
         *(pl.col("spec_decode").struct.field(field).alias(name) for name, field in spec.items()),
         (pl.lit("") if by is None else pl.col(by).cast(pl.String)).fill_null("(null)").alias("group"),
-    ).collect()
+    )
+    with scanning(folder.path):
+        return picked.collect()
 
 
 def _acceptance(name: str, rows: pl.DataFrame) -> Acceptance:

@@ -1,0 +1,197 @@
+"""Where input files lie: the local file system, or one that Arrow reaches (s3://, gs://, abfs://, hdfs://)."""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import io
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, Protocol, TypeVar
+
+import pyarrow.fs as pafs
+
+from batchspec.errors import ConfigError, InputError, StorageError
+from batchspec.io import s3
+from batchspec.io.retry import arrow_passing, reason, retried
+
+T = TypeVar("T")
+
+
+class Place(Protocol):
+    """A file or a folder."""
+
+    @property
+    def path(self) -> PurePosixPath | Path:
+        """Within its file system."""
+
+    def is_file(self) -> bool: ...
+
+    def is_dir(self) -> bool: ...
+
+    def files(self) -> Iterator[Place]:
+        """Every file below a folder."""
+
+    def glob(self) -> tuple[Place, Iterator[Place]]:
+        """The folder above the first wildcard, and every file that matches. `**` stands for any number of folders."""
+
+    def size(self) -> int: ...
+
+    def open(self) -> BinaryIO:
+        """For reading, unbuffered where the file is remote."""
+
+
+def place_of(entry: str) -> Place:
+    """The place that an entry of input.path names. Raises ConfigError for a file system that cannot be set up."""
+    scheme, mark, rest = entry.partition("://")
+    if not mark:
+        return LocalPlace(Path(os.path.abspath(os.path.expanduser(entry))))
+    path = PurePosixPath(rest)
+    if scheme == "s3":
+        if not path.parts:
+            raise ConfigError(f"input.path {entry} must be s3://BUCKET/...; name a bucket")
+        return RemotePlace(s3.filesystem(path.parts[0]), path, scheme)
+    try:
+        found, inner = pafs.FileSystem.from_uri(entry)
+    except (ValueError, OSError, NotImplementedError) as error:
+        raise ConfigError(f"input.path {scheme}://...: {reason(error)}; give a local path or s3://BUCKET/...") from error
+    return RemotePlace(found, PurePosixPath(inner), scheme)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPlace:
+    path: Path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def is_file(self) -> bool:
+        return self.path.is_file()
+
+    def is_dir(self) -> bool:
+        return self.path.is_dir()
+
+    def files(self) -> Iterator[LocalPlace]:
+        return (LocalPlace(path) for path in self.path.rglob("*") if path.is_file())
+
+    def glob(self) -> tuple[LocalPlace, Iterator[LocalPlace]]:
+        root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), self.path.parts))
+        paths = map(Path, glob.iglob(str(self.path), recursive=True))
+        return LocalPlace(root), (LocalPlace(path) for path in paths if path.is_file())
+
+    def size(self) -> int:
+        return self.path.stat().st_size
+
+    def open(self) -> BinaryIO:
+        return self.path.open("rb")
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePlace:
+    filesystem: pafs.FileSystem
+    path: PurePosixPath
+    scheme: str
+    known_size: int | None = None
+    """As the listing told it."""
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{str(self.path).lstrip('/')}"
+
+    def is_file(self) -> bool:
+        return bool(self._info().type == pafs.FileType.File)
+
+    def is_dir(self) -> bool:
+        return bool(self._info().type == pafs.FileType.Directory)
+
+    def files(self) -> Iterator[RemotePlace]:
+        selector = pafs.FileSelector(str(self.path), recursive=True)
+        found = self.retried("listing", lambda: self.filesystem.get_file_info(selector))
+        return (self._at(PurePosixPath(info.path), info.size) for info in found if info.type == pafs.FileType.File)
+
+    def glob(self) -> tuple[RemotePlace, Iterator[RemotePlace]]:
+        above = list(itertools.takewhile(lambda part: not glob.has_magic(part), self.path.parts))
+        root, pattern = self._at(PurePosixPath(*above)), self.path.parts[len(above) :]
+        if not root.is_dir():
+            return root, iter(())
+        return root, (file for file in root.files() if _matches(file.path.parts[len(above) :], pattern))
+
+    def size(self) -> int:
+        return int(self._info().size) if self.known_size is None else self.known_size
+
+    def open(self) -> BinaryIO:
+        return RemoteFile(self, self.size())  # type: ignore[return-value]
+
+    def _at(self, path: PurePosixPath, size: int | None = None) -> RemotePlace:
+        return RemotePlace(self.filesystem, path, self.scheme, size)
+
+    def _info(self) -> pafs.FileInfo:
+        return self.retried("looking for", lambda: self.filesystem.get_file_info(str(self.path)))
+
+    def retried(self, doing: str, act: Callable[[], T]) -> T:
+        """`act` with retries. Raises InputError where the file is gone, StorageError for everything else."""
+        try:
+            return retried(f"{doing} {self}", act, arrow_passing)
+        except FileNotFoundError as error:
+            raise InputError(f"{self} is not there any more; put it back or leave it out of input.path") from error
+        except OSError as error:
+            raise StorageError(
+                f"{doing} {self} failed: {reason(error)}; check the credentials (AWS_PROFILE, AWS_ACCESS_KEY_ID, ...), the "
+                "bucket and its policy, and run the same command again"
+            ) from error
+
+
+class RemoteFile(io.RawIOBase):
+    """A remote file whose reads are tried again; each read is one request for just those bytes."""
+
+    def __init__(self, place: RemotePlace, size: int) -> None:
+        super().__init__()
+        self._place, self._at, self._size = place, 0, size
+        self._file = place.retried("opening", self._opened)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        size = max(0, min(len(buffer), self._size - self._at))
+        if size:
+            buffer[:size] = self._place.retried("reading", lambda: self._read(size))
+            self._at += size
+        return size
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def _opened(self) -> Any:
+        file = self._place.filesystem.open_input_file(str(self._place.path))
+        found = file.size()
+        if found != self._size:  # Arrow takes an answer that was cut within its headers for a file of 0 bytes
+            raise OSError(f"it has {found:,} bytes, and {self._size:,} were expected; was it changed?")
+        return file
+
+    def _read(self, size: int) -> bytes:
+        data: bytes = self._file.read_at(size, self._at)
+        if len(data) < size:
+            raise OSError(f"{len(data)} of {size} bytes came at {self._at}")
+        return data
+
+
+def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    if not pattern:
+        return not parts
+    if pattern[0] == "**":
+        return any(_matches(parts[i:], pattern[1:]) for i in range(len(parts) + 1))
+    return bool(parts) and fnmatch.fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])

@@ -1,0 +1,68 @@
+"""How long a remote store is waited for: each request for a time, all tries of one request for another, then a StorageError."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from batchspec.errors import StorageError
+
+CONNECT_S = 10.0
+"""Until a connection stands."""
+REQUEST_S = 30.0
+"""Without a byte from the other side."""
+DEADLINE_S = 120.0
+"""No new try is begun so long after the first."""
+FIRST_PAUSE_S = 0.25
+LONGEST_PAUSE_S = 8.0
+REFUSALS = (
+    "ACCESS_DENIED", "NO_SUCH_BUCKET", "INVALID_ACCESS_KEY", "SIGNATURE_DOES_NOT_MATCH", "INVALID_CLIENT", "HTTP status 403",
+    "HTTP status 301",
+)  # fmt: skip
+SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
+
+T = TypeVar("T")
+
+
+def retried(what: str, act: Callable[[], T], passing: Callable[[Exception], bool]) -> T:
+    """What `act` returns; tried again, with growing pauses, while it raises what `passing` says may pass.
+
+    Raises StorageError, beginning with `what`, when that has gone on for DEADLINE_S; any other error of `act` at once.
+    """
+    began, pause = time.monotonic(), FIRST_PAUSE_S
+    while True:
+        try:
+            return act()
+        except Exception as error:
+            if not passing(error):
+                raise
+            waited = time.monotonic() - began
+            if waited + pause > DEADLINE_S:
+                raise StorageError(
+                    f"{what} failed for {waited:.0f} s ({reason(error)}); nothing committed is lost: check the network, the "
+                    "endpoint (AWS_ENDPOINT_URL) and the store's health, and run the same command again"
+                ) from error
+        time.sleep(pause * random.uniform(0.5, 1.0))  # so that the tasks of an array do not come back all at once
+        pause = min(2 * pause, LONGEST_PAUSE_S)
+
+
+def arrow_passing(error: Exception) -> bool:
+    """Whether what Arrow's file systems raised may pass. Only their text tells a refusal."""
+    if not isinstance(error, OSError) or isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError):
+        return False
+    return not any(word in str(error) for word in REFUSALS)
+
+
+def reason(error: Exception) -> str:
+    """What an error says in one line, without credentials."""
+    lines = str(error).strip().splitlines()
+    text = re.sub(r"//[^/@\s]*@", "//***@", lines[0] if lines else type(error).__name__)
+    for name in SECRETS:
+        value = os.environ.get(name)
+        if value:
+            text = text.replace(value, "***")
+    return text

@@ -1,0 +1,312 @@
+"""Files of a job on S3, or on a store that speaks its protocol.
+
+A name is taken by one PUT with `If-None-Match: *`, which the store refuses where the name exists. An answer can get lost, and the
+request is then sent again and refused: the attempt's uuid in the object's metadata says whose it is. One PUT carries a whole
+object, so that nothing partial is ever visible.
+
+Credentials, region and endpoint come from where the AWS tools take them: the environment (AWS_PROFILE, AWS_ENDPOINT_URL, ...),
+the profiles in ~/.aws, or the machine's role. They are read here and kept nowhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import os
+import shutil
+import tempfile
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import polars as pl
+import pyarrow.dataset as ds
+import pyarrow.fs as pafs
+
+from batchspec.errors import ConfigError, OutputError, StorageError
+from batchspec.io import retry
+from batchspec.io.retry import reason, retried
+from batchspec.io.store import STALE_S, scanning, storing
+
+SCHEME = "s3://"
+ATTEMPT = "batchspec-attempt"
+MAX_PUT_BYTES = 5 << 30
+SCAN_ATTEMPTS = 5
+DENIED = ("AccessDenied", "Forbidden", "403", "401", "InvalidAccessKeyId", "SignatureDoesNotMatch")
+SENT_AGAIN = ("SlowDown", "RequestTimeout", "BadDigest", "Throttling", "InternalError", "ConditionalRequestConflict")
+"""Codes that pass, whatever their status: too fast, too slow, damaged on the way, or two conditional requests at once."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What every client of one store must agree on; None is the AWS tools' own choice."""
+
+    endpoint: str | None
+    region: str | None
+
+
+def settings() -> Settings:
+    """Endpoint and region of the environment, else of the profile. Raises ConfigError without boto3 or for an unknown profile."""
+    try:
+        import botocore.exceptions
+        import botocore.session
+    except ImportError:
+        raise ConfigError("s3:// paths need boto3, which is not installed; pip install 'batchspec[s3]'") from None
+    try:
+        profile = botocore.session.get_session().get_scoped_config()
+    except botocore.exceptions.BotoCoreError as error:
+        raise ConfigError(f"AWS settings: {reason(error)}; check AWS_PROFILE and ~/.aws/config") from error
+    environ = os.environ
+    return Settings(
+        environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or profile.get("endpoint_url"),
+        environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or profile.get("region"),
+    )
+
+
+def filesystem(bucket: str, attempts: int = 1) -> pafs.FileSystem:
+    """Arrow's view of S3, for reading; `attempts` is how often it sends a request by itself."""
+    place = settings()
+    region = place.region
+    if region is None and place.endpoint is None:
+        try:
+            region = pafs.resolve_s3_region(bucket)
+        except OSError as error:
+            raise StorageError(f"s3://{bucket}: no answer ({reason(error)}); check the bucket's name and the network") from error
+    scheme, _, host = (place.endpoint or "https://").partition("://")
+    return pafs.S3FileSystem(
+        region=region,
+        scheme=scheme,
+        endpoint_override=host.rstrip("/") or None,
+        connect_timeout=retry.CONNECT_S,
+        request_timeout=retry.REQUEST_S,
+        retry_strategy=pafs.AwsStandardS3RetryStrategy(max_attempts=attempts),
+    )
+
+
+def make_client() -> Any:
+    """boto3's client. It does not try again by itself: `retried` does."""
+    import boto3
+    from botocore.config import Config
+
+    place = settings()
+    config = Config(
+        connect_timeout=retry.CONNECT_S,
+        read_timeout=retry.REQUEST_S,
+        retries={"total_max_attempts": 1},
+        # Stores other than Amazon's know Content-MD5, and not always the checksums that came later.
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        s3={"addressing_style": "auto" if place.endpoint is None else "path"},
+    )
+    try:
+        session = boto3.session.Session()
+        return session.client("s3", endpoint_url=place.endpoint, region_name=place.region, config=config)
+    except ValueError as error:
+        raise ConfigError(f"AWS settings: {reason(error)}; check AWS_ENDPOINT_URL, such as https://host:port") from error
+
+
+class S3Store:
+    """A prefix of a bucket; see store.py for what each method promises. `method` is always `put`."""
+
+    def __init__(self, root: str) -> None:
+        """root is s3://bucket/prefix. Raises ConfigError where there is no bucket or no boto3."""
+        bucket, _, prefix = root.removeprefix(SCHEME).rstrip("/").partition("/")
+        if not bucket or not prefix or "//" in prefix:
+            raise ConfigError(f"output.dir={root} must be s3://BUCKET/FOLDER; name a folder of a bucket")
+        self.where, self.method = f"{SCHEME}{bucket}/{prefix}", "put"
+        self._bucket, self._prefix = bucket, prefix
+        self._client = make_client()
+        self._folder: Path | None = None
+
+    def check_root(self) -> None:
+        if self.exists(""):
+            raise OutputError(f"output.dir {self.where} is an object and is no batchspec job; choose another folder")
+
+    def probe(self) -> None:
+        name = f"_batchspec/tmp/probe-{uuid.uuid4().hex}"
+        taken = self._create(name, b"")
+        taken_twice = self._create(name, b"")
+        self._delete(self._key(name))
+        if not taken or taken_twice:
+            raise OutputError(
+                f"output.dir {self.where}: this store ignores If-None-Match on PUT, without which two runs could overwrite "
+                "each other's shards; use a store that honours it (Amazon S3 and MinIO do) or a local folder"
+            )
+
+    def clean(self) -> None:
+        for folder in Path(tempfile.gettempdir()).glob(f"{_scratch_prefix()}*"):
+            with suppress(OSError):
+                if time.time() - folder.stat().st_mtime > STALE_S:
+                    shutil.rmtree(folder)
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        return self._create(name, data)
+
+    def put(self, name: str, data: bytes) -> None:
+        key, digest = self._key(name), _md5(io.BytesIO(data))
+        self._call(
+            f"writing {self._uri(name)}",
+            lambda: self._client.put_object(Bucket=self._bucket, Key=key, Body=data, ContentMD5=digest),
+        )
+
+    def publish(self, path: Path, name: str) -> bool:
+        try:
+            with storing(f"reading {path}"):
+                size = path.stat().st_size
+                if size > MAX_PUT_BYTES:
+                    raise StorageError(
+                        f"publishing {self._uri(name)} failed: {size:,} bytes, and S3 takes {MAX_PUT_BYTES:,} in one PUT; "
+                        "start anew with a smaller output.shard_rows"
+                    )
+            return self._create(name, path)
+        finally:
+            path.unlink(missing_ok=True)
+
+    def read(self, name: str) -> bytes:
+        key = self._key(name)
+
+        def act() -> bytes:
+            answer = self._client.get_object(Bucket=self._bucket, Key=key)
+            data: bytes = answer["Body"].read()
+            return data
+
+        return self._call(f"reading {self._uri(name)}", act)
+
+    def list(self, name: str) -> list[str]:
+        prefix = f"{self._key(name)}/"
+        found: set[str] = set()
+        for page in self._pages(name, Prefix=prefix, Delimiter="/"):
+            found |= {item["Key"].removeprefix(prefix) for item in page.get("Contents", ())}
+            found |= {item["Prefix"].removeprefix(prefix).rstrip("/") for item in page.get("CommonPrefixes", ())}
+        return sorted(found - {""})  # some tools make an empty object for a folder
+
+    def exists(self, name: str) -> bool:
+        return self._head(name) is not None
+
+    def delete_tree(self, name: str) -> None:
+        for page in self._pages(name, Prefix=f"{self._key(name)}/"):
+            for item in page.get("Contents", ()):
+                self._delete(item["Key"])
+
+    def scratch(self) -> Path:
+        if self._folder is None:
+            with storing(f"making a folder in {tempfile.gettempdir()}"):
+                self._folder = Path(tempfile.mkdtemp(prefix=_scratch_prefix()))
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        return self._folder
+
+    def scan(self, names: Sequence[str]) -> pl.LazyFrame:
+        paths = [f"{self._bucket}/{self._key(name)}" for name in names]
+        arrow = filesystem(self._bucket, attempts=SCAN_ATTEMPTS)
+        with scanning(self.where):
+            return pl.scan_pyarrow_dataset(ds.dataset(paths, filesystem=arrow, format="parquet"))
+
+    def _delete(self, key: str) -> None:
+        self._call(f"deleting {SCHEME}{self._bucket}/{key}", lambda: self._client.delete_object(Bucket=self._bucket, Key=key))
+
+    def _create(self, name: str, data: bytes | Path) -> bool:
+        key, attempt = self._key(name), uuid.uuid4().hex
+
+        def act() -> bool:
+            try:
+                with io.BytesIO(data) if isinstance(data, bytes) else data.open("rb") as body:
+                    digest = _md5(body)
+                    body.seek(0)
+                    self._client.put_object(
+                        Bucket=self._bucket, Key=key, Body=body, ContentMD5=digest, IfNoneMatch="*", Metadata={ATTEMPT: attempt}
+                    )
+            except Exception as error:
+                if _status(error) != 412:
+                    raise
+                found = self._head(name)  # an answer to us may have got lost
+                return found is not None and found["Metadata"].get(ATTEMPT) == attempt
+            return True
+
+        return self._call(f"publishing {self._uri(name)}", act)
+
+    def _head(self, name: str) -> dict[str, Any] | None:
+        key = self._key(name)
+
+        def act() -> dict[str, Any] | None:
+            try:
+                found: dict[str, Any] = self._client.head_object(Bucket=self._bucket, Key=key)
+            except Exception as error:
+                if _status(error) == 404:
+                    return None
+                raise
+            return found
+
+        return self._call(f"looking for {self._uri(name)}", act)
+
+    def _pages(self, name: str, **arguments: str) -> Iterator[dict[str, Any]]:
+        def act() -> dict[str, Any]:
+            found: dict[str, Any] = self._client.list_objects_v2(Bucket=self._bucket, **arguments)
+            return found
+
+        while True:
+            page = self._call(f"listing {self._uri(name)}", act)
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            arguments["ContinuationToken"] = page["NextContinuationToken"]
+
+    def _call(self, what: str, act: Callable[[], T]) -> T:
+        """`act` with retries; what boto3 raises as a StorageError in one line that names the object."""
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            return retried(what, act, _passing)
+        except (BotoCoreError, ClientError) as error:
+            raise StorageError(f"{what} failed: {_refusal(error)}; run the same command again after that") from error
+
+    def _key(self, name: str) -> str:
+        if name and any(part in ("", ".", "..") or "\0" in part for part in name.split("/")):
+            raise OutputError(f"{self.where}/{name}: empty names and .. are refused; take another output.dir")
+        return f"{self._prefix}/{name}" if name else self._prefix
+
+    def _uri(self, name: str) -> str:
+        return f"{self.where}/{name}" if name else self.where
+
+
+def _passing(error: Exception) -> bool:
+    """Whether a request of boto3 that ended so may succeed when it is sent again."""
+    import botocore.exceptions as boto
+    from urllib3.exceptions import HTTPError
+
+    if isinstance(error, boto.ClientError):
+        status, code = _status(error) or 0, error.response.get("Error", {}).get("Code", "")
+        return code in SENT_AGAIN or status in (408, 409, 429) or status >= 500
+    return isinstance(error, boto.HTTPClientError | boto.ConnectionError | boto.IncompleteReadError | HTTPError)
+
+
+def _status(error: Exception) -> int | None:
+    response = getattr(error, "response", None) or {}
+    status: int | None = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return status
+
+
+def _refusal(error: Any) -> str:
+    """What the store did not like and what to do about it; never its whole answer, which may quote what was signed."""
+    code = str(getattr(error, "response", {}).get("Error", {}).get("Code", "")) or type(error).__name__
+    if code in DENIED or "Credential" in code or "Token" in code:
+        return f"access denied ({code}); check the credentials (AWS_PROFILE, AWS_ACCESS_KEY_ID, ...) and the bucket's policy"
+    if code == "NoSuchBucket":
+        return "there is no such bucket; make it or name another"
+    return f"{code}: {reason(error)}; check the bucket and the store"
+
+
+def _md5(body: io.BytesIO | io.BufferedReader) -> str:
+    """As the header Content-MD5 wants it: the store refuses what was damaged on the way."""
+    return base64.b64encode(hashlib.file_digest(body, lambda: hashlib.md5(usedforsecurity=False)).digest()).decode()
+
+
+def _scratch_prefix() -> str:
+    return f"batchspec-{os.getuid()}-"

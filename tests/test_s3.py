@@ -1,0 +1,407 @@
+"""S3 as a job's store and as its input, against an emulator: once, whole, in bounded time, without a word of the credentials."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchspec.config import InputConfig
+from batchspec.errors import ConfigError, InputError, OutputError, StorageError
+from batchspec.io import retry
+from batchspec.io.reader import Source, open_source
+from batchspec.io.s3 import S3Store
+from batchspec.io.shards import OutputFolder
+from batchspec.io.store import STALE_S, open_store
+from batchspec.report.stats import job_stats
+from tests.io_samples import built, dataset, new_folder, shards_of
+from tests.s3_lab import BUCKET, KEY_ID, SECRET, Faults, Lab, Proxy, running_lab, running_proxy
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Lab]:
+    with running_lab() as lab:
+        yield lab
+
+
+@pytest.fixture
+def lab(server: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Lab:
+    """The emulator, emptied, as the environment's endpoint; retries end after seconds."""
+    server.empty()
+    server.faults.__dict__.update(Faults().__dict__)
+    for name, value in server.environ().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    for name, seconds in (("CONNECT_S", 1.0), ("REQUEST_S", 1.0), ("DEADLINE_S", 1.0), ("FIRST_PAUSE_S", 0.05)):
+        monkeypatch.setattr(retry, name, seconds)
+    return server
+
+
+@pytest.fixture
+def proxy(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """A proxy to the emulator, as the environment's endpoint."""
+    with running_proxy(lab.port) as found:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{found.port}")
+        yield found
+
+
+def store(folder: str = "out") -> S3Store:
+    return S3Store(f"s3://{BUCKET}/{folder}")
+
+
+class Always:
+    """A fault of every request."""
+
+    def __init__(self, answer: tuple[int, str]) -> None:
+        self.answer = answer
+
+    def __call__(self, environ: dict[str, Any]) -> tuple[int, str]:
+        return self.answer
+
+
+def times(count: int, answer: tuple[int, str], method: str = "PUT") -> Any:
+    """A fault of the first `count` requests of a method."""
+    left = [count]
+
+    def fault(environ: dict[str, Any]) -> tuple[int, str] | None:
+        if environ["REQUEST_METHOD"] != method or not left[0]:
+            return None
+        left[0] -= 1
+        return answer
+
+    return fault
+
+
+# --- the store
+
+
+def test_a_name_is_taken_once(lab: Lab) -> None:
+    here = open_store(f"s3://{BUCKET}/out/", "tmp")
+    assert here.where == f"s3://{BUCKET}/out"
+    assert not here.exists("a/b")
+    assert here.put_if_absent("a/b", b"first")
+    assert not here.put_if_absent("a/b", b"second")
+    assert here.read("a/b") == b"first"
+    assert (here.list(""), here.list("a"), here.list("nowhere")) == (["a"], ["b"], [])
+    here.put("a/b", b"third")
+    assert here.read("a/b") == b"third"
+    here.put("ab", b"beside")
+    here.delete_tree("a")
+    here.delete_tree("a")
+    assert here.list("") == ["ab"]
+
+
+def test_a_file_is_published_and_gone(lab: Lab) -> None:
+    here = store()
+    for won in (True, False):
+        path = here.scratch() / "x"
+        path.write_bytes(b"shard")
+        assert here.publish(path, "data/x") is won
+        assert not path.exists()
+    assert lab.body("out/data/x") == b"shard"
+
+
+def test_a_folder_of_thousands_is_listed_in_full(lab: Lab) -> None:
+    here = store()
+    for i in range(1003):
+        lab.put(f"out/data/{i:05d}")
+    assert here.list("data") == [f"{i:05d}" for i in range(1003)]
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "a//b", "a/../../x", ".", "a\0b"])
+def test_names_cannot_leave_the_folder(lab: Lab, name: str) -> None:
+    with pytest.raises(OutputError, match=r"\.\. are refused"):
+        store().put_if_absent(name, b"x")
+
+
+@pytest.mark.parametrize("root", ["s3://", "s3://lab", "s3://lab/", "s3://lab/a//b", "gs://lab/x"])
+def test_an_output_folder_that_cannot_be_is_refused(lab: Lab, root: str) -> None:
+    with pytest.raises(ConfigError, match="s3://BUCKET/FOLDER"):
+        open_store(root, "tmp")
+
+
+def test_one_of_many_writers_wins(lab: Lab) -> None:
+    won: list[int] = []
+    start = threading.Barrier(8)
+
+    def write(i: int) -> None:
+        here = store()
+        start.wait()
+        if here.put_if_absent("data/x", bytes([i]) * 1000):
+            won.append(i)
+
+    writers = [threading.Thread(target=write, args=(i,)) for i in range(8)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    (winner,) = won
+    assert lab.body("out/data/x") == bytes([winner]) * 1000
+
+
+def test_the_probe_refuses_a_store_that_overwrites(lab: Lab) -> None:
+    store().probe()
+    lab.faults.ignore_conditions = True
+    with pytest.raises(OutputError, match="ignores If-None-Match") as caught:
+        store().probe()
+    assert "\n" not in str(caught.value)
+    assert lab.keys() == []
+
+
+PASSING = [(503, "SlowDown"), (500, "InternalError"), (409, "ConditionalRequestConflict"), (400, "BadDigest")]
+
+
+@pytest.mark.parametrize("answer", PASSING)
+def test_what_passes_is_sent_again(lab: Lab, answer: tuple[int, str]) -> None:
+    lab.faults.before = times(2, answer)
+    assert store().put_if_absent("data/x", b"x")
+    lab.faults.before = times(1, answer, "GET")
+    assert store().read("data/x") == b"x"
+
+
+def test_a_put_whose_answer_got_lost_counts_as_ours(lab: Lab) -> None:
+    lab.faults.after = times(1, (500, "InternalError"))
+    assert store().put_if_absent("data/x", b"ours")
+    assert lab.body("out/data/x") == b"ours"
+    lab.faults.after = times(1, (500, "InternalError"))
+    assert not store().put_if_absent("data/x", b"another's")
+    assert lab.body("out/data/x") == b"ours"
+
+
+def test_what_does_not_pass_is_said_at_once(lab: Lab) -> None:
+    lab.faults.before = times(1, (403, "AccessDenied"))
+    began = time.monotonic()
+    with pytest.raises(StorageError, match=r"publishing s3://lab/out/data/x failed: access denied.*AWS_PROFILE") as caught:
+        store().put_if_absent("data/x", b"x")
+    assert time.monotonic() - began < 2
+    assert caught.value.exit_code == 74
+    with pytest.raises(StorageError, match="no such bucket; make it"):
+        S3Store("s3://elsewhere/out").put("x", b"")
+
+
+def test_an_unknown_profile_and_a_bad_endpoint_are_config_errors(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "nonsense")
+    with pytest.raises(ConfigError, match="AWS_ENDPOINT_URL"):
+        store()
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    with pytest.raises(ConfigError, match=r"nobody.*check AWS_PROFILE"):
+        store()
+
+
+# --- the output folder
+
+
+def tables() -> list[pa.Table]:
+    shards, columns = shards_of(dataset(6), 2)
+    return [built(shard, columns) for shard in shards]
+
+
+OUT: Any = f"s3://{BUCKET}/out"
+ELSEWHERE: Any = f"s3://{BUCKET}/file"
+
+
+def test_a_job_is_committed_resumed_and_read(lab: Lab, tmp_path: Path) -> None:
+    parts = tables()
+    folder = new_folder(OUT, 6, 2)
+    assert folder.manifest.publish == "put"
+    assert [folder.commit(i, parts[i]) for i in (1, 0, 1)] == [True, True, False]
+    again = new_folder(OUT, 6, 2)
+    assert again.committed() == {0, 1}
+    assert again.commit(2, parts[2])
+    assert again.scan().collect().equals(pl.concat([pl.DataFrame(part) for part in parts]))
+    assert (job_stats(OUT).completions, job_stats(OUT).shards) == (6, 3)
+    with pytest.raises(OutputError, match="holds another job"):
+        new_folder(OUT, 7, 2)
+    new_folder(OUT, 7, 2, overwrite=True)
+    assert lab.keys() == ["out/_batchspec/manifest.json"]
+    assert not list(tmp_path.rglob("part-*"))
+
+
+def test_a_prefix_of_something_else_is_never_touched(lab: Lab) -> None:
+    lab.put("out/data/part-00000.parquet", b"precious")
+    with pytest.raises(OutputError, match="is no batchspec job"):
+        new_folder(OUT, 6, 2, overwrite=True)
+    lab.put("file", b"precious")
+    with pytest.raises(OutputError, match="is no batchspec job"):
+        new_folder(ELSEWHERE, 6, 2)
+    assert lab.keys() == ["file", "out/data/part-00000.parquet"]
+
+
+def test_old_local_files_of_runs_that_died_are_cleaned(lab: Lab, tmp_path: Path) -> None:
+    import os
+
+    here = store()
+    left = here.scratch()
+    os.utime(left, (time.time() - STALE_S - 60,) * 2)
+    young = store()
+    young_folder = young.scratch()
+    young.clean()
+    assert (left.exists(), young_folder.exists()) == (False, True)
+
+
+# --- the input
+
+
+def put_table(lab: Lab, key: str, first: int, count: int) -> None:
+    sink = pa.BufferOutputStream()
+    rows = range(first, first + count)
+    table = pa.table({"id": [f"q-{i}" for i in rows], "prompt": [f"say {i} {'x' * 200}" for i in rows]})
+    pq.write_table(table, sink, row_group_size=5)
+    lab.put(key, sink.getvalue().to_pybytes())
+
+
+def source_of(*paths: str) -> Source:
+    return open_source(InputConfig(path=[f"s3://{BUCKET}/{path}" for path in paths]))
+
+
+def ids(source: Source) -> list[str]:
+    return [name for shard in source.shards(4) for name in shard.table["id"].to_pylist()]
+
+
+@pytest.fixture
+def data(lab: Lab) -> Lab:
+    """20 rows in three Parquet files, and what is no data."""
+    for name, first, count in (("a", 0, 7), ("b/c", 7, 7), ("b/d", 14, 6), ("_x/y", 90, 1)):
+        put_table(lab, f"in/{name}.parquet", first, count)
+    lab.put("in/README.md", b"not data")
+    return lab
+
+
+@pytest.mark.parametrize(
+    ("paths", "names", "rows"),
+    [
+        (["in"], ["a.parquet", "b/c.parquet", "b/d.parquet"], range(20)),
+        (["in/"], ["a.parquet", "b/c.parquet", "b/d.parquet"], range(20)),
+        (["in/a.parquet"], ["a.parquet"], range(7)),
+        (["in/*.parquet"], ["a.parquet"], range(7)),
+        (["in/**/*.parquet"], ["a.parquet", "b/c.parquet", "b/d.parquet"], range(20)),
+        (["in/?/[c]*.parquet"], ["b/c.parquet"], range(7, 14)),
+        (["in/b/d.parquet", "in/a.parquet"], ["a.parquet", "b/d.parquet"], [*range(7), *range(14, 20)]),
+    ],
+)
+def test_files_folders_globs_and_lists_are_read(data: Lab, paths: list[str], names: list[str], rows: Any) -> None:
+    source = source_of(*paths)
+    assert [file.name for file in source.files] == names
+    assert ids(source) == [f"q-{i}" for i in rows]
+
+
+def test_names_and_digests_are_those_of_the_same_files_on_a_disk(data: Lab, tmp_path: Path) -> None:
+    for key in data.keys("in/"):
+        path = tmp_path / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data.body(key))
+    assert source_of("in").files == open_source(InputConfig(path=str(tmp_path / "in"))).files
+
+
+def test_json_lines_are_read(lab: Lab) -> None:
+    lab.put("in/x.jsonl", "".join(f'{{"id": "q-{i}", "prompt": "say"}}\n' for i in range(9)).encode())
+    assert ids(source_of("in")) == [f"q-{i}" for i in range(9)]
+
+
+def test_a_footer_is_read_once_a_pass(data: Lab) -> None:
+    source = source_of("in/b/d.parquet")
+    data.faults.requests.clear()
+    assert len(ids(source)) == 6
+    first = len(data.faults.requests)
+    data.faults.requests.clear()
+    source = source_of("in/a.parquet")  # two row groups too, and one row more
+    data.faults.requests.clear()
+    assert len(ids(source)) == 7
+    assert len(data.faults.requests) == first <= 12
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        (["in/nowhere.parquet"], "s3://lab/in/nowhere.parquet: does not exist; check the path and the bucket"),
+        (["in/z*.parquet"], "no Parquet or JSON-lines file"),
+        (["nowhere/*"], "no Parquet or JSON-lines file"),
+        (["in/README.md"], "neither Parquet nor JSON lines"),
+        (["in/a.parquet", "in/a.parquet"], "twice"),
+    ],
+)
+def test_bad_paths_are_one_line(data: Lab, paths: list[str], message: str) -> None:
+    with pytest.raises(InputError, match=message.replace("*", r"\*")) as caught:
+        source_of(*paths)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_of_two_file_systems_are_two_jobs(data: Lab, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": ["x"]}), tmp_path / "x.parquet")
+    with pytest.raises(InputError, match="on local and on s3"):
+        open_source(InputConfig(path=[str(tmp_path), f"s3://{BUCKET}/in"]))
+
+
+# --- what goes wrong on the way
+
+
+KINDS = ["latency", "reset", "truncation", "black hole"]
+
+
+def read_all() -> list[str]:
+    return ids(source_of("in"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_faults_that_pass_are_not_noticed(data: Lab, proxy: Proxy, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "DEADLINE_S", 6.0)
+    source = source_of("in")
+    proxy.kind, proxy.faulty = kind, 1 if kind == "black hole" else 2
+    assert ids(source) == [f"q-{i}" for i in range(20)]
+    proxy.faulty = 1
+    assert store().put_if_absent("data/x", b"x" * 2000)
+    proxy.faulty = 1
+    assert store().read("data/x") == b"x" * 2000
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_faults_that_last_end_in_bounded_time_with_nothing_partial(data: Lab, proxy: Proxy, kind: str) -> None:
+    source, folder, parts = source_of("in"), new_folder(OUT, 6, 2), tables()
+    proxy.kind, proxy.faulty, proxy.good_bytes = kind, float("inf"), 5
+    for act, message in (
+        (lambda: ids(source), r"opening s3://lab/in/a\.parquet failed"),
+        (read_all, r"looking for s3://lab/in failed"),
+        (lambda: folder.commit(0, parts[0]), r"publishing s3://lab/out/data/part-00000\.parquet failed for"),
+    ):
+        began = time.monotonic()
+        with pytest.raises(StorageError, match=f"{message}.*run the same command again") as caught:
+            act()
+        assert time.monotonic() - began < 6
+        assert "\n" not in str(caught.value)
+    committed = data.keys("out/data/")
+    for key in committed:  # an answer was lost: what was asked is done, and whole
+        assert pq.read_table(pa.BufferReader(data.body(key))).num_rows == 2
+    proxy.faulty = 0
+    assert OutputFolder(OUT).committed() == ({0} if committed else set())
+    assert folder.commit(0, parts[0]) is not bool(committed)
+
+
+def test_a_store_that_is_too_busy_for_long_is_said(data: Lab) -> None:
+    data.faults.before = Always((503, "SlowDown"))
+    with pytest.raises(StorageError, match=r"publishing s3://lab/out/x failed for \d s .*SlowDown"):
+        store().put_if_absent("x", b"")
+    with pytest.raises(StorageError, match=r"looking for s3://lab/in failed for \d s"):
+        read_all()
+
+
+# --- secrets
+
+
+def test_credentials_are_in_no_message(data: Lab) -> None:
+    said = []
+    source = source_of("in")
+    for wrong in ((403, "SignatureDoesNotMatch"), (403, "InvalidAccessKeyId"), (503, "SlowDown")):
+        data.faults.before = Always(wrong)
+        for act in (read_all, lambda: ids(source), lambda: store().put("x", b""), lambda: store().list("")):
+            with pytest.raises(StorageError) as caught:
+                act()
+            said.append(str(caught.value))
+    assert not [line for line in said if KEY_ID in line or SECRET in line]
