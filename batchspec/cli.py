@@ -19,6 +19,7 @@ COMMANDS = {
     "verify": ("batchspec.commands.verify", "OUT: rows of a job again without speculation, first difference and logit gap"),
     "bench": ("batchspec.commands.bench", "OUT.jsonl NAME --shape SHAPE ...: measure speed with random weights"),
     "doctor": ("batchspec.commands.doctor", "[MODEL]: what this machine has and lacks; --tune MODEL times products on its GPU"),
+    "report": ("batchspec.commands.report", "OUT [--by COLUMN]: write report.html anew, the job in pictures"),
     "inspect": ("batchspec.commands.inspect", "OUT ID [--sample N]: one request in full"),
     "export": ("batchspec.commands.export", "OUT --to FORMAT FILE.jsonl, or --from-openai FILE.jsonl OUT.parquet"),
 }

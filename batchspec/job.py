@@ -26,8 +26,9 @@ from batchspec.io.writer import build_table
 from batchspec.packing.feed import Feed
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, job_fingerprint, make_engine, open_job, recorded_facts, survey_first
-from batchspec.records import Completion
+from batchspec.records import Completion, Request
 from batchspec.report.card import dataset_card
+from batchspec.report.page import NEEDS_EXTRA, can_draw, write_report
 from batchspec.report.progress import Progress
 from batchspec.report.stats import job_stats
 from batchspec.report.summary import RunSummary
@@ -55,6 +56,10 @@ def run_job(config: RunConfig, source: Source | None = None) -> None:
     stats = job_stats(output.path)
     if not (complete and output.has_card()):  # a run may have died between the last commit and the card
         output.finish(dataset_card(output.manifest, stats))
+        if can_draw():
+            write_report(output, stats=stats)
+        else:
+            say(NEEDS_EXTRA.format(out=output.path))
     check_errors(job, stats.by_status.get("error", 0))
     say(f"look at it:  batchspec stats {output.path}")
     say(f"             python -c \"import polars; print(polars.read_parquet('{output.path}/data'))\"")
@@ -172,7 +177,7 @@ def decode_job(
             progress.update(completions=sum(completion.stats is None for completion in completions))
             yield shard, completions
 
-    with closing(engine.run(feed.requests())) as completions:
+    with closing(engine.run(reporter.watch(feed.requests()))) as completions:
         for completion in completions:
             job.admission.observe(completion)
             feed.add(completion)
@@ -194,6 +199,12 @@ class Reporter:
     def __init__(self, progress: Progress, predicted_output: float, timeline: Timeline | None = None) -> None:
         self._progress, self._timeline, self._before = progress, timeline, EngineTotals()
         self._rows, self._tokens, self._finished = 8, 8 * predicted_output, 0
+        self.exhausted = False
+
+    def watch(self, requests: Iterator[Request]) -> Iterator[Request]:
+        """The same requests; `exhausted` once there are no more."""
+        yield from requests
+        self.exhausted = True
 
     def finished(self, completion: Completion) -> None:
         count = 0 if completion.token_ids is None else len(completion.token_ids)
@@ -212,7 +223,7 @@ class Reporter:
             remaining_tokens=max(0, round(left - in_flight)),
         )
         if self._timeline is not None:
-            self._timeline.observe(totals, progress.total - progress.done - totals.live_rows)
+            self._timeline.observe(totals, exhausted=self.exhausted)
         self._before = replace(totals)
 
 

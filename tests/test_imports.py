@@ -45,6 +45,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "omegaconf": ("run", "compose", "config", "api", "commands"),
     "yaml": ("run", "compose", "config", "api", "commands", "report"),
     "flashinfer": ("cache.flash",),
+    "matplotlib": ("report.pictures",),
     "pyarrow": ("io", "report", "packing", "api", "commands", "job"),
     "polars": ("io", "report", "packing", "api", "commands"),
     "triton": ("kernels",),

@@ -32,51 +32,51 @@ class Clock:
         return self.now
 
 
-def recorded(rounds: list[tuple[float, int, int]], *, slots: int = 4, started_at: float = 1000.0) -> str:
-    """The file of a run whose rounds each took some seconds, with so many live rows and rows left, K 3, two tokens a row."""
+def recorded(rounds: list[tuple[float, int, bool]], *, slots: int = 4, started_at: float = 1000.0) -> str:
+    """The file of a run of rounds (seconds, live rows, whether the last row was taken in), K 3, two tokens a row."""
     clock, totals, files = Clock(), Totals(), list[str]()
     timeline = Timeline(files.append, slots=slots, clock=clock, wall=lambda: started_at)
-    for seconds, live, left in rounds:
+    for seconds, live, exhausted in rounds:
         clock.now += seconds
         totals.rounds, totals.row_rounds, totals.live_rows = totals.rounds + 1, totals.row_rounds + live, live
         totals.tokens += 2 * live
         totals.drafted += 3 * live
         totals.accepted += live
-        timeline.observe(totals, left)
+        timeline.observe(totals, exhausted=exhausted)
     timeline.close()
     return files[-1]
 
 
-def run_of(rounds: list[tuple[float, int, int]], **changes: float) -> Run:
+def run_of(rounds: list[tuple[float, int, bool]], **changes: float) -> Run:
     run = parse_run(recorded(rounds, **changes))  # type: ignore[arg-type]
     assert run is not None
     return run
 
 
 def test_a_slot_is_live_or_idle_for_a_reason() -> None:
-    got = course([run_of([(1, 4, 9), (1, 3, 9), (1, 2, 1), (1, 1, 0)])])
+    got = course([run_of([(1, 4, False), (1, 3, False), (1, 2, True), (1, 1, True)])])
     assert got is not None
     assert got.edges_s.tolist() == [0, 1, 2, 3, 4]
     assert got.live_rows.tolist() == [4, 3, 2, 1]
-    assert got.waiting.tolist() == [0, 1, 1, 0]  # rows were left for these slots
-    assert got.ending.tolist() == [0, 0, 1, 3]
+    assert got.waiting.tolist() == [0, 1, 0, 0]  # a row was left for the slot
+    assert got.ending.tolist() == [0, 0, 2, 3]
     assert got.tok_s.tolist() == [8, 6, 4, 2]
     assert got.draft_len.tolist() == [3] * 4
     assert got.acceptance_length.tolist() == [2] * 4
 
 
 def test_a_run_is_sampled_once_a_second_and_later_more_seldom() -> None:
-    many = recorded([(0.1, 4, 9)] * 100).splitlines()
+    many = recorded([(0.1, 4, False)] * 100).splitlines()
     assert 10 <= len(many) - 2 <= 11
     rounds = 5 * DETAIL
-    hours = run_of([(2.0, 4, 9)] * rounds)
+    hours = run_of([(2.0, 4, False)] * rounds)
     assert 2 * DETAIL < len(hours.samples["t"]) < 3 * DETAIL + 2
     assert hours.seconds == 2 * rounds
     assert hours.samples["tokens"][-1] == 8 * rounds
 
 
-@given(rounds=st.lists(st.tuples(st.floats(0.01, 30), st.integers(0, 4), st.integers(0, 9)), min_size=1, max_size=60))
-def test_what_is_pictured_adds_up_to_the_run(rounds: list[tuple[float, int, int]]) -> None:
+@given(rounds=st.lists(st.tuples(st.floats(0.01, 30), st.integers(0, 4), st.booleans()), min_size=1, max_size=60))
+def test_what_is_pictured_adds_up_to_the_run(rounds: list[tuple[float, int, bool]]) -> None:
     run = run_of(rounds)
     got = course([run])
     assert got is not None
@@ -88,7 +88,7 @@ def test_what_is_pictured_adds_up_to_the_run(rounds: list[tuple[float, int, int]
 
 
 def test_pauses_are_cut_out_and_runs_side_by_side_add_up() -> None:
-    rounds = [(1.0, 4, 9)] * 4
+    rounds = [(1.0, 4, False)] * 4
     later = course([run_of(rounds, started_at=90_000.0), run_of(rounds, started_at=1000.0)])
     assert later is not None
     assert (later.edges_s[-1], later.starts_s) == (8, (0, 4))
@@ -108,20 +108,20 @@ def test_a_run_is_saved_once_a_minute_and_a_disk_that_refuses_does_not_end_it() 
     timeline = Timeline(refuse, slots=1, clock=clock)
     for _ in range(200):
         clock.now += 1
-        timeline.observe(totals, 0)
+        timeline.observe(totals, exhausted=False)
     timeline.close()
     assert len(calls) == 1
 
 
 @pytest.mark.parametrize("damage", ["", "{}", "nonsense", "cut", "one"])
 def test_a_damaged_file_is_no_run(damage: str) -> None:
-    whole = recorded([(1, 4, 9)] * 3)
+    whole = recorded([(1, 4, False)] * 3)
     text = {"cut": whole[: len(whole) - 9], "one": "\n".join(whole.splitlines()[:2])}.get(damage, damage)
     assert parse_run(text) is None
     assert course([]) is None
 
 
 def test_a_file_is_lines_of_json() -> None:
-    header, *samples = map(json.loads, recorded([(2, 4, 9)]).splitlines())
+    header, *samples = map(json.loads, recorded([(2, 4, False)]).splitlines())
     assert header == {"started_at": 1000.0, "slots": 4}
     assert samples == [[0] * 10, [2.0, 8, 1, 4, 12, 4, 0, 8.0, 0.0, 0.0]]

@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from batchspec.errors import ConfigError, InputError, OutputError
 from batchspec.io.openai import COLUMNS, Line, parse_request, response_line
 from batchspec.io.shards import OutputFolder
-from batchspec.io.store import storing
+from batchspec.io.store import scanning, storing
 
 FORMATS = ("chat", "prompt_completion", "openai")
 STATUSES = ("ok", "truncated", "error", "skipped", "cancelled")
@@ -98,7 +98,9 @@ def _rows(output: OutputFolder, shards: list[int], form: str) -> Iterator[Line]:
     names = ["request_id", "row_index", "sample_index", "status", "completion"]
     names += ["finish_reason", "reasoning", "usage", "error", "perf"] if form == "openai" else ["messages"]
     for index in shards:
-        yield from output.scan([index]).select(names).collect().iter_rows(named=True)
+        with scanning(output.path):
+            shard = output.scan([index]).select(names).collect()
+        yield from shard.iter_rows(named=True)
 
 
 def _training_line(row: Line, form: str, *, whole: bool) -> dict[str, Any]:

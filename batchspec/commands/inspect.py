@@ -14,6 +14,7 @@ from batchspec.errors import OutputError
 from batchspec.io.manifest import Manifest
 from batchspec.io.reader import locate
 from batchspec.io.shards import OutputFolder, part_name
+from batchspec.io.store import scanning
 
 Row = Mapping[str, Any]
 
@@ -40,7 +41,7 @@ def inspect(output: OutputFolder, request_id: str, sample: int = 0) -> str:
     """The request as text. Reads the ids of all committed shards, and one shard in full."""
     done = sorted(output.committed())
     for index in done:
-        ids = output.scan([index]).select("request_id", "sample_index").collect()
+        ids = _collected(output, output.scan([index]).select("request_id", "sample_index"))
         places = ids.with_row_index("place").filter(pl.col("request_id") == request_id)
         if not places.height:
             continue
@@ -49,7 +50,7 @@ def inspect(output: OutputFolder, request_id: str, sample: int = 0) -> str:
             there = ", ".join(map(str, samples))
             raise OutputError(f"{request_id} has no sample {sample}; it has {there}: give one of them to --sample")
         place = places["place"][samples.index(sample)]
-        row = output.scan([index]).slice(place, 1).collect().row(0, named=True)
+        row = _collected(output, output.scan([index]).slice(place, 1)).row(0, named=True)
         return "\n\n".join(_blocks(row, samples, f"data/{part_name(index)} row {place}", output.manifest))
     among = f"{len(done)} of {output.num_shards} shards are committed"
     near = _nearest(output, done, request_id)
@@ -61,9 +62,14 @@ def _nearest(output: OutputFolder, shards: list[int], request_id: str) -> list[s
     """Ids that resemble the one asked for, of every shard its best."""
     near: list[str] = []
     for index in shards:
-        ids = output.scan([index]).select(pl.col("request_id").unique(maintain_order=True)).collect()["request_id"].to_list()
-        near = difflib.get_close_matches(request_id, [*near, *ids], NUM_NEAREST)
+        ids = _collected(output, output.scan([index]).select(pl.col("request_id").unique(maintain_order=True)))
+        near = difflib.get_close_matches(request_id, [*near, *ids["request_id"]], NUM_NEAREST)
     return near
+
+
+def _collected(output: OutputFolder, rows: pl.LazyFrame) -> pl.DataFrame:
+    with scanning(output.path):
+        return rows.collect()
 
 
 def _blocks(row: Row, samples: list[int], where: str, manifest: Manifest) -> Iterator[str]:

@@ -65,15 +65,16 @@ class Timeline:
         self._sampled = self._began
         self._latest: list[float] | None = None
 
-    def observe(self, totals: Totals, rows_left: int) -> None:
-        """Called after every round. `rows_left`: completions still to come of rows that are in no slot."""
+    def observe(self, totals: Totals, *, exhausted: bool) -> None:
+        """Called after every round. `exhausted`: every row has been taken in, so that a free slot stays free."""
         now = self._clock()
         seconds, self._now = now - self._now, now
-        idle = max(0, self._slots - totals.live_rows)
-        ending = max(0, idle - max(0, rows_left))
+        idle_s = seconds * max(0, self._slots - totals.live_rows)
         self._live_s += seconds * totals.live_rows
-        self._ending_s += seconds * ending
-        self._waiting_s += seconds * (idle - ending)
+        if exhausted:
+            self._ending_s += idle_s
+        else:
+            self._waiting_s += idle_s
         t = totals
         self._latest = [now - self._began, t.tokens, t.rounds, t.row_rounds, t.drafted, t.accepted, t.set_back]
         self._latest += [self._live_s, self._ending_s, self._waiting_s]

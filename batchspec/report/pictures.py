@@ -1,0 +1,167 @@
+"""Pictures of the report: SVG by matplotlib, whose colours and fonts are those of the page that holds them.
+
+A picture is drawn in stand-in colours, which are then replaced by the page's CSS variables: light or dark is the reader's choice.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator
+from numpy.typing import NDArray
+
+from batchspec.report.timeline import Course
+
+COLOURS = {"ink": "#010101", "muted": "#010102", "grid": "#010103", "first": "#010104", "second": "#010105", "third": "#010106"}
+"""CSS variable -> its stand-in."""
+INK, MUTED, GRID, FIRST, SECOND, THIRD = COLOURS.values()
+STYLE = {
+    "axes.edgecolor": GRID, "axes.facecolor": "none", "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True,
+    "axes.labelcolor": MUTED, "axes.spines.left": False, "axes.spines.right": False, "axes.spines.top": False,
+    "figure.facecolor": "none", "font.size": 10.5, "grid.color": GRID, "grid.linewidth": 0.8, "lines.linewidth": 1.6,
+    "svg.fonttype": "none", "svg.hashsalt": "batchspec", "text.color": MUTED, "xtick.color": MUTED, "ytick.color": MUTED,
+    "xtick.major.size": 0, "xtick.major.pad": 5, "ytick.major.size": 0,
+}  # fmt: skip
+SIZE = (5.0, 2.7)
+LABEL_CHARS = 18
+BINS = 30
+
+
+def bars(names: Sequence[str], values: Sequence[float | None], *, x: str, top: float | None = None, form: str = ".2f") -> str:
+    """Upright bars with their values on top; a value of None has no bar. `top` is the end of the axis."""
+    figure, axes = _figure()
+    places = range(len(names))
+    axes.bar(places, [value or 0 for value in values], width=0.7, color=FIRST)
+    for place, value in zip(places, values, strict=True):
+        if value is not None and len(names) <= 12:
+            axes.annotate(f"{value:{form}}", (place, value), (0, 2), textcoords="offset points", ha="center", size=9.5, color=INK)
+    step = -(-len(names) // 12)
+    axes.set_xticks(places[::step], [_cut(name) for name in names[::step]])
+    axes.set_ylim(0, top or 1.15 * max([value or 0 for value in values], default=1) or 1)
+    axes.set_xlabel(x)
+    return _svg(figure)
+
+
+def rows(values: Mapping[str, float], *, form: str = ",.0f") -> str:
+    """Lying bars with their values at the end, the first on top."""
+    figure, axes = _figure(left=0.3, bottom=0.05)
+    places = range(len(values))
+    axes.barh(places, list(values.values()), height=0.66, color=FIRST)
+    for place, value in zip(places, values.values(), strict=True):
+        axes.annotate(f"{value:{form}}", (value, place), (4, 0), textcoords="offset points", va="center", size=9.5, color=INK)
+    axes.set_yticks(places, [_cut(name) for name in values])
+    axes.set_ylim(max(len(values), 4) - 0.5, -0.5)
+    axes.set_xlim(0, 1.2 * max(values.values(), default=1) or 1)
+    axes.xaxis.set_visible(False)
+    axes.grid(False)
+    axes.spines["bottom"].set_visible(False)
+    return _svg(figure)
+
+
+def histogram(counts: NDArray[np.int64], *, x: str) -> str:
+    """How many rows have which length; counts [longest + 1] by length."""
+    figure, axes = _figure()
+    used = np.flatnonzero(counts)
+    low, high = (int(used[0]), int(used[-1])) if len(used) else (0, 0)
+    width = max(1, -(-(high + 1 - low) // BINS))
+    edges = np.arange(low, high + width + 1, width)
+    axes.hist(np.arange(len(counts)), edges.tolist(), weights=counts, color=FIRST, rwidth=0.9)
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_formatter(_short())
+    axes.yaxis.set_major_formatter(_short())
+    axes.set_xlabel(x)
+    return _svg(figure)
+
+
+def speed(course: Course) -> str:
+    """Tokens a second over time."""
+    figure, axes = _over_time(course)
+    axes.stairs(course.tok_s, _time(course)[0], color=FIRST, fill=True, alpha=0.2)
+    axes.stairs(course.tok_s, _time(course)[0], color=FIRST, baseline=None, lw=1.6)
+    axes.set_ylim(0, 1.1 * max(float(course.tok_s.max()), 1e-9))
+    axes.yaxis.set_major_formatter(_short())
+    return _svg(figure)
+
+
+def slots(course: Course) -> str:
+    """What the slots did over time: live, without a row for want of rows, without one though rows were left."""
+    figure, axes = _over_time(course)
+    below = np.zeros_like(course.live_rows)
+    for part, colour in ((course.live_rows, FIRST), (course.waiting, SECOND), (course.ending, THIRD)):
+        axes.stairs(below + part, _time(course)[0], baseline=below, fill=True, color=colour, lw=0)
+        below = below + part
+    axes.set_ylim(0, 1.05 * max(float(below.max()), 1e-9))
+    axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+    return _svg(figure)
+
+
+def drafting(course: Course) -> str:
+    """Draft tokens a round (K as it was) and tokens a round over time."""
+    figure, axes = _over_time(course)
+    highest = 1.0
+    for values, colour in ((course.draft_len, SECOND), (course.acceptance_length, FIRST)):
+        axes.stairs(values, _time(course)[0], baseline=None, color=colour, lw=1.6)
+        highest = max(highest, float(np.nanmax(values, initial=0)))
+    axes.set_ylim(0, 1.1 * highest)
+    return _svg(figure)
+
+
+def _figure(*, left: float = 0.11, bottom: float = 0.2) -> tuple[Figure, Axes]:
+    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type,unused-ignore]
+        figure = Figure(figsize=SIZE)
+        axes = figure.subplots()
+    figure.subplots_adjust(left=left, right=0.965, top=0.96, bottom=bottom)
+    return figure, axes
+
+
+def _over_time(course: Course) -> tuple[Figure, Axes]:
+    figure, axes = _figure()
+    edges, unit = _time(course)
+    scale = edges[-1] / course.edges_s[-1]
+    for start in course.starts_s[1:]:  # where a later run began
+        axes.axvline(start * scale, color=MUTED, lw=0.8, ls=":")
+    axes.set_xlim(0, edges[-1])
+    axes.set_xlabel(f"{unit} of work")
+    return figure, axes
+
+
+def _time(course: Course) -> tuple[NDArray[np.float64], str]:
+    total = course.edges_s[-1]
+    for seconds, unit in ((3600, "hours"), (60, "minutes")):
+        if total > 5 * seconds:
+            return course.edges_s / seconds, unit
+    return course.edges_s, "seconds"
+
+
+def _short() -> EngFormatter:
+    return EngFormatter(sep="")
+
+
+def _cut(name: str) -> str:
+    # matplotlib takes a pair of dollar signs for a formula.
+    return (name if len(name) <= LABEL_CHARS else name[: LABEL_CHARS - 2] + "..").replace("$", r"\$")
+
+
+def _svg(figure: Figure) -> str:
+    """The picture as an svg element that takes the width and the colours of where it stands."""
+    file = io.StringIO()
+    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type,unused-ignore]
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    text = file.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)
+    text = re.sub(r"(<svg [^>]*?)width=\"[^\"]*\"", r"\1", text, count=1)
+    text = re.sub(r"(<svg [^>]*?)height=\"[^\"]*\"", r'\1role="img"', text, count=1)
+    text = re.sub(r"<g id=\"[^\"]*\"", "<g", text)  # several pictures on one page: ids must not meet
+    text = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", text)
+    text = re.sub(r"font-family: [^;\"]*;?", "", text)
+    for name, colour in COLOURS.items():
+        text = text.replace(colour, f"var(--{name})")
+    return text.strip()

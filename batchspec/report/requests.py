@@ -1,0 +1,140 @@
+"""Lengths of all requests and the most telling of them with their text, read a few shards at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from batchspec.io.shards import OutputFolder
+from batchspec.io.store import scanning
+
+Counts = NDArray[np.int64]
+
+NUM_SHOWN = 5
+READ_ROWS = 32768
+"""Rows of numbers that are in memory at a time."""
+TEXT_CHARS = 600
+
+ORDERS: Mapping[str, tuple[str, bool]] = {
+    "Longest mean acceptance length": ("mean_length", True),
+    "Shortest mean acceptance length": ("mean_length", False),
+    "Longest completions": ("tokens", True),
+    "Shortest completions": ("tokens", False),
+}
+"""What the requests shown are, the number they are chosen by, and whether the largest come first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """A request with its text cut short."""
+
+    request_id: str
+    row_index: int
+    sample_index: int
+    status: str
+    finish_reason: str
+    prompt_tokens: int
+    tokens: int
+    mean_length: float | None
+    """Mean acceptance length; None where nothing drafted."""
+    prompt: str | None
+    """None where the output holds no messages."""
+    completion: str
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    prompt_lens: Counts
+    """[longest + 1] how many rows have a prompt of so many tokens."""
+    output_lens: Counts
+    shown: dict[str, tuple[Shown, ...]]
+    """For each title of ORDERS that has any."""
+
+
+def read_requests(folder: OutputFolder) -> Requests:
+    """Everything about single requests that the report shows. Raises OutputError without a committed shard, StorageError."""
+    prompts = outputs = np.zeros(1, np.int64)
+    best: dict[str, pl.DataFrame] = {}
+    done = sorted(folder.committed())
+    step = max(1, READ_ROWS // folder.manifest.shard_rows)
+    for start in range(0, max(1, len(done)), step):
+        rows = _numbers(folder, done[start : start + step])
+        prompts = _added(prompts, rows["prompt_tokens"])
+        outputs = _added(outputs, rows["tokens"])
+        for title, (key, largest) in ORDERS.items():
+            known = rows.filter(pl.col(key).is_not_null())
+            both = pl.concat([best[title], known]) if title in best else known
+            order = both.sort([key, "row_index", "sample_index"], descending=[largest, False, False])
+            best[title] = order.head(NUM_SHOWN)
+    texts = _texts(folder, {(row, sample) for part in best.values() for row, sample in part[:, 1:3].iter_rows()})
+    shown = {
+        title: tuple(_shown(row, *texts[row["row_index"], row["sample_index"]]) for row in part.iter_rows(named=True))
+        for title, part in best.items()
+        if part.height
+    }
+    return Requests(prompts, outputs, shown)
+
+
+def _numbers(folder: OutputFolder, shards: list[int]) -> pl.DataFrame:
+    usage, spec = pl.col("usage").struct, pl.col("spec_decode").struct
+    picked = folder.scan(shards).filter(pl.col("status").is_in(["ok", "truncated"])).select(
+        "request_id",
+        "row_index",
+        "sample_index",
+        "status",
+        "finish_reason",
+        usage.field("prompt_tokens").alias("prompt_tokens"),
+        usage.field("completion_tokens").alias("tokens"),
+        spec.field("mean_acceptance_length").alias("mean_length"),
+    )  # fmt: skip
+    with scanning(folder.path):
+        return picked.collect()
+
+
+def _added(counts: Counts, lengths: pl.Series) -> Counts:
+    more = np.bincount(lengths.drop_nulls().to_numpy(), minlength=len(counts)).astype(np.int64)
+    more[: len(counts)] += counts
+    return more
+
+
+def _shown(row: Mapping[str, Any], prompt: str | None, completion: str) -> Shown:
+    return Shown(**row, prompt=prompt, completion=completion)
+
+
+def _texts(folder: OutputFolder, wanted: set[tuple[int, int]]) -> dict[tuple[int, int], tuple[str | None, str]]:
+    """Prompt and completion of some rows, by row_index and sample_index, from the shards that hold them."""
+    size = folder.manifest.shard_rows
+    kept = folder.manifest.config.get("output", {}).get("messages", "full")
+    texts = {}
+    for shard in sorted({row // size for row, _ in wanted}):
+        here = [row for row, _ in wanted if row // size == shard]
+        rows = folder.scan([shard]).filter(pl.col("row_index").is_in(here))
+        names = ["row_index", "sample_index", "completion", *(["messages"] if kept != "none" else [])]
+        with scanning(folder.path):
+            found = rows.select(names).collect()
+        for row in found.iter_rows(named=True):
+            prompt = _prompt(row.get("messages"), whole=kept == "full")
+            texts[row["row_index"], row["sample_index"]] = (prompt, cut(row["completion"] or ""))
+    return texts
+
+
+def _prompt(messages: list[Any] | None, *, whole: bool) -> str | None:
+    if messages is None:
+        return None
+    turns = messages[:-1] if whole else messages
+    # The last turn is what the request asks for: where all does not fit, its end is what is worth showing.
+    return cut("\n".join(f"{turn['role']}: {turn['content'] or ''}" for turn in turns), from_end=True)
+
+
+def cut(text: str, *, from_end: bool = False) -> str:
+    """At most TEXT_CHARS characters, and a word about how many are left out."""
+    more = len(text) - TEXT_CHARS
+    if more <= 0:
+        return text
+    said = f"({more:,} more characters)"
+    return f"{said} ...{text[-TEXT_CHARS:]}" if from_end else f"{text[:TEXT_CHARS]}... {said}"

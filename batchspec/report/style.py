@@ -1,0 +1,48 @@
+"""The look of the report: colours for light and dark, one column on a phone, three on a desk."""
+
+STYLE = """
+:root { color-scheme: light dark; --page: #ffffff; --card: #f6f7f8; --ink: #1c1e21; --muted: #62666d; --grid: #dfe1e5;
+  --first: #2a6fc9; --second: #d5762a; --third: #b7bcc4; --bad: #b3261e; }
+@media (prefers-color-scheme: dark) { :root { --page: #16181b; --card: #1f2226; --ink: #eceef0; --muted: #a3a8b0; --grid: #363a40;
+  --first: #6aa5f0; --second: #e69a58; --third: #5d636c; --bad: #ff8a80; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 1.5rem clamp(.8rem, 3vw, 2.5rem) 4rem; max-width: 84rem;
+  background: var(--page); color: var(--ink); overflow-wrap: anywhere;
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
+h1 { font-size: 1.5rem; line-height: 1.25; margin: 0; }
+h2 { font-size: 1.15rem; margin: 2.5rem 0 .8rem; }
+h3 { font-size: .95rem; margin: 0 0 .4rem; }
+p { margin: .3rem 0; }
+a { color: var(--first); }
+.note, figcaption, th, dt, .tile span { color: var(--muted); }
+.note { max-width: 70ch; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr)); gap: .6rem; margin-top: 1.2rem; }
+.tile, figure, .card { background: var(--card); border-radius: 8px; padding: .8rem .9rem; margin: 0; min-width: 0; }
+.tile b { display: block; font-size: 1.3rem; line-height: 1.3; }
+.tile span { font-size: .85rem; }
+.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 21rem), 1fr)); gap: .8rem; }
+.grid.pairs { grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }
+details { margin-top: .8rem; }
+details .grid { margin-top: .6rem; }
+figure svg { display: block; width: 100%; max-width: 32rem; height: auto; margin: 0 auto; }
+figcaption { font-size: .85rem; }
+.key { display: inline-block; margin-right: .7em; }
+.key i { display: inline-block; width: .75em; height: .75em; border-radius: 2px; margin-right: .35em; }
+table { border-collapse: collapse; width: 100%; font-size: .88rem; font-variant-numeric: tabular-nums; }
+th { font-weight: 500; }
+th, td { text-align: right; padding: .25rem .35rem; border-bottom: 1px solid var(--grid); vertical-align: top; }
+th:first-child, td:first-child { text-align: left; padding-left: 0; }
+td, th { overflow-wrap: normal; }
+td:first-child { overflow-wrap: anywhere; }
+tr:last-child td { border-bottom: 0; }
+dl { display: grid; grid-template-columns: minmax(7rem, max-content) minmax(0, 1fr); gap: .15rem 1rem;
+  margin: 0; font-size: .88rem; }
+dd { margin: 0; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .2rem 0 .7rem;
+  font: .84rem/1.45 ui-monospace, Menlo, Consolas, monospace; max-height: 24rem; overflow-y: auto; }
+article { scroll-margin-top: 1rem; }
+article:target { outline: 2px solid var(--first); }
+@media (max-width: 24rem) { table { font-size: .8rem; } th, td { padding: .25rem .2rem; } }
+summary { cursor: pointer; }
+.error { color: var(--bad); }
+"""

@@ -1,0 +1,222 @@
+"""report.html: what it is made of, and that it is one page which needs nothing else and says nothing but what it was told."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from batchspec import job as job_module
+from batchspec import run
+from batchspec.commands.report import main
+from batchspec.errors import ConfigError, OutputError
+from batchspec.io.shards import OutputFolder
+from batchspec.records import Completion
+from batchspec.report import page, requests
+from batchspec.report.requests import cut, read_requests
+from tests.io_samples import built, completion, dataset, failed, new_folder, shards_of, stats
+from tests.models import make_checkpoint, make_tokenizer
+
+HOSTILE = '<script>alert("x")</script> & $a$ \u202e\x1b[31m'
+VOID = {"meta", "link", "br", "hr", "img", "input"}
+
+
+def job(path: Path, rows: list[Completion], *, shard_rows: int = 2, **output: Any) -> OutputFolder:
+    """A finished job with a completion for each row."""
+    shards, columns = shards_of(dataset(len(rows)), shard_rows)
+    decode = {"stop": ["</pre>"], "opt": {"argmax": None}}
+    config = {"model": {"path": "tiny"}, "decode": decode, "output": {"messages": "full", **output}}
+    folder = new_folder(path, len(rows), shard_rows, config=config, recorded={"torch": "2.x"})
+    for shard in shards:
+        mine = [row for row in rows if row.row_index in folder.rows_of(shard.index)]
+        folder.commit(shard.index, built(shard, columns, mine, **output))
+    return folder
+
+
+def mixed() -> list[Completion]:
+    """Row i wrote i + 1 tokens in rounds that accepted i % 4 of 3; row 5 is an error, row 6 hostile."""
+    rows = [
+        completion(i, token_ids=np.zeros(i + 1, np.int32), prompt_ids=np.zeros(10 * i + 1, np.int32), stats=stats([i % 4]))
+        for i in range(12)
+    ]
+    rows[5] = failed(5)
+    rows[6] = completion(6, request_id=HOSTILE, text=HOSTILE, token_ids=np.zeros(99, np.int32), stats=stats([3]))
+    return rows
+
+
+@pytest.mark.parametrize("at_a_time", [1, 5, 1000])
+def test_lengths_and_telling_requests_do_not_depend_on_how_much_is_read_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_a_time: int
+) -> None:
+    monkeypatch.setattr(requests, "READ_ROWS", at_a_time)
+    got = read_requests(job(tmp_path, mixed()))
+    assert {length: count for length, count in enumerate(got.output_lens.tolist()) if count} == dict.fromkeys(
+        [1, 2, 3, 4, 5, 8, 9, 10, 11, 12, 99], 1
+    )
+    assert got.prompt_lens.sum() == 11
+    assert {title: [row.row_index for row in rows] for title, rows in got.shown.items()} == {
+        "Longest mean acceptance length": [3, 6, 7, 11, 2],
+        "Shortest mean acceptance length": [0, 4, 8, 1, 9],
+        "Longest completions": [6, 11, 10, 9, 8],
+        "Shortest completions": [0, 1, 2, 3, 4],
+    }
+    first = got.shown["Shortest completions"][0]
+    assert (first.prompt, first.completion, first.mean_length) == ("user: say 0", "answer 0.0", 1.0)
+
+
+@pytest.mark.parametrize(("kept", "prompt"), [("prompt", "user: say 1"), ("none", None)])
+def test_the_prompt_shown_is_what_the_output_holds_of_it(tmp_path: Path, kept: str, prompt: str | None) -> None:
+    shown = read_requests(job(tmp_path, [completion(0), completion(1)], messages=kept)).shown
+    assert [row.prompt for row in shown["Longest completions"]] == [prompt and "user: say 0", prompt]
+
+
+def test_long_text_is_cut_where_it_matters_least() -> None:
+    text = "a" * 500 + "b" * 500
+    assert cut(text) == "a" * 500 + "b" * 100 + "... (400 more characters)"
+    assert cut(text, from_end=True) == "(400 more characters) ..." + "a" * 100 + "b" * 500
+    assert cut("short") == "short"
+
+
+class Tags(HTMLParser):
+    """Checks that tags are balanced; collects ids, links and what an attribute or a tag would load."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name == "id" and tag != "clippath":  # equal pictures share equal frames
+                self.ids.append(value or "")
+            if name == "href":
+                self.links.append(value or "")
+            if name in ("src", "xlink:href", "data", "srcset", "action") or name.startswith("on"):
+                self.loads.append(f"{tag} {name}={value}")
+        if tag in ("script", "iframe", "object", "link", "base"):
+            self.loads.append(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def report(out: Path, *words: str) -> str:
+    pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
+    assert main([str(out), *words]) == 0
+    return (out / "report.html").read_text(encoding="utf-8")
+
+
+def record(folder: OutputFolder) -> None:
+    """A run of 40 seconds, as Timeline and RunSummary leave it."""
+    samples = [[t, 90 * t, 10 * t, 30 * t, 60 * t, 45 * t, 0, 3 * t, 0.5 * t, 0.5 * t] for t in range(41)]
+    folder.log_timeline("\n".join(json.dumps(line) for line in [{"started_at": 5.0, "slots": 4}, *samples]))
+    folder.log_run({"seconds": 40.0, "tokens": 3600, "tok_s": 90.0, "start_up_s": 1.0, "mean_live_rows": 3.0})
+
+
+def test_the_page_is_whole_and_loads_nothing(tmp_path: Path) -> None:
+    folder = job(tmp_path, mixed())
+    record(folder)
+    text = report(tmp_path, "--by", "kind")
+    tags = Tags(text)
+    assert tags.loads == []
+    assert len(set(tags.ids)) == len(tags.ids)
+    assert tags.links
+    assert {link[1:] for link in tags.links if link.startswith("#")} <= set(tags.ids)
+    assert all(link.startswith("#") for link in tags.links)
+    assert text.count("<svg") == 10
+    assert not re.search(r"#01010[1-6]", text), "a stand-in colour was left"
+    assert "url(http" not in text
+    assert "default-src 'none'" in text
+
+
+def test_the_page_says_what_the_job_did(tmp_path: Path) -> None:
+    folder = job(tmp_path, mixed())
+    record(folder)
+    text = report(tmp_path, "--by", "kind")
+    for said in (
+        "tiny: 12 completions", "6 of 6 shards", "<b>90</b><span>tokens a second", '<b class="error">1</b>', "live 75%",
+        "waiting for a refill or for pages 12%", "no row left 12%", "Acceptance length by kind", "error: overlong",
+        "<dt>opt.argmax</dt><dd>null</dd>", "<dt>torch</dt><dd>2.x</dd>", "&lt;/pre&gt;",
+    ):  # fmt: skip
+        assert said in text, said
+
+
+def test_what_users_and_models_wrote_stays_text(tmp_path: Path) -> None:
+    job(tmp_path, mixed())
+    text = report(tmp_path)
+    assert "<script" not in text
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+    assert "&lt;script&gt;alert(&quot;x&quot;)&lt;/script&gt; &amp; $a$ \\u202e\\x1b[31m" in text
+
+
+def test_a_job_without_drafts_or_a_record_of_its_course_has_a_page_too(tmp_path: Path) -> None:
+    job(tmp_path, [completion(i, stats=stats([0, 0], [0, 0], k=0, drafter="none")) for i in range(4)])
+    text = report(tmp_path)
+    Tags(text)
+    assert "Acceptance" not in text
+    assert "No run recorded its course." in text
+    assert text.count("<svg") == 3
+
+
+def test_a_job_of_error_rows_alone_has_a_page_too(tmp_path: Path) -> None:
+    job(tmp_path, [failed(0), failed(1)])
+    Tags(report(tmp_path))
+
+
+def test_nothing_to_show_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    new_folder(tmp_path, 4, 2)
+    monkeypatch.setattr(page, "can_draw", lambda: True)
+    with pytest.raises(OutputError, match="no committed shard yet"):
+        main([str(tmp_path)])
+    monkeypatch.setattr(page, "can_draw", lambda: False)
+    with pytest.raises(ConfigError, match=r"needs matplotlib: pip install 'batchspec\[report\]', then batchspec report"):
+        main([str(tmp_path)])
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    import polars as pl
+
+    folder = tmp_path_factory.mktemp("model")
+    model = make_tokenizer(make_checkpoint(folder, "llama"))
+    pl.DataFrame({"prompt": [f"say {i}" for i in range(6)]}).write_parquet(folder / "in.parquet")
+    return [f"model.path={model}", f"input.path={folder}/in.parquet", "decode.max_new_tokens=8", "packing.slots=2"]
+
+
+def test_a_job_ends_with_its_page(tmp_path: Path, command: list[str]) -> None:
+    pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
+    assert run.main([*command, f"output.dir={tmp_path}/out"]) == 0
+    text = (tmp_path / "out/report.html").read_text(encoding="utf-8")
+    Tags(text)
+    assert "<h3>Slots</h3><svg" in text
+    before = (tmp_path / "out/report.html").stat()
+    assert run.main([*command, f"output.dir={tmp_path}/out"]) == 0
+    assert (tmp_path / "out/report.html").stat() == before
+
+
+def test_without_the_extra_a_job_says_once_how_to_get_its_page(
+    tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(job_module, "can_draw", lambda: False)
+    assert run.main([*command, f"output.dir={tmp_path}/out"]) == 0
+    assert capsys.readouterr().err.count("report.html needs matplotlib") == 1
+    assert not (tmp_path / "out/report.html").exists()
+    assert len(list(OutputFolder(tmp_path / "out").logs(".timeline.jsonl"))) == 1
