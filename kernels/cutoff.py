@@ -39,8 +39,8 @@ QUICK_TOP = 512
 
 @triton.jit
 def key_of(x):
-    """int32 that orders as the fp32 does."""
-    bits = x.to(tl.int32, bitcast=True)
+    """int32 that orders as the fp32 does; both zeros are one."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
 
 
@@ -112,7 +112,7 @@ def smallest_kept(
     low is finite and not above v. The bracket [low, high) holds v; `above` is the weight of x >= high, which is below the goal.
     """
     lanes = tl.arange(0, BLOCK)
-    high = value_of(key_of(top) + 1)
+    high = tl.where(top == 0, 1.1754944e-38, value_of(key_of(top) + 1))  # a card may take denormals for zero
     above = tl.zeros([], tl.float32)
     wanted = goal + above
     length = tl.zeros([BLOCK], tl.int32)

@@ -161,6 +161,14 @@ def test_float64_logits_are_cut_in_float64(interpret: bool, device: torch.device
     assert cut(logits, interpret, k=1).tolist() == [1.0 + 1e-12]
 
 
+@pytest.mark.parametrize("row", [[-0.0, 0.0], [-0.0, -0.0], [0.0, -1.0], [-0.0, -1e-3, -5.0]])
+def test_zeros_of_either_sign_are_one_value(row: list[float], interpret: bool, device: torch.device) -> None:
+    """As keys of their bits they are two, and a bracket between them would hold nothing."""
+    logits = torch.tensor([row], device=device)
+    assert cut(logits, interpret, k=1).tolist() == [0.0]
+    assert cut(logits, interpret, p=0.3, heat=0.3).tolist() == [0.0]
+
+
 # any logits
 
 
