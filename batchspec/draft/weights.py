@@ -90,9 +90,7 @@ def read_head_spec(folder: Path, target: ModelSpec, *, aux_layers: str = "auto")
     return spec
 
 
-def load_head(
-    folder: Path, target: ModelSpec, *, dtype: torch.dtype, device: torch.device, aux_layers: str = "auto"
-) -> Head:
+def load_head(folder: Path, target: ModelSpec, *, dtype: torch.dtype, device: torch.device, aux_layers: str = "auto") -> Head:
     """Read a head's safetensors in the target's dtype.
 
     Raises CheckpointError for what `read_head` refuses, naming every missing, unexpected and misshapen tensor at once, and for
