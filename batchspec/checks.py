@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -82,6 +83,10 @@ REQUIRED: dict[str, str] = {
 }
 
 
+CREDENTIALS = re.compile(r"://[^/]*@|[?&](\w*key|\w*token|\w*secret|\w*password|\w*signature|sig|x-amz-[\w-]+)=", re.IGNORECASE)
+"""What a URL that carries a password, a key or a signature looks like."""
+
+
 def violation(key: str, value: float) -> str | None:
     """What is wrong with a number under `key`, in one line; None where it lies in the range of RANGES."""
     low, high, advice = RANGES[key]
@@ -101,6 +106,7 @@ def check(config: RunConfig, *, require: Iterable[str] = ()) -> None:
 
     Raises ConfigError naming key, value, limit and what to do.
     """
+    _secrets(config)
     for key in require:
         if _get(config, key) is None:
             raise ConfigError(f"{key} is required; give {key}=..., {REQUIRED[key]}")
@@ -116,6 +122,15 @@ def check(config: RunConfig, *, require: Iterable[str] = ()) -> None:
     _names(config)
     if config.resume.retry != "none":
         raise ConfigError(f"resume.retry={config.resume.retry} is not built yet; leave it none: a new run retries nothing")
+
+
+def _secrets(config: RunConfig) -> None:
+    """The configuration is kept in the manifest and on the card: credentials must not get into it, nor into this error."""
+    for key in ("input.path", "output.dir", "model.path", "draft.path"):
+        value = _get(config, key)
+        for url in value if isinstance(value, list) else [value]:
+            if isinstance(url, str) and CREDENTIALS.search(url):
+                raise ConfigError(f"{key} holds credentials in a URL; take them out and set AWS_PROFILE or the AWS_... variables")
 
 
 def _drafter(config: RunConfig) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -44,6 +45,7 @@ class Lab:
             "AWS_CONFIG_FILE": "/dev/null", "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
         }  # fmt: skip
 
+    @cached_property
     def client(self) -> Any:
         import boto3
 
@@ -53,19 +55,23 @@ class Lab:
         )  # fmt: skip
 
     def keys(self, prefix: str = "") -> list[str]:
-        pages = self.client().get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=prefix)
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=prefix)
         return [item["Key"] for page in pages for item in page.get("Contents", ())]
 
     def empty(self) -> None:
         """Delete every object, without a request."""
         _backend().buckets[BUCKET].keys.clear()
 
+    def names(self) -> list[str]:
+        """Every key, without a request."""
+        return sorted(_backend().buckets[BUCKET].keys)
+
     def put(self, key: str, body: bytes = b"") -> None:
         """Make an object, without a request."""
         _backend().put_object(BUCKET, key, body)
 
     def body(self, key: str) -> bytes:
-        data: bytes = self.client().get_object(Bucket=BUCKET, Key=key)["Body"].read()
+        data: bytes = self.client.get_object(Bucket=BUCKET, Key=key)["Body"].read()
         return data
 
 
@@ -109,7 +115,7 @@ def running_lab() -> Iterator[Lab]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     lab = Lab(server.server_port, faults)
     try:
-        lab.client().create_bucket(Bucket=BUCKET)
+        lab.client.create_bucket(Bucket=BUCKET)
         yield lab
     finally:
         server.shutdown()

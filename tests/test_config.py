@@ -56,6 +56,8 @@ def test_the_defaults_can_run_once_the_required_keys_are_given() -> None:
         ({"decode__min_new_tokens": 9, "decode__max_new_tokens": 8}, "decode.min_new_tokens=9 exceeds decode.max_new_tokens=8"),
         ({"decode__max_new_tokens": 64, "model__max_len": 64}, "leaves no room for a prompt in model.max_len=64"),
         ({"decode__stop": [""]}, "empty string"),
+        ({"input__path": ["a.parquet", "s3://KEY:SECRET@bucket/x"]}, "input.path holds credentials in a URL; take them out"),
+        ({"output__dir": "gs://bucket/x?sas_token=SECRET"}, "output.dir holds credentials in a URL"),
         ({"decode__stop_ids": [-1]}, "decode.stop_ids=[-1]"),
         ({"model__dtype": "float8"}, "model.dtype=float8 must be one of auto, float32"),
         ({"packing__memory_gb": 0.0}, "packing.memory_gb=0.0 must be above 0; null lets the planner choose"),

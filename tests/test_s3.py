@@ -247,6 +247,63 @@ def test_old_local_files_of_runs_that_died_are_cleaned(lab: Lab, tmp_path: Path)
     assert (left.exists(), young_folder.exists()) == (False, True)
 
 
+class Killed(BaseException):
+    """The end of a process, at a request that changes something."""
+
+
+@pytest.mark.parametrize("answered", [False, True], ids=["before the request", "after it"])
+def test_a_run_that_dies_at_any_change_is_finished_by_the_next(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, answered: bool
+) -> None:
+    from botocore.httpsession import URLLib3Session
+
+    send, parts = URLLib3Session.send, tables()
+    left = 0
+
+    def dying(self: Any, request: Any) -> Any:
+        nonlocal left
+        if request.method not in ("PUT", "DELETE"):
+            return send(self, request)
+        left -= 1
+        if left == 0 and not answered:
+            raise Killed
+        answer = send(self, request)
+        if left == 0:
+            raise Killed
+        return answer
+
+    def run() -> None:
+        folder = new_folder(OUT, 6, 2)
+        for index in sorted(set(range(3)) - folder.committed()):
+            folder.commit(index, parts[index])
+
+    for change in range(1, 10):
+        lab.empty()
+        with monkeypatch.context() as patched:
+            patched.setattr(URLLib3Session, "send", dying)
+            left = change
+            try:
+                run()
+            except Killed:
+                pass
+            else:
+                break
+        run()
+        assert [key for key in lab.names() if "/data/" in key] == [f"out/data/part-{i:05d}.parquet" for i in range(3)]
+        for index in range(3):
+            assert pq.read_table(pa.BufferReader(lab.body(f"out/data/part-{index:05d}.parquet"))).equals(parts[index])
+    assert change == 8  # the probe's two, its clean-up, the manifest, three shards
+
+
+def test_any_file_system_that_arrow_reaches_is_read(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"id": ["q-0"], "prompt": ["say"]}), tmp_path / "x.parquet")
+    for path in (tmp_path, tmp_path / "x.parquet", tmp_path / "*.parquet"):
+        source = open_source(InputConfig(path=f"file://{path}"))
+        assert (ids(source), source.files[0].name) == (["q-0"], "x.parquet")
+    with pytest.raises(ConfigError, match=r"input\.path nonsense://.*give a local path or s3://BUCKET"):
+        open_source(InputConfig(path="nonsense://x"))
+
+
 # --- the input
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Callable, Container, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, Protocol
@@ -14,7 +15,10 @@ import pyarrow as pa
 from batchspec.config import InputConfig
 from batchspec.errors import ConfigError, InputError
 from batchspec.io.files import JSON_LINES, PARQUET, DataFile, JsonLinesFile, MemoryFile, ParquetFile, widen
-from batchspec.io.places import LocalPlace, Place, place_of
+from batchspec.io.places import LocalPlace, Place, RemotePlace, place_of
+
+OPENED_AT_ONCE = 16
+"""Remote files: their answers are what opening waits for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +69,14 @@ def open_source(config: InputConfig) -> Source:
     if not config.path:
         raise ConfigError("input.path is not set; give a Parquet or JSON-lines file, a folder, a glob or a list of them")
     entries = [config.path] if isinstance(config.path, str | os.PathLike) else list(config.path)
-    files = [
-        ParquetFile(place, name) if place.path.suffix in PARQUET else JsonLinesFile(place, name)
-        for name, place in _find(entries).items()
-    ]
-    return _FileSource(files, config.limit)
+    found = _find(entries)
+    remote = any(isinstance(place, RemotePlace) for place in found.values())
+    with ThreadPoolExecutor(OPENED_AT_ONCE if remote else 1) as pool:
+        return _FileSource(list(pool.map(_open, found, found.values())), config.limit)
+
+
+def _open(name: str, place: Place) -> DataFile:
+    return ParquetFile(place, name) if place.path.suffix in PARQUET else JsonLinesFile(place, name)
 
 
 def table_source(table: pa.Table, limit: int | None = None) -> Source:

@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -91,15 +92,15 @@ def filesystem(bucket: str, attempts: int = 1) -> pafs.FileSystem:
     )
 
 
-def make_client() -> Any:
+@cache  # making one costs a tenth of a second; any number of threads may share it
+def _client(place: Settings, profile: str | None, connect_s: float, request_s: float) -> Any:
     """boto3's client. It does not try again by itself: `retried` does."""
     import boto3
     from botocore.config import Config
 
-    place = settings()
     config = Config(
-        connect_timeout=retry.CONNECT_S,
-        read_timeout=retry.REQUEST_S,
+        connect_timeout=connect_s,
+        read_timeout=request_s,
         retries={"total_max_attempts": 1},
         # Stores other than Amazon's know Content-MD5, and not always the checksums that came later.
         request_checksum_calculation="when_required",
@@ -107,7 +108,7 @@ def make_client() -> Any:
         s3={"addressing_style": "auto" if place.endpoint is None else "path"},
     )
     try:
-        session = boto3.session.Session()
+        session = boto3.session.Session(profile_name=profile)
         return session.client("s3", endpoint_url=place.endpoint, region_name=place.region, config=config)
     except ValueError as error:
         raise ConfigError(f"AWS settings: {reason(error)}; check AWS_ENDPOINT_URL, such as https://host:port") from error
@@ -123,7 +124,7 @@ class S3Store:
             raise ConfigError(f"output.dir={root} must be s3://BUCKET/FOLDER; name a folder of a bucket")
         self.where, self.method = f"{SCHEME}{bucket}/{prefix}", "put"
         self._bucket, self._prefix = bucket, prefix
-        self._client = make_client()
+        self._client = _client(settings(), os.environ.get("AWS_PROFILE"), retry.CONNECT_S, retry.REQUEST_S)
         self._folder: Path | None = None
 
     def check_root(self) -> None:
