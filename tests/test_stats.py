@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from batchspec.commands.stats import main
 from batchspec.errors import OutputError
 from batchspec.records import Completion, RowStats
+from batchspec.report import stats as stats_module
 from batchspec.report.card import dataset_card
 from batchspec.report.stats import job_stats
 from tests.io_samples import built, completion, dataset, failed, new_folder, shards_of, stats
@@ -56,6 +57,14 @@ def test_sums_are_over_tokens_and_beside_them_means_over_requests(tmp_path: Path
     assert [(group.name, group.accepted) for group in got.by_prompt_tokens] == [("0-127", 1), ("512-2047", 9)]
     assert [row.request_id for row in got.best] == ["q-1", "q-3", "q-0"]
     assert [row.request_id for row in got.worst] == ["q-0", "q-3", "q-1"]
+
+
+@pytest.mark.parametrize("at_a_time", [1, 3])
+def test_sums_do_not_depend_on_how_much_is_read_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_a_time: int) -> None:
+    job(tmp_path, mixed(), shard_rows=1)
+    whole = job_stats(tmp_path, by="kind")
+    monkeypatch.setattr(stats_module, "READ_ROWS", at_a_time)
+    assert job_stats(tmp_path, by="kind") == whole
 
 
 def test_groups_by_a_column_of_the_input(tmp_path: Path) -> None:

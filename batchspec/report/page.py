@@ -171,7 +171,7 @@ def _over_time(over: Course | None, *, drafted: bool) -> Iterator[str]:
         _figure("Slots", pictures.slots(over), keys + back),
     ]
     if drafted:
-        said = _key("first", "tokens a round") + _key("second", "draft tokens a round") + "For each live row."
+        said = _key("first", "tokens a round") + _key("second", "draft tokens a round") + "Means over live rows."
         figures.append(_figure("Drafting", pictures.drafting(over), said))
     yield _grid(figures)
 

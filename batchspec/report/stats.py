@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 
@@ -12,7 +15,26 @@ from batchspec.io.shards import OutputFolder
 from batchspec.io.store import scanning
 
 PROMPT_EDGES = (128, 512, 2048, 8192, 32768)
+PROMPT_BUCKETS = [
+    *(f"{low}-{high - 1}" for low, high in zip((0, *PROMPT_EDGES[:-1]), PROMPT_EDGES, strict=True)), f"{PROMPT_EDGES[-1]}+"
+]  # fmt: skip
+PLACE = ("request_id", "row_index", "sample_index")
+USAGE = {"prompt_tokens": "prompt_tokens", "tokens": "completion_tokens", "cached_tokens": "cached_tokens"}
+SPEC = {
+    "drafter": "drafter",
+    "rounds": "num_spec_steps",
+    "drafted": "num_draft_tokens",
+    "accepted": "num_accepted_draft_tokens",
+    "discarded": "num_discarded_tokens",
+    "mean_length": "mean_acceptance_length",
+    "rate": "draft_acceptance_rate",
+    "histogram": "acceptance_histogram",
+    "drafted_at": "drafted_per_position",
+}
+"""Column of a line here -> field of spec_decode."""
 NUM_EXTREMES = 5
+READ_ROWS = 32768
+"""Rows in memory at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,133 +101,151 @@ class JobStats:
 
 
 def job_stats(out_dir: Path | str, by: str | None = None) -> JobStats:
-    """Statistics of the committed shards of a job; `by` names a column of the output to group by.
+    """Statistics of the committed shards of a job, a few of them in memory at a time; `by` names an output column to group by.
 
     Raises OutputError where the folder holds no job or no committed shard, or has no such column to group by.
     """
     folder = OutputFolder(out_dir)
-    done = folder.committed()
-    rows = _read(folder, done, by)
-    spec = rows.filter(pl.col("drafter").is_not_null())
-    histogram = _sums(spec["histogram"])
-    drafted = _sums(spec["drafted_at"])
-    rated = spec.filter(pl.col("mean_length").is_not_null()).sort(
-        ["mean_length", "row_index", "sample_index"], descending=[True, False, False]
-    )
+    done = sorted(folder.committed())
+    _check_column(folder, done, by)
+    tally = _Tally()
+    for rows in _read(folder, done, by):
+        tally.add(rows)
+    histogram, drafted = tally.histogram, tally.drafted_at
+    accepted = [sum(histogram[j + 1 :]) for j in range(len(drafted))]
+    groups = sorted(_groups(tally.by_group), key=lambda group: (-group.completions, group.name))
     return JobStats(
         shards=len(done),
         shards_total=folder.num_shards,
-        completions=rows.height,
-        by_status=_counts(rows["status"]),
-        by_finish_reason=_counts(rows["finish_reason"]),
-        by_error=_counts(rows["error"]),
-        prompt_tokens=int(rows["prompt_tokens"].sum()),
-        completion_tokens=int(rows["tokens"].sum()),
-        cached_tokens=int(rows["cached_tokens"].sum()),
-        drafter=",".join(sorted(spec["drafter"].unique())) or "none",
-        overall=_acceptance("all", spec),
+        completions=tally.completions,
+        by_status=_counts(tally.by_status),
+        by_finish_reason=_counts(tally.by_finish_reason),
+        by_error=_counts(tally.by_error),
+        prompt_tokens=tally.tokens["prompt_tokens"],
+        completion_tokens=tally.tokens["tokens"],
+        cached_tokens=tally.tokens["cached_tokens"],
+        drafter=",".join(sorted(tally.drafters)) or "none",
+        overall=next(iter(_groups(tally.overall)), _acceptance({"name": "all"})),
         by_position=tuple(
-            Position(position=j, drafted=count, accepted=sum(histogram[j + 1 :]), rate=_ratio(sum(histogram[j + 1 :]), count))
-            for j, count in enumerate(drafted)
+            Position(position=j, drafted=count, accepted=kept, rate=_ratio(kept, count))
+            for j, (count, kept) in enumerate(zip(drafted, accepted, strict=True))
         ),
         histogram=tuple(histogram),
-        by_prompt_tokens=tuple(_by_prompt(spec)),
-        by_column=tuple(_by_column(spec)) if by is not None else (),
-        best=_extremes(rated.head(NUM_EXTREMES)),
-        worst=_extremes(rated.tail(NUM_EXTREMES).reverse()),
+        by_prompt_tokens=tuple(
+            group for name in PROMPT_BUCKETS for group in _groups(tally.by_prompt_tokens) if group.name == name
+        ),
+        by_column=tuple(groups) if by is not None else (),
+        best=_extremes(tally.best),
+        worst=_extremes(tally.worst),
     )
 
 
-def _read(folder: OutputFolder, shards: set[int], by: str | None) -> pl.DataFrame:
-    """One line a completion, with the columns that the statistics need."""
-    frame = folder.scan(shards)
-    schema = frame.collect_schema()
+class _Tally:
+    """What all rows read so far add up to."""
+
+    def __init__(self) -> None:
+        self.completions = 0
+        self.tokens: Counter[str] = Counter()
+        self.by_status: Counter[str] = Counter()
+        self.by_finish_reason: Counter[str] = Counter()
+        self.by_error: Counter[str] = Counter()
+        self.drafters: set[str] = set()
+        self.histogram: list[int] = []
+        self.drafted_at: list[int] = []
+        self.overall = self.by_prompt_tokens = self.by_group = pl.DataFrame()
+        self.best = self.worst = pl.DataFrame()
+
+    def add(self, rows: pl.DataFrame) -> None:
+        spec = rows.filter(pl.col("drafter").is_not_null())
+        self.completions += rows.height
+        self.tokens.update({name: int(rows[name].sum()) for name in USAGE})
+        for name in ("status", "finish_reason", "error"):
+            getattr(self, f"by_{name}").update(dict(rows[name].drop_nulls().value_counts().iter_rows()))
+        self.drafters |= set(spec["drafter"].unique())
+        self.histogram = _added(self.histogram, spec["histogram"])
+        self.drafted_at = _added(self.drafted_at, spec["drafted_at"])
+        self.overall = _summed(self.overall, spec, pl.lit("all"))
+        bucket = pl.sum_horizontal(pl.col("prompt_tokens") >= edge for edge in PROMPT_EDGES)
+        names = dict(enumerate(PROMPT_BUCKETS))
+        self.by_prompt_tokens = _summed(self.by_prompt_tokens, spec, bucket.replace_strict(names, return_dtype=pl.String))
+        self.by_group = _summed(self.by_group, spec, pl.col("group"))
+        rated = spec.filter(pl.col("mean_length").is_not_null()).select(*PLACE, "tokens", "mean_length")
+        order = ["mean_length", "row_index", "sample_index"]
+        self.best = pl.concat([self.best, rated]).sort(order, descending=[True, False, False]).head(NUM_EXTREMES)
+        self.worst = pl.concat([self.worst, rated]).sort(order, descending=[False, True, True]).head(NUM_EXTREMES)
+
+
+def _check_column(folder: OutputFolder, shards: list[int], by: str | None) -> None:
+    with scanning(folder.path):
+        schema = folder.scan(shards[:1]).collect_schema()
     if by is not None and (by not in schema or schema[by].is_nested()):
         flat = [name for name, kind in schema.items() if not kind.is_nested()]
         raise OutputError(f"--by {by}: the output has no such column of plain values; it has {', '.join(flat)}")
-    spec = {
-        "drafter": "drafter",
-        "rounds": "num_spec_steps",
-        "drafted": "num_draft_tokens",
-        "accepted": "num_accepted_draft_tokens",
-        "discarded": "num_discarded_tokens",
-        "mean_length": "mean_acceptance_length",
-        "rate": "draft_acceptance_rate",
-        "histogram": "acceptance_histogram",
-        "drafted_at": "drafted_per_position",
-    }
-    usage = {"prompt_tokens": "prompt_tokens", "tokens": "completion_tokens", "cached_tokens": "cached_tokens"}
-    picked = frame.select(
-        "request_id",
-        "row_index",
-        "sample_index",
-        "status",
-        "finish_reason",
-        pl.col("error").struct.field("code").alias("error"),
-        *(pl.col("usage").struct.field(field).alias(name) for name, field in usage.items()),
-        *(pl.col("spec_decode").struct.field(field).alias(name) for name, field in spec.items()),
-        (pl.lit("") if by is None else pl.col(by).cast(pl.String)).fill_null("(null)").alias("group"),
+
+
+def _read(folder: OutputFolder, shards: list[int], by: str | None) -> Iterator[pl.DataFrame]:
+    """One line a completion, with the columns that the statistics need."""
+    step = max(1, READ_ROWS // folder.manifest.shard_rows)
+    for start in range(0, len(shards), step):
+        picked = folder.scan(shards[start : start + step]).select(
+            *PLACE,
+            "status",
+            "finish_reason",
+            pl.col("error").struct.field("code").alias("error"),
+            *(pl.col("usage").struct.field(field).alias(name) for name, field in USAGE.items()),
+            *(pl.col("spec_decode").struct.field(field).alias(name) for name, field in SPEC.items()),
+            (pl.lit("") if by is None else pl.col(by).cast(pl.String)).fill_null("(null)").alias("group"),
+        )
+        with scanning(folder.path):
+            yield picked.collect()
+
+
+def _summed(so_far: pl.DataFrame, rows: pl.DataFrame, name: pl.Expr) -> pl.DataFrame:
+    """Sums of the groups of `name`, with those of earlier rows."""
+    sums = ("tokens", "rounds", "drafted", "accepted", "discarded")
+    here = rows.group_by(name.alias("name")).agg(
+        pl.len().cast(pl.Int64).alias("completions"),
+        *(pl.col(column).cast(pl.Int64).sum() for column in sums),
+        *(pl.col(column).cast(pl.Float64).sum() for column in ("mean_length", "rate")),
+        *(pl.col(column).count().cast(pl.Int64).alias(f"num_{column}") for column in ("mean_length", "rate")),
     )
-    with scanning(folder.path):
-        return picked.collect()
+    return pl.concat([so_far, here]).group_by("name").agg(pl.all().sum())
 
 
-def _acceptance(name: str, rows: pl.DataFrame) -> Acceptance:
-    rounds, drafted, accepted = (int(rows[column].sum()) for column in ("rounds", "drafted", "accepted"))
+def _groups(sums: pl.DataFrame) -> Iterator[Acceptance]:
+    return map(_acceptance, sums.iter_rows(named=True))
+
+
+def _acceptance(sums: Mapping[str, Any]) -> Acceptance:
+    """Of a line of `_summed`; what it lacks is 0."""
+    count = {name: sums.get(name, 0) for name in ("completions", "tokens", "rounds", "drafted", "accepted", "discarded")}
     return Acceptance(
-        name=name,
-        completions=rows.height,
-        tokens=int(rows["tokens"].sum()),
-        rounds=rounds,
-        drafted=drafted,
-        accepted=accepted,
-        discarded=int(rows["discarded"].sum()),
-        mean_acceptance_length=1 + accepted / rounds if rounds else None,
-        acceptance_rate=_ratio(accepted, drafted),
-        mean_length_over_requests=_mean(rows["mean_length"]),
-        mean_rate_over_requests=_mean(rows["rate"]),
+        name=str(sums["name"]),
+        **count,
+        mean_acceptance_length=1 + count["accepted"] / count["rounds"] if count["rounds"] else None,
+        acceptance_rate=_ratio(count["accepted"], count["drafted"]),
+        mean_length_over_requests=_ratio(sums.get("mean_length", 0), sums.get("num_mean_length", 0)),
+        mean_rate_over_requests=_ratio(sums.get("rate", 0), sums.get("num_rate", 0)),
     )
-
-
-def _by_prompt(rows: pl.DataFrame) -> list[Acceptance]:
-    edges = (0, *PROMPT_EDGES)
-    groups = []
-    for low, high in zip(edges, [*PROMPT_EDGES, None], strict=True):
-        inside = pl.col("prompt_tokens") >= low
-        part = rows.filter(inside if high is None else inside & (pl.col("prompt_tokens") < high))
-        if part.height:
-            groups.append(_acceptance(f"{low}+" if high is None else f"{low}-{high - 1}", part))
-    return groups
-
-
-def _by_column(rows: pl.DataFrame) -> list[Acceptance]:
-    groups = [_acceptance(str(key[0]), part) for key, part in rows.group_by("group", maintain_order=True)]
-    return sorted(groups, key=lambda group: (-group.completions, group.name))
 
 
 def _extremes(rows: pl.DataFrame) -> tuple[Extreme, ...]:
-    names = ("request_id", "sample_index", "tokens", "mean_length")
     return tuple(
         Extreme(request_id=request_id, sample_index=sample_index, tokens=tokens, mean_acceptance_length=length)
-        for request_id, sample_index, tokens, length in rows.select(names).iter_rows()
+        for request_id, _, sample_index, tokens, length in rows.iter_rows()
     )
 
 
-def _sums(lists: pl.Series) -> list[int]:
-    """Sums by place over lists of several lengths."""
-    longest = int(lists.list.len().max() or 0)  # type: ignore[arg-type]
-    return [int(lists.list.get(j, null_on_oob=True).sum()) for j in range(longest)]
+def _added(sums: list[int], lists: pl.Series) -> list[int]:
+    """The sums by place, with those of lists of several lengths."""
+    longest = max(len(sums), int(lists.list.len().max() or 0))  # type: ignore[arg-type]
+    here = [int(lists.list.get(j, null_on_oob=True).sum()) for j in range(longest)]
+    return [count + (sums[j] if j < len(sums) else 0) for j, count in enumerate(here)]
 
 
-def _counts(values: pl.Series) -> dict[str, int]:
-    counts = values.drop_nulls().value_counts(sort=True)
-    return dict(sorted(counts.iter_rows(), key=lambda pair: (-pair[1], pair[0])))
+def _counts(counts: Counter[str]) -> dict[str, int]:
+    return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])))
 
 
-def _mean(values: pl.Series) -> float | None:
-    known = values.drop_nulls().cast(pl.Float64)
-    return float(known.sum()) / len(known) if len(known) else None
-
-
-def _ratio(part: int, whole: int) -> float | None:
+def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None

@@ -39,7 +39,7 @@ dl { display: grid; grid-template-columns: minmax(7rem, max-content) minmax(0, 1
   margin: 0; font-size: .88rem; }
 dd { margin: 0; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .2rem 0 .7rem;
-  font: .84rem/1.45 ui-monospace, Menlo, Consolas, monospace; max-height: 24rem; overflow-y: auto; }
+  font: .84rem/1.45 ui-monospace, Menlo, Consolas, monospace; max-height: 15rem; overflow-y: auto; }
 article { scroll-margin-top: 1rem; }
 article:target { outline: 2px solid var(--first); }
 @media (max-width: 24rem) { table { font-size: .8rem; } th, td { padding: .25rem .2rem; } }
