@@ -60,7 +60,7 @@ def test_sums_are_over_tokens_and_beside_them_means_over_requests(tmp_path: Path
 
 
 @pytest.mark.parametrize("at_a_time", [1, 3])
-def test_sums_do_not_depend_on_how_much_is_read_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_a_time: int) -> None:
+def test_sums_do_not_depend_on_how_much_is_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_a_time: int) -> None:
     job(tmp_path, mixed(), shard_rows=1)
     whole = job_stats(tmp_path, by="kind")
     monkeypatch.setattr(stats_module, "READ_ROWS", at_a_time)
