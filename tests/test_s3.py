@@ -183,6 +183,12 @@ def test_what_does_not_pass_is_said_at_once(lab: Lab) -> None:
         store().put_if_absent("data/x", b"x")
     assert time.monotonic() - began < 2
     assert caught.value.exit_code == 74
+    lab.faults.before = Always((403, "AccessDenied"))
+    began = time.monotonic()
+    with pytest.raises(StorageError, match=r"looking for s3://lab/in failed: .*ACCESS_DENIED.*AWS_PROFILE"):
+        source_of("in")
+    assert time.monotonic() - began < 0.8
+    lab.faults.before = Faults().before
     with pytest.raises(StorageError, match="no such bucket; make it"):
         S3Store("s3://elsewhere/out").put("x", b"")
 
