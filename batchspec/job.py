@@ -12,13 +12,14 @@ import sys
 import time
 from collections.abc import Container, Iterator
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 import pyarrow as pa
 
 from batchspec.config import RunConfig
 from batchspec.decode.engine import Engine, EngineTotals
 from batchspec.errors import Interrupted, TooManyErrors
+from batchspec.io.claims import BEAT_S, STALE_S, Claims
 from batchspec.io.journal import Journal, Journaled
 from batchspec.io.reader import InputShard, Source
 from batchspec.io.shards import OutputFolder
@@ -33,7 +34,7 @@ from batchspec.report.progress import Progress
 from batchspec.report.stats import job_stats
 from batchspec.report.summary import RunSummary
 from batchspec.report.timeline import Timeline
-from batchspec.signals import ending
+from batchspec.signals import Asked, ending
 
 JOURNAL_S = 60.0
 """Seconds of finished rows that a killed run may lose."""
@@ -52,12 +53,16 @@ def run_job(config: RunConfig, source: Source | None = None) -> None:
         say(f"{output.path}: already complete: {job.source.num_rows} rows in {output.num_shards} shards")
     else:
         compute(job, output, committed)
+        if others := output.missing():
+            say(f"{output.path}: this run's part is done; other runs work on {len(others)} of {output.num_shards} shards")
+            return
         say(f"{output.path}: done, {job.source.num_rows} rows in {output.num_shards} shards")
     stats = job_stats(output.path)
     if not (complete and output.has_card()):  # a run may have died between the last commit and the card
         output.finish(dataset_card(output.manifest, stats))
         if can_draw():
             write_report(output, stats=stats)
+            say(f"{output.path}/report.html: the job in pictures")
         else:
             say(NEEDS_EXTRA.format(out=output.path))
     check_errors(job, stats.by_status.get("error", 0))
@@ -66,7 +71,7 @@ def run_job(config: RunConfig, source: Source | None = None) -> None:
 
 
 def compute(job: Job, output: OutputFolder, committed: set[int]) -> None:
-    """Decode and commit every shard that is not committed yet, and say how fast.
+    """Decode and commit every shard that is not committed yet and that no other run works on, and say how fast.
 
     Raises Interrupted at a signal that asks for the end: finished rows and the tokens of the others are in the journal then.
     """
@@ -85,15 +90,20 @@ def compute(job: Job, output: OutputFolder, committed: set[int]) -> None:
         create_output(job, output)  # nothing can be refused from here on
         if committed:
             progress.phase(f"{len(committed)} of {output.num_shards} shards are committed already; the rest is computed")
+        claims = output.claims()
         with closing(Timeline(output.log_timeline, slots=engine.batch.slots)) as timeline, ending(engine.stop) as asked:
             try:
-                decoded = decode_job(job, engine, seen, progress, journal, journaled, timeline=timeline, skip=committed)
-                for shard, completions in decoded:
-                    output.commit(shard.index, shard_table(job, shard, completions, output.attempt))
-                    journal.forget(shard.index)
-                    num_tokens += sum(len(done.token_ids) for done in completions if done.token_ids is not None)
-                    num_errors += sum(completion.status == "error" for completion in completions)
-                    check_errors(job, num_errors)
+                while skip := unclaimed(output, claims, asked):
+                    decoded = decode_job(
+                        job, engine, seen, progress, journal, journaled, timeline=timeline, claims=claims, skip=skip.others
+                    )
+                    for shard, completions in decoded:
+                        output.commit(shard.index, shard_table(job, shard, completions, output.attempt))
+                        journal.forget(shard.index)
+                        claims.forget(shard.index)
+                        num_tokens += sum(len(done.token_ids) for done in completions if done.token_ids is not None)
+                        num_errors += sum(completion.status == "error" for completion in completions)
+                        check_errors(job, num_errors)
             except KeyboardInterrupt:  # the second one: the engine's rows are as they are
                 saved = journal.flush()
             else:
@@ -101,7 +111,9 @@ def compute(job: Job, output: OutputFolder, committed: set[int]) -> None:
         if asked.name is not None and len(output.committed()) < output.num_shards:
             count = f"{len(output.committed())} of {output.num_shards} shards are committed, {saved} more rows are saved"
             raise Interrupted(f"{asked.name}: {count}; run the same command again to go on")
-    journal.delete()
+    if not output.missing():
+        journal.delete()
+        claims.delete()
     totals = engine.totals
     summary = RunSummary(
         seconds=time.perf_counter() - began - start_up_s,
@@ -114,6 +126,30 @@ def compute(job: Job, output: OutputFolder, committed: set[int]) -> None:
     )
     say(summary.line())
     output.log_run(summary.facts())
+
+
+@dataclass(frozen=True, slots=True)
+class Unclaimed:
+    """There are shards to work on: all but these."""
+
+    others: set[int]
+
+
+def unclaimed(output: OutputFolder, claims: Claims, asked: Asked) -> Unclaimed | None:
+    """What a pass over the input leaves out; None where the run is over.
+
+    With nothing left but shards of other runs it waits as long as it takes to tell whether those still live: the shards of one
+    that died are taken up, the others are left to their runs.
+    """
+    waited_from = time.monotonic()
+    while not asked.name and (missing := output.missing()):
+        held = claims.held()
+        if missing - held:
+            return Unclaimed(held | set(range(output.num_shards)) - missing)
+        if time.monotonic() - waited_from > STALE_S + BEAT_S:
+            return None
+        time.sleep(1.0)
+    return None
 
 
 def say(line: str) -> None:
@@ -152,6 +188,7 @@ def decode_job(
     journaled: Journaled | None = None,
     *,
     timeline: Timeline | None = None,
+    claims: Claims | None = None,
     skip: Container[int] = (),
 ) -> Iterator[tuple[InputShard, list[Completion]]]:
     """Every shard that is not in `skip` with its completions, as soon as its last row is done.
@@ -159,17 +196,19 @@ def decode_job(
     journal    gets every row as it ends; the caller says which shards are committed
     journaled  what earlier runs did of these shards
     timeline   samples the engine's totals
+    claims     asked for every shard as it is read: what another run has is left to it
     """
     num_shards = sum(index not in skip for index in range(-(-job.source.num_rows // job.shard_rows)))
+    shards = job.source.shards(job.shard_rows, skip)
     feed = Feed(
-        job.source.shards(job.shard_rows, skip),
+        shards if claims is None else (shard for shard in shards if claims.take(shard.index)),
         job.admission,
         num_shards=num_shards,
         shard_rows=job.shard_rows,
         slots=engine.batch.slots,
         journaled=journaled,
     )
-    reporter = Reporter(progress, seen.mean_output, timeline)
+    reporter = Reporter(progress, seen.mean_output, timeline, claims)
     engine.on_round = reporter
 
     def complete() -> Iterator[tuple[InputShard, list[Completion]]]:
@@ -196,8 +235,11 @@ class Reporter:
     much as 8 finished rows.
     """
 
-    def __init__(self, progress: Progress, predicted_output: float, timeline: Timeline | None = None) -> None:
+    def __init__(
+        self, progress: Progress, predicted_output: float, timeline: Timeline | None = None, claims: Claims | None = None
+    ) -> None:
         self._progress, self._timeline, self._before = progress, timeline, EngineTotals()
+        self._claims = claims
         self._rows, self._tokens, self._finished = 8, 8 * predicted_output, 0
         self.exhausted = False
 
@@ -222,6 +264,8 @@ class Reporter:
             live_rows=totals.live_rows,
             remaining_tokens=max(0, round(left - in_flight)),
         )
+        if self._claims is not None:
+            self._claims.beat()
         if self._timeline is not None:
             self._timeline.observe(totals, exhausted=self.exhausted)
         self._before = replace(totals)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,30 @@ def test_a_signal_saves_finished_and_unfinished_rows_and_the_next_run_goes_on_wi
     emitted = stats["num_prefills"] + stats["num_accepted_draft_tokens"] + stats["num_spec_steps"]
     lengths = pl.read_parquet(tmp_path / "out/data").filter(pl.col("spec_decode").is_not_null())["token_ids"].list.len()
     assert (emitted == lengths + stats["num_discarded_tokens"]).all()
+
+
+def start(command: list[str]) -> subprocess.Popen[str]:
+    root = Path(__file__).parents[1]
+    return subprocess.Popen([sys.executable, "-m", "batchspec.run", *command], cwd=root, stderr=subprocess.PIPE, text=True)
+
+
+def test_runs_at_the_same_time_share_the_shards_and_one_that_is_killed_leaves_its_part_to_the_others(
+    model: Path, data: Path, finished: Path, tmp_path: Path
+) -> None:
+    """As tasks of an array, without any index: every row once, and whoever sees the job complete writes the card."""
+    command = arguments(model, data, tmp_path / "out", "draft=lookup", "output.shard_rows=1", "packing.slots=2")
+    runs = [start(command) for _ in range(3)]
+    claims = tmp_path / "out/_batchspec/claims"
+    while not (claims.is_dir() and list(claims.iterdir())):
+        assert any(run.poll() is None for run in runs)
+        time.sleep(0.01)
+    runs[0].kill()
+    ends = [(run.wait(), (run.communicate()[1] or "").splitlines()) for run in runs]
+    assert [code for code, _ in ends] == [-signal.SIGKILL, 0, 0], ends
+    assert tokens(tmp_path / "out") == tokens(finished)
+    assert len(list((tmp_path / "out/data").iterdir())) == 22
+    assert (tmp_path / "out/README.md").exists()
+    assert not claims.exists()
 
 
 def test_a_damaged_journal_costs_its_rows_and_nothing_else(model: Path, data: Path, finished: Path, tmp_path: Path) -> None:

@@ -55,6 +55,11 @@ class Claims:
         self._held[shard] = 0
         return True
 
+    def held(self) -> set[int]:
+        """Shards that other runs work on, as far as anyone can tell. Raises StorageError."""
+        found = {int(name.removesuffix(".json")) for name in self._store.list(FOLDER) if name.endswith(".json")}
+        return {n for n in found - self._held.keys() if not self._is_stale(n, _parse(self._store.read(_name(n))))}
+
     def beat(self) -> None:
         """Show that the run lives, at most every BEAT_S seconds. Shards that another run took over are no longer ours."""
         if self._clock() - self._beaten_at < BEAT_S:

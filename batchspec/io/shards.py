@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchspec.errors import OutputError, StorageError
+from batchspec.io.claims import Claims
 from batchspec.io.journal import Journal
 from batchspec.io.manifest import Manifest, differences
 from batchspec.io.reader import InputFile
@@ -181,6 +182,14 @@ class OutputFolder:
                     path.unlink(missing_ok=True)
                 raise
         return self._store.publish(path, f"data/{part_name(index)}")
+
+    def claims(self) -> Claims:
+        """Which run works on which shard."""
+        return Claims(self._store, self.attempt)
+
+    def missing(self) -> set[int]:
+        """Shards that are not committed."""
+        return set(range(self.num_shards)) - self.committed()
 
     def journal(self) -> Journal:
         """What runs keep of shards that they do not commit."""
