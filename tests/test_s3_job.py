@@ -95,8 +95,15 @@ def test_a_job_is_killed_resumed_and_read_by_every_command(
     assert run.main(local) == 0
     assert tokens(OUT) == tokens(str(tmp_path / "out"))
 
-    for words in (["stats", OUT, "--by", "topic"], ["verify", OUT, "--rows", "2"], ["inspect", OUT, "q7"]):
+    exported = tmp_path / "chat.jsonl"
+    for words in (
+        ["stats", OUT, "--by", "topic"],
+        ["verify", OUT, "--rows", "2"],
+        ["inspect", OUT, "q7"],
+        ["export", OUT, str(exported), "--to", "chat", "--status", "ok,truncated"],
+    ):
         assert cli.main(words) == 0, words
+    assert len(exported.read_text().splitlines()) == ROWS
     said = capsys.readouterr().out
     assert "4 of 4" in said
     assert "2 completions decoded again alone and without speculation: 0 differ" in said

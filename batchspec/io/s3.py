@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -210,9 +210,12 @@ class S3Store:
 
     def scan(self, names: Sequence[str]) -> pl.LazyFrame:
         paths = [f"{self._bucket}/{self._key(name)}" for name in names]
-        arrow = filesystem(self._bucket, attempts=SCAN_ATTEMPTS)
         with scanning(self.where):
-            return pl.scan_pyarrow_dataset(ds.dataset(paths, filesystem=arrow, format="parquet"))
+            return pl.scan_pyarrow_dataset(ds.dataset(paths, filesystem=self._arrow, format="parquet"))
+
+    @cached_property
+    def _arrow(self) -> pafs.FileSystem:
+        return filesystem(self._bucket, attempts=SCAN_ATTEMPTS)
 
     def _delete(self, key: str) -> None:
         self._call(f"deleting {SCHEME}{self._bucket}/{key}", lambda: self._client.delete_object(Bucket=self._bucket, Key=key))
