@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
@@ -17,8 +18,9 @@ import torch
 from batchspec import cli, run
 from batchspec.io.shards import OutputFolder
 from tests.models import make_checkpoint, make_tokenizer
-from tests.s3_lab import BUCKET, KEY_ID, SECRET, Lab, running_lab
+from tests.s3_lab import BUCKET, KEY_ID, SECRET, Faults, Lab, running_lab
 
+ROOT = Path(__file__).parents[1]
 ROWS = 12
 IN, OUT = f"s3://{BUCKET}/in", f"s3://{BUCKET}/out"
 
@@ -72,8 +74,7 @@ def killed_after_a_commit(command: list[str], count: int) -> int:
         f"    if len(self.committed()) == {count}: os.kill(os.getpid(), signal.SIGKILL)\n"
         "O.commit = then_killed; sys.exit(run.main(sys.argv[1:]))"
     )
-    folder = Path(__file__).parents[1]
-    return subprocess.run([sys.executable, "-c", program, *command], cwd=folder, check=False, capture_output=True).returncode
+    return subprocess.run([sys.executable, "-c", program, *command], cwd=ROOT, check=False, capture_output=True).returncode
 
 
 def test_a_job_is_killed_resumed_and_read_by_every_command(
@@ -117,15 +118,38 @@ def test_a_job_is_killed_resumed_and_read_by_every_command(
 
 def test_two_runs_of_one_job_leave_every_row_once(lab: Lab, model: Path) -> None:
     code = "import sys; from batchspec import run; sys.exit(run.main(sys.argv[1:]))"
-    folder = Path(__file__).parents[1]
     runs = [
-        subprocess.Popen([sys.executable, "-c", code, *arguments(model)], cwd=folder, stderr=subprocess.PIPE, env=os.environ)
+        subprocess.Popen([sys.executable, "-c", code, *arguments(model)], cwd=ROOT, stderr=subprocess.PIPE, env=os.environ)
         for _ in range(2)
     ]
     said = [process.communicate(timeout=120)[1].decode() for process in runs]
     assert [process.returncode for process in runs] == [0, 0], said
     assert [name for name, _ in tokens(OUT)] == [f"q{i}" for i in range(ROWS)]
     assert len(parts(lab)) == 4
+
+
+def test_a_store_that_fails_in_the_middle_ends_the_run_with_74_and_the_same_command_goes_on(lab: Lab, model: Path) -> None:
+    def fail(environ: dict[str, Any]) -> tuple[int, str] | None:
+        committed = any(key.startswith("out/data/") for key in lab.names())
+        return (503, "SlowDown") if committed and environ["REQUEST_METHOD"] == "PUT" else None
+
+    program = (
+        "import sys; from batchspec import run; from batchspec.io import retry; retry.DEADLINE_S = 0.5\n"
+        "sys.exit(run.main(sys.argv[1:]))"
+    )
+    lab.faults.before = fail
+    failed = subprocess.run(
+        [sys.executable, "-c", program, *arguments(model)], cwd=ROOT, check=False, capture_output=True, text=True
+    )
+    lab.faults.before = Faults().before
+    assert failed.returncode == 74, failed.stderr
+    said = failed.stderr.strip().splitlines()[-1]
+    assert f"s3://{BUCKET}/out/" in said
+    assert "SlowDown" in said
+    assert "run the same command again" in said
+    assert len(parts(lab)) == 1
+    assert run.main(arguments(model)) == 0
+    assert [name for name, _ in tokens(OUT)] == [f"q{i}" for i in range(ROWS)]
 
 
 def test_one_of_two_commits_of_a_shard_wins(lab: Lab, model: Path) -> None:
