@@ -197,6 +197,8 @@ def test_an_unknown_profile_and_a_bad_endpoint_are_config_errors(lab: Lab, monke
     monkeypatch.setenv("AWS_ENDPOINT_URL", "nonsense")
     with pytest.raises(ConfigError, match="AWS_ENDPOINT_URL"):
         store()
+    with pytest.raises(ConfigError, match="AWS_ENDPOINT_URL"):
+        source_of("in")
     monkeypatch.setenv("AWS_PROFILE", "nobody")
     with pytest.raises(ConfigError, match=r"nobody.*check AWS_PROFILE"):
         store()

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 import pyarrow.fs as pafs
 
 from batchspec.errors import ConfigError, InputError, StorageError
-from batchspec.io import s3
+from batchspec.io.aws import filesystem
 from batchspec.io.retry import arrow_passing, reason, retried
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ def place_of(entry: str) -> Place:
     if scheme == "s3":
         if not path.parts:
             raise ConfigError(f"input.path {entry} must be s3://BUCKET/...; name a bucket")
-        return RemotePlace(s3.filesystem(path.parts[0]), path, scheme)
+        return RemotePlace(filesystem(path.parts[0]), path, scheme)
     try:
         found, inner = pafs.FileSystem.from_uri(entry)
     except (ValueError, OSError, NotImplementedError) as error:

@@ -3,9 +3,6 @@
 A name is taken by one PUT with `If-None-Match: *`, which the store refuses where the name exists. An answer can get lost, and the
 request is then sent again and refused: the attempt's uuid in the object's metadata says whose it is. One PUT carries a whole
 object, so that nothing partial is ever visible.
-
-Credentials, region and endpoint come from where the AWS tools take them: the environment (AWS_PROFILE, AWS_ENDPOINT_URL, ...),
-the profiles in ~/.aws, or the machine's role. They are read here and kept nowhere.
 """
 
 from __future__ import annotations
@@ -22,8 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,8 +28,8 @@ import pyarrow.dataset as ds
 import pyarrow.fs as pafs
 
 from batchspec.errors import ConfigError, OutputError, StorageError
-from batchspec.io import retry
-from batchspec.io.retry import reason, retried
+from batchspec.io.aws import client, filesystem, passing, refusal, status
+from batchspec.io.retry import retried
 from batchspec.io.store import STALE_S, scanning, storing
 
 SCHEME = "s3://"
@@ -41,79 +37,7 @@ ATTEMPT = "batchspec-attempt"
 MAX_PUT_BYTES = 5 << 30
 SCAN_ATTEMPTS = 5
 DELETED_AT_ONCE = 8
-DENIED = ("AccessDenied", "Forbidden", "403", "401", "InvalidAccessKeyId", "SignatureDoesNotMatch")
-SENT_AGAIN = ("SlowDown", "RequestTimeout", "BadDigest", "Throttling", "InternalError", "ConditionalRequestConflict")
-"""Codes that pass, whatever their status: too fast, too slow, damaged on the way, or two conditional requests at once."""
-
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What every client of one store must agree on; None is the AWS tools' own choice."""
-
-    endpoint: str | None
-    region: str | None
-
-
-def settings() -> Settings:
-    """Endpoint and region of the environment, else of the profile. Raises ConfigError without boto3 or for an unknown profile."""
-    try:
-        import botocore.exceptions
-        import botocore.session
-    except ImportError:
-        raise ConfigError("s3:// paths need boto3, which is not installed; pip install 'batchspec[s3]'") from None
-    try:
-        profile = botocore.session.get_session().get_scoped_config()
-    except botocore.exceptions.BotoCoreError as error:
-        raise ConfigError(f"AWS settings: {reason(error)}; check AWS_PROFILE and ~/.aws/config") from error
-    environ = os.environ
-    return Settings(
-        environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or profile.get("endpoint_url"),
-        environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or profile.get("region"),
-    )
-
-
-def filesystem(bucket: str, attempts: int = 1) -> pafs.FileSystem:
-    """Arrow's view of S3, for reading; `attempts` is how often it sends a request by itself."""
-    place = settings()
-    region = place.region
-    if region is None and place.endpoint is None:
-        try:
-            region = pafs.resolve_s3_region(bucket)
-        except OSError as error:
-            raise StorageError(f"s3://{bucket}: no answer ({reason(error)}); check the bucket's name and the network") from error
-    scheme, _, host = (place.endpoint or "https://").partition("://")
-    return pafs.S3FileSystem(
-        region=region,
-        scheme=scheme,
-        endpoint_override=host.rstrip("/") or None,
-        connect_timeout=retry.CONNECT_S,
-        request_timeout=retry.REQUEST_S,
-        retry_strategy=pafs.AwsStandardS3RetryStrategy(max_attempts=attempts),
-    )
-
-
-@cache  # making one costs a tenth of a second; any number of threads may share it
-def _client(place: Settings, profile: str | None, connect_s: float, request_s: float) -> Any:
-    """boto3's client. It does not try again by itself: `retried` does."""
-    import boto3
-    from botocore.config import Config
-
-    config = Config(
-        connect_timeout=connect_s,
-        read_timeout=request_s,
-        retries={"total_max_attempts": 1},
-        # Stores other than Amazon's know Content-MD5, and not always the checksums that came later.
-        request_checksum_calculation="when_required",
-        response_checksum_validation="when_required",
-        s3={"addressing_style": "auto" if place.endpoint is None else "path"},
-    )
-    try:
-        session = boto3.session.Session(profile_name=profile)
-        return session.client("s3", endpoint_url=place.endpoint, region_name=place.region, config=config)
-    except ValueError as error:
-        raise ConfigError(f"AWS settings: {reason(error)}; check AWS_ENDPOINT_URL, such as https://host:port") from error
 
 
 class S3Store:
@@ -126,7 +50,7 @@ class S3Store:
             raise ConfigError(f"output.dir={root} must be s3://BUCKET/FOLDER; name a folder of a bucket")
         self.where, self.method = f"{SCHEME}{bucket}/{prefix}", "put"
         self._bucket, self._prefix = bucket, prefix
-        self._client = _client(settings(), os.environ.get("AWS_PROFILE"), retry.CONNECT_S, retry.REQUEST_S)
+        self._client = client()
         self._folder: Path | None = None
 
     def check_root(self) -> None:
@@ -232,7 +156,7 @@ class S3Store:
                         Bucket=self._bucket, Key=key, Body=body, ContentMD5=digest, IfNoneMatch="*", Metadata={ATTEMPT: attempt}
                     )
             except Exception as error:
-                if _status(error) != 412:
+                if status(error) != 412:
                     raise
                 found = self._head(name)  # an answer to us may have got lost
                 return found is not None and found["Metadata"].get(ATTEMPT) == attempt
@@ -247,7 +171,7 @@ class S3Store:
             try:
                 found: dict[str, Any] = self._client.head_object(Bucket=self._bucket, Key=key)
             except Exception as error:
-                if _status(error) == 404:
+                if status(error) == 404:
                     return None
                 raise
             return found
@@ -271,9 +195,9 @@ class S3Store:
         from botocore.exceptions import BotoCoreError, ClientError
 
         try:
-            return retried(what, act, _passing)
+            return retried(what, act, passing)
         except (BotoCoreError, ClientError) as error:
-            raise StorageError(f"{what} failed: {_refusal(error)}; run the same command again after that") from error
+            raise StorageError(f"{what} failed: {refusal(error)}; run the same command again after that") from error
 
     def _key(self, name: str) -> str:
         if name and any(part in ("", ".", "..") or "\0" in part for part in name.split("/")):
@@ -282,33 +206,6 @@ class S3Store:
 
     def _uri(self, name: str) -> str:
         return f"{self.where}/{name}" if name else self.where
-
-
-def _passing(error: Exception) -> bool:
-    """Whether a request of boto3 that ended so may succeed when it is sent again."""
-    import botocore.exceptions as boto
-    from urllib3.exceptions import HTTPError
-
-    if isinstance(error, boto.ClientError):
-        status, code = _status(error) or 0, error.response.get("Error", {}).get("Code", "")
-        return code in SENT_AGAIN or status in (408, 409, 429) or status >= 500
-    return isinstance(error, boto.HTTPClientError | boto.ConnectionError | boto.IncompleteReadError | HTTPError)
-
-
-def _status(error: Exception) -> int | None:
-    response = getattr(error, "response", None) or {}
-    status: int | None = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    return status
-
-
-def _refusal(error: Any) -> str:
-    """What the store did not like and what to do about it; never its whole answer, which may quote what was signed."""
-    code = str(getattr(error, "response", {}).get("Error", {}).get("Code", "")) or type(error).__name__
-    if code in DENIED or "Credential" in code or "Token" in code:
-        return f"access denied ({code}); check the credentials (AWS_PROFILE, AWS_ACCESS_KEY_ID, ...) and the bucket's policy"
-    if code == "NoSuchBucket":
-        return "there is no such bucket; make it or name another"
-    return f"{code}: {reason(error)}; check the bucket and the store"
 
 
 def _md5(body: io.BytesIO | io.BufferedReader) -> str:

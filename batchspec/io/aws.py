@@ -1,0 +1,124 @@
+"""How S3 is reached: the settings of the AWS tools, the two clients made from them, and what their errors mean.
+
+Credentials, region and endpoint come from where the AWS tools take them: the environment (AWS_PROFILE, AWS_ENDPOINT_URL, ...),
+the profiles in ~/.aws, or the machine's role. They are read here and kept nowhere.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pyarrow.fs as pafs
+
+from batchspec.errors import ConfigError, StorageError
+from batchspec.io import retry
+from batchspec.io.retry import reason
+
+DENIED = ("AccessDenied", "Forbidden", "403", "401", "InvalidAccessKeyId", "SignatureDoesNotMatch")
+SENT_AGAIN = ("SlowDown", "RequestTimeout", "BadDigest", "Throttling", "InternalError", "ConditionalRequestConflict")
+"""Codes that pass, whatever their status: too fast, too slow, damaged on the way, or two conditional requests at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What every client of one store must agree on; None is the AWS tools' own choice."""
+
+    endpoint: str | None
+    region: str | None
+
+
+def settings() -> Settings:
+    """Endpoint and region of the environment, else of the profile. Raises ConfigError without boto3 or for an unknown profile."""
+    try:
+        import botocore.exceptions
+        import botocore.session
+    except ImportError:
+        raise ConfigError("s3:// paths need boto3, which is not installed; pip install 'batchspec[s3]'") from None
+    try:
+        profile = botocore.session.get_session().get_scoped_config()
+    except botocore.exceptions.BotoCoreError as error:
+        raise ConfigError(f"AWS settings: {reason(error)}; check AWS_PROFILE and ~/.aws/config") from error
+    environ = os.environ
+    return Settings(
+        environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or profile.get("endpoint_url"),
+        environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or profile.get("region"),
+    )
+
+
+def filesystem(bucket: str, attempts: int = 1) -> pafs.FileSystem:
+    """Arrow's view of S3, for reading; `attempts` is how often it sends a request by itself."""
+    place = settings()
+    region = place.region
+    if region is None and place.endpoint is None:
+        try:
+            region = pafs.resolve_s3_region(bucket)
+        except OSError as error:
+            raise StorageError(f"s3://{bucket}: no answer ({reason(error)}); check the bucket's name and the network") from error
+    scheme, mark, host = (place.endpoint or "https://").partition("://")
+    if scheme not in ("http", "https") or not mark:
+        raise ConfigError(f"AWS settings: an endpoint that begins with {scheme[:12]}; let AWS_ENDPOINT_URL be like https://host:port")
+    return pafs.S3FileSystem(
+        region=region,
+        scheme=scheme,
+        endpoint_override=host.rstrip("/") or None,
+        connect_timeout=retry.CONNECT_S,
+        request_timeout=retry.REQUEST_S,
+        retry_strategy=pafs.AwsStandardS3RetryStrategy(max_attempts=attempts),
+    )
+
+
+def client() -> Any:
+    """boto3's client. It does not try again by itself: `retried` does."""
+    return _made(settings(), os.environ.get("AWS_PROFILE"), retry.CONNECT_S, retry.REQUEST_S)
+
+
+@cache  # making one costs a tenth of a second; any number of threads may share it
+def _made(place: Settings, profile: str | None, connect_s: float, request_s: float) -> Any:
+    import boto3
+    from botocore.config import Config
+
+    config = Config(
+        connect_timeout=connect_s,
+        read_timeout=request_s,
+        retries={"total_max_attempts": 1},
+        # Stores other than Amazon's know Content-MD5, and not always the checksums that came later.
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        s3={"addressing_style": "auto" if place.endpoint is None else "path"},
+    )
+    try:
+        session = boto3.session.Session(profile_name=profile)
+        return session.client("s3", endpoint_url=place.endpoint, region_name=place.region, config=config)
+    except ValueError as error:
+        raise ConfigError(f"AWS settings: {reason(error)}; check AWS_ENDPOINT_URL, such as https://host:port") from error
+
+
+def passing(error: Exception) -> bool:
+    """Whether a request of boto3 that ended so may succeed when it is sent again."""
+    import botocore.exceptions as boto
+    from urllib3.exceptions import HTTPError
+
+    if isinstance(error, boto.ClientError):
+        number, code = status(error) or 0, error.response.get("Error", {}).get("Code", "")
+        return code in SENT_AGAIN or number in (408, 409, 429) or number >= 500
+    return isinstance(error, boto.HTTPClientError | boto.ConnectionError | boto.IncompleteReadError | HTTPError)
+
+
+def status(error: Exception) -> int | None:
+    """Of HTTP, where there was an answer."""
+    response = getattr(error, "response", None) or {}
+    number: int | None = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return number
+
+
+def refusal(error: Any) -> str:
+    """What the store did not like and what to do about it; never its whole answer, which may quote what was signed."""
+    code = str(getattr(error, "response", {}).get("Error", {}).get("Code", "")) or type(error).__name__
+    if code in DENIED or "Credential" in code or "Token" in code:
+        return f"access denied ({code}); check the credentials (AWS_PROFILE, AWS_ACCESS_KEY_ID, ...) and the bucket's policy"
+    if code == "NoSuchBucket":
+        return "there is no such bucket; make it or name another"
+    return f"{code}: {reason(error)}; check the bucket and the store"
