@@ -103,6 +103,19 @@ def test_a_damaged_claim_goes_stale_like_any_other(tmp_path: Path, data: bytes) 
     assert claims.take(1)
 
 
+def test_claims_that_are_deleted_while_another_run_looks_belong_to_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run that completes the job deletes them all, perhaps between another one's look at the folder and at a claim."""
+    one, other = open_claims(tmp_path, "a", **ELSEWHERE), open_claims(tmp_path, "b")
+    assert one.take(0)
+    names = LocalStore.list(other._store, FOLDER)  # type: ignore[arg-type]
+    monkeypatch.setattr(LocalStore, "list", lambda self, name: names)
+    one.delete()
+    assert other.held() == {0}
+    assert other.take(0)
+
+
 def _take_all(args: tuple[str, str]) -> list[int]:
     root, attempt = args
     store = LocalStore(Path(root), "tmp")

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from batchspec.errors import StorageError
 from batchspec.io.store import Store
 
 FOLDER = "_batchspec/claims"
@@ -46,11 +47,11 @@ class Claims:
         if self._store.put_if_absent(name, self._claim(0)):
             self._held[shard] = 0
             return True
-        if not self._is_stale(shard, _parse(self._store.read(name))):
+        if not self._is_stale(shard, self._read(name)):
             return False
         # Two runs may take over at once: the one that stands there afterwards has it, the other one sees that at its next beat.
         self._store.put(name, self._claim(0))
-        if _parse(self._store.read(name)).get("owner") != self._attempt:
+        if self._read(name).get("owner") != self._attempt:
             return False
         self._held[shard] = 0
         return True
@@ -58,7 +59,7 @@ class Claims:
     def held(self) -> set[int]:
         """Shards that other runs work on, as far as anyone can tell. Raises StorageError."""
         found = {int(name.removesuffix(".json")) for name in self._store.list(FOLDER) if name.endswith(".json")}
-        return {n for n in found - self._held.keys() if not self._is_stale(n, _parse(self._store.read(_name(n))))}
+        return {n for n in found - self._held.keys() if not self._is_stale(n, self._read(_name(n)))}
 
     def beat(self) -> None:
         """Show that the run lives, at most every BEAT_S seconds. Shards that another run took over are no longer ours."""
@@ -66,7 +67,7 @@ class Claims:
             return
         self._beaten_at = self._clock()
         for shard, counter in list(self._held.items()):
-            if _parse(self._store.read(_name(shard))).get("owner") != self._attempt:
+            if self._read(_name(shard)).get("owner") != self._attempt:
                 del self._held[shard]
                 continue
             self._held[shard] = counter + 1
@@ -79,6 +80,15 @@ class Claims:
     def delete(self) -> None:
         """The job is complete."""
         self._store.delete_tree(FOLDER)
+
+    def _read(self, name: str) -> dict[str, Any]:
+        """A claim; an empty one where it is gone: the run that completed the job deletes them all."""
+        try:
+            return _parse(self._store.read(name))
+        except StorageError:
+            if self._store.exists(name):
+                raise
+            return {}
 
     def _is_stale(self, shard: int, claim: Mapping[str, Any]) -> bool:
         if is_gone(claim, self._who):
