@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Container, Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 import pyarrow as pa
 
@@ -93,9 +93,9 @@ def compute(job: Job, output: OutputFolder, committed: set[int]) -> None:
         claims = output.claims()
         with closing(Timeline(output.log_timeline, slots=engine.batch.slots)) as timeline, ending(engine.stop) as asked:
             try:
-                while skip := unclaimed(output, claims, asked):
+                while (others := unclaimed(output, claims, asked)) is not None:
                     decoded = decode_job(
-                        job, engine, seen, progress, journal, journaled, timeline=timeline, claims=claims, skip=skip.others
+                        job, engine, seen, progress, journal, journaled, timeline=timeline, claims=claims, skip=others
                     )
                     for shard, completions in decoded:
                         output.commit(shard.index, shard_table(job, shard, completions, output.attempt))
@@ -108,7 +108,7 @@ def compute(job: Job, output: OutputFolder, committed: set[int]) -> None:
                 saved = journal.flush()
             else:
                 saved = journal.flush(engine.unfinished()) if asked.name else 0
-        if asked.name is not None and len(output.committed()) < output.num_shards:
+        if asked.name is not None and output.missing():
             count = f"{len(output.committed())} of {output.num_shards} shards are committed, {saved} more rows are saved"
             raise Interrupted(f"{asked.name}: {count}; run the same command again to go on")
     if not output.missing():
@@ -128,15 +128,8 @@ def compute(job: Job, output: OutputFolder, committed: set[int]) -> None:
     output.log_run(summary.facts())
 
 
-@dataclass(frozen=True, slots=True)
-class Unclaimed:
-    """There are shards to work on: all but these."""
-
-    others: set[int]
-
-
-def unclaimed(output: OutputFolder, claims: Claims, asked: Asked) -> Unclaimed | None:
-    """What a pass over the input leaves out; None where the run is over.
+def unclaimed(output: OutputFolder, claims: Claims, asked: Asked) -> set[int] | None:
+    """Shards that a pass over the input leaves out; None where the run is over.
 
     With nothing left but shards of other runs it waits as long as it takes to tell whether those still live: the shards of one
     that died are taken up, the others are left to their runs.
@@ -145,7 +138,7 @@ def unclaimed(output: OutputFolder, claims: Claims, asked: Asked) -> Unclaimed |
     while not asked.name and (missing := output.missing()):
         held = claims.held()
         if missing - held:
-            return Unclaimed(held | set(range(output.num_shards)) - missing)
+            return held | set(range(output.num_shards)) - missing
         if time.monotonic() - waited_from > STALE_S + BEAT_S:
             return None
         time.sleep(1.0)

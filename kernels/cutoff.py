@@ -261,9 +261,7 @@ def cutoff_reference(
     out_cutoff.copy_(torch.where(greedy, -torch.inf, cut))
 
 
-def _cut_of_sorted(
-    best: Tensor, total: Tensor, heat: Tensor, top_k: Tensor, top_p: Tensor, vocab: int
-) -> tuple[Tensor, Tensor]:
+def _cut_of_sorted(best: Tensor, total: Tensor, heat: Tensor, top_k: Tensor, top_p: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     """Cutoffs of top-k and top-p from the N likeliest logits in falling order [T, N], and whether N was enough."""
     num = best.shape[1]
     no_top_k, no_top_p = top_k >= vocab, top_p >= 1

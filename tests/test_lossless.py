@@ -256,6 +256,15 @@ def test_a_run_that_is_stopped_goes_on_in_another_with_the_same_tokens(requests:
         check_statistics(completion, "lookup", scarce_pages=True)
 
 
+def test_a_stop_that_comes_before_the_run_is_not_lost() -> None:
+    """A signal may arrive while a job is still reading its first rows."""
+    engine = Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE)
+    engine.stop()
+    assert engine.unfinished() == []
+    assert list(engine.run(iter([request(0, [4, 5], cap=6)]))) == []
+    assert engine.unfinished() == []
+
+
 def test_a_stop_string_on_the_host_frees_the_slot_while_rounds_run_ahead() -> None:
     sampling = SamplingParams(temperature=1.0)
     requests = [request(i, [i], cap=30, sampling=sampling, stop=("A", "B", "C", "D")) for i in range(8)]

@@ -260,9 +260,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("answered", [False, True], ids=["before the request", "after it"])
-def test_a_run_that_dies_at_any_change_is_finished_by_the_next(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch, answered: bool
-) -> None:
+def test_a_run_that_dies_at_any_change_is_finished_by_the_next(lab: Lab, monkeypatch: pytest.MonkeyPatch, answered: bool) -> None:
     from botocore.httpsession import URLLib3Session
 
     send, parts = URLLib3Session.send, tables()

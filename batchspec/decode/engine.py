@@ -102,6 +102,8 @@ class Engine:
         self._beside = Beside(device) if overlap and device.type == "cuda" else None
         if self._beside is not None:
             self._beside.rounds.wait_stream(torch.cuda.current_stream(device))
+        self._stopping = False
+        self._reset(iter(()))
 
     @torch.inference_mode()
     def prepare(self, mode: SamplingMode, *, shared: bool = False) -> None:
@@ -127,6 +129,8 @@ class Engine:
     def run(self, requests: Iterator[Request]) -> Generator[Completion]:
         """Decode every request; completions come in the order in which rows die."""
         with self._on_rounds_stream():
+            if self._lengths is not None and not self._lengths.ready:
+                self._prepare(SamplingMode())
             self._reset(requests)
         while True:
             # No stream may be current while the caller has its turn.
@@ -142,13 +146,10 @@ class Engine:
 
     def _reset(self, requests: Iterator[Request]) -> None:
         """An earlier run may have been left half-way: rows, results and pages start anew."""
-        if self._lengths is not None and not self._lengths.ready:
-            self._prepare(SamplingMode())
         if self._beside is not None:
             self._beside.clear()
         self.pool = PagePool(self.batch.num_pages)
         self._launched.clear()
-        self._stopping = False
         self.rows.live.zero_()
         self._bucket = self.batch.slots
         self.groups.update([None] * self.batch.slots)
@@ -186,7 +187,10 @@ class Engine:
         return not self._scheduler.live and not self._launched and self._scheduler.exhausted
 
     def stop(self) -> None:
-        """End `run` at the next turn: what is launched is read, nothing more is. A signal handler may call it."""
+        """End `run` at the next turn, for good, or before it begins: what is launched is read, nothing more is launched.
+
+        A signal handler may call it.
+        """
         self._stopping = True
 
     def unfinished(self) -> list[Snapshot]:

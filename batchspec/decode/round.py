@@ -80,7 +80,7 @@ class Round:
         slots, width = batch.slots, drafter.max_len + 1
         self.width = width
         self._fixed = options.uniform_slots and drafter.fixed_len
-        self._draft_len, self._kv_len, self.accepted_len, self._q_start, self._row_ids = (
+        self._draft_len, self._kv_len, self._accepted_len, self._q_start, self._row_ids = (
             torch.zeros(size, dtype=torch.int32, device=device) for size in (slots, slots, slots, slots + 1, slots * width)
         )
         self._positions, self._slots = torch.zeros(2, slots * width, dtype=torch.int64, device=device)
@@ -108,7 +108,7 @@ class Round:
             place = batch.positions - (rows.num_tokens - 1)[batch.row_ids]
             places = Places(batch.row_ids, batch.positions + 1, ids[:, 1:], place)
         drafts = Drafts(ids[:, 1:], lengths, width.rates)
-        accepted_len = self.accepted_len[:num_rows]
+        accepted_len = self._accepted_len[:num_rows]
         result = self.commit(hidden, places, batch.q_start, drafts, rows, rows.live, mode, accepted_len)
         self.drafter.catch_up(batch, taps, accepted_len, rows, self.cache, lead=lead)
         return result

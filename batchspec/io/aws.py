@@ -59,7 +59,9 @@ def filesystem(bucket: str, attempts: int = 1) -> pafs.FileSystem:
             raise StorageError(f"s3://{bucket}: no answer ({reason(error)}); check the bucket's name and the network") from error
     scheme, mark, host = (place.endpoint or "https://").partition("://")
     if scheme not in ("http", "https") or not mark:
-        raise ConfigError(f"AWS settings: an endpoint that begins with {scheme[:12]}; let AWS_ENDPOINT_URL be like https://host:port")
+        raise ConfigError(
+            f"AWS settings: an endpoint that begins with {scheme[:12]}; let AWS_ENDPOINT_URL be like https://host:port"
+        )
     return pafs.S3FileSystem(
         region=region,
         scheme=scheme,

@@ -17,9 +17,7 @@ from batchspec.kernels.cutoff import cutoff
 INF, NAN = float("inf"), float("nan")
 
 
-def cut(
-    logits: Tensor, interpret: bool, *, heat: float = 1.0, k: int = 0, p: float = 1.0, min_p: float = 0.0
-) -> Tensor:
+def cut(logits: Tensor, interpret: bool, *, heat: float = 1.0, k: int = 0, p: float = 1.0, min_p: float = 0.0) -> Tensor:
     """Cutoffs of T places that share their settings."""
     places, device = logits.shape[0], logits.device
     row_ids = torch.zeros(places, dtype=torch.int32, device=device)
