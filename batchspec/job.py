@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import closing
 from dataclasses import asdict, replace
 
@@ -70,9 +70,12 @@ def run_job(config: RunConfig, source: Source | None = None) -> None:
     say(f"             python -c \"import polars; print(polars.read_parquet('{output.path}/data'))\"")
 
 
-def compute(job: Job, output: OutputFolder, committed: set[int]) -> None:
+def compute(
+    job: Job, output: OutputFolder, committed: set[int], make: Callable[[Job, Survey, Progress], Engine] = make_engine
+) -> None:
     """Decode and commit every shard that is not committed yet and that no other run works on, and say how fast.
 
+    `make` is called when every check has passed.
     Raises Interrupted at a signal that asks for the end: finished rows and the tokens of the others are in the journal then.
     """
     began = time.perf_counter()
@@ -85,7 +88,7 @@ def compute(job: Job, output: OutputFolder, committed: set[int]) -> None:
     done = seen.num_outputs(done_rows) + len(journaled.completions)
     with Progress(seen.num_outputs(job.source.num_rows), done=done) as progress:
         loading = time.perf_counter()
-        engine = make_engine(job, seen, progress)
+        engine = make(job, seen, progress)
         start_up_s = time.perf_counter() - loading
         create_output(job, output)  # nothing can be refused from here on
         if committed:

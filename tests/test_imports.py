@@ -21,7 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compose": set(),
     "job": {"prepare", "signals", "io", "packing", "model", "draft", "decode", "report"},
     "prepare": {"io", "packing", "model", "draft", "decode", "report"},
-    "commands": {"compose", "prepare", "io", "packing", "model", "draft", "decode", "cache", "report", "kernels"},
+    "commands": {"compose", "job", "prepare", "io", "packing", "model", "draft", "decode", "cache", "report", "kernels"},
     "packing": {"io", "model.spec", "model.tokenizer", "cache.pages"},
     "decode": {"draft", "model", "cache", "kernels"},
     "draft": {"model", "cache", "kernels"},

@@ -4,7 +4,8 @@ Two workloads. A shape (--shape) runs dummy weights on random prompts, EOS ignor
 (total_s - prefill_s), where prefill_s is a run that emits one token a row. A model (--model) runs real weights on real
 prompts (--input). Every --draft with every --k, that again with each --opt, and transformers' `generate` with
 --against-transformers, take turns within one process; ratios are of one turn, and the median of the turns is reported with
-its spread. `--make-job DIR` writes a job for `batchspec run` instead, with the same prompts and output lengths.
+its spread. `--make-job DIR` writes a job for `batchspec run` instead, with the same prompts and output lengths, and
+`batchspec bench --job-layer DIR --rows N` measures what a job costs beside its model.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from batchspec.commands import bench_job
 from batchspec.commands.bench_variants import OPTIONS, Bench, Record, TransformersVariant, Variant, parse_options
 from batchspec.commands.doctor import versions
 from batchspec.commands.workloads import SHAPES, make_job, make_workload
@@ -28,6 +30,8 @@ JOB_ROWS = 192
 
 
 def main(argv: list[str]) -> int:
+    if argv[:1] == ["--job-layer"]:
+        return bench_job.main(argv[1:])
     args = _parse(argv)
     if args.make_job:
         _make_job(args)

@@ -92,7 +92,8 @@ class Admission:
         """The request with the output length that is expected now; where nothing can end it early, that is its cap."""
         if not request.may_end_early:
             return request
-        return replace(request, predicted_tokens=self.predictor.predict(request.max_new_tokens))
+        predicted = self.predictor.predict(request.max_new_tokens)
+        return request if predicted == request.predicted_tokens else replace(request, predicted_tokens=predicted)
 
     def admit(self, shard: InputShard) -> Iterator[Request | Completion]:
         """Requests (samples 0 .. n-1) or one completion without an answer for each row, in input order."""
@@ -203,8 +204,8 @@ class Admission:
         return self._known(prompt.to_numpy(), "prompt_ids")
 
     def _known(self, ids: np.ndarray[Any, Any], where: str) -> Ids:
-        outside = ids[(ids < 0) | (ids >= self.vocab_size)]
-        if outside.size:
+        if ids.size and (ids.min() < 0 or ids.max() >= self.vocab_size):
+            outside = ids[(ids < 0) | (ids >= self.vocab_size)]
             limit = f"the vocabulary 0 .. {self.vocab_size - 1}"
             raise BadRow("bad_ids", f"{where} holds {outside[0]}, outside {limit}; correct it")
         return np.asarray(ids, dtype=np.int32)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from batchspec.cache.pages import page_keys
 from batchspec.config import PackingConfig
 from batchspec.errors import CapacityError
 from batchspec.model.spec import ModelSpec
@@ -172,10 +171,23 @@ def _rank(request: Request) -> tuple[int, int, int]:
 
 def _groups(window: Sequence[Request], page_size: int) -> dict[int, Hashable]:
     """Row -> its group. A row that shares no page is a group of its own samples."""
-    keys = {request.row_index: request.prompt_ids for request in window}
-    pages = {row: page_keys(prompt_ids, page_size) for row, prompt_ids in keys.items()}
-    rows_with = Counter(key for row_pages in pages.values() for key in row_pages)
-    return {row: next((key for key in reversed(own) if rows_with[key] > 1), row) for row, own in pages.items()}
+    prompts = {request.row_index: request.prompt_ids for request in window}
+    group_of: dict[int, Hashable] = {row: (0, row) for row in prompts}
+    together: dict[int, Hashable] = dict.fromkeys(prompts)  # rows that another one begins like, up to this page
+    end = page_size
+    while together:
+        pages = {
+            row: (beginning, prompts[row][end - page_size : end].tobytes())
+            for row, beginning in together.items()
+            if len(prompts[row]) >= end
+        }
+        counts = Counter(pages.values())
+        # A number for each beginning: hashing what it is made of would take longer with every page.
+        numbers = {page: (end, number) for number, page in enumerate(counts)}
+        together = {row: numbers[page] for row, page in pages.items() if counts[page] > 1}
+        group_of.update(together)
+        end += page_size
+    return group_of
 
 
 def _pages(tokens: float) -> int:
