@@ -12,7 +12,7 @@ from batchspec.compose import compose
 from batchspec.io.reader import table_source
 from batchspec.io.shards import OutputFolder
 from batchspec.io.store import scanning
-from batchspec.job import decode_job, run_job, shard_table
+from batchspec.job import Reporter, decode_job, run_job, shard_table
 from batchspec.prepare import make_engine, open_job, survey_first
 from batchspec.report.progress import Progress
 
@@ -43,7 +43,7 @@ def generate(data: Any, *, job: str | None = None, overrides: Sequence[str] = ()
         engine = make_engine(opened, seen, progress)
         tables = {
             shard.index: shard_table(opened, shard, completions, attempt="in-process")
-            for shard, completions in decode_job(opened, engine, seen, progress)
+            for shard, completions in decode_job(opened, engine, Reporter(progress, seen.mean_output, engine.totals))
         }
     frame = pl.from_arrow(pa.concat_tables([tables[index] for index in sorted(tables)]))
     assert isinstance(frame, pl.DataFrame)

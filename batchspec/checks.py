@@ -42,6 +42,8 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "output.shard_rows": (1, 10_000_000, "null lets batchspec choose"),
     "output.logprobs": (0, 100, "null writes none"),
     "cluster.max_restarts": (0, math.inf, "0 is never"),
+    "cluster.watchdog_s": (0, math.inf, "0 is never"),
+    "resume.row_attempts": (1, math.inf, "2 spares a row that was only near when a machine failed"),
 }
 
 CHOICES: dict[str, tuple[str, ...]] = {

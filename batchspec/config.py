@@ -167,12 +167,16 @@ class OutputConfig:
 class ResumeConfig:
     retry: str = "none"
     """none."""
+    row_attempts: int = 2
+    """Deaths of a run that was computing one row alone, after which that row becomes an error row (code crash)."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ClusterConfig:
     max_restarts: int = 10
     """Times a batch task may requeue itself."""
+    watchdog_s: float | None = None
+    """Seconds without a round after which a run counts as hung and exits with 75; 0: never; null: 600 on a GPU, 3600 on a CPU."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -19,13 +19,14 @@ import pyarrow as pa
 from batchspec.config import RunConfig
 from batchspec.decode.engine import Engine, EngineTotals
 from batchspec.errors import Interrupted, TooManyErrors
-from batchspec.io.claims import BEAT_S, STALE_S, Claims
+from batchspec.fitted import FittedEngine, MakeEngine, Shortage
+from batchspec.io.attempts import Attempts
+from batchspec.io.claims import BEAT_S, Claims
 from batchspec.io.journal import Journal, Journaled
 from batchspec.io.reader import InputShard, Source
 from batchspec.io.shards import OutputFolder
 from batchspec.io.writer import build_table
 from batchspec.packing.feed import Feed
-from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, job_fingerprint, make_engine, open_job, recorded_facts, survey_first
 from batchspec.records import Completion, Request
 from batchspec.report.card import dataset_card
@@ -35,6 +36,8 @@ from batchspec.report.stats import job_stats
 from batchspec.report.summary import RunSummary
 from batchspec.report.timeline import Timeline
 from batchspec.signals import Asked, ending
+from batchspec.suspects import decode_suspects, leaving, unsuspected
+from batchspec.watchdog import Watchdog
 
 JOURNAL_S = 60.0
 """Seconds of finished rows that a killed run may lose."""
@@ -70,9 +73,7 @@ def run_job(config: RunConfig, source: Source | None = None) -> None:
     say(f"             python -c \"import polars; print(polars.read_parquet('{output.path}/data'))\"")
 
 
-def compute(
-    job: Job, output: OutputFolder, committed: set[int], make: Callable[[Job, Survey, Progress], Engine] = make_engine
-) -> None:
+def compute(job: Job, output: OutputFolder, committed: set[int], make: MakeEngine = make_engine) -> None:
     """Decode and commit every shard that is not committed yet and that no other run works on, and say how fast.
 
     `make` is called when every check has passed.
@@ -88,36 +89,50 @@ def compute(
     done = seen.num_outputs(done_rows) + len(journaled.completions)
     with Progress(seen.num_outputs(job.source.num_rows), done=done) as progress:
         loading = time.perf_counter()
-        engine = make(job, seen, progress)
+        fitted = FittedEngine(job, seen, progress, make)
         start_up_s = time.perf_counter() - loading
         create_output(job, output)  # nothing can be refused from here on
         if committed:
             progress.phase(f"{len(committed)} of {output.num_shards} shards are committed already; the rest is computed")
-        claims = output.claims()
-        with closing(Timeline(output.log_timeline, slots=engine.batch.slots)) as timeline, ending(engine.stop) as asked:
+        claims, attempts = output.claims(), output.attempts()
+        watchdog = Watchdog(watchdog_s(job), journal.flush)
+        with (
+            closing(Timeline(output.log_timeline, slots=fitted.engine.batch.slots)) as timeline,
+            ending(fitted.stop) as asked,
+            leaving(claims, attempts),
+            watchdog.watching(),
+        ):
             try:
                 while (others := unclaimed(output, claims, asked)) is not None:
-                    decoded = decode_job(
-                        job, engine, seen, progress, journal, journaled, timeline=timeline, claims=claims, skip=others
-                    )
-                    for shard, completions in decoded:
-                        output.commit(shard.index, shard_table(job, shard, completions, output.attempt))
-                        journal.forget(shard.index)
-                        claims.forget(shard.index)
-                        num_tokens += sum(len(done.token_ids) for done in completions if done.token_ids is not None)
-                        num_errors += sum(completion.status == "error" for completion in completions)
-                        check_errors(job, num_errors)
+                    reporter = Reporter(progress, seen.mean_output, fitted.engine.totals, timeline, claims, watchdog.beat)
+                    with Shortage() as short:
+                        for shard, completions in decode_claimed(
+                            job, fitted.engine, reporter, journal, journaled, claims, attempts, others
+                        ):
+                            output.commit(shard.index, shard_table(job, shard, completions, output.attempt))
+                            journal.forget(shard.index)
+                            claims.forget(shard.index)
+                            watchdog.beat()
+                            num_tokens += sum(len(done.token_ids) for done in completions if done.token_ids is not None)
+                            num_errors += sum(completion.status == "error" for completion in completions)
+                            check_errors(job, num_errors)
+                    watchdog.pause()
+                    if short.said:
+                        journal.flush(fitted.engine.unfinished())
+                        fitted.shrink(short.said)
+                        journaled = journal.read(output.committed())
             except KeyboardInterrupt:  # the second one: the engine's rows are as they are
                 saved = journal.flush()
             else:
-                saved = journal.flush(engine.unfinished()) if asked.name else 0
+                saved = journal.flush(fitted.engine.unfinished()) if asked.name else 0
         if asked.name is not None and output.missing():
             count = f"{len(output.committed())} of {output.num_shards} shards are committed, {saved} more rows are saved"
             raise Interrupted(f"{asked.name}: {count}; run the same command again to go on")
     if not output.missing():
         journal.delete()
         claims.delete()
-    totals = engine.totals
+        attempts.delete()
+    totals = fitted.engine.totals
     summary = RunSummary(
         seconds=time.perf_counter() - began - start_up_s,
         start_up_s=start_up_s,
@@ -142,10 +157,16 @@ def unclaimed(output: OutputFolder, claims: Claims, asked: Asked) -> set[int] | 
         held = claims.held()
         if missing - held:
             return held | set(range(output.num_shards)) - missing
-        if time.monotonic() - waited_from > STALE_S + BEAT_S:
+        if time.monotonic() - waited_from > claims.stale_s + BEAT_S:
             return None
         time.sleep(1.0)
     return None
+
+
+def watchdog_s(job: Job) -> float:
+    """Seconds without a round after which the run counts as hung; 0 is never."""
+    own = job.config.cluster.watchdog_s
+    return own if own is not None else 600.0 if job.device.type == "cuda" else 3600.0
 
 
 def say(line: str) -> None:
@@ -175,43 +196,57 @@ def create_output(job: Job, output: OutputFolder) -> None:
     )
 
 
+def decode_claimed(
+    job: Job,
+    engine: Engine,
+    reporter: Reporter,
+    journal: Journal,
+    journaled: Journaled,
+    claims: Claims,
+    attempts: Attempts,
+    others: set[int],
+) -> Iterator[tuple[InputShard, list[Completion]]]:
+    """One pass over the shards that are neither done nor another run's (`others`); those that a run died with come last."""
+
+    def mine(shards: Iterator[InputShard]) -> Iterator[InputShard]:
+        return unsuspected(shards, claims, attempts)
+
+    yield from decode_job(job, engine, reporter, journal, journaled, take=mine, skip=others | attempts.suspected())
+    suspects = attempts.suspected() - others
+    if suspects and not engine.stopping:
+        say(f"{len(suspects)} shards were in work when a run died: their rows are computed apart")
+        shards = job.source.shards(job.shard_rows, set(range(-(-job.source.num_rows // job.shard_rows))) - suspects)
+        taken = (shard for shard in shards if claims.take(shard.index))
+        decoded = decode_suspects(job, engine, taken, attempts, journal, journaled, finished=reporter.finished)
+        yield from map(reporter.admitted, decoded)
+
+
 def decode_job(
     job: Job,
     engine: Engine,
-    seen: Survey,
-    progress: Progress,
+    reporter: Reporter,
     journal: Journal | None = None,
     journaled: Journaled | None = None,
     *,
-    timeline: Timeline | None = None,
-    claims: Claims | None = None,
+    take: Callable[[Iterator[InputShard]], Iterator[InputShard]] = iter,
     skip: Container[int] = (),
 ) -> Iterator[tuple[InputShard, list[Completion]]]:
     """Every shard that is not in `skip` with its completions, as soon as its last row is done.
 
     journal    gets every row as it ends; the caller says which shards are committed
     journaled  what earlier runs did of these shards
-    timeline   samples the engine's totals
-    claims     asked for every shard as it is read: what another run has is left to it
+    take       leaves out shards as they are read: what another run has
     """
     num_shards = sum(index not in skip for index in range(-(-job.source.num_rows // job.shard_rows)))
-    shards = job.source.shards(job.shard_rows, skip)
     feed = Feed(
-        shards if claims is None else (shard for shard in shards if claims.take(shard.index)),
+        take(job.source.shards(job.shard_rows, skip)),
         job.admission,
         num_shards=num_shards,
         shard_rows=job.shard_rows,
         slots=engine.batch.slots,
         journaled=journaled,
     )
-    reporter = Reporter(progress, seen.mean_output, timeline, claims)
     engine.on_round = reporter
-
-    def complete() -> Iterator[tuple[InputShard, list[Completion]]]:
-        for shard, completions in feed.complete():
-            progress.update(completions=sum(completion.stats is None for completion in completions))
-            yield shard, completions
-
     with closing(engine.run(reporter.watch(feed.requests()))) as completions:
         for completion in completions:
             job.admission.observe(completion)
@@ -220,8 +255,8 @@ def decode_job(
             if journal is not None:
                 journal.add(completion)
                 journal.flush_every(JOURNAL_S)
-            yield from complete()
-    yield from complete()  # shards without one good row
+            yield from map(reporter.admitted, feed.complete())
+    yield from map(reporter.admitted, feed.complete())  # shards without one good row
 
 
 class Reporter:
@@ -232,17 +267,31 @@ class Reporter:
     """
 
     def __init__(
-        self, progress: Progress, predicted_output: float, timeline: Timeline | None = None, claims: Claims | None = None
+        self,
+        progress: Progress,
+        predicted_output: float,
+        totals: EngineTotals,
+        timeline: Timeline | None = None,
+        claims: Claims | None = None,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
-        self._progress, self._timeline, self._before = progress, timeline, EngineTotals()
-        self._claims = claims
+        """`totals` are the engine's so far; `beat` is called whenever the run goes on."""
+        self._progress, self._timeline, self._before, self._begun = progress, timeline, replace(totals), totals.tokens
+        self._claims, self._beat = claims, beat
         self._rows, self._tokens, self._finished = 8, 8 * predicted_output, 0
         self.exhausted = False
 
     def watch(self, requests: Iterator[Request]) -> Iterator[Request]:
         """The same requests; `exhausted` once there are no more."""
-        yield from requests
+        for request in requests:
+            self._beat()
+            yield request
         self.exhausted = True
+
+    def admitted(self, done: tuple[InputShard, list[Completion]]) -> tuple[InputShard, list[Completion]]:
+        """The same shard; its bad rows, which no engine saw, are done."""
+        self._progress.update(completions=sum(completion.stats is None for completion in done[1]))
+        return done
 
     def finished(self, completion: Completion) -> None:
         count = 0 if completion.token_ids is None else len(completion.token_ids)
@@ -252,7 +301,7 @@ class Reporter:
     def __call__(self, totals: EngineTotals) -> None:
         progress = self._progress
         left = (progress.total - progress.done) * self._tokens / self._rows
-        in_flight = totals.tokens - self._finished
+        in_flight = totals.tokens - self._begun - self._finished
         progress.update(
             tokens=totals.tokens - self._before.tokens,
             accepted=totals.accepted - self._before.accepted,
@@ -260,6 +309,7 @@ class Reporter:
             live_rows=totals.live_rows,
             remaining_tokens=max(0, round(left - in_flight)),
         )
+        self._beat()
         if self._claims is not None:
             self._claims.beat()
         if self._timeline is not None:

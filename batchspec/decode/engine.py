@@ -193,6 +193,11 @@ class Engine:
         """
         self._stopping = True
 
+    @property
+    def stopping(self) -> bool:
+        """`stop` was called."""
+        return self._stopping
+
     def unfinished(self) -> list[Snapshot]:
         """Behind a stopped `run`: every row that had tokens and no end, those that wait for pages too.
 

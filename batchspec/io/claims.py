@@ -6,6 +6,8 @@ A run beats: it writes its claims again with a higher counter. A claim that has 
 observer's own clock has no owner any more, and no clock of another machine is trusted for that. Sooner, where the observer can
 tell: its process is gone from this machine, or it belongs to an earlier start of this very task of the batch system. A run that
 was stopped and comes back after its claim was taken loses at the commit, at worst; nothing is written twice.
+
+A run that ends in any way of its own gives its claims back (owner ""). One that is found without its owner tells of a death.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from batchspec.io.store import Store
 FOLDER = "_batchspec/claims"
 STALE_S = 150.0
 """More than twice as long as an NFS client may show old attributes (60 s), and five beats."""
+REMOTE_STALE_S = 300.0
+"""On S3 a beat may be tried again for two minutes, and the one before it for as long."""
 BEAT_S = 30.0
 
 
@@ -33,7 +37,9 @@ class Claims:
     def __init__(
         self, store: Store, attempt: str, *, stale_s: float = STALE_S, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._store, self._attempt, self._stale_s, self._clock = store, attempt, stale_s, clock
+        self._store, self.attempt, self.stale_s, self._clock = store, attempt, stale_s, clock
+        self.died: dict[int, str] = {}
+        """Shards of ours whose last owner died with them, and its attempt."""
         self._held: dict[int, int] = {}
         self._seen: dict[int, tuple[tuple[str, int], float]] = {}
         self._beaten_at = clock()
@@ -47,14 +53,29 @@ class Claims:
         if self._store.put_if_absent(name, self._claim(0)):
             self._held[shard] = 0
             return True
-        if not self._is_stale(shard, self._read(name)):
+        before = self._read(name)
+        if not self._is_stale(shard, before):
             return False
         # Two runs may take over at once: the one that stands there afterwards has it, the other one sees that at its next beat.
         self._store.put(name, self._claim(0))
-        if self._read(name).get("owner") != self._attempt:
+        if self._read(name).get("owner") != self.attempt:
             return False
         self._held[shard] = 0
+        if before.get("owner"):
+            self.died[shard] = str(before["owner"])
         return True
+
+    @property
+    def own(self) -> list[int]:
+        """Shards that this run works on."""
+        return sorted(self._held)
+
+    def release(self) -> None:
+        """The run ends: what it holds is free at once, for anyone. Raises StorageError."""
+        for shard in self.own:
+            del self._held[shard]
+            if self._read(_name(shard)).get("owner") == self.attempt:
+                self._store.put(_name(shard), json.dumps({"owner": ""}).encode())
 
     def held(self) -> set[int]:
         """Shards that other runs work on, as far as anyone can tell. Raises StorageError."""
@@ -67,7 +88,7 @@ class Claims:
             return
         self._beaten_at = self._clock()
         for shard, counter in list(self._held.items()):
-            if self._read(_name(shard)).get("owner") != self._attempt:
+            if self._read(_name(shard)).get("owner") != self.attempt:
                 del self._held[shard]
                 continue
             self._held[shard] = counter + 1
@@ -91,17 +112,17 @@ class Claims:
             return {}
 
     def _is_stale(self, shard: int, claim: Mapping[str, Any]) -> bool:
-        if is_gone(claim, self._who):
+        if claim.get("owner") == "" or is_gone(claim, self._who):
             return True
         state = str(claim.get("owner")), int(claim.get("counter", 0))
         known, since = self._seen.get(shard, (None, 0.0))
         if known != state:
             self._seen[shard] = (state, self._clock())
             return False
-        return self._clock() - since >= self._stale_s
+        return self._clock() - since >= self.stale_s
 
     def _claim(self, counter: int) -> bytes:
-        return json.dumps({"owner": self._attempt, "counter": counter, **self._who}).encode()
+        return json.dumps({"owner": self.attempt, "counter": counter, **self._who}).encode()
 
 
 def whoami() -> dict[str, Any]:

@@ -13,13 +13,13 @@ import json
 import time
 import zlib
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 
 from batchspec.io.store import Store
-from batchspec.records import Completion, RowError, RowStats, Snapshot
+from batchspec.records import Completion, Request, RowError, RowStats, Snapshot
 
 FOLDER = "_batchspec/journal"
 VERSION = 2
@@ -33,6 +33,14 @@ class Journaled:
 
     completions: dict[Key, Completion] = field(default_factory=dict)
     snapshots: dict[Key, Snapshot] = field(default_factory=dict)
+
+    def known(self, entry: Request | Completion) -> Request | Completion:
+        """What admission gave, or what earlier runs made of it: the finished row, or the request that goes on where it was."""
+        if isinstance(entry, Completion):
+            return entry
+        key = entry.row_index, entry.sample_index
+        snapshot = self.snapshots.get(key)
+        return self.completions.get(key) or (entry if snapshot is None else replace(entry, resumed=snapshot))
 
 
 class Journal:

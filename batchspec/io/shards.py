@@ -6,6 +6,7 @@ _batchspec/manifest.json  what the job is; made first, so that a folder with a m
 _batchspec/tmp            files under construction
 _batchspec/logs           run-<attempt>.json: how fast each run was; run-<attempt>.timeline.jsonl: what it did when
 _batchspec/journal        rows of shards that are not committed yet, see journal.py
+_batchspec/attempts       what runs were at when they died, see attempts.py
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchspec.errors import OutputError, StorageError
-from batchspec.io.claims import Claims
+from batchspec.io.attempts import Attempts
+from batchspec.io.claims import REMOTE_STALE_S, STALE_S, Claims
 from batchspec.io.journal import Journal
 from batchspec.io.manifest import Manifest, differences
 from batchspec.io.reader import InputFile
@@ -185,7 +187,12 @@ class OutputFolder:
 
     def claims(self) -> Claims:
         """Which run works on which shard."""
-        return Claims(self._store, self.attempt)
+        stale_s = REMOTE_STALE_S if self._store.method == "put" else STALE_S
+        return Claims(self._store, self.attempt, stale_s=stale_s)
+
+    def attempts(self) -> Attempts:
+        """Which rows runs died with."""
+        return Attempts(self._store, self.attempt)
 
     def missing(self) -> set[int]:
         """Shards that are not committed."""

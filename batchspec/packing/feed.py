@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 
 from batchspec.io.journal import Journaled
 from batchspec.io.reader import InputShard
@@ -57,17 +56,10 @@ class Feed:
     def _admitted(self, count: int | None) -> list[Request]:
         requests: list[Request] = []
         for shard in itertools.islice(self._shards, count):
-            entries = [self._known(entry) for entry in self._admission.admit(shard)]
+            entries = [self._journaled.known(entry) for entry in self._admission.admit(shard)]
             self._open[shard.index] = (shard, len(entries), [e for e in entries if isinstance(e, Completion)])
             requests += [e for e in entries if isinstance(e, Request)]
         return requests
-
-    def _known(self, entry: Request | Completion) -> Request | Completion:
-        key = entry.row_index, entry.sample_index
-        if isinstance(entry, Completion):
-            return entry
-        snapshot = self._journaled.snapshots.get(key)
-        return self._journaled.completions.get(key) or (entry if snapshot is None else replace(entry, resumed=snapshot))
 
     def add(self, completion: Completion) -> None:
         self._open[completion.shard][2].append(completion)

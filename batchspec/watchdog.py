@@ -1,0 +1,73 @@
+"""A watch over the rounds: where none ends for long, the process says where it hangs, saves what it has, and ends with 75."""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from batchspec.errors import BatchspecError, Interrupted
+
+LOOKS = 20
+"""How often it looks while the limit passes."""
+SAVE_S = 180.0
+"""Longer than a store is waited for: saving may hang as well."""
+
+
+class Watchdog:
+    """`beat` says that the run goes on. From the thread that hangs nothing can be had: another one ends the process."""
+
+    def __init__(self, limit_s: float, save: Callable[[], object]) -> None:
+        """save  called before the end, while the hanging thread stands still; 0 as limit_s is off"""
+        self._limit_s, self._save = limit_s, save
+        self._beaten_at = math.inf
+
+    def beat(self) -> None:
+        self._beaten_at = time.monotonic()
+
+    def pause(self) -> None:
+        """Nothing is expected until the next beat."""
+        self._beaten_at = math.inf
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        if not self._limit_s:
+            yield
+            return
+        over = threading.Event()
+        thread = threading.Thread(target=self._watch, args=(over,), daemon=True, name="watchdog")
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _watch(self, over: threading.Event) -> None:
+        # Code that hangs with Python's lock held lets no thread run: faulthandler's own timer, put off at each look, ends that.
+        late_s = self._limit_s + self._limit_s / LOOKS + SAVE_S
+        while not over.wait(self._limit_s / LOOKS):
+            faulthandler.dump_traceback_later(late_s, exit=True)
+            if time.monotonic() - self._beaten_at >= self._limit_s:
+                self._end()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _end(self) -> None:
+        faulthandler.dump_traceback_later(SAVE_S, exit=True)
+        faulthandler.dump_traceback(all_threads=True)
+        try:
+            saved = f"{self._save()} more rows are saved"
+        except BatchspecError as error:
+            saved = str(error)
+        print(
+            f"batchspec: no round ended for {self._limit_s:g} s (cluster.watchdog_s), and the stacks above say where it hangs; "
+            f"{saved}; run the same command again to go on",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(Interrupted.exit_code)

@@ -1,0 +1,41 @@
+"""Whole runs in processes of their own, which may die. A server that has torch imported forks them: they start at once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from batchspec import run
+
+Patch = Callable[[], None]
+
+
+def nothing() -> None:
+    """No patch."""
+
+
+def _child(arguments: list[str], log: Path, patch: Patch) -> None:
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    patch()
+    code = run.main(arguments)
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run_apart(arguments: list[str], log: Path, patch: Patch = nothing, timeout_s: float = 120) -> tuple[int, str]:
+    """Exit code, negative for a signal, and what it said. `patch`, of a test module, is called there first."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.runs", "batchspec.job"])
+    process = context.Process(target=_child, args=(arguments, log, patch))
+    process.start()
+    process.join(timeout_s)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        raise AssertionError(f"the run hangs: {log.read_text()}")
+    return process.exitcode, log.read_text(errors="replace")

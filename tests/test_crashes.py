@@ -1,0 +1,225 @@
+"""Rows that kill the process, memory that runs out, rounds that hang: each costs what it must and nothing else."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+
+from batchspec import run
+from batchspec.decode.engine import Engine
+from batchspec.decode.round import Round
+from batchspec.io.attempts import Attempts
+from batchspec.io.store import LocalStore
+from tests.models import make_checkpoint, make_tokenizer
+from tests.runs import run_apart
+
+ROWS = 12
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_checkpoint(tmp_path_factory.mktemp("model"), "llama", dtype=torch.float64)
+    return make_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "prompts.parquet"
+    pl.DataFrame({"id": [f"q{i}" for i in range(ROWS)], "prompt": [f"Say word{i} again" for i in range(ROWS)]}).write_parquet(
+        path
+    )
+    return path
+
+
+def arguments(model: Path, data: Path, out: Path, *more: str) -> list[str]:
+    return [
+        f"model.path={model}", "model.dtype=float64", f"input.path={data}", f"output.dir={out}", "output.shard_rows=4",
+        "decode.max_new_tokens=16", "output.token_ids=true", "packing.slots=3", "draft=lookup", *more,
+    ]  # fmt: skip
+
+
+def tokens(out: Path) -> dict[str, list[int] | None]:
+    return dict(pl.read_parquet(out / "data").select("request_id", "token_ids").rows())
+
+
+@pytest.fixture(scope="module")
+def finished(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int] | None]:
+    out = tmp_path_factory.mktemp("plain") / "out"
+    assert run.main(arguments(model, data, out)) == 0
+    return tokens(out)
+
+
+def poison(row: str, number: int) -> None:
+    """From now on the process dies of a real signal when the row's prefill begins."""
+    prefill = Engine._prefill
+
+    def deadly(self: Engine, group: Any) -> None:
+        if any(entry.progress.request.request_id == row for entry in group):
+            os.kill(os.getpid(), number)
+        prefill(self, group)
+
+    Engine._prefill = deadly  # type: ignore[method-assign]
+
+
+def test_a_row_that_kills_the_process_is_found_and_its_neighbours_come_out_whole(
+    model: Path, data: Path, finished: dict[str, list[int] | None], tmp_path: Path
+) -> None:
+    command = arguments(model, data, tmp_path / "out")
+    # It dies with its shards, with the rows in flight beside it, and twice alone; then it is an error row.
+    deaths = [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGKILL]
+    for number in deaths:
+        code, said = run_apart(command, tmp_path / "log", partial(poison, "q5", number))
+        assert code == -number, said
+    assert run.main(command) == 0
+    frame = pl.read_parquet(tmp_path / "out/data")
+    assert frame["request_id"].to_list() == [f"q{i}" for i in range(ROWS)]
+    bad = frame.filter(pl.col("status") == "error").select("request_id", "error").unnest("error").row(0, named=True)
+    assert (bad["request_id"], bad["code"], bad["retryable"]) == ("q5", "crash", True)
+    assert "prompts.parquet row 5 (id 'q5'): 2 runs died" in bad["message"]
+    assert tokens(tmp_path / "out") == finished | {"q5": None}
+    assert not (tmp_path / "out/_batchspec/attempts").exists()
+
+
+def break_row(row: str) -> None:
+    prefill = Engine._prefill
+
+    def broken(self: Engine, group: Any) -> None:
+        if any(entry.progress.request.request_id == row for entry in group):
+            raise RuntimeError("an illegal memory access was encountered")
+        prefill(self, group)
+
+    Engine._prefill = broken  # type: ignore[method-assign]
+
+
+def test_a_row_that_breaks_the_engine_is_found_the_same_way(
+    model: Path, data: Path, finished: dict[str, list[int] | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "_prefill", Engine._prefill)
+    break_row("q2")
+    command = arguments(model, data, tmp_path / "out", "resume.row_attempts=1")
+    assert [run.main(command) for _ in range(4)] == [1, 1, 1, 0]
+    assert tokens(tmp_path / "out") == finished | {"q2": None}
+
+
+def test_rows_alone_at_a_death_are_struck_and_the_living_runs_own_record_is_not(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path, "tmp")
+    records = {name: Attempts(store, name) for name in ("a", "b", "c", "d")}
+    records["a"].enter(3, [12, 13, 14])
+    records["b"].enter(3, [13])
+    records["c"].enter(3, [13])
+    records["c"].clear()  # it ended by itself
+    records["d"].enter(3, [14])
+    assert records["d"].strikes(3) == {12: 0, 13: 1, 14: 0}
+    assert records["d"].strikes(2) == {}
+    for _ in range(2):
+        records["d"].suspect(3, "a")
+    records["d"].suspect(7, "b")
+    assert records["a"].suspected() == {3, 7}
+    (tmp_path / "_batchspec/attempts/rows-a.json").write_bytes(b"\0\0")
+    assert records["d"].strikes(3) == {13: 1}
+
+
+def short_of_memory(monkeypatch: pytest.MonkeyPatch, rounds: Iterator[int]) -> None:
+    """Memory runs out in these rounds, counted over all engines."""
+    run_round, seen, bad = Round.run, [0], set(rounds)
+
+    def short(self: Round, *rest: Any, **named: Any) -> Any:
+        seen[0] += 1
+        if seen[0] in bad:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has ...")
+        return run_round(self, *rest, **named)
+
+    monkeypatch.setattr(Round, "run", short)
+
+
+def test_memory_that_runs_out_once_shrinks_the_batch_and_no_row_begins_anew(
+    model: Path,
+    data: Path,
+    finished: dict[str, list[int] | None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    short_of_memory(monkeypatch, iter([6]))
+    assert run.main(arguments(model, data, tmp_path / "out", "packing.slots=4")) == 0
+    said = capsys.readouterr().err
+    assert re.search(r"out of memory with 4 slots, \d+ pages, .*\(CUDA out of memory.*\): going on with a smaller batch", said)
+    assert "2 slots" in said
+    assert tokens(tmp_path / "out") == finished
+    stats = pl.read_parquet(tmp_path / "out/data")["spec_decode"].struct.unnest()
+    assert sorted(set(stats["num_prefills"])) == [1, 2]  # those in flight went on, the others were not there yet or done
+
+
+def test_memory_that_runs_out_twice_ends_the_run_with_what_is_done_kept(
+    model: Path,
+    data: Path,
+    finished: dict[str, list[int] | None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = arguments(model, data, tmp_path / "out", "packing.slots=4", "draft=none")
+    with monkeypatch.context() as patch:
+        short_of_memory(patch, iter([20, 30]))
+        assert run.main(command) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "out of memory again, with 2 slots" in said
+    assert "run the same command again" in said
+    assert list((tmp_path / "out/_batchspec/journal").iterdir())
+    assert run.main(command) == 0
+    assert tokens(tmp_path / "out") == finished
+
+
+def test_a_batch_that_does_not_fit_at_the_start_is_made_smaller_once(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin, fits = Engine.__init__, 2
+
+    def short(self: Engine, target: Any, drafter: Any, batch: Any, **named: Any) -> None:
+        if batch.slots > fits:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        begin(self, target, drafter, batch, **named)
+
+    monkeypatch.setattr(Engine, "__init__", short)
+    assert run.main(arguments(model, data, tmp_path / "out", "packing.slots=4")) == 0
+    assert pl.read_parquet(tmp_path / "out/data").height == ROWS
+    fits = 1
+    assert run.main(arguments(model, data, tmp_path / "other", "packing.slots=4")) == 2
+    assert "out of memory again, with 2 slots" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+def hang(count: int) -> None:
+    run_round, seen = Round.run, [0]
+
+    def stuck(self: Round, *rest: Any, **named: Any) -> Any:
+        seen[0] += 1
+        if seen[0] == count:
+            time.sleep(600)
+        return run_round(self, *rest, **named)
+
+    Round.run = stuck  # type: ignore[method-assign]
+
+
+def test_a_round_that_hangs_ends_the_run_with_75_its_stacks_and_the_finished_rows(
+    model: Path, data: Path, finished: dict[str, list[int] | None], tmp_path: Path
+) -> None:
+    command = arguments(model, data, tmp_path / "out", "draft=none", "output.shard_rows=12", "cluster.watchdog_s=2")
+    began = time.monotonic()
+    code, said = run_apart(command, tmp_path / "log", partial(hang, 20))
+    assert code == 75
+    assert time.monotonic() - began < 30
+    assert "in stuck" in said  # the frame that hangs
+    assert re.search(r"no round ended for 2 s .* [1-9]\d* more rows are saved; run the same command again", said)
+    assert run.main(command) == 0
+    assert tokens(tmp_path / "out") == finished
