@@ -42,6 +42,12 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "output.shard_rows": (1, 10_000_000, "null lets batchspec choose"),
     "output.logprobs": (0, 100, "null writes none"),
     "cluster.max_restarts": (0, math.inf, "0 is never"),
+    "cluster.signal_s": (1, 65535, "120 is enough to save and to requeue"),
+    "cluster.tasks": (1, math.inf, "give the tasks of the array"),
+    "cluster.gpus": (0, math.inf, "0 is a task on a CPU"),
+    "cluster.cpus": (1, math.inf, "null leaves it to the cluster"),
+    "cluster.memory_gb": (math.ulp(0.0), math.inf, "null leaves it to the cluster"),
+    "cluster.time_h": (math.ulp(0.0), math.inf, "null leaves it to the partition"),
     "cluster.watchdog_s": (0, math.inf, "0 is never"),
     "resume.row_attempts": (1, math.inf, "2 spares a row that was only near when a machine failed"),
 }
@@ -188,6 +194,9 @@ def _names(config: RunConfig) -> None:
     path, copied = config.input.path, config.output.passthrough
     if path is not None and not (path and (isinstance(path, str) or _is_names(path))):
         raise ConfigError(f"input.path={path!r} must be a path or a list of paths; write input.path=[a.parquet,b.parquet]")
+    workers = config.cluster.workers
+    if workers != "auto" and not (type(workers) is int and workers > 0):
+        raise ConfigError(f"cluster.workers={workers} must be auto or at least 1; auto is one a GPU, and one on a CPU")
     if copied not in ("all", "none") and not _is_names(copied):
         raise ConfigError(f"output.passthrough={copied!r} must be all, none or a list of columns; write [a,b]")
 

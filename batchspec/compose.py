@@ -50,9 +50,9 @@ def compose(overrides: Sequence[str], *, require: Iterable[str] = (), config_dir
     return config
 
 
-def launch(task: Callable[[RunConfig], None], overrides: Sequence[str], *, require: Iterable[str]) -> int:
+def launch(task: Callable[[RunConfig], int | None], overrides: Sequence[str], *, require: Iterable[str]) -> int:
     """Compose the configuration through Hydra's own command line (`--cfg`, `--help`, `-m`, `--config-dir`), check it,
-    call `task`; returns the exit code.
+    call `task`; returns the exit code, which is the one that `task` returns where it returns one.
 
     An error of batchspec or Hydra is one line on stderr; anything else is a crash and keeps its traceback. In a sweep
     (`-m`) a failed job does not end the others and the code is 0, a signal ends it.
@@ -60,7 +60,7 @@ def launch(task: Callable[[RunConfig], None], overrides: Sequence[str], *, requi
     codes = [0]
 
     def body(cfg: DictConfig) -> None:
-        code = _guarded(task, cfg, require)
+        code = reported(lambda: _checked(task, cfg, require))
         if HydraConfig.get().mode == RunMode.RUN:
             codes.append(code)
         elif code == Interrupted.exit_code:
@@ -87,17 +87,21 @@ def launch(task: Callable[[RunConfig], None], overrides: Sequence[str], *, requi
     return codes[-1]
 
 
-def _guarded(task: Callable[[RunConfig], None], cfg: DictConfig, require: Iterable[str]) -> int:
+def _checked(task: Callable[[RunConfig], int | None], cfg: DictConfig, require: Iterable[str]) -> int | None:
+    config = from_hydra(cfg)
+    check(config, require=require)
+    return task(config)
+
+
+def reported(task: Callable[[], int | None]) -> int:
+    """The exit code of a task: its own, or that of the error it ended with, which is said on stderr."""
     try:
-        config = from_hydra(cfg)
-        check(config, require=require)
-        task(config)
+        return task() or 0
     except BatchspecError as error:
         return _report(error)
     except Exception:
         traceback.print_exc()
         return 1
-    return 0
 
 
 def _report(error: BatchspecError) -> int:

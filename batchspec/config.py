@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import importlib.resources
+import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -173,10 +174,32 @@ class ResumeConfig:
 
 @dataclass(slots=True, kw_only=True)
 class ClusterConfig:
+    workers: Any = "auto"
+    """Processes of a run: auto is one a visible GPU (one on a CPU), or a number. Of several GPUs each process has one."""
     max_restarts: int = 10
-    """Times a batch task may requeue itself."""
+    """Times a Slurm task may requeue itself after exit code 75; times that Slurm requeued it count too."""
+    signal_s: int = 120
+    """Seconds before the time limit at which a Slurm job is told to end, and in which a run saves what it has."""
     watchdog_s: float | None = None
     """Seconds without a round after which a run counts as hung and exits with 75; 0: never; null: 600 on a GPU, 3600 on a CPU."""
+    tasks: int = 1
+    """submit: tasks of the array. They share the shards; another number next time is fine."""
+    gpus: int = 1
+    """submit: GPUs a task, on one node."""
+    cpus: int | None = None
+    """submit: CPU cores a task; null: what the cluster gives."""
+    memory_gb: float | None = None
+    """submit: main memory a task, in GB of 1e9 bytes; null: what the cluster gives."""
+    time_h: float | None = None
+    """submit: time limit of a task in hours; null: the partition's."""
+    partition: str | None = None
+    """submit: null: the cluster's default."""
+    account: str | None = None
+    """submit: null: yours."""
+    log: str = "batchspec-%A_%a.log"
+    """submit: file for what a task says; %A is the job's number, %a the task's."""
+    sbatch: list[str] = field(default_factory=list)
+    """submit: more words for sbatch, e.g. [--qos=low, --array=0-99%10]; the last of two that differ counts."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -233,6 +256,16 @@ def from_hydra(cfg: DictConfig) -> RunConfig:
     assert isinstance(config, RunConfig)
     config.input.path = _shipped(config.input.path)
     return config
+
+
+def to_json(config: RunConfig) -> str:
+    """A checked configuration in one line, for another process."""
+    return json.dumps(asdict(config))
+
+
+def from_json(text: str) -> RunConfig:
+    """What `to_json` was given."""
+    return from_hydra(OmegaConf.create(json.loads(text)))
 
 
 def type_error(error: OmegaConfBaseException) -> str:

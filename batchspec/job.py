@@ -16,7 +16,9 @@ from dataclasses import asdict, replace
 
 import pyarrow as pa
 
+from batchspec import slurm
 from batchspec.config import RunConfig
+from batchspec.deadline import Deadline
 from batchspec.decode.engine import Engine, EngineTotals
 from batchspec.errors import Interrupted, TooManyErrors
 from batchspec.fitted import FittedEngine, MakeEngine, Shortage
@@ -96,6 +98,7 @@ def compute(job: Job, output: OutputFolder, committed: set[int], make: MakeEngin
             progress.phase(f"{len(committed)} of {output.num_shards} shards are committed already; the rest is computed")
         claims, attempts = output.claims(), output.attempts()
         watchdog = Watchdog(watchdog_s(job), journal.flush)
+        deadline = job_deadline(job, fitted.stop)
         with (
             closing(Timeline(output.log_timeline, slots=fitted.engine.batch.slots)) as timeline,
             ending(fitted.stop) as asked,
@@ -104,7 +107,9 @@ def compute(job: Job, output: OutputFolder, committed: set[int], make: MakeEngin
         ):
             try:
                 while (others := unclaimed(output, claims, asked)) is not None:
-                    reporter = Reporter(progress, seen.mean_output, fitted.engine.totals, timeline, claims, watchdog.beat)
+                    reporter = Reporter(
+                        progress, seen.mean_output, fitted.engine.totals, timeline, claims, watchdog.beat, deadline
+                    )
                     with Shortage() as short:
                         for shard, completions in decode_claimed(
                             job, fitted.engine, reporter, journal, journaled, claims, attempts, others
@@ -117,6 +122,8 @@ def compute(job: Job, output: OutputFolder, committed: set[int], make: MakeEngin
                             num_errors += sum(completion.status == "error" for completion in completions)
                             check_errors(job, num_errors)
                     watchdog.pause()
+                    if deadline.reached and not asked.name:
+                        asked.name = "time limit"
                     if short.said:
                         journal.flush(fitted.engine.unfinished())
                         fitted.shrink(short.said)
@@ -144,6 +151,17 @@ def compute(job: Job, output: OutputFolder, committed: set[int], make: MakeEngin
     )
     say(summary.line())
     output.log_run(summary.facts())
+
+
+def job_deadline(job: Job, stop: Callable[[], None]) -> Deadline:
+    """When Slurm ends this job; never where there is no Slurm."""
+    task, config = slurm.this_task(), job.config
+    return Deadline(
+        lambda: None if task is None else slurm.time_left_s(task),
+        config.cluster.signal_s,
+        keeps_tokens=config.output.logprobs is None,
+        stop=stop,
+    )
 
 
 def unclaimed(output: OutputFolder, claims: Claims, asked: Asked) -> set[int] | None:
@@ -209,14 +227,14 @@ def decode_claimed(
     """One pass over the shards that are neither done nor another run's (`others`); those that a run died with come last."""
 
     def mine(shards: Iterator[InputShard]) -> Iterator[InputShard]:
-        return unsuspected(shards, claims, attempts)
+        return unsuspected(reporter.deadline.shards(shards), claims, attempts)
 
     yield from decode_job(job, engine, reporter, journal, journaled, take=mine, skip=others | attempts.suspected())
     suspects = attempts.suspected() - others
     if suspects and not engine.stopping:
         say(f"{len(suspects)} shards were in work when a run died: their rows are computed apart")
         shards = job.source.shards(job.shard_rows, set(range(-(-job.source.num_rows // job.shard_rows))) - suspects)
-        taken = (shard for shard in shards if claims.take(shard.index))
+        taken = (shard for shard in reporter.deadline.shards(shards) if claims.take(shard.index))
         decoded = decode_suspects(job, engine, taken, attempts, journal, journaled, finished=reporter.finished)
         yield from map(reporter.admitted, decoded)
 
@@ -274,8 +292,10 @@ class Reporter:
         timeline: Timeline | None = None,
         claims: Claims | None = None,
         beat: Callable[[], None] = lambda: None,
+        deadline: Deadline | None = None,
     ) -> None:
-        """`totals` are the engine's so far; `beat` is called whenever the run goes on."""
+        """`totals` are the engine's so far; `beat` is called whenever the run goes on; `deadline` is asked before every row."""
+        self.deadline = deadline or Deadline(lambda: None, 0.0, keeps_tokens=True)
         self._progress, self._timeline, self._before, self._begun = progress, timeline, replace(totals), totals.tokens
         self._claims, self._beat = claims, beat
         self._rows, self._tokens, self._finished = 8, 8 * predicted_output, 0
@@ -283,7 +303,7 @@ class Reporter:
 
     def watch(self, requests: Iterator[Request]) -> Iterator[Request]:
         """The same requests; `exhausted` once there are no more."""
-        for request in requests:
+        for request in self.deadline.requests(requests):
             self._beat()
             yield request
         self.exhausted = True
@@ -297,6 +317,7 @@ class Reporter:
         count = 0 if completion.token_ids is None else len(completion.token_ids)
         self._rows, self._tokens, self._finished = self._rows + 1, self._tokens + count, self._finished + count
         self._progress.update(completions=1)
+        self.deadline.observe(completion)
 
     def __call__(self, totals: EngineTotals) -> None:
         progress = self._progress
@@ -310,6 +331,7 @@ class Reporter:
             remaining_tokens=max(0, round(left - in_flight)),
         )
         self._beat()
+        self.deadline.check()
         if self._claims is not None:
             self._claims.beat()
         if self._timeline is not None:

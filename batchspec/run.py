@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from batchspec.errors import ConfigError
+from batchspec.errors import ConfigError, Interrupted
 
 if TYPE_CHECKING:
     from batchspec.config import RunConfig
@@ -20,8 +20,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return launch(run, overrides, require=("model.path", "input.path", "output.dir"))
 
 
-def run(config: RunConfig) -> None:
-    """Run one checked job. Torch is imported here: a wrong configuration has been refused before that."""
+def run(config: RunConfig) -> int:
+    """Run one checked job; returns the exit code. In this process, or where it is to have several or runs in a task of Slurm, in
+    processes of their own; a Slurm task that can go on is put back into the queue."""
+    from batchspec import slurm, workers
+
+    task, devices = slurm.this_task(), workers.devices(config)
+    if task is None and len(devices) == 1:
+        run_here(config)
+        return 0
+    code = workers.supervise(config, devices)
+    if task is not None and code == Interrupted.exit_code:
+        workers.say(slurm.requeue(task, config.cluster.max_restarts))
+    return code
+
+
+def run_here(config: RunConfig) -> None:
+    """Run one checked job in this process. Torch is imported here: a wrong configuration has been refused before that."""
     if config.requires_gpu:
         import torch
 

@@ -129,6 +129,11 @@ def free_memory(device: torch.device, *, weights: int = 0) -> int:
     return max(0, free - weights)
 
 
+def host_share() -> float:
+    """Bytes of main memory that the pages of jobs on the CPU may take together."""
+    return CPU_SHARE * _free_host_memory()
+
+
 def _free_host_memory() -> int:
     """MemAvailable of /proc/meminfo, within the limit of the control group (v2) where there is one."""
     try:

@@ -1,0 +1,96 @@
+"""What a task of a Slurm job knows of itself, and how it puts itself back into the queue. Without Slurm nothing here is called.
+
+Facts, tried on Slurm 22.05: the last task of an array has the array's own id as SLURM_JOB_ID, and `scontrol requeue` of that id
+requeues all tasks; a job that ran out of time, or that ends by itself when it is told to, is not requeued by Slurm; `scancel`
+looks like any other end to the process, and a cancelled job that requeues itself comes back from the dead.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+TIMEOUT_S = 10.0
+"""Clients of Slurm hang where its controller does not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """This batch job, or this task of an array."""
+
+    job: str
+    """`17`, or `17_3` in an array."""
+    restarts: int
+    """Times it was requeued, by Slurm or by itself."""
+    step_tasks: int
+    """Tasks of the `srun` that this process belongs to; 1 where there is none."""
+    ends_at: float | None
+    """Seconds since 1970; None where Slurm does not tell it by SLURM_JOB_END_TIME."""
+
+
+def this_task(env: Mapping[str, str] | None = None) -> Task | None:
+    """The batch job that this process runs in; None outside Slurm and in an interactive allocation."""
+    env = os.environ if env is None else env
+    if "SLURM_JOB_ID" not in env or env.get("ENVIRONMENT") != "BATCH":
+        return None
+    array, index = env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID")
+    end = env.get("SLURM_JOB_END_TIME", "")
+    return Task(
+        job=f"{array}_{index}" if array and index else env["SLURM_JOB_ID"],
+        restarts=int(env.get("SLURM_RESTART_COUNT") or 0),
+        step_tasks=int(env.get("SLURM_STEP_NUM_TASKS") or 1),
+        ends_at=float(end) if end.isdigit() else None,
+    )
+
+
+def time_left_s(task: Task) -> float | None:
+    """Seconds until the job's time limit, as the controller says now; None where there is none or nobody knows."""
+    code, said = _ask("squeue", "-h", "-j", task.job, "-o", "%L")
+    if code == 0 and (left := parse_time(said)) is not None:
+        return left
+    return None if code == 0 or task.ends_at is None else task.ends_at - time.time()
+
+
+def parse_time(text: str) -> float | None:
+    """Seconds of Slurm's [[days-]hours:]minutes:seconds; None for UNLIMITED, INVALID and the like."""
+    match = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", text.strip())
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def requeue(task: Task, max_restarts: int) -> str:
+    """Put the task back into the queue unless it was cancelled or is out of restarts; what was done, in one line."""
+    if task.step_tasks > 1:
+        return f"job {task.job}: {task.step_tasks} tasks of one srun; the batch script has to run `scontrol requeue {task.job}`"
+    code, said = _ask("scontrol", "show", "job", "-o", task.job)
+    if code != 0:
+        return f"job {task.job} is not requeued: scontrol says nothing of it ({said}); submit the same command again"
+    now = dict(word.partition("=")[::2] for word in said.split())
+    if int(now.get("Restarts", 0)) > task.restarts:
+        return f"job {task.job} is requeued by Slurm"
+    if now.get("JobState") in ("COMPLETING", "CANCELLED") and now.get("Reason") != "TimeLimit":
+        return f"job {task.job} was cancelled and is not requeued; submit the same command again to go on"
+    if task.restarts >= max_restarts:
+        return (
+            f"job {task.job} is out of restarts: {task.restarts} of cluster.max_restarts={max_restarts} are used; everything is "
+            "saved, submit the same command again to go on"
+        )
+    code, said = _ask("scontrol", "requeue", task.job)
+    if code != 0:
+        return f"job {task.job} is not requeued ({said}); submit the same command again to go on"
+    return f"job {task.job} is requeued, restart {task.restarts + 1} of {max_restarts}"
+
+
+def _ask(*command: str) -> tuple[int, str]:
+    """Exit code and what was said, errors in one line."""
+    try:
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return 1, f"{command[0]}: {error.strerror if isinstance(error, OSError) else f'no answer in {TIMEOUT_S:g} s'}"
+    return done.returncode, done.stdout.strip() if done.returncode == 0 else " ".join(done.stderr.split())

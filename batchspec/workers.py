@@ -1,0 +1,246 @@
+"""Several processes for one job, one a GPU, from one command. They share its shards by claims, as tasks of an array do.
+
+The parent computes nothing and does not need torch: it starts the workers, hands signals on, names a worker that died, and ends
+with one exit code. In a Slurm task it stands in front of a single worker too: whatever that dies of, the parent is there to say
+so and to put the task back into the queue.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from batchspec.config import RunConfig, to_json
+from batchspec.errors import BatchspecError, ConfigError, Interrupted, StorageError, TooManyErrors
+from batchspec.io.shards import OutputFolder
+from batchspec.signals import SIGNALS
+
+PROGRAM = ("-m", "batchspec.worker")
+POLL_S = 0.1
+SAVING = 0.75
+"""Share of cluster.signal_s that workers have to end in after a signal, before they are killed."""
+DIED_CODES = (ConfigError.exit_code, StorageError.exit_code, 1, Interrupted.exit_code)
+"""What the parent ends with where no worker reached the end, the gravest first."""
+
+
+def devices(config: RunConfig) -> list[str | None]:
+    """One entry a worker: the GPU that it sees, as CUDA_VISIBLE_DEVICES names it, or None on a CPU. Raises ConfigError."""
+    gpus = [] if config.device == "cpu" else visible_gpus()
+    wanted = config.cluster.workers
+    if wanted == "auto":
+        return list(gpus) or [None]
+    if gpus and wanted > len(gpus):
+        raise ConfigError(
+            f"cluster.workers={wanted}: this machine shows {len(gpus)} GPUs, and a worker needs one of its own; lower it, or "
+            "leave it auto for one worker a GPU"
+        )
+    return list(gpus[:wanted]) or [None] * wanted
+
+
+def visible_gpus() -> list[str]:
+    """GPUs that a process started here would see."""
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        return []
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name.strip() for name in named.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
+    import torch  # counts without starting CUDA here
+
+    return [str(index) for index in range(torch.cuda.device_count())]
+
+
+@dataclass(slots=True)
+class Worker:
+    number: int
+    device: str | None
+    process: subprocess.Popen[str]
+    code: int | None = None
+    """As Popen has it: negative for the signal that ended it."""
+
+    def name(self) -> str:
+        return f"worker {self.number}" + ("" if self.device is None else f" (GPU {self.device})")
+
+
+class Crew:
+    """The workers of one run."""
+
+    def __init__(self, config: RunConfig, devices: Sequence[str | None]) -> None:
+        self._text = to_json(config)
+        self._num = len(devices)
+        self._said: set[str] = set()
+        self._lock = threading.Lock()
+        self.asked: int | None = None
+        """The first signal that came."""
+        self.asked_at = 0.0
+        self.workers = [self._start(number, device) for number, device in enumerate(devices)]
+        self._readers = [self._follow(worker) for worker in self.workers if worker.process.stdout is not None]
+
+    def _start(self, number: int, device: str | None) -> Worker:
+        env = dict(os.environ)
+        if device is not None:
+            env["CUDA_VISIBLE_DEVICES"] = device
+        elif self._num > 1:
+            env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self._num)))
+        # A session of its own: Ctrl-C reaches the workers through the parent, once. Its output is the parent's where it is alone.
+        process = subprocess.Popen(
+            [sys.executable, *PROGRAM, str(number), str(self._num if device is None else 1)],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE if self._num > 1 else None,
+            stderr=subprocess.STDOUT if self._num > 1 else None,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):
+            process.stdin.write(self._text + "\n")
+            process.stdin.flush()  # left open: its end tells the worker that the parent is gone
+        return Worker(number, device, process)
+
+    def _follow(self, worker: Worker) -> threading.Thread:
+        assert worker.process.stdout is not None
+        thread = threading.Thread(target=self._print, args=(worker.number, worker.process.stdout), daemon=True)
+        thread.start()
+        return thread
+
+    def _print(self, number: int, lines: IO[str]) -> None:
+        """A worker's lines behind its number; an error that all of them meet is said once."""
+        for line in lines:
+            with self._lock:
+                if line.startswith("batchspec: ") and self.asked is None:
+                    if line in self._said:
+                        continue
+                    self._said.add(line)
+                print(f"[{number}] {line}", end="", file=sys.stderr, flush=True)
+
+    def live(self) -> list[Worker]:
+        return [worker for worker in self.workers if worker.code is None]
+
+    def send(self, number: int) -> None:
+        for worker in self.live():
+            worker.process.send_signal(number)
+
+    def reap(self) -> None:
+        """Look who ended, and name whom nobody told to."""
+        for worker in self.live():
+            worker.code = worker.process.poll()
+            if worker.code is None or worker.code in (0, Interrupted.exit_code) or self.asked is not None:
+                continue
+            died = worker.code < 0
+            how = f"was killed by {signal.Signals(-worker.code).name}" if died else f"ended with exit code {worker.code}"
+            left = len(self.live())
+            others = f"; {left} other{'s take' if left > 1 else ' takes'} its shards over" if left else ""
+            if self._num > 1 or died:
+                say(f"{worker.name()} {how}{others}")
+
+    def close(self) -> None:
+        for worker in self.workers:
+            if worker.code is None:
+                worker.process.kill()
+                worker.code = worker.process.wait()
+            if worker.process.stdin is not None:
+                with suppress(BrokenPipeError):
+                    worker.process.stdin.close()
+        for reader in self._readers:
+            reader.join(5)
+
+
+def supervise(config: RunConfig, devices: Sequence[str | None]) -> int:
+    """Run the job in one process a device until all have ended; returns the exit code (see errors.py).
+
+    0 where the job is complete, whoever died on the way, or where what is missing is with other runs. A worker that was killed
+    leaves a job that the same command goes on with: 75, unless others completed it.
+    """
+    with crew_of(config, devices) as crew:
+        while crew.live():
+            time.sleep(POLL_S)
+            crew.reap()
+            if any(worker.code == TooManyErrors.exit_code for worker in crew.workers) and crew.asked is None:
+                _ask(crew, signal.SIGTERM)
+            if crew.asked is not None and time.monotonic() - crew.asked_at > SAVING * config.cluster.signal_s:
+                for worker in crew.live():
+                    say(f"{worker.name()} did not end within {SAVING * config.cluster.signal_s:g} s of a signal: killed")
+                    worker.process.kill()
+                    worker.code = worker.process.wait()
+    return exit_code([_code(worker, crew.asked) for worker in crew.workers], config)
+
+
+@contextmanager
+def crew_of(config: RunConfig, devices: Sequence[str | None]) -> Iterator[Crew]:
+    """The workers, to which the signals of this process go; none of them lives on behind the block."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    waiting: list[int] = []
+    crew: Crew | None = None
+
+    def handle(number: int, _: FrameType | None) -> None:
+        if crew is None:
+            waiting.append(number)
+        else:
+            _ask(crew, number)
+
+    try:
+        for number in SIGNALS:
+            signal.signal(number, handle)
+        crew = Crew(config, devices)
+        for early in waiting:
+            _ask(crew, early)
+        yield crew
+    finally:
+        if crew is not None:
+            crew.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ask(crew: Crew, number: int) -> None:
+    if crew.asked is None:
+        crew.asked, crew.asked_at = number, time.monotonic()
+    crew.send(number)
+
+
+def _code(worker: Worker, asked: int | None) -> int:
+    """A worker's exit code. One that a signal ended, sent by whomever, can be gone on with."""
+    assert worker.code is not None
+    if worker.code >= 0:
+        return worker.code
+    if asked == -worker.code:
+        say(f"{worker.name()}: {signal.Signals(asked).name} before anything was computed; run the same command again")
+    return Interrupted.exit_code
+
+
+def exit_code(codes: Sequence[int], config: RunConfig) -> int:
+    """One code for all workers."""
+    if TooManyErrors.exit_code in codes:
+        return TooManyErrors.exit_code
+    if set(codes) == {0}:
+        return 0
+    if 0 in codes and _complete(config):
+        return 0
+    worst = next((code for code in DIED_CODES if code in codes), 1)
+    if 0 in codes:
+        say(f"{config.output.dir}: some shards are left, and no worker; run the same command again")
+    return worst
+
+
+def _complete(config: RunConfig) -> bool:
+    assert config.output.dir is not None
+    try:
+        output = OutputFolder(config.output.dir)
+        return output.is_job() and not output.missing() and output.has_card()
+    except BatchspecError:
+        return False
+
+
+def say(line: str) -> None:
+    print(f"batchspec: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,163 @@
+"""Several processes for one job from one command: a dead one is named, the others finish, signals and exit codes pass through."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+
+from batchspec import run, workers
+from batchspec.config import RunConfig
+from batchspec.errors import ConfigError
+from tests.models import make_checkpoint, make_tokenizer
+
+ROOT = Path(__file__).parents[1]
+ROWS = 48
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer(make_checkpoint(tmp_path_factory.mktemp("model"), "llama", dtype=torch.float64))
+
+
+@pytest.fixture(scope="module")
+def command(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    data = tmp_path_factory.mktemp("data") / "in.parquet"
+    pl.DataFrame({"id": [f"q{i}" for i in range(ROWS)], "prompt": [f"{i} and {i * i}" for i in range(ROWS)]}).write_parquet(data)
+    return [
+        f"model.path={model}", f"input.path={data}", "decode.max_new_tokens=60", "decode.ignore_eos=true", "draft=none",
+        "output.shard_rows=4", "output.token_ids=true", "packing.slots=2",
+    ]  # fmt: skip
+
+
+def tokens(out: Path) -> dict[str, list[int]]:
+    frame = pl.read_parquet(out / "data")
+    assert frame.height == ROWS
+    return dict(frame.select("request_id", "token_ids").iter_rows())
+
+
+def start(command: list[str], out: Path, *more: str) -> subprocess.Popen[str]:
+    words = [sys.executable, "-m", "batchspec.run", *command, f"output.dir={out}", *more]
+    return subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+
+def workers_of(parent: subprocess.Popen[str]) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()]
+
+
+def wait_for_claims(out: Path, count: int, parent: subprocess.Popen[str]) -> None:
+    claims = out / "_batchspec/claims"
+    while not (claims.is_dir() and len(list(claims.iterdir())) >= count):
+        assert parent.poll() is None
+        time.sleep(0.02)
+
+
+def test_whatever_ends_workers_or_their_parent_the_job_is_completed_with_the_same_tokens(
+    command: list[str], tmp_path: Path
+) -> None:
+    """One of two workers is killed: the other completes the job. In another folder a signal comes, then the parent is killed."""
+    parent = start(command, tmp_path / "died", "cluster.workers=2")
+    wait_for_claims(tmp_path / "died", 1, parent)
+    os.kill(workers_of(parent)[1], signal.SIGKILL)
+    said = parent.communicate()[1]
+    assert parent.returncode == 0, said
+    assert "batchspec: worker 1 was killed by SIGKILL; 1 other takes its shards over\n" in said
+
+    parent = start(command, tmp_path / "stopped", "cluster.workers=2")
+    wait_for_claims(tmp_path / "stopped", 5, parent)  # both have begun
+    parent.send_signal(signal.SIGUSR1)
+    said = parent.communicate()[1]
+    assert parent.returncode == 75, said
+    assert len(re.findall(r"\[[01]\] batchspec: SIGUSR1: \d+ of 12 shards are committed, \d+ more rows are saved", said)) == 2
+
+    saved = len(list((tmp_path / "stopped/_batchspec/journal").iterdir()))
+    parent = start(command, tmp_path / "stopped", "cluster.workers=2", "draft=lookup")
+    wait_for_claims(tmp_path / "stopped", 9, parent)
+    pids = workers_of(parent)
+    parent.kill()
+    parent.communicate()
+    wait_for_end(pids)
+    assert len(list((tmp_path / "stopped/_batchspec/journal").iterdir())) > saved
+    assert run.main([*command, f"output.dir={tmp_path / 'stopped'}"]) == 0
+    assert tokens(tmp_path / "stopped") == tokens(tmp_path / "died")
+
+
+def wait_for_end(pids: list[int]) -> None:
+    ends = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}/stat").exists() and ") Z " not in Path(f"/proc/{pid}/stat").read_text() for pid in pids):
+        assert time.monotonic() < ends, "workers that outlive their parent"
+        time.sleep(0.05)
+
+
+def supervised(monkeypatch: pytest.MonkeyPatch, program: str, count: int, **cluster: Any) -> int:
+    """The parent's exit code over `count` workers that run `program`, which knows its `number`."""
+    monkeypatch.setattr(workers, "PROGRAM", ("-c", f"import os, signal, sys, time; number = int(sys.argv[1]); {program}"))
+    config = RunConfig()
+    config.output.dir = "/nowhere"
+    for key, value in cluster.items():
+        setattr(config.cluster, key, value)
+    return workers.supervise(config, [None] * count)
+
+
+def test_what_all_workers_refuse_is_said_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    program = "print('note', number); print('batchspec: the input is empty'); sys.exit(2)"
+    assert supervised(monkeypatch, program, 3) == 2
+    said = capsys.readouterr().err
+    assert said.count("batchspec: the input is empty") == 1
+    assert sorted(line for line in said.splitlines() if "note" in line) == ["[0] note 0", "[1] note 1", "[2] note 2"]
+
+
+def test_too_many_errors_in_one_worker_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert supervised(monkeypatch, "sys.exit(3) if number == 1 else time.sleep(60)", 3) == 3
+
+
+def test_a_worker_that_does_not_heed_a_signal_is_killed_in_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = "signal.signal(signal.SIGTERM, signal.SIG_IGN); os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
+    began = time.monotonic()
+    assert supervised(monkeypatch, program, 1, signal_s=2) == 75
+    assert time.monotonic() - began < 10
+    assert "worker 0 did not end within 1.5 s of a signal: killed" in capsys.readouterr().err
+
+
+def test_a_worker_that_crashes_is_a_job_to_go_on_with_and_a_bug_is_not(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert supervised(monkeypatch, "os.kill(os.getpid(), signal.SIGSEGV)", 1) == 75
+    assert "worker 0 was killed by SIGSEGV" in capfd.readouterr().err
+    assert supervised(monkeypatch, "raise RuntimeError", 2) == 1
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [([0, 0], 0), ([75, 75], 75), ([2, 2], 2), ([0, 75], 75), ([0, 3], 3), ([75, 1], 1), ([74, 1, 75], 74), ([75, 134], 75)],
+)
+def test_many_exit_codes_become_one(codes: list[int], code: int, tmp_path: Path) -> None:
+    config = RunConfig()
+    config.output.dir = str(tmp_path / "nothing there")
+    assert workers.exit_code(codes, config) == code
+
+
+def test_there_is_one_worker_a_visible_gpu_and_no_gpu_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RunConfig()
+    monkeypatch.setattr(workers, "visible_gpus", lambda: ["0", "MIG-1", "5"])
+    assert workers.devices(config) == ["0", "MIG-1", "5"]
+    config.cluster.workers = 2
+    assert workers.devices(config) == ["0", "MIG-1"]
+    config.cluster.workers = 4
+    with pytest.raises(ConfigError, match=r"cluster\.workers=4: this machine shows 3 GPUs"):
+        workers.devices(config)
+    config.device = "cpu"
+    assert workers.devices(config) == [None] * 4
+    config.cluster.workers = "auto"
+    assert workers.devices(config) == [None]
