@@ -118,8 +118,9 @@ def shape(slots: int, **changes: object) -> PackedBatch:
     return packed(slots, row_buckets=tuple(sorted({1, 2, 4, slots})), **values)
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("name", ["none", "lookup", "eagle3", "eagle3 general"])
-def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, tmp_path: Path) -> None:
+def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, overlap: bool, tmp_path: Path) -> None:
     asked, slots = requests(40), 8
     general: dict[str, Any] = {"dead_positions": False, "uniform_slots": False, "argmax": False}
     drafters: dict[str, Callable[[], Drafter]] = {
@@ -129,7 +130,7 @@ def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, tmp_p
         "eagle3 general": partial(eagle, tmp_path, "cuda", 3, slots, **general),
     }
     options = RoundOptions(uniform_slots=name != "eagle3 general", argmax=name != "eagle3 general")
-    engine, done = run(target("cuda"), drafters[name](), shape(slots), asked, options=options)
+    engine, done = run(target("cuda"), drafters[name](), shape(slots), asked, options=options, overlap=overlap)
     assert engine.graphs.num_captured > 0
     assert tokens(done) == alone(asked)
 
@@ -139,14 +140,15 @@ def test_windows_give_the_same_tokens_too() -> None:
     assert tokens(run(target("cuda", 9), NoDrafter(), shape(4), asked)[1]) == alone(asked, 9)
 
 
-def test_rows_with_a_common_beginning_read_it_once_and_give_the_same_tokens(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+def test_rows_with_a_common_beginning_read_it_once_and_give_the_same_tokens(overlap: bool, tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
     beginnings = [rng.integers(0, VOCAB, 132).tolist() for _ in range(3)]
     asked = [
         request(i, beginnings[i % 3] + rng.integers(0, VOCAB, rng.integers(1, 12)).tolist(), cap=int(rng.integers(1, 50)))
         for i in range(40)
     ]
-    engine = Engine(target("cuda"), eagle(tmp_path, "cuda", 2, 8), shape(8), device=torch.device("cuda"))
+    engine = Engine(target("cuda"), eagle(tmp_path, "cuda", 2, 8), shape(8), device=torch.device("cuda"), overlap=overlap)
     shared: list[bool] = []
     engine.on_round = lambda totals: shared.append(engine.groups.any)
     assert tokens(list(engine.run(iter(asked)))) == alone(asked)
@@ -164,14 +166,15 @@ def test_a_distilled_head_is_mostly_right_and_changes_nothing(tmp_path: Path) ->
     assert engine.totals.accepted > engine.totals.row_rounds
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("seed", range(4))
-def test_run_ahead_with_stop_strings_refills_and_set_backs_changes_nothing(seed: int, tmp_path: Path) -> None:
+def test_run_ahead_with_stop_strings_refills_and_set_backs_changes_nothing(seed: int, overlap: bool, tmp_path: Path) -> None:
     """Pages are so scarce that rows are set back while rounds that write to them are on their way."""
     asked = [
         replace(r, predicted_tokens=1) for r in requests(100, seed=seed, longest=150)
     ]  # admission trusts it and takes in too many
     drafter = eagle(tmp_path, "cuda", 1 + seed, 16)
-    engine, done = run(target("cuda"), drafter, shape(16, num_pages=20, run_ahead=seed), asked)
+    engine, done = run(target("cuda"), drafter, shape(16, num_pages=20, run_ahead=seed), asked, overlap=overlap)
     assert engine.totals.set_back > 0
     assert tokens(done) == alone(asked)
 
