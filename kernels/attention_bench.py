@@ -144,7 +144,6 @@ def settings(inputs: Inputs) -> Iterator[tuple[str, WorkShape, dict[str, Any]]]:
         for config in inputs.model.wide if shape.tile > 16 and inputs.model.wide else inputs.model.configs:
             yield describe(config), replace(shape, block=config.block, programs=sms * config.per_sm), {"config": config}
     yield "merge apart", shape, {"merge_apart": True}
-    yield "first block fetched", shape, {"fetch": True}
     for times in (0.5, 2.0):
         yield f"programs x{times}", replace(shape, programs=int(shape.programs * times)), {}
     for chunk in (512, 2048):

@@ -17,20 +17,6 @@ def page_of(table, key, end, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
-def fetch_keys(base, page, key, kv_stride_part, kv_stride_page, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
-               HEAD_DIM: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Ask the second-level cache for K and V of these keys. No register waits, and nothing is read that may still change."""
-    LINE: tl.constexpr = 1024 // base.dtype.element_ty.primitive_bitwidth  # values in 128 bytes
-    LINES: tl.constexpr = DIM // LINE if DIM > LINE else 1
-    at = base + page.to(tl.int64) * kv_stride_page + (key % PAGE_SIZE) * (KV_HEADS * HEAD_DIM)
-    line = tl.arange(0, 2 * LINES)
-    at = at[:, None] + ((line // LINES) * kv_stride_part + tl.minimum(line % LINES * LINE, HEAD_DIM - 1))[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def attend_keys(
     q, peak, mass, acc, page, key, end, base, d, position, start, bits, scale, kv_stride_part, kv_stride_page,
     TREE: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr,

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from batchspec.kernels.attention_merge import merge_lines, merge_parts
 from batchspec.kernels.attention_settings import DTYPES, Config, config_of
-from batchspec.kernels.attention_step import attend_keys, fetch_keys, lanes_of, page_of, zero_places
+from batchspec.kernels.attention_step import attend_keys, lanes_of, page_of, zero_places
 from batchspec.kernels.attention_work import AttentionWork
 from batchspec.kernels.checks import check
 from batchspec.kernels.pdl import await_earlier, launch_args
@@ -37,7 +37,7 @@ def verify_kernel(
     out, part_out, part_lse, scale, max_pages, max_q, q_stride_t, q_stride_h, kv_stride_part, kv_stride_page,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SINK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr,
-    ROW_TILES: tl.constexpr, FETCH: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    ROW_TILES: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if not EARLY:
         await_earlier(PDL)
@@ -76,9 +76,6 @@ def verify_kernel(
     page = page_of(table, first + key, end, PAGE_SIZE)  # before all that depends on the places: their latencies overlap
     token = (first_place + lane // HEADS).to(tl.int64)
     position = tl.load(positions + token, mask=inside, other=-1).to(tl.int32)
-    base = kv + head * HEAD_DIM
-    if FETCH:  # K/V are asked for before the queries have come, which the first product takes through shared memory
-        fetch_keys(base, page, first + key, kv_stride_part, kv_stride_page, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM)
     if EARLY:
         await_earlier(PDL)
 
@@ -98,6 +95,7 @@ def verify_kernel(
         end = tl.minimum(end, tl.max(position, 0) + 1)
     TREE: tl.constexpr = ancestors is not None
 
+    base = kv + head * HEAD_DIM
     peak = tl.full([TILE], -1e30, tl.float32)  # finite, so that a query which sees no key of this item gets no NaN
     mass = tl.zeros([TILE], tl.float32)
     acc = tl.zeros([TILE, DIM], tl.float32)
@@ -181,7 +179,6 @@ def verify_attention(
     group_config: Config | None = None,
     early: bool = False,
     merge_apart: bool = False,
-    fetch: bool = False,
     interpret: bool = False,
 ) -> None:
     """Attention of T queries over the pages of their rows, for one layer.
@@ -201,7 +198,6 @@ def verify_attention(
     early       the launch before this one has written none of work, page_table, positions: with programmatic launches (`pdl.py`)
                 they are read before it has ended
     merge_apart  merge partial results in a launch of its own, for measurements
-    fetch       ask the second-level cache for an item's first block of K/V before anything else
     config, group_config  warps and stages other than `config_of`'s, for measurements; the blocks are those of work.shape
 
     Products and sums in fp32 (fp32 inputs: no TF32), weights rounded to the dtype of kv. Does not synchronise on a GPU. Raises
@@ -240,8 +236,8 @@ def verify_attention(
             scale * math.log2(math.e), page_table.shape[1], shape.max_q, q.stride(0), q.stride(1), kv.stride(0), kv.stride(1),
             **heads, PAGE_SIZE=shape.page_size, WINDOW=shape.window, SINK=shape.sink, TILE=tile, BLOCK=block, GROUPED=bool(kind),
             ROW_TILES=0 if kind or merge_apart else work.arrived.shape[1],
-            FETCH=fetch and q.is_cuda, WIDE=not q.is_cuda and q.dtype == torch.bfloat16, EARLY=early and args["PDL"],
-            num_warps=choice.num_warps, num_stages=choice.num_stages, **args,
+            WIDE=not q.is_cuda and q.dtype == torch.bfloat16, num_warps=choice.num_warps, num_stages=choice.num_stages,
+            EARLY=early and args["PDL"], **args,
         )  # fmt: skip
 
     if len(work.group_items):

@@ -116,7 +116,7 @@ for _dtype, _dim, _tile, _block, _warps, _window, _grouped, _tree, _early in (
           max_q=I32, q_stride_t=I32, q_stride_h=I32, kv_stride_part=I64, kv_stride_page=I32,
           KV_HEADS=8, HEADS=4, HEAD_DIM=_dim, DIM=128 if _dim == 96 else _dim, PAGE_SIZE=16, WINDOW=_window,
           SINK=4 if _window else 0, TILE=_tile, BLOCK=_block, GROUPED=_grouped, ROW_TILES=int(not _grouped),
-          FETCH=_early, WIDE=False, EARLY=_early)  # fmt: skip
+          WIDE=False, EARLY=_early)  # fmt: skip
 for _groups in (0, 64):
     _case(f"work_kernel groups {_groups}", "attention_work", 4, q_start=PI32, kv_len=PI32, positions=PI64, row_group=PI32,
           group_start=PI32, shared_len=PI32, out_items=PI32, out_group_items=PI32, out_counts=PI32, out_row_parts=PI32,
