@@ -1,8 +1,7 @@
 """Benchmark of verify attention: `python -m batchspec.kernels.verify_attention [8b] [ragged] [1b] [135m] [shared]`, all if none.
 
-For every shape: the error against the reference, then the time of attention from a captured graph, for the default settings, with
-the merge in a launch of its own, and for the best of a few others, so that `config_of` and `work_shape` can be set by what a card
-shows.
+For every shape: the error against the reference, then the time of attention and merge from a captured graph, for the default
+settings and for the best of a few others, so that `config_of` and `work_shape` can be set by what a card shows.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 import triton
@@ -68,25 +66,27 @@ class Inputs:
     def work(self, shape: WorkShape) -> AttentionWork:
         return attention_work(self.q_start, self.kv_len, self.positions, shape=shape, shared=self.shared)
 
-    def call(self, work: AttentionWork, partials: Partials, out: Tensor, kv: Tensor, **options: Any) -> None:
+    def call(self, work: AttentionWork, partials: Partials, out: Tensor, kv: Tensor, **configs: Config) -> None:
         scale = 1 / math.sqrt(self.q.shape[2])
-        verify_attention(self.q, kv, self.page_table, self.positions, work, partials, scale=scale, out=out, **options)
+        verify_attention(
+            self.q, kv, self.page_table, self.positions, work, partials, scale=scale, out=out,
+            config=configs.get("config"), group_config=configs.get("group_config"),
+        )  # fmt: skip
 
-    def time_us(self, shape: WorkShape, **options: Any) -> float:
+    def time_us(self, shape: WorkShape, **configs: Config) -> float:
         work = self.work(shape)
         partials, out = partials_of(work, self.q.shape[2]), torch.empty_like(self.q).contiguous()
-        calls: list[Callable[[], None]] = [partial(self.call, work, partials, out, kv, **options) for kv in self.copies]
+        calls: list[Callable[[], None]] = [partial(self.call, work, partials, out, kv, **configs) for kv in self.copies]
         return graph_us(calls, repeats=5, per_graph=max(len(calls), 16))
 
-    def error(self, shape: WorkShape, **options: Any) -> float:
-        """Relative L2 error against the reference, outputs and partial results poisoned before, as of a second layer."""
+    def error(self, shape: WorkShape, **configs: Config) -> float:
+        """Relative L2 error against the reference, outputs and partial results poisoned before."""
         work = self.work(shape)
-        partials, out = partials_of(work, self.q.shape[2]), torch.empty_like(self.q).contiguous()
+        partials, out = partials_of(work, self.q.shape[2]), torch.full_like(self.q, float("nan")).contiguous()
         expected = torch.empty_like(out)
-        for kv in (self.copies[-1], self.copies[0]):
-            for poisoned in (partials.out, partials.lse, out):
-                poisoned.fill_(float("nan"))
-            self.call(work, partials, out, kv, **options)
+        partials.out.fill_(float("nan"))
+        partials.lse.fill_(float("nan"))
+        self.call(work, partials, out, self.copies[0], **configs)
         scale = 1 / math.sqrt(self.q.shape[2])
         verify_attention_reference(self.q, self.copies[0], self.page_table, self.positions, work, scale=scale, out=expected)
         return float((out.float() - expected.float()).norm() / expected.float().norm())
@@ -128,7 +128,7 @@ def make_inputs(
     )  # fmt: skip
 
 
-def settings(inputs: Inputs) -> Iterator[tuple[str, WorkShape, dict[str, Any]]]:
+def settings(inputs: Inputs) -> Iterator[tuple[str, WorkShape, dict[str, Config]]]:
     """Ways to run a shape: the default first, then other configs, then other cuts of the work."""
     shape = inputs.shape
     yield "default", shape, {}
@@ -143,7 +143,6 @@ def settings(inputs: Inputs) -> Iterator[tuple[str, WorkShape, dict[str, Any]]]:
     else:
         for config in inputs.model.wide if shape.tile > 16 and inputs.model.wide else inputs.model.configs:
             yield describe(config), replace(shape, block=config.block, programs=sms * config.per_sm), {"config": config}
-    yield "merge apart", shape, {"merge_apart": True}
     for times in (0.5, 2.0):
         yield f"programs x{times}", replace(shape, programs=int(shape.programs * times)), {}
     for chunk in (512, 2048):
@@ -156,21 +155,21 @@ def describe(config: Config) -> str:
 
 def measure(inputs: Inputs, copy_tb_s: float) -> None:
     """One line: the default's error, time and bandwidth, then what was faster or failed."""
-    default, apart, best, best_name, failed = 0.0, 0.0, math.inf, "", []
-    for name, shape, options in settings(inputs):
+    default, best, best_name, failed = 0.0, math.inf, "", []
+    for name, shape, configs in settings(inputs):
         try:
-            us = inputs.time_us(shape, **options)
+            us = inputs.time_us(shape, **configs)
         except Exception as error:  # a setting that does not fit the card is a result, not the end of the table
             failed.append(f"{name}: {repr(error)[:90]}")
             continue
-        default, apart = default or us, us if name == "merge apart" else apart
+        default = default or us
         if us < best:
             best, best_name = us, name
     work_us = graph_us([partial(_make, inputs)], repeats=5, per_graph=16)
     tb_s = inputs.num_bytes / default / 1e6
     print(
         f"{inputs.name:<34} {default / 1e3:>8.4f} {tb_s:>6.2f} {tb_s / copy_tb_s:>7.1%} {inputs.error(inputs.shape):>9.1e} "
-        f"{apart / 1e3:>9.4f} {work_us:>8.1f} {best / 1e3:>9.4f} {inputs.num_bytes / best / 1e6:>6.2f}  {best_name}",
+        f"{work_us:>8.1f} {best / 1e3:>9.4f} {inputs.num_bytes / best / 1e6:>6.2f}  {best_name}",
         flush=True,
     )
     for line in failed:
@@ -225,8 +224,8 @@ def main() -> None:
     del source, target
     print(f"copy {copy_tb_s:.2f} TB/s (bytes read + written), torch {torch.__version__}, triton {triton.__version__}")
     started = time.perf_counter()
-    columns = f"{'ms':>8} {'TB/s':>6} {'of copy':>7} {'error':>9} {'apart ms':>9} {'list us':>8} {'best ms':>9} {'TB/s':>6}"
-    print(f"{'shape':<34} {columns}  best setting")
+    columns = f"{'ms':>8} {'TB/s':>6} {'of copy':>7} {'error':>9} {'list us':>8} {'best ms':>9} {'TB/s':>6}  best setting"
+    print(f"{'shape':<34} {columns}")
     for name, make in sections().items():
         if len(sys.argv) == 1 or name in sys.argv[1:]:
             for inputs in make():

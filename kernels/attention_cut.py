@@ -1,4 +1,4 @@
-"""The work list of verify attention in plain Python: how large it can be, and what `attention_work.py` lists, as a loop."""
+"""The work list of verify attention in plain Python: what `attention_work.py` lists, as a loop over rows and groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from batchspec.kernels.attention_work import AttentionWork, WorkShape
+    from batchspec.kernels.attention_work import AttentionWork
 
 FIELDS = 8
 """Of an item."""
@@ -18,28 +18,8 @@ WAVES = 5
 """Times that the card is filled at most: more items of fewer keys would even out nothing more."""
 
 
-def work_bounds(
-    shape: WorkShape, num_rows: int, num_places: int, target: int, group_target: int, num_groups: int
-) -> tuple[int, int, int]:
-    """Most items, padding included, most group items, and most lines of partial results, 0 where no row is to be cut.
-
-    Many rows, none of them much longer than a chunk, fill the card uncut: that saves the launch of a merge.
-    """
-    lanes = num_places * shape.heads_per_kv
-    tiles = min(num_rows * triton.cdiv(shape.max_q * shape.heads_per_kv, shape.tile), lanes // shape.tile + num_rows)
-    read = min(shape.max_kv, shape.window + shape.max_q + shape.page_size) if shape.window else shape.max_kv
-    whole = shape.max_whole if num_rows * shape.kv_heads * 3 >= shape.programs * 2 else shape.short
-    cuts = min(WAVES * target, tiles * triton.cdiv(shape.max_kv, max(shape.min_chunk, shape.block)))
-    if not num_groups:
-        return (tiles + 1, 0, 0) if read <= whole else (tiles + 1 + cuts, 0, cuts * shape.tile + lanes)
-    group_tiles = triton.cdiv(num_rows * shape.max_q * shape.heads_per_kv, shape.group_tile) + num_groups
-    group_cuts = min(WAVES * group_target, group_tiles * triton.cdiv(shape.max_kv, max(shape.min_chunk, shape.group_block)))
-    num_lines = cuts * shape.tile + group_cuts * shape.group_tile + 2 * lanes
-    return tiles + 1 + cuts, group_tiles + group_cuts, num_lines
-
-
 def attention_work_reference(work: AttentionWork, positions: Tensor, targets: tuple[int, int], min_chunk: int) -> None:
-    """Fill the outputs of `work`; targets are the items of a wave, of rows and of groups."""
+    """Fill items, group_items, counts and row_parts of `work`; targets are the items of a wave, of rows and of groups."""
     shape, heads, shared = work.shape, work.shape.heads_per_kv, work.shared
     group_of, common, starts = [-1] * len(work.kv_len), list[int](), [0]
     if shared is not None:
@@ -59,13 +39,12 @@ def attention_work_reference(work: AttentionWork, positions: Tensor, targets: tu
     tiles = [triton.cdiv(num_q * heads, shape.tile) for num_q in places]
     keys = [length - low for length, low in zip(lengths, first, strict=True)]
 
-    work.arrived.zero_()
     line = 0
     listed: list[list[tuple[int, ...]]] = []
     for row, cuts in enumerate(_cut(keys, tiles, targets[0], shape.chunk, min_chunk, shape.block)):
         above = len(group_cuts[group_of[row]]) if group_of[row] >= 0 and lengths[row] else 0
         parts = above + len(cuts) if above + len(cuts) > 1 else 0
-        work.row_parts[row] = torch.tensor((line, parts, len(cuts) if parts else 0))
+        work.row_parts[row] = torch.tensor((line, parts))
         line += parts * places[row] * heads
         part, sinks = above if parts else -1, shape.sink if shape.window and first[row] else 0
         owned = (begins[row], places[row])

@@ -34,7 +34,7 @@ def config_of(head_dim: int, tile: int, dtype: torch.dtype) -> Config:
     Programs an SM holds go by the registers and the shared memory that Triton 3.9 gives these kernels on sm_90.
     """
     if dtype == torch.float32:  # products without tensor cores: all registers
-        return Config(32 if head_dim <= 128 else 16, 8, 2, 3)
+        return Config(32, 8, 2, 4) if head_dim <= 128 else Config(16, 8, 2, 3)
     if head_dim > 128:
         return Config(32, 4, 3, 3 if tile <= 16 else 2) if tile <= 32 else Config(32, 8, 3, 1)
     if tile >= 128:

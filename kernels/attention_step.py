@@ -1,4 +1,4 @@
-"""Steps of verify attention: the lines of a tile, where a block of keys lies, and the online softmax that adds one:
+"""One block of keys of verify attention: where its pages lie, and the step of the online softmax that adds it.
 
     peak' = max(peak, max s)    mass' = mass * f + sum p    acc' = acc * f + p V    with f = 2^(peak - peak'), p = 2^(s - peak')
 
@@ -54,34 +54,3 @@ def attend_keys(
         v = v.to(tl.float32)
     acc = acc * shrink[:, None] + tl.dot(p, v, input_precision="ieee")
     return new_peak, mass, acc
-
-
-@triton.jit
-def zero_places(out, begin, finish, head, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, TILE: tl.constexpr,
-                HEAD_DIM: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    d = tl.arange(0, DIM)
-    for lane in range(begin * HEADS, finish * HEADS, TILE):
-        lanes = lane + tl.arange(0, TILE)
-        line = (lanes // HEADS).to(tl.int64) * (KV_HEADS * HEADS) + head * HEADS + lanes % HEADS
-        inside = (lanes < finish * HEADS)[:, None] & (d < HEAD_DIM)[None, :]
-        tl.store(out + line[:, None] * HEAD_DIM + d[None, :], tl.zeros([TILE, DIM], out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def lanes_of(tile, unit, begin, count, q_start, kv_len, row_order, max_q, HEADS: tl.constexpr, TILE: tl.constexpr,
-             GROUPED: tl.constexpr):  # fmt: skip
-    """Of each line of a tile: its (query, head) pair, its row, that row's first place and pairs, and whether there is one."""
-    lane = tile * TILE + tl.arange(0, TILE)
-    if GROUPED:
-        member = begin + lane // (max_q * HEADS)
-        lane = lane % (max_q * HEADS)
-        inside = member < begin + count
-        row = tl.load(row_order + member, mask=inside, other=0)
-        inside = inside & (tl.load(kv_len + row, mask=inside, other=0) > 0)
-        begin = tl.load(q_start + row)
-        num_lanes = (tl.load(q_start + row + 1) - begin) * HEADS
-    else:
-        row = unit
-        inside = lane >= 0
-        num_lanes = count * HEADS
-    return lane, row, begin, num_lanes, inside & (lane < num_lanes)

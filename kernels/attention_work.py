@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchspec.kernels.attention_cut import FIELDS, WAVES, attention_work_reference, work_bounds
+from batchspec.kernels.attention_cut import FIELDS, WAVES, attention_work_reference
 from batchspec.kernels.checks import check
 from batchspec.kernels.pdl import await_earlier, launch_args
 
@@ -96,9 +96,7 @@ class AttentionWork:
     counts: Tensor
     """int32 [2] items and group items listed"""
     row_parts: Tensor
-    """int32 [R, 3] the row's first line of partial results, how many parts it comes in (0: written directly), how many its own"""
-    arrived: Tensor
-    """int32 [R, tiles of a row, KVH] own parts that were written since the list was made, by whatever layer"""
+    """int32 [R, 2] the row's first line of partial results, and how many parts it comes in (0: written directly)"""
     num_lines: int
     """Lines of partial results that any such batch needs at most; 0: no row is ever cut."""
 
@@ -144,10 +142,10 @@ def list_items(out_items, index, unit, num_items, tiles, first, length, end, fir
 @triton.jit(do_not_specialize=["num_rows", "num_groups", "num_places", "target", "group_target", "chunk", "min_chunk"])
 def work_kernel(
     q_start, kv_len, positions, row_group, group_start, shared_len, out_items, out_group_items, out_counts, out_row_parts,
-    out_arrived, num_rows, num_groups, num_places, target, group_target, chunk, min_chunk,
+    num_rows, num_groups, num_places, target, group_target, chunk, min_chunk,
     HEADS: tl.constexpr, MAX_Q: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, PAGE_SIZE: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, GROUP_TILE: tl.constexpr, GROUP_BLOCK: tl.constexpr, WAVES: tl.constexpr,
-    ROWS: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, COUNTERS: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program r < num_rows lists row r's items, program num_rows the padding behind the last row, the others a group each."""
     await_earlier(PDL)
@@ -212,12 +210,8 @@ def work_kernel(
             LANES,
         )  # fmt: skip
         if program < num_rows:
-            tl.store(out_row_parts + 3 * program, tl.sum(tl.where(rows < program, lines, 0), 0))
-            tl.store(out_row_parts + 3 * program + 1, tl.where(my_parts > 1, my_parts, 0))
-            tl.store(out_row_parts + 3 * program + 2, tl.where(my_parts > 1, pick(parts, mine), 0))
-            for at in range(0, COUNTERS, LANES):
-                counter = at + tl.arange(0, LANES)
-                tl.store(out_arrived + program * COUNTERS + counter, tl.zeros([LANES], tl.int32), mask=counter < COUNTERS)
+            tl.store(out_row_parts + 2 * program, tl.sum(tl.where(rows < program, lines, 0), 0))
+            tl.store(out_row_parts + 2 * program + 1, tl.where(my_parts > 1, my_parts, 0))
         else:
             tl.store(out_counts, tl.sum(parts * tiles, 0))
             if GROUPS == 0:
@@ -251,18 +245,16 @@ def attention_work(
         _check_shared(shared, num_rows, shape.window)
     num_groups = shared.shared_len.shape[0] if shared is not None else 0
     target, group_target = (max(1, programs // shape.kv_heads) for programs in (shape.programs, shape.group_programs))
-    max_items, max_group_items, num_lines = work_bounds(shape, num_rows, num_places, target, group_target, num_groups)
+    max_items, max_group_items, num_lines = _bounds(shape, num_rows, num_places, target, group_target, num_groups)
     min_chunk = shape.min_chunk if num_lines else WHOLE
-
-    tiles = triton.cdiv(shape.max_q * shape.heads_per_kv, shape.tile) if num_lines else 0
 
     def empty(*size: int) -> Tensor:
         return torch.empty(size, dtype=torch.int32, device=kv_len.device)
 
     work = AttentionWork(
         shape=shape, q_start=q_start, kv_len=kv_len, shared=shared, num_lines=num_lines, counts=empty(2),
-        items=empty(max_items, FIELDS), group_items=empty(max_group_items, FIELDS), row_parts=empty(num_rows, 3),
-        arrived=empty(num_rows, tiles, shape.kv_heads),
+        items=empty(max_items, FIELDS), row_parts=empty(num_rows, 2),
+        group_items=empty(max_group_items, FIELDS),
     )  # fmt: skip
     if not (kv_len.is_cuda or interpret):
         attention_work_reference(work, positions, (target, group_target), min_chunk)
@@ -270,12 +262,12 @@ def attention_work(
     groups = (shared.row_group, shared.group_start, shared.shared_len) if shared is not None else (kv_len, kv_len, kv_len)
     work_kernel[(num_rows + 1 + num_groups,)](
         q_start, kv_len, positions, *groups, work.items, work.group_items, work.counts, work.row_parts,
-        work.arrived, num_rows, num_groups, num_places, target, group_target, shape.chunk, min_chunk,
+        num_rows, num_groups, num_places, target, group_target, shape.chunk, min_chunk,
         HEADS=shape.heads_per_kv, MAX_Q=shape.max_q if num_groups else 1, WINDOW=shape.window, SINK=shape.sink,
         PAGE_SIZE=shape.page_size, TILE=shape.tile, BLOCK=shape.block, GROUP_TILE=shape.group_tile,
         GROUP_BLOCK=shape.group_block, WAVES=WAVES, ROWS=triton.next_power_of_2(num_rows + 1),
-        GROUPS=triton.next_power_of_2(num_groups) if num_groups else 0, LANES=LANES,
-        COUNTERS=tiles * shape.kv_heads, num_warps=4, **launch_args(kv_len),
+        GROUPS=triton.next_power_of_2(num_groups) if num_groups else 0, LANES=LANES, num_warps=4,
+        **launch_args(kv_len),
     )  # fmt: skip
     return work
 
@@ -288,3 +280,23 @@ def _check_shared(shared: SharedPrefixes, num_rows: int, window: int) -> None:
     check("attention_work: shared.shared_len", shared.shared_len, (num_groups,), torch.int32)
     if window:
         raise ValueError(f"attention_work: shared prefixes with window={window}; pass shared=None, a window reads no prefix")
+
+
+def _bounds(
+    shape: WorkShape, num_rows: int, num_places: int, target: int, group_target: int, num_groups: int
+) -> tuple[int, int, int]:
+    """Most items, padding included, most group items, and most lines of partial results, 0 where no row is to be cut.
+
+    Many rows, none of them much longer than a chunk, fill the card uncut: that saves the launch of a merge.
+    """
+    lanes = num_places * shape.heads_per_kv
+    tiles = min(num_rows * triton.cdiv(shape.max_q * shape.heads_per_kv, shape.tile), lanes // shape.tile + num_rows)
+    read = min(shape.max_kv, shape.window + shape.max_q + shape.page_size) if shape.window else shape.max_kv
+    whole = shape.max_whole if num_rows * shape.kv_heads * 3 >= shape.programs * 2 else shape.short
+    cuts = min(WAVES * target, tiles * triton.cdiv(shape.max_kv, max(shape.min_chunk, shape.block)))
+    if not num_groups:
+        return (tiles + 1, 0, 0) if read <= whole else (tiles + 1 + cuts, 0, cuts * shape.tile + lanes)
+    group_tiles = triton.cdiv(num_rows * shape.max_q * shape.heads_per_kv, shape.group_tile) + num_groups
+    group_cuts = min(WAVES * group_target, group_tiles * triton.cdiv(shape.max_kv, max(shape.min_chunk, shape.group_block)))
+    num_lines = cuts * shape.tile + group_cuts * shape.group_tile + 2 * lanes
+    return tiles + 1 + cuts, group_tiles + group_cuts, num_lines

@@ -5,8 +5,7 @@
 
 One program an item of the work list (`attention_work.py`) and K/V head: the row's queries, in all heads that share the K/V head,
 are the lines of one tile; softmax runs online in base 2. An item that is a whole row writes its output, the others write partial
-results in fp32. Whichever program writes the last part of a row's tile adds them up by log-sum-exp, in the order of the parts:
-equal bits in every run, nobody waits, and while it does so the other programs of its SM go on reading.
+results in fp32, which `attention_merge.py` adds up by log-sum-exp.
 The grid is an upper bound with early exits rather than persistent programs: the card hands out items in the listed order, longest
 first, which balances ragged rows better than any fixed stride, and there is no counter to reset.
 Bound by reading K/V once: 4.3 TB/s at 64 rows x 8448 keys on an H200. Source: Dao et al. 2023 ("Flash-Decoding for long-context
@@ -23,21 +22,52 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchspec.kernels.attention_merge import merge_lines, merge_parts
+from batchspec.kernels.attention_merge import merge_parts
 from batchspec.kernels.attention_settings import DTYPES, Config, config_of
-from batchspec.kernels.attention_step import attend_keys, lanes_of, page_of, zero_places
+from batchspec.kernels.attention_step import attend_keys, page_of
 from batchspec.kernels.attention_work import AttentionWork
 from batchspec.kernels.checks import check
 from batchspec.kernels.pdl import await_earlier, launch_args
 
 
+@triton.jit
+def zero_places(out, begin, finish, head, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, TILE: tl.constexpr,
+                HEAD_DIM: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
+    d = tl.arange(0, DIM)
+    for lane in range(begin * HEADS, finish * HEADS, TILE):
+        lanes = lane + tl.arange(0, TILE)
+        line = (lanes // HEADS).to(tl.int64) * (KV_HEADS * HEADS) + head * HEADS + lanes % HEADS
+        inside = (lanes < finish * HEADS)[:, None] & (d < HEAD_DIM)[None, :]
+        tl.store(out + line[:, None] * HEAD_DIM + d[None, :], tl.zeros([TILE, DIM], out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def lanes_of(tile, unit, begin, count, q_start, kv_len, row_order, max_q, HEADS: tl.constexpr, TILE: tl.constexpr,
+             GROUPED: tl.constexpr):  # fmt: skip
+    """Of each line of a tile: its (query, head) pair, its row, that row's first place and pairs, and whether there is one."""
+    lane = tile * TILE + tl.arange(0, TILE)
+    if GROUPED:
+        member = begin + lane // (max_q * HEADS)
+        lane = lane % (max_q * HEADS)
+        inside = member < begin + count
+        row = tl.load(row_order + member, mask=inside, other=0)
+        inside = inside & (tl.load(kv_len + row, mask=inside, other=0) > 0)
+        begin = tl.load(q_start + row)
+        num_lanes = (tl.load(q_start + row + 1) - begin) * HEADS
+    else:
+        row = unit
+        inside = lane >= 0
+        num_lanes = count * HEADS
+    return lane, row, begin, num_lanes, inside & (lane < num_lanes)
+
+
 @triton.jit(do_not_specialize=["max_pages", "max_q"])
 def verify_kernel(
-    q, kv, page_table, positions, q_start, kv_len, row_order, items, num_items, row_parts, arrived, ancestors, tail_start,
+    q, kv, page_table, positions, q_start, kv_len, row_order, items, num_items, row_parts, ancestors, tail_start,
     out, part_out, part_lse, scale, max_pages, max_q, q_stride_t, q_stride_h, kv_stride_part, kv_stride_page,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SINK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr,
-    ROW_TILES: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    WIDE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if not EARLY:
         await_earlier(PDL)
@@ -129,21 +159,10 @@ def verify_kernel(
         place = token * (KV_HEADS * HEADS) + q_head
         tl.store(out + place[:, None] * HEAD_DIM + d[None, :], acc.to(out.dtype.element_ty), mask=within)
     else:
-        place = (tl.load(row_parts + 3 * row) + lane).to(tl.int64) * KV_HEADS + head
-        step = num_lanes * KV_HEADS
-        own = place + tl.cast(part, tl.int64) * step
-        tl.store(part_out + own[:, None] * HEAD_DIM + d[None, :], acc, mask=within)
-        tl.store(part_lse + own, peak + tl.log2(mass), mask=inside)
-        if ROW_TILES > 0:
-            parts = tl.load(row_parts + 3 * unit + 1)
-            own_parts = tl.load(row_parts + 3 * unit + 2)  # the others are of a group, whose launch has ended
-            tl.debug_barrier()  # every thread's part is written before one thread says so
-            counter = arrived + (unit * ROW_TILES + tl.load(item + 1)) * KV_HEADS + head
-            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") % own_parts == own_parts - 1:
-                at_once: tl.constexpr = 4 if TILE == 16 else 1  # what the registers of the loop above hold
-                acc = merge_lines(part_out, part_lse, place, step, parts, inside, TILE, HEAD_DIM, DIM, at_once)
-                place = token * (KV_HEADS * HEADS) + q_head
-                tl.store(out + place[:, None] * HEAD_DIM + d[None, :], acc.to(out.dtype.element_ty), mask=within)
+        line = tl.load(row_parts + 2 * row) + part * num_lanes + lane
+        place = line.to(tl.int64) * KV_HEADS + head
+        tl.store(part_out + place[:, None] * HEAD_DIM + d[None, :], acc, mask=within)
+        tl.store(part_lse + place, peak + tl.log2(mass), mask=inside)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,7 +197,6 @@ def verify_attention(
     config: Config | None = None,
     group_config: Config | None = None,
     early: bool = False,
-    merge_apart: bool = False,
     interpret: bool = False,
 ) -> None:
     """Attention of T queries over the pages of their rows, for one layer.
@@ -197,7 +215,6 @@ def verify_attention(
     tail_start  int32 [R]  with ancestors
     early       the launch before this one has written none of work, page_table, positions: with programmatic launches (`pdl.py`)
                 they are read before it has ended
-    merge_apart  merge partial results in a launch of its own, for measurements
     config, group_config  warps and stages other than `config_of`'s, for measurements; the blocks are those of work.shape
 
     Products and sums in fp32 (fp32 inputs: no TF32), weights rounded to the dtype of kv. Does not synchronise on a GPU. Raises
@@ -232,10 +249,9 @@ def verify_attention(
         row_order = work.shared.row_order if kind and work.shared else work.q_start
         verify_kernel[(items.shape[0] * shape.kv_heads,)](
             q, kv, page_table, positions, work.q_start, work.kv_len, row_order, items,
-            work.counts[kind:], work.row_parts, work.arrived, ancestors, tail_start, out, partials.out, partials.lse,
+            work.counts[kind:], work.row_parts, ancestors, tail_start, out, partials.out, partials.lse,
             scale * math.log2(math.e), page_table.shape[1], shape.max_q, q.stride(0), q.stride(1), kv.stride(0), kv.stride(1),
             **heads, PAGE_SIZE=shape.page_size, WINDOW=shape.window, SINK=shape.sink, TILE=tile, BLOCK=block, GROUPED=bool(kind),
-            ROW_TILES=0 if kind or merge_apart else work.arrived.shape[1],
             WIDE=not q.is_cuda and q.dtype == torch.bfloat16, num_warps=choice.num_warps, num_stages=choice.num_stages,
             EARLY=early and args["PDL"], **args,
         )  # fmt: skip
@@ -244,10 +260,8 @@ def verify_attention(
         choice = group_config or config_of(head_dim, shape.group_tile, q.dtype)
         launch(work.group_items, 1, shape.group_tile, shape.group_block, choice)
     launch(work.items, 0, shape.tile, shape.block, config or config_of(head_dim, shape.tile, q.dtype))
-    if work.num_lines and merge_apart:
-        merge_parts(
-            partials.out, partials.lse, work.row_parts, work.q_start, max_q=shape.max_q, out=out, early=True, interpret=interpret
-        )
+    if work.num_lines:
+        merge_parts(partials.out, partials.lse, work.row_parts, work.q_start, max_q=shape.max_q, out=out, interpret=interpret)
 
 
 def verify_attention_reference(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from batchspec.kernels.attention_merge import merge_parts
+from batchspec.kernels.attention_merge import PARTS, merge_parts
 
 
-@pytest.mark.parametrize("num_parts", [2, 8, 19])
+@pytest.mark.parametrize("num_parts", [2, PARTS, 2 * PARTS + 3])
 @pytest.mark.parametrize(("heads", "head_dim"), [((4, 2), 64), ((9, 3), 96), ((3, 3), 8)], ids=str)
 def test_merged_pieces_are_the_whole(
     num_parts: int, heads: tuple[int, int], head_dim: int, interpret: bool, device: torch.device
@@ -28,7 +28,7 @@ def test_merged_pieces_are_the_whole(
 
     part_out = torch.einsum("qhpx,hpxd->qhpd", scores.softmax(3).nan_to_num(0.0), wide)
     part_lse = (torch.logsumexp(scores, 3) * 1.4426950408889634).clamp(min=-1e30)
-    row_parts = torch.tensor([[0, 0, 0], [2, num_parts, 1], [0, 0, 0]], dtype=torch.int32, device=device)
+    row_parts = torch.tensor([[0, 0], [2, num_parts], [0, 0]], dtype=torch.int32, device=device)
     q_start = torch.tensor([0, 2, 2 + num_q, 2 + num_q], dtype=torch.int32, device=device)
     out = torch.full((6, num_heads, head_dim), 77.0, device=device)
     merge_parts(
@@ -43,7 +43,7 @@ def test_a_query_that_no_part_saw_gets_finite_values(interpret: bool, device: to
     part_out = torch.zeros(2, 1, 16, device=device)
     part_lse = torch.full((2, 1), -1e30, device=device)
     out = torch.full((1, 1, 16), float("nan"), dtype=torch.bfloat16, device=device)
-    ints = torch.tensor([[0, 2, 2]], dtype=torch.int32, device=device)
+    ints = torch.tensor([[0, 2]], dtype=torch.int32, device=device)
     merge_parts(
         part_out, part_lse, ints, torch.tensor([0, 1], dtype=torch.int32, device=device), max_q=1, out=out, interpret=interpret
     )
@@ -52,7 +52,7 @@ def test_a_query_that_no_part_saw_gets_finite_values(interpret: bool, device: to
 
 def test_wrong_arguments_are_refused() -> None:
     part_out, part_lse, out = torch.zeros(2, 1, 16), torch.zeros(2, 1), torch.zeros(1, 1, 16)
-    row_parts, q_start = torch.zeros(1, 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    row_parts, q_start = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(ValueError, match="merge_parts: part_lse is float64"):
         merge_parts(part_out, part_lse.double(), row_parts, q_start, max_q=1, out=out)
     with pytest.raises(ValueError, match=r"merge_parts: row_parts is int32 \[2\]"):

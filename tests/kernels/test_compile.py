@@ -111,22 +111,21 @@ for _dtype, _dim, _tile, _block, _warps, _window, _grouped, _tree, _early in (
 ):  # fmt: skip
     _case(f"verify_kernel {_dtype} D={_dim}, tile {_tile}, window {_window}, grouped {_grouped}, tree {_tree}, early {_early}",
           "verify_attention", _warps, q=f"*{_dtype}", kv=f"*{_dtype}", page_table=PI32, positions=PI64, q_start=PI32, kv_len=PI32,
-          row_order=PI32, items=PI32, num_items=PI32, row_parts=PI32, arrived=PI32, ancestors=PI64 if _tree else None,
+          row_order=PI32, items=PI32, num_items=PI32, row_parts=PI32, ancestors=PI64 if _tree else None,
           tail_start=PI32 if _tree else None, out=f"*{_dtype}", part_out=PF32, part_lse=PF32, scale="fp32", max_pages=I32,
           max_q=I32, q_stride_t=I32, q_stride_h=I32, kv_stride_part=I64, kv_stride_page=I32,
           KV_HEADS=8, HEADS=4, HEAD_DIM=_dim, DIM=128 if _dim == 96 else _dim, PAGE_SIZE=16, WINDOW=_window,
-          SINK=4 if _window else 0, TILE=_tile, BLOCK=_block, GROUPED=_grouped, ROW_TILES=int(not _grouped),
-          WIDE=False, EARLY=_early)  # fmt: skip
+          SINK=4 if _window else 0, TILE=_tile, BLOCK=_block, GROUPED=_grouped, WIDE=False,
+          EARLY=_early)  # fmt: skip
 for _groups in (0, 64):
     _case(f"work_kernel groups {_groups}", "attention_work", 4, q_start=PI32, kv_len=PI32, positions=PI64, row_group=PI32,
           group_start=PI32, shared_len=PI32, out_items=PI32, out_group_items=PI32, out_counts=PI32, out_row_parts=PI32,
-          out_arrived=PI32, num_rows=I32, num_groups=I32, num_places=I32, target=I32, group_target=I32, chunk=I32,
-          min_chunk=I32, HEADS=4, MAX_Q=4, WINDOW=0 if _groups else 512, SINK=0 if _groups else 4, PAGE_SIZE=16, TILE=16,
-          BLOCK=64, GROUP_TILE=64, GROUP_BLOCK=64, WAVES=5, ROWS=128, GROUPS=_groups, LANES=64, COUNTERS=_groups)  # fmt: skip
-for _early in (False, True):
-    _case(f"merge_kernel early {_early}", "attention_merge", 4, part_out=PF32, part_lse=PF32, row_parts=PI32, q_start=PI32,
-          out="*bf16", KV_HEADS=8, HEADS=4, HEAD_DIM=96, DIM=128, TILES=4, LINES=16 if _early else 4, PARTS=4 if _early else 8,
-          EARLY=_early)  # fmt: skip
+          num_rows=I32, num_groups=I32, num_places=I32, target=I32, group_target=I32, chunk=I32, min_chunk=I32, HEADS=4,
+          MAX_Q=4,
+          WINDOW=0 if _groups else 512, SINK=0 if _groups else 4, PAGE_SIZE=16, TILE=16, BLOCK=64, GROUP_TILE=64,
+          GROUP_BLOCK=64, WAVES=5, ROWS=128, GROUPS=_groups, LANES=64)  # fmt: skip
+_case("merge_kernel", "attention_merge", 4, part_out=PF32, part_lse=PF32, row_parts=PI32, q_start=PI32, out="*bf16", KV_HEADS=8,
+      HEADS=4, HEAD_DIM=96, DIM=128, TILES=4, LINES=4, PARTS=8)  # fmt: skip
 for _stages in (1, 4):
     _case(f"cutoff_kernel {_stages} stages", "cutoff", 32, logits=PF32, row_ids=PI32, temperature=PF32, top_k=PI32, top_p=PF32,
           min_p=PF32, listed=PF32, out_cutoff=PF32, stride_row=I32, vocab=I32, MAX_PASSES=10, STAGES=_stages, DEPTH=8,
@@ -161,7 +160,7 @@ def compile_all() -> dict[str, int]:
         assert list(signature) == function.arg_names, f"{name}: the kernel's arguments are {function.arg_names}"
         source = ASTSource(fn=function, signature=signature, constexprs=constants)
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-        if "PDL" in arguments:
+        if "PDL" in arguments and not arguments.get("EARLY"):
             waits_first(name, compiled.asm["ptx"])
         sizes[name] = len(compiled.asm["cubin"])
     return sizes

@@ -115,16 +115,6 @@ def test_one_work_list_serves_growing_positions(window: int, sink: int, interpre
             torch.testing.assert_close(out, case.expected(work, positions=positions), atol=1e-5, rtol=0)
 
 
-def test_parts_are_merged_by_the_last_program_as_by_a_launch_of_its_own(device: torch.device) -> None:
-    case = share(make_case([(2, 100), (9, 200), (1, 0), (3, 66)], heads=(6, 2), padding=2, device=device), [([0, 3], 48)])
-    work = case.work(interpret=True, programs=60)
-    assert max(work.row_parts[:, 1].tolist()) > 4
-    first = case.run(work, interpret=True)
-    torch.testing.assert_close(first, case.run(work, interpret=True, merge_apart=True), atol=1e-6, rtol=0)
-    for _ in range(3):  # a work list serves one layer after another
-        assert torch.equal(case.run(work, interpret=True), first)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_shared_prefixes_change_nothing(dtype: torch.dtype, interpret: bool, device: torch.device) -> None:
     rows = [(2, 100), (1, 120), (2, 0), (2, 66), (3, 95), (1, 50), (1, 97)]
