@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from batchspec.errors import CheckpointError
+from batchspec.model import templates
 from batchspec.model.tokenizer import Tokenizer
 from tests.models import CHAT_TEMPLATE, make_tokenizer
 
@@ -185,6 +190,78 @@ def test_a_template_cannot_leave_its_sandbox(folder: Path) -> None:
     with pytest.raises(ValueError, match="unsafe"):
         set_template(folder, "{{ messages.append(1) }}").encode_chat(changed)
     assert changed == CHAT
+
+
+ESCAPES = [
+    "{{ ''.__class__.__mro__ }}",
+    "{{ ''|attr('__class__') }}",
+    "{{ messages|map(attribute='__class__')|list }}",
+    "{{ '{0.__class__.__init__}'.format(messages) }}",
+    "{% set f = '{0.__class__.__init__}'.format %}{{ f(messages) }}",
+    "{{ ['{0.__class__.__init__}']|map('format', messages)|list }}{{ ('{0.__class__}'|attr('format'))(messages) }}",
+    "{{ cycler.__init__.__globals__ }}",
+    "{{ raise_exception.__globals__ }}{{ strftime_now.__code__ }}",
+    "{{ self.__init__.__globals__ }}{{ self._TemplateReference__context }}",
+]
+
+
+def test_no_way_leads_from_a_template_to_python(folder: Path) -> None:
+    names = {str(i): template for i, template in enumerate(ESCAPES)}
+    sandboxed = templates.Templates(names, "here")
+    for name, template in names.items():
+        text = ""
+        with suppress(ValueError):
+            text = sandboxed.render(name, {"messages": CHAT})
+        assert not re.search(r"class|function|module|method|code object|Context", text.replace(template, "")), template
+
+
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+POWER = "{{ (messages | length + 8) ** 999999999 }}"
+DOUBLES = "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
+
+
+def test_a_template_that_loops_or_grows_costs_its_chat_in_bounded_time_and_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(templates, "CPU_S", 0)
+    switch = "{% if messages[0].content == 'loop' %}" + LOOPS + "{% elif messages[0].content == 'power' %}" + POWER
+    switch += "{% elif messages[0].content == 'double' %}" + DOUBLES + "{% endif %}fine"
+    tokenizer = set_template(folder, switch)
+    for content, said in (
+        ("loop", "computes for more than"),
+        ("power", "computes for more than"),
+        ("double", "1024 MiB of memory"),
+    ):
+        began = time.monotonic()
+        with pytest.raises(ValueError, match=said):
+            tokenizer.encode_chat([{"role": "user", "content": str(content)}])
+        assert time.monotonic() - began < 60
+        assert tokenizer.render_chat(CHAT) == "fine"
+
+
+def test_the_process_of_templates_has_no_credentials_and_outlives_signals_to_all(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary")
+    tokenizer = Tokenizer(folder)
+    before = tokenizer.render_chat(CHAT)
+    process = tokenizer._templates._process
+    assert process is not None
+    assert b"canary" not in Path(f"/proc/{process.pid}/environ").read_bytes()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        process.send_signal(number)
+    assert tokenizer.render_chat(CHAT) == before
+    assert tokenizer._templates._process is process
+
+
+@pytest.mark.parametrize("template", ["{{ x | no_such_filter }}", "{{ 9 ** 999999999 }}"])
+def test_a_template_that_cannot_be_compiled_is_refused_before_any_row(
+    template: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(templates, "CPU_S", 0)
+    tokenizer = set_template(folder, template)
+    with pytest.raises(CheckpointError, match=r"chat template 'default'.*(no_such_filter|computes).*; set model\.chat_template"):
+        assert tokenizer.has_chat_template
 
 
 def test_without_a_template_a_chat_is_refused(folder: Path) -> None:

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import tokenizers
-from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from batchspec.errors import CheckpointError
 from batchspec.model.spec import Json, read_json
+from batchspec.model.templates import Templates
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -48,7 +44,7 @@ class Tokenizer:
         config = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
         self._variables = _special_tokens(config)
         sources = _template_sources(folder, config, chat_template)
-        self._templates = {name: _compile(source, folder, name) for name, source in sources.items()}
+        self._templates = Templates(sources, str(folder))
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = {token.content: index for index, token in added.items() if token.special}
         eos = self._tokenizer.token_to_id(self._variables.get("eos_token", ""))
@@ -57,6 +53,9 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
+        """Raises CheckpointError where there is one that does not compile."""
+        if self._templates:
+            self._templates.check()
         return bool(self._templates)
 
     def encode(self, text: str) -> list[int]:
@@ -90,10 +89,7 @@ class Tokenizer:
         if name not in self._templates:
             raise ValueError("the model has no chat template; set model.chat_template to a Jinja file, or give a plain prompt")
         fixed = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": True}
-        try:
-            return self._templates[name].render({**self._variables, **fixed, **(template_kwargs or {})})
-        except (TemplateError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
-            raise ValueError(str(error)) from error
+        return self._templates.render(name, {**self._variables, **fixed, **(template_kwargs or {})})
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of ids; bytes that are not (yet) valid UTF-8 become U+FFFD."""
@@ -130,37 +126,3 @@ def _template_sources(folder: Path, config: Json, chat_template: Path | None) ->
     if isinstance(inside, list):
         return {str(item["name"]): str(item["template"]) for item in inside}
     return {"default": str(inside)} if inside else {}
-
-
-class _GenerationBlock(Extension):
-    """{% generation %} ... {% endgeneration %} marks the assistant's text for training; here it only groups."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    # Jinja's own filter escapes for HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _compile(source: str, folder: Path, name: str) -> Template:
-    """As transformers compiles chat templates (utils/chat_template_utils.py); sandboxed: a template is a stranger's code."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        return environment.from_string(source)
-    except TemplateSyntaxError as error:
-        where = f"{folder}: chat template {name!r}, line {error.lineno}"
-        raise CheckpointError(f"{where}: {error.message}; set model.chat_template to a valid Jinja file") from None

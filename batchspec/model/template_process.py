@@ -1,0 +1,108 @@
+"""The process that renders chat templates: a stranger's code, held by a sandbox, and by limits that a sandbox does not set.
+
+Run as a file of its own, with nothing but jinja2 imported. JSON lines come in and go out: first {"sources": {name: Jinja},
+"cpu_s", "memory_bytes"}, answered by {"errors": {name: message}}, then {"name", "variables"} for each chat, answered by {"text"}
+or {"error"}.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_CHARS = 1 << 24
+"""Of a rendered chat."""
+MAX_SAID = 400
+
+
+class _GenerationBlock(Extension):
+    """{% generation %} ... {% endgeneration %} marks the assistant's text for training; here it only groups."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    # Jinja's own filter escapes for HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    """As transformers renders chat templates (utils/chat_template_utils.py)."""
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
+    made.filters["tojson"] = _tojson
+    made.globals["raise_exception"] = _raise_exception
+    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return made
+
+
+def _compiled(sources: dict[str, str], cpu_s: int) -> tuple[dict[str, Template], dict[str, str]]:
+    templates, errors = {}, {}
+    for name, source in sources.items():
+        _one_more(cpu_s)
+        try:
+            templates[name] = environment().from_string(source)
+        except Exception as error:  # constants are computed here already, by whatever filters the author likes
+            errors[name] = _said(error)
+    return templates, errors
+
+
+def _rendered(template: Template, variables: dict[str, Any], cpu_s: int) -> dict[str, str]:
+    _one_more(cpu_s)
+    try:
+        text = template.render(variables)
+    except Exception as error:
+        return {"error": _said(error)}
+    if len(text) > MAX_CHARS:
+        return {"error": f"it makes {len(text):,} characters of the chat, at most {MAX_CHARS:,} are taken"}
+    return {"text": text}
+
+
+def _one_more(cpu_s: int) -> None:
+    """The kernel ends the process so many seconds of computing from now, whatever it is in."""
+    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + cpu_s, resource.RLIM_INFINITY))
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return f"it needs more than {resource.getrlimit(resource.RLIMIT_AS)[0] >> 20} MiB of memory"
+    return (str(error) or type(error).__name__)[:MAX_SAID]
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    asked = json.loads(sys.stdin.buffer.readline())
+    cpu_s = asked["cpu_s"]
+    resource.setrlimit(resource.RLIMIT_AS, (asked["memory_bytes"],) * 2)
+    templates, errors = _compiled(asked["sources"], cpu_s)
+    answer: dict[str, Any] = {"errors": errors}
+    while True:
+        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+        sys.stdout.buffer.flush()
+        line = sys.stdin.buffer.readline()
+        if not line:
+            return
+        asked = json.loads(line)
+        answer = _rendered(templates[asked["name"]], asked["variables"], cpu_s)
+
+
+if __name__ == "__main__":
+    main()
