@@ -83,8 +83,10 @@ class Templates:
         weakref.finalize(self, self._process.kill)
         asked = {"sources": self._sources, "cpu_s": CPU_S, "memory_bytes": MEMORY_BYTES}
         answer = self._ask(json.dumps(asked).encode() + b"\n")
-        for name, said in answer.get("errors", {"default": answer.get("error")}).items():
-            self._end()
+        errors = answer["errors"] if "errors" in answer else {"/".join(self._sources): answer["error"]}
+        for name, said in errors.items():
+            if self._process is not None:
+                self._end()
             raise self._bad(name, f": {said}")
 
     def _ask(self, line: bytes) -> dict[str, Any]:
