@@ -15,6 +15,7 @@ from batchspec.errors import BatchspecError, Interrupted
 COMMANDS = {
     "run": ("batchspec.run", "run a job: Hydra overrides, e.g. +job=demo"),
     "plan": ("batchspec.commands.plan", "what a run would do, without running it: the overrides of run, --full for every row"),
+    "status": ("batchspec.commands.status", "OUT [--watch] [--json]: how far a job is, over all of its runs"),
     "stats": ("batchspec.commands.stats", "OUT [--by COLUMN] [--json]: acceptance and speed of a finished job"),
     "verify": ("batchspec.commands.verify", "OUT: rows of a job again without speculation, first difference and logit gap"),
     "bench": ("batchspec.commands.bench", "OUT.jsonl NAME --shape SHAPE ...: measure speed with random weights"),

@@ -25,6 +25,7 @@ from batchspec.fitted import FittedEngine, MakeEngine, Shortage
 from batchspec.io.attempts import Attempts
 from batchspec.io.claims import BEAT_S, Claims
 from batchspec.io.journal import Journal, Journaled
+from batchspec.io.progress import Beacon
 from batchspec.io.reader import InputShard, Source
 from batchspec.io.shards import OutputFolder
 from batchspec.io.writer import build_table
@@ -99,8 +100,10 @@ def compute(job: Job, output: OutputFolder, committed: set[int], make: MakeEngin
         claims, attempts = output.claims(), output.attempts()
         watchdog = Watchdog(watchdog_s(job), journal.flush)
         deadline = job_deadline(job, fitted.stop)
+        slots = fitted.engine.batch.slots
         with (
-            closing(Timeline(output.log_timeline, slots=fitted.engine.batch.slots)) as timeline,
+            Beacon(output.progress(), progress.facts, slots=slots),
+            closing(Timeline(output.log_timeline, slots=slots)) as timeline,
             ending(fitted.stop) as asked,
             leaving(claims, attempts),
             watchdog.watching(),
@@ -119,7 +122,9 @@ def compute(job: Job, output: OutputFolder, committed: set[int], make: MakeEngin
                             claims.forget(shard.index)
                             watchdog.beat()
                             num_tokens += sum(len(done.token_ids) for done in completions if done.token_ids is not None)
-                            num_errors += sum(completion.status == "error" for completion in completions)
+                            bad = sum(completion.status == "error" for completion in completions)
+                            num_errors += bad
+                            progress.update(shards=1, errors=bad)
                             check_errors(job, num_errors)
                     watchdog.pause()
                     if deadline.reached and not asked.name:
@@ -132,9 +137,9 @@ def compute(job: Job, output: OutputFolder, committed: set[int], make: MakeEngin
                 saved = journal.flush()
             else:
                 saved = journal.flush(fitted.engine.unfinished()) if asked.name else 0
-        if asked.name is not None and output.missing():
-            count = f"{len(output.committed())} of {output.num_shards} shards are committed, {saved} more rows are saved"
-            raise Interrupted(f"{asked.name}: {count}; run the same command again to go on")
+            if asked.name is not None and output.missing():
+                count = f"{len(output.committed())} of {output.num_shards} shards are committed, {saved} more rows are saved"
+                raise Interrupted(f"{asked.name}: {count}; run the same command again to go on")
     if not output.missing():
         journal.delete()
         claims.delete()
@@ -265,7 +270,7 @@ def decode_job(
         journaled=journaled,
     )
     engine.on_round = reporter
-    with closing(engine.run(reporter.watch(feed.requests()))) as completions:
+    with closing(engine.run(reporter.watch(feed))) as completions:
         for completion in completions:
             job.admission.observe(completion)
             feed.add(completion)
@@ -299,19 +304,26 @@ class Reporter:
         self._progress, self._timeline, self._before, self._begun = progress, timeline, replace(totals), totals.tokens
         self._claims, self._beat = claims, beat
         self._rows, self._tokens, self._finished = 8, 8 * predicted_output, 0
+        self._feed: Feed | None = None
         self.exhausted = False
 
-    def watch(self, requests: Iterator[Request]) -> Iterator[Request]:
-        """The same requests; `exhausted` once there are no more."""
-        for request in self.deadline.requests(requests):
+    def watch(self, feed: Feed) -> Iterator[Request]:
+        """The feed's requests; `exhausted` once there are no more."""
+        self._feed = feed
+        for request in self.deadline.requests(feed.requests()):
             self._beat()
             yield request
         self.exhausted = True
 
     def admitted(self, done: tuple[InputShard, list[Completion]]) -> tuple[InputShard, list[Completion]]:
         """The same shard; its bad rows, which no engine saw, are done."""
-        self._progress.update(completions=sum(completion.stats is None for completion in done[1]))
+        bad = sum(completion.stats is None for completion in done[1])
+        self._progress.update(completions=bad, open_completions=self._num_open)
         return done
+
+    @property
+    def _num_open(self) -> int:
+        return self._feed.num_open if self._feed is not None else 0
 
     def finished(self, completion: Completion) -> None:
         count = 0 if completion.token_ids is None else len(completion.token_ids)
@@ -320,15 +332,14 @@ class Reporter:
         self.deadline.observe(completion)
 
     def __call__(self, totals: EngineTotals) -> None:
-        progress = self._progress
-        left = (progress.total - progress.done) * self._tokens / self._rows
-        in_flight = totals.tokens - self._begun - self._finished
-        progress.update(
+        self._progress.update(
             tokens=totals.tokens - self._before.tokens,
             accepted=totals.accepted - self._before.accepted,
             rounds=totals.row_rounds - self._before.row_rounds,
             live_rows=totals.live_rows,
-            remaining_tokens=max(0, round(left - in_flight)),
+            open_completions=self._num_open,
+            mean_output=self._tokens / self._rows,
+            in_flight_tokens=max(0, totals.tokens - self._begun - self._finished),
         )
         self._beat()
         self.deadline.check()

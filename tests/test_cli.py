@@ -43,7 +43,7 @@ def test_an_unknown_command_is_refused_with_a_suggestion(capsys: pytest.CaptureF
     assert cli.main(["stast"]) == 2
     assert capsys.readouterr().err == "batchspec: stast is no command; did you mean stats?\n"
     assert cli.main(["xyzzy"]) == 2
-    assert "commands: run, plan, stats, verify, bench, doctor" in capsys.readouterr().err
+    assert "commands: run, plan, status, stats, verify, bench, doctor" in capsys.readouterr().err
 
 
 def test_help_has_a_line_for_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,9 +41,9 @@ def test_the_time_left_comes_from_expected_tokens_where_they_are_known() -> None
     progress = Progress(10, stream=stream, clock=clock, interval_s=1)
     clock.now += 10
     progress.update(completions=2, tokens=1000, live_rows=4)
-    progress.update(remaining_tokens=6000)
+    progress.update(mean_output=800, in_flight_tokens=400)
     clock.now += 10
-    progress.update(tokens=1000, remaining_tokens=5000)
+    progress.update(tokens=1000, mean_output=800, in_flight_tokens=1400)
     first, second = stream.getvalue().splitlines()
     assert first == "2/10 completions (20.0%), 100 tok/s, 4 live rows, ETA 00:40"
     assert second == "2/10 completions (20.0%), 100 tok/s, 4 live rows, ETA 00:50"
@@ -63,7 +63,7 @@ def test_a_terminal_gets_a_bar_and_notes_above_it() -> None:
     with Progress(4, stream=stream, clock=clock) as progress:
         clock.now += 2
         progress.phase("half way")
-        progress.update(completions=4, tokens=300, accepted=1, rounds=4, live_rows=3, remaining_tokens=0)
+        progress.update(completions=4, tokens=300, accepted=1, rounds=4, live_rows=3, mean_output=9)
     text = stream.getvalue()
     assert "half way\n" in text
     assert "100%" in text.splitlines()[-1]

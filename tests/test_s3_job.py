@@ -98,6 +98,7 @@ def test_a_job_is_killed_resumed_and_read_by_every_command(
 
     exported = tmp_path / "chat.jsonl"
     for words in (
+        ["status", OUT],
         ["stats", OUT, "--by", "topic"],
         ["verify", OUT, "--rows", "2"],
         ["inspect", OUT, "q7"],
@@ -106,7 +107,8 @@ def test_a_job_is_killed_resumed_and_read_by_every_command(
         assert cli.main(words) == 0, words
     assert len(exported.read_text().splitlines()) == ROWS
     said = capsys.readouterr().out
-    assert "4 of 4" in said
+    assert f"{OUT}: complete\n  100.0% done, 4 of 4 shards committed (12 of 12 rows)" in said
+    assert "ended: 1 gone, 1 done" in said or "ended: 1 done, 1 gone" in said
     assert "2 completions decoded again alone and without speculation: 0 differ" in said
     assert lab.body("out/README.md").startswith(b"---")
     assert lab.keys("out/_batchspec/tmp") == []

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ STALE_S = 150.0
 REMOTE_STALE_S = 300.0
 """On S3 a beat may be tried again for two minutes, and the one before it for as long."""
 BEAT_S = 30.0
+NAME = re.compile(r"\d{5,}\.json")
 
 
 class Claims:
@@ -81,6 +83,11 @@ class Claims:
         """Shards that other runs work on, as far as anyone can tell. Raises StorageError."""
         found = {int(name.removesuffix(".json")) for name in self._store.list(FOLDER) if name.endswith(".json")}
         return {n for n in found - self._held.keys() if not self._is_stale(n, self._read(_name(n)))}
+
+    def owners(self, shards: Container[int]) -> dict[int, dict[str, Any]]:
+        """The claims on these shards, whoever holds them. Raises StorageError."""
+        names = {int(name.removesuffix(".json")): f"{FOLDER}/{name}" for name in self._store.list(FOLDER) if NAME.fullmatch(name)}
+        return {shard: self._read(name) for shard, name in names.items() if shard in shards}
 
     def beat(self) -> None:
         """Show that the run lives, at most every BEAT_S seconds. Shards that another run took over are no longer ours."""

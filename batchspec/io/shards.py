@@ -6,7 +6,9 @@ _batchspec/manifest.json  what the job is; made first, so that a folder with a m
 _batchspec/tmp            files under construction
 _batchspec/logs           run-<attempt>.json: how fast each run was; run-<attempt>.timeline.jsonl: what it did when
 _batchspec/journal        rows of shards that are not committed yet, see journal.py
+_batchspec/claims         which run works on which shard, see claims.py
 _batchspec/attempts       what runs were at when they died, see attempts.py
+_batchspec/progress       what every run says of itself, see progress.py
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from batchspec.io.attempts import Attempts
 from batchspec.io.claims import REMOTE_STALE_S, STALE_S, Claims
 from batchspec.io.journal import Journal
 from batchspec.io.manifest import Manifest, differences
+from batchspec.io.progress import ProgressFiles
 from batchspec.io.reader import InputFile
 from batchspec.io.store import Store, open_store, storing
 from batchspec.io.writer import write_parquet
@@ -74,6 +77,10 @@ class OutputFolder:
 
     def is_job(self) -> bool:
         return self._store.exists(MANIFEST)
+
+    def is_untouched(self) -> bool:
+        """Nothing is there: no run has begun."""
+        return not self.is_job() and not set(self._store.list("")) - {"_batchspec"}
 
     def check(self, *, fingerprint: Mapping[str, str], num_rows: int, shard_rows: int | None, overwrite: bool = False) -> None:
         """Raise OutputError where `create` with the same arguments would; touches nothing.
@@ -193,6 +200,10 @@ class OutputFolder:
     def attempts(self) -> Attempts:
         """Which rows runs died with."""
         return Attempts(self._store, self.attempt)
+
+    def progress(self) -> ProgressFiles:
+        """What runs say of themselves."""
+        return ProgressFiles(self._store, self.attempt)
 
     def missing(self) -> set[int]:
         """Shards that are not committed."""

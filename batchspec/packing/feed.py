@@ -64,6 +64,11 @@ class Feed:
     def add(self, completion: Completion) -> None:
         self._open[completion.shard][2].append(completion)
 
+    @property
+    def num_open(self) -> int:
+        """Completions there already of shards that still owe others."""
+        return sum(len(done) for _, _, done in self._open.values())
+
     def complete(self) -> Iterator[tuple[InputShard, list[Completion]]]:
         """Shards whose every row is there; each comes once."""
         for index in [index for index, (_, count, done) in self._open.items() if len(done) == count]:

@@ -20,7 +20,7 @@ class Progress:
 
     total_completions  of the whole job, `done` of them committed by earlier runs
     clock              seconds, monotonic
-    The time left comes from the tokens that are expected still where `update` is told them, else from completions.
+    The time left comes from the tokens that are expected still where `update` is told of them, else from completions.
     """
 
     def __init__(
@@ -36,7 +36,9 @@ class Progress:
         self.stream = stream or sys.stderr
         self.interval_s, self.clock = interval_s, clock
         self.tokens = self.accepted = self.rounds = self.live_rows = 0
-        self.remaining_tokens: int | None = None
+        self.shards = self.errors = self.open_completions = self.in_flight_tokens = 0
+        self.mean_output: float | None = None
+        self._done_before, self._round_at = done, clock()
         self._history = deque([(clock(), 0, done)])
         self._next_line = clock() + interval_s
         self._bar: tqdm[None] | None = None
@@ -62,19 +64,31 @@ class Progress:
         tokens: int = 0,
         accepted: int = 0,
         rounds: int = 0,
+        shards: int = 0,
+        errors: int = 0,
         live_rows: int | None = None,
-        remaining_tokens: int | None = None,
+        open_completions: int | None = None,
+        mean_output: float | None = None,
+        in_flight_tokens: int = 0,
     ) -> None:
         """Add what happened since the last call: finished completions, their and other new tokens, accepted draft tokens and
-        rounds (each summed over rows). `live_rows` and `remaining_tokens` (expected in the rest of the job) are as of now.
+        rounds (each summed over rows), committed shards and the error rows in them.
+
+        As of now are `live_rows`, `open_completions` (finished in shards that are not committed), `mean_output` (tokens expected
+        of a completion, the time left comes from it) and `in_flight_tokens` (of rows that are not finished), given together.
         """
         self.done += completions
         self.tokens += tokens
         self.accepted += accepted
         self.rounds += rounds
+        self.shards += shards
+        self.errors += errors
         self.live_rows = self.live_rows if live_rows is None else live_rows
-        self.remaining_tokens = self.remaining_tokens if remaining_tokens is None else remaining_tokens
+        self.open_completions = self.open_completions if open_completions is None else open_completions
+        if mean_output is not None:
+            self.mean_output, self.in_flight_tokens = mean_output, in_flight_tokens
         now = self.clock()
+        self._round_at = now if rounds else self._round_at
         self._history.append((now, self.tokens, self.done))
         while len(self._history) > 2 and self._history[1][0] <= now - WINDOW_S:
             self._history.popleft()
@@ -91,6 +105,25 @@ class Progress:
             self._bar.write(note, file=self.stream)
         else:
             print(note, file=self.stream, flush=True)
+
+    def facts(self) -> dict[str, float]:
+        """For the run's progress file, see io.progress.RunProgress. Any thread may ask."""
+        quiet_s = self.clock() - self._round_at
+        return {
+            "expected": self.total,
+            "shards": self.shards,
+            "completions": self.done - self._done_before,
+            "errors": self.errors,
+            "open_completions": self.open_completions,
+            "tokens": self.tokens,
+            "accepted": self.accepted,
+            "rounds": self.rounds,
+            "live_rows": self.live_rows,
+            "tok_s": round(self._rate(1), 1) if quiet_s < WINDOW_S else 0.0,
+            "quiet_s": round(quiet_s, 1),
+            "mean_output": round(self.mean_output or 0.0, 1),
+            "in_flight_tokens": self.in_flight_tokens,
+        }
 
     def _line(self) -> None:
         share = self.done / self.total if self.total else 1.0
@@ -111,8 +144,9 @@ class Progress:
         tokens_rate, done_rate = self._rate(1), self._rate(2)
         if self.done >= self.total:
             return 0.0
-        if self.remaining_tokens is not None:
-            return self.remaining_tokens / tokens_rate if tokens_rate else None
+        if self.mean_output is not None:
+            left = max(0.0, (self.total - self.done) * self.mean_output - self.in_flight_tokens)
+            return left / tokens_rate if tokens_rate else None
         return (self.total - self.done) / done_rate if done_rate else None
 
     def _rate(self, column: int) -> float:

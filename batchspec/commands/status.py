@@ -1,0 +1,138 @@
+"""`batchspec status OUT`: how far a job is, over all of its runs. Reads progress files, claims and names of shards, no row."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from tqdm import tqdm
+
+from batchspec.commands.inspect import printable
+from batchspec.io.shards import OutputFolder
+from batchspec.report.status import JobStatus, RunStatus, Watcher
+
+MAX_LIVING = 40
+MAX_ENDED = 8
+WATCH_S = 10.0
+HEADER = ("run", "state", "shards", "open", "completions", "tok/s", "acceptance", "rows", "last word")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the status, with --watch until the job is complete. Raises OutputError for what is no job, StorageError."""
+    parser = argparse.ArgumentParser(prog="batchspec status", description="How far a job is, over all of its runs.")
+    parser.add_argument("out", metavar="OUT", help="the job's output.dir")
+    parser.add_argument("--watch", metavar="SECONDS", type=float, nargs="?", const=WATCH_S, help="again and again until the end")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, a line each time with --watch")
+    args = parser.parse_args(argv)
+    if args.watch is not None and not args.watch >= 1:
+        parser.error(f"--watch {args.watch:g}: look at most once a second")
+    watcher = Watcher(OutputFolder(args.out))
+    screen = args.watch is not None and not args.json and sys.stdout.isatty()
+    try:
+        while True:
+            status = watcher.look()
+            text = json.dumps(status.to_dict(), indent=None if args.watch else 1) if args.json else render(status)
+            print(f"\x1b[H\x1b[2J{text}" if screen else text, flush=True)
+            if args.watch is None or status.state == "complete":
+                return 0
+            time.sleep(args.watch)
+    except KeyboardInterrupt:
+        return 0
+
+
+def render(status: JobStatus) -> str:
+    """The status as plain text."""
+    if status.state == "not begun":
+        return f"{status.path}: not begun; a run makes its output folder when it has loaded the model"
+    lines = [f"{status.path}: {status.state}", *_facts(status)]
+    living = [each for each in status.runs if each.lives]
+    ended = [each for each in status.runs if not each.lives]
+    if living:
+        lines += ["", *_table([HEADER, *map(_line, living[:MAX_LIVING])])]
+        if len(living) > MAX_LIVING:
+            lines.append(f"... and {len(living) - MAX_LIVING} more runs (--json shows all)")
+    if ended:
+        counts = ", ".join(f"{count} {state}" for state, count in Counter(each.state for each in ended).most_common())
+        lines += ["", f"ended: {counts}", *map(_end, ended[:MAX_ENDED])]
+        if len(ended) > MAX_ENDED:
+            lines.append(f"  ... and {len(ended) - MAX_ENDED} earlier ones (--json shows all)")
+    return "\n".join(lines)
+
+
+def _facts(status: JobStatus) -> Iterator[str]:
+    share = status.completions / status.completions_total if status.completions_total else 1.0
+    living = [each for each in status.runs if each.lives]
+    rows = f"{status.rows:,} of {status.rows_total:,} rows"
+    yield f"  {share:.1%} done, {status.shards:,} of {status.shards_total:,} shards committed ({rows})"
+    length = status.mean_acceptance_length
+    if living:
+        left = "unknown" if status.left_s is None else tqdm.format_interval(status.left_s)
+        yield f"  {status.tok_s:,.0f} tok/s by {_count(len(living), 'run')}, time left {left}"
+    yield f"  {status.tokens:,} tokens" + ("" if length is None else f", mean acceptance length {length:.2f}")
+    if status.errors:
+        yield f"  {_count(status.errors, 'error row')}; batchspec stats {status.path} counts them by code"
+    slow = [each for each in living if each.straggler]
+    if slow:
+        yield f"  stragglers, less than half as fast as the others: {', '.join(map(_name, slow))}"
+    for each in living:
+        if each.state == "stuck":
+            yield f"  stuck: {_name(each)} has had no round for {_ago(each.run.quiet_s)}; look at its log"
+    if status.stale_claims:
+        shards = ", ".join(map(str, list(status.stale_claims)[:10])) + (", ..." if len(status.stale_claims) > 10 else "")
+        todo = "another run takes them up" if living else "the next run takes them up"
+        yield f"  stale claims of runs that are no more, on shards {shards}: {todo}"
+    if status.unreadable:
+        yield f"  {_count(status.unreadable, 'progress file')} not readable, passed over"
+    if status.state == "stopped":
+        yield "  no run works on it; run the same command again to go on"
+
+
+def _line(each: RunStatus) -> tuple[str, ...]:
+    run = each.run
+    length = f"{1 + run.accepted / run.rounds:.2f}" if run.rounds else "-"
+    state = "straggler" if each.straggler else each.state
+    rows = f"{run.live_rows} of {run.slots}"
+    counts = (f"{run.shards:,}", f"{len(each.shards):,}", f"{run.completions:,}", f"{run.tok_s:,.0f}")
+    return (_name(each), state, *counts, length, rows, f"{_ago(each.age_s)} ago")
+
+
+def _end(each: RunStatus) -> str:
+    run = each.run
+    said = {
+        "gone": "killed or crashed: its process is no more",
+        "silent": "no sign of life: killed, crashed, or cut off",
+    }.get(each.state, run.said)
+    made = f"{_count(run.shards, 'shard')}, {_count(run.completions, 'completion')}"
+    line = f"  {_name(each)}  {each.state} {_ago(each.age_s)} ago, {made}"
+    return line + (f": {printable(' '.join(said.split()))}" if said else "")
+
+
+def _name(each: RunStatus) -> str:
+    """Job, array index and rank where a batch system started it, else machine and process."""
+    run = each.run
+    job, _, place = run.task.partition("/")
+    index, _, rank = place.partition("/")
+    name = f"{run.host}:{run.pid}"
+    if job:
+        name = f"job {job}" + (f" task {index}" if index else "") + (f" rank {rank}" if rank not in ("", "0") else "")
+    return printable(" ".join(name.split())) + (f" start {run.restart + 1}" if run.restart else "")
+
+
+def _ago(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else tqdm.format_interval(seconds)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
+    for row in rows:
+        left = "  ".join(cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True))
+        right = "  ".join(cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True))
+        yield f"  {left}  {right}".rstrip()

@@ -1,0 +1,176 @@
+"""What every run of a job says of itself while it lasts, for `batchspec status`: one small file a run, written anew now and then.
+
+_batchspec/progress/<attempt>.json   one JSON object, see RunProgress; replaced in one step
+
+A file is advice: nothing that a run computes depends on one. A run that cannot write its file goes on, a file that cannot be read
+is counted and passed over. Ended runs keep theirs, so that a job tells what became of each.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from types import TracebackType
+from typing import Any, Self
+
+from batchspec.errors import BatchspecError, Interrupted
+from batchspec.io.claims import whoami
+from batchspec.io.store import Store
+
+FOLDER = "_batchspec/progress"
+BEAT_S = 10.0
+REMOTE_BEAT_S = 30.0
+"""On S3: 120 PUTs an hour for each run."""
+LAST_WORD_S = 5.0
+"""A store that does not answer must not keep a run from ending."""
+READ_AT_ONCE = 16
+SAID_CHARS = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunProgress:
+    """One run, as it last said. Counts are of this run alone; times are of its machine's clock."""
+
+    attempt: str = ""
+    host: str = ""
+    pid: int = 0
+    started: str = ""
+    """When the process began, as claims name it; empty where the machine does not say."""
+    task: str = ""
+    """Job, array index and rank in a batch system, between slashes; empty elsewhere."""
+    restart: int = 0
+    began_at: float = 0.0
+    at: float = 0.0
+    """Seconds since 1970 when it said this."""
+    end: str = ""
+    """done, interrupted (a signal, the time limit), failed (an error of batchspec's), crashed; empty while it runs."""
+    said: str = ""
+    """The message that it ended with."""
+    expected: int = 0
+    """Completions of the whole job, as it estimates them."""
+    shards: int = 0
+    """It committed."""
+    completions: int = 0
+    """It finished, error rows among them."""
+    errors: int = 0
+    """Error rows in the shards it committed."""
+    open_completions: int = 0
+    """Finished in shards that it has not committed yet, those of earlier runs that it took over among them."""
+    tokens: int = 0
+    accepted: int = 0
+    rounds: int = 0
+    """Rounds times the rows that lived in them."""
+    live_rows: int = 0
+    slots: int = 0
+    tok_s: float = 0.0
+    """Over the last minute."""
+    quiet_s: float = 0.0
+    """Since its last round."""
+    mean_output: float = 0.0
+    """Tokens that it expects of a completion."""
+    in_flight_tokens: int = 0
+    """Of rows that are not finished."""
+
+    @classmethod
+    def parse(cls, data: bytes) -> RunProgress | None:
+        """None for what no run wrote: not JSON, another type somewhere, a number out of any range."""
+        try:
+            values = json.loads(data)
+            known = {item.name: _typed(values[item.name], item.default) for item in fields(cls) if item.name in values}
+            return cls(**known) if known.get("attempt") else None
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            return None
+
+
+def _typed(value: Any, like: object) -> Any:
+    if isinstance(like, str):
+        if not isinstance(value, str):
+            raise TypeError
+        return value[:SAID_CHARS]
+    number = float(value) if isinstance(value, int | float) else math.nan
+    if isinstance(value, bool) or not 0 <= number < 1e15:
+        raise ValueError
+    return number if isinstance(like, float) else int(value)
+
+
+class ProgressFiles:
+    """The progress files of one job; `attempt` names the one that this run writes."""
+
+    def __init__(self, store: Store, attempt: str) -> None:
+        self._store, self._attempt = store, attempt
+        self.beat_s = REMOTE_BEAT_S if store.method == "put" else BEAT_S
+        self._ended: dict[str, RunProgress] = {}
+
+    def write(self, facts: Mapping[str, Any]) -> None:
+        """Raises StorageError."""
+        self._store.put(f"{FOLDER}/{self._attempt}.json", json.dumps({"attempt": self._attempt, **facts}).encode())
+
+    def read(self) -> tuple[list[RunProgress], int]:
+        """Every run that left a readable file, and how many files are not readable. Ended runs are read once."""
+        names = [name for name in self._store.list(FOLDER) if re.fullmatch(r"[0-9a-f]{32}\.json", name)]
+        with ThreadPoolExecutor(READ_AT_ONCE) as pool:
+            found = list(pool.map(self._read, names))
+        return [run for run in found if run is not None], sum(run is None for run in found)
+
+    def _read(self, name: str) -> RunProgress | None:
+        if name in self._ended:
+            return self._ended[name]
+        run = None
+        with suppress(BatchspecError):  # it may be gone since it was listed, or be no file at all
+            run = RunProgress.parse(self._store.read(f"{FOLDER}/{name}"))
+        if run is not None and run.end:
+            self._ended[name] = run
+        return run
+
+
+class Beacon:
+    """Writes a run's progress file every `files.beat_s` seconds while the block lasts, and how the block ended.
+
+    From a thread of its own: a slow store delays no round, and a run that is stuck still says so (`quiet_s`).
+
+    facts  what to say, called in that thread: fields of RunProgress
+    slots  places of the batch
+    """
+
+    def __init__(self, files: ProgressFiles, facts: Callable[[], Mapping[str, Any]], *, slots: int) -> None:
+        self._files, self._facts = files, facts
+        self._who = {**whoami(), "began_at": round(time.time(), 3), "slots": slots}
+        self._over = threading.Event()
+        self._last_word: dict[str, Any] = {}
+        self._thread = threading.Thread(target=self._beat, name="progress", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._last_word = _last_word(error)
+        self._over.set()
+        self._thread.join(LAST_WORD_S)
+
+    def _beat(self) -> None:
+        while True:
+            over = self._over.is_set()
+            with suppress(BatchspecError):  # no status is worth a job; the next beat says it all again
+                self._files.write({**self._who, "at": round(time.time(), 3), **self._facts(), **self._last_word})
+            if over:
+                return
+            self._over.wait(self._files.beat_s)
+
+
+def _last_word(error: BaseException | None) -> dict[str, Any]:
+    if error is None:
+        return {"end": "done"}
+    if isinstance(error, Interrupted | KeyboardInterrupt):
+        end = "interrupted"
+    else:
+        end = "failed" if isinstance(error, BatchspecError) else "crashed"
+    said = str(error) if isinstance(error, BatchspecError) else f"{type(error).__name__}: {error}"
+    return {"end": end, "said": " ".join(said.split())[:SAID_CHARS]}

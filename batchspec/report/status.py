@@ -1,0 +1,179 @@
+"""Where a job stands, over all of its runs: from the names of its shards, its claims and its progress files. Reads no row."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from batchspec.io.claims import is_gone, whoami
+from batchspec.io.progress import ProgressFiles, RunProgress
+from batchspec.io.shards import OutputFolder
+
+STUCK_S = 120.0
+"""Without a round, though it has rows."""
+SLOW = 0.5
+"""A straggler makes less than this part of the tokens a second that the middle one of at least MIN_RUNS runs makes."""
+MIN_RUNS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStatus:
+    """One run and what can be told of it from outside."""
+
+    run: RunProgress
+    state: str
+    """running; waiting: has no shard, for others still work on the last ones; stuck: has rows, and no round for STUCK_S;
+    silent: no sign of life for as long as a claim
+    keeps, by this machine's clock; gone: killed or crashed, its process or task start is no more;
+    done, interrupted, failed, crashed: as the run itself said at its end."""
+    shards: tuple[int, ...]
+    """It holds claims on these, none of them committed."""
+    straggler: bool
+    age_s: float
+    """Since it last said something; 0 where the clocks of two machines disagree."""
+
+    @property
+    def lives(self) -> bool:
+        return self.state in ("running", "waiting", "stuck")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStatus:
+    path: str
+    state: str
+    """not begun, running, stopped (shards are missing and no run works on them), complete"""
+    rows: int
+    rows_total: int
+    """Input rows; `rows` are those of committed shards."""
+    shards: int
+    shards_total: int
+    completions: float
+    completions_total: float
+    """With those of open shards, where a run works on them; estimated where a row may have several."""
+    errors: int
+    """In shards that runs with a progress file committed."""
+    tok_s: float
+    """Of all runs together, over the last minute."""
+    tokens: int
+    """Of all runs ever, those among them that had to be made twice."""
+    mean_acceptance_length: float | None
+    left_s: float | None
+    """At the present speed; None where nothing runs."""
+    runs: tuple[RunStatus, ...]
+    """Living ones first, then by when they ended, the latest first."""
+    stale_claims: dict[int, str]
+    """Shard -> the run that held it and does no more; another run takes it up."""
+    unreadable: int
+    """Progress files that are torn or were not written by batchspec."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+class Watcher:
+    """Looks at a job again and again; remembers what cannot change any more."""
+
+    def __init__(self, output: OutputFolder, clock: Callable[[], float] = time.time) -> None:
+        self._output, self._clock = output, clock
+        self._files: ProgressFiles | None = None
+
+    def look(self) -> JobStatus:
+        """Raises OutputError where there is something, but no job; StorageError."""
+        output = self._output
+        if output.is_untouched():
+            return _not_begun(output.path)
+        self._files = self._files or output.progress()
+        runs, unreadable = self._files.read()  # before the claims: a run that ends in between leaves none behind
+        missing = output.missing()
+        claims = output.claims()
+        owners = {shard: str(claim.get("owner")) for shard, claim in claims.owners(missing).items()}
+        looked = _judged(runs, owners, self._clock(), claims.stale_s)
+        lives = [status for status in looked if status.lives]
+        done, total, left_s = _left(lives, runs, 1 - len(missing) / output.num_shards, output)
+        rounds = sum(run.rounds for run in runs)
+        return JobStatus(
+            path=output.path,
+            state="complete" if not missing else "running" if lives else "stopped",
+            rows=output.manifest.num_rows - sum(len(output.rows_of(shard)) for shard in missing),
+            rows_total=output.manifest.num_rows,
+            shards=output.num_shards - len(missing),
+            shards_total=output.num_shards,
+            completions=done,
+            completions_total=total,
+            errors=sum(run.errors for run in runs),
+            tok_s=sum(status.run.tok_s for status in lives),
+            tokens=sum(run.tokens for run in runs),
+            mean_acceptance_length=1 + sum(run.accepted for run in runs) / rounds if rounds else None,
+            left_s=left_s if missing else None,
+            runs=tuple(sorted(looked, key=lambda status: (not status.lives, not status.straggler, -status.run.at))),
+            stale_claims=_stale(owners, looked),
+            unreadable=unreadable,
+        )
+
+
+def _not_begun(path: str) -> JobStatus:
+    return JobStatus(
+        path=path, state="not begun", rows=0, rows_total=0, shards=0, shards_total=0, completions=0, completions_total=0,
+        errors=0, tok_s=0, tokens=0, mean_acceptance_length=None, left_s=None, runs=(), stale_claims={}, unreadable=0,
+    )  # fmt: skip
+
+
+def _judged(runs: Sequence[RunProgress], owners: dict[int, str], now: float, stale_s: float) -> list[RunStatus]:
+    """What can be told of every run; `owners` are the claims on shards that are not committed."""
+    starts: dict[str, int] = {}
+    for run in runs:
+        starts[run.task] = max(run.restart, starts.get(run.task, 0))
+    held = {run.attempt: tuple(sorted(n for n, owner in owners.items() if owner == run.attempt)) for run in runs}
+    who = whoami()
+    states = {run.attempt: _state(run, held[run.attempt], starts[run.task], who, now, stale_s) for run in runs}
+    settled = [run for run in runs if states[run.attempt] == "running" and run.at - run.began_at >= 60]
+    usual = median(run.tok_s for run in settled) if len(settled) >= MIN_RUNS else 0.0
+    return [
+        RunStatus(
+            run=run,
+            state=states[run.attempt],
+            shards=held[run.attempt],
+            straggler=run in settled and run.tok_s < SLOW * usual,
+            age_s=round(max(0.0, now - run.at), 1),
+        )
+        for run in runs
+    ]
+
+
+def _state(run: RunProgress, held: tuple[int, ...], last_start: int, who: dict[str, Any], now: float, stale_s: float) -> str:
+    if run.end:
+        return run.end
+    if is_gone(asdict(run), who) or (run.task and run.restart < last_start):
+        return "gone"
+    if now - run.at >= stale_s:
+        return "silent"
+    if held:
+        return "stuck" if run.quiet_s >= STUCK_S else "running"
+    return "waiting" if run.quiet_s >= 5 else "running"
+
+
+def _left(
+    lives: Sequence[RunStatus], runs: Sequence[RunProgress], share: float, output: OutputFolder
+) -> tuple[float, float, float | None]:
+    """Completions done and to be done in all, and seconds left; `share` of the shards is committed."""
+    total = float(max(runs, key=lambda run: run.at).expected) if runs else 0.0
+    total = total or float(output.manifest.num_rows)
+    done = min(total, total * share + sum(status.run.open_completions for status in lives))
+    tok_s = sum(status.run.tok_s for status in lives)
+    if not tok_s:
+        return done, total, None
+    weights = [(8 + status.run.completions, status.run.mean_output) for status in lives]
+    mean_output = sum(weight * mean for weight, mean in weights) / sum(weight for weight, _ in weights)
+    tokens = (total - done) * mean_output - sum(status.run.in_flight_tokens for status in lives)
+    seconds = max(0.0, tokens / tok_s)
+    return done, total, seconds if math.isfinite(seconds) else None
+
+
+def _stale(owners: dict[int, str], looked: Sequence[RunStatus]) -> dict[int, str]:
+    known = {status.run.attempt: status for status in looked}
+    return {shard: owner for shard, owner in sorted(owners.items()) if owner in known and not known[owner].lives}

@@ -1,0 +1,325 @@
+"""`batchspec status`: what is told of a job from outside, by progress files, claims and the names of shards alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+
+from batchspec import run
+from batchspec.commands import status as command
+from batchspec.errors import Interrupted, OutputError, StorageError
+from batchspec.io import progress as progress_module
+from batchspec.io.claims import whoami
+from batchspec.io.progress import FOLDER, Beacon, RunProgress
+from batchspec.io.shards import OutputFolder
+from batchspec.report.status import JobStatus, Watcher
+from tests.io_samples import built, dataset, new_folder, shards_of
+from tests.models import make_checkpoint, make_tokenizer
+
+NOW = 1_000_000.0
+
+
+def attempt(number: int) -> str:
+    return f"{number:032x}"
+
+
+def job(path: Path, *, rows: int = 20, committed: int = 4) -> OutputFolder:
+    """Shards of two rows, the first ones committed."""
+    folder = new_folder(path, rows, 2)
+    shards, columns = shards_of(dataset(rows), 2)
+    for shard in shards[:committed]:
+        folder.commit(shard.index, built(shard, columns))
+    return folder
+
+
+def say(path: Path, number: int, **facts: Any) -> None:
+    """A progress file of another machine's run, a minute and a half old in its run, as of now."""
+    known: dict[str, Any] = {
+        "host": f"node{number}", "pid": 40 + number, "began_at": NOW - 90, "at": NOW - 4, "expected": 20, "shards": 1, "slots": 8,
+        "completions": 2, "tokens": 1000, "accepted": 300, "rounds": 200, "live_rows": 8, "tok_s": 100.0, "mean_output": 100.0,
+    }  # fmt: skip
+    file = path / FOLDER / f"{attempt(number)}.json"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps({"attempt": attempt(number), **known, **facts}))
+
+
+def claim(path: Path, shard: int, number: int) -> None:
+    file = path / f"_batchspec/claims/{shard:05d}.json"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps({"owner": attempt(number), "counter": 3}))
+
+
+def look(path: Path) -> JobStatus:
+    return Watcher(OutputFolder(path), clock=lambda: NOW).look()
+
+
+def test_progress_and_time_left_are_those_of_all_living_runs_together(tmp_path: Path) -> None:
+    job(tmp_path)
+    for number in (1, 2):
+        say(tmp_path, number, open_completions=1, in_flight_tokens=100)
+        claim(tmp_path, 3 + number, number)
+    say(tmp_path, 3, end="done", tokens=500, accepted=0, rounds=100, open_completions=9, tok_s=70.0)
+    got = look(tmp_path)
+    assert (got.state, got.shards, got.shards_total, got.rows, got.rows_total) == ("running", 4, 10, 8, 20)
+    assert (got.completions, got.completions_total) == (8 + 2, 20)
+    assert got.tok_s == 200
+    assert got.left_s == (10 * 100 - 200) / 200
+    assert got.tokens == 2500
+    assert got.mean_acceptance_length == 1 + 600 / 500
+
+
+def test_what_became_of_every_run_is_told(tmp_path: Path) -> None:
+    job(tmp_path)
+    here = {**whoami(), "restart": 0}
+    say(tmp_path, 1)
+    say(tmp_path, 2, end="done")
+    say(tmp_path, 3, end="interrupted", said="SIGTERM: 4 of 10 shards are committed")
+    say(tmp_path, 4, end="crashed", said="RuntimeError: bad \x1b[31m news")
+    say(tmp_path, 5, at=NOW - 600)
+    say(tmp_path, 6, **here | {"host": socket.gethostname()})
+    say(tmp_path, 7, **here | {"host": socket.gethostname(), "started": "boot:1"})
+    say(tmp_path, 8, task="77/3/0", restart=1)
+    say(tmp_path, 9, task="77/3/0")
+    say(tmp_path, 10, quiet_s=200.0)
+    say(tmp_path, 11, quiet_s=200.0)
+    for shard, number in ((4, 1), (5, 6), (6, 10), (7, 5), (8, 8), (3, 3), (9, 99)):
+        claim(tmp_path, shard, number)
+    got = look(tmp_path)
+    of = {int(each.run.attempt, 16): each for each in got.runs}
+    assert {number: of[number].state for number in sorted(of)} == {
+        1: "running", 2: "done", 3: "interrupted", 4: "crashed", 5: "silent", 6: "running", 7: "gone", 8: "running", 9: "gone",
+        10: "stuck", 11: "waiting",
+    }  # fmt: skip
+    assert got.stale_claims == {7: attempt(5)}, "of runs that are no more, on shards that are not committed"
+    assert of[1].shards == (4,)
+    text = command.render(got)
+    for said in (
+        "interrupted 4 s ago, 1 shard, 2 completions: SIGTERM: 4 of 10 shards", "RuntimeError: bad \\x1b[31m news",
+        "stale claims of runs that are no more, on shards 7: another run takes them up", "job 77 task 3 start 2",
+        "stuck: node10:50 has had no round for 03:20", "node5:45  silent 10:00 ago",
+    ):  # fmt: skip
+        assert said in text, said
+    assert "\x1b" not in text
+
+
+def test_a_run_less_than_half_as_fast_as_the_others_is_a_straggler(tmp_path: Path) -> None:
+    job(tmp_path)
+    for number, speed in enumerate((100.0, 120.0, 45.0, 90.0)):
+        say(tmp_path, number, tok_s=speed)
+        claim(tmp_path, 5 + number, number)
+    say(tmp_path, 8, tok_s=5.0, began_at=NOW - 20)
+    claim(tmp_path, 9, 8)
+    got = look(tmp_path)
+    assert [each.run.tok_s for each in got.runs if each.straggler] == [45.0], "the one that has just begun is none"
+    assert got.runs[0].straggler
+    assert "stragglers, less than half as fast as the others: node2:42" in command.render(got)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "{", "null", "[1]", '{"attempt": 5}', '{"attempt": ""}', '{"attempt": "a", "tokens": "many"}', "\xff\xfe",
+        '{"attempt": "a", "tokens": NaN}', '{"attempt": "a", "at": 1e400}', '{"attempt": "a", "pid": -1}', "[" * 100_000,
+        '{"attempt": "a", "host": ["x"]}', '{"attempt": "a", "slots": true}', '{"attempt": "a", "tokens": ' + "9" * 5000 + "}",
+    ],
+)  # fmt: skip
+def test_a_torn_or_foreign_file_is_counted_and_passed_over(tmp_path: Path, text: str) -> None:
+    job(tmp_path)
+    say(tmp_path, 1)
+    claim(tmp_path, 4, 1)
+    whole = look(tmp_path)
+    (tmp_path / FOLDER / f"{attempt(2)}.json").write_bytes(text.encode("latin-1"))
+    (tmp_path / FOLDER / f"{attempt(3)}.json").mkdir()
+    (tmp_path / FOLDER / "notes.txt").write_text("mine")
+    (tmp_path / "_batchspec/claims/notes.txt").write_text("mine")
+    got = look(tmp_path)
+    assert got.unreadable == 2
+    assert (got.runs, got.left_s, got.tokens) == (whole.runs, whole.left_s, whole.tokens)
+    assert "2 progress files not readable, passed over" in command.render(got)
+
+
+def test_fields_that_a_later_version_adds_or_drops_are_no_fault() -> None:
+    got = RunProgress.parse(b'{"attempt": "a", "tokens": 5.0, "new": [1]}')
+    assert got is not None
+    assert (got.tokens, got.slots) == (5, 0)
+
+
+def test_a_job_that_never_began_one_that_nobody_works_on_and_no_job_at_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert command.main([str(out)]) == 0
+    assert "not begun" in capsys.readouterr().out
+    assert not out.exists(), "to look changes nothing"
+    job(out, committed=1)
+    assert command.main([str(out)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{out}: stopped", "  10.0% done, 1 of 10 shards committed (2 of 20 rows)", "  0 tokens",
+        "  no run works on it; run the same command again to go on",
+    ]  # fmt: skip
+    (tmp_path / "thesis.txt").write_text("")
+    with pytest.raises(OutputError, match="holds no batchspec job"):
+        command.main([str(tmp_path)])
+
+
+def test_json_says_all_of_it_and_watching_ends_with_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job(tmp_path, committed=9)
+    say(tmp_path, 1)
+    claim(tmp_path, 9, 1)
+    shards, columns = shards_of(dataset(20), 2)
+
+    def finish(_: float) -> None:
+        OutputFolder(tmp_path).commit(9, built(shards[9], columns))
+
+    monkeypatch.setattr(time, "sleep", finish)
+    assert command.main([str(tmp_path), "--watch", "--json"]) == 0
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (first["shards"], second["shards"], second["state"]) == (9, 10, "complete")
+    assert first["runs"][0]["run"]["host"] == "node1"
+    with pytest.raises(SystemExit):
+        command.main([str(tmp_path), "--watch", "0"])
+
+
+class Files:
+    """Stands for ProgressFiles; a store that answers as `act` does."""
+
+    beat_s = 0.01
+
+    def __init__(self, act: Callable[[], None] = lambda: None) -> None:
+        self.act, self.written = act, list[dict[str, Any]]()
+
+    def write(self, facts: dict[str, Any]) -> None:
+        self.written.append(facts)
+        self.act()
+
+
+@pytest.mark.parametrize(
+    ("error", "end", "said"),
+    [
+        (None, "done", ""),
+        (Interrupted("SIGTERM: 1 of 2"), "interrupted", "SIGTERM: 1 of 2"),
+        (KeyboardInterrupt(), "interrupted", "KeyboardInterrupt:"),
+        (StorageError("disk full"), "failed", "disk full"),
+        (RuntimeError("a\nb"), "crashed", "RuntimeError: a b"),
+    ],
+)
+def test_the_last_word_of_a_run_says_how_it_ended(error: BaseException | None, end: str, said: str) -> None:
+    files: Any = Files()
+    with suppress(BaseException), Beacon(files, lambda: {"tokens": 7}, slots=4):
+        if error is not None:
+            raise error
+    last = files.written[-1]
+    assert (last["end"], last.get("said", ""), last["tokens"], last["slots"]) == (end, said, 7, 4)
+    assert all("end" not in facts for facts in files.written[:-1])
+
+
+def test_a_store_that_fails_or_hangs_keeps_no_run_from_working_or_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise StorageError("down")
+
+    failing: Any = Files(fail)
+    with Beacon(failing, dict, slots=1):
+        while len(failing.written) < 3:
+            time.sleep(0.01)
+    assert failing.written[-1]["end"] == "done"
+    monkeypatch.setattr(progress_module, "LAST_WORD_S", 0.1)
+    hanging: Any = Files(lambda: time.sleep(5))
+    began = time.monotonic()
+    with Beacon(hanging, dict, slots=1):
+        pass
+    assert time.monotonic() - began < 2
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("model")
+    model = make_tokenizer(make_checkpoint(folder, "llama", dtype=torch.float64))
+    pl.DataFrame({"prompt": [f"say {i}" for i in range(24)]}).write_parquet(folder / "in.parquet")
+    return [
+        f"model.path={model}", "model.dtype=float64", f"input.path={folder}/in.parquet", "decode.max_new_tokens=40",
+        "packing.slots=3", "output.shard_rows=4", "draft=lookup",
+    ]  # fmt: skip
+
+
+def started(words: list[str]) -> subprocess.Popen[str]:
+    """The job in a process of its own, at 20 rounds a second and with a progress file every tenth of one."""
+    program = (
+        "import sys, time; from batchspec import run; from batchspec.io import progress\n"
+        "from batchspec.decode.round import Round\n"
+        "progress.BEAT_S, step = 0.1, Round.run\n"
+        "Round.run = lambda self, *rest, **named: (time.sleep(0.05), step(self, *rest, **named))[1]\n"
+        "sys.exit(run.main(sys.argv[1:]))"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *words], cwd=Path(__file__).parents[1], stderr=subprocess.PIPE, text=True
+    )
+
+
+def until(watcher: Watcher, process: subprocess.Popen[str], wanted: Callable[[JobStatus], bool]) -> JobStatus:
+    while process.poll() is None:
+        if wanted(status := watcher.look()):
+            return status
+        time.sleep(0.05)
+    raise AssertionError(process.communicate()[1])
+
+
+def test_a_job_is_followed_from_before_its_beginning_through_a_signal_and_a_kill_to_its_end(
+    tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    words = [*words, f"output.dir={out}"]
+    watcher = Watcher(OutputFolder(out))
+    assert watcher.look().state == "not begun"
+
+    first = started(words)
+    status = until(watcher, first, lambda status: status.tokens > 0 and status.left_s is not None)
+    (mine,) = status.runs
+    assert (status.state, mine.state, mine.run.pid, mine.run.slots, mine.lives) == ("running", "running", first.pid, 3, True)
+    assert mine.shards
+    assert 0 <= status.completions < status.completions_total == 24
+    first.send_signal(signal.SIGTERM)
+    assert first.wait() == 75
+    status = watcher.look()
+    assert (status.state, status.runs[0].state, status.left_s) == ("stopped", "interrupted", None)
+    assert status.runs[0].run.said.startswith("SIGTERM: ")
+    assert status.stale_claims == {}, "it gave them up itself"
+
+    second = started(words)
+    until(watcher, second, lambda status: any(each.lives and each.run.tokens > 0 for each in status.runs))
+    os.kill(second.pid, signal.SIGKILL)
+    second.wait()
+    status = watcher.look()
+    assert status.state == "stopped"
+    assert set(status.stale_claims.values()) == {each.run.attempt for each in status.runs if each.state == "gone"}
+    assert sorted(each.state for each in status.runs) == ["gone", "interrupted"]
+
+    assert run.main(words) == 0
+    status = watcher.look()
+    assert (status.state, status.completions, status.left_s, status.stale_claims) == ("complete", 24, None, {})
+    assert sorted(each.state for each in status.runs) == ["done", "gone", "interrupted"]
+    assert sum(each.run.shards for each in status.runs if each.state != "gone") <= status.shards
+    capsys.readouterr()
+    assert command.main([str(out)]) == 0
+    assert "ended: 1 done, 1 gone, 1 interrupted" in capsys.readouterr().out
+
+
+def test_a_job_whose_progress_cannot_be_written_runs_all_the_same(tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "_batchspec").mkdir()
+    (tmp_path / FOLDER).write_text("in the way")
+    assert run.main([*words, f"output.dir={tmp_path}", "decode.max_new_tokens=2"]) == 0
+    assert len(list((tmp_path / "data").iterdir())) == 6
