@@ -20,7 +20,8 @@ from batchspec.kernels.bench import Bench
 from batchspec.kernels.checks import check
 from batchspec.kernels.pdl import await_earlier, launch_args
 
-LINES, PARTS = 4, 8
+LINES, PARTS = 4, 4
+"""Lines of a program, and parts that it reads at once: they lie in the registers of one warp, so that no sum crosses warps."""
 
 
 @triton.jit
@@ -32,13 +33,13 @@ def merge_kernel(
     await_earlier(PDL)
     head = tl.program_id(0) % KV_HEADS
     row = tl.program_id(0) // KV_HEADS // TILES
+    first = tl.load(row_parts + 2 * row)  # all four before any is looked at: one latency
     parts = tl.load(row_parts + 2 * row + 1)
-    if parts == 0:
-        return
     begin = tl.load(q_start + row)
     num_lanes = (tl.load(q_start + row + 1) - begin) * HEADS
+    if parts == 0:
+        return
     lane = tl.program_id(0) // KV_HEADS % TILES * LINES + tl.arange(0, LINES)
-    first = tl.load(row_parts + 2 * row)
     d = tl.arange(0, DIM)
     within = (lane < num_lanes)[:, None] & (d < HEAD_DIM)[None, :]
     peak = tl.full([LINES], -1e30, tl.float32)
@@ -91,7 +92,7 @@ def merge_parts(
         tiles = triton.cdiv(max_q * heads, LINES)
         merge_kernel[(num_rows * tiles * kv_heads,)](
             part_out, part_lse, row_parts, q_start, out, KV_HEADS=kv_heads, HEADS=heads, HEAD_DIM=head_dim,
-            DIM=max(16, triton.next_power_of_2(head_dim)), TILES=tiles, LINES=LINES, PARTS=PARTS, num_warps=4,
+            DIM=max(16, triton.next_power_of_2(head_dim)), TILES=tiles, LINES=LINES, PARTS=PARTS, num_warps=1,
             **launch_args(out),
         )  # fmt: skip
 

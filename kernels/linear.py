@@ -1,4 +1,4 @@
-"""Matrix products of a decode round: y = x @ weight.T, 64 to 1024 tokens, with what stands before and behind them fused in.
+"""Matrix products of a decode round: y = x @ weight.T, 16 to 1024 tokens, with what stands before and behind them fused in.
 
     linear        y = x W' + b                                   T tokens, K inputs, N outputs, W [N, K]; fp32 sums, rounded once
     linear_add    residual += x W' + b                           in place

@@ -124,7 +124,7 @@ for _groups in (0, 64):
           MAX_Q=4,
           WINDOW=0 if _groups else 512, SINK=0 if _groups else 4, PAGE_SIZE=16, TILE=16, BLOCK=64, GROUP_TILE=64,
           GROUP_BLOCK=64, WAVES=5, ROWS=128, GROUPS=_groups, LANES=64)  # fmt: skip
-_case("merge_kernel", "attention_merge", 4, part_out=PF32, part_lse=PF32, row_parts=PI32, q_start=PI32, out="*bf16", KV_HEADS=8,
+_case("merge_kernel", "attention_merge", 1, part_out=PF32, part_lse=PF32, row_parts=PI32, q_start=PI32, out="*bf16", KV_HEADS=8,
       HEADS=4, HEAD_DIM=96, DIM=128, TILES=4, LINES=4, PARTS=8)  # fmt: skip
 for _stages in (1, 4):
     _case(f"cutoff_kernel {_stages} stages", "cutoff", 32, logits=PF32, row_ids=PI32, temperature=PF32, top_k=PI32, top_p=PF32,
