@@ -100,7 +100,8 @@ def _groups(shard: InputShard, strikes: dict[int, int], crashed: set[int], slots
 
 
 def _one(shard: InputShard, row: int) -> InputShard:
-    return InputShard(index=shard.index, first_row=row, table=shard.table.slice(row - shard.first_row, 1))
+    bad = {row: shard.bad[row]} if row in shard.bad else {}
+    return InputShard(index=shard.index, first_row=row, table=shard.table.slice(row - shard.first_row, 1), bad=bad)
 
 
 def _admitted(job: Job, shard: InputShard, row: int, journaled: Journaled) -> Iterator[Request | Completion]:

@@ -161,6 +161,19 @@ def test_text_that_is_not_unicode_is_a_bad_row_and_its_neighbours_are_fine() -> 
     assert bad.error.code == "bad_text"
 
 
+def test_a_panic_of_the_tokenizer_is_a_bad_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException):  # as PyO3 raises them
+        pass
+
+    def panic(self: ByteTokenizer, text: str) -> list[int]:
+        raise PanicException("index out of bounds")
+
+    monkeypatch.setattr(ByteTokenizer, "encode", panic)
+    bad = one_bad(prompts("x"))
+    assert bad.error is not None
+    assert (bad.error.code, "index out of bounds" in bad.error.message) == ("bad_text", True)
+
+
 def test_too_long_prompts_are_refused_cut_or_skipped_and_the_cap_is_never_lowered() -> None:
     table = prompts("".join(chr(97 + i % 26) for i in range(60)))
     refused = one_bad(table)

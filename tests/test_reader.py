@@ -99,6 +99,34 @@ def test_json_lines_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.Monke
     assert [shard.first_row for shard in source.shards(16, skip={0, 1})] == [32, 48]
 
 
+def test_lines_that_are_bad_cost_their_rows_and_keep_what_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [f'{{"id": "q{i}", "prompt": "say {i}", "k": {i}}}' for i in range(40)]
+    lines[0] = '{"id": "q0", "prompt": 5, "k": 1}'
+    lines[7] = "{torn"
+    lines[20] = '{"id": {"x": 1}, "prompt": "say 20", "k": "many"}'
+    lines[21] = "[1, 2]"
+    lines[39] = '{"id": "q39", "prompt": ["say 39"]}'
+    (tmp_path / "in.jsonl").write_text("\n\n".join(lines))
+    for block_bytes in (100, 1 << 20):
+        monkeypatch.setattr("batchspec.io.files.BATCH_BYTES", block_bytes)
+        source = source_of(str(tmp_path))
+        columns = map_columns(source.schema, {})
+        check_ids(source, columns)
+        shards = list(source.shards(16))
+        ids = [name for shard in shards for name in request_ids(source, columns, shard)]
+        derived = {7: "in.jsonl:7", 20: "in.jsonl:20", 21: "in.jsonl:21"}
+        assert ids == [derived.get(i, f"q{i}") for i in range(40)]
+        bad = {row: why for shard in shards for row, why in shard.bad.items()}
+        codes = {0: "bad_type", 7: "bad_json", 20: "bad_type", 21: "bad_json", 39: "bad_type"}
+        assert {row: why.code for row, why in bad.items()} == codes
+        assert bad[0].message == "prompt is a number here, and most rows have string; correct the line"
+        assert "id is an object" in bad[20].message
+        assert "k is text" in bad[20].message
+        table = pa.concat_tables(shard.table for shard in shards)
+        assert table.column("prompt").to_pylist() == [None if i in (0, 7, 21, 39) else f"say {i}" for i in range(40)]
+        assert table.column("k").to_pylist()[:8] == [1, 1, 2, 3, 4, 5, 6, None]
+
+
 # --- what is refused
 
 
@@ -111,7 +139,7 @@ def test_json_lines_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.Monke
         (lambda d: (d / "in.txt").write_text("x") and d / "in.txt", "neither Parquet nor JSON lines"),
         (lambda d: write(d / "in.parquet", numbered(0, 0)), "no rows"),
         (lambda d: (d / "in.parquet").write_bytes(b"PAR1 cut") and d / "in.parquet", "in.parquet: cannot be read"),
-        (lambda d: (d / "in.jsonl").write_text('{"a": 1}\n{"a": "x"}') and d / "in.jsonl", "in.jsonl after row 0: cannot be"),
+        (lambda d: (d / "in.jsonl").write_text("\n \n") and d / "in.jsonl", "no rows"),
         (lambda d: [write(d / "in.parquet", numbered(0, 1))] * 2, "twice"),
     ],
 )

@@ -11,7 +11,7 @@ import polars as pl
 import pyarrow as pa
 
 from batchspec.errors import ConfigError, InputError
-from batchspec.io.reader import InputShard, Source, locate
+from batchspec.io.reader import InputShard, Source, derived_id, locate
 
 PROMPTS = ("messages", "prompt", "prompt_ids")
 
@@ -212,7 +212,11 @@ def request_ids(source: Source, columns: ColumnMap, shard: InputShard) -> list[s
     """The id of every row of a shard: the id column as text, else `<file>:<row in the file>`."""
     name = columns.get("id")
     if name is not None:
-        return [str(value) for value in shard.table.column(name).to_pylist()]
+        ids = shard.table.column(name).to_pylist()
+        for row in shard.bad:
+            if ids[row - shard.first_row] is None:
+                ids[row - shard.first_row] = derived_id(source.files, row)
+        return [str(value) for value in ids]
     return list(_derived_ids(source, shard.first_row, shard.first_row + shard.table.num_rows))
 
 

@@ -1,17 +1,15 @@
-"""One input file as parts that can be read by themselves: the row groups of Parquet, blocks of lines of JSON lines."""
+"""One input file as parts that can be read by themselves: the row groups of Parquet (blocks of JSON lines: jsonlines.py)."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
-import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Protocol
+from typing import Protocol
 
 import pyarrow as pa
-import pyarrow.json as pa_json
 import pyarrow.parquet as pq
 
 from batchspec.errors import InputError, StorageError
@@ -43,7 +41,8 @@ class DataFile(Protocol):
     schema: pa.Schema
     parts: Sequence[Part]
 
-    def read(self, part: Part, columns: list[str]) -> Iterator[pa.RecordBatch]: ...
+    def read(self, part: Part, columns: list[str]) -> Iterator[pa.RecordBatch]:
+        """The part's rows. A bad one is a batch of its own whose metadata say why: `code` and `message`."""
 
 
 @contextmanager
@@ -96,42 +95,6 @@ class ParquetFile:
         )
 
 
-class JsonLinesFile:
-    """One JSON object a line. The file is read once to find its rows and columns: a key that a line lacks is null."""
-
-    def __init__(self, place: Place, name: str) -> None:
-        self.place, self.name = place, name
-        self.schema = pa.schema([])
-        parts: list[Part] = []
-        num_rows = 0
-        digest = hashlib.sha256()
-        with reading(name):
-            self.size_bytes = place.size()
-            for offset, block in self._blocks():
-                digest.update(block)
-                with reading(f"{name} after row {num_rows}"):
-                    table = _parse(block, None)
-                    self.schema = widen(self.schema, table.schema)
-                num_rows += table.num_rows
-                parts.append(Part(num_rows=table.num_rows, size_bytes=len(block), place=offset))
-        self.digest = digest.hexdigest()
-        self.parts: Sequence[Part] = tuple(parts)
-
-    def read(self, part: Part, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        with reading(self.name), _buffered(self.place) as file:
-            file.seek(part.place)
-            schema = pa.schema([self.schema.field(name) for name in columns])
-            yield from _parse(file.read(part.size_bytes), schema).to_batches()
-
-    def _blocks(self) -> Iterator[tuple[int, bytes]]:
-        with _buffered(self.place) as file:
-            offset = 0
-            while block := file.read(BATCH_BYTES):
-                block += file.readline()
-                yield offset, block
-                offset += len(block)
-
-
 class MemoryFile:
     """A table that is already in memory."""
 
@@ -149,11 +112,6 @@ class MemoryFile:
         yield from self.table.select(columns).to_batches(max_chunksize=BATCH_ROWS)
 
 
-def _buffered(place: Place) -> BinaryIO:
-    file = place.open()
-    return file if isinstance(place, LocalPlace) else io.BufferedReader(file, BATCH_BYTES)  # type: ignore[type-var]
-
-
 def _ends_digest(place: Place, size: int) -> str:
     """Of the first and last MiB: all of a small file; of a large one its beginning and the footer with its statistics."""
     digest = hashlib.sha256()
@@ -167,28 +125,3 @@ def _ends_digest(place: Place, size: int) -> str:
 def widen(left: pa.Schema, right: pa.Schema) -> pa.Schema:
     """The schema that holds rows of both: integers widen to floats, structs gain fields. Raises ArrowException if none does."""
     return pa.unify_schemas([left, right], promote_options="permissive")
-
-
-def _parse(block: bytes, schema: pa.Schema | None) -> pa.Table:
-    table = pa_json.read_json(
-        pa.BufferReader(block),
-        read_options=pa_json.ReadOptions(use_threads=False, block_size=len(block) + 1),
-        parse_options=pa_json.ParseOptions(
-            explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "ignore"
-        ),
-    )
-    if schema is not None:
-        return table.select(schema.names)
-    # Arrow takes text that looks like a date for a timestamp: text it is.
-    plain = pa.schema([pa.field(field.name, _without_dates(field.type)) for field in table.schema])
-    return table if plain == table.schema else _parse(block, plain)
-
-
-def _without_dates(kind: Any) -> pa.DataType:
-    if pa.types.is_timestamp(kind) or pa.types.is_time(kind):
-        return pa.string()
-    if pa.types.is_list(kind):
-        return pa.list_(_without_dates(kind.value_type))
-    if pa.types.is_struct(kind):
-        return pa.struct([pa.field(field.name, _without_dates(field.type)) for field in kind])
-    return kind

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, Protocol
 
@@ -14,7 +14,8 @@ import pyarrow as pa
 
 from batchspec.config import InputConfig
 from batchspec.errors import ConfigError, InputError
-from batchspec.io.files import JSON_LINES, PARQUET, DataFile, JsonLinesFile, MemoryFile, ParquetFile, widen
+from batchspec.io.files import JSON_LINES, PARQUET, DataFile, MemoryFile, ParquetFile, widen
+from batchspec.io.jsonlines import JsonLinesFile
 from batchspec.io.places import LocalPlace, Place, RemotePlace, place_of
 
 OPENED_AT_ONCE = 16
@@ -31,6 +32,14 @@ class InputFile:
     """Two contents of one name, size and row count have different ones (see files.py)."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unreadable:
+    """Why the reader gives nulls for some cells of a row, or for all of them."""
+
+    code: str
+    message: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class InputShard:
     """The input rows that are committed as one output file."""
@@ -40,6 +49,8 @@ class InputShard:
     """Place of the table's first row in the whole input."""
     table: pa.Table
     """All columns of the input."""
+    bad: Mapping[int, Unreadable] = field(default_factory=dict)
+    """By their place in the whole input."""
 
 
 class Source(Protocol):
@@ -57,7 +68,7 @@ class Source(Protocol):
         """
 
     def column(self, name: str) -> Iterator[pa.Array]:
-        """The column in pieces; only its bytes are read."""
+        """The column in pieces; only its bytes are read. An unreadable row has `derived_id` as text where it has nothing."""
 
 
 def open_source(config: InputConfig) -> Source:
@@ -93,6 +104,12 @@ def locate(files: Sequence[InputFile], row: int) -> tuple[str, int]:
     raise IndexError(f"the input has no row {row}")
 
 
+def derived_id(files: Sequence[InputFile], row: int) -> str:
+    """What names a row of the whole input that has no id: `<file>:<row in the file>`."""
+    name, place = locate(files, row)
+    return f"{name}:{place}"
+
+
 class _FileSource:
     def __init__(self, files: Sequence[DataFile], limit: int | None) -> None:
         self.files = tuple(
@@ -117,7 +134,8 @@ class _FileSource:
             return any(index not in skip for index in range(first // shard_rows, (stop - 1) // shard_rows + 1))
 
         pieces: list[pa.RecordBatch] = []
-        for batch_first, batch in self._batches(self.schema.names, wanted):
+        bad: dict[int, Unreadable] = {}
+        for batch_first, batch, why in self._batches(self.schema.names, wanted):
             first, rest = batch_first, batch
             while rest.num_rows:
                 index = first // shard_rows
@@ -128,18 +146,24 @@ class _FileSource:
                 if index in skip:
                     continue
                 pieces.append(piece)
+                if why is not None:
+                    bad[batch_first] = why
                 if first == stop:
                     table = pa.Table.from_batches(pieces, self.schema)
                     pieces.clear()
-                    yield InputShard(index=index, first_row=index * shard_rows, table=table)
+                    yield InputShard(index=index, first_row=index * shard_rows, table=table, bad=bad)
+                    bad = {}
                     del table
 
     def column(self, name: str) -> Iterator[pa.Array]:
-        for _, batch in self._batches([name], lambda first, stop: True):
-            yield batch.column(0)
+        for first, batch, why in self._batches([name], lambda first, stop: True):
+            unnamed = why is not None and batch.column(0).null_count
+            yield pa.array([derived_id(self.files, first)]) if unnamed else batch.column(0)
 
-    def _batches(self, names: list[str], wanted: Callable[[int, int], bool]) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Batches with the place of their first row, up to the limit, of the parts that hold a wanted row."""
+    def _batches(
+        self, names: list[str], wanted: Callable[[int, int], bool]
+    ) -> Iterator[tuple[int, pa.RecordBatch, Unreadable | None]]:
+        """Batches with the place of their first row, up to the limit, of the parts that hold a wanted row; bad rows apart."""
         schema = pa.schema([self.schema.field(name) for name in names])
         part_first = 0
         for file in self._files:
@@ -151,7 +175,11 @@ class _FileSource:
                         batch = batch.slice(0, stop - first)
                         if batch.num_rows:
                             columns = [batch.column(name) for name in names]
-                            yield first, pa.RecordBatch.from_arrays(columns, schema=schema)
+                            marks = batch.schema.metadata or {}
+                            why = None
+                            if b"code" in marks:
+                                why = Unreadable(code=marks[b"code"].decode(), message=marks[b"message"].decode())
+                            yield first, pa.RecordBatch.from_arrays(columns, schema=schema), why
                         first += batch.num_rows
                 part_first += part.num_rows
 

@@ -3,6 +3,8 @@
 A bad row never raises and never reaches the engine. It is checked in this order, and the first problem gives its code
 (stage "admission"; codes are stable, messages are for people):
 
+bad_json       the line is not a JSON object
+bad_type       a cell of JSON lines is of another kind than in most rows
 null_prompt    the prompt cell is null
 empty_prompt   no message, no character, no token
 bad_text       a string is not valid Unicode
@@ -100,6 +102,8 @@ class Admission:
         ids = request_ids(self.source, self.columns, shard)
         for row_index, (request_id, row) in enumerate(zip(ids, self._rows(shard), strict=True), shard.first_row):
             try:
+                if row_index in shard.bad:
+                    raise BadRow(shard.bad[row_index].code, shard.bad[row_index].message)
                 yield from self._requests(row, request_id, row_index, shard.index)
             except BadRow as bad:
                 file, place = locate(self.source.files, row_index)
@@ -194,6 +198,10 @@ class Admission:
             code, who = ("template_error", "chat template") if chat else ("bad_text", "tokenizer")
             said = " ".join(str(error).split()) or type(error).__name__
             raise BadRow(code, f"the {who} refuses the prompt ({said}); correct it") from error
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # a panic of Rust code, which no Exception is
+                raise
+            raise BadRow("bad_text", f"the tokenizer breaks at the prompt ({error}); correct it") from error
         if not ids:
             raise BadRow("empty_prompt", "the prompt has no tokens; drop the row")
         return self._known(np.asarray(ids, dtype=np.int64), "the prompt's text")
