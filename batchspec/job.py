@@ -65,6 +65,9 @@ def run_job(config: RunConfig, source: Source | None = None) -> None:
         say(f"{output.path}: done, {job.source.num_rows} rows in {output.num_shards} shards")
     stats = job_stats(output.path)
     if not (complete and output.has_card()):  # a run may have died between the last commit and the card
+        output.journal().delete()
+        output.claims().delete()
+        output.attempts().delete()
         output.finish(dataset_card(output.manifest, stats))
         if can_draw():
             write_report(output, stats=stats)
@@ -140,10 +143,6 @@ def compute(job: Job, output: OutputFolder, committed: set[int], make: MakeEngin
             if asked.name is not None and output.missing():
                 count = f"{len(output.committed())} of {output.num_shards} shards are committed, {saved} more rows are saved"
                 raise Interrupted(f"{asked.name}: {count}; run the same command again to go on")
-    if not output.missing():
-        journal.delete()
-        claims.delete()
-        attempts.delete()
     totals = fitted.engine.totals
     summary = RunSummary(
         seconds=time.perf_counter() - began - start_up_s,

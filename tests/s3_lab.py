@@ -70,6 +70,11 @@ class Lab:
         """Make an object, without a request."""
         _backend().put_object(BUCKET, key, body)
 
+    def held(self, key: str) -> bytes:
+        """An object, without a request."""
+        data: bytes = _backend().buckets[BUCKET].keys[key].value
+        return data
+
     def body(self, key: str) -> bytes:
         data: bytes = self.client.get_object(Bucket=BUCKET, Key=key)["Body"].read()
         return data

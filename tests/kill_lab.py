@@ -1,0 +1,278 @@
+"""Jobs in processes of their own, to be killed: forked from a server that has torch loaded, so that one costs half a second."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from batchspec import job, prepare
+from batchspec.compose import compose
+from batchspec.config import RunConfig
+from batchspec.errors import BatchspecError
+from batchspec.io import claims
+from batchspec.io.claims import Claims
+from batchspec.packing.cost import H200
+from tests.models import make_checkpoint, make_tokenizer
+
+ROWS, SHARD_ROWS = 12, 2
+SHARDS = ROWS // SHARD_ROWS
+CALLS = ("link", "replace", "rename", "fsync", "unlink", "rmdir")
+"""Of module os: every way in which batchspec changes what a folder shows, or makes it last."""
+Row = tuple[str, int, str, tuple[int, ...] | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conduct:
+    """What is different about a process."""
+
+    journal_s: float | None = 0.0
+    """None: as it is."""
+    stale_s: float | None = None
+    claims: bool = True
+    """False: it takes every shard, whoever works on it."""
+    method: str | None = None
+    """How names are taken: link or rename; None: as the file system allows."""
+    kill_at: int | None = None
+    """It kills itself before this one of its CALLS, counted from 1."""
+    log: Path | None = None
+    """A line for each of its CALLS goes there."""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    wait: bool = False
+    """It stops (SIGSTOP) before it begins."""
+    hold: tuple[str, str] | None = None
+    """It stops (SIGSTOP) when it is about to do this CALL on a path that matches this pattern, once."""
+
+
+def work(config: RunConfig, said: Path, conduct: Conduct) -> None:
+    """The process: what `python -m batchspec.run` does behind the reading of its command line."""
+    os.environ.update(conduct.environ)
+    sys.stderr = said.open("a", buffering=1)
+    torch.set_num_threads(1)
+    slow: Any = (job, prepare)
+    slow[0].can_draw = lambda: False  # drawing and measuring this machine take longer than the job
+    slow[1].device_rates = lambda *_: H200
+    if conduct.journal_s is not None:
+        slow[0].JOURNAL_S = conduct.journal_s
+    if conduct.stale_s is not None:
+        shorten_claims(conduct.stale_s)
+    if not conduct.claims:
+        Claims.take = lambda self, shard: True  # type: ignore[method-assign]
+    if conduct.method is not None:
+        refuse_links(conduct.method)
+    watch_calls(conduct)
+    if conduct.wait:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    code = 0
+    try:
+        job.run_job(config)
+    except BatchspecError as error:
+        print(f"batchspec: {error}", file=sys.stderr)
+        code = error.exit_code
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def shorten_claims(stale_s: float) -> None:
+    begin, changed = Claims.__init__, [claims, job]
+
+    def begun(self: Claims, *rest: Any, **named: Any) -> None:
+        begin(self, *rest, **{**named, "stale_s": stale_s})
+
+    Claims.__init__ = begun  # type: ignore[method-assign]
+    for module in changed:
+        for name, value in (("STALE_S", stale_s), ("BEAT_S", stale_s / 5)):
+            if hasattr(module, name):
+                setattr(module, name, value)
+
+
+def refuse_links(method: str) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    if method == "rename":
+        os.link = refused
+
+
+def watch_calls(conduct: Conduct) -> None:
+    """Count CALLS, note them, and end or stop the process before one of them."""
+    seen: list[str] = []
+    held: list[bool] = []
+    log = None if conduct.log is None else conduct.log.open("a", buffering=1)
+
+    def watched(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def before(*args: Any, **named: Any) -> Any:
+            kind = kind_of(name, args)
+            seen.append(kind)
+            if log is not None:
+                log.write(kind + "\n")
+            if len(seen) == conduct.kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if conduct.hold is not None and not held and conduct.hold[0] == name and re.search(conduct.hold[1], kind):
+                held.append(True)
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return call(*args, **named)
+
+        return before
+
+    for name in CALLS:
+        setattr(os, name, watched(name, getattr(os, name)))
+
+
+def kind_of(name: str, args: Sequence[Any]) -> str:
+    """`fsync data/part-N.parquet`: what is done to what, numbers and attempts left out."""
+    target = args[1] if name in ("link", "replace", "rename") else args[0]
+    path = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else os.fspath(target)
+    path = path.rpartition("/out/")[2] if "/out/" in path else path.rpartition("/")[2]
+    return f"{name} {re.sub(r'[0-9a-f]{32}|[0-9]+', 'N', path)}"
+
+
+class KillLab:
+    """A tiny model, 12 rows in 6 shards, one of them bad and one with 3 samples; `expected` is what an undisturbed run writes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.model = make_tokenizer(
+            make_checkpoint(folder / "model", "llama", dtype=torch.float64, num_hidden_layers=1, hidden_size=32)
+        )
+        self.data = folder / "prompts.parquet"
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["pytest", "pandas", "boto3", __name__])
+        prompts().write_parquet(self.data)
+        self._number = 0
+        self.usual_s = 1.0
+        """A run to its end; tests that need it measure it."""
+
+    def new(self) -> Path:
+        """A folder for a job's output that is not there yet."""
+        self._number += 1
+        return self.folder / str(self._number) / "out"
+
+    def config(self, out: Path | str, *more: str) -> RunConfig:
+        overrides = [
+            f"model.path={self.model}", "model.dtype=float64", f"input.path={self.data}", f"output.dir={out}",
+            f"output.shard_rows={SHARD_ROWS}", "decode.max_new_tokens=8", "output.token_ids=true", "packing.slots=4",
+            "packing.memory_gb=0.01", "draft=lookup", *more,
+        ]  # fmt: skip
+        return compose(overrides)
+
+    def start(self, out: Path | str, *more: str, conduct: Conduct | None = None) -> ForkServerProcess:
+        process = self._context.Process(target=work, args=(self.config(out, *more), self.said, conduct or Conduct()))
+        process.start()
+        return process
+
+    @property
+    def said(self) -> Path:
+        return self.folder / "said.txt"
+
+    def run(self, out: Path | str, *more: str, conduct: Conduct | None = None) -> int:
+        """Exit code of a run to its end."""
+        return ended(self.start(out, *more, conduct=conduct))
+
+
+def until_stopped(process: ForkServerProcess) -> int:
+    """Its number, once it has stopped itself."""
+    assert process.pid is not None
+    while state_of(process.pid) != "T":
+        assert process.exitcode is None, process.exitcode
+        time.sleep(0.005)
+    return process.pid
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def ended(process: ForkServerProcess, within_s: float = 120.0) -> int:
+    process.join(within_s)
+    assert process.exitcode is not None, "it hangs"
+    return process.exitcode
+
+
+def prompts() -> pl.DataFrame:
+    rows: list[dict[str, Any]] = [
+        {
+            "id": f"q{i}",
+            "messages": [{"role": "user", "content": f"Say word{i % 5} " * (1 + i % 3)}],
+            "max_new_tokens": 2 + i % 7,
+            "temperature": 0.9 if i % 4 == 1 else None,
+            "n": 3 if i == 6 else None,
+        }
+        for i in range(ROWS)
+    ]
+    rows[3]["messages"] = []
+    return pl.DataFrame(rows, schema_overrides={"n": pl.Int32})
+
+
+def rows_of(frame: pl.DataFrame) -> list[Row]:
+    """Every row with what must not depend on the course of a job, in order."""
+    columns = frame.select("request_id", "sample_index", "status", "token_ids").iter_rows()
+    return sorted((name, sample, status, None if ids is None else tuple(ids)) for name, sample, status, ids in columns)
+
+
+def written(out: Path) -> list[Row]:
+    return rows_of(pl.read_parquet(out / "data"))
+
+
+def check_visible(out: Path) -> int:
+    """Every part that a reader can see is whole, sound, and holds its shard's rows; how many there are."""
+    parts = sorted((out / "data").glob("*"))
+    for path in parts:
+        number = re.fullmatch(r"part-(\d{5})\.parquet", path.name)
+        assert number, path
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            check_part(int(number[1]), file)
+    return len(parts)
+
+
+def check_part(number: int, file: pq.ParquetFile) -> None:
+    table = file.read()
+    assert file.metadata.metadata[b"batchspec.shard"] == str(number).encode()
+    samples = Counter(table["row_index"].to_pylist())
+    first = number * SHARD_ROWS
+    assert samples == {row: 3 if row == 6 else 1 for row in range(first, first + SHARD_ROWS)}
+
+
+@contextmanager
+def polled(check: Callable[[], int]) -> Iterator[list[int]]:
+    """`check` again and again in a thread while the block runs; what it gave. What it raises is raised behind the block."""
+    seen: list[int] = []
+    wrong: list[BaseException] = []
+    over = threading.Event()
+
+    def watch() -> None:
+        try:
+            while not over.wait(0.005):
+                seen.append(check())
+        except BaseException as error:
+            wrong.append(error)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        thread.join()
+    if wrong:
+        pytest.fail(f"a reader saw {wrong[0]!r}")

@@ -1,0 +1,93 @@
+"""Promises 3, 4 and 6 under attack: many runs at one shard, one that sleeps past its claim, work that changes hands."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kill_lab import SHARDS, Conduct, KillLab, Row, check_visible, ended, polled, until_stopped, written
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[KillLab]:
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
+        yield KillLab(Path(folder))
+
+
+@pytest.fixture(scope="module")
+def expected(lab: KillLab) -> list[Row]:
+    out = lab.new()
+    assert lab.run(out) == 0
+    return written(out)
+
+
+@pytest.mark.parametrize("method", ["link", "rename"])
+def test_sixteen_runs_that_all_compute_one_shard_leave_one_part(lab: KillLab, method: str) -> None:
+    """Each of them stops with the finished file in hand; then they publish at once. Claims are out of the way."""
+    out = lab.new()
+    one = ("input.limit=2",)
+    conduct = Conduct(method=method, claims=False, hold=("fsync", "/tmp/part-"))
+    runs = [lab.start(out, *one, conduct=conduct) for _ in range(16)]
+    pids = [until_stopped(process) for process in runs]
+    assert check_visible(out) == 0
+    with polled(lambda: check_visible(out)):
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        assert [ended(process) for process in runs] == [0] * 16
+    assert [path.name for path in (out / "data").iterdir()] == ["part-00000.parquet"]
+    assert not [path for path in (out / "_batchspec/tmp").iterdir() if path.name.startswith("part")]
+    assert [name for name, *_ in written(out)] == ["q0", "q1"]
+
+
+def test_a_run_that_sleeps_past_its_claims_loses_them_and_does_no_harm_when_it_wakes(lab: KillLab, expected: list[Row]) -> None:
+    """It stops in the middle of its second commit, the file finished; another run waits out its claims and does its work."""
+    out = lab.new()
+    slow = lab.start(out, conduct=Conduct(stale_s=1.5, hold=("link", r"data/part-N")))
+    pid = until_stopped(slow)
+    began = time.monotonic()
+    assert lab.run(out, conduct=Conduct(stale_s=1.5)) == 0
+    assert time.monotonic() - began > 1.5  # it had to wait: the sleeper's process was there all the time
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    parts = {path for path in before if path.parent.name == "data"}
+    assert len(parts) == SHARDS
+    os.kill(pid, signal.SIGCONT)
+    assert ended(slow) == 0
+    assert {path: path.read_bytes() for path in parts} == {path: before[path] for path in parts}
+    assert check_visible(out) == SHARDS
+    assert written(out) == expected
+
+
+def test_tokens_are_those_of_one_run_whatever_the_number_of_runs_and_whoever_dies(lab: KillLab, expected: list[Row]) -> None:
+    """Four side by side; then three that are killed one by one, two others that take up what those left, and one at the end."""
+    four = lab.new()
+    assert [ended(process) for process in [lab.start(four) for _ in range(4)]] == [0] * 4
+    assert check_visible(four) == SHARDS
+    assert written(four) == expected
+
+    changing, draw = lab.new(), random.Random(1)
+    with polled(lambda: check_visible(changing)):
+        for count in (3, 2):
+            runs = [lab.start(changing) for _ in range(count)]
+            for process in runs:
+                process.join(draw.uniform(0.2, 0.6))
+                process.kill()
+                assert ended(process) in (0, -signal.SIGKILL)
+        assert lab.run(changing) == 0
+    assert written(changing) == expected
+
+
+def test_a_finished_job_is_not_touched_by_sixteen_more_runs(lab: KillLab) -> None:
+    out = lab.new()
+    assert lab.run(out) == 0
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns, path.stat().st_ino) for path in out.rglob("*") if path.is_file()}
+    assert [ended(process) for process in [lab.start(out) for _ in range(16)]] == [0] * 16
+    after = {path: (path.read_bytes(), path.stat().st_mtime_ns, path.stat().st_ino) for path in out.rglob("*") if path.is_file()}
+    assert after == before

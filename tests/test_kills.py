@@ -1,0 +1,162 @@
+"""Promises 1 and 2 under attack on a local file system: a job is killed at every step that changes what a reader could see."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kill_lab import CALLS, SHARDS, Conduct, KillLab, Row, check_visible, ended, polled, until_stopped, written
+
+TRACED = "link,linkat,rename,renameat,renameat2,fsync,fdatasync"
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[KillLab]:
+    """In memory where the machine has such a folder: a kill leaves the same there, and fsync costs nothing."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
+        yield KillLab(Path(folder))
+
+
+@pytest.fixture(scope="module")
+def calls(lab: KillLab) -> list[str]:
+    """What an undisturbed run does to its folder, in order."""
+    log = lab.folder / "calls.txt"
+    assert lab.run(lab.new(), conduct=Conduct(log=log)) == 0
+    return log.read_text().splitlines()
+
+
+@pytest.fixture(scope="module")
+def expected(lab: KillLab) -> list[Row]:
+    out = lab.new()
+    began = time.monotonic()
+    assert lab.run(out) == 0
+    lab.usual_s = time.monotonic() - began
+    assert check_visible(out) == SHARDS
+    return written(out)
+
+
+def killed_and_resumed(lab: KillLab, kill_at: int, expected: list[Row]) -> None:
+    out = lab.new()
+    assert lab.run(out, conduct=Conduct(kill_at=kill_at)) == -signal.SIGKILL
+    before = {path: path.read_bytes() for path in out.glob("data/*")}
+    assert check_visible(out) == len(before)
+    assert lab.run(out) == 0
+    assert {path: path.read_bytes() for path in before} == before
+    assert check_visible(out) == SHARDS
+    assert written(out) == expected
+    assert sorted(path.name for path in (out / "_batchspec").iterdir() if path.name in ("claims", "journal")) == []
+    shutil.rmtree(out)
+
+
+def test_a_kill_at_every_kind_of_step_leaves_every_row_once(lab: KillLab, calls: list[str], expected: list[Row]) -> None:
+    """Before the first and before a later one of each kind in turn: `link data/part-N.parquet`, `fsync data`, ..."""
+    steps = [call for call in calls if call.split()[0] in ("link", "replace", "fsync")]
+    places = {kind: [i for i, call in enumerate(calls, 1) if call == kind] for kind in steps}
+    assert {"link data/part-N.parquet", "fsync data", "link _batchspec/manifest.json", "replace README.md"} <= places.keys()
+    for turn, found in enumerate(places.values()):
+        killed_and_resumed(lab, found[turn % len(found)], expected)
+
+
+@pytest.mark.soak
+def test_a_kill_at_every_step_leaves_every_row_once(lab: KillLab, calls: list[str], expected: list[Row]) -> None:
+    for kill_at in range(1, len(calls) + 1):
+        killed_and_resumed(lab, kill_at, expected)
+
+
+@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.soak)])
+def test_kills_at_random_moments_leave_every_row_once_and_no_reader_sees_a_part_that_is_not_whole(
+    lab: KillLab, expected: list[Row], kills: int
+) -> None:
+    """One run or two at a time, until so many have died; a job that gets to its end is compared, and the next one begins."""
+    draw = random.Random(kills)
+    died = complete = polls = 0
+    seen: set[int] = set()
+    while died < kills or not complete:
+        out = lab.new()
+        with polled(lambda out=out: check_visible(out)) as visible:  # type: ignore[misc]
+            while not (out / "README.md").exists():
+                runs = [lab.start(out) for _ in range(draw.choice((1, 1, 2)))]
+                for process in runs:
+                    process.join(draw.uniform(0.1, 0.9) * lab.usual_s if died < kills else 60.0)
+                    process.kill()
+                codes = [ended(process) for process in runs]
+                assert set(codes) <= {0, -signal.SIGKILL}, lab.said.read_text()[-2000:]
+                died += codes.count(-signal.SIGKILL)
+        assert ended(lab.start(out)) == 0  # the one that wrote the card may have been killed right behind it
+        assert check_visible(out) == SHARDS
+        assert written(out) == expected
+        complete += 1
+        polls += len(visible)
+        seen |= set(visible)
+        shutil.rmtree(out)
+    print(f"{died} kills, {complete} jobs completed, {polls} looks at data/ by the reader, which saw {sorted(seen)} parts")
+    assert len(seen) > 2
+
+
+def traced(lab: KillLab, out: Path, *options: str, conduct: Conduct) -> tuple[int, list[str]]:
+    """Exit code of a run under strace, and what strace wrote of it."""
+    process = lab.start(out, conduct=conduct)
+    pid = until_stopped(process)
+    log = out.parent / "strace.txt"
+    command = ["strace", "-f", "-y", "-qq", "-p", str(pid), "-o", str(log), "-e", f"trace={TRACED}", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as tracer:
+        while "TracerPid:\t0" in Path(f"/proc/{pid}/status").read_text():
+            if tracer.poll() is not None:
+                process.kill()
+                pytest.skip(f"strace cannot trace here: {tracer.stderr.read() if tracer.stderr else ''}")
+            time.sleep(0.005)
+        os.kill(pid, signal.SIGCONT)
+        code = ended(process)
+    return code, log.read_text().splitlines()
+
+
+needs_strace = pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace: apt-get install strace")
+
+
+@needs_strace
+def test_a_part_is_on_the_disk_before_it_has_its_name_and_no_step_goes_unseen(lab: KillLab, calls: list[str]) -> None:
+    """The kernel's own account: the kills above miss no link, rename or fsync; a part is synced, named, and its name synced."""
+    out, log = lab.new(), lab.folder / "again.txt"
+    out.parent.mkdir(parents=True)
+    code, lines = traced(lab, out, conduct=Conduct(wait=True, log=log))
+    assert code == 0
+    names = [match[1] for line in lines if (match := re.match(r"\d+ +(\w+)\(", line))]
+    kernel = {"link": ("link", "linkat"), "replace": ("rename", "renameat", "renameat2"), "fsync": ("fsync", "fdatasync")}
+    own = [line.split()[0] for line in log.read_text().splitlines()]
+    for name, syscalls in kernel.items():
+        assert own.count(name) == sum(map(names.count, syscalls)) > 0, name
+    for index in range(SHARDS):
+        part = f"part-{index:05d}.parquet"
+        named = next(i for i, line in enumerate(lines) if re.search(rf'link\w*\(.*"[^"]*/data/{part}"', line))
+        assert any("fsync(" in line and f"/tmp/{part}." in line for line in lines[:named])
+        assert re.search(r"fsync\(\d+<[^>]*/data>", lines[named + 1])
+
+
+@needs_strace
+@pytest.mark.soak
+def test_a_kill_in_the_kernel_at_every_link_rename_and_fsync_leaves_every_row_once(lab: KillLab, expected: list[Row]) -> None:
+    when, code = 0, 1
+    while code:
+        when += 1
+        out = lab.new()
+        out.parent.mkdir(parents=True)
+        code, _ = traced(lab, out, "-e", f"inject={TRACED}:signal=KILL:when={when}", conduct=Conduct(wait=True))
+        assert code in (0, -signal.SIGKILL)
+        check_visible(out)
+        assert lab.run(out) == 0
+        assert check_visible(out) == SHARDS
+        assert written(out) == expected
+        shutil.rmtree(out.parent)
+    print(f"killed at each of {when - 1} calls")
+    assert when > len(CALLS) * SHARDS

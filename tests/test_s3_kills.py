@@ -1,0 +1,147 @@
+"""Promises 1 and 2 under attack on S3: a job is killed at every PUT, before the store has it and before its answer is read."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import re
+import signal
+from collections.abc import Iterator
+from multiprocessing.context import ForkServerProcess
+from typing import Any
+
+import polars as pl
+import pyarrow.parquet as pq
+import pytest
+
+from tests.kill_lab import SHARDS, Conduct, KillLab, Row, check_part, ended, polled, rows_of, until_stopped
+from tests.s3_lab import BUCKET, Answer, Faults, Lab, running_lab
+
+OUT = f"s3://{BUCKET}/out"
+SIDES = ("before", "after")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Lab]:
+    with running_lab() as lab:
+        yield lab
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> KillLab:
+    return KillLab(tmp_path_factory.mktemp("kills"))
+
+
+@pytest.fixture(scope="module")
+def puts(server: Lab, lab: KillLab) -> list[str]:
+    """What an undisturbed run PUTs, in order, numbers and attempts left out."""
+    server.empty()
+    server.faults.requests.clear()
+    assert lab.run(OUT, conduct=conduct(server)) == 0
+    return [kind_of(request) for request in server.faults.requests if request.startswith("PUT ")]
+
+
+@pytest.fixture(scope="module")
+def expected(puts: list[str], server: Lab) -> list[Row]:
+    return written(server)
+
+
+@pytest.fixture(autouse=True)
+def no_faults(server: Lab) -> Iterator[None]:
+    yield
+    server.faults.before, server.faults.after = Faults().before, Faults().after
+
+
+def conduct(server: Lab, **changes: Any) -> Conduct:
+    return Conduct(environ=server.environ(), **changes)
+
+
+def kind_of(request: str) -> str:
+    return re.sub(r"[0-9a-f]{32}|[0-9]+", "N", request.rpartition("/out/")[2])
+
+
+def check_visible(server: Lab) -> int:
+    """As of the local file system, without a request."""
+    keys = [key for key in server.names() if key.startswith("out/data/")]
+    for key in keys:
+        number = re.fullmatch(r"out/data/part-(\d{5})\.parquet", key)
+        assert number, key
+        with pq.ParquetFile(io.BytesIO(server.held(key)), page_checksum_verification=True) as file:
+            check_part(int(number[1]), file)
+    return len(keys)
+
+
+def written(server: Lab) -> list[Row]:
+    assert check_visible(server) == SHARDS
+    parts = [pl.read_parquet(server.held(key)) for key in server.names() if key.startswith("out/data/")]
+    return rows_of(pl.concat(parts))
+
+
+def killer(process: ForkServerProcess, at: int) -> Answer:
+    """Kills the process at its PUT of that number, counted from 1; the answer then finds nobody."""
+    count = 0
+
+    def answer(environ: dict[str, Any]) -> tuple[int, str] | None:
+        nonlocal count
+        count += environ["REQUEST_METHOD"] == "PUT"
+        if environ["REQUEST_METHOD"] == "PUT" and count == at:
+            process.kill()
+            return 503, "SlowDown"
+        return None
+
+    return answer
+
+
+def killed_and_resumed(server: Lab, lab: KillLab, at: int, side: str, expected: list[Row]) -> None:
+    server.empty()
+    process = lab.start(OUT, conduct=conduct(server, wait=True))
+    pid = until_stopped(process)
+    setattr(server.faults, side, killer(process, at))
+    os.kill(pid, signal.SIGCONT)
+    assert ended(process) == -signal.SIGKILL, (at, side)
+    server.faults.before, server.faults.after = Faults().before, Faults().after
+    before = {key: server.held(key) for key in server.names() if key.startswith("out/data/")}
+    check_visible(server)
+    assert lab.run(OUT, conduct=conduct(server)) == 0
+    assert {key: server.held(key) for key in before} == before
+    assert written(server) == expected
+    assert not [key for key in server.names() if "/claims/" in key or "/journal/" in key]
+
+
+def test_a_kill_at_every_kind_of_put_leaves_every_row_once(
+    server: Lab, lab: KillLab, puts: list[str], expected: list[Row]
+) -> None:
+    """Before the first of a kind is done, and behind a later one that is done and not answered; then the other way round."""
+    places = {kind: [i for i, put in enumerate(puts, 1) if put == kind] for kind in puts}
+    assert {"data/part-N.parquet", "_batchspec/manifest.json", "_batchspec/claims/N.json", "README.md"} <= places.keys()
+    for turn, found in enumerate(places.values()):
+        killed_and_resumed(server, lab, found[turn % len(found)], SIDES[turn % 2], expected)
+    for side in SIDES:
+        killed_and_resumed(server, lab, places["data/part-N.parquet"][2], side, expected)
+
+
+@pytest.mark.soak
+def test_a_kill_at_every_put_leaves_every_row_once(server: Lab, lab: KillLab, puts: list[str], expected: list[Row]) -> None:
+    for at in range(1, len(puts) + 1):
+        for side in SIDES:
+            killed_and_resumed(server, lab, at, side, expected)
+    print(f"killed at each of {len(puts)} PUTs, before and behind it")
+
+
+@pytest.mark.soak
+def test_kills_at_random_moments_leave_every_row_once(server: Lab, lab: KillLab, expected: list[Row]) -> None:
+    draw, died, complete = random.Random(0), 0, 0
+    while died < 200 or not complete:
+        server.empty()
+        with polled(lambda: check_visible(server)):
+            while "out/README.md" not in server.names():
+                runs = [lab.start(OUT, conduct=conduct(server)) for _ in range(draw.choice((1, 1, 2)))]
+                for process in runs:
+                    process.join(draw.uniform(0.1, 1.5) if died < 200 else 60.0)
+                    process.kill()
+                died += [ended(process) for process in runs].count(-signal.SIGKILL)
+        assert lab.run(OUT, conduct=conduct(server)) == 0
+        assert written(server) == expected
+        complete += 1
+    print(f"{died} kills, {complete} jobs completed")
