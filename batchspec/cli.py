@@ -23,6 +23,7 @@ COMMANDS = {
     "report": ("batchspec.commands.report", "OUT [--by COLUMN]: write report.html anew, the job in pictures"),
     "inspect": ("batchspec.commands.inspect", "OUT ID [--sample N]: one request in full"),
     "export": ("batchspec.commands.export", "OUT --to FORMAT FILE.jsonl, or --from-openai FILE.jsonl OUT.parquet"),
+    "submit": ("batchspec.commands.submit", "a job as a Slurm array: prints the sbatch line, --go runs it; the overrides of run"),
 }
 
 

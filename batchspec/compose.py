@@ -25,6 +25,7 @@ from batchspec.errors import BatchspecError, ConfigError, Interrupted
 
 CONF = "batchspec.conf"
 GROUPS = ("model", "draft", "decode", "packing", "input", "output", "cluster", "resume")
+SUBMITIT_FOLDER = "hydra.launcher.submitit_folder=.submitit/%j"
 
 
 def compose(overrides: Sequence[str], *, require: Iterable[str] = (), config_dir: str | None = None) -> RunConfig:
@@ -72,7 +73,7 @@ def launch(task: Callable[[RunConfig], int | None], overrides: Sequence[str], *,
         return _report(ConfigError(f"{flags[0]} is no option; keys are written without dashes, `--help` lists options and keys"))
     register()
     before, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv = ["batchspec", *_open_dicts(overrides)]
+    sys.argv = ["batchspec", *_seen_by_nodes(_open_dicts(overrides))]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises instead of printing its own report
     try:
         hydra.main(version_base="1.3", config_path=f"pkg://{CONF}", config_name="run")(body)()
@@ -112,6 +113,12 @@ def _report(error: BatchspecError) -> int:
 def _open_dicts(overrides: Sequence[str]) -> list[str]:
     """Free-form dictionaries take new keys without Hydra's `+`."""
     return [re.sub(r"^(input\.(columns|template_kwargs)\.)", r"++\1", item) for item in overrides]
+
+
+def _seen_by_nodes(overrides: list[str]) -> list[str]:
+    """Submitit hands its jobs over in a folder, and the nodes of a cluster do not see the temporary one that sweeps use."""
+    given = any(item.startswith(("hydra.sweep.dir=", "hydra.launcher.submitit_folder=")) for item in overrides)
+    return overrides if given or "hydra/launcher=submitit_slurm" not in overrides else [*overrides, SUBMITIT_FOLDER]
 
 
 def one_line(error: Exception) -> str:

@@ -199,7 +199,7 @@ class ClusterConfig:
     log: str = "batchspec-%A_%a.log"
     """submit: file for what a task says; %A is the job's number, %a the task's."""
     sbatch: list[str] = field(default_factory=list)
-    """submit: more words for sbatch, e.g. [--qos=low, --array=0-99%10]; the last of two that differ counts."""
+    """submit: more words for sbatch, e.g. ["--qos=low", "--array=0-99%10"]; of two that differ the last one counts."""
 
 
 @dataclass(slots=True, kw_only=True)

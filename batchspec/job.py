@@ -231,7 +231,11 @@ def decode_claimed(
     """One pass over the shards that are neither done nor another run's (`others`); those that a run died with come last."""
 
     def mine(shards: Iterator[InputShard]) -> Iterator[InputShard]:
-        return unsuspected(reporter.deadline.shards(shards), claims, attempts)
+        for shard in unsuspected(reporter.deadline.shards(shards), claims, attempts):
+            if claims.inherited:
+                claims.inherited = False
+                journal.refresh(journaled)
+            yield shard
 
     yield from decode_job(job, engine, reporter, journal, journaled, take=mine, skip=others | attempts.suspected())
     suspects = attempts.suspected() - others

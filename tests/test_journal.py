@@ -89,6 +89,28 @@ def test_the_longest_of_several_snapshots_counts_and_a_finished_row_before_any(t
     assert list(found.completions) == [(7, 1)]
 
 
+def test_a_refresh_adds_what_other_runs_left_since(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, other = journal(tmp_path), journal(tmp_path, "b")
+    other.flush([LEFT, replace(LEFT, row_index=7, sample_index=1)])
+    found = reader.read(skip=set())
+    other.add(FULL)
+    other.flush()
+    read = LocalStore.read
+    names: list[str] = []
+
+    def noted(self: LocalStore, name: str) -> bytes:
+        names.append(name)
+        return read(self, name)
+
+    monkeypatch.setattr(LocalStore, "read", noted)
+    reader.refresh(found)
+    assert (list(found.completions), list(found.snapshots)) == ([(7, 1)], [(9, 0)])
+    assert names == [f"{FOLDER}/b-000001.json"]
+    listed = LocalStore.list(reader._store, FOLDER)  # type: ignore[arg-type]
+    monkeypatch.setattr(LocalStore, "list", lambda self, name: [*listed, "c-000000.json"])
+    reader.refresh(found)  # gone between the look at the folder and at the file
+
+
 @pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b.replace(b"ok", b"no"), lambda b: b"", lambda b: b"{}\n" + b])
 def test_a_damaged_segment_is_left_out_alone(tmp_path: Path, damage: Any) -> None:
     for attempt, row in (("a", FULL), ("b", BAD)):

@@ -42,6 +42,8 @@ class Claims:
         self._store, self.attempt, self.stale_s, self._clock = store, attempt, stale_s, clock
         self.died: dict[int, str] = {}
         """Shards of ours whose last owner died with them, and its attempt."""
+        self.inherited = False
+        """A shard of ours had an owner before, whose rows may be in the journal by now."""
         self._held: dict[int, int] = {}
         self._seen: dict[int, tuple[tuple[str, int], float]] = {}
         self._beaten_at = clock()
@@ -63,6 +65,7 @@ class Claims:
         if self._read(name).get("owner") != self.attempt:
             return False
         self._held[shard] = 0
+        self.inherited = True
         if before.get("owner"):
             self.died[shard] = str(before["owner"])
         return True

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from batchspec.errors import StorageError
 from batchspec.io.store import Store
 from batchspec.records import Completion, Request, RowError, RowStats, Snapshot
 
@@ -49,6 +50,7 @@ class Journal:
     def __init__(self, store: Store, attempt: str) -> None:
         self._store, self._attempt = store, attempt
         self._number = 0
+        self._known: set[str] = set()
         self._waiting: list[Completion] = []
         self._flushed_at = time.monotonic()
 
@@ -81,13 +83,30 @@ class Journal:
 
     def read(self, skip: Container[int]) -> Journaled:
         """Rows of all segments whose shards are not in `skip`."""
+        self._known.clear()
         found = Journaled()
+        self.refresh(found, skip)
+        return found
+
+    def refresh(self, found: Journaled, skip: Container[int] = ()) -> None:
+        """Add the rows of segments that came since the journal was last read: another run ended, and its shards are ours now."""
         for name in self._store.list(FOLDER):
-            for line in _lines(self._store.read(f"{FOLDER}/{name}")):
+            if name in self._known:
+                continue
+            self._known.add(name)
+            for line in _lines(self._segment(f"{FOLDER}/{name}")):
                 _take(json.loads(line), found, skip)
         for key in found.completions:
             found.snapshots.pop(key, None)
-        return found
+
+    def _segment(self, name: str) -> bytes:
+        """A segment; nothing where it is gone: the run that completed the job deletes them all."""
+        try:
+            return self._store.read(name)
+        except StorageError:
+            if self._store.exists(name):
+                raise
+            return b""
 
     def delete(self) -> None:
         """The job is complete: nobody will ask."""

@@ -1,0 +1,71 @@
+"""`batchspec submit`: a job as a Slurm array. Composes and checks the configuration, prints the line of sbatch; --go runs it."""
+
+from __future__ import annotations
+
+import importlib.resources
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from batchspec.compose import launch
+from batchspec.config import ClusterConfig, RunConfig
+from batchspec.errors import ConfigError
+
+TIMEOUT_S = 60.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Hydra overrides as for `run`, and `--go` to submit; returns the exit code."""
+    overrides = [item for item in argv if item != "--go"]
+    go = "--go" in argv
+    if {"-m", "--multirun"} & set(overrides):
+        raise ConfigError("submit is for one job; a sweep submits its own: batchspec run -m hydra/launcher=submitit_slurm ...")
+
+    def submit(config: RunConfig) -> None:
+        command = sbatch_line(config.cluster, overrides)
+        print(shlex.join(command))
+        if go:
+            print(submitted(command, config))
+
+    return launch(submit, overrides, require=("model.path", "input.path", "output.dir"))
+
+
+def sbatch_line(cluster: ClusterConfig, overrides: Sequence[str]) -> list[str]:
+    """The words of sbatch for an array whose tasks run `overrides` with this very Python."""
+    script = importlib.resources.files("batchspec.conf") / "job" / "submit.sbatch"
+    memory = None if cluster.memory_gb is None else max(1, int(cluster.memory_gb * 1e9 / 2**20))
+    minutes = None if cluster.time_h is None else max(1, round(cluster.time_h * 60))
+    options = {
+        "array": f"0-{cluster.tasks - 1}",
+        "output": cluster.log,
+        "signal": f"B:USR1@{cluster.signal_s}",
+        "time": minutes and f"{minutes // 60}:{minutes % 60:02}:00",
+        "gpus-per-node": cluster.gpus or None,
+        "cpus-per-task": cluster.cpus,
+        "mem": memory and f"{memory}M",
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "export": f"ALL,BATCHSPEC_PYTHON={sys.executable}",
+    }
+    words = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    return ["sbatch", *words, *cluster.sbatch, str(script), *overrides]
+
+
+def submitted(command: Sequence[str], config: RunConfig) -> str:
+    """Run sbatch; what it made, and how to look at that. Raises ConfigError with what sbatch refuses."""
+    Path(config.cluster.log).parent.mkdir(parents=True, exist_ok=True)  # Slurm says nothing where it is missing
+    try:
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except FileNotFoundError as error:
+        raise ConfigError("there is no sbatch on this machine; run the line above where jobs are submitted") from error
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"sbatch did not answer within {TIMEOUT_S:g} s; ask squeue before you submit again") from error
+    number = re.search(r"batch job (\d+)", done.stdout)
+    if done.returncode != 0 or number is None:
+        raise ConfigError(f"sbatch refused: {' '.join((done.stderr or done.stdout).split())}")
+    job, log = number[1], config.cluster.log.replace("%A", number[1]).replace("%a", "*")
+    look = f"look at it:  squeue -j {job}  |  tail -f {log}  |  batchspec stats {config.output.dir}"
+    return f"job {job} with {config.cluster.tasks} tasks; {look}"
