@@ -78,10 +78,9 @@ def test_an_array_loses_no_row_to_requeueing_cancelling_and_running_out_of_resta
     """Three tasks. The last one, whose SLURM_JOB_ID is the array's, gets the signal twice and may requeue itself once; another
     is cancelled for good; the third is left alone and must not notice."""
     overrides = job_of(model, tmp_path, 160)
-    out = tmp_path / "out"
-    job = submit(
-        lab, tmp_path, *overrides, f"output.dir={out}", "cluster.tasks=3", "cluster.max_restarts=1", "cluster.time_h=0.2"
-    )
+    out, slow = tmp_path / "out", "packing.slots=2"
+    cluster = ["cluster.tasks=3", "cluster.max_restarts=1", "cluster.time_h=0.2"]
+    job = submit(lab, tmp_path, *overrides, slow, f"output.dir={out}", *cluster)
     log = tmp_path / "task-2.log"
     wait_for(lambda: claims_of(out, "2") and claims_of(out, "1"), 60, "claims of tasks 1 and 2")
     left = slurm_says(lab, Task(f"{job}_2", 0, 1, None))

@@ -67,5 +67,5 @@ def submitted(command: Sequence[str], config: RunConfig) -> str:
     if done.returncode != 0 or number is None:
         raise ConfigError(f"sbatch refused: {' '.join((done.stderr or done.stdout).split())}")
     job, log = number[1], config.cluster.log.replace("%A", number[1]).replace("%a", "*")
-    look = f"look at it:  squeue -j {job}  |  tail -f {log}  |  batchspec stats {config.output.dir}"
+    look = f"look at it:  squeue -j {job}  |  tail -f {log}  |  batchspec status {config.output.dir}"
     return f"job {job} with {config.cluster.tasks} tasks; {look}"
