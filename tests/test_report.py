@@ -19,6 +19,7 @@ from batchspec.io.shards import OutputFolder
 from batchspec.records import Completion
 from batchspec.report import page, requests
 from batchspec.report.requests import cut, read_requests
+from tests.browser import running_browser
 from tests.io_samples import built, completion, dataset, failed, new_folder, shards_of, stats
 from tests.models import make_checkpoint, make_tokenizer
 
@@ -165,6 +166,62 @@ def test_what_users_and_models_wrote_stays_text(tmp_path: Path) -> None:
     assert "\x1b" not in text
     assert "\u202e" not in text
     assert "&lt;script&gt;alert(&quot;x&quot;)&lt;/script&gt; &amp; $a$ \\u202e\\x1b[31m" in text
+
+
+SEEN = """
+(() => {
+  const width = document.documentElement.clientWidth, pictures = [...document.querySelectorAll('figure > svg')];
+  const outside = [...document.querySelectorAll('body *')]
+    .filter(e => !e.closest('svg') && e.getBoundingClientRect().right > width + 1);
+  const cut = pictures.filter(svg => [...svg.querySelectorAll('text')].some(text => {
+    const [a, b] = [text.getBoundingClientRect(), svg.getBoundingClientRect()];
+    return a.left < b.left - 1 || a.right > b.right + 1 || a.top < b.top - 1 || a.bottom > b.bottom + 1;
+  }));
+  const bar = [...pictures[0].querySelectorAll('path')].find(path => (path.getAttribute('style') || '').includes('--first'));
+  return {
+    scroll: document.documentElement.scrollWidth, outside: outside.map(e => e.outerHTML.slice(0, 80)),
+    sizes: pictures.map(svg => [svg.clientWidth, svg.clientHeight]), cut: cut.map(svg => svg.getAttribute('aria-label')),
+    ink: getComputedStyle(document.body).color, page: getComputedStyle(document.body).backgroundColor,
+    fill: getComputedStyle(bar).fill,
+  };
+})()
+"""
+"""What a browser made of the page: what reaches beyond the right edge, sizes of pictures, those with words cut off, colours."""
+
+
+def brightness(colour: str) -> int:
+    return sum(int(part) for part in re.findall(r"\d+", colour)[:3])
+
+
+def test_a_browser_shows_all_of_it_on_a_phone_and_on_a_desk_light_and_dark(tmp_path: Path) -> None:
+    rows = mixed()
+    rows[7] = completion(7, request_id="a-very-long-id-without-a-space-" * 6, token_ids=np.zeros(70, np.int32), stats=stats([3]))
+    folder = job(tmp_path / "out", rows)
+    record(folder)
+    report(tmp_path / "out", "--by", "kind")
+    colours = {}
+    with running_browser(tmp_path / "profile") as browser:
+        for width, dark in ((380, False), (380, True), (1400, False), (1400, True)):
+            browser.open(tmp_path / "out/report.html", width=width, dark=dark)
+            seen = browser.value(SEEN)
+            assert seen["scroll"] <= width
+            assert seen["outside"] == []
+            assert seen["cut"] == []
+            assert len(seen["sizes"]) == 10
+            assert all(wide > 250 and high > 120 for wide, high in seen["sizes"]), seen["sizes"]
+            colours[dark] = seen
+        assert browser.complaints == []
+    assert brightness(colours[False]["page"]) > 700 > 100 > brightness(colours[False]["ink"])
+    assert brightness(colours[True]["page"]) < 100 < 650 < brightness(colours[True]["ink"])
+    assert colours[False]["fill"] != colours[True]["fill"]
+
+
+def test_what_became_of_every_run_is_shown(tmp_path: Path) -> None:
+    folder = job(tmp_path, mixed())
+    said = {"host": "node<1>", "pid": 7, "began_at": 100.0, "at": 110.0, "tokens": 500, "shards": 6, "end": "interrupted"}
+    folder.progress().write(said)
+    text = report(tmp_path)
+    assert "<tr><td>node&lt;1&gt;:7</td><td>interrupted</td><td>6</td><td>0</td><td>50</td><td>-</td></tr>" in text
 
 
 def test_a_job_without_drafts_or_a_record_of_its_course_has_a_page_too(tmp_path: Path) -> None:

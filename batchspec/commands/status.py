@@ -77,10 +77,10 @@ def _facts(status: JobStatus) -> Iterator[str]:
         yield f"  {_count(status.errors, 'error row')}; batchspec stats {status.path} counts them by code"
     slow = [each for each in living if each.straggler]
     if slow:
-        yield f"  stragglers, less than half as fast as the others: {', '.join(map(_name, slow))}"
+        yield f"  stragglers, less than half as fast as the others: {', '.join(printable(each.run.name) for each in slow)}"
     for each in living:
         if each.state == "stuck":
-            yield f"  stuck: {_name(each)} has had no round for {_ago(each.run.quiet_s)}; look at its log"
+            yield f"  stuck: {printable(each.run.name)} has had no round for {_ago(each.run.quiet_s)}; look at its log"
     if status.stale_claims:
         shards = ", ".join(map(str, list(status.stale_claims)[:10])) + (", ..." if len(status.stale_claims) > 10 else "")
         todo = "another run takes them up" if living else "the next run takes them up"
@@ -97,7 +97,7 @@ def _line(each: RunStatus) -> tuple[str, ...]:
     state = "straggler" if each.straggler else each.state
     rows = f"{run.live_rows} of {run.slots}"
     counts = (f"{run.shards:,}", f"{len(each.shards):,}", f"{run.completions:,}", f"{run.tok_s:,.0f}")
-    return (_name(each), state, *counts, length, rows, f"{_ago(each.age_s)} ago")
+    return (printable(run.name), state, *counts, length, rows, f"{_ago(each.age_s)} ago")
 
 
 def _end(each: RunStatus) -> str:
@@ -107,19 +107,8 @@ def _end(each: RunStatus) -> str:
         "silent": "no sign of life: killed, crashed, or cut off",
     }.get(each.state, run.said)
     made = f"{_count(run.shards, 'shard')}, {_count(run.completions, 'completion')}"
-    line = f"  {_name(each)}  {each.state} {_ago(each.age_s)} ago, {made}"
+    line = f"  {printable(each.run.name)}  {each.state} {_ago(each.age_s)} ago, {made}"
     return line + (f": {printable(' '.join(said.split()))}" if said else "")
-
-
-def _name(each: RunStatus) -> str:
-    """Job, array index and rank where a batch system started it, else machine and process."""
-    run = each.run
-    job, _, place = run.task.partition("/")
-    index, _, rank = place.partition("/")
-    name = f"{run.host}:{run.pid}"
-    if job:
-        name = f"job {job}" + (f" task {index}" if index else "") + (f" rank {rank}" if rank not in ("", "0") else "")
-    return printable(" ".join(name.split())) + (f" start {run.restart + 1}" if run.restart else "")
 
 
 def _ago(seconds: float) -> str:

@@ -78,6 +78,16 @@ class RunProgress:
     in_flight_tokens: int = 0
     """Of rows that are not finished."""
 
+    @property
+    def name(self) -> str:
+        """For people: job, task and rank where a batch system started it, else machine and process."""
+        job, _, place = self.task.partition("/")
+        index, _, rank = place.partition("/")
+        name = f"{self.host}:{self.pid}"
+        if job:
+            name = f"job {job}" + (f" task {index}" if index else "") + (f" rank {rank}" if rank not in ("", "0") else "")
+        return " ".join(name.split()) + (f" start {self.restart + 1}" if self.restart else "")
+
     @classmethod
     def parse(cls, data: bytes) -> RunProgress | None:
         """None for what no run wrote: not JSON, another type somewhere, a number out of any range."""

@@ -29,7 +29,7 @@ STYLE = {
     "xtick.major.size": 0, "xtick.major.pad": 5, "ytick.major.size": 0,
 }  # fmt: skip
 SIZE = (5.0, 2.7)
-LABEL_CHARS = 18
+LABEL_CHARS = 24
 BINS = 30
 
 
@@ -50,7 +50,8 @@ def bars(names: Sequence[str], values: Sequence[float | None], *, x: str, top: f
 
 def rows(values: Mapping[str, float], *, form: str = ",.0f") -> str:
     """Lying bars with their values at the end, the first on top."""
-    figure, axes = _figure(left=0.3, bottom=0.05)
+    longest = max(len(_cut(name)) for name in [*values, ""])
+    figure, axes = _figure(left=min(0.44, 0.05 + 0.0165 * longest), bottom=0.05)
     places = range(len(values))
     axes.barh(places, list(values.values()), height=0.66, color=FIRST)
     for place, value in zip(places, values.values(), strict=True):

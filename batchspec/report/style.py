@@ -22,6 +22,9 @@ a { color: var(--first); }
 .tile span { font-size: .85rem; }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 21rem), 1fr)); gap: .8rem; }
 .grid.pairs { grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }
+.texts { columns: 21rem; column-gap: .8rem; margin-top: .8rem; }
+.texts .card { break-inside: avoid; margin-bottom: .8rem; }
+code { font: .86em ui-monospace, Menlo, Consolas, monospace; }
 details { margin-top: .8rem; }
 details .grid { margin-top: .6rem; }
 figure svg { display: block; width: 100%; max-width: 32rem; height: auto; margin: 0 auto; }

@@ -1,0 +1,61 @@
+"""Pieces of HTML for the report: every text is escaped here, where it is not said to be HTML already."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Keys of nested mappings joined with dots."""
+    joined: dict[str, Any] = {}
+    for name, value in values.items():
+        joined |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) and value else {f"{prefix}{name}": value}
+    return joined
+
+
+def facts(values: Mapping[str, Any]) -> str:
+    """A list of names and values, what is no text as JSON."""
+
+    def shown(value: Any) -> str:
+        return text(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
+
+    return "<dl>" + "".join(f"<dt>{escape(str(name))}</dt><dd>{shown(value)}</dd>" for name, value in values.items()) + "</dl>"
+
+
+def table(header: Sequence[str], lines: Iterable[Sequence[str]], *, safe: bool = False) -> str:
+    """`safe`: the cells are HTML already."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in header)
+    body = "".join("<tr>" + "".join(f"<td>{cell if safe else text(cell)}</td>" for cell in line) + "</tr>" for line in lines)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def figure(title: str, svg: str, said: str) -> str:
+    """`said` is HTML."""
+    named = svg.replace('role="img"', f'role="img" aria-label="{escape(title)}"', 1)
+    return f"<figure><h3>{escape(title)}</h3>{named}<figcaption>{said}</figcaption></figure>"
+
+
+def grid(parts: Iterable[str]) -> str:
+    cards = list(parts)
+    pairs = " pairs" if len(cards) == 4 else ""  # three and one alone look like a mistake
+    return f'<div class="grid{pairs}">{"".join(cards)}</div>'
+
+
+def key(colour: str, said: str) -> str:
+    return f'<span class="key"><i style="background: var(--{colour})"></i>{said}</span> '
+
+
+def text(raw: str) -> str:
+    """Text as HTML, with control characters, those that turn the direction of writing among them, written out."""
+    return escape("".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in raw))
+
+
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
