@@ -275,56 +275,6 @@ def test_a_finished_job_computes_nothing_and_changes_nothing(
     assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize(
-    ("change", "key"),
-    [
-        ("decode.temperature=0.5", "decode.temperature"),
-        ("decode.max_new_tokens=23", "decode.max_new_tokens"),
-        ("model.dtype=float32", "model.dtype"),
-        ("input.limit=7", "input.rows"),
-        ("output.messages=none", "output.schema"),
-        ("output.shard_rows=4", "output.shard_rows"),
-        ("output.messages=prompt", "output.messages"),
-        ("output.logprobs=1", "output.logprobs"),
-        ("input.template_kwargs.x=1", "input.template_kwargs"),
-        ("input.overlong=skip", "input.overlong"),
-        ("decode.ignore_eos=true", "model.end_ids"),
-    ],
-)
-def test_another_job_in_the_same_folder_is_refused_by_name(
-    finished: Path, model: Path, change: str, key: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = arguments(model, finished.parent / "prompts.parquet", finished, change)
-    assert run.main(command) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert key in said
-    assert "output.overwrite=true" in said
-
-
-def same_size_edit(path: Path) -> None:
-    frame = pl.read_parquet(path)
-    frame.with_columns(topic=pl.col("topic").replace({"a": "b", "b": "a"})).write_parquet(path)
-
-
-def test_an_edited_input_and_other_weights_of_the_same_size_are_refused(
-    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    own = shutil.copytree(model, tmp_path / "own")
-    command = arguments(own, data, tmp_path / "out", "decode.max_new_tokens=2")
-    assert run.main(command) == 0
-    size = data.stat().st_size
-    same_size_edit(data)
-    assert data.stat().st_size == size
-    assert run.main(command) == 2
-    assert "input.files" in capsys.readouterr().err.splitlines()[-1]
-    same_size_edit(data)
-    tensors = load_file(own / "model.safetensors")
-    save_file({name: tensor * 1.01 for name, tensor in tensors.items()}, own / "model.safetensors")
-    assert run.main(command) == 2
-    assert "model.weights" in capsys.readouterr().err.splitlines()[-1]
-
-
 def test_overwrite_starts_anew(model: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert run.main(arguments(model, data, out)) == 0
