@@ -257,7 +257,7 @@ def make_engine(job: Job, seen: Survey, progress: Progress) -> Engine:
         overlap=opt.overlap,
     )
     if job.device.type == "cuda":
-        progress.phase("capturing the graphs of the rounds")
+        progress.phase("compiling kernels and capturing the graphs of the rounds")
         engine.prepare(usual_mode(config), shared=config.decode.n > 1)
     return engine
 

@@ -52,8 +52,16 @@ def reserve(batch: PackedBatch, spec: ModelSpec = LLAMA_8B) -> int:
 
 
 def test_long_prompts_on_one_gpu_take_as_many_rows_as_the_memory_holds() -> None:
-    batch = on_gpu()
+    batch = on_gpu(draft_len=0)
     assert batch.slots == batch.row_buckets[-1] == 88
+    assert batch.num_pages * LLAMA_PAGE <= 120e9 - reserve(batch)
+
+
+def test_rows_fill_the_tiles_of_products() -> None:
+    """256 places take two tiles of 128: rows for a third one come only where they nearly fill it."""
+    batch = on_gpu()
+    assert batch.slots == batch.row_buckets[-1] == 64
+    assert on_gpu(free_bytes=135 * 10**9).slots == 96
     assert batch.num_pages * LLAMA_PAGE <= 120e9 - reserve(batch)
     assert (batch.page_size, batch.max_len, batch.draft_len) == (16, 11_264, 3)
     assert (batch.prefill_tokens, batch.run_ahead) == (16_384, 2)

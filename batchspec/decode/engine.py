@@ -27,7 +27,7 @@ from batchspec.decode.groups import Groups
 from batchspec.decode.launched import Launched, Moment, now_on
 from batchspec.decode.ledger import Ledger
 from batchspec.decode.output import Decode, Progress, StopFinder
-from batchspec.decode.prefill import Prefilled, chunks, prefill_chunk
+from batchspec.decode.prefill import Prefilled, chunks, prefill_chunk, rehearse
 from batchspec.decode.round import Round, RoundOptions, RoundResult
 from batchspec.decode.rows import Rows
 from batchspec.decode.sampling import SamplingMode
@@ -107,7 +107,9 @@ class Engine:
 
     @torch.inference_mode()
     def prepare(self, mode: SamplingMode, *, shared: bool = False) -> None:
-        """Capture the graphs of every row bucket and draft length for `mode`, and time them. Only while no row is live.
+        """Rehearse a prefill, capture the graphs of every row bucket and draft length for `mode`, and time them.
+
+        Only while no row is live.
 
         shared  rows with common beginnings are to be expected: their graphs too. What is not prepared is captured when it is met
         """
@@ -119,6 +121,8 @@ class Engine:
         kinds = [(k, lead) for k in draft_lens for lead in ((True,) if k or self._lengths is None else (True, False))]
         shapes = [Shape(num_rows, k, mode, lead=lead) for num_rows in self.batch.row_buckets for k, lead in kinds]
         self.rows.live.zero_()
+        if self._device.type == "cuda":
+            rehearse(self.round, self.rows, max_tokens=self.batch.prefill_tokens, max_len=self.batch.max_len, mode=mode)
         self.graphs.prepare([*shapes, *(replace(shape, shared=True) for shape in shapes if shared)])
         if self._lengths is not None:
             for shape in shapes:

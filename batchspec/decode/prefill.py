@@ -98,6 +98,19 @@ def prefill_chunk(round_: Round, rows: Rows, segments: Sequence[Segment], mode: 
     return Prefilled(result, mask, slot_ids, carried)
 
 
+def rehearse(round_: Round, rows: Rows, *, max_tokens: int, max_len: int, mode: SamplingMode) -> None:
+    """A pass of `max_tokens` and a short one, over rows that nobody owns yet and in page 0, which nobody reads.
+
+    Kernels are compiled and the largest pass has its memory before the first request comes. Only while no row is live.
+    """
+    rows.page_table.zero_()
+    longest = min(max_tokens, max_len - 1)
+    slots = range(min(rows.live.shape[0], -(-max_tokens // longest)))
+    largest = next(chunks([(slot, 0, longest) for slot in slots], max_tokens))
+    for segments in (largest, [Segment(0, 0, min(17, longest), True)]):
+        prefill_chunk(round_, rows, segments, mode)
+
+
 def flat_batch(rows: Rows, segments: Sequence[Segment], page_size: int) -> tuple[FlatBatch, Tensor]:
     """The segments end to end, and the slot of each, int64 [segments]."""
     device = rows.tokens.device

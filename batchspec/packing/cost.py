@@ -34,6 +34,8 @@ class Rates:
     """Seconds of a forward that neither memory nor arithmetic explains."""
     layer_s: float = 0.0
     """Seconds that a layer's products and norms take at least, however small they are."""
+    tile: int = 1
+    """Tokens of a product's tile: more than two of them take as long as the next multiple."""
 
     def flop_s(self, tokens: float) -> float:
         """Between measured points in a straight line; fewer tokens than the first take as long as the first."""
@@ -50,6 +52,7 @@ H200 = Rates(
     gemm=((64, 200e12), (128, 365e12), (192, 456e12), (256, 512e12), (384, 565e12), (512, 582e12)),
     overhead_s=1e-4,
     layer_s=1.9e-5,
+    tile=128,
 )
 
 
@@ -116,7 +119,7 @@ def page_bytes(spec: ModelSpec, page_size: int, dtype: torch.dtype, *, draft_kv_
 
 
 def round_seconds(
-    spec: ModelSpec, rates: Rates, *, dtype: torch.dtype, rows: int, context_tokens: float, tokens_per_row: int
+    spec: ModelSpec, rates: Rates, *, dtype: torch.dtype, rows: int, context_tokens: float, tokens_per_row: float
 ) -> float:
     """Seconds of one round: `rows` rows with `context_tokens` tokens of K/V each verify `tokens_per_row` tokens."""
     tokens = rows * tokens_per_row
@@ -133,8 +136,10 @@ def prefill_seconds(spec: ModelSpec, rates: Rates, *, dtype: torch.dtype, prompt
     return share * (_products_s(spec, rates, dtype, pass_tokens) + rates.overhead_s) + attention_s
 
 
-def _products_s(spec: ModelSpec, rates: Rates, dtype: torch.dtype, tokens: int) -> float:
+def _products_s(spec: ModelSpec, rates: Rates, dtype: torch.dtype, tokens: float) -> float:
     weights = num_multiplied(spec)
+    if tokens > 2 * rates.tile:
+        tokens = -(-tokens // rates.tile) * rates.tile
     arithmetic_s = 2.0 * weights * tokens / rates.flop_s(tokens)
     return max(weights * dtype.itemsize / rates.bytes_s, arithmetic_s, spec.num_layers * rates.layer_s)
 

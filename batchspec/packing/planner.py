@@ -25,6 +25,8 @@ GPU_RUN_AHEAD = 2
 """Rounds launched before the first one's results are looked at."""
 GOOD_ENOUGH = 0.98
 """The smallest batch within 2 % of the best predicted tokens/s is taken: fewer rows finish sooner and need less memory."""
+MORE_ROWS = 0.05
+"""Slots beyond the rows that pages are promised to, at most."""
 CPU_SHARE = 0.6
 """Of the host's free memory, which other programs use too."""
 
@@ -243,15 +245,22 @@ def _available_pages(packing: PackingConfig, size_bytes: int, budget: int, sourc
 def _choose_slots(
     spec: ModelSpec, rates: Rates, demand: Demand, *, limit: int, dtype: torch.dtype, draft_len: int, pages: int
 ) -> int:
-    """Powers of two compete, and as many rows as the pages hold."""
+    """Powers of two compete, and about as many rows as the pages hold."""
     most = max(1, min(limit, (pages - 1) // _pages(_expected_tokens(demand))))
-    if most > 64:
-        most -= most % 8  # a product's tiles are multiples of 8 rows: 99 rows of 4 tokens take as long as 104
     context = demand.prompt_tokens + demand.output_tokens / 2
-    speeds = {}
-    for power in range(limit.bit_length()):
-        slots = min(1 << power, most)
-        seconds = round_seconds(spec, rates, dtype=dtype, rows=slots, context_tokens=context, tokens_per_row=draft_len + 1)
-        speeds[slots] = slots / seconds
+
+    def speed(slots: int) -> float:
+        rows = min(slots, most)
+        places = (draft_len + 1) * slots / rows
+        return rows / round_seconds(spec, rates, dtype=dtype, rows=rows, context_tokens=context, tokens_per_row=places)
+
+    if most > 64:
+        # A product takes as long for a tile half filled; rows hold all their tokens only at their end: a few more find room.
+        step = max(1, rates.tile // (draft_len + 1))
+        filled = min(limit, int(most * (1 + MORE_ROWS))) // step * step
+        whole = max(most - most % 8, filled, key=lambda slots: speed(slots) if slots else 0.0)
+    else:
+        whole = most
+    speeds = {slots: speed(slots) for slots in {min(1 << power, whole) for power in range(limit.bit_length())}}
     best = max(speeds.values())
     return min(slots for slots, speed in speeds.items() if speed >= GOOD_ENOUGH * best)
