@@ -55,7 +55,7 @@ def test_chat_and_prompt_completion_hold_good_rows_and_say_what_they_left_out(
         for row, text in ((0, "naïve\n\u2028"), (3, "answer 3.0"), (3, "second"))
     ]
     assert capsys.readouterr().out == f"{file}: 3 lines; rows left out: 1 error, 1 truncated\n"
-    assert main([str(out), str(file), "--to", "prompt_completion", "--status", "truncated,error"]) == 0
+    assert main([str(out), str(file), "--to", "prompt_completion", "--status", "truncated,error", "--overwrite"]) == 0
     assert lines(file) == [{"prompt": [turn("user", "say 2")], "completion": [turn("assistant", "answer 2.0")]}]
     assert capsys.readouterr().out == f"{file}: 1 lines; rows left out: 1 error, 3 ok\n"
 
@@ -96,6 +96,22 @@ def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path: Path) ->
     assert not file.exists()
 
 
+def test_a_file_that_is_there_or_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
+    out, file = job(tmp_path / "out"), tmp_path / "mine.jsonl"
+    file.write_text("mine")
+    requests = written(tmp_path / "in.jsonl", [request()])
+    for words in ([str(out), "--to", "chat"], ["--from-openai", str(requests)]):
+        with pytest.raises(OutputError, match=r"mine.jsonl exists; give another name, or --overwrite"):
+            main([*words, str(file)])
+        with pytest.raises(OutputError, match=r"nowhere, which is no folder"):
+            main([*words, str(tmp_path / "nowhere/x")])
+        with pytest.raises(OutputError, match=r"out is a folder"):
+            main([*words, str(out)])
+        with pytest.raises(OutputError, match=r"export writes a local file"):
+            main([*words, "s3://bucket/x"])
+    assert file.read_text() == "mine"
+
+
 def test_a_file_has_its_name_only_when_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, file = job(tmp_path / "out"), tmp_path / "file.jsonl"
     file.write_text("old\n")
@@ -105,7 +121,7 @@ def test_a_file_has_its_name_only_when_it_is_complete(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr("batchspec.commands.export._training_line", broken)
     with pytest.raises(KeyboardInterrupt):
-        main([str(out), "--to", "chat", str(file)])
+        main([str(out), "--to", "chat", str(file), "--overwrite"])
     assert file.read_text() == "old\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file.jsonl", "out"]
 

@@ -44,16 +44,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--to", choices=FORMATS, help="what to write the job's output as")
     parser.add_argument("--from-openai", metavar="FILE.jsonl", type=Path, help="requests to write as a batchspec input")
     parser.add_argument("--status", help=f"rows to write, comma-separated, of {', '.join(STATUSES)}; openai: all, else ok")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file where it exists")
     parser.add_argument("--drop", metavar="KEY", action="append", default=[], help="--from-openai: leave out a key of the body")
     args = parser.parse_intermixed_args(argv)
     source, paths = args.from_openai, args.paths
     if (args.to is None) == (source is None) or len(paths) != (2 if source is None else 1):
         parser.error("give OUT --to FORMAT FILE.jsonl, or --from-openai FILE.jsonl OUT.parquet")
+    target = _target(paths[-1], args.overwrite)
     if source is not None:
-        print(from_openai(source, Path(paths[0]), args.drop))
+        print(from_openai(source, target, args.drop))
     else:
-        print(export(OutputFolder(paths[0]), Path(paths[1]), args.to, _statuses(args.status, args.to)))
+        print(export(OutputFolder(paths[0]), target, args.to, _statuses(args.status, args.to)))
     return 0
+
+
+def _target(name: str, overwrite: bool) -> Path:
+    """The file to write. Raises OutputError where it cannot be one, or would replace another."""
+    if "://" in name:
+        raise OutputError(f"{name}: export writes a local file; give a path, and copy the file where you need it")
+    target = Path(name)
+    if target.is_dir() or not target.parent.is_dir():
+        what = "is a folder" if target.is_dir() else f"lies in {target.parent}, which is no folder"
+        raise OutputError(f"{name} {what}; give the name of a file in a folder that exists")
+    if target.exists() and not overwrite:
+        raise OutputError(f"{name} exists; give another name, or --overwrite to replace it")
+    return target
 
 
 def _statuses(wish: str | None, form: str) -> set[str]:

@@ -18,7 +18,7 @@ from batchspec.report.status import JobStatus, RunStatus, Watcher
 MAX_LIVING = 40
 MAX_ENDED = 8
 WATCH_S = 10.0
-HEADER = ("run", "state", "shards", "open", "completions", "tok/s", "acceptance", "rows", "last word")
+HEADER = ("run", "state", "shards", "claims", "completions", "tok/s", "acceptance", "rows", "last word")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -25,7 +25,7 @@ tags:
 Made by batchspec: one row per completion, in the order of the input.
 
 ```python
-datasets.load_dataset("parquet", data_files="data/*.parquet")  # or polars.read_parquet("data/*.parquet")
+datasets.load_dataset("FOLDER")  # this folder; or polars.read_parquet("FOLDER/data")
 ```
 
 {facts}
@@ -51,11 +51,11 @@ def dataset_card(manifest: Manifest, stats: JobStats) -> str:
     facts = {
         "Model": f"`{model.get('path')}`" + (f" at {model['revision']}" if model.get("revision") else ""),
         "Chat template": f"`{model['chat_template']}`" if model.get("chat_template") else "the checkpoint's own",
-        "Drafter": stats.drafter,
         "Sampling": ", ".join(f"{name} {decode[name]}" for name in sampling if name in decode),
         "Source": files + more,
         "Completions": ", ".join(f"{count:,} {status}" for status, count in stats.by_status.items()),
         "Tokens": f"{stats.prompt_tokens:,} in prompts, {stats.completion_tokens:,} in completions",
+        "Drafter": stats.drafter,
     }
     overall = stats.overall
     if overall.mean_acceptance_length is not None and overall.acceptance_rate is not None:
@@ -63,6 +63,8 @@ def dataset_card(manifest: Manifest, stats: JobStats) -> str:
             f"{overall.mean_acceptance_length:.3f} tokens a round, {overall.acceptance_rate:.1%} of {overall.drafted:,} "
             "draft tokens accepted"
         )
+        rates = ("-" if position.rate is None else f"{position.rate:.1%}" for position in stats.by_position)
+        facts["Acceptance by position"] = ", ".join(rates)
     listed = "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items())])
     return CARD.format(model=model.get("path"), facts=listed, config="\n".join(_yaml(config)))
 

@@ -1,0 +1,82 @@
+"""A job from OpenAI's requests to a data set that others read: by `datasets`, as JSON lines, and made once more from its card."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+
+from batchspec import cli, run
+from tests.models import make_checkpoint, make_tokenizer
+
+ROWS = 7
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with requests.jsonl, one of them bad, and the job `out` that answers them."""
+    folder = tmp_path_factory.mktemp("made")
+    model = make_tokenizer(make_checkpoint(folder / "model", "llama", dtype=torch.float64))
+    bodies: list[dict[str, Any]] = [{"messages": [{"role": "user", "content": f"Say word{i} again"}]} for i in range(ROWS)]
+    bodies[1] |= {"max_tokens": 3, "temperature": 0.8, "seed": 5, "n": 2}
+    bodies[3] |= {"max_tokens": -4}
+    lines = [{"custom_id": f"r/{9 - i}", "url": "/v1/chat/completions", "body": body} for i, body in enumerate(bodies)]
+    (folder / "requests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert cli.main(["export", "--from-openai", str(folder / "requests.jsonl"), str(folder / "in.parquet")]) == 0
+    words = [
+        f"model.path={model}", "model.dtype=float64", f"input.path={folder}/in.parquet", f"output.dir={folder}/out",
+        "output.shard_rows=3", "decode.max_new_tokens=9", "decode.stop=['a: b','#']", "packing.slots=3", "output.token_ids=true",
+    ]  # fmt: skip
+    assert run.main(words) == 0
+    return folder
+
+
+def test_openai_s_requests_come_back_as_its_responses_in_their_order(made: Path, tmp_path: Path) -> None:
+    assert cli.main(["export", str(made / "out"), "--to", "openai", str(tmp_path / "responses.jsonl")]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "responses.jsonl").read_text().splitlines()]
+    assert [line["custom_id"] for line in lines] == [f"r/{9 - i}" for i in range(ROWS)]
+    assert [line["error"] and line["error"]["code"] for line in lines] == [None, None, None, "bad_parameter", None, None, None]
+    assert lines[3]["response"] is None
+    two = lines[1]["response"]["body"]
+    assert [choice["index"] for choice in two["choices"]] == [0, 1]
+    frame = pl.read_parquet(made / "out/data").filter(request_id="r/8")
+    assert [choice["message"]["content"] for choice in two["choices"]] == frame["completion"].to_list()
+    assert two["usage"]["completion_tokens"] == frame["token_ids"].list.len().sum() <= 6
+
+
+def test_datasets_reads_the_folder_by_its_card_and_chat_lines_as_they_are(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed: pip install datasets")
+    rows = datasets.load_dataset(str(made / "out"), cache_dir=str(tmp_path / "cache"))
+    assert list(rows) == ["train"]
+    frame = pl.read_parquet(made / "out/data")
+    assert rows["train"].num_rows == frame.height == ROWS + 1
+    assert rows["train"].column_names == frame.columns
+    assert rows["train"]["request_id"][:] == frame["request_id"].to_list()
+    features = rows["train"].features
+    assert features["messages"].feature == {"role": datasets.Value("string"), "content": datasets.Value("large_string")}
+    assert features["token_ids"].feature == datasets.Value("int32")
+    assert features["reasoning"] == datasets.Value("large_string"), "null in every row, and text all the same"
+    assert features["error"]["code"] == datasets.Value("string")
+    assert rows["train"][0]["messages"] == frame["messages"][0].to_list()
+
+    chat = tmp_path / "chat.jsonl"
+    assert cli.main(["export", str(made / "out"), "--to", "chat", str(chat), "--status", "ok,truncated"]) == 0
+    turns = datasets.load_dataset("json", data_files=str(chat), cache_dir=str(tmp_path / "cache"))["train"]["messages"][:]
+    assert turns == frame.filter(pl.col("status") != "error")["messages"].to_list()
+
+
+def test_the_settings_on_the_card_make_the_same_rows_again(made: Path, tmp_path: Path) -> None:
+    settings = (made / "out/README.md").read_text().split("```yaml\n")[1].split("```")[0]
+    (tmp_path / "mine/job").mkdir(parents=True)
+    (tmp_path / "mine/job/again.yaml").write_text(settings)
+    assert run.main(["--config-dir", str(tmp_path / "mine"), "+job=again", f"output.dir={tmp_path}/again"]) == 0
+    columns = pl.exclude("perf", "spec_decode")
+    first, again = (pl.read_parquet(folder / "data").select(columns) for folder in (made / "out", tmp_path / "again"))
+    assert again.equals(first)
