@@ -24,6 +24,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "draft.sink": (0, math.inf, "4 works well with a window"),
     "decode.max_new_tokens": (1, math.inf, "give the output tokens a completion at most"),
     "decode.min_new_tokens": (0, math.inf, "0 is off"),
+    "decode.thinking_token_budget": (0, math.inf, "null is no limit"),
     "decode.temperature": (0.0, 100.0, "0 is greedy, 1 the model's own distribution"),
     "decode.top_k": (0, math.inf, "0 is off"),
     "decode.top_p": (math.ulp(0.0), 1.0, "1 is off"),
@@ -127,6 +128,7 @@ def check(config: RunConfig, *, require: Iterable[str] = ()) -> None:
         if problem:
             raise ConfigError(problem)
     _decode(config)
+    _thinking(config)
     _names(config)
     if config.resume.retry != "none":
         raise ConfigError(f"resume.retry={config.resume.retry} is not built yet; leave it none: a new run retries nothing")
@@ -188,6 +190,21 @@ def _decode(config: RunConfig) -> None:
         raise ConfigError(f"decode.stop={decode.stop} holds an empty string, which ends every output at once; remove it")
     if any(token < 0 for token in decode.stop_ids):
         raise ConfigError(f"decode.stop_ids={decode.stop_ids} must be token ids, at least 0; remove the negative ones")
+
+
+def _thinking(config: RunConfig) -> None:
+    decode, tokens = config.decode, config.model.think_tokens
+    listed = (
+        isinstance(tokens, list) and len(tokens) in (1, 2) and all(isinstance(item, str | int) and item != "" for item in tokens)
+    )
+    if not listed and tokens not in ("auto", "none"):
+        raise ConfigError(f"model.think_tokens={tokens!r} must be auto, none, [begin,end] or [end]; write [<think>,</think>]")
+    if decode.thinking_closing and decode.thinking_token_budget is None:
+        raise ConfigError(
+            "decode.thinking_closing without decode.thinking_token_budget is never written; set it or remove the key"
+        )
+    if decode.thinking_token_budget is not None and config.draft.synthetic is not None:
+        raise ConfigError("decode.thinking_token_budget says nothing where draft.synthetic makes up what is accepted; remove one")
 
 
 def _names(config: RunConfig) -> None:

@@ -30,6 +30,9 @@ class ModelConfig:
     """auto reads the weights; dummy fills them with noise, for benchmarks."""
     chat_template: str | None = None
     """Path of a Jinja file to use instead of the checkpoint's template."""
+    think_tokens: Any = "auto"
+    """What begins and ends a thought, one token each: auto (<think> </think> and the like, where the tokenizer has them), none,
+    or [begin,end]; [end] alone for a model that begins every answer with a thought and never says so."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,6 +110,10 @@ class DecodeConfig:
     """Strings that end a completion; they are not part of its text."""
     stop_ids: list[int] = field(default_factory=list)
     """Token ids that end a completion, beside the model's own EOS ids."""
+    thinking_token_budget: int | None = None
+    """Tokens of a completion's thought at most: then its end is forced; null: only max_new_tokens limits it."""
+    thinking_closing: str = ""
+    """Text put in front of the forced end of a thought, e.g. '\\nTime is up, so I answer now.\\n'."""
     ignore_eos: bool = False
     """Go on behind the model's EOS ids; the user's stop ids and strings still count."""
     opt: OptConfig = field(default_factory=OptConfig)
@@ -152,6 +159,8 @@ class OutputConfig:
     """Input rows a shard (one output file); null: clamp(rows / 256, 16, 512)."""
     messages: str = "full"
     """full (prompt + answer), prompt, none."""
+    reasoning_in_messages: bool = False
+    """true: the answer's turn in `messages` begins with the thought, between the model's own think tokens."""
     token_ids: bool = False
     """Write the output tokens of each completion."""
     prompt_ids: bool = False

@@ -364,4 +364,13 @@ def check_errors(job: Job, num_errors: int) -> None:
 
 
 def shard_table(job: Job, shard: InputShard, completions: list[Completion], attempt: str) -> pa.Table:
-    return build_table(shard, completions, columns=job.columns, input=job.config.input, output=job.config.output, attempt=attempt)
+    think = job.admission.think
+    return build_table(
+        shard,
+        completions,
+        columns=job.columns,
+        input=job.config.input,
+        output=job.config.output,
+        attempt=attempt,
+        think_tokens=(think.begin, think.end) if think else ("", ""),
+    )

@@ -119,7 +119,7 @@ def job_fingerprint(job: Job) -> dict[str, str]:
     """What changes results. Drafter, slots, pages and versions do not, and may differ between the runs of one job."""
     config, decode = job.config, asdict(job.config.decode)
     del decode["opt"]
-    schema = output_schema(job.source.schema, job.columns, config.output)
+    schema, think = output_schema(job.source.schema, job.columns, config.output), job.admission.think
     return fingerprint(
         {
             "model.config": (job.folder / "config.json").read_text(encoding="utf-8"),
@@ -128,6 +128,7 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             "model.dtype": str(job.dtype).removeprefix("torch."),
             "model.max_len": job.admission.max_len,
             "model.end_ids": sorted(job.admission.end_ids),
+            "model.think_tokens": None if think is None else (think.begin_id, think.end_id),
             **{f"decode.{key}": value for key, value in decode.items()},
             "draft.synthetic": config.draft.synthetic,
             "input.files": [(file.name, file.size_bytes, file.num_rows, file.digest) for file in job.source.files],
@@ -135,6 +136,7 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             **{f"input.{key}": getattr(config.input, key) for key in ("chat", "overlong", "limit", "template_kwargs")},
             "output.schema": [(field.name, str(field.type)) for field in schema],
             "output.messages": config.output.messages,
+            "output.reasoning_in_messages": config.output.reasoning_in_messages,
             "output.logprobs": config.output.logprobs,
         }
     )

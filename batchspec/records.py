@@ -48,6 +48,24 @@ class Snapshot:
     """drafted[j] rounds drafted exactly j."""
     prefill_s: float
     decode_s: float
+    num_discarded: int = 0
+    num_forced: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thinking:
+    """How a row's thought is told from its answer, on token ids alone, and what ends a thought that gets too long."""
+
+    begin_id: int | None
+    """None: the model begins every answer with a thought and never says so."""
+    end_id: int
+    opened: bool | None
+    """The prompt ends inside a thought; False: behind one; None: it says nothing, and a first end token then ends a thought that
+    began with the output."""
+    budget: int | None
+    """Tokens of all the row's thoughts together; None is no limit."""
+    closing: tuple[int, ...]
+    """What is put behind a thought that has used the budget; its last token is end_id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -74,6 +92,8 @@ class Request:
     """int64 row key of the noise: with the position it fixes every draw."""
     predicted_tokens: int
     """Expected output length, for packing only."""
+    thinking: Thinking | None = None
+    """None where the model has no think tokens."""
     resumed: Snapshot | None = None
     """Where an earlier run left this row."""
     synthetic_len: int | None = None
@@ -104,7 +124,7 @@ class RowError:
 class RowStats:
     """What speculation did for one completion, and what the completion cost.
 
-    Tokens emitted before trimming at the stop = num_prefills + num_accepted + num_rounds;
+    Tokens emitted before trimming at the stop = num_prefills + num_accepted + num_rounds, forced ones not counted;
     sum(histogram) = num_rounds; sum(j * histogram[j]) = num_accepted. Rounds after the one that held the stop are left out.
     """
 
@@ -132,6 +152,8 @@ class RowStats:
     """Wall seconds from the first token to the last."""
     batch_id: int
     slot: int
+    num_forced: int = 0
+    """Tokens that the thinking budget put there: no prefill and no round emitted them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -153,11 +175,17 @@ class Completion:
     token_ids: Ids | None = None
     """int32, ending with the EOS or with the tokens that completed the stop string."""
     text: str | None = None
-    """Decoded answer, without the stop string and without special tokens."""
+    """Decoded answer, without the thought, the stop string and special tokens."""
+    reasoning: str | None = None
+    """The thought; None where there was none."""
+    reasoning_truncated: bool | None = None
+    """The thought was cut off, by its budget or by max_new_tokens; None where the model has no think tokens."""
+    reasoning_tokens: int | None = None
+    """Tokens of the thought, those that begin and end it not counted."""
     logprobs: NDArray[np.float32] | None = None
-    """[num tokens] log-softmax of the raw logits at each emitted token."""
+    """[num tokens] log-softmax of the raw logits at each emitted token; NaN at forced ones."""
     top_logprobs: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None
-    """ids and logprobs, each [num tokens, N], likeliest first."""
+    """ids and logprobs, each [num tokens, N], likeliest first; ids are -1 at forced tokens."""
     seed: int | None = None
     predicted_tokens: int | None = None
     cached_tokens: int = 0

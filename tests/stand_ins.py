@@ -30,6 +30,7 @@ class ByteTokenizer:
 
     eos_ids: tuple[int, ...] = (257,)
     special_ids: Mapping[str, int] = {"<turn>": 256, "<end>": 257}
+    added_ids = special_ids
     fingerprint = "bytes"
     has_chat_template = True
 
@@ -37,6 +38,9 @@ class ByteTokenizer:
         self.seen: dict[str, Any] = {}
 
     def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_part(self, text: str) -> list[int]:
         return list(text.encode())
 
     def encode_chat(

@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "prepare": {"io", "packing", "model", "draft", "decode", "report"},
     "commands": {"compose", "job", "prepare", "io", "packing", "model", "draft", "decode", "cache", "report", "kernels"},
-    "packing": {"io", "model.spec", "model.tokenizer", "cache.pages"},
+    "packing": {"io", "model.spec", "model.thinking", "model.tokenizer", "cache.pages"},
     "decode": {"draft", "model", "cache", "kernels"},
     "draft": {"model", "cache", "kernels"},
     "model": {"cache", "kernels"},

@@ -128,7 +128,7 @@ import resource, sys
 from batchspec.commands.plan import plan
 from batchspec.config import RunConfig
 class Words:
-    eos_ids, special_ids, fingerprint = (2,), {}, "words"
+    eos_ids, special_ids, added_ids, fingerprint = (2,), {}, {}, "words"
     def encode(self, text): return [len(word) for word in text.split()]
 for path in sys.argv[2:]:
     config = RunConfig(device="cpu")

@@ -134,6 +134,7 @@ class StandInTokenizer:
 
     eos_ids: tuple[int, ...] = (2,)
     special_ids: Mapping[str, int] = {}
+    added_ids: Mapping[str, int] = {}
     fingerprint, has_chat_template = "stand-in", True
 
     def __init__(self, texts: Sequence[str]) -> None:

@@ -44,7 +44,7 @@ class Plan:
     forecast: Forecast | None
 
     def text(self) -> str:
-        return "\n".join([*self._input(), *self._lengths(), *self._shape()])
+        return "\n".join([*self._input(), *self._lengths(), *self._thinking(), *self._shape()])
 
     def _input(self) -> list[str]:
         files, rows, read = self.job.source.files, self.job.source.num_rows, self.survey.num_rows
@@ -63,6 +63,22 @@ class Plan:
             return ["nothing to run: no row was admitted"]
         mean, median, most = lengths.mean(), np.median(lengths), lengths.max()
         return [f"prompts      {mean:,.0f} tokens on average, median {median:,.0f}, longest {most:,}", *histogram(lengths)]
+
+    def _thinking(self) -> list[str]:
+        think, decode = self.job.admission.think, self.job.config.decode
+        if think is None:
+            return []
+        begin = "every answer" if think.begin_id is None else f"{think.begin} ({think.begin_id})"
+        opened, count = self.survey.num_opened, len(self.survey.prompt_tokens)
+        budget = decode.thinking_token_budget
+        limit = (
+            "no budget of its own"
+            if budget is None
+            else f"at most {budget:,} tokens, then {len(self.job.admission.closing)} forced"
+        )
+        return [
+            f"thinking     from {begin} to {think.end} ({think.end_id}); {opened:,} of {count:,} prompts end inside one; {limit}"
+        ]
 
     def _shape(self) -> list[str]:
         batch, ahead, job = self.batch, self.forecast, self.job

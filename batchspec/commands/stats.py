@@ -50,8 +50,11 @@ def _facts(stats: JobStats) -> str:
         "errors": _listed(stats.by_error),
         "prompt tokens": f"{stats.prompt_tokens:,} ({stats.cached_tokens:,} from shared prefixes)",
         "completion tokens": f"{stats.completion_tokens:,}",
+        "reasoning tokens": f"{stats.reasoning_tokens:,} of these, {stats.reasoning_truncated:,} thoughts cut off",
         "drafter": stats.drafter,
     }
+    if not stats.reasoning_tokens:
+        del facts["reasoning tokens"]
     if stats.drafter != "none":
         facts |= {
             "rounds": f"{every.rounds:,}",

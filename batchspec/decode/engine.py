@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from batchspec.cache.pages import KVCache, PagePool
 from batchspec.decode.adaptive import DraftLengths
 from batchspec.decode.beside import Beside
+from batchspec.decode.budget import Budgets
 from batchspec.decode.graphs import Graphs, Shape
 from batchspec.decode.groups import Groups
 from batchspec.decode.launched import Launched, Moment, now_on
@@ -154,6 +155,7 @@ class Engine:
             self._beside.clear()
         self.pool = PagePool(self.batch.num_pages)
         self._launched.clear()
+        self._over: list[Progress] = []
         self.rows.live.zero_()
         self._bucket = self.batch.slots
         self.groups.update([None] * self.batch.slots)
@@ -161,11 +163,12 @@ class Engine:
         self._scheduler = Scheduler(
             self.batch,
             self.pool,
-            map(self._begin, requests),
+            self._begun(requests),
             refill_dead=self._refill_dead,
             lookahead=1 if self.drafter.num_kv_layers else 0,
         )
         self._watched = np.zeros(self.batch.slots, bool)
+        self._budgets = Budgets(self.batch.slots)
         self._modes: Counter[SamplingMode] = Counter()
         self._timed_from: torch.cuda.Event | None = None
 
@@ -178,6 +181,8 @@ class Engine:
                 yield from self._collect()
             return
         yield from self._refill()
+        while self._over:
+            yield self._completed(self._over.pop(), slot=-1, now=time.perf_counter())
         if self._scheduler.live:
             yield from self._make_room()
             self._launch_round()
@@ -188,7 +193,7 @@ class Engine:
     def _finished(self) -> bool:
         if self._stopping:
             return not self._launched and not self._beside
-        return not self._scheduler.live and not self._launched and self._scheduler.exhausted
+        return not self._scheduler.live and not self._launched and self._scheduler.exhausted and not self._over
 
     def stop(self) -> None:
         """End `run` at the next turn, for good, or before it begins: what is launched is read, nothing more is launched.
@@ -215,9 +220,15 @@ class Engine:
         rows = [*self._scheduler.live, *self._scheduler.set_back_rows]
         return [row.progress.snapshot(now) for row in rows if row.progress.tokens]
 
-    def _begin(self, request: Request) -> Progress:
-        finder = StopFinder(self._decode, request.stop) if request.stop and self._decode else None
-        return Progress.of(request, self.drafter.max_len, finder)
+    def _begun(self, requests: Iterator[Request]) -> Iterator[Progress]:
+        """The requests' accounts. A row that ends with what its thinking budget forces at once needs no slot."""
+        for request in requests:
+            finder = StopFinder(self._decode, request.stop) if request.stop and self._decode else None
+            progress = Progress.of(request, self.drafter.max_len, finder)
+            if progress.finish_reason is None:
+                yield progress
+            else:
+                self._over.append(progress)
 
     def _refill(self) -> Iterator[Completion]:
         """Fill free slots and prefill what came in; with an empty stream shrink to the next smaller bucket."""
@@ -240,6 +251,7 @@ class Engine:
                     self._ledger.move(moves)
                     for source, destination in moves:
                         self._watched[destination] = self._watched[source]
+                    self._budgets.move(moves)
                     self.groups.update(self._scheduler.slots)
                 self._bucket = bucket
 
@@ -355,11 +367,28 @@ class Engine:
         if launched.result.logprobs is not None:
             for slot, kept in zip(slots.tolist(), lines[:, 2].tolist(), strict=True):
                 _keep_logprobs(self._row(slot).progress, launched.result, slot, kept)
+        for slot in self._budgets.due(slots, scheduler.num_tokens[slots], lines[:, 4:]):
+            self._hold_to_budget(self._row(slot))
         for slot, finish in zip(slots.tolist(), lines[:, 3].tolist(), strict=True):
+            if scheduler.slots[slot] is None:  # set back just now
+                continue
             if finish or (self._watched[slot] and self._row(slot).progress.finish_reason):
                 yield self._finish(self._row(slot), finish, now)
         if self.on_round is not None:
             self.on_round(self.totals)
+
+    def _hold_to_budget(self, row: Row) -> None:
+        """A thought that has used its budget is closed: the row is set back, and prefilled with its new tokens."""
+        slot, progress = row.slot, row.progress
+        self._ledger.close(slot, progress)
+        if not progress.hold_to_budget():
+            self._budgets.enter(slot, int(self._scheduler.num_tokens[slot]), progress)
+        elif progress.finish_reason is None:
+            self.rows.kill([slot])
+            self._leave(row)
+            self._scheduler.set_back(row)
+        else:
+            self._watched[slot] = True  # it has ended, whatever the device says
 
     def _row(self, slot: int) -> Row:
         row = self._scheduler.slots[slot]
@@ -391,11 +420,15 @@ class Engine:
         self._scheduler.release(row)
         if progress.finish_reason is None:
             progress.end(finish)
+        return self._completed(progress, slot=slot, now=now)
+
+    def _completed(self, progress: Progress, *, slot: int, now: float) -> Completion:
         return progress.completion(decode=self._decode, drafter=self.drafter.name, eos_ids=self._eos_ids, slot=slot, now=now)
 
     def _enter(self, row: Row) -> None:
         self._modes[_mode_of(row.progress.request)] += 1
         self._watched[row.slot] = row.progress.finder is not None
+        self._budgets.enter(row.slot, row.num_tokens, row.progress)
 
     def _leave(self, row: Row) -> None:
         self._modes[_mode_of(row.progress.request)] -= 1

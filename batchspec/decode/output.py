@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from batchspec.decode.thinking import Parts, Walk, split_thoughts
 from batchspec.kernels.accept import STOPPED
 from batchspec.records import Completion, Request, RowStats, Snapshot
 
@@ -25,6 +26,10 @@ class StopFinder:
         self._decode = decode
         self._stops = stops
         self._reach = max(len(stop) for stop in stops) - 1
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was pushed."""
         self._ids: list[int] = []
         self._begin = 0  # decoding starts here: one settled chunk back, for the spaces that tokenizers join with
         self._settled = 0
@@ -63,6 +68,7 @@ class Progress:
     num_drafted: int = 0
     num_accepted: int = 0
     num_discarded: int = 0
+    num_forced: int = 0
     histogram: list[int] = field(init=False)
     drafted_at: list[int] = field(init=False)
     accepted_at: list[int] = field(init=False)
@@ -74,8 +80,14 @@ class Progress:
     finish_reason: str | None = None
     stop_string: str | None = None
     stop_id: int | None = None
+    walk: Walk | None = field(init=False)
+    _inside: bool = field(init=False)
+    _unsaid: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        thinking = self.request.thinking
+        self.walk = None if thinking is None else Walk(thinking, self.request.stop_ids)
+        self._restart()
         self.histogram = [0] * (self.draft_len + 1)
         self.drafted_at = [0] * self.draft_len
         self.accepted_at = [0] * self.draft_len
@@ -84,13 +96,15 @@ class Progress:
     def of(cls, request: Request, draft_len: int, finder: StopFinder | None) -> Progress:
         """A request's account at its start, or where an earlier run left it; that run may have drafted more a round."""
         resumed = request.resumed
-        if resumed is None:
-            return cls(request=request, draft_len=draft_len, finder=finder)
-        progress = cls(request=request, draft_len=max(draft_len, len(resumed.accepted) - 1), finder=finder)
-        progress.num_prefills, progress.cached_tokens = resumed.num_prefills, resumed.cached_tokens
-        progress.prefill_s, progress.earlier_s = resumed.prefill_s, resumed.decode_s
-        progress.add_counts(resumed.accepted, resumed.drafted)
-        progress._emit(resumed.tokens)
+        longest = draft_len if resumed is None else max(draft_len, len(resumed.accepted) - 1)
+        progress = cls(request=request, draft_len=longest, finder=finder)
+        if resumed is not None:
+            progress.num_prefills, progress.cached_tokens = resumed.num_prefills, resumed.cached_tokens
+            progress.num_discarded, progress.num_forced = resumed.num_discarded, resumed.num_forced
+            progress.prefill_s, progress.earlier_s = resumed.prefill_s, resumed.decode_s
+            progress.add_counts(resumed.accepted, resumed.drafted)
+            progress._emit(resumed.tokens)
+        progress.hold_to_budget()
         return progress
 
     def snapshot(self, now: float) -> Snapshot:
@@ -107,6 +121,8 @@ class Progress:
             drafted=self._drafted_exactly(),
             prefill_s=self.prefill_s,
             decode_s=self._decode_s(now),
+            num_discarded=self.num_discarded,
+            num_forced=self.num_forced,
         )
 
     def _drafted_exactly(self) -> tuple[int, ...]:
@@ -152,11 +168,48 @@ class Progress:
         else:
             self.finish_reason = "length"
 
+    def thinking_left(self) -> int | None:
+        """Tokens until the thinking budget can be used up; None where only the beginning of a thought can change that."""
+        return None if self.walk is None else self.walk.left
+
+    def hold_to_budget(self) -> bool:
+        """Close a thought that has used its budget: what was emitted behind that is dropped, the closing tokens follow.
+
+        False where the tokens keep to it. With the closing the row may be at its end.
+        """
+        forced = None if self.walk is None else self.walk.forced(self.tokens)
+        if forced is None:
+            return False
+        stands, closing = forced
+        tokens = [*self.tokens[:stands], *closing][: self.request.device_limit]
+        self.num_discarded += len(self.tokens) - stands
+        self.num_forced += len(tokens) - stands
+        self._lose_logprobs(stands, len(tokens))
+        self._restart()
+        self._emit(tokens)
+        return True
+
+    def _restart(self) -> None:
+        thinking = self.request.thinking
+        self.tokens, self.finish_reason, self.stop_string, self.stop_id = [], None, None, None
+        self._inside = thinking is not None and thinking.opened is True
+        self._unsaid = thinking is not None and thinking.opened is None
+        if self.finder is not None:
+            self.finder.restart()
+
+    def _lose_logprobs(self, stands: int, count: int) -> None:
+        """Nobody asked the model for forced tokens: they have none."""
+        if self.logprobs:
+            self.logprobs[stands:] = [float("nan")] * (count - stands)
+        if self.top:
+            ids, values = self.top[0]
+            self.top[stands:] = [(np.full_like(ids, -1), np.full_like(values, np.nan))] * (count - stands)
+
     def _emit(self, tokens: Sequence[int]) -> None:
         request = self.request
         for place, token in enumerate(tokens):
             self.tokens.append(token)
-            stop = self.finder.push(token) if self.finder else None
+            stop = self._look(token) if self.finder else None
             if stop is not None:
                 self.finish_reason, self.stop_string = "stop", stop
                 self.num_discarded += len(tokens) - place - 1
@@ -164,17 +217,28 @@ class Progress:
             if token in request.stop_ids:
                 self.finish_reason, self.stop_id = "stop", token
                 return
-        if len(self.tokens) >= request.max_new_tokens:
+        if len(self.tokens) >= request.device_limit:
             self.finish_reason = "length"
+
+    def _look(self, token: int) -> str | None:
+        """The stop string that is complete with this token. They are looked for in the answer, not in thoughts."""
+        thinking, finder = self.request.thinking, self.finder
+        assert finder is not None
+        if thinking is not None and token in (thinking.begin_id, thinking.end_id):
+            if self._unsaid and token == thinking.end_id:
+                finder.restart()
+            self._inside, self._unsaid = token == thinking.begin_id, False
+            return None
+        return None if self._inside else finder.push(token)
 
     def completion(self, *, decode: Decode | None, drafter: str, eos_ids: frozenset[int], slot: int, now: float) -> Completion:
         """The finished row; `now` is the host's clock in seconds."""
         request = self.request
         count = len(self.tokens)
-        text = None if decode is None else decode(self.tokens)
+        text, reasoning, parts = self._texts(decode)
         stop_reason = None
-        if self.finder is not None and self.stop_string is not None:
-            text, stop_reason = self.finder.text, self.stop_string
+        if self.stop_string is not None:
+            stop_reason = self.stop_string
         elif self.stop_id is not None and self.stop_id not in eos_ids:
             stop_reason = str(self.stop_id)
         top = None
@@ -191,6 +255,9 @@ class Progress:
             prompt_ids=request.prompt_ids,
             token_ids=np.array(self.tokens, np.int32),
             text=text,
+            reasoning=reasoning,
+            reasoning_truncated=None if parts is None else self._cut_off(parts),
+            reasoning_tokens=None if parts is None else parts.num_reasoning,
             logprobs=np.array(self.logprobs[:count], np.float32) if self.logprobs else None,
             top_logprobs=top,
             seed=request.seed,
@@ -211,5 +278,30 @@ class Progress:
                 decode_s=self._decode_s(now),
                 batch_id=0,
                 slot=slot,
+                num_forced=self.num_forced,
             ),
         )
+
+    def _texts(self, decode: Decode | None) -> tuple[str | None, str | None, Parts | None]:
+        """Answer, thought (None where there was none), and their tokens (None where the model has no think tokens).
+
+        White space at the border of the two is dropped: chat templates put their own there.
+        """
+        thinking = self.request.thinking
+        found = self.finder.text if self.finder is not None and self.stop_string is not None else None
+        if thinking is None:
+            return (None if decode is None else decode(self.tokens) if found is None else found), None, None
+        parts = split_thoughts(self.tokens[:-1] if self.stop_id is not None else self.tokens, thinking)
+        if decode is None:
+            return None, None, parts
+        text = decode(parts.answer) if found is None else found
+        if not parts.thoughts:
+            return text, None, parts
+        thoughts = (decode(thought).strip() for thought in parts.thoughts)
+        return text.lstrip(), "\n\n".join(thought for thought in thoughts if thought), parts
+
+    def _cut_off(self, parts: Parts) -> bool:
+        """Whether a thought ended by its budget, or by the cap in its middle."""
+        assert self.walk is not None
+        self.walk.forced(self.tokens)
+        return self.walk.closed_by_budget or (parts.inside and self.finish_reason == "length")

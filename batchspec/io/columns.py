@@ -70,6 +70,7 @@ TYPES: Mapping[str, tuple[Callable[[pa.DataType], bool], str]] = {
     "min_p": (_is_number, "float or integer"),
     "seed": (_is_number, "integer"),
     "n": (_is_number, "integer"),
+    "thinking_token_budget": (_is_number, "integer"),
     "stop": (_is_stop, "list of strings, or string"),
     "system": (is_text, "string"),
     "tools": (_is_tools, "JSON string, struct or list of structs"),

@@ -24,6 +24,7 @@ SPEC_DECODE = pa.struct(
         ("num_spec_tokens", pa.int32()),
         ("num_prefills", pa.int32()),
         ("num_discarded_tokens", pa.int32()),
+        ("num_forced_tokens", pa.int32()),
         ("mean_acceptance_length", pa.float32()),
         ("draft_acceptance_rate", pa.float32()),
         ("acceptance_histogram", pa.list_(pa.int32())),

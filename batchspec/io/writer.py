@@ -33,14 +33,16 @@ def build_table(
     input: InputConfig,
     output: OutputConfig,
     attempt: str,
+    think_tokens: tuple[str, str] = ("<think>", "</think>"),
     finished_at: datetime | None = None,
 ) -> pa.Table:
     """The output rows of a shard, by (row_index, sample_index), in the schema of `output_schema`.
 
     `messages` is the prompt's turns and the answer as the assistant's turn; a plain `prompt` becomes a user turn whether or not
     a chat template wrapped it, because a user/assistant pair is what training on the output needs. Rows given as prompt_ids have
-    no messages. Copied columns come from `shard.table`; text that is not valid UTF-8 gets U+FFFD, so that every reader can open
-    the file. `attempt` is the uuid of the run, `finished_at` (default now) the time of the build.
+    no messages. `think_tokens` stand around a thought there, if output.reasoning_in_messages asks for it. Copied columns come
+    from `shard.table`; text that is not valid UTF-8 gets U+FFFD, so that every reader can open the file. `attempt` is the uuid of
+    the run, `finished_at` (default now) the time of the build.
     """
     completions = sorted(completions, key=lambda c: (c.row_index, c.sample_index))
     schema = output_schema(shard.table.schema, columns, output)
@@ -49,13 +51,15 @@ def build_table(
     when = finished_at or datetime.now(UTC)
 
     def turns_of(completion: Completion) -> list[Turn] | None:
-        return _messages(turns[completion.row_index - shard.first_row], completion.text if output.messages == "full" else None)
+        answer = completion.text
+        if answer is not None and output.reasoning_in_messages and completion.reasoning is not None:
+            answer = _with_thought(completion, think_tokens)
+        return _messages(turns[completion.row_index - shard.first_row], answer if output.messages == "full" else None)
 
     values: dict[str, Callable[[Completion], Any]] = {
         "messages": turns_of,
         "completion": attrgetter("text"),
-        "reasoning": lambda completion: None,
-        "reasoning_truncated": lambda completion: None,
+        "logprobs": _logprobs,
         "top_logprobs": _top_logprobs,
         "usage": _usage,
         "error": _error,
@@ -151,12 +155,24 @@ def _messages(prompt: list[Turn] | None, answer: str | None) -> list[Turn] | Non
     return [*prompt, {"role": "assistant", "content": answer}]
 
 
+def _with_thought(completion: Completion, think_tokens: tuple[str, str]) -> str:
+    """The thought between its tokens, then the answer, with the line breaks that chat templates put there."""
+    thought = f"{think_tokens[0]}\n{completion.reasoning}\n"
+    unfinished = completion.finish_reason == "length" and not completion.text
+    return thought if unfinished else f"{thought}{think_tokens[1]}\n\n{completion.text}"
+
+
+def _logprobs(completion: Completion) -> list[float | None] | None:
+    values = completion.logprobs
+    return None if values is None else [None if value != value else value for value in values.tolist()]
+
+
 def _top_logprobs(completion: Completion) -> list[list[dict[str, Any]]] | None:
     if completion.top_logprobs is None:
         return None
     ids, logprobs = completion.top_logprobs
     return [
-        [{"id": token, "logprob": value} for token, value in zip(*place, strict=True)]
+        [{"id": token, "logprob": value} for token, value in zip(*place, strict=True) if token >= 0]
         for place in zip(ids.tolist(), logprobs.tolist(), strict=True)
     ]
 
@@ -169,7 +185,7 @@ def _usage(completion: Completion) -> dict[str, int | None] | None:
     return {
         "prompt_tokens": prompt,
         "completion_tokens": answer,
-        "reasoning_tokens": None,
+        "reasoning_tokens": completion.reasoning_tokens,
         "cached_tokens": completion.cached_tokens,
         "total_tokens": prompt + answer,
     }
@@ -193,6 +209,7 @@ def _spec_decode(stats: RowStats | None) -> dict[str, Any] | None:
         "num_spec_tokens": stats.draft_len,
         "num_prefills": stats.num_prefills,
         "num_discarded_tokens": stats.num_discarded,
+        "num_forced_tokens": stats.num_forced,
         "mean_acceptance_length": 1 + stats.num_accepted / stats.num_rounds if stats.num_rounds else None,
         "draft_acceptance_rate": _ratio(stats.num_accepted, stats.num_drafted),
         "acceptance_histogram": stats.histogram,

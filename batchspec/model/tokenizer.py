@@ -27,6 +27,8 @@ class Tokenizer:
     """The id of tokenizer_config.json's eos_token; may be empty."""
     special_ids: dict[str, int]
     """Id of every special token: control tokens, which text never gives by chance and `decode` can leave out."""
+    added_ids: dict[str, int]
+    """Id of every token that was added to the vocabulary, special or not: text is cut at them first."""
     fingerprint: str
     """sha256 of everything that decides ids: tokenizer.json, special tokens, templates."""
 
@@ -47,6 +49,7 @@ class Tokenizer:
         self._templates = Templates(sources, str(folder))
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = {token.content: index for index, token in added.items() if token.special}
+        self.added_ids = {token.content: index for index, token in added.items()}
         eos = self._tokenizer.token_to_id(self._variables.get("eos_token", ""))
         self.eos_ids = () if eos is None else (eos,)
         self.fingerprint = sha256(json.dumps([text, self._variables, sources], sort_keys=True).encode()).hexdigest()
@@ -61,6 +64,10 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of a text, with the BOS or other tokens that the checkpoint's post-processor adds."""
         return list(self._tokenizer.encode(text).ids)
+
+    def encode_part(self, text: str) -> list[int]:
+        """Ids of a text that other tokens stand around: nothing is added to it."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_chat(
         self,

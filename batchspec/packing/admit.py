@@ -33,9 +33,10 @@ from batchspec.config import RunConfig
 from batchspec.errors import ConfigError
 from batchspec.io.columns import ColumnMap, request_ids
 from batchspec.io.reader import InputShard, Source, locate
+from batchspec.model.thinking import find_think_tokens
 from batchspec.packing.cells import BadRow, chat_turns, json_cell, number_cell, plain_cell, prompt_cell, synthetic_len_cell
 from batchspec.packing.predict import LengthPredictor
-from batchspec.records import MAX_STOP_IDS, Completion, Ids, Request, RowError, SamplingParams
+from batchspec.records import MAX_STOP_IDS, Completion, Ids, Request, RowError, SamplingParams, Thinking
 
 if TYPE_CHECKING:
     from batchspec.model.spec import ModelSpec
@@ -67,6 +68,10 @@ class Admission:
         self.max_len = job_max_len(config, spec)
         special_ids = tokenizer.special_ids if tokenizer else {}
         self.special_ids: Mapping[str, int] = {text: token for text, token in special_ids.items() if token < self.vocab_size}
+        self.think = find_think_tokens(config.model.think_tokens, tokenizer, spec.vocab_size)
+        if self.think is not None:  # as a stop string one would never be found in an answer
+            marks = {self.think.begin: self.think.begin_id, self.think.end: self.think.end_id}
+            self.special_ids |= {text: token for text, token in marks.items() if text and token is not None}
         self.predictor = LengthPredictor()
         eos = set() if self.decode.ignore_eos else set(spec.eos_ids) | set(tokenizer.eos_ids if tokenizer else ())
         outside = [token for token in self.decode.stop_ids if token >= self.vocab_size]
@@ -82,9 +87,27 @@ class Admission:
         if tokenizer is None and (self.columns.prompt_kind != "prompt_ids" or self.decode.stop):
             raise ConfigError("decode.stop and text prompts need a tokenizer, and the model folder has none; use prompt_ids")
 
+        self.closing = self._closing()
         chat = self.columns.prompt_kind == "messages" or (self.columns.prompt_kind == "prompt" and self.input.chat)
         if chat and tokenizer is not None and not tokenizer.has_chat_template:
             raise ConfigError("a chat needs a template, and the model has none; set model.chat_template, or give plain prompts")
+
+    def _closing(self) -> tuple[int, ...]:
+        """The tokens that end a thought which has used its budget."""
+        text, budget = self.decode.thinking_closing, self.decode.thinking_token_budget
+        if self.think is None:
+            if budget is not None:
+                raise ConfigError(
+                    f"decode.thinking_token_budget={budget} needs think tokens, and the tokenizer has none that are known; "
+                    "name them, model.think_tokens=[<think>,</think>], or remove the key"
+                )
+            return ()
+        if text and self.tokenizer is None:
+            raise ConfigError("decode.thinking_closing needs a tokenizer, and the model folder has none; remove the key")
+        ids = self.tokenizer.encode_part(text) if text and self.tokenizer is not None else []
+        if {self.think.begin_id, self.think.end_id, *self.end_ids} & set(ids):
+            raise ConfigError(f"decode.thinking_closing={text!r} holds a think token or one that ends the output; take it out")
+        return (*ids, self.think.end_id)
 
     def observe(self, completion: Completion) -> None:
         """Learn from a finished row how long outputs get."""
@@ -138,6 +161,7 @@ class Admission:
             top_p=values["top_p"], min_p=values["min_p"],
             repetition_penalty=self.decode.repetition_penalty, presence_penalty=self.decode.presence_penalty,
         )  # fmt: skip
+        thinking = self._thinking(prompt_ids, row.get("thinking_token_budget"))
         base = hash64(self.decode.seed, request_id) if row.get("seed") is None else int(values["seed"])
         for sample_index in range(int(values["n"])):
             request = Request(
@@ -145,9 +169,23 @@ class Admission:
                 max_new_tokens=max_new_tokens, min_new_tokens=min(self.decode.min_new_tokens, max_new_tokens),
                 sampling=sampling, stop_ids=stop_ids, stop=stop,
                 seed=hash64(base, sample_index) if sample_index else base, predicted_tokens=max_new_tokens,
-                synthetic_len=synthetic_len_cell(row),
+                thinking=thinking, synthetic_len=synthetic_len_cell(row),
             )  # fmt: skip
             yield self.predicted(request)
+
+    def _thinking(self, prompt_ids: Ids, own: Any) -> Thinking | None:
+        think, budget = self.think, self.decode.thinking_token_budget
+        if own is not None:
+            budget = int(number_cell("thinking_token_budget", own, whole=True))
+            problem = violation("decode.thinking_token_budget", budget)
+            if problem or think is None:
+                said = f"thinking_token_budget={budget} needs think tokens, and the tokenizer has none; leave it null"
+                raise BadRow("bad_parameter", problem.removeprefix("decode.") if problem else said)
+        if think is None:
+            return None
+        return Thinking(
+            begin_id=think.begin_id, end_id=think.end_id, opened=think.opened_by(prompt_ids), budget=budget, closing=self.closing
+        )  # fmt: skip
 
     def _values(self, row: dict[str, Any]) -> dict[str, float]:
         """The row's own numbers where it has some, else the job's."""

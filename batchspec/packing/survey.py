@@ -20,6 +20,8 @@ class Survey:
     prompt_tokens: array[int] = field(default_factory=lambda: array("i"))
     max_new_tokens: array[int] = field(default_factory=lambda: array("i"))
     predicted_tokens: array[int] = field(default_factory=lambda: array("i"))
+    num_opened: int = 0
+    """Requests whose prompt ends inside a thought."""
     bad: dict[str, tuple[int, str]] = field(default_factory=dict)
     """code -> how many rows, and the first one's message"""
 
@@ -31,6 +33,7 @@ class Survey:
                 self.prompt_tokens.append(len(item.prompt_ids))
                 self.max_new_tokens.append(item.max_new_tokens)
                 self.predicted_tokens.append(item.predicted_tokens)
+                self.num_opened += item.thinking is not None and item.thinking.opened is True
             else:
                 assert item.error is not None
                 count, example = self.bad.get(item.error.code, (0, item.error.message))

@@ -94,8 +94,11 @@ def _tiles(stats: JobStats, over_time: Course | None) -> str:
         "tokens a second": f"{over_time.tok_s.mean():,.0f}" if over_time is not None else "-",
         "mean acceptance length": html.number(stats.overall.mean_acceptance_length),
         "draft tokens accepted": html.percent(stats.overall.acceptance_rate),
+        "thoughts cut off": f"{stats.reasoning_truncated:,}",
         "error rows": f'<b class="error">{errors:,}</b>' if errors else "0",
     }
+    if not stats.reasoning_tokens:
+        del tiles["thoughts cut off"]
     if stats.drafter == "none":
         del tiles["mean acceptance length"], tiles["draft tokens accepted"]
     cells = (f'<div class="tile"><b>{value}</b><span>{said}</span></div>' for said, value in tiles.items())

@@ -19,7 +19,12 @@ PROMPT_BUCKETS = [
     *(f"{low}-{high - 1}" for low, high in zip((0, *PROMPT_EDGES[:-1]), PROMPT_EDGES, strict=True)), f"{PROMPT_EDGES[-1]}+"
 ]  # fmt: skip
 PLACE = ("request_id", "row_index", "sample_index")
-USAGE = {"prompt_tokens": "prompt_tokens", "tokens": "completion_tokens", "cached_tokens": "cached_tokens"}
+USAGE = {
+    "prompt_tokens": "prompt_tokens",
+    "tokens": "completion_tokens",
+    "reasoning_tokens": "reasoning_tokens",
+    "cached_tokens": "cached_tokens",
+}
 SPEC = {
     "drafter": "drafter",
     "rounds": "num_spec_steps",
@@ -87,6 +92,10 @@ class JobStats:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int
+    """Those of completion_tokens that were thoughts."""
+    reasoning_truncated: int
+    """Completions whose thought was cut off, by its budget or by max_new_tokens."""
     drafter: str
     """The drafters of the rows, comma-separated; none where nothing drafted."""
     overall: Acceptance
@@ -124,6 +133,8 @@ def job_stats(out_dir: Path | str, by: str | None = None) -> JobStats:
         prompt_tokens=tally.tokens["prompt_tokens"],
         completion_tokens=tally.tokens["tokens"],
         cached_tokens=tally.tokens["cached_tokens"],
+        reasoning_tokens=tally.tokens["reasoning_tokens"],
+        reasoning_truncated=tally.reasoning_truncated,
         drafter=",".join(sorted(tally.drafters)) or "none",
         overall=next(iter(_groups(tally.overall)), _acceptance({"name": "all"})),
         by_position=tuple(
@@ -144,7 +155,7 @@ class _Tally:
     """What all rows read so far add up to."""
 
     def __init__(self) -> None:
-        self.completions = 0
+        self.completions = self.reasoning_truncated = 0
         self.tokens: Counter[str] = Counter()
         self.by_status: Counter[str] = Counter()
         self.by_finish_reason: Counter[str] = Counter()
@@ -158,6 +169,7 @@ class _Tally:
     def add(self, rows: pl.DataFrame) -> None:
         spec = rows.filter(pl.col("drafter").is_not_null())
         self.completions += rows.height
+        self.reasoning_truncated += int(rows["reasoning_truncated"].sum())
         self.tokens.update({name: int(rows[name].sum()) for name in USAGE})
         for name in ("status", "finish_reason", "error"):
             getattr(self, f"by_{name}").update(dict(rows[name].drop_nulls().value_counts().iter_rows()))
@@ -191,6 +203,7 @@ def _read(folder: OutputFolder, shards: list[int], by: str | None) -> Iterator[p
             *PLACE,
             "status",
             "finish_reason",
+            "reasoning_truncated",
             pl.col("error").struct.field("code").alias("error"),
             *(pl.col("usage").struct.field(field).alias(name) for name, field in USAGE.items()),
             *(pl.col("spec_decode").struct.field(field).alias(name) for name, field in SPEC.items()),

@@ -1,0 +1,343 @@
+"""Reasoning models: thoughts are told from answers on token ids, and a budget for them holds whatever drafts or packs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from batchspec import run
+from batchspec.commands import plan, stats, verify
+from batchspec.decode import scheduler
+from batchspec.decode.engine import Engine, EngineTotals
+from batchspec.decode.round import RoundOptions
+from batchspec.decode.thinking import split_thoughts
+from batchspec.draft.base import Drafter, NoDrafter
+from batchspec.draft.lookup import LookupDrafter
+from batchspec.errors import ConfigError
+from batchspec.model.thinking import find_think_tokens
+from batchspec.model.tokenizer import Tokenizer
+from batchspec.records import Completion, Request, SamplingParams, Thinking
+from tests.engines import DEVICE, VOCAB, ForcedDrafter, _draw, decode, full_logits, packed, request, tiny_target
+from tests.models import make_checkpoint, make_thinking_tokenizer, make_tokenizer
+
+BEGIN, END = 3, 4
+MARKS = (BEGIN, END)
+
+
+def thinking(
+    budget: int | None = None, *, opened: bool | None = None, closing: tuple[int, ...] = (), begin: int | None = BEGIN
+) -> Thinking:
+    return Thinking(begin_id=begin, end_id=END, opened=opened, budget=budget, closing=(*closing, END))
+
+
+def answer_of(tokens: list[int], how: Thinking) -> list[int]:
+    """What is neither thought nor mark, written as plainly as can be."""
+    if how.opened is None and END in tokens and how.begin_id not in tokens[: tokens.index(END)]:
+        tokens = tokens[tokens.index(END) + 1 :]
+    inside, answer = how.opened is True, []
+    for token in tokens:
+        if token in (how.begin_id, END):
+            inside = token == how.begin_id
+        elif not inside:
+            answer.append(token)
+    return answer
+
+
+@torch.inference_mode()
+def plain_tokens(req: Request) -> list[int]:
+    """The definition: one token at a time; inside a thought that has used its budget the closing tokens are put instead."""
+    target, how, params = tiny_target(window=5), req.thinking, req.sampling
+    assert how is not None
+    out: list[int] = []
+    prompt = req.prompt_ids.tolist()
+    inside, used = how.opened is True, 0
+    while True:
+        if inside and how.budget is not None and used >= how.budget:
+            new, inside, used = list(how.closing), False, used + len(how.closing) - 1
+        else:
+            logits = full_logits(target, prompt + out).clone()
+            for token in set(out):
+                logits[token] -= params.presence_penalty
+            if len(out) < req.min_new_tokens:
+                logits[list(req.stop_ids)] = -torch.inf
+            new = [_draw(logits, params, req.seed, len(prompt) + len(out))]
+            if new[0] in (how.begin_id, END):
+                inside = new[0] == how.begin_id
+            elif inside:
+                used += 1
+        for token in new:
+            out.append(token)
+            text = decode(answer_of(out, how))
+            if token in req.stop_ids or any(stop in text for stop in req.stop) or len(out) == req.max_new_tokens:
+                return out
+
+
+@st.composite
+def requests_that_think(draw: st.DrawFn) -> list[Request]:
+    found = []
+    for index in range(draw(st.integers(1, 5))):
+        cap = draw(st.integers(1, 26))
+        likely = draw(st.lists(st.sampled_from([*MARKS, 7, 9]), min_size=1, max_size=8))
+        req = request(
+            index,
+            likely + draw(st.lists(st.integers(0, VOCAB - 1), max_size=5)),
+            cap=cap,
+            sampling=draw(
+                st.sampled_from([SamplingParams(), SamplingParams(temperature=1.2), SamplingParams(presence_penalty=0.4)])
+            ),
+            stop_ids=tuple(draw(st.lists(st.integers(0, 10), max_size=2, unique=True))),
+            stop=tuple(draw(st.lists(st.sampled_from(["A", "BC", "Z"]), max_size=1))),
+            min_new_tokens=draw(st.integers(0, min(3, cap))),
+            predicted=draw(st.integers(1, cap)),
+        )
+        how = thinking(
+            draw(st.one_of(st.none(), st.integers(0, 12))),
+            opened=draw(st.sampled_from([True, True, False, None])),
+            closing=draw(st.sampled_from([(), (11,), (12, 13, 12)])),
+            begin=draw(st.sampled_from([BEGIN, BEGIN, None])),
+        )
+        found.append(replace(req, thinking=how))
+    return found
+
+
+def check(completion: Completion, req: Request) -> None:
+    """The statistics' identities, and that thought, answer and what is said of them follow from the tokens."""
+    counts, how = completion.stats, req.thinking
+    assert counts is not None
+    assert how is not None
+    assert completion.token_ids is not None
+    tokens = completion.token_ids.tolist()
+    emitted = counts.num_prefills + counts.num_accepted + counts.num_rounds
+    assert len(tokens) - counts.num_forced + counts.num_discarded == emitted
+    assert sum(counts.histogram) == counts.num_rounds
+    by_string = completion.stop_reason in req.stop
+    said = tokens[:-1] if completion.finish_reason == "stop" and not by_string else tokens
+    text = decode(answer_of(said, how))
+    assert completion.text == (text[: text.index(str(completion.stop_reason))] if by_string else text)
+    marks = sum(token in (how.begin_id, END) for token in said)
+    assert completion.reasoning_tokens == len(said) - marks - len(answer_of(said, how))
+    assert (completion.reasoning is None) == (not split_thoughts(said, how).thoughts)
+    if counts.num_forced:
+        assert completion.reasoning_truncated
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(requests=requests_that_think(), data=st.data())
+def test_a_budget_holds_exactly_whatever_drafts_and_packs_the_rows(requests: list[Request], data: st.DataObject) -> None:
+    """Every drafter, K, layout and run-ahead, and runs that are stopped and go on, give the definition's tokens."""
+    expected = {r.request_id: plain_tokens(r) for r in requests}
+    kind = data.draw(st.sampled_from(["none", "lookup", "right", "wrong"]), label="drafter")
+    draft_len = data.draw(st.integers(1, 6), label="K")
+    by_seed = {r.seed: expected[r.request_id] for r in requests}
+    drafter: Drafter = NoDrafter()
+    if kind == "lookup":
+        drafter = LookupDrafter(draft_len, min_ngram=1, max_ngram=3)
+    elif kind != "none":
+        drafter = ForcedDrafter(draft_len, by_seed, right=kind == "right", fixed_len=data.draw(st.booleans()))
+    longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
+    scarce = 1 + -(-longest // 4) + data.draw(st.integers(0, 4))
+    batch = packed(
+        data.draw(st.sampled_from([1, 4]), label="slots"),
+        num_pages=data.draw(st.sampled_from([scarce, 400]), label="pages"),
+        max_len=longest,
+        draft_len=drafter.max_len,
+        prefill_tokens=data.draw(st.sampled_from([3, 64])),
+        run_ahead=data.draw(st.integers(0, 3), label="run_ahead"),
+    )
+    stop_after = data.draw(st.sampled_from([2, 5, 10**6]), label="rounds until a signal")
+    tokens: dict[str, list[int]] = {}
+    left = {r.request_id: r for r in requests}
+    while left:
+        engine = Engine(
+            tiny_target(window=5), drafter, batch, device=DEVICE, decode=decode, penalties=True,
+            options=RoundOptions(uniform_slots=data.draw(st.booleans())), refill_dead=data.draw(st.booleans()),
+        )  # fmt: skip
+
+        def stop_in_time(totals: EngineTotals, engine: Engine = engine, last: int = stop_after) -> None:
+            if totals.rounds >= last:
+                engine.stop()
+
+        engine.on_round = stop_in_time
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(scheduler, "SHORT_CAP_TOKENS", 2)
+            for completion in engine.run(iter(list(left.values()))):
+                assert completion.token_ids is not None
+                tokens[completion.request_id] = completion.token_ids.tolist()
+                check(completion, left.pop(completion.request_id))
+        for snapshot in engine.unfinished():
+            name = f"r{snapshot.row_index}"
+            assert list(snapshot.tokens) == expected[name][: len(snapshot.tokens)]
+            left[name] = replace(left[name], resumed=snapshot)
+        stop_after += 3
+    assert tokens == expected
+
+
+def test_forced_tokens_have_no_logprobs_and_the_others_keep_theirs() -> None:
+    req = replace(request(0, [7, 9], cap=12), thinking=thinking(4, opened=True, closing=(11,)))
+    runs = []
+    for drafter in (NoDrafter(), LookupDrafter(3, min_ngram=1, max_ngram=2)):
+        options = RoundOptions(logprobs=2)
+        engine = Engine(tiny_target(), drafter, packed(2, draft_len=drafter.max_len), device=DEVICE, options=options)
+        (done,) = engine.run(iter([req]))
+        assert done.logprobs is not None
+        assert done.top_logprobs is not None
+        assert np.isnan(done.logprobs).tolist() == [place in (4, 5) for place in range(12)]
+        assert (done.top_logprobs[0] < 0).any(1).tolist() == [place in (4, 5) for place in range(12)]
+        runs.append(done.logprobs)
+    np.testing.assert_allclose(runs[0], runs[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "opened", "thoughts", "answer", "inside"),
+    [
+        ([BEGIN, 7, 8, END, 9], None, [[7, 8]], [9], False),
+        ([7, 8, END, 9], True, [[7, 8]], [9], False),
+        ([7, 8, END, 9], None, [[7, 8]], [9], False),  # a begin that is never emitted
+        ([7, 8, END, 9], False, [], [7, 8, 9], False),  # the prompt had closed it already
+        ([7, 8], True, [[7, 8]], [], True),  # no end
+        ([BEGIN, 7, END, 9, BEGIN, 8, END, 10], None, [[7], [8]], [9, 10], False),
+        ([7, BEGIN, 8], None, [[8]], [7], True),
+        ([9, 10], None, [], [9, 10], False),
+        ([BEGIN, END, 9], None, [[]], [9], False),
+    ],
+)
+def test_an_output_is_cut_into_thoughts_and_answer(
+    tokens: list[int], opened: bool | None, thoughts: list[list[int]], answer: list[int], inside: bool
+) -> None:
+    parts = split_thoughts(tokens, thinking(opened=opened))
+    assert (parts.thoughts, parts.answer, parts.inside) == (thoughts, answer, inside)
+
+
+def test_think_tokens_are_found_in_the_tokenizer_or_named(tmp_path: Path) -> None:
+    plain, thinks = Tokenizer(make_tokenizer(tmp_path / "plain")), Tokenizer(make_thinking_tokenizer(tmp_path / "thinks"))
+    assert find_think_tokens("auto", plain, 320) is None
+    assert find_think_tokens("auto", thinks, 301) is None  # the model cannot draw the end
+    assert find_think_tokens("none", thinks, 320) is None
+    found = find_think_tokens("auto", thinks, 320)
+    assert found is not None
+    assert (found.begin, found.begin_id, found.end, found.end_id) == ("<think>", 300, "</think>", 301)
+    named = find_think_tokens(["[", "]"], plain, 320)
+    assert named is not None
+    assert [plain.decode([token or 0]) for token in (named.begin_id, named.end_id)] == ["[", "]"]
+    for setting, said in (
+        (["<reflect>", "</think>"], "'<reflect>' is"),
+        ([5, 5], "the same"),
+        ([5, 320], "outside the vocabulary"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            find_think_tokens(setting, thinks, 320)
+
+    def opened(text: str, setting: object = "auto") -> bool | None:
+        tokens = find_think_tokens(setting, thinks, 320)
+        assert tokens is not None
+        return tokens.opened_by(np.array(thinks.encode_part(text), np.int32))
+
+    assert opened("<|im_start|>assistant\n<think>\n") is True
+    assert opened("<|im_start|>assistant\n<think>\nLet me see") is True
+    assert opened("<|im_start|>assistant\n<think>\n\n</think>\n\n") is False
+    assert opened("<|im_start|>assistant\n") is None
+    assert opened("<|im_start|>user\nWhat is <think>?<|im_end|>\n<|im_start|>assistant\n") is None  # of another turn
+    assert opened("<|im_start|>assistant\n", ["</think>"]) is True
+    assert opened("<|im_start|>assistant\n<think>\n\n</think>\n\n", ["</think>"]) is False
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_thinking_tokenizer(make_checkpoint(tmp_path_factory.mktemp("model"), "llama", dtype=torch.float64))
+
+
+BUDGET = 6
+
+
+def arguments(model: Path, folder: Path, out: str, *more: str) -> list[str]:
+    return [
+        f"model.path={model}", "model.dtype=float64", f"input.path={folder / 'prompts.parquet'}", f"output.dir={folder / out}",
+        "output.shard_rows=4", "decode.max_new_tokens=20", "output.token_ids=true", "packing.slots=3",
+        f"decode.thinking_token_budget={BUDGET}", "decode.thinking_closing=' So:'", *more,
+    ]  # fmt: skip
+
+
+def write_prompts(folder: Path) -> None:
+    rows = [
+        {
+            "id": f"q{i}",
+            "messages": [{"role": "user", "content": f"Say word{i % 5}"}],
+            "template_kwargs": '{"quick": 1}' if i == 3 else None,
+            "thinking_token_budget": {4: 0, 5: 100, 7: -1}.get(i),
+            "max_new_tokens": {2: 4, 6: 7}.get(i),
+        }
+        for i in range(10)
+    ]
+    pl.DataFrame(rows).write_parquet(folder / "prompts.parquet")
+
+
+def test_a_job_of_a_reasoning_model_has_thoughts_and_answers_apart(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows with a budget, a cap or a template of their own; the same from any drafter, and found again by verify."""
+    write_prompts(tmp_path)
+    command = arguments(model, tmp_path, "plain", "draft=none")
+    assert plan.main([*command, "decode.temperature=0"]) == 0
+    said = capsys.readouterr().out
+    assert "from <think> (300) to </think> (301); 8 of 9 prompts end inside one; at most 6 tokens, then " in said
+    assert run.main(command) == 0
+    assert run.main(arguments(model, tmp_path, "drafted", "draft=lookup", "packing.slots=2", "packing.run_ahead=2")) == 0
+    frame, drafted = (pl.read_parquet(tmp_path / out / "data") for out in ("plain", "drafted"))
+    alike = ["request_id", "status", "messages", "completion", "reasoning", "reasoning_truncated", "finish_reason", "token_ids"]
+    assert frame.select(alike).equals(drafted.select(alike))
+    assert verify.main([str(tmp_path / "drafted"), "--rows", "0"]) == 0
+
+    tokenizer = Tokenizer(model)
+    rows = {row["request_id"]: row for row in frame.iter_rows(named=True)}
+    assert rows.pop("q7")["error"]["message"].endswith("thinking_token_budget=-1 must be at least 0; null is no limit")
+    closing = [*tokenizer.encode_part(" So:"), 301]
+    for name, row in rows.items():
+        budget = {"q4": 0, "q5": 100}.get(name, BUDGET)
+        ids, thought = row["token_ids"], row["token_ids"][:budget]
+        if name == "q3":
+            assert (row["reasoning"], row["reasoning_truncated"], row["usage"]["reasoning_tokens"]) == (None, False, 0)
+            continue
+        assert row["reasoning_truncated"], "noise ends no thought by itself in so few tokens"
+        if len(ids) <= budget + len(closing):  # the cap came first
+            assert (row["status"], row["completion"]) == ("truncated", "")
+            continue
+        assert ids[budget : budget + len(closing)] == closing
+        assert row["reasoning"] == tokenizer.decode(thought + closing[:-1]).strip()
+        assert row["completion"] == tokenizer.decode(ids[budget + len(closing) :]).lstrip()
+        assert row["messages"][-1]["content"] == row["completion"]
+        assert row["usage"]["reasoning_tokens"] == budget + len(closing) - 1
+    counts = drafted.filter(pl.col("request_id").is_in(["q0", "q4"]))["spec_decode"].struct.unnest()
+    lengths = drafted.filter(pl.col("request_id").is_in(["q0", "q4"]))["token_ids"].list.len()
+    emitted = counts["num_prefills"] + counts["num_accepted_draft_tokens"] + counts["num_spec_steps"]
+    assert (lengths - counts["num_forced_tokens"] + counts["num_discarded_tokens"] == emitted).all()
+    assert stats.main([str(tmp_path / "drafted")]) == 0
+    assert "8 thoughts cut off" in capsys.readouterr().out
+
+
+def test_messages_can_carry_the_thought_and_stop_strings_end_the_answer_alone(model: Path, tmp_path: Path) -> None:
+    write_prompts(tmp_path)
+    assert run.main(arguments(model, tmp_path, "free", "output.reasoning_in_messages=true", "input.limit=1")) == 0
+    free = pl.read_parquet(tmp_path / "free/data").row(0, named=True)
+    assert free["messages"][-1]["content"] == f"<think>\n{free['reasoning']}\n</think>\n\n{free['completion']}"
+    stops = [free["reasoning"][0], free["completion"][2]]
+    assert run.main(arguments(model, tmp_path, "stopped", f"decode.stop={stops!r}", "input.limit=1")) == 0
+    row = pl.read_parquet(tmp_path / "stopped/data").row(0, named=True)
+    assert (row["reasoning"], row["finish_reason"]) == (free["reasoning"], "stop")
+    assert row["stop_reason"] in stops
+    assert row["completion"] == free["completion"][: len(row["completion"])]
+    assert len(row["completion"]) <= 2
+
+
+def test_a_budget_without_think_tokens_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_tokenizer(make_checkpoint(tmp_path / "model", "llama"))
+    write_prompts(tmp_path)
+    assert run.main(arguments(model, tmp_path, "out")) == 2
+    assert "decode.thinking_token_budget=6 needs think tokens" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
