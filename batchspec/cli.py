@@ -17,7 +17,10 @@ COMMANDS = {
     "plan": ("batchspec.commands.plan", "what a run would do, without running it: the overrides of run, --full for every row"),
     "status": ("batchspec.commands.status", "OUT [--watch] [--json]: how far a job is, over all of its runs"),
     "stats": ("batchspec.commands.stats", "OUT [--by COLUMN] [--json]: acceptance and speed of a finished job"),
-    "verify": ("batchspec.commands.verify", "OUT: rows of a job again without speculation, first difference and logit gap"),
+    "verify": (
+        "batchspec.commands.verify",
+        "OUT: rows again without speculation, the first difference; --files: checksums",
+    ),
     "bench": ("batchspec.commands.bench", "OUT.jsonl NAME --shape SHAPE ...: measure speed with random weights"),
     "doctor": ("batchspec.commands.doctor", "[MODEL]: what this machine has and lacks; --tune MODEL times products on its GPU"),
     "report": ("batchspec.commands.report", "OUT [--by COLUMN]: write report.html anew, the job in pictures"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import stat
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,39 @@ def test_a_crash_before_publishing_leaves_nothing_visible(tmp_path: Path, monkey
     again = new_folder(tmp_path, 6, 2)
     assert again.commit(0, parts[0])
     assert again.committed() == {0}
+
+
+def test_a_file_that_reads_back_with_other_rows_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(table: pa.Table, path: Path, metadata: dict[str, str]) -> None:
+        write_parquet(table.slice(1), path, metadata)
+
+    monkeypatch.setattr("batchspec.io.shards.write_parquet", forgetful)
+    folder = new_folder(tmp_path, 6, 2)
+    with pytest.raises(StorageError, match="reads back with other rows"):
+        folder.commit(0, tables()[0])
+    assert visible(tmp_path) == []
+
+
+def test_every_change_of_a_committed_file_is_found_and_sha256sum_agrees(tmp_path: Path) -> None:
+    folder, parts = new_folder(tmp_path, 6, 2), tables()
+    for index, table in enumerate(parts):
+        assert folder.commit(index, table)
+    assert not new_folder(tmp_path, 6, 2).commit(1, parts[1])  # the loser's sum is none of the file's
+    assert list(folder.damage()) == []
+    path = tmp_path / "data/part-00001.parquet"
+    whole = path.read_bytes()
+    check = ["sh", "-c", "cat _batchspec/sums/* | sha256sum --check --status"]
+    assert subprocess.run(check, cwd=tmp_path, check=False).returncode == 0
+    places = range(0, len(whole), len(whole) // 40)
+    flipped = [whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :] for at in places]
+    for data in [*flipped, b"", whole[:-1], whole[: len(whole) // 2], whole + b"0"]:
+        path.write_bytes(data)
+        (line,) = folder.damage()
+        assert line.startswith(f"{path}: its {len(data):,} bytes are not those that were committed; delete the file and run")
+    assert subprocess.run(check, cwd=tmp_path, check=False).returncode == 1
+    path.unlink()
+    assert folder.commit(1, parts[1])
+    assert list(folder.damage()) == []
 
 
 @pytest.mark.parametrize("place", [100, 2000, -20])

@@ -2,7 +2,7 @@
 
 Equal tokens are what batchspec promises, up to rounding. Where a row differs, the first difference is shown with its gap: how
 far apart the two tokens score there (logit / temperature + noise). A gap near the rounding of the dtype is a tie that
-fell the other way; a large gap is an error.
+fell the other way; a large gap is an error. With --files it reads every output file and finds what a disk or a copy has changed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from batchspec.decode.engine import Engine
 from batchspec.decode.prefill import Segment, flat_batch
 from batchspec.decode.sampling import Places, apply_penalties, forbid_stop_ids
 from batchspec.draft.base import NoDrafter
-from batchspec.errors import OutputError
+from batchspec.errors import OutputError, StorageError
 from batchspec.io.shards import OutputFolder
 from batchspec.io.store import scanning
 from batchspec.kernels.sample import gumbel_reference
@@ -53,7 +53,10 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("out", help="output folder of a job that wrote token_ids")
     parser.add_argument("--rows", type=int, default=20, help="completions to decode again, evenly spread; 0 is all")
+    parser.add_argument("--files", action="store_true", help="compare all output files with their checksums instead")
     args = parser.parse_args(argv)
+    if args.files:
+        return check_files(args.out)
     checked, differences = verify(args.out, args.rows)
     for d in differences:
         gap = "-" if d.gap is None else f"{d.gap:.3g}"
@@ -63,6 +66,14 @@ def main(argv: list[str]) -> int:
     if differences:
         print("a gap up to the rounding of the logits (about 1e-4 in float32, 0.1 in bfloat16) is a tie that fell the other way")
     return 1 if differences else 0
+
+
+def check_files(out: str | Path) -> int:
+    """Name every damaged file of a job; the exit code."""
+    output = OutputFolder(out)
+    damage = list(output.damage())
+    print(*damage, f"{len(output.committed())} files compared with their checksums: {len(damage)} are damaged", sep="\n")
+    return StorageError.exit_code if damage else 0
 
 
 def verify(out: str | Path, num_rows: int) -> tuple[int, list[Difference]]:

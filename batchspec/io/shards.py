@@ -8,11 +8,13 @@ _batchspec/logs           run-<attempt>.json: how fast each run was; run-<attemp
 _batchspec/journal        rows of shards that are not committed yet, see journal.py
 _batchspec/claims         which run works on which shard, see claims.py
 _batchspec/attempts       what runs were at when they died, see attempts.py
+_batchspec/sums           sha256 of each shard as a run committed it, in the format of sha256sum
 _batchspec/progress       what every run says of itself, see progress.py
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import uuid
@@ -37,6 +39,7 @@ from batchspec.io.writer import write_parquet
 
 MANIFEST = "_batchspec/manifest.json"
 TMP = "_batchspec/tmp"
+SUMS = "_batchspec/sums"
 
 
 def default_shard_rows(num_rows: int) -> int:
@@ -186,11 +189,31 @@ class OutputFolder:
                 path.unlink(missing_ok=True)
                 write_parquet(table, path, {f"batchspec.{key}": str(value) for key, value in facts.items()})
                 _verify(path, ids)
+                with path.open("rb") as file:
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()
             except BaseException:
                 with suppress(OSError):
                     path.unlink(missing_ok=True)
                 raise
-        return self._store.publish(path, f"data/{part_name(index)}")
+        name, sums = f"data/{part_name(index)}", f"{SUMS}/{part_name(index)}.{self.attempt}"
+        self._store.put(sums, f"{digest}  {name}\n".encode())
+        won = self._store.publish(path, name)
+        if not won:
+            self._store.put(sums, b"")
+        return won
+
+    def damage(self) -> Iterator[str]:
+        """What is wrong with committed shards, read whole: a line for each whose bytes are not those that were committed."""
+        sums = self._store.list(SUMS)
+        for index in sorted(self.committed()):
+            name = part_name(index)
+            known = {self._store.read(f"{SUMS}/{one}").split(b" ")[0] for one in sums if one.startswith(f"{name}.")}
+            data = self._store.read(f"data/{name}")
+            if hashlib.sha256(data).hexdigest().encode() not in known:
+                yield (
+                    f"{self.path}/data/{name}: its {len(data):,} bytes are not those that were committed; delete the file and "
+                    "run the same command again, which computes its rows anew"
+                )
 
     def claims(self) -> Claims:
         """Which run works on which shard."""
