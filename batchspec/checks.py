@@ -136,7 +136,7 @@ def check(config: RunConfig, *, require: Iterable[str] = ()) -> None:
 
 def _secrets(config: RunConfig) -> None:
     """The configuration is kept in the manifest and on the card: credentials must not get into it, nor into this error."""
-    for key in ("input.path", "output.dir", "model.path", "draft.path"):
+    for key in ("input.path", "output.dir", "model.path", "model.revision", "model.chat_template", "draft.path"):
         value = _get(config, key)
         for url in value if isinstance(value, list) else [value]:
             if isinstance(url, str) and CREDENTIALS.search(url):

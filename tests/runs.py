@@ -17,7 +17,9 @@ def nothing() -> None:
     """No patch."""
 
 
-def _child(arguments: list[str], log: Path, patch: Patch) -> None:
+def _child(arguments: list[str], log: Path, patch: Patch, environ: dict[str, str]) -> None:
+    os.environ.clear()  # of the server, which may have begun before a test changed it
+    os.environ.update(environ)
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
@@ -31,7 +33,7 @@ def run_apart(arguments: list[str], log: Path, patch: Patch = nothing, timeout_s
     """Exit code, negative for a signal, and what it said. `patch`, of a test module, is called there first."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.runs", "batchspec.job"])
-    process = context.Process(target=_child, args=(arguments, log, patch))
+    process = context.Process(target=_child, args=(arguments, log, patch, dict(os.environ)))
     process.start()
     process.join(timeout_s)
     if process.exitcode is None:

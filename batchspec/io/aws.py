@@ -22,6 +22,10 @@ SENT_AGAIN = ("SlowDown", "RequestTimeout", "BadDigest", "Throttling", "Internal
 """Codes that pass, whatever their status: too fast, too slow, damaged on the way, or two conditional requests at once."""
 
 
+SAID = ("ETag", "ContentLength", "IsTruncated", "KeyCount", "Name")
+"""One of these is in every whole answer that is waited for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What every client of one store must agree on; None is the AWS tools' own choice."""
@@ -93,9 +97,12 @@ def _made(place: Settings, profile: str | None, connect_s: float, request_s: flo
     )
     try:
         session = boto3.session.Session(profile_name=profile)
-        return session.client("s3", endpoint_url=place.endpoint, region_name=place.region, config=config)
+        made = session.client("s3", endpoint_url=place.endpoint, region_name=place.region, config=config)
     except ValueError as error:
         raise ConfigError(f"AWS settings: {reason(error)}; check AWS_ENDPOINT_URL, such as https://host:port") from error
+    # Where a connection ends within the headers of a `100 Continue`, botocore (1.43, awsrequest.py) reads on for ever.
+    made.meta.events.register("before-call.s3", lambda params, **_: params["headers"].pop("Expect", None))
+    return made
 
 
 def passing(error: Exception) -> bool:
@@ -107,6 +114,15 @@ def passing(error: Exception) -> bool:
         number, code = status(error) or 0, error.response.get("Error", {}).get("Code", "")
         return code in SENT_AGAIN or number in (408, 409, 429) or number >= 500
     return isinstance(error, boto.HTTPClientError | boto.ConnectionError | boto.IncompleteReadError | HTTPError)
+
+
+def whole(answer: dict[str, Any]) -> dict[str, Any]:
+    """The answer of boto3, which takes one that was cut within its headers for a success that says nothing: it is sent again."""
+    if answer.keys().isdisjoint(SAID):
+        from urllib3.exceptions import ProtocolError
+
+        raise ProtocolError("the answer was cut within its headers")
+    return answer
 
 
 def status(error: Exception) -> int | None:

@@ -28,7 +28,7 @@ import pyarrow.dataset as ds
 import pyarrow.fs as pafs
 
 from batchspec.errors import ConfigError, OutputError, StorageError
-from batchspec.io.aws import client, filesystem, passing, refusal, status
+from batchspec.io.aws import client, filesystem, passing, refusal, status, whole
 from batchspec.io.retry import retried
 from batchspec.io.store import STALE_S, scanning, storing
 
@@ -81,7 +81,7 @@ class S3Store:
         key, digest = self._key(name), _md5(io.BytesIO(data))
         self._call(
             f"writing {self._uri(name)}",
-            lambda: self._client.put_object(Bucket=self._bucket, Key=key, Body=data, ContentMD5=digest),
+            lambda: whole(self._client.put_object(Bucket=self._bucket, Key=key, Body=data, ContentMD5=digest)),
         )
 
     def publish(self, path: Path, name: str) -> bool:
@@ -101,7 +101,7 @@ class S3Store:
         key = self._key(name)
 
         def act() -> bytes:
-            answer = self._client.get_object(Bucket=self._bucket, Key=key)
+            answer = whole(self._client.get_object(Bucket=self._bucket, Key=key))
             data: bytes = answer["Body"].read()
             return data
 
@@ -152,9 +152,10 @@ class S3Store:
                 with io.BytesIO(data) if isinstance(data, bytes) else data.open("rb") as body:
                     digest = _md5(body)
                     body.seek(0)
-                    self._client.put_object(
+                    answer = self._client.put_object(
                         Bucket=self._bucket, Key=key, Body=body, ContentMD5=digest, IfNoneMatch="*", Metadata={ATTEMPT: attempt}
                     )
+                whole(answer)
             except Exception as error:
                 if status(error) != 412:
                     raise
@@ -169,7 +170,7 @@ class S3Store:
 
         def act() -> dict[str, Any] | None:
             try:
-                found: dict[str, Any] = self._client.head_object(Bucket=self._bucket, Key=key)
+                found = whole(self._client.head_object(Bucket=self._bucket, Key=key))
             except Exception as error:
                 if status(error) == 404:
                     return None
@@ -180,8 +181,7 @@ class S3Store:
 
     def _pages(self, name: str, **arguments: str) -> Iterator[dict[str, Any]]:
         def act() -> dict[str, Any]:
-            found: dict[str, Any] = self._client.list_objects_v2(Bucket=self._bucket, **arguments)
-            return found
+            return whole(self._client.list_objects_v2(Bucket=self._bucket, **arguments))
 
         while True:
             page = self._call(f"listing {self._uri(name)}", act)
