@@ -100,9 +100,13 @@ def _made(place: Settings, profile: str | None, connect_s: float, request_s: flo
         made = session.client("s3", endpoint_url=place.endpoint, region_name=place.region, config=config)
     except ValueError as error:
         raise ConfigError(f"AWS settings: {reason(error)}; check AWS_ENDPOINT_URL, such as https://host:port") from error
-    # Where a connection ends within the headers of a `100 Continue`, botocore (1.43, awsrequest.py) reads on for ever.
-    made.meta.events.register("before-call.s3", lambda params, **_: params["headers"].pop("Expect", None))
+    # Where a connection ends within the headers of a `100 Continue`, botocore (1.44, awsrequest.py) reads on for ever.
+    made.meta.events.register("before-call.s3", _without_expect)
     return made
+
+
+def _without_expect(params: dict[str, Any], **_: Any) -> None:
+    params["headers"].pop("Expect", None)
 
 
 def passing(error: Exception) -> bool:
