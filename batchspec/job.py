@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Container, Iterator
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pyarrow as pa
 
@@ -304,7 +304,8 @@ class Reporter:
     ) -> None:
         """`totals` are the engine's so far; `beat` is called whenever the run goes on; `deadline` is asked before every row."""
         self.deadline = deadline or Deadline(lambda: None, 0.0, keeps_tokens=True)
-        self._progress, self._timeline, self._before, self._begun = progress, timeline, replace(totals), totals.tokens
+        self._progress, self._timeline, self._begun = progress, timeline, totals.tokens
+        self._before = totals.tokens, totals.accepted, totals.row_rounds
         self._claims, self._beat = claims, beat
         self._rows, self._tokens, self._finished = 8, 8 * predicted_output, 0
         self._feed: Feed | None = None
@@ -335,10 +336,11 @@ class Reporter:
         self.deadline.observe(completion)
 
     def __call__(self, totals: EngineTotals) -> None:
+        tokens, accepted, row_rounds = self._before
         self._progress.update(
-            tokens=totals.tokens - self._before.tokens,
-            accepted=totals.accepted - self._before.accepted,
-            rounds=totals.row_rounds - self._before.row_rounds,
+            tokens=totals.tokens - tokens,
+            accepted=totals.accepted - accepted,
+            rounds=totals.row_rounds - row_rounds,
             live_rows=totals.live_rows,
             open_completions=self._num_open,
             mean_output=self._tokens / self._rows,
@@ -350,7 +352,7 @@ class Reporter:
             self._claims.beat()
         if self._timeline is not None:
             self._timeline.observe(totals, exhausted=self.exhausted)
-        self._before = replace(totals)
+        self._before = totals.tokens, totals.accepted, totals.row_rounds
 
 
 def check_errors(job: Job, num_errors: int) -> None:

@@ -163,15 +163,17 @@ class Admission:
         )  # fmt: skip
         thinking = self._thinking(prompt_ids, row.get("thinking_token_budget"))
         base = hash64(self.decode.seed, request_id) if row.get("seed") is None else int(values["seed"])
+        synthetic_len = synthetic_len_cell(row)
+        may_end_early = bool(stop_ids or stop) or synthetic_len is not None
+        predicted = self.predictor.predict(max_new_tokens) if may_end_early else max_new_tokens
         for sample_index in range(int(values["n"])):
-            request = Request(
+            yield Request(
                 request_id=request_id, row_index=row_index, sample_index=sample_index, shard=shard, prompt_ids=prompt_ids,
                 max_new_tokens=max_new_tokens, min_new_tokens=min(self.decode.min_new_tokens, max_new_tokens),
                 sampling=sampling, stop_ids=stop_ids, stop=stop,
-                seed=hash64(base, sample_index) if sample_index else base, predicted_tokens=max_new_tokens,
-                thinking=thinking, synthetic_len=synthetic_len_cell(row),
+                seed=hash64(base, sample_index) if sample_index else base, predicted_tokens=predicted,
+                thinking=thinking, synthetic_len=synthetic_len,
             )  # fmt: skip
-            yield self.predicted(request)
 
     def _thinking(self, prompt_ids: Ids, own: Any) -> Thinking | None:
         think, budget = self.think, self.decode.thinking_token_budget
@@ -192,7 +194,10 @@ class Admission:
         values: dict[str, float] = {}
         for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "n"):
             own, usual = row.get(name), getattr(self.decode, name)
-            values[name] = usual if own is None else number_cell(name, own, whole=isinstance(usual, int))
+            if own is None:
+                values[name] = usual
+                continue
+            values[name] = number_cell(name, own, whole=isinstance(usual, int))
             problem = violation(f"decode.{name}", values[name])
             if problem:
                 raise BadRow("bad_parameter", problem.removeprefix("decode."))
