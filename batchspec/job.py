@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict
 
@@ -24,6 +24,7 @@ from batchspec.errors import Interrupted, TooManyErrors
 from batchspec.fitted import FittedEngine, MakeEngine, Shortage
 from batchspec.io.attempts import Attempts
 from batchspec.io.claims import BEAT_S, Claims
+from batchspec.io.commits import commit_beside
 from batchspec.io.journal import Journal, Journaled
 from batchspec.io.progress import Beacon
 from batchspec.io.reader import InputShard, Source
@@ -116,11 +117,10 @@ def compute(job: Job, output: OutputFolder, committed: set[int], make: MakeEngin
                     reporter = Reporter(
                         progress, seen.mean_output, fitted.engine.totals, timeline, claims, watchdog.beat, deadline
                     )
-                    with Shortage() as short:
-                        for shard, completions in decode_claimed(
-                            job, fitted.engine, reporter, journal, journaled, claims, attempts, others
-                        ):
-                            output.commit(shard.index, shard_table(job, shard, completions, output.attempt))
+                    decoded = decode_claimed(job, fitted.engine, reporter, journal, journaled, claims, attempts, others)
+                    commits = commit_beside(tabled(job, output, decoded), lambda done: output.commit(done[0].index, done[2]))
+                    with Shortage() as short, closing(commits):
+                        for shard, completions, _ in commits:
                             journal.forget(shard.index)
                             claims.forget(shard.index)
                             watchdog.beat()
@@ -363,6 +363,14 @@ def check_errors(job: Job, num_errors: int) -> None:
             f"{num_errors} of {rows} rows are error rows, more than input.max_error_fraction={fraction:g} allows; "
             "look at the `error` column of the output, then mend the input or raise the fraction"
         )
+
+
+def tabled(
+    job: Job, output: OutputFolder, decoded: Iterable[tuple[InputShard, list[Completion]]]
+) -> Iterator[tuple[InputShard, list[Completion], pa.Table]]:
+    """The same, each with its table."""
+    for shard, completions in decoded:
+        yield shard, completions, shard_table(job, shard, completions, output.attempt)
 
 
 def shard_table(job: Job, shard: InputShard, completions: list[Completion], attempt: str) -> pa.Table:

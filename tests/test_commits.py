@@ -1,0 +1,62 @@
+"""Commits beside the decoding: in order, one at a time, bounded, and nothing they raise gets lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from batchspec.io.commits import WAITING, commit_beside
+
+
+def test_shards_come_back_in_order_when_they_are_committed_and_the_next_ones_are_decoded_meanwhile() -> None:
+    events: list[str] = []
+    third = threading.Event()
+
+    def decoded() -> Iterator[int]:
+        for shard in range(6):
+            events.append(f"decoded {shard}")
+            if shard == WAITING:
+                third.set()
+            yield shard
+
+    def commit(shard: int) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        assert third.wait(60)  # the first commit takes until so many more are decoded
+        events.append(f"committed {shard}")
+
+    for shard in commit_beside(decoded(), commit):
+        assert f"committed {shard}" in events
+        assert f"committed {shard + WAITING + 1}" not in events
+    assert [event for event in events if event.startswith("committed")] == [f"committed {shard}" for shard in range(6)]
+    assert events.index(f"decoded {WAITING + 1}") > events.index("committed 0")  # decoding does not run away from it
+
+
+def test_a_failed_commit_is_raised_and_no_shard_behind_it_is_given_back() -> None:
+    def commit(shard: int) -> None:
+        if shard == 2:
+            raise OSError("full")
+
+    given: list[int] = []
+    with pytest.raises(OSError, match="full"):
+        given.extend(commit_beside(range(6), commit))
+    assert given == [0, 1]
+
+
+def test_leaving_in_the_middle_waits_for_what_was_begun() -> None:
+    over: list[int] = []
+
+    def commit(shard: int) -> None:
+        time.sleep(0.05)
+        over.append(shard)
+
+    def decoded() -> Iterator[int]:
+        yield from range(2)
+        raise MemoryError
+
+    with pytest.raises(MemoryError), closing(commit_beside(decoded(), commit)) as commits:
+        list(commits)
+    assert over == [0, 1]
