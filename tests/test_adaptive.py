@@ -79,6 +79,25 @@ def test_long_contexts_make_drafts_cheap() -> None:
     assert lengths.scores(ROWS, 100_000).argmax() == 2
 
 
+def test_a_first_round_that_waited_is_soon_forgotten() -> None:
+    """The first timing of a length may hold whatever the host did meanwhile; the length that pays is found all the same."""
+    rng = np.random.default_rng(0)
+    lengths = DraftLengths(3)
+    costs, rates, token_s = [1.0, 1.1, 1.25, 1.6], np.array([0.6, 0.47, 0.43]), 1e-3
+    for k, cost in enumerate(costs):
+        lengths.set_base(ROWS, k, cost)
+    seen, taken = set[int](), []
+    for _ in range(300):
+        k, _ = lengths.choose(ROWS, 1000)
+        kept = np.cumprod(rng.random((ROWS, k)) < rates[:k], axis=1).sum(axis=1) if k else np.zeros(ROWS)
+        lengths.observe(k, kept.astype(np.int32))
+        waited = 20.0 if k == 2 and 2 not in seen else 0.0
+        lengths.timed(ROWS, k, 1000, costs[k] + 1000 * token_s + waited)
+        seen.add(k)
+        taken.append(k)
+    assert np.mean(np.array(taken[150:]) == 2) > 0.9
+
+
 def test_the_drafter_is_told_one_round_ahead() -> None:
     """A round says whether the next one drafts: what it says is what comes."""
     rng = np.random.default_rng(1)

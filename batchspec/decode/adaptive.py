@@ -5,7 +5,7 @@
 base_s is a round over dead rows, timed once a graph; token_s what a context token adds (attention), followed while rounds run;
 p_k the share of rows that keep draft token k given that they kept those before it, with a prior and a half-life. What lies
 beyond the present K is not observed, nor what another length takes: one round in PROBE_EVERY takes the next longer length or,
-in turn, the next shorter one.
+in turn, the next shorter one. At first, while lengths beside the present one are new, one in PROBE_EVERY_AT_FIRST does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-PROBE_EVERY = 64
+PROBE_EVERY, PROBE_EVERY_AT_FIRST = 64, 8
+NEW = 4
+"""A length is no longer new after this many probes."""
 PRIOR_RATE, PRIOR_ROWS = 0.7, 32.0
 HALF_LIFE_ROWS = 4096.0
 """Row-rounds after which an observation counts half."""
@@ -33,6 +35,7 @@ class DraftLengths:
         self.max_len, self.choices = max_len, candidates(max_len)
         self._base: dict[tuple[int, int], float] = {}
         self._token_s = np.full(max_len + 1, token_s)
+        self._num_probed = np.zeros(max_len + 1, np.int64)
         self._tried = np.full(max_len, PRIOR_ROWS)
         self._kept = np.full(max_len, PRIOR_RATE * PRIOR_ROWS)
         self._rounds = 0
@@ -73,8 +76,10 @@ class DraftLengths:
         if context_tokens:
             measured = max(0.0, seconds - self._base[num_rows, draft_len]) / context_tokens
             known = self._token_s[draft_len]
-            # A round that waited for the host measures long: it may move the figure by little.
-            self._token_s[draft_len] = measured if known == 0 else known + 0.05 * (min(measured, 1.5 * known) - known)
+            # A round that waited for the host measures long: the figure falls at once and rises slowly. One that is too low is
+            # put right by the rounds that it brings about, one too high would not be looked at again for long.
+            risen = known + 0.05 * (min(measured, 1.5 * known) - known)
+            self._token_s[draft_len] = measured if known == 0 else min(measured, risen)
 
     def scores(self, num_rows: int, context_tokens: int) -> NDArray[np.float64]:
         """Expected tokens a row and second for each of `choices`."""
@@ -93,7 +98,16 @@ class DraftLengths:
             place = best
             self._current = self.choices[best]
         self._rounds += 1
+        return self._probe(place) or self._current
+
+    def _probe(self, place: int) -> int | None:
+        """A length beside the present one, which stands at `place`, if it is time to look at it; never 0, whose cost is known."""
+        longer, shorter = min(place + 1, len(self.choices) - 1), max(place - 1, 1)
         if self._rounds % PROBE_EVERY == 0:
-            step = 1 if self._rounds % (2 * PROBE_EVERY) == 0 or self._current <= 1 else -1
-            return self.choices[min(place + step, len(self.choices) - 1)]
-        return self._current
+            return self.choices[longer if self._rounds % (2 * PROBE_EVERY) == 0 or place <= 1 else shorter]
+        if self._rounds % PROBE_EVERY_AT_FIRST == 0:
+            for beside in (longer, shorter):
+                if beside != place and self._num_probed[self.choices[beside]] < NEW:
+                    self._num_probed[self.choices[beside]] += 1
+                    return self.choices[beside]
+        return None
