@@ -176,7 +176,7 @@ def unclaimed(output: OutputFolder, claims: Claims, asked: Asked) -> set[int] | 
     """
     waited_from = time.monotonic()
     while not asked.name and (missing := output.missing()):
-        held = claims.held()
+        held = claims.held(missing)
         if missing - held:
             return held | set(range(output.num_shards)) - missing
         if time.monotonic() - waited_from > claims.stale_s + BEAT_S:

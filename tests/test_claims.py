@@ -112,8 +112,25 @@ def test_claims_that_are_deleted_while_another_run_looks_belong_to_nobody(
     names = LocalStore.list(other._store, FOLDER)  # type: ignore[arg-type]
     monkeypatch.setattr(LocalStore, "list", lambda self, name: names)
     one.delete()
-    assert other.held() == {0}
+    assert other.held({0, 1}) == {0}
     assert other.take(0)
+
+
+def test_who_looks_for_work_reads_the_claims_on_that_work_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claims on shards that are committed stay where they are: a job of thousands must not read them again and again."""
+    one, other = open_claims(tmp_path, "a", **ELSEWHERE), open_claims(tmp_path, "b")
+    assert all(one.take(shard) for shard in range(20))
+    assert other.take(20)
+    reads: list[str] = []
+    read = LocalStore.read
+
+    def noted(self: LocalStore, name: str) -> bytes:
+        reads.append(name)
+        return read(self, name)
+
+    monkeypatch.setattr(LocalStore, "read", noted)
+    assert other.held({18, 19, 20, 21}) == {18, 19}
+    assert reads == [f"{FOLDER}/00018.json", f"{FOLDER}/00019.json"]
 
 
 def _take_all(args: tuple[str, str]) -> list[int]:

@@ -17,12 +17,12 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Set
 from pathlib import Path
 from typing import Any
 
 from batchspec.errors import StorageError
-from batchspec.io.store import Store
+from batchspec.io.store import Store, read_each
 
 FOLDER = "_batchspec/claims"
 STALE_S = 150.0
@@ -82,15 +82,16 @@ class Claims:
             if self._read(_name(shard)).get("owner") == self.attempt:
                 self._store.put(_name(shard), json.dumps({"owner": ""}).encode())
 
-    def held(self) -> set[int]:
-        """Shards that other runs work on, as far as anyone can tell. Raises StorageError."""
-        found = {int(name.removesuffix(".json")) for name in self._store.list(FOLDER) if name.endswith(".json")}
-        return {n for n in found - self._held.keys() if not self._is_stale(n, self._read(_name(n)))}
+    def held(self, shards: Set[int]) -> set[int]:
+        """Of these shards those that other runs work on, as far as anyone can tell. Raises StorageError."""
+        claims = self.owners(shards - self._held.keys())
+        return {shard for shard, claim in claims.items() if not self._is_stale(shard, claim)}
 
     def owners(self, shards: Container[int]) -> dict[int, dict[str, Any]]:
         """The claims on these shards, whoever holds them. Raises StorageError."""
-        names = {int(name.removesuffix(".json")): f"{FOLDER}/{name}" for name in self._store.list(FOLDER) if NAME.fullmatch(name)}
-        return {shard: self._read(name) for shard, name in names.items() if shard in shards}
+        claimed = [int(name.removesuffix(".json")) for name in self._store.list(FOLDER) if NAME.fullmatch(name)]
+        wanted = [shard for shard in claimed if shard in shards]
+        return dict(zip(wanted, read_each(self._store, [*map(_name, wanted)], self._read), strict=True))
 
     def beat(self) -> None:
         """Show that the run lives, at most every BEAT_S seconds. Shards that another run took over are no longer ours."""

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from batchspec.errors import StorageError
-from batchspec.io.store import Store
+from batchspec.io.store import Store, read_each
 from batchspec.records import Completion, Request, RowError, RowStats, Snapshot
 
 FOLDER = "_batchspec/journal"
@@ -90,11 +90,10 @@ class Journal:
 
     def refresh(self, found: Journaled, skip: Container[int] = ()) -> None:
         """Add the rows of segments that came since the journal was last read: another run ended, and its shards are ours now."""
-        for name in self._store.list(FOLDER):
-            if name in self._known:
-                continue
-            self._known.add(name)
-            for line in _lines(self._segment(f"{FOLDER}/{name}")):
+        new = [name for name in self._store.list(FOLDER) if name not in self._known]
+        self._known.update(new)
+        for data in read_each(self._store, [f"{FOLDER}/{name}" for name in new], self._segment):
+            for line in _lines(data):
                 _take(json.loads(line), found, skip)
         for key in found.completions:
             found.snapshots.pop(key, None)

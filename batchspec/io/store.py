@@ -6,10 +6,11 @@ import errno
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import polars as pl
 import pyarrow as pa
@@ -19,7 +20,10 @@ from batchspec.io.retry import reason
 
 STALE_S = 24 * 3600
 """A file is written in seconds: a temporary one untouched for this long has no writer any more."""
+READ_AT_ONCE = 16
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES, errno.EXDEV, errno.EINVAL)
+
+T = TypeVar("T")
 
 
 class Store(Protocol):
@@ -101,6 +105,16 @@ def open_store(root: str | Path, scratch: str) -> Store:
     from batchspec.io.s3 import S3Store
 
     return S3Store(str(root))
+
+
+def read_each(store: Store, names: Sequence[str], read: Callable[[str], T]) -> Iterator[T]:
+    """What `read` gives for each name, in order; from S3 several at a time, because its answers are what reading waits for."""
+    if store.method != "put":
+        yield from map(read, names)
+        return
+    with ThreadPoolExecutor(READ_AT_ONCE) as pool:
+        for first in range(0, len(names), READ_AT_ONCE):  # so that no more than these are in memory
+            yield from pool.map(read, names[first : first + READ_AT_ONCE])
 
 
 class LocalStore:
