@@ -18,7 +18,7 @@ SHARE = 0.25
 class Deadline:
     """The end of the job, and what rows have taken so far.
 
-    left_s       asks the batch system for the seconds that are left; None: no end is known
+    left_s       asks the batch system for the seconds that are left; None where it does not say: what it said before stands
     reserve_s    the run ends by itself when no more than this is left
     keeps_tokens unfinished rows go on later where they are now
     stop         ends the engine's run; called once
@@ -48,7 +48,8 @@ class Deadline:
 
     def _ask(self) -> None:
         left = self._left_s()
-        self._ends_at = None if left is None else self._clock() + left
+        if left is not None:
+            self._ends_at = self._clock() + left
 
     def shards(self, shards: Iterator[InputShard]) -> Iterator[InputShard]:
         """The same shards until the end is reached."""

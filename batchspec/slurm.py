@@ -7,6 +7,7 @@ looks like any other end to the process, and a cancelled job that requeues itsel
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -48,15 +49,17 @@ def this_task(env: Mapping[str, str] | None = None) -> Task | None:
 
 
 def time_left_s(task: Task) -> float | None:
-    """Seconds until the job's time limit, as the controller says now; None where there is none or nobody knows."""
+    """Seconds until the job's time limit, as the controller says now; infinite without one, None where nobody knows."""
     code, said = _ask("squeue", "-h", "-j", task.job, "-o", "%L")
     if code == 0 and (left := parse_time(said)) is not None:
         return left
-    return None if code == 0 or task.ends_at is None else task.ends_at - time.time()
+    return None if task.ends_at is None else task.ends_at - time.time()
 
 
 def parse_time(text: str) -> float | None:
-    """Seconds of Slurm's [[days-]hours:]minutes:seconds; None for UNLIMITED, INVALID and the like."""
+    """Seconds of Slurm's [[days-]hours:]minutes:seconds; infinite for UNLIMITED, None for INVALID (it is over) and the like."""
+    if text.strip() == "UNLIMITED":
+        return math.inf
     match = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", text.strip())
     if match is None:
         return None

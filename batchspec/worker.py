@@ -5,11 +5,11 @@ NUMBER is for the reader of `ps`; SHARING is how many workers share the main mem
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
 import threading
-from typing import IO
 
 from batchspec.cli import guarded
 from batchspec.compose import reported
@@ -25,15 +25,24 @@ def main() -> int:
         from batchspec.packing.planner import host_share
 
         config.packing.memory_gb = host_share() / sharing / 1e9
-    threading.Thread(target=_watch, args=(sys.stdin,), daemon=True).start()
+    threading.Thread(target=_watch, daemon=True).start()
     return reported(lambda: run_here(config))
 
 
-def _watch(stdin: IO[str]) -> None:
+def _watch() -> None:
     """The parent holds the other end open as long as it lives: without it the worker saves what it has and ends."""
-    stdin.read()
+    while os.read(0, 1):  # not sys.stdin, whose lock would be held when the interpreter ends
+        pass
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def leave(code: int) -> None:
+    """End the process: all is written, and taking torch and CUDA apart costs seconds of a grace time, or hangs."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    leave(guarded(main))

@@ -173,6 +173,8 @@ def supervise(config: RunConfig, devices: Sequence[str | None]) -> int:
                     say(f"{worker.name()} did not end within {SAVING * config.cluster.signal_s:g} s of a signal: killed")
                     worker.process.kill()
                     worker.code = worker.process.wait()
+        if crew.asked is not None:
+            say(f"{signal.Signals(crew.asked).name}: ended {time.monotonic() - crew.asked_at:.1f} s later")
     return exit_code([_code(worker, crew.asked) for worker in crew.workers], config)
 
 

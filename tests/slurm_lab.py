@@ -7,7 +7,6 @@ groups. What is installed on the machine is used, nothing is installed.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import socket
@@ -59,6 +58,7 @@ class Lab:
         self.env = {**os.environ, "PATH": _path(), "SLURM_CONF": str(folder / "slurm.conf")}
         self._ports = free_ports(nodes + 1)
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self._spaces: set[str] = set()
         for name in ("munge", "state", "spool", "log", "run"):
             (folder / name).mkdir()
 
@@ -91,17 +91,14 @@ class Lab:
 
     def kill_daemon(self, node: str) -> None:
         """SIGKILL to a node's slurmd alone: its jobs live on."""
+        self._spaces.add(_space(self._daemons[node].pid))
         self._daemons[node].kill()
         self._daemons[node].wait()
 
     def kill_node(self, node: str) -> None:
         """SIGKILL to everything that runs on a node, as a power failure would: slurmd, its step managers, their jobs."""
-        steps = [pid for pid in _pids() if re.search(rb"slurmstepd", _comm(pid)) and f"spool/{node}" in _names_node(pid)]
-        self.kill_daemon(node)
-        for pid in steps:
-            for child in [*_descendants(pid), pid]:
-                with suppress(ProcessLookupError):
-                    os.kill(child, signal.SIGKILL)
+        _kill_in({_space(self._daemons[node].pid)})
+        self._daemons[node].wait()
 
     def usable(self) -> int:
         states = self.run("sinfo", "-h", "-p", "batch", "-N", "-o", "%T").split()
@@ -111,6 +108,7 @@ class Lab:
         with suppress(subprocess.SubprocessError):
             self.run("scancel", "-f", "--user=root")
             wait_for(lambda: not self.run("squeue", "-h"), 10, "the end of all jobs")
+        _kill_in(self._spaces)
         for daemon in reversed(self._daemons.values()):
             daemon.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -217,26 +215,15 @@ def running_slurm(nodes: int = 2, cpus: int = 2) -> Iterator[Lab]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-
-
-def _comm(pid: int) -> bytes:
+def _space(pid: int) -> str:
+    """The name space that tells a node's processes from all others; empty where the process is gone."""
     with suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_bytes()
-    return b""
-
-
-def _names_node(pid: int) -> str:
-    """Open files and name space of a step manager tell whose it is."""
-    with suppress(OSError):
-        return " ".join(os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir())
+        return os.readlink(f"/proc/{pid}/ns/uts")
     return ""
 
 
-def _descendants(pid: int) -> list[int]:
-    found: list[int] = []
-    with suppress(OSError):
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            found += [*_descendants(int(child)), int(child)]
-    return found
+def _kill_in(spaces: set[str]) -> None:
+    for name in os.listdir("/proc"):
+        if name.isdigit() and _space(int(name)) in spaces - {"", _space(os.getpid())}:
+            with suppress(ProcessLookupError):
+                os.kill(int(name), signal.SIGKILL)

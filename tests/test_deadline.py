@@ -91,7 +91,7 @@ def test_a_limit_that_was_moved_is_seen_before_anything_is_refused() -> None:
     assert begun(deadline, 1) == [1]
     deadline.check()
     assert not cluster.stopped
-    cluster.now = 4901
+    cluster.now, cluster.limit = 4901, None  # a limit that is over, or a controller that is silent
     deadline.check()
     assert cluster.stopped == [4901]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -52,7 +53,8 @@ def tokens(out: Path) -> list[tuple[str, list[int]]]:
 
 def submit(lab: Lab, cwd: Path, *overrides: str) -> str:
     """The number of the job that `batchspec submit --go` made; its tasks say what they say in cwd/task-N.log."""
-    command = [sys.executable, "-m", "batchspec.cli", "submit", *overrides, "cluster.gpus=0", "cluster.log=task-%a.log", "--go"]
+    common = ["cluster.gpus=0", "cluster.log=task-%a.log"]
+    command = [sys.executable, "-m", "batchspec.cli", "submit", *common, *overrides, "--go"]
     env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SLURM_CONF": lab.env["SLURM_CONF"]}
     said = lab.run(*command, env=env, cwd=cwd)
     found = re.search(r"^job (\d+) with \d+ tasks", said, re.MULTILINE)
@@ -141,6 +143,72 @@ def test_a_sweep_through_submitit_runs_its_jobs_as_an_array(lab: Lab, model: Pat
     assert (tmp_path / ".submitit").is_dir()  # where the nodes see it
 
 
+ENDED = re.compile(r"batchspec: (SIG\w+): ended (\d+\.\d) s later")
+GRACE_S = 10
+
+
+@on_slurm
+@pytest.mark.soak
+def test_four_nodes_lose_no_row_to_preemption_time_limit_dead_nodes_and_another_array_size(model: Path, tmp_path: Path) -> None:
+    """2,400 rows. Four tasks of a minute each; one is preempted, a node loses power, another one only its slurmd: its task runs
+    twice at the same time. Then the array is cancelled, and an array of two does the rest."""
+    overrides = job_of(model, tmp_path, 2400)
+    out, began = tmp_path / "out", time.monotonic()
+    with running_slurm(nodes=4, cpus=2) as lab:
+        words = '["--partition=grace","--cpus-per-task=2"]'
+        common = [*overrides, f"output.dir={out}", f"cluster.signal_s={GRACE_S}", f"cluster.sbatch={words}"]
+        first = submit(lab, tmp_path, *common, "packing.slots=2", "cluster.tasks=4", "cluster.time_h=0.0167")
+        tasks = [f"{first}_{i}" for i in range(4)]
+        wait_for(lambda: all(claims_of(out, str(i)) for i in range(4)), 120, "claims of all tasks")
+        node = {task: lab.job(task)["NodeList"] for task in tasks}
+        assert len(set(node.values())) == 4
+
+        wants = ["-p", "urgent", "-w", node[tasks[0]], "-c", "2", "-t", "1", "-o", "/dev/null", "--wrap", "sleep 1"]
+        urgent = lab.run("sbatch", "--parsable", *wants)
+        lab.kill_node(node[tasks[1]])
+        lab.kill_daemon(node[tasks[2]])  # its task lives on, out of Slurm's sight
+        wait_for(lambda: all(lab.restarts(task) >= 1 for task in tasks), 180, "a restart of every task")
+        lab.start_node(node[tasks[1]])
+        log = tmp_path / "task-2.log"
+        wait_for(lambda: log.read_text().count(" slots, ") == 2, 180, "the second life of the task that still has its first")
+        restarts = {task: lab.restarts(task) for task in tasks}
+        assert lab.state(urgent) == "COMPLETED"
+
+        lab.run("scancel", first)
+        second = submit(lab, tmp_path, *common, "cluster.tasks=2", "cluster.log=second-%a.log", "cluster.time_h=1")
+        wait_for(lambda: all(lab.state(f"{second}_{i}") == "COMPLETED" for i in range(2)), 900, "the end of the job")
+        seconds = time.monotonic() - began
+        controller = (lab.folder / "log/slurmctld.log").read_text()
+    assert len(re.findall(r"requeue job JobId=\S+ due to failure of node", controller)) == 2
+    logs = "".join(path.read_text() for path in sorted(tmp_path.glob("*.log")))
+    ended = [(name, float(after)) for name, after in ENDED.findall(logs)]
+    by_themselves = logs.count("is requeued, restart")
+    print(f"{seconds:.0f} s; restarts {restarts}, {by_themselves} by themselves; from signal to exit {ended}")
+    assert by_themselves >= 2  # the one that was preempted and the one whose time was up
+    assert all(after < GRACE_S for name, after in ended if name == "SIGUSR1")
+    assert run.main([*overrides, f"output.dir={tmp_path / 'undisturbed'}"]) == 0
+    assert len(tokens(out)) == 2400
+    assert tokens(out) == tokens(tmp_path / "undisturbed")
+
+
+def test_a_task_whose_time_runs_out_untold_ends_by_itself_saves_and_requeues(model: Path, tmp_path: Path) -> None:
+    """Without a signal, and with stand-ins for Slurm's clients: a real time limit is a minute at least."""
+    for name, says in (
+        ("squeue", f"[ -f {tmp_path}/ends ] && echo INVALID || {{ touch {tmp_path}/ends; echo 0:08; }}"),
+        ("scontrol", f"echo $* >> {tmp_path}/asked; echo JobState=RUNNING Reason=None Restarts=0"),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{says}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "ENVIRONMENT": "BATCH"}
+    words = [*job_of(model, tmp_path, 4000), "packing.slots=2", f"output.dir={tmp_path / 'out'}", "cluster.signal_s=2"]
+    command = [sys.executable, "-m", "batchspec.run", *words]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 75, done.stderr
+    assert re.search(r"batchspec: time limit: \d+ of 1000 shards are committed, [1-9]\d* more rows are saved", done.stderr)
+    assert done.stderr.splitlines()[-1] == "batchspec: job 7 is requeued, restart 1 of 10"
+    assert (tmp_path / "asked").read_text() == "show job -o 7\nrequeue 7\n"
+
+
 BATCH = {"SLURM_JOB_ID": "12", "ENVIRONMENT": "BATCH"}
 
 
@@ -163,7 +231,15 @@ def test_a_task_knows_itself_by_its_environment(env: dict[str, str], task: Task 
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("0:58", 58), ("10:00", 600), ("1:02:03", 3723), ("2-01:00:00", 176400), ("UNLIMITED", None), ("INVALID", None), ("", None)],
+    [
+        ("0:58", 58),
+        ("10:00", 600),
+        ("1:02:03", 3723),
+        ("2-01:00:00", 176400),
+        ("UNLIMITED", math.inf),
+        ("INVALID", None),
+        ("", None),
+    ],
 )
 def test_times_are_read_as_slurm_writes_them(text: str, seconds: float | None) -> None:
     assert parse_time(text) == seconds
@@ -205,7 +281,7 @@ def test_where_slurm_does_not_answer_its_own_variable_counts(monkeypatch: pytest
     assert 98 < left <= 100
     assert slurm.time_left_s(Task("9", 0, 1, None)) is None
     monkeypatch.setattr(slurm, "_ask", lambda *command: (0, "UNLIMITED"))
-    assert slurm.time_left_s(Task("9", 0, 1, time.time() + 100)) is None
+    assert slurm.time_left_s(Task("9", 0, 1, time.time() + 100)) == math.inf
 
 
 def test_submit_prints_one_line_that_a_shell_can_run(capsys: pytest.CaptureFixture[str]) -> None:
