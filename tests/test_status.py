@@ -91,8 +91,8 @@ def test_what_became_of_every_run_is_told(tmp_path: Path) -> None:
     say(tmp_path, 5, at=NOW - 600)
     say(tmp_path, 6, **here | {"host": socket.gethostname()})
     say(tmp_path, 7, **here | {"host": socket.gethostname(), "started": "boot:1"})
-    say(tmp_path, 8, task="77/3/0", restart=1)
-    say(tmp_path, 9, task="77/3/0")
+    say(tmp_path, 8, task="78/3/0", job="77_3", restart=1)
+    say(tmp_path, 9, task="78/3/0", job="77_3")
     say(tmp_path, 10, quiet_s=200.0)
     say(tmp_path, 11, quiet_s=200.0)
     for shard, number in ((4, 1), (5, 6), (6, 10), (7, 5), (8, 8), (3, 3), (9, 99)):
@@ -108,7 +108,7 @@ def test_what_became_of_every_run_is_told(tmp_path: Path) -> None:
     text = command.render(got)
     for said in (
         "interrupted 4 s ago, 1 shard, 2 completions: SIGTERM: 4 of 10 shards", "RuntimeError: bad \\x1b[31m news",
-        "stale claims of runs that are no more, on shards 7: another run takes them up", "job 77 task 3 start 2",
+        "stale claims of runs that are no more, on shards 7: another run takes them up", "job 77_3 start 2",
         "stuck: node10:50 has had no round for 03:20", "node5:45  silent 10:00 ago",
     ):  # fmt: skip
         assert said in text, said

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import threading
 import time
@@ -44,7 +45,9 @@ class RunProgress:
     started: str = ""
     """When the process began, as claims name it; empty where the machine does not say."""
     task: str = ""
-    """Job, array index and rank in a batch system, between slashes; empty elsewhere."""
+    """As claims name it; empty outside a batch system."""
+    job: str = ""
+    """As the batch system lists it: 17_3 is task 3 of array 17."""
     restart: int = 0
     began_at: float = 0.0
     at: float = 0.0
@@ -80,12 +83,8 @@ class RunProgress:
 
     @property
     def name(self) -> str:
-        """For people: job, task and rank where a batch system started it, else machine and process."""
-        job, _, place = self.task.partition("/")
-        index, _, rank = place.partition("/")
-        name = f"{self.host}:{self.pid}"
-        if job:
-            name = f"job {job}" + (f" task {index}" if index else "") + (f" rank {rank}" if rank not in ("", "0") else "")
+        """For people: the job where a batch system started it, else machine and process."""
+        name = f"job {self.job}" if self.job else f"{self.host}:{self.pid}"
         return " ".join(name.split()) + (f" start {self.restart + 1}" if self.restart else "")
 
     @classmethod
@@ -151,7 +150,7 @@ class Beacon:
 
     def __init__(self, files: ProgressFiles, facts: Callable[[], Mapping[str, Any]], *, slots: int) -> None:
         self._files, self._facts = files, facts
-        self._who = {**whoami(), "began_at": round(time.time(), 3), "slots": slots}
+        self._who = {**whoami(), "job": _job(), "began_at": round(time.time(), 3), "slots": slots}
         self._over = threading.Event()
         self._last_word: dict[str, Any] = {}
         self._thread = threading.Thread(target=self._beat, name="progress", daemon=True)
@@ -173,6 +172,11 @@ class Beacon:
             if over:
                 return
             self._over.wait(self._files.beat_s)
+
+
+def _job() -> str:
+    array, index = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{index}" if array else os.environ.get("SLURM_JOB_ID", "")
 
 
 def _last_word(error: BaseException | None) -> dict[str, Any]:
