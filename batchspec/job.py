@@ -322,12 +322,12 @@ class Reporter:
     def admitted(self, done: tuple[InputShard, list[Completion]]) -> tuple[InputShard, list[Completion]]:
         """The same shard; its bad rows, which no engine saw, are done."""
         bad = sum(completion.stats is None for completion in done[1])
-        self._progress.update(completions=bad, open_completions=self._num_open)
+        self._progress.update(completions=bad, open_shards=self._open_shards)
         return done
 
     @property
-    def _num_open(self) -> int:
-        return self._feed.num_open if self._feed is not None else 0
+    def _open_shards(self) -> list[tuple[int, int]]:
+        return self._feed.open_shards if self._feed is not None else []
 
     def finished(self, completion: Completion) -> None:
         count = 0 if completion.token_ids is None else len(completion.token_ids)
@@ -342,7 +342,7 @@ class Reporter:
             accepted=totals.accepted - accepted,
             rounds=totals.row_rounds - row_rounds,
             live_rows=totals.live_rows,
-            open_completions=self._num_open,
+            open_shards=self._open_shards,
             mean_output=self._tokens / self._rows,
             in_flight_tokens=max(0, totals.tokens - self._begun - self._finished),
         )

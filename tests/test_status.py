@@ -69,9 +69,9 @@ def look(path: Path) -> JobStatus:
 def test_progress_and_time_left_are_those_of_all_living_runs_together(tmp_path: Path) -> None:
     job(tmp_path)
     for number in (1, 2):
-        say(tmp_path, number, open_completions=1, in_flight_tokens=100)
+        say(tmp_path, number, open_shards=[[3, 2], [3 + number, 1]], in_flight_tokens=100)
         claim(tmp_path, 3 + number, number)
-    say(tmp_path, 3, end="done", tokens=500, accepted=0, rounds=100, open_completions=9, tok_s=70.0)
+    say(tmp_path, 3, end="done", tokens=500, accepted=0, rounds=100, open_shards=[[9, 9]], tok_s=70.0)
     got = look(tmp_path)
     assert (got.state, got.shards, got.shards_total, got.rows, got.rows_total) == ("running", 4, 10, 8, 20)
     assert (got.completions, got.completions_total) == (8 + 2, 20)
@@ -133,7 +133,8 @@ def test_a_run_less_than_half_as_fast_as_the_others_is_a_straggler(tmp_path: Pat
     [
         "", "{", "null", "[1]", '{"attempt": 5}', '{"attempt": ""}', '{"attempt": "a", "tokens": "many"}', "\xff\xfe",
         '{"attempt": "a", "tokens": NaN}', '{"attempt": "a", "at": 1e400}', '{"attempt": "a", "pid": -1}', "[" * 100_000,
-        '{"attempt": "a", "host": ["x"]}', '{"attempt": "a", "slots": true}', '{"attempt": "a", "tokens": ' + "9" * 5000 + "}",
+        '{"attempt": "a", "host": ["x"]}', '{"attempt": "a", "open_shards": [1]}',
+        '{"attempt": "a", "slots": true}', '{"attempt": "a", "tokens": ' + "9" * 5000 + "}",
     ],
 )  # fmt: skip
 def test_a_torn_or_foreign_file_is_counted_and_passed_over(tmp_path: Path, text: str) -> None:

@@ -64,8 +64,8 @@ class RunProgress:
     """It finished, error rows among them."""
     errors: int = 0
     """Error rows in the shards it committed."""
-    open_completions: int = 0
-    """Finished in shards that it has not committed yet, those of earlier runs that it took over among them."""
+    open_shards: tuple[tuple[int, int], ...] = ()
+    """Shards that it has not committed, and the completions of each that are there, those of earlier runs among them."""
     tokens: int = 0
     accepted: int = 0
     rounds: int = 0
@@ -103,6 +103,8 @@ def _typed(value: Any, like: object) -> Any:
         if not isinstance(value, str):
             raise TypeError
         return value[:SAID_CHARS]
+    if isinstance(like, tuple):
+        return tuple((int(shard), int(_typed(count, 0))) for shard, count in value)
     number = float(value) if isinstance(value, int | float) else math.nan
     if isinstance(value, bool) or not 0 <= number < 1e15:
         raise ValueError
@@ -123,7 +125,10 @@ class ProgressFiles:
 
     def read(self) -> tuple[list[RunProgress], int]:
         """Every run that left a readable file, and how many files are not readable. Ended runs are read once."""
-        names = [name for name in self._store.list(FOLDER) if re.fullmatch(r"[0-9a-f]{32}\.json", name)]
+        try:
+            names = [name for name in self._store.list(FOLDER) if re.fullmatch(r"[0-9a-f]{32}\.json", name)]
+        except BatchspecError:  # something of another's stands in the place of the folder
+            return [], 1
         with ThreadPoolExecutor(READ_AT_ONCE) as pool:
             found = list(pool.map(self._read, names))
         return [run for run in found if run is not None], sum(run is None for run in found)

@@ -65,9 +65,9 @@ class Feed:
         self._open[completion.shard][2].append(completion)
 
     @property
-    def num_open(self) -> int:
-        """Completions there already of shards that still owe others."""
-        return sum(len(done) for _, _, done in self._open.values())
+    def open_shards(self) -> list[tuple[int, int]]:
+        """Shards that still owe completions, and how many are there already."""
+        return [(index, len(done)) for index, (_, _, done) in self._open.items()]
 
     def complete(self) -> Iterator[tuple[InputShard, list[Completion]]]:
         """Shards whose every row is there; each comes once."""

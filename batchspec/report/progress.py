@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Any, Self, TextIO
 
 from tqdm import tqdm
 
@@ -36,7 +36,8 @@ class Progress:
         self.stream = stream or sys.stderr
         self.interval_s, self.clock = interval_s, clock
         self.tokens = self.accepted = self.rounds = self.live_rows = 0
-        self.shards = self.errors = self.open_completions = self.in_flight_tokens = 0
+        self.shards = self.errors = self.in_flight_tokens = 0
+        self.open_shards: Sequence[tuple[int, int]] = ()
         self.mean_output: float | None = None
         self._done_before, self._round_at = done, clock()
         self._history = deque([(clock(), 0, done)])
@@ -67,14 +68,14 @@ class Progress:
         shards: int = 0,
         errors: int = 0,
         live_rows: int | None = None,
-        open_completions: int | None = None,
+        open_shards: Sequence[tuple[int, int]] | None = None,
         mean_output: float | None = None,
         in_flight_tokens: int = 0,
     ) -> None:
         """Add what happened since the last call: finished completions, their and other new tokens, accepted draft tokens and
         rounds (each summed over rows), committed shards and the error rows in them.
 
-        As of now are `live_rows`, `open_completions` (finished in shards that are not committed), `mean_output` (tokens expected
+        As of now are `live_rows`, `open_shards` (not committed, and what is finished of each), `mean_output` (tokens expected
         of a completion, the time left comes from it) and `in_flight_tokens` (of rows that are not finished), given together.
         """
         self.done += completions
@@ -84,7 +85,7 @@ class Progress:
         self.shards += shards
         self.errors += errors
         self.live_rows = self.live_rows if live_rows is None else live_rows
-        self.open_completions = self.open_completions if open_completions is None else open_completions
+        self.open_shards = self.open_shards if open_shards is None else open_shards
         if mean_output is not None:
             self.mean_output, self.in_flight_tokens = mean_output, in_flight_tokens
         now = self.clock()
@@ -106,7 +107,7 @@ class Progress:
         else:
             print(note, file=self.stream, flush=True)
 
-    def facts(self) -> dict[str, float]:
+    def facts(self) -> dict[str, Any]:
         """For the run's progress file, see io.progress.RunProgress. Any thread may ask."""
         quiet_s = self.clock() - self._round_at
         return {
@@ -114,7 +115,7 @@ class Progress:
             "shards": self.shards,
             "completions": self.done - self._done_before,
             "errors": self.errors,
-            "open_completions": self.open_completions,
+            "open_shards": self.open_shards,
             "tokens": self.tokens,
             "accepted": self.accepted,
             "rounds": self.rounds,

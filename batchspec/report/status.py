@@ -94,7 +94,7 @@ class Watcher:
         owners = {shard: str(claim.get("owner")) for shard, claim in claims.owners(missing).items()}
         looked = _judged(runs, owners, self._clock(), claims.stale_s)
         lives = [status for status in looked if status.lives]
-        done, total, left_s = _left(lives, runs, 1 - len(missing) / output.num_shards, output)
+        done, total, left_s = _left(lives, runs, missing, output)
         rounds = sum(run.rounds for run in runs)
         return JobStatus(
             path=output.path,
@@ -158,12 +158,15 @@ def _state(run: RunProgress, held: tuple[int, ...], last_start: int, who: dict[s
 
 
 def _left(
-    lives: Sequence[RunStatus], runs: Sequence[RunProgress], share: float, output: OutputFolder
+    lives: Sequence[RunStatus], runs: Sequence[RunProgress], missing: set[int], output: OutputFolder
 ) -> tuple[float, float, float | None]:
-    """Completions done and to be done in all, and seconds left; `share` of the shards is committed."""
+    """Completions done and to be done in all, and seconds left."""
     total = float(max(runs, key=lambda run: run.at).expected) if runs else 0.0
     total = total or float(output.manifest.num_rows)
-    done = min(total, total * share + sum(status.run.open_completions for status in lives))
+    committed = total * (1 - len(missing) / output.num_shards)
+    # A file may be older than the newest commits: what it says of their shards is counted there.
+    there = sum(count for status in lives for shard, count in status.run.open_shards if shard in missing)
+    done = min(total, committed + there)
     tok_s = sum(status.run.tok_s for status in lives)
     if not tok_s:
         return done, total, None
