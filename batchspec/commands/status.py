@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from tqdm import tqdm
 
 from batchspec.commands.inspect import printable
+from batchspec.io.progress import BEAT_S
 from batchspec.io.shards import OutputFolder
 from batchspec.report.status import JobStatus, RunStatus, Watcher
 
@@ -73,6 +74,8 @@ def _facts(status: JobStatus) -> Iterator[str]:
     length = status.mean_acceptance_length
     if living:
         left = "unknown" if status.left_s is None else tqdm.format_interval(status.left_s)
+        if status.left_s is not None and status.left_s < BEAT_S:  # what runs said is as old as that
+            left = f"under {BEAT_S:.0f} s"
         yield f"  {status.tok_s:,.0f} tok/s by {_count(len(living), 'run')}, time left {left}"
     yield f"  {status.tokens:,} tokens" + ("" if length is None else f", mean acceptance length {length:.2f}")
     if status.errors:
