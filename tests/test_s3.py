@@ -283,7 +283,7 @@ def test_a_run_that_dies_at_any_change_is_finished_by_the_next(lab: Lab, monkeyp
         for index in sorted(set(range(3)) - folder.committed()):
             folder.commit(index, parts[index])
 
-    for change in range(1, 10):
+    for change in range(1, 13):
         lab.empty()
         with monkeypatch.context() as patched:
             patched.setattr(URLLib3Session, "send", dying)
@@ -298,7 +298,7 @@ def test_a_run_that_dies_at_any_change_is_finished_by_the_next(lab: Lab, monkeyp
         assert [key for key in lab.names() if "/data/" in key] == [f"out/data/part-{i:05d}.parquet" for i in range(3)]
         for index in range(3):
             assert pq.read_table(pa.BufferReader(lab.body(f"out/data/part-{index:05d}.parquet"))).equals(parts[index])
-    assert change == 8  # the probe's two, its clean-up, the manifest, three shards
+    assert change == 11  # the probe's two, its clean-up, the manifest, three shards and their sums
 
 
 def test_any_file_system_that_arrow_reaches_is_read(tmp_path: Path) -> None:
@@ -432,7 +432,7 @@ def test_faults_that_last_end_in_bounded_time_with_nothing_partial(data: Lab, pr
     for act, message in (
         (lambda: ids(source), r"opening s3://lab/in/a\.parquet failed"),
         (read_all, r"looking for s3://lab/in failed"),
-        (lambda: folder.commit(0, parts[0]), r"publishing s3://lab/out/data/part-00000\.parquet failed for"),
+        (lambda: folder.commit(0, parts[0]), r"writing s3://lab/out/_batchspec/sums/part-00000\.parquet\.\w+ failed for"),
     ):
         began = time.monotonic()
         with pytest.raises(StorageError, match=f"{message}.*run the same command again") as caught:
