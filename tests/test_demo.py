@@ -88,21 +88,17 @@ def check_identities(row: dict[str, Any]) -> None:
 
 
 def test_drafting_changes_no_row(demo: tuple[pl.DataFrame, str], tmp_path: Path) -> None:
-    plain, _ = run_demo(tmp_path, "draft=none")
-    key = ["request_id", "sample_index"]
-    both = demo[0].select(*key, "token_ids", "completion", "status").join(
-        plain.select(*key, "token_ids", "completion", "status"), on=key, how="full", suffix="_plain"
-    )  # fmt: skip
-    assert both.height == demo[0].height == plain.height
-    differing = both.filter(
-        pl.col("token_ids").ne_missing(pl.col("token_ids_plain")) | pl.col("completion").ne_missing(pl.col("completion_plain"))
-    )
-    assert differing["request_id"].to_list() == []
+    """Of the first 40 input rows: without drafting the demo takes twice as long."""
+    plain, _ = run_demo(tmp_path, "draft=none", "input.limit=40")
+    same = demo[0].filter(pl.col("row_index") < 40)
+    key = ["request_id", "sample_index", "token_ids", "completion", "status"]
+    assert same.select(key).rows() == plain.select(key).rows()
     assert plain["spec_decode"].is_null().all()
-    assert (demo[0]["spec_decode"].struct.field("num_accepted_draft_tokens").sum() or 0) > 500
+    assert (same["spec_decode"].struct.field("num_accepted_draft_tokens").sum() or 0) > 250
 
 
 def test_greedy_text_is_that_of_transformers_on_20_prompts(demo: tuple[pl.DataFrame, str], model: Path) -> None:
+    """Each token is transformers' likeliest one behind the tokens before it, so that its greedy text is the same."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     plain = pl.col("temperature").is_null() & pl.col("stop").is_null() & (pl.col("status") != "error")
@@ -112,14 +108,9 @@ def test_greedy_text_is_that_of_transformers_on_20_prompts(demo: tuple[pl.DataFr
     network = auto.from_pretrained(model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(model)
     for row in rows.iter_rows(named=True):
-        prompt = torch.tensor([row["prompt_ids"]])
+        count = len(row["prompt_ids"])
         with torch.inference_mode():
-            out = network.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=len(row["token_ids"]),
-                do_sample=False,
-                pad_token_id=0,
-            )
-        text = tokenizer.decode(out[0, prompt.shape[1] :], skip_special_tokens=True)
-        assert text == row["completion"], row["request_id"]
+            logits = network(torch.tensor([row["prompt_ids"] + row["token_ids"]])).logits[0]
+        likeliest = logits[count - 1 : -1].argmax(-1).tolist()
+        assert likeliest == row["token_ids"], row["request_id"]
+        assert tokenizer.decode(likeliest, skip_special_tokens=True) == row["completion"]

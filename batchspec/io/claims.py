@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from batchspec.errors import StorageError
-from batchspec.io.store import Store, read_each
+from batchspec.io.store import Store, for_each
 
 FOLDER = "_batchspec/claims"
 STALE_S = 150.0
@@ -91,19 +91,17 @@ class Claims:
         """The claims on these shards, whoever holds them. Raises StorageError."""
         claimed = [int(name.removesuffix(".json")) for name in self._store.list(FOLDER) if NAME.fullmatch(name)]
         wanted = [shard for shard in claimed if shard in shards]
-        return dict(zip(wanted, read_each(self._store, [*map(_name, wanted)], self._read), strict=True))
+        return dict(zip(wanted, for_each(self._store, [*map(_name, wanted)], self._read), strict=True))
 
     def beat(self) -> None:
         """Show that the run lives, at most every BEAT_S seconds. Shards that another run took over are no longer ours."""
         if self._clock() - self._beaten_at < BEAT_S:
             return
         self._beaten_at = self._clock()
-        for shard, counter in list(self._held.items()):
-            if self._read(_name(shard)).get("owner") != self.attempt:
-                del self._held[shard]
-                continue
-            self._held[shard] = counter + 1
-            self._store.put(_name(shard), self._claim(counter + 1))
+        ours = [shard for shard, claim in self.owners(self._held).items() if claim.get("owner") == self.attempt]
+        self._held = {shard: self._held[shard] + 1 for shard in ours}
+        for _ in for_each(self._store, ours, lambda shard: self._store.put(_name(shard), self._claim(self._held[shard]))):
+            pass
 
     def forget(self, shard: int) -> None:
         """The shard is committed: its claim means nothing any more."""

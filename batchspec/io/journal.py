@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from batchspec.errors import StorageError
-from batchspec.io.store import Store, read_each
+from batchspec.io.store import Store, for_each
 from batchspec.records import Completion, Request, RowError, RowStats, Snapshot
 
 FOLDER = "_batchspec/journal"
@@ -92,7 +92,7 @@ class Journal:
         """Add the rows of segments that came since the journal was last read: another run ended, and its shards are ours now."""
         new = [name for name in self._store.list(FOLDER) if name not in self._known]
         self._known.update(new)
-        for data in read_each(self._store, [f"{FOLDER}/{name}" for name in new], self._segment):
+        for data in for_each(self._store, [f"{FOLDER}/{name}" for name in new], self._segment):
             for line in _lines(data):
                 _take(json.loads(line), found, skip)
         for key in found.completions:

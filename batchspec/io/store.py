@@ -20,9 +20,10 @@ from batchspec.io.retry import reason
 
 STALE_S = 24 * 3600
 """A file is written in seconds: a temporary one untouched for this long has no writer any more."""
-READ_AT_ONCE = 16
+AT_ONCE = 16
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES, errno.EXDEV, errno.EINVAL)
 
+Item = TypeVar("Item")
 T = TypeVar("T")
 
 
@@ -107,14 +108,14 @@ def open_store(root: str | Path, scratch: str) -> Store:
     return S3Store(str(root))
 
 
-def read_each(store: Store, names: Sequence[str], read: Callable[[str], T]) -> Iterator[T]:
-    """What `read` gives for each name, in order; from S3 several at a time, because its answers are what reading waits for."""
+def for_each(store: Store, items: Sequence[Item], act: Callable[[Item], T]) -> Iterator[T]:
+    """What `act` gives for each item, in order; on S3 several at a time, because its answers are what such work waits for."""
     if store.method != "put":
-        yield from map(read, names)
+        yield from map(act, items)
         return
-    with ThreadPoolExecutor(READ_AT_ONCE) as pool:
-        for first in range(0, len(names), READ_AT_ONCE):  # so that no more than these are in memory
-            yield from pool.map(read, names[first : first + READ_AT_ONCE])
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for first in range(0, len(items), AT_ONCE):  # so that no more than these are in memory
+            yield from pool.map(act, items[first : first + AT_ONCE])
 
 
 class LocalStore:
