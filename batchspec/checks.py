@@ -50,6 +50,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "cluster.memory_gb": (math.ulp(0.0), math.inf, "null leaves it to the cluster"),
     "cluster.time_h": (math.ulp(0.0), math.inf, "null leaves it to the partition"),
     "cluster.watchdog_s": (0, math.inf, "0 is never"),
+    "resume.again": (1, math.inf, "1 is the first time"),
     "resume.row_attempts": (1, math.inf, "2 spares a row that was only near when a machine failed"),
 }
 
@@ -59,6 +60,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "draft.aux_layers": ("auto", "input", "output"),
     "input.overlong": ("error", "truncate", "skip"),
     "output.messages": ("full", "prompt", "none"),
+    "resume.retry": ("none", "error", "length"),
     "device": ("auto", "cpu", "cuda"),
 }
 
@@ -130,8 +132,8 @@ def check(config: RunConfig, *, require: Iterable[str] = ()) -> None:
     _decode(config)
     _thinking(config)
     _names(config)
-    if config.resume.retry != "none":
-        raise ConfigError(f"resume.retry={config.resume.retry} is not built yet; leave it none: a new run retries nothing")
+    if config.resume.retry != "none" and config.output.overwrite:
+        raise ConfigError("output.overwrite=true leaves resume.retry nothing to retry; remove one of them")
 
 
 def _secrets(config: RunConfig) -> None:

@@ -176,7 +176,10 @@ class OutputConfig:
 @dataclass(slots=True, kw_only=True)
 class ResumeConfig:
     retry: str = "none"
-    """none."""
+    """Of a complete job compute anew: error (rows whose error may pass), length (rows cut off, with a larger
+    decode.max_new_tokens), none. Their shards are replaced one by one; all other rows stay as they are."""
+    again: int = 1
+    """The same retry is done once; a higher number does it again."""
     row_attempts: int = 2
     """Deaths of a run that was computing one row alone, after which that row becomes an error row (code crash)."""
 

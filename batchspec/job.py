@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pyarrow as pa
 
@@ -25,6 +25,7 @@ from batchspec.fitted import FittedEngine, MakeEngine, Shortage
 from batchspec.io.attempts import Attempts
 from batchspec.io.claims import BEAT_S, Claims
 from batchspec.io.commits import commit_beside
+from batchspec.io.generations import Generation
 from batchspec.io.journal import Journal, Journaled
 from batchspec.io.progress import Beacon
 from batchspec.io.reader import InputShard, Source
@@ -32,6 +33,7 @@ from batchspec.io.shards import OutputFolder
 from batchspec.io.writer import build_table
 from batchspec.packing.feed import Feed
 from batchspec.prepare import Job, job_fingerprint, make_engine, open_job, recorded_facts, survey_first
+from batchspec.rebuild import MAY_DIFFER, Rebuild, carried, new_retry
 from batchspec.records import Completion, Request
 from batchspec.report.card import dataset_card
 from batchspec.report.page import NEEDS_EXTRA, can_draw, write_report
@@ -54,12 +56,14 @@ def run_job(config: RunConfig, source: Source | None = None) -> None:
     """
     job = open_job(config, source)
     output = check_output(job)
-    committed = output.committed() if output.is_job() and not config.output.overwrite else set()
-    complete = output.is_job() and len(committed) == output.num_shards
+    retry = new_retry(job, output)
+    finished = output.finished() if output.is_job() and not config.output.overwrite else set()
+    complete = retry is None and output.is_job() and len(finished) == output.num_shards
     if complete:
-        say(f"{output.path}: already complete: {job.source.num_rows} rows in {output.num_shards} shards")
+        nothing = "" if config.resume.retry == "none" else f"; nothing left for resume.retry={config.resume.retry}"
+        say(f"{output.path}: already complete: {job.source.num_rows} rows in {output.num_shards} shards{nothing}")
     else:
-        compute(job, output, committed)
+        compute(job, output, finished, retry=retry)
         if others := output.missing():
             say(f"{output.path}: this run's part is done; other runs work on {len(others)} of {output.num_shards} shards")
             return
@@ -80,28 +84,36 @@ def run_job(config: RunConfig, source: Source | None = None) -> None:
     say(f"             python -c \"import polars; print(polars.read_parquet('{output.path}/data'))\"")
 
 
-def compute(job: Job, output: OutputFolder, committed: set[int], make: MakeEngine = make_engine) -> None:
-    """Decode and commit every shard that is not committed yet and that no other run works on, and say how fast.
+def compute(
+    job: Job, output: OutputFolder, finished: set[int], make: MakeEngine = make_engine, retry: Generation | None = None
+) -> None:
+    """Decode and commit every shard that is not `finished` and that no other run works on, and say how fast.
 
-    `make` is called when every check has passed.
+    `make` is called when every check has passed. `retry` begins then, and its shards alone are computed.
     Raises Interrupted at a signal that asks for the end: finished rows and the tokens of the others are in the journal then.
     """
     began = time.perf_counter()
     seen = survey_first(job)
-    done_rows, num_tokens = len(committed) * job.shard_rows, 0
-    num_errors = job_stats(output.path).by_status.get("error", 0) if committed else 0
+    first_time = not output.is_job() or job.config.output.overwrite
+    if retry is not None:
+        finished = finished - set(retry.shards)
+    done_rows, num_tokens = len(finished) * job.shard_rows, 0
+    again = retry is not None or (not first_time and output.generation is not None)
+    num_errors = job_stats(output.path).by_status.get("error", 0) if finished and not again else 0
     check_errors(job, num_errors)
-    journal = output.journal()
-    journaled = journal.read(committed) if output.is_job() and not job.config.output.overwrite else Journaled()
+    journaled = Journaled() if first_time or retry is not None else output.journal().read(finished)
     done = seen.num_outputs(done_rows) + len(journaled.completions)
     with Progress(seen.num_outputs(job.source.num_rows), done=done) as progress:
         loading = time.perf_counter()
         fitted = FittedEngine(job, seen, progress, make)
         start_up_s = time.perf_counter() - loading
-        create_output(job, output)  # nothing can be refused from here on
-        if committed:
-            progress.phase(f"{len(committed)} of {output.num_shards} shards are committed already; the rest is computed")
-        claims, attempts = output.claims(), output.attempts()
+        create_output(job, output, retry)  # nothing can be refused from here on
+        if again:
+            progress.phase(f"{len(output.missing())} of {output.num_shards} shards are written anew; the other rows stay")
+            job = rebuilding(job, output)
+        elif finished:
+            progress.phase(f"{len(finished)} of {output.num_shards} shards are committed already; the rest is computed")
+        claims, attempts, journal = output.claims(), output.attempts(), output.journal()
         watchdog = Watchdog(watchdog_s(job), journal.flush)
         deadline = job_deadline(job, fitted.stop)
         slots = fitted.engine.batch.slots
@@ -118,7 +130,7 @@ def compute(job: Job, output: OutputFolder, committed: set[int], make: MakeEngin
                         progress, seen.mean_output, fitted.engine.totals, timeline, claims, watchdog.beat, deadline
                     )
                     decoded = decode_claimed(job, fitted.engine, reporter, journal, journaled, claims, attempts, others)
-                    commits = commit_beside(tabled(job, output, decoded), lambda done: output.commit(done[0].index, done[2]))
+                    commits = commit_beside(tabled(job, output, decoded), lambda done: commit(job, output, *done))
                     with Shortage() as short, closing(commits):
                         for shard, completions, _ in commits:
                             journal.forget(shard.index)
@@ -135,13 +147,13 @@ def compute(job: Job, output: OutputFolder, committed: set[int], make: MakeEngin
                     if short.said:
                         journal.flush(fitted.engine.unfinished())
                         fitted.shrink(short.said)
-                        journaled = journal.read(output.committed())
+                        journaled = journal.read(output.finished())
             except KeyboardInterrupt:  # the second one: the engine's rows are as they are
                 saved = journal.flush()
             else:
                 saved = journal.flush(fitted.engine.unfinished()) if asked.name else 0
             if asked.name is not None and output.missing():
-                count = f"{len(output.committed())} of {output.num_shards} shards are committed, {saved} more rows are saved"
+                count = f"{len(output.finished())} of {output.num_shards} shards are committed, {saved} more rows are saved"
                 raise Interrupted(f"{asked.name}: {count}; run the same command again to go on")
     totals = fitted.engine.totals
     summary = RunSummary(
@@ -201,12 +213,20 @@ def check_output(job: Job) -> OutputFolder:
     assert config.dir is not None
     output = OutputFolder(config.dir)
     rows = job.source.num_rows
-    output.check(fingerprint=job_fingerprint(job), num_rows=rows, shard_rows=config.shard_rows, overwrite=config.overwrite)
+    output.check(
+        fingerprint=job_fingerprint(job),
+        num_rows=rows,
+        shard_rows=config.shard_rows,
+        overwrite=config.overwrite,
+        may_differ=MAY_DIFFER[job.config.resume.retry],
+    )
     return output
 
 
-def create_output(job: Job, output: OutputFolder) -> None:
-    """Make the folder and its manifest where they are not there."""
+def create_output(job: Job, output: OutputFolder, retry: Generation | None = None) -> None:
+    """Make the folder and its manifest where they are not there; begin the retry."""
+    if retry is not None:
+        output.retry(retry)
     output.create(
         fingerprint=job_fingerprint(job),
         config=asdict(job.config),
@@ -367,10 +387,24 @@ def check_errors(job: Job, num_errors: int) -> None:
 
 def tabled(
     job: Job, output: OutputFolder, decoded: Iterable[tuple[InputShard, list[Completion]]]
-) -> Iterator[tuple[InputShard, list[Completion], pa.Table]]:
-    """The same, each with its table."""
+) -> Iterator[tuple[InputShard, list[Completion], pa.Table | None]]:
+    """The same, each with the table of its new rows; None where a retry leaves all of them as they are."""
     for shard, completions in decoded:
-        yield shard, completions, shard_table(job, shard, completions, output.attempt)
+        fresh = [completion for completion in completions if not carried(completion)]
+        yield shard, fresh, shard_table(job, shard, fresh, output.attempt) if fresh else None
+
+
+def rebuilding(job: Job, output: OutputFolder) -> Job:
+    """The same job, whose admission lets only rows through that the output's latest retry is about."""
+    return job if output.generation is None else replace(job, admission=Rebuild(job, output, output.generation))
+
+
+def commit(job: Job, output: OutputFolder, shard: InputShard, fresh: list[Completion], table: pa.Table | None) -> None:
+    """One file a shard; in a retry it takes the place of the old one, and of the rows that stay."""
+    if isinstance(job.admission, Rebuild):
+        job.admission.commit(shard, fresh, table)
+    elif table is not None:
+        output.commit(shard.index, table)
 
 
 def shard_table(job: Job, shard: InputShard, completions: list[Completion], attempt: str) -> pa.Table:

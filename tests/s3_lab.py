@@ -102,6 +102,7 @@ def running_lab() -> Iterator[Lab]:
         faults.requests.append(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}")
         if faults.ignore_conditions:
             environ.pop("HTTP_IF_NONE_MATCH", None)
+            environ.pop("HTTP_IF_MATCH", None)
         wrong = faults.before(environ)
         if wrong is None:
             started: list[Any] = []

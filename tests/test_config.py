@@ -66,7 +66,7 @@ def test_the_defaults_can_run_once_the_required_keys_are_given() -> None:
         ({"input__path": 3}, "input.path=3 must be a path"),
         ({"input__path": []}, "input.path=[] must be a path"),
         ({"output__passthrough": "id"}, "output.passthrough='id' must be all, none or a list"),
-        ({"resume__retry": "error"}, "resume.retry=error is not built yet"),
+        ({"resume__retry": "errors"}, "resume.retry=errors must be one of none, error, length"),
     ],
 )
 def test_a_value_out_of_range_is_refused(values: dict[str, Any], said: str) -> None:

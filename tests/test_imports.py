@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "prepare",
         "fitted",
         "suspects",
+        "rebuild",
         "watchdog",
         "signals",
         "slurm",
@@ -48,6 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "fitted": {"prepare", "decode", "packing", "report"},
     "suspects": {"prepare", "decode", "io"},
+    "rebuild": {"prepare", "packing", "io"},
     "watchdog": set(),
     "signals": set(),
     "slurm": set(),
@@ -67,8 +69,8 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "yaml": ("run", "compose", "config", "api", "commands", "report"),
     "flashinfer": ("cache.flash",),
     "matplotlib": ("report.pictures",),
-    "pyarrow": ("io", "report", "packing", "api", "commands", "job"),
-    "polars": ("io", "report", "packing", "api", "commands"),
+    "pyarrow": ("io", "report", "packing", "api", "commands", "job", "rebuild"),
+    "polars": ("io", "report", "packing", "api", "commands", "rebuild"),
     "triton": ("kernels",),
 }
 

@@ -85,6 +85,27 @@ class S3Store:
         )
 
     def publish(self, path: Path, name: str) -> bool:
+        return self._publish(path, name, IfNoneMatch="*")
+
+    def version(self, name: str) -> str:
+        found = self._head(name)
+        return "" if found is None else str(found["ETag"])
+
+    def replace(self, path: Path, name: str, version: str) -> bool:
+        return self._publish(path, name, IfMatch=version)
+
+    def probe_replace(self) -> None:
+        name = f"_batchspec/tmp/probe-{uuid.uuid4().hex}"
+        self._create(name, b"")
+        replaced = self._create(name, b"other", IfMatch='"0"')
+        self._delete(self._key(name))
+        if replaced:
+            raise OutputError(
+                f"output.dir {self.where}: this store ignores If-Match on PUT, without which a retry could undo another one's "
+                "shards; use a store that honours it (Amazon S3 and MinIO do), or copy the job to a local folder"
+            )
+
+    def _publish(self, path: Path, name: str, **condition: str) -> bool:
         try:
             with storing(f"reading {path}"):
                 size = path.stat().st_size
@@ -93,7 +114,7 @@ class S3Store:
                         f"publishing {self._uri(name)} failed: {size:,} bytes, and S3 takes {MAX_PUT_BYTES:,} in one PUT; "
                         "start anew with a smaller output.shard_rows"
                     )
-            return self._create(name, path)
+            return self._create(name, path, **condition)
         finally:
             path.unlink(missing_ok=True)
 
@@ -144,7 +165,9 @@ class S3Store:
     def _delete(self, key: str) -> None:
         self._call(f"deleting {SCHEME}{self._bucket}/{key}", lambda: self._client.delete_object(Bucket=self._bucket, Key=key))
 
-    def _create(self, name: str, data: bytes | Path) -> bool:
+    def _create(self, name: str, data: bytes | Path, **condition: str) -> bool:
+        """PUT under a condition, by default that there is no such object; False where the store says it does not hold."""
+        condition = condition or {"IfNoneMatch": "*"}
         key, attempt = self._key(name), uuid.uuid4().hex
 
         def act() -> bool:
@@ -153,7 +176,7 @@ class S3Store:
                     digest = _md5(body)
                     body.seek(0)
                     answer = self._client.put_object(
-                        Bucket=self._bucket, Key=key, Body=body, ContentMD5=digest, IfNoneMatch="*", Metadata={ATTEMPT: attempt}
+                        Bucket=self._bucket, Key=key, Body=body, ContentMD5=digest, Metadata={ATTEMPT: attempt}, **condition
                     )
                 whole(answer)
             except Exception as error:

@@ -10,16 +10,17 @@ _batchspec/claims         which run works on which shard, see claims.py
 _batchspec/attempts       what runs were at when they died, see attempts.py
 _batchspec/sums           sha256 of each shard as a run committed it, in the format of sha256sum
 _batchspec/progress       what every run says of itself, see progress.py
+_batchspec/retry          what was computed again, see generations.py
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import re
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,16 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchspec.errors import OutputError, StorageError
+from batchspec.errors import OutputError
 from batchspec.io.attempts import Attempts
 from batchspec.io.claims import REMOTE_STALE_S, STALE_S, Claims
+from batchspec.io.generations import Generation, Generations
 from batchspec.io.journal import Journal
 from batchspec.io.manifest import Manifest, differences
 from batchspec.io.progress import ProgressFiles
 from batchspec.io.reader import InputFile
-from batchspec.io.store import Store, open_store, storing
-from batchspec.io.writer import write_parquet
+from batchspec.io.store import Store, open_store, scanning
+from batchspec.io.verified import write_verified
 
 MANIFEST = "_batchspec/manifest.json"
 TMP = "_batchspec/tmp"
@@ -62,7 +64,9 @@ class OutputFolder:
         self.attempt = uuid.uuid4().hex
         self._store: Store = open_store(path, TMP)
         self.path = self._store.where
+        self._generations = Generations(self._store)
         self._manifest: Manifest | None = None
+        self._generation: Generation | None = None
 
     @property
     def manifest(self) -> Manifest:
@@ -70,9 +74,39 @@ class OutputFolder:
         if self._manifest is None:
             if not self.is_job():
                 raise OutputError(f"{self.path} holds no batchspec job; give the output.dir of a run")
-            self._manifest = Manifest.from_json(self._store.read(MANIFEST), f"{self.path}/{MANIFEST}")
-            self._store.method = self._manifest.publish
+            first = Manifest.from_json(self._store.read(MANIFEST), f"{self.path}/{MANIFEST}")
+            self._store.method = first.publish
+            self._generation = self._generations.latest()
+            self._manifest = first if self._generation is None else self._generation.of(first)
         return self._manifest
+
+    @property
+    def generation(self) -> Generation | None:
+        """The job's latest retry, done or not; None where there was none."""
+        if self._manifest is None and not self.is_job():
+            return None
+        return self._generation if self.manifest else None
+
+    @property
+    def _work(self) -> Store:
+        """Where claims, journal and attempts are: each retry has its own."""
+        if self.generation is None:
+            return self._store
+        store = open_store(f"{self.path}/{self.generation.folder}", TMP)
+        store.method = self.manifest.publish
+        return store
+
+    def retries(self) -> list[Generation]:
+        """Every retry of the job, the latest last."""
+        return self._generations.all()
+
+    def retry(self, generation: Generation) -> None:
+        """Begin a retry, or join in where another run began the same. Raises OutputError where it began another one."""
+        self._store.probe_replace()
+        begun = self._generations.begin(generation)
+        self._manifest = None
+        if begun.identity != generation.identity:
+            raise OutputError(f"{self.path}: another run began {begun}; run that command to its end first")
 
     @property
     def num_shards(self) -> int:
@@ -85,8 +119,17 @@ class OutputFolder:
         """Nothing is there: no run has begun."""
         return not self.is_job() and not set(self._store.list("")) - {"_batchspec"}
 
-    def check(self, *, fingerprint: Mapping[str, str], num_rows: int, shard_rows: int | None, overwrite: bool = False) -> None:
-        """Raise OutputError where `create` with the same arguments would; touches nothing.
+    def check(
+        self,
+        *,
+        fingerprint: Mapping[str, str],
+        num_rows: int,
+        shard_rows: int | None,
+        overwrite: bool = False,
+        may_differ: Container[str] = (),
+    ) -> None:
+        """Raise OutputError where `create` with the same arguments would, or with other values of the keys in `may_differ`;
+        touches nothing.
 
         The folder may be absent, empty, or a job with the same fingerprint; with `overwrite` any job. What is not a job is never
         overwritten.
@@ -99,7 +142,9 @@ class OutputFolder:
             return
         if overwrite:
             return
-        changed = differences(self.manifest.fingerprint, _compared(fingerprint, num_rows, shard_rows))
+        now = _compared(fingerprint, num_rows, shard_rows)
+        now |= {key: value for key, value in self.manifest.fingerprint.items() if key in may_differ}
+        changed = differences(self.manifest.fingerprint, now)
         if changed:
             raise OutputError(
                 f"output.dir {self.path} holds another job ({'; '.join(changed)}); use another output.dir, "
@@ -143,6 +188,7 @@ class OutputFolder:
 
     def _delete_work(self) -> None:
         """Delete a job's work but not its manifest: a run that dies here leaves a job without shards behind."""
+        self._generations.delete()
         self._store.delete_tree("data")
         for name in self._store.list("_batchspec"):
             if name not in ("manifest.json", "tmp"):
@@ -180,24 +226,43 @@ class OutputFolder:
         Raises ValueError unless the table holds exactly the shard's rows, by (row_index, sample_index) with samples from 0 on;
         StorageError where writing fails, and then nothing is visible in data/.
         """
-        ids = _row_ids(table)
-        _check_rows(ids, self.rows_of(index))
+        path = self._written(index, table, metadata)
+        return self._published(index, path, lambda: self._store.publish(path, f"data/{part_name(index)}"))
+
+    def _written(self, index: int, table: pa.Table, metadata: Mapping[str, str] | None = None) -> Path:
         path = self._store.scratch() / f"{part_name(index)}.{self.attempt}"
         facts = {**(metadata or {}), "version": self.manifest.version, "shard": index, "attempt": self.attempt}
-        with storing(f"writing {path}"):
-            try:
-                path.unlink(missing_ok=True)
-                write_parquet(table, path, {f"batchspec.{key}": str(value) for key, value in facts.items()})
-                _verify(path, ids)
-                with path.open("rb") as file:
-                    digest = hashlib.file_digest(file, "sha256").hexdigest()
-            except BaseException:
-                with suppress(OSError):
-                    path.unlink(missing_ok=True)
-                raise
-        name, sums = f"data/{part_name(index)}", f"{SUMS}/{part_name(index)}.{self.attempt}"
-        self._store.put(sums, f"{digest}  {name}\n".encode())
-        won = self._store.publish(path, name)
+        write_verified(table, path, self.rows_of(index), facts)
+        return path
+
+    def written(self, index: int) -> tuple[pa.Table, str]:
+        """The rows of a committed shard, and what `recommit` tells the file by."""
+        name = f"data/{part_name(index)}"
+        version = self._store.version(name)
+        with scanning(f"{self.path}/{name}"):
+            return pq.read_table(io.BytesIO(self._store.read(name))).replace_schema_metadata(None), version
+
+    def recommit(self, index: int, table: pa.Table | None, version: str) -> bool:
+        """A retry's shard is done: `table` takes the place of its file in one step; None keeps the file as it is.
+
+        False where the file is not the one of `version` any more: another run was first. Raises as `commit` does.
+        """
+        assert self.generation is not None
+        name, facts = f"data/{part_name(index)}", {"generation": str(self.generation.number)}
+        if table is not None:
+            path = self._written(index, table, facts)
+            if not self._published(index, path, lambda: self._store.replace(path, name, version)):
+                return False
+        self._generations.mark(self.generation, index)
+        return True
+
+    def _published(self, index: int, path: Path, publish: Callable[[], bool]) -> bool:
+        """The file's sum is kept before it gets its name; an empty one says that it did not."""
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        sums = f"{SUMS}/{part_name(index)}.{self.attempt}"
+        self._store.put(sums, f"{digest}  data/{part_name(index)}\n".encode())
+        won = publish()
         if not won:
             self._store.put(sums, b"")
         return won
@@ -218,23 +283,28 @@ class OutputFolder:
     def claims(self) -> Claims:
         """Which run works on which shard."""
         stale_s = REMOTE_STALE_S if self._store.method == "put" else STALE_S
-        return Claims(self._store, self.attempt, stale_s=stale_s)
+        return Claims(self._work, self.attempt, stale_s=stale_s)
 
     def attempts(self) -> Attempts:
         """Which rows runs died with."""
-        return Attempts(self._store, self.attempt)
+        return Attempts(self._work, self.attempt)
 
     def progress(self) -> ProgressFiles:
         """What runs say of themselves."""
         return ProgressFiles(self._store, self.attempt)
 
     def missing(self) -> set[int]:
-        """Shards that are not committed."""
-        return set(range(self.num_shards)) - self.committed()
+        """Shards that are not committed, or that a retry has still to write anew."""
+        again = set() if self.generation is None else self._generations.missing(self.generation)
+        return set(range(self.num_shards)) - self.committed() | again
+
+    def finished(self) -> set[int]:
+        """Shards that need no work."""
+        return set(range(self.num_shards)) - self.missing()
 
     def journal(self) -> Journal:
         """What runs keep of shards that they do not commit."""
-        return Journal(self._store, self.attempt)
+        return Journal(self._work, self.attempt)
 
     def log_run(self, facts: Mapping[str, float]) -> None:
         """Keep what a run says of itself at its end. Raises StorageError."""
@@ -255,44 +325,17 @@ class OutputFolder:
         self._store.put("report.html", page.encode())
 
     def has_card(self) -> bool:
-        return self._store.exists("README.md")
+        """Whether the card was written, since the latest retry if there was one."""
+        return self._store.exists("README.md") and (self.generation is None or self._generations.has_card(self.generation))
 
     def finish(self, card: str) -> None:
         """Write the dataset card, README.md."""
         self._store.put("README.md", card.encode())
+        if self.generation is not None:
+            self._generations.mark_card(self.generation)
 
 
 def _compared(fingerprint: Mapping[str, str], num_rows: int, shard_rows: int | None) -> dict[str, str]:
     """The fingerprint with the two numbers that decide which rows a shard holds."""
     rows = str(shard_rows or default_shard_rows(num_rows))
     return {**fingerprint, "input.rows": str(num_rows), "output.shard_rows": rows}
-
-
-def _row_ids(table: pa.Table) -> list[tuple[int, int, str]]:
-    names = ("row_index", "sample_index", "request_id")
-    return list(zip(*(table.column(name).to_pylist() for name in names), strict=True))
-
-
-def _check_rows(ids: list[tuple[int, int, str]], rows: range) -> None:
-    places = [(row, sample) for row, sample, _ in ids]
-    samples: dict[int, int] = dict.fromkeys(rows, 0)
-    for row, sample in places:
-        if samples.get(row) != sample:
-            raise ValueError(f"row {row}, sample {sample} is out of place in the shard of rows {rows.start} .. {rows.stop - 1}")
-        samples[row] += 1
-    missing = [row for row, count in samples.items() if not count]
-    if missing or places != sorted(places):
-        raise ValueError(f"the shard of rows {rows.start} .. {rows.stop - 1} lacks rows {missing[:3]} or is out of order")
-
-
-def _verify(path: Path, ids: list[tuple[int, int, str]]) -> None:
-    try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            found = [row for i in range(file.num_row_groups) for row in _row_ids(file.read_row_group(i))]
-    except (pa.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno:
-            raise
-        reason = str(error).splitlines()[0]
-        raise StorageError(f"{path} reads back damaged ({reason}); check the disk and run the same command again") from error
-    if found != ids:
-        raise StorageError(f"{path} reads back with other rows; check the disk and run the same command again")

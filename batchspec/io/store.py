@@ -53,6 +53,19 @@ class Store(Protocol):
     def publish(self, path: Path, name: str) -> bool:
         """Publish a finished file made under `scratch()`, as `put_if_absent` does bytes. The file is gone afterwards."""
 
+    def version(self, name: str) -> str:
+        """What tells the present file under the name from any other that was or will be there."""
+
+    def replace(self, path: Path, name: str, version: str) -> bool:
+        """Put a finished file made under `scratch()` in the place of that version, in one atomic step; False where that is gone.
+
+        The file is gone afterwards. On S3 the store compares and replaces at once. Elsewhere two runs may both find the version
+        they read, and the later one stays: each attempt of a retry writes an equivalent file.
+        """
+
+    def probe_replace(self) -> None:
+        """Raise OutputError where `replace` would not keep what it promises."""
+
     def read(self, name: str) -> bytes:
         """The bytes under the name."""
 
@@ -185,6 +198,25 @@ class LocalStore:
                 return won
             finally:
                 path.unlink(missing_ok=True)
+
+    def version(self, name: str) -> str:
+        with storing(f"looking for {self.root / name}"):
+            facts = self._path(name).stat()
+        return f"{facts.st_ino}.{facts.st_mtime_ns}.{facts.st_size}"
+
+    def replace(self, path: Path, name: str, version: str) -> bool:
+        with storing(f"replacing {self.root / name}"):
+            try:
+                target, same = self._path(name), self.version(name) == version
+                if same:
+                    os.replace(path, target)
+                    _sync_folder(target.parent)
+                return same
+            finally:
+                path.unlink(missing_ok=True)
+
+    def probe_replace(self) -> None:
+        pass
 
     def read(self, name: str) -> bytes:
         with storing(f"reading {self.root / name}"):

@@ -1,0 +1,101 @@
+"""Retries of a job: each is a generation that writes the shards concerned anew, in the place of their files.
+
+_batchspec/retry/00001.json         what the first retry is; made first, by whichever run came first
+_batchspec/retry/00001/done/00042   its shard 42 is done
+_batchspec/retry/00001/card         so is the card
+_batchspec/retry/00001/_batchspec/  its claims, journal and attempts: those of the job before it mean nothing to it
+
+A retry begins when the job, and the retry before it, is complete; its shards are listed once. Whoever dies between a shard's new
+file and its mark leaves a shard in which nothing is left to retry.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from batchspec.errors import OutputError
+from batchspec.io.manifest import Manifest
+from batchspec.io.store import Store
+
+FOLDER = "_batchspec/retry"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    number: int
+    """From 1."""
+    retry: str
+    """error or length."""
+    again: int
+    """resume.again: the same retry is done once for each."""
+    fingerprint: Mapping[str, str]
+    """The job's, with what the retry changed."""
+    config: Mapping[str, Any]
+    shards: tuple[int, ...]
+    """Those with rows to retry."""
+
+    @property
+    def identity(self) -> tuple[str, int, str]:
+        """Two commands with the same one ask for the same retry."""
+        return self.retry, self.again, self.fingerprint["decode.max_new_tokens"]
+
+    @property
+    def folder(self) -> str:
+        return f"{FOLDER}/{self.number:05d}"
+
+    def __str__(self) -> str:
+        return f"resume.retry={self.retry} with decode.max_new_tokens={self.identity[2]}, resume.again={self.again}"
+
+    def of(self, first: Manifest) -> Manifest:
+        """The job's manifest since this retry."""
+        return replace(first, fingerprint=self.fingerprint, config=self.config)
+
+
+class Generations:
+    """The retries in one output folder. Every method may raise StorageError."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def all(self) -> list[Generation]:
+        """Every one that was begun, the latest last. Raises OutputError for a damaged one."""
+        names = [name for name in self._store.list(FOLDER) if re.fullmatch(r"\d{5,}\.json", name)]
+        return [self._read(f"{FOLDER}/{name}") for name in sorted(names)]
+
+    def latest(self) -> Generation | None:
+        found = self.all()
+        return found[-1] if found else None
+
+    def begin(self, generation: Generation) -> Generation:
+        """Record it under its number; what another run recorded there first, where one did."""
+        name = f"{generation.folder}.json"
+        self._store.put_if_absent(name, json.dumps(asdict(generation), indent=1).encode())
+        return self._read(name)
+
+    def missing(self, generation: Generation) -> set[int]:
+        """Its shards that are not done."""
+        done = {int(name) for name in self._store.list(f"{generation.folder}/done") if name.isdecimal()}
+        return set(generation.shards) - done
+
+    def mark(self, generation: Generation, shard: int) -> None:
+        self._store.put_if_absent(f"{generation.folder}/done/{shard:05d}", b"")
+
+    def has_card(self, generation: Generation) -> bool:
+        return self._store.exists(f"{generation.folder}/card")
+
+    def mark_card(self, generation: Generation) -> None:
+        self._store.put_if_absent(f"{generation.folder}/card", b"")
+
+    def delete(self) -> None:
+        self._store.delete_tree(FOLDER)
+
+    def _read(self, name: str) -> Generation:
+        try:
+            values = json.loads(self._store.read(name))
+            return Generation(**(values | {"shards": tuple(values["shards"])}))
+        except (ValueError, KeyError, TypeError) as error:
+            raise OutputError(f"{self._store.where}/{name} is damaged ({error}); restore it or use another output.dir") from error

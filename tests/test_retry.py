@@ -1,0 +1,317 @@
+"""resume.retry: rows that were cut off or failed are computed again, in the place of the old ones; all others stay."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+
+from batchspec import run
+from batchspec.commands import verify
+from batchspec.decode.engine import Engine
+from batchspec.decode.round import Round
+from batchspec.errors import OutputError
+from batchspec.io.generations import Generations
+from batchspec.io.shards import OutputFolder
+from batchspec.records import Completion, Request, RowError
+from tests.models import make_checkpoint, make_thinking_tokenizer
+from tests.runs import run_apart
+from tests.s3_lab import BUCKET, Lab, running_lab
+
+ROWS = 14
+CAPS = (8, 20)
+SAME = [
+    "request_id", "row_index", "sample_index", "status", "messages", "completion", "reasoning", "reasoning_truncated",
+    "finish_reason", "stop_reason", "token_ids", "seed", "error", "topic",
+]  # fmt: skip
+"""Columns that two runs of one job share; spec_decode, perf and usage.cached_tokens tell what a run did."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that thinks and a prompts file: rows with samples, stops, budgets and a cap of their own, and a bad one."""
+    folder = tmp_path_factory.mktemp("job")
+    make_thinking_tokenizer(make_checkpoint(folder / "model", "llama", dtype=torch.float64))
+    rows = [
+        {
+            "id": f"q{i}",
+            "messages": None if i == 4 else [{"role": "user", "content": f"Say word{i % 5}"}],
+            "template_kwargs": '{"quick": 1}' if i % 3 else None,
+            "thinking_token_budget": {6: 7, 9: 100}.get(i),
+            "max_new_tokens": {2: 5, 3: 30}.get(i, 3 if 10 <= i < 12 else None),
+            "n": 3 if i == 1 else None,
+            "stop": ["e", "a"] if i in (5, 7, 8) else None,
+            "topic": "ab"[i % 2],
+        }
+        for i in range(ROWS)
+    ]
+    pl.DataFrame(rows, schema_overrides={"n": pl.Int32}).write_parquet(folder / "prompts.parquet")
+    return folder
+
+
+def arguments(folder: Path, out: Path | str, cap: int, *more: str) -> list[str]:
+    return [
+        f"model.path={folder / 'model'}", "model.dtype=float64", f"input.path={folder / 'prompts.parquet'}", f"output.dir={out}",
+        "output.shard_rows=2", "output.token_ids=true", f"decode.max_new_tokens={cap}", "decode.temperature=1", "packing.slots=3",
+        "decode.thinking_token_budget=5", "decode.thinking_closing=' So then:'", *more,
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def base(folder: Path) -> Path:
+    """The job with the small cap, complete."""
+    assert run.main(arguments(folder, folder / "base", CAPS[0])) == 0
+    return folder / "base"
+
+
+@pytest.fixture(scope="module")
+def wanted(folder: Path) -> pl.DataFrame:
+    """What a run with the large cap gives from the start."""
+    assert run.main(arguments(folder, folder / "large", CAPS[1], "draft=none")) == 0
+    return rows_of(folder / "large")
+
+
+def rows_of(out: Path) -> pl.DataFrame:
+    return pl.read_parquet(out / "data")
+
+
+def parts(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (out / "data").iterdir()}
+
+
+@pytest.fixture
+def out(base: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(base, tmp_path / "out")
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """The requests that engines of this process are given."""
+    given: list[Request] = []
+    run_engine = Engine.run
+
+    def noted(engine: Engine, requests: Iterator[Request]) -> Any:
+        def note() -> Iterator[Request]:
+            for request in requests:
+                given.append(request)
+                yield request
+
+        return run_engine(engine, note())
+
+    monkeypatch.setattr(Engine, "run", noted)
+    return given
+
+
+def retry(folder: Path, out: Path | str, *more: str) -> list[str]:
+    return arguments(folder, out, CAPS[1], "resume=length", *more)
+
+
+def test_rows_that_were_cut_off_go_on_from_their_tokens_and_all_others_stay(
+    folder: Path, out: Path, wanted: pl.DataFrame, ran: list[Request], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, files = rows_of(out), parts(out)
+    cut_off = before.filter((pl.col("status") == "truncated") & ~pl.col("request_id").is_in(["q2", "q3", "q10", "q11"]))
+    assert before["status"].value_counts().height == 3, "ok, truncated and error rows are needed"
+    assert run.main(retry(folder, out, "draft=lookup")) == 0
+    after = rows_of(out)
+    assert after.select(SAME).equals(wanted.select(SAME))
+    assert sorted((r.request_id, r.sample_index) for r in ran) == sorted(cut_off.select("request_id", "sample_index").rows())
+    assert all(r.resumed is not None and len(r.resumed.tokens) == CAPS[0] for r in ran)
+    done = {(r.request_id, r.sample_index) for r in ran}
+    kept = [place not in done for place in before.select("request_id", "sample_index").rows()]
+    assert after.filter(kept).equals(before.filter(kept)), "perf, attempt and time too"
+    counts = after["spec_decode"].drop_nulls().struct.unnest()
+    emitted = counts["num_prefills"] + counts["num_accepted_draft_tokens"] + counts["num_spec_steps"]
+    lengths = after.filter(pl.col("spec_decode").is_not_null())["token_ids"].list.len()
+    assert (emitted == lengths - counts["num_forced_tokens"] + counts["num_discarded_tokens"]).all()
+    name = "part-00005.parquet"  # rows 10 and 11: cut off by caps of their own
+    assert parts(out)[name] == files[name]
+    assert verify.main([str(out), "--rows", "0"]) == 0
+    assert f"max_new_tokens {CAPS[1]}" in (out / "README.md").read_text()
+    capsys.readouterr()
+    assert run.main(arguments(folder, out, CAPS[0])) == 2
+    assert f"decode.max_new_tokens: {CAPS[1]} -> {CAPS[0]}" in capsys.readouterr().err
+
+
+def test_the_same_retry_again_computes_nothing_and_changes_nothing(
+    folder: Path, out: Path, ran: list[Request], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run.main(retry(folder, out)) == 0
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    ran.clear()
+    for command in (retry(folder, out), arguments(folder, out, CAPS[1])):
+        assert run.main(command) == 0
+        assert "already complete: 14 rows" in capsys.readouterr().err
+    assert not ran
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_without_stored_tokens_rows_are_computed_anew(
+    folder: Path, tmp_path: Path, wanted: pl.DataFrame, ran: list[Request]
+) -> None:
+    out = tmp_path / "out"
+    assert run.main(arguments(folder, out, CAPS[0], "output.token_ids=false")) == 0
+    ran.clear()
+    assert run.main(retry(folder, out, "output.token_ids=false")) == 0
+    assert ran
+    assert all(request.resumed is None for request in ran)
+    columns = [name for name in SAME if name != "token_ids"]
+    assert rows_of(out).select(columns).equals(wanted.select(columns))
+
+
+def test_a_smaller_cap_another_key_and_a_job_that_is_not_done_are_refused(
+    folder: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*command: str) -> str:
+        before = parts(out)
+        assert run.main(list(command)) == 2
+        assert parts(out) == before
+        assert not (out / "_batchspec/retry").exists()
+        return capsys.readouterr().err.splitlines()[-1]
+
+    assert "rows were cut off at 8" in refused(*arguments(folder, out, 7, "resume=length"))
+    assert "decode.seed" in refused(*retry(folder, out, "decode.seed=3"))
+    assert "decode.max_new_tokens" in refused(*arguments(folder, out, CAPS[1], "resume=error"))
+    assert "resume.retry=lenght must be one of" in refused(*arguments(folder, out, CAPS[1], "resume.retry=lenght"))
+    (out / "data/part-00003.parquet").unlink()
+    assert "1 shards are not done" in refused(*retry(folder, out))
+
+
+def killed_before_its_mark() -> None:
+    """Dies when the first shard is replaced, and nothing says so yet."""
+
+    def kill(*rest: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Generations.mark = kill  # type: ignore[method-assign,assignment]
+
+
+def signalled_in_a_round() -> None:
+    run_round, seen = Round.run, []
+
+    def signalled(self: Round, *rest: Any, **named: Any) -> Any:
+        seen.append(1)
+        if len(seen) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return run_round(self, *rest, **named)
+
+    Round.run = signalled  # type: ignore[method-assign]
+
+
+def test_a_retry_that_is_killed_goes_on_and_no_reader_sees_a_mixed_file(
+    folder: Path, out: Path, tmp_path: Path, wanted: pl.DataFrame
+) -> None:
+    seen: dict[str, set[bytes]] = {name: {data} for name, data in parts(out).items()}
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            for name, data in parts(out).items():
+                seen[name].add(data)
+            time.sleep(0.005)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        assert run_apart(retry(folder, out), tmp_path / "log", killed_before_its_mark)[0] == -signal.SIGKILL
+        code, said = run_apart(retry(folder, out), tmp_path / "log", signalled_in_a_round)
+        assert code == 75, said
+        assert "more rows are saved" in said
+        code, said = run_apart(retry(folder, out), tmp_path / "log")
+        assert code == 0, said
+    finally:
+        done.set()
+        reader.join()
+    assert rows_of(out).select(SAME).equals(wanted.select(SAME))
+    assert all(len(contents) <= 2 for contents in seen.values()), "a file was replaced more than once"
+    for contents in seen.values():
+        for data in contents:
+            frame = pl.read_parquet(data)
+            old = frame.filter(pl.col("token_ids").list.len() == CAPS[0])["perf"].struct.field("attempt").n_unique()
+            assert old <= 1
+    left = {path.name for path in (out / "_batchspec/retry/00001").rglob("*.json")}
+    assert not left, "claims, journal and attempts are gone"
+
+
+def test_runs_at_the_same_time_share_a_retry(folder: Path, out: Path, tmp_path: Path, wanted: pl.DataFrame) -> None:
+    with ThreadPool(3) as pool:
+        ends = pool.map(lambda i: run_apart(retry(folder, out, "packing.slots=1"), tmp_path / f"log{i}"), range(3))
+    assert [code for code, _ in ends] == [0, 0, 0], ends
+    assert rows_of(out).select(SAME).equals(wanted.select(SAME))
+    assert sorted(path.name for path in (out / "_batchspec/retry").iterdir()) == ["00001", "00001.json"]
+
+
+def test_rows_whose_error_may_pass_are_computed_again(
+    folder: Path,
+    tmp_path: Path,
+    base: Path,
+    ran: list[Request],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """q8 fails for a passing reason in the first run; q4, which has no prompt, is not tried again."""
+    out, run_engine = tmp_path / "out", Engine.run
+
+    def failing(engine: Engine, requests: Iterator[Request]) -> Any:
+        error = RowError(code="crash", stage="decode", message="died", retryable=True)
+        given = list(requests)
+        yield from run_engine(engine, iter([r for r in given if r.request_id != "q8"]))
+        for r in (r for r in given if r.request_id == "q8"):
+            yield Completion(
+                request_id=r.request_id, row_index=r.row_index, sample_index=0, shard=r.shard, status="error",
+                finish_reason="error", error=error,
+            )  # fmt: skip
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "run", failing)
+        assert run.main(arguments(folder, out, CAPS[0])) == 0
+    assert rows_of(out)["status"].value_counts(sort=True).filter(pl.col("status") == "error")["count"].to_list() == [2]
+    ran.clear()
+    assert run.main(arguments(folder, out, CAPS[0], "resume=error")) == 0
+    assert [request.request_id for request in ran] == ["q8"]
+    assert rows_of(out).select(SAME).equals(rows_of(base).select(SAME))
+    capsys.readouterr()
+    for again in ("resume=error", "resume.retry=error", "resume.again=2"):
+        assert run.main(arguments(folder, out, CAPS[0], "resume=error", again)) == 0
+        assert "already complete: 14 rows in 7 shards; nothing left for resume.retry=error" in capsys.readouterr().err
+    assert len(ran) == 1
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Lab]:
+    with running_lab() as lab:
+        yield lab
+
+
+def test_on_s3_a_shard_is_replaced_only_in_the_version_that_was_read(
+    server: Lab, folder: Path, base: Path, wanted: pl.DataFrame, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in server.environ().items():
+        monkeypatch.setenv(name, value)
+    out = f"s3://{BUCKET}/out"
+    assert run.main(arguments(folder, out, CAPS[0])) == 0
+    server.faults.ignore_conditions = True
+    assert run.main(retry(folder, out)) == 2  # a store that would replace anything
+    server.faults.ignore_conditions = False
+    late = OutputFolder(out)
+    assert run.main(retry(folder, out)) == 0
+    assert late.scan().select(SAME).collect().equals(wanted.select(SAME))
+    table, version = late.written(0)
+    other = OutputFolder(out)
+    assert other.recommit(0, table, other.written(0)[1])
+    assert not late.recommit(0, table, version)
+    assert late.generation is not None
+    another = replace(late.generation, again=2)
+    with pytest.raises(OutputError, match="another run began"):
+        late.retry(another)
