@@ -68,6 +68,12 @@ def test_a_head_that_gets_better_is_taken_up_again() -> None:
         assert lengths.choose(ROWS, 0)[0] == wanted
 
 
+def test_without_drafts_there_is_nothing_to_choose() -> None:
+    lengths = DraftLengths(0)
+    lengths.set_base(ROWS, 0, 1.0)
+    assert {lengths.choose(ROWS, 1000) for _ in range(3 * PROBE_EVERY)} == {(0, False)}
+
+
 def test_long_contexts_make_drafts_cheap() -> None:
     """Attention costs the same for every K: with much of it a round with drafts is hardly slower."""
     lengths = DraftLengths(2, token_s=1e-3)

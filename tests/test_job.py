@@ -330,6 +330,9 @@ def test_verify_finds_no_difference_in_an_honest_output_and_names_a_false_one(
     assert run.main(arguments(model, data, out, "draft=lookup", "decode.repetition_penalty=1.2")) == 0
     assert verify.main([str(out), "--rows", "0"]) == 0
     assert "21 completions decoded again alone and without speculation: 0 differ" in capsys.readouterr().out
+    assert verify.main([str(out), "--rows", "0", "--dtype", "float64", "--device", "cpu"]) == 0
+    assert "loading" in (said := capsys.readouterr()).err
+    assert "in float64 on cpu" in said.err
     part = out / "data/part-00000.parquet"
     frame = pl.read_parquet(part)
     ids = frame["token_ids"].to_list()

@@ -2,7 +2,9 @@
 
 Equal tokens are what batchspec promises, up to rounding. Where a row differs, the first difference is shown with its gap: how
 far apart the two tokens score there (logit / temperature + noise). A gap near the rounding of the dtype is a tie that
-fell the other way; a large gap is an error. With --files it reads every output file and finds what a disk or a copy has changed.
+fell the other way; a large gap is an error. --dtype and --device decode the rows again in another precision or on the other
+device: the share of rows that differ then says what the precision costs. With --files it reads every output file and finds what
+a disk or a copy has changed.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from batchspec.config import from_hydra
+from batchspec.config import DraftConfig, from_hydra
 from batchspec.decode.engine import Engine
 from batchspec.decode.prefill import Segment, flat_batch
 from batchspec.decode.sampling import Places, apply_penalties, forbid_stop_ids
@@ -53,11 +55,13 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("out", help="output folder of a job that wrote token_ids")
     parser.add_argument("--rows", type=int, default=20, help="completions to decode again, evenly spread; 0 is all")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float64"], help="of the second decoding; else the job's")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="of the second decoding; else the job's")
     parser.add_argument("--files", action="store_true", help="compare all output files with their checksums instead")
     args = parser.parse_args(argv)
     if args.files:
         return check_files(args.out)
-    checked, differences = verify(args.out, args.rows)
+    checked, differences = verify(args.out, args.rows, dtype=args.dtype, device=args.device)
     for d in differences:
         gap = "-" if d.gap is None else f"{d.gap:.3g}"
         where = f"{d.request_id} sample {d.sample_index} token {d.place}"
@@ -76,9 +80,14 @@ def check_files(out: str | Path) -> int:
     return StorageError.exit_code if damage else 0
 
 
-def verify(out: str | Path, num_rows: int) -> tuple[int, list[Difference]]:
-    """How many completions were decoded again, and those that differ. Raises OutputError without a job or token_ids."""
-    job = _job_of(out)
+def verify(
+    out: str | Path, num_rows: int, *, dtype: str | None = None, device: str | None = None
+) -> tuple[int, list[Difference]]:
+    """How many completions were decoded again, and those that differ. Raises OutputError without a job or token_ids.
+
+    dtype, device  of the second decoding; None: those of the job
+    """
+    job = _job_of(out, dtype, device)
     written = _written_tokens(out, num_rows)
     engine = _plain_engine(job)
     differences = []
@@ -91,14 +100,15 @@ def verify(out: str | Path, num_rows: int) -> tuple[int, list[Difference]]:
     return len(written), differences
 
 
-def _job_of(out: str | Path) -> Job:
+def _job_of(out: str | Path, dtype: str | None, device: str | None) -> Job:
     output = OutputFolder(out)
     config = from_hydra(OmegaConf.create(dict(output.manifest.config)))
     as_run = open_job(config)
     output.check(
         fingerprint=job_fingerprint(as_run), num_rows=as_run.source.num_rows, shard_rows=config.output.shard_rows
     )  # fmt: skip
-    config.draft.name, config.draft.synthetic = "none", None
+    config.draft = DraftConfig(name="none")
+    config.model.dtype, config.device = dtype or config.model.dtype, device or config.device
     config.packing.slots, config.packing.run_ahead = 1, None
     config.packing.pages = config.packing.memory_gb = None
     return open_job(config)

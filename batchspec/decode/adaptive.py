@@ -102,12 +102,12 @@ class DraftLengths:
 
     def _probe(self, place: int) -> int | None:
         """A length beside the present one, which stands at `place`, if it is time to look at it; never 0, whose cost is known."""
-        longer, shorter = min(place + 1, len(self.choices) - 1), max(place - 1, 1)
-        if self._rounds % PROBE_EVERY == 0:
-            return self.choices[longer if self._rounds % (2 * PROBE_EVERY) == 0 or place <= 1 else shorter]
+        beside = [at for at in (place + 1, place - 1) if 0 < at < len(self.choices)]
+        if self._rounds % PROBE_EVERY == 0 and beside:
+            return self.choices[beside[self._rounds // PROBE_EVERY % len(beside)]]
         if self._rounds % PROBE_EVERY_AT_FIRST == 0:
-            for beside in (longer, shorter):
-                if beside != place and self._num_probed[self.choices[beside]] < NEW:
-                    self._num_probed[self.choices[beside]] += 1
-                    return self.choices[beside]
+            for k in (self.choices[at] for at in beside):
+                if self._num_probed[k] < NEW:
+                    self._num_probed[k] += 1
+                    return k
         return None
