@@ -24,51 +24,86 @@ ROUNDS_PRIORITY, PREFILL_PRIORITY = -1, 0
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A pass on its way: whose slots it fills (owner by slot, -1 elsewhere), when its group began, when it is done."""
+    """A pass to come: whose slots it fills (owner by slot, -1 elsewhere), and when its group began."""
+
+    run: Callable[[], Prefilled]
+    owners: NDArray[np.int64]
+    began: torch.cuda.Event
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """A pass that is done: its rows may go live."""
 
     prefilled: Prefilled
     owners: NDArray[np.int64]
     began: torch.cuda.Event
-    done: torch.cuda.Event
 
 
 class Beside:
-    """The passes in flight, oldest first."""
+    """The passes to come, and the one on its way.
+
+    One at a time: each has some hundred launches, and what a stream holds is bounded. A host that waits for room in the prefill's
+    stream launches no rounds.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.rounds = torch.cuda.Stream(device, priority=ROUNDS_PRIORITY)
         self._stream = torch.cuda.Stream(device, priority=PREFILL_PRIORITY)
-        self._passes: deque[Pass] = deque()
+        self._waiting: deque[Pass] = deque()
+        self._running: tuple[Landed, torch.cuda.Event] | None = None
 
     def __bool__(self) -> bool:
-        return bool(self._passes)
+        return self._running is not None or bool(self._waiting)
+
+    @property
+    def takes_more(self) -> bool:
+        """No pass waits: another group may come."""
+        return not self._waiting
 
     @property
     def num_rows(self) -> int:
         """Rows that are not live yet."""
-        return sum(int((waiting.owners >= 0).sum()) for waiting in self._passes)
+        owners = [one.owners for one in self._waiting]
+        if self._running is not None:
+            owners.append(self._running[0].owners)
+        return sum(int((one >= 0).sum()) for one in owners)
 
     def launch(self, passes: Sequence[tuple[Callable[[], Prefilled], NDArray[np.int64]]]) -> None:
-        """Run a group's passes behind what the rounds' stream (the current one) holds now, their rows' tokens among it."""
-        current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            began = event_now()
-            for run, owners in passes:
-                prefilled = run()
-                prefilled.hold_for(current)
-                self._passes.append(Pass(prefilled, owners, began, event_now()))
+        """Queue a group's passes, whose rows' tokens are on their way in the rounds' stream (the current one)."""
+        began = event_now()
+        self._waiting.extend(Pass(run, owners, began) for run, owners in passes)
+        self._start()
 
-    def landed(self, *, wait: bool) -> Pass | None:
-        """The oldest pass if it is done, or with `wait` once it is; the current stream may then use what it left."""
-        if not self._passes or not (wait or self._passes[0].done.query()):
+    def landed(self, *, wait: bool) -> Landed | None:
+        """The pass on its way if it is done, or with `wait` once it is; the current stream may then use what it left."""
+        if self._running is None:
             return None
-        oldest = self._passes.popleft()
-        oldest.done.synchronize()
-        torch.cuda.current_stream().wait_event(oldest.done)
-        return oldest
+        landed, done = self._running
+        if not (wait or done.query()):
+            return None
+        done.synchronize()
+        torch.cuda.current_stream().wait_event(done)
+        self._running = None
+        self._start()
+        return landed
+
+    def call_off(self) -> None:
+        """Forget the passes that have not begun."""
+        self._waiting.clear()
 
     def clear(self) -> None:
         """Forget what an earlier run left, once it is off the card."""
+        self._waiting.clear()
         self._stream.synchronize()
-        self._passes.clear()
+        self._running = None
+
+    def _start(self) -> None:
+        if self._running is not None or not self._waiting:
+            return
+        one, rounds = self._waiting.popleft(), torch.cuda.current_stream()
+        self._stream.wait_event(one.began)  # behind the rows' tokens, not behind rounds that came later
+        with torch.cuda.stream(self._stream):
+            prefilled = one.run()
+            prefilled.hold_for(rounds)
+            self._running = Landed(prefilled, one.owners, one.began), event_now()

@@ -175,7 +175,8 @@ class Engine:
     def _turn(self) -> Iterator[Completion]:
         """Refill, one round, and the results that are due."""
         if self._stopping:
-            while self._beside:
+            if self._beside is not None:
+                self._beside.call_off()
                 self._land(wait=True)
             while self._launched:
                 yield from self._collect()
@@ -233,7 +234,7 @@ class Engine:
     def _refill(self) -> Iterator[Completion]:
         """Fill free slots and prefill what came in; with an empty stream shrink to the next smaller bucket."""
         self._land(wait=False)
-        group = [] if self._beside else self._scheduler.refill()  # one group at a time
+        group = self._scheduler.refill() if self._beside is None or self._beside.takes_more else []
         if group:
             self._bucket = self.batch.slots
             self._prefill(group)
@@ -280,6 +281,8 @@ class Engine:
         if self._beside is not None and not mode.penalties:  # penalties keep account of all rows in one tensor
             self._beside.launch(passes)
             return
+        while self._beside:  # they may write pages that these rows share
+            self._land(wait=True)
         began = now_on(self._device)
         for run, owners in passes:
             self._go_live(run(), owners, began)
