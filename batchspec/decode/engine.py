@@ -9,7 +9,7 @@ waits for it (`beside`).
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -20,16 +20,15 @@ import torch
 from numpy.typing import NDArray
 
 from batchspec.cache.pages import KVCache, PagePool
+from batchspec.decode.accounts import Accounts, mode_of
 from batchspec.decode.adaptive import DraftLengths
 from batchspec.decode.beside import Beside
-from batchspec.decode.budget import Budgets
 from batchspec.decode.graphs import Graphs, Shape
 from batchspec.decode.groups import Groups
 from batchspec.decode.launched import Launched, Moment, now_on
-from batchspec.decode.ledger import Ledger
 from batchspec.decode.output import Decode, Progress, StopFinder
 from batchspec.decode.prefill import Prefilled, chunks, prefill_chunk, rehearse
-from batchspec.decode.round import Round, RoundOptions, RoundResult
+from batchspec.decode.round import Round, RoundOptions
 from batchspec.decode.rows import Rows
 from batchspec.decode.sampling import SamplingMode
 from batchspec.decode.scheduler import Row, Scheduler
@@ -159,7 +158,7 @@ class Engine:
         self.rows.live.zero_()
         self._bucket = self.batch.slots
         self.groups.update([None] * self.batch.slots)
-        self._ledger = Ledger(self.batch.slots, self.batch.max_len, self.drafter.max_len)
+        self._accounts = Accounts(self.batch.slots, self.batch.max_len, self.drafter.max_len)
         self._scheduler = Scheduler(
             self.batch,
             self.pool,
@@ -167,9 +166,6 @@ class Engine:
             refill_dead=self._refill_dead,
             lookahead=1 if self.drafter.num_kv_layers else 0,
         )
-        self._watched = np.zeros(self.batch.slots, bool)
-        self._budgets = Budgets(self.batch.slots)
-        self._modes: Counter[SamplingMode] = Counter()
         self._timed_from: torch.cuda.Event | None = None
 
     def _turn(self) -> Iterator[Completion]:
@@ -217,7 +213,7 @@ class Engine:
             return []
         now = time.perf_counter()
         for row in self._scheduler.live:
-            self._leave(row)
+            self._accounts.leave(row)
         rows = [*self._scheduler.live, *self._scheduler.set_back_rows]
         return [row.progress.snapshot(now) for row in rows if row.progress.tokens]
 
@@ -249,10 +245,7 @@ class Engine:
                 moves = self._scheduler.compact(bucket)
                 if moves:
                     self.rows.move(moves, self.drafter.state)
-                    self._ledger.move(moves)
-                    for source, destination in moves:
-                        self._watched[destination] = self._watched[source]
-                    self._budgets.move(moves)
+                    self._accounts.move(moves)
                     self.groups.update(self._scheduler.slots)
                 self._bucket = bucket
 
@@ -269,9 +262,9 @@ class Engine:
         self.rows.begin(slots, [row.progress.request for row in group], [row.progress.tokens for row in group])
         self.rows.grant([(row.slot, 0, row.pages) for row in group])
         for row in group:
-            self._enter(row)
+            self._accounts.enter(row)
         self.groups.update(self._scheduler.slots)
-        mode = SamplingMode.union([_mode_of(row.progress.request) for row in group])
+        mode = SamplingMode.union([mode_of(row.progress.request) for row in group])
         passes = []
         for segments in chunks(spans, self.batch.prefill_tokens):
             owners = np.full_like(self._scheduler.owner, -1)
@@ -307,10 +300,7 @@ class Engine:
             elif self._beside:  # nor may a row be set back whose pages are being filled
                 self._land(wait=True)
             else:
-                victim = self._scheduler.youngest()
-                self.rows.kill([victim.slot])
-                self._leave(victim)
-                self._scheduler.set_back(victim)
+                self._set_back(self._scheduler.youngest())
                 self.totals.set_back += 1
         if grants:
             self.rows.grant(grants)
@@ -334,7 +324,7 @@ class Engine:
             context_tokens = int(self._scheduler.num_tokens[self._scheduler.owner >= 0].sum())
             draft_len, next_drafts = self._lengths.choose(self._bucket, context_tokens)
             lead = draft_len > 0 or next_drafts
-        result = self.graphs.run(Shape(self._bucket, draft_len, self._mode(), self.groups.any, lead))
+        result = self.graphs.run(Shape(self._bucket, draft_len, self._accounts.mode, self.groups.any, lead))
         launched = Launched(
             result=result,
             owners=self._scheduler.owner.copy(),
@@ -353,45 +343,22 @@ class Engine:
         now = time.perf_counter()
         scheduler.num_tokens[slots] += lines[:, 2]
         self._count(launched, lines)
-        # Rows with stop strings are read token by token, the rest in bulk.
-        watched = self._watched[slots]
-        add = self._ledger.add_prefill if launched.is_prefill else self._ledger.add_round
-        add(slots[~watched], lines[~watched])
-        for slot, line in zip(slots[watched].tolist(), lines[watched].tolist(), strict=True):
-            progress = self._row(slot).progress
-            if launched.is_prefill:
-                progress.add_prefill(line[4:5])
-            else:
-                progress.add_round(line[0], line[1], line[0] + 1, line[4 : 4 + line[2]])
-        if launched.began is not None:
-            elapsed = launched.seconds_since(launched.began)
-            for slot in slots.tolist():
-                self._row(slot).progress.note_prefill(elapsed, now)
-        if launched.result.logprobs is not None:
-            for slot, kept in zip(slots.tolist(), lines[:, 2].tolist(), strict=True):
-                _keep_logprobs(self._row(slot).progress, launched.result, slot, kept)
-        for slot in self._budgets.due(slots, scheduler.num_tokens[slots], lines[:, 4:]):
-            self._hold_to_budget(self._row(slot))
+        self._accounts.add(launched, slots, lines, scheduler.slots, now)
+        for slot in self._accounts.over_budget(slots, scheduler.num_tokens[slots], lines):
+            row = self._row(slot)
+            if self._accounts.hold_to_budget(row, int(scheduler.num_tokens[slot])):
+                self._set_back(row)
         for slot, finish in zip(slots.tolist(), lines[:, 3].tolist(), strict=True):
-            if scheduler.slots[slot] is None:  # set back just now
-                continue
-            if finish or (self._watched[slot] and self._row(slot).progress.finish_reason):
+            if scheduler.slots[slot] is not None and (finish or self._accounts.ended(self._row(slot))):  # None: set back just now
                 yield self._finish(self._row(slot), finish, now)
         if self.on_round is not None:
             self.on_round(self.totals)
 
-    def _hold_to_budget(self, row: Row) -> None:
-        """A thought that has used its budget is closed: the row is set back, and prefilled with its new tokens."""
-        slot, progress = row.slot, row.progress
-        self._ledger.close(slot, progress)
-        if not progress.hold_to_budget():
-            self._budgets.enter(slot, int(self._scheduler.num_tokens[slot]), progress)
-        elif progress.finish_reason is None:
-            self.rows.kill([slot])
-            self._leave(row)
-            self._scheduler.set_back(row)
-        else:
-            self._watched[slot] = True  # it has ended, whatever the device says
+    def _set_back(self, row: Row) -> None:
+        """The row leaves its slot and waits to be prefilled again, over all its tokens."""
+        self.rows.kill([row.slot])
+        self._accounts.leave(row)
+        self._scheduler.set_back(row)
 
     def _row(self, slot: int) -> Row:
         row = self._scheduler.slots[slot]
@@ -419,7 +386,7 @@ class Engine:
         slot, progress = row.slot, row.progress
         if not finish:
             self.rows.kill([slot])
-        self._leave(row)
+        self._accounts.leave(row)
         self._scheduler.release(row)
         if progress.finish_reason is None:
             progress.end(finish)
@@ -427,29 +394,3 @@ class Engine:
 
     def _completed(self, progress: Progress, *, slot: int, now: float) -> Completion:
         return progress.completion(decode=self._decode, drafter=self.drafter.name, eos_ids=self._eos_ids, slot=slot, now=now)
-
-    def _enter(self, row: Row) -> None:
-        self._modes[_mode_of(row.progress.request)] += 1
-        self._watched[row.slot] = row.progress.finder is not None
-        self._budgets.enter(row.slot, row.num_tokens, row.progress)
-
-    def _leave(self, row: Row) -> None:
-        self._modes[_mode_of(row.progress.request)] -= 1
-        self._ledger.close(row.slot, row.progress)
-
-    def _mode(self) -> SamplingMode:
-        """The least that serves all rows in slots."""
-        found = [mode for mode, count in self._modes.items() if count]
-        return found[0] if len(found) == 1 else SamplingMode.union(found)
-
-
-def _mode_of(request: Request) -> SamplingMode:
-    return SamplingMode.of(request.sampling, request.min_new_tokens)
-
-
-def _keep_logprobs(progress: Progress, result: RoundResult, slot: int, count: int) -> None:
-    if result.logprobs is not None:
-        progress.logprobs += result.logprobs[slot, :count].tolist()
-    if result.top_ids is not None and result.top_logprobs is not None:
-        ids, values = result.top_ids[slot].numpy(), result.top_logprobs[slot].numpy()
-        progress.top += [(ids[j], values[j]) for j in range(count)]

@@ -1,0 +1,109 @@
+"""The accounts of the rows in slots: what each result adds to them, and which rows the host must look at one by one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchspec.decode.budget import Budgets
+from batchspec.decode.launched import Launched
+from batchspec.decode.ledger import Ledger, Log, Slots
+from batchspec.decode.output import Progress
+from batchspec.decode.round import RoundResult
+from batchspec.decode.sampling import SamplingMode
+from batchspec.decode.scheduler import Row
+from batchspec.records import Request
+
+
+class Accounts:
+    """Rows with stop strings are followed token by token (`Progress`), the others in bulk (`Ledger`)."""
+
+    def __init__(self, slots: int, max_len: int, draft_len: int) -> None:
+        self._ledger = Ledger(slots, max_len, draft_len)
+        self._budgets = Budgets(slots)
+        self._watched = np.zeros(slots, bool)
+        self._modes: Counter[SamplingMode] = Counter()
+
+    def enter(self, row: Row) -> None:
+        """The row has a slot."""
+        self._modes[mode_of(row.progress.request)] += 1
+        self._watched[row.slot] = row.progress.finder is not None
+        self._budgets.enter(row.slot, row.num_tokens, row.progress)
+
+    def leave(self, row: Row) -> None:
+        """It gives it up: everything that is known of it is on its own account now."""
+        self._modes[mode_of(row.progress.request)] -= 1
+        self._ledger.close(row.slot, row.progress)
+
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Compaction: (source, destination) of each row that changes its slot; destinations are empty."""
+        self._ledger.move(moves)
+        self._budgets.move(moves)
+        for source, destination in moves:
+            self._watched[destination] = self._watched[source]
+
+    @property
+    def mode(self) -> SamplingMode:
+        """The least that serves all rows in slots."""
+        found = [mode for mode, count in self._modes.items() if count]
+        return found[0] if len(found) == 1 else SamplingMode.union(found)
+
+    def add(self, launched: Launched, slots: Slots, lines: Log, rows: Sequence[Row | None], now: float) -> None:
+        """A result that has arrived: line i of its log is that of the row in slots[i]; rows by slot, now on the host's clock."""
+        watched = self._watched[slots]
+        add = self._ledger.add_prefill if launched.is_prefill else self._ledger.add_round
+        add(slots[~watched], lines[~watched])
+        for slot, line in zip(slots[watched].tolist(), lines[watched].tolist(), strict=True):
+            progress = _progress(rows, slot)
+            if launched.is_prefill:
+                progress.add_prefill(line[4:5])
+            else:
+                progress.add_round(line[0], line[1], line[0] + 1, line[4 : 4 + line[2]])
+        if launched.began is not None:
+            elapsed = launched.seconds_since(launched.began)
+            for slot in slots.tolist():
+                _progress(rows, slot).note_prefill(elapsed, now)
+        if launched.result.logprobs is not None:
+            for slot, kept in zip(slots.tolist(), lines[:, 2].tolist(), strict=True):
+                _keep_logprobs(_progress(rows, slot), launched.result, slot, kept)
+
+    def over_budget(self, slots: Slots, num_tokens: NDArray[np.int64], lines: Log) -> list[int]:
+        """Slots whose rows may have used their thinking budget; num_tokens [n] they have with these lines."""
+        return self._budgets.due(slots, num_tokens, lines[:, 4:])
+
+    def hold_to_budget(self, row: Row, num_tokens: int) -> bool:
+        """Close a thought that has used its budget; whether the row, cut short, must be prefilled with its new tokens."""
+        slot, progress = row.slot, row.progress
+        self._ledger.close(slot, progress)
+        if not progress.hold_to_budget():
+            self._budgets.enter(slot, num_tokens, progress)
+            return False
+        if progress.finish_reason is None:
+            return True
+        self._watched[slot] = True  # it has ended, whatever the device says
+        return False
+
+    def ended(self, row: Row) -> bool:
+        """Whether the row has an end that the device does not know of: a stop string, or what its budget forced."""
+        return bool(self._watched[row.slot]) and row.progress.finish_reason is not None
+
+
+def mode_of(request: Request) -> SamplingMode:
+    return SamplingMode.of(request.sampling, request.min_new_tokens)
+
+
+def _progress(rows: Sequence[Row | None], slot: int) -> Progress:
+    row = rows[slot]
+    assert row is not None
+    return row.progress
+
+
+def _keep_logprobs(progress: Progress, result: RoundResult, slot: int, count: int) -> None:
+    if result.logprobs is not None:
+        progress.logprobs += result.logprobs[slot, :count].tolist()
+    if result.top_ids is not None and result.top_logprobs is not None:
+        ids, values = result.top_ids[slot].numpy(), result.top_logprobs[slot].numpy()
+        progress.top += [(ids[j], values[j]) for j in range(count)]
