@@ -154,7 +154,7 @@ def test_an_io_error_ends_the_run_with_74_and_the_next_one_goes_on(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ["fsync", "link", "replace", "open", "unlink", "listdir"])
+@pytest.mark.parametrize("name", ["fsync", "link", "replace", "open", "unlink"])
 def test_every_io_error_ends_the_run_with_74(
     model: Path, data: Path, finished: list[tuple[str, list[int]]], tmp_path: Path, name: str
 ) -> None:
