@@ -12,9 +12,11 @@ from batchspec.compose import compose
 from batchspec.io.reader import table_source
 from batchspec.io.shards import OutputFolder
 from batchspec.io.store import scanning
-from batchspec.job import Reporter, decode_job, run_job, shard_table
+from batchspec.job import run_job
 from batchspec.prepare import make_engine, open_job, survey_first
 from batchspec.report.progress import Progress
+from batchspec.work.passes import decode_job, shard_table
+from batchspec.work.reporter import Reporter
 
 
 def generate(data: Any, *, job: str | None = None, overrides: Sequence[str] = ()) -> pl.DataFrame:

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(config: RunConfig) -> int:
     """Run one checked job; returns the exit code. In this process, or where it is to have several or runs in a task of Slurm, in
     processes of their own; a Slurm task that can go on is put back into the queue."""
-    from batchspec import slurm, workers
+    from batchspec.cluster import slurm, workers
 
     task, devices = slurm.this_task(), workers.devices(config)
     if task is None and len(devices) == 1:

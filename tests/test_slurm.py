@@ -16,8 +16,9 @@ import polars as pl
 import pytest
 import torch
 
-from batchspec import run, slurm
-from batchspec.slurm import Task, parse_time, requeue, this_task
+from batchspec import run
+from batchspec.cluster import slurm
+from batchspec.cluster.slurm import Task, parse_time, requeue, this_task
 from tests.models import make_checkpoint, make_tokenizer
 from tests.slurm_lab import Lab, lacking, running_slurm, wait_for
 

@@ -15,7 +15,8 @@ import polars as pl
 import pytest
 import torch
 
-from batchspec import run, workers
+from batchspec import run
+from batchspec.cluster import workers
 from batchspec.config import RunConfig
 from batchspec.errors import ConfigError
 from tests.models import make_checkpoint, make_tokenizer

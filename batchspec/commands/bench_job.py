@@ -32,13 +32,14 @@ from batchspec.compose import compose
 from batchspec.decode.engine import Engine, EngineTotals
 from batchspec.io.journal import Journal
 from batchspec.io.store import LocalStore
-from batchspec.job import JOURNAL_S, check_output, compute
+from batchspec.job import check_output, compute
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.feed import WINDOW_SHARDS
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, open_job
 from batchspec.records import Completion, Request, RowStats, Snapshot
 from batchspec.report.progress import Progress
+from batchspec.work.passes import JOURNAL_S
 
 TOKENS = 512
 """Of a prompt, and of an output."""

@@ -58,6 +58,11 @@ class FittedEngine:
         if hasattr(self, "engine"):
             self.engine.stop()
 
+    @property
+    def stopping(self) -> bool:
+        """`stop` was called."""
+        return self._stopping
+
     def shrink(self, said: str) -> None:
         """Put an engine with a smaller batch in the place of this one, which ran out of memory. Its totals go on."""
         batch, totals = self.engine.batch, self.engine.totals

@@ -23,9 +23,9 @@ from typing import IO
 from batchspec.config import RunConfig, to_json
 from batchspec.errors import BatchspecError, ConfigError, Interrupted, StorageError, TooManyErrors
 from batchspec.io.shards import OutputFolder
-from batchspec.signals import SIGNALS
+from batchspec.work.signals import SIGNALS
 
-PROGRAM = ("-m", "batchspec.worker")
+PROGRAM = ("-m", "batchspec.cluster.worker")
 POLL_S = 0.1
 SAVING = 0.75
 """Share of cluster.signal_s that workers have to end in after a signal, before they are killed."""

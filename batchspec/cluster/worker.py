@@ -1,4 +1,4 @@
-"""One process of a run that has several: `python -m batchspec.worker NUMBER SHARING`, which workers.py starts.
+"""One process of a run that has several: `python -m batchspec.cluster.worker NUMBER SHARING`, which workers.py starts.
 
 NUMBER is for the reader of `ps`; SHARING is how many workers share the main memory that their K/V pages lie in, 1 on GPUs.
 """

@@ -1,0 +1,161 @@
+"""One run's part of a job: it claims shards, decodes and commits them, until nothing is left for it or it is asked to end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+
+from batchspec.cluster import slurm
+from batchspec.errors import Interrupted, TooManyErrors
+from batchspec.io.claims import BEAT_S
+from batchspec.io.commits import commit_beside
+from batchspec.io.journal import Journaled
+from batchspec.io.progress import Beacon
+from batchspec.io.reader import InputShard
+from batchspec.io.shards import OutputFolder
+from batchspec.packing.survey import Survey
+from batchspec.prepare import Job
+from batchspec.records import Completion
+from batchspec.report.progress import Progress
+from batchspec.report.timeline import Timeline
+from batchspec.work.deadline import Deadline
+from batchspec.work.fitted import FittedEngine, Shortage
+from batchspec.work.passes import commit, decode_job, tabled
+from batchspec.work.reporter import Reporter
+from batchspec.work.signals import ending
+from batchspec.work.suspects import decode_suspects, leaving, unsuspected
+from batchspec.work.watchdog import Watchdog
+
+
+class Part:
+    """What is known of one run while it works.
+
+    journaled   what earlier runs did of the shards to come
+    num_errors  error rows that are committed already
+    """
+
+    def __init__(
+        self, job: Job, output: OutputFolder, fitted: FittedEngine, seen: Survey, progress: Progress, journaled: Journaled,
+        num_errors: int,
+    ) -> None:  # fmt: skip
+        self.job, self.output, self.fitted, self.progress = job, output, fitted, progress
+        self.num_tokens, self.num_errors = 0, num_errors
+        self._mean_output, self._journaled = seen.mean_output, journaled
+        self._claims, self._attempts, self._journal = output.claims(), output.attempts(), output.journal()
+        self._watchdog = Watchdog(watchdog_s(job), self._journal.flush)
+        self._deadline = job_deadline(job, fitted)
+
+    def run(self) -> None:
+        """Work until nothing is left.
+
+        Raises Interrupted at a signal or a time limit that asks for the end: finished rows and the tokens of the others are in
+        the journal then. However it ends, its claims are free.
+        """
+        slots = self.fitted.engine.batch.slots
+        with ExitStack() as stack:
+            stack.enter_context(Beacon(self.output.progress(), self.progress.facts, slots=slots))
+            timeline = stack.enter_context(closing(Timeline(self.output.log_timeline, slots=slots)))
+            asked = stack.enter_context(ending(self.fitted.stop))
+            stack.enter_context(leaving(self._claims, self._attempts))
+            stack.enter_context(self._watchdog.watching())
+            try:
+                while not asked.name and (others := self._left_out()) is not None:
+                    self._pass(others, timeline)
+                    if self._deadline.reached and not asked.name:
+                        asked.name = "time limit"
+            except KeyboardInterrupt:  # the second one: the engine's rows are as they are
+                saved = self._journal.flush()
+            else:
+                saved = self._journal.flush(self.fitted.engine.unfinished()) if asked.name else 0
+            if asked.name is not None and self.output.missing():
+                shards = f"{len(self.output.finished())} of {self.output.num_shards} shards are committed"
+                raise Interrupted(f"{asked.name}: {shards}, {saved} more rows are saved; run the same command again to go on")
+
+    def _pass(self, others: set[int], timeline: Timeline) -> None:
+        """Decode and commit what can be claimed, but for `others`. Where memory runs out the next pass has a smaller batch."""
+        totals, beat = self.fitted.engine.totals, self._watchdog.beat
+        reporter = Reporter(self.progress, self._mean_output, totals, timeline, self._claims, beat, self._deadline)
+        decoded = tabled(self.job, self.output, self._decoded(others, reporter))
+        commits = commit_beside(decoded, lambda done: commit(self.job, self.output, *done))
+        with Shortage() as short, closing(commits):
+            for shard, completions, _ in commits:
+                self._committed(shard, completions)
+        self._watchdog.pause()
+        if short.said:
+            self._journal.flush(self.fitted.engine.unfinished())
+            self.fitted.shrink(short.said)
+            self._journaled = self._journal.read(self.output.finished())
+
+    def _committed(self, shard: InputShard, completions: list[Completion]) -> None:
+        self._journal.forget(shard.index)
+        self._claims.forget(shard.index)
+        self._watchdog.beat()
+        self.num_tokens += sum(len(done.token_ids) for done in completions if done.token_ids is not None)
+        bad = sum(completion.status == "error" for completion in completions)
+        self.num_errors += bad
+        self.progress.update(shards=1, errors=bad)
+        check_errors(self.job, self.num_errors)
+
+    def _decoded(self, others: set[int], reporter: Reporter) -> Iterator[tuple[InputShard, list[Completion]]]:
+        """One pass over the shards that are neither done nor another run's; those that a run died with come last."""
+        job, engine, journal, journaled, attempts = self.job, self.fitted.engine, self._journal, self._journaled, self._attempts
+
+        def mine(shards: Iterator[InputShard]) -> Iterator[InputShard]:
+            for shard in unsuspected(self._deadline.shards(shards), self._claims, attempts):
+                if self._claims.inherited:
+                    self._claims.inherited = False
+                    journal.refresh(journaled)
+                yield shard
+
+        yield from decode_job(job, engine, reporter, journal, journaled, take=mine, skip=others | attempts.suspected())
+        suspects = attempts.suspected() - others
+        if suspects and not engine.stopping:
+            self.progress.phase(f"{len(suspects)} shards were in work when a run died: their rows are computed apart")
+            shards = job.source.shards(job.shard_rows, set(range(-(-job.source.num_rows // job.shard_rows))) - suspects)
+            taken = (shard for shard in self._deadline.shards(shards) if self._claims.take(shard.index))
+            decoded = decode_suspects(job, engine, taken, attempts, journal, journaled, finished=reporter.finished)
+            yield from map(reporter.admitted, decoded)
+
+    def _left_out(self) -> set[int] | None:
+        """Shards that a pass over the input leaves out; None where the run is over.
+
+        With nothing left but shards of other runs it waits as long as it takes to tell whether those still live: the shards of
+        one that died are taken up, the others are left to their runs.
+        """
+        waited_from = time.monotonic()
+        while not self.fitted.stopping and (missing := self.output.missing()):
+            held = self._claims.held(missing)
+            if missing - held:
+                return held | set(range(self.output.num_shards)) - missing
+            if time.monotonic() - waited_from > self._claims.stale_s + BEAT_S:
+                return None
+            time.sleep(1.0)
+        return None
+
+
+def check_errors(job: Job, num_errors: int) -> None:
+    """Raises TooManyErrors when more rows than input.max_error_fraction turned out bad."""
+    fraction, rows = job.config.input.max_error_fraction, job.source.num_rows
+    if num_errors > fraction * rows + 1e-9:  # 0.29 * 100 is a little less than 29
+        raise TooManyErrors(
+            f"{num_errors} of {rows} rows are error rows, more than input.max_error_fraction={fraction:g} allows; "
+            "look at the `error` column of the output, then mend the input or raise the fraction"
+        )
+
+
+def job_deadline(job: Job, fitted: FittedEngine) -> Deadline:
+    """When Slurm ends this job; never where there is no Slurm."""
+    task, config = slurm.this_task(), job.config
+    return Deadline(
+        lambda: None if task is None else slurm.time_left_s(task),
+        config.cluster.signal_s,
+        keeps_tokens=config.output.logprobs is None,
+        stop=fitted.stop,
+    )
+
+
+def watchdog_s(job: Job) -> float:
+    """Seconds without a round after which the run counts as hung; 0 is never."""
+    own = job.config.cluster.watchdog_s
+    return own if own is not None else 600.0 if job.device.type == "cuda" else 3600.0
