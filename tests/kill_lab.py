@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import re
 import signal
 import sys
@@ -160,8 +161,6 @@ class KillLab:
         self._context.set_forkserver_preload(["pytest", "pandas", "boto3", __name__])
         prompts().write_parquet(self.data)
         self._number = 0
-        self.usual_s = 1.0
-        """A run to its end; tests that need it measure it."""
 
     def new(self) -> Path:
         """A folder for a job's output that is not there yet."""
@@ -188,6 +187,31 @@ class KillLab:
     def run(self, out: Path | str, *more: str, conduct: Conduct | None = None) -> int:
         """Exit code of a run to its end."""
         return ended(self.start(out, *more, conduct=conduct))
+
+
+class Killer:
+    """Kills at random moments of a run, however long runs take on a machine just now: most die, some get to their end."""
+
+    def __init__(self, kills: int) -> None:
+        self.left, self.died = kills, 0
+        self._draw, self._run_s = random.Random(kills), 0.5
+
+    @property
+    def num_runs(self) -> int:
+        """To start next, side by side."""
+        return self._draw.choice((1, 1, 2))
+
+    def end(self, runs: Sequence[ForkServerProcess]) -> list[int]:
+        """Their exit codes."""
+        for process in runs:
+            process.join(self._draw.uniform(0.1, 1.0) * self._run_s if self.left > 0 else 60.0)
+            process.kill()
+        codes = [ended(process) for process in runs]
+        for code in codes:
+            killed = code == -signal.SIGKILL
+            self._run_s *= 1.05 if killed else 0.8
+            self.died, self.left = self.died + killed, self.left - killed
+        return codes
 
 
 def until_stopped(process: ForkServerProcess) -> int:

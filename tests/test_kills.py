@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import shutil
 import signal
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kill_lab import CALLS, SHARDS, Conduct, KillLab, Row, check_visible, ended, polled, until_stopped, written
+from tests.kill_lab import CALLS, SHARDS, Conduct, Killer, KillLab, Row, check_visible, ended, polled, until_stopped, written
 
 TRACED = "link,linkat,rename,renameat,renameat2,fsync,fdatasync"
 
@@ -39,9 +38,7 @@ def calls(lab: KillLab) -> list[str]:
 @pytest.fixture(scope="module")
 def expected(lab: KillLab) -> list[Row]:
     out = lab.new()
-    began = time.monotonic()
     assert lab.run(out) == 0
-    lab.usual_s = time.monotonic() - began
     assert check_visible(out) == SHARDS
     return written(out)
 
@@ -79,20 +76,14 @@ def test_kills_at_random_moments_leave_every_row_once_and_no_reader_sees_a_part_
     lab: KillLab, expected: list[Row], kills: int
 ) -> None:
     """One run or two at a time, until so many have died; a job that gets to its end is compared, and the next one begins."""
-    draw = random.Random(kills)
-    died = complete = polls = 0
+    killer, complete, polls = Killer(kills), 0, 0
     seen: set[int] = set()
-    while died < kills or not complete:
+    while killer.left > 0 or not complete:
         out = lab.new()
         with polled(lambda out=out: check_visible(out)) as visible:  # type: ignore[misc]
             while not (out / "README.md").exists():
-                runs = [lab.start(out) for _ in range(draw.choice((1, 1, 2)))]
-                for process in runs:
-                    process.join(draw.uniform(0.1, 0.9) * lab.usual_s if died < kills else 60.0)
-                    process.kill()
-                codes = [ended(process) for process in runs]
+                codes = killer.end([lab.start(out) for _ in range(killer.num_runs)])
                 assert set(codes) <= {0, -signal.SIGKILL}, lab.said.read_text()[-2000:]
-                died += codes.count(-signal.SIGKILL)
         assert ended(lab.start(out)) == 0  # the one that wrote the card may have been killed right behind it
         assert check_visible(out) == SHARDS
         assert written(out) == expected
@@ -100,7 +91,7 @@ def test_kills_at_random_moments_leave_every_row_once_and_no_reader_sees_a_part_
         polls += len(visible)
         seen |= set(visible)
         shutil.rmtree(out)
-    print(f"{died} kills, {complete} jobs completed, {polls} looks at data/ by the reader, which saw {sorted(seen)} parts")
+    print(f"{killer.died} kills, {complete} jobs completed, {polls} looks at data/ by the reader, which saw {sorted(seen)} parts")
     assert len(seen) > 2
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import random
 import re
 import signal
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import polars as pl
 import pyarrow.parquet as pq
 import pytest
 
-from tests.kill_lab import SHARDS, Conduct, KillLab, Row, check_part, ended, polled, rows_of, until_stopped
+from tests.kill_lab import SHARDS, Conduct, Killer, KillLab, Row, check_part, ended, polled, rows_of, until_stopped
 from tests.s3_lab import BUCKET, Answer, Faults, Lab, running_lab
 
 OUT = f"s3://{BUCKET}/out"
@@ -131,17 +130,14 @@ def test_a_kill_at_every_put_leaves_every_row_once(server: Lab, lab: KillLab, pu
 
 @pytest.mark.soak
 def test_kills_at_random_moments_leave_every_row_once(server: Lab, lab: KillLab, expected: list[Row]) -> None:
-    draw, died, complete = random.Random(0), 0, 0
-    while died < 200 or not complete:
+    killer, complete = Killer(200), 0
+    while killer.left > 0 or not complete:
         server.empty()
         with polled(lambda: check_visible(server)):
             while "out/README.md" not in server.names():
-                runs = [lab.start(OUT, conduct=conduct(server)) for _ in range(draw.choice((1, 1, 2)))]
-                for process in runs:
-                    process.join(draw.uniform(0.1, 1.5) if died < 200 else 60.0)
-                    process.kill()
-                died += [ended(process) for process in runs].count(-signal.SIGKILL)
+                codes = killer.end([lab.start(OUT, conduct=conduct(server)) for _ in range(killer.num_runs)])
+                assert set(codes) <= {0, -signal.SIGKILL}, lab.said.read_text()[-2000:]
         assert lab.run(OUT, conduct=conduct(server)) == 0
         assert written(server) == expected
         complete += 1
-    print(f"{died} kills, {complete} jobs completed")
+    print(f"{killer.died} kills, {complete} jobs completed")
