@@ -21,7 +21,6 @@ from typing import Any
 
 import polars as pl
 import pyarrow.parquet as pq
-import pytest
 import torch
 
 from batchspec import job, prepare
@@ -37,6 +36,8 @@ ROWS, SHARD_ROWS = 12, 2
 SHARDS = ROWS // SHARD_ROWS
 CALLS = ("link", "replace", "rename", "fsync", "unlink", "rmdir")
 """Of module os: every way in which batchspec changes what a folder shows, or makes it last."""
+NO_BLAME = "resume.row_attempts=1000"
+"""Who dies again and again is taken to die of the row that it was at alone; here no row is to blame."""
 Row = tuple[str, int, str, tuple[int, ...] | None]
 
 
@@ -274,7 +275,8 @@ def check_part(number: int, file: pq.ParquetFile) -> None:
     assert file.metadata.metadata[b"batchspec.shard"] == str(number).encode()
     samples = Counter(table["row_index"].to_pylist())
     first = number * SHARD_ROWS
-    assert samples == {row: 3 if row == 6 else 1 for row in range(first, first + SHARD_ROWS)}
+    found = f"part {number} holds {dict(samples)}, errors {[error for error in table['error'].to_pylist() if error]}"
+    assert samples == {row: 3 if row == 6 else 1 for row in range(first, first + SHARD_ROWS)}, found
 
 
 @contextmanager
@@ -299,4 +301,4 @@ def polled(check: Callable[[], int]) -> Iterator[list[int]]:
         over.set()
         thread.join()
     if wrong:
-        pytest.fail(f"a reader saw {wrong[0]!r}")
+        raise AssertionError(f"a reader saw this: {wrong[0]!r}") from wrong[0]
