@@ -64,19 +64,19 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
 }
 
-DRAFTERS = ("none", "lookup", "eagle3")
-DRAFTERS_TO_COME = ("pard", "window", "hybrid")
+DRAFTERS = ("none", "lookup", "eagle3", "window")
+DRAFTERS_TO_COME = ("pard", "hybrid")
 
-# Keys that one drafter reads alone.
-READ_BY: dict[str, str] = {
-    "draft.min_ngram": "lookup",
-    "draft.max_ngram": "lookup",
-    "draft.growth": "lookup",
-    "draft.path": "eagle3",
-    "draft.aux_layers": "eagle3",
-    "draft.window": "eagle3",
-    "draft.sink": "eagle3",
-    "decode.opt.dead_positions": "eagle3",
+# Keys that not every drafter reads -> who does.
+READ_BY: dict[str, tuple[str, ...]] = {
+    "draft.min_ngram": ("lookup",),
+    "draft.max_ngram": ("lookup",),
+    "draft.growth": ("lookup",),
+    "draft.path": ("eagle3",),
+    "draft.aux_layers": ("eagle3",),
+    "draft.window": ("eagle3", "window"),
+    "draft.sink": ("eagle3", "window"),
+    "decode.opt.dead_positions": ("eagle3",),
 }
 
 # Keys of drafters and paths that are not built yet -> who reads them.
@@ -155,12 +155,17 @@ def _drafter(config: RunConfig) -> None:
         value = _get(config, key)
         if value != _get(defaults, key):
             raise ConfigError(f"{key}={value} is not used by draft={draft.name}, only by {users} (not built yet); remove the key")
-    for key, user in READ_BY.items():
+    for key, readers in READ_BY.items():
         value = _get(config, key)
-        if draft.name != user and value != _get(defaults, key):
-            raise ConfigError(f"{key}={value} is not used by draft={draft.name}, only by draft={user}; remove the key")
+        if draft.name not in readers and value != _get(defaults, key):
+            who = " and ".join(f"draft={name}" for name in readers)
+            raise ConfigError(f"{key}={value} is not used by draft={draft.name}, only by {who}; remove the key")
     if draft.name == "eagle3" and draft.path is None and config.model.load != "dummy":
         raise ConfigError("draft=eagle3 needs draft.path: the folder or hub id of an EAGLE-3 head made for the model")
+    if draft.name == "window" and draft.window is None:
+        raise ConfigError(
+            "draft=window needs draft.window: how many of its newest keys the model drafts with; 512 to 2048 works well"
+        )
     if draft.sink and draft.window is None:
         raise ConfigError(f"draft.sink={draft.sink} without draft.window: all keys are read anyway; give a window or remove it")
     if draft.min_ngram > draft.max_ngram:

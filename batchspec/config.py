@@ -38,7 +38,7 @@ class ModelConfig:
 @dataclass(slots=True, kw_only=True)
 class DraftConfig:
     name: str = "lookup"
-    """none, lookup, eagle3."""
+    """none, lookup, eagle3, window."""
     max_len: int = 8
     """K: draft tokens a row and round at most. With adaptive the largest that is tried."""
     min_ngram: int = 2
@@ -65,9 +65,9 @@ class DraftConfig:
     nodes: int | None = None
     """Nodes of a draft tree that are verified; null: the drafter's own number."""
     window: int | None = None
-    """eagle3: newest keys that the head reads; null: all of them."""
+    """eagle3: newest keys that the head reads; null: all of them. window: newest keys that the model drafts with."""
     sink: int | None = None
-    """eagle3: first keys that it reads beside its window."""
+    """eagle3, window: first keys that are read beside the window."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.formats import HeadSpec
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec, head_bytes, load_head, read_head_spec
+from batchspec.draft.window import WindowDrafter
 from batchspec.errors import ConfigError
 from batchspec.io.columns import ColumnMap, check_ids, map_columns
 from batchspec.io.manifest import fingerprint
@@ -170,6 +171,9 @@ def make_drafter(config: RunConfig, head: Head | None, target: Target, *, slots:
         return NoDrafter()
     if draft.name == "lookup":
         return LookupDrafter(draft.max_len, min_ngram=draft.min_ngram, max_ngram=draft.max_ngram, growth=draft.growth)
+    if draft.name == "window":
+        assert draft.window is not None
+        return WindowDrafter(target, draft.max_len, slots=slots, window=draft.window, sink=draft.sink or 0)
     assert head is not None
     return Eagle3Drafter(
         head,

@@ -19,6 +19,7 @@ from batchspec.draft.base import Drafter, NoDrafter
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.weights import load_head
+from batchspec.draft.window import WindowDrafter
 from batchspec.model.spec import ModelSpec, RopeSpec
 from batchspec.model.target import Target
 from batchspec.model.weights import expected_shapes
@@ -119,13 +120,14 @@ def shape(slots: int, **changes: object) -> PackedBatch:
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
-@pytest.mark.parametrize("name", ["none", "lookup", "eagle3", "eagle3 general"])
+@pytest.mark.parametrize("name", ["none", "lookup", "window", "eagle3", "eagle3 general"])
 def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, overlap: bool, tmp_path: Path) -> None:
     asked, slots = requests(40), 8
     general: dict[str, Any] = {"dead_positions": False, "uniform_slots": False, "argmax": False}
     drafters: dict[str, Callable[[], Drafter]] = {
         "none": NoDrafter,
         "lookup": partial(LookupDrafter, 4, min_ngram=1, max_ngram=3),
+        "window": partial(WindowDrafter, target("cuda"), 3, slots=slots, window=12, sink=2),
         "eagle3": partial(eagle, tmp_path, "cuda", 3, slots),
         "eagle3 general": partial(eagle, tmp_path, "cuda", 3, slots, **general),
     }

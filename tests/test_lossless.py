@@ -18,6 +18,7 @@ from batchspec.decode.engine import Engine, EngineTotals
 from batchspec.decode.round import RoundOptions
 from batchspec.draft.base import Drafter, NoDrafter
 from batchspec.draft.lookup import LookupDrafter
+from batchspec.draft.window import WindowDrafter
 from batchspec.records import Completion, PackedBatch, Request, SamplingParams
 from tests.engines import DEVICE, VOCAB, ForcedDrafter, decode, full_logits, packed, plain_tokens, request, tiny_target
 
@@ -100,16 +101,19 @@ def requests_of_a_job(draw: st.DrawFn) -> list[Request]:
 def test_every_packing_and_drafter_gives_the_tokens_of_plain_decoding(requests: list[Request], data: st.DataObject) -> None:
     expected = expected_tokens(requests)
     draft_len = data.draw(st.integers(1, 8), label="K")
-    kind = data.draw(st.sampled_from(["none", "lookup", "right", "wrong"]), label="drafter")
+    kind = data.draw(st.sampled_from(["none", "lookup", "window", "right", "wrong"]), label="drafter")
     outputs = {r.seed: expected[r.request_id] for r in requests}
     drafter: Drafter
+    slots = data.draw(st.sampled_from([1, 4, 16]), label="slots")
     if kind == "none":
         drafter = NoDrafter()
+    elif kind == "window":
+        window, sink = data.draw(st.integers(1, 9), label="window"), data.draw(st.integers(0, 3), label="sink")
+        drafter = WindowDrafter(tiny_target(), draft_len, slots=slots, window=window, sink=sink)
     elif kind == "lookup":
         drafter = LookupDrafter(draft_len, min_ngram=1, max_ngram=data.draw(st.integers(1, 3)))
     else:
         drafter = ForcedDrafter(draft_len, outputs, right=kind == "right", fixed_len=data.draw(st.booleans()))
-    slots = data.draw(st.sampled_from([1, 4, 16]), label="slots")
     page_size = data.draw(st.sampled_from([2, 4, 8]), label="page_size")
     longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
     scarce = 1 + -(-longest // page_size) + data.draw(st.integers(0, 6))

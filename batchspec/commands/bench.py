@@ -81,11 +81,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("--gen", type=int, default=128, help="output tokens a request (with --requests and --make-job: the cap)")
     add("--requests", type=int, default=0, help="this many requests; with --shape their output is lognormal, as in a job")
     add("--samples", type=int, default=1, help="with --shape: requests that have one prompt in common")
-    add("--draft", nargs="+", default=["none"], choices=["none", "lookup", "eagle3"])
+    add("--draft", nargs="+", default=["none"], choices=["none", "lookup", "eagle3", "window"])
     add("--draft-path", help="folder of an EAGLE-3 head; without it the head is noise of the shape's size")
     add("--k", nargs="+", default=[8], type=_draft_len, help="draft tokens a round; auto: the engine chooses, 0 included")
     add("--accept", default="", help="synthetic acceptance by position, unconditional: .6,.28,.12; cut to each --k")
-    add("--window", type=int, help="newest keys that the head reads; all without it")
+    add("--window", type=int, help="newest keys that the head reads (all without it), or the drafting model")
     add("--sink", type=int, default=0, help="first keys that it reads beside its window")
     add("--opt", nargs="+", default=[], help=f"variants with NAME=false,...: {', '.join(OPTIONS)}")
     add("--prefill-tokens", type=int, default=0, help="tokens of a prefill pass; 0: as a job")
@@ -108,6 +108,8 @@ def _draft_len(text: str) -> int | None:
 def _check(args: argparse.Namespace) -> None:
     if not args.make_job and args.name is None:
         raise ConfigError("bench needs OUT.jsonl and NAME, or --make-job DIR")
+    if "window" in args.draft and args.window is None:
+        raise ConfigError("--draft window needs --window: how many newest keys the model drafts with")
     if any(k is not None and k < 1 for k in args.k):
         raise ConfigError("--k counts from 1; --draft none is the way without drafts")
     if args.accept is not None and list(args.accept) != sorted(args.accept, reverse=True):

@@ -23,6 +23,7 @@ from batchspec.draft.base import Drafter, NoDrafter
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec, load_head
+from batchspec.draft.window import WindowDrafter
 from batchspec.errors import ConfigError
 from batchspec.packing.cost import page_bytes
 from batchspec.packing.planner import CPU_PREFILL, GPU_PREFILL, GPU_RUN_AHEAD, PAGE_SIZE, free_memory, row_buckets
@@ -124,6 +125,8 @@ class Bench:
             return NoDrafter()
         if way.draft == "lookup":
             return LookupDrafter(length)
+        if way.draft == "window":
+            return WindowDrafter(self.workload.target, length, slots=args.batch, window=args.window, sink=args.sink)
         on = {key: way.options.get(key, True) for key in ("dead_positions", "uniform_slots", "argmax")}
         return Eagle3Drafter(self.head, self.workload.target, length, slots=args.batch, window=args.window, sink=args.sink, **on)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -69,19 +70,28 @@ class Target:
 
     @torch.inference_mode()
     def forward(
-        self, batch: FlatBatch, cache: KVCache, taps: tuple[int, ...] = (), *, ends_only: bool = False
+        self,
+        batch: FlatBatch,
+        cache: KVCache,
+        taps: tuple[int, ...] = (),
+        *,
+        ends_only: bool = False,
+        window: int | None = None,
+        sink: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
         """Run T tokens of R rows, writing their K/V to batch.slots of layers 0..L-1 of the cache.
 
         taps       boundaries 0..L of the residual stream, before any norm: 0 is the embedding, i what enters layer i
         ends_only  only each row's last place is asked for: of the others the last layer makes no more than K/V. No row is empty
+        window     newest keys that any layer reads, beside the first `sink` ones; layers with a smaller window keep theirs
         Returns hidden [T, H], or [R, H] with ends_only, behind the final norm, ready for `logits`, and the taps
         [T, len(taps) * H], or None without any.
         """
         residual = self._embedding.index_select(0, batch.token_ids)
         rope = rope_of(batch.positions, self._freqs, self.spec.rope.attention_factor, self.dtype)
         kv = cache.layer(0)
-        plans = {w: plan_attention(batch, kv, num_heads=self.spec.num_heads, window=w) for w in set(self.spec.windows)}
+        ranges = {own: _narrowed(own, window, sink) for own in set(self.spec.windows)}
+        plans = {own: plan_attention(batch, kv, num_heads=self.spec.num_heads, **to_read) for own, to_read in ranges.items()}
         tapped = residual.new_empty(residual.shape[0], len(taps), residual.shape[1]) if taps else None
         hidden: Tensor | None = None
         last = len(self._layers) - 1
@@ -91,7 +101,7 @@ class Target:
             q = layer.queries(hidden, residual, rope, kv, batch.slots, _tap(tapped, taps, i))
             if ends_only and i == last and last + 1 not in taps:
                 q, residual = q.index_select(0, places), residual.index_select(0, places)
-                plan = plan_attention(_ends(batch, places), kv, num_heads=self.spec.num_heads, window=layer.window)
+                plan = plan_attention(_ends(batch, places), kv, num_heads=self.spec.num_heads, **ranges[layer.window])
             hidden = layer.finish(q, residual, kv, plan)
         out_tap = _tap(tapped, taps, last + 1)
         if hidden is not None:
@@ -125,6 +135,18 @@ class Target:
             assert self._narrow_head is not None
             lm_head(hidden, self._narrow_head, out_ids=out, tile=tile)
         return out
+
+
+class _Range(TypedDict):
+    window: int | None
+    sink: int
+
+
+def _narrowed(own: int | None, window: int | None, sink: int) -> _Range:
+    """What a layer with its own window reads under one that is asked for."""
+    if window is None or (own is not None and own <= window):
+        return {"window": own, "sink": 0}
+    return {"window": window, "sink": sink if own is None else 0}
 
 
 def _ends(batch: FlatBatch, places: Tensor) -> FlatBatch:

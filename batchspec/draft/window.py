@@ -1,0 +1,72 @@
+"""Self-speculation with a window: the target drafts for itself, reading its newest keys and the first few alone.
+
+    draft k = argmax of the target at place num_tokens - 1 + k, over keys 0 .. sink-1 and the newest `window` ones
+
+No checkpoint and no copy of K/V: a window is a read range of the same pages. What drafting writes there, at places that the round
+is about to verify, is made of windowed attention; the verification writes over all of it before anything reads it. A draft costs
+a whole pass over the weights, so it pays where attention over the full context takes most of a round.
+Source: Zhang et al. 2024, "Draft & Verify" (arXiv 2309.08168), a model that drafts with less of itself; Xiao et al. 2024,
+"StreamingLLM" (arXiv 2309.17453), what a window and a sink keep.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from batchspec.cache.attention import FlatBatch
+from batchspec.draft.base import NoFeatures
+from batchspec.kernels.draft_steps import draft_steps
+from batchspec.model.target import Target
+
+if TYPE_CHECKING:
+    from batchspec.cache.pages import KVCache
+    from batchspec.decode.rows import Rows
+
+
+class WindowDrafter(NoFeatures):
+    """K tokens a row by K forwards of one place a row each; nothing is carried from round to round."""
+
+    name = "window"
+    fixed_len = True
+
+    def __init__(self, target: Target, max_len: int, *, slots: int, window: int, sink: int = 0) -> None:
+        """window  newest keys that a draft reads, its own included; sink: first keys that it reads beside them"""
+        device = target.device
+        self.max_len = max_len
+        self._target, self._window, self._sink = target, window, sink
+        self._ids = torch.zeros(slots, max_len + 1, dtype=torch.int32, device=device)
+        self._lens, self._kv_len = torch.zeros(2, slots, dtype=torch.int32, device=device)
+        self._positions, self._slots = torch.zeros(2, max_len * slots, dtype=torch.int64, device=device)
+        self._q_start = torch.arange(slots + 1, dtype=torch.int32, device=device)
+
+    @torch.inference_mode()
+    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+        num_rows, width = draft_ids.shape
+        by_step = (width, num_rows)
+        positions, slots = (x[: width * num_rows].view(by_step) for x in (self._positions, self._slots))
+        ids, kv_len = self._ids[:num_rows, : width + 1], self._kv_len[:num_rows]
+        newest = rows.tokens.gather(1, (rows.num_tokens.long() - 1).clamp_(min=0).unsqueeze(1)).squeeze(1)
+        # A chain of K + 1 whose first token is known: the newest one, which has no K/V yet.
+        draft_steps(
+            newest, rows.num_tokens, rows.live, rows.page_table, page_size=cache.page_size, max_tokens=rows.tokens.shape[1],
+            out_ids=ids, out_draft_len=self._lens[:num_rows], out_positions=positions, out_slots=slots, out_kv_len=kv_len,
+        )  # fmt: skip
+        for k in range(width):
+            step = FlatBatch(
+                token_ids=ids[:, k].contiguous(),
+                row_ids=self._q_start[:num_rows],
+                positions=positions[k],
+                slots=slots[k],
+                q_start=self._q_start[: num_rows + 1],
+                kv_len=kv_len,
+                page_table=rows.page_table,
+                max_q=1,
+                max_kv=rows.tokens.shape[1],
+            )
+            hidden, _ = self._target.forward(step, cache, window=self._window, sink=self._sink)
+            ids[:, k + 1] = self._target.likeliest(hidden)
+        draft_ids.copy_(ids[:, 1:])
+        torch.mul(rows.live, width, out=draft_len)
