@@ -51,7 +51,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "cluster.time_h": (math.ulp(0.0), math.inf, "null leaves it to the partition"),
     "cluster.watchdog_s": (0, math.inf, "0 is never"),
     "resume.again": (1, math.inf, "1 is the first time"),
-    "resume.row_attempts": (1, math.inf, "2 spares a row that was only near when a machine failed"),
+    "resume.row_attempts": (1, math.inf, "3 spares a row that was only near when machines failed"),
 }
 
 CHOICES: dict[str, tuple[str, ...]] = {

@@ -180,7 +180,7 @@ class ResumeConfig:
     decode.max_new_tokens), none. Their shards are replaced one by one; all other rows stay as they are."""
     again: int = 1
     """The same retry is done once; a higher number does it again."""
-    row_attempts: int = 2
+    row_attempts: int = 3
     """Deaths of a run that was computing one row alone, after which that row becomes an error row (code crash)."""
 
 

@@ -74,7 +74,7 @@ def poison(row: str, number: int) -> None:
 def test_a_row_that_kills_the_process_is_found_and_its_neighbours_come_out_whole(
     model: Path, data: Path, finished: dict[str, list[int] | None], tmp_path: Path
 ) -> None:
-    command = arguments(model, data, tmp_path / "out")
+    command = arguments(model, data, tmp_path / "out", "resume.row_attempts=2")
     # It dies with its shards, with the rows in flight beside it, and twice alone; then it is an error row.
     deaths = [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGKILL]
     for number in deaths:
