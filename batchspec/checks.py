@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from batchspec.config import RunConfig
@@ -98,9 +98,9 @@ CREDENTIALS = re.compile(r"://[^/]*@|[?&](\w*key|\w*token|\w*secret|\w*password|
 """What a URL that carries a password, a key or a signature looks like."""
 
 
-def violation(key: str, value: float) -> str | None:
-    """What is wrong with a number under `key`, in one line; None where it lies in the range of RANGES."""
-    low, high, advice = RANGES[key]
+def violation(key: str, value: float, ranges: Mapping[str, tuple[float, float, str]] | None = None) -> str | None:
+    """What is wrong with a number under `key`, in one line; None where it lies in the range of `ranges`, by default RANGES."""
+    low, high, advice = (RANGES if ranges is None else ranges)[key]
     if low <= value <= high:  # false for NaN too
         return None
     if high == math.inf:

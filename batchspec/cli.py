@@ -27,6 +27,7 @@ COMMANDS = {
     "inspect": ("batchspec.commands.inspect", "OUT ID [--sample N]: one request in full"),
     "export": ("batchspec.commands.export", "OUT --to FORMAT FILE.jsonl, or --from-openai FILE.jsonl OUT.parquet"),
     "submit": ("batchspec.commands.submit", "a job as a Slurm array: prints the sbatch line, --go runs it; the overrides of run"),
+    "train": ("batchspec.commands.train", "draft=eagle3 model.path= input.path= output.dir=: a head from a job's completions"),
 }
 
 

@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -20,9 +21,10 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError  # type: ignore[import-untyped]
 
 from batchspec.checks import DRAFTERS_TO_COME, check
-from batchspec.config import RunConfig, from_hydra, register, suggest, type_error, unknown_key
+from batchspec.config import RunConfig, from_hydra, register, suggest, type_error, typed, unknown_key
 from batchspec.errors import BatchspecError, ConfigError, Interrupted
 
+Schema = TypeVar("Schema")
 CONF = "batchspec.conf"
 GROUPS = ("model", "draft", "decode", "packing", "input", "output", "cluster", "resume")
 SUBMITIT_FOLDER = "hydra.launcher.submitit_folder=.submitit/%j"
@@ -37,18 +39,37 @@ def compose(overrides: Sequence[str], *, require: Iterable[str] = (), config_dir
     Raises ConfigError in one line for whatever is wrong.
     """
     register()
-    state = GlobalHydra.instance().hydra
     extra = [] if config_dir is None else [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"]
+    config = from_hydra(_composed("run", [*_open_dicts(overrides), *extra], RunConfig()))
+    check(config, require=require)
+    return config
+
+
+def composed(name: str, overrides: Sequence[str], *, schema: type[Schema]) -> Schema:
+    """What conf/NAME.yaml, which starts from NAME_schema, gives with these overrides: a `schema`, unknown keys refused.
+
+    Raises ConfigError in one line for whatever is wrong but the values, which the caller checks.
+    """
+    flags = [word for word in overrides if word.startswith("-")]
+    if flags:
+        raise ConfigError(
+            f"{flags[0]} is no option of {name}; keys are written without dashes, `batchspec {name} --help` lists them"
+        )
+    register(f"{name}_schema", schema)
+    return typed(_composed(name, overrides, schema()), schema)
+
+
+def _composed(name: str, overrides: Sequence[str], known: Any) -> DictConfig:
+    """conf/NAME.yaml with these overrides; leaves Hydra's global state as it was. `known`: an instance that has every key."""
+    state = GlobalHydra.instance().hydra
     try:
         GlobalHydra.instance().clear()
         with hydra.initialize_config_module(CONF, version_base="1.3"):
-            config = from_hydra(hydra.compose("run", [*_open_dicts(overrides), *extra]))
+            return hydra.compose(name, list(overrides))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(one_line(error)) from error
+        raise ConfigError(one_line(error, known)) from error
     finally:
         GlobalHydra.instance().hydra = state
-    check(config, require=require)
-    return config
 
 
 def launch(task: Callable[[RunConfig], int | None], overrides: Sequence[str], *, require: Iterable[str]) -> int:
@@ -121,8 +142,8 @@ def _seen_by_nodes(overrides: list[str]) -> list[str]:
     return overrides if given or "hydra/launcher=submitit_slurm" not in overrides else [*overrides, SUBMITIT_FOLDER]
 
 
-def one_line(error: Exception) -> str:
-    """What is wrong and what to do, from an exception of Hydra, omegaconf or the YAML parser."""
+def one_line(error: Exception, known: Any = None) -> str:
+    """What is wrong and what to do, from an exception of Hydra, omegaconf or the YAML parser. `known` as of `unknown_key`."""
     text = str(error)
     if isinstance(error, MissingConfigException) and error.options is not None and error.missing_cfg_file:
         return _missing_option(error.missing_cfg_file, list(error.options))
@@ -141,7 +162,7 @@ def one_line(error: Exception) -> str:
     recipe = re.search(r"^In '([^']+)': \w+ raised while composing config:\n(.*)", text)
     where = f"{recipe[1]}: " if recipe else ""
     if full_key and re.search(r"Key '[^']+' (is )?not in", said):
-        return f"{where}{unknown_key(full_key[1])}"
+        return f"{where}{unknown_key(full_key[1], known)}"
     if isinstance(error, OmegaConfBaseException):
         return type_error(error)
     if isinstance(error.__cause__, OmegaConfBaseException) and not recipe:

@@ -7,13 +7,15 @@ import importlib.resources
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from batchspec.errors import ConfigError
+
+Schema = TypeVar("Schema")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -249,9 +251,10 @@ def suggest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]}?" if close else ""
 
 
-def unknown_key(key: str) -> ConfigError:
-    """The error for a key that the configuration does not have."""
-    known = [*keys(), *(item.name for item in fields(RunConfig))]
+def unknown_key(key: str, config: Any = None) -> ConfigError:
+    """The error for a key that the configuration does not have. `config`: an instance that has them all, by default RunConfig."""
+    node = RunConfig() if config is None else config
+    known = [*keys(node), *(item.name for item in fields(node))]
     return ConfigError(f"{key} is no key of the configuration; {suggest(key, known) or '`--help` lists them'}")
 
 
@@ -260,13 +263,20 @@ def from_hydra(cfg: DictConfig) -> RunConfig:
 
     Raises ConfigError in one line for unknown keys, wrong types and values that are missing or cannot be resolved.
     """
-    _refuse_unknown(cfg, RunConfig(), "")
+    config = typed(cfg, RunConfig)
+    config.input.path = _shipped(config.input.path)
+    return config
+
+
+def typed(cfg: DictConfig, schema: type[Schema]) -> Schema:
+    """A composed configuration as dataclasses of type `schema`. Raises ConfigError as `from_hydra`."""
+    known = schema()
+    _refuse_unknown(cfg, known, "", known)
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), cfg))
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), cfg))
     except OmegaConfBaseException as error:
         raise ConfigError(type_error(error)) from error
-    assert isinstance(config, RunConfig)
-    config.input.path = _shipped(config.input.path)
+    assert isinstance(config, schema)
     return config
 
 
@@ -286,13 +296,13 @@ def type_error(error: OmegaConfBaseException) -> str:
     return f"{error.full_key}: {said}" if error.full_key else said
 
 
-def _refuse_unknown(cfg: DictConfig, schema: Any, prefix: str) -> None:
+def _refuse_unknown(cfg: DictConfig, schema: Any, prefix: str, root: Any) -> None:
     known = {item.name: getattr(schema, item.name) for item in fields(schema)}
     for name in map(str, cfg):
         if name not in known:
-            raise unknown_key(f"{prefix}{name}")
+            raise unknown_key(f"{prefix}{name}", root)
         if is_dataclass(known[name]) and isinstance(cfg[name], DictConfig):
-            _refuse_unknown(cfg[name], known[name], f"{prefix}{name}.")
+            _refuse_unknown(cfg[name], known[name], f"{prefix}{name}.", root)
 
 
 def _shipped(path: Any) -> Any:
@@ -306,6 +316,6 @@ def _shipped(path: Any) -> Any:
     return str(folder / f"{name}.parquet")
 
 
-def register() -> None:
-    """Make the schema known to Hydra under the name that conf/run.yaml starts from."""
-    ConfigStore.instance().store(name="run_schema", node=RunConfig)
+def register(name: str = "run_schema", schema: type = RunConfig) -> None:
+    """Make a schema known to Hydra under the name that a file of conf starts from."""
+    ConfigStore.instance().store(name=name, node=schema)

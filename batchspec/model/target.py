@@ -68,6 +68,11 @@ class Target:
         """[V, H] token embeddings, for a drafter without its own."""
         return self._embedding
 
+    @property
+    def final_norm(self) -> Tensor:
+        """[H] weight of the norm before the logits."""
+        return self._norm
+
     @torch.inference_mode()
     def forward(
         self,

@@ -1,0 +1,147 @@
+"""`batchspec train draft=eagle3 ...`: a drafter for a model from completions that batchspec itself generated with it.
+
+The same command again goes on with a training that was stopped or killed. Keys are Hydra overrides, as of `run`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from batchspec.compose import composed
+from batchspec.config import InputConfig
+from batchspec.draft.formats import HeadSpec
+from batchspec.draft.weights import head_bytes
+from batchspec.io.reader import Source, open_source
+from batchspec.model.hub import resolve_model
+from batchspec.model.spec import ModelSpec, load_spec
+from batchspec.model.target import Target, resolve_dtype
+from batchspec.model.weights import weight_files
+from batchspec.prepare import choose_device
+from batchspec.train.data import Numbers, Row, course, frequent_ids, read_rows, split_rows
+from batchspec.train.folder import HeadFolder
+from batchspec.train.head import new_network, new_spec, published_network
+from batchspec.train.loop import Course
+from batchspec.train.network import HeadNetwork
+from batchspec.train.save import save_head
+from batchspec.train.settings import TrainRun, check_training
+from batchspec.train.teacher import Teacher
+from batchspec.work.signals import ending
+
+
+def main(argv: Sequence[str]) -> int:
+    """Hydra overrides; returns the exit code. Raises BatchspecError in one line for whatever is wrong, or Interrupted."""
+    if {"-h", "--help"} & set(argv):
+        print(f"{__doc__.strip()}\n\nKeys and their defaults:\n")
+        print("\n".join(_keys(TrainRun())))
+        return 0
+    run = composed("train", argv, schema=TrainRun)
+    check_training(run)
+    train(run)
+    return 0
+
+
+def _keys(node: Any, prefix: str = "") -> list[str]:
+    lines = []
+    for item in fields(node):
+        value = getattr(node, item.name)
+        deeper = is_dataclass(value) and not isinstance(value, type)
+        lines += _keys(value, f"{prefix}{item.name}.") if deeper else [f"  {prefix}{item.name}={json.dumps(value)}"]
+    return lines
+
+
+def train(run: TrainRun) -> Path:
+    """Train, or go on training, and write the head; its folder. Raises Interrupted after a signal, with a checkpoint written."""
+    assert run.model.path is not None
+    assert run.output.dir is not None
+    say = _say
+    source = open_source(InputConfig(path=run.input.path, limit=run.input.limit))
+    folder = resolve_model(run.model.path, run.model.revision)
+    spec = load_spec(folder)
+    device = choose_device(run.device)
+    limits = [run.train.max_len, spec.max_len, *([run.model.max_len] if run.model.max_len else [])]
+    rows = read_rows(source, vocab_size=spec.vocab_size, max_len=min(limits))
+    trained, held_out = split_rows(rows, run.train.held_out, run.train.seed)
+    if run.draft.path is None:
+        new_spec(spec, draft_vocab=run.train.draft_vocab, taps=run.train.taps)  # refused before the folder is made
+    out = HeadFolder(Path(run.output.dir), _facts(run, spec, folder, source), overwrite=run.output.overwrite)
+    if out.complete:
+        say(f"{out.path}: already complete; draft=eagle3 draft.path={out.path} drafts with it")
+        return out.path
+    dtype = resolve_dtype(run.model.dtype, spec, device)
+    say(f"loading {run.model.path} in {str(dtype).removeprefix('torch.')} on {device.type}")
+    target = Target.load(folder, spec, dtype=dtype, device=device, dummy=run.model.load == "dummy")
+    network, ids = _network(run, target, trained)
+    made = _course(run, target, network, ids, trained, held_out, out, say)
+    with ending(lambda: None) as asked:
+        made.run(lambda: asked.name)
+    stored = _stored_dtype(spec)
+    save_head(
+        out.path, network, torch.from_numpy(ids), spec, layout=run.output.layout, dtype=stored, verifier=run.model.path,
+        draft_len=run.draft.max_len,
+    )  # fmt: skip
+    out.finish(made.curves)
+    say(f"{out.path}: {head_bytes(network.spec, stored) / 1e6:,.1f} MB; draft=eagle3 draft.path={out.path} drafts with it")
+    return out.path
+
+
+def _network(run: TrainRun, target: Target, rows: list[Row]) -> tuple[HeadNetwork, Numbers]:
+    """The head to train, and the target ids int64 [V'] that it drafts."""
+    if run.draft.path is not None:
+        folder = resolve_model(run.draft.path, key="draft.path")
+        return published_network(folder, target, aux_layers=run.draft.aux_layers)
+    made: HeadSpec = new_spec(target.spec, draft_vocab=run.train.draft_vocab, taps=run.train.taps)
+    ids = frequent_ids(rows, vocab_size=target.spec.vocab_size, count=run.train.draft_vocab, keep=target.spec.eos_ids)
+    return new_network(made, target, torch.from_numpy(ids), seed=run.train.seed), ids
+
+
+def _course(
+    run: TrainRun, target: Target, network: HeadNetwork, ids: Numbers, trained: list[Row], held_out: list[Row], out: HeadFolder,
+    say: Callable[[str], None],
+) -> Course:  # fmt: skip
+    lengths = torch.tensor([len(row.ids) for row in trained]).numpy()
+    batches = course(
+        lengths, batch_tokens=run.train.batch_tokens, seed=run.train.seed, epochs=run.train.epochs, steps=run.train.steps
+    )
+    inside = torch.zeros(target.spec.vocab_size, dtype=torch.bool).index_fill_(0, torch.from_numpy(ids), True).numpy()
+    known = sum(int(inside[row.ids[row.prompt_len :]].sum()) for row in trained)
+    tokens = sum(len(row.ids) - row.prompt_len for row in trained)
+    parameters = sum(tensor.numel() for tensor in network.parameters())
+    say(
+        f"{len(trained):,} completions of {tokens:,} tokens in {len(batches):,} batches, {len(held_out):,} held out; a head of "
+        f"{parameters:,} weights reads layers {', '.join(map(str, network.spec.tap_layers))} and drafts {len(ids):,} tokens, "
+        f"{known / tokens:.1%} of those completions"
+    )
+    teacher = Teacher(target, network.spec.tap_layers, torch.from_numpy(ids), torch.promote_types(target.dtype, torch.float32))
+    return Course(
+        config=run.train, network=network, teacher=teacher, rows=trained, held_out=held_out, batches=batches,
+        draft_len=run.draft.max_len, folder=out, say=say, curves={"loss": [], "acceptance": []},
+    )  # fmt: skip
+
+
+def _stored_dtype(spec: ModelSpec) -> torch.dtype:
+    return torch.bfloat16 if spec.dtype in ("bfloat16", "float16") else torch.float32
+
+
+def _facts(run: TrainRun, spec: ModelSpec, folder: Path, source: Source) -> dict[str, Any]:
+    """What the head depends on. Where it is trained, and how often it is saved, may change between two runs of one training."""
+    keys = {f"train.{key}": value for key, value in asdict(run.train).items() if key != "save_s"}
+    weights = "dummy" if run.model.load == "dummy" else weight_files(folder).fingerprint
+    files = [[file.name, file.size_bytes, file.num_rows, file.digest] for file in source.files]
+    draft = {f"draft.{key}": getattr(run.draft, key) for key in ("path", "aux_layers", "max_len")}
+    model = {
+        "model.dtype": run.model.dtype,
+        "model": f"{spec.family} of {spec.num_layers} layers, {spec.hidden_size} wide",
+        "model.weights": weights,
+    }
+    return {**model, "input.files": files, "input.limit": run.input.limit, "output.layout": run.output.layout, **draft, **keys}
+
+
+def _say(line: str) -> None:
+    print(f"batchspec: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,130 @@
+"""Completions of a job as training rows: read, split by prompt, cut into batches of like length. Host side, numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+
+from batchspec.errors import InputError
+from batchspec.io.reader import Source
+from batchspec.records import Ids
+
+Numbers = npt.NDArray[np.int64]
+
+_NEIGHBOURS = 64
+"""Batches whose rows are sorted by length together: more would save padding, and make batches too alike."""
+_USABLE = ("ok", "truncated")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One completion behind its prompt."""
+
+    ids: Ids
+    """int32 [tokens]"""
+    prompt_len: int
+
+
+def read_rows(source: Source, *, vocab_size: int, max_len: int) -> list[Row]:
+    """The completions that can be learnt from: finished or truncated, cut to max_len, two completion tokens at least.
+
+    Raises InputError for a data set without prompt_ids or token_ids, with token ids outside the vocabulary, or without such rows.
+    """
+    for name in ("prompt_ids", "token_ids"):
+        kind = str(source.schema.field(name).type) if name in source.schema.names else "not there"
+        if not (kind.startswith(("list<", "large_list<")) and "int" in kind):
+            raise InputError(
+                f"input.path: column {name} is {kind}; train reads the output of a job with output=training "
+                "(output.prompt_ids=true output.token_ids=true)"
+            )
+    prompts, outputs = list(_lists(source, "prompt_ids")), list(_lists(source, "token_ids"))
+    status = [str(x) for piece in source.column("status") for x in piece.to_pylist()] if "status" in source.schema.names else []
+    rows = []
+    for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        if status and status[i] not in _USABLE:
+            continue
+        ids = np.concatenate((prompt, output))[:max_len].astype(np.int32)
+        if len(prompt) and len(ids) >= len(prompt) + 2:
+            rows.append(Row(ids=ids, prompt_len=len(prompt)))
+    if not rows:
+        raise InputError(
+            f"input.path: none of {len(prompts)} rows has a prompt and two completion tokens in train.max_len={max_len}; raise it"
+        )
+    wrong = [int(x) for row in rows for x in (row.ids.min(), row.ids.max()) if not 0 <= x < vocab_size]
+    if wrong:
+        raise InputError(
+            f"input.path: token id {wrong[0]} is outside the target's vocabulary of {vocab_size}: another model's output"
+        )
+    return rows
+
+
+def _lists(source: Source, name: str) -> Iterator[Ids]:
+    for piece in source.column(name):
+        lengths = piece.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+        yield from np.split(piece.flatten().to_numpy(zero_copy_only=False), np.cumsum(lengths)[:-1])
+
+
+def split_rows(rows: list[Row], held_out: int, seed: int) -> tuple[list[Row], list[Row]]:
+    """(to train, held out): at least `held_out` rows, whole prompts with all their completions, drawn by `seed`.
+
+    Raises InputError where that leaves nothing to train.
+    """
+    by_prompt: dict[bytes, list[Row]] = {}
+    for row in rows:
+        key = blake2b(row.ids[: row.prompt_len].tobytes(), digest_size=16).digest()
+        by_prompt.setdefault(key, []).append(row)
+    held: list[Row] = []
+    trained: list[Row] = []
+    groups = list(by_prompt.values())
+    for i in np.random.default_rng((seed, 1)).permutation(len(groups)):
+        (held if len(held) < held_out else trained).extend(groups[i])
+    if not trained:
+        raise InputError(
+            f"input.path: {len(rows)} completions of {len(groups)} prompts, all held out by train.held_out={held_out}; lower it"
+        )
+    return trained, held
+
+
+def frequent_ids(rows: list[Row], *, vocab_size: int, count: int, keep: tuple[int, ...]) -> Numbers:
+    """[min(count, vocab_size)] rising target ids: `keep`, then those most frequent in the completions, of equals the lowest."""
+    counts = np.zeros(vocab_size, np.float64)
+    for row in rows:
+        counts += np.bincount(row.ids[row.prompt_len :], minlength=vocab_size)
+    counts[[i for i in keep if i < vocab_size]] = np.inf
+    chosen: Numbers = np.sort(np.argsort(-counts, kind="stable")[: min(count, vocab_size)])
+    return chosen
+
+
+def epoch_batches(lengths: Numbers, *, batch_tokens: int, seed: int, epoch: int) -> list[Numbers]:
+    """Row numbers of each batch of an epoch, every row once: rows times the longest is at most batch_tokens.
+
+    The same for the same arguments, so that a resumed course goes on in the order of the undisturbed one.
+    """
+    rng = np.random.default_rng((seed, 2, epoch))
+    order = rng.permutation(len(lengths))
+    mean = max(1.0, float(lengths.mean()))
+    block = max(1, int(_NEIGHBOURS * batch_tokens / mean))
+    batches: list[Numbers] = []
+    for first in range(0, len(order), block):
+        rows = order[first : first + block]
+        rows = rows[np.argsort(lengths[rows], kind="stable")]
+        begin = 0
+        for end in range(1, len(rows) + 1):
+            if end == len(rows) or lengths[rows[end]] * (end + 1 - begin) > batch_tokens:
+                batches.append(rows[begin:end])
+                begin = end
+    return [batches[i] for i in rng.permutation(len(batches))]
+
+
+def course(lengths: Numbers, *, batch_tokens: int, seed: int, epochs: int, steps: int | None) -> list[Numbers]:
+    """The batches of a whole training, in order: of `epochs` passes, or `steps` of them."""
+    batches: list[Numbers] = []
+    epoch = 0
+    while epoch < epochs if steps is None else len(batches) < steps:
+        batches += epoch_batches(lengths, batch_tokens=batch_tokens, seed=seed, epoch=epoch)
+        epoch += 1
+    return batches[:steps]

@@ -1,0 +1,89 @@
+"""The folder of a head in the making: whose it is, its checkpoint, and what it says when it is done.
+
+training.json   what the training is of, and with `complete` its curves
+checkpoint.pt   weights, optimiser, curves and the number of batches learnt, until the head is complete
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from batchspec.errors import OutputError, StorageError
+from batchspec.train.save import CONFIG, WEIGHTS, write_text
+
+RECORD, STATE = "training.json", "checkpoint.pt"
+_OWN = (RECORD, STATE, f".{STATE}", f".{RECORD}", CONFIG, f".{CONFIG}", WEIGHTS, f".{WEIGHTS}")
+
+
+class HeadFolder:
+    """One training's folder. `facts`: all that the head depends on, in plain JSON values; a folder of others is refused."""
+
+    def __init__(self, path: Path, facts: dict[str, Any], *, overwrite: bool) -> None:
+        """Raises OutputError for a folder that holds something else, or another training, and is not to be overwritten."""
+        self.path, self.facts = path, facts
+        self.complete = False
+        if path.exists() and not path.is_dir():
+            raise OutputError(f"output.dir={path} is a file; give a folder")
+        record = self._record()
+        if record is None:
+            if path.is_dir() and any(path.iterdir()):
+                raise OutputError(f"output.dir={path} holds files that no training has left there; give an empty folder")
+        elif overwrite:
+            for name in _OWN:
+                (path / name).unlink(missing_ok=True)
+        else:
+            self._same(record.get("facts", {}))
+            self.complete = bool(record.get("complete"))
+        if not self.complete:
+            path.mkdir(parents=True, exist_ok=True)
+            self._write({"facts": facts, "complete": False})
+
+    def save_state(self, state: dict[str, Any]) -> None:
+        """Replace the checkpoint in one step. Raises StorageError where the disk fails."""
+        try:
+            torch.save(state, self.path / f".{STATE}")
+            os.replace(self.path / f".{STATE}", self.path / STATE)
+        except (OSError, RuntimeError) as error:
+            raise StorageError(
+                f"{self.path / STATE}: cannot be written: {error}; run the same command again after the repair"
+            ) from error
+
+    def load_state(self, device: torch.device) -> dict[str, Any] | None:
+        """The checkpoint, None where there is none. Raises StorageError for one that cannot be read."""
+        path = self.path / STATE
+        if not path.is_file():
+            return None
+        try:
+            state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+        except Exception as error:  # torch.load raises whatever the bytes lead it to
+            raise StorageError(f"{path}: cannot be read ({type(error).__name__}); remove it to start anew") from error
+        return state
+
+    def finish(self, curves: dict[str, Any]) -> None:
+        """The head is written: say so, with its curves, and drop the checkpoint."""
+        self._write({"facts": self.facts, "complete": True, **curves})
+        (self.path / STATE).unlink(missing_ok=True)
+
+    def _record(self) -> dict[str, Any] | None:
+        try:
+            record = json.loads((self.path / RECORD).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return record if isinstance(record, dict) else None
+
+    def _same(self, facts: dict[str, Any]) -> None:
+        for key in sorted(self.facts.keys() | facts.keys()):
+            if self.facts.get(key) != facts.get(key):
+                before, now = (json.dumps(x.get(key)) for x in (facts, self.facts))
+                what = f"{key} {before[:60]}, now {now[:60]}" if len(before) < 60 else f"another {key}"
+                raise OutputError(
+                    f"output.dir={self.path} is of a training with {what}; give another folder, or output.overwrite=true"
+                )
+
+    def _write(self, record: dict[str, Any]) -> None:
+        write_text(self.path / RECORD, json.dumps(record, indent=1) + "\n")

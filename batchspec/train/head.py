@@ -1,0 +1,93 @@
+"""The shape and the first weights of a head to train: a usual EAGLE-3 head of the target, or a published one to go on from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from batchspec.draft.formats import HeadSpec
+from batchspec.draft.weights import dummy_spec, load_head
+from batchspec.errors import CheckpointError, ConfigError
+from batchspec.model.spec import ModelSpec
+from batchspec.model.target import Target
+from batchspec.train.data import Numbers
+from batchspec.train.network import HeadNetwork
+
+_STD = 0.02
+
+
+def new_spec(target: ModelSpec, *, draft_vocab: int, taps: list[int] | None) -> HeadSpec:
+    """One layer of the target's shape over `taps`, of which there is a default; raises ConfigError for taps that cannot be."""
+    spec = dummy_spec(target, draft_vocab_size=draft_vocab)
+    chosen = usual_taps(target.num_layers) if taps is None else tuple(taps)
+    if not chosen or len(set(chosen)) < len(chosen) or not all(0 <= tap <= target.num_layers for tap in chosen):
+        raise ConfigError(
+            f"train.taps={list(chosen)} must be different boundaries in 0 .. {target.num_layers}; null takes the usual"
+        )
+    if chosen[0] == 1:
+        raise ConfigError(
+            f"train.taps={list(chosen)}: readers take ids that begin with 1 for outputs of layers; put another first"
+        )
+    return replace(spec, tap_layers=chosen)
+
+
+def usual_taps(num_layers: int) -> tuple[int, ...]:
+    """Low, middle and high as published heads have them; of a model too shallow for that the last three boundaries."""
+    usual = (2, num_layers // 2, num_layers - 3)
+    fits = len(set(usual)) == 3 and min(usual) >= 0 and max(usual) <= num_layers
+    return usual if fits else tuple(range(max(0, num_layers - 2), num_layers + 1))
+
+
+def new_network(spec: HeadSpec, target: Target, hot: Tensor, *, seed: int) -> HeadNetwork:
+    """Noise, the same for one seed on every device, but lm_head, which starts from the target's rows; fp32, fp64 for fp64.
+
+    The final norm starts as the target's, scaled so that logits of noise have a deviation of 1: unscaled, the loss of
+    SmolLM2-135M began at 22 nats.
+    """
+    dtype = torch.promote_types(target.dtype, torch.float32)
+    network = HeadNetwork(spec).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in network.parameters():
+            if tensor.dim() == 2:
+                nn.init.normal_(tensor, std=_STD, generator=generator)
+        rows, norm = _output_rows(target, hot).to(dtype), target.final_norm.to("cpu", dtype)
+        network.lm_head.weight.copy_(rows)
+        network.norm.weight.copy_(norm / (rows * norm).norm(dim=1).mean())
+    return network.to(target.device)
+
+
+def _output_rows(target: Target, hot: Tensor) -> Tensor:
+    """[V', H] of the target's output matrix, read through its logits, on the CPU."""
+    units = torch.eye(target.spec.hidden_size, dtype=target.dtype, device=target.device)
+    parts = [target.logits(unit).index_select(1, hot.to(target.device)).t().cpu() for unit in units.split(256)]
+    return torch.cat(parts, 1).clone()
+
+
+def published_network(folder: Path, target: Target, *, aux_layers: str) -> tuple[HeadNetwork, Numbers]:
+    """A head to go on from, and the target ids int64 [V'] that it drafts.
+
+    Raises CheckpointError for what cannot be loaded, or is no plain head of one layer with an lm_head of its own.
+    """
+    dtype = torch.promote_types(target.dtype, torch.float32)
+    head = load_head(folder, target.spec, dtype=dtype, device=target.device, aux_layers=aux_layers)
+    spec = head.spec
+    plain = replace(new_spec(target.spec, draft_vocab=spec.draft_vocab_size, taps=None), layout=spec.layout, rope=spec.rope)
+    same = ("tap_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "rms_eps", "mapped")
+    if spec != replace(plain, **{name: getattr(spec, name) for name in same}):
+        raise CheckpointError(
+            f"{folder}: train goes on from plain EAGLE-3 heads of one layer with an lm_head; leave draft.path out"
+        )
+    if spec.tap_layers[0] == 1:
+        raise CheckpointError(
+            f"{folder}: reads the target's layers {list(spec.tap_layers)}, which cannot be written; leave draft.path out"
+        )
+    network = HeadNetwork(spec).to(target.device, dtype)
+    network.load_state_dict({name.replace("layers.0.", "midlayer."): tensor for name, tensor in head.tensors.items()})
+    ids = torch.arange(spec.vocab_size) if head.hot is None else head.hot.cpu().long()
+    if (ids[1:] <= ids[:-1]).any():
+        raise CheckpointError(f"{folder}: d2t does not rise, so its draft ids cannot be written again; leave draft.path out")
+    return network, ids.numpy()

@@ -1,0 +1,139 @@
+"""A trained head as a published checkpoint: config.json and model.safetensors, which vLLM and SGLang load too.
+
+flat         SafeAILab, SpecForge, SGLang, vLLM: `midlayer.*`
+speculators  vLLM's speculators: `layers.0.*`, the decoder's shape under transformer_layer_config
+Source of names and keys: as in batchspec/draft/formats.py, which reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from batchspec.draft.formats import HeadSpec
+from batchspec.model.spec import ModelSpec, RopeSpec
+from batchspec.train.network import HeadNetwork
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+
+
+def save_head(
+    folder: Path,
+    network: HeadNetwork,
+    hot: Tensor,
+    target: ModelSpec,
+    *,
+    layout: str,
+    dtype: torch.dtype,
+    verifier: str,
+    draft_len: int,
+) -> None:
+    """Write the head; config.json, without which no reader takes the folder, comes last and each file in one step.
+
+    hot        int64 [V'] rising target ids
+    dtype      of the weights
+    verifier   the target's name, for the speculators layout
+    draft_len  draft tokens a round that the speculators layout names as its default
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in network.state_dict().items():
+        tensors[name if layout == "flat" else name.replace("midlayer.", "layers.0.")] = (
+            tensor.detach().to("cpu", dtype).contiguous()
+        )
+    if network.spec.mapped:
+        hot = hot.cpu()
+        tensors["d2t"] = hot - torch.arange(len(hot))
+        tensors["t2d"] = torch.zeros(network.spec.vocab_size, dtype=torch.bool).index_fill_(0, hot, True)
+    scratch = folder / f".{WEIGHTS}"
+    save_file(tensors, scratch, metadata={"format": "pt"})
+    scratch.chmod(0o644)
+    os.replace(scratch, folder / WEIGHTS)
+    config = head_config(network.spec, target, layout=layout, dtype=dtype, verifier=verifier, draft_len=draft_len)
+    write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """The file appears whole or not at all."""
+    scratch = path.with_name(f".{path.name}")
+    scratch.write_text(text, encoding="utf-8")
+    os.replace(scratch, path)
+
+
+def head_config(
+    spec: HeadSpec, target: ModelSpec, *, layout: str, dtype: torch.dtype, verifier: str, draft_len: int
+) -> dict[str, Any]:
+    """config.json of a head made by `head.new_spec` or read by `head.published_network`."""
+    shape = _shape(spec, target)
+    taps = list(spec.tap_layers)
+    own: dict[str, Any] = {"draft_vocab_size": spec.draft_vocab_size, "torch_dtype": str(dtype).removeprefix("torch.")}
+    if layout == "flat":
+        # Readers know the usual taps, and differ in what they make of ids that are given.
+        usual = taps == [2, target.num_layers // 2, target.num_layers - 3]
+        ids = {} if usual else {"eagle_aux_hidden_state_layer_ids": taps, "num_aux_hidden_states": len(taps)}
+        return {"architectures": ["LlamaForCausalLMEagle3"], **shape, **own, **ids, "tie_word_embeddings": False}
+    proposal = {
+        "proposal_type": "greedy", "speculative_tokens": draft_len, "accept_tolerance": 0.0, "verifier_accept_k": 1,
+    }  # fmt: skip
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": verifier, "architectures": [_ARCHITECTURES[target.family]]},
+        },
+        "transformer_layer_config": shape,
+        "eagle_aux_hidden_state_layer_ids": taps,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "target_hidden_size": spec.target_hidden_size,
+        **own,
+        "tie_word_embeddings": False,
+    }
+
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "mistral": "MistralForCausalLM",
+}  # fmt: skip
+
+
+def _shape(spec: HeadSpec, target: ModelSpec) -> dict[str, Any]:
+    """The decoder layer: a Llama's, whatever the target's family."""
+    return {
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": spec.rms_eps,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "vocab_size": spec.vocab_size,
+        "max_position_embeddings": target.max_len,
+        "rope_theta": spec.rope.theta,
+        "rope_scaling": _rope_scaling(spec.rope),
+    }
+
+
+def _rope_scaling(rope: RopeSpec) -> dict[str, Any] | None:
+    if rope.type == "default":
+        return None
+    found: dict[str, Any] = {"rope_type": rope.type, "factor": rope.factor}
+    if rope.type != "linear":
+        found["original_max_position_embeddings"] = rope.original_max_len
+    if rope.type == "llama3":
+        found |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if rope.type == "yarn":
+        found |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "attention_factor": rope.attention_factor}
+        found |= {} if rope.truncate else {"truncate": False}
+    return found

@@ -1,0 +1,149 @@
+"""The keys of `batchspec train` with their units, and what is refused before anything is read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from batchspec.checks import CREDENTIALS, violation
+from batchspec.config import DraftConfig, ModelConfig
+from batchspec.errors import ConfigError
+
+
+@dataclass(slots=True, kw_only=True)
+class CompletionsConfig:
+    path: Any = None
+    """Output folder of a job, a glob, or a list of them: Parquet with prompt_ids and token_ids. Required."""
+    limit: int | None = None
+    """Take the first N completions only."""
+
+
+@dataclass(slots=True, kw_only=True)
+class HeadOutputConfig:
+    dir: str | None = None
+    """Folder of the head, on this machine. Required."""
+    layout: str = "flat"
+    """flat (SafeAILab, SpecForge, SGLang, vLLM) or speculators (vLLM)."""
+    overwrite: bool = False
+    """Delete the head that an earlier training has left there and start anew."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainConfig:
+    draft_vocab: int = 32000
+    """Tokens that the head can draft: the most frequent ones of the completions, at most the target's vocabulary."""
+    taps: list[int] | None = None
+    """Boundaries of the target's residual stream that it reads, i is what enters layer i; null: 2, the middle, last but 2."""
+    ahead: int = 5
+    """Draft steps that are trained, each on the head's own states of the one before (test-time training)."""
+    decay: float = 0.8
+    """Weight of each draft step relative to the one before."""
+    lr: float = 1e-3
+    """Highest learning rate: reached after 2 % of the steps, then a cosine down to a tenth."""
+    clip: float = 0.5
+    """Norm that gradients are clipped to."""
+    epochs: int = 4
+    """Passes over the completions."""
+    steps: int | None = None
+    """Batches altogether, instead of epochs."""
+    batch_tokens: int = 24576
+    """Tokens of a batch at most, padding included; rows of like length make a batch."""
+    max_len: int = 2048
+    """Tokens of a row, prompt included; what is longer is cut at its end."""
+    held_out: int = 64
+    """Completions kept out of the training, with all others of their prompts: the acceptance curves are theirs."""
+    eval_steps: int = 500
+    """Batches between two points of the acceptance curves; 0: at the end alone."""
+    save_s: float = 60.0
+    """Seconds between checkpoints: what a kill can cost."""
+    seed: int = 0
+    """Of the first weights, the rows held out and the order of the batches."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainRun:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    """name; max_len: K of the acceptance curves; path, aux_layers: a head to go on from."""
+    input: CompletionsConfig = field(default_factory=CompletionsConfig)
+    output: HeadOutputConfig = field(default_factory=HeadOutputConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    device: str = "auto"
+    """auto (a GPU where there is one), cpu, cuda."""
+
+
+RANGES: dict[str, tuple[float, float, str]] = {
+    "draft.max_len": (1, 64, "it is the K of the acceptance curves"),
+    "input.limit": (1, math.inf, "null takes every completion"),
+    "train.draft_vocab": (2, math.inf, "32000 is usual"),
+    "train.ahead": (1, 16, "5 is usual"),
+    "train.decay": (math.ulp(0.0), 1.0, "1 weighs all draft steps alike"),
+    "train.lr": (math.ulp(0.0), 1.0, "1e-3 is usual"),
+    "train.clip": (math.ulp(0.0), math.inf, "0.5 is usual"),
+    "train.epochs": (1, math.inf, "4 is usual"),
+    "train.steps": (1, math.inf, "null goes by train.epochs"),
+    "train.batch_tokens": (8, math.inf, "24576 is usual"),
+    "train.max_len": (8, math.inf, "2048 is usual"),
+    "train.held_out": (0, math.inf, "0 measures no acceptance"),
+    "train.eval_steps": (0, math.inf, "0 measures at the end alone"),
+    "train.save_s": (0.0, math.inf, "60 is usual"),
+    "train.seed": (0, 2**63 - 1, "give a whole number"),
+}
+CHOICES: dict[str, tuple[str, ...]] = {
+    "model.dtype": ("auto", "float32", "bfloat16", "float64"),
+    "model.load": ("auto", "dummy"),
+    "draft.aux_layers": ("auto", "input", "output"),
+    "output.layout": ("flat", "speculators"),
+    "device": ("auto", "cpu", "cuda"),
+}
+REQUIRED: dict[str, str] = {
+    "model.path": "the folder or hub id of the target",
+    "input.path": "the output folder of a job that this target ran, or a list of them",
+    "output.dir": "the folder that the head goes to",
+}
+_READ = ("draft.name", "draft.path", "draft.aux_layers", "draft.max_len")
+_UNREAD = ("model.chat_template", "model.think_tokens")
+
+
+def check_training(run: TrainRun) -> None:
+    """Raises ConfigError naming key, value, limit and what to do."""
+    for key, advice in REQUIRED.items():
+        if _get(run, key) is None:
+            raise ConfigError(f"{key} is required; give {key}=..., {advice}")
+    for key in ("model.path", "draft.path", "output.dir"):
+        if CREDENTIALS.search(_get(run, key) or ""):
+            raise ConfigError(f"{key} holds credentials in a URL; take them out and set AWS_PROFILE or the AWS_... variables")
+    for key, choices in CHOICES.items():
+        if _get(run, key) not in choices:
+            raise ConfigError(f"{key}={_get(run, key)} must be one of {', '.join(choices)}")
+    for key in RANGES:
+        value = _get(run, key)
+        problem = None if value is None else violation(key, value, RANGES)
+        if problem:
+            raise ConfigError(problem)
+    _drafter(run)
+    if "://" in (run.output.dir or ""):
+        raise ConfigError(f"output.dir={run.output.dir}: a head is trained into a folder of this machine; copy it afterwards")
+    if run.train.max_len > run.train.batch_tokens:
+        raise ConfigError(
+            f"train.max_len={run.train.max_len} exceeds train.batch_tokens={run.train.batch_tokens}: "
+            "a row must fit a batch; lower it"
+        )
+
+
+def _drafter(run: TrainRun) -> None:
+    if run.draft.name != "eagle3":
+        raise ConfigError(f"draft={run.draft.name} is nothing that train makes; use draft=eagle3")
+    usual = TrainRun()
+    for key in (*(f"draft.{name}" for name in asdict(run.draft)), *_UNREAD):
+        if key not in _READ and _get(run, key) != _get(usual, key):
+            raise ConfigError(f"{key}={_get(run, key)} is not used by train; remove the key")
+    if run.draft.path is not None and run.train.taps is not None:
+        raise ConfigError(f"train.taps={run.train.taps} and draft.path: that head has its own; remove one of them")
+
+
+def _get(run: Any, key: str) -> Any:
+    for part in key.split("."):
+        run = getattr(run, part)
+    return run

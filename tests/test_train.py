@@ -1,0 +1,433 @@
+"""`batchspec train`: heads of tiny models from their own completions, through the command line and the engine of a job."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from batchspec import cli, run
+from batchspec.config import InputConfig
+from batchspec.draft.weights import load_head
+from batchspec.errors import BatchspecError, ConfigError, InputError, Interrupted, OutputError, StorageError
+from batchspec.io.reader import open_source
+from batchspec.model.spec import load_spec
+from batchspec.model.target import Target
+from batchspec.train.data import Row, course, epoch_batches, frequent_ids, read_rows, split_rows
+from batchspec.train.evaluate import acceptance
+from batchspec.train.folder import HeadFolder
+from batchspec.train.head import new_network, new_spec, usual_taps
+from batchspec.train.loop import learning_rate
+from batchspec.train.objective import SoftCrossEntropy, chain_loss
+from batchspec.train.teacher import Teacher
+from tests.eagle_reference import Design, reference_drafts, run_head, target_taps
+from tests.engines import VOCAB, full_logits, tiny_target
+from tests.models import make_checkpoint
+
+CPU = torch.device("cpu")
+NUM_PROMPTS, CAP = 16, 20
+QUICK = ["device=cpu", "train.steps=40", "train.held_out=2", "train.batch_tokens=700", "train.max_len=64", "train.ahead=3"]
+
+
+def job(model: Path, out: Path, *overrides: str) -> pl.DataFrame:
+    """The output of a job over the prompts that lie beside the model."""
+    words = [f"model.path={model}", f"input.path={model.parent / 'prompts.parquet'}", f"output.dir={out}", "device=cpu"]
+    words += [f"decode.max_new_tokens={CAP}", "packing.slots=8", *overrides]
+    assert run.main(words) == 0
+    return pl.read_parquet(out / "data" / "*.parquet")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model, prompts, and what a job without a drafter made of them: model, prompts.parquet, out."""
+    folder = tmp_path_factory.mktemp("train")
+    make_checkpoint(folder / "model", "llama", vocab=96, hidden_size=32, intermediate_size=48)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 96, 3 + i % 5).tolist() for i in range(NUM_PROMPTS)]
+    pl.DataFrame({"prompt_ids": prompts}).write_parquet(folder / "prompts.parquet")
+    job(folder / "model", folder / "out", "draft=none")
+    return folder
+
+
+def train(made: Path, out: Path, *overrides: str) -> int:
+    words = [f"model.path={made / 'model'}", f"input.path={made / 'out'}", f"output.dir={out}", "draft=eagle3", *QUICK]
+    return cli.main(["train", *words, *overrides])
+
+
+def record(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "training.json").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(made: Path) -> Path:
+    """A head that knows the completions by heart."""
+    assert train(made, made / "head", "train.steps=120", "train.lr=1e-2", "train.held_out=0") == 0
+    return made / "head"
+
+
+def mean_length(frame: pl.DataFrame) -> float:
+    """Tokens a round."""
+    return sum(len(ids) - 1 for ids in frame["token_ids"]) / int(frame["spec_decode"].struct.field("num_spec_steps").sum())
+
+
+def test_a_trained_head_is_accepted_in_the_engine_where_a_random_one_is_not(made: Path, trained: Path, tmp_path: Path) -> None:
+    assert train(made, tmp_path / "random", "train.steps=1", "train.lr=1e-12") == 0
+    heads = {"random": tmp_path / "random", "trained": trained}
+    frames = {
+        name: job(made / "model", tmp_path / name[:1], "draft=eagle3", f"draft.path={path}") for name, path in heads.items()
+    }
+    assert mean_length(frames["random"]) < 1.2
+    assert mean_length(frames["trained"]) > 2.3
+    plain = pl.read_parquet(made / "out" / "data" / "*.parquet").sort("row_index")["token_ids"]
+    assert all(frame.sort("row_index")["token_ids"].equals(plain) for frame in frames.values())
+
+
+def test_the_replay_counts_the_rounds_that_the_engine_runs(made: Path, tmp_path: Path) -> None:
+    """A half-trained head, so that rounds keep 0 .. K drafts."""
+    assert train(made, tmp_path / "head", "train.steps=45", "train.lr=1e-2", "train.held_out=0") == 0
+    max_len = 4
+    frame = job(made / "model", tmp_path / "o", "draft=eagle3", f"draft.path={tmp_path / 'head'}", f"draft.max_len={max_len}")
+    counts = frame["spec_decode"].struct.unnest()
+    spec = load_spec(made / "model")
+    target = Target.load(made / "model", spec, dtype=torch.float32, device=CPU)
+    head = load_head(tmp_path / "head", spec, dtype=torch.float32, device=CPU)
+    assert head.hot is None
+    network = new_network(head.spec, target, torch.arange(spec.vocab_size), seed=0)
+    network.load_state_dict({name.replace("layers.0.", "midlayer."): tensor for name, tensor in head.tensors.items()})
+    rows = read_rows(open_source(InputConfig(path=str(made / "out"))), vocab_size=spec.vocab_size, max_len=64)
+    teacher = Teacher(target, head.spec.tap_layers, torch.arange(spec.vocab_size), torch.float32)
+    found = acceptance(network, teacher, rows, max_len=max_len, batch_tokens=100, cast=nullcontext())
+    assert found.rounds == counts["num_spec_steps"].sum()
+    assert found.tokens == sum(len(ids) - 1 for ids in frame["token_ids"])
+    assert 0.1 < found.by_position[0] < 0.95
+    assert sum(found.accepted) == counts["num_accepted_draft_tokens"].sum()
+    assert sum(found.drafted) == counts["num_draft_tokens"].sum()
+
+
+def test_a_killed_training_goes_on_to_the_same_head_and_the_same_curves(made: Path, tmp_path: Path, capfd: Any) -> None:
+    words = ["train.eval_steps=15", "train.save_s=0"]
+    assert train(made, tmp_path / "a", *words) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        before, seen = HeadFolder.save_state, []
+
+        def killed(self: HeadFolder, state: dict[str, Any]) -> None:
+            before(self, state)
+            seen.append(state["step"])
+            if len(seen) == 17:
+                raise KeyboardInterrupt  # nothing behind this line runs, as after a kill
+
+        patch.setattr(HeadFolder, "save_state", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(made, tmp_path / "b", *words)
+    assert not (tmp_path / "b" / "config.json").exists()
+    assert train(made, tmp_path / "b", *words, "train.save_s=1000") == 0
+    assert "going on behind 17 of 40 batches" in capfd.readouterr().err
+    assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
+    assert record(tmp_path / "a") == record(tmp_path / "b")
+    assert [point["step"] for point in record(tmp_path / "b")["acceptance"]] == [15, 30, 40]
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["config.json", "model.safetensors", "training.json"]
+
+
+def test_a_signal_ends_it_behind_a_checkpoint_with_the_code_of_an_interrupted_job(made: Path, tmp_path: Path, capfd: Any) -> None:
+    from batchspec.train import loop
+
+    def signalled(*arguments: Any, **options: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return chain_loss(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "chain_loss", signalled)
+        assert train(made, tmp_path / "h") == Interrupted.exit_code
+    assert "SIGTERM: 1 of 40 batches are learnt; run the same command again to go on" in capfd.readouterr().err
+    assert train(made, tmp_path / "h") == 0
+    assert train(made, tmp_path / "h") == 0
+    assert "already complete" in capfd.readouterr().err
+
+
+def test_both_layouts_hold_the_same_head_and_draft_the_same(made: Path, tmp_path: Path) -> None:
+    words = ["train.draft_vocab=40", "train.steps=12"]
+    for layout in ("flat", "speculators"):
+        assert train(made, tmp_path / layout, f"output.layout={layout}", *words) == 0
+    spec = load_spec(made / "model")
+    flat, other = (load_head(tmp_path / name, spec, dtype=torch.float32, device=CPU) for name in ("flat", "speculators"))
+    assert (flat.spec.layout, other.spec.layout) == ("flat", "speculators")
+    assert flat.spec.draft_vocab_size == 40
+    assert flat.tensors.keys() == other.tensors.keys()
+    assert all(torch.equal(tensor, other.tensors[name]) for name, tensor in flat.tensors.items())
+    assert flat.hot is not None
+    assert other.hot is not None
+    assert torch.equal(flat.hot, other.hot)
+    frames = [
+        job(made / "model", tmp_path / f"o-{name}", "draft=eagle3", f"draft.path={tmp_path / name}")
+        for name in ("flat", "speculators")
+    ]
+    assert frames[0]["spec_decode"].equals(frames[1]["spec_decode"])
+
+
+def test_the_flat_files_have_the_published_names(made: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    assert train(made, tmp_path / "h", "train.draft_vocab=40", "train.steps=1") == 0
+    tensors = load_file(tmp_path / "h" / "model.safetensors")
+    attention, mlp = (f"midlayer.{part}" for part in ("self_attn", "mlp"))
+    norms = [f"midlayer.{x}.weight" for x in ("hidden_norm", "input_layernorm", "post_attention_layernorm")]
+    wanted = {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d", *norms}
+    wanted |= {f"{attention}.{x}_proj.weight" for x in "qkvo"} | {f"{mlp}.{x}_proj.weight" for x in ("gate", "up", "down")}
+    assert tensors.keys() == wanted
+    assert tensors["t2d"].dtype == torch.bool
+    assert torch.equal(tensors["t2d"].nonzero().squeeze(1), tensors["d2t"] + torch.arange(40))
+    config = json.loads((tmp_path / "h" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert "eagle_aux_hidden_state_layer_ids" not in config  # the usual ones of three layers: 2, 1, 0
+    assert config["draft_vocab_size"] == 40
+
+
+def test_a_training_goes_on_from_a_published_head(made: Path, trained: Path, tmp_path: Path) -> None:
+    words = [f"draft.path={trained}", "train.steps=1", "train.lr=1e-12", "train.held_out=8"]
+    assert train(made, tmp_path / "h", *words) == 0
+    assert record(tmp_path / "h")["acceptance"][-1]["mean_length"] > 2.3
+    spec = load_spec(made / "model")
+    before, after = (load_head(path, spec, dtype=torch.float32, device=CPU).tensors for path in (trained, tmp_path / "h"))
+    assert all(torch.allclose(tensor, after[name], atol=1e-6) for name, tensor in before.items())
+
+
+# -- what is computed ---------------------------------------------------------------------------------------------------------
+
+
+def tiny() -> tuple[Target, Teacher, Any, list[Row]]:
+    """A head in fp64 over 12 of 31 tokens of a target of two layers, and three rows."""
+    target = tiny_target()
+    hot = torch.arange(12) * 2 + 3
+    spec = new_spec(target.spec, draft_vocab=12, taps=None)
+    network = new_network(spec, target, hot, seed=1)
+    rng = np.random.default_rng(3)
+    rows = [Row(ids=rng.integers(0, VOCAB, n).astype(np.int32), prompt_len=p) for n, p in ((19, 4), (9, 1), (30, 12))]
+    return target, Teacher(target, spec.tap_layers, hot, torch.float64), network, rows
+
+
+def reference_of(network: Any, target: Target) -> tuple[Design, dict[str, Tensor]]:
+    spec = network.spec
+    design = Design(
+        hidden=spec.hidden_size, target_hidden=spec.target_hidden_size, vocab=VOCAB, draft_vocab=12, taps=spec.tap_layers,
+        heads=spec.num_heads, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, inner=spec.intermediate_size,
+        eps=spec.rms_eps, theta=spec.rope.theta,
+    )  # fmt: skip
+    tensors = {name.replace("midlayer.", "layers.0."): tensor.detach().cpu() for name, tensor in network.state_dict().items()}
+    return design, tensors
+
+
+def reference_logits(network: Any, target: Target, row: Row, place: int, step: int) -> Tensor:
+    """Of draft step `step` behind `place`, by definition: true features up to the place, own states behind it."""
+    design, tensors = reference_of(network, target)
+    taps = target_taps(target, row.ids.tolist(), design.taps)[: place + 1].double()
+    ids, fed = torch.from_numpy(row.ids).long(), torch.empty(0, design.hidden, dtype=torch.float64)
+    for k in range(step + 1):
+        tokens = ids[1 : place + 2 + k]
+        out, logits = run_head(design, tensors, target.embedding.cpu().double(), tokens, taps, fed)
+        fed = torch.cat((fed, out[-1:]))
+    return logits[-1]
+
+
+def test_draft_steps_of_a_padded_batch_are_those_of_the_definition() -> None:
+    target, teacher, network, rows = tiny()
+    lesson = teacher.lesson(rows)
+    with torch.no_grad():
+        logits = [network.lm_head(hidden) for hidden in network(lesson.embedded, lesson.features, 4)]
+    for r, row in enumerate(rows):
+        for place in range(0, len(row.ids) - 5, 3):
+            for step in range(4):
+                expected = reference_logits(network, target, row, place, step)
+                assert torch.allclose(logits[step][r, place].cpu(), expected, atol=1e-6), (r, place, step)
+
+
+def test_the_loss_is_the_weighted_cross_entropy_with_the_targets_own_distributions() -> None:
+    target, teacher, network, rows = tiny()
+    ahead, decay = 3, 0.7
+    loss, matches = chain_loss(network, teacher.lesson(rows), ahead=ahead, decay=decay)
+    expected = torch.zeros((), dtype=torch.float64)
+    hot = teacher.hot.cpu()
+    for step in range(ahead):
+        nats, hits = [], []
+        for row in rows:
+            for place in range(row.prompt_len - 1, len(row.ids) - 1):
+                choice = full_logits(target, row.ids[: place + 1].tolist()).double()
+                if place - 1 - step < 0 or int(choice.argmax()) not in hot.tolist():
+                    continue
+                said = reference_logits(network, target, row, place - 1 - step, step)
+                nats.append(cross_entropy(said[None], choice[hot].softmax(-1)[None]))
+                hits.append(float(hot[said.argmax()] == choice.argmax()))
+        assert len(nats) > 5
+        expected = expected + decay**step * torch.stack(nats).mean()
+        assert float(matches[step]) == pytest.approx(np.mean(hits))
+    assert float(loss.detach()) == pytest.approx(float(expected), abs=1e-6)
+
+
+def test_the_gradient_of_the_chunked_cross_entropy_is_that_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    from batchspec.train import objective
+
+    monkeypatch.setattr(objective, "_CHUNK", 4)
+    rng = torch.Generator().manual_seed(0)
+    hidden, head = (torch.randn(n, 5, dtype=torch.float64, generator=rng, requires_grad=True) for n in (10, 7))
+    probs = torch.randn(10, 7, dtype=torch.float64, generator=rng).softmax(-1)
+    weights = torch.tensor([1.0, 0, 1, 1, 0, 1, 1, 1, 0, 1], dtype=torch.float64)
+    apply: Any = SoftCrossEntropy.apply
+    found = torch.autograd.grad(apply(hidden, head, probs, weights)[0] * 3, (hidden, head))
+    plain = -((probs * (hidden @ head.t()).log_softmax(-1)).sum(-1) * weights).sum() * 3
+    for one, other in zip(found, torch.autograd.grad(plain, (hidden, head)), strict=True):
+        assert torch.allclose(one, other)
+
+
+def test_the_replay_is_a_walk_with_the_drafts_of_the_definition() -> None:
+    target, teacher, network, rows = tiny()
+    design, tensors = reference_of(network, target)
+    tensors["d2t"] = teacher.hot.cpu() - torch.arange(12)
+    rng = np.random.default_rng(0)
+    for row in rows:  # drafts stand often enough if the rows are made of them
+        ids = row.ids[: row.prompt_len + 1].tolist()
+        while len(ids) < len(row.ids):
+            ids += [*reference_drafts(design, tensors, target, ids, int(rng.integers(1, 4))), int(rng.integers(VOCAB))]
+        row.ids[:] = ids[: len(row.ids)]
+    rounds, kept = 0, np.zeros(3, int)
+    for row in rows:
+        ids, newest = row.ids.tolist(), row.prompt_len
+        while newest < len(ids) - 1:
+            drafts = reference_drafts(design, tensors, target, ids[: newest + 1], min(3, len(ids) - 2 - newest))
+            count = next((i for i, (a, b) in enumerate(zip(drafts, ids[newest + 1 :], strict=False)) if a != b), len(drafts))
+            rounds, newest = rounds + 1, newest + count + 1
+            kept[:count] += 1
+    found = acceptance(network, teacher, rows, max_len=3, batch_tokens=40, cast=nullcontext())
+    assert found.rounds == rounds
+    assert found.accepted == tuple(kept)
+    assert kept[2] > 0
+    assert found.tokens == sum(len(row.ids) - row.prompt_len - 1 for row in rows)
+
+
+# -- data ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_epoch_has_every_row_once_in_batches_that_fit_and_are_of_like_length() -> None:
+    lengths = np.random.default_rng(0).integers(3, 200, 700)
+    batches = epoch_batches(lengths, batch_tokens=1000, seed=5, epoch=1)
+    assert sorted(np.concatenate(batches).tolist()) == list(range(700))
+    assert all(lengths[batch].max() * len(batch) <= 1000 for batch in batches)
+    padded = sum(int(lengths[batch].max()) * len(batch) for batch in batches)
+    assert padded < 1.1 * lengths.sum()
+    again, other = (epoch_batches(lengths, batch_tokens=1000, seed=5, epoch=epoch) for epoch in (1, 2))
+    assert all(np.array_equal(a, b) for a, b in zip(batches, again, strict=True))
+    assert any(not np.array_equal(a, b) for a, b in zip(batches, other, strict=False))
+    assert len(course(lengths, batch_tokens=1000, seed=5, epochs=9, steps=3)) == 3
+    two = course(lengths, batch_tokens=1000, seed=5, epochs=2, steps=None)
+    assert np.bincount(np.concatenate(two)).tolist() == [2] * 700
+
+
+def test_completions_of_one_prompt_are_on_one_side_of_the_split() -> None:
+    rows = [Row(ids=np.array([i // 3, 7, i], np.int32), prompt_len=2) for i in range(30)]
+    trained, held = split_rows(rows, 7, seed=0)
+    assert len(held) == 9  # whole prompts
+    assert len(trained) + len(held) == 30
+    assert not {int(row.ids[0]) for row in trained} & {int(row.ids[0]) for row in held}
+
+
+def test_the_draft_vocabulary_is_what_completions_use_most() -> None:
+    rows = [Row(ids=np.array([9, 9, 9, 4, 4, 6, 5], np.int32), prompt_len=3)]
+    assert frequent_ids(rows, vocab_size=10, count=3, keep=(2,)).tolist() == [2, 4, 5]  # of 5 and 6 the lower; 9 is prompt
+    assert frequent_ids(rows, vocab_size=10, count=99, keep=()).tolist() == list(range(10))
+
+
+@pytest.mark.parametrize(("layers", "taps"), [(30, (2, 15, 27)), (32, (2, 16, 29)), (3, (2, 1, 0)), (4, (2, 3, 4)), (1, (0, 1))])
+def test_the_usual_taps(layers: int, taps: tuple[int, ...]) -> None:
+    assert usual_taps(layers) == taps
+
+
+def test_the_learning_rate_rises_and_falls_on_a_cosine() -> None:
+    rates = [learning_rate(step, 1000, 2e-3) for step in range(1000)]
+    assert rates[0] == pytest.approx(1e-4)
+    assert max(rates) == pytest.approx(2e-3, rel=1e-2)
+    assert rates.index(max(rates)) == 19
+    assert rates[19:] == sorted(rates[19:], reverse=True)
+    assert rates[-1] == pytest.approx(2e-4, rel=1e-2)
+
+
+# -- what is refused ----------------------------------------------------------------------------------------------------------
+
+
+def refused(kind: type[BatchspecError], made: Path, out: Path, capfd: Any, *overrides: str) -> str:
+    capfd.readouterr()
+    assert train(made, out, *overrides) == kind.exit_code
+    lines: list[str] = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("train.lrr=1", "train.lrr is no key of the configuration; did you mean train.lr?"),
+        ("train.lr=0", "train.lr=0.0 must be above 0 and at most 1; 1e-3 is usual"),
+        ("train.ahead=fast", "train.ahead: Value 'fast'"),
+        ("train.max_len=4096", "train.max_len=4096 exceeds train.batch_tokens=700"),
+        ("draft=lookup", "draft=lookup is nothing that train makes; use draft=eagle3"),
+        ("draft=eagel3", "draft=eagel3 is no choice of the group draft; did you mean eagle3?"),
+        ("draft.window=8", "draft.window=8 is not used by train; remove the key"),
+        ("train.taps=[0,9]", "train.taps=[0, 9] must be different boundaries in 0 .. 3"),
+        ("train.taps=[1,2]", "readers take ids that begin with 1 for outputs of layers; put another first"),
+        ("output.layout=gguf", "output.layout=gguf must be one of flat, speculators"),
+        ("output.dir=s3://b/h", "output.dir=s3://b/h: a head is trained into a folder of this machine"),
+        ("model.path=null", "model.path is required; give model.path="),
+        ("--cfg", "--cfg is no option of train"),
+    ],
+)
+def test_a_wrong_key_or_value_is_refused_in_one_line(override: str, said: str, made: Path, tmp_path: Path, capfd: Any) -> None:
+    assert said in refused(ConfigError, made, tmp_path / "h", capfd, override)
+    assert not (tmp_path / "h").exists()
+
+
+def test_completions_that_cannot_be_learnt_from_are_refused(made: Path, tmp_path: Path, capfd: Any) -> None:
+    def data(**columns: Any) -> str:
+        pl.DataFrame(columns).write_parquet(tmp_path / "d.parquet")
+        return f"input.path={tmp_path / 'd.parquet'}"
+
+    for build, expected in (
+        ({"prompt_ids": [[1, 2]]}, "column token_ids is not there; train reads the output of a job with output=training"),
+        ({"prompt_ids": ["1 2"], "token_ids": ["3"]}, "column prompt_ids is"),
+        ({"prompt_ids": [[1, 2]], "token_ids": [[3]]}, "none of 1 rows has a prompt and two completion tokens"),
+        ({"prompt_ids": [[1, 2]], "token_ids": [[3, 4]], "status": ["error"]}, "none of 1 rows"),
+        ({"prompt_ids": [[1, 2]] * 9, "token_ids": [[3, 500]] * 9}, "token id 500 is outside the target's vocabulary of 96"),
+        ({"prompt_ids": [[1, 2]] * 9, "token_ids": [[3, 5]] * 9}, "9 completions of 1 prompts, all held out by train.held_out=2"),
+    ):
+        assert expected in refused(InputError, made, tmp_path / "h", capfd, data(**build))
+    assert not (tmp_path / "h").exists()
+
+
+def test_a_folder_of_something_else_is_left_alone(made: Path, tmp_path: Path, capfd: Any) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("x")
+    assert "holds files that no training has left there" in refused(OutputError, made, tmp_path / "full", capfd)
+    (tmp_path / "file").write_text("x")
+    assert "is a file" in refused(OutputError, made, tmp_path / "file", capfd)
+    assert train(made, tmp_path / "h", "train.steps=2") == 0
+    said = refused(OutputError, made, tmp_path / "h", capfd, "train.steps=3")
+    assert said.endswith("is of a training with train.steps 2, now 3; give another folder, or output.overwrite=true")
+    assert train(made, tmp_path / "h", "train.steps=3", "output.overwrite=true") == 0
+    assert record(tmp_path / "h")["facts"]["train.steps"] == 3
+
+
+def test_a_damaged_checkpoint_is_named(made: Path, tmp_path: Path, capfd: Any) -> None:
+    assert train(made, tmp_path / "h", "train.steps=2") == 0
+    done = record(tmp_path / "h")
+    (tmp_path / "h" / "training.json").write_text(json.dumps(done | {"complete": False}))
+    (tmp_path / "h" / "checkpoint.pt").write_bytes(b"not a checkpoint")
+    capfd.readouterr()
+    assert train(made, tmp_path / "h", "train.steps=2") == StorageError.exit_code
+    assert "checkpoint.pt: cannot be read" in capfd.readouterr().err
