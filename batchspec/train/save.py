@@ -1,4 +1,4 @@
-"""A trained head as a published checkpoint: config.json and model.safetensors, which vLLM and SGLang load too.
+"""A trained head as a published checkpoint: config.json and model.safetensors, in the layouts that vLLM and SGLang read.
 
 flat         SafeAILab, SpecForge, SGLang, vLLM: `midlayer.*`
 speculators  vLLM's speculators: `layers.0.*`, the decoder's shape under transformer_layer_config
