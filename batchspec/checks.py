@@ -76,12 +76,12 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "draft.aux_layers": ("eagle3",),
     "draft.window": ("eagle3", "window"),
     "draft.sink": ("eagle3", "window"),
+    "draft.parallel": ("eagle3",),
     "decode.opt.dead_positions": ("eagle3",),
 }
 
 # Keys of drafters and paths that are not built yet -> who reads them.
 UNUSED: dict[str, str] = {
-    "draft.parallel": "eagle3",
     "draft.topk": "eagle3",
     "draft.depth": "eagle3",
     "draft.nodes": "eagle3",
@@ -160,6 +160,8 @@ def _drafter(config: RunConfig) -> None:
         if draft.name not in readers and value != _get(defaults, key):
             who = " and ".join(f"draft={name}" for name in readers)
             raise ConfigError(f"{key}={value} is not used by draft={draft.name}, only by {who}; remove the key")
+    if draft.parallel != "auto" and not isinstance(draft.parallel, bool):
+        raise ConfigError(f"draft.parallel={draft.parallel} must be one of auto, true, false")
     if draft.name == "eagle3" and draft.path is None and config.model.load != "dummy":
         raise ConfigError("draft=eagle3 needs draft.path: the folder or hub id of an EAGLE-3 head made for the model")
     if draft.name == "window" and draft.window is None:

@@ -58,8 +58,8 @@ class DraftConfig:
     id is 1, else input."""
     adaptive: bool | None = None
     """Choose K of each round, 0 included, by measured times and acceptance, on a GPU; null: where there is one."""
-    parallel: str = "auto"
-    """All K drafts in one forward: auto (as the checkpoint says), true, false."""
+    parallel: Any = "auto"
+    """eagle3: all K drafts in one forward: auto (where the head was trained for it: P-EAGLE), true, false."""
     topk: int = 1
     """Branches a level of a draft tree; 1 is a chain."""
     depth: int | None = None

@@ -18,6 +18,7 @@ from batchspec.draft.base import Drafter, NoDrafter
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.formats import HeadSpec
 from batchspec.draft.lookup import LookupDrafter
+from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec, head_bytes, load_head, read_head_spec
 from batchspec.draft.window import WindowDrafter
 from batchspec.errors import ConfigError
@@ -94,7 +95,14 @@ def open_head(config: RunConfig, spec: ModelSpec) -> HeadSpec | None:
     if config.draft.name != "eagle3":
         return None
     folder = head_folder(config)
-    return dummy_spec(spec) if folder is None else read_head_spec(folder, spec, aux_layers=config.draft.aux_layers)
+    if folder is None:
+        return dummy_spec(spec, parallel=config.draft.parallel is True)
+    head = read_head_spec(folder, spec, aux_layers=config.draft.aux_layers)
+    if config.draft.parallel is True and head.mask_token_id is None:
+        raise ConfigError(
+            f"draft.parallel=true, but the head {config.draft.path} has no mask token: it drafts a chain; use draft.parallel=auto"
+        )
+    return head
 
 
 def head_folder(config: RunConfig) -> Path | None:
@@ -175,17 +183,16 @@ def make_drafter(config: RunConfig, head: Head | None, target: Target, *, slots:
         assert draft.window is not None
         return WindowDrafter(target, draft.max_len, slots=slots, window=draft.window, sink=draft.sink or 0)
     assert head is not None
-    return Eagle3Drafter(
-        head,
-        target,
-        draft.max_len,
-        slots=slots,
-        window=draft.window,
-        sink=draft.sink or 0,
-        dead_positions=opt.dead_positions is not False,
-        uniform_slots=opt.uniform_slots,
-        argmax=opt.argmax,
-    )
+    options: dict[str, Any] = {
+        "slots": slots,
+        "window": draft.window,
+        "sink": draft.sink or 0,
+        "dead_positions": opt.dead_positions is not False,
+        "argmax": opt.argmax,
+    }
+    if draft.parallel is not False and head.spec.mask_token_id is not None:
+        return ParallelDrafter(head, target, draft.max_len, **options)
+    return Eagle3Drafter(head, target, draft.max_len, uniform_slots=opt.uniform_slots, **options)
 
 
 def draft_len(config: RunConfig) -> int:

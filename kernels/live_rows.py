@@ -32,7 +32,7 @@ def live_rows_kernel(
     num_places, q_stride, residual_stride, out_q_stride, out_residual_stride,
     Q_WIDTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (r, 0) copies the query and writes the row's numbers, program (r, 1) copies the residual stream."""
+    """Program (r, 0) copies the query and writes the row's numbers, program (r, 1), if there is one, the residual stream."""
     await_earlier(PDL)
     row = tl.program_id(0).to(tl.int64)
     # Packed rows: dead ones at the end may begin behind the last place.
@@ -43,14 +43,14 @@ def live_rows_kernel(
         tl.store(out_q + row * out_q_stride + lane, values, mask=lane < Q_WIDTH)
         tl.store(out_positions + row, tl.load(positions + place))
         tl.store(out_kv_len + row, tl.where(tl.load(live + row) != 0, tl.load(num_tokens + row) - 1, 0))
-    else:
+    elif residual is not None:
         stream = tl.load(residual + place * residual_stride + lane, mask=lane < WIDTH)
         tl.store(out_residual + row * out_residual_stride + lane, stream, mask=lane < WIDTH)
 
 
 def live_rows(
     q: Tensor,
-    residual: Tensor,
+    residual: Tensor | None,
     q_start: Tensor,
     accepted_len: Tensor,
     positions: Tensor,
@@ -58,7 +58,7 @@ def live_rows(
     live: Tensor,
     *,
     out_q: Tensor,
-    out_residual: Tensor,
+    out_residual: Tensor | None,
     out_positions: Tensor,
     out_kv_len: Tensor,
     interpret: bool = False,
@@ -66,7 +66,7 @@ def live_rows(
     """Write the one place of each of R rows that goes on, out of T places.
 
     q              fp32, bf16, fp16 or fp64 [T, A], T >= 1  rows may be slices of wider ones, here and of the next three
-    residual       [T, H] of the same dtype
+    residual       [T, H] of the same dtype, or None with out_residual: q alone
     q_start        int32 [R+1]  first place of each row
     accepted_len   int32 [R]    0 for dead rows
     positions      int64 [T]
@@ -79,9 +79,13 @@ def live_rows(
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
-    (num_places, q_width), width, num_rows = q.shape, residual.shape[1], live.shape[0]
+    (num_places, q_width), num_rows = q.shape, live.shape[0]
+    width = 0 if residual is None else residual.shape[1]
     check("live_rows: q", q, (max(1, num_places), q_width), *FLOATS, rows=True)
-    check("live_rows: residual", residual, (num_places, width), q.dtype, rows=True)
+    if (residual is None) != (out_residual is None):
+        raise ValueError("live_rows: residual and out_residual go together; give both or neither")
+    if residual is not None:
+        check("live_rows: residual", residual, (num_places, width), q.dtype, rows=True)
     check("live_rows: q_start", q_start, (num_rows + 1,), torch.int32)
     for name, vector in (
         ("accepted_len", accepted_len), ("num_tokens", num_tokens), ("live", live), ("out_kv_len", out_kv_len),
@@ -89,7 +93,8 @@ def live_rows(
         check(f"live_rows: {name}", vector, (num_rows,), torch.int32)
     check("live_rows: positions", positions, (num_places,), torch.int64)
     check("live_rows: out_q", out_q, (num_rows, q_width), q.dtype, rows=True)
-    check("live_rows: out_residual", out_residual, (num_rows, width), q.dtype, rows=True)
+    if out_residual is not None:
+        check("live_rows: out_residual", out_residual, (num_rows, width), q.dtype, rows=True)
     check("live_rows: out_positions", out_positions, (num_rows,), torch.int64)
     if not (q.is_cuda or interpret):
         live_rows_reference(
@@ -98,9 +103,10 @@ def live_rows(
         )  # fmt: skip
     elif num_rows:
         block = triton.next_power_of_2(max(q_width, width))
-        live_rows_kernel[(num_rows, 2)](
+        strides = (0, 0) if residual is None or out_residual is None else (residual.stride(0), out_residual.stride(0))
+        live_rows_kernel[(num_rows, 2 if width else 1)](
             q, residual, q_start, accepted_len, positions, num_tokens, live, out_q, out_residual, out_positions, out_kv_len,
-            num_places, q.stride(0), residual.stride(0), out_q.stride(0), out_residual.stride(0),
+            num_places, q.stride(0), strides[0], out_q.stride(0), strides[1],
             Q_WIDTH=q_width, WIDTH=width, BLOCK=block, num_warps=min(16, max(1, block // (32 * VALUES_PER_THREAD))),
             **launch_args(q),
         )  # fmt: skip
@@ -108,7 +114,7 @@ def live_rows(
 
 def live_rows_reference(
     q: Tensor,
-    residual: Tensor,
+    residual: Tensor | None,
     q_start: Tensor,
     accepted_len: Tensor,
     positions: Tensor,
@@ -116,14 +122,15 @@ def live_rows_reference(
     live: Tensor,
     *,
     out_q: Tensor,
-    out_residual: Tensor,
+    out_residual: Tensor | None,
     out_positions: Tensor,
     out_kv_len: Tensor,
 ) -> None:
     """The same in plain torch."""
     place = (q_start[:-1] + accepted_len).clamp_(max=q.shape[0] - 1)
     for out, values in ((out_q, q), (out_residual, residual), (out_positions, positions)):
-        out.copy_(values.index_select(0, place))
+        if out is not None and values is not None:
+            out.copy_(values.index_select(0, place))
     out_kv_len.copy_((num_tokens - 1) * (live != 0))
 
 

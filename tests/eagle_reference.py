@@ -44,6 +44,8 @@ class Design:
     fc_norm: bool = False
     norm_output: bool = False
     own_embedding: bool = False
+    mask_id: int | None = None
+    """The mask token of a head that drafts in parallel."""
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -134,6 +136,31 @@ def target_taps(target: Target, ids: Sequence[int], taps: tuple[int, ...]) -> Te
     return tapped.cpu().clone()
 
 
+def target_head(design: Design, target: Target) -> Tensor | None:
+    """The target's lm_head [V, H], where the head has none of its own."""
+    if design.draft_vocab is not None:
+        return None
+    unit = torch.eye(design.hidden, dtype=target.dtype, device=target.device)
+    return target.logits(unit).T.cpu().double()
+
+
+@torch.no_grad()
+def reference_parallel_drafts(
+    design: Design, tensors: dict[str, Tensor], target: Target, ids: Sequence[int], num_drafts: int,
+    *, window: int | None = None, sink: int = 0,
+) -> list[int]:  # fmt: skip
+    """Draft tokens behind `ids` in one pass: masks stand for the tokens that are not known yet, a learned feature for theirs."""
+    assert design.mask_id is not None
+    masks = num_drafts - 1
+    taps = target_taps(target, ids[:-1], design.taps).double()
+    taps = torch.cat((taps, tensors["mask_hidden"].view(1, -1).expand(masks, -1)))
+    tokens = torch.tensor([*ids[1:], *[design.mask_id] * masks])
+    embedding, head = target.embedding.cpu().double(), target_head(design, target)
+    _, logits = run_head(design, tensors, embedding, tokens, taps, window=window, sink=sink, target_head=head)
+    choices = logits[-num_drafts:].argmax(-1)
+    return (choices + (tensors["d2t"][choices] if "d2t" in tensors else 0)).tolist()
+
+
 @torch.no_grad()
 def reference_drafts(
     design: Design, tensors: dict[str, Tensor], target: Target, ids: Sequence[int], num_drafts: int,
@@ -141,13 +168,9 @@ def reference_drafts(
 ) -> list[int]:  # fmt: skip
     """Draft tokens behind `ids`, whose last token the target has not read yet."""
     taps = target_taps(target, ids[:-1], design.taps).double()
-    embedding = target.embedding.cpu().double()
+    embedding, head = target.embedding.cpu().double(), target_head(design, target)
     tokens, fed = list(ids[1:]), torch.empty(0, design.hidden, dtype=torch.float64)
     drafts: list[int] = []
-    head = None
-    if design.draft_vocab is None:
-        unit = torch.eye(design.hidden, dtype=target.dtype, device=target.device)
-        head = target.logits(unit).T.cpu().double()
     for _ in range(num_drafts):
         out, logits = run_head(
             design, tensors, embedding, torch.tensor(tokens), taps, fed, window=window, sink=sink, target_head=head

@@ -54,6 +54,8 @@ def random_tensors(design: Design, *, seed: int = 0) -> Tensors:
             tensors |= norm(f"{at}hidden_norm", hidden)
         if design.qk_norm:
             tensors |= norm(f"{at}self_attn.q_norm", design.head_dim) | norm(f"{at}self_attn.k_norm", design.head_dim)
+    if design.mask_id is not None:
+        tensors["mask_hidden"] = noise(1, 1, width)
     if design.own_embedding:
         tensors["embed_tokens.weight"] = noise(design.vocab, hidden)
     if design.draft_vocab is not None:
@@ -81,13 +83,17 @@ def config_of(design: Design, layout: str) -> dict[str, Any]:
     }  # fmt: skip
     if design.target_hidden != design.hidden:
         config["target_hidden_size"] = design.target_hidden
+    if layout == "flat" and design.mask_id is not None:
+        config |= {"parallel_drafting": True, "ptd_token_id": design.mask_id}
     if layout == "flat":
         # SpecForge means something else by norm_output.
         arch = "LlamaForCausalLM" if config["norm_output"] else "LlamaForCausalLMEagle3"
         if not config["norm_output"]:
             del config["norm_output"]
         return {"architectures": [arch], **shape, **config}
-    kind = {"architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3"}
+    kind: dict[str, Any] = {"architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3"}
+    if design.mask_id is not None:
+        kind = {"architectures": ["PEagleDraftModel"], "speculators_model_type": "peagle", "mask_token_id": design.mask_id}
     return {**kind, "transformer_layer_config": shape, **config}
 
 
@@ -127,6 +133,35 @@ def distilled_tensors(target: Target, design: Design, rows: Sequence[Sequence[in
                 fed, logits = run_head(design, trained, embedding, ids[ahead : ahead + count], features[:count], hidden)
                 loss = loss + F.cross_entropy(logits, column[ids[ahead + 1 :]])
                 hidden = fed[:-1]
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    return {name: t.detach().double() for name, t in trained.items()} | tables
+
+
+def parallel_tensors(
+    target: Target, design: Design, rows: Sequence[Sequence[int]], *, steps: int = 60, num_drafts: int = 4
+) -> Tensors:
+    """A head that knows these rows and what masks stand for: all tokens from true features, then some beginnings with masks."""
+    assert design.mask_id is not None
+    tensors = random_tensors(design)
+    trained = {name: t.float().requires_grad_() for name, t in tensors.items() if t.is_floating_point()}
+    tables = {name: t for name, t in tensors.items() if not t.is_floating_point()}
+    hot = tables["d2t"] + torch.arange(len(tables["d2t"]))
+    column = torch.full((design.vocab,), -100).scatter_(0, hot, torch.arange(len(hot)))
+    taps = [target_taps(target, row, design.taps).float() for row in rows]
+    embedding, masks = target.embedding.cpu().float(), num_drafts - 1
+    optimiser = torch.optim.Adam(trained.values(), lr=1e-2)
+    rng = torch.Generator().manual_seed(0)
+    for step in range(steps * len(rows)):
+        row, features = rows[step % len(rows)], taps[step % len(rows)]
+        ids = torch.tensor(row)
+        loss = torch.zeros(())
+        for begin in torch.randint(2, len(row) - num_drafts, (3,), generator=rng).tolist():
+            known = torch.cat((features[: begin - 1], trained["mask_hidden"].view(1, -1).expand(masks, -1)))
+            tokens = torch.cat((ids[1:begin], ids.new_full((masks,), design.mask_id)))
+            _, logits = run_head(design, trained, embedding, tokens, known)
+            loss = loss + F.cross_entropy(logits, column[ids[2 : begin + num_drafts]])
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()

@@ -54,14 +54,14 @@ def test_a_line_says_what_ran_and_how_fast(shape: Path, tmp_path: Path, capsys: 
 
 def test_every_drafter_runs_with_every_length_and_every_option(shape: Path, tmp_path: Path) -> None:
     rows = lines(
-        shape, tmp_path / "o.jsonl", "--draft", "none", "lookup", "eagle3", "--k", "1", "3", "--accept", "1,1,0",
+        shape, tmp_path / "o.jsonl", "--draft", "none", "lookup", "eagle3", "parallel", "--k", "1", "3", "--accept", "1,1,0",
         "--opt", "dead_positions=false", "argmax=false,uniform_slots=false",
     )  # fmt: skip
     others = ["", " argmax=false uniform_slots=false"]
     own = ["", " dead_positions=false", " argmax=false uniform_slots=false"]
     expected = [f"none{opt}" for opt in others]
     expected += [f"lookup K={k}{opt}" for k in (1, 3) for opt in others]
-    expected += [f"eagle3 K={k}{opt}" for k in (1, 3) for opt in own]
+    expected += [f"{head} K={k}{opt}" for head in ("eagle3", "parallel") for k in (1, 3) for opt in own]
     assert [row["variant"] for row in rows] == expected
     for row in rows:
         assert row["tokens"] == 48

@@ -80,14 +80,14 @@ def test_drafters_that_are_not_built_yet_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize("key", UNUSED)
 def test_a_key_that_nothing_reads_is_refused_rather_than_ignored(key: str) -> None:
-    value = "true" if key == "draft.parallel" else 7
-    message = refused(**{key.replace(".", "__"): value})
-    assert message.startswith(f"{key}={value} is not used by draft=lookup, only by {UNUSED[key]}")
+    message = refused(**{key.replace(".", "__"): 7})
+    assert message.startswith(f"{key}=7 is not used by draft=lookup, only by {UNUSED[key]}")
 
 
 @pytest.mark.parametrize("key", READ_BY)
 def test_a_key_of_another_drafter_is_refused_rather_than_ignored(key: str) -> None:
     values = {"draft.path": "head", "draft.aux_layers": "output", "draft.min_ngram": 3, "decode.opt.dead_positions": False}
+    values["draft.parallel"] = True
     readers, value = READ_BY[key], values.get(key, 7)
     changes: dict[str, Any] = {key.replace(".", "__"): value}
     complete: dict[str, dict[str, Any]] = {
@@ -111,6 +111,9 @@ def test_a_head_has_a_checkpoint_and_a_sink_has_a_window() -> None:
     assert "draft.sink=4 without draft.window" in refused(draft__name="eagle3", draft__path="head", draft__sink=4)
     assert "draft.window=0 must be at least 1" in refused(draft__name="eagle3", draft__path="head", draft__window=0)
     assert "draft.aux_layers=both must be one of" in refused(draft__name="eagle3", draft__path="head", draft__aux_layers="both")
+    assert "draft.parallel=1 must be one of auto, true, false" in refused(
+        draft__name="eagle3", draft__path="h", draft__parallel=1
+    )
 
 
 def test_synthetic_acceptance_must_fit_the_draft_length_and_fall() -> None:

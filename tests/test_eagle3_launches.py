@@ -1,4 +1,4 @@
-"""What a round of an EAGLE-3 chain launches beside batchspec's own kernels: matrix products, and no operation of torch."""
+"""What a round with an EAGLE-3 head launches, as a chain and in parallel: own kernels, matrix products, no operation of torch."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from batchspec.cache.attention import AttentionPlan, plan_attention
 from batchspec.decode.engine import Engine
 from batchspec.decode.round import RoundOptions
-from batchspec.draft import eagle3, head
+from batchspec.draft import eagle3, head, parallel, reader
 from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.weights import load_head
 from batchspec.model import layers
 from tests.engines import DEVICE, packed, request, tiny_target
 from tests.heads import random_tensors, tiny_design, write_head
 
 OWN_KERNELS = {
-    eagle3: ("draft_steps", "live_rows", "rope_of"),
+    eagle3: ("draft_steps", "live_rows"),
+    parallel: ("draft_places", "live_rows"),
+    reader: ("rope_of",),
     head: ("head_input", "lm_head", "argmax", "add_norm", "rms_norm", "tap_norm", "rope_write"),
     layers: ("add_norm", "rms_norm", "silu_and_mul"),
 }
@@ -82,12 +85,12 @@ def own_kernels() -> Iterator[Counter[str]]:
         for module, names in OWN_KERNELS.items():
             for name in names:
                 patch.setattr(module, name, uncounted(getattr(module, name), calls, name))
-        patch.setattr(eagle3, "plan_attention", plan)
+        patch.setattr(reader, "plan_attention", plan)
         yield calls
 
 
-class Watched(Eagle3Drafter):
-    """Keeps what one propose and one catch_up launch: torch's operations and batchspec's own kernels."""
+class Watched:
+    """A drafter that keeps what one propose and one catch_up launch: torch's operations and batchspec's own kernels."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -99,25 +102,37 @@ class Watched(Eagle3Drafter):
         self.found.append((name, torch_calls.counts, calls))
 
     def propose(self, *args: Any, **options: Any) -> None:
-        self._watch("propose", partial(super().propose, *args, **options))
+        self._watch("propose", partial(super().propose, *args, **options))  # type: ignore[misc]
 
     def catch_up(self, *args: Any, lead: bool, **options: Any) -> None:
-        self._watch("catch_up" if lead else "keep warm", partial(super().catch_up, *args, lead=lead, **options))
+        catch_up = partial(super().catch_up, *args, lead=lead, **options)  # type: ignore[misc]
+        self._watch("catch_up" if lead else "keep warm", catch_up)
 
 
-def launches(folder: Path, max_len: int, design: dict[str, Any], *, lead: bool = True, **options: Any) -> list[Any]:
+class WatchedChain(Watched, Eagle3Drafter):
+    pass
+
+
+class WatchedParallel(Watched, ParallelDrafter):
+    pass
+
+
+def launches(
+    folder: Path, max_len: int, design: dict[str, Any], *, lead: bool = True, drafter: type[Any] = WatchedChain, **options: Any
+) -> list[Any]:
     """(part of the round, torch's operations, own kernels) of every part of some rounds."""
     target = tiny_target(torch.float32)
     own = tiny_design(target.spec, **design)
     checkpoint = write_head(folder, own, random_tensors(own), layout="speculators")
     loaded = load_head(checkpoint, target.spec, dtype=target.dtype, device=DEVICE, aux_layers="input")
-    drafter = Watched(loaded, target, max_len, slots=2, **options)
-    engine = Engine(target, drafter, packed(2, draft_len=max_len), device=DEVICE, options=RoundOptions())
+    watched = drafter(loaded, target, max_len, slots=2, **options)
+    engine = Engine(target, watched, packed(2, draft_len=max_len), device=DEVICE, options=RoundOptions())
     if not lead:
         run_round = engine.round.run
         engine.round.run = lambda rows, mode, *_: run_round(rows, mode, 0, lead=False)  # type: ignore[method-assign]
     assert len(list(engine.run(iter([request(i, [i, 2, 3], cap=9) for i in range(3)])))) == 3
-    return drafter.found
+    found: list[Any] = watched.found
+    return found
 
 
 DESIGNS: dict[str, dict[str, Any]] = {
@@ -171,6 +186,27 @@ def test_a_round_without_drafts_behind_it_computes_k_and_v_only(name: str, tmp_p
     ],
 )
 def test_the_general_paths_stay_general(option: str, part: str, operations: set[str], tmp_path: Path) -> None:
-    found = [of_torch for kind, of_torch, _ in launches(tmp_path, 3, {}, **{option: False}) if kind == part]
+    options: dict[str, Any] = {option: False}
+    found = [of_torch for kind, of_torch, _ in launches(tmp_path, 3, {}, **options) if kind == part]
     assert found
     assert all(operations <= set(of_torch) for of_torch in found)
+
+
+@pytest.mark.parametrize("max_len", [1, 5])
+@pytest.mark.parametrize("name", DESIGNS)
+def test_parallel_drafts_take_one_forward_whatever_their_number(name: str, max_len: int, tmp_path: Path) -> None:
+    num_layers = DESIGNS[name].get("layers", 1)
+    found = launches(tmp_path, max_len, {**DESIGNS[name], "mask_id": 3}, drafter=WatchedParallel)
+    assert {part for part, _, _ in found} == {"propose", "catch_up"}
+    for part, of_torch, own in found:
+        if part == "propose":
+            assert set(of_torch) <= PRODUCTS | {"copy_"}
+            assert of_torch["copy_"] == 1  # the draft ids to where they are verified
+            assert own["draft_places"] == own["head_input"] == own["argmax"] == 1
+            assert own["attend"] == own["plan_attention"] == num_layers
+        else:
+            assert set(of_torch) <= PRODUCTS
+            assert own["live_rows"] == own["head_input"] == 1
+            assert sum(of_torch.values()) == 2 + 4 * (num_layers - 1)  # fc, K and V of the last layer, all of those before it
+            assert own["attend"] == num_layers - 1
+            assert not own["argmax"]

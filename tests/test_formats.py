@@ -179,8 +179,13 @@ def test_an_unknown_key_is_refused_by_name_and_a_harmless_one_is_not(layout: str
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"parallel_drafting": True, "ptd_token_id": 7}, "parallel_drafting, ptd_token_id: a parallel-drafting head"),
-        ({"speculators_model_type": "peagle"}, "'peagle' is a parallel-drafting head"),
+        ({"ptd_token_id": 7}, "1 missing tensors: mask_hidden"),
+        ({"parallel_drafting": True}, "parallel_drafting without the id of the mask token; add one of mask_token_id, pard_token"),
+        ({"ptd_token_id": 40}, "ptd_token_id=40 must be one token id in 0 .. 39; correct it"),
+        ({"pard_token": "7"}, 'pard_token="7" must be one token id'),
+        ({"mask_token_id": 3, "ptd_token_id": 4}, "mask_token_id=3, ptd_token_id=4 must be one token id in 0 .. 39"),
+        ({"dflash_config": {"mask_token_id": 3}}, "not known to draft=eagle3: dflash_config="),
+        ({"dspark_noise_token_id": 3}, "not known to draft=eagle3: dspark_noise_token_id=3"),
         ({"speculators_model_type": "dflash"}, "'dflash' is not supported"),
         ({"speculators_model_type": "eagle3", "transformer_layer_config": 3}, "transformer_layer_config is 3; it must be an"),
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "architectures 'Eagle3DeepseekV2ForCausalLM' is not supported"),
@@ -224,8 +229,46 @@ def test_all_tensors_that_do_not_fit_are_named_at_once(tmp_path: Path) -> None:
     assert spec_of(change(written(tmp_path / "other"), **ignored)).mapped
 
 
-def test_a_mask_hidden_makes_it_a_parallel_head(tmp_path: Path) -> None:
-    assert "mask_hidden: a parallel-drafting head" in refusal(change(written(tmp_path / "head"), mask_hidden=torch.zeros(1, 96)))
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_parallel_head_is_the_same_in_every_layout(layers: int, tmp_path: Path) -> None:
+    design = tiny_design(TARGET, mask_id=7, layers=layers, windows=(None,) * layers)
+    tensors = random_tensors(design)
+    for layout in ("flat", "additional", "speculators"):
+        folder = write_head(tmp_path / layout, design, tensors, layout=layout)
+        head = load_head(folder, TARGET, dtype=torch.float64, device=CPU, aux_layers="input")
+        assert (head.spec.mask_token_id, head.spec.num_layers) == (7, layers)
+        assert torch.equal(head.tensors["mask_hidden"], tensors["mask_hidden"].view(1, -1))
+        assert head.tensors.keys() == tensors.keys() - {"d2t", "t2d"}
+    assert spec_of(written(tmp_path / "chain")).mask_token_id is None
+
+
+@pytest.mark.parametrize("key", ["mask_token_id", "pard_token", "ptd_token_id"])
+def test_the_mask_token_goes_by_any_of_its_names(key: str, tmp_path: Path) -> None:
+    folder = configure(written(tmp_path / "head", mask_id=7), ptd_token_id=None, parallel_drafting=None)
+    assert "mask_hidden without the id of the mask token" in refusal(folder)
+    named: dict[str, Any] = {key: 9}
+    assert spec_of(configure(folder, **named)).mask_token_id == 9
+
+
+def test_the_kind_of_a_parallel_head_asks_for_a_mask_and_a_mask_has_the_width_of_taps_or_head(tmp_path: Path) -> None:
+    folder = configure(written(tmp_path / "head", "speculators", mask_id=7), mask_token_id=None)
+    assert "mask_hidden without the id of the mask token; add one of mask_token_id" in refusal(folder)
+    configure(folder, mask_token_id=7, architectures=["Eagle3DraftModel"])
+    assert "a speculators head has PEagleSpeculator, PEagleDraftModel" in refusal(folder)
+    configure(folder, architectures=["PEagleSpeculator"])
+    assert spec_of(folder).mask_token_id == 7
+    for mask in (torch.zeros(96), torch.zeros(1, 96), torch.zeros(1, 1, 32)):
+        loaded = load_head(change(folder, mask_hidden=mask), TARGET, dtype=torch.float32, device=CPU)
+        assert loaded.tensors["mask_hidden"].shape == (1, mask.shape[-1])
+    assert "mask_hidden is [1, 95], config.json says [1, 96]" in refusal(change(folder, mask_hidden=torch.zeros(1, 95)))
+
+
+def test_a_dummy_head_can_have_a_mask() -> None:
+    spec = dummy_spec(LLAMA_8B, parallel=True)
+    assert spec.mask_token_id == LLAMA_8B.vocab_size - 1
+    assert expected_shapes(spec)["mask_hidden"] == (1, 12288)
+    small = dummy_head(dummy_spec(DEEP, draft_vocab_size=7, parallel=True), dtype=torch.float32, device=CPU)
+    assert 0.01 < float(small.tensors["mask_hidden"].std()) < 0.03
 
 
 def test_the_draft_vocabulary_must_lie_in_the_targets(tmp_path: Path) -> None:

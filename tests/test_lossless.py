@@ -7,6 +7,7 @@ float64, where the comparison is exact.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from batchspec.decode.engine import Engine, EngineTotals
 from batchspec.decode.round import RoundOptions
 from batchspec.draft.base import Drafter, NoDrafter
 from batchspec.draft.lookup import LookupDrafter
+from batchspec.draft.parallel import ParallelDrafter
+from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
 from batchspec.records import Completion, PackedBatch, Request, SamplingParams
 from tests.engines import DEVICE, VOCAB, ForcedDrafter, decode, full_logits, packed, plain_tokens, request, tiny_target
@@ -74,6 +77,12 @@ def expected_tokens(requests: list[Request]) -> dict[str, list[int]]:
     return {r.request_id: plain_tokens(tiny_target(window=5), r) for r in requests}
 
 
+@cache
+def parallel_head() -> Head:
+    spec = dummy_spec(tiny_target(window=5).spec, draft_vocab_size=19, parallel=True)
+    return dummy_head(replace(spec, tap_layers=(0, 1, 2)), dtype=torch.float64, device=DEVICE)
+
+
 @st.composite
 def requests_of_a_job(draw: st.DrawFn) -> list[Request]:
     beginning = draw(st.lists(st.integers(0, VOCAB - 1), max_size=10))  # shared: whole pages of it are prefilled once
@@ -101,7 +110,7 @@ def requests_of_a_job(draw: st.DrawFn) -> list[Request]:
 def test_every_packing_and_drafter_gives_the_tokens_of_plain_decoding(requests: list[Request], data: st.DataObject) -> None:
     expected = expected_tokens(requests)
     draft_len = data.draw(st.integers(1, 8), label="K")
-    kind = data.draw(st.sampled_from(["none", "lookup", "window", "right", "wrong"]), label="drafter")
+    kind = data.draw(st.sampled_from(["none", "lookup", "window", "parallel", "right", "wrong"]), label="drafter")
     outputs = {r.seed: expected[r.request_id] for r in requests}
     drafter: Drafter
     slots = data.draw(st.sampled_from([1, 4, 16]), label="slots")
@@ -112,6 +121,8 @@ def test_every_packing_and_drafter_gives_the_tokens_of_plain_decoding(requests: 
         drafter = WindowDrafter(tiny_target(), draft_len, slots=slots, window=window, sink=sink)
     elif kind == "lookup":
         drafter = LookupDrafter(draft_len, min_ngram=1, max_ngram=data.draw(st.integers(1, 3)))
+    elif kind == "parallel":
+        drafter = ParallelDrafter(parallel_head(), tiny_target(window=5), draft_len, slots=slots)
     else:
         drafter = ForcedDrafter(draft_len, outputs, right=kind == "right", fixed_len=data.draw(st.booleans()))
     page_size = data.draw(st.sampled_from([2, 4, 8]), label="page_size")

@@ -60,6 +60,13 @@ def test_a_recipe_is_composed_from_all_groups_and_run_once(jobs: Jobs) -> None:
     assert (config.draft.name, config.output.dir) == ("lookup", "./out/reasoning_8k")
 
 
+def test_a_recipe_drafts_in_parallel_where_the_head_can_unless_told_otherwise(jobs: Jobs) -> None:
+    head = ["model.path=m", "input.path=i", "requires_gpu=false", "draft=eagle3", "draft.path=h"]
+    for words in ([], ["draft.parallel=true"], ["draft.parallel=false"]):
+        assert run.main(["+job=reasoning_8k", *head, *words]) == 0
+    assert [config.draft.parallel for config in jobs.ran] == ["auto", True, False]
+
+
 def test_the_demo_has_everything_that_a_run_needs(jobs: Jobs) -> None:
     assert run.main(["+job=demo"]) == 0
     (config,) = jobs.ran

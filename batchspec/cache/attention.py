@@ -172,7 +172,8 @@ class _LongRow:
         self._num_keys = row.kv_len - first_key
         self._buffer = kv.new_empty(2 * row.num_pages, kv[0, 0].numel())
         self._mask = None
-        if window is not None or row.kv_len > row.num_q:
+        # Drafts behind a row's end are no keys: a round may have as many keys as places and not begin at position 0.
+        if window is not None or row.kv_len > row.num_q or int(batch.positions[row.begin]):
             keys = torch.arange(first_key, row.kv_len, device=kv.device)
             self._mask = _mask(keys, batch.positions[self._place, None], window, sink, kv.dtype)
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from batchspec.commands import bench_job
-from batchspec.commands.bench_variants import OPTIONS, Bench, Record, TransformersVariant, Variant, parse_options
+from batchspec.commands.bench_variants import HEAD_DRAFTERS, OPTIONS, Bench, Record, TransformersVariant, Variant, parse_options
 from batchspec.commands.doctor import versions
 from batchspec.commands.workloads import SHAPES, make_job, make_workload
 from batchspec.errors import ConfigError
@@ -81,7 +81,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("--gen", type=int, default=128, help="output tokens a request (with --requests and --make-job: the cap)")
     add("--requests", type=int, default=0, help="this many requests; with --shape their output is lognormal, as in a job")
     add("--samples", type=int, default=1, help="with --shape: requests that have one prompt in common")
-    add("--draft", nargs="+", default=["none"], choices=["none", "lookup", "eagle3", "window"])
+    add("--draft", nargs="+", default=["none"], choices=["none", "lookup", "window", *HEAD_DRAFTERS])
     add("--draft-path", help="folder of an EAGLE-3 head; without it the head is noise of the shape's size")
     add("--k", nargs="+", default=[8], type=_draft_len, help="draft tokens a round; auto: the engine chooses, 0 included")
     add("--accept", default="", help="synthetic acceptance by position, unconditional: .6,.28,.12; cut to each --k")

@@ -22,6 +22,7 @@ from batchspec.decode.sampling import SamplingMode
 from batchspec.draft.base import Drafter, NoDrafter
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.lookup import LookupDrafter
+from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec, load_head
 from batchspec.draft.window import WindowDrafter
 from batchspec.errors import ConfigError
@@ -30,6 +31,7 @@ from batchspec.packing.planner import CPU_PREFILL, GPU_PREFILL, GPU_RUN_AHEAD, P
 from batchspec.records import PackedBatch, Request
 
 OPTIONS = ("dead_positions", "uniform_slots", "argmax", "dead_rows", "overlap", "sharing")
+HEAD_DRAFTERS = ("eagle3", "parallel")
 DRAFT_VOCAB = {"smol135m": 16384}
 USUAL_DRAFT_VOCAB = 32000
 LONGEST_DRAFT = 5
@@ -87,7 +89,7 @@ def ways(args: argparse.Namespace) -> Iterator[Way]:
     for draft in args.draft:
         for length in [0] if draft == "none" else args.k:
             for options in [{}, *args.opt]:
-                if draft == "eagle3" or "dead_positions" not in options:
+                if draft in HEAD_DRAFTERS or "dead_positions" not in options:
                     yield Way(draft, length, options)
 
 
@@ -112,10 +114,11 @@ class Bench:
 
     @cached_property
     def head(self) -> Head:
+        """One for every drafter that has one; of noise with a mask, which a chain makes no use of."""
         target, args = self.workload.target, self.args
         if args.draft_path:
             return load_head(Path(args.draft_path), target.spec, dtype=target.dtype, device=self.device)
-        spec = dummy_spec(target.spec, draft_vocab_size=DRAFT_VOCAB.get(args.shape, USUAL_DRAFT_VOCAB))
+        spec = dummy_spec(target.spec, draft_vocab_size=DRAFT_VOCAB.get(args.shape, USUAL_DRAFT_VOCAB), parallel=True)
         return dummy_head(spec, dtype=target.dtype, device=self.device)
 
     def drafter(self, way: Way) -> Drafter:
@@ -127,8 +130,12 @@ class Bench:
             return LookupDrafter(length)
         if way.draft == "window":
             return WindowDrafter(self.workload.target, length, slots=args.batch, window=args.window, sink=args.sink)
-        on = {key: way.options.get(key, True) for key in ("dead_positions", "uniform_slots", "argmax")}
-        return Eagle3Drafter(self.head, self.workload.target, length, slots=args.batch, window=args.window, sink=args.sink, **on)
+        on: dict[str, Any] = {key: way.options.get(key, True) for key in ("dead_positions", "argmax")}
+        on |= {"slots": args.batch, "window": args.window, "sink": args.sink}
+        if way.draft == "parallel":
+            return ParallelDrafter(self.head, self.workload.target, length, **on)
+        uniform = way.options.get("uniform_slots", True)
+        return Eagle3Drafter(self.head, self.workload.target, length, uniform_slots=uniform, **on)
 
     def batch(self, draft_len: int) -> PackedBatch:
         """A slot for each of --batch rows and pages for all of them to their end: nothing is ever short."""

@@ -15,19 +15,19 @@ Legend: R rows, T flat places, K draft_len, H hidden, W taps * target hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from batchspec.cache.attention import AttentionPlan, FlatBatch, plan_attention
-from batchspec.draft.head import EagleHead, Place
+from batchspec.cache.attention import AttentionPlan, FlatBatch
+from batchspec.draft.head import Place
+from batchspec.draft.reader import HeadReader, zeros_on
 from batchspec.draft.weights import Head
 from batchspec.kernels.draft_steps import draft_steps
 from batchspec.kernels.live_rows import live_rows
-from batchspec.model.rope import Rope, rope_frequencies, rope_of
 from batchspec.model.target import Target
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from batchspec.decode.rows import Rows
 
 
-class Eagle3Drafter:
+class Eagle3Drafter(HeadReader):
     """Carries of each slot the first draft token of the next round and the hidden state that drafted it.
 
     Nothing is read back to the host and no shape depends on data: a round with it can be captured in a CUDA graph. `propose`
@@ -44,7 +44,6 @@ class Eagle3Drafter:
     """
 
     name = "eagle3"
-    fixed_len = True
 
     def __init__(
         self,
@@ -60,26 +59,14 @@ class Eagle3Drafter:
         argmax: bool = True,
     ) -> None:
         """
-        window          newest keys that the head reads at most, beside the first `sink` ones; its own windows count too
-        dead_positions  False: every place of a catch-up runs to the end of the head and the live ones are picked then
-        uniform_slots   False: cache locations of each draft step anew, by the general path
-        argmax          False: drafts by softmax and top-k
+        uniform_slots  False: cache locations of each draft step anew, by the general path
+
+        The others are those of HeadReader.
         """
+        super().__init__(head, target, max_len, window=window, sink=sink, dead_positions=dead_positions, argmax=argmax)
         spec, device, steps = head.spec, target.device, max(0, max_len - 1)
-        self.max_len = max_len
-        self.tap_layers = spec.tap_layers
-        self.num_kv_layers = spec.num_layers
-        self.kv_shape: tuple[int, int] | None = (spec.num_kv_heads, spec.head_dim)
-        self.head = EagleHead(head, target, argmax=argmax)
-        self._spec, self._first_layer, self._dtype = spec, target.spec.num_layers, target.dtype
-        self._windows = [own if window is None else min(window, own or window) for own in spec.windows]
-        self._sink = sink if window is not None else 0
-        self._prune, self._uniform, self._last = dead_positions, uniform_slots, spec.num_layers - 1
-        self._freqs = rope_frequencies(spec.rope, spec.head_dim).to(device)
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
+        self._uniform = uniform_slots
+        zeros = partial(zeros_on, device)
         self._first, self._hidden = zeros(slots), zeros(slots, spec.hidden_size, dtype=target.dtype)
         self.state: tuple[Tensor, ...] = (self._first, self._hidden)
         self._q_start = torch.arange(slots + 1, dtype=torch.int32, device=device)
@@ -92,7 +79,7 @@ class Eagle3Drafter:
         line, place, last = slot_ids.index_select(0, batch.row_ids), batch.q_start[1:] - 1, self._last
         if self._prune:
             kv = self._kv(cache, last)
-            normed, residual, at = self._read(batch, rows.tokens, line, taps, cache, last)
+            normed, residual, at = self._read(batch, rows.tokens, line, self.head.features(taps), cache, last)
             self.head.keep(last, normed, at, kv)
             # What goes on is as small as a draft step: it may well write its K/V once more.
             ends = self._one_each(batch, batch.positions.index_select(0, place), batch.kv_len)
@@ -118,32 +105,18 @@ class Eagle3Drafter:
             hidden.copy_(normed if self._spec.feed_normed else residual)
             self.head.choose(normed, first)
             return
-        normed, residual, at = self._read(batch, rows.tokens, batch.row_ids, taps, cache, last)
+        normed, residual, at = self._read(batch, rows.tokens, batch.row_ids, self.head.features(taps), cache, last)
         if lead:
             q = self.head.queries(last, normed, at, self._kv(cache, last))
             self._go_on(batch, q, residual, accepted_len, rows, cache, first, hidden)
         else:
             self.head.keep(last, normed, at, self._kv(cache, last))
 
-    def _read(
-        self, batch: FlatBatch, tokens: Tensor, line: Tensor, taps: Tensor, cache: KVCache, num_layers: int
-    ) -> tuple[Tensor, Tensor, Place]:
-        """All T places through the first `num_layers` layers: what the next one reads, the residual stream, where they stand.
-
-        tokens int32 [lines, M] with line [T] of each place; taps [T, W]. A rejected place may read any token.
-        """
-        at = Place(self._rope(batch.positions), batch.slots)
-        normed, residual = self.head.enter(tokens, self.head.features(taps), row_ids=line, positions=batch.positions)
-        plans = self._plans(batch, cache, range(num_layers))
-        for i in range(num_layers):
-            normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[self._windows[i]])
-        return normed, residual, at
-
     def _read_whole(
         self, batch: FlatBatch, tokens: Tensor, line: Tensor, taps: Tensor, cache: KVCache, place: Tensor
     ) -> tuple[Tensor, Tensor]:
         """All T places to the end of the head; its output and residual stream at place[r]."""
-        normed, residual, _ = self._read(batch, tokens, line, taps, cache, self._last + 1)
+        normed, residual, _ = self._read(batch, tokens, line, self.head.features(taps), cache, self._last + 1)
         return normed.index_select(0, place), residual.index_select(0, place)
 
     def _go_on(
@@ -163,12 +136,6 @@ class Eagle3Drafter:
         kv, out = self._kv(cache, self._last), out_hidden if feeds_normed else None
         self.head.choose(self.head.finish(self._last, live_q, stream, kv, plan, out=out), out_first)
 
-    def _rope(self, positions: Tensor) -> Rope:
-        return rope_of(positions, self._freqs, self._spec.rope.attention_factor, self._dtype)
-
-    def _kv(self, cache: KVCache, index: int) -> Tensor:
-        return cache.layer(self._first_layer + index)
-
     def _one_each(self, batch: FlatBatch, positions: Tensor, kv_len: Tensor) -> FlatBatch:
         """The same rows with one query each, for attention."""
         num_rows = positions.shape[0]
@@ -182,11 +149,6 @@ class Eagle3Drafter:
             max_q=1,
             host=None,
         )
-
-    def _plans(self, batch: FlatBatch, cache: KVCache, layers: Iterable[int]) -> dict[int | None, AttentionPlan]:
-        kv, heads = self._kv(cache, 0), self._spec.num_heads
-        windows = {self._windows[i] for i in layers}
-        return {w: plan_attention(batch, kv, num_heads=heads, window=w, sink=self._sink) for w in windows}
 
     @torch.inference_mode()
     def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:

@@ -1,9 +1,11 @@
-"""A published EAGLE-3 head -> HeadSpec: both layouts read, both conventions of layer ids, everything unknown refused by name.
+"""A published EAGLE-3 or P-EAGLE head -> HeadSpec: both layouts read, both conventions of layer ids, all unknown refused by name.
 
 flat          SafeAILab, SpecForge, SGLang: `midlayer.*`, with or without `model.` in front, more layers as `layers.1..` or
               `additional_layers.0..`
 speculators   vLLM's speculators: `layers.0.*`, the decoder's shape under `transformer_layer_config`
-Source: SafeAILab/EAGLE cnets.py, sgl-project/SpecForge to_sglang.py, vllm-project/speculators models/eagle3 (config.py, core.py).
+A head that can draft in parallel has a tensor mask_hidden and a mask token id more, in either layout (`peagle` in the second).
+Source: SafeAILab/EAGLE cnets.py, sgl-project/SpecForge to_sglang.py, vllm-project/speculators models/eagle3 (config.py, core.py)
+and models/peagle/config.py, the keys of the mask https://github.com/vllm-project/vllm/pull/32887.
 """
 
 from __future__ import annotations
@@ -59,6 +61,8 @@ class HeadSpec:
     """False: the target's lm_head, over the target's vocabulary."""
     mapped: bool
     """It has d2t: draft ids are not target ids."""
+    mask_token_id: int | None = None
+    """What stands for a token that is not known yet: it can draft in parallel. None: chains only."""
 
 
 # What a missing key of transformer_layer_config means: it is saved as the difference to these (transformers 5).
@@ -69,8 +73,9 @@ _LAYER_DEFAULTS: dict[str, dict[str, Any]] = {
               "num_key_value_heads": 32, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 32768},
 }  # fmt: skip
 _FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
-_FLAT = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
-_SPECULATORS = ("Eagle3Speculator", "Eagle3DraftModel")
+_PEAGLE = ("PEagleSpeculator", "PEagleDraftModel", "PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM")
+_FLAT = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM", *_PEAGLE)
+_SPECULATORS = {"eagle3": ("Eagle3Speculator", "Eagle3DraftModel"), "peagle": _PEAGLE}
 
 _SHAPE = frozenset((
     "architectures", "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -78,10 +83,11 @@ _SHAPE = frozenset((
     "max_position_embeddings", "original_max_position_embeddings", "vocab_size", "hidden_act", "sliding_window",
     "use_sliding_window", "max_window_layers", "layer_types", "attention_bias", "mlp_bias",
 ))  # fmt: skip
+_MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 _EAGLE = frozenset((
     "architectures", "draft_vocab_size", "target_hidden_size", "num_aux_hidden_states", "bias", "fc_norm", "norm_before_fc",
     "norm_before_residual", "norm_output", "eagle_aux_hidden_state_layer_ids", "eagle_config", "layer_ids",
-    "speculators_model_type", "transformer_layer_config",
+    "speculators_model_type", "transformer_layer_config", "parallel_drafting", *_MASK_KEYS,
 ))  # fmt: skip
 # Nothing of these changes what a loaded head computes. tie_word_embeddings: a head without lm_head uses the target's anyway.
 _HARMLESS = frozenset((
@@ -94,9 +100,6 @@ _HARMLESS = frozenset((
     "finetuning_task", "task_specific_params", "tie_encoder_decoder", "add_cross_attention", "use_bfloat16", "tf_legacy_loss",
     "pruned_heads", "ttt_length", "_experts_implementation",
 ))  # fmt: skip
-_PARALLEL = (
-    "parallel_drafting", "mask_token_id", "pard_token", "ptd_token_id", "dspark_noise_token_id", "dflash_config", "mask_hidden",
-)  # fmt: skip
 # Keys of eagle_config, with the only value that is built where there is one (NVIDIA ModelOpt exports them).
 _EAGLE_CONFIG: dict[str, Any] = {
     "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
@@ -119,7 +122,7 @@ def read_head(folder: Path, tensors: Collection[str], target: ModelSpec, *, aux_
     config = read_json(path)
     layout, shape = _layout(config, path)
     eagle = _eagle_config(config, path)
-    _refuse(config, shape, layout, tensors, path)
+    _refuse(config, shape, layout, path)
     head = _head_spec(layout, config, shape, eagle, tensors, target, aux_layers, path)
     _check_target(head, target, path)
     return head
@@ -128,17 +131,17 @@ def read_head(folder: Path, tensors: Collection[str], target: ModelSpec, *, aux_
 def _layout(config: Json, path: Path) -> tuple[str, Json]:
     """The layout's name, and the part of the config that holds the decoder layer's shape, defaults filled in."""
     kind = config.get("speculators_model_type")
-    if kind == "peagle":
-        raise CheckpointError(f"{path}: speculators_model_type 'peagle' is a parallel-drafting head, which is not built yet")
-    if kind not in (None, "eagle3"):
-        raise CheckpointError(f"{path}: speculators_model_type {kind!r} is not supported; draft=eagle3 needs 'eagle3'")
+    if kind not in (None, *_SPECULATORS):
+        raise CheckpointError(
+            f"{path}: speculators_model_type {kind!r} is not supported; draft=eagle3 needs 'eagle3' or 'peagle'"
+        )
     shape, layout = (config, "flat") if kind is None else (config.get("transformer_layer_config"), "speculators")
     if not isinstance(shape, Mapping):
         raise CheckpointError(f"{path}: transformer_layer_config is {short_json(shape)}; it must be an object")
     family = shape.get("model_type", "llama")
     if family not in _FAMILIES:
         raise CheckpointError(f"{path}: model_type {family!r} of the head is not supported; supported are {', '.join(_FAMILIES)}")
-    known = _FLAT if layout == "flat" else _SPECULATORS
+    known = _FLAT if kind is None else _SPECULATORS[kind]
     for name in config.get("architectures") or ():
         if name not in known:
             raise CheckpointError(f"{path}: architectures {name!r} is not supported; a {layout} head has {', '.join(known)}")
@@ -159,10 +162,7 @@ def _eagle_config(config: Json, path: Path) -> Json:
     return eagle
 
 
-def _refuse(config: Json, shape: Json, layout: str, tensors: Collection[str], path: Path) -> None:
-    parallel = [key for key in _PARALLEL if config.get(key) not in (None, False) or key in tensors]
-    if parallel:
-        raise CheckpointError(f"{path}: {', '.join(parallel)}: a parallel-drafting head: not built yet; use a chain head")
+def _refuse(config: Json, shape: Json, layout: str, path: Path) -> None:
     parts = [config] if layout == "flat" else [config, shape]
     allowed = [_SHAPE | _EAGLE | _HARMLESS] if layout == "flat" else [_EAGLE | _HARMLESS, _SHAPE | _HARMLESS]
     found = [
@@ -229,7 +229,25 @@ def _head_spec(
         own_embedding="embed_tokens.weight" in tensors,
         own_head="lm_head.weight" in tensors or draft_vocab is not None,
         mapped="d2t" in tensors or (draft_vocab is not None and draft_vocab != vocab_size),
+        mask_token_id=_mask_token_id(config, tensors, vocab_size, path),
     )
+
+
+def _mask_token_id(config: Json, tensors: Collection[str], vocab_size: int, path: Path) -> int | None:
+    """None where nothing says that the head knows masks."""
+    given = {key: config[key] for key in _MASK_KEYS if config.get(key) is not None}
+    if not given:
+        says = [key for key in ("parallel_drafting",) if config.get(key)] + [name for name in ("mask_hidden",) if name in tensors]
+        if config.get("speculators_model_type") == "peagle" or says:
+            raise CheckpointError(
+                f"{path}: {', '.join(says) or 'peagle'} without the id of the mask token; add one of {', '.join(_MASK_KEYS)}"
+            )
+        return None
+    first = next(iter(given.values()))
+    if isinstance(first, bool) or not isinstance(first, int) or not 0 <= first < vocab_size or set(given.values()) != {first}:
+        said = ", ".join(f"{key}={short_json(value)}" for key, value in given.items())
+        raise CheckpointError(f"{path}: {said} must be one token id in 0 .. {vocab_size - 1}; correct it")
+    return first
 
 
 def _tap_layers(config: Json, eagle: Json, target: ModelSpec, aux_layers: str, path: Path) -> tuple[int, ...]:

@@ -41,7 +41,10 @@ def normalised(name: str) -> str:
 
 
 def expected_shapes(spec: HeadSpec) -> Shapes:
-    """Every tensor that the spec asks for, by normalised name; the vocabulary tables d2t and t2d are checked for themselves."""
+    """Every tensor that the spec asks for, by normalised name; the vocabulary tables d2t and t2d are checked for themselves.
+
+    mask_hidden may come with more leading dimensions of one, and as wide as the head is instead of as its taps.
+    """
     hidden, taps = spec.hidden_size, len(spec.tap_layers) * spec.target_hidden_size
     shapes: Shapes = {"fc.weight": (hidden, taps), "norm.weight": (hidden,)}
     if spec.fc_bias:
@@ -56,6 +59,8 @@ def expected_shapes(spec: HeadSpec) -> Shapes:
         shapes["lm_head.weight"] = (spec.draft_vocab_size, hidden)
     if spec.mapped:
         shapes["d2t"] = (spec.draft_vocab_size,)
+    if spec.mask_token_id is not None:
+        shapes["mask_hidden"] = (1, taps)
     for i in range(spec.num_layers):
         shapes |= {f"layers.{i}.{name}": shape for name, shape in _layer_shapes(spec, first=i == 0).items()}
     return shapes
@@ -104,6 +109,8 @@ def load_head(folder: Path, target: ModelSpec, *, dtype: torch.dtype, device: to
             tensors |= {normalised(name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     hot = _hot(folder, spec, tensors) if spec.mapped else None
     kept = {name: tensors[name].to(device=device, dtype=dtype) for name in expected if name != "d2t"}
+    if spec.mask_token_id is not None:
+        kept["mask_hidden"] = kept["mask_hidden"].view(1, -1)
     return Head(spec, kept, None if hot is None else hot.to(device))
 
 
@@ -120,8 +127,11 @@ def dummy_head(spec: HeadSpec, *, dtype: torch.dtype, device: torch.device) -> H
     return Head(spec, tensors, hot.int() if spec.mapped else None)
 
 
-def dummy_spec(target: ModelSpec, *, draft_vocab_size: int = 32000) -> HeadSpec:
-    """The usual head of a target: one layer of its shape, three taps, 32,000 draft tokens, no embedding of its own."""
+def dummy_spec(target: ModelSpec, *, draft_vocab_size: int = 32000, parallel: bool = False) -> HeadSpec:
+    """The usual head of a target: one layer of its shape, three taps, 32,000 draft tokens, no embedding of its own.
+
+    parallel  one that drafts in parallel: with a mask
+    """
     vocab = min(draft_vocab_size, target.vocab_size)
     return HeadSpec(
         layout="flat", hidden_size=target.hidden_size, target_hidden_size=target.hidden_size, num_layers=1,
@@ -130,6 +140,7 @@ def dummy_spec(target: ModelSpec, *, draft_vocab_size: int = 32000) -> HeadSpec:
         tap_layers=(2, target.num_layers // 2, target.num_layers - 3), rms_eps=target.rms_eps, rope=target.rope, windows=(None,),
         qkv_bias=False, o_bias=False, mlp_bias=False, fc_bias=False, qk_norm=False, norm_before_residual=False, input_norm=False,
         fc_norm=False, feed_normed=False, own_embedding=False, own_head=True, mapped=vocab < target.vocab_size,
+        mask_token_id=target.vocab_size - 1 if parallel else None,
     )  # fmt: skip
 
 
@@ -166,6 +177,8 @@ def _check(folder: Path, spec: HeadSpec, stored: Shapes) -> None:
     ):
         if names:
             problems.append(f"{len(names)} {title} tensors: {', '.join(names)}")
+    if "mask_hidden" in expected and stored.get("mask_hidden") in _mask_shapes(spec):
+        expected["mask_hidden"] = stored["mask_hidden"]
     for name in sorted(expected.keys() & stored.keys()):
         if stored[name] != expected[name]:
             problems.append(f"{name} is {list(stored[name])}, config.json says {list(expected[name])}")
@@ -173,6 +186,11 @@ def _check(folder: Path, spec: HeadSpec, stored: Shapes) -> None:
         problems.append(f"t2d is {list(stored['t2d'])}, config.json says {[spec.vocab_size]}")
     if problems:
         raise CheckpointError(f"{folder}: the head's weights do not fit config.json: {'; '.join(problems)}")
+
+
+def _mask_shapes(spec: HeadSpec) -> set[tuple[int, ...]]:
+    widths = (len(spec.tap_layers) * spec.target_hidden_size, spec.hidden_size)
+    return {(*leading, width) for width in widths for leading in ((), (1,), (1, 1))}
 
 
 def _hot(folder: Path, spec: HeadSpec, tensors: dict[str, Tensor]) -> Tensor:

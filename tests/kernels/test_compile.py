@@ -67,6 +67,14 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
               row_ids=None if _places is None else PI32, positions=_places, hidden=_values, embedding=_values,
               embedding_norm=_values, hidden_norm=_values, out=_values, token_stride=I32, hidden_stride=I32, out_stride=I32,
               max_len=I32, num_tokens=I32, EPS=1e-5, WIDTH=576, BLOCK=1024, ACC=_acc)  # fmt: skip
+    _case(f"live_rows_kernel {_dtype}, no residual", "live_rows", 4, q=_values, residual=None, q_start=PI32, accepted_len=PI32,
+          positions=PI64, num_tokens=PI32, live=PI32, out_q=_values, out_residual=None, out_positions=PI64, out_kv_len=PI32,
+          num_places=I32, q_stride=I32, residual_stride=I32, out_q_stride=I32, out_residual_stride=I32, Q_WIDTH=576, WIDTH=0,
+          BLOCK=1024)  # fmt: skip
+    _case(f"draft_places_kernel {_dtype}", "draft_places", 2, tokens=PI32, num_tokens=PI32, live=PI32, page_table=PI32,
+          hidden=_values, mask_hidden=_values, out_ids=PI32, out_hidden=_values, out_positions=PI64, out_slots=PI64,
+          out_kv_len=PI32, out_draft_len=PI32, mask_id=I32, token_stride=I32, max_tokens=I32, max_pages=I32, K=5, WIDTH=576,
+          BLOCK=1024, PAGE_SIZE=16)  # fmt: skip
     _case(f"live_rows_kernel {_dtype}", "live_rows", 4, q=_values, residual=_values, q_start=PI32, accepted_len=PI32,
           positions=PI64, num_tokens=PI32, live=PI32, out_q=_values, out_residual=_values, out_positions=PI64, out_kv_len=PI32,
           num_places=I32, q_stride=I32, residual_stride=I32, out_q_stride=I32, out_residual_stride=I32, Q_WIDTH=1536, WIDTH=576,

@@ -1,0 +1,135 @@
+"""Parallel drafting: a head that was trained with masks drafts K tokens in one forward, whatever K is.
+
+    place p of a row:  e = embed(token[p+1]),  h = fc(taps[p])            as in a chain; p = num_tokens - 2 is the last one
+    place p + j:       e = embed(mask token),  h = fc(mask_hidden)        j = 1..K-1, RoPE position p + j, causal
+    draft k            argmax lm_head(norm(residual)) at place p + k - 1
+
+Catch-up and prefill make K/V of true features only and carry the feature of the last place; a round's K places then go through
+the head at once, K as long as that round asks for. K/V of masks lie where the places that the round verifies will stand: the
+catch-up writes over them, and until then no key count reaches them.
+Source: P-EAGLE (2026, arXiv 2602.01469), parallel token decoding (https://github.com/vllm-project/vllm/pull/32628).
+Legend: R rows, T flat places, K draft_len, H hidden, W taps * target hidden.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from batchspec.cache.attention import FlatBatch
+from batchspec.draft.head import Place
+from batchspec.draft.reader import HeadReader, zeros_on
+from batchspec.draft.weights import Head
+from batchspec.kernels.draft_places import draft_places
+from batchspec.kernels.live_rows import live_rows
+from batchspec.model.target import Target
+
+if TYPE_CHECKING:
+    from batchspec.cache.pages import KVCache
+    from batchspec.decode.rows import Rows
+
+
+class ParallelDrafter(HeadReader):
+    """Carries of each slot the feature of its row's last verified place.
+
+    Nothing is read back to the host and no shape depends on data: a round with it can be captured in a CUDA graph.
+    """
+
+    name = "parallel"
+
+    def __init__(
+        self,
+        head: Head,
+        target: Target,
+        max_len: int,
+        *,
+        slots: int,
+        window: int | None = None,
+        sink: int = 0,
+        dead_positions: bool = True,
+        argmax: bool = True,
+    ) -> None:
+        """head: one with a mask, else ValueError; the others are those of HeadReader."""
+        super().__init__(head, target, max_len, window=window, sink=sink, dead_positions=dead_positions, argmax=argmax)
+        spec, device, places = head.spec, target.device, slots * max_len
+        if spec.mask_token_id is None:
+            raise ValueError("ParallelDrafter: the head has no mask token; give one that was trained for parallel drafting")
+        self._mask_id, self._mask_hidden = spec.mask_token_id, self._feature_of(head.tensors["mask_hidden"])
+        zeros = partial(zeros_on, device)
+        self._hidden = zeros(slots, spec.hidden_size, dtype=target.dtype)
+        self.state: tuple[Tensor, ...] = (self._hidden,)
+        self._fed = zeros(places, spec.hidden_size, dtype=target.dtype)
+        self._ids, self._kv_len = zeros(places), zeros(slots)
+        self._positions, self._slots = zeros(places, dtype=torch.int64), zeros(places, dtype=torch.int64)
+        lines = torch.arange(slots, dtype=torch.int32, device=device)
+        self._row_ids = [lines.repeat_interleave(k) for k in range(1, max_len + 1)]
+        self._q_start = [torch.arange(0, places + 1, k, dtype=torch.int32, device=device) for k in range(1, max_len + 1)]
+
+    @torch.inference_mode()
+    def _feature_of(self, mask_hidden: Tensor) -> Tensor:
+        """[H] what a mask has for a feature: a checkpoint holds it like taps [1, W] or, once projected, [1, H]."""
+        if mask_hidden.shape[1] == len(self._spec.tap_layers) * self._spec.target_hidden_size:
+            mask_hidden = self.head.features(mask_hidden)
+        return mask_hidden[0]
+
+    @torch.inference_mode()
+    def prefill(self, batch: FlatBatch, slot_ids: Tensor, taps: Tensor | None, rows: Rows, cache: KVCache) -> tuple[Tensor, ...]:
+        assert taps is not None
+        features = self.head.features(taps)
+        carried = features.index_select(0, batch.q_start[1:] - 1)
+        self._keep(batch, rows.tokens, slot_ids.index_select(0, batch.row_ids), features, cache)
+        return (carried,)
+
+    @torch.inference_mode()
+    def catch_up(
+        self, batch: FlatBatch, taps: Tensor | None, accepted_len: Tensor, rows: Rows, cache: KVCache, *, lead: bool
+    ) -> None:
+        assert taps is not None
+        features, num_rows = self.head.features(taps), accepted_len.shape[0]
+        if lead:
+            live_rows(
+                features, None, batch.q_start, accepted_len, batch.positions, rows.num_tokens, rows.live,
+                out_q=self._hidden[:num_rows], out_residual=None, out_positions=self._positions[:num_rows],
+                out_kv_len=self._kv_len[:num_rows],
+            )  # fmt: skip
+        self._keep(batch, rows.tokens, batch.row_ids, features, cache)
+
+    def _keep(self, batch: FlatBatch, tokens: Tensor, line: Tensor, features: Tensor, cache: KVCache) -> None:
+        """K/V of all T places: the last layer needs no more of them, and no draft is made here."""
+        if not self._prune:
+            self._read(batch, tokens, line, features, cache, self._last + 1)
+            return
+        normed, _, at = self._read(batch, tokens, line, features, cache, self._last)
+        self.head.keep(self._last, normed, at, self._kv(cache, self._last))
+
+    @torch.inference_mode()
+    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+        """K places a row through the whole head. The first one's K/V stand already and are written once more."""
+        num_rows, width = draft_ids.shape
+        ids, fed, positions, slots = (x[: num_rows * width] for x in (self._ids, self._fed, self._positions, self._slots))
+        kv_len = self._kv_len[:num_rows]
+        draft_places(
+            rows.tokens, rows.num_tokens, rows.live, rows.page_table, self._hidden[:num_rows], self._mask_hidden,
+            mask_id=self._mask_id, page_size=cache.page_size, out_ids=ids, out_hidden=fed, out_positions=positions,
+            out_slots=slots, out_kv_len=kv_len, out_draft_len=draft_len,
+        )  # fmt: skip
+        batch = FlatBatch(
+            token_ids=ids,
+            row_ids=self._row_ids[width - 1][: num_rows * width],
+            positions=positions,
+            slots=slots,
+            q_start=self._q_start[width - 1][: num_rows + 1],
+            kv_len=kv_len,
+            page_table=rows.page_table,
+            max_q=width,
+            max_kv=rows.tokens.shape[1],
+        )
+        normed, residual = self.head.enter(ids, fed)
+        at, plans = Place(self._rope(positions), slots), self._plans(batch, cache, range(self._last + 1))
+        for i, window in enumerate(self._windows):
+            normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[window])
+        self.head.choose(normed, ids)
+        draft_ids.copy_(ids.view(num_rows, width))

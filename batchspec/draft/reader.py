@@ -1,0 +1,78 @@
+"""What every drafter with an EAGLE-3 head shares: the head beside its target, and the reading of places with true features.
+
+Legend: T flat places, H hidden, W taps * target hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from batchspec.cache.attention import AttentionPlan, FlatBatch, plan_attention
+from batchspec.draft.head import EagleHead, Place
+from batchspec.draft.weights import Head
+from batchspec.model.rope import Rope, rope_frequencies, rope_of
+from batchspec.model.target import Target
+
+if TYPE_CHECKING:
+    from batchspec.cache.pages import KVCache
+
+
+class HeadReader:
+    """A head bound to a target, its K/V in the pages behind the target's layers."""
+
+    fixed_len = True
+
+    def __init__(
+        self, head: Head, target: Target, max_len: int, *, window: int | None, sink: int, dead_positions: bool, argmax: bool
+    ) -> None:
+        """
+        window          newest keys that the head reads at most, beside the first `sink` ones; its own windows count too
+        dead_positions  False: every place of a catch-up runs to the end of the head
+        argmax          False: drafts by softmax and top-k
+        """
+        spec = head.spec
+        self.max_len = max_len
+        self.tap_layers = spec.tap_layers
+        self.num_kv_layers = spec.num_layers
+        self.kv_shape: tuple[int, int] | None = (spec.num_kv_heads, spec.head_dim)
+        self.head = EagleHead(head, target, argmax=argmax)
+        self._spec, self._first_layer, self._dtype = spec, target.spec.num_layers, target.dtype
+        self._windows = [own if window is None else min(window, own or window) for own in spec.windows]
+        self._sink = sink if window is not None else 0
+        self._prune, self._last = dead_positions, spec.num_layers - 1
+        self._freqs = rope_frequencies(spec.rope, spec.head_dim).to(target.device)
+
+    def _read(
+        self, batch: FlatBatch, tokens: Tensor, line: Tensor, features: Tensor, cache: KVCache, num_layers: int
+    ) -> tuple[Tensor, Tensor, Place]:
+        """All T places through the first `num_layers` layers: what the next one reads, the residual stream, where they stand.
+
+        tokens int32 [lines, M] with line [T] of each place; features [T, H], which the layers may change. A rejected place may
+        read any token.
+        """
+        at = Place(self._rope(batch.positions), batch.slots)
+        normed, residual = self.head.enter(tokens, features, row_ids=line, positions=batch.positions)
+        plans = self._plans(batch, cache, range(num_layers))
+        for i in range(num_layers):
+            normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[self._windows[i]])
+        return normed, residual, at
+
+    def _rope(self, positions: Tensor) -> Rope:
+        return rope_of(positions, self._freqs, self._spec.rope.attention_factor, self._dtype)
+
+    def _kv(self, cache: KVCache, index: int) -> Tensor:
+        return cache.layer(self._first_layer + index)
+
+    def _plans(self, batch: FlatBatch, cache: KVCache, layers: Iterable[int]) -> dict[int | None, AttentionPlan]:
+        kv, heads = self._kv(cache, 0), self._spec.num_heads
+        windows = {self._windows[i] for i in layers}
+        return {w: plan_attention(batch, kv, num_heads=heads, window=w, sink=self._sink) for w in windows}
+
+
+def zeros_on(device: torch.device, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    """A buffer that a drafter keeps from round to round."""
+    return torch.zeros(shape, dtype=dtype, device=device)
