@@ -8,9 +8,24 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import polars as pl
+import torch
+
 from batchspec import run
+from tests.models import make_checkpoint, make_tokenizer
 
 Patch = Callable[[], None]
+
+
+def make_model(folder: Path) -> Path:
+    """A tiny fp64 model with its tokenizer: tokens do not depend on how it is run."""
+    return make_tokenizer(make_checkpoint(folder, "llama", dtype=torch.float64))
+
+
+def make_prompts(path: Path, count: int) -> Path:
+    """Rows q0, q1, ... of a few words each."""
+    pl.DataFrame([{"id": f"q{i}", "prompt": f"Say word{i} again"} for i in range(count)]).write_parquet(path)
+    return path
 
 
 def nothing() -> None:

@@ -20,25 +20,19 @@ from batchspec.decode.engine import Engine
 from batchspec.decode.round import Round
 from batchspec.io.attempts import Attempts
 from batchspec.io.store import LocalStore
-from tests.models import make_checkpoint, make_tokenizer
-from tests.runs import run_apart
+from tests.runs import make_model, make_prompts, run_apart
 
 ROWS = 12
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_checkpoint(tmp_path_factory.mktemp("model"), "llama", dtype=torch.float64)
-    return make_tokenizer(folder)
+    return make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "prompts.parquet"
-    pl.DataFrame({"id": [f"q{i}" for i in range(ROWS)], "prompt": [f"Say word{i} again" for i in range(ROWS)]}).write_parquet(
-        path
-    )
-    return path
+    return make_prompts(tmp_path_factory.mktemp("data") / "prompts.parquet", ROWS)
 
 
 def arguments(model: Path, data: Path, out: Path, *more: str) -> list[str]:

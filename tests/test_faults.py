@@ -13,13 +13,11 @@ from typing import Any
 
 import polars as pl
 import pytest
-import torch
 
 from batchspec import run
 from batchspec.io import retry
 from batchspec.io.shards import OutputFolder
-from tests.models import make_checkpoint, make_tokenizer
-from tests.runs import run_apart
+from tests.runs import make_model, make_prompts, run_apart
 from tests.s3_lab import BUCKET, SECRET, running_lab, running_proxy
 
 ROWS = 12
@@ -27,15 +25,12 @@ ROWS = 12
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_checkpoint(tmp_path_factory.mktemp("model"), "llama", dtype=torch.float64)
-    return make_tokenizer(folder)
+    return make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "prompts.parquet"
-    pl.DataFrame([{"id": f"q{i}", "prompt": f"Say word{i} again"} for i in range(ROWS)]).write_parquet(path)
-    return path
+    return make_prompts(tmp_path_factory.mktemp("data") / "prompts.parquet", ROWS)
 
 
 def arguments(model: Path, data: Path, out: Path | str) -> list[str]:
