@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchspec.errors import OutputError, StorageError
+from batchspec.errors import ConfigError, OutputError, StorageError
 from batchspec.io.manifest import differences, fingerprint
 from batchspec.io.shards import OutputFolder, default_shard_rows
 from batchspec.io.writer import write_parquet
@@ -113,7 +113,7 @@ def test_a_folder_of_something_else_is_never_touched(tmp_path: Path, overwrite: 
     (tmp_path / "data/part-00000.parquet").write_bytes(b"precious")
     with pytest.raises(OutputError, match="is no batchspec job"):
         new_folder(tmp_path, 6, 2, overwrite=overwrite)
-    with pytest.raises(OutputError, match="is no batchspec job"):
+    with pytest.raises(ConfigError, match=r"part-00000\.parquet is a file; choose another one"):
         new_folder(tmp_path / "data/part-00000.parquet", 6, 2, overwrite=overwrite)
     assert sorted(os.listdir(tmp_path)) == ["data"]
 

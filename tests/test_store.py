@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from batchspec.errors import OutputError, StorageError
+from batchspec.errors import ConfigError, OutputError, StorageError
 from batchspec.io.store import STALE_S, LocalStore
 
 METHODS = ["link", "rename"]
@@ -62,6 +62,57 @@ def test_links_inside_the_root_are_refused(tmp_path: Path) -> None:
         with pytest.raises(OutputError):
             act()
     assert os.listdir(tmp_path / "other") == []
+
+
+def places_that_are_no_folder(tmp_path: Path) -> dict[str, tuple[Path, str]]:
+    """What is wrong -> a root, and what is said of it."""
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    os.mkfifo(tmp_path / "pipe")
+    return {
+        "a file": (tmp_path / "file", "file is a file"),
+        "below a file": (tmp_path / "file/out", "file is a file"),
+        "a link to nothing": (tmp_path / "dangling", f"is a link to {tmp_path}/nowhere: No such file or directory (ENOENT)"),
+        "below a link to nothing": (tmp_path / "dangling/out", "No such file or directory (ENOENT)"),
+        "a link to itself": (tmp_path / "loop", "Too many levels of symbolic links (ELOOP)"),
+        "a name that is too long": (tmp_path / ("x" * 300), "File name too long (ENAMETOOLONG)"),
+        "a folder that takes none": (Path("/proc/out"), "No such file or directory (ENOENT)"),
+        "a device": (Path("/dev/null"), "/dev/null is a device"),
+        "below a device": (Path("/dev/null/out"), "/dev/null is a device"),
+        "a pipe": (tmp_path / "pipe", "pipe is a pipe"),
+    }
+
+
+@pytest.mark.parametrize("place", [
+    "a file", "below a file", "a link to nothing", "below a link to nothing", "a link to itself", "a name that is too long",
+    "a folder that takes none", "a device", "below a device", "a pipe",
+])  # fmt: skip
+def test_what_cannot_become_a_folder_to_write_to_is_a_config_error(tmp_path: Path, place: str) -> None:
+    root, said = places_that_are_no_folder(tmp_path)[place]
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(ConfigError) as caught:
+        store(root).check_root()
+    message = str(caught.value)
+    assert message.startswith(f"output.dir {root} cannot be a folder to write to: ")
+    assert said in message
+    assert "\n" not in message
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_folder_that_cannot_be_written_is_another_choice_or_where_a_job_lies_a_repair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    (tmp_path / ("_batchspec" if begun else "empty")).mkdir()
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    with pytest.raises(StorageError if begun else ConfigError, match=f"{tmp_path} cannot be written; .*mend that"):
+        store(tmp_path).check_root()
+    monkeypatch.undo()
+    store(tmp_path).check_root()
+    (tmp_path / "link").symlink_to(tmp_path)
+    store(tmp_path / "link/new/deep").check_root()
+    assert sorted(os.listdir(tmp_path)) == sorted(["link", "_batchspec" if begun else "empty"])
 
 
 def test_the_probe_finds_whether_there_are_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

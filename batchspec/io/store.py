@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +25,15 @@ STALE_S = 24 * 3600
 AT_ONCE = 16
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES, errno.EXDEV, errno.EINVAL)
 
+BROKEN = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+KINDS = {
+    stat.S_IFREG: "a file",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+}
+
 Item = TypeVar("Item")
 T = TypeVar("T")
 
@@ -36,7 +47,9 @@ class Store(Protocol):
     """The root, as a user names it."""
 
     def check_root(self) -> None:
-        """Raise OutputError or StorageError where the root cannot become a folder to write to. Touches nothing."""
+        """Raise ConfigError where the root cannot become a folder to write to, StorageError where a job lies in it and it is
+        not to be written now. Leaves nothing behind.
+        """
 
     def probe(self) -> None:
         """Try what the file system can do and set `method`."""
@@ -143,11 +156,28 @@ class LocalStore:
         self.where = str(root)
 
     def check_root(self) -> None:
-        if self.root.is_file():
-            raise OutputError(f"output.dir {self.root} is a file and is no batchspec job; choose another folder")
-        place = next(path for path in (self.root.absolute(), *self.root.absolute().parents) if path.exists())
-        if place.is_dir() and not os.access(place, os.W_OK | os.X_OK):
-            raise StorageError(f"output.dir {self.root}: {place} cannot be written; mend that or choose another output.dir")
+        root = self.root.absolute()
+        place = next(path for path in (root, *root.parents) if os.path.lexists(path))
+        try:
+            kind = stat.S_IFMT(place.stat().st_mode)
+            if kind == stat.S_IFDIR and place != root:
+                # Whether a folder takes another one is not told by its mode: /proc. What stands in the root itself others see.
+                os.rmdir(tempfile.mkdtemp(prefix=".batchspec-", dir=place))
+                with suppress(FileNotFoundError):
+                    root.stat()  # a name that is too long
+            why = "" if kind == stat.S_IFDIR else f"{place} is {KINDS.get(kind, 'no folder')}"
+            if not why and not os.access(place, os.W_OK | os.X_OK):
+                why = f"{place} cannot be written"
+        except OSError as error:
+            if error.errno in BROKEN:
+                with storing(f"making a folder in {place}"):
+                    raise
+            link = f"{place} is a link to {os.readlink(place)}: " if place.is_symlink() else ""
+            why = f"{link}{error.strerror} ({errno.errorcode.get(error.errno or 0, 'OSError')})"
+        if why and os.path.exists(root / "_batchspec"):
+            raise StorageError(f"output.dir {self.root}: {why}; mend that and run the same command again")
+        if why:
+            raise ConfigError(f"output.dir {self.root} cannot be a folder to write to: {why}; choose another one, or mend that")
 
     def probe(self) -> None:
         path = self._written("probe", b"")
