@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "kernels",
     },
     "packing": {"io", "model.spec", "model.thinking", "model.tokenizer", "cache.pages"},
-    "train": {"io.reader", "draft", "model", "cache"},
+    "train": {"io.reader", "draft", "model", "cache", "kernels"},
     "decode": {"draft", "model", "cache", "kernels"},
     "draft": {"model", "cache", "kernels"},
     "model": {"cache", "kernels"},

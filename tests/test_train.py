@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +24,20 @@ from batchspec.errors import BatchspecError, ConfigError, InputError, Interrupte
 from batchspec.io.reader import open_source
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
-from batchspec.train.data import Row, course, epoch_batches, frequent_ids, read_rows, split_rows
+from batchspec.train.attend import attend, attend_reference
+from batchspec.train.data import Row, course, epoch_batches, frequent_ids, read_rows, split_rows, unused_id
 from batchspec.train.evaluate import acceptance
 from batchspec.train.folder import HeadFolder
-from batchspec.train.head import new_network, new_spec, usual_taps
+from batchspec.train.head import new_network, new_spec, published_network, usual_taps
 from batchspec.train.loop import learning_rate
-from batchspec.train.objective import SoftCrossEntropy, chain_loss
+from batchspec.train.objective import SoftCrossEntropy, draft_loss
 from batchspec.train.teacher import Teacher
 from tests.eagle_reference import Design, reference_drafts, run_head, target_taps
 from tests.engines import VOCAB, full_logits, tiny_target
 from tests.models import make_checkpoint
 
 CPU = torch.device("cpu")
+GPU_OR_CPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_PROMPTS, CAP = 16, 20
 QUICK = ["device=cpu", "train.steps=40", "train.held_out=2", "train.batch_tokens=700", "train.max_len=64", "train.ahead=3"]
 
@@ -60,8 +63,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(made: Path, out: Path, *overrides: str) -> int:
-    words = [f"model.path={made / 'model'}", f"input.path={made / 'out'}", f"output.dir={out}", "draft=eagle3", *QUICK]
-    return cli.main(["train", *words, *overrides])
+    words = [f"model.path={made / 'model'}", f"input.path={made / 'out'}", f"output.dir={out}", *QUICK]
+    kind = [] if any(word.startswith("draft=") for word in overrides) else ["draft=eagle3"]
+    return cli.main(["train", *words, *kind, *overrides])
 
 
 def record(out: Path) -> dict[str, Any]:
@@ -93,18 +97,18 @@ def test_a_trained_head_is_accepted_in_the_engine_where_a_random_one_is_not(made
     assert all(frame.sort("row_index")["token_ids"].equals(plain) for frame in frames.values())
 
 
-def test_the_replay_counts_the_rounds_that_the_engine_runs(made: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [["draft=eagle3"], ["draft=parallel", "train.layers=2", "train.inner=40"]], ids=lambda x: x[0])
+def test_the_replay_counts_the_rounds_that_the_engine_runs(made: Path, tmp_path: Path, words: list[str]) -> None:
     """A half-trained head, so that rounds keep 0 .. K drafts."""
-    assert train(made, tmp_path / "head", "train.steps=45", "train.lr=1e-2", "train.held_out=0") == 0
+    assert train(made, tmp_path / "head", "train.steps=45", "train.lr=1e-2", "train.held_out=0", *words) == 0
     max_len = 4
-    frame = job(made / "model", tmp_path / "o", "draft=eagle3", f"draft.path={tmp_path / 'head'}", f"draft.max_len={max_len}")
+    frame = job(made / "model", tmp_path / "o", words[0], f"draft.path={tmp_path / 'head'}", f"draft.max_len={max_len}")
     counts = frame["spec_decode"].struct.unnest()
     spec = load_spec(made / "model")
     target = Target.load(made / "model", spec, dtype=torch.float32, device=CPU)
     head = load_head(tmp_path / "head", spec, dtype=torch.float32, device=CPU)
     assert head.hot is None
-    network = new_network(head.spec, target, torch.arange(spec.vocab_size), seed=0)
-    network.load_state_dict({name.replace("layers.0.", "midlayer."): tensor for name, tensor in head.tensors.items()})
+    network, _ = published_network(tmp_path / "head", target, aux_layers="auto", mask_id=None, seed=0)
     rows = read_rows(open_source(InputConfig(path=str(made / "out"))), vocab_size=spec.vocab_size, max_len=64)
     teacher = Teacher(target, head.spec.tap_layers, torch.arange(spec.vocab_size), torch.float32)
     found = acceptance(network, teacher, rows, max_len=max_len, batch_tokens=100, cast=nullcontext())
@@ -115,8 +119,11 @@ def test_the_replay_counts_the_rounds_that_the_engine_runs(made: Path, tmp_path:
     assert sum(found.drafted) == counts["num_draft_tokens"].sum()
 
 
-def test_a_killed_training_goes_on_to_the_same_head_and_the_same_curves(made: Path, tmp_path: Path, capfd: Any) -> None:
-    words = ["train.eval_steps=15", "train.save_s=0"]
+@pytest.mark.parametrize("kind", ["eagle3", "parallel"])
+def test_a_killed_training_goes_on_to_the_same_head_and_the_same_curves(
+    made: Path, tmp_path: Path, capfd: Any, kind: str
+) -> None:
+    words = ["train.eval_steps=15", "train.save_s=0", f"draft={kind}"]
     assert train(made, tmp_path / "a", *words) == 0
     with pytest.MonkeyPatch.context() as patch:
         before, seen = HeadFolder.save_state, []
@@ -144,10 +151,10 @@ def test_a_signal_ends_it_behind_a_checkpoint_with_the_code_of_an_interrupted_jo
 
     def signalled(*arguments: Any, **options: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
-        return chain_loss(*arguments, **options)
+        return draft_loss(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "chain_loss", signalled)
+        patch.setattr(loop, "draft_loss", signalled)
         assert train(made, tmp_path / "h") == Interrupted.exit_code
     assert "SIGTERM: 1 of 40 batches are learnt; run the same command again to go on" in capfd.readouterr().err
     assert train(made, tmp_path / "h") == 0
@@ -155,8 +162,9 @@ def test_a_signal_ends_it_behind_a_checkpoint_with_the_code_of_an_interrupted_jo
     assert "already complete" in capfd.readouterr().err
 
 
-def test_both_layouts_hold_the_same_head_and_draft_the_same(made: Path, tmp_path: Path) -> None:
-    words = ["train.draft_vocab=40", "train.steps=12"]
+@pytest.mark.parametrize("kind", ["eagle3", "parallel"])
+def test_both_layouts_hold_the_same_head_and_draft_the_same(made: Path, tmp_path: Path, kind: str) -> None:
+    words = [f"draft={kind}", "train.draft_vocab=40", "train.steps=30", "train.lr=1e-2", "train.layers=2"]
     for layout in ("flat", "speculators"):
         assert train(made, tmp_path / layout, f"output.layout={layout}", *words) == 0
     spec = load_spec(made / "model")
@@ -169,10 +177,11 @@ def test_both_layouts_hold_the_same_head_and_draft_the_same(made: Path, tmp_path
     assert other.hot is not None
     assert torch.equal(flat.hot, other.hot)
     frames = [
-        job(made / "model", tmp_path / f"o-{name}", "draft=eagle3", f"draft.path={tmp_path / name}")
+        job(made / "model", tmp_path / f"o-{name}", f"draft={kind}", f"draft.path={tmp_path / name}")
         for name in ("flat", "speculators")
     ]
     assert frames[0]["spec_decode"].equals(frames[1]["spec_decode"])
+    assert frames[0]["spec_decode"].struct.field("num_accepted_draft_tokens").sum() > 0
 
 
 def test_the_flat_files_have_the_published_names(made: Path, tmp_path: Path) -> None:
@@ -191,6 +200,51 @@ def test_the_flat_files_have_the_published_names(made: Path, tmp_path: Path) -> 
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert "eagle_aux_hidden_state_layer_ids" not in config  # the usual ones of three layers: 2, 1, 0
     assert config["draft_vocab_size"] == 40
+
+
+def test_a_parallel_head_is_written_as_published_ones_are(made: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    words = ["draft=parallel", "train.steps=1", "train.layers=2"]
+    assert train(made, tmp_path / "flat", *words) == 0
+    assert train(made, tmp_path / "other", *words, "output.layout=speculators", "train.mask_token=7") == 0
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("flat", "other")]
+    seen = set(
+        pl.read_parquet(made / "out" / "data" / "*.parquet").select("prompt_ids", "token_ids").unpivot()["value"].explode()
+    )
+    mask_id = max(set(range(96)) - seen)
+    assert configs[0]["parallel_drafting"] is True
+    assert configs[0]["mask_token_id"] == configs[0]["ptd_token_id"] == mask_id
+    assert configs[1]["speculators_model_type"] == "peagle"
+    assert configs[1]["architectures"] == ["PEagleDraftModel"]
+    assert configs[1]["mask_token_id"] == 7
+    flat, other = (load_file(tmp_path / name / "model.safetensors") for name in ("flat", "other"))
+    assert flat["mask_hidden"].shape == (1, 1, 3 * 32)
+    assert {name.replace("midlayer.", "layers.0.") for name in flat} == set(other)
+    assert "layers.1.self_attn.q_proj.weight" in other
+
+
+def test_a_parallel_head_learns_what_masks_stand_for(made: Path, tmp_path: Path) -> None:
+    """Drafts behind the first one are made of masks alone, and stand."""
+    words = ["draft=parallel", "draft.max_len=3", "train.steps=150", "train.lr=1e-2", "train.held_out=0"]
+    assert train(made, tmp_path / "h", *words) == 0
+    drafts = ["draft=parallel", "draft.max_len=3", f"draft.path={tmp_path / 'h'}"]
+    frame = job(made / "model", tmp_path / "o", *drafts)
+    assert mean_length(frame) > 2.0
+    counts = frame["spec_decode"].struct.unnest()
+    assert counts["num_accepted_draft_tokens"].sum() > counts["num_spec_steps"].sum()
+    plain = pl.read_parquet(made / "out" / "data" / "*.parquet").sort("row_index")["token_ids"]
+    assert frame.sort("row_index")["token_ids"].equals(plain)
+
+
+def test_a_chain_learns_to_draft_in_parallel(made: Path, trained: Path, tmp_path: Path) -> None:
+    words = ["draft=parallel", f"draft.path={trained}", "train.lr=1e-12", "train.steps=1"]
+    assert train(made, tmp_path / "h", *words) == 0
+    spec = load_spec(made / "model")
+    before, after = (load_head(path, spec, dtype=torch.float32, device=CPU) for path in (trained, tmp_path / "h"))
+    assert after.spec.mask_token_id is not None
+    assert after.tensors.keys() - before.tensors.keys() == {"mask_hidden"}
+    assert all(torch.allclose(tensor, after.tensors[name], atol=1e-6) for name, tensor in before.tensors.items())
 
 
 def test_a_training_goes_on_from_a_published_head(made: Path, trained: Path, tmp_path: Path) -> None:
@@ -220,8 +274,8 @@ def reference_of(network: Any, target: Target) -> tuple[Design, dict[str, Tensor
     spec = network.spec
     design = Design(
         hidden=spec.hidden_size, target_hidden=spec.target_hidden_size, vocab=VOCAB, draft_vocab=12, taps=spec.tap_layers,
-        heads=spec.num_heads, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, inner=spec.intermediate_size,
-        eps=spec.rms_eps, theta=spec.rope.theta,
+        layers=spec.num_layers, windows=spec.windows, heads=spec.num_heads, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
+        inner=spec.intermediate_size, eps=spec.rms_eps, theta=spec.rope.theta,
     )  # fmt: skip
     tensors = {name.replace("midlayer.", "layers.0."): tensor.detach().cpu() for name, tensor in network.state_dict().items()}
     return design, tensors
@@ -251,10 +305,62 @@ def test_draft_steps_of_a_padded_batch_are_those_of_the_definition() -> None:
                 assert torch.allclose(logits[step][r, place].cpu(), expected, atol=1e-6), (r, place, step)
 
 
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_parallel_head_learns_the_drafts_behind_masks_of_all_places_together(layers: int) -> None:
+    target, teacher, chain, rows = tiny()
+    mask_id = 30
+    spec = replace(chain.spec, mask_token_id=mask_id, num_layers=layers, windows=(None,) * layers)
+    network = new_network(spec, target, teacher.hot, seed=2)
+    with torch.no_grad():
+        for tensor in network.parameters():
+            tensor.add_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)) * 0.2)
+    lesson = teacher.lesson(rows)
+    design, tensors = reference_of(network, target)
+    masked = tensors.pop("mask_hidden").view(1, -1)
+    with torch.no_grad():
+        logits = [network.lm_head(hidden) for hidden in network(lesson.embedded, lesson.features, 4)]
+    for r, row in enumerate(rows):
+        ids, taps = torch.from_numpy(row.ids).long(), target_taps(target, row.ids.tolist(), design.taps).double()
+        for place in range(0, len(row.ids) - 1, 3):
+            tokens = torch.cat((ids[1 : place + 2], ids.new_full((3,), mask_id)))
+            features = torch.cat((taps[: place + 1], masked.expand(3, -1)))
+            _, expected = run_head(design, tensors, target.embedding.cpu().double(), tokens, features)
+            found = torch.stack([step[r, place].cpu() for step in logits])
+            assert torch.allclose(found, expected[place:], atol=1e-6), (r, place)
+    draft_loss(network, lesson, ahead=4, decay=0.8)[0].backward()
+    gradient = network.get_parameter("mask_hidden").grad
+    assert gradient is not None
+    assert gradient.abs().sum() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_attention_of_later_steps_and_its_gradients_are_those_of_all_pairs(dtype: torch.dtype) -> None:
+    shape, tolerance = (2, 3, 37, 8), {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}[dtype]
+    inputs = [
+        torch.randn(s, dtype=dtype, device=GPU_OR_CPU, requires_grad=True)
+        for s in (shape, shape, shape, (4, *shape), (4, *shape))
+    ]
+    weights = torch.randn(shape, dtype=dtype, device=GPU_OR_CPU)
+    found, expected = attend(*inputs), attend_reference(*inputs)
+    assert torch.allclose(found, expected, atol=tolerance)
+    for one, other in zip(
+        torch.autograd.grad(found, inputs, weights), torch.autograd.grad(expected, inputs, weights), strict=True
+    ):
+        assert torch.allclose(one, other, atol=tolerance)
+
+
+def test_places_of_prompts_are_learnt_where_that_is_asked_for() -> None:
+    target, teacher, _, rows = tiny()
+    whole = Teacher(target, teacher.taps, teacher.hot, torch.float64, prompts=True)
+    found = [sorted(zip(x.rows.tolist(), x.places.tolist(), strict=True)) for x in (teacher.lesson(rows), whole.lesson(rows))]
+    assert found[0] == [(r, t) for r, row in enumerate(rows) for t in range(row.prompt_len - 1, len(row.ids) - 1)]
+    assert found[1] == [(r, t) for r, row in enumerate(rows) for t in range(len(row.ids) - 1)]
+
+
 def test_the_loss_is_the_weighted_cross_entropy_with_the_targets_own_distributions() -> None:
     target, teacher, network, rows = tiny()
     ahead, decay = 3, 0.7
-    loss, matches = chain_loss(network, teacher.lesson(rows), ahead=ahead, decay=decay)
+    loss, matches = draft_loss(network, teacher.lesson(rows), ahead=ahead, decay=decay)
     expected = torch.zeros((), dtype=torch.float64)
     hot = teacher.hot.cpu()
     for step in range(ahead):
@@ -282,7 +388,7 @@ def test_the_gradient_of_the_chunked_cross_entropy_is_that_of_autograd(monkeypat
     probs = torch.randn(10, 7, dtype=torch.float64, generator=rng).softmax(-1)
     weights = torch.tensor([1.0, 0, 1, 1, 0, 1, 1, 1, 0, 1], dtype=torch.float64)
     apply: Any = SoftCrossEntropy.apply
-    found = torch.autograd.grad(apply(hidden, head, probs, weights)[0] * 3, (hidden, head))
+    found = torch.autograd.grad(apply(hidden, head, probs, probs.argmax(-1), weights)[0] * 3, (hidden, head))
     plain = -((probs * (hidden @ head.t()).log_softmax(-1)).sum(-1) * weights).sum() * 3
     for one, other in zip(found, torch.autograd.grad(plain, (hidden, head)), strict=True):
         assert torch.allclose(one, other)
@@ -345,6 +451,13 @@ def test_the_draft_vocabulary_is_what_completions_use_most() -> None:
     assert frequent_ids(rows, vocab_size=10, count=99, keep=()).tolist() == list(range(10))
 
 
+def test_the_mask_is_the_highest_token_that_no_row_holds() -> None:
+    rows = [Row(ids=np.array(ids, np.int32), prompt_len=1) for ids in ([0, 4, 5], [5, 2])]
+    assert unused_id(rows, 8) == 7
+    assert unused_id(rows, 6) == 3
+    assert unused_id([Row(ids=np.array([1, 0, 1, 0, 2], np.int32), prompt_len=1)], 3) == 2  # of all that are used the rarest
+
+
 @pytest.mark.parametrize(("layers", "taps"), [(30, (2, 15, 27)), (32, (2, 16, 29)), (3, (2, 1, 0)), (4, (2, 3, 4)), (1, (0, 1))])
 def test_the_usual_taps(layers: int, taps: tuple[int, ...]) -> None:
     assert usual_taps(layers) == taps
@@ -377,10 +490,13 @@ def refused(kind: type[BatchspecError], made: Path, out: Path, capfd: Any, *over
         ("train.lr=0", "train.lr=0.0 must be above 0 and at most 1; 1e-3 is usual"),
         ("train.ahead=fast", "train.ahead: Value 'fast'"),
         ("train.max_len=4096", "train.max_len=4096 exceeds train.batch_tokens=700"),
-        ("draft=lookup", "draft=lookup is nothing that train makes; use draft=eagle3"),
+        ("draft=lookup", "draft=lookup is nothing that train makes; use draft=eagle3 or draft=parallel"),
         ("draft=eagel3", "draft=eagel3 is no choice of the group draft; did you mean eagle3?"),
         ("draft.window=8", "draft.window=8 is not used by train; remove the key"),
         ("train.taps=[0,9]", "train.taps=[0, 9] must be different boundaries in 0 .. 3"),
+        ("train.mask_token=5", "train.mask_token=5 is of draft=parallel; remove one of them"),
+        ("draft.parallel=maybe", "draft.parallel=maybe must be one of auto, true, false"),
+        ("train.layers=9", "train.layers=9 must be"),
         ("train.taps=[1,2]", "readers take ids that begin with 1 for outputs of layers; put another first"),
         ("output.layout=gguf", "output.layout=gguf must be one of flat, speculators"),
         ("output.dir=s3://b/h", "output.dir=s3://b/h: a head is trained into a folder of this machine"),

@@ -1,4 +1,4 @@
-"""`batchspec train draft=eagle3 ...`: a drafter for a model from completions that batchspec itself generated with it.
+"""`batchspec train draft=eagle3|parallel ...`: a draft head for a model from completions that batchspec itself generated with it.
 
 The same command again goes on with a training that was stopped or killed. Keys are Hydra overrides, as of `run`.
 """
@@ -18,13 +18,14 @@ from batchspec.compose import composed
 from batchspec.config import InputConfig
 from batchspec.draft.formats import HeadSpec
 from batchspec.draft.weights import head_bytes
+from batchspec.errors import ConfigError
 from batchspec.io.reader import Source, open_source
 from batchspec.model.hub import resolve_model
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target, resolve_dtype
 from batchspec.model.weights import weight_files
 from batchspec.prepare import choose_device
-from batchspec.train.data import Numbers, Row, course, frequent_ids, read_rows, split_rows
+from batchspec.train.data import Numbers, Row, course, frequent_ids, read_rows, split_rows, unused_id
 from batchspec.train.folder import HeadFolder
 from batchspec.train.head import new_network, new_spec, published_network
 from batchspec.train.loop import Course
@@ -60,7 +61,7 @@ def train(run: TrainRun) -> Path:
     """Train, or go on training, and write the head; its folder. Raises Interrupted after a signal, with a checkpoint written."""
     assert run.model.path is not None
     assert run.output.dir is not None
-    say = _say
+    say, kind = _say, "parallel" if run.draft.parallel is True else "eagle3"
     source = open_source(InputConfig(path=run.input.path, limit=run.input.limit))
     folder = resolve_model(run.model.path, run.model.revision)
     spec = load_spec(folder)
@@ -69,10 +70,10 @@ def train(run: TrainRun) -> Path:
     rows = read_rows(source, vocab_size=spec.vocab_size, max_len=min(limits))
     trained, held_out = split_rows(rows, run.train.held_out, run.train.seed)
     if run.draft.path is None:
-        new_spec(spec, draft_vocab=run.train.draft_vocab, taps=run.train.taps)  # refused before the folder is made
+        _new_spec(run, spec, rows)  # refused before the folder is made
     out = HeadFolder(Path(run.output.dir), _facts(run, spec, folder, source), overwrite=run.output.overwrite)
     if out.complete:
-        say(f"{out.path}: already complete; draft=eagle3 draft.path={out.path} drafts with it")
+        say(f"{out.path}: already complete; draft={kind} draft.path={out.path} drafts with it")
         return out.path
     dtype = resolve_dtype(run.model.dtype, spec, device)
     say(f"loading {run.model.path} in {str(dtype).removeprefix('torch.')} on {device.type}")
@@ -87,7 +88,7 @@ def train(run: TrainRun) -> Path:
         draft_len=run.draft.max_len,
     )  # fmt: skip
     out.finish(made.curves)
-    say(f"{out.path}: {head_bytes(network.spec, stored) / 1e6:,.1f} MB; draft=eagle3 draft.path={out.path} drafts with it")
+    say(f"{out.path}: {head_bytes(network.spec, stored) / 1e6:,.1f} MB; draft={kind} draft.path={out.path} drafts with it")
     return out.path
 
 
@@ -95,10 +96,31 @@ def _network(run: TrainRun, target: Target, rows: list[Row]) -> tuple[HeadNetwor
     """The head to train, and the target ids int64 [V'] that it drafts."""
     if run.draft.path is not None:
         folder = resolve_model(run.draft.path, key="draft.path")
-        return published_network(folder, target, aux_layers=run.draft.aux_layers)
-    made: HeadSpec = new_spec(target.spec, draft_vocab=run.train.draft_vocab, taps=run.train.taps)
+        mask_id = _mask_id(run, target.spec, rows)
+        network, ids = published_network(folder, target, aux_layers=run.draft.aux_layers, mask_id=mask_id, seed=run.train.seed)
+        if run.draft.parallel is False and network.spec.mask_token_id is not None:
+            raise ConfigError(f"draft.parallel=false, but the head {run.draft.path} drafts in parallel; use draft.parallel=auto")
+        return network, ids
+    made = _new_spec(run, target.spec, rows)
     ids = frequent_ids(rows, vocab_size=target.spec.vocab_size, count=run.train.draft_vocab, keep=target.spec.eos_ids)
     return new_network(made, target, torch.from_numpy(ids), seed=run.train.seed), ids
+
+
+def _new_spec(run: TrainRun, target: ModelSpec, rows: list[Row]) -> HeadSpec:
+    return new_spec(
+        target, draft_vocab=run.train.draft_vocab, taps=run.train.taps, layers=run.train.layers, inner=run.train.inner,
+        mask_id=_mask_id(run, target, rows),
+    )  # fmt: skip
+
+
+def _mask_id(run: TrainRun, target: ModelSpec, rows: list[Row]) -> int | None:
+    """The mask token of a parallel head; None for a chain."""
+    if run.draft.parallel is not True:
+        return None
+    given = run.train.mask_token
+    if given is not None and given >= target.vocab_size:
+        raise ConfigError(f"train.mask_token={given} is outside the target's vocabulary of {target.vocab_size}; null chooses one")
+    return unused_id(rows, target.vocab_size) if given is None else given
 
 
 def _course(
@@ -112,13 +134,17 @@ def _course(
     inside = torch.zeros(target.spec.vocab_size, dtype=torch.bool).index_fill_(0, torch.from_numpy(ids), True).numpy()
     known = sum(int(inside[row.ids[row.prompt_len :]].sum()) for row in trained)
     tokens = sum(len(row.ids) - row.prompt_len for row in trained)
+    mask = network.spec.mask_token_id
     parameters = sum(tensor.numel() for tensor in network.parameters())
     say(
         f"{len(trained):,} completions of {tokens:,} tokens in {len(batches):,} batches, {len(held_out):,} held out; a head of "
         f"{parameters:,} weights reads layers {', '.join(map(str, network.spec.tap_layers))} and drafts {len(ids):,} tokens, "
-        f"{known / tokens:.1%} of those completions"
+        f"{known / tokens:.1%} of those completions" + ("" if mask is None else f"; its mask is token {mask}")
     )
-    teacher = Teacher(target, network.spec.tap_layers, torch.from_numpy(ids), torch.promote_types(target.dtype, torch.float32))
+    # On a GPU a bf16 target's head learns by bf16 products (loop.py), which read features as the target puts them out.
+    narrow = target.device.type == "cuda" and target.dtype is torch.bfloat16
+    dtype = target.dtype if narrow else torch.promote_types(target.dtype, torch.float32)
+    teacher = Teacher(target, network.spec.tap_layers, torch.from_numpy(ids), dtype, prompts=run.train.prompts)
     return Course(
         config=run.train, network=network, teacher=teacher, rows=trained, held_out=held_out, batches=batches,
         draft_len=run.draft.max_len, folder=out, say=say, curves={"loss": [], "acceptance": []},
@@ -134,7 +160,7 @@ def _facts(run: TrainRun, spec: ModelSpec, folder: Path, source: Source) -> dict
     keys = {f"train.{key}": value for key, value in asdict(run.train).items() if key != "save_s"}
     weights = "dummy" if run.model.load == "dummy" else weight_files(folder).fingerprint
     files = [[file.name, file.size_bytes, file.num_rows, file.digest] for file in source.files]
-    draft = {f"draft.{key}": getattr(run.draft, key) for key in ("path", "aux_layers", "max_len")}
+    draft = {f"draft.{key}": getattr(run.draft, key) for key in ("path", "aux_layers", "max_len", "parallel")}
     model = {
         "model.dtype": run.model.dtype,
         "model": f"{spec.family} of {spec.num_layers} layers, {spec.hidden_size} wide",

@@ -91,12 +91,16 @@ def split_rows(rows: list[Row], held_out: int, seed: int) -> tuple[list[Row], li
 
 def frequent_ids(rows: list[Row], *, vocab_size: int, count: int, keep: tuple[int, ...]) -> Numbers:
     """[min(count, vocab_size)] rising target ids: `keep`, then those most frequent in the completions, of equals the lowest."""
-    counts = np.zeros(vocab_size, np.float64)
-    for row in rows:
-        counts += np.bincount(row.ids[row.prompt_len :], minlength=vocab_size)
+    counts = np.bincount(np.concatenate([row.ids[row.prompt_len :] for row in rows]), minlength=vocab_size).astype(np.float64)
     counts[[i for i in keep if i < vocab_size]] = np.inf
     chosen: Numbers = np.sort(np.argsort(-counts, kind="stable")[: min(count, vocab_size)])
     return chosen
+
+
+def unused_id(rows: list[Row], vocab_size: int) -> int:
+    """The highest token id that no row holds, or that the fewest hold: what a mask token may mean without harm."""
+    counts = np.bincount(np.concatenate([row.ids for row in rows]), minlength=vocab_size)
+    return int(vocab_size - 1 - np.argmin(counts[::-1]))
 
 
 def epoch_batches(lengths: Numbers, *, batch_tokens: int, seed: int, epoch: int) -> list[Numbers]:

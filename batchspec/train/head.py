@@ -14,14 +14,25 @@ from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.train.data import Numbers
-from batchspec.train.network import HeadNetwork
+from batchspec.train.network import HeadNetwork, network_of
 
 _STD = 0.02
 
 
-def new_spec(target: ModelSpec, *, draft_vocab: int, taps: list[int] | None) -> HeadSpec:
-    """One layer of the target's shape over `taps`, of which there is a default; raises ConfigError for taps that cannot be."""
+def new_spec(
+    target: ModelSpec, *, draft_vocab: int, taps: list[int] | None, layers: int = 1, inner: int | None = None,
+    mask_id: int | None = None,
+) -> HeadSpec:  # fmt: skip
+    """Layers of the target's shape over `taps`, of which there is a default; raises ConfigError for taps that cannot be.
+
+    inner    width inside the MLP; None: the target's
+    mask_id  the mask token of a head that drafts in parallel
+    """
     spec = dummy_spec(target, draft_vocab_size=draft_vocab)
+    spec = replace(
+        spec, num_layers=layers, windows=(None,) * layers, intermediate_size=inner or spec.intermediate_size,
+        mask_token_id=mask_id,
+    )  # fmt: skip
     chosen = usual_taps(target.num_layers) if taps is None else tuple(taps)
     if not chosen or len(set(chosen)) < len(chosen) or not all(0 <= tap <= target.num_layers for tap in chosen):
         raise ConfigError(
@@ -48,11 +59,11 @@ def new_network(spec: HeadSpec, target: Target, hot: Tensor, *, seed: int) -> He
     SmolLM2-135M began at 22 nats.
     """
     dtype = torch.promote_types(target.dtype, torch.float32)
-    network = HeadNetwork(spec).to(dtype)
+    network = network_of(spec, target.embedding.cpu()).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in network.parameters():
-            if tensor.dim() == 2:
+            if tensor.dim() > 1:
                 nn.init.normal_(tensor, std=_STD, generator=generator)
         rows, norm = _output_rows(target, hot).to(dtype), target.final_norm.to("cpu", dtype)
         network.lm_head.weight.copy_(rows)
@@ -67,27 +78,38 @@ def _output_rows(target: Target, hot: Tensor) -> Tensor:
     return torch.cat(parts, 1).clone()
 
 
-def published_network(folder: Path, target: Target, *, aux_layers: str) -> tuple[HeadNetwork, Numbers]:
+def published_network(
+    folder: Path, target: Target, *, aux_layers: str, mask_id: int | None, seed: int
+) -> tuple[HeadNetwork, Numbers]:
     """A head to go on from, and the target ids int64 [V'] that it drafts.
 
-    Raises CheckpointError for what cannot be loaded, or is no plain head of one layer with an lm_head of its own.
+    mask_id  of a chain: it learns to draft in parallel, with this mask token
+    Raises CheckpointError for what cannot be loaded, or is no plain head with an lm_head of its own.
     """
     dtype = torch.promote_types(target.dtype, torch.float32)
-    head = load_head(folder, target.spec, dtype=dtype, device=target.device, aux_layers=aux_layers)
+    head = load_head(folder, target.spec, dtype=dtype, device=torch.device("cpu"), aux_layers=aux_layers)
     spec = head.spec
     plain = replace(new_spec(target.spec, draft_vocab=spec.draft_vocab_size, taps=None), layout=spec.layout, rope=spec.rope)
-    same = ("tap_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "rms_eps", "mapped")
+    same = ("tap_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "rms_eps", "mapped", "mask_token_id")
+    plain = replace(plain, num_layers=spec.num_layers, windows=(None,) * spec.num_layers)
     if spec != replace(plain, **{name: getattr(spec, name) for name in same}):
         raise CheckpointError(
-            f"{folder}: train goes on from plain EAGLE-3 heads of one layer with an lm_head; leave draft.path out"
+            f"{folder}: train goes on from plain EAGLE-3 heads with an lm_head and the target's embedding; leave draft.path out"
         )
     if spec.tap_layers[0] == 1:
         raise CheckpointError(
             f"{folder}: reads the target's layers {list(spec.tap_layers)}, which cannot be written; leave draft.path out"
         )
-    network = HeadNetwork(spec).to(target.device, dtype)
-    network.load_state_dict({name.replace("layers.0.", "midlayer."): tensor for name, tensor in head.tensors.items()})
     ids = torch.arange(spec.vocab_size) if head.hot is None else head.hot.cpu().long()
     if (ids[1:] <= ids[:-1]).any():
         raise CheckpointError(f"{folder}: d2t does not rise, so its draft ids cannot be written again; leave draft.path out")
+    if spec.mask_token_id is None and mask_id is not None:
+        spec = replace(spec, mask_token_id=mask_id)
+    network = new_network(spec, target, ids, seed=seed)
+    own = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in head.tensors.items()}
+    if "mask_hidden" in own:
+        if own["mask_hidden"].shape[1] != network.fc.in_features:
+            raise CheckpointError(f"{folder}: mask_hidden is stored behind fc, which cannot be learnt; leave draft.path out")
+        own["mask_hidden"] = own["mask_hidden"].view(1, 1, -1)
+    network.load_state_dict(network.state_dict() | own)
     return network, ids.numpy()

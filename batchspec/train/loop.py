@@ -17,7 +17,7 @@ from batchspec.train.data import Numbers, Row
 from batchspec.train.evaluate import Acceptance, acceptance
 from batchspec.train.folder import HeadFolder
 from batchspec.train.network import HeadNetwork
-from batchspec.train.objective import chain_loss
+from batchspec.train.objective import draft_loss
 from batchspec.train.settings import TrainConfig
 from batchspec.train.teacher import Teacher
 
@@ -95,7 +95,7 @@ class Course:
             group["lr"] = learning_rate(step, len(self.batches), self.config.lr)
         lesson = self.teacher.lesson(batch)
         with self._cast():
-            loss, matches = chain_loss(self.network, lesson, ahead=self.config.ahead, decay=self.config.decay)
+            loss, matches = draft_loss(self.network, lesson, ahead=self.config.ahead, decay=self.config.decay)
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(self.network.parameters(), self.config.clip)

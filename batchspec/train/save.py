@@ -1,7 +1,8 @@
 """A trained head as a published checkpoint: config.json and model.safetensors, in the layouts that vLLM and SGLang read.
 
-flat         SafeAILab, SpecForge, SGLang, vLLM: `midlayer.*`
+flat         SafeAILab, SpecForge, SGLang, vLLM: `midlayer.*`, more layers as `layers.1.*` ..
 speculators  vLLM's speculators: `layers.0.*`, the decoder's shape under transformer_layer_config
+A head that drafts in parallel has mask_hidden and the id of its mask token, and is a `peagle` in the second layout.
 Source of names and keys: as in batchspec/draft/formats.py, which reads them.
 """
 
@@ -70,21 +71,25 @@ def head_config(
 ) -> dict[str, Any]:
     """config.json of a head made by `head.new_spec` or read by `head.published_network`."""
     shape = _shape(spec, target)
-    taps = list(spec.tap_layers)
+    taps, mask_id = list(spec.tap_layers), spec.mask_token_id
+    parallel = mask_id is not None
     own: dict[str, Any] = {"draft_vocab_size": spec.draft_vocab_size, "torch_dtype": str(dtype).removeprefix("torch.")}
     if layout == "flat":
         # Readers know the usual taps, and differ in what they make of ids that are given.
         usual = taps == [2, target.num_layers // 2, target.num_layers - 3]
         ids = {} if usual else {"eagle_aux_hidden_state_layer_ids": taps, "num_aux_hidden_states": len(taps)}
-        return {"architectures": ["LlamaForCausalLMEagle3"], **shape, **own, **ids, "tie_word_embeddings": False}
+        mask = {"parallel_drafting": True, "mask_token_id": mask_id, "ptd_token_id": mask_id} if parallel else {}
+        return {"architectures": ["LlamaForCausalLMEagle3"], **shape, **own, **ids, **mask, "tie_word_embeddings": False}
+    kind = "peagle" if parallel else "eagle3"
     proposal = {
         "proposal_type": "greedy", "speculative_tokens": draft_len, "accept_tolerance": 0.0, "verifier_accept_k": 1,
     }  # fmt: skip
     return {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
+        "architectures": ["PEagleDraftModel" if parallel else "Eagle3DraftModel"],
+        "speculators_model_type": kind,
+        **({"mask_token_id": mask_id} if parallel else {}),
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
             "verifier": {"name_or_path": verifier, "architectures": [_ARCHITECTURES[target.family]]},
@@ -108,7 +113,7 @@ def _shape(spec: HeadSpec, target: ModelSpec) -> dict[str, Any]:
     """The decoder layer: a Llama's, whatever the target's family."""
     return {
         "model_type": "llama",
-        "num_hidden_layers": 1,
+        "num_hidden_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
         "intermediate_size": spec.intermediate_size,
         "num_attention_heads": spec.num_heads,

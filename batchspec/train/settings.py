@@ -35,8 +35,17 @@ class TrainConfig:
     """Tokens that the head can draft: the most frequent ones of the completions, at most the target's vocabulary."""
     taps: list[int] | None = None
     """Boundaries of the target's residual stream that it reads, i is what enters layer i; null: 2, the middle, last but 2."""
-    ahead: int = 5
-    """Draft steps that are trained, each on the head's own states of the one before (test-time training)."""
+    layers: int = 1
+    """Layers of the head; a parallel head gains by more, a chain pays for them at each draft token."""
+    inner: int | None = None
+    """Width inside the MLP of its layers; null: the target's."""
+    mask_token: int | None = None
+    """draft=parallel: id of the token that stands for those not known yet; null: the highest one that no row holds."""
+    prompts: bool = False
+    """Learn the tokens of the prompts too, not of the completions alone."""
+    ahead: int = 6
+    """Draft steps that are trained: of a chain each on the head's own states of the one before (test-time training), of a
+    parallel head each behind one mask more. At least the K that jobs will draft with."""
     decay: float = 0.8
     """Weight of each draft step relative to the one before."""
     lr: float = 1e-3
@@ -47,7 +56,7 @@ class TrainConfig:
     """Passes over the completions."""
     steps: int | None = None
     """Batches altogether, instead of epochs."""
-    batch_tokens: int = 24576
+    batch_tokens: int = 32768
     """Tokens of a batch at most, padding included; rows of like length make a batch."""
     max_len: int = 2048
     """Tokens of a row, prompt included; what is longer is cut at its end."""
@@ -65,7 +74,8 @@ class TrainConfig:
 class TrainRun:
     model: ModelConfig = field(default_factory=ModelConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
-    """name; max_len: K of the acceptance curves; path, aux_layers: a head to go on from."""
+    """name; parallel: the head learns to draft in parallel; max_len: K of the acceptance curves; path, aux_layers: a head to go
+    on from."""
     input: CompletionsConfig = field(default_factory=CompletionsConfig)
     output: HeadOutputConfig = field(default_factory=HeadOutputConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -77,13 +87,16 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "draft.max_len": (1, 64, "it is the K of the acceptance curves"),
     "input.limit": (1, math.inf, "null takes every completion"),
     "train.draft_vocab": (2, math.inf, "32000 is usual"),
-    "train.ahead": (1, 16, "5 is usual"),
+    "train.layers": (1, 4, "1 is usual, 2 for draft=parallel"),
+    "train.inner": (8, math.inf, "null takes the target's"),
+    "train.mask_token": (0, math.inf, "null chooses one"),
+    "train.ahead": (1, 16, "6 is usual"),
     "train.decay": (math.ulp(0.0), 1.0, "1 weighs all draft steps alike"),
     "train.lr": (math.ulp(0.0), 1.0, "1e-3 is usual"),
     "train.clip": (math.ulp(0.0), math.inf, "0.5 is usual"),
     "train.epochs": (1, math.inf, "4 is usual"),
     "train.steps": (1, math.inf, "null goes by train.epochs"),
-    "train.batch_tokens": (8, math.inf, "24576 is usual"),
+    "train.batch_tokens": (8, math.inf, "32768 is usual"),
     "train.max_len": (8, math.inf, "2048 is usual"),
     "train.held_out": (0, math.inf, "0 measures no acceptance"),
     "train.eval_steps": (0, math.inf, "0 measures at the end alone"),
@@ -102,7 +115,8 @@ REQUIRED: dict[str, str] = {
     "input.path": "the output folder of a job that this target ran, or a list of them",
     "output.dir": "the folder that the head goes to",
 }
-_READ = ("draft.name", "draft.path", "draft.aux_layers", "draft.max_len")
+_READ = ("draft.name", "draft.path", "draft.aux_layers", "draft.max_len", "draft.parallel")
+_OF_NEW_HEADS = ("taps", "layers", "inner")
 _UNREAD = ("model.chat_template", "model.think_tokens")
 
 
@@ -134,13 +148,18 @@ def check_training(run: TrainRun) -> None:
 
 def _drafter(run: TrainRun) -> None:
     if run.draft.name != "eagle3":
-        raise ConfigError(f"draft={run.draft.name} is nothing that train makes; use draft=eagle3")
+        raise ConfigError(f"draft={run.draft.name} is nothing that train makes; use draft=eagle3 or draft=parallel")
+    if run.draft.parallel not in ("auto", True, False):
+        raise ConfigError(f"draft.parallel={run.draft.parallel} must be one of auto, true, false")
+    if run.train.mask_token is not None and run.draft.parallel is not True:
+        raise ConfigError(f"train.mask_token={run.train.mask_token} is of draft=parallel; remove one of them")
     usual = TrainRun()
     for key in (*(f"draft.{name}" for name in asdict(run.draft)), *_UNREAD):
         if key not in _READ and _get(run, key) != _get(usual, key):
             raise ConfigError(f"{key}={_get(run, key)} is not used by train; remove the key")
-    if run.draft.path is not None and run.train.taps is not None:
-        raise ConfigError(f"train.taps={run.train.taps} and draft.path: that head has its own; remove one of them")
+    for name in _OF_NEW_HEADS if run.draft.path is not None else ():
+        if (value := getattr(run.train, name)) != getattr(usual.train, name):
+            raise ConfigError(f"train.{name}={value} and draft.path: that head has its own; remove one of them")
 
 
 def _get(run: Any, key: str) -> Any:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -38,84 +40,102 @@ class Lesson:
     """int64 [N] its place in the row"""
     probs: Tensor
     """fp32 [N, V'] the target's distribution of the next token, over the draft vocabulary alone; [0, V'] for evaluation"""
+    best_ids: Tensor
+    """int64 [N] its likeliest draft id"""
     known: Tensor
     """fp32 [N] 1 where the target's likeliest token is in the draft vocabulary, else 0"""
 
 
 class Teacher:
-    """Makes lessons. hot: int64 [V'] rising target ids of the draft vocabulary."""
+    """Makes lessons.
 
-    def __init__(self, target: Target, taps: tuple[int, ...], hot: Tensor, dtype: torch.dtype) -> None:
+    hot      int64 [V'] rising target ids of the draft vocabulary
+    dtype    of features and embeddings
+    prompts  places of the prompts are learnt too: the target has an opinion on every token, whoever wrote it
+    """
+
+    def __init__(self, target: Target, taps: tuple[int, ...], hot: Tensor, dtype: torch.dtype, *, prompts: bool = False) -> None:
         self.target, self.taps, self.hot, self.dtype = target, taps, hot.to(target.device), dtype
+        self._prompts = prompts
         self._known = torch.zeros(target.spec.vocab_size, device=target.device).index_fill_(0, self.hot, 1.0)
 
     def lesson(self, rows: Sequence[Row], *, probs: bool = True) -> Lesson:
-        """Read the rows anew; tensors on the target's device, features in the teacher's dtype."""
-        device, length = self.target.device, max(len(row.ids) for row in rows)
-        flat_rows = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(row.ids) for row in rows]))
-        flat_places = torch.cat([torch.arange(len(row.ids)) for row in rows])
-        tokens = torch.cat([torch.from_numpy(row.ids) for row in rows])
-        to_learn = torch.cat([_to_learn(row) for row in rows])
-        at_rows, at_places = flat_rows.to(device), flat_places.to(device)
-        hidden, tapped = _forward(self.target, rows, tokens.to(device), at_places, at_rows, self.taps)
-        features = torch.zeros(len(rows), length, tapped.shape[1], dtype=self.dtype, device=device)
-        features[at_rows, at_places] = tapped.to(self.dtype)
-        ids = torch.zeros(len(rows), length, dtype=torch.int64, device=device)
-        ids[at_rows, at_places] = tokens.to(device).long()
-        where = to_learn.nonzero().squeeze(1)
-        learnt = hidden.index_select(0, where.to(device)) if probs else hidden[:0]
-        likeliest, distribution = self._distributions(learnt)
-        following = F.pad(ids[:, 1:], (0, 1))
+        """Read the rows anew; tensors on the target's device. The host does not wait for it: one copy takes all indices there."""
+        lengths = np.array([len(row.ids) for row in rows])
+        total, length, hidden_size = int(lengths.sum()), int(lengths.max()), self.target.spec.hidden_size
+        starts = np.concatenate(([0], lengths.cumsum()))
+        flat_rows = np.repeat(np.arange(len(rows)), lengths)
+        flat_places = np.arange(total) - starts[flat_rows]
+        where = np.flatnonzero(np.concatenate([self._to_learn(row) for row in rows]))
+        tokens, at_rows, at_places, learnt, ends = self._on_device(
+            np.concatenate([row.ids for row in rows]), flat_rows, flat_places, where, starts
+        )
+        hidden, tapped = _forward(self.target, lengths.tolist(), tokens, at_places, at_rows, ends, self.taps)
+        flat = at_rows * length + at_places
+        features = torch.zeros(len(rows) * length, tapped.shape[1], dtype=self.dtype, device=self.target.device)
+        features.index_copy_(0, flat, tapped.to(self.dtype))
+        ids = torch.zeros(len(rows) * length, dtype=torch.int64, device=self.target.device)
+        ids = ids.index_copy_(0, flat, tokens).view(len(rows), length)
+        likeliest, distribution = self._distributions(hidden.index_select(0, learnt) if probs else hidden[:0])
+        following = F.pad(ids[:, 1:], (0, 1)).flatten()
         return Lesson(
-            embedded=F.embedding(following, self.target.embedding).to(self.dtype),
-            features=features,
+            embedded=self.target.embedding.index_select(0, following).view(len(rows), length, hidden_size).to(self.dtype),
+            features=features.view(len(rows), length, -1),
             ids=ids,
-            rows=flat_rows[where].to(device),
-            places=flat_places[where].to(device),
+            rows=at_rows.index_select(0, learnt),
+            places=at_places.index_select(0, learnt),
             probs=distribution,
+            best_ids=distribution.argmax(-1),
             known=self._known[likeliest],
         )
 
+    def _to_learn(self, row: Row) -> npt.NDArray[np.bool_]:
+        """[tokens]: the next token is one to learn."""
+        places = np.arange(len(row.ids))
+        wanted: npt.NDArray[np.bool_] = (places >= (0 if self._prompts else row.prompt_len - 1)) & (places < len(row.ids) - 1)
+        return wanted
+
+    def _on_device(self, *arrays: npt.NDArray[np.generic]) -> tuple[Tensor, ...]:
+        """int64 tensors, by one copy; from pinned memory, so that the host goes on at once."""
+        whole = torch.from_numpy(np.concatenate([array.astype(np.int64) for array in arrays]))
+        if self.target.device.type == "cuda":
+            whole = whole.pin_memory()
+        parts = whole.to(self.target.device, non_blocking=True).split([len(array) for array in arrays])
+        return tuple(parts)
+
     def _distributions(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """int64 [N] likeliest ids of the whole vocabulary, and fp32 [N, V']."""
-        likeliest, probs = [], []
-        for chunk in hidden.split(_CHUNK) if len(hidden) else ():
-            logits = self.target.logits(chunk)
-            likeliest.append(logits.argmax(-1))
-            probs.append(logits.index_select(1, self.hot).softmax(-1))
-        if not probs:
-            return self.hot[:0], self._known.new_zeros(0, len(self.hot))
-        return torch.cat(likeliest).clone(), torch.cat(probs).clone()  # clone: a network cannot learn from inference tensors
-
-
-def _to_learn(row: Row) -> Tensor:
-    """bool [tokens]: the next token is one of the completion."""
-    places = torch.arange(len(row.ids))
-    return (places >= row.prompt_len - 1) & (places < len(row.ids) - 1)
+        """int64 [N] likeliest ids of the whole vocabulary, and fp32 [N, V']; a network could save no inference tensors."""
+        likeliest = torch.empty(len(hidden), dtype=torch.int64, device=self.hot.device)
+        wide = torch.promote_types(self.target.dtype, torch.float32)
+        probs = torch.empty(len(hidden), len(self.hot), dtype=wide, device=self.hot.device)
+        for at in range(0, len(hidden), _CHUNK):
+            part = slice(at, at + _CHUNK)
+            logits = self.target.logits(hidden[part])
+            likeliest[part] = logits.argmax(-1)
+            probs[part] = logits.index_select(1, self.hot).softmax(-1)
+        return likeliest, probs
 
 
 def _forward(
-    target: Target, rows: Sequence[Row], tokens: Tensor, places: Tensor, row_ids: Tensor, taps: tuple[int, ...]
+    target: Target, lengths: list[int], tokens: Tensor, places: Tensor, row_ids: Tensor, starts: Tensor, taps: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
     """hidden [T, H] behind the final norm, and the taps [T, W]."""
     spec, device = target.spec, target.device
-    lengths = [len(row.ids) for row in rows]
     pages = -(-max(lengths) // PAGE_SIZE)
-    table = 1 + torch.arange(len(rows) * pages, dtype=torch.int32, device=device).view(len(rows), pages)
+    table = 1 + torch.arange(len(lengths) * pages, dtype=torch.int32, device=device).view(len(lengths), pages)
     one = KVCache.allocate(
-        num_layers=1, num_pages=1 + len(rows) * pages, page_size=PAGE_SIZE, num_kv_heads=spec.num_kv_heads,
+        num_layers=1, num_pages=1 + len(lengths) * pages, page_size=PAGE_SIZE, num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim, dtype=target.dtype, device=device,
     )  # fmt: skip
     # Nothing is read of a layer's K/V once the next one runs: all layers write to the same pages.
     cache = KVCache(one.kv.expand(spec.num_layers, *one.kv.shape[1:]), one.draft_kv, PAGE_SIZE)
-    starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     batch = FlatBatch(
-        token_ids=tokens,
+        token_ids=tokens.int(),
         row_ids=row_ids.int(),
         positions=places,
-        slots=table[row_ids, places // PAGE_SIZE].long() * PAGE_SIZE + places % PAGE_SIZE,
-        q_start=starts.to(device),
-        kv_len=torch.tensor(lengths, dtype=torch.int32, device=device),
+        slots=PAGE_SIZE * (1 + row_ids * pages) + places,  # a row's pages lie in order, behind the first one
+        q_start=starts.int(),
+        kv_len=starts.diff().int(),
         page_table=table,
         max_q=max(lengths),
         max_kv=max(lengths),

@@ -27,6 +27,8 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
     for _map in (None, PI32, PI64):
         _case(f"argmax_kernel {_dtype}, map {_map}", "argmax", 32, logits=f"*{_dtype}", map_ids=_map, out_ids=PI32,
               stride_row=I32, out_stride=I32, vocab=I32, ACC=_acc, BLOCK=4096)  # fmt: skip
+    _case(f"distil_kernel {_dtype}", "distil", 8, logits=f"*{_dtype}", probs=f"*{_acc}", weights=f"*{_acc}", best_ids=PI64,
+          out_nats=f"*{_acc}", out_hits=f"*{_acc}", vocab=I32, ACC=_acc, BLOCK=4096)  # fmt: skip
     _case(f"sample_kernel {_dtype}", "sample", 16, logits=f"*{_dtype}", row_ids=PI32, positions=PI64, keys=PI64,
           temperature=PF32, cutoff=f"*{_acc}", out_ids=PI32, stride_row=I32, vocab=I32, ACC=_acc, BLOCK=4096)  # fmt: skip
     _case(f"kv_write_kernel {_dtype}", "kv_write", 4, k=f"*{_dtype}", v=f"*{_dtype}", kv=f"*{_dtype}", slots=PI64,

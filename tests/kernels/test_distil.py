@@ -1,0 +1,77 @@
+"""distil: cross entropy with a teacher, its gradient over the logits, rows that count for nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from batchspec.kernels.distil import BLOCK, distil
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def learn(logits: Tensor, probs: Tensor, weights: Tensor, interpret: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Nats and hits of each row, and the gradient."""
+    wide = torch.float64 if logits.dtype is torch.float64 else torch.float32
+    nats, hits = (torch.full((len(logits),), -7.0, dtype=wide, device=logits.device) for _ in range(2))
+    gradient = logits.clone()
+    distil(gradient, probs, weights, probs.argmax(-1), out_nats=nats, out_hits=hits, interpret=interpret)
+    return nats, hits, gradient
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("vocab", [1, 17, 300, BLOCK, 2 * BLOCK + 77])
+def test_nats_hits_and_gradient_are_those_of_autograd(
+    vocab: int, dtype: torch.dtype, interpret: bool, device: torch.device
+) -> None:
+    logits = (torch.randn(4, vocab, device=device) * 5).to(dtype)
+    probs = torch.randn(4, vocab, dtype=torch.float64, device=device).softmax(-1)
+    probs[1] = logits[1].double().softmax(-1)  # agrees on the likeliest
+    weights = torch.tensor([1.0, 0.5, 0.0, 2.0], device=device)
+    nats, hits, gradient = learn(logits, probs, weights, interpret)
+    x = logits.detach().double().clone().requires_grad_()
+    expected = cross_entropy(x, probs, reduction="none") * weights
+    expected.sum().backward()
+    assert x.grad is not None
+    tolerance = TOLERANCE[dtype]
+    assert torch.allclose(nats.double(), expected.detach(), atol=1e-5, rtol=1e-5)
+    assert torch.allclose(gradient.double(), x.grad, atol=tolerance, rtol=tolerance)
+    agree = logits.float().argmax(-1) == probs.argmax(-1)
+    assert hits.tolist() == (agree * weights).tolist()
+
+
+def test_a_row_of_weight_0_is_left_out_whatever_it_holds(interpret: bool, device: torch.device) -> None:
+    logits = torch.randn(3, 50, device=device)
+    probs = torch.randn(3, 50, device=device).softmax(-1)
+    if interpret:  # the reference multiplies
+        logits[1] = torch.nan
+    nats, hits, gradient = learn(logits, probs, torch.tensor([1.0, 0.0, 1.0], device=device), interpret)
+    assert nats[1] == hits[1] == 0
+    assert not gradient[1].any()
+    assert torch.isfinite(nats).all()
+
+
+def test_of_equal_logits_the_lowest_column_is_the_choice(interpret: bool, device: torch.device) -> None:
+    logits = torch.zeros(2, BLOCK + 9, device=device)
+    logits[:, [5, BLOCK + 5]] = 1.0
+    probs = torch.zeros_like(logits)
+    probs[0, 5] = probs[1, BLOCK + 5] = 1.0
+    assert learn(logits, probs, torch.ones(2, device=device), interpret)[1].tolist() == [1.0, 0.0]
+
+
+def test_no_rows_is_no_work(interpret: bool, device: torch.device) -> None:
+    nothing = torch.empty(0, 5, device=device)
+    assert learn(nothing, nothing, torch.empty(0, device=device), interpret)[0].shape == (0,)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    logits, row = torch.zeros(2, 8), torch.zeros(2)
+    best = torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"distil: probs is float32 \[2, 7\].*must be .* \[2, 8\]"):
+        distil(logits, torch.zeros(2, 7), row, best, out_nats=row, out_hits=row)
+    with pytest.raises(ValueError, match=r"distil: out_hits is float64"):
+        distil(logits, logits, row, best, out_nats=row, out_hits=row.double())
+    with pytest.raises(ValueError, match=r"distil: logits is float32 \[2, 8\] with strides \[1, 2\]"):
+        distil(torch.zeros(8, 2).t(), logits, row, best, out_nats=row, out_hits=row)
