@@ -183,7 +183,7 @@ class ResumeConfig:
     again: int = 1
     """The same retry is done once; a higher number does it again."""
     row_attempts: int = 3
-    """Deaths of a run that was computing one row alone, after which that row becomes an error row (code crash)."""
+    """Deaths of runs at one place of a row that they computed alone, after which it becomes an error row (code crash)."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -37,8 +37,6 @@ ROWS, SHARD_ROWS = 12, 2
 SHARDS = ROWS // SHARD_ROWS
 CALLS = ("link", "replace", "rename", "fsync", "unlink", "rmdir")
 """Of module os: every way in which batchspec changes what a folder shows, or makes it last."""
-NO_BLAME = "resume.row_attempts=1000"
-"""Who dies again and again is taken to die of the row that it was at alone; here no row is to blame."""
 Row = tuple[str, int, str, tuple[int, ...] | None]
 
 
@@ -69,9 +67,8 @@ def work(config: RunConfig, said: Path, conduct: Conduct) -> None:
     os.environ.update(conduct.environ)
     sys.stderr = said.open("a", buffering=1)
     torch.set_num_threads(1)
-    slow: Any = (job, prepare)
-    slow[0].can_draw = lambda: False  # drawing and measuring this machine take longer than the job
-    slow[1].device_rates = lambda *_: H200
+    put(job, "can_draw", lambda: False)  # drawing and measuring this machine take longer than the job
+    put(prepare, "device_rates", lambda *_: H200)
     if conduct.journal_s is not None:
         put(passes, "JOURNAL_S", conduct.journal_s)
     if conduct.stale_s is not None:
@@ -108,8 +105,8 @@ def shorten_claims(stale_s: float) -> None:
     put(part, "BEAT_S", stale_s / 5)
 
 
-def put(module: Any, name: str, value: float) -> None:
-    """Change a constant where it is read; one that has moved must not pass for changed."""
+def put(module: Any, name: str, value: Any) -> None:
+    """Change what a module has where it is read; one that has moved must not pass for changed."""
     assert hasattr(module, name), f"{module.__name__} has no {name}"
     setattr(module, name, value)
 

@@ -19,6 +19,7 @@ from batchspec import run
 from batchspec.decode.engine import Engine
 from batchspec.decode.round import Round
 from batchspec.io.attempts import Attempts
+from batchspec.io.journal import Journal
 from batchspec.io.store import LocalStore
 from tests.runs import make_model, make_prompts, run_apart
 
@@ -69,19 +70,82 @@ def test_a_row_that_kills_the_process_is_found_and_its_neighbours_come_out_whole
     model: Path, data: Path, finished: dict[str, list[int] | None], tmp_path: Path
 ) -> None:
     command = arguments(model, data, tmp_path / "out", "resume.row_attempts=2")
-    # It dies with its shards, with the rows in flight beside it, and twice alone; then it is an error row.
-    deaths = [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGKILL]
-    for number in deaths:
-        code, said = run_apart(command, tmp_path / "log", partial(poison, "q5", number))
+    # It dies with its shards, with the last group of its shard, where it is alone by chance, and twice in a trial.
+    for turn, number in enumerate([signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGKILL]):
+        code, said = run_apart(command, tmp_path / "log", partial(poison, "q7", number))
         assert code == -number, said
+        kept = Journal(LocalStore(tmp_path / "out", "tmp"), "x").read(skip=()).completions
+        assert {(4, 0), (5, 0), (6, 0)} <= kept.keys() if turn else not kept  # the group before it need not be done again
     assert run.main(command) == 0
     frame = pl.read_parquet(tmp_path / "out/data")
     assert frame["request_id"].to_list() == [f"q{i}" for i in range(ROWS)]
     bad = frame.filter(pl.col("status") == "error").select("request_id", "error").unnest("error").row(0, named=True)
-    assert (bad["request_id"], bad["code"], bad["retryable"]) == ("q5", "crash", True)
-    assert "prompts.parquet row 5 (id 'q5'): 2 runs died" in bad["message"]
-    assert tokens(tmp_path / "out") == finished | {"q5": None}
+    assert (bad["request_id"], bad["code"], bad["retryable"]) == ("q7", "crash", True)
+    assert "prompts.parquet row 7 (id 'q7'): 2 runs died" in bad["message"]
+    assert tokens(tmp_path / "out") == finished | {"q7": None}
     assert not (tmp_path / "out/_batchspec/attempts").exists()
+
+
+def kill_in_round(count: int) -> None:
+    """From now on the process is killed in this round of its run."""
+    run_round, seen = Round.run, [0]
+
+    def killed(self: Round, *rest: Any, **named: Any) -> Any:
+        seen[0] += 1
+        if seen[0] == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return run_round(self, *rest, **named)
+
+    Round.run = killed  # type: ignore[method-assign]
+
+
+def test_kills_from_outside_make_no_error_of_a_row_that_is_always_alone(
+    model: Path, data: Path, finished: dict[str, list[int] | None], tmp_path: Path
+) -> None:
+    """One row a shard, one slot, and no run lives for more than two rounds: each gets further than the one before."""
+    one = arguments(model, data, tmp_path / "out", "output.shard_rows=1", "packing.slots=1", "input.limit=2", "draft=none")
+    deaths = 0
+    while (code := run_apart(one, tmp_path / "log", partial(kill_in_round, 3))[0]) != 0:
+        assert code == -signal.SIGKILL
+        deaths += 1
+        assert deaths < 20
+    assert deaths > 2 + 3, "after these a row that got no further would be an error row"
+    assert tokens(tmp_path / "out") == {name: finished[name] for name in ("q0", "q1")}
+
+
+def kill_at_token(row: str, sample: int, count: int) -> None:
+    """From now on the process is killed when this sample of a row has so many tokens."""
+    launch = Engine._launch_round
+
+    def deadly(self: Engine) -> None:
+        for live in self._scheduler.live:
+            request = live.progress.request
+            num_tokens = self._scheduler.num_tokens[live.slot] - len(request.prompt_ids)
+            if (request.request_id, request.sample_index) == (row, sample) and num_tokens >= count:
+                os.kill(os.getpid(), signal.SIGKILL)
+        launch(self)
+
+    Engine._launch_round = deadly  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("more", [[], ["output.logprobs=0"]], ids=["tokens kept", "no tokens kept"])
+def test_a_row_that_kills_always_at_one_token_is_found_and_its_finished_samples_stay(
+    model: Path, tmp_path: Path, more: list[str]
+) -> None:
+    rows = [{"id": f"q{i}", "prompt": f"Say word{i}", "n": 1 + i % 2} for i in range(3)]
+    pl.DataFrame(rows, schema_overrides={"n": pl.Int32}).write_parquet(tmp_path / "prompts.parquet")
+    settings = ["decode.ignore_eos=true", "packing.slots=1", "resume.row_attempts=2", *more]
+    plain, command = (arguments(model, tmp_path / "prompts.parquet", tmp_path / out, *settings) for out in ("plain", "out"))
+    assert run.main(plain) == 0
+    deaths = 0
+    while (code := run_apart(command, tmp_path / "log", partial(kill_at_token, "q1", 1, 11))[0]) != 0:
+        assert code == -signal.SIGKILL
+        deaths += 1
+        assert deaths < 8
+    assert deaths == 2 + 2
+    columns = ["request_id", "sample_index", "status", "token_ids"]
+    wanted, found = (pl.read_parquet(tmp_path / out / "data").select(columns).rows() for out in ("plain", "out"))
+    assert found == [(*row[:2], "error", None) if row[:2] == ("q1", 1) else row for row in wanted]
 
 
 def break_row(row: str) -> None:
@@ -105,22 +169,49 @@ def test_a_row_that_breaks_the_engine_is_found_the_same_way(
     assert tokens(tmp_path / "out") == finished | {"q2": None}
 
 
-def test_rows_alone_at_a_death_are_struck_and_the_living_runs_own_record_is_not(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path, "tmp")
-    records = {name: Attempts(store, name) for name in ("a", "b", "c", "d")}
-    records["a"].enter(3, [12, 13, 14])
-    records["b"].enter(3, [13])
-    records["c"].enter(3, [13])
-    records["c"].clear()  # it ended by itself
-    records["d"].enter(3, [14])
-    assert records["d"].strikes(3) == {12: 0, 13: 1, 14: 0}
-    assert records["d"].strikes(2) == {}
-    for _ in range(2):
-        records["d"].suspect(3, "a")
-    records["d"].suspect(7, "b")
-    assert records["a"].suspected() == {3, 7}
-    (tmp_path / "_batchspec/attempts/rows-a.json").write_bytes(b"\0\0")
-    assert records["d"].strikes(3) == {13: 1}
+def attempts(folder: Path, *names: str) -> dict[str, Attempts]:
+    return {name: Attempts(LocalStore(folder, "tmp"), name) for name in names}
+
+
+def test_a_row_is_struck_by_trials_that_died_where_none_got_further(tmp_path: Path) -> None:
+    runs = attempts(tmp_path, *"abcdefgh", "me")
+    runs["a"].enter(3, [12, 13, 14])
+    runs["b"].enter(3, [15])  # alone by chance
+    for name, reached in (("c", 0), ("d", 7), ("e", 7)):
+        runs[name].enter_trial(3, 13)
+        runs[name].reached(reached)
+    runs["f"].enter_trial(3, 12)
+    runs["f"].clear()  # it ended by itself
+    runs["g"].enter_trial(3, 14)  # it lives: nobody found it dead
+    runs["h"].enter_trial(7, 13)
+    runs["me"].enter_trial(3, 14)
+    assert runs["me"].strikes(3) == {}
+    for name in "abcdefh":
+        for _ in range(2):
+            runs["me"].suspect(3, name)
+    runs["me"].suspect(3, "me")
+    runs["me"].suspect(7, "x")
+    assert runs["me"].strikes(3) == {12: 0, 13: 2, 14: 0, 15: 0}
+    assert runs["me"].strikes(2) == {}
+    assert runs["a"].suspected() == {3, 7}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\0\0", b"{", b"[1]", b"7", b"{}", b"[" * 100_000]
+    + [b'{"shard": 3, "rows": %s}' % rows for rows in (b"7", b"[[1]]", b'["1"]', b"[null]", b"[0.5]", b"{}")]
+    + [b'{"shard": 3, "rows": [1], "reached": %s}' % reached for reached in (b"null", b'"1"', b"[1]")],
+)
+def test_a_record_of_other_bytes_counts_for_nothing(tmp_path: Path, data: bytes) -> None:
+    runs = attempts(tmp_path, "a", "b", "me")
+    for name in ("a", "b"):
+        runs[name].enter_trial(3, 5)
+        runs["me"].suspect(3, name)
+    (tmp_path / "_batchspec/attempts/rows-a.json").write_bytes(data)
+    for name in ("shard-x-a.json", "shard-00003-a", "rows-.json", "note.json"):
+        (tmp_path / "_batchspec/attempts" / name).write_bytes(b"{}")
+    assert runs["me"].strikes(3) == {5: 1}
+    assert runs["me"].suspected() == {3}
 
 
 def short_of_memory(monkeypatch: pytest.MonkeyPatch, rounds: Iterator[int]) -> None:

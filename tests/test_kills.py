@@ -16,7 +16,6 @@ import pytest
 
 from tests.kill_lab import (
     CALLS,
-    NO_BLAME,
     SHARDS,
     Conduct,
     Killer,
@@ -96,9 +95,9 @@ def test_kills_at_random_moments_leave_every_row_once_and_no_reader_sees_a_part_
         out = lab.new()
         with polled(lambda out=out: check_visible(out)) as visible:  # type: ignore[misc]
             while not (out / "README.md").exists():
-                codes = killer.end([lab.start(out, NO_BLAME) for _ in range(killer.num_runs)])
+                codes = killer.end([lab.start(out) for _ in range(killer.num_runs)])
                 assert set(codes) <= {0, -signal.SIGKILL}, lab.said.read_text()[-2000:]
-        assert lab.run(out, NO_BLAME) == 0  # the one that wrote the card may have been killed right behind it
+        assert lab.run(out) == 0  # the one that wrote the card may have been killed right behind it
         assert check_visible(out) == SHARDS
         assert written(out) == expected
         complete += 1

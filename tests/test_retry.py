@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from batchspec.records import Completion, Request, RowError
 from tests.models import make_checkpoint, make_thinking_tokenizer
 from tests.runs import run_apart
 from tests.s3_lab import BUCKET, Lab, running_lab
+from tests.test_crashes import poison
 
 ROWS = 14
 CAPS = (8, 20)
@@ -242,6 +244,18 @@ def test_a_retry_that_is_killed_goes_on_and_no_reader_sees_a_mixed_file(
             assert old <= 1
     left = {path.name for path in (out / "_batchspec/retry/00001").rglob("*.json")}
     assert not left, "claims, journal and attempts are gone"
+
+
+def test_a_row_that_kills_its_retry_stays_as_it_was(folder: Path, out: Path, tmp_path: Path, wanted: pl.DataFrame) -> None:
+    before = rows_of(out)
+    command = retry(folder, out, "resume.row_attempts=1")
+    for _ in range(3):
+        assert run_apart(command, tmp_path / "log", partial(poison, "q0", signal.SIGKILL))[0] == -signal.SIGKILL
+    assert run.main(command) == 0
+    after, mine = rows_of(out), pl.col("request_id") == "q0"
+    assert after.filter(mine).equals(before.filter(mine))
+    assert after.filter(mine)["status"].to_list() == ["truncated"]
+    assert after.filter(~mine).select(SAME).equals(wanted.filter(~mine).select(SAME))
 
 
 def test_runs_at_the_same_time_share_a_retry(folder: Path, out: Path, tmp_path: Path, wanted: pl.DataFrame) -> None:

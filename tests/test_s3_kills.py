@@ -14,7 +14,7 @@ import polars as pl
 import pyarrow.parquet as pq
 import pytest
 
-from tests.kill_lab import NO_BLAME, SHARDS, Conduct, Killer, KillLab, Row, check_part, ended, polled, rows_of, until_stopped
+from tests.kill_lab import SHARDS, Conduct, Killer, KillLab, Row, check_part, ended, polled, rows_of, until_stopped
 from tests.s3_lab import BUCKET, Answer, Faults, Lab, running_lab
 
 OUT = f"s3://{BUCKET}/out"
@@ -135,7 +135,7 @@ def test_kills_at_random_moments_leave_every_row_once(server: Lab, lab: KillLab,
         server.empty()
         with polled(lambda: check_visible(server)):
             while "out/README.md" not in server.names():
-                codes = killer.end([lab.start(OUT, NO_BLAME, conduct=conduct(server)) for _ in range(killer.num_runs)])
+                codes = killer.end([lab.start(OUT, conduct=conduct(server)) for _ in range(killer.num_runs)])
                 assert set(codes) <= {0, -signal.SIGKILL}, lab.said.read_text()[-2000:]
         assert lab.run(OUT, conduct=conduct(server)) == 0
         assert written(server) == expected

@@ -33,10 +33,14 @@ class Accounts:
         self._watched[row.slot] = row.progress.finder is not None
         self._budgets.enter(row.slot, row.num_tokens, row.progress)
 
-    def leave(self, row: Row) -> None:
-        """It gives it up: everything that is known of it is on its own account now."""
-        self._modes[mode_of(row.progress.request)] -= 1
+    def settle(self, row: Row) -> None:
+        """Everything that is known of the row is on its own account now; it may go on."""
         self._ledger.close(row.slot, row.progress)
+
+    def leave(self, row: Row) -> None:
+        """It gives its slot up, settled."""
+        self._modes[mode_of(row.progress.request)] -= 1
+        self.settle(row)
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Compaction: (source, destination) of each row that changes its slot; destinations are empty."""
@@ -77,7 +81,7 @@ class Accounts:
     def hold_to_budget(self, row: Row, num_tokens: int) -> bool:
         """Close a thought that has used its budget; whether the row, cut short, must be prefilled with its new tokens."""
         slot, progress = row.slot, row.progress
-        self._ledger.close(slot, progress)
+        self.settle(row)
         if not progress.hold_to_budget():
             self._budgets.enter(slot, num_tokens, progress)
             return False

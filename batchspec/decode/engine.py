@@ -205,7 +205,7 @@ class Engine:
         return self._stopping
 
     def unfinished(self) -> list[Snapshot]:
-        """Behind a stopped `run`: every row that had tokens and no end, those that wait for pages too.
+        """Behind a stopped `run`, or in `on_round`: every row that has tokens and no end, those that wait for pages too.
 
         None with logprobs: those of a row come from one run.
         """
@@ -213,7 +213,7 @@ class Engine:
             return []
         now = time.perf_counter()
         for row in self._scheduler.live:
-            self._accounts.leave(row)
+            self._accounts.settle(row)
         rows = [*self._scheduler.live, *self._scheduler.set_back_rows]
         return [row.progress.snapshot(now) for row in rows if row.progress.tokens]
 

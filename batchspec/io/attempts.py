@@ -4,7 +4,11 @@ _batchspec/attempts/shard-00042-<attempt>.json  that run died while it held shar
 _batchspec/attempts/rows-<attempt>.json         rows of such a shard that this run computes now, or computed when it died
 
 A healthy run records nothing: its claims tell which shards it held. Only the rows of those shards are recorded, by the run that
-computes them again, each before it is touched; a run ends by clearing its record, unless it dies.
+computes them again, each before it is touched; a run ends by clearing its record, unless it dies. A record counts once its run
+is known to have died with the shard: those of living runs do not.
+
+A row that is suspect is tried: computed alone, on purpose, and its record says how far it got. Kills from outside come at any
+moment, and the row is further the next time; one that kills its process never gets beyond that place.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ class Attempts:
 
     def __init__(self, store: Store, attempt: str) -> None:
         self._store, self._attempt = store, attempt
-        self._recorded = False
+        self._record: dict[str, Any] = {}
 
     def suspect(self, shard: int, died: str) -> None:
         """The run `died` ended without a word while it held the shard."""
@@ -37,32 +41,39 @@ class Attempts:
 
     def enter(self, shard: int, rows: Sequence[int]) -> None:
         """From now on just these input rows of the shard are computed."""
-        self._recorded = True
         self._put({"shard": shard, "rows": list(rows)})
+
+    def enter_trial(self, shard: int, row: int) -> None:
+        """From now on this input row is computed, alone because it is suspect."""
+        self._put({"shard": shard, "rows": [row], "reached": 0})
+
+    def reached(self, tokens: int) -> None:
+        """The row that is tried has so many output tokens."""
+        self._put(self._record | {"reached": tokens})
 
     def clear(self) -> None:
         """No row is computed any more."""
-        if self._recorded:
+        if self._record:
             self._put({})
-            self._recorded = False
 
     def strikes(self, shard: int) -> dict[int, int]:
-        """Rows of a shard that runs died with, and how often each of them was the only one. For the owner of the shard alone."""
-        found: dict[int, int] = {}
-        for name in self._store.list(FOLDER):
-            if not name.startswith("rows-") or self._attempt in name:
-                continue
-            record = _parse(self._store.read(f"{FOLDER}/{name}"))
+        """Rows of a shard that runs died with; how many of those that tried a row died at the furthest place that any got to."""
+        tried: dict[int, list[int]] = {}
+        names = self._store.list(FOLDER)
+        dead = (match[1] for name in names if (match := re.fullmatch(rf"shard-{shard:05d}-(\w+)\.json", name)))
+        for name in (f"rows-{attempt}.json" for attempt in dead if attempt != self._attempt):
+            record = _parse(self._store.read(f"{FOLDER}/{name}")) if name in names else {}
             if record.get("shard") == shard:
                 for row in record["rows"]:
-                    found[row] = found.get(row, 0) + (len(record["rows"]) == 1)
-        return found
+                    tried.setdefault(row, []).extend([record["reached"]] if "reached" in record else [])
+        return {row: places.count(max(places, default=0)) for row, places in tried.items()}
 
     def delete(self) -> None:
         """The job is complete."""
         self._store.delete_tree(FOLDER)
 
     def _put(self, record: dict[str, Any]) -> None:
+        self._record = record
         self._store.put(f"{FOLDER}/rows-{self._attempt}.json", json.dumps(record).encode())
 
 
@@ -70,6 +81,7 @@ def _parse(data: bytes) -> dict[str, Any]:
     """A record; an empty one where a disk kept other bytes, which costs another death at worst."""
     try:
         record = json.loads(data)
-        return record if isinstance(record["rows"], list) else {}
-    except (ValueError, KeyError, TypeError):
+        sound = all(isinstance(number, int) for number in [*record["rows"], record.get("reached", 0)])
+        return record if sound else {}
+    except (ValueError, KeyError, TypeError, RecursionError):
         return {}

@@ -24,7 +24,7 @@ from batchspec.work.fitted import FittedEngine, Shortage
 from batchspec.work.passes import commit, decode_job, tabled
 from batchspec.work.reporter import Reporter
 from batchspec.work.signals import ending
-from batchspec.work.suspects import decode_suspects, leaving, unsuspected
+from batchspec.work.suspects import decode_suspects, leaving, taken
 from batchspec.work.watchdog import Watchdog
 
 
@@ -101,20 +101,19 @@ class Part:
         """One pass over the shards that are neither done nor another run's; those that a run died with come last."""
         job, engine, journal, journaled, attempts = self.job, self.fitted.engine, self._journal, self._journaled, self._attempts
 
-        def mine(shards: Iterator[InputShard]) -> Iterator[InputShard]:
-            for shard in unsuspected(self._deadline.shards(shards), self._claims, attempts):
-                if self._claims.inherited:
-                    self._claims.inherited = False
-                    journal.refresh(journaled)
-                yield shard
+        def ours(shards: Iterator[InputShard]) -> Iterator[tuple[InputShard, bool]]:
+            return taken(self._deadline.shards(shards), self._claims, attempts, journal, journaled)
 
-        yield from decode_job(job, engine, reporter, journal, journaled, take=mine, skip=others | attempts.suspected())
-        suspects = attempts.suspected() - others
+        def calm(shards: Iterator[InputShard]) -> Iterator[InputShard]:
+            return (shard for shard, suspect in ours(shards) if not suspect)
+
+        yield from decode_job(job, engine, reporter, journal, journaled, take=calm, skip=others | attempts.suspected())
+        suspects = attempts.suspected() & set(range(self.output.num_shards)) - others
         if suspects and not engine.stopping:
             self.progress.phase(f"{len(suspects)} shards were in work when a run died: their rows are computed apart")
-            shards = job.source.shards(job.shard_rows, set(range(-(-job.source.num_rows // job.shard_rows))) - suspects)
-            taken = (shard for shard in self._deadline.shards(shards) if self._claims.take(shard.index))
-            decoded = decode_suspects(job, engine, taken, attempts, journal, journaled, finished=reporter.finished)
+            shards = ours(job.source.shards(job.shard_rows, set(range(self.output.num_shards)) - suspects))
+            rows = (shard for shard, _ in shards)
+            decoded = decode_suspects(job, engine, rows, attempts, journal, journaled, finished=reporter.finished)
             yield from map(reporter.admitted, decoded)
 
     def _left_out(self) -> set[int] | None:

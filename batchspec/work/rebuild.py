@@ -82,14 +82,21 @@ class Rebuild(Admission):
         self._there = output.committed()
         self._open: dict[int, tuple[pa.Table, str]] = {}
 
+    def has(self, index: int) -> bool:
+        """Whether the shard's old rows are there; False where somebody took its file away."""
+        return index in self._there
+
+    def _old(self, index: int) -> tuple[pa.Table, str]:
+        if index not in self._open:
+            self._open[index] = self._output.written(index)
+        return self._open[index]
+
     def admit(self, shard: InputShard) -> Iterator[Request | Completion]:
-        if shard.index not in self._there:  # somebody took its file away
+        if not self.has(shard.index):
             yield from super().admit(shard)
             return
-        if shard.index not in self._open:
-            self._open[shard.index] = self._output.written(shard.index)
         first, last = shard.first_row, shard.first_row + shard.table.num_rows - 1
-        table = self._open[shard.index][0]
+        table = self._old(shard.index)[0]
         place = table["row_index"]
         here = table.filter(pc.and_(pc.greater_equal(place, first), pc.less_equal(place, last)))
         names = (
@@ -125,10 +132,11 @@ class Rebuild(Admission):
 
         completions  those that are not `carried`; `fresh` is made of them, None if there are none
         """
-        if shard.index not in self._there:
+        if not self.has(shard.index):
             assert fresh is not None
             return self._output.commit(shard.index, fresh)
-        table, version = self._open.pop(shard.index)
+        table, version = self._old(shard.index)
+        del self._open[shard.index]
         if fresh is not None:
             done = {(done.row_index, done.sample_index) for done in completions}
             places = zip(table["row_index"].to_pylist(), table["sample_index"].to_pylist(), strict=True)

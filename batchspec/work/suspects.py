@@ -2,17 +2,18 @@
 
 A death is not told from a kill by what is left, so every row in flight is suspect. Of a shard that a run died with, rows are
 computed in groups of a batch, each recorded before it is admitted. Who dies with a group leaves its rows struck; a struck row is
-computed alone, and one that a run died with so resume.row_attempts times becomes an error row. A row that was only near comes
-through alone and is done: no death of another row makes an error of it.
+tried: computed alone, with its tokens kept as it goes. One that resume.row_attempts runs died with so, none of them further than
+another, becomes an error row. A row that was only near comes through alone and is done: no death of another row makes an error of
+it; nor do kills from outside, between which it gets further each time.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 
-from batchspec.decode.engine import Engine
+from batchspec.decode.engine import Engine, EngineTotals
 from batchspec.errors import BatchspecError, StorageError
 from batchspec.io.attempts import Attempts
 from batchspec.io.claims import Claims
@@ -21,6 +22,7 @@ from batchspec.io.journal import Journal, Journaled
 from batchspec.io.reader import InputShard, locate
 from batchspec.prepare import Job
 from batchspec.records import Completion, Request, RowError
+from batchspec.work.rebuild import Rebuild
 
 
 @contextmanager
@@ -43,16 +45,20 @@ def leaving(claims: Claims, attempts: Attempts) -> Iterator[None]:
     claims.release()
 
 
-def unsuspected(shards: Iterator[InputShard], claims: Claims, attempts: Attempts) -> Iterator[InputShard]:
-    """The shards that are this run's now; those whose last owner died with them are marked and left for later."""
+def taken(
+    shards: Iterator[InputShard], claims: Claims, attempts: Attempts, journal: Journal, journaled: Journaled
+) -> Iterator[tuple[InputShard, bool]]:
+    """The shards that are this run's now, with what others journaled of them, and whether their last owner died with them."""
     for shard in shards:
         if not claims.take(shard.index):
             continue
         died = claims.died.pop(shard.index, None)
-        if died is None:
-            yield shard
-        else:
+        if died is not None:
             attempts.suspect(shard.index, died)
+        if claims.inherited:
+            claims.inherited = False
+            journal.refresh(journaled)
+        yield shard, died is not None
 
 
 def decode_suspects(
@@ -68,20 +74,26 @@ def decode_suspects(
     """Each shard with its completions, as `decode_job` gives them; nothing more once the engine is asked to stop."""
     for shard in shards:
         strikes = attempts.strikes(shard.index)
-        done = [_crashed(job, shard, row, alone) for row, alone in strikes.items() if alone >= job.config.resume.row_attempts]
-        crashed = {completion.row_index for completion in done}
-        for group in _groups(shard, strikes, crashed, engine.batch.slots):
+        crashed = {row: alone for row, alone in strikes.items() if alone >= job.config.resume.row_attempts}
+        done = [error for row, alone in crashed.items() for error in _crashed(job, shard, row, alone, journaled)]
+        for group, trial in _groups(shard, strikes, crashed, engine.batch.slots):
             if engine.stopping:
                 return
-            attempts.enter(shard.index, group)
+            if trial:
+                attempts.enter_trial(shard.index, group[0])
+            else:
+                attempts.enter(shard.index, group)
             entries = [entry for row in group for entry in _admitted(job, shard, row, journaled)]
             requests = [entry for entry in entries if isinstance(entry, Request)]
             done += [entry for entry in entries if isinstance(entry, Completion)]
-            for completion in engine.run(iter(requests)):
-                job.admission.observe(completion)
-                finished(completion)
-                journal.add(completion)
-                done.append(completion)
+            with _followed(engine, entries, attempts, journal) if trial else nullcontext():
+                for completion in engine.run(iter(requests)):
+                    job.admission.observe(completion)
+                    finished(completion)
+                    journal.add(completion)
+                    done.append(completion)
+                    if trial:  # a sample that is done need not be done again when the next one kills
+                        journal.flush()
             journal.flush()
         if engine.stopping:
             return
@@ -89,14 +101,60 @@ def decode_suspects(
         yield shard, done
 
 
-def _groups(shard: InputShard, strikes: dict[int, int], crashed: set[int], slots: int) -> Iterator[Sequence[int]]:
-    """Rows that nobody died with, a batch at a time; then the others one by one, those first that were alone least often."""
+def _groups(
+    shard: InputShard, strikes: Mapping[int, int], crashed: Container[int], slots: int
+) -> Iterator[tuple[Sequence[int], bool]]:
+    """Rows that nobody died with, a batch at a time; then the others, each a trial, those first that died least often in one."""
     rows = range(shard.first_row, shard.first_row + shard.table.num_rows)
     calm = (row for row in rows if row not in strikes)
     while group := list(itertools.islice(calm, slots)):
-        yield group
-    for row in sorted(strikes.keys() - crashed, key=lambda row: (strikes[row], row)):
-        yield [row]
+        yield group, False
+    for row in sorted((row for row in rows if row in strikes and row not in crashed), key=lambda row: (strikes[row], row)):
+        yield [row], True
+
+
+@contextmanager
+def _followed(engine: Engine, entries: Sequence[Request | Completion], attempts: Attempts, journal: Journal) -> Iterator[None]:
+    """Within, the tokens of the row that is tried, all its samples together, are kept at every place that it reaches."""
+    before, begun = engine.on_round, engine.totals.tokens
+    earlier = sum(map(_num_tokens, entries))
+    place = _place(earlier)
+
+    def follow(totals: EngineTotals) -> None:
+        nonlocal place
+        if before is not None:
+            before(totals)
+        now = _place(earlier + totals.tokens - begun)
+        if now > place:
+            place = now
+            journal.flush(engine.unfinished())
+            attempts.reached(place)
+
+    if place:
+        attempts.reached(place)
+    engine.on_round = follow
+    try:
+        yield
+    finally:
+        engine.on_round = before
+
+
+def _num_tokens(entry: Request | Completion) -> int:
+    """Output tokens that earlier runs made."""
+    if isinstance(entry, Request):
+        return 0 if entry.resumed is None else len(entry.resumed.tokens)
+    return 0 if entry.token_ids is None else len(entry.token_ids)
+
+
+def _place(tokens: int) -> int:
+    """The last of the places 0, 1 ... 32, then each a 16th further, that so many tokens have reached.
+
+    The same in every run: wherever a row kills its process, it is found at one place each time.
+    """
+    place = 0
+    while (after := place + max(1, place // 16)) <= tokens:
+        place = after
+    return place
 
 
 def _one(shard: InputShard, row: int) -> InputShard:
@@ -109,14 +167,26 @@ def _admitted(job: Job, shard: InputShard, row: int, journaled: Journaled) -> It
         yield journaled.known(entry)
 
 
-def _crashed(job: Job, shard: InputShard, row: int, alone: int) -> Completion:
+def _crashed(job: Job, shard: InputShard, row: int, alone: int, journaled: Journaled) -> Iterator[Completion]:
+    """One error row; where some of its samples are journaled, those and an error for each of the others.
+
+    None in a retry: the row stays as it was.
+    """
+    if isinstance(job.admission, Rebuild) and job.admission.has(shard.index):
+        return
     file, place = locate(job.source.files, row)
     (request_id,) = request_ids(job.source, job.columns, _one(shard, row))
     message = (
-        f"{file} row {place} (id {request_id!r}): {alone} runs died or hung while this row alone was computed; "
+        f"{file} row {place} (id {request_id!r}): {alone} runs died or hung at the same place of this row, computed alone; "
         "look at what they said last, and drop the row or raise resume.row_attempts"
     )
-    return Completion(
-        request_id=request_id, row_index=row, sample_index=0, shard=shard.index, status="error", finish_reason="error",
-        error=RowError(code="crash", stage="decode", message=message, retryable=True),
-    )  # fmt: skip
+    samples = [0]
+    if any(key[0] == row for key in journaled.completions):  # to admit it does not kill
+        entries = list(_admitted(job, shard, row, journaled))
+        yield from (entry for entry in entries if isinstance(entry, Completion))
+        samples = [entry.sample_index for entry in entries if isinstance(entry, Request)]
+    for sample in samples:
+        yield Completion(
+            request_id=request_id, row_index=row, sample_index=sample, shard=shard.index, status="error", finish_reason="error",
+            error=RowError(code="crash", stage="decode", message=message, retryable=True),
+        )  # fmt: skip
