@@ -26,8 +26,12 @@ COMMANDS = {
     "report": ("batchspec.commands.report", "OUT [--by COLUMN]: write report.html anew, the job in pictures"),
     "inspect": ("batchspec.commands.inspect", "OUT ID [--sample N]: one request in full"),
     "export": ("batchspec.commands.export", "OUT --to FORMAT FILE.jsonl, or --from-openai FILE.jsonl OUT.parquet"),
+    "prompts": ("batchspec.commands.prompts", "--open MODEL | --from OUT FILE.parquet: prompts that a chat model writes itself"),
     "submit": ("batchspec.commands.submit", "a job as a Slurm array: prints the sbatch line, --go runs it; the overrides of run"),
-    "train": ("batchspec.commands.train", "draft=eagle3 model.path= input.path= output.dir=: a head from a job's completions"),
+    "train": (
+        "batchspec.commands.train",
+        "draft=eagle3|parallel model.path= input.path= output.dir=: a head from a job's completions",
+    ),
 }
 
 

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     source, paths = args.from_openai, args.paths
     if (args.to is None) == (source is None) or len(paths) != (2 if source is None else 1):
         parser.error("give OUT --to FORMAT FILE.jsonl, or --from-openai FILE.jsonl OUT.parquet")
-    target = _target(paths[-1], args.overwrite)
+    target = target_file(paths[-1], args.overwrite)
     if source is not None:
         print(from_openai(source, target, args.drop))
     else:
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _target(name: str, overwrite: bool) -> Path:
+def target_file(name: str, overwrite: bool) -> Path:
     """The file to write. Raises OutputError where it cannot be one, or would replace another."""
     if "://" in name:
         raise OutputError(f"{name}: export writes a local file; give a path, and copy the file where you need it")

@@ -62,16 +62,16 @@ def train(run: TrainRun) -> Path:
     assert run.model.path is not None
     assert run.output.dir is not None
     say, kind = _say, "parallel" if run.draft.parallel is True else "eagle3"
-    source = open_source(InputConfig(path=run.input.path, limit=run.input.limit))
+    sources = _sources(run)
     folder = resolve_model(run.model.path, run.model.revision)
     spec = load_spec(folder)
     device = choose_device(run.device)
     limits = [run.train.max_len, spec.max_len, *([run.model.max_len] if run.model.max_len else [])]
-    rows = read_rows(source, vocab_size=spec.vocab_size, max_len=min(limits))
+    rows = [row for source in sources for row in read_rows(source, vocab_size=spec.vocab_size, max_len=min(limits))]
     trained, held_out = split_rows(rows, run.train.held_out, run.train.seed)
     if run.draft.path is None:
         _new_spec(run, spec, rows)  # refused before the folder is made
-    out = HeadFolder(Path(run.output.dir), _facts(run, spec, folder, source), overwrite=run.output.overwrite)
+    out = HeadFolder(Path(run.output.dir), _facts(run, spec, folder, sources), overwrite=run.output.overwrite)
     if out.complete:
         say(f"{out.path}: already complete; draft={kind} draft.path={out.path} drafts with it")
         return out.path
@@ -90,6 +90,18 @@ def train(run: TrainRun) -> Path:
     out.finish(made.curves)
     say(f"{out.path}: {head_bytes(network.spec, stored) / 1e6:,.1f} MB; draft={kind} draft.path={out.path} drafts with it")
     return out.path
+
+
+def _sources(run: TrainRun) -> list[Source]:
+    """Each entry of input.path for itself: jobs over different inputs have different columns."""
+    entries = list(run.input.path) if isinstance(run.input.path, list | tuple) else [run.input.path]
+    sources: list[Source] = []
+    left = run.input.limit
+    for entry in entries or [None]:
+        if left is None or left > 0:
+            sources.append(open_source(InputConfig(path=entry, limit=left)))
+            left = None if left is None else left - sources[-1].num_rows
+    return sources
 
 
 def _network(run: TrainRun, target: Target, rows: list[Row]) -> tuple[HeadNetwork, Numbers]:
@@ -155,11 +167,11 @@ def _stored_dtype(spec: ModelSpec) -> torch.dtype:
     return torch.bfloat16 if spec.dtype in ("bfloat16", "float16") else torch.float32
 
 
-def _facts(run: TrainRun, spec: ModelSpec, folder: Path, source: Source) -> dict[str, Any]:
+def _facts(run: TrainRun, spec: ModelSpec, folder: Path, sources: list[Source]) -> dict[str, Any]:
     """What the head depends on. Where it is trained, and how often it is saved, may change between two runs of one training."""
     keys = {f"train.{key}": value for key, value in asdict(run.train).items() if key != "save_s"}
     weights = "dummy" if run.model.load == "dummy" else weight_files(folder).fingerprint
-    files = [[file.name, file.size_bytes, file.num_rows, file.digest] for file in source.files]
+    files = [[file.name, file.size_bytes, file.num_rows, file.digest] for source in sources for file in source.files]
     draft = {f"draft.{key}": getattr(run.draft, key) for key in ("path", "aux_layers", "max_len", "parallel")}
     model = {
         "model.dtype": run.model.dtype,

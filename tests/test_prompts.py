@@ -1,0 +1,92 @@
+"""`batchspec prompts`: user turns that a chat model writes itself, through two jobs to the training of a head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from batchspec import cli, run
+from batchspec.commands.prompts import main, opening_of
+from batchspec.errors import CheckpointError, InputError, OutputError
+from batchspec.model.tokenizer import Tokenizer
+from tests.models import make_checkpoint, make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prompts") / "model"
+    make_tokenizer(folder)
+    return make_checkpoint(folder, "llama", hidden_size=32, intermediate_size=48, initializer_range=0.02)
+
+
+def job(model: Path, source: Path, out: Path, *words: str) -> pl.DataFrame:
+    common = [f"model.path={model}", f"input.path={source}", f"output.dir={out}", "device=cpu", "draft=none", "output=training"]
+    assert run.main([*common, "decode.temperature=1", "packing.slots=16", *words]) == 0
+    return pl.read_parquet(out / "data" / "*.parquet").sort("row_index")
+
+
+def test_turns_become_prompts_and_their_answers_train_a_head(model: Path, tmp_path: Path, capsys: Any) -> None:
+    openings, questions = tmp_path / "openings.parquet", tmp_path / "questions.parquet"
+    assert main(["--open", str(model), "--rows", "60", str(openings)]) == 0
+    assert "60 rows that open a user's turn" in capsys.readouterr().out
+    tokenizer = Tokenizer(model)
+    rows = pl.read_parquet(openings)
+    assert tokenizer.decode(rows["prompt_ids"][0].to_list(), skip_special=False) == "<|im_start|>user\n"
+    assert rows["stop"].to_list() == [["<|im_end|>"]] * 60
+    assert rows["id"].n_unique() == 60
+
+    turns = job(model, openings, tmp_path / "turns", "decode.max_new_tokens=200")
+    assert turns["completion"].n_unique() > 50  # each row is drawn for itself
+    assert main(["--from", str(tmp_path / "turns"), str(questions)]) == 0
+    ended = turns.filter(pl.col("status") == "ok")
+    assert 0 < len(ended) < 60
+    asked = pl.read_parquet(questions)
+    wanted = {text.strip() for text in ended["completion"]} - {""}
+    assert {messages[0]["content"] for messages in asked["messages"]} == wanted
+    assert len(asked) == len(wanted)
+    assert f"{len(wanted)} different turns of 60" in capsys.readouterr().out
+
+    answers = job(model, questions, tmp_path / "answers", "decode.max_new_tokens=12")
+    text = tokenizer.decode(answers["prompt_ids"][0].to_list(), skip_special=False)
+    first = asked["messages"][0][0]["content"]
+    assert text == f"<|im_start|>user\n{first}<|im_end|>\n<|im_start|>assistant\n"
+    words = [
+        f"model.path={model}",
+        f"input.path=[{tmp_path / 'turns'},{tmp_path / 'answers'}]",
+        f"output.dir={tmp_path / 'head'}",
+    ]
+    quick = ["device=cpu", "train.steps=2", "train.held_out=2", "train.max_len=128", "train.ahead=2"]
+    assert cli.main(["train", "draft=eagle3", *words, *quick]) == 0
+
+
+def test_a_template_without_a_users_turn_is_refused(tmp_path: Path) -> None:
+    for name, template, said in (
+        ("left-out", "{{ 'hello' }}", "does not open a user's turn before its text"),
+        ("bare", "{{ messages[0]['content'] }}", "does not open a user's turn before its text"),
+        ("refused", "{{ raise_exception('no users here') }}", "no users here"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            opening_of(Tokenizer(make_tokenizer(tmp_path / name, chat_template=template)))
+
+
+def test_an_end_that_is_no_special_token_is_no_stop(tmp_path: Path) -> None:
+    template = "{% for m in messages %}User: {{ m['content'] }}\n{% endfor %}Answer:"
+    ids, end = opening_of(tokenizer := Tokenizer(make_tokenizer(tmp_path / "m", chat_template=template)))
+    assert tokenizer.decode(ids) == "User: "
+    assert end is None
+
+
+def test_what_cannot_be_read_or_written_is_refused_in_one_line(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "there.parquet").write_text("mine")
+    with pytest.raises(OutputError, match="exists; give another name, or --overwrite"):
+        main(["--open", str(model), str(tmp_path / "there.parquet")])
+    pl.DataFrame({"prompt": ["a"]}).write_parquet(tmp_path / "other.parquet")
+    with pytest.raises(InputError, match="no column id, status, completion; give the output folder of a job"):
+        main(["--from", str(tmp_path / "other.parquet"), str(tmp_path / "x.parquet")])
+    pl.DataFrame({"id": ["a"], "status": ["truncated"], "completion": ["x"]}).write_parquet(tmp_path / "cut.parquet")
+    with pytest.raises(InputError, match="none of 1 rows ended by itself"):
+        main(["--from", str(tmp_path / "cut.parquet"), str(tmp_path / "x.parquet")])
+    assert not (tmp_path / "x.parquet").exists()
