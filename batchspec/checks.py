@@ -64,19 +64,19 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
 }
 
-DRAFTERS = ("none", "lookup", "eagle3", "window")
-DRAFTERS_TO_COME = ("pard", "hybrid")
+DRAFTERS = ("none", "lookup", "eagle3", "pard", "window")
+DRAFTERS_TO_COME = ("hybrid",)
 
 # Keys that not every drafter reads -> who does.
 READ_BY: dict[str, tuple[str, ...]] = {
     "draft.min_ngram": ("lookup",),
     "draft.max_ngram": ("lookup",),
     "draft.growth": ("lookup",),
-    "draft.path": ("eagle3",),
+    "draft.path": ("eagle3", "pard"),
     "draft.aux_layers": ("eagle3",),
     "draft.window": ("eagle3", "window"),
     "draft.sink": ("eagle3", "window"),
-    "draft.parallel": ("eagle3",),
+    "draft.parallel": ("eagle3", "pard"),
     "decode.opt.dead_positions": ("eagle3",),
 }
 
@@ -164,6 +164,8 @@ def _drafter(config: RunConfig) -> None:
         raise ConfigError(f"draft.parallel={draft.parallel} must be one of auto, true, false")
     if draft.name == "eagle3" and draft.path is None and config.model.load != "dummy":
         raise ConfigError("draft=eagle3 needs draft.path: the folder or hub id of an EAGLE-3 head made for the model")
+    if draft.name == "pard" and draft.path is None:
+        raise ConfigError("draft=pard needs draft.path: the folder or hub id of a small model with the target's tokenizer")
     if draft.name == "window" and draft.window is None:
         raise ConfigError(
             "draft=window needs draft.window: how many of its newest keys the model drafts with; 512 to 2048 works well"

@@ -40,7 +40,7 @@ class ModelConfig:
 @dataclass(slots=True, kw_only=True)
 class DraftConfig:
     name: str = "lookup"
-    """none, lookup, eagle3, window."""
+    """none, lookup, eagle3, pard, window."""
     max_len: int = 8
     """K: draft tokens a row and round at most. With adaptive the largest that is tried."""
     min_ngram: int = 2
@@ -52,14 +52,15 @@ class DraftConfig:
     synthetic: list[float] | None = None
     """Benchmarks only: accept position j with this (unconditional, non-increasing) probability, whatever the tokens."""
     path: str | None = None
-    """eagle3: folder or hub id of the head; null only with model.load=dummy, which makes one of noise."""
+    """eagle3: folder or hub id of the head; null only with model.load=dummy, which makes one of noise. pard: of the model that
+    drafts."""
     aux_layers: str = "auto"
     """eagle3: what the head's layer ids mean. input: what enters the layer; output: what leaves it; auto: output where the first
     id is 1, else input."""
     adaptive: bool | None = None
     """Choose K of each round, 0 included, by measured times and acceptance, on a GPU; null: where there is one."""
     parallel: Any = "auto"
-    """eagle3: all K drafts in one forward: auto (where the head was trained for it: P-EAGLE), true, false."""
+    """eagle3, pard: all K drafts in one forward: auto (where the head or model was trained for it), true, false."""
     topk: int = 1
     """Branches a level of a draft tree; 1 is a chain."""
     depth: int | None = None

@@ -19,6 +19,7 @@ from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.formats import HeadSpec
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.parallel import ParallelDrafter
+from batchspec.draft.pard import PardDrafter, PardModel, PardSpec, load_pard, read_pard
 from batchspec.draft.weights import Head, dummy_head, dummy_spec, head_bytes, load_head, read_head_spec
 from batchspec.draft.window import WindowDrafter
 from batchspec.errors import ConfigError
@@ -56,8 +57,8 @@ class Job:
     device: torch.device
     dtype: torch.dtype
     admission: Admission
-    head: HeadSpec | None
-    """Of draft=eagle3: the checkpoint at draft.path, or with model.load=dummy the usual shape."""
+    head: HeadSpec | PardSpec | None
+    """Of draft=eagle3 and draft=pard: the checkpoint at draft.path, or with model.load=dummy the usual head."""
 
     @property
     def shard_rows(self) -> int:
@@ -90,11 +91,14 @@ def open_job(config: RunConfig, source: Source | None = None, *, tokenizer: Toke
     return Job(config, source, columns, folder, spec, tokenizer, device, dtype, admission, head)
 
 
-def open_head(config: RunConfig, spec: ModelSpec) -> HeadSpec | None:
-    """The head that draft=eagle3 drafts with, checked, its weights not read; None for other drafters."""
-    if config.draft.name != "eagle3":
+def open_head(config: RunConfig, spec: ModelSpec) -> HeadSpec | PardSpec | None:
+    """The head or model that draft=eagle3 or draft=pard drafts with, checked, its weights not read; None for other drafters."""
+    if config.draft.name not in ("eagle3", "pard"):
         return None
     folder = head_folder(config)
+    if config.draft.name == "pard":
+        assert folder is not None
+        return _open_pard(config, folder, spec)
     if folder is None:
         return dummy_spec(spec, parallel=config.draft.parallel is True)
     head = read_head_spec(folder, spec, aux_layers=config.draft.aux_layers)
@@ -103,6 +107,16 @@ def open_head(config: RunConfig, spec: ModelSpec) -> HeadSpec | None:
             f"draft.parallel=true, but the head {config.draft.path} has no mask token: it drafts a chain; use draft.parallel=auto"
         )
     return head
+
+
+def _open_pard(config: RunConfig, folder: Path, spec: ModelSpec) -> PardSpec:
+    pard = read_pard(folder, spec)
+    if config.draft.parallel is True and pard.mask_token_id is None:
+        raise ConfigError(
+            f"draft.parallel=true, but {config.draft.path} names no mask token (pard_token): it drafts a chain; use "
+            "draft.parallel=auto"
+        )
+    return pard
 
 
 def head_folder(config: RunConfig) -> Path | None:
@@ -162,17 +176,21 @@ def recorded_facts(job: Job) -> dict[str, Any]:
     }
 
 
-def load_drafter(job: Job) -> Head | None:
+def load_drafter(job: Job) -> Head | PardModel | None:
     """The weights of a drafter that has some."""
     if job.head is None:
         return None
     folder = head_folder(job.config)
+    if isinstance(job.head, PardSpec):
+        assert folder is not None
+        dummy = job.config.model.load == "dummy"
+        return load_pard(folder, job.head, dtype=job.dtype, device=job.device, dummy=dummy)
     if folder is None:
         return dummy_head(job.head, dtype=job.dtype, device=job.device)
     return load_head(folder, job.spec, dtype=job.dtype, device=job.device, aux_layers=job.config.draft.aux_layers)
 
 
-def make_drafter(config: RunConfig, head: Head | None, target: Target, *, slots: int) -> Drafter:
+def make_drafter(config: RunConfig, head: Head | PardModel | None, target: Target, *, slots: int) -> Drafter:
     """The job's drafter for that many slots; `head` from `load_drafter`."""
     draft, opt = config.draft, config.decode.opt
     if draft.name == "none":
@@ -182,6 +200,9 @@ def make_drafter(config: RunConfig, head: Head | None, target: Target, *, slots:
     if draft.name == "window":
         assert draft.window is not None
         return WindowDrafter(target, draft.max_len, slots=slots, window=draft.window, sink=draft.sink or 0)
+    if isinstance(head, PardModel):
+        parallel = draft.parallel is not False and head.spec.mask_token_id is not None
+        return PardDrafter(head, target.spec, draft.max_len, slots=slots, parallel=parallel)
     assert head is not None
     options: dict[str, Any] = {
         "slots": slots,
@@ -200,9 +221,17 @@ def draft_len(config: RunConfig) -> int:
     return 0 if config.draft.name == "none" else config.draft.max_len
 
 
-def draft_kv_width(head: HeadSpec | None) -> int:
+def draft_kv_width(head: HeadSpec | PardSpec | None) -> int:
     """Numbers of K that the drafter keeps of a token, over its layers."""
-    return 0 if head is None else head.num_layers * head.num_kv_heads * head.head_dim
+    shape = head.model if isinstance(head, PardSpec) else head
+    return 0 if shape is None else shape.num_layers * shape.num_kv_heads * shape.head_dim
+
+
+def drafter_bytes(head: HeadSpec | PardSpec | None, dtype: torch.dtype) -> int:
+    """Bytes of the drafter's weights in memory."""
+    if isinstance(head, PardSpec):
+        return weight_bytes(head.model, dtype)
+    return 0 if head is None else head_bytes(head, dtype)
 
 
 def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) -> PackedBatch:
@@ -210,7 +239,7 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
 
     loaded  the weights, a drafter's too, lie in memory already
     """
-    weights = weight_bytes(job.spec, job.dtype) + (0 if job.head is None else head_bytes(job.head, job.dtype))
+    weights = weight_bytes(job.spec, job.dtype) + drafter_bytes(job.head, job.dtype)
     if loaded and job.device.type == "cuda":
         torch.cuda.empty_cache()  # what loading used and gave back counts as free
     return choose_batch(

@@ -20,6 +20,7 @@ from batchspec.decode.round import RoundOptions
 from batchspec.draft.base import Drafter, NoDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.parallel import ParallelDrafter
+from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
 from batchspec.records import Completion, PackedBatch, Request, SamplingParams
@@ -83,6 +84,13 @@ def parallel_head() -> Head:
     return dummy_head(replace(spec, tap_layers=(0, 1, 2)), dtype=torch.float64, device=DEVICE)
 
 
+@cache
+def pard_model() -> PardModel:
+    """The tiny target, other weights, as a model that drafts."""
+    model = tiny_target(window=3)
+    return PardModel(PardSpec(model=model.spec, mask_token_id=VOCAB - 1), model)
+
+
 @st.composite
 def requests_of_a_job(draw: st.DrawFn) -> list[Request]:
     beginning = draw(st.lists(st.integers(0, VOCAB - 1), max_size=10))  # shared: whole pages of it are prefilled once
@@ -110,7 +118,7 @@ def requests_of_a_job(draw: st.DrawFn) -> list[Request]:
 def test_every_packing_and_drafter_gives_the_tokens_of_plain_decoding(requests: list[Request], data: st.DataObject) -> None:
     expected = expected_tokens(requests)
     draft_len = data.draw(st.integers(1, 8), label="K")
-    kind = data.draw(st.sampled_from(["none", "lookup", "window", "parallel", "right", "wrong"]), label="drafter")
+    kind = data.draw(st.sampled_from(["none", "lookup", "window", "parallel", "pard", "right", "wrong"]), label="drafter")
     outputs = {r.seed: expected[r.request_id] for r in requests}
     drafter: Drafter
     slots = data.draw(st.sampled_from([1, 4, 16]), label="slots")
@@ -121,6 +129,9 @@ def test_every_packing_and_drafter_gives_the_tokens_of_plain_decoding(requests: 
         drafter = WindowDrafter(tiny_target(), draft_len, slots=slots, window=window, sink=sink)
     elif kind == "lookup":
         drafter = LookupDrafter(draft_len, min_ngram=1, max_ngram=data.draw(st.integers(1, 3)))
+    elif kind == "pard":
+        parallel = data.draw(st.booleans(), label="parallel")
+        drafter = PardDrafter(pard_model(), tiny_target().spec, draft_len, slots=slots, parallel=parallel)
     elif kind == "parallel":
         drafter = ParallelDrafter(parallel_head(), tiny_target(window=5), draft_len, slots=slots)
     else:

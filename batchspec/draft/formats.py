@@ -83,11 +83,11 @@ _SHAPE = frozenset((
     "max_position_embeddings", "original_max_position_embeddings", "vocab_size", "hidden_act", "sliding_window",
     "use_sliding_window", "max_window_layers", "layer_types", "attention_bias", "mlp_bias",
 ))  # fmt: skip
-_MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
+MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 _EAGLE = frozenset((
     "architectures", "draft_vocab_size", "target_hidden_size", "num_aux_hidden_states", "bias", "fc_norm", "norm_before_fc",
     "norm_before_residual", "norm_output", "eagle_aux_hidden_state_layer_ids", "eagle_config", "layer_ids",
-    "speculators_model_type", "transformer_layer_config", "parallel_drafting", *_MASK_KEYS,
+    "speculators_model_type", "transformer_layer_config", "parallel_drafting", *MASK_KEYS,
 ))  # fmt: skip
 # Nothing of these changes what a loaded head computes. tie_word_embeddings: a head without lm_head uses the target's anyway.
 _HARMLESS = frozenset((
@@ -235,12 +235,12 @@ def _head_spec(
 
 def _mask_token_id(config: Json, tensors: Collection[str], vocab_size: int, path: Path) -> int | None:
     """None where nothing says that the head knows masks."""
-    given = {key: config[key] for key in _MASK_KEYS if config.get(key) is not None}
+    given = {key: config[key] for key in MASK_KEYS if config.get(key) is not None}
     if not given:
         says = [key for key in ("parallel_drafting",) if config.get(key)] + [name for name in ("mask_hidden",) if name in tensors]
         if config.get("speculators_model_type") == "peagle" or says:
             raise CheckpointError(
-                f"{path}: {', '.join(says) or 'peagle'} without the id of the mask token; add one of {', '.join(_MASK_KEYS)}"
+                f"{path}: {', '.join(says) or 'peagle'} without the id of the mask token; add one of {', '.join(MASK_KEYS)}"
             )
         return None
     first = next(iter(given.values()))

@@ -32,11 +32,16 @@ class WindowDrafter(NoFeatures):
     name = "window"
     fixed_len = True
 
-    def __init__(self, target: Target, max_len: int, *, slots: int, window: int, sink: int = 0) -> None:
-        """window  newest keys that a draft reads, its own included; sink: first keys that it reads beside them"""
+    def __init__(
+        self, target: Target, max_len: int, *, slots: int, window: int | None, sink: int = 0, vocab: int | None = None
+    ) -> None:
+        """
+        window  newest keys that a draft reads, its own included, None: all; sink: first keys that it reads beside them
+        vocab   drafts are of the first so many tokens, None: of all
+        """
         device = target.device
         self.max_len = max_len
-        self._target, self._window, self._sink = target, window, sink
+        self._target, self._window, self._sink, self._vocab = target, window, sink, vocab
         self._ids = torch.zeros(slots, max_len + 1, dtype=torch.int32, device=device)
         self._lens, self._kv_len = torch.zeros(2, slots, dtype=torch.int32, device=device)
         self._positions, self._slots = torch.zeros(2, max_len * slots, dtype=torch.int64, device=device)
@@ -67,6 +72,6 @@ class WindowDrafter(NoFeatures):
                 max_kv=rows.tokens.shape[1],
             )
             hidden, _ = self._target.forward(step, cache, window=self._window, sink=self._sink)
-            ids[:, k + 1] = self._target.likeliest(hidden)
+            ids[:, k + 1] = self._target.likeliest(hidden, vocab=self._vocab)
         draft_ids.copy_(ids[:, 1:])
         torch.mul(rows.live, width, out=draft_len)

@@ -81,6 +81,7 @@ class Target:
         taps: tuple[int, ...] = (),
         *,
         ends_only: bool = False,
+        keys_only: bool = False,
         window: int | None = None,
         sink: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
@@ -88,6 +89,7 @@ class Target:
 
         taps       boundaries 0..L of the residual stream, before any norm: 0 is the embedding, i what enters layer i
         ends_only  only each row's last place is asked for: of the others the last layer makes no more than K/V. No row is empty
+        keys_only  nothing but K/V is asked for: the last layer stops there, and what is returned means nothing
         window     newest keys that any layer reads, beside the first `sink` ones; layers with a smaller window keep theirs
         Returns hidden [T, H], or [R, H] with ends_only, behind the final norm, ready for `logits`, and the taps
         [T, len(taps) * H], or None without any.
@@ -104,6 +106,8 @@ class Target:
         for i, layer in enumerate(self._layers):
             kv, plan = cache.layer(i), plans[layer.window]
             q = layer.queries(hidden, residual, rope, kv, batch.slots, _tap(tapped, taps, i))
+            if keys_only and i == last:
+                return residual, tapped
             if ends_only and i == last and last + 1 not in taps:
                 q, residual = q.index_select(0, places), residual.index_select(0, places)
                 plan = plan_attention(_ends(batch, places), kv, num_heads=self.spec.num_heads, **ranges[layer.window])
@@ -128,17 +132,20 @@ class Target:
         return self._head(hidden.to(self._head_dtype))
 
     @torch.inference_mode()
-    def likeliest(self, hidden: Tensor) -> Tensor:
-        """int32 [N]: the token of each row's largest logit, the lowest id of equals. On a GPU the logits are not written out."""
+    def likeliest(self, hidden: Tensor, vocab: int | None = None) -> Tensor:
+        """int32 [N]: the token of each row's largest logit, the lowest id of equals. On a GPU the logits are not written out.
+
+        vocab  of the first so many tokens, None: of all
+        """
         out = torch.empty(hidden.shape[0], dtype=torch.int32, device=hidden.device)
         tile = None
         if self._narrow_head is not None:
             tile = best("lm_head", hidden.shape[0], self._narrow_head.shape[0], self._narrow_head.shape[1], hidden.device)
         if tile is None:
-            argmax(self.logits(hidden), out_ids=out)
+            argmax(self.logits(hidden), out_ids=out, vocab=vocab)
         else:
             assert self._narrow_head is not None
-            lm_head(hidden, self._narrow_head, out_ids=out, tile=tile)
+            lm_head(hidden, self._narrow_head, out_ids=out, tile=tile, vocab=vocab)
         return out
 
 

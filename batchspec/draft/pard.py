@@ -1,0 +1,143 @@
+"""PARD: a small language model of its own drafts for the target, K tokens in one forward or one after another.
+
+    parallel   the newest token and K - 1 masks behind it, at the positions where those tokens will stand; draft k is what the
+               model says at place k - 1
+    chain      K forwards of one place a row, as of any language model that drafts
+
+The model reads tokens alone, no features of the target. Its K/V lie in the pages of the row behind the target's layers; catch-up
+and prefill make them of true tokens, writing over those of masks and guesses.
+Source: An et al. 2025, PARD (arXiv 2504.18583), its checkpoints' `pard_token`; https://github.com/vllm-project/vllm/pull/32887.
+Legend: R rows, T flat places, K draft_len.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from batchspec.cache.attention import FlatBatch
+from batchspec.cache.pages import KVCache
+from batchspec.draft.formats import MASK_KEYS
+from batchspec.draft.window import WindowDrafter
+from batchspec.errors import CheckpointError
+from batchspec.kernels.round_inputs import round_inputs
+from batchspec.model.spec import ModelSpec, load_spec, read_json
+from batchspec.model.target import Target
+from batchspec.model.weights import weight_files
+
+if TYPE_CHECKING:
+    from batchspec.decode.rows import Rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PardSpec:
+    """A language model that drafts."""
+
+    model: ModelSpec
+    mask_token_id: int | None
+    """What stands for a token that is not known yet; None: it drafts a chain."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PardModel:
+    spec: PardSpec
+    model: Target
+
+
+def read_pard(folder: Path, target: ModelSpec) -> PardSpec:
+    """config.json of a drafter's folder. Raises CheckpointError for a model that is not built, or another target's."""
+    path = folder / "config.json"
+    spec = load_spec(folder)
+    given = {key: value for key, value in read_json(path).items() if key in MASK_KEYS and value is not None}
+    for key, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < spec.vocab_size:
+            raise CheckpointError(f"{path}: {key}={value!r} must be a token id in 0 .. {spec.vocab_size - 1}; correct it")
+    if len(set(given.values())) > 1:
+        raise CheckpointError(f"{path}: {', '.join(f'{key}={value}' for key, value in given.items())} differ; leave one of them")
+    if spec.vocab_size < target.vocab_size // 2:
+        raise CheckpointError(
+            f"{path}: vocab_size {spec.vocab_size}, the target has {target.vocab_size}: another tokenizer; draft.path must be a "
+            "model that shares the target's"
+        )
+    return PardSpec(model=spec, mask_token_id=next(iter(given.values()), None))
+
+
+def load_pard(folder: Path, spec: PardSpec, *, dtype: torch.dtype, device: torch.device, dummy: bool = False) -> PardModel:
+    """The drafter's weights in the target's dtype. Raises CheckpointError as `Target.load`; PARD-2's tensors are named there."""
+    if not dummy:
+        weight_files(folder)
+    return PardModel(spec, Target.load(folder, spec.model, dtype=dtype, device=device, dummy=dummy))
+
+
+class PardDrafter:
+    """Carries nothing of a slot from round to round but K/V: a round with it can be captured in a CUDA graph."""
+
+    name = "pard"
+    fixed_len = True
+    tap_layers: tuple[int, ...] = ()
+    state: tuple[Tensor, ...] = ()
+
+    def __init__(self, drafter: PardModel, target: ModelSpec, max_len: int, *, slots: int, parallel: bool) -> None:
+        """parallel  False: a chain; True of a model without a mask: ValueError"""
+        mask_id, model = drafter.spec.mask_token_id, drafter.model
+        if parallel and mask_id is None:
+            raise ValueError("PardDrafter: the model has no mask token; give one that was trained for it, or parallel=False")
+        device = model.device
+        self.max_len = max_len
+        self.num_kv_layers = model.spec.num_layers
+        self.kv_shape: tuple[int, int] | None = (model.spec.num_kv_heads, model.spec.head_dim)
+        self._model, self._vocab = model, min(model.spec.vocab_size, target.vocab_size)
+        self._chain = None if parallel else WindowDrafter(model, max_len, slots=slots, window=None, vocab=self._vocab)
+        widths = range(1, max_len + 1) if parallel else ()
+        lines = torch.arange(slots, dtype=torch.int32, device=device)
+        self._ids = [torch.full((slots, k), mask_id or 0, dtype=torch.int32, device=device) for k in widths]
+        self._row_ids = [lines.repeat_interleave(k) for k in widths]
+        self._q_start = [torch.arange(0, slots * k + 1, k, dtype=torch.int32, device=device) for k in widths]
+        self._positions, self._slots = torch.zeros(2, slots * max_len, dtype=torch.int64, device=device)
+        self._kv_len, self._room = torch.zeros(2, slots, dtype=torch.int32, device=device)
+
+    def _own(self, cache: KVCache) -> KVCache:
+        return KVCache(cache.draft_kv, cache.draft_kv[:0], cache.page_size)
+
+    @torch.inference_mode()
+    def prefill(self, batch: FlatBatch, slot_ids: Tensor, taps: Tensor | None, rows: Rows, cache: KVCache) -> tuple[Tensor, ...]:
+        self._model.forward(batch, self._own(cache), keys_only=True)
+        return ()
+
+    @torch.inference_mode()
+    def catch_up(
+        self, batch: FlatBatch, taps: Tensor | None, accepted_len: Tensor, rows: Rows, cache: KVCache, *, lead: bool
+    ) -> None:
+        self._model.forward(batch, self._own(cache), keys_only=True)
+
+    @torch.inference_mode()
+    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+        if self._chain is not None:
+            self._chain.propose(rows, draft_ids, draft_len, self._own(cache))
+            return
+        num_rows, width = draft_ids.shape
+        ids, kv_len = self._ids[width - 1][:num_rows], self._kv_len[:num_rows]
+        positions, slots = (x[: num_rows * width] for x in (self._positions, self._slots))
+        # The round's own inputs but for the drafts, one place fewer: masks stand where it will verify.
+        round_inputs(
+            rows.tokens, rows.num_tokens, rows.limit, rows.live, rows.page_table, page_size=cache.page_size,
+            out_ids=ids, out_draft_len=self._room[:num_rows], out_positions=positions, out_slots=slots, out_kv_len=kv_len,
+        )  # fmt: skip
+        batch = FlatBatch(
+            token_ids=ids.view(-1),
+            row_ids=self._row_ids[width - 1][: num_rows * width],
+            positions=positions,
+            slots=slots,
+            q_start=self._q_start[width - 1][: num_rows + 1],
+            kv_len=kv_len,
+            page_table=rows.page_table,
+            max_q=width,
+            max_kv=rows.tokens.shape[1],
+        )
+        hidden, _ = self._model.forward(batch, self._own(cache))
+        draft_ids.copy_(self._model.likeliest(hidden, vocab=self._vocab).view(num_rows, width))
+        torch.mul(rows.live, width, out=draft_len)
