@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -13,8 +14,10 @@ from typing import Any
 import pytest
 
 from batchspec.io import claims as module
-from batchspec.io.claims import BEAT_S, FOLDER, STALE_S, Claims, is_gone, whoami
+from batchspec.io.claims import BEAT_S, FOLDER, STALE_S, Claims, _started, is_gone, whoami
 from batchspec.io.store import LocalStore
+
+ROOT = Path(__file__).parents[1]
 
 
 class Clock:
@@ -74,13 +77,62 @@ def test_a_dead_process_of_this_machine_is_known_at_once(tmp_path: Path) -> None
         "import sys; from pathlib import Path; from tests.test_claims import open_claims\n"
         "assert open_claims(Path(sys.argv[1]), 'dead').take(5)"
     )
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=Path(__file__).parents[1], check=True)
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, check=True)
     assert open_claims(tmp_path, "next").take(5)
 
 
+IN_ANOTHER_SPACE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+
+
+@pytest.mark.skipif(
+    shutil.which("unshare") is None or subprocess.run([*IN_ANOTHER_SPACE, "true"], capture_output=True).returncode != 0,
+    reason="needs the right to make a namespace of process numbers",
+)
+def test_a_process_of_another_container_on_this_machine_counts_as_gone_only_when_it_is_silent(tmp_path: Path) -> None:
+    """Its number means another process here, or none; so does ours there."""
+    program = (
+        "import sys; from pathlib import Path; from tests.test_claims import open_claims\n"
+        "claims = open_claims(Path(sys.argv[1]), 'there')\n"
+        "print(claims.take(1), claims.take(2), flush=True)\n"
+        "sys.stdin.read()"
+    )
+    clock = Clock()
+    here = open_claims(tmp_path, "here", clock)
+    assert here.take(1)
+    words = [*IN_ANOTHER_SPACE, sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as there:
+        assert there.stdout is not None
+        assert there.stdout.readline() == "False True\n"
+        assert not here.take(2)
+        there.communicate("")
+    assert not here.take(2)
+    clock.now += STALE_S
+    assert here.take(2)
+
+
+def test_a_process_is_judged_only_where_its_number_means_the_same() -> None:
+    here = whoami()
+    assert here["space"].count(":") == 2  # boot, kind and number of the namespace
+    gone = {**here, "started": "1"}
+    assert is_gone(gone, here)
+    for other in ({"host": "another"}, {"space": "another boot:pid:[1]"}, {"space": ""}):
+        assert not is_gone({**gone, **other}, here)
+        assert not is_gone(gone, {**here, **other})
+    assert not is_gone({**gone, "space": ""}, {**here, "space": ""})
+
+
+def test_a_process_that_ended_and_that_nobody_waited_for_is_gone() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        claim = {**whoami(), "pid": process.pid, "started": _started(process.pid)}
+        assert not is_gone(claim, whoami())
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert is_gone(claim, whoami())
+
+
 def test_an_earlier_start_of_the_same_task_is_known_to_be_gone() -> None:
-    task = {"host": "node1", "pid": 7, "started": "x:1", "task": "99/3/0", "restart": 0}
-    again = {"host": "node2", "pid": 9, "started": "y:1", "task": "99/3/0", "restart": 1}
+    task = {**whoami(), "host": "node1", "pid": 7, "started": "1", "task": "99/3/0", "restart": 0}
+    again = {**whoami(), "host": "node2", "pid": 9, "started": "2", "task": "99/3/0", "restart": 1}
     assert is_gone(task, again)
     assert not is_gone(task, {**again, "task": "99/4/0"})
     assert not is_gone(again, {**again, "host": "node3"})
@@ -88,19 +140,85 @@ def test_an_earlier_start_of_the_same_task_is_known_to_be_gone() -> None:
 
 def test_this_process_is_not_gone_and_a_reused_process_number_is() -> None:
     assert not is_gone(whoami(), whoami())
-    assert is_gone({**whoami(), "started": "another boot:1"}, whoami())
+    assert is_gone({**whoami(), "started": "1"}, whoami())
     assert whoami()["pid"] == os.getpid()
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"owner": "x"}'])
-def test_a_damaged_claim_goes_stale_like_any_other(tmp_path: Path, data: bytes) -> None:
+FOREIGN = ("note.json", "1.json", "00001.json.bak", "\u0661" * 5 + ".json", "9" * 40 + ".json")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"{", b"[]", b"7", b"[" * 100_000, b'{"owner": "x"}', b'{"owner": "../../x"}', b'{"owner": 5}']
+    + [b'{"owner": "x", "%s": %s}' % pair for pair in ((b"counter", b"null"), (b"counter", b'"1"'), (b"restart", b"[1]"))]
+    + [json.dumps({"owner": "x", **whoami(), "pid": pid}).encode() for pid in (None, "1", [1], 0.5)],
+)
+def test_a_damaged_claim_goes_stale_like_any_other_and_foreign_files_are_passed_over(tmp_path: Path, data: bytes) -> None:
     clock = Clock()
-    claims = open_claims(tmp_path, "a", clock)
+    claims = open_claims(tmp_path, "a", clock, task="99/3/0", restart=1)
     (tmp_path / FOLDER).mkdir(parents=True)
-    (tmp_path / FOLDER / "00001.json").write_bytes(data)
+    for name in ("00001.json", *FOREIGN):
+        (tmp_path / FOLDER / name).write_bytes(data)
     assert not claims.take(1)
+    assert claims.held({0, 1, 2}) == {1}
     clock.now += STALE_S
+    assert claims.held({0, 1, 2}) == set()
     assert claims.take(1)
+    assert set(claims.died.values()) <= {"x"}
+    claims.release()
+    assert sorted(os.listdir(tmp_path / FOLDER)) == sorted(("00001.json", *FOREIGN))
+
+
+def owner_of(root: Path, shard: int) -> str:
+    return str(json.loads((root / FOLDER / f"{shard:05d}.json").read_text())["owner"])
+
+
+def test_of_two_that_take_over_at_once_the_one_that_stands_there_has_the_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead, one, other = (open_claims(tmp_path, name) for name in "abc")
+    assert dead.take(0)
+    dead.release()
+    put = LocalStore.put
+
+    def both(self: LocalStore, name: str, data: bytes) -> None:
+        put(self, name, data)
+        put(self, name, other._claim(0))
+
+    monkeypatch.setattr(LocalStore, "put", both)
+    assert not one.take(0)
+    assert (one.own, owner_of(tmp_path, 0)) == ([], "c")
+    assert (one.died, one.inherited) == ({}, False)
+
+
+def test_who_ends_frees_its_own_shards_and_none_that_another_run_took(tmp_path: Path) -> None:
+    clock = Clock()
+    one, other = open_claims(tmp_path, "a", clock, **ELSEWHERE), open_claims(tmp_path, "b", clock)
+    assert one.take(0)
+    assert one.take(1)
+    assert not other.take(0)
+    clock.now += STALE_S
+    assert other.take(0)
+    one.release()
+    assert (owner_of(tmp_path, 0), owner_of(tmp_path, 1)) == ("b", "")
+    assert one.own == []
+
+
+def test_a_run_writes_its_claims_no_more_often_than_a_beat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, written = Clock(), []
+    one = open_claims(tmp_path, "a", clock)
+    assert one.take(0)
+    put = LocalStore.put
+
+    def noted(self: LocalStore, name: str, data: bytes) -> None:
+        written.append(clock.now)
+        put(self, name, data)
+
+    monkeypatch.setattr(LocalStore, "put", noted)
+    for _ in range(10 * 3):
+        clock.now += BEAT_S / 10
+        one.beat()
+    assert written == pytest.approx([BEAT_S, 2 * BEAT_S, 3 * BEAT_S])
 
 
 def test_claims_that_are_deleted_while_another_run_looks_belong_to_nobody(

@@ -111,7 +111,10 @@ def test_a_refresh_adds_what_other_runs_left_since(tmp_path: Path, monkeypatch: 
     reader.refresh(found)  # gone between the look at the folder and at the file
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b.replace(b"ok", b"no"), lambda b: b"", lambda b: b"{}\n" + b])
+@pytest.mark.parametrize(
+    "damage",
+    [lambda b: b[:-1], lambda b: b.replace(b"ok", b"no"), lambda b: b"", lambda b: b"{}\n" + b, lambda b: b"[" * 100_000],
+)
 def test_a_damaged_segment_is_left_out_alone(tmp_path: Path, damage: Any) -> None:
     for attempt, row in (("a", FULL), ("b", BAD)):
         writer = journal(tmp_path, attempt)
@@ -119,4 +122,6 @@ def test_a_damaged_segment_is_left_out_alone(tmp_path: Path, damage: Any) -> Non
         writer.flush()
     (first,) = (tmp_path / FOLDER).glob("a-*")
     first.write_bytes(damage(first.read_bytes()))
+    (tmp_path / FOLDER / "notes").mkdir()
+    (tmp_path / FOLDER / "b-000000.json.bak").write_bytes(b"of somebody's editor")
     assert list(journal(tmp_path).read(skip=set()).completions) == [(8, 0)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,54 @@ def test_the_probe_finds_whether_there_are_hard_links(tmp_path: Path, monkeypatc
     monkeypatch.setattr(os, "link", refuse)
     here.probe()
     assert here.method == "rename"
+    assert leftovers(tmp_path) == []
+
+
+def test_a_file_that_comes_while_its_folder_is_deleted_goes_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, rmdir, late = store(tmp_path), os.rmdir, iter(range(3))  # it comes so often
+    here.put("journal/a", b"")
+
+    def busy(path: Any, **named: Any) -> None:
+        if str(path).endswith("journal") and next(late, None) is not None:
+            (tmp_path / "journal/late").touch()
+        rmdir(path, **named)
+
+    monkeypatch.setattr(os, "rmdir", busy)
+    here.delete_tree("journal")
+    assert not (tmp_path / "journal").exists()
+    here.put("journal/a", b"")
+    late = iter(range(10**6))
+    with pytest.raises(StorageError, match="ENOTEMPTY"):
+        here.delete_tree("journal")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("side", ["before", "after"])
+def test_a_folder_that_is_deleted_while_a_file_comes_is_made_again_or_took_it_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, side: str
+) -> None:
+    here = store(tmp_path, method)
+
+    def deleting(name: str) -> None:
+        call, left = getattr(os, name), [1]
+
+        def deleted(*args: Any) -> None:
+            if side == "after":
+                call(*args)
+            if left and left.pop():
+                shutil.rmtree(tmp_path / "journal")
+            if side == "before":
+                call(*args)
+
+        monkeypatch.setattr(os, name, deleted)
+
+    for act, name in ((here.put, "replace"), (here.put_if_absent, "link" if method == "link" else "replace")):
+        with monkeypatch.context():
+            deleting(name)
+            act("journal/a", b"x")
+        monkeypatch.undo()
+        assert (tmp_path / "journal/a").exists() == (side == "before")
+        here.delete_tree("journal")
     assert leftovers(tmp_path) == []
 
 

@@ -1,11 +1,12 @@
 """Which run works on which shard, so that tasks of an array do not compute the same twice. Claims save work; commits decide.
 
-_batchspec/claims/00042.json   {"owner": attempt, "counter": n, "host", "pid", "started", "task"}
+_batchspec/claims/00042.json   {"owner": attempt, "counter": n, "host", "space", "pid", "started", "task", "restart"}
 
 A run beats: it writes its claims again with a higher counter. A claim that has not changed for `stale_s` seconds of the
 observer's own clock has no owner any more, and no clock of another machine is trusted for that. Sooner, where the observer can
-tell: its process is gone from this machine, or it belongs to an earlier start of this very task of the batch system. A run that
-was stopped and comes back after its claim was taken loses at the commit, at worst; nothing is written twice.
+tell: its process is gone from this machine (other containers on it have process numbers of their own, and tell nothing), or it
+belongs to an earlier start of this very task of the batch system. A run that was stopped and comes back after its claim was taken
+loses at the commit, at worst; nothing is written twice.
 
 A run that ends in any way of its own gives its claims back (owner ""). One that is found without its owner tells of a death.
 """
@@ -30,7 +31,11 @@ STALE_S = 150.0
 REMOTE_STALE_S = 300.0
 """On S3 a beat may be tried again for two minutes, and the one before it for as long."""
 BEAT_S = 30.0
-NAME = re.compile(r"\d{5,}\.json")
+NAME = re.compile(r"[0-9]{5,18}\.json")
+LIKE: dict[str, Any] = {
+    "owner": "", "counter": 0, "host": "", "space": "", "pid": 0, "started": "", "task": "", "restart": 0,
+}  # fmt: skip
+"""What a claim says, and of which type."""
 
 
 class Claims:
@@ -66,8 +71,8 @@ class Claims:
             return False
         self._held[shard] = 0
         self.inherited = True
-        if before.get("owner"):
-            self.died[shard] = str(before["owner"])
+        if re.fullmatch(r"\w{1,64}", before.get("owner", "")):
+            self.died[shard] = before["owner"]
         return True
 
     @property
@@ -123,7 +128,7 @@ class Claims:
     def _is_stale(self, shard: int, claim: Mapping[str, Any]) -> bool:
         if claim.get("owner") == "" or is_gone(claim, self._who):
             return True
-        state = str(claim.get("owner")), int(claim.get("counter", 0))
+        state = claim.get("owner", ""), claim.get("counter", 0)
         known, since = self._seen.get(shard, (None, 0.0))
         if known != state:
             self._seen[shard] = (state, self._clock())
@@ -135,10 +140,12 @@ class Claims:
 
 
 def whoami() -> dict[str, Any]:
-    """This process, as its claims name it: machine, process, and the task of a batch system with the number of its start."""
+    """This process, as its claims name it: machine, space of process numbers, process, and the task of a batch system with the
+    number of its start."""
     task = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_PROCID")]
     return {
         "host": socket.gethostname(),
+        "space": _space(),
         "pid": os.getpid(),
         "started": _started(os.getpid()),
         "task": "/".join(task) if task[0] else "",
@@ -148,20 +155,30 @@ def whoami() -> dict[str, Any]:
 
 def is_gone(claim: Mapping[str, Any], who: Mapping[str, Any]) -> bool:
     """Whether this process can tell that the claim's owner does not run any more."""
-    if claim.get("host") == who["host"] and claim.get("started"):
-        return bool(_started(int(claim.get("pid", 0))) != claim["started"])
-    return bool(who["task"]) and claim.get("task") == who["task"] and int(claim.get("restart", 0)) < who["restart"]
+    same = claim.get("host") == who["host"] and claim.get("space") == who["space"] != ""
+    if same and claim.get("pid") and claim.get("started"):
+        return bool(_started(claim["pid"]) != claim["started"])
+    return bool(who["task"]) and claim.get("task") == who["task"] and bool(claim.get("restart", 0) < who["restart"])
 
 
 def _started(pid: int) -> str:
-    """When a process of this machine began, in clock ticks since the machine did; empty where there is none or nobody says.
-
-    With the boot's id: another boot, or another container with the same host name, has other numbers.
-    """
+    """When a process began, in clock ticks since the machine did; empty where there is none, or it has ended, or nobody says."""
     try:
-        ticks = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[19]
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()}:{ticks}"
+        facts = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        return "" if facts[0] in "ZX" else facts[19]
     except (OSError, IndexError):
+        return ""
+
+
+def _space() -> str:
+    """Where a process number means one process: a boot of a machine and a namespace of it, as /proc shows them; empty where it
+    does not, or shows another namespace than ours."""
+    try:
+        if os.readlink("/proc/self") != str(os.getpid()):
+            return ""
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}:{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
         return ""
 
 
@@ -170,9 +187,11 @@ def _name(shard: int) -> str:
 
 
 def _parse(data: bytes) -> dict[str, Any]:
-    """A claim; an empty one where the bytes are none, which then belongs to nobody that beats."""
+    """A claim without what is of another type; an empty one, of nobody that beats, where the bytes are none."""
     try:
         claim = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
-    return claim if isinstance(claim, dict) else {}
+    if not isinstance(claim, dict):
+        return {}
+    return {key: claim[key] for key, like in LIKE.items() if type(claim.get(key)) is type(like)}

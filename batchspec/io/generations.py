@@ -96,6 +96,8 @@ class Generations:
     def _read(self, name: str) -> Generation:
         try:
             values = json.loads(self._store.read(name))
-            return Generation(**(values | {"shards": tuple(values["shards"])}))
-        except (ValueError, KeyError, TypeError) as error:
+            found = Generation(**(values | {"shards": tuple(map(int, values["shards"]))}))
+            assert found.identity  # its parts are there
+            return found
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise OutputError(f"{self._store.where}/{name} is damaged ({error}); restore it or use another output.dir") from error

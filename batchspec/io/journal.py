@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import time
 import zlib
 from collections.abc import Container, Iterable, Mapping
@@ -23,6 +24,7 @@ from batchspec.io.store import Store, for_each
 from batchspec.records import Completion, Request, RowError, RowStats, Snapshot
 
 FOLDER = "_batchspec/journal"
+NAME = re.compile(r"\w+-[0-9]{6,}\.json")
 VERSION = 2
 Key = tuple[int, int]
 """row_index and sample_index."""
@@ -90,7 +92,7 @@ class Journal:
 
     def refresh(self, found: Journaled, skip: Container[int] = ()) -> None:
         """Add the rows of segments that came since the journal was last read: another run ended, and its shards are ours now."""
-        new = [name for name in self._store.list(FOLDER) if name not in self._known]
+        new = [name for name in self._store.list(FOLDER) if NAME.fullmatch(name) and name not in self._known]
         self._known.update(new)
         for data in for_each(self._store, [f"{FOLDER}/{name}" for name in new], self._segment):
             for line in _lines(data):
@@ -118,7 +120,7 @@ def _lines(data: bytes) -> list[bytes]:
     try:
         header = json.loads(head)
         sound = header["version"] == VERSION and header["crc32"] == zlib.crc32(body)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return []
     return body.split(b"\n") if sound else []
 

@@ -42,6 +42,8 @@ class RunProgress:
     attempt: str = ""
     host: str = ""
     pid: int = 0
+    space: str = ""
+    """In which the number means that process, as claims name it."""
     started: str = ""
     """When the process began, as claims name it; empty where the machine does not say."""
     task: str = ""

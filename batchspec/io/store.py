@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
 import stat
@@ -23,6 +24,8 @@ from batchspec.io.retry import reason
 STALE_S = 24 * 3600
 """A file is written in seconds: a temporary one untouched for this long has no writer any more."""
 AT_ONCE = 16
+TURNS = 20
+"""One run deletes a folder while another one puts a file there: each tries again, so often."""
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES, errno.EXDEV, errno.EINVAL)
 
 BROKEN = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
@@ -209,25 +212,36 @@ class LocalStore:
     def put(self, name: str, data: bytes) -> None:
         path = self._written(name, data)
         with storing(f"writing {self.root / name}"):
-            target = self._path(name, make_parent=True)
-            os.replace(path, target)
-            _sync_folder(target.parent)
+            self._into(name, lambda target: os.replace(path, target))
 
     def publish(self, path: Path, name: str) -> bool:
         with storing(f"publishing {self.root / name}"):
             try:
-                target = self._path(name, make_parent=True)
-                if self.method == "link":
-                    won = _link(path, target)
-                else:
-                    won = not target.exists()
-                    if won:
-                        os.replace(path, target)
-                if won:
-                    _sync_folder(target.parent)
-                return won
+                return self._into(name, lambda target: self._taken(path, target))
             finally:
                 path.unlink(missing_ok=True)
+
+    def _taken(self, path: Path, target: Path) -> bool:
+        if self.method == "link":
+            return _link(path, target)
+        won = not target.exists()
+        if won:
+            os.replace(path, target)
+        return won
+
+    def _into(self, name: str, act: Callable[[Path], T]) -> T:
+        """`act` on the path of a name, whose folder is there then and on the disk; another run may delete it at the same time."""
+        for turn in itertools.count(1):
+            try:
+                target = self._path(name, make_parent=True)
+                done = act(target)
+                break
+            except FileNotFoundError:
+                if turn == TURNS:
+                    raise
+        with suppress(FileNotFoundError):
+            _sync_folder(target.parent)
+        return done
 
     def version(self, name: str) -> str:
         with storing(f"looking for {self.root / name}"):
@@ -264,7 +278,12 @@ class LocalStore:
 
     def delete_tree(self, name: str) -> None:
         with storing(f"deleting {self.root / name}"), suppress(FileNotFoundError):
-            shutil.rmtree(self._path(name))
+            for turn in itertools.count(1):
+                try:
+                    return shutil.rmtree(self._path(name))
+                except OSError as error:  # another run, which does not know yet, put a file there
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or turn == TURNS:
+                        raise
 
     def scratch(self) -> Path:
         with storing(f"making {self.root / self._scratch}"):
