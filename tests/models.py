@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +59,13 @@ THINKING_TEMPLATE = CHAT_TEMPLATE.replace(
 """Begins the answer inside a thought; with the variable `quick` behind an empty one."""
 
 
-def make_thinking_tokenizer(folder: Path, *, chat_template: str = THINKING_TEMPLATE) -> Path:
-    """A tokenizer of 300 tokens, and <think> 300 and </think> 301, which are no special tokens: as those of Qwen3."""
+def make_thinking_tokenizer(folder: Path, *, chat_template: str = THINKING_TEMPLATE, more: Sequence[str] = ()) -> Path:
+    """A tokenizer of 300 tokens, and <think> 300 and </think> 301, which are no special tokens: as those of Qwen3; and `more`."""
     from tokenizers import AddedToken, Tokenizer
 
     make_tokenizer(folder, vocab=300, chat_template=chat_template)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("<think>", "</think>")])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("<think>", "</think>", *more)])
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
 

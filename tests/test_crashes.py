@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,14 @@ import pytest
 import torch
 
 from batchspec import run
+from batchspec.config import PackingConfig
 from batchspec.decode.engine import Engine
 from batchspec.decode.round import Round
 from batchspec.io.attempts import Attempts
 from batchspec.io.journal import Journal
 from batchspec.io.store import LocalStore
+from batchspec.records import PackedBatch
+from batchspec.work.fitted import smaller
 from tests.runs import make_model, make_prompts, run_apart
 
 ROWS = 12
@@ -263,6 +267,15 @@ def test_memory_that_runs_out_twice_ends_the_run_with_what_is_done_kept(
     assert list((tmp_path / "out/_batchspec/journal").iterdir())
     assert run.main(command) == 0
     assert tokens(tmp_path / "out") == finished
+
+
+def test_a_smaller_batch_has_room_for_a_longest_row_still() -> None:
+    batch = PackedBatch(
+        slots=4, row_buckets=(4,), num_pages=100, page_size=16, max_len=290, draft_len=0, prefill_tokens=2048, run_ahead=0
+    )
+    for num_pages, left in ((100, 75), (20, 20)):
+        packing = smaller(PackingConfig(memory_gb=1.0), replace(batch, num_pages=num_pages))
+        assert (packing.slots, packing.pages, packing.memory_gb, packing.prefill_tokens) == (2, left, None, 1024)
 
 
 def test_a_batch_that_does_not_fit_at_the_start_is_made_smaller_once(

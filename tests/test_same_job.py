@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
@@ -12,15 +16,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from batchspec import run
+from batchspec.compose import compose
+from batchspec.config import RunConfig, keys
 from batchspec.decode.engine import Engine
-from tests.models import CHAT_TEMPLATE, make_checkpoint, make_tokenizer
+from batchspec.errors import OutputError
+from batchspec.job import check_output
+from batchspec.prepare import job_fingerprint, open_job
+from tests.models import CHAT_TEMPLATE, make_checkpoint, make_thinking_tokenizer, make_tokenizer
 from tests.test_job import arguments, prompts
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_checkpoint(tmp_path_factory.mktemp("model"), "llama", dtype=torch.float64, num_hidden_layers=1)
-    return make_tokenizer(folder)
+    return make_thinking_tokenizer(folder, chat_template=CHAT_TEMPLATE)
 
 
 @pytest.fixture
@@ -38,31 +47,92 @@ def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-@pytest.mark.parametrize(
-    ("change", "key"),
-    [
-        ("decode.temperature=0.5", "decode.temperature"),
-        ("decode.max_new_tokens=23", "decode.max_new_tokens"),
-        ("model.dtype=float32", "model.dtype"),
-        ("input.limit=7", "input.rows"),
-        ("output.messages=none", "output.schema"),
-        ("output.shard_rows=4", "output.shard_rows"),
-        ("output.messages=prompt", "output.messages"),
-        ("output.logprobs=1", "output.logprobs"),
-        ("input.template_kwargs.x=1", "input.template_kwargs"),
-        ("input.overlong=skip", "input.overlong"),
-        ("decode.ignore_eos=true", "model.end_ids"),
-    ],
+CHANGES: dict[str, tuple[Any, str]] = {
+    "model.dtype": ("float32", "model.dtype"),
+    "model.max_len": (128, "model.max_len"),
+    "model.load": ("dummy", "model.weights"),
+    "model.chat_template": ("{folder}/other.jinja", "model.tokenizer"),
+    "model.think_tokens": ("none", "model.think_tokens"),
+    "draft.synthetic": ([0.5], "draft.synthetic"),
+    "decode.max_new_tokens": (23, "decode.max_new_tokens"),
+    "decode.min_new_tokens": (1, "decode.min_new_tokens"),
+    "decode.temperature": (0.5, "decode.temperature"),
+    "decode.top_k": (5, "decode.top_k"),
+    "decode.top_p": (0.9, "decode.top_p"),
+    "decode.min_p": (0.1, "decode.min_p"),
+    "decode.repetition_penalty": (1.1, "decode.repetition_penalty"),
+    "decode.presence_penalty": (0.5, "decode.presence_penalty"),
+    "decode.seed": (1, "decode.seed"),
+    "decode.n": (2, "decode.n"),
+    "decode.stop": (["x"], "decode.stop"),
+    "decode.stop_ids": ([5], "decode.stop_ids"),
+    "decode.thinking_token_budget": (5, "decode.thinking_token_budget"),
+    "decode.thinking_closing": ("so", "decode.thinking_closing"),
+    "decode.ignore_eos": (True, "model.end_ids"),
+    "input.path": ("{folder}/other.parquet", "input.files"),
+    "input.columns": ({"stop": None}, "input.columns"),
+    "input.chat": (True, "input.chat"),
+    "input.overlong": ("skip", "input.overlong"),
+    "input.limit": (7, "input.rows"),
+    "input.template_kwargs": ({"x": 1}, "input.template_kwargs"),
+    "output.shard_rows": (4, "output.shard_rows"),
+    "output.messages": ("prompt", "output.messages"),
+    "output.reasoning_in_messages": (True, "output.reasoning_in_messages"),
+    "output.token_ids": (False, "output.schema"),
+    "output.prompt_ids": (False, "output.schema"),
+    "output.logprobs": (1, "output.logprobs"),
+    "output.passthrough": ("none", "output.schema"),
+}
+"""Keys that make another job -> another value, and what the refusal names."""
+NO_PART = re.compile(
+    r"(packing|resume|cluster|decode\.opt)\..*|draft\.(?!synthetic).*|model\.(path|revision)|input\.max_error_fraction"
+    r"|output\.(dir|overwrite)|device|requires_gpu"
 )
-def test_another_job_in_the_same_folder_is_refused_by_name(
-    finished: Path, model: Path, change: str, key: str, capsys: pytest.CaptureFixture[str]
+"""Keys that say where a job lies and how it is run."""
+
+
+def test_every_key_is_a_part_of_what_a_job_is_or_of_how_it_is_run() -> None:
+    """A new key belongs into one of the two: forgotten, its change would mix two jobs."""
+    assert {key for key in keys() if not NO_PART.fullmatch(key)} == CHANGES.keys()
+
+
+def changed(config: RunConfig, key: str, value: Any) -> RunConfig:
+    config = copy.deepcopy(config)
+    *groups, name = key.split(".")
+    node: Any = config
+    for group in groups:
+        node = getattr(node, group)
+    assert getattr(node, name) != value
+    setattr(node, name, value)
+    return config
+
+
+def test_another_value_of_any_key_that_makes_another_job_is_refused_by_name(finished: Path, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "other.jinja").write_text("{{ messages[0]['content'] }}")
+    prompts().with_columns(topic=pl.lit("c")).write_parquet(tmp_path / "other.parquet")
+    job = open_job(compose(arguments(model, finished.parent / "prompts.parquet", finished)))
+    assert not check_output(job).missing()
+    for key, (value, name) in CHANGES.items():
+        value = value.format(folder=tmp_path) if isinstance(value, str) else value
+        other = open_job(changed(job.config, key, value), tokenizer=None if key.startswith("model.") else job.tokenizer)
+        with pytest.raises(OutputError, match=rf"holds another job \(.*\b{re.escape(name)}: .*output\.overwrite=true") as caught:
+            check_output(other)
+        assert "\n" not in str(caught.value)
+
+
+def test_how_and_where_a_job_is_run_does_not_enter_its_fingerprint(finished: Path, model: Path) -> None:
+    job = open_job(compose(arguments(model, finished.parent / "prompts.parquet", finished)))
+    for key in filter(NO_PART.fullmatch, keys()):
+        assert job_fingerprint(replace(job, config=changed(job.config, key, "another"))) == job_fingerprint(job), key
+
+
+def test_another_job_in_the_same_folder_ends_the_command_before_it_does_anything(
+    finished: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = arguments(model, finished.parent / "prompts.parquet", finished, change)
-    assert run.main(command) == 2
+    assert run.main(arguments(model, finished.parent / "prompts.parquet", finished, "decode.seed=3")) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert key in said
-    assert "output.overwrite=true" in said
+    assert "decode.seed: 0 -> 3" in said
 
 
 def same_size_edit(path: Path) -> None:

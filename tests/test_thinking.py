@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from batchspec import run
 from batchspec.commands import plan, stats, verify
 from batchspec.decode import scheduler
+from batchspec.decode.budget import Budgets
 from batchspec.decode.engine import Engine, EngineTotals
+from batchspec.decode.output import Progress
 from batchspec.decode.round import RoundOptions
 from batchspec.decode.thinking import split_thoughts
 from batchspec.draft.base import Drafter, NoDrafter
@@ -179,6 +181,20 @@ def test_a_budget_holds_exactly_whatever_drafts_and_packs_the_rows(requests: lis
     assert tokens == expected
 
 
+def test_a_row_that_changes_its_slot_is_looked_at_when_its_budget_or_a_thought_says_so() -> None:
+    """Not a token later: at the one that uses the budget up, and at the one that begins a thought, in the new slot alone."""
+    budgets, num_tokens = Budgets(4), np.array([12, 12])
+    for slot, opened in ((2, True), (3, False)):
+        how = thinking(2, opened=opened)
+        budgets.enter(slot, 10, Progress.of(replace(request(slot, [7] * 10, cap=9), thinking=how), 0, None))
+    budgets.move([(2, 0), (3, 1)])
+    slots, begins, ends = np.array([0, 1]), np.array([[7, -1], [7, BEGIN]], np.int32), np.array([[7, -1], [7, END]], np.int32)
+    assert budgets.due(slots, num_tokens, begins) == [0, 1]
+    assert budgets.due(slots, num_tokens - 1, ends) == []
+    budgets.enter(0, 20, Progress.of(request(0, [7] * 20, cap=9), 0, None))
+    assert budgets.due(slots, num_tokens + 50, ends) == []
+
+
 def test_forced_tokens_have_no_logprobs_and_the_others_keep_theirs() -> None:
     req = replace(request(0, [7, 9], cap=12), thinking=thinking(4, opened=True, closing=(11,)))
     runs = []
@@ -244,6 +260,11 @@ def test_think_tokens_are_found_in_the_tokenizer_or_named(tmp_path: Path) -> Non
     assert opened("<|im_start|>assistant\n<think>\n\n</think>\n\n") is False
     assert opened("<|im_start|>assistant\n") is None
     assert opened("<|im_start|>user\nWhat is <think>?<|im_end|>\n<|im_start|>assistant\n") is None  # of another turn
+    spaced = Tokenizer(make_thinking_tokenizer(tmp_path / "spaced", more=["\n\n", "<|other|>"]))
+    found = find_think_tokens("auto", spaced, 320)
+    assert found is not None
+    for text, inside in (("<think>\n\n", True), ("<think>\n\n</think>\n\n", False), ("<think><|other|>", None)):
+        assert found.opened_by(np.array(spaced.encode_part(text), np.int32)) is inside  # of added tokens white space ends none
     assert opened("<|im_start|>assistant\n", ["</think>"]) is True
     assert opened("<|im_start|>assistant\n<think>\n\n</think>\n\n", ["</think>"]) is False
 

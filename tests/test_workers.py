@@ -117,8 +117,20 @@ def test_what_all_workers_refuse_is_said_once(monkeypatch: pytest.MonkeyPatch, c
     assert sorted(line for line in said.splitlines() if "note" in line) == ["[0] note 0", "[1] note 1", "[2] note 2"]
 
 
-def test_too_many_errors_in_one_worker_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert supervised(monkeypatch, "sys.exit(3) if number == 1 else time.sleep(60)", 3) == 3
+def test_too_many_errors_in_one_worker_end_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = f"""root = {str(tmp_path)!r}
+def told(*_):
+    open(f'{{root}}/told {{number}}', 'w').close()
+    sys.exit(75)
+signal.signal(signal.SIGTERM, told)
+open(f'{{root}}/ready {{number}}', 'w').close()
+while number == 1 and len(os.listdir(root)) < 3:
+    time.sleep(0.01)
+if number != 1:
+    time.sleep(60)
+sys.exit(3)"""
+    assert supervised(monkeypatch, program, 3) == 3
+    assert sorted(path.name for path in tmp_path.glob("told *")) == ["told 0", "told 2"]
 
 
 def test_a_worker_that_does_not_heed_a_signal_is_killed_in_time(
