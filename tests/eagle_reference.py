@@ -5,6 +5,7 @@ It reads none of batchspec's head code: tensors by the names of a published chec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -180,3 +181,50 @@ def reference_drafts(
         tokens.append(drafts[-1])
         fed = torch.cat((fed, out[-1:]))
     return drafts
+
+
+@dataclass(eq=False)
+class Node:
+    """A node of a tree: its token, the one above it, the path's score, and the states that drafted the tokens above its own."""
+
+    token: int
+    above: Node | None
+    score: float
+    fed: Tensor
+
+    @property
+    def path(self) -> list[int]:
+        """Tokens from the root's child down to this one."""
+        return [] if self.above is None else [*self.above.path, self.token]
+
+
+@torch.no_grad()
+def reference_tree(
+    design: Design, tensors: dict[str, Tensor], target: Target, ids: Sequence[int], *, topk: int, depth: int, nodes: int,
+    products: bool = False, window: int | None = None, sink: int = 0,
+) -> list[tuple[int, int]]:  # fmt: skip
+    """(token, number of the node above; 0 is the root, 1 the first here) of the tree behind `ids`, every path computed anew."""
+    taps = target_taps(target, ids[:-1], design.taps).double()
+    embedding, head = target.embedding.cpu().double(), target_head(design, target)
+
+    def children(node: Node) -> list[Node]:
+        tokens = torch.tensor([*ids[1:], *node.path])
+        out, logits = run_head(design, tensors, embedding, tokens, taps, node.fed, window=window, sink=sink, target_head=head)
+        likely = logits[-1].log_softmax(-1).topk(topk)
+        found = []
+        for choice, value in zip(likely.indices.tolist(), likely.values.tolist(), strict=True):
+            token = choice + (int(tensors["d2t"][choice]) if "d2t" in tensors else 0)
+            score = node.score * math.exp(value) if products else node.score + value
+            found.append(Node(token, node, score, torch.cat((node.fed, out[-1:]))))
+        return found
+
+    grown: list[Node] = []
+    level = [Node(-1, None, 1.0 if products else 0.0, torch.empty(0, design.hidden, dtype=torch.float64))]
+    for _ in range(depth):
+        below = [child for node in level for child in children(node)]
+        grown += below
+        level = sorted(below, key=lambda node: -node.score)[:topk]
+    best = sorted(grown, key=lambda node: -node.score)[:nodes]
+    kept = [node for node in grown if any(node is other for other in best)]
+    number = {id(node): place for place, node in enumerate(kept, 1)}
+    return [(node.token, number.get(id(node.above), 0)) for node in kept]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.cache.attention import FlatBatch, attend, plan_attention
+from batchspec.cache.attention import FlatBatch, TreeTail, attend, plan_attention
+from tests.kernels.trees import random_parents, way_up
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 PAGE_SIZE = 4
@@ -106,6 +108,31 @@ some_rows = st.lists(one_row, min_size=1, max_size=6).filter(lambda rows: any(q 
 def test_any_mix_of_rows_is_exact_in_fp64(rows: list[tuple[int, int]], window: int | None, sink: int, seed: int) -> None:
     """The first `sink` keys are seen from behind any window too."""
     check(rows, (4, 2), window, torch.float64, seed, sink)
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 9])
+@pytest.mark.parametrize("num_nodes", [1, 7, 40, 64])
+def test_nodes_of_a_tree_see_what_stands_before_it_and_their_own_path(num_nodes: int, window: int | None) -> None:
+    """Keys by node, positions by depth: a query at depth d is d behind the first node, however many nodes stand between."""
+    rng, generator = random.Random(num_nodes), torch.Generator().manual_seed(0)
+    starts, parents = [5, 11, 0], [random_parents(rng, num_nodes, 5) for _ in range(3)]
+    batch = make_batch([(num_nodes, start + num_nodes) for start in starts], generator)
+    ways = [way_up(line, node) for line in parents for node in range(num_nodes)]
+    row_start = torch.tensor(starts).repeat_interleave(num_nodes)
+    batch.positions = row_start + torch.tensor([len(way) - 1 for way in ways])
+    batch.tree = TreeTail(
+        ancestors=torch.tensor([sum(1 << node for node in way) - (1 << 64) * (63 in way) for way in ways]),
+        start=torch.tensor(starts).int(), max_depth=5,
+    )  # fmt: skip
+    q, kv = make_tensors(batch, (4, 2), torch.float64, generator)
+    out = attend(q, kv, batch, scale=0.3, window=window)
+    for t, way in enumerate(ways):
+        row, start = t // num_nodes, starts[t // num_nodes]
+        path = [*range(start), *(start + node for node in way[::-1])]
+        keys = torch.tensor(path[-window:] if window else path)
+        k, v = kv[:, batch.page_table[row, keys // PAGE_SIZE].long(), keys % PAGE_SIZE].repeat_interleave(2, 2)
+        weights = (torch.einsum("hd,khd->hk", q[t], k) * 0.3).softmax(1)
+        torch.testing.assert_close(out[t], torch.einsum("hk,khd->hd", weights, v), atol=1e-12, rtol=0)
 
 
 def test_places_of_rows_without_keys_and_padding_are_zero() -> None:

@@ -21,6 +21,7 @@ from batchspec.draft.base import Drafter, NoDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
+from batchspec.draft.tree import PRODUCTS, SUMS, TreeDrafter, TreeShape
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
 from batchspec.records import Completion, PackedBatch, Request, SamplingParams
@@ -118,7 +119,7 @@ def requests_of_a_job(draw: st.DrawFn) -> list[Request]:
 def test_every_packing_and_drafter_gives_the_tokens_of_plain_decoding(requests: list[Request], data: st.DataObject) -> None:
     expected = expected_tokens(requests)
     draft_len = data.draw(st.integers(1, 8), label="K")
-    kind = data.draw(st.sampled_from(["none", "lookup", "window", "parallel", "pard", "right", "wrong"]), label="drafter")
+    kind = data.draw(st.sampled_from(["none", "lookup", "window", "parallel", "pard", "tree", "right", "wrong"]), label="drafter")
     outputs = {r.seed: expected[r.request_id] for r in requests}
     drafter: Drafter
     slots = data.draw(st.sampled_from([1, 4, 16]), label="slots")
@@ -134,11 +135,17 @@ def test_every_packing_and_drafter_gives_the_tokens_of_plain_decoding(requests: 
         drafter = PardDrafter(pard_model(), tiny_target().spec, draft_len, slots=slots, parallel=parallel)
     elif kind == "parallel":
         drafter = ParallelDrafter(parallel_head(), tiny_target(window=5), draft_len, slots=slots)
+    elif kind == "tree":
+        topk, rank = data.draw(st.integers(2, 5), label="topk"), data.draw(st.sampled_from([SUMS, PRODUCTS]), label="rank")
+        nodes = data.draw(st.integers(1, min(63, topk + (draft_len - 1) * topk**2)), label="nodes")
+        shape = TreeShape(topk=topk, depth=draft_len, nodes=nodes, rank=rank)
+        drafter = TreeDrafter(parallel_head(), tiny_target(window=5), shape, slots=slots)
     else:
         drafter = ForcedDrafter(draft_len, outputs, right=kind == "right", fixed_len=data.draw(st.booleans()))
     page_size = data.draw(st.sampled_from([2, 4, 8]), label="page_size")
     longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
-    scarce = 1 + -(-longest // page_size) + data.draw(st.integers(0, 6))
+    beyond = drafter.shape.places if isinstance(drafter, TreeDrafter) else 0
+    scarce = 1 + -(-(longest + beyond) // page_size) + data.draw(st.integers(0, 6))
     batch = packed(
         slots,
         row_buckets=tuple(b for b in (1, 2, 4, 8, 16) if b <= slots),

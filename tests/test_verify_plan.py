@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from batchspec.cache.attention import FlatBatch, plan_attention
+from batchspec.cache.attention import FlatBatch, TreeTail, plan_attention
 from batchspec.cache.verify import fits_verify, plan_verify
 from batchspec.kernels.attention_work import SharedPrefixes
 
@@ -50,6 +50,30 @@ def test_the_kernel_s_plan_equals_torch_s(window: int | None, sink: int, dtype: 
         out = plan.attend(q, kv, SCALE)
         assert out.dtype == dtype
         torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize(("window", "sink"), [(None, 0), (30, 0), (2, 4)])
+def test_the_kernel_s_plan_of_a_tree_equals_torch_s(window: int | None, sink: int) -> None:
+    """Of the first and last row both drafts stand below the newest token; a window may be narrower than a path is long."""
+    batch = make_batch()
+    batch.positions[[2, 8]] -= 1
+    chain, leaves = [0b1, 0b11, 0b111], [0b1, 0b11, 0b101]
+    batch.tree = TreeTail(
+        ancestors=torch.tensor([*leaves, 1, 1, 1, *leaves, 1, 1], device=DEVICE),
+        start=torch.tensor([37, 250, 0, 70], dtype=torch.int32, device=DEVICE),
+        max_depth=2,
+        depths=torch.tensor([0, 1, 1], device=DEVICE),
+    )
+    kv = torch.randn(2, 80, PAGE_SIZE, KV_HEADS, DIM, device=DEVICE)
+    q = torch.randn(11, HEADS, DIM, device=DEVICE)
+    found = []
+    for masks in (leaves, chain):
+        batch.tree = replace(batch.tree, ancestors=torch.tensor([*masks, 1, 1, 1, *masks, 1, 1], device=DEVICE))
+        out = plan_verify(batch, kv, num_heads=HEADS, window=window, sink=sink, interpret=True).attend(q, kv, SCALE)
+        exact = plan_attention(batch, kv.double(), num_heads=HEADS, window=window, sink=sink)
+        torch.testing.assert_close(out.double(), exact.attend(q.double(), kv.double(), SCALE), atol=1e-5, rtol=0)
+        found.append(out)
+    assert not torch.allclose(found[0][2], found[1][2])
 
 
 def test_later_positions_need_no_new_plan() -> None:

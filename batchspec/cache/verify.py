@@ -29,8 +29,6 @@ def plan_verify(
     window: int | None,
     sink: int = 0,
     shared: SharedPrefixes | None = None,
-    ancestors: Tensor | None = None,
-    tail_start: Tensor | None = None,
     interpret: bool = False,
 ) -> VerifyPlan:
     """The work list of a batch whose rows own at most 64 places, with room for partial results.
@@ -39,7 +37,6 @@ def plan_verify(
     window      a query at position p sees keys p-window+1 .. p; None: 0 .. p
     sink        with a window: keys 0 .. sink-1 are seen too
     shared      groups of rows with a common beginning, read once for all of a group; left out under a window
-    ancestors   int64 [T] bit j: the query sees key tail_start[row] + j, of a tree; tail_start int32 [R]
 
     batch.kv_len may be larger than the first positions need: `attend` then takes later positions without a new plan.
     Does not synchronise on a GPU; on a CPU it is the plain reference unless `interpret`.
@@ -60,7 +57,8 @@ def plan_verify(
     )
     shared = None if window else shared
     work = attention_work(batch.q_start, batch.kv_len, batch.positions, shape=shape, shared=shared, interpret=interpret)
-    return VerifyPlan(batch, work, head_dim, ancestors, tail_start, interpret)
+    ancestors = None if batch.tree is None else batch.tree.within(window, batch)
+    return VerifyPlan(batch, work, head_dim, ancestors, interpret)
 
 
 class VerifyPlan:
@@ -72,12 +70,12 @@ class VerifyPlan:
         work: AttentionWork,
         head_dim: int,
         ancestors: Tensor | None,
-        tail_start: Tensor | None,
         interpret: bool,
     ) -> None:
         self._batch, self._work, self._interpret = batch, work, interpret
         self._partials = partials_of(work, head_dim)
-        self._ancestors, self._tail_start = ancestors, tail_start
+        self._ancestors = ancestors
+        self._tail_start = None if batch.tree is None else batch.tree.start
         self._listed = False  # whether other launches stand between the work list and the next attention
 
     def attend(self, q: Tensor, kv: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:

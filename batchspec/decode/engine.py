@@ -28,10 +28,11 @@ from batchspec.decode.groups import Groups
 from batchspec.decode.launched import Launched, Moment, now_on
 from batchspec.decode.output import Decode, Progress, StopFinder
 from batchspec.decode.prefill import Prefilled, chunks, prefill_chunk, rehearse
-from batchspec.decode.round import Round, RoundOptions
+from batchspec.decode.round import RoundOptions
 from batchspec.decode.rows import Rows
 from batchspec.decode.sampling import SamplingMode
 from batchspec.decode.scheduler import Row, Scheduler
+from batchspec.decode.tree import round_for
 from batchspec.draft.base import Drafter
 from batchspec.model.target import Target
 from batchspec.records import Completion, PackedBatch, Request, Snapshot
@@ -90,15 +91,17 @@ class Engine:
             draft_shape=drafter.kv_shape,
         )
         self.pool = PagePool(batch.num_pages)
-        self.rows = Rows.allocate(batch, vocab_size=spec.vocab_size, penalties=penalties, device=device)
-        self.round = Round(target, drafter, self.cache, batch, self.options, device)
+        self.round = round_for(target, drafter, self.cache, batch, self.options, device)
+        self.rows = Rows.allocate(batch, vocab_size=spec.vocab_size, penalties=penalties, device=device, beyond=self.round.beyond)
         self.groups = Groups(batch.slots, batch.page_size, device)
         self.graphs = Graphs(self.round, self.rows, self.groups)
         self.totals = EngineTotals()
         self.on_round: Callable[[EngineTotals], None] | None = None
         self._device, self._decode, self._eos_ids, self._refill_dead = device, decode, eos_ids, refill_dead
         self._launched: deque[Launched] = deque()
-        self._lengths = DraftLengths(drafter.max_len) if adaptive and device.type == "cuda" else None
+        self._lengths = None
+        if adaptive and device.type == "cuda":
+            self._lengths = DraftLengths(drafter.max_len, choices=self.round.draft_lens)
         self._beside = Beside(device) if overlap and device.type == "cuda" else None
         if self._beside is not None:
             self._beside.rounds.wait_stream(torch.cuda.current_stream(device))
@@ -165,6 +168,7 @@ class Engine:
             self._begun(requests),
             refill_dead=self._refill_dead,
             lookahead=1 if self.drafter.num_kv_layers else 0,
+            beyond=self.round.beyond,
         )
         self._timed_from: torch.cuda.Event | None = None
 
@@ -307,7 +311,7 @@ class Engine:
 
     def _grow_all(self, grants: list[tuple[int, int, list[int]]]) -> bool:
         """Pages for every row that is short of them, oldest first, noted in `grants`; False where the pool ran out."""
-        ahead = (len(self._launched) + 1) * self.round.width
+        ahead = len(self._launched) * self.round.width + self.round.room
         for row in self._scheduler.short_of_pages(ahead):
             columns = len(row.pages)
             pages = self._scheduler.grow(row, int(self._scheduler.num_tokens[row.slot]) + ahead)

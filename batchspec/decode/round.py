@@ -12,6 +12,7 @@ from torch import Tensor
 
 from batchspec.cache.attention import FlatBatch
 from batchspec.cache.pages import KVCache
+from batchspec.decode.adaptive import candidates
 from batchspec.decode.rows import Rows
 from batchspec.decode.sampling import Places, SamplingMode, choose, likeliest, mark_output
 from batchspec.draft.base import Drafter
@@ -79,6 +80,12 @@ class Round:
         self.target, self.drafter, self.cache, self.options = target, drafter, cache, options
         slots, width = batch.slots, drafter.max_len + 1
         self.width = width
+        self.room = width
+        """Places from the newest token on that a round takes in K/V."""
+        self.draft_lens = candidates(drafter.max_len)
+        """Draft lengths worth a graph."""
+        self.beyond = 0
+        """Places behind a row's end that a round may write K/V to and read."""
         self._fixed = options.uniform_slots and drafter.fixed_len
         self._draft_len, self._kv_len, self._accepted_len, self._q_start, self._row_ids = (
             torch.zeros(size, dtype=torch.int32, device=device) for size in (slots, slots, slots, slots + 1, slots * width)
@@ -179,9 +186,15 @@ class Round:
         live    int32 [R] says which rows take part and is cleared where one of them ends
         out_accepted_len  int32 [R]
         """
-        num_rows = live.shape[0]
         target_ids, raw = self._choose(hidden, places, rows, mode)
-        log = torch.empty((num_rows, 5 + drafts.ids.shape[1]), dtype=torch.int32, device=hidden.device)
+        return self._settle(target_ids, raw, places, q_start, drafts, rows, live, mode, out_accepted_len)
+
+    def _settle(
+        self, target_ids: Tensor, raw: Tensor | None, places: Places | None, q_start: Tensor, drafts: Drafts, rows: Rows,
+        live: Tensor, mode: SamplingMode, out_accepted_len: Tensor,
+    ) -> RoundResult:  # fmt: skip
+        """The second half of `commit`, from the target's choices on."""
+        log = torch.empty((live.shape[0], 5 + drafts.ids.shape[1]), dtype=torch.int32, device=live.device)
         accept(
             drafts.ids, drafts.length, target_ids, q_start, rows.stop_ids, rows.limit, drafts.rates, rows.keys,
             tokens=rows.tokens, num_tokens=rows.num_tokens, live=live, finish=rows.finish,

@@ -58,12 +58,13 @@ class Rows:
     stop_ids: Tensor
     """int32 [R, MAX_STOP_IDS] -1 where unused"""
     page_table: Tensor
-    """int32 [R, pages of max_len] scratch page where nothing is granted yet"""
+    """int32 [R, pages of max_len and of what rounds write beyond it] scratch page where nothing is granted yet"""
     seen: Tensor
     """uint8 [R, V] bits SEEN_*; [R, 0] in a job without penalties"""
 
     @classmethod
-    def allocate(cls, batch: PackedBatch, *, vocab_size: int, penalties: bool, device: torch.device) -> Rows:
+    def allocate(cls, batch: PackedBatch, *, vocab_size: int, penalties: bool, device: torch.device, beyond: int = 0) -> Rows:
+        """beyond: places behind a row's end that a round may write K/V to."""
         slots = batch.slots
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -85,7 +86,7 @@ class Rows:
             repetition=zeros(slots, dtype=torch.float32),
             presence=zeros(slots, dtype=torch.float32),
             stop_ids=zeros(slots, MAX_STOP_IDS) - 1,
-            page_table=zeros(slots, -(-batch.max_len // batch.page_size)),
+            page_table=zeros(slots, -(-(batch.max_len + beyond) // batch.page_size)),
             seen=zeros(slots, vocab_size if penalties else 0, dtype=torch.uint8),
         )
 

@@ -59,12 +59,14 @@ class Places:
     row_ids    int32 [T]
     positions  int64 [T] position of the token being drawn
     drafts     int32 [R, K] and place int32 [T]: the row's draft tokens before the place count as seen; None in prefill
+    lines      int64 [T] line of `drafts` that holds the place's own: of a tree's nodes; None: that of its row
     """
 
     row_ids: Tensor
     positions: Tensor
     drafts: Tensor | None = None
     place: Tensor | None = None
+    lines: Tensor | None = None
 
 
 def choose(logits: Tensor, places: Places, rows: Rows, mode: SamplingMode, *, fast_argmax: bool = True) -> Tensor:
@@ -101,8 +103,9 @@ def apply_penalties(logits: Tensor, places: Places, rows: Rows) -> None:
     """
     seen = rows.seen[places.row_ids]
     if places.drafts is not None and places.place is not None:
+        lines = places.row_ids if places.lines is None else places.lines
         for j in range(places.drafts.shape[1]):
-            ids = places.drafts[:, j][places.row_ids].long().unsqueeze(1)
+            ids = places.drafts[:, j][lines].long().unsqueeze(1)
             before = (places.place > j).unsqueeze(1)
             mark = seen.gather(1, ids)
             seen.scatter_(1, ids, torch.where(before, mark | (SEEN_PROMPT_OR_OUTPUT | SEEN_OUTPUT), mark))

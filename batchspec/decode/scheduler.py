@@ -54,18 +54,26 @@ class Row:
 
 class Scheduler:
     def __init__(
-        self, batch: PackedBatch, pool: PagePool, rows: Iterator[Progress], *, refill_dead: bool = True, lookahead: int = 0
+        self,
+        batch: PackedBatch,
+        pool: PagePool,
+        rows: Iterator[Progress],
+        *,
+        refill_dead: bool = True,
+        lookahead: int = 0,
+        beyond: int = 0,
     ) -> None:
         """
         refill_dead  False: wait until every row is dead before new ones come in
         lookahead    tokens behind a page that its K/V depends on too: 1 with a drafter that reads the next token
+        beyond       places behind a row's end that it needs pages for too: what a tree of drafts takes
         """
         self.batch, self.pool = batch, pool
         self.slots: list[Row | None] = [None] * batch.slots
         self._stream = rows
         self._waiting: deque[Row] = deque()
         self._num_refills = 0
-        self._refill_dead, self._lookahead = refill_dead, lookahead
+        self._refill_dead, self._lookahead, self._beyond = refill_dead, lookahead, beyond
         self._live: list[Row] | None = None
         # What is asked of every row in every round, by slot; `owner` counts refills and is -1 for a free slot.
         self.owner = np.full(batch.slots, -1, np.int64)
@@ -110,7 +118,8 @@ class Scheduler:
         row set back is not taken in again only to be set back."""
         output = np.maximum(predicted, emitted * 3 // 2 + 4 * self.batch.page_size)
         expected = np.minimum(limit, prompt_len + output)
-        return -(-np.where(limit - prompt_len <= SHORT_CAP_TOKENS, limit, expected) // self.batch.page_size)
+        at_end = np.where(limit - prompt_len <= SHORT_CAP_TOKENS, limit, expected) + self._beyond
+        return -(-at_end // self.batch.page_size)
 
     def _promised(self) -> int:
         """Pages that the rows in slots are expected to ask for still."""
@@ -156,16 +165,17 @@ class Scheduler:
 
     def short_of_pages(self, ahead: int) -> list[Row]:
         """Rows whose pages end before their tokens and `ahead` more, or their limit, oldest first."""
-        wanted = -(-np.minimum(self.num_tokens + ahead, self._limit) // self.batch.page_size)
+        wanted = -(-np.minimum(self.num_tokens + ahead, self._limit + self._beyond) // self.batch.page_size)
         slots = np.flatnonzero((self.owner >= 0) & (wanted > self._num_pages))
         return [row for slot in slots[np.argsort(self.owner[slots])] if (row := self.slots[slot]) is not None]
 
     def _admit(self, row: Row, promised: int) -> bool:
         """Grant pages for the row's tokens and the one its prefill emits, if the rest of its life will find room too."""
         request = row.progress.request
-        if self.pages_for(row.limit) > self.pool.num_pages - 1:
+        most = self.pages_for(row.limit + self._beyond)
+        if most > self.pool.num_pages - 1:
             raise CapacityError(
-                f"request {request.request_id!r}: prompt and output of {row.limit} tokens need {self.pages_for(row.limit)} pages,"
+                f"request {request.request_id!r}: prompt and output of {row.limit} tokens need {most} pages,"
                 f" the pool has {self.pool.num_pages - 1}; raise packing.pages or packing.memory_gb"
             )
         if row.keys is None:  # a row that waits for pages asks again every round
@@ -185,12 +195,14 @@ class Scheduler:
         return True
 
     def grow(self, row: Row, num_tokens: int) -> list[int] | None:
-        """Pages so that `num_tokens` (at most the row's limit) fit: the new ones, or None when the pool has too few."""
-        missing = self.pages_for(min(num_tokens, row.limit)) - len(row.pages)
+        """Pages so that `num_tokens` (at most the row's limit and what lies beyond) fit: the new ones, or None when the pool has
+        too few."""
+        most = row.limit + self._beyond
+        missing = self.pages_for(min(num_tokens, most)) - len(row.pages)
         if missing > self.pool.num_free:
             return None
         if 0 < missing < GROW_PAGES and self.pool.num_free > GROW_PAGES * self.batch.slots:
-            missing = min(GROW_PAGES, self.pages_for(row.limit) - len(row.pages))
+            missing = min(GROW_PAGES, self.pages_for(most) - len(row.pages))
         pages = self.pool.take(max(0, missing))
         row.pages += pages
         self._num_pages[row.slot] = len(row.pages)

@@ -88,8 +88,8 @@ class Eagle3Drafter(HeadReader):
             normed = self.head.layer(last, normed.index_select(0, place), hidden, at, kv, plan)
         else:
             normed, hidden = self._read_whole(batch, rows.tokens, line, taps, cache, place)
-        first = torch.empty_like(batch.kv_len)
-        self.head.choose(normed, first)
+        first = self._first.new_empty(normed.shape[0], *self._first.shape[1:])
+        self._lead(normed, first)
         return first, normed if self._spec.feed_normed else hidden
 
     @torch.inference_mode()
@@ -103,7 +103,7 @@ class Eagle3Drafter(HeadReader):
             place = (batch.q_start[:-1] + accepted_len).clamp_(max=batch.token_ids.shape[0] - 1)
             normed, residual = self._read_whole(batch, rows.tokens, batch.row_ids, taps, cache, place)
             hidden.copy_(normed if self._spec.feed_normed else residual)
-            self.head.choose(normed, first)
+            self._lead(normed, first)
             return
         normed, residual, at = self._read(batch, rows.tokens, batch.row_ids, self.head.features(taps), cache, last)
         if lead:
@@ -111,6 +111,10 @@ class Eagle3Drafter(HeadReader):
             self._go_on(batch, q, residual, accepted_len, rows, cache, first, hidden)
         else:
             self.head.keep(last, normed, at, self._kv(cache, last))
+
+    def _lead(self, normed: Tensor, out: Tensor) -> None:
+        """What the next round begins with, from the head's output [R, H] at each row's last standing place."""
+        self.head.choose(normed, out)
 
     def _read_whole(
         self, batch: FlatBatch, tokens: Tensor, line: Tensor, taps: Tensor, cache: KVCache, place: Tensor
@@ -134,7 +138,7 @@ class Eagle3Drafter(HeadReader):
         )  # fmt: skip
         plan = self._plans(self._one_each(batch, positions, kv_len), cache, [self._last])[self._windows[self._last]]
         kv, out = self._kv(cache, self._last), out_hidden if feeds_normed else None
-        self.head.choose(self.head.finish(self._last, live_q, stream, kv, plan, out=out), out_first)
+        self._lead(self.head.finish(self._last, live_q, stream, kv, plan, out=out), out_first)
 
     def _one_each(self, batch: FlatBatch, positions: Tensor, kv_len: Tensor) -> FlatBatch:
         """The same rows with one query each, for attention."""

@@ -157,6 +157,18 @@ class EagleHead:
             ids = torch.softmax(logits, -1).topk(1, dim=-1).indices.squeeze(1)
             out_ids.copy_(ids if self._hot is None else self._hot[ids])
 
+    def branches(self, normed: Tensor, count: int, *, logs: bool) -> tuple[Tensor, Tensor]:
+        """normed [N, H] behind the final norm -> the likeliest draft tokens of each place, falling.
+
+        Returns their log-probabilities [N, count], without `logs` probabilities, and target ids int32 [N, count]. NaN is -inf.
+        """
+        logits = self.logits(normed)
+        best = logits.topk(count, dim=1)
+        scores = best.values - torch.logsumexp(logits, 1, keepdim=True)
+        scores = torch.where(scores.isnan(), -torch.inf, scores)
+        ids = best.indices if self._hot is None else self._hot[best.indices]
+        return scores if logs else scores.exp(), ids.int()
+
     def _fused_tile(self, normed: Tensor) -> Tile | None:
         """How lm_head and argmax are one kernel where that was measured to be faster than two."""
         if self._lm_head is None or not self._fp32_out:

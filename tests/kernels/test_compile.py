@@ -55,6 +55,17 @@ for _rates in (None, PF32):
               q_start=PI32, stop_ids=PI32, limit=PI32, rates=_rates, keys=PI64, tokens=PI32, num_tokens=PI32, live=PI32,
               finish=PI32, out_accepted_len=PI32, out_log=PI32, draft_stride=I32, token_stride=I32, max_tokens=I32,
               K=_k, NUM_STOPS=3, LANES=max(2, 2 * _k), STOP_LANES=4)  # fmt: skip
+for _nodes, _depth, _lanes, _levels in ((61, 6, 64, 8), (3, 1, 4, 2)):
+    _case(f"tree_places_kernel S={_nodes}", "tree_places", 2, parents=PI32, num_tokens=PI32, live=PI32, page_table=PI32,
+          out_positions=PI64, out_slots=PI64, out_ancestors=PI64, out_kv_len=PI32, parents_stride=I32, max_pages=I32,
+          NODES=_nodes, DEPTH=_depth, PAGE_SIZE=16, LANES=_lanes)  # fmt: skip
+    for _whole in (False, True):
+        _case(f"tree_walk_kernel S={_nodes}, whole {_whole}", "tree_walk", 1, ids=PI32, parents=PI32, target_ids=PI32,
+              draft_len=PI32, out_path=PI32, out_places=PI64, out_draft_ids=PI32, ids_stride=I32, parents_stride=I32,
+              draft_stride=I32, NODES=_nodes, DEPTH=_depth, WHOLE=_whole, LANES=_lanes, LEVELS=_levels)  # fmt: skip
+for _word, _width in (("i16", 1024), ("i32", 192), ("i64", 8)):
+    _case(f"kv_move_kernel {_word}", "kv_move", 4, kv=f"*{_word}", tree_slots=PI64, path=PI32, chain_slots=PI64,
+          accepted_len=PI32, stride_part=I64, NODES=61, DEPTH=6, WIDTH=_width, LEVELS=8, BLOCK=256)  # fmt: skip
 for _word in ("i8", "i16", "i32", "i64"):
     _case(f"move_rows_kernel {_word}", "compact", 4, state=f"*{_word}", src_ids=PI32, dst_ids=PI32, stride_row=I32, width=I32,
           BLOCK=1024)  # fmt: skip

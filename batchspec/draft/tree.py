@@ -1,0 +1,218 @@
+"""An EAGLE-3 head drafts a tree: at each level the best nodes so far branch, and the best of all nodes are verified.
+
+    root           the newest token; its children: the `topk` likeliest tokens behind the row's last verified place
+    level l+1      the topk best nodes of level l, by path score, go through the head; topk tokens each are their children
+    path score     sum of log-probabilities from the root on (rank=products: their product, for comparison: it underflows)
+    verified       the `nodes` best of all children of all levels; no score is above that of the parent, which is among them too
+
+Equal scores go to the node that was drafted first, hence parents before children. What a level drafts from stands in the K/V of
+the head behind the row's last verified place, topk places a level, each seeing its own path alone; the catch-up writes over it.
+Source: Li et al. 2024, EAGLE-2 (arXiv 2406.16858); sums in place of products: SGLang, "Optimize EAGLE select_top_k_tokens: use
+logprobs" (2025).
+Legend: R rows, B topk, D depth, N nodes, C candidates B + (D - 1) B^2, H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from batchspec.cache.attention import FlatBatch, TreeTail
+from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.head import Place
+from batchspec.draft.weights import Head
+from batchspec.kernels.tree_places import MAX_NODES, tree_places
+from batchspec.model.target import Target
+
+if TYPE_CHECKING:
+    from batchspec.cache.pages import KVCache
+    from batchspec.decode.rows import Rows
+
+SUMS, PRODUCTS = "sums", "products"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeShape:
+    """How trees grow: topk branches a node, depth levels, nodes verified (the root not counted), how paths are ranked.
+
+    Raises ValueError for a shape that no mask of 64 bits describes, and for more nodes than grow.
+    """
+
+    topk: int
+    depth: int
+    nodes: int
+    rank: str = SUMS
+
+    def __post_init__(self) -> None:
+        if self.topk < 2 or self.depth < 1:
+            raise ValueError(f"TreeShape: topk={self.topk}, depth={self.depth}; a tree has at least 2 branches and 1 level")
+        if self.drafted_places > MAX_NODES:
+            raise ValueError(
+                f"TreeShape: topk={self.topk} at {self.depth - 1} levels are {self.drafted_places} places; at most {MAX_NODES}"
+            )
+        if not 1 <= self.nodes <= min(MAX_NODES - 1, self.candidates):
+            raise ValueError(
+                f"TreeShape: nodes={self.nodes} must be in 1 .. {min(MAX_NODES - 1, self.candidates)}: topk={self.topk} and "
+                f"depth={self.depth} grow {self.candidates}, and at most {MAX_NODES - 1} are verified"
+            )
+        if self.rank not in (SUMS, PRODUCTS):
+            raise ValueError(f"TreeShape: rank={self.rank!r} must be {SUMS} or {PRODUCTS}")
+
+    @property
+    def candidates(self) -> int:
+        """C."""
+        return self.topk + (self.depth - 1) * self.topk**2
+
+    @property
+    def drafted_places(self) -> int:
+        """Places behind the last verified one that growing a tree takes in the head's K/V."""
+        return (self.depth - 1) * self.topk
+
+    @property
+    def places(self) -> int:
+        """Places from the newest token on that a round takes in K/V: of all nodes, or of all that drafted."""
+        return max(self.nodes + 1, self.drafted_places)
+
+
+class TreeDrafter(Eagle3Drafter):
+    """Carries of each slot the head's output at its last verified place, from which the root's children come.
+
+    max_len is the depth. Nothing is read back to the host and no shape depends on data: a round with it can be captured.
+    """
+
+    name = "tree"
+
+    def __init__(
+        self, head: Head, target: Target, shape: TreeShape, *, slots: int, window: int | None = None, sink: int = 0,
+        dead_positions: bool = True,
+    ) -> None:  # fmt: skip
+        """Raises ValueError where topk exceeds the draft vocabulary. The others are those of HeadReader."""
+        if shape.topk > head.spec.draft_vocab_size:
+            raise ValueError(f"TreeDrafter: topk={shape.topk} exceeds the head's {head.spec.draft_vocab_size} draft tokens")
+        super().__init__(
+            head, target, shape.depth, slots=slots, window=window, sink=sink, dead_positions=dead_positions
+        )  # fmt: skip
+        device, branches, places = target.device, shape.topk, shape.drafted_places
+        self.shape = shape
+        self._first = torch.zeros_like(self._hidden)
+        self.state = (self._first, self._hidden)
+        self.parents = torch.full((slots, shape.nodes + 1), -1, dtype=torch.int32, device=device)
+        """int32 [slots, N+1] the node above each, of the last `propose`; -1 of the root, which is node 0."""
+        place = torch.arange(places, dtype=torch.int32, device=device)
+        self._depths, self._own = (place // branches).long(), torch.ones_like(place, dtype=torch.int64) << place
+        self._above = torch.where(place < branches, -1, place - branches).unsqueeze(0)
+        self._keys = torch.arange(1, shape.depth, dtype=torch.int32, device=device).mul_(branches).unsqueeze(1)
+        self._branch_rows = torch.arange(slots, dtype=torch.int32, device=device).repeat_interleave(branches)
+        self._branch_start = torch.arange(0, slots * branches + 1, branches, dtype=torch.int32, device=device)
+        self._grown_positions, self._grown_slots, self._grown_masks = torch.zeros(
+            3, slots * places, dtype=torch.int64, device=device
+        )
+
+    def _lead(self, normed: Tensor, out: Tensor) -> None:
+        out.copy_(normed)
+
+    @torch.inference_mode()
+    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+        """Write nodes 1..N of each row's tree: draft_ids int32 [R, N], what is above them in `parents`; draft_len is the depth.
+
+        A parent has a lower number than its children, which stand side by side, the likeliest first.
+        """
+        num_rows, branches, join = draft_ids.shape[0], self.shape.topk, torch.add if self._sums else torch.mul
+        torch.mul(rows.live, self.max_len, out=draft_len)
+        first_row = self._branch_rows[: num_rows * branches]
+        hidden, masks = self._hidden.index_select(0, first_row), self._own[:branches].expand(num_rows, -1)
+        scores, tokens = self.head.branches(self._first[:num_rows], branches, logs=self._sums)
+        frontier = torch.arange(branches, device=tokens.device).expand(num_rows, -1)
+        grown = _Grown(scores, tokens)
+        for level, batch in enumerate(self._levels(rows, cache)):
+            batch.token_ids = tokens.flatten()
+            batch.tree = replace(batch.tree, ancestors=masks.flatten()) if batch.tree else None
+            normed, hidden = self._through(batch, hidden, cache)
+            likely, ids = self.head.branches(normed, branches, logs=self._sums)
+            paths = join(scores.unsqueeze(2), likely.view(num_rows, branches, branches)).flatten(1)
+            ids, base = ids.view(num_rows, -1), grown.num_grown
+            grown.add(paths, ids, frontier.repeat_interleave(branches, 1))
+            if level + 2 < self.max_len:
+                best = best_of(paths, branches)
+                above = best // branches
+                scores, tokens, frontier = paths.gather(1, best), ids.gather(1, best), best + base
+                hidden = hidden.index_select(0, (above + first_row.view(num_rows, -1) * branches).flatten())
+                masks = masks.gather(1, above) | self._own[(level + 1) * branches : (level + 2) * branches]
+        grown.select(draft_ids, self.parents[:num_rows])
+
+    @property
+    def _sums(self) -> bool:
+        return self.shape.rank == SUMS
+
+    def _levels(self, rows: Rows, cache: KVCache) -> list[FlatBatch]:
+        """The places of each level that drafts, topk a row, without tokens and masks yet."""
+        num_rows, branches, steps = rows.live.shape[0], self.shape.topk, self.max_len - 1
+        if not steps:
+            return []
+        count = num_rows * self.shape.drafted_places
+        positions, slots, masks = (x[:count] for x in (self._grown_positions, self._grown_slots, self._grown_masks))
+        start = rows.num_tokens - 1
+        tree_places(
+            self._above.expand(num_rows, -1), rows.num_tokens, rows.live, rows.page_table, page_size=cache.page_size,
+            max_depth=steps - 1, out_positions=positions, out_slots=slots, out_ancestors=masks,
+            out_kv_len=self._kv_len[:num_rows],
+        )  # fmt: skip
+        by_level = [x.view(num_rows, steps, branches).transpose(0, 1).flatten(1).contiguous() for x in (positions, slots)]
+        kv_len = torch.minimum(start + self._keys, self._kv_len[:num_rows]) * rows.live
+        tree = TreeTail(ancestors=masks, start=start, max_depth=steps - 1, depths=self._depths)
+        return [
+            FlatBatch(
+                token_ids=self._branch_rows[: num_rows * branches],
+                row_ids=self._branch_rows[: num_rows * branches],
+                positions=by_level[0][level],
+                slots=by_level[1][level],
+                q_start=self._branch_start[: num_rows + 1],
+                kv_len=kv_len[level],
+                page_table=rows.page_table,
+                max_q=branches,
+                max_kv=rows.page_table.shape[1] * cache.page_size,
+                tree=tree,
+            )
+            for level in range(steps)
+        ]
+
+    def _through(self, batch: FlatBatch, hidden: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """One place further from every node of a level: the head's output [R*B, H], and the state that drafts on from it."""
+        normed, residual = self.head.enter(batch.token_ids, hidden)
+        at, plans = Place(self._rope(batch.positions), batch.slots), self._plans(batch, cache, range(self._last + 1))
+        for i, window in enumerate(self._windows):
+            normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[window])
+        return normed, normed if self._spec.feed_normed else residual
+
+
+class _Grown:
+    """All nodes that were drafted, level by level: path scores, tokens, and the number of the one above, -1 below the root."""
+
+    def __init__(self, scores: Tensor, ids: Tensor) -> None:
+        self._scores, self._ids, self._above = [scores], [ids], [torch.full_like(ids, -1, dtype=torch.int64)]
+        self.num_grown = ids.shape[1]
+
+    def add(self, scores: Tensor, ids: Tensor, above: Tensor) -> None:
+        """One level more, [R, B^2] each."""
+        self._scores.append(scores)
+        self._ids.append(ids)
+        self._above.append(above)
+        self.num_grown += ids.shape[1]
+
+    def select(self, out_ids: Tensor, out_parents: Tensor) -> None:
+        """The best N, int32 [R, N], and behind the first column of out_parents [R, N+1] the numbers of what is above them."""
+        (num_rows, count), ids, above = out_ids.shape, torch.cat(self._ids, 1), torch.cat(self._above, 1)
+        chosen = best_of(torch.cat(self._scores, 1), count).sort(1).values
+        out_ids.copy_(ids.gather(1, chosen))
+        number = torch.zeros(num_rows, self.num_grown + 1, dtype=torch.int32, device=ids.device)
+        new = torch.arange(1, count + 1, dtype=torch.int32, device=ids.device).expand(num_rows, -1)
+        number.scatter_(1, chosen + 1, new)
+        out_parents[:, 1:] = number.gather(1, above.gather(1, chosen) + 1)
+
+
+def best_of(scores: Tensor, count: int) -> Tensor:
+    """scores [R, M] -> int64 [R, count]: the best first, of equals the lowest index, so that no child comes before its parent."""
+    return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]

@@ -1,0 +1,443 @@
+"""Trees of drafts through the engine against their definition (tests/eagle_reference.py), in fp64, where both agree exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache, partial
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchspec.cache.attention import FlatBatch
+from batchspec.cache.pages import KVCache
+from batchspec.decode import scheduler
+from batchspec.decode.engine import Engine
+from batchspec.decode.round import RoundOptions, RoundResult
+from batchspec.decode.rows import Rows
+from batchspec.decode.tree import TreeRound
+from batchspec.draft.base import Drafter, NoDrafter
+from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.tree import PRODUCTS, SUMS, TreeDrafter, TreeShape, _Grown
+from batchspec.draft.weights import Head, load_head
+from batchspec.errors import CapacityError
+from batchspec.records import Completion, PackedBatch, Request, SamplingParams
+from tests.eagle_reference import Design, reference_tree
+from tests.engines import DEVICE, VOCAB, decode, full_logits, packed, plain_tokens, request, tiny_target
+from tests.heads import Tensors, distilled_tensors, random_tensors, tiny_design, write_head
+
+TARGET = partial(tiny_target, window=5)
+SAMPLED = SamplingParams(temperature=0.9, top_k=9)
+Tree = list[tuple[int, int]]
+
+
+class Recorded(TreeDrafter):
+    """Keeps the tree of every live row: the committed tokens, then (token, number of the node above) of each node."""
+
+    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+        super().propose(rows, draft_ids, draft_len, cache)
+        assert draft_len.tolist() == [self.shape.depth * alive for alive in rows.live.tolist()]
+        for slot in rows.live.nonzero().flatten().tolist():
+            prefix = tuple(rows.tokens[slot, : int(rows.num_tokens[slot])].tolist())
+            parents = self.parents[slot].tolist()
+            assert parents[0] == -1
+            seen.append((prefix, list(zip(draft_ids[slot].tolist(), parents[1:], strict=True))))
+
+
+seen: list[tuple[tuple[int, ...], Tree]] = []
+"""What the drafters of the running test proposed."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_seen() -> None:
+    seen.clear()
+
+
+def shape_of(topk: int, depth: int, nodes: int | None = None, rank: str = SUMS) -> TreeShape:
+    most = min(63, topk + (depth - 1) * topk**2)
+    return TreeShape(topk=topk, depth=depth, nodes=most if nodes is None else nodes, rank=rank)
+
+
+def make_head(folder: Path, design: Design, tensors: Tensors, *, dtype: torch.dtype = torch.float64) -> Head:
+    write_head(folder, design, tensors)
+    return load_head(folder, TARGET().spec, dtype=dtype, device=DEVICE, aux_layers="input")
+
+
+def make_drafter(folder: Path, design: Design, tensors: Tensors, shape: TreeShape, *, slots: int, **options: Any) -> Recorded:
+    return Recorded(make_head(folder, design, tensors), TARGET(), shape, slots=slots, **options)
+
+
+def run(
+    requests: Iterable[Request], batch: PackedBatch, drafter: Eagle3Drafter, *, short_cap: int = 512, **options: Any
+) -> tuple[dict[str, list[int]], dict[str, Completion], Engine]:
+    engine = Engine(TARGET(), drafter, batch, device=DEVICE, decode=decode, penalties=True, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "SHORT_CAP_TOKENS", short_cap)
+        done = {completion.request_id: completion for completion in engine.run(iter(list(requests)))}
+    assert engine.pool.num_free == engine.pool.num_pages - 1  # every page came back
+    return {name: c.token_ids.tolist() for name, c in done.items() if c.token_ids is not None}, done, engine
+
+
+def check_trees(design: Design, tensors: Tensors, shape: TreeShape, *, window: int | None = None, sink: int = 0) -> None:
+    """Every tree, token by token and parent by parent, is what a row computed by itself, without cache or batch, grows."""
+    assert len(seen) > 5
+    for prefix, tree in seen:
+        assert tree == reference_tree(
+            design, tensors, TARGET(), prefix, topk=shape.topk, depth=shape.depth, nodes=shape.nodes,
+            products=shape.rank == PRODUCTS, window=window, sink=sink,
+        )  # fmt: skip
+
+
+def expected_tokens(requests: Iterable[Request]) -> dict[str, list[int]]:
+    return {r.request_id: plain_tokens(TARGET(), r) for r in requests}
+
+
+def mixed_requests(count: int = 5, cap: int = 14, sampling: SamplingParams | None = None) -> list[Request]:
+    beginning = [3, 1, 4, 1, 5, 9, 2, 6, 5]
+    rng = torch.Generator().manual_seed(0)
+    return [
+        request(
+            i,
+            (beginning if i % 2 else []) + torch.randint(0, VOCAB, (1 + 3 * i,), generator=rng).tolist(),
+            cap=cap - i,
+            sampling=sampling,
+            predicted=2,
+        )
+        for i in range(count)
+    ]
+
+
+def known_requests() -> list[Request]:
+    return [request(10 + i, [i, i + 1, 3], cap=24) for i in range(3)]
+
+
+def synthetic(depth: int) -> RoundOptions:
+    """Drafts stand as often as not, so that rows run over what the head says itself."""
+    return RoundOptions(synthetic=tuple(0.8 ** (j + 1) for j in range(depth)))
+
+
+@cache
+def design_and_tensors(kind: str) -> tuple[Design, Tensors]:
+    if kind == "random":
+        design = tiny_design(TARGET().spec, norm_before_residual=True, layers=2, windows=(None, None))
+        return design, random_tensors(design, seed=3)
+    design = tiny_design(TARGET().spec, draft_vocab=VOCAB - 1)
+    rows = [r.prompt_ids.tolist() + plain_tokens(TARGET(), r) for r in known_requests()]
+    return design, distilled_tensors(TARGET(), design, rows, steps=60)
+
+
+DESIGNS: dict[str, tuple[dict[str, Any], TreeShape, int]] = {
+    "one level": ({}, shape_of(3, 1), 3),
+    "more rows than branches": ({}, shape_of(2, 4), 5),
+    "fewer rows than branches": ({"norm_before_residual": True}, shape_of(5, 3, 30), 2),
+    "as many": ({"draft_vocab": None, "head_dim": 4}, shape_of(3, 3, 11), 3),
+    "fewer nodes than levels": ({"fc_norm": True}, shape_of(2, 6, 3), 3),
+    "products": ({"norm_before_fc": True, "fc_bias": True}, shape_of(4, 4, 25, PRODUCTS), 3),
+    "normed state fed back": ({"norm_output": True}, shape_of(3, 4, 20), 3),
+    "three layers": ({"layers": 3, "windows": (None, 4, None)}, shape_of(3, 5, 20), 3),
+    "the largest": ({"own_embedding": True, "qk_norm": True}, shape_of(10, 7, 63), 4),
+    "a sliding window": ({"windows": (2,)}, shape_of(3, 5, 20), 3),
+}
+
+
+@pytest.mark.parametrize("name", DESIGNS)
+def test_trees_are_those_of_the_definition(name: str, tmp_path: Path) -> None:
+    changes, shape, slots = DESIGNS[name]
+    design = tiny_design(TARGET().spec, **changes)
+    tensors = random_tensors(design, seed=7)
+    drafter = make_drafter(tmp_path, design, tensors, shape, slots=slots, dead_positions=len(name) % 2 == 0)
+    batch = packed(slots, row_buckets=(slots,), prefill_tokens=7, num_pages=120, max_len=40)
+    _, done, _ = run(mixed_requests(6), batch, drafter, options=synthetic(shape.depth))
+    assert sum(c.stats.num_accepted for c in done.values() if c.stats) > 5
+    check_trees(design, tensors, shape)
+
+
+@pytest.mark.parametrize(("window", "sink"), [(1, 0), (3, 2), (100, 3)])
+def test_a_window_and_a_sink_narrow_what_the_head_reads(window: int, sink: int, tmp_path: Path) -> None:
+    design, tensors = design_and_tensors("random")
+    shape = shape_of(3, 4, 20)
+    drafter = make_drafter(tmp_path, design, tensors, shape, slots=2, window=window, sink=sink)
+    run(mixed_requests(), packed(2, max_len=40), drafter, options=synthetic(shape.depth))
+    check_trees(design, tensors, shape, window=window, sink=sink)
+
+
+@settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_packing_gives_the_trees_of_the_definition_and_the_tokens_of_plain_decoding(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    seen.clear()
+    design, tensors = design_and_tensors(data.draw(st.sampled_from(["random", "distilled"]), label="head"))
+    topk, depth = data.draw(st.integers(2, 5), label="topk"), data.draw(st.integers(1, 5), label="depth")
+    most = min(63, topk + (depth - 1) * topk**2)
+    shape = shape_of(topk, depth, data.draw(st.integers(1, most), label="nodes"), data.draw(st.sampled_from([SUMS, PRODUCTS])))
+    slots, page_size = data.draw(st.sampled_from([1, 2, 4]), label="slots"), data.draw(st.sampled_from([2, 4]), label="page")
+    drafter = make_drafter(
+        tmp_path_factory.mktemp("head"), design, tensors, shape, slots=slots, dead_positions=data.draw(st.booleans())
+    )
+    sampling = data.draw(st.sampled_from([None, SAMPLED, SamplingParams(temperature=0.8, repetition_penalty=1.3)]))
+    requests = mixed_requests(4, cap=data.draw(st.integers(5, 16), label="cap"), sampling=sampling) + known_requests()[:2]
+    longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
+    scarce = 3 + -(-(longest + shape.places) // page_size)
+    batch = packed(
+        slots,
+        row_buckets=tuple(b for b in (1, 2, 4) if b <= slots),
+        page_size=page_size,
+        num_pages=data.draw(st.sampled_from([scarce, 300]), label="pages"),
+        max_len=longest,
+        prefill_tokens=data.draw(st.sampled_from([1, 5, 64]), label="prefill_tokens"),
+        run_ahead=data.draw(st.integers(0, 2), label="run_ahead"),
+    )
+    options = RoundOptions(uniform_slots=data.draw(st.booleans(), label="uniform layout"))
+    tokens, _, _ = run(requests, batch, drafter, short_cap=data.draw(st.sampled_from([2, 512])), options=options)
+    assert tokens == expected_tokens(requests)
+    check_trees(design, tensors, shape)
+
+
+def test_what_is_kept_of_a_tree_is_found_by_looking_at_every_node() -> None:
+    """Random scores that fall along every path: the best nodes and what is above them, against a plain sort of all of them."""
+    rng = torch.Generator().manual_seed(0)
+    for rows, topk, depth, count in ((1, 2, 1, 2), (5, 3, 4, 12), (2, 4, 3, 30), (7, 10, 6, 60)):
+        scores = -torch.rand(rows, topk, generator=rng)
+        grown = _Grown(scores, torch.arange(topk).expand(rows, -1).int())
+        all_scores, above, frontier = [scores], [torch.full((rows, topk), -1)], torch.arange(topk).expand(rows, -1)
+        for _ in range(depth - 1):
+            paths = torch.cat(all_scores, 1).gather(1, frontier).repeat_interleave(topk, 1)
+            paths = paths - torch.randint(0, 3, (rows, topk**2), generator=rng) / 4  # many equal ones, of parent and child too
+            ids = torch.randint(0, 99, (rows, topk**2), generator=rng).int()
+            below = frontier.repeat_interleave(topk, 1)
+            frontier = grown.num_grown + paths.sort(dim=1, descending=True, stable=True).indices[:, :topk]
+            grown.add(paths, ids, below)
+            all_scores.append(paths)
+            above.append(below)
+        ids, parents = torch.zeros(rows, count, dtype=torch.int32), torch.full((rows, count + 1), -1, dtype=torch.int32)
+        grown.select(ids, parents)
+        for row in range(rows):
+            flat, ways = torch.cat(all_scores, 1)[row].tolist(), torch.cat(above, 1)[row].tolist()
+            kept = sorted(sorted(range(len(flat)), key=lambda node: (-flat[node], node))[:count])
+            assert parents[row].tolist() == [-1, *(0 if ways[node] < 0 else 1 + kept.index(ways[node]) for node in kept)]
+            assert ids[row].tolist() == [torch.cat(grown._ids, 1)[row, node].item() for node in kept]
+
+
+def test_products_underflow_where_sums_do_not(tmp_path: Path) -> None:
+    """A head that is very sure of itself, in fp32: products of its other choices are 0 and tie; sums rank as in fp64."""
+    design = tiny_design(TARGET().spec)
+    tensors = random_tensors(design, seed=1)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] * 60
+    target = tiny_target(torch.float32, window=5)
+    head = make_head(tmp_path, design, tensors, dtype=torch.float32)
+    agree = {}
+    for rank in (SUMS, PRODUCTS):
+        seen.clear()
+        shape = shape_of(4, 4, 40, rank)
+        engine = Engine(target, Recorded(head, target, shape, slots=1), packed(1), device=DEVICE)
+        list(engine.run(iter([request(0, [1, 2, 3], cap=8)])))
+        expected = [reference_tree(design, tensors, target, prefix, topk=4, depth=4, nodes=40) for prefix, _ in seen]
+        agree[rank] = [tree == right for (_, tree), right in zip(seen, expected, strict=True)]
+    assert all(agree[SUMS])
+    assert agree[PRODUCTS].count(False) > len(agree[PRODUCTS]) / 2
+
+
+@pytest.mark.parametrize("rank", [SUMS, PRODUCTS])
+def test_a_tree_accepts_at_least_what_a_chain_of_its_depth_does(rank: str, tmp_path: Path) -> None:
+    design, tensors = design_and_tensors("distilled")
+    head = make_head(tmp_path, design, tensors)
+    requests, lengths = known_requests() + mixed_requests(3), []
+    for drafter in (
+        Eagle3Drafter(head, TARGET(), 4, slots=3),
+        TreeDrafter(head, TARGET(), shape_of(3, 4, 20, rank), slots=3),
+    ):
+        tokens, _, engine = run(requests, packed(3), drafter)
+        assert tokens == expected_tokens(requests)
+        lengths.append(1 + engine.totals.accepted / engine.totals.row_rounds)
+    assert lengths[1] > lengths[0] > 1.5
+
+
+def test_every_tree_gives_the_tokens_of_no_drafts_in_fp32(tmp_path: Path) -> None:
+    design, tensors = design_and_tensors("distilled")
+    target, head = tiny_target(torch.float32, window=5), make_head(tmp_path, design, tensors, dtype=torch.float32)
+    requests = mixed_requests() + mixed_requests(4, sampling=SAMPLED)
+    requests = [replace(req, request_id=f"r{index}", seed=index) for index, req in enumerate(requests)]
+    shapes = [shape_of(2, 1), shape_of(2, 5), shape_of(4, 3, 7), shape_of(4, 4, 40, PRODUCTS), shape_of(8, 8, 63)]
+    drafters: list[Drafter] = [NoDrafter(), *(TreeDrafter(head, target, shape, slots=3) for shape in shapes)]
+    found = []
+    for drafter in drafters:
+        engine = Engine(target, drafter, packed(3), device=DEVICE)
+        found.append({c.request_id: c.token_ids.tolist() for c in engine.run(iter(requests)) if c.token_ids is not None})
+    assert all(tokens == found[0] for tokens in found)
+
+
+@pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "sampled"])
+def test_kv_of_what_is_committed_is_that_of_a_forward_from_the_start(
+    sampling: SamplingParams | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind every round, in all layers of the target: the accepted path lies where a chain's would."""
+    design, tensors = design_and_tensors("distilled")
+    shape, run_tree, moved = shape_of(3, 4, 20), TreeRound.run, []
+    drafter = make_drafter(tmp_path, design, tensors, shape, slots=2)
+    kept: dict[tuple[int, ...], Tensor] = {}
+
+    def checked(self: Any, rows: Rows, *args: Any, **options: Any) -> RoundResult:
+        result = run_tree(self, rows, *args, **options)
+        for slot in rows.live.nonzero().flatten().tolist():
+            count = int(rows.num_tokens[slot]) - 1
+            ids = tuple(rows.tokens[slot, :count].tolist())
+            places = torch.arange(count)
+            where = rows.page_table[slot, places // self.cache.page_size].long(), places % self.cache.page_size
+            kept[ids] = self.cache.kv[:, :, where[0], where[1]].clone()
+            moved.append(int(result.log[slot, 0]))
+        return result
+
+    monkeypatch.setattr(TreeRound, "run", checked)
+    requests = known_requests() if sampling is None else mixed_requests(3, sampling=sampling)
+    tokens, _, _ = run(requests, packed(2), drafter)
+    assert tokens == expected_tokens(requests)
+    assert max(moved) > 0
+    for ids, found in kept.items():
+        torch.testing.assert_close(found, kv_from_the_start(ids), atol=1e-11, rtol=1e-11)
+
+
+def kv_from_the_start(ids: tuple[int, ...]) -> Tensor:
+    """K/V [layers, 2, len(ids), heads, D] of the target over these tokens, in one pass."""
+    spec, count = TARGET().spec, len(ids)
+    cache = KVCache.allocate(
+        num_layers=spec.num_layers, num_pages=2, page_size=count, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
+        dtype=torch.float64, device=DEVICE,
+    )  # fmt: skip
+    positions = torch.arange(count, device=DEVICE)
+
+    def ints(values: object) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+    batch = FlatBatch(
+        token_ids=ints(ids), row_ids=ints([0] * count), positions=positions, slots=positions + count, q_start=ints([0, count]),
+        kv_len=ints([count]), page_table=ints([[1]]), max_q=count, max_kv=count,
+    )  # fmt: skip
+    TARGET().forward(batch, cache)
+    return cache.kv[:, :, 1]
+
+
+def test_a_round_emits_the_path_that_the_target_draws(tmp_path: Path) -> None:
+    """Per-request loop: what each round accepts, counted by hand from the reference's trees and the output itself."""
+    design, tensors = design_and_tensors("distilled")
+    requests = known_requests() + mixed_requests(3, sampling=SAMPLED)
+    shape = shape_of(3, 3, 14)
+    tokens, done, _ = run(requests, packed(3), make_drafter(tmp_path, design, tensors, shape, slots=3))
+    for req in requests:
+        prompt, output = req.prompt_ids.tolist(), tokens[req.request_id]
+        kept: list[int] = []
+        count = 1  # prefill emits the first token
+        while count < len(output):
+            tree = reference_tree(design, tensors, TARGET(), prompt + output[:count], topk=3, depth=3, nodes=14)
+            node, accepted = 0, 0
+            for token in output[count:-1]:
+                below = [number for number, (own, above) in enumerate(tree, 1) if above == node and own == token]
+                if not below:
+                    break
+                node, accepted = below[0], accepted + 1
+            kept.append(accepted)
+            count += accepted + 1
+        stats = done[req.request_id].stats
+        assert stats is not None
+        assert list(stats.histogram) == [kept.count(j) for j in range(4)]
+        assert list(stats.accepted_at) == [sum(a > j for a in kept) for j in range(3)]
+
+
+def test_rows_end_where_they_should_with_whole_trees_to_the_end(tmp_path: Path) -> None:
+    """A tree needs places behind the row's limit: they have pages, and rows of a full page table are as long as they may be."""
+    design, tensors = design_and_tensors("random")
+    shape = shape_of(3, 6, 40)
+    drafter = make_drafter(tmp_path, design, tensors, shape, slots=2)
+    requests = [request(i, [i, 2, 3], cap=13) for i in range(3)]
+    tokens, done, engine = run(requests, packed(2, max_len=16, num_pages=31), drafter, options=synthetic(6))
+    assert engine.rows.page_table.shape[1] * 4 >= 16 - 2 + shape.places
+    assert all(len(output) == 13 for output in tokens.values())
+    assert all(c.stats.num_accepted + c.stats.num_rounds + 1 == 13 for c in done.values() if c.stats)
+    check_trees(design, tensors, shape)
+    with pytest.raises(CapacityError, match=r"prompt and output of 16 tokens need 14 pages, the pool has 9"):
+        run(requests, packed(2, max_len=16, num_pages=10), drafter)
+
+
+def test_rows_that_are_set_back_find_their_trees_again(tmp_path: Path) -> None:
+    design, tensors = design_and_tensors("random")
+    shape = shape_of(2, 3)
+    requests = [request(i, [i, 5, 7], cap=60, predicted=4) for i in range(4)]
+    drafter = make_drafter(tmp_path, design, tensors, shape, slots=4)
+    tokens, _, engine = run(requests, packed(4, num_pages=36, max_len=63), drafter, short_cap=2)
+    assert engine.totals.set_back > 0
+    assert tokens == expected_tokens(requests)
+    check_trees(design, tensors, shape)
+
+
+def test_rounds_without_drafts_leave_the_next_tree_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    design, tensors = design_and_tensors("random")
+    shape = shape_of(3, 3, 14)
+    drafter = make_drafter(tmp_path, design, tensors, shape, slots=3)
+    turns, run_round = cycle([(3, True), (0, False), (0, True), (3, False), (0, False), (0, True)]), TreeRound.run
+
+    def run_next(self: TreeRound, rows: Rows, mode: Any, *_: Any) -> RoundResult:
+        now, lead = next(turns)
+        return run_round(self, rows, mode, now, lead=lead)
+
+    monkeypatch.setattr(TreeRound, "run", run_next)
+    requests = mixed_requests(cap=24)
+    tokens, _, _ = run(requests, packed(3, max_len=60), drafter)
+    assert tokens == expected_tokens(requests)
+    check_trees(design, tensors, shape)
+
+
+def test_logprobs_are_those_of_the_raw_logits(tmp_path: Path) -> None:
+    design, tensors = design_and_tensors("distilled")
+    drafter = make_drafter(tmp_path, design, tensors, shape_of(3, 3), slots=2)
+    sampling = SamplingParams(temperature=0.5, repetition_penalty=1.1)
+    requests = [*known_requests()[:1], request(1, [1, 2, 3, 1, 2], cap=12, sampling=sampling)]
+    _, done, engine = run(requests, packed(2), drafter, options=RoundOptions(logprobs=4))
+    assert engine.totals.accepted > 3
+    for req in requests:
+        completion = done[req.request_id]
+        assert completion.token_ids is not None
+        assert completion.logprobs is not None
+        assert completion.top_logprobs is not None
+        ids = [*req.prompt_ids.tolist(), *completion.token_ids.tolist()]
+        for place, token in enumerate(completion.token_ids.tolist()):
+            logprobs = torch.log_softmax(full_logits(TARGET(), ids[: len(req.prompt_ids) + place]), -1)
+            assert abs(float(logprobs[token]) - float(completion.logprobs[place])) < 1e-5
+            assert completion.top_logprobs[0][place].tolist() == logprobs.topk(4).indices.tolist()
+
+
+def test_made_up_acceptance_keeps_the_rates_by_depth(tmp_path: Path) -> None:
+    design, tensors = design_and_tensors("random")
+    drafter = make_drafter(tmp_path, design, tensors, shape_of(2, 3), slots=16)
+    requests = [request(i, [i, 2], cap=200) for i in range(16)]
+    batch = packed(16, row_buckets=(16,), num_pages=2000, max_len=202)
+    _, done, _ = run(requests, batch, drafter, options=RoundOptions(synthetic=(0.6, 0.28, 0.12)))
+    stats = [c.stats for c in done.values() if c.stats]
+    rounds = sum(s.num_rounds for s in stats)
+    assert [sum(s.accepted_at[j] for s in stats) / rounds for j in range(3)] == pytest.approx([0.6, 0.28, 0.12], abs=0.04)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ({"topk": 1, "depth": 3, "nodes": 3}, "a tree has at least 2 branches and 1 level"),
+        ({"topk": 10, "depth": 8, "nodes": 60}, "topk=10 at 7 levels are 70 places; at most 64"),
+        ({"topk": 2, "depth": 3, "nodes": 11}, r"nodes=11 must be in 1 .. 10: topk=2 and depth=3 grow 10"),
+        ({"topk": 8, "depth": 4, "nodes": 64}, r"nodes=64 must be in 1 .. 63: .* at most 63 are verified"),
+        ({"topk": 2, "depth": 3, "nodes": 4, "rank": "best"}, "rank='best' must be sums or products"),
+    ],
+)
+def test_trees_that_cannot_be_verified_are_refused(shape: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TreeShape(**shape)
+
+
+def test_more_branches_than_draft_tokens_are_refused(tmp_path: Path) -> None:
+    design, tensors = design_and_tensors("random")
+    with pytest.raises(ValueError, match="topk=20 exceeds the head's 19 draft tokens"):
+        make_drafter(tmp_path, design, tensors, shape_of(20, 3), slots=1)
