@@ -22,7 +22,10 @@ COMMANDS = {
         "OUT: rows again without speculation, the first difference; --files: checksums",
     ),
     "bench": ("batchspec.commands.bench", "OUT.jsonl NAME --shape SHAPE ...: measure speed with random weights"),
-    "doctor": ("batchspec.commands.doctor", "[MODEL]: what this machine has and lacks; --tune MODEL times products on its GPU"),
+    "doctor": (
+        "batchspec.commands.doctor",
+        "[MODEL]: what this machine has and lacks; --tune MODEL times its products, --probe tries a head",
+    ),
     "report": ("batchspec.commands.report", "OUT [--by COLUMN]: write report.html anew, the job in pictures"),
     "inspect": ("batchspec.commands.inspect", "OUT ID [--sample N]: one request in full"),
     "export": ("batchspec.commands.export", "OUT --to FORMAT FILE.jsonl, or --from-openai FILE.jsonl OUT.parquet"),

@@ -265,7 +265,7 @@ def from_hydra(cfg: DictConfig) -> RunConfig:
     Raises ConfigError in one line for unknown keys, wrong types and values that are missing or cannot be resolved.
     """
     config = typed(cfg, RunConfig)
-    config.input.path = _shipped(config.input.path)
+    config.input.path = shipped(config.input.path)
     return config
 
 
@@ -306,7 +306,8 @@ def _refuse_unknown(cfg: DictConfig, schema: Any, prefix: str, root: Any) -> Non
             _refuse_unknown(cfg[name], known[name], f"{prefix}{name}.", root)
 
 
-def _shipped(path: Any) -> Any:
+def shipped(path: Any) -> Any:
+    """The path of prompts that batchspec ships, for `pkg://NAME`; any other path as it is. Raises ConfigError for other names."""
     if not (isinstance(path, str) and path.startswith("pkg://")):
         return path
     name = path.removeprefix("pkg://")

@@ -1,4 +1,5 @@
-"""`batchspec doctor`: what this machine has for a job, and what it lacks; `--tune` times a model's matrix products on its GPU."""
+"""`batchspec doctor`: what this machine has for a job, and what it lacks; `--tune` times a model's matrix products on its GPU;
+`--probe` finds out how a head wants the model's features."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import torch
 from batchspec import __version__
 from batchspec.cache.flash import flashinfer
 from batchspec.commands.bench_variants import DRAFT_VOCAB, USUAL_DRAFT_VOCAB
+from batchspec.commands.probe import lines_of, probe
 from batchspec.commands.workloads import SHAPES, shape_spec
 from batchspec.draft.head import products as head_products
 from batchspec.draft.weights import dummy_spec, read_head_spec
@@ -26,6 +28,11 @@ from batchspec.packing.planner import free_memory
 def main(argv: list[str]) -> int:
     """Print what there is, or tune; raises ConfigError for --tune without a GPU, CheckpointError for a MODEL that is none."""
     args = _parse(argv)
+    if args.probe is not None:
+        folders = (resolve_model(args.model, key="MODEL"), resolve_model(args.draft_path, key="--draft-path"))
+        found = probe(args.model, folders, args.probe, num_rows=args.rows, num_tokens=args.tokens)
+        print("\n".join(lines_of(found)))
+        return 0
     if not torch.cuda.is_available():
         if args.tune:
             raise ConfigError("doctor --tune times matrix products on a GPU, and torch sees none on this machine; leave it out")
@@ -48,11 +55,25 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("model", metavar="MODEL", nargs="?", help=f"folder, hub id, config.json or {', '.join(SHAPES)} (with a usual head)")
     add("--draft-path", metavar="HEAD", help="folder or hub id of an EAGLE-3 head made for MODEL")
     add("--tune", action="store_true", help="time the matrix products of MODEL and HEAD, some ten seconds each; an idle GPU")
+    add(
+        "--probe",
+        metavar="PROMPTS",
+        nargs="?",
+        const="pkg://demo",
+        help="how HEAD wants MODEL's features, by what is accepted on these prompts, any input of a job; default: the demo's",
+    )
+    add("--rows", type=int, default=64, help="--probe: prompts at most; default %(default)s")
+    add("--tokens", type=int, default=64, help="--probe: tokens of each answer; default %(default)s")
     add("--out", type=Path, metavar="FILE", help="table to add them to, instead of the one in your cache folder")
     args = parser.parse_args(argv)
     for given, name in ((args.tune, "--tune"), (args.draft_path, "--draft-path")):
         if given and args.model is None:
             raise ConfigError(f"doctor {name} needs MODEL: a folder, a hub id, a config.json or one of {', '.join(SHAPES)}")
+    if args.probe is not None and (args.draft_path is None or args.tune):
+        raise ConfigError("doctor --probe needs MODEL and --draft-path HEAD, and goes without --tune")
+    for name, least in (("rows", 1), ("tokens", 4)):
+        if (value := getattr(args, name)) < least:
+            raise ConfigError(f"doctor --{name} {value} must be at least {least}; 64 is usual")
     if args.out and not args.tune:
         raise ConfigError(f"doctor --out {args.out} is written by --tune alone; add it or remove --out")
     return args
