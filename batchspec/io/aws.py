@@ -13,13 +13,14 @@ from typing import Any
 
 import pyarrow.fs as pafs
 
-from batchspec.errors import ConfigError, StorageError
+from batchspec.errors import ConfigError, InputError, StorageError
 from batchspec.io import retry
 from batchspec.io.retry import reason
 
 DENIED = ("AccessDenied", "Forbidden", "403", "401", "InvalidAccessKeyId", "SignatureDoesNotMatch")
 SENT_AGAIN = ("SlowDown", "RequestTimeout", "BadDigest", "Throttling", "InternalError", "ConditionalRequestConflict")
 """Codes that pass, whatever their status: too fast, too slow, damaged on the way, or two conditional requests at once."""
+GONE = "{name} is not there any more; put it back or leave it out of input.path"
 
 
 SAID = ("ETag", "ContentLength", "IsTruncated", "KeyCount", "Name")
@@ -127,6 +128,20 @@ def whole(answer: dict[str, Any]) -> dict[str, Any]:
 
         raise ProtocolError("the answer was cut within its headers")
     return answer
+
+
+def head(bucket: str, key: str) -> tuple[int, str]:
+    """Bytes and ETag of an object. Raises InputError where there is none, StorageError."""
+    import botocore.exceptions
+
+    what = f"looking for s3://{bucket}/{key}"
+    try:
+        found = retry.retried(what, lambda: whole(client().head_object(Bucket=bucket, Key=key)), passing)
+    except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError) as error:
+        if status(error) == 404:
+            raise InputError(GONE.format(name=f"s3://{bucket}/{key}")) from error
+        raise StorageError(f"{what} failed: {refusal(error)}; run the same command again after that") from error
+    return int(found["ContentLength"]), str(found["ETag"])
 
 
 def status(error: Exception) -> int | None:

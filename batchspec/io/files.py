@@ -13,14 +13,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchspec.errors import InputError, StorageError
-from batchspec.io.places import LocalPlace, Place
+from batchspec.io.places import LocalPlace, Place, Stamp
 
 PARQUET = (".parquet", ".pq")
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 BATCH_BYTES = 4 << 20
 """Rows are decoded in batches of about this size: what a reader holds beyond the tables it has given out."""
 BATCH_ROWS = 4096
-DIGEST_BYTES = 1 << 20
+DIGEST_BYTES = 256 << 20
+"""Of the whole input, read to tell its Parquet files from others: all of a smaller one."""
+DIGEST_BLOCKS = 8
+SMALLEST_BLOCK = 64 << 10
 PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN)
 
 
@@ -31,6 +34,8 @@ class Part:
     """Decoded (Parquet) or as it lies in the file (JSON lines)."""
     place: int
     """Number of the row group, or byte offset of the block."""
+    digest: bytes = b""
+    """sha256 of the block; a row group has none."""
 
 
 class DataFile(Protocol):
@@ -43,6 +48,9 @@ class DataFile(Protocol):
 
     def read(self, part: Part, columns: list[str]) -> Iterator[pa.RecordBatch]:
         """The part's rows. A bad one is a batch of its own whose metadata say why: `code` and `message`."""
+
+    def check(self) -> None:
+        """Raise InputError where the file is not the one that was opened, as far as that is told without reading it."""
 
 
 @contextmanager
@@ -58,20 +66,40 @@ def reading(name: str) -> Iterator[None]:
         raise InputError(f"{name}: cannot be read: {reason}; repair the file or leave it out of input.path") from error
 
 
-class ParquetFile:
-    """Pages are read and decoded as they are needed: a row group of any size costs a few MB."""
+def check_same(place: Place, name: str, opened: Stamp) -> None:
+    """Raise InputError where another file, or the file with other contents, has taken the place of the one that was opened."""
+    with reading(name):
+        now = place.stamp()
+    if now != opened:
+        same_size = now.size_bytes == opened.size_bytes
+        raise changed(name, "it was written anew" if same_size else f"{opened.size_bytes:,} bytes -> {now.size_bytes:,}")
 
-    def __init__(self, place: Place, name: str) -> None:
+
+def changed(name: str, told: str) -> InputError:
+    return InputError(
+        f"{name} changed while the job runs ({told}): nothing more of it is committed; put the old file back and run the same "
+        "command again, or start anew with output.overwrite=true"
+    )
+
+
+class ParquetFile:
+    """Pages are read and decoded as they are needed: a row group of any size costs a few MB.
+
+    digest_bytes  to read of the file to tell it from others
+    """
+
+    def __init__(self, place: Place, name: str, digest_bytes: int = DIGEST_BYTES) -> None:
         self.place, self.name = place, name
         self._footer: pq.FileMetaData | None = None
         """While a pass over the file lasts, so that its row groups do not each read it."""
         with reading(name):
-            self.size_bytes = place.size()
-            self.digest = _ends_digest(place, self.size_bytes)
+            self._stamp = place.stamp()
+            self.size_bytes = self._stamp.size_bytes
             with self._open() as file:
                 footer = file.metadata
                 self.schema = file.schema_arrow
                 groups = [footer.row_group(i) for i in range(footer.num_row_groups)]
+            self.digest = _digest(place, self.size_bytes, digest_bytes)
         self.parts: Sequence[Part] = tuple(
             Part(num_rows=group.num_rows, size_bytes=group.total_byte_size, place=i) for i, group in enumerate(groups)
         )
@@ -81,6 +109,9 @@ class ParquetFile:
         with reading(self.name), self._open() as file:
             self._footer = None if part is self.parts[-1] else file.metadata
             yield from file.iter_batches(batch_size=rows, row_groups=[part.place], columns=columns, use_threads=False)
+
+    def check(self) -> None:
+        check_same(self.place, self.name, self._stamp)
 
     def _open(self) -> pq.ParquetFile:
         # A buffer size makes Arrow stream the pages; without it a whole column chunk is read at once.
@@ -111,14 +142,33 @@ class MemoryFile:
     def read(self, part: Part, columns: list[str]) -> Iterator[pa.RecordBatch]:
         yield from self.table.select(columns).to_batches(max_chunksize=BATCH_ROWS)
 
+    def check(self) -> None:
+        pass
 
-def _ends_digest(place: Place, size: int) -> str:
-    """Of the first and last MiB: all of a small file; of a large one its beginning and the footer with its statistics."""
+
+def _digest(place: Place, size: int, most: int) -> str:
+    """Of about `most` bytes: the whole file, or blocks from its first to its last byte, evenly spread, and the whole footer,
+    which has the sizes, places and statistics of all column chunks.
+    """
+    block = max(most // DIGEST_BLOCKS, SMALLEST_BLOCK)
     digest = hashlib.sha256()
+
+    def add(start: int, stop: int) -> None:
+        file.seek(start)
+        while start < stop and (data := file.read(min(BATCH_BYTES, stop - start))):
+            digest.update(data)
+            start += len(data)
+
     with place.open() as file:
-        digest.update(file.read(DIGEST_BYTES))
-        file.seek(max(file.tell(), size - DIGEST_BYTES))
-        digest.update(file.read(DIGEST_BYTES))
+        if size <= DIGEST_BLOCKS * block:
+            add(0, size)
+        else:
+            for i in range(DIGEST_BLOCKS):
+                start = i * (size - block) // (DIGEST_BLOCKS - 1)
+                add(start, start + block)
+            file.seek(size - 8)
+            footer_bytes = 8 + int.from_bytes(file.read(4), "little")
+            add(size - footer_bytes, size - block)
     return digest.hexdigest()
 
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.json as pa_json
 
 from batchspec.io import files
-from batchspec.io.files import Part, reading, widen
+from batchspec.io.files import Part, changed, check_same, reading, widen
 from batchspec.io.places import LocalPlace, Place
 
 BAD_JSON, BAD_TYPE = "bad_json", "bad_type"
@@ -32,7 +32,8 @@ class JsonLinesFile:
         digest = hashlib.sha256()
         kinds = _Kinds()
         with reading(name):
-            self.size_bytes = place.size()
+            self._stamp = place.stamp()
+            self.size_bytes = self._stamp.size_bytes
             for offset, block in self._blocks():
                 digest.update(block)
                 num_rows = 0
@@ -40,7 +41,8 @@ class JsonLinesFile:
                     if isinstance(piece, pa.Table):
                         kinds.add(piece)
                     num_rows += piece.num_rows if isinstance(piece, pa.Table) else 1
-                parts.append(Part(num_rows=num_rows, size_bytes=len(block), place=offset))
+                own = hashlib.sha256(block).digest()
+                parts.append(Part(num_rows=num_rows, size_bytes=len(block), place=offset, digest=own))
         self.schema = kinds.schema()
         self.digest = digest.hexdigest()
         self.parts: Sequence[Part] = tuple(parts)
@@ -49,8 +51,14 @@ class JsonLinesFile:
         with reading(self.name), _buffered(self.place) as file:
             file.seek(part.place)
             schema = pa.schema([self.schema.field(name) for name in columns])
-            for piece in _pieces(file.read(part.size_bytes), schema):
+            block = file.read(part.size_bytes)
+            if hashlib.sha256(block).digest() != part.digest:
+                raise changed(self.name, f"other text at byte {part.place:,}")
+            for piece in _pieces(block, schema):
                 yield from piece.to_batches() if isinstance(piece, pa.Table) else _salvaged(piece, schema)
+
+    def check(self) -> None:
+        check_same(self.place, self.name, self._stamp)
 
     def _blocks(self) -> Iterator[tuple[int, bytes]]:
         with _buffered(self.place) as file:

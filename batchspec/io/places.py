@@ -15,10 +15,19 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 import pyarrow.fs as pafs
 
 from batchspec.errors import ConfigError, InputError, StorageError
-from batchspec.io.aws import filesystem
+from batchspec.io.aws import GONE, filesystem, head
 from batchspec.io.retry import arrow_passing, reason, retried
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """What tells a file from one that takes its place, or from itself when it has been written to, without reading it."""
+
+    size_bytes: int
+    mark: str
+    """The ETag on S3, elsewhere when the file was written (mtime in ns)."""
 
 
 class Place(Protocol):
@@ -38,7 +47,8 @@ class Place(Protocol):
     def glob(self) -> tuple[Place, Iterator[Place]]:
         """The folder above the first wildcard, and every file that matches. `**` stands for any number of folders."""
 
-    def size(self) -> int: ...
+    def stamp(self) -> Stamp:
+        """Of the file as it is now, by its file system's own word. Raises InputError where it is gone, StorageError."""
 
     def open(self) -> BinaryIO:
         """For reading, unbuffered where the file is remote."""
@@ -82,8 +92,13 @@ class LocalPlace:
         paths = map(Path, glob.iglob(str(self.path), recursive=True))
         return LocalPlace(root), (LocalPlace(path) for path in paths if path.is_file())
 
-    def size(self) -> int:
-        return self.path.stat().st_size
+    def stamp(self) -> Stamp:
+        try:
+            with self.path.open("rb") as file:  # over NFS what `stat` says may be a minute old, and an open file's is not
+                facts = os.fstat(file.fileno())
+        except FileNotFoundError as error:
+            raise InputError(GONE.format(name=self.path)) from error
+        return Stamp(facts.st_size, str(facts.st_mtime_ns))
 
     def open(self) -> BinaryIO:
         return self.path.open("rb")
@@ -118,11 +133,15 @@ class RemotePlace:
             return root, iter(())
         return root, (file for file in root.files() if _matches(file.path.parts[len(above) :], pattern))
 
-    def size(self) -> int:
-        return int(self._info().size) if self.known_size is None else self.known_size
+    def stamp(self) -> Stamp:
+        if self.scheme == "s3":
+            bucket, *key = self.path.parts
+            return Stamp(*head(bucket, "/".join(key)))
+        info = self._info()
+        return Stamp(int(info.size or 0), str(info.mtime_ns))
 
     def open(self) -> BinaryIO:
-        return RemoteFile(self, self.size())  # type: ignore[return-value]
+        return RemoteFile(self, int(self._info().size) if self.known_size is None else self.known_size)  # type: ignore[return-value]
 
     def _at(self, path: PurePosixPath, size: int | None = None) -> RemotePlace:
         return RemotePlace(self.filesystem, path, self.scheme, size)
@@ -135,7 +154,7 @@ class RemotePlace:
         try:
             return retried(f"{doing} {self}", act, arrow_passing)
         except FileNotFoundError as error:
-            raise InputError(f"{self} is not there any more; put it back or leave it out of input.path") from error
+            raise InputError(GONE.format(name=self)) from error
         except OSError as error:
             raise StorageError(
                 f"{doing} {self} failed: {reason(error)}; check the credentials (AWS_PROFILE, AWS_ACCESS_KEY_ID, ...), the "
@@ -178,8 +197,10 @@ class RemoteFile(io.RawIOBase):
     def _opened(self) -> Any:
         file = self._place.filesystem.open_input_file(str(self._place.path))
         found = file.size()
-        if found != self._size:  # Arrow takes an answer that was cut within its headers for a file of 0 bytes
-            raise OSError(f"it has {found:,} bytes, and {self._size:,} were expected; was it changed?")
+        if found == 0 < self._size:  # Arrow takes an answer that was cut within its headers for a file of 0 bytes
+            raise OSError(f"it has 0 bytes, and {self._size:,} were expected; was it changed?")
+        if found != self._size:
+            raise InputError(f"{self._place} changed: {self._size:,} bytes -> {found:,}; run again when it changes no more")
         return file
 
     def _read(self, size: int) -> bytes:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import glob
+import itertools
 import os
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -14,7 +16,7 @@ import pyarrow as pa
 
 from batchspec.config import InputConfig
 from batchspec.errors import ConfigError, InputError
-from batchspec.io.files import JSON_LINES, PARQUET, DataFile, MemoryFile, ParquetFile, widen
+from batchspec.io.files import DIGEST_BYTES, JSON_LINES, PARQUET, DataFile, MemoryFile, ParquetFile, Part, changed, widen
 from batchspec.io.jsonlines import JsonLinesFile
 from batchspec.io.places import LocalPlace, Place, RemotePlace, place_of
 
@@ -64,7 +66,13 @@ class Source(Protocol):
     def shards(self, shard_rows: int, skip: Container[int] = ()) -> Iterator[InputShard]:
         """Shard i holds rows i * shard_rows up to the next shard's first; shards in `skip` are left out.
 
-        A row group is not read when all its rows lie in skipped shards. Raises InputError at a damaged page.
+        A row group is not read when all its rows lie in skipped shards. Raises InputError at a damaged page, and where a file
+        of the shard is not the one that was opened any more, or gives fewer rows.
+        """
+
+    def check(self, first: int, stop: int) -> None:
+        """Raise InputError where a file with rows of first .. stop - 1 is not the one that was opened: one `stat` or HEAD a
+        file. StorageError.
         """
 
     def column(self, name: str) -> Iterator[pa.Array]:
@@ -83,11 +91,12 @@ def open_source(config: InputConfig) -> Source:
     found = _find(entries)
     remote = any(isinstance(place, RemotePlace) for place in found.values())
     with ThreadPoolExecutor(OPENED_AT_ONCE if remote else 1) as pool:
-        return _FileSource(list(pool.map(_open, found, found.values())), config.limit)
+        share = DIGEST_BYTES // len(found)
+        return _FileSource(list(pool.map(lambda name, place: _open(name, place, share), found, found.values())), config.limit)
 
 
-def _open(name: str, place: Place) -> DataFile:
-    return ParquetFile(place, name) if place.path.suffix in PARQUET else JsonLinesFile(place, name)
+def _open(name: str, place: Place, digest_bytes: int) -> DataFile:
+    return ParquetFile(place, name, digest_bytes) if place.path.suffix in PARQUET else JsonLinesFile(place, name)
 
 
 def table_source(table: pa.Table, limit: int | None = None) -> Source:
@@ -128,6 +137,7 @@ class _FileSource:
             raise InputError(f"the input has no rows: {rows} in {names}, input.limit {limit}; check input.path and input.limit")
         self._files = [data for data, file in zip(files, self.files, strict=True) if file.num_rows]
         self.schema = _common_schema(self._files)
+        self._stops = list(itertools.accumulate(file.num_rows for file in self.files if file.num_rows))
 
     def shards(self, shard_rows: int, skip: Container[int] = ()) -> Iterator[InputShard]:
         def wanted(first: int, stop: int) -> bool:
@@ -151,9 +161,14 @@ class _FileSource:
                 if first == stop:
                     table = pa.Table.from_batches(pieces, self.schema)
                     pieces.clear()
+                    self.check(index * shard_rows, stop)
                     yield InputShard(index=index, first_row=index * shard_rows, table=table, bad=bad)
                     bad = {}
                     del table
+
+    def check(self, first: int, stop: int) -> None:
+        for file in self._files[bisect_right(self._stops, first) : bisect_left(self._stops, stop) + 1]:
+            file.check()
 
     def column(self, name: str) -> Iterator[pa.Array]:
         for first, batch, why in self._batches([name], lambda first, stop: True):
@@ -171,7 +186,7 @@ class _FileSource:
                 stop = min(part_first + part.num_rows, self.num_rows)
                 first = part_first
                 if first < stop and wanted(first, stop):
-                    for batch in file.read(part, names):
+                    for batch in _whole(file, part, names):
                         batch = batch.slice(0, stop - first)
                         if batch.num_rows:
                             columns = [batch.column(name) for name in names]
@@ -182,6 +197,21 @@ class _FileSource:
                             yield first, pa.RecordBatch.from_arrays(columns, schema=schema), why
                         first += batch.num_rows
                 part_first += part.num_rows
+
+
+def _whole(file: DataFile, part: Part, names: list[str]) -> Iterator[pa.RecordBatch]:
+    """The rows of a part, as many as there were when the file was opened."""
+    num_rows = 0
+    try:
+        for batch in file.read(part, names):
+            num_rows += batch.num_rows
+            yield batch
+    except InputError:
+        file.check()  # which can say why
+        raise
+    if num_rows != part.num_rows:
+        file.check()
+        raise changed(file.name, f"{num_rows:,} rows where {part.num_rows:,} were")
 
 
 def _find(entries: list[Any]) -> dict[str, Place]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
 from batchspec.cluster import slurm
-from batchspec.errors import Interrupted, TooManyErrors
+from batchspec.errors import InputError, Interrupted, TooManyErrors
 from batchspec.io.claims import BEAT_S
 from batchspec.io.commits import commit_beside
 from batchspec.io.journal import Journaled
@@ -42,6 +42,8 @@ class Part:
         self.job, self.output, self.fitted, self.progress = job, output, fitted, progress
         self.num_tokens, self.num_errors = 0, num_errors
         self._mean_output, self._journaled = seen.mean_output, journaled
+        self._awaited: set[int] = set()
+        """Shards that the reader has still to give in this pass."""
         self._claims, self._attempts, self._journal = output.claims(), output.attempts(), output.journal()
         self._watchdog = Watchdog(watchdog_s(job), self._journal.flush)
         self._deadline = job_deadline(job, fitted)
@@ -86,6 +88,8 @@ class Part:
             self._journal.flush(self.fitted.engine.unfinished())
             self.fitted.shrink(short.said)
             self._journaled = self._journal.read(self.output.finished())
+        elif not (self.fitted.stopping or self._deadline.reached):
+            check_whole(self._awaited | set(self._claims.own), self.output.num_shards)
 
     def _committed(self, shard: InputShard, completions: list[Completion]) -> None:
         self._journal.forget(shard.index)
@@ -100,14 +104,16 @@ class Part:
     def _decoded(self, others: set[int], reporter: Reporter) -> Iterator[tuple[InputShard, list[Completion]]]:
         """One pass over the shards that are neither done nor another run's; those that a run died with come last."""
         job, engine, journal, journaled, attempts = self.job, self.fitted.engine, self._journal, self._journaled, self._attempts
+        skip = others | attempts.suspected()
+        self._awaited = set(range(self.output.num_shards)) - skip
 
         def ours(shards: Iterator[InputShard]) -> Iterator[tuple[InputShard, bool]]:
-            return taken(self._deadline.shards(shards), self._claims, attempts, journal, journaled)
+            return taken(self._deadline.shards(map(self._came, shards)), self._claims, attempts, journal, journaled)
 
         def calm(shards: Iterator[InputShard]) -> Iterator[InputShard]:
             return (shard for shard, suspect in ours(shards) if not suspect)
 
-        yield from decode_job(job, engine, reporter, journal, journaled, take=calm, skip=others | attempts.suspected())
+        yield from decode_job(job, engine, reporter, journal, journaled, take=calm, skip=skip)
         suspects = attempts.suspected() & set(range(self.output.num_shards)) - others
         if suspects and not engine.stopping:
             self.progress.phase(f"{len(suspects)} shards were in work when a run died: their rows are computed apart")
@@ -115,6 +121,10 @@ class Part:
             rows = (shard for shard, _ in shards)
             decoded = decode_suspects(job, engine, rows, attempts, journal, journaled, finished=reporter.finished)
             yield from map(reporter.admitted, decoded)
+
+    def _came(self, shard: InputShard) -> InputShard:
+        self._awaited.discard(shard.index)
+        return shard
 
     def _left_out(self) -> set[int] | None:
         """Shards that a pass over the input leaves out; None where the run is over.
@@ -131,6 +141,15 @@ class Part:
                 return None
             time.sleep(1.0)
         return None
+
+
+def check_whole(left: set[int], num_shards: int) -> None:
+    """Raises InputError where shards are left behind a pass over the whole input: the next pass would leave them too."""
+    if left:
+        raise InputError(
+            f"the input gave no or too few rows for {len(left)} of {num_shards} shards, shard {min(left)} among them; put back "
+            "the files that the job began with, and run the same command again"
+        )
 
 
 def check_errors(job: Job, num_errors: int) -> None:

@@ -70,7 +70,11 @@ def tabled(
 
 
 def commit(job: Job, output: OutputFolder, shard: InputShard, fresh: list[Completion], table: pa.Table | None) -> None:
-    """One file a shard; in a retry it takes the place of the old one, and of the rows that stay."""
+    """One file a shard; in a retry it takes the place of the old one, and of the rows that stay.
+
+    Raises InputError where the shard's input is not what was read any more.
+    """
+    job.source.check(shard.first_row, shard.first_row + shard.table.num_rows)
     if isinstance(job.admission, Rebuild):
         job.admission.commit(shard, fresh, table)
     elif table is not None:
