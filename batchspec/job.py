@@ -40,8 +40,7 @@ def run_job(config: RunConfig, source: Source | None = None) -> None:
     finished = output.finished() if output.is_job() and not config.output.overwrite else set()
     complete = retry is None and output.is_job() and len(finished) == output.num_shards
     if complete:
-        nothing = "" if config.resume.retry == "none" else f"; nothing left for resume.retry={config.resume.retry}"
-        say(f"{output.path}: already complete: {job.source.num_rows} rows in {output.num_shards} shards{nothing}")
+        say(f"{output.path}: already complete: {job.source.num_rows} rows in {output.num_shards} shards{nothing_left(config)}")
     else:
         compute(job, output, finished, retry=retry)
         if others := output.missing():
@@ -52,6 +51,14 @@ def run_job(config: RunConfig, source: Source | None = None) -> None:
     check_errors(job, errors)
     say(f"look at it:  batchspec stats {output.path}")
     say(f"             python -c \"import polars; print(polars.read_parquet('{output.path}/data'))\"")
+
+
+def nothing_left(config: RunConfig) -> str:
+    """What a complete job says to a retry that was done, or that no row needs."""
+    if config.resume.retry == "length":
+        cap = config.decode.max_new_tokens
+        return f"; nothing left for resume=length decode.max_new_tokens={cap}: a row that is still cut off there needs more"
+    return "" if config.resume.retry == "none" else f"; nothing left for resume={config.resume.retry}"
 
 
 def finish(output: OutputFolder, *, again: bool) -> int:

@@ -25,7 +25,7 @@ from batchspec.io.journal import Journal
 from batchspec.io.store import LocalStore
 from batchspec.records import PackedBatch
 from batchspec.work.fitted import smaller
-from tests.runs import make_model, make_prompts, run_apart
+from tests.runs import Patch, make_model, make_prompts, run_apart
 
 ROWS = 12
 
@@ -58,12 +58,13 @@ def finished(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) 
     return tokens(out)
 
 
-def poison(row: str, number: int) -> None:
-    """From now on the process dies of a real signal when the row's prefill begins."""
+def poison(row: str, number: int, sample: int = 0) -> None:
+    """From now on the process dies of a real signal when the prefill of a row's sample begins."""
     prefill = Engine._prefill
 
     def deadly(self: Engine, group: Any) -> None:
-        if any(entry.progress.request.request_id == row for entry in group):
+        requests = [entry.progress.request for entry in group]
+        if any((request.request_id, request.sample_index) == (row, sample) for request in requests):
             os.kill(os.getpid(), number)
         prefill(self, group)
 
@@ -117,8 +118,8 @@ def test_kills_from_outside_make_no_error_of_a_row_that_is_always_alone(
     assert tokens(tmp_path / "out") == {name: finished[name] for name in ("q0", "q1")}
 
 
-def kill_at_token(row: str, sample: int, count: int) -> None:
-    """From now on the process is killed when this sample of a row has so many tokens."""
+def kill_at_token(row: str, count: int, sample: int = 0) -> None:
+    """From now on the process is killed when a row's sample has so many tokens."""
     launch = Engine._launch_round
 
     def deadly(self: Engine) -> None:
@@ -132,9 +133,13 @@ def kill_at_token(row: str, sample: int, count: int) -> None:
     Engine._launch_round = deadly  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("more", [[], ["output.logprobs=0"]], ids=["tokens kept", "no tokens kept"])
-def test_a_row_that_kills_always_at_one_token_is_found_and_its_finished_samples_stay(
-    model: Path, tmp_path: Path, more: list[str]
+@pytest.mark.parametrize(
+    ("more", "deadly"),
+    [([], partial(kill_at_token, "q1", 11, sample=1)), (["output.logprobs=0"], partial(poison, "q1", signal.SIGKILL, sample=1))],
+    ids=["behind a token", "in its prefill, no tokens kept"],
+)
+def test_a_row_that_kills_always_at_one_place_is_found_and_its_finished_samples_stay(
+    model: Path, tmp_path: Path, more: list[str], deadly: Patch
 ) -> None:
     rows = [{"id": f"q{i}", "prompt": f"Say word{i}", "n": 1 + i % 2} for i in range(3)]
     pl.DataFrame(rows, schema_overrides={"n": pl.Int32}).write_parquet(tmp_path / "prompts.parquet")
@@ -142,7 +147,7 @@ def test_a_row_that_kills_always_at_one_token_is_found_and_its_finished_samples_
     plain, command = (arguments(model, tmp_path / "prompts.parquet", tmp_path / out, *settings) for out in ("plain", "out"))
     assert run.main(plain) == 0
     deaths = 0
-    while (code := run_apart(command, tmp_path / "log", partial(kill_at_token, "q1", 1, 11))[0]) != 0:
+    while (code := run_apart(command, tmp_path / "log", deadly)[0]) != 0:
         assert code == -signal.SIGKILL
         deaths += 1
         assert deaths < 8

@@ -142,8 +142,12 @@ def test_rows_that_were_cut_off_go_on_from_their_tokens_and_all_others_stay(
     assert verify.main([str(out), "--rows", "0"]) == 0
     assert f"max_new_tokens {CAPS[1]}" in (out / "README.md").read_text()
     capsys.readouterr()
-    assert run.main(arguments(folder, out, CAPS[0])) == 2
-    assert f"decode.max_new_tokens: {CAPS[1]} -> {CAPS[0]}" in capsys.readouterr().err
+    assert run.main(arguments(folder, out, CAPS[0])) == 2  # the command that began the job
+    said = capsys.readouterr().err
+    assert f"retried since (decode.max_new_tokens: {CAPS[1]} -> {CAPS[0]}); run the command with resume=length" in said
+    assert "overwrite" not in said
+    assert run.main(arguments(folder, out, CAPS[0], "decode.seed=3")) == 2
+    assert "holds another job" in capsys.readouterr().err
 
 
 def test_the_same_retry_again_computes_nothing_and_changes_nothing(
@@ -152,9 +156,10 @@ def test_the_same_retry_again_computes_nothing_and_changes_nothing(
     assert run.main(retry(folder, out)) == 0
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     ran.clear()
-    for command in (retry(folder, out), arguments(folder, out, CAPS[1])):
+    left = f"; nothing left for resume=length decode.max_new_tokens={CAPS[1]}: a row that is still cut off there needs more\n"
+    for command, said in ((retry(folder, out), left), (arguments(folder, out, CAPS[1]), "\n")):
         assert run.main(command) == 0
-        assert "already complete: 14 rows" in capsys.readouterr().err
+        assert f"already complete: 14 rows in 7 shards{said}" in capsys.readouterr().err
     assert not ran
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
@@ -182,12 +187,16 @@ def test_a_smaller_cap_another_key_and_a_job_that_is_not_done_are_refused(
         assert not (out / "_batchspec/retry").exists()
         return capsys.readouterr().err.splitlines()[-1]
 
-    assert "rows were cut off at 8" in refused(*arguments(folder, out, 7, "resume=length"))
+    for cap in (7, 8):
+        said = refused(*arguments(folder, out, cap, "resume=length"))
+        assert f"resume=length decode.max_new_tokens={cap} gives no row more tokens: rows were cut off at 8" in said
     assert "decode.seed" in refused(*retry(folder, out, "decode.seed=3"))
     assert "decode.max_new_tokens" in refused(*arguments(folder, out, CAPS[1], "resume=error"))
     assert "resume.retry=lenght must be one of" in refused(*arguments(folder, out, CAPS[1], "resume.retry=lenght"))
     (out / "data/part-00003.parquet").unlink()
-    assert "1 shards are not done" in refused(*retry(folder, out))
+    assert "1 shards are not done; run the command with decode.max_new_tokens=8 and without resume=length" in refused(
+        *retry(folder, out)
+    )
 
 
 def killed_before_its_mark() -> None:
@@ -298,7 +307,7 @@ def test_rows_whose_error_may_pass_are_computed_again(
     capsys.readouterr()
     for again in ("resume=error", "resume.retry=error", "resume.again=2"):
         assert run.main(arguments(folder, out, CAPS[0], "resume=error", again)) == 0
-        assert "already complete: 14 rows in 7 shards; nothing left for resume.retry=error" in capsys.readouterr().err
+        assert "already complete: 14 rows in 7 shards; nothing left for resume=error\n" in capsys.readouterr().err
     assert len(ran) == 1
 
 

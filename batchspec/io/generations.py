@@ -48,7 +48,9 @@ class Generation:
         return f"{FOLDER}/{self.number:05d}"
 
     def __str__(self) -> str:
-        return f"resume.retry={self.retry} with decode.max_new_tokens={self.identity[2]}, resume.again={self.again}"
+        """The words of its command that ask for it."""
+        again = "" if self.again == 1 else f" resume.again={self.again}"
+        return f"resume={self.retry} decode.max_new_tokens={self.identity[2]}{again}"
 
     def of(self, first: Manifest) -> Manifest:
         """The job's manifest since this retry."""

@@ -106,7 +106,7 @@ class OutputFolder:
         begun = self._generations.begin(generation)
         self._manifest = None
         if begun.identity != generation.identity:
-            raise OutputError(f"{self.path}: another run began {begun}; run that command to its end first")
+            raise OutputError(f"{self.path}: another run began a retry; run the command with {begun} to its end first")
 
     @property
     def num_shards(self) -> int:
@@ -145,11 +145,22 @@ class OutputFolder:
         now = _compared(fingerprint, num_rows, shard_rows)
         now |= {key: value for key, value in self.manifest.fingerprint.items() if key in may_differ}
         changed = differences(self.manifest.fingerprint, now)
+        if changed and self.generation is not None and self._was_before_a_retry(now):
+            raise OutputError(
+                f"output.dir {self.path} holds this job, retried since ({'; '.join(changed)}); "
+                f"run the command with {self.generation}"
+            )
         if changed:
             raise OutputError(
                 f"output.dir {self.path} holds another job ({'; '.join(changed)}); use another output.dir, "
                 "or output.overwrite=true to delete that job and start anew"
             )
+
+    def _was_before_a_retry(self, fingerprint: Mapping[str, str]) -> bool:
+        """Whether the job was this one once."""
+        first = Manifest.from_json(self._store.read(MANIFEST), f"{self.path}/{MANIFEST}")
+        before = [first.fingerprint, *(retry.fingerprint for retry in self.retries()[:-1])]
+        return any(not differences(one, fingerprint) for one in before)
 
     def create(
         self,

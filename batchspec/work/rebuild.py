@@ -1,8 +1,8 @@
 """A retry of rows: which ones, from which tokens they go on, and their shard with all other rows as they were.
 
-resume.retry=error   rows whose error may pass: a crash, not a bad prompt
-resume.retry=length  rows that decode.max_new_tokens cut off, where it is larger now: they go on from their stored tokens, which
-                     a run with the larger cap would have begun with too; without stored tokens they are computed anew
+resume=error   rows whose error may pass: a crash, not a bad prompt
+resume=length  rows that decode.max_new_tokens cut off, where it is larger now: they go on from their stored tokens, which a run
+               with the larger cap would have begun with too; without stored tokens they are computed anew
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from batchspec.records import Completion, Request, Snapshot
 
 CAP = "decode.max_new_tokens"
 MAY_DIFFER = {"length": (CAP,), "error": (), "none": ()}
+TRUNCATED = pl.col("status") == "truncated"
 CARRIED = "carried"
 """Status of a stand-in: the output has the row, and it stays."""
 Row = Mapping[str, Any]
@@ -50,15 +51,19 @@ def new_retry(job: Job, output: OutputFolder) -> Generation | None:
     )
     if any(begun.identity == wanted.identity for begun in past):
         if fingerprint != manifest.fingerprint:
-            raise OutputError(f"{output.path}: {wanted} was done, and another retry came after it; its cap holds now")
+            raise OutputError(
+                f"{output.path}: the retry with {wanted} was done, and the one with {past[-1]} came after it; "
+                f"run the command with {CAP}={manifest.fingerprint[CAP]}"
+            )
         return None
     old, new = (json.loads(known[CAP]) for known in (manifest.fingerprint, fingerprint))
-    if kind == "length" and new < old:
-        raise OutputError(f"{output.path}: resume.retry=length with {CAP}={new}: rows were cut off at {old}; give more")
     if missing := output.missing():
-        before = f"the job is, {past[-1]}" if past else "the job is, without resume.retry"
+        before = f"with {past[-1]}" if past else f"with {CAP}={old} and without resume={kind}"
+        raise OutputError(f"{output.path}: {len(missing)} shards are not done; run the command {before} to its end, then retry")
+    if kind == "length" and (new < old or (new == old and _has_rows_cut_off_at(output, old))):
         raise OutputError(
-            f"{output.path}: {len(missing)} shards are not done; run the command to its end as {before}; then retry"
+            f"{output.path}: resume=length {CAP}={new} gives no row more tokens: rows were cut off at {old}; "
+            f"run the command with a larger {CAP}"
         )
     shards = _shards_with(output, kind) if kind == "error" or new > old else ()
     return replace(wanted, shards=shards) if shards else None
@@ -67,10 +72,17 @@ def new_retry(job: Job, output: OutputFolder) -> Generation | None:
 def _shards_with(output: OutputFolder, kind: str) -> tuple[int, ...]:
     """Shards that may hold a row to retry."""
     failed = (pl.col("status") == "error") & pl.col("error").struct.field("retryable")
-    rows = output.scan().filter(failed if kind == "error" else pl.col("status") == "truncated").select("row_index")
+    rows = output.scan().filter(failed if kind == "error" else TRUNCATED).select("row_index")
     with scanning(output.path):
         found = rows.collect()["row_index"] // output.manifest.shard_rows
     return tuple(sorted(found.unique().to_list()))
+
+
+def _has_rows_cut_off_at(output: OutputFolder, cap: int) -> bool:
+    """Rows with a smaller cap of their own aside."""
+    rows = output.scan().filter(TRUNCATED & (pl.col("usage").struct.field("completion_tokens") == cap)).select("row_index")
+    with scanning(output.path):
+        return not rows.head(1).collect().is_empty()
 
 
 class Rebuild(Admission):
