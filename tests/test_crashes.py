@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,11 +21,14 @@ from batchspec import run
 from batchspec.config import PackingConfig
 from batchspec.decode.engine import Engine
 from batchspec.decode.round import Round
+from batchspec.errors import Interrupted
 from batchspec.io.attempts import Attempts
+from batchspec.io.claims import Claims
 from batchspec.io.journal import Journal
 from batchspec.io.store import LocalStore
 from batchspec.records import PackedBatch
 from batchspec.work.fitted import smaller
+from batchspec.work.suspects import leaving
 from tests.runs import Patch, make_model, make_prompts, run_apart
 
 ROWS = 12
@@ -203,6 +207,23 @@ def test_a_row_is_struck_by_trials_that_died_where_none_got_further(tmp_path: Pa
     assert runs["me"].strikes(3) == {12: 0, 13: 2, 14: 0, 15: 0}
     assert runs["me"].strikes(2) == {}
     assert runs["a"].suspected() == {3, 7}
+
+
+@pytest.mark.parametrize(
+    ("error", "struck"), [(None, False), (Interrupted(), False), (KeyboardInterrupt(), False), (RuntimeError(), True)]
+)
+def test_what_ends_a_run_is_no_death_unless_it_is_a_crash(tmp_path: Path, error: BaseException | None, struck: bool) -> None:
+    store = LocalStore(tmp_path, "tmp")
+    claims, run_attempts, next_ones = Claims(store, "a"), Attempts(store, "a"), Attempts(store, "b")
+    assert claims.take(3)
+    with suppress(Interrupted, KeyboardInterrupt, RuntimeError), leaving(claims, run_attempts):
+        run_attempts.enter_trial(3, 7)
+        if error is not None:
+            raise error
+    assert Claims(store, "b").take(3), "its claims are free"
+    assert next_ones.suspected() == ({3} if struck else set())
+    next_ones.suspect(3, "a")
+    assert next_ones.strikes(3) == ({7: 1} if struck else {})
 
 
 @pytest.mark.parametrize(

@@ -33,16 +33,25 @@ def server() -> Iterator[Lab]:
 
 @pytest.fixture
 def lab(server: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Lab:
-    """The emulator, emptied, as the environment's endpoint; retries end after seconds."""
+    """The emulator, emptied, as the environment's endpoint; however busy the machine is, it has time to answer."""
     server.empty()
     server.faults.__dict__.update(Faults().__dict__)
     for name, value in server.environ().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    for name, seconds in (("CONNECT_S", 1.0), ("REQUEST_S", 1.0), ("DEADLINE_S", 1.0), ("FIRST_PAUSE_S", 0.05)):
-        monkeypatch.setattr(retry, name, seconds)
+    set_times(monkeypatch, CONNECT_S=30.0, REQUEST_S=30.0, DEADLINE_S=PATIENT_S, FIRST_PAUSE_S=0.05)
     return server
+
+
+PATIENT_S, AT_ONCE_S = 60.0, 20.0
+"""Until a test gives up what should work; and what does not try again takes less, on a busy machine too."""
+
+
+def set_times(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
+    """For what lasts a test makes the deadline short; an answer that never comes, the request's time."""
+    for name, value in seconds.items():
+        monkeypatch.setattr(retry, name, value)
 
 
 @pytest.fixture
@@ -181,13 +190,13 @@ def test_what_does_not_pass_is_said_at_once(lab: Lab) -> None:
     began = time.monotonic()
     with pytest.raises(StorageError, match=r"publishing s3://lab/out/data/x failed: access denied.*AWS_PROFILE") as caught:
         store().put_if_absent("data/x", b"x")
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < AT_ONCE_S
     assert caught.value.exit_code == 74
     lab.faults.before = Always((403, "AccessDenied"))
     began = time.monotonic()
     with pytest.raises(StorageError, match=r"looking for s3://lab/in failed: .*ACCESS_DENIED.*AWS_PROFILE"):
         source_of("in")
-    assert time.monotonic() - began < 0.8
+    assert time.monotonic() - began < AT_ONCE_S
     lab.faults.before = Faults().before
     with pytest.raises(StorageError, match="no such bucket; make it"):
         S3Store("s3://elsewhere/out").put("x", b"")
@@ -415,7 +424,8 @@ def read_all() -> list[str]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_faults_that_pass_are_not_noticed(data: Lab, proxy: Proxy, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "DEADLINE_S", 6.0)
+    if kind == "black hole":
+        set_times(monkeypatch, REQUEST_S=1.0)
     source = source_of("in")
     proxy.kind, proxy.faulty = kind, 1 if kind == "black hole" else 2
     assert ids(source) == [f"q-{i}" for i in range(20)]
@@ -426,8 +436,13 @@ def test_faults_that_pass_are_not_noticed(data: Lab, proxy: Proxy, kind: str, mo
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
-def test_faults_that_last_end_in_bounded_time_with_nothing_partial(data: Lab, proxy: Proxy, kind: str) -> None:
+def test_faults_that_last_end_in_bounded_time_with_nothing_partial(
+    data: Lab, proxy: Proxy, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "black hole":
+        set_times(monkeypatch, REQUEST_S=1.0)
     source, folder, parts = source_of("in"), new_folder(OUT, 6, 2), tables()
+    set_times(monkeypatch, DEADLINE_S=1.0)
     proxy.kind, proxy.faulty, proxy.good_bytes = kind, float("inf"), 5
     for act, message in (
         (lambda: ids(source), r"opening s3://lab/in/a\.parquet failed"),
@@ -437,28 +452,31 @@ def test_faults_that_last_end_in_bounded_time_with_nothing_partial(data: Lab, pr
         began = time.monotonic()
         with pytest.raises(StorageError, match=f"{message}.*run the same command again") as caught:
             act()
-        assert time.monotonic() - began < 6
+        assert time.monotonic() - began < AT_ONCE_S
         assert "\n" not in str(caught.value)
     committed = data.keys("out/data/")
     for key in committed:  # an answer was lost: what was asked is done, and whole
         assert pq.read_table(pa.BufferReader(data.body(key))).num_rows == 2
     proxy.faulty = 0
+    set_times(monkeypatch, DEADLINE_S=PATIENT_S)
     assert OutputFolder(OUT).committed() == ({0} if committed else set())
     assert folder.commit(0, parts[0]) is not bool(committed)
 
 
-def test_a_store_that_is_too_busy_for_long_is_said(data: Lab) -> None:
+def test_a_store_that_is_too_busy_for_long_is_said(data: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_times(monkeypatch, DEADLINE_S=1.0)
     data.faults.before = Always((503, "SlowDown"))
-    with pytest.raises(StorageError, match=r"publishing s3://lab/out/x failed for \d s .*SlowDown"):
+    with pytest.raises(StorageError, match=r"publishing s3://lab/out/x failed for \d+ s .*SlowDown"):
         store().put_if_absent("x", b"")
-    with pytest.raises(StorageError, match=r"looking for s3://lab/in failed for \d s"):
+    with pytest.raises(StorageError, match=r"looking for s3://lab/in failed for \d+ s"):
         read_all()
 
 
 # --- secrets
 
 
-def test_credentials_are_in_no_message(data: Lab) -> None:
+def test_credentials_are_in_no_message(data: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_times(monkeypatch, DEADLINE_S=1.0)
     said = []
     source = source_of("in")
     for wrong in ((403, "SignatureDoesNotMatch"), (403, "InvalidAccessKeyId"), (503, "SlowDown")):
