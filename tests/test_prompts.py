@@ -30,24 +30,24 @@ def job(model: Path, source: Path, out: Path, *words: str) -> pl.DataFrame:
 
 def test_turns_become_prompts_and_their_answers_train_a_head(model: Path, tmp_path: Path, capsys: Any) -> None:
     openings, questions = tmp_path / "openings.parquet", tmp_path / "questions.parquet"
-    assert main(["--open", str(model), "--rows", "60", str(openings)]) == 0
-    assert "60 rows that open a user's turn" in capsys.readouterr().out
+    assert main(["--open", str(model), "--rows", "30", str(openings)]) == 0
+    assert "30 rows that open a user's turn" in capsys.readouterr().out
     tokenizer = Tokenizer(model)
     rows = pl.read_parquet(openings)
     assert tokenizer.decode(rows["prompt_ids"][0].to_list(), skip_special=False) == "<|im_start|>user\n"
-    assert rows["stop"].to_list() == [["<|im_end|>"]] * 60
-    assert rows["id"].n_unique() == 60
+    assert rows["stop"].to_list() == [["<|im_end|>"]] * 30
+    assert rows["id"].n_unique() == 30
 
-    turns = job(model, openings, tmp_path / "turns", "decode.max_new_tokens=200")
-    assert turns["completion"].n_unique() > 50  # each row is drawn for itself
+    turns = job(model, openings, tmp_path / "turns", "decode.max_new_tokens=120")
+    assert turns["completion"].n_unique() > 25  # each row is drawn for itself
     assert main(["--from", str(tmp_path / "turns"), str(questions)]) == 0
     ended = turns.filter(pl.col("status") == "ok")
-    assert 0 < len(ended) < 60
+    assert 0 < len(ended) < 30
     asked = pl.read_parquet(questions)
     wanted = {text.strip() for text in ended["completion"]} - {""}
     assert {messages[0]["content"] for messages in asked["messages"]} == wanted
     assert len(asked) == len(wanted)
-    assert f"{len(wanted)} different turns of 60" in capsys.readouterr().out
+    assert f"{len(wanted)} different turns of 30" in capsys.readouterr().out
 
     answers = job(model, questions, tmp_path / "answers", "decode.max_new_tokens=12")
     text = tokenizer.decode(answers["prompt_ids"][0].to_list(), skip_special=False)
@@ -60,6 +60,30 @@ def test_turns_become_prompts_and_their_answers_train_a_head(model: Path, tmp_pa
     ]
     quick = ["device=cpu", "train.steps=2", "train.held_out=2", "train.max_len=128", "train.ahead=2"]
     assert cli.main(["train", "draft=eagle3", *words, *quick]) == 0
+
+
+def test_chats_grow_by_a_turn_that_the_model_writes_behind_them(model: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(model)
+    pl.DataFrame({"messages": [[{"role": "user", "content": f"{i}?"}] for i in range(24)]}).write_parquet(tmp_path / "q.parquet")
+    answers = job(model, tmp_path / "q.parquet", tmp_path / "answers", "decode.max_new_tokens=100")
+    ended = answers.filter(pl.col("status") == "ok")
+    assert 0 < len(ended) < 24
+    assert main(["--open", str(model), "--behind", str(tmp_path / "answers"), str(tmp_path / "o.parquet")]) == 0
+    rows = pl.read_parquet(tmp_path / "o.parquet")
+    assert rows["id"].n_unique() == len(rows) == len(ended)
+    for row, answer in zip(rows.iter_rows(named=True), ended["completion"], strict=True):
+        question = row["turns"][0]["content"]
+        chat = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n<|im_start|>user\n"
+        assert tokenizer.decode(row["prompt_ids"], skip_special=False) == chat
+    turns = job(model, tmp_path / "o.parquet", tmp_path / "turns", "decode.max_new_tokens=60")
+    assert main(["--from", str(tmp_path / "turns"), str(tmp_path / "more.parquet")]) == 0
+    told = {text.strip(): before for text, before in turns.filter(pl.col("status") == "ok").select("completion", "turns").rows()}
+    for messages in pl.read_parquet(tmp_path / "more.parquet")["messages"].to_list():
+        *before, last = messages
+        assert [turn["role"] for turn in messages] == ["user", "assistant", "user"]
+        assert told[last["content"]] == before
+    assert main(["--open", str(model), "--behind", str(tmp_path / "answers"), "--rows", "2", str(tmp_path / "two.parquet")]) == 0
+    assert len(pl.read_parquet(tmp_path / "two.parquet")) == 2
 
 
 def test_a_template_without_a_users_turn_is_refused(tmp_path: Path) -> None:
@@ -84,9 +108,11 @@ def test_what_cannot_be_read_or_written_is_refused_in_one_line(model: Path, tmp_
     with pytest.raises(OutputError, match="exists; give another name, or --overwrite"):
         main(["--open", str(model), str(tmp_path / "there.parquet")])
     pl.DataFrame({"prompt": ["a"]}).write_parquet(tmp_path / "other.parquet")
-    with pytest.raises(InputError, match="no column id, status, completion; give the output folder of a job"):
+    with pytest.raises(InputError, match="no column request_id, status, messages; give the output folder of a job"):
+        main(["--open", str(model), "--behind", str(tmp_path / "other.parquet"), str(tmp_path / "x.parquet")])
+    with pytest.raises(InputError, match="no column request_id, status, completion; give the output folder of a job"):
         main(["--from", str(tmp_path / "other.parquet"), str(tmp_path / "x.parquet")])
-    pl.DataFrame({"id": ["a"], "status": ["truncated"], "completion": ["x"]}).write_parquet(tmp_path / "cut.parquet")
+    pl.DataFrame({"request_id": ["a"], "status": ["truncated"], "completion": ["x"]}).write_parquet(tmp_path / "cut.parquet")
     with pytest.raises(InputError, match="none of 1 rows ended by itself"):
         main(["--from", str(tmp_path / "cut.parquet"), str(tmp_path / "x.parquet")])
     assert not (tmp_path / "x.parquet").exists()

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -347,6 +347,30 @@ def test_attention_of_later_steps_and_its_gradients_are_those_of_all_pairs(dtype
         torch.autograd.grad(found, inputs, weights), torch.autograd.grad(expected, inputs, weights), strict=True
     ):
         assert torch.allclose(one, other, atol=tolerance)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_in_bf16_products_a_head_learns_nearly_the_same(parallel: bool) -> None:
+    """What a GPU does with a bf16 model: weights stay fp32, features come and products are made in bf16."""
+    target, teacher, chain, rows = tiny()
+    spec = replace(chain.spec, mask_token_id=30) if parallel else chain.spec
+    network = new_network(spec, target, teacher.hot, seed=2).to(CPU, torch.float32)
+    lesson = Teacher(target, teacher.taps, teacher.hot, torch.float32).lesson(rows)
+    values = {item.name: getattr(lesson, item.name).to(CPU) for item in fields(lesson)}
+    wide = replace(lesson, **{name: x.float() if x.is_floating_point() else x for name, x in values.items()})
+    narrow = replace(wide, embedded=wide.embedded.bfloat16(), features=wide.features.bfloat16())
+    gradients = []
+    for given, enabled in ((wide, False), (narrow, True)):
+        network.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            draft_loss(network, given, ahead=4, decay=0.8)[0].backward()
+        gradients.append({name: x.grad for name, x in network.named_parameters()})
+    for name, exact in gradients[0].items():
+        found = gradients[1][name]
+        assert exact is not None
+        assert found is not None
+        assert found.dtype == torch.float32
+        assert float((found - exact).norm()) < 0.05 * float(exact.norm()), name
 
 
 def test_places_of_prompts_are_learnt_where_that_is_asked_for() -> None:

@@ -1,12 +1,13 @@
 """`batchspec prompts`: varied prompts that a chat model writes itself, to train a drafter on without a data set.
 
     batchspec prompts --open MODEL --rows 20000 openings.parquet
-    JOB input.path=openings.parquet output.dir=turns decode.temperature=1 decode.max_new_tokens=384
+    JOB input.path=openings.parquet output.dir=turns decode.temperature=1 decode.max_new_tokens=512
     batchspec prompts --from turns questions.parquet
     JOB input.path=questions.parquet output.dir=answers decode.temperature=0.8 decode.max_new_tokens=512
 
 with JOB for python -m batchspec.run model.path=MODEL output=training; batchspec train reads input.path=[turns,answers].
 Behind the bare opening of a user's turn in its own chat template the model writes what users ask; the second job answers it.
+With --behind answers the next user's turns are opened behind those chats: the same steps again give longer ones.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -27,7 +29,8 @@ from batchspec.model.hub import resolve_model
 from batchspec.model.tokenizer import Tokenizer
 
 _MARK = "BATCHSPECUSERTURN"
-_TURN = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+_CHAT = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+Chat = list[dict[str, str]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,41 +41,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("file", metavar="FILE.parquet", help="what to write: the input of a job")
     add("--open", metavar="MODEL", dest="model", help="folder or hub id of a chat model: rows that open a user's turn")
-    add("--rows", type=int, default=20000, help="--open: how many; default %(default)s")
+    add("--behind", metavar="OUT", help="--open: behind the chats of this job, which has the column messages")
+    add("--rows", type=int, default=20000, help="--open: how many at most; default %(default)s")
     add("--from", metavar="OUT", dest="output", help="output of the job over such rows: its finished turns as messages")
     add("--overwrite", action="store_true", help="replace the file where it exists")
     args = parser.parse_args(argv)
-    if (args.model is None) == (args.output is None):
-        parser.error("give --open MODEL or --from OUT")
+    if (args.model is None) == (args.output is None) or (args.behind and args.output):
+        parser.error("give --open MODEL [--behind OUT] or --from OUT")
     target = target_file(args.file, args.overwrite)
-    print(_open(args.model, args.rows, target) if args.output is None else _collect(args.output, target))
+    print(_open(args.model, args.rows, args.behind, target) if args.output is None else _collect(args.output, target))
     return 0
 
 
-def _open(model: str, rows: int, target: Path) -> str:
-    """Rows of one prompt; jobs draw each by a seed of its own, because their ids differ."""
+def _open(model: str, rows: int, behind: str | None, target: Path) -> str:
+    """Jobs draw equal rows each by a seed of its own, because their ids differ."""
     if rows < 1:
         raise ConfigError(f"prompts --rows {rows} must be at least 1; 20000 is usual")
-    opening, end = opening_of(Tokenizer(resolve_model(model, key="--open")))
-    columns = {
-        "id": pa.array([f"turn-{i:06}" for i in range(rows)]),
-        "prompt_ids": pa.array([opening] * rows, pa.list_(pa.int32())),
-    }
+    tokenizer = Tokenizer(resolve_model(model, key="--open"))
+    if behind is None:
+        opening, end = opening_of(tokenizer)
+        columns: dict[str, list[object]] = {"id": [f"turn-{i:06}" for i in range(rows)], "prompt_ids": [opening] * rows}
+    else:
+        chats = _chats(behind, rows)
+        openings = [opening_of(tokenizer, chat) for _, chat in chats]
+        end = openings[0][1]
+        columns = {"id": [name for name, _ in chats], "prompt_ids": [ids for ids, _ in openings], "turns": [c for _, c in chats]}
     if end is not None:
-        columns["stop"] = pa.array([[end]] * rows, pa.list_(pa.string()))
-    _write(pa.table(columns), target)
-    return f"{target}: {rows:,} rows that open a user's turn with {len(opening)} tokens" + (
-        "" if end is None else f", up to {end}"
-    )
+        columns["stop"] = [[end]] * len(columns["id"])
+    types = {"id": pa.string(), "prompt_ids": pa.list_(pa.int32()), "turns": _CHAT, "stop": pa.list_(pa.string())}
+    _write(pa.table({name: pa.array(values, types[name]) for name, values in columns.items()}), target)
+    return f"{target}: {len(columns['id']):,} rows that open a user's turn" + ("" if end is None else f", up to {end}")
 
 
-def opening_of(tokenizer: Tokenizer) -> tuple[list[int], str | None]:
-    """What stands before the text of a first user's turn, in tokens, and the special token behind it, None where there is none.
+def opening_of(tokenizer: Tokenizer, chat: Sequence[dict[str, str]] = ()) -> tuple[list[int], str | None]:
+    """What stands before the text of a user's turn behind `chat`, in tokens, and the special token behind it, None without one.
 
     Raises CheckpointError for a model without a chat template, or with one that leaves a user's text out or changes it.
     """
     try:
-        text = tokenizer.render_chat([{"role": "user", "content": _MARK}])
+        text = tokenizer.render_chat([*chat, {"role": "user", "content": _MARK}])
     except ValueError as error:
         raise CheckpointError(f"prompts --open: {error}") from None
     before, found, behind = text.partition(_MARK)
@@ -82,29 +89,47 @@ def opening_of(tokenizer: Tokenizer) -> tuple[list[int], str | None]:
     return tokenizer.encode_part(before), next((special[i] for i in tokenizer.encode_part(behind)[:1] if i in special), None)
 
 
+def _chats(output: str, limit: int) -> list[tuple[str, Chat]]:
+    """Chats of a job that ended by themselves, an id made of each one's own."""
+    found: list[tuple[str, Chat]] = []
+    for request_id, status, messages in _columns(output, "--behind", "request_id", "status", "messages"):
+        if status == "ok" and messages and all(turn["content"] is not None for turn in messages):
+            chat = [{"role": turn["role"], "content": turn["content"]} for turn in messages]
+            found.append((f"{request_id}-{len(chat)}-{len(found):06}", chat))
+        if len(found) == limit:
+            break
+    if not found:
+        raise InputError(f"--behind {output}: no chat ended by itself; raise decode.max_new_tokens")
+    return found
+
+
 def _collect(output: str, target: Path) -> str:
-    """Each different turn that the model ended itself, once."""
-    source = open_source(InputConfig(path=output))
-    missing = [name for name in ("id", "status", "completion") if name not in source.schema.names]
-    if missing:
-        raise InputError(f"--from {output}: no column {', '.join(missing)}; give the output folder of a job")
-    seen: dict[str, str] = {}
+    """Each different turn that the model ended itself, once, with what stood before it."""
+    longer = "turns" in open_source(InputConfig(path=output)).schema.names
+    seen: dict[str, tuple[str, Chat]] = {}
     total = 0
-    rows = zip(*(_values(source.column(name)) for name in ("id", "status", "completion")), strict=True)
-    for request_id, status, text in rows:
+    for request_id, status, text, *before in _columns(
+        output, "--from", "request_id", "status", "completion", *["turns"] * longer
+    ):
         total += 1
         if status == "ok" and text is not None and (turn := text.strip()):
-            seen.setdefault(turn, request_id)
+            seen.setdefault(turn, (request_id, [*(before[0] if longer else []), {"role": "user", "content": turn}]))
     if not seen:
         raise InputError(f"--from {output}: none of {total} rows ended by itself; raise decode.max_new_tokens")
-    messages = [[{"role": "user", "content": turn}] for turn in seen]
-    _write(pa.table({"id": pa.array(list(seen.values())), "messages": pa.array(messages, _TURN)}), target)
+    names, chats = zip(*seen.values(), strict=True)
+    _write(pa.table({"id": pa.array(names), "messages": pa.array(chats, _CHAT)}), target)
     return f"{target}: {len(seen):,} different turns of {total:,}; the others were cut off, empty or the same"
 
 
-def _values(pieces: Iterator[pa.ChunkedArray]) -> Iterator[str | None]:
-    for piece in pieces:
-        yield from piece.to_pylist()
+def _columns(output: str, option: str, *names: str) -> Iterator[tuple[Any, ...]]:
+    """Cells of these columns, row by row."""
+    source = open_source(InputConfig(path=output))
+    missing = [name for name in names if name not in source.schema.names]
+    if missing:
+        raise InputError(
+            f"{option} {output}: no column {', '.join(missing)}; give the output folder of a job with output=training"
+        )
+    return zip(*((cell for piece in source.column(name) for cell in piece.to_pylist()) for name in names), strict=True)
 
 
 def _write(table: pa.Table, target: Path) -> None:
