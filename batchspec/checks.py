@@ -12,6 +12,8 @@ from batchspec.config import RunConfig
 from batchspec.errors import ConfigError
 
 INT64 = (-(2**63), 2**63 - 1)
+MAX_TREE_NODES, MAX_TREE_PLACES = 63, 64
+"""Nodes that are verified beside a row's newest token, and places that grow a tree: who sees whom is 64 bits."""
 
 # key -> (lowest, highest, what to do). The per-row columns of the same name obey them too.
 RANGES: dict[str, tuple[float, float, str]] = {
@@ -20,6 +22,9 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "draft.min_ngram": (1, 16, "1 or 2 works well"),
     "draft.max_ngram": (1, 16, "3 to 8 works well"),
     "draft.growth": (1, 64, "2 works well; draft.max_len and more is no limit"),
+    "draft.tree.topk": (1, 64, "1 drafts a chain; 4 to 10 works well for a tree"),
+    "draft.tree.depth": (1, 64, "4 to 6 works well"),
+    "draft.tree.nodes": (1, MAX_TREE_NODES, "a round verifies the newest token and at most 63 nodes of a row"),
     "draft.window": (1, math.inf, "null reads all keys"),
     "draft.sink": (0, math.inf, "4 works well with a window"),
     "decode.max_new_tokens": (1, math.inf, "give the output tokens a completion at most"),
@@ -58,6 +63,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("auto", "float32", "bfloat16", "float64"),
     "model.load": ("auto", "dummy"),
     "draft.aux_layers": ("auto", "input", "output"),
+    "draft.tree.rank": ("sums", "products"),
     "input.overlong": ("error", "truncate", "skip"),
     "output.messages": ("full", "prompt", "none"),
     "resume.retry": ("none", "error", "length"),
@@ -77,14 +83,11 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "draft.window": ("eagle3", "window"),
     "draft.sink": ("eagle3", "window"),
     "draft.parallel": ("eagle3", "pard"),
+    "draft.tree.topk": ("eagle3",),
+    "draft.tree.depth": ("eagle3",),
+    "draft.tree.nodes": ("eagle3",),
+    "draft.tree.rank": ("eagle3",),
     "decode.opt.dead_positions": ("eagle3",),
-}
-
-# Keys of drafters and paths that are not built yet -> who reads them.
-UNUSED: dict[str, str] = {
-    "draft.topk": "eagle3",
-    "draft.depth": "eagle3",
-    "draft.nodes": "eagle3",
 }
 
 REQUIRED: dict[str, str] = {
@@ -151,10 +154,6 @@ def _drafter(config: RunConfig) -> None:
         raise ConfigError(f"draft={draft.name} is not built yet; draft=lookup works on every model")
     _choice("draft.name", draft.name, DRAFTERS)
     defaults = RunConfig()
-    for key, users in UNUSED.items():
-        value = _get(config, key)
-        if value != _get(defaults, key):
-            raise ConfigError(f"{key}={value} is not used by draft={draft.name}, only by {users} (not built yet); remove the key")
     for key, readers in READ_BY.items():
         value = _get(config, key)
         if draft.name not in readers and value != _get(defaults, key):
@@ -174,16 +173,45 @@ def _drafter(config: RunConfig) -> None:
         raise ConfigError(f"draft.sink={draft.sink} without draft.window: all keys are read anyway; give a window or remove it")
     if draft.min_ngram > draft.max_ngram:
         raise ConfigError(f"draft.min_ngram={draft.min_ngram} exceeds draft.max_ngram={draft.max_ngram}; swap them")
+    _tree(config)
     rates = draft.synthetic
     if rates is None:
         return
     if draft.name == "none":
         raise ConfigError(f"draft.synthetic={rates} is not used by draft=none; remove the key or choose draft=lookup")
-    if len(rates) != draft.max_len:
-        raise ConfigError(f"draft.synthetic={rates} has {len(rates)} rates; draft.max_len={draft.max_len} needs as many")
+    key, depth = ("draft.tree.depth", draft.tree.depth) if draft.tree.depth else ("draft.max_len", draft.max_len)
+    if len(rates) != depth:
+        raise ConfigError(f"draft.synthetic={rates} has {len(rates)} rates; {key}={depth} needs as many")
     falling = all(earlier >= later for earlier, later in itertools.pairwise(rates))
     if not falling or not all(0.0 <= rate <= 1.0 for rate in rates):
         raise ConfigError(f"draft.synthetic={rates} must be in 0 .. 1 and non-increasing: a draft counts only behind kept ones")
+
+
+def _tree(config: RunConfig) -> None:
+    draft, tree = config.draft, config.draft.tree
+    if tree.topk == 1:
+        for name, value, unused in (("depth", tree.depth, None), ("nodes", tree.nodes, None), ("rank", tree.rank, "sums")):
+            if value != unused:
+                raise ConfigError(
+                    f"draft.tree.{name}={value} is not used with draft.tree.topk=1, a chain; set topk or remove the key"
+                )
+        return
+    if draft.parallel is True:
+        raise ConfigError(
+            f"draft.tree.topk={tree.topk} grows a tree level by level, draft.parallel=true drafts all at once; remove one of them"
+        )
+    depth = tree.depth or draft.max_len
+    places, grown = (depth - 1) * tree.topk, tree.topk + (depth - 1) * tree.topk**2
+    if places > MAX_TREE_PLACES:
+        raise ConfigError(
+            f"draft.tree.topk={tree.topk} at {depth} levels takes {places} places to grow, more than {MAX_TREE_PLACES}; "
+            "lower it or draft.tree.depth"
+        )
+    if tree.nodes is not None and grown < tree.nodes <= MAX_TREE_NODES:
+        raise ConfigError(
+            f"draft.tree.nodes={tree.nodes} exceeds the {grown} nodes that draft.tree.topk={tree.topk} grows at {depth} levels; "
+            "lower it or remove the key"
+        )
 
 
 def _decode(config: RunConfig) -> None:

@@ -38,6 +38,18 @@ class ModelConfig:
 
 
 @dataclass(slots=True, kw_only=True)
+class TreeConfig:
+    topk: int = 1
+    """eagle3: branches of each node of a draft tree, and nodes of a level that branch; 1 drafts a chain."""
+    depth: int | None = None
+    """eagle3: levels of a draft tree; null: draft.max_len."""
+    nodes: int | None = None
+    """eagle3: nodes that are verified a row and round, the newest token not counted; null: 60, or all that grow."""
+    rank: str = "sums"
+    """eagle3: paths are ranked by sums of log-probabilities, or by products of probabilities (for comparison: they underflow)."""
+
+
+@dataclass(slots=True, kw_only=True)
 class DraftConfig:
     name: str = "lookup"
     """none, lookup, eagle3, pard, window."""
@@ -61,12 +73,7 @@ class DraftConfig:
     """Choose K of each round, 0 included, by measured times and acceptance, on a GPU; null: where there is one."""
     parallel: Any = "auto"
     """eagle3, pard: all K drafts in one forward: auto (where the head or model was trained for it), true, false."""
-    topk: int = 1
-    """Branches a level of a draft tree; 1 is a chain."""
-    depth: int | None = None
-    """Levels of a draft tree; null: max_len."""
-    nodes: int | None = None
-    """Nodes of a draft tree that are verified; null: the drafter's own number."""
+    tree: TreeConfig = field(default_factory=TreeConfig)
     window: int | None = None
     """eagle3: newest keys that the head reads; null: all of them. window: newest keys that the model drafts with."""
     sink: int | None = None

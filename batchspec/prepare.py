@@ -20,6 +20,7 @@ from batchspec.draft.formats import HeadSpec
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.pard import PardDrafter, PardModel, PardSpec, load_pard, read_pard
+from batchspec.draft.tree import TreeDrafter, TreeShape, usual_nodes
 from batchspec.draft.weights import Head, dummy_head, dummy_spec, head_bytes, load_head, read_head_spec
 from batchspec.draft.window import WindowDrafter
 from batchspec.errors import ConfigError
@@ -102,6 +103,11 @@ def open_head(config: RunConfig, spec: ModelSpec) -> HeadSpec | PardSpec | None:
     if folder is None:
         return dummy_spec(spec, parallel=config.draft.parallel is True)
     head = read_head_spec(folder, spec, aux_layers=config.draft.aux_layers)
+    if config.draft.tree.topk > head.draft_vocab_size:
+        raise ConfigError(
+            f"draft.tree.topk={config.draft.tree.topk} exceeds the {head.draft_vocab_size} draft tokens of the head "
+            f"{config.draft.path}; lower it"
+        )
     if config.draft.parallel is True and head.mask_token_id is None:
         raise ConfigError(
             f"draft.parallel=true, but the head {config.draft.path} has no mask token: it drafts a chain; use draft.parallel=auto"
@@ -211,13 +217,29 @@ def make_drafter(config: RunConfig, head: Head | PardModel | None, target: Targe
         "dead_positions": opt.dead_positions is not False,
         "argmax": opt.argmax,
     }
+    shape = tree_shape(config)
+    if shape is not None:
+        del options["argmax"]
+        return TreeDrafter(head, target, shape, **options)
     if draft.parallel is not False and head.spec.mask_token_id is not None:
         return ParallelDrafter(head, target, draft.max_len, **options)
     return Eagle3Drafter(head, target, draft.max_len, uniform_slots=opt.uniform_slots, **options)
 
 
+def tree_shape(config: RunConfig) -> TreeShape | None:
+    """How the job's draft trees grow; None where it drafts none."""
+    draft, tree = config.draft, config.draft.tree
+    if tree.topk == 1:
+        return None
+    depth = tree.depth or draft.max_len
+    return TreeShape(topk=tree.topk, depth=depth, nodes=tree.nodes or usual_nodes(tree.topk, depth), rank=tree.rank)
+
+
 def draft_len(config: RunConfig) -> int:
-    """K."""
+    """K; of a tree its nodes."""
+    shape = tree_shape(config)
+    if shape is not None:
+        return shape.nodes
     return 0 if config.draft.name == "none" else config.draft.max_len
 
 
@@ -239,7 +261,7 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
 
     loaded  the weights, a drafter's too, lie in memory already
     """
-    weights = weight_bytes(job.spec, job.dtype) + drafter_bytes(job.head, job.dtype)
+    weights, shape = weight_bytes(job.spec, job.dtype) + drafter_bytes(job.head, job.dtype), tree_shape(job.config)
     if loaded and job.device.type == "cuda":
         torch.cuda.empty_cache()  # what loading used and gave back counts as free
     return choose_batch(
@@ -250,6 +272,7 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
         device=job.device,
         dtype=job.dtype,
         draft_len=draft_len(job.config),
+        beyond=0 if shape is None else shape.beyond,
         draft_kv_width=draft_kv_width(job.head),
         free_bytes=free_memory(job.device, weights=0 if loaded else weights),
     )

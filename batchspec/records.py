@@ -131,11 +131,11 @@ class RowStats:
     drafter: str
     """"none" when nothing drafted."""
     draft_len: int
-    """K: draft tokens a round at most."""
+    """K: draft tokens a round at most, of a tree its levels."""
     num_prefills: int
     num_rounds: int
     num_drafted: int
-    """Draft tokens that were verified."""
+    """Draft tokens that were verified, of a tree its nodes."""
     num_accepted: int
     """Draft tokens kept by the verification; bonus tokens and trimming at the stop not counted."""
     num_discarded: int
@@ -209,7 +209,7 @@ class PackedBatch:
     max_len: int
     """Longest prompt + output of a row, in tokens."""
     draft_len: int
-    """K: draft tokens a row and round at most."""
+    """K: draft tokens a row and round at most; of a tree its nodes."""
     prefill_tokens: int
     """Tokens of one prefill pass at most."""
     run_ahead: int

@@ -70,6 +70,20 @@ def test_every_drafter_runs_with_every_length_and_every_option(shape: Path, tmp_
         assert row["rounds"] == -(-11 // (1 + drafts))
 
 
+def test_trees_ranked_by_sums_and_by_products_run_side_by_side_with_their_chain(shape: Path, tmp_path: Path) -> None:
+    rows = lines(
+        shape, tmp_path / "o.jsonl", "--draft", "eagle3", "tree", "tree-products", "--k", "3", "--topk", "4", "--nodes", "9",
+        "--gen", "30",
+    )  # fmt: skip
+    assert [row["variant"] for row in rows] == ["eagle3 K=3", "tree K=3", "tree-products K=3"]
+    for row in rows:
+        assert row["tokens"] == 120
+        assert len(row["accepted_by_position"]) == 3
+        assert 1 + sum(row["accepted_by_position"]) == pytest.approx(row["mean_acceptance_length"], abs=2e-3)
+        assert row["mean_acceptance_length_of_requests"] >= 1
+        assert row["tok_s_of_requests"] > 0
+
+
 def test_auto_drafts_as_far_as_rates_are_given(shape: Path, tmp_path: Path) -> None:
     (row,) = lines(
         shape, tmp_path / "o.jsonl", "--draft", "eagle3", "--k", "auto", "--accept", "1,1", "--window", "4", "--sink", "2"
@@ -102,6 +116,7 @@ def test_requests_that_outnumber_the_slots_stream_through_them(shape: Path, tmp_
         (["o", "n", "--samples", "3"], "8 requests are no multiple of it"),
         (["o", "n", "--against-transformers"], "needs --model"),
         (["o", "n", "--shape", "llama9b"], "neither one of llama8b"),
+        (["o", "n", "--device", "cpu", "--draft", "tree", "--k", "9"], "--draft tree with --k 9, --topk, --nodes: .* at most 64"),
     ],
 )
 def test_what_cannot_run_is_refused(words: list[str], said: str) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from batchspec.checks import CHOICES, RANGES, READ_BY, UNUSED, check, violation
+from batchspec.checks import CHOICES, RANGES, READ_BY, check, violation
 from batchspec.config import RunConfig, from_hydra, keys, suggest
 from batchspec.errors import ConfigError
 
@@ -79,16 +79,10 @@ def test_drafters_that_are_not_built_yet_are_refused_by_name() -> None:
     assert "must be one of none, lookup, eagle3" in refused(draft__name="magic")
 
 
-@pytest.mark.parametrize("key", UNUSED)
-def test_a_key_that_nothing_reads_is_refused_rather_than_ignored(key: str) -> None:
-    message = refused(**{key.replace(".", "__"): 7})
-    assert message.startswith(f"{key}=7 is not used by draft=lookup, only by {UNUSED[key]}")
-
-
 @pytest.mark.parametrize("key", READ_BY)
 def test_a_key_of_another_drafter_is_refused_rather_than_ignored(key: str) -> None:
     values = {"draft.path": "head", "draft.aux_layers": "output", "draft.min_ngram": 3, "decode.opt.dead_positions": False}
-    values["draft.parallel"] = True
+    values |= {"draft.parallel": True, "draft.tree.rank": "products"}
     readers, value = READ_BY[key], values.get(key, 7)
     changes: dict[str, Any] = {key.replace(".", "__"): value}
     complete: dict[str, dict[str, Any]] = {
@@ -101,7 +95,8 @@ def test_a_key_of_another_drafter_is_refused_rather_than_ignored(key: str) -> No
         said = refused(draft__name=name, **{**complete[name], **changes})
         assert said.startswith(f"{key}={value} is not used by draft={name}, only by draft={readers[0]}")
     for name in readers:
-        check(config(draft__name=name, **complete[name] | changes))
+        tree = {"draft__tree__topk": 2} if key.startswith("draft.tree.") else {}
+        check(config(draft__name=name, **complete[name] | tree | changes))
 
 
 def test_a_head_has_a_checkpoint_and_a_sink_has_a_window() -> None:
@@ -118,6 +113,29 @@ def test_a_head_has_a_checkpoint_and_a_sink_has_a_window() -> None:
     )
 
 
+def test_a_draft_tree_must_be_one_that_can_be_grown_and_verified() -> None:
+    tree: dict[str, Any] = {"draft__name": "eagle3", "draft__path": "head", "draft__tree__topk": 10}
+    check(config(**tree, draft__max_len=6))
+    check(config(**tree, draft__tree__depth=7, draft__tree__nodes=63, draft__tree__rank="products"))
+    assert refused(**tree, draft__tree__depth=8) == (
+        "draft.tree.topk=10 at 8 levels takes 70 places to grow, more than 64; lower it or draft.tree.depth"
+    )
+    assert "draft.tree.nodes=64 must be in 1 .. 63; a round verifies" in refused(**tree, draft__max_len=6, draft__tree__nodes=64)
+    assert refused(**{**tree, "draft__tree__topk": 2}, draft__tree__depth=3, draft__tree__nodes=11) == (
+        "draft.tree.nodes=11 exceeds the 10 nodes that draft.tree.topk=2 grows at 3 levels; lower it or remove the key"
+    )
+    assert "draft.tree.topk=65 must be in 1 .. 64" in refused(**{**tree, "draft__tree__topk": 65}, draft__tree__depth=1)
+    assert "draft.tree.rank=best must be one of sums, products" in refused(**tree, draft__max_len=6, draft__tree__rank="best")
+    assert "draft.parallel=true drafts all at once; remove one" in refused(**tree, draft__max_len=6, draft__parallel=True)
+    assert refused(draft__name="eagle3", draft__path="head", draft__tree__depth=5) == (
+        "draft.tree.depth=5 is not used with draft.tree.topk=1, a chain; set topk or remove the key"
+    )
+    rates = [0.6, 0.3, 0.1]
+    check(config(**tree, draft__synthetic=rates, draft__tree__depth=3))
+    assert "draft.max_len=6 needs as many" in refused(**tree, draft__synthetic=rates, draft__max_len=6)
+    assert "draft.tree.depth=4 needs as many" in refused(**tree, draft__synthetic=rates, draft__tree__depth=4)
+
+
 def test_synthetic_acceptance_must_fit_the_draft_length_and_fall() -> None:
     check(config(draft__synthetic=[0.6, 0.28, 0.12], draft__max_len=3))
     assert "draft.max_len=4 needs as many" in refused(draft__synthetic=[0.5], draft__max_len=4)
@@ -128,13 +146,13 @@ def test_synthetic_acceptance_must_fit_the_draft_length_and_fall() -> None:
 
 def test_every_number_has_a_range_and_every_table_names_real_keys() -> None:
     known = keys()
-    assert set(RANGES) | set(CHOICES) | set(UNUSED) | set(READ_BY) <= set(known)
+    assert set(RANGES) | set(CHOICES) | set(READ_BY) <= set(known)
     for key in known:
         value: Any = RunConfig()
         for part in key.split("."):
             value = getattr(value, part)
         if isinstance(value, int | float) and not isinstance(value, bool):
-            assert key in RANGES or key in UNUSED, key
+            assert key in RANGES, key
 
 
 @given(st.sampled_from(sorted(RANGES)), st.floats(allow_nan=True))

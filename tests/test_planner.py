@@ -37,6 +37,23 @@ def on_gpu(
     )  # fmt: skip
 
 
+def test_places_behind_the_end_of_rows_have_pages_too() -> None:
+    """A tree of 60 nodes needs 59 places behind a row's last token: four pages more a row, and one row must have them."""
+    demand = Demand(num_completions=4, prompt_tokens=90, output_tokens=30, max_tokens=128)
+    sizes = [_small(demand, beyond).num_pages for beyond in (0, 59)]
+    assert sizes == [4 * 8 + 1, 4 * 12 + 1]
+    assert _small(demand, 59).max_len == 128
+    with pytest.raises(CapacityError, match=r"one row of 187 tokens needs 13"):
+        _small(demand, 59, pages=12)
+
+
+def _small(demand: Demand, beyond: int, **packing: Any) -> PackedBatch:
+    return choose_batch(
+        PackingConfig(**packing), small_spec(), SLOW, demand, device=CPU, dtype=torch.float32, draft_len=60, beyond=beyond,
+        free_bytes=10**9,
+    )  # fmt: skip
+
+
 def on_cpu(demand: Demand, **packing: Any) -> PackedBatch:
     return choose_batch(
         PackingConfig(**packing), small_spec(), SLOW, demand, device=CPU, dtype=torch.float32, draft_len=4,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache, partial
@@ -9,14 +10,20 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from batchspec import prepare
+from batchspec import run as job_run
 from batchspec.cache.attention import FlatBatch
 from batchspec.cache.pages import KVCache
+from batchspec.commands import plan
+from batchspec.commands.workloads import COMMON, make_job
+from batchspec.config import DraftConfig, RunConfig, TreeConfig
 from batchspec.decode import scheduler
 from batchspec.decode.engine import Engine
 from batchspec.decode.round import RoundOptions, RoundResult
@@ -26,7 +33,7 @@ from batchspec.draft.base import Drafter, NoDrafter
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.tree import PRODUCTS, SUMS, TreeDrafter, TreeShape, _Grown
 from batchspec.draft.weights import Head, load_head
-from batchspec.errors import CapacityError
+from batchspec.errors import CapacityError, ConfigError
 from batchspec.records import Completion, PackedBatch, Request, SamplingParams
 from tests.eagle_reference import Design, reference_tree
 from tests.engines import DEVICE, VOCAB, decode, full_logits, packed, plain_tokens, request, tiny_target
@@ -441,3 +448,46 @@ def test_more_branches_than_draft_tokens_are_refused(tmp_path: Path) -> None:
     design, tensors = design_and_tensors("random")
     with pytest.raises(ValueError, match="topk=20 exceeds the head's 19 draft tokens"):
         make_drafter(tmp_path, design, tensors, shape_of(20, 3), slots=1)
+    draft = DraftConfig(name="eagle3", path=str(tmp_path), tree=TreeConfig(topk=20, depth=3), aux_layers="input")
+    with pytest.raises(ConfigError, match=r"draft.tree.topk=20 exceeds the 19 draft tokens of the head .*; lower it"):
+        prepare.open_head(RunConfig(draft=draft), TARGET().spec)
+
+
+def test_one_branch_is_a_chain_and_more_are_a_tree_of_the_nodes_asked_for(tmp_path: Path) -> None:
+    design, tensors = design_and_tensors("random")
+    head = make_head(tmp_path, design, tensors)
+    shapes = []
+    for tree in (TreeConfig(), TreeConfig(topk=3), TreeConfig(topk=10, depth=6, rank=PRODUCTS), TreeConfig(topk=4, nodes=7)):
+        config = RunConfig(draft=DraftConfig(name="eagle3", path=str(tmp_path), max_len=4, tree=tree))
+        drafter = prepare.make_drafter(config, head, TARGET(), slots=2)
+        assert type(drafter) is (Eagle3Drafter if tree.topk == 1 else TreeDrafter)
+        shapes.append((drafter.max_len, prepare.draft_len(config), prepare.tree_shape(config)))
+    assert shapes[0] == (4, 4, None)
+    assert shapes[1] == (4, 30, TreeShape(topk=3, depth=4, nodes=30))
+    assert shapes[2] == (6, 60, TreeShape(topk=10, depth=6, nodes=60, rank=PRODUCTS))
+    assert shapes[3] == (4, 7, TreeShape(topk=4, depth=4, nodes=7))
+
+
+def test_a_whole_job_gives_the_tokens_of_one_without_drafts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = tmp_path / "config.json"
+    sizes = {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 16, "vocab_size": 320, "max_position_embeddings": 512,
+    }  # fmt: skip
+    shape.write_text(json.dumps({**COMMON, **sizes}))
+    make_job(tmp_path / "job", shape=str(shape), num_requests=4, prompt_len=20, cap=40)
+    words = [
+        f"model.path={tmp_path}/job/model", "model.load=dummy", "model.max_len=60", "model.dtype=float32",
+        "decode.ignore_eos=true", "decode.max_new_tokens=40", f"input.path={tmp_path}/job/known.parquet", "device=cpu",
+    ]  # fmt: skip
+    tree, found = ["draft=tree", "draft.tree.nodes=20"], []
+    for name, draft in (("none", ["draft=none"]), ("tree", tree)):
+        assert job_run.main([*words, *draft, f"output.dir={tmp_path}/{name}"]) == 0
+        found.append(pl.read_parquet(tmp_path / name / "data").sort("id"))
+    assert found[0]["token_ids"].to_list() == found[1]["token_ids"].to_list()
+    for spec in found[1]["spec_decode"].to_list():
+        assert (spec["drafter"], spec["num_spec_tokens"], len(spec["acceptance_histogram"])) == ("tree", 6, 7)
+        # Nodes are counted, in every round but one that could emit no more than one token.
+        assert spec["num_draft_tokens"] in (20 * spec["num_spec_steps"], 20 * (spec["num_spec_steps"] - 1))
+    assert plan.main([*words, *tree, f"output.dir={tmp_path}/planned"]) == 0
+    assert "drafter eagle3 (trees of 20 nodes, 6 levels)" in capsys.readouterr().out

@@ -84,6 +84,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("--draft", nargs="+", default=["none"], choices=["none", "lookup", "window", *HEAD_DRAFTERS])
     add("--draft-path", help="folder of an EAGLE-3 head; without it the head is noise of the shape's size")
     add("--k", nargs="+", default=[8], type=_draft_len, help="draft tokens a round; auto: the engine chooses, 0 included")
+    add("--topk", type=int, default=10, help="branches of a draft tree, whose levels are --k")
+    add("--nodes", type=int, help="nodes of a draft tree that are verified; 60, or all that grow")
     add("--accept", default="", help="synthetic acceptance by position, unconditional: .6,.28,.12; cut to each --k")
     add("--window", type=int, help="newest keys that the head reads (all without it), or the drafting model")
     add("--sink", type=int, default=0, help="first keys that it reads beside its window")
@@ -162,11 +164,28 @@ def _row(
             "mean_live_rows": round(record.totals.row_rounds / record.totals.rounds, 2),
             "cached_tokens": record.totals.cached_tokens,
         }
+    row |= _of_requests(record)
     if record.peak_bytes:
         row["peak_gb"] = round(record.peak_bytes / 1e9, 2)
     if record.profile is not None:
         row["profile"] = record.profile.summary()
     return row | {"versions": versions(), "command": shlex.join(["batchspec", "bench", *argv])}
+
+
+def _of_requests(record: Record) -> dict[str, Any]:
+    """By depth of the draft, unconditional; then means over requests, each of which counts the same."""
+    rows = [(stats, count) for stats, count in record.rows if stats.num_rounds]
+    if not rows or not any(stats.num_drafted for stats, _ in rows):
+        return {}
+    rounds, depth = sum(stats.num_rounds for stats, _ in rows), max(len(stats.accepted_at) for stats, _ in rows)
+    at = [sum(stats.accepted_at[j] for stats, _ in rows if j < len(stats.accepted_at)) / rounds for j in range(depth)]
+    lengths = [1 + stats.num_accepted / stats.num_rounds for stats, _ in rows]
+    speeds = [count / (stats.prefill_s + stats.decode_s) for stats, count in rows if stats.prefill_s + stats.decode_s > 0]
+    return {
+        "accepted_by_position": [round(rate, 4) for rate in at],
+        "mean_acceptance_length_of_requests": round(statistics.mean(lengths), 3),
+        "tok_s_of_requests": round(statistics.mean(speeds), 2) if speeds else None,
+    }
 
 
 def _per_round(record: Record, decode_s: float) -> dict[str, float]:
@@ -179,7 +198,8 @@ def _print(variants: Sequence[Variant], rows: Sequence[dict[str, Any]]) -> None:
     width = max(len(variant.name) for variant in variants) + 2
     columns = {
         "tok/s": "total_tok_s", "decode tok/s": "decode_tok_s", "prefill s": "prefill_s", "us/round": "round_us",
-        "accept len": "mean_acceptance_length", "live rows": "mean_live_rows",
+        "accept len": "mean_acceptance_length", "by request": "mean_acceptance_length_of_requests",
+        "live rows": "mean_live_rows",
     }  # fmt: skip
     titles = "".join(f"{title:>13}" for title in columns)
     print(f"{'variant':<{width}}{titles}   ratio to {first.name} (median, spread)")

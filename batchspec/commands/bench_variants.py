@@ -23,15 +23,17 @@ from batchspec.draft.base import Drafter, NoDrafter
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.parallel import ParallelDrafter
+from batchspec.draft.tree import PRODUCTS, SUMS, TreeDrafter, TreeShape, usual_nodes
 from batchspec.draft.weights import Head, dummy_head, dummy_spec, load_head
 from batchspec.draft.window import WindowDrafter
 from batchspec.errors import ConfigError
 from batchspec.packing.cost import page_bytes
 from batchspec.packing.planner import CPU_PREFILL, GPU_PREFILL, GPU_RUN_AHEAD, PAGE_SIZE, free_memory, row_buckets
-from batchspec.records import PackedBatch, Request
+from batchspec.records import PackedBatch, Request, RowStats
 
 OPTIONS = ("dead_positions", "uniform_slots", "argmax", "dead_rows", "overlap", "sharing")
-HEAD_DRAFTERS = ("eagle3", "parallel")
+TREES = {"tree": SUMS, "tree-products": PRODUCTS}
+HEAD_DRAFTERS = ("eagle3", "parallel", *TREES)
 DRAFT_VOCAB = {"smol135m": 16384}
 USUAL_DRAFT_VOCAB = 32000
 LONGEST_DRAFT = 5
@@ -49,6 +51,8 @@ class Record:
     tokens: int = 0
     prefill_s: float = 0.0
     totals: EngineTotals | None = None
+    rows: list[tuple[RowStats, int]] = field(default_factory=list)
+    """Of each request of the last turn: what speculation did, and its tokens."""
     peak_bytes: int = 0
     profile: Profile | None = None
 
@@ -134,20 +138,33 @@ class Bench:
         on |= {"slots": args.batch, "window": args.window, "sink": args.sink}
         if way.draft == "parallel":
             return ParallelDrafter(self.head, self.workload.target, length, **on)
+        if way.draft in TREES:
+            del on["argmax"]
+            return self._tree(way.draft, length, on)
         uniform = way.options.get("uniform_slots", True)
         return Eagle3Drafter(self.head, self.workload.target, length, uniform_slots=uniform, **on)
 
-    def batch(self, draft_len: int) -> PackedBatch:
+    def _tree(self, draft: str, depth: int, on: dict[str, Any]) -> TreeDrafter:
+        topk = self.args.topk
+        nodes = self.args.nodes or usual_nodes(topk, depth)
+        try:
+            return TreeDrafter(
+                self.head, self.workload.target, TreeShape(topk=topk, depth=depth, nodes=nodes, rank=TREES[draft]), **on
+            )
+        except ValueError as error:
+            raise ConfigError(f"--draft {draft} with --k {depth}, --topk, --nodes: {error}") from None
+
+    def batch(self, drafter: Drafter) -> PackedBatch:
         """A slot for each of --batch rows and pages for all of them to their end: nothing is ever short."""
         longest = max(len(request.prompt_ids) + request.max_new_tokens for request in self.workload.requests)
-        on_cpu = self.device.type == "cpu"
+        on_cpu, beyond = self.device.type == "cpu", drafter.shape.beyond if isinstance(drafter, TreeDrafter) else 0
         return PackedBatch(
             slots=self.args.batch,
             row_buckets=row_buckets(self.args.batch),
-            num_pages=1 + self.args.batch * -(-longest // PAGE_SIZE),
+            num_pages=1 + self.args.batch * -(-(longest + beyond) // PAGE_SIZE),
             page_size=PAGE_SIZE,
             max_len=longest,
-            draft_len=draft_len,
+            draft_len=drafter.max_len,
             prefill_tokens=self.args.prefill_tokens or (CPU_PREFILL if on_cpu else GPU_PREFILL),
             run_ahead=0 if on_cpu else GPU_RUN_AHEAD,
         )
@@ -157,7 +174,7 @@ class Bench:
         found = [EngineVariant(self, way) for way in ways(self.args)]
         if self.device.type == "cuda" and len(found) > 1:
             size_bytes = page_bytes(self.workload.target.spec, PAGE_SIZE, self.workload.target.dtype)
-            needed = len(found) * self.batch(0).num_pages * size_bytes
+            needed = len(found) * self.batch(NoDrafter()).num_pages * size_bytes
             for variant in found:
                 variant.keeps = needed + ROOM_BYTES < free_memory(self.device)
         return found
@@ -183,7 +200,7 @@ class EngineVariant:
         self._engine = Engine(
             bench.workload.target,
             drafter,
-            bench.batch(drafter.max_len),
+            bench.batch(drafter),
             device=bench.device,
             options=RoundOptions(
                 synthetic=accept,
@@ -219,7 +236,8 @@ class EngineVariant:
         self._engine.totals = EngineTotals()
         began = clock(self._bench.device)
         with closing(self._engine.run(iter(capped))) as completions:
-            tokens = sum(len(done.token_ids) for done in completions if done.token_ids is not None)
+            found = [(done.stats, len(done.token_ids)) for done in completions if done.token_ids is not None]
+        self.record.rows, tokens = [(stats, count) for stats, count in found if stats], sum(count for _, count in found)
         return clock(self._bench.device) - began, tokens
 
     def profile(self) -> None:

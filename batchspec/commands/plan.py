@@ -14,7 +14,7 @@ from batchspec.packing.cost import Rates, device_rates, num_multiplied, page_byt
 from batchspec.packing.planner import Forecast, forecast
 from batchspec.packing.predict import SHORT_TOKENS
 from batchspec.packing.survey import Survey
-from batchspec.prepare import Job, draft_kv_width, open_job, plan_batch
+from batchspec.prepare import Job, draft_kv_width, open_job, plan_batch, tree_shape
 from batchspec.records import Ids, PackedBatch
 
 SAMPLE_ROWS = 10_000
@@ -94,7 +94,7 @@ class Plan:
             f"model        {spec.family}, {spec.num_layers} layers, {num_multiplied(spec) / 1e6:,.0f} M weights a token, "
             f"{_bytes(weight_bytes(spec, job.dtype))} in {dtype} on {job.device.type}",
             f"shape        {batch.slots} slots, rows up to {batch.max_len:,} tokens, drafter {job.config.draft.name} "
-            f"(K={batch.draft_len}), prefill passes of {batch.prefill_tokens:,} tokens",
+            f"({_drafts(job.config, batch)}), prefill passes of {batch.prefill_tokens:,} tokens",
             f"pages        {batch.num_pages:,} of {batch.page_size} tokens, {_bytes(kv_bytes)}",
             f"rounds       {ahead.rounds:,} of {ahead.round_s * 1e3:.1f} ms, {_duration(ahead.decode_s)}",
             f"prefill      {_duration(ahead.prefill_s)}",
@@ -141,6 +141,11 @@ class _AllBut:
 
     def __contains__(self, index: object) -> bool:
         return isinstance(index, int) and index % self.stride != 0
+
+
+def _drafts(config: RunConfig, batch: PackedBatch) -> str:
+    tree = tree_shape(config)
+    return f"K={batch.draft_len}" if tree is None else f"trees of {tree.nodes} nodes, {tree.depth} levels"
 
 
 def histogram(lengths: Ids) -> list[str]:

@@ -397,4 +397,6 @@ class Engine:
         return self._completed(progress, slot=slot, now=now)
 
     def _completed(self, progress: Progress, *, slot: int, now: float) -> Completion:
-        return progress.completion(decode=self._decode, drafter=self.drafter.name, eos_ids=self._eos_ids, slot=slot, now=now)
+        return progress.completion(
+            decode=self._decode, drafter=self.drafter.name, eos_ids=self._eos_ids, slot=slot, now=now, nodes=self.round.nodes
+        )

@@ -231,8 +231,17 @@ class Progress:
             return None
         return None if self._inside else finder.push(token)
 
-    def completion(self, *, decode: Decode | None, drafter: str, eos_ids: frozenset[int], slot: int, now: float) -> Completion:
-        """The finished row; `now` is the host's clock in seconds."""
+    def completion(
+        self,
+        *,
+        decode: Decode | None,
+        drafter: str,
+        eos_ids: frozenset[int],
+        slot: int,
+        now: float,
+        nodes: int | None = None,
+    ) -> Completion:
+        """The finished row; `now` is the host's clock in seconds, `nodes` those of each round's tree where trees were drafted."""
         request = self.request
         count = len(self.tokens)
         text, reasoning, parts = self._texts(decode)
@@ -268,7 +277,7 @@ class Progress:
                 draft_len=self.draft_len,
                 num_prefills=self.num_prefills,
                 num_rounds=self.num_rounds,
-                num_drafted=self.num_drafted,
+                num_drafted=self.num_drafted if nodes is None else nodes * sum(self.drafted_at[:1]),
                 num_accepted=self.num_accepted,
                 num_discarded=self.num_discarded,
                 histogram=tuple(self.histogram),

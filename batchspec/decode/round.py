@@ -86,6 +86,8 @@ class Round:
         """Draft lengths worth a graph."""
         self.beyond = 0
         """Places behind a row's end that a round may write K/V to and read."""
+        self.nodes: int | None = None
+        """Nodes that a round with drafts verifies, whatever its draft length: of a tree."""
         self._fixed = options.uniform_slots and drafter.fixed_len
         self._draft_len, self._kv_len, self._accepted_len, self._q_start, self._row_ids = (
             torch.zeros(size, dtype=torch.int32, device=device) for size in (slots, slots, slots, slots + 1, slots * width)

@@ -51,7 +51,8 @@ class TreeRound(Round):
         self._tree, shape = drafter, drafter.shape
         slots, places = batch.slots, shape.nodes + 1
         self.room = shape.places
-        self.beyond = max(0, shape.places - 2)  # a row that lives lacks one token of its limit, and its newest is the first place
+        self.beyond = shape.beyond
+        self.nodes = shape.nodes
         self.draft_lens = (0, shape.depth)
         self._node_ids = torch.zeros(slots, places, dtype=torch.int32, device=device)
         self._node_rows = torch.arange(slots, dtype=torch.int32, device=device).repeat_interleave(places)

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from batchspec.decode.rows import Rows
 
 SUMS, PRODUCTS = "sums", "products"
+USUAL_NODES = 60
+"""EAGLE-2's: many paths for one row, and a forward over so few tokens is still bound by its weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +66,7 @@ class TreeShape:
     @property
     def candidates(self) -> int:
         """C."""
-        return self.topk + (self.depth - 1) * self.topk**2
+        return grown_nodes(self.topk, self.depth)
 
     @property
     def drafted_places(self) -> int:
@@ -75,6 +77,22 @@ class TreeShape:
     def places(self) -> int:
         """Places from the newest token on that a round takes in K/V: of all nodes, or of all that drafted."""
         return max(self.nodes + 1, self.drafted_places)
+
+    @property
+    def beyond(self) -> int:
+        """Places behind a row's end that its last rounds take: a row that lives lacks at least one token of its limit, and its
+        newest one is the first of the places."""
+        return max(0, self.places - 2)
+
+
+def grown_nodes(topk: int, depth: int) -> int:
+    """Nodes that a tree has before the best are kept."""
+    return topk + (depth - 1) * topk**2
+
+
+def usual_nodes(topk: int, depth: int) -> int:
+    """Nodes that are kept where nobody says how many."""
+    return min(USUAL_NODES, grown_nodes(topk, depth))
 
 
 class TreeDrafter(Eagle3Drafter):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -64,32 +64,35 @@ def choose_batch(
     device: torch.device,
     dtype: torch.dtype,
     draft_len: int,
+    beyond: int = 0,
     draft_kv_width: int = 0,
     free_bytes: int,
 ) -> PackedBatch:
     """The shape with the highest predicted tokens/s that fits the memory; what `packing` says explicitly stands.
 
+    draft_len       draft tokens that a round verifies, of a tree its nodes; beyond: places behind a row's end that it takes
     draft_kv_width  numbers of K that the drafter keeps of a token, over its layers
     free_bytes      memory that is free once the weights are loaded
     Raises CapacityError where not even one row of demand.max_tokens fits.
     """
     on_cpu = device.type == "cpu"
+    held = replace(demand, prompt_tokens=demand.prompt_tokens + beyond, max_tokens=demand.max_tokens + beyond)
     limit = packing.slots or min(CPU_SLOTS if on_cpu else GPU_SLOTS, max(1, demand.num_completions))
     size_bytes = page_bytes(spec, PAGE_SIZE, dtype, draft_kv_width=draft_kv_width)
     if on_cpu:
         pass_tokens = packing.prefill_tokens or CPU_PREFILL
         budget, source = int(free_bytes * CPU_SHARE), f"{CPU_SHARE:.0%} of the free {free_bytes / 1e9:.2f} GB"
     else:
-        most = min(limit, max(1, free_bytes // size_bytes // _pages(_expected_tokens(demand))))
+        most = min(limit, max(1, free_bytes // size_bytes // _pages(_expected_tokens(held))))
         pass_tokens, reserve = _held_back(
             packing, spec, demand, dtype=dtype, slots=most, draft_len=draft_len, free_bytes=free_bytes
         )
         budget = max(0, free_bytes - reserve)
         source = f"the GPU's free {free_bytes / 1e9:.2f} GB less {reserve / 1e9:.2f} GB for passes, rounds and graphs"
-    pages = _available_pages(packing, size_bytes, budget, source, demand.max_tokens)
-    slots = packing.slots or _choose_slots(spec, rates, demand, limit=limit, dtype=dtype, draft_len=draft_len, pages=pages)
+    pages = _available_pages(packing, size_bytes, budget, source, held.max_tokens)
+    slots = packing.slots or _choose_slots(spec, rates, held, limit=limit, dtype=dtype, draft_len=draft_len, pages=pages)
     if packing.pages is None:
-        pages = min(pages, slots * _pages(demand.max_tokens) + 1)  # page 0 is scratch
+        pages = min(pages, slots * _pages(held.max_tokens) + 1)  # page 0 is scratch
     prefill_tokens = packing.prefill_tokens or min(pass_tokens, max(PAGE_SIZE, slots * demand.max_tokens))
     return PackedBatch(
         slots=slots,
