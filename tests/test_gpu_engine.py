@@ -18,6 +18,7 @@ from batchspec.decode.round import RoundOptions
 from batchspec.draft.base import Drafter, NoDrafter
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.lookup import LookupDrafter
+from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
 from batchspec.draft.weights import load_head
 from batchspec.draft.window import WindowDrafter
 from batchspec.model.spec import ModelSpec, RopeSpec
@@ -72,6 +73,13 @@ def eagle(
     return Eagle3Drafter(head, own, max_len, slots=slots, **options)
 
 
+def pard(max_len: int, slots: int, *, parallel: bool) -> Drafter:
+    """Other layers of the same noise draft."""
+    model = target("cuda", 9, num_layers=3)
+    drafter = PardModel(PardSpec(model=model.spec, mask_token_id=VOCAB - 1), model)
+    return PardDrafter(drafter, target("cuda").spec, max_len, slots=slots, parallel=parallel)
+
+
 def requests(
     count: int, *, stops: bool = True, samplings: tuple[SamplingParams, ...] = SAMPLINGS, seed: int = 0, longest: int = 90
 ) -> list[Request]:
@@ -120,7 +128,7 @@ def shape(slots: int, **changes: object) -> PackedBatch:
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
-@pytest.mark.parametrize("name", ["none", "lookup", "window", "eagle3", "eagle3 general"])
+@pytest.mark.parametrize("name", ["none", "lookup", "window", "pard", "pard chain", "eagle3", "eagle3 general"])
 def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, overlap: bool, tmp_path: Path) -> None:
     asked, slots = requests(40), 8
     general: dict[str, Any] = {"dead_positions": False, "uniform_slots": False, "argmax": False}
@@ -128,6 +136,8 @@ def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, overl
         "none": NoDrafter,
         "lookup": partial(LookupDrafter, 4, min_ngram=1, max_ngram=3),
         "window": partial(WindowDrafter, target("cuda"), 3, slots=slots, window=12, sink=2),
+        "pard": partial(pard, 4, slots, parallel=True),
+        "pard chain": partial(pard, 3, slots, parallel=False),
         "eagle3": partial(eagle, tmp_path, "cuda", 3, slots),
         "eagle3 general": partial(eagle, tmp_path, "cuda", 3, slots, **general),
     }

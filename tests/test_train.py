@@ -373,6 +373,16 @@ def test_in_bf16_products_a_head_learns_nearly_the_same(parallel: bool) -> None:
         assert float((found - exact).norm()) < 0.05 * float(exact.norm()), name
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", ["eagle3", "parallel"])
+def test_a_gpu_trains_in_bf16(kind: str, made: Path, tmp_path: Path) -> None:
+    words = [f"draft={kind}", "device=cuda", "model.dtype=bfloat16", "train.steps=200", "train.lr=1e-2", "train.held_out=0"]
+    assert train(made, tmp_path / "h", *words) == 0
+    first, *_, last = record(tmp_path / "h")["loss"]
+    assert max(first["match"]) < 0.2
+    assert min(last["match"]) > 0.6
+
+
 def test_places_of_prompts_are_learnt_where_that_is_asked_for() -> None:
     target, teacher, _, rows = tiny()
     whole = Teacher(target, teacher.taps, teacher.hot, torch.float64, prompts=True)
