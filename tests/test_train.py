@@ -479,6 +479,15 @@ def test_completions_of_one_prompt_are_on_one_side_of_the_split() -> None:
     assert not {int(row.ids[0]) for row in trained} & {int(row.ids[0]) for row in held}
 
 
+def test_completions_of_a_bare_opening_are_held_out_one_by_one() -> None:
+    """It is the prompt of more rows than are held out: as one it would leave few to train on, or none to measure with."""
+    rows = [Row(ids=np.array([5, 7, i], np.int32), prompt_len=2) for i in range(30)]
+    for questions in ([], [Row(ids=np.array([i, 8, 9], np.int32), prompt_len=2) for i in range(10)]):
+        trained, held = split_rows([*rows, *questions], 4, seed=1)
+        assert len(held) == 4
+        assert len(trained) == 26 + len(questions)
+
+
 def test_the_draft_vocabulary_is_what_completions_use_most() -> None:
     rows = [Row(ids=np.array([9, 9, 9, 4, 4, 6, 5], np.int32), prompt_len=3)]
     assert frequent_ids(rows, vocab_size=10, count=3, keep=(2,)).tolist() == [2, 4, 5]  # of 5 and 6 the lower; 9 is prompt
@@ -554,7 +563,7 @@ def test_completions_that_cannot_be_learnt_from_are_refused(made: Path, tmp_path
         ({"prompt_ids": [[1, 2]], "token_ids": [[3]]}, "none of 1 rows has a prompt and two completion tokens"),
         ({"prompt_ids": [[1, 2]], "token_ids": [[3, 4]], "status": ["error"]}, "none of 1 rows"),
         ({"prompt_ids": [[1, 2]] * 9, "token_ids": [[3, 500]] * 9}, "token id 500 is outside the target's vocabulary of 96"),
-        ({"prompt_ids": [[1, 2]] * 9, "token_ids": [[3, 5]] * 9}, "9 completions of 1 prompts, all held out by train.held_out=2"),
+        ({"prompt_ids": [[1, 2]] * 2, "token_ids": [[3, 5]] * 2}, "2 completions of 1 prompts, all held out by train.held_out=2"),
     ):
         assert expected in refused(InputError, made, tmp_path / "h", capfd, data(**build))
     assert not (tmp_path / "h").exists()

@@ -71,7 +71,8 @@ def _lists(source: Source, name: str) -> Iterator[Ids]:
 def split_rows(rows: list[Row], held_out: int, seed: int) -> tuple[list[Row], list[Row]]:
     """(to train, held out): at least `held_out` rows, whole prompts with all their completions, drawn by `seed`.
 
-    Raises InputError where that leaves nothing to train.
+    A prompt with more completions than that asks nothing (the bare opening of a turn): they go one by one. Raises InputError
+    where that leaves nothing to train.
     """
     by_prompt: dict[bytes, list[Row]] = {}
     for row in rows:
@@ -79,13 +80,14 @@ def split_rows(rows: list[Row], held_out: int, seed: int) -> tuple[list[Row], li
         by_prompt.setdefault(key, []).append(row)
     held: list[Row] = []
     trained: list[Row] = []
-    groups = list(by_prompt.values())
+    groups = [
+        group for rows in by_prompt.values() for group in ([rows] if len(rows) <= max(1, held_out) else [[row] for row in rows])
+    ]
     for i in np.random.default_rng((seed, 1)).permutation(len(groups)):
         (held if len(held) < held_out else trained).extend(groups[i])
     if not trained:
-        raise InputError(
-            f"input.path: {len(rows)} completions of {len(groups)} prompts, all held out by train.held_out={held_out}; lower it"
-        )
+        what = f"{len(rows)} completions of {len(by_prompt)} prompts"
+        raise InputError(f"input.path: {what}, all held out by train.held_out={held_out}; lower it")
     return trained, held
 
 
