@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from batchspec import cli
-from batchspec.commands import probe as module
 from batchspec.commands.probe import Behind, Found, Probe, lines_of
 from batchspec.draft.weights import dummy_spec
 from batchspec.model.spec import load_spec
@@ -111,12 +110,10 @@ def test_a_head_of_another_model_is_none_of_them(model: Path, tmp_path: Path, ca
     assert verdict.endswith("is the head made for this model?")
 
 
-def test_acceptance_is_measured_behind_longer_contexts_of_the_same_prompts(
-    model: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_acceptance_is_measured_behind_longer_contexts_of_the_same_prompts(model: Path, tmp_path: Path, capsys: Any) -> None:
     """The head knows the answers by heart, and nothing of what else the model says: behind other rows it is lost."""
-    monkeypatch.setattr(module, "CONTEXTS", (40, 90, 4096))
-    *_, context, warning = probed(model, write_head(tmp_path / "h", *distilled(model)), capsys)
+    head = write_head(tmp_path / "h", *distilled(model))
+    *_, context, warning = probed(model, head, capsys, "--contexts", "4096,40,90")
     assert " behind 5 tokens, " in context
     assert " behind 40 tokens, " in context
     assert context.endswith(" behind 90 tokens")  # the model goes no further
@@ -169,6 +166,7 @@ def test_a_warning_takes_a_third_less_at_the_longest_context() -> None:
         (["--probe"], "doctor --probe needs MODEL and --draft-path HEAD, and goes without --tune"),
         (["llama8b", "--draft-path", "h", "--probe", "--tune"], "goes without --tune"),
         (["m", "--draft-path", "h", "--probe", "--tokens", "2"], "doctor --tokens 2 must be at least 4"),
+        (["m", "--draft-path", "h", "--probe", "--contexts", "1k"], "doctor --contexts 1k must be lengths in tokens"),
         (["./nowhere", "--draft-path", "h", "--probe"], "MODEL=./nowhere: no such folder"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import platform
+import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 from batchspec import __version__
 from batchspec.cache.flash import flashinfer
 from batchspec.commands.bench_variants import DRAFT_VOCAB, USUAL_DRAFT_VOCAB
-from batchspec.commands.probe import lines_of, probe
+from batchspec.commands.probe import CONTEXTS, lines_of, probe
 from batchspec.commands.workloads import SHAPES, shape_spec
 from batchspec.draft.head import products as head_products
 from batchspec.draft.weights import dummy_spec, read_head_spec
@@ -29,8 +30,9 @@ def main(argv: list[str]) -> int:
     """Print what there is, or tune; raises ConfigError for --tune without a GPU, CheckpointError for a MODEL that is none."""
     args = _parse(argv)
     if args.probe is not None:
+        wanted_lengths = _contexts(args.contexts)
         folders = (resolve_model(args.model, key="MODEL"), resolve_model(args.draft_path, key="--draft-path"))
-        found = probe(args.model, folders, args.probe, num_rows=args.rows, num_tokens=args.tokens)
+        found = probe(args.model, folders, args.probe, num_rows=args.rows, num_tokens=args.tokens, contexts=wanted_lengths)
         print("\n".join(lines_of(found)))
         return 0
     if not torch.cuda.is_available():
@@ -64,6 +66,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     add("--rows", type=int, default=64, help="--probe: prompts at most; default %(default)s")
     add("--tokens", type=int, default=64, help="--probe: tokens of each answer; default %(default)s")
+    add("--contexts", help=f"--probe: prompt lengths to look at too; default {','.join(map(str, CONTEXTS))} on a GPU, else none")
     add("--out", type=Path, metavar="FILE", help="table to add them to, instead of the one in your cache folder")
     args = parser.parse_args(argv)
     for given, name in ((args.tune, "--tune"), (args.draft_path, "--draft-path")):
@@ -77,6 +80,15 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     if args.out and not args.tune:
         raise ConfigError(f"doctor --out {args.out} is written by --tune alone; add it or remove --out")
     return args
+
+
+def _contexts(given: str | None) -> tuple[int, ...]:
+    """--contexts in tokens, rising."""
+    if given is None:
+        return CONTEXTS if torch.cuda.is_available() else ()
+    if not re.fullmatch(r"\d+(,\d+)*", given):
+        raise ConfigError(f"doctor --contexts {given} must be lengths in tokens, such as 1024,4096")
+    return tuple(sorted(map(int, given.split(","))))
 
 
 def versions() -> dict[str, str]:

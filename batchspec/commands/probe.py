@@ -31,6 +31,7 @@ from batchspec.records import Completion, PackedBatch, Request, SamplingParams
 DRAFT_LEN = 3
 SLOTS, PAGE_SIZE, PREFILL_TOKENS = 16, 16, 8192
 CONTEXTS = (1024, 4096)
+"""Tokens that prompts are made as long as, on a GPU; a CPU takes minutes for them."""
 CLEAR, LOW, COLLAPSED = 0.03, 0.2, 2 / 3
 """Acceptance that a way must win by, beside what chance may do; below which none is right; share of the first that counts as a
 collapse."""
@@ -83,7 +84,9 @@ def best_of(ways: Sequence[Found]) -> Found:
     return top if top.accepted[0] > ways[0].accepted[0] + ways[0].margin else ways[0]
 
 
-def probe(model: str, folders: tuple[Path, Path], prompts: str, *, num_rows: int, num_tokens: int) -> Probe:
+def probe(
+    model: str, folders: tuple[Path, Path], prompts: str, *, num_rows: int, num_tokens: int, contexts: Sequence[int]
+) -> Probe:
     """Measure it; `folders` those of model and head. Raises ConfigError, InputError, CheckpointError as a job does."""
     job = _job(model, prompts, num_rows, num_tokens)
     requests = _requests(job, num_rows)
@@ -97,7 +100,8 @@ def probe(model: str, folders: tuple[Path, Path], prompts: str, *, num_rows: int
     readings = _readings(folders[1], job.spec)
     found = Probe(ways=ways, fed=fed, readings=readings, contexts=(), num_rows=len(requests))
     head = replace(stored, spec=found.best.spec)
-    return replace(found, contexts=_contexts(target, head, requests, answers, found.best, job.admission.max_len))
+    behind = _contexts(target, head, requests, answers, found.best, contexts, job.admission.max_len)
+    return replace(found, contexts=behind)
 
 
 def _job(model: str, prompts: str, num_rows: int, num_tokens: int) -> Job:
@@ -170,13 +174,19 @@ def _decode(target: Target, head: Head | None, requests: Sequence[Request]) -> l
 
 
 def _contexts(
-    target: Target, head: Head, requests: list[Request], answers: list[Completion], near: Found, max_len: int
+    target: Target,
+    head: Head,
+    requests: list[Request],
+    answers: list[Completion],
+    near: Found,
+    contexts: Sequence[int],
+    max_len: int,
 ) -> tuple[Behind, ...]:
     """The same prompts alone, and behind tokens of the others, as far as the model goes."""
     own = round(sum(len(r.prompt_ids) for r in requests) / len(requests))
     found = [Behind(tokens=own, accepted=near.accepted[0])]
     rows = [np.concatenate((r.prompt_ids, _tokens(c))) for r, c in zip(requests, answers, strict=True)]
-    for length in CONTEXTS:
+    for length in contexts:
         longer = [_behind(r, rows, length) for r in requests]
         if length <= own or max(len(r.prompt_ids) + r.max_new_tokens for r in longer) > max_len:
             continue
