@@ -1,0 +1,270 @@
+"""What a head is taught: lessons, draft steps, loss and gradients by their definitions; the rows and batches they are made of."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from batchspec.model.target import Target
+from batchspec.train.attend import attend, attend_reference
+from batchspec.train.data import Row, course, epoch_batches, frequent_ids, split_rows, unused_id
+from batchspec.train.evaluate import acceptance
+from batchspec.train.head import new_network, new_spec, usual_taps
+from batchspec.train.loop import learning_rate
+from batchspec.train.objective import SoftCrossEntropy, draft_loss
+from batchspec.train.teacher import Teacher
+from tests.eagle_reference import Design, reference_drafts, run_head, target_taps
+from tests.engines import VOCAB, full_logits, tiny_target
+
+CPU = torch.device("cpu")
+GPU_OR_CPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def tiny() -> tuple[Target, Teacher, Any, list[Row]]:
+    """A head in fp64 over 12 of 31 tokens of a target of two layers, and three rows."""
+    target = tiny_target()
+    hot = torch.arange(12) * 2 + 3
+    spec = new_spec(target.spec, draft_vocab=12, taps=None)
+    network = new_network(spec, target, hot, seed=1)
+    rng = np.random.default_rng(3)
+    rows = [Row(ids=rng.integers(0, VOCAB, n).astype(np.int32), prompt_len=p) for n, p in ((19, 4), (9, 1), (30, 12))]
+    return target, Teacher(target, spec.tap_layers, hot, torch.float64), network, rows
+
+
+def reference_of(network: Any, target: Target) -> tuple[Design, dict[str, Tensor]]:
+    spec = network.spec
+    design = Design(
+        hidden=spec.hidden_size, target_hidden=spec.target_hidden_size, vocab=VOCAB, draft_vocab=12, taps=spec.tap_layers,
+        layers=spec.num_layers, windows=spec.windows, heads=spec.num_heads, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
+        inner=spec.intermediate_size, eps=spec.rms_eps, theta=spec.rope.theta,
+    )  # fmt: skip
+    tensors = {name.replace("midlayer.", "layers.0."): tensor.detach().cpu() for name, tensor in network.state_dict().items()}
+    return design, tensors
+
+
+def reference_logits(network: Any, target: Target, row: Row, place: int, step: int) -> Tensor:
+    """Of draft step `step` behind `place`, by definition: true features up to the place, own states behind it."""
+    design, tensors = reference_of(network, target)
+    taps = target_taps(target, row.ids.tolist(), design.taps)[: place + 1].double()
+    ids, fed = torch.from_numpy(row.ids).long(), torch.empty(0, design.hidden, dtype=torch.float64)
+    for k in range(step + 1):
+        tokens = ids[1 : place + 2 + k]
+        out, logits = run_head(design, tensors, target.embedding.cpu().double(), tokens, taps, fed)
+        fed = torch.cat((fed, out[-1:]))
+    return logits[-1]
+
+
+def test_draft_steps_of_a_padded_batch_are_those_of_the_definition() -> None:
+    target, teacher, network, rows = tiny()
+    lesson = teacher.lesson(rows)
+    with torch.no_grad():
+        logits = [network.lm_head(hidden) for hidden in network(lesson.embedded, lesson.features, 4)]
+    for r, row in enumerate(rows):
+        for place in range(0, len(row.ids) - 5, 3):
+            for step in range(4):
+                expected = reference_logits(network, target, row, place, step)
+                assert torch.allclose(logits[step][r, place].cpu(), expected, atol=1e-6), (r, place, step)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_parallel_head_learns_the_drafts_behind_masks_of_all_places_together(layers: int) -> None:
+    target, teacher, chain, rows = tiny()
+    mask_id = 30
+    spec = replace(chain.spec, mask_token_id=mask_id, num_layers=layers, windows=(None,) * layers)
+    network = new_network(spec, target, teacher.hot, seed=2)
+    with torch.no_grad():
+        for tensor in network.parameters():
+            tensor.add_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)) * 0.2)
+    lesson = teacher.lesson(rows)
+    design, tensors = reference_of(network, target)
+    masked = tensors.pop("mask_hidden").view(1, -1)
+    with torch.no_grad():
+        logits = [network.lm_head(hidden) for hidden in network(lesson.embedded, lesson.features, 4)]
+    for r, row in enumerate(rows):
+        ids, taps = torch.from_numpy(row.ids).long(), target_taps(target, row.ids.tolist(), design.taps).double()
+        for place in range(0, len(row.ids) - 1, 3):
+            tokens = torch.cat((ids[1 : place + 2], ids.new_full((3,), mask_id)))
+            features = torch.cat((taps[: place + 1], masked.expand(3, -1)))
+            _, expected = run_head(design, tensors, target.embedding.cpu().double(), tokens, features)
+            found = torch.stack([step[r, place].cpu() for step in logits])
+            assert torch.allclose(found, expected[place:], atol=1e-6), (r, place)
+    draft_loss(network, lesson, ahead=4, decay=0.8)[0].backward()
+    gradient = network.get_parameter("mask_hidden").grad
+    assert gradient is not None
+    assert gradient.abs().sum() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_attention_of_later_steps_and_its_gradients_are_those_of_all_pairs(dtype: torch.dtype) -> None:
+    shape, tolerance = (2, 3, 37, 8), {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}[dtype]
+    inputs = [
+        torch.randn(s, dtype=dtype, device=GPU_OR_CPU, requires_grad=True)
+        for s in (shape, shape, shape, (4, *shape), (4, *shape))
+    ]
+    weights = torch.randn(shape, dtype=dtype, device=GPU_OR_CPU)
+    found, expected = attend(*inputs), attend_reference(*inputs)
+    assert torch.allclose(found, expected, atol=tolerance)
+    for one, other in zip(
+        torch.autograd.grad(found, inputs, weights), torch.autograd.grad(expected, inputs, weights), strict=True
+    ):
+        assert torch.allclose(one, other, atol=tolerance)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_in_bf16_products_a_head_learns_nearly_the_same(parallel: bool) -> None:
+    """What a GPU does with a bf16 model: weights stay fp32, features come and products are made in bf16."""
+    target, teacher, chain, rows = tiny()
+    spec = replace(chain.spec, mask_token_id=30) if parallel else chain.spec
+    network = new_network(spec, target, teacher.hot, seed=2).to(CPU, torch.float32)
+    lesson = Teacher(target, teacher.taps, teacher.hot, torch.float32).lesson(rows)
+    values = {item.name: getattr(lesson, item.name).to(CPU) for item in fields(lesson)}
+    wide = replace(lesson, **{name: x.float() if x.is_floating_point() else x for name, x in values.items()})
+    narrow = replace(wide, embedded=wide.embedded.bfloat16(), features=wide.features.bfloat16())
+    gradients = []
+    for given, enabled in ((wide, False), (narrow, True)):
+        network.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            draft_loss(network, given, ahead=4, decay=0.8)[0].backward()
+        gradients.append({name: x.grad for name, x in network.named_parameters()})
+    for name, exact in gradients[0].items():
+        found = gradients[1][name]
+        assert exact is not None
+        assert found is not None
+        assert found.dtype == torch.float32
+        assert float((found - exact).norm()) < 0.05 * float(exact.norm()), name
+
+
+def test_places_of_prompts_are_learnt_where_that_is_asked_for() -> None:
+    target, teacher, _, rows = tiny()
+    whole = Teacher(target, teacher.taps, teacher.hot, torch.float64, prompts=True)
+    found = [sorted(zip(x.rows.tolist(), x.places.tolist(), strict=True)) for x in (teacher.lesson(rows), whole.lesson(rows))]
+    assert found[0] == [(r, t) for r, row in enumerate(rows) for t in range(row.prompt_len - 1, len(row.ids) - 1)]
+    assert found[1] == [(r, t) for r, row in enumerate(rows) for t in range(len(row.ids) - 1)]
+
+
+def test_the_loss_is_the_weighted_cross_entropy_with_the_targets_own_distributions() -> None:
+    target, teacher, network, rows = tiny()
+    ahead, decay = 3, 0.7
+    loss, matches = draft_loss(network, teacher.lesson(rows), ahead=ahead, decay=decay)
+    expected = torch.zeros((), dtype=torch.float64)
+    hot = teacher.hot.cpu()
+    for step in range(ahead):
+        nats, hits = [], []
+        for row in rows:
+            for place in range(row.prompt_len - 1, len(row.ids) - 1):
+                choice = full_logits(target, row.ids[: place + 1].tolist()).double()
+                if place - 1 - step < 0 or int(choice.argmax()) not in hot.tolist():
+                    continue
+                said = reference_logits(network, target, row, place - 1 - step, step)
+                nats.append(cross_entropy(said[None], choice[hot].softmax(-1)[None]))
+                hits.append(float(hot[said.argmax()] == choice.argmax()))
+        assert len(nats) > 5
+        expected = expected + decay**step * torch.stack(nats).mean()
+        assert float(matches[step]) == pytest.approx(np.mean(hits))
+    assert float(loss.detach()) == pytest.approx(float(expected), abs=1e-6)
+
+
+def test_the_gradient_of_the_chunked_cross_entropy_is_that_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    from batchspec.train import objective
+
+    monkeypatch.setattr(objective, "_CHUNK", 4)
+    rng = torch.Generator().manual_seed(0)
+    hidden, head = (torch.randn(n, 5, dtype=torch.float64, generator=rng, requires_grad=True) for n in (10, 7))
+    probs = torch.randn(10, 7, dtype=torch.float64, generator=rng).softmax(-1)
+    weights = torch.tensor([1.0, 0, 1, 1, 0, 1, 1, 1, 0, 1], dtype=torch.float64)
+    apply: Any = SoftCrossEntropy.apply
+    found = torch.autograd.grad(apply(hidden, head, probs, probs.argmax(-1), weights)[0] * 3, (hidden, head))
+    plain = -((probs * (hidden @ head.t()).log_softmax(-1)).sum(-1) * weights).sum() * 3
+    for one, other in zip(found, torch.autograd.grad(plain, (hidden, head)), strict=True):
+        assert torch.allclose(one, other)
+
+
+def test_the_replay_is_a_walk_with_the_drafts_of_the_definition() -> None:
+    target, teacher, network, rows = tiny()
+    design, tensors = reference_of(network, target)
+    tensors["d2t"] = teacher.hot.cpu() - torch.arange(12)
+    rng = np.random.default_rng(0)
+    for row in rows:  # drafts stand often enough if the rows are made of them
+        ids = row.ids[: row.prompt_len + 1].tolist()
+        while len(ids) < len(row.ids):
+            ids += [*reference_drafts(design, tensors, target, ids, int(rng.integers(1, 4))), int(rng.integers(VOCAB))]
+        row.ids[:] = ids[: len(row.ids)]
+    rounds, kept = 0, np.zeros(3, int)
+    for row in rows:
+        ids, newest = row.ids.tolist(), row.prompt_len
+        while newest < len(ids) - 1:
+            drafts = reference_drafts(design, tensors, target, ids[: newest + 1], min(3, len(ids) - 2 - newest))
+            count = next((i for i, (a, b) in enumerate(zip(drafts, ids[newest + 1 :], strict=False)) if a != b), len(drafts))
+            rounds, newest = rounds + 1, newest + count + 1
+            kept[:count] += 1
+    found = acceptance(network, teacher, rows, max_len=3, batch_tokens=40, cast=nullcontext())
+    assert found.rounds == rounds
+    assert found.accepted == tuple(kept)
+    assert kept[2] > 0
+    assert found.tokens == sum(len(row.ids) - row.prompt_len - 1 for row in rows)
+
+
+def test_an_epoch_has_every_row_once_in_batches_that_fit_and_are_of_like_length() -> None:
+    lengths = np.random.default_rng(0).integers(3, 200, 700)
+    batches = epoch_batches(lengths, batch_tokens=1000, seed=5, epoch=1)
+    assert sorted(np.concatenate(batches).tolist()) == list(range(700))
+    assert all(lengths[batch].max() * len(batch) <= 1000 for batch in batches)
+    padded = sum(int(lengths[batch].max()) * len(batch) for batch in batches)
+    assert padded < 1.1 * lengths.sum()
+    again, other = (epoch_batches(lengths, batch_tokens=1000, seed=5, epoch=epoch) for epoch in (1, 2))
+    assert all(np.array_equal(a, b) for a, b in zip(batches, again, strict=True))
+    assert any(not np.array_equal(a, b) for a, b in zip(batches, other, strict=False))
+    assert len(course(lengths, batch_tokens=1000, seed=5, epochs=9, steps=3)) == 3
+    two = course(lengths, batch_tokens=1000, seed=5, epochs=2, steps=None)
+    assert np.bincount(np.concatenate(two)).tolist() == [2] * 700
+
+
+def test_completions_of_one_prompt_are_on_one_side_of_the_split() -> None:
+    rows = [Row(ids=np.array([i // 3, 7, i], np.int32), prompt_len=2) for i in range(30)]
+    trained, held = split_rows(rows, 7, seed=0)
+    assert len(held) == 9  # whole prompts
+    assert len(trained) + len(held) == 30
+    assert not {int(row.ids[0]) for row in trained} & {int(row.ids[0]) for row in held}
+
+
+def test_completions_of_a_bare_opening_are_held_out_one_by_one() -> None:
+    """It is the prompt of more rows than are held out: as one it would leave few to train on, or none to measure with."""
+    rows = [Row(ids=np.array([5, 7, i], np.int32), prompt_len=2) for i in range(30)]
+    for questions in ([], [Row(ids=np.array([i, 8, 9], np.int32), prompt_len=2) for i in range(10)]):
+        trained, held = split_rows([*rows, *questions], 4, seed=1)
+        assert len(held) == 4
+        assert len(trained) == 26 + len(questions)
+
+
+def test_the_draft_vocabulary_is_what_completions_use_most() -> None:
+    rows = [Row(ids=np.array([9, 9, 9, 4, 4, 6, 5], np.int32), prompt_len=3)]
+    assert frequent_ids(rows, vocab_size=10, count=3, keep=(2,)).tolist() == [2, 4, 5]  # of 5 and 6 the lower; 9 is prompt
+    assert frequent_ids(rows, vocab_size=10, count=99, keep=()).tolist() == list(range(10))
+
+
+def test_the_mask_is_the_highest_token_that_no_row_holds() -> None:
+    rows = [Row(ids=np.array(ids, np.int32), prompt_len=1) for ids in ([0, 4, 5], [5, 2])]
+    assert unused_id(rows, 8) == 7
+    assert unused_id(rows, 6) == 3
+    assert unused_id([Row(ids=np.array([1, 0, 1, 0, 2], np.int32), prompt_len=1)], 3) == 2  # of all that are used the rarest
+
+
+@pytest.mark.parametrize(("layers", "taps"), [(30, (2, 15, 27)), (32, (2, 16, 29)), (3, (2, 1, 0)), (4, (2, 3, 4)), (1, (0, 1))])
+def test_the_usual_taps(layers: int, taps: tuple[int, ...]) -> None:
+    assert usual_taps(layers) == taps
+
+
+def test_the_learning_rate_rises_and_falls_on_a_cosine() -> None:
+    rates = [learning_rate(step, 1000, 2e-3) for step in range(1000)]
+    assert rates[0] == pytest.approx(1e-4)
+    assert max(rates) == pytest.approx(2e-3, rel=1e-2)
+    assert rates.index(max(rates)) == 19
+    assert rates[19:] == sorted(rates[19:], reverse=True)
+    assert rates[-1] == pytest.approx(2e-4, rel=1e-2)
