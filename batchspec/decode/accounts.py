@@ -90,9 +90,9 @@ class Accounts:
         self._watched[slot] = True  # it has ended, whatever the device says
         return False
 
-    def ended(self, row: Row) -> bool:
-        """Whether the row has an end that the device does not know of: a stop string, or what its budget forced."""
-        return bool(self._watched[row.slot]) and row.progress.finish_reason is not None
+    def watched(self, slots: Slots) -> NDArray[np.bool_]:
+        """bool [n]: rows that may have an end that the device does not know of: a stop string, or what a budget forced."""
+        return self._watched[slots]
 
 
 def mode_of(request: Request) -> SamplingMode:

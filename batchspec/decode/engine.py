@@ -352,9 +352,11 @@ class Engine:
             row = self._row(slot)
             if self._accounts.hold_to_budget(row, int(scheduler.num_tokens[slot])):
                 self._set_back(row)
-        for slot, finish in zip(slots.tolist(), lines[:, 3].tolist(), strict=True):
-            if scheduler.slots[slot] is not None and (finish or self._accounts.ended(self._row(slot))):  # None: set back just now
-                yield self._finish(self._row(slot), finish, now)
+        may_end = (lines[:, 3] != 0) | self._accounts.watched(slots)
+        for slot, finish in zip(slots[may_end].tolist(), lines[may_end, 3].tolist(), strict=True):
+            row = scheduler.slots[slot]
+            if row is not None and (finish or row.progress.finish_reason is not None):  # None: set back just now
+                yield self._finish(row, finish, now)
         if self.on_round is not None:
             self.on_round(self.totals)
 
