@@ -37,8 +37,9 @@ def run_job(config: RunConfig, source: Source | None = None) -> None:
     job = open_job(config, source)
     output = check_output(job)
     retry = new_retry(job, output)
-    finished = output.finished() if output.is_job() and not config.output.overwrite else set()
-    complete = retry is None and output.is_job() and len(finished) == output.num_shards
+    goes_on = output.is_job() and not output.begins_anew(config.output.overwrite)
+    finished = output.finished() if goes_on else set()
+    complete = retry is None and goes_on and len(finished) == output.num_shards
     if complete:
         say(f"{output.path}: already complete: {job.source.num_rows} rows in {output.num_shards} shards{nothing_left(config)}")
     else:
@@ -65,6 +66,7 @@ def finish(output: OutputFolder, *, again: bool) -> int:
     """Card and report of a job without a missing shard, where they are not there or `again`; the number of error rows."""
     stats = job_stats(output.path)
     if again or not output.has_card():  # a run may have died between the last commit and the card
+        output.check_own()
         output.journal().delete()
         output.claims().delete()
         output.attempts().delete()
@@ -89,7 +91,7 @@ def compute(
     seen = survey_first(job)
     if retry is not None:
         finished = finished - set(retry.shards)
-    first_time = not output.is_job() or job.config.output.overwrite
+    first_time = not output.is_job() or output.begins_anew(job.config.output.overwrite)
     again = retry is not None or (not first_time and output.generation is not None)
     num_errors = job_stats(output.path).by_status.get("error", 0) if finished and not again else 0
     check_errors(job, num_errors)

@@ -25,10 +25,10 @@ from batchspec.draft.weights import Head, dummy_head, dummy_spec, head_bytes, lo
 from batchspec.draft.window import WindowDrafter
 from batchspec.errors import ConfigError
 from batchspec.io.columns import ColumnMap, check_ids, map_columns
+from batchspec.io.folder import default_shard_rows
 from batchspec.io.manifest import fingerprint
 from batchspec.io.reader import Source, open_source
 from batchspec.io.schema import output_schema
-from batchspec.io.shards import default_shard_rows
 from batchspec.model.hub import resolve_model
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target, resolve_dtype

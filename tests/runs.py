@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import polars as pl
@@ -44,12 +45,18 @@ def _child(arguments: list[str], log: Path, patch: Patch, environ: dict[str, str
     os._exit(code)
 
 
-def run_apart(arguments: list[str], log: Path, patch: Patch = nothing, timeout_s: float = 120) -> tuple[int, str]:
-    """Exit code, negative for a signal, and what it said. `patch`, of a test module, is called there first."""
+def start_apart(arguments: list[str], log: Path, patch: Patch = nothing) -> ForkServerProcess:
+    """The run's process; what it says goes to `log`. `patch`, of a test module, is called there first."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.runs", "batchspec.job"])
     process = context.Process(target=_child, args=(arguments, log, patch, dict(os.environ)))
     process.start()
+    return process
+
+
+def run_apart(arguments: list[str], log: Path, patch: Patch = nothing, timeout_s: float = 120) -> tuple[int, str]:
+    """Exit code, negative for a signal, and what it said."""
+    process = start_apart(arguments, log, patch)
     process.join(timeout_s)
     if process.exitcode is None:
         process.kill()

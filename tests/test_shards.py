@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchspec.errors import ConfigError, OutputError, StorageError
+from batchspec.io.folder import default_shard_rows
 from batchspec.io.manifest import differences, fingerprint
-from batchspec.io.shards import OutputFolder, default_shard_rows
+from batchspec.io.shards import OutputFolder
 from batchspec.io.writer import write_parquet
 from tests.io_samples import built, completion, dataset, new_folder, shards_of
 

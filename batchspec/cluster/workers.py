@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from typing import IO
 
 from batchspec.config import RunConfig, to_json
 from batchspec.errors import BatchspecError, ConfigError, Interrupted, StorageError, TooManyErrors
+from batchspec.io.overwrite import CREW
 from batchspec.io.shards import OutputFolder
 from batchspec.work.signals import SIGNALS
 
@@ -75,7 +77,7 @@ class Crew:
     """The workers of one run."""
 
     def __init__(self, config: RunConfig, devices: Sequence[str | None]) -> None:
-        self._text = to_json(config)
+        self._text, self._name = to_json(config), uuid.uuid4().hex
         self._num = len(devices)
         self._said: set[str] = set()
         self._lock = threading.Lock()
@@ -86,7 +88,7 @@ class Crew:
         self._readers = [self._follow(worker) for worker in self.workers if worker.process.stdout is not None]
 
     def _start(self, number: int, device: str | None) -> Worker:
-        env = dict(os.environ)
+        env = {**os.environ, CREW: self._name}
         if device is not None:
             env["CUDA_VISIBLE_DEVICES"] = device
         elif self._num > 1:

@@ -11,9 +11,10 @@ from typing import Any
 import polars as pl
 
 from batchspec.errors import OutputError
+from batchspec.io.folder import part_name
 from batchspec.io.manifest import Manifest
 from batchspec.io.reader import locate
-from batchspec.io.shards import OutputFolder, part_name
+from batchspec.io.shards import OutputFolder
 from batchspec.io.store import scanning
 
 Row = Mapping[str, Any]

@@ -92,6 +92,14 @@ class Claims:
         claims = self.owners(shards - self._held.keys())
         return {shard for shard, claim in claims.items() if not self._is_stale(shard, claim)}
 
+    def living(self, shards: Container[int]) -> list[tuple[int, dict[str, Any], float]]:
+        """Claims on these shards whose owners live as far as one look can tell, each with the seconds since it was written, by
+        the store's own clock. Raises StorageError.
+        """
+        claims = [(n, claim) for n, claim in self.owners(shards).items() if claim.get("owner") and not is_gone(claim, self._who)]
+        ages = self._store.ages_s([_name(shard) for shard, _ in claims])
+        return [(shard, claim, age) for (shard, claim), age in zip(claims, ages, strict=True) if age < self.stale_s]
+
     def owners(self, shards: Container[int]) -> dict[int, dict[str, Any]]:
         """The claims on these shards, whoever holds them. Raises StorageError."""
         claimed = [int(name.removesuffix(".json")) for name in self._store.list(FOLDER) if NAME.fullmatch(name)]

@@ -13,7 +13,7 @@ import json
 import re
 import time
 import zlib
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -47,10 +47,14 @@ class Journaled:
 
 
 class Journal:
-    """The segments of one job; `attempt` names those that this run writes."""
+    """The segments of one job; `attempt` names those that this run writes.
 
-    def __init__(self, store: Store, attempt: str) -> None:
-        self._store, self._attempt = store, attempt
+    job        of the manifest: segments of another one that was in the folder before are none of this job's
+    check_own  called before a segment is published; raises where the folder has another job now
+    """
+
+    def __init__(self, store: Store, attempt: str, job: str = "", check_own: Callable[[], None] = lambda: None) -> None:
+        self._store, self._attempt, self._job, self._check_own = store, attempt, job, check_own
         self._number = 0
         self._known: set[str] = set()
         self._waiting: list[Completion] = []
@@ -76,8 +80,9 @@ class Journal:
         lines += [json.dumps({"left": asdict(snapshot)}) for snapshot in snapshots]
         if lines:
             body = "\n".join(lines).encode()
-            header = {"version": VERSION, "rows": len(lines), "crc32": zlib.crc32(body)}
+            header = {"version": VERSION, "job": self._job, "rows": len(lines), "crc32": zlib.crc32(body)}
             name = f"{FOLDER}/{self._attempt}-{self._number:06d}.json"
+            self._check_own()
             self._store.put_if_absent(name, json.dumps(header).encode() + b"\n" + body)
             self._number += 1
             self._waiting = []
@@ -95,7 +100,7 @@ class Journal:
         new = [name for name in self._store.list(FOLDER) if NAME.fullmatch(name) and name not in self._known]
         self._known.update(new)
         for data in for_each(self._store, [f"{FOLDER}/{name}" for name in new], self._segment):
-            for line in _lines(data):
+            for line in _lines(data, self._job):
                 _take(json.loads(line), found, skip)
         for key in found.completions:
             found.snapshots.pop(key, None)
@@ -114,12 +119,12 @@ class Journal:
         self._store.delete_tree(FOLDER)
 
 
-def _lines(data: bytes) -> list[bytes]:
-    """The rows of a segment; none of one that is damaged or of another version."""
+def _lines(data: bytes, job: str) -> list[bytes]:
+    """The rows of a segment; none of one that is damaged, of another job or of another version."""
     head, _, body = data.partition(b"\n")
     try:
         header = json.loads(head)
-        sound = header["version"] == VERSION and header["crc32"] == zlib.crc32(body)
+        sound = header["version"] == VERSION and header.get("job", "") == job and header["crc32"] == zlib.crc32(body)
     except (ValueError, KeyError, TypeError, RecursionError):
         return []
     return body.split(b"\n") if sound else []

@@ -11,6 +11,7 @@ from typing import Any
 from batchspec.errors import OutputError
 from batchspec.io.reader import InputFile
 
+MANIFEST = "_batchspec/manifest.json"
 VERSION = 1
 SHORT = 64
 
@@ -31,6 +32,12 @@ class Manifest:
     publish: str
     """link, rename or put (S3): how a shard takes its name on this file system."""
     files: tuple[InputFile, ...]
+    job: str = ""
+    """Tells the job from any other that was or will be in the folder."""
+    began: tuple[str, ...] = ()
+    """The command that began it, see overwrite.py."""
+    ready: bool = True
+    """False while the job that was there before is being deleted."""
 
     def to_json(self) -> bytes:
         return (json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n").encode()
@@ -45,6 +52,7 @@ class Manifest:
                     f"{where} has version {values['version']}, this batchspec writes {VERSION}; use another output.dir"
                 )
             values["files"] = tuple(InputFile(**file) for file in values["files"])
+            values["began"] = tuple(values.get("began", ()))
             return cls(**values)
         except (ValueError, KeyError, TypeError) as error:
             raise OutputError(f"{where} is damaged ({error}); restore it or use another output.dir") from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import math
 import os
 import shutil
 import tempfile
@@ -19,6 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from email.utils import parsedate_to_datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,7 +32,7 @@ import pyarrow.fs as pafs
 from batchspec.errors import ConfigError, OutputError, StorageError
 from batchspec.io.aws import client, filesystem, passing, refusal, status, whole
 from batchspec.io.retry import retried
-from batchspec.io.store import STALE_S, scanning, storing
+from batchspec.io.store import STALE_S, for_each, scanning, storing
 
 SCHEME = "s3://"
 ATTEMPT = "batchspec-attempt"
@@ -127,6 +129,20 @@ class S3Store:
             return data
 
         return self._call(f"reading {self._uri(name)}", act)
+
+    def ages_s(self, names: Sequence[str]) -> list[float]:
+        return list(for_each(self, names, self._age_s))
+
+    def _age_s(self, name: str) -> float:
+        found = self._head(name)
+        if found is None:
+            return math.inf
+        now = parsedate_to_datetime(found["ResponseMetadata"]["HTTPHeaders"]["date"])
+        age: float = (now - found["LastModified"]).total_seconds()
+        return age
+
+    def discard(self, prefix: str) -> None:
+        pass  # a run's unfinished files lie on its own machine
 
     def list(self, name: str) -> list[str]:
         prefix = f"{self._key(name)}/"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import math
 import os
 import shutil
 import stat
@@ -84,6 +85,12 @@ class Store(Protocol):
 
     def read(self, name: str) -> bytes:
         """The bytes under the name."""
+
+    def ages_s(self, names: Sequence[str]) -> list[float]:
+        """Seconds since each was written, by the store's own clock; infinite for what is gone."""
+
+    def discard(self, prefix: str) -> None:
+        """Delete unfinished files of all runs whose names begin so: they can be published no more."""
 
     def list(self, name: str) -> list[str]:
         """Names of what lies directly in a folder ("" is the root), sorted; none where the folder is not there."""
@@ -197,14 +204,34 @@ class LocalStore:
                 other.unlink(missing_ok=True)
 
     def clean(self) -> None:
-        mark = self._written("now", b"")  # ages are told by the file system's own clock
-        with storing(f"cleaning {mark.parent}"):
-            now = mark.stat().st_mtime
-            mark.unlink()
-            for path in mark.parent.iterdir():
+        now = self._now()
+        with storing(f"cleaning {self.scratch()}"):
+            for path in self.scratch().iterdir():
                 with suppress(FileNotFoundError):
                     if now - path.stat().st_mtime > STALE_S:
                         path.unlink()
+
+    def discard(self, prefix: str) -> None:
+        with storing(f"cleaning {self.scratch()}"):
+            for path in self.scratch().iterdir():
+                if path.name.startswith(prefix):
+                    path.unlink(missing_ok=True)
+
+    def _now(self) -> float:
+        """By the file system's own clock."""
+        mark = self._written("now", b"")
+        with storing(f"looking at {mark}"):
+            now = mark.stat().st_mtime
+            mark.unlink()
+        return now
+
+    def ages_s(self, names: Sequence[str]) -> list[float]:
+        return [self._age_s(name, now) for now in ([self._now()] if names else []) for name in names]
+
+    def _age_s(self, name: str, now: float) -> float:
+        with storing(f"looking for {self.root / name}"), suppress(FileNotFoundError):
+            return now - self._path(name).stat().st_mtime
+        return math.inf
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         return self.publish(self._written(name, data), name)
