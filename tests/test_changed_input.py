@@ -129,6 +129,7 @@ def test_the_commit_looks_at_the_input_once_more(model: Path, tmp_path: Path, mo
 
 def test_an_object_that_is_replaced_on_s3_is_noticed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running_lab() as lab:
+        lab.empty()
         for name, value in lab.environ().items():
             monkeypatch.setenv(name, value)
 
@@ -157,16 +158,27 @@ def test_other_json_lines_are_noticed_though_size_and_time_are_the_same(tmp_path
         list(source.shards(2))
 
 
-def test_only_the_files_of_the_rows_asked_for_are_looked_at(tmp_path: Path) -> None:
-    for i in range(4):
+@pytest.mark.parametrize(("name", "first"), [("0", 0), ("2", 3), ("3", 6)])
+def test_only_the_files_of_the_rows_asked_for_are_looked_at(tmp_path: Path, name: str, first: int) -> None:
+    for i in range(4):  # file 1 has no rows
         (tmp_path / f"{i}.jsonl").write_bytes(as_lines(count=0 if i == 1 else 3))
     source = open_source(InputConfig(path=str(tmp_path)))
-    for changed, first in ((3, 6), (2, 3), (0, 0)):  # file 1 has no rows
-        source.check(0, first)
-        (tmp_path / f"{changed}.jsonl").write_bytes(as_lines("Bye", 3))
-        for start, stop in ((first, first + 1), (first + 2, first + 3)):
-            with pytest.raises(InputError, match=rf"{changed}\.jsonl changed"):
-                source.check(start, stop)
+    (tmp_path / f"{name}.jsonl").write_bytes(as_lines("Goodbye", 3))
+    for row in range(9):
+        if first <= row < first + 3:
+            with pytest.raises(InputError, match=rf"{name}\.jsonl changed"):
+                source.check(row, row + 1)
+        else:
+            source.check(row, row + 1)
+
+
+def test_a_part_that_gives_fewer_rows_than_it_had_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = table_source(pa.Table.from_pylist(rows()))
+    monkeypatch.setattr(
+        files.MemoryFile, "read", lambda self, part, columns: self.table.slice(0, 20).select(columns).to_batches()
+    )
+    with pytest.raises(InputError, match=r"table changed while the job runs \(20 rows where 24 were\)"):
+        list(source.shards(2))
 
 
 class Forgetful:
@@ -189,7 +201,7 @@ def test_shards_that_no_pass_gives_end_the_run(model: Path, tmp_path: Path, keep
 
     config = compose(arguments(model, "unused", tmp_path / "out"))
     source = Forgetful(table_source(pa.Table.from_pylist(rows())), keeps)
-    with pytest.raises(InputError, match=f"too few rows for {12 - keeps} of 12 shards, shard {keeps} among them"):
+    with pytest.raises(InputError, match=f"gave no rows for {12 - keeps} of 12 shards, shard {keeps} among them"):
         run_job(config, source)
     assert len(list(tmp_path.glob("out/data/*"))) == keeps
 

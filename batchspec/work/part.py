@@ -89,7 +89,7 @@ class Part:
             self.fitted.shrink(short.said)
             self._journaled = self._journal.read(self.output.finished())
         elif not (self.fitted.stopping or self._deadline.reached):
-            check_whole(self._awaited | set(self._claims.own), self.output.num_shards)
+            check_whole(self._awaited, self.output.num_shards)
 
     def _committed(self, shard: InputShard, completions: list[Completion]) -> None:
         self._journal.forget(shard.index)
@@ -147,8 +147,8 @@ def check_whole(left: set[int], num_shards: int) -> None:
     """Raises InputError where shards are left behind a pass over the whole input: the next pass would leave them too."""
     if left:
         raise InputError(
-            f"the input gave no or too few rows for {len(left)} of {num_shards} shards, shard {min(left)} among them; put back "
-            "the files that the job began with, and run the same command again"
+            f"the input gave no rows for {len(left)} of {num_shards} shards, shard {min(left)} among them; put back the files "
+            "that the job began with, and run the same command again"
         )
 
 
