@@ -19,6 +19,7 @@ from batchspec.draft.base import Drafter, NoDrafter
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
+from batchspec.draft.tree import PRODUCTS, TreeDrafter, TreeShape
 from batchspec.draft.weights import load_head
 from batchspec.draft.window import WindowDrafter
 from batchspec.model.spec import ModelSpec, RopeSpec
@@ -30,6 +31,7 @@ from tests.heads import distilled_tensors, random_tensors, tiny_design, write_he
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 VOCAB, MAX_LEN = 89, 256
+TREE, LARGE_TREE = TreeShape(topk=3, depth=3, nodes=14), TreeShape(topk=10, depth=6, nodes=60, rank=PRODUCTS)
 SAMPLINGS = (
     SamplingParams(),
     SamplingParams(temperature=0.9),
@@ -63,13 +65,16 @@ def target(kind: str, window: int | None = None, num_layers: int = 2) -> Target:
 
 
 def eagle(
-    folder: Path, kind: str, max_len: int, slots: int, *, rows: list[list[int]] | None = None, num_layers: int = 2, **options: Any
-) -> Drafter:
+    folder: Path, kind: str, max_len: int, slots: int, *, rows: list[list[int]] | None = None, num_layers: int = 2,
+    tree: TreeShape | None = None, **options: Any,
+) -> Drafter:  # fmt: skip
     own = target(kind, num_layers=num_layers)
     taps = (0, 1, 2) if num_layers == 2 else (1, 2, 3)
     design = tiny_design(own.spec, heads=2, kv_heads=2, head_dim=64, draft_vocab=VOCAB, taps=taps)
     tensors = random_tensors(design) if rows is None else distilled_tensors(target("cpu"), design, rows)
     head = load_head(write_head(folder, design, tensors), own.spec, dtype=own.dtype, device=own.device, aux_layers="input")
+    if tree is not None:
+        return TreeDrafter(head, own, tree, slots=slots, **options)
     return Eagle3Drafter(head, own, max_len, slots=slots, **options)
 
 
@@ -128,7 +133,9 @@ def shape(slots: int, **changes: object) -> PackedBatch:
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
-@pytest.mark.parametrize("name", ["none", "lookup", "window", "pard", "pard chain", "eagle3", "eagle3 general"])
+@pytest.mark.parametrize(
+    "name", ["none", "lookup", "window", "pard", "pard chain", "eagle3", "eagle3 general", "tree", "tree by products"]
+)
 def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, overlap: bool, tmp_path: Path) -> None:
     asked, slots = requests(40), 8
     general: dict[str, Any] = {"dead_positions": False, "uniform_slots": False, "argmax": False}
@@ -140,6 +147,10 @@ def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, overl
         "pard chain": partial(pard, 3, slots, parallel=False),
         "eagle3": partial(eagle, tmp_path, "cuda", 3, slots),
         "eagle3 general": partial(eagle, tmp_path, "cuda", 3, slots, **general),
+        "tree": partial(eagle, tmp_path, "cuda", 3, slots, tree=TREE),
+        "tree by products": partial(
+            eagle, tmp_path, "cuda", 3, slots, tree=replace(TREE, topk=10, depth=6, nodes=60, rank=PRODUCTS)
+        ),
     }
     options = RoundOptions(uniform_slots=name != "eagle3 general", argmax=name != "eagle3 general")
     engine, done = run(target("cuda"), drafters[name](), shape(slots), asked, options=options, overlap=overlap)
@@ -176,6 +187,25 @@ def test_a_distilled_head_is_mostly_right_and_changes_nothing(tmp_path: Path) ->
     engine, done = run(target("cuda"), drafter, shape(4), asked)
     assert tokens(done) == expected
     assert engine.totals.accepted > engine.totals.row_rounds
+
+
+def test_a_distilled_head_s_trees_are_right_more_often_than_its_chains(tmp_path: Path) -> None:
+    asked = requests(16, stops=False, samplings=(SamplingParams(),))
+    expected = alone(asked)
+    rows = [row for r in asked if len(row := r.prompt_ids.tolist() + expected[r.request_id]) > 8]
+    accepted = []
+    for tree in (None, TREE):
+        engine, done = run(target("cuda"), eagle(tmp_path, "cuda", 3, 4, rows=rows, tree=tree), shape(4), asked)
+        assert tokens(done) == expected
+        accepted.append(engine.totals.accepted / engine.totals.row_rounds)
+    assert accepted[1] > accepted[0]
+
+
+def test_the_engine_that_chooses_between_trees_and_no_drafts_changes_nothing(tmp_path: Path) -> None:
+    asked = requests(60)
+    engine, done = run(target("cuda"), eagle(tmp_path, "cuda", 3, 8, tree=TREE), shape(8), asked, adaptive=True)
+    assert tokens(done) == alone(asked)
+    assert 0 < engine.totals.drafted < 2.5 * engine.totals.row_rounds
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])

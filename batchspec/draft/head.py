@@ -57,7 +57,7 @@ class EagleHead:
 
     def __init__(self, head: Head, target: Target, *, argmax: bool = True) -> None:
         spec, tensors = head.spec, head.tensors
-        self.spec, self._argmax, self._hot = spec, argmax, head.hot
+        self.spec, self._argmax, self.map_ids = spec, argmax, head.hot
         self._fc = Linear(tensors["fc.weight"], tensors.get("fc.bias"))
         self._input_norm = tensors.get("input_norm.weight")
         self._tap_norms = [tensors[f"fc_norm.{i}.weight"] for i in range(len(spec.tap_layers))] if spec.fc_norm else []
@@ -71,10 +71,10 @@ class EagleHead:
         self._target = target
         # As the target's: reduced and kept in fp32, so that rounding makes no ties. A GPU multiplies bf16 into fp32 itself.
         self._fp32_out = self._lm_head is not None and self._lm_head.is_cuda and self._lm_head.dtype is torch.bfloat16
-        self._logits_dtype = torch.float64 if target.dtype is torch.float64 else torch.float32
+        self.logits_dtype = torch.float64 if target.dtype is torch.float64 else torch.float32
         self._scores = None
         if self._lm_head is not None and not self._fp32_out:
-            self._scores = Linear(self._lm_head.to(self._logits_dtype))
+            self._scores = Linear(self._lm_head.to(self.logits_dtype))
 
     def features(self, taps: Tensor) -> Tensor:
         """taps [T, W] of the target's residual stream -> [T, H]."""
@@ -148,26 +148,23 @@ class EagleHead:
         """normed [R, H] behind the final norm -> the target id of each row's likeliest draft token, int32 [R] of any stride."""
         tile = self._fused_tile(normed) if self._argmax else None
         if tile is not None and self._lm_head is not None:
-            lm_head(normed, self._lm_head, out_ids=out_ids, map_ids=self._hot, tile=tile)
+            lm_head(normed, self._lm_head, out_ids=out_ids, map_ids=self.map_ids, tile=tile)
             return
         logits = self.logits(normed)
         if self._argmax:
-            argmax(logits, out_ids=out_ids, map_ids=self._hot)
+            argmax(logits, out_ids=out_ids, map_ids=self.map_ids)
         else:
             ids = torch.softmax(logits, -1).topk(1, dim=-1).indices.squeeze(1)
-            out_ids.copy_(ids if self._hot is None else self._hot[ids])
+            out_ids.copy_(ids if self.map_ids is None else self.map_ids[ids])
 
-    def branches(self, normed: Tensor, count: int, *, logs: bool) -> tuple[Tensor, Tensor]:
+    def branches(self, normed: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """normed [N, H] behind the final norm -> the likeliest draft tokens of each place, falling.
 
-        Returns their log-probabilities [N, count], without `logs` probabilities, and target ids int32 [N, count]. NaN is -inf.
+        Returns their logits [N, count], the log of the sum of all exponentials [N], and their draft ids int64 [N, count].
         """
         logits = self.logits(normed)
         best = logits.topk(count, dim=1)
-        scores = best.values - torch.logsumexp(logits, 1, keepdim=True)
-        scores = torch.where(scores.isnan(), -torch.inf, scores)
-        ids = best.indices if self._hot is None else self._hot[best.indices]
-        return scores if logs else scores.exp(), ids.int()
+        return best.values, torch.logsumexp(logits, 1), best.indices
 
     def _fused_tile(self, normed: Tensor) -> Tile | None:
         """How lm_head and argmax are one kernel where that was measured to be faster than two."""
@@ -182,7 +179,7 @@ class EagleHead:
             return self._target.logits(normed)
         if self._scores is None:
             return torch.mm(normed, self._lm_head.t(), out_dtype=torch.float32)
-        return self._scores(normed.to(self._logits_dtype))
+        return self._scores(normed.to(self.logits_dtype))
 
 
 def products(spec: HeadSpec) -> list[Product]:

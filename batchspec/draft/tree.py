@@ -24,7 +24,9 @@ from batchspec.cache.attention import FlatBatch, TreeTail
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.head import Place
 from batchspec.draft.weights import Head
+from batchspec.kernels.tree_level import Frontier, tree_level
 from batchspec.kernels.tree_places import MAX_NODES, tree_places
+from batchspec.kernels.tree_select import tree_select
 from batchspec.model.target import Target
 
 if TYPE_CHECKING:
@@ -86,8 +88,8 @@ class TreeShape:
 
 
 def grown_nodes(topk: int, depth: int) -> int:
-    """Nodes that a tree has before the best are kept."""
-    return topk + (depth - 1) * topk**2
+    """Nodes that a tree of so many levels has before the best are kept."""
+    return topk + (depth - 1) * topk**2 if depth else 0
 
 
 def usual_nodes(topk: int, depth: int) -> int:
@@ -120,14 +122,21 @@ class TreeDrafter(Eagle3Drafter):
         self.parents = torch.full((slots, shape.nodes + 1), -1, dtype=torch.int32, device=device)
         """int32 [slots, N+1] the node above each, of the last `propose`; -1 of the root, which is node 0."""
         place = torch.arange(places, dtype=torch.int32, device=device)
-        self._depths, self._own = (place // branches).long(), torch.ones_like(place, dtype=torch.int64) << place
-        self._above = torch.where(place < branches, -1, place - branches).unsqueeze(0)
+        self._depths = (place // branches).long()
+        self._places_above = torch.where(place < branches, -1, place - branches).unsqueeze(0)
         self._keys = torch.arange(1, shape.depth, dtype=torch.int32, device=device).mul_(branches).unsqueeze(1)
         self._branch_rows = torch.arange(slots, dtype=torch.int32, device=device).repeat_interleave(branches)
         self._branch_start = torch.arange(0, slots * branches + 1, branches, dtype=torch.int32, device=device)
         self._grown_positions, self._grown_slots, self._grown_masks = torch.zeros(
             3, slots * places, dtype=torch.int64, device=device
         )
+        self._scores = torch.zeros(slots, shape.candidates, dtype=self.head.logits_dtype, device=device)
+        self._ids, self._numbers_above = torch.zeros(2, slots, shape.candidates, dtype=torch.int32, device=device)
+        line = torch.arange(slots, device=device)
+        # A path begins with the root: log 1, or 1.
+        start = torch.full((slots, 1), 0.0 if shape.rank == SUMS else 1.0, dtype=self._scores.dtype, device=device)
+        no_number, no_place = torch.full_like(start, -1, dtype=torch.int32), torch.zeros_like(start, dtype=torch.int64)
+        self._root = Frontier(start, no_number, no_place, no_number.flatten(), line)
 
     def _lead(self, normed: Tensor, out: Tensor) -> None:
         out.copy_(normed)
@@ -138,32 +147,23 @@ class TreeDrafter(Eagle3Drafter):
 
         A parent has a lower number than its children, which stand side by side, the likeliest first.
         """
-        num_rows, branches, join = draft_ids.shape[0], self.shape.topk, torch.add if self._sums else torch.mul
-        torch.mul(rows.live, self.max_len, out=draft_len)
-        first_row = self._branch_rows[: num_rows * branches]
-        hidden, masks = self._hidden.index_select(0, first_row), self._own[:branches].expand(num_rows, -1)
-        scores, tokens = self.head.branches(self._first[:num_rows], branches, logs=self._sums)
-        frontier = torch.arange(branches, device=tokens.device).expand(num_rows, -1)
-        grown = _Grown(scores, tokens)
-        for level, batch in enumerate(self._levels(rows, cache)):
-            batch.token_ids = tokens.flatten()
-            batch.tree = replace(batch.tree, ancestors=masks.flatten()) if batch.tree else None
-            normed, hidden = self._through(batch, hidden, cache)
-            likely, ids = self.head.branches(normed, branches, logs=self._sums)
-            paths = join(scores.unsqueeze(2), likely.view(num_rows, branches, branches)).flatten(1)
-            ids, base = ids.view(num_rows, -1), grown.num_grown
-            grown.add(paths, ids, frontier.repeat_interleave(branches, 1))
-            if level + 2 < self.max_len:
-                best = best_of(paths, branches)
-                above = best // branches
-                scores, tokens, frontier = paths.gather(1, best), ids.gather(1, best), best + base
-                hidden = hidden.index_select(0, (above + first_row.view(num_rows, -1) * branches).flatten())
-                masks = masks.gather(1, above) | self._own[(level + 1) * branches : (level + 2) * branches]
-        grown.select(draft_ids, self.parents[:num_rows])
-
-    @property
-    def _sums(self) -> bool:
-        return self.shape.rank == SUMS
+        num_rows, branches, depth = draft_ids.shape[0], self.shape.topk, self.max_len
+        torch.mul(rows.live, depth, out=draft_len)
+        root, levels = self._root, self._levels(rows, cache)
+        frontier = Frontier(*(x[:num_rows] for x in (root.scores, root.numbers, root.ancestors, root.token_ids, root.lines)))
+        normed, hidden = self._first[:num_rows], self._hidden[:num_rows]
+        scores, ids, above = (x[:num_rows] for x in (self._scores, self._ids, self._numbers_above))
+        for level in range(depth):
+            if level:
+                hidden = hidden.index_select(0, frontier.lines)
+                normed, hidden = self._through(levels[level - 1], frontier, hidden, cache)
+            following = tree_level(
+                *self.head.branches(normed, branches), self.head.map_ids, frontier, logs=self.shape.rank == SUMS,
+                first_number=grown_nodes(branches, level), first_bit=level * branches if level + 1 < depth else None,
+                all_scores=scores, all_ids=ids, all_above=above,
+            )  # fmt: skip
+            frontier = following or frontier
+        tree_select(scores, ids, above, out_ids=draft_ids, out_parents=self.parents[:num_rows])
 
     def _levels(self, rows: Rows, cache: KVCache) -> list[FlatBatch]:
         """The places of each level that drafts, topk a row, without tokens and masks yet."""
@@ -174,7 +174,7 @@ class TreeDrafter(Eagle3Drafter):
         positions, slots, masks = (x[:count] for x in (self._grown_positions, self._grown_slots, self._grown_masks))
         start = rows.num_tokens - 1
         tree_places(
-            self._above.expand(num_rows, -1), rows.num_tokens, rows.live, rows.page_table, page_size=cache.page_size,
+            self._places_above.expand(num_rows, -1), rows.num_tokens, rows.live, rows.page_table, page_size=cache.page_size,
             max_depth=steps - 1, out_positions=positions, out_slots=slots, out_ancestors=masks,
             out_kv_len=self._kv_len[:num_rows],
         )  # fmt: skip
@@ -197,40 +197,12 @@ class TreeDrafter(Eagle3Drafter):
             for level in range(steps)
         ]
 
-    def _through(self, batch: FlatBatch, hidden: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+    def _through(self, batch: FlatBatch, nodes: Frontier, hidden: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
         """One place further from every node of a level: the head's output [R*B, H], and the state that drafts on from it."""
-        normed, residual = self.head.enter(batch.token_ids, hidden)
+        assert batch.tree is not None
+        batch.tree = replace(batch.tree, ancestors=nodes.ancestors.flatten())
+        normed, residual = self.head.enter(nodes.token_ids, hidden)
         at, plans = Place(self._rope(batch.positions), batch.slots), self._plans(batch, cache, range(self._last + 1))
         for i, window in enumerate(self._windows):
             normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[window])
         return normed, normed if self._spec.feed_normed else residual
-
-
-class _Grown:
-    """All nodes that were drafted, level by level: path scores, tokens, and the number of the one above, -1 below the root."""
-
-    def __init__(self, scores: Tensor, ids: Tensor) -> None:
-        self._scores, self._ids, self._above = [scores], [ids], [torch.full_like(ids, -1, dtype=torch.int64)]
-        self.num_grown = ids.shape[1]
-
-    def add(self, scores: Tensor, ids: Tensor, above: Tensor) -> None:
-        """One level more, [R, B^2] each."""
-        self._scores.append(scores)
-        self._ids.append(ids)
-        self._above.append(above)
-        self.num_grown += ids.shape[1]
-
-    def select(self, out_ids: Tensor, out_parents: Tensor) -> None:
-        """The best N, int32 [R, N], and behind the first column of out_parents [R, N+1] the numbers of what is above them."""
-        (num_rows, count), ids, above = out_ids.shape, torch.cat(self._ids, 1), torch.cat(self._above, 1)
-        chosen = best_of(torch.cat(self._scores, 1), count).sort(1).values
-        out_ids.copy_(ids.gather(1, chosen))
-        number = torch.zeros(num_rows, self.num_grown + 1, dtype=torch.int32, device=ids.device)
-        new = torch.arange(1, count + 1, dtype=torch.int32, device=ids.device).expand(num_rows, -1)
-        number.scatter_(1, chosen + 1, new)
-        out_parents[:, 1:] = number.gather(1, above.gather(1, chosen) + 1)
-
-
-def best_of(scores: Tensor, count: int) -> Tensor:
-    """scores [R, M] -> int64 [R, count]: the best first, of equals the lowest index, so that no child comes before its parent."""
-    return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]

@@ -63,6 +63,17 @@ for _nodes, _depth, _lanes, _levels in ((61, 6, 64, 8), (3, 1, 4, 2)):
         _case(f"tree_walk_kernel S={_nodes}, whole {_whole}", "tree_walk", 1, ids=PI32, parents=PI32, target_ids=PI32,
               draft_len=PI32, out_path=PI32, out_places=PI64, out_draft_ids=PI32, ids_stride=I32, parents_stride=I32,
               draft_stride=I32, NODES=_nodes, DEPTH=_depth, WHOLE=_whole, LANES=_lanes, LEVELS=_levels)  # fmt: skip
+for _dtype in ("fp32", "fp64"):
+    _values = f"*{_dtype}"
+    for _parents, _map, _more in ((1, PI64, True), (10, PI64, True), (10, None, False)):
+        _next = (_values, PI32, PI64, PI32, PI64) if _more else (None,) * 5
+        _case(f"tree_level_kernel {_dtype}, {_parents} parents, more {_more}", "tree_level", 4 if _parents == 10 else 1,
+              best=_values, norm=_values, ids=PI64, map_ids=_map, scores=_values, numbers=PI32, ancestors=PI64,
+              all_scores=_values, all_ids=PI32, all_above=PI32, out_scores=_next[0], out_numbers=_next[1],
+              out_ancestors=_next[2], out_token_ids=_next[3], out_lines=_next[4], grown=I32, first_number=I32, first_bit=I32,
+              PARENTS=_parents, BRANCHES=10, LOGS=_dtype == "fp32", LANES=128 if _parents == 10 else 16)  # fmt: skip
+    _case(f"tree_select_kernel {_dtype}", "tree_select", 8, scores=_values, ids=PI32, above=PI32, out_ids=PI32, out_parents=PI32,
+          scratch=PI32, ids_stride=I32, parents_stride=I32, GROWN=510, KEPT=60, LANES=512, OTHERS=16)  # fmt: skip
 for _word, _width in (("i16", 1024), ("i32", 192), ("i64", 8)):
     _case(f"kv_move_kernel {_word}", "kv_move", 4, kv=f"*{_word}", tree_slots=PI64, path=PI32, chain_slots=PI64,
           accepted_len=PI32, stride_part=I64, NODES=61, DEPTH=6, WIDTH=_width, LEVELS=8, BLOCK=256)  # fmt: skip
