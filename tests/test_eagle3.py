@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -16,45 +16,30 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchspec.cache.pages import KVCache, page_keys
-from batchspec.decode import scheduler
-from batchspec.decode.engine import Engine
 from batchspec.decode.round import Round, RoundOptions, RoundResult
 from batchspec.decode.rows import Rows
 from batchspec.decode.sampling import SamplingMode
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.weights import load_head
-from batchspec.records import Completion, PackedBatch, Request, SamplingParams
+from batchspec.records import SamplingParams
+from tests.drafting import TARGET, Proposals, expected_tokens, known_requests, mixed_requests, proposals, run, synthetic
 from tests.eagle_reference import Design, reference_drafts
-from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request, tiny_target
+from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request
 from tests.heads import Tensors, distilled_tensors, random_tensors, tiny_design, write_head
-
-TARGET = partial(tiny_target, window=5)
 
 
 class Recorded(Eagle3Drafter):
-    """Keeps what it proposed for every live row: the committed tokens, the drafts as far as they may count, the state before."""
+    """Keeps what it proposed, and the state it carried before."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.seen: Proposals = []
         self.carried: list[Tensor] = []
 
     def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
         self.carried += self.state[1][: len(draft_len)][rows.live != 0].clone()
         super().propose(rows, draft_ids, draft_len, cache)
-        assert draft_len.tolist() == [draft_ids.shape[1] if alive else 0 for alive in rows.live.tolist()]
-        for slot in rows.live.nonzero().flatten().tolist():
-            count, limit = int(rows.num_tokens[slot]), int(rows.limit[slot])
-            prefix = tuple(rows.tokens[slot, :count].tolist())
-            seen.append((prefix, draft_ids[slot, : max(0, limit - count - 1)].tolist()))
-
-
-seen: list[tuple[tuple[int, ...], list[int]]] = []
-"""What the drafters of the running test proposed."""
-
-
-@pytest.fixture(autouse=True)
-def nothing_seen() -> None:
-    seen.clear()
+        self.seen += proposals(rows, draft_ids, draft_len)
 
 
 def make_drafter(
@@ -66,25 +51,9 @@ def make_drafter(
     return Recorded(head, target, max_len, slots=slots, **options)
 
 
-def run(
-    requests: list[Request],
-    batch: PackedBatch,
-    drafter: Eagle3Drafter,
-    *,
-    short_cap: int = 512,
-    options: RoundOptions | None = None,
-) -> tuple[dict[str, list[int]], dict[str, Completion], Engine]:
-    engine = Engine(TARGET(), drafter, batch, device=DEVICE, options=options)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler, "SHORT_CAP_TOKENS", short_cap)
-        done = {completion.request_id: completion for completion in engine.run(iter(requests))}
-    assert engine.pool.num_free == engine.pool.num_pages - 1  # every page came back
-    return {name: c.token_ids.tolist() for name, c in done.items() if c.token_ids is not None}, done, engine
-
-
-def check_drafts(design: Design, tensors: Tensors, *, window: int | None = None, sink: int = 0) -> None:
-    assert len(seen) > 5
-    for prefix, drafts in seen:
+def check_drafts(drafter: Recorded, design: Design, tensors: Tensors, *, window: int | None = None, sink: int = 0) -> None:
+    assert len(drafter.seen) > 5
+    for prefix, drafts in drafter.seen:
         assert drafts == expected_drafts(design, tensors, prefix, len(drafts), window, sink)
 
 
@@ -92,20 +61,6 @@ def expected_drafts(
     design: Design, tensors: Tensors, prefix: tuple[int, ...], count: int, window: int | None, sink: int
 ) -> list[int]:
     return reference_drafts(design, tensors, TARGET(), prefix, count, window=window, sink=sink)
-
-
-def mixed_requests(count: int = 5, cap: int = 14) -> list[Request]:
-    rng = np.random.default_rng(0)
-    beginning = [3, 1, 4, 1, 5, 9, 2, 6, 5]
-    return [
-        request(i, (beginning if i % 2 else []) + rng.integers(0, VOCAB, 1 + 3 * i).tolist(), cap=cap - i, predicted=2)
-        for i in range(count)
-    ]
-
-
-def synthetic(max_len: int) -> RoundOptions:
-    """Drafts stand as often as not, so that rounds accept 0 .. K of them and the rows run over what the head says itself."""
-    return RoundOptions(synthetic=tuple(0.8 ** (j + 1) for j in range(max_len)))
 
 
 DESIGNS: dict[str, dict[str, Any]] = {
@@ -139,7 +94,7 @@ def test_drafts_are_those_of_the_definition(name: str, general: bool, tmp_path: 
     batch = packed(3, draft_len=max_len, prefill_tokens=7, num_pages=60, max_len=40)
     _, done, _ = run(mixed_requests(), batch, drafter, options=synthetic(max_len))
     assert sum(c.stats.num_accepted for c in done.values() if c.stats) > 5
-    check_drafts(design, tensors)
+    check_drafts(drafter, design, tensors)
 
 
 @pytest.mark.parametrize(("window", "sink"), [(1, 0), (4, 0), (4, 2), (6, 5), (100, 3)])
@@ -148,7 +103,7 @@ def test_a_window_and_a_sink_narrow_what_the_head_reads(window: int, sink: int, 
     tensors = random_tensors(design, seed=1)
     drafter = make_drafter(tmp_path, design, tensors, 3, slots=2, window=window, sink=sink)
     run(mixed_requests(), packed(2, draft_len=3, max_len=40), drafter, options=synthetic(3))
-    check_drafts(design, tensors, window=window, sink=sink)
+    check_drafts(drafter, design, tensors, window=window, sink=sink)
 
 
 @cache
@@ -161,16 +116,11 @@ def design_and_tensors(kind: str) -> tuple[Design, Tensors]:
     return design, distilled_tensors(TARGET(), design, rows)
 
 
-def known_requests() -> list[Request]:
-    return [request(i, [i, i + 1, 3], cap=24) for i in range(3)]
-
-
 @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_packing_gives_the_drafts_of_the_definition_and_the_tokens_of_plain_decoding(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    seen.clear()
     design, tensors = design_and_tensors(data.draw(st.sampled_from(["random", "distilled"]), label="head"))
     max_len, slots = data.draw(st.integers(1, 5), label="K"), data.draw(st.sampled_from([1, 2, 4]), label="slots")
     page_size = data.draw(st.sampled_from([2, 4]), label="page_size")
@@ -191,8 +141,8 @@ def test_any_packing_gives_the_drafts_of_the_definition_and_the_tokens_of_plain_
     )
     options = RoundOptions(uniform_slots=data.draw(st.booleans(), label="uniform layout"))
     tokens, _, _ = run(requests, batch, drafter, short_cap=data.draw(st.sampled_from([2, 512])), options=options)
-    assert tokens == {r.request_id: plain_tokens(TARGET(), r) for r in requests}
-    check_drafts(design, tensors)
+    assert tokens == expected_tokens(requests)
+    check_drafts(drafter, design, tensors)
 
 
 def test_rows_that_are_set_back_find_their_drafts_again(tmp_path: Path) -> None:
@@ -201,8 +151,8 @@ def test_rows_that_are_set_back_find_their_drafts_again(tmp_path: Path) -> None:
     drafter = make_drafter(tmp_path, design, tensors, 3, slots=4)
     tokens, _, engine = run(requests, packed(4, num_pages=32, max_len=63, draft_len=3), drafter, short_cap=2)
     assert engine.totals.set_back > 0
-    assert tokens == {r.request_id: plain_tokens(TARGET(), r) for r in requests}
-    check_drafts(design, tensors)
+    assert tokens == expected_tokens(requests)
+    check_drafts(drafter, design, tensors)
 
 
 def test_rounds_of_any_draft_length_leave_the_next_one_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,9 +163,9 @@ def test_rounds_of_any_draft_length_leave_the_next_one_its_state(tmp_path: Path,
     monkeypatch.setattr(Round, "run", lambda self, rows, mode, _, *more: run_round(self, rows, mode, next(lengths), *more))
     requests = mixed_requests()
     tokens, _, _ = run(requests, packed(3, draft_len=3), drafter)
-    assert tokens == {r.request_id: plain_tokens(TARGET(), r) for r in requests}
-    assert {len(drafts) for _, drafts in seen} >= {1, 2, 3}
-    check_drafts(design, tensors)
+    assert tokens == expected_tokens(requests)
+    assert {len(drafts) for _, drafts in drafter.seen} >= {1, 2, 3}
+    check_drafts(drafter, design, tensors)
 
 
 def in_turn(pattern: tuple[int, ...], leads: list[bool], *, always: bool) -> Callable[..., RoundResult]:
@@ -248,9 +198,8 @@ def test_rounds_that_only_keep_kv_warm_leave_the_later_ones_their_drafts(
             patch.setattr(Round, "run", in_turn((3, 0, 0, 0, 2, 0, 1, 0, 0), leads, always=always))
             tokens, _, _ = run(mixed_requests(cap=24), packed(3, draft_len=3, max_len=60), drafter, options=synthetic(3))
         assert set(leads) == ({True} if always else {True, False})
-        check_drafts(design, tensors)
-        found.append((tokens, seen.copy(), torch.stack(drafter.carried)))
-        seen.clear()
+        check_drafts(drafter, design, tensors)
+        found.append((tokens, drafter.seen, torch.stack(drafter.carried)))
     assert found[0][:2] == found[1][:2]
     assert {len(drafts) for _, drafts in found[0][1]} >= {1, 2, 3}
     torch.testing.assert_close(found[0][2], found[1][2], atol=1e-11, rtol=1e-11)
@@ -261,14 +210,14 @@ def test_a_random_head_changes_no_sampled_token(tmp_path: Path) -> None:
     sampling = SamplingParams(temperature=0.9, top_k=9)
     requests = [request(i, [i, 3], cap=20, sampling=sampling) for i in range(5)]
     tokens, _, _ = run(requests, packed(2, draft_len=4), make_drafter(tmp_path, design, tensors, 4, slots=2))
-    assert tokens == {r.request_id: plain_tokens(TARGET(), r) for r in requests}
+    assert tokens == expected_tokens(requests)
 
 
 def test_a_distilled_head_is_accepted(tmp_path: Path) -> None:
     design, tensors = design_and_tensors("distilled")
     requests = known_requests()
     tokens, done, _ = run(requests, packed(4, draft_len=3), make_drafter(tmp_path, design, tensors, 3, slots=4))
-    assert tokens == {r.request_id: plain_tokens(TARGET(), r) for r in requests}
+    assert tokens == expected_tokens(requests)
     stats = [c.stats for c in done.values() if c.stats]
     assert 1 + sum(s.num_accepted for s in stats) / sum(s.num_rounds for s in stats) > 2.5
 
@@ -280,8 +229,7 @@ def test_pruned_and_whole_catch_up_carry_the_same_state(name: str, tmp_path: Pat
     for dead_positions in (True, False):
         drafter = make_drafter(tmp_path, design, tensors, 3, slots=3, dead_positions=dead_positions)
         run(mixed_requests(), packed(3, draft_len=3, prefill_tokens=9), drafter, options=synthetic(3))
-        states.append((seen.copy(), torch.stack(drafter.carried)))
-        seen.clear()
+        states.append((drafter.seen, torch.stack(drafter.carried)))
     assert states[0][0] == states[1][0]
     torch.testing.assert_close(states[0][1], states[1][1], atol=1e-11, rtol=1e-11)
 
@@ -293,7 +241,7 @@ def test_drafts_near_the_end_of_the_page_table_write_nothing_but_scratch(tmp_pat
     requests = [request(i, [i, 2, 3], cap=13) for i in range(2)]
     tokens, _, _ = run(requests, packed(2, draft_len=5, max_len=16, num_pages=9), drafter, options=synthetic(5))
     assert all(len(output) == 13 for output in tokens.values())
-    check_drafts(design, tensors)
+    check_drafts(drafter, design, tensors)
 
 
 def test_a_target_that_is_far_away_of_a_short_trained_head_is_reached(tmp_path: Path) -> None:
@@ -301,8 +249,8 @@ def test_a_target_that_is_far_away_of_a_short_trained_head_is_reached(tmp_path: 
     design, tensors = design_and_tensors("random")
     drafter = make_drafter(tmp_path, design, tensors, 2, slots=1)
     run([request(0, list(range(20)), cap=30)], packed(1, draft_len=2), drafter)
-    assert max(len(prefix) for prefix, _ in seen) > 40
-    check_drafts(design, tensors)
+    assert max(len(prefix) for prefix, _ in drafter.seen) > 40
+    check_drafts(drafter, design, tensors)
 
 
 def test_page_keys_of_a_drafter_with_kv_cover_the_token_behind_the_page() -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from batchspec import run as job_run
 from batchspec.cache.pages import KVCache
 from batchspec.commands.workloads import COMMON, make_job
 from batchspec.config import DraftConfig, RunConfig
-from batchspec.decode import scheduler
 from batchspec.decode.engine import Engine
 from batchspec.decode.round import Round, RoundOptions
 from batchspec.decode.rows import Rows
@@ -29,34 +27,25 @@ from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec, load_head
 from batchspec.errors import ConfigError
-from batchspec.records import Completion, PackedBatch, Request, SamplingParams
+from batchspec.records import SamplingParams
+from tests.drafting import TARGET, Proposals, expected_tokens, known_requests, mixed_requests, proposals, run, synthetic
 from tests.eagle_reference import Design, reference_parallel_drafts
-from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request, tiny_target
+from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request
 from tests.heads import Tensors, parallel_tensors, random_tensors, tiny_design, write_head
 
-TARGET = partial(tiny_target, window=5)
 MASK = 17
 
 
 class Recorded(ParallelDrafter):
-    """Keeps what it proposed for every live row: the committed tokens and the drafts as far as they may count."""
+    """Keeps what it proposed."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.seen: Proposals = []
 
     def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
         super().propose(rows, draft_ids, draft_len, cache)
-        assert draft_len.tolist() == [draft_ids.shape[1] if alive else 0 for alive in rows.live.tolist()]
-        for slot in rows.live.nonzero().flatten().tolist():
-            count, limit = int(rows.num_tokens[slot]), int(rows.limit[slot])
-            prefix = tuple(rows.tokens[slot, :count].tolist())
-            seen.append((prefix, draft_ids[slot, : max(0, limit - count - 1)].tolist()))
-
-
-seen: list[tuple[tuple[int, ...], list[int]]] = []
-"""What the drafters of the running test proposed."""
-
-
-@pytest.fixture(autouse=True)
-def nothing_seen() -> None:
-    seen.clear()
+        self.seen += proposals(rows, draft_ids, draft_len)
 
 
 def make_drafter(
@@ -68,53 +57,14 @@ def make_drafter(
     return Recorded(head, target, max_len, slots=slots, **options)
 
 
-def run(
-    requests: list[Request],
-    batch: PackedBatch,
-    drafter: ParallelDrafter,
-    *,
-    short_cap: int = 512,
-    options: RoundOptions | None = None,
-) -> tuple[dict[str, list[int]], dict[str, Completion], Engine]:
-    engine = Engine(TARGET(), drafter, batch, device=DEVICE, options=options)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler, "SHORT_CAP_TOKENS", short_cap)
-        done = {completion.request_id: completion for completion in engine.run(iter(requests))}
-    assert engine.pool.num_free == engine.pool.num_pages - 1  # every page came back
-    return {name: c.token_ids.tolist() for name, c in done.items() if c.token_ids is not None}, done, engine
-
-
-def check_drafts(design: Design, tensors: Tensors, *, window: int | None = None, sink: int = 0) -> None:
+def check_drafts(drafter: Recorded, design: Design, tensors: Tensors, *, window: int | None = None, sink: int = 0) -> None:
     """Every draft that may count is what a row computed by itself, without cache or batch, has there."""
-    assert len(seen) > 5
-    for prefix, drafts in seen:
+    assert len(drafter.seen) > 5
+    for prefix, drafts in drafter.seen:
         if drafts:
             assert drafts == reference_parallel_drafts(
                 design, tensors, TARGET(), prefix, len(drafts), window=window, sink=sink
             )  # fmt: skip
-
-
-def expected_tokens(requests: Sequence[Request]) -> dict[str, list[int]]:
-    return {r.request_id: plain_tokens(TARGET(), r) for r in requests}
-
-
-def mixed_requests(count: int = 5, cap: int = 14) -> list[Request]:
-    beginning = [3, 1, 4, 1, 5, 9, 2, 6, 5]
-    rng = torch.Generator().manual_seed(0)
-    return [
-        request(
-            i,
-            (beginning if i % 2 else []) + torch.randint(0, VOCAB, (1 + 3 * i,), generator=rng).tolist(),
-            cap=cap - i,
-            predicted=2,
-        )
-        for i in range(count)
-    ]
-
-
-def synthetic(max_len: int) -> RoundOptions:
-    """Drafts stand as often as not, so that rounds accept 0 .. K of them and the rows run over what the head says itself."""
-    return RoundOptions(synthetic=tuple(0.8 ** (j + 1) for j in range(max_len)))
 
 
 DESIGNS: dict[str, dict[str, Any]] = {
@@ -146,7 +96,7 @@ def test_drafts_are_those_of_the_definition(name: str, dead_positions: bool, tmp
     batch = packed(3, draft_len=max_len, prefill_tokens=7, num_pages=60, max_len=40)
     _, done, _ = run(mixed_requests(), batch, drafter, options=synthetic(max_len))
     assert sum(c.stats.num_accepted for c in done.values() if c.stats) > 5
-    check_drafts(design, tensors)
+    check_drafts(drafter, design, tensors)
 
 
 @pytest.mark.parametrize(("window", "sink"), [(1, 0), (4, 2), (100, 3)])
@@ -154,7 +104,7 @@ def test_a_window_and_a_sink_narrow_what_the_head_reads(window: int, sink: int, 
     design, tensors = design_and_tensors("random")
     drafter = make_drafter(tmp_path, design, tensors, 3, slots=2, window=window, sink=sink)
     run(mixed_requests(), packed(2, draft_len=3, max_len=40), drafter, options=synthetic(3))
-    check_drafts(design, tensors, window=window, sink=sink)
+    check_drafts(drafter, design, tensors, window=window, sink=sink)
 
 
 @cache
@@ -167,16 +117,11 @@ def design_and_tensors(kind: str) -> tuple[Design, Tensors]:
     return design, parallel_tensors(TARGET(), design, rows)
 
 
-def known_requests() -> list[Request]:
-    return [request(10 + i, [i, i + 1, 3], cap=24) for i in range(3)]
-
-
 @settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_packing_gives_the_drafts_of_the_definition_and_the_tokens_of_plain_decoding(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    seen.clear()
     design, tensors = design_and_tensors(data.draw(st.sampled_from(["random", "trained"]), label="head"))
     max_len, slots = data.draw(st.integers(1, 6), label="K"), data.draw(st.sampled_from([1, 2, 4]), label="slots")
     page_size = data.draw(st.sampled_from([2, 4]), label="page_size")
@@ -198,7 +143,7 @@ def test_any_packing_gives_the_drafts_of_the_definition_and_the_tokens_of_plain_
     options = RoundOptions(uniform_slots=data.draw(st.booleans(), label="uniform layout"))
     tokens, _, _ = run(requests, batch, drafter, short_cap=data.draw(st.sampled_from([2, 512])), options=options)
     assert tokens == expected_tokens(requests)
-    check_drafts(design, tensors)
+    check_drafts(drafter, design, tensors)
 
 
 def test_acceptance_is_that_of_a_loop_over_one_request_after_another(tmp_path: Path) -> None:
@@ -249,8 +194,7 @@ def test_rejected_places_are_never_read_nor_counted(tmp_path: Path, monkeypatch:
 
         monkeypatch.setattr(Recorded, "propose", poisoned)
         tokens, done, _ = run(mixed_requests(), packed(3, draft_len=4, max_len=40), drafter, options=synthetic(4))
-        results.append((tokens, seen.copy(), [list(c.stats.histogram) for c in done.values() if c.stats]))
-        seen.clear()
+        results.append((tokens, drafter.seen, [list(c.stats.histogram) for c in done.values() if c.stats]))
     assert results[0] == results[1]
 
 
@@ -262,7 +206,7 @@ def test_drafts_near_the_length_limit_are_capped_and_write_nothing_but_scratch(t
     tokens, done, _ = run(requests, packed(2, draft_len=6, max_len=16, num_pages=9), drafter, options=synthetic(6))
     assert all(len(output) == 13 for output in tokens.values())
     assert all(c.stats.num_accepted + c.stats.num_rounds + 1 == 13 for c in done.values() if c.stats)
-    check_drafts(design, tensors)
+    check_drafts(drafter, design, tensors)
 
 
 def test_no_place_wraps_to_position_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +240,7 @@ def test_buffers_hold_every_place_of_all_slots(tmp_path: Path) -> None:
     requests = [request(i, [i, 2], cap=12) for i in range(9)]
     tokens, _, _ = run(requests, packed(5, row_buckets=(1, 2, 5), draft_len=7), drafter, options=synthetic(7))
     assert len(tokens) == 9
-    check_drafts(design, tensors)
+    check_drafts(drafter, design, tensors)
 
 
 def test_host_and_device_count_the_same_tokens(tmp_path: Path) -> None:
@@ -337,8 +281,8 @@ def test_rounds_of_any_draft_length_use_the_first_places(kind: str, tmp_path: Pa
     requests = mixed_requests(cap=24)
     tokens, _, _ = run(requests, packed(3, draft_len=4, max_len=60), drafter)
     assert tokens == expected_tokens(requests)
-    assert {len(drafts) for _, drafts in seen} >= {1, 2, 3, 4}
-    check_drafts(design, tensors)
+    assert {len(drafts) for _, drafts in drafter.seen} >= {1, 2, 3, 4}
+    check_drafts(drafter, design, tensors)
 
 
 def test_rows_that_are_set_back_find_their_drafts_again(tmp_path: Path) -> None:
@@ -348,7 +292,7 @@ def test_rows_that_are_set_back_find_their_drafts_again(tmp_path: Path) -> None:
     tokens, _, engine = run(requests, packed(4, num_pages=32, max_len=63, draft_len=3), drafter, short_cap=2)
     assert engine.totals.set_back > 0
     assert tokens == expected_tokens(requests)
-    check_drafts(design, tensors)
+    check_drafts(drafter, design, tensors)
 
 
 @pytest.mark.parametrize("kind", ["random", "trained"])
@@ -369,8 +313,7 @@ def test_a_mask_feature_that_was_projected_before_it_was_saved_drafts_the_same(t
     for number, mask in enumerate((tensors["mask_hidden"], tensors["mask_hidden"][0, 0], projected[None], projected)):
         drafter = make_drafter(tmp_path / str(number), design, {**tensors, "mask_hidden": mask}, 3, slots=2)
         run(mixed_requests(3), packed(2, draft_len=3), drafter)
-        found.append(seen.copy())
-        seen.clear()
+        found.append(drafter.seen)
     assert found[0] == found[1] == found[2] == found[3]
 
 
@@ -427,4 +370,4 @@ def test_more_drafts_than_the_longest_row_has_tokens_change_none(tmp_path: Path)
     drafter = make_drafter(tmp_path, design, tensors, 17, slots=2)
     tokens, _, _ = run(requests, packed(2, draft_len=17, max_len=18), drafter)
     assert tokens == expected_tokens(requests)
-    check_drafts(design, tensors)
+    check_drafts(drafter, design, tensors)
