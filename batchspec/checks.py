@@ -22,6 +22,8 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "draft.min_ngram": (1, 16, "1 or 2 works well"),
     "draft.max_ngram": (1, 16, "3 to 8 works well"),
     "draft.growth": (1, 64, "2 works well; draft.max_len and more is no limit"),
+    "draft.corpus_tokens": (0, 2**28, "0 is off; 1000000 take 72 MB"),
+    "draft.table_entries": (16, 2**30, "null is four for each of draft.corpus_tokens"),
     "draft.tree.topk": (1, 64, "1 drafts a chain; 4 to 10 works well for a tree"),
     "draft.tree.depth": (1, 64, "4 to 6 works well"),
     "draft.tree.nodes": (1, MAX_TREE_NODES, "a round verifies the newest token and at most 63 nodes of a row"),
@@ -78,6 +80,8 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "draft.min_ngram": ("lookup",),
     "draft.max_ngram": ("lookup",),
     "draft.growth": ("lookup",),
+    "draft.corpus_tokens": ("lookup",),
+    "draft.table_entries": ("lookup",),
     "draft.path": ("eagle3", "pard"),
     "draft.aux_layers": ("eagle3",),
     "draft.window": ("eagle3", "window"),
@@ -173,6 +177,11 @@ def _drafter(config: RunConfig) -> None:
         raise ConfigError(f"draft.sink={draft.sink} without draft.window: all keys are read anyway; give a window or remove it")
     if draft.min_ngram > draft.max_ngram:
         raise ConfigError(f"draft.min_ngram={draft.min_ngram} exceeds draft.max_ngram={draft.max_ngram}; swap them")
+    if draft.table_entries is not None and not draft.corpus_tokens:
+        raise ConfigError(
+            f"draft.table_entries={draft.table_entries} without draft.corpus_tokens: there is no corpus to index; give both or "
+            "remove it"
+        )
     _tree(config)
     rates = draft.synthetic
     if rates is None:

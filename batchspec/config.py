@@ -61,6 +61,10 @@ class DraftConfig:
     """lookup: longest run that is looked for first."""
     growth: int = 2
     """lookup: draft tokens for each token of the matched run, at most."""
+    corpus_tokens: int = 0
+    """lookup: newest tokens of ended rows, prompts too, that drafts are copied from; 0: each row from its own tokens alone."""
+    table_entries: int | None = None
+    """lookup: entries of the table that finds them, raised to a power of two; null: four for each of corpus_tokens."""
     synthetic: list[float] | None = None
     """Benchmarks only: accept position j with this (unconditional, non-increasing) probability, whatever the tokens."""
     path: str | None = None

@@ -15,6 +15,7 @@ from batchspec.decode.engine import Engine
 from batchspec.decode.round import RoundOptions
 from batchspec.decode.sampling import SamplingMode
 from batchspec.draft.base import Drafter, NoDrafter
+from batchspec.draft.corpus import Corpus, corpus_bytes, usual_lengths
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.formats import HeadSpec
 from batchspec.draft.lookup import LookupDrafter
@@ -202,7 +203,7 @@ def make_drafter(config: RunConfig, head: Head | PardModel | None, target: Targe
     if draft.name == "none":
         return NoDrafter()
     if draft.name == "lookup":
-        return LookupDrafter(draft.max_len, min_ngram=draft.min_ngram, max_ngram=draft.max_ngram, growth=draft.growth)
+        return make_lookup(config, target.device)
     if draft.name == "window":
         assert draft.window is not None
         return WindowDrafter(target, draft.max_len, slots=slots, window=draft.window, sink=draft.sink or 0)
@@ -224,6 +225,14 @@ def make_drafter(config: RunConfig, head: Head | PardModel | None, target: Targe
     if draft.parallel is not False and head.spec.mask_token_id is not None:
         return ParallelDrafter(head, target, draft.max_len, **options)
     return Eagle3Drafter(head, target, draft.max_len, uniform_slots=opt.uniform_slots, **options)
+
+
+def make_lookup(config: RunConfig, device: torch.device) -> LookupDrafter:
+    draft, corpus = config.draft, None
+    if draft.corpus_tokens:
+        lengths = usual_lengths(draft.min_ngram, draft.max_ngram)
+        corpus = Corpus(draft.corpus_tokens, num_entries=draft.table_entries, lengths=lengths, device=device)
+    return LookupDrafter(draft.max_len, min_ngram=draft.min_ngram, max_ngram=draft.max_ngram, growth=draft.growth, corpus=corpus)
 
 
 def tree_shape(config: RunConfig) -> TreeShape | None:
@@ -262,6 +271,7 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
     loaded  the weights, a drafter's too, lie in memory already
     """
     weights, shape = weight_bytes(job.spec, job.dtype) + drafter_bytes(job.head, job.dtype), tree_shape(job.config)
+    index = corpus_bytes(job.config.draft.corpus_tokens, job.config.draft.table_entries)
     if loaded and job.device.type == "cuda":
         torch.cuda.empty_cache()  # what loading used and gave back counts as free
     return choose_batch(
@@ -274,7 +284,7 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
         draft_len=draft_len(job.config),
         beyond=0 if shape is None else shape.beyond,
         draft_kv_width=draft_kv_width(job.head),
-        free_bytes=free_memory(job.device, weights=0 if loaded else weights),
+        free_bytes=free_memory(job.device, weights=index + (0 if loaded else weights)),
     )
 
 

@@ -26,7 +26,7 @@ BLOCK = 2048
 
 @triton.jit(do_not_specialize=["max_draft_len", "growth", "width"])
 def ngram_kernel(
-    tokens, num_tokens, live, draft_ids, draft_len, stride_row, draft_stride, max_draft_len, growth, width,
+    tokens, num_tokens, live, draft_ids, draft_len, match_len, stride_row, draft_stride, max_draft_len, growth, width,
     MIN_NGRAM: tl.constexpr, MAX_NGRAM: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -51,6 +51,8 @@ def ngram_kernel(
     ids = tl.load(base + end + 1 + lane, mask=lane < count, other=0)
     tl.store(draft_ids + row * draft_stride + lane, ids, mask=lane < width)
     tl.store(draft_len + row, count)
+    if match_len is not None:
+        tl.store(match_len + row, tl.where(best >= 0, (best >> 32).to(tl.int32), 0))
 
 
 def ngram(
@@ -64,6 +66,7 @@ def ngram(
     growth: int,
     out_draft_ids: Tensor,
     out_draft_len: Tensor,
+    out_match_len: Tensor | None = None,
     interpret: bool = False,
 ) -> None:
     """Propose up to max_draft_len tokens for every row out of its own past.
@@ -73,6 +76,7 @@ def ngram(
     live           int32 [R]     0: nothing is proposed
     out_draft_ids  int32 [R, K]  unused places are 0; rows may be slices of wider ones
     out_draft_len  int32 [R]     0..max_draft_len; fewer where the committed tokens end
+    out_match_len  int32 [R] or None: tokens that matched, 0 or min_ngram..max_ngram
 
     1 <= min_ngram <= max_ngram, growth >= 1, 0 <= max_draft_len <= K. Does not synchronise on a GPU. Raises ValueError for
     other values, shapes, dtypes or strides.
@@ -83,6 +87,8 @@ def ngram(
     check("ngram: live", live, (num_rows,), torch.int32)
     check("ngram: out_draft_ids", out_draft_ids, (num_rows, width), torch.int32, rows=True)
     check("ngram: out_draft_len", out_draft_len, (num_rows,), torch.int32)
+    if out_match_len is not None:
+        check("ngram: out_match_len", out_match_len, (num_rows,), torch.int32)
     if not 0 <= max_draft_len <= width:
         raise ValueError(f"ngram: max_draft_len is {max_draft_len}; must be 0..{width}, the columns of out_draft_ids")
     if not 1 <= min_ngram <= max_ngram:
@@ -92,11 +98,11 @@ def ngram(
     if not (tokens.is_cuda or interpret):
         ngram_reference(
             tokens, num_tokens, live, max_draft_len=max_draft_len, min_ngram=min_ngram, max_ngram=max_ngram, growth=growth,
-            out_draft_ids=out_draft_ids, out_draft_len=out_draft_len,
+            out_draft_ids=out_draft_ids, out_draft_len=out_draft_len, out_match_len=out_match_len,
         )  # fmt: skip
     elif num_rows:
         ngram_kernel[(num_rows,)](
-            tokens, num_tokens, live, out_draft_ids, out_draft_len, tokens.stride(0), out_draft_ids.stride(0),
+            tokens, num_tokens, live, out_draft_ids, out_draft_len, out_match_len, tokens.stride(0), out_draft_ids.stride(0),
             max_draft_len, growth, width,
             MIN_NGRAM=min_ngram, MAX_NGRAM=max_ngram, LANES=max(2, triton.next_power_of_2(width)), BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
@@ -113,6 +119,7 @@ def ngram_reference(
     growth: int,
     out_draft_ids: Tensor,
     out_draft_len: Tensor,
+    out_match_len: Tensor | None = None,
 ) -> None:
     """The same in plain torch: one pass finds where the newest token occurred, the rest looks at these places only."""
     last = torch.where(live != 0, num_tokens - 1, 0).clamp_(min=0).long()
@@ -136,6 +143,8 @@ def ngram_reference(
     used = lane < count[:, None]
     out_draft_ids.copy_(tokens.gather(1, torch.where(used, end[:, None] + 1 + lane, 0)) * used)
     out_draft_len.copy_(count)
+    if out_match_len is not None:
+        out_match_len.copy_(torch.where(best >= 0, best >> 32, 0))
 
 
 def main() -> None:

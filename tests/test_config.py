@@ -77,12 +77,13 @@ def test_drafters_that_are_not_built_yet_are_refused_by_name() -> None:
     assert refused(draft__name="hybrid") == "draft=hybrid is not built yet; draft=lookup works on every model"
     assert refused(draft__name="pard").startswith("draft=pard needs draft.path: the folder or hub id of a small model")
     assert "must be one of none, lookup, eagle3" in refused(draft__name="magic")
+    assert "draft.table_entries=64 without draft.corpus_tokens: there is no corpus" in refused(draft__table_entries=64)
 
 
 @pytest.mark.parametrize("key", READ_BY)
 def test_a_key_of_another_drafter_is_refused_rather_than_ignored(key: str) -> None:
     values = {"draft.path": "head", "draft.aux_layers": "output", "draft.min_ngram": 3, "decode.opt.dead_positions": False}
-    values |= {"draft.parallel": True, "draft.tree.rank": "products"}
+    values |= {"draft.parallel": True, "draft.tree.rank": "products", "draft.table_entries": 64}
     readers, value = READ_BY[key], values.get(key, 7)
     changes: dict[str, Any] = {key.replace(".", "__"): value}
     complete: dict[str, dict[str, Any]] = {
@@ -95,8 +96,9 @@ def test_a_key_of_another_drafter_is_refused_rather_than_ignored(key: str) -> No
         said = refused(draft__name=name, **{**complete[name], **changes})
         assert said.startswith(f"{key}={value} is not used by draft={name}, only by draft={readers[0]}")
     for name in readers:
-        tree = {"draft__tree__topk": 2} if key.startswith("draft.tree.") else {}
-        check(config(draft__name=name, **complete[name] | tree | changes))
+        needed = {"draft__tree__topk": 2} if key.startswith("draft.tree.") else {}
+        needed |= {"draft__corpus_tokens": 99} if key == "draft.table_entries" else {}
+        check(config(draft__name=name, **complete[name] | needed | changes))
 
 
 def test_a_head_has_a_checkpoint_and_a_sink_has_a_window() -> None:

@@ -104,6 +104,7 @@ def test_every_row_comes_out_once_in_input_order_with_its_columns(finished: Path
     [
         ["draft=lookup"],
         ["draft=lookup", "draft.max_len=8", "draft.min_ngram=2", "packing.slots=4", "packing.run_ahead=2"],
+        ["draft=lookup", "draft.max_len=6", "draft.corpus_tokens=3000", "draft.table_entries=500"],
         ["draft=lookup", "draft.max_len=1", "packing.slots=16", "packing.prefill_tokens=7"],
         ["draft=none", "packing.slots=16", "output.shard_rows=3", "decode.opt.uniform_slots=false"],
         ["draft=lookup", "packing.slots=4", "packing.pages=9", "decode.opt.argmax=false", "decode.opt.dead_rows=false"],

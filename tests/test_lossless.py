@@ -6,9 +6,11 @@ float64, where the comparison is exact.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -17,7 +19,9 @@ from hypothesis import strategies as st
 from batchspec.decode import scheduler
 from batchspec.decode.engine import Engine, EngineTotals
 from batchspec.decode.round import RoundOptions
+from batchspec.draft import corpus as corpus_module
 from batchspec.draft.base import Drafter, NoDrafter
+from batchspec.draft.corpus import Corpus
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
@@ -92,6 +96,21 @@ def pard_model() -> PardModel:
     return PardModel(PardSpec(model=model.spec, mask_token_id=VOCAB - 1), model)
 
 
+def lookup(draft_len: int, max_ngram: int, corpus_tokens: int) -> LookupDrafter:
+    corpus = None
+    if corpus_tokens:
+        corpus = Corpus(corpus_tokens, lengths=tuple(range(1, max_ngram + 1)), device=DEVICE, background=False)
+    return LookupDrafter(draft_len, min_ngram=1, max_ngram=max_ngram, corpus=corpus)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_tokens() -> Iterator[None]:
+    """An index of ended rows is made from the first of them on."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus_module, "FEWEST", 1)
+        yield
+
+
 @st.composite
 def requests_of_a_job(draw: st.DrawFn) -> list[Request]:
     beginning = draw(st.lists(st.integers(0, VOCAB - 1), max_size=10))  # shared: whole pages of it are prefilled once
@@ -129,7 +148,7 @@ def test_every_packing_and_drafter_gives_the_tokens_of_plain_decoding(requests: 
         window, sink = data.draw(st.integers(1, 9), label="window"), data.draw(st.integers(0, 3), label="sink")
         drafter = WindowDrafter(tiny_target(), draft_len, slots=slots, window=window, sink=sink)
     elif kind == "lookup":
-        drafter = LookupDrafter(draft_len, min_ngram=1, max_ngram=data.draw(st.integers(1, 3)))
+        drafter = lookup(draft_len, data.draw(st.integers(1, 3)), data.draw(st.sampled_from([0, 8, 100]), label="corpus"))
     elif kind == "pard":
         parallel = data.draw(st.booleans(), label="parallel")
         drafter = PardDrafter(pard_model(), tiny_target().spec, draft_len, slots=slots, parallel=parallel)
@@ -199,6 +218,24 @@ def test_lookup_accepts_what_repeats() -> None:
     requests = [request(i, [1, 2, 3, 4, 1, 2, 3, 4, 1, 2], cap=60) for i in range(2)]
     _, done, _ = run(requests, packed(2), LookupDrafter(4, min_ngram=1, max_ngram=3))
     assert all(c.stats.num_accepted > 10 for c in done.values() if c.stats)
+
+
+def test_an_index_of_ended_rows_drafts_more_and_changes_no_token_whatever_it_holds() -> None:
+    """Filled in the order in which rows end: another one for each number of slots; by a thread that may come late; by others."""
+    sampling = SamplingParams(temperature=0.7, top_k=3)
+    requests = [request(i, [1, 2, 3, i % 2], cap=8 + 5 * i, sampling=sampling if i % 3 else None) for i in range(8)]
+    expected, rounds = expected_tokens(requests), []
+    for slots, background, strangers in ((1, False, 0), (3, False, 0), (3, True, 0), (8, False, 5), (3, False, 0)):
+        drafter = LookupDrafter(4, min_ngram=1, max_ngram=3)
+        drafter.corpus = Corpus(300, lengths=(1, 2, 3), device=DEVICE, background=background)
+        for seed in range(strangers):
+            drafter.learn(np.arange(3, dtype=np.int32), np.random.default_rng(seed).integers(0, VOCAB, 40).astype(np.int32))
+        tokens, done, _ = run(requests, packed(slots), drafter)
+        assert tokens == expected
+        rounds.append(sum(c.stats.num_rounds for c in done.values() if c.stats))
+    assert rounds[1] == rounds[4]  # one order, one index, one course
+    _, done, _ = run(requests, packed(1), LookupDrafter(4, min_ngram=1, max_ngram=3))
+    assert rounds[0] < sum(c.stats.num_rounds for c in done.values() if c.stats)
 
 
 @pytest.mark.parametrize("run_ahead", [0, 2])

@@ -328,6 +328,7 @@ class Engine:
             context_tokens = int(self._scheduler.num_tokens[self._scheduler.owner >= 0].sum())
             draft_len, next_drafts = self._lengths.choose(self._bucket, context_tokens)
             lead = draft_len > 0 or next_drafts
+        self.drafter.refresh()
         result = self.graphs.run(Shape(self._bucket, draft_len, self._accounts.mode, self.groups.any, lead))
         launched = Launched(
             result=result,
@@ -399,6 +400,10 @@ class Engine:
         return self._completed(progress, slot=slot, now=now)
 
     def _completed(self, progress: Progress, *, slot: int, now: float) -> Completion:
-        return progress.completion(
+        done = progress.completion(
             decode=self._decode, drafter=self.drafter.name, eos_ids=self._eos_ids, slot=slot, now=now, nodes=self.round.nodes
         )
+        assert done.prompt_ids is not None
+        assert done.token_ids is not None
+        self.drafter.learn(done.prompt_ids, done.token_ids)
+        return done

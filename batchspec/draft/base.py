@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -59,8 +61,24 @@ class Drafter(Protocol):
         places are batch.q_start[r] + j, of which j = 0..accepted_len[r] stand; what lies behind them is rejected.
         """
 
+    def learn(self, prompt_ids: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
+        """A row has ended with these tokens. On the host, between rounds."""
 
-class NoFeatures:
+    def refresh(self) -> None:
+        """The next round is about to be launched, on the current stream: the place to renew what captured rounds read."""
+
+
+class LearnsNothing:
+    """The part of a drafter that stays as it is while a job runs."""
+
+    def learn(self, prompt_ids: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
+        return None
+
+    def refresh(self) -> None:
+        return None
+
+
+class NoFeatures(LearnsNothing):
     """The part of a drafter that reads nothing of the target and keeps no K/V."""
 
     tap_layers: tuple[int, ...] = ()

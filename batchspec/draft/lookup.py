@@ -1,4 +1,4 @@
-"""Prompt lookup: propose what followed the same n-gram earlier in the row's prompt or output.
+"""Prompt lookup: propose what followed the same n-gram earlier in the row's prompt or output, or in a row that has ended.
 
 Source of the idea: Saxena 2023, "Prompt Lookup Decoding" (github.com/apoorvumang/prompt-lookup-decoding).
 """
@@ -7,9 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from batchspec.draft.base import NoFeatures
+from batchspec.draft.corpus import Corpus
+from batchspec.kernels.corpus import corpus_lookup
 from batchspec.kernels.ngram import ngram
 
 if TYPE_CHECKING:
@@ -21,19 +26,28 @@ class LookupDrafter(NoFeatures):
     """The longest n in max_ngram..min_ngram that occurred before wins; at most `growth` draft tokens for each matched token.
 
     No checkpoint, any model. Two draft tokens a matched one pay for themselves on text that hardly repeats (README,
-    Performance) and still copy whole passages, where matches grow.
+    Performance) and still copy whole passages, where matches grow. Where a corpus of ended rows matches further than the row's
+    own past its drafts stand in their place, the fewer the less its runs agree on what follows (`kernels/corpus.py`).
     """
 
     name = "lookup"
     fixed_len = False
 
-    def __init__(self, max_len: int, *, min_ngram: int = 2, max_ngram: int = 6, growth: int = 2) -> None:
+    def __init__(
+        self, max_len: int, *, min_ngram: int = 2, max_ngram: int = 6, growth: int = 2, corpus: Corpus | None = None
+    ) -> None:
+        """corpus: with runs of min_ngram to max_ngram tokens; None: the row's own past alone"""
         self.max_len = max_len
         self.min_ngram = min_ngram
         self.max_ngram = max_ngram
         self.growth = growth
+        self.corpus = corpus
 
     def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+        self.look_up(rows, draft_ids, draft_len, torch.empty_like(draft_len))
+
+    def look_up(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, match_len: Tensor) -> None:
+        """As `propose`; match_len int32 [R] tokens that matched, 0: none, max_ngram + tokens: in the corpus."""
         ngram(
             rows.tokens,
             rows.num_tokens,
@@ -44,4 +58,30 @@ class LookupDrafter(NoFeatures):
             growth=self.growth,
             out_draft_ids=draft_ids,
             out_draft_len=draft_len,
+            out_match_len=match_len,
         )
+        if self.corpus is None:
+            return
+        corpus_lookup(
+            rows.tokens,
+            rows.num_tokens,
+            rows.live,
+            self.corpus.which,
+            self.corpus.table,
+            self.corpus.tokens,
+            lengths=self.corpus.lengths,
+            max_ngram=self.max_ngram,
+            max_draft_len=draft_ids.shape[1],
+            growth=self.growth,
+            draft_ids=draft_ids,
+            draft_len=draft_len,
+            match_len=match_len,
+        )
+
+    def learn(self, prompt_ids: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
+        if self.corpus is not None:
+            self.corpus.learn(prompt_ids, token_ids)
+
+    def refresh(self) -> None:
+        if self.corpus is not None:
+            self.corpus.refresh()

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from batchspec.cache.attention import FlatBatch
 from batchspec.cache.pages import KVCache
+from batchspec.draft.base import LearnsNothing
 from batchspec.draft.formats import MASK_KEYS
 from batchspec.draft.window import WindowDrafter
 from batchspec.errors import CheckpointError
@@ -73,7 +74,7 @@ def load_pard(folder: Path, spec: PardSpec, *, dtype: torch.dtype, device: torch
     return PardModel(spec, Target.load(folder, spec.model, dtype=dtype, device=device, dummy=dummy))
 
 
-class PardDrafter:
+class PardDrafter(LearnsNothing):
     """Carries nothing of a slot from round to round but K/V: a round with it can be captured in a CUDA graph."""
 
     name = "pard"

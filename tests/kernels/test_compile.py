@@ -47,8 +47,13 @@ for _rows in (2, 256):
     _case(f"ragged_kernel R={_rows}", "slots", 4, start=PI32, q_len=PI32, page_table=PI32, out_q_start=PI32, out_row_ids=PI32,
           out_positions=PI64, out_slots=PI64, num_rows=I32, num_places=I32, max_pages=I32, PAGE_SIZE=16, ROWS=_rows,
           BLOCK=128)  # fmt: skip
-_case("ngram_kernel", "ngram", 8, tokens=PI32, num_tokens=PI32, live=PI32, draft_ids=PI32, draft_len=PI32, stride_row=I32,
-      draft_stride=I32, max_draft_len=I32, growth=I32, width=I32, MIN_NGRAM=2, MAX_NGRAM=6, LANES=4, BLOCK=2048)  # fmt: skip
+for _match in (None, PI32):
+    _case(f"ngram_kernel match {_match}", "ngram", 8, tokens=PI32, num_tokens=PI32, live=PI32, draft_ids=PI32, draft_len=PI32,
+          match_len=_match, stride_row=I32, draft_stride=I32, max_draft_len=I32, growth=I32, width=I32, MIN_NGRAM=2, MAX_NGRAM=6,
+          LANES=4, BLOCK=2048)  # fmt: skip
+_case("corpus_kernel", "corpus", 1, tokens=PI32, num_tokens=PI32, live=PI32, which=PI32, table=PI64, corpus=PI32,
+      draft_ids=PI32, draft_len=PI32, match_len=PI32, stride_row=I32, draft_stride=I32, max_draft_len=I32, growth=I32, width=I32,
+      num_entries=I32, corpus_len=I32, LENGTHS=0b1010100, MAX_NGRAM=6, PAST_LANES=8, LANES=8)  # fmt: skip
 for _rates in (None, PF32):
     for _k in (0, 4, 64):
         _case(f"accept_kernel K={_k}, rates {_rates}", "accept", 1, draft_ids=PI32, draft_len=PI32, target_ids=PI32,

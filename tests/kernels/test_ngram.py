@@ -70,6 +70,17 @@ def test_no_earlier_occurrence_proposes_nothing(interpret: bool, device: torch.d
     assert look_up([[1, 2, 3, 2], [6, 1, 2, 3, 1, 2]], interpret, device, min_ngram=2) == [[], [3, 1, 2]]
 
 
+def test_the_tokens_that_matched_are_counted(interpret: bool, device: torch.device) -> None:
+    ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
+    tokens = torch.tensor([[1, 2, 3, 1, 2], [5, 6, 7, 8, 9], [4, 4, 4, 4, 4], [1, 2, 3, 1, 2]], **ints)
+    ids, lens, matched = torch.empty(4, 2, **ints), torch.empty(4, **ints), torch.full((4,), POISON, **ints)
+    ngram(
+        tokens, torch.full((4,), 5, **ints), torch.tensor([1, 1, 1, 0], **ints), max_draft_len=2, min_ngram=1, max_ngram=3,
+        growth=9, out_draft_ids=ids, out_draft_len=lens, out_match_len=matched, interpret=interpret,
+    )  # fmt: skip
+    assert matched.tolist() == [2, 0, 3, 0]
+
+
 def test_dead_rows_propose_nothing(interpret: bool, device: torch.device) -> None:
     rows = [[1, 2, 1], [1, 2, 1], [4, 4, 4]]
     assert look_up(rows, interpret, device, live=[0, 1, 0]) == [[], [2, 1], []]
