@@ -16,17 +16,20 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from batchspec.cache.attention import AttentionPlan, plan_attention
 from batchspec.decode.engine import Engine
 from batchspec.decode.round import RoundOptions
-from batchspec.draft import eagle3, head, parallel, reader
+from batchspec.draft import eagle3, head, parallel, reader, tree
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.parallel import ParallelDrafter
-from batchspec.draft.weights import load_head
+from batchspec.draft.tree import TreeDrafter, TreeShape
+from batchspec.draft.weights import Head, load_head
 from batchspec.model import layers
+from batchspec.model.target import Target
 from tests.engines import DEVICE, packed, request, tiny_target
 from tests.heads import random_tensors, tiny_design, write_head
 
 OWN_KERNELS = {
     eagle3: ("draft_steps", "live_rows"),
     parallel: ("draft_places", "live_rows"),
+    tree: ("tree_places", "tree_level", "tree_select"),
     reader: ("rope_of",),
     head: ("head_input", "lm_head", "argmax", "add_norm", "rms_norm", "tap_norm", "rope_write"),
     layers: ("add_norm", "rms_norm", "silu_and_mul"),
@@ -34,7 +37,7 @@ OWN_KERNELS = {
 """Wrappers of one kernel each on a GPU (rope_of: of none); here their references run, which are operations of torch."""
 PRODUCTS = {"mm", "addmm"}
 FREE = {"view", "slice", "select", "unbind", "split", "unsqueeze", "t", "transpose", "as_strided", "alias", "detach", "empty",
-        "empty_like", "new_empty", "_unsafe_view", "reshape"}  # fmt: skip
+        "empty_like", "new_empty", "_unsafe_view", "reshape", "expand"}  # fmt: skip
 """Views and allocations: nothing of them reaches a captured graph."""
 
 
@@ -115,6 +118,11 @@ class WatchedChain(Watched, Eagle3Drafter):
 
 class WatchedParallel(Watched, ParallelDrafter):
     pass
+
+
+class WatchedTree(Watched, TreeDrafter):
+    def __init__(self, head: Head, target: Target, depth: int, *, slots: int) -> None:
+        super().__init__(head, target, TreeShape(topk=3, depth=depth, nodes=7), slots=slots)
 
 
 def launches(
@@ -209,4 +217,22 @@ def test_parallel_drafts_take_one_forward_whatever_their_number(name: str, max_l
             assert own["live_rows"] == own["head_input"] == 1
             assert sum(of_torch.values()) == 2 + 4 * (num_layers - 1)  # fc, K and V of the last layer, all of those before it
             assert own["attend"] == num_layers - 1
+            assert not own["argmax"]
+
+
+@pytest.mark.parametrize("name", DESIGNS)
+def test_a_tree_is_grown_by_a_forward_and_a_choice_a_level(name: str, tmp_path: Path) -> None:
+    num_layers = DESIGNS[name].get("layers", 1)
+    once = {"mul", "sub", "add", "minimum", "clone"}  # where the levels stand, before the first of them
+    for part, of_torch, own in launches(tmp_path, 4, DESIGNS[name], drafter=WatchedTree):
+        if part == "propose":
+            assert set(of_torch) <= PRODUCTS | once | {"topk", "logsumexp", "index_select"}
+            assert sum(of_torch[operation] for operation in once) <= 8
+            assert of_torch["topk"] == of_torch["logsumexp"] == own["tree_level"] == 4
+            assert of_torch["index_select"] == own["head_input"] == 3  # nothing goes through the head behind the last level
+            assert own["tree_places"] == own["tree_select"] == 1
+            assert own["attend"] == 3 * num_layers
+        else:
+            assert set(of_torch) <= PRODUCTS | {"copy_"}
+            assert of_torch["copy_"] == 1  # what the next tree begins with
             assert not own["argmax"]
