@@ -84,6 +84,23 @@ def test_trees_ranked_by_sums_and_by_products_run_side_by_side_with_their_chain(
         assert row["tok_s_of_requests"] > 0
 
 
+@pytest.mark.parametrize("past", [8, 33])
+def test_single_rounds_are_timed_over_rows_with_a_made_up_past(shape: Path, tmp_path: Path, past: int) -> None:
+    rows = lines(
+        shape, tmp_path / "o.jsonl", "--rounds", "5", "--prompt", str(past), "--draft", "none", "eagle3", "parallel", "window",
+        "tree",
+        "--k", "1", "3", "--accept", "1,1,0", "--window", "4", "--topk", "2",
+    )  # fmt: skip
+    drafters = ("eagle3", "parallel", "window", "tree")
+    assert [row["variant"] for row in rows] == ["none", *(f"{drafter} K={k}" for drafter in drafters for k in (1, 3))]
+    for row in rows:
+        assert (row["past"], row["rounds"], row["batch"]) == (past, 5, 4)
+        # Every draft but the third is accepted; the tokens of 5 rounds of 4 rows come in their time.
+        length = {"none": 1.0, "K=1": 2.0, "K=3": 3.0}[row["variant"].split(" ")[-1]]
+        assert row["mean_acceptance_length"] == length or row["variant"].startswith("tree")
+        assert row["tok_s"] * row["round_us"] / 1e6 == pytest.approx(4 * row["mean_acceptance_length"], rel=1e-3)
+
+
 def test_auto_drafts_as_far_as_rates_are_given(shape: Path, tmp_path: Path) -> None:
     (row,) = lines(
         shape, tmp_path / "o.jsonl", "--draft", "eagle3", "--k", "auto", "--accept", "1,1", "--window", "4", "--sink", "2"
@@ -113,6 +130,9 @@ def test_requests_that_outnumber_the_slots_stream_through_them(shape: Path, tmp_
         (["o", "n", "--opt", "argmx=false"], "--opt argmx=false must be NAME=true or NAME=false"),
         (["o", "n", "--opt", "sharing=false"], "needs --samples above 1"),
         (["o", "n", "--accept", ".1,.2"], "must fall"),
+        (["o", "n", "--rounds", "0"], "--rounds 0 must be at least 1"),
+        (["o", "n", "--rounds", "5", "--k", "auto"], "give numbers to --k, not auto"),
+        (["o", "n", "--rounds", "5", "--requests", "9"], "leave out --model, --requests and --samples"),
         (["o", "n", "--samples", "3"], "8 requests are no multiple of it"),
         (["o", "n", "--against-transformers"], "needs --model"),
         (["o", "n", "--shape", "llama9b"], "neither one of llama8b"),

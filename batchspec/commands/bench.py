@@ -4,8 +4,9 @@ Two workloads. A shape (--shape) runs dummy weights on random prompts, EOS ignor
 (total_s - prefill_s), where prefill_s is a run that emits one token a row. A model (--model) runs real weights on real
 prompts (--input). Every --draft with every --k, that again with each --opt, and transformers' `generate` with
 --against-transformers, take turns within one process; ratios are of one turn, and the median of the turns is reported with
-its spread. `--make-job DIR` writes a job for `batchspec run` instead, with the same prompts and output lengths, and
-`batchspec bench --job-layer DIR --rows N` measures what a job costs beside its model.
+its spread. `--rounds N` times N single rounds of each way instead, over rows with a made-up past of --prompt tokens.
+`--make-job DIR` writes a job for `batchspec run`, with the same prompts and output lengths, and `batchspec bench --job-layer
+DIR --rows N` measures what a job costs beside its model.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from batchspec.commands import bench_job
+from batchspec.commands import bench_job, bench_rounds
 from batchspec.commands.bench_variants import HEAD_DRAFTERS, OPTIONS, Bench, Record, TransformersVariant, Variant, parse_options
 from batchspec.commands.doctor import versions
 from batchspec.commands.workloads import SHAPES, make_job, make_workload
@@ -38,6 +39,15 @@ def main(argv: list[str]) -> int:
         return 0
     device = torch.device("cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu")
     bench = Bench(args, make_workload(args, device), device)
+    if args.rounds is not None:
+        _write(
+            args,
+            [
+                (way.name, record, _head(args, argv, way.name, device) | row)
+                for way, row, record in bench_rounds.time_rounds(bench)
+            ],
+        )
+        return 0
     variants: list[Variant] = [*bench.variants()]
     if args.against_transformers:
         variants.insert(0, TransformersVariant(bench))
@@ -55,13 +65,17 @@ def main(argv: list[str]) -> int:
                 variant.profile()
             variant.close()
     rows = [_row(args, argv, variant, len(bench.workload.requests), device) for variant in variants]
-    with open(args.out, "a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-    if args.profile:
-        with open(args.profile, "a", encoding="utf-8") as file:
-            file.writelines(v.record.profile.text(f"{args.name} {v.name}") + "\n" for v in variants if v.record.profile)
+    _write(args, [(variant.name, variant.record, row) for variant, row in zip(variants, rows, strict=True)])
     _print(variants, rows)
     return 0
+
+
+def _write(args: argparse.Namespace, found: Sequence[tuple[str, Record, dict[str, Any]]]) -> None:
+    with open(args.out, "a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for _, _, row in found)
+    if args.profile:
+        with open(args.profile, "a", encoding="utf-8") as file:
+            file.writelines(record.profile.text(f"{args.name} {way}") + "\n" for way, record, _ in found if record.profile)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -79,6 +93,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("--batch", type=int, default=8, help="slots")
     add("--prompt", type=int, default=512, help="tokens of a random prompt")
     add("--gen", type=int, default=128, help="output tokens a request (with --requests and --make-job: the cap)")
+    add("--rounds", type=int, help="time so many rounds over rows with a past of --prompt noise tokens, and no prefill")
     add("--requests", type=int, default=0, help="this many requests; with --shape their output is lognormal, as in a job")
     add("--samples", type=int, default=1, help="with --shape: requests that have one prompt in common")
     add("--draft", nargs="+", default=["none"], choices=["none", "lookup", "window", *HEAD_DRAFTERS])
@@ -118,6 +133,9 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--accept {args.accept} must fall: a draft counts only behind kept ones")
     if args.against_transformers and not args.model:
         raise ConfigError("--against-transformers needs --model: dummy weights exist only inside batchspec")
+    if args.rounds is not None:
+        bench_rounds.check(args)
+        args.gen = bench_rounds.tokens_needed(args)
     if args.samples > 1 and args.model:
         raise ConfigError("--samples needs --shape; with --model repeat the prompts with --requests")
     if args.samples == 1 and any("sharing" in options for options in args.opt):
@@ -143,10 +161,8 @@ def _row(
 ) -> dict[str, Any]:
     record = variant.record
     total = statistics.median(record.seconds)
-    row: dict[str, Any] = {
-        "name": args.name, "variant": variant.name, "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "shape": args.model or args.shape, "dtype": args.dtype, "batch": args.batch, "requests": num_requests,
-        "samples": args.samples, "prompt": None if args.model else args.prompt, "gen": args.gen, "accept": args.accept,
+    row: dict[str, Any] = _head(args, argv, variant.name, device) | {
+        "requests": num_requests, "samples": args.samples, "prompt": None if args.model else args.prompt, "gen": args.gen,
         "runs": len(record.seconds), "total_s": round(total, 3), "seconds": [round(s, 3) for s in record.seconds],
         "tokens": record.tokens, "total_tok_s": round(record.tokens / total, 1),
     }  # fmt: skip
@@ -169,7 +185,16 @@ def _row(
         row["peak_gb"] = round(record.peak_bytes / 1e9, 2)
     if record.profile is not None:
         row["profile"] = record.profile.summary()
-    return row | {"versions": versions(), "command": shlex.join(["batchspec", "bench", *argv])}
+    return row
+
+
+def _head(args: argparse.Namespace, argv: Sequence[str], variant: str, device: torch.device) -> dict[str, Any]:
+    """What every line begins with."""
+    return {
+        "name": args.name, "variant": variant, "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "shape": args.model or args.shape, "dtype": args.dtype, "batch": args.batch, "accept": args.accept,
+        "command": shlex.join(["batchspec", "bench", *argv]), "versions": versions(),
+    }  # fmt: skip
 
 
 def _of_requests(record: Record) -> dict[str, Any]:

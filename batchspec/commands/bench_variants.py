@@ -154,6 +154,26 @@ class Bench:
         except ValueError as error:
             raise ConfigError(f"--draft {draft} with --k {depth}, --topk, --nodes: {error}") from None
 
+    def engine(self, way: Way, buckets: tuple[int, ...] | None = None) -> Engine:
+        """As a job would have it; `buckets` are the row buckets if not the usual ones."""
+        drafter = self.drafter(way)
+        accept = self.args.accept[: drafter.max_len] if self.args.accept and drafter.max_len else None
+        batch = self.batch(drafter)
+        return Engine(
+            self.workload.target,
+            drafter,
+            batch if buckets is None else replace(batch, row_buckets=buckets),
+            device=self.device,
+            options=RoundOptions(
+                synthetic=accept,
+                argmax=way.options.get("argmax", True),
+                uniform_slots=way.options.get("uniform_slots", True),
+            ),
+            refill_dead=way.options.get("dead_rows", True),
+            adaptive=way.draft_len is None,
+            overlap=way.options.get("overlap", False),
+        )
+
     def batch(self, drafter: Drafter) -> PackedBatch:
         """A slot for each of --batch rows and pages for all of them to their end: nothing is ever short."""
         longest = max(len(request.prompt_ids) + request.max_new_tokens for request in self.workload.requests)
@@ -194,23 +214,8 @@ class EngineVariant:
     def open(self) -> None:
         if self._engine is not None:
             return
-        bench, way = self._bench, self._way
-        drafter = bench.drafter(way)
-        accept = bench.args.accept[: drafter.max_len] if bench.args.accept and drafter.max_len else None
-        self._engine = Engine(
-            bench.workload.target,
-            drafter,
-            bench.batch(drafter),
-            device=bench.device,
-            options=RoundOptions(
-                synthetic=accept,
-                argmax=way.options.get("argmax", True),
-                uniform_slots=way.options.get("uniform_slots", True),
-            ),
-            refill_dead=way.options.get("dead_rows", True),
-            adaptive=way.draft_len is None,
-            overlap=way.options.get("overlap", False),
-        )
+        bench = self._bench
+        self._engine = bench.engine(self._way)
         self._engine.prepare(SamplingMode(), shared=bench.args.samples > 1)
         self._decode(self._requests[:WARM_ROWS], WARM_TOKENS)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
@@ -106,11 +106,26 @@ def profile_rounds(engine: Engine, requests: Iterable[Request]) -> Profile:
             profiler.stop()
     if not last:
         raise ConfigError(f"--profile needs {SKIP_ROUNDS + PROFILED_ROUNDS} rounds with every slot filled; raise --gen")
+    return read_trace(_events(profiler), last - first)
+
+
+def profile_calls(call: Callable[[], object], count: int) -> Profile:
+    """Trace `count` calls, a round each. Raises ConfigError without a GPU."""
+    if not torch.cuda.is_available():
+        raise ConfigError("--profile needs a GPU: it lists kernels; leave it out")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(count):
+            call()
+        torch.cuda.synchronize()
+    return read_trace(_events(profiler), count)
+
+
+def _events(profiler: torch.profiler.profile) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
-    return read_trace(events, last - first)
+        events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
+    return events
 
 
 def read_trace(events: Sequence[dict[str, Any]], num_rounds: int) -> Profile:

@@ -1,0 +1,104 @@
+"""`batchspec bench OUT.jsonl NAME --rounds N`: what one round takes, by drafter, draft length and option, without prefill.
+
+All slots hold live rows with a past of --prompt tokens whose K/V is noise: a round's time depends on how much there is to read,
+not on what it says. Rows go on as --accept lets them, or as the drafts happen to be right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from typing import Any
+
+import torch
+
+from batchspec.commands.bench_variants import Bench, Record, Way, clock, ways
+from batchspec.commands.profile import PROFILED_ROUNDS, profile_calls
+from batchspec.decode.engine import Engine
+from batchspec.decode.graphs import Shape
+from batchspec.decode.sampling import SamplingMode
+from batchspec.errors import ConfigError
+
+WARM_ROUNDS = 3
+FIRST_ID = 3
+"""Noise keeps away from the ids that end a row."""
+
+
+def tokens_needed(args: argparse.Namespace) -> int:
+    """Output tokens that leave every row alive through all rounds, each accepted in full."""
+    longest: int = max(args.k)
+    return (WARM_ROUNDS + int(args.rounds)) * (1 + longest) + 1
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises ConfigError for what a single round cannot show."""
+    if args.rounds < 1:
+        raise ConfigError(f"--rounds {args.rounds} must be at least 1")
+    if None in args.k:
+        raise ConfigError("--rounds times each draft length by itself: give numbers to --k, not auto")
+    if args.model or args.requests or args.samples > 1:
+        raise ConfigError("--rounds has rows without prompts: leave out --model, --requests and --samples")
+
+
+def time_rounds(bench: Bench) -> list[tuple[Way, dict[str, Any], Record]]:
+    """A row of figures for each variant, and its profile with --profile; prints them as they come."""
+    found = []
+    print(f"{'variant':<32}{'us/round':>12}{'no row live':>14}{'accept len':>12}{'tok/s':>12}")
+    for way in ways(bench.args):
+        record = Record()
+        row = _time(bench, way, record)
+        gc.collect()
+        if bench.device.type == "cuda":
+            torch.cuda.empty_cache()
+        figures = (
+            f"{row['round_us']:>12,.1f}{row['dead_rows_us']:>14,.1f}{row['mean_acceptance_length']:>12.3f}{row['tok_s']:>12,.1f}"
+        )
+        print(f"{way.name:<32}{figures}", flush=True)
+        found.append((way, row, record))
+    return found
+
+
+@torch.inference_mode()
+def _time(bench: Bench, way: Way, record: Record) -> dict[str, Any]:
+    args = bench.args
+    engine = bench.engine(way, buckets=(args.batch,))
+    shape, rows = Shape(args.batch, engine.drafter.max_len, SamplingMode()), engine.rows
+    engine.graphs.prepare([shape])
+    dead_s = engine.graphs.seconds(shape)
+    _begin(engine, args.prompt)
+    for _ in range(WARM_ROUNDS):
+        engine.graphs.run(shape)
+    before, began = int(rows.num_tokens.sum()), clock(bench.device)
+    for _ in range(args.rounds):
+        engine.graphs.run(shape)
+    seconds = clock(bench.device) - began
+    tokens = int(rows.num_tokens.sum()) - before
+    assert bool(rows.live.all()), "a row ended: the rounds were not all alike"
+    row = {
+        "past": args.prompt, "rounds": args.rounds, "round_us": round(seconds / args.rounds * 1e6, 1),
+        "dead_rows_us": round(dead_s * 1e6, 1), "mean_acceptance_length": round(tokens / args.rounds / args.batch, 3),
+        "tok_s": round(tokens / seconds, 1),
+    }  # fmt: skip
+    if args.profile:
+        _begin(engine, args.prompt)
+        record.profile = profile_calls(lambda: engine.graphs.run(shape), min(args.rounds, PROFILED_ROUNDS))
+        row["profile"] = record.profile.summary()
+    return row
+
+
+def _begin(engine: Engine, past: int) -> None:
+    """Every slot's row has `past` tokens; its pages lie anywhere in the pool."""
+    rows, device = engine.rows, engine.rows.tokens.device
+    slots, width = rows.page_table.shape
+    width = min(width, (engine.batch.num_pages - 1) // slots)
+    noise = torch.Generator(device).manual_seed(0)
+    rows.tokens.random_(FIRST_ID, engine.round.target.spec.vocab_size, generator=noise)
+    rows.page_table[:, :width] = 1 + torch.randperm(slots * width, device=device, generator=noise).view(slots, width).int()
+    rows.keys.copy_(torch.arange(slots, device=device))
+    rows.limit.fill_(engine.batch.max_len)
+    for kv in (engine.cache.kv, engine.cache.draft_kv):
+        if kv is not None:
+            kv.normal_(generator=noise)
+    rows.num_tokens.fill_(past)
+    rows.prompt_len.fill_(past)
+    rows.live.fill_(1)
