@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchspec.config import PackingConfig
+from batchspec.decode.adaptive import candidates
 from batchspec.errors import CapacityError
 from batchspec.model.spec import ModelSpec
 from batchspec.packing.cost import H200, Rates, page_bytes
-from batchspec.packing.memory import reserve_bytes
+from batchspec.packing.memory import MOST_LENGTHS, reserve_bytes
 from batchspec.packing.planner import Demand, choose_batch, forecast, free_memory, order_requests, row_buckets
 from batchspec.records import PackedBatch, Request, SamplingParams
 from tests.stand_ins import LLAMA_8B, small_spec
@@ -35,6 +36,16 @@ def on_gpu(
         PackingConfig(**packing), LLAMA_8B, H200, demand, device=GPU, dtype=torch.bfloat16, draft_len=draft_len,
         draft_kv_width=draft_kv_width, free_bytes=free_bytes,
     )  # fmt: skip
+
+
+def test_memory_is_kept_for_the_graphs_of_every_draft_length_that_is_tried() -> None:
+    """A tree of 60 nodes does not have 61 of them."""
+    assert max(len(candidates(max_len)) for max_len in range(1, 65)) == MOST_LENGTHS
+    kinds = [
+        reserve_bytes(LLAMA_8B, dtype=torch.bfloat16, slots=0, num_buckets=2, draft_len=k, prefill_tokens=0, max_len=0)
+        for k in (3, 12, 60)
+    ]
+    assert [kind - kinds[0] for kind in kinds] == [0, 9 * 2 * 16 * 10**6, 9 * 2 * 16 * 10**6]
 
 
 def test_places_behind_the_end_of_rows_have_pages_too() -> None:

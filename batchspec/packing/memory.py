@@ -9,7 +9,7 @@ L layers, e bytes a number:
     a round   the same of R S tokens, in the graphs' pool; 3 * 4 R S V of fp32 logits and their copies for sampling
     attention 4 S NH (D + 2) for each (row, 512 keys): partial results, merged by log-sum-exp
     state     R (5 max_len + V): token buffers, page table, seen tokens of penalties
-    graphs    16 MB for each (row bucket, draft length)
+    graphs    16 MB for each (row bucket, draft length), of which no job tries more than 13
     fixed     2 GB: workspaces of matrix products and attention, compiled kernels, what fragments
 
 Llama-3.1-8B, T = 16384, R = 92, S = 4: 4.5 + 0.1 + 0.6 + 0.1 + 0.0 + 0.7 + 2 = 8.0 GB of the 132 that one H200 has behind the
@@ -24,6 +24,7 @@ from batchspec.model.spec import ModelSpec
 
 FIXED_BYTES = 2 * 10**9
 GRAPH_BYTES = 16 * 10**6
+MOST_LENGTHS = 13
 ODD_BLOCKS = 1.5
 LOGIT_COPIES = 3
 CHUNK_TOKENS = 512
@@ -40,7 +41,7 @@ def reserve_bytes(
     chunks = slots * -(-max_len // CHUNK_TOKENS)
     partials = 4 * chunks * (draft_len + 1) * spec.num_heads * (spec.head_dim + 2)
     state = slots * (5 * max_len + spec.vocab_size)
-    graphs = GRAPH_BYTES * num_buckets * (draft_len + 1)
+    graphs = GRAPH_BYTES * num_buckets * min(draft_len + 1, MOST_LENGTHS)
     return round(passes) + logits + partials + state + graphs + FIXED_BYTES
 
 
