@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -83,7 +84,8 @@ def test_a_row_that_kills_the_process_is_found_and_its_neighbours_come_out_whole
     for turn, number in enumerate([signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGKILL]):
         code, said = run_apart(command, tmp_path / "log", partial(poison, "q7", number))
         assert code == -number, said
-        kept = Journal(LocalStore(tmp_path / "out", "tmp"), "x").read(skip=()).completions
+        job = json.loads((tmp_path / "out/_batchspec/manifest.json").read_text())["job"]
+        kept = Journal(LocalStore(tmp_path / "out", "tmp"), "x", job).read(skip=()).completions
         assert {(4, 0), (5, 0), (6, 0)} <= kept.keys() if turn else not kept  # the group before it need not be done again
     assert run.main(command) == 0
     frame = pl.read_parquet(tmp_path / "out/data")
