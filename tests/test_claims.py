@@ -15,7 +15,7 @@ import pytest
 
 from batchspec.io import claims as module
 from batchspec.io.claims import BEAT_S, FOLDER, STALE_S, Claims, _started, is_gone, whoami
-from batchspec.io.store import LocalStore
+from batchspec.io.local import LocalStore
 
 ROOT = Path(__file__).parents[1]
 

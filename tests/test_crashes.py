@@ -26,7 +26,7 @@ from batchspec.errors import Interrupted
 from batchspec.io.attempts import Attempts
 from batchspec.io.claims import Claims
 from batchspec.io.journal import Journal
-from batchspec.io.store import LocalStore
+from batchspec.io.local import LocalStore
 from batchspec.records import PackedBatch
 from batchspec.work.fitted import smaller
 from batchspec.work.suspects import leaving

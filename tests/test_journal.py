@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from batchspec.io.journal import FOLDER, Journal
-from batchspec.io.store import LocalStore
+from batchspec.io.local import LocalStore
 from batchspec.records import Completion, RowError, RowStats, Snapshot
 
 STATS = RowStats(

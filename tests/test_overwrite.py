@@ -18,9 +18,9 @@ import pytest
 from batchspec import run
 from batchspec.errors import OutputError, StorageError
 from batchspec.io.claims import FOLDER, STALE_S, Claims
+from batchspec.io.local import LocalStore
 from batchspec.io.overwrite import CREW, this_command
 from batchspec.io.shards import OutputFolder
-from batchspec.io.store import LocalStore
 from tests.io_samples import completion, new_folder
 from tests.runs import make_model, make_prompts, start_apart
 from tests.s3_lab import BUCKET, Lab, running_lab

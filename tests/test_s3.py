@@ -16,10 +16,11 @@ import pytest
 from batchspec.config import InputConfig
 from batchspec.errors import ConfigError, InputError, OutputError, StorageError
 from batchspec.io import retry
+from batchspec.io.backends import open_store
 from batchspec.io.reader import Source, open_source
 from batchspec.io.s3 import S3Store
 from batchspec.io.shards import OutputFolder
-from batchspec.io.store import STALE_S, open_store
+from batchspec.io.store import STALE_S
 from batchspec.report.stats import job_stats
 from tests.io_samples import built, dataset, new_folder, shards_of
 from tests.s3_lab import BUCKET, KEY_ID, SECRET, Faults, Lab, Proxy, running_lab, running_proxy

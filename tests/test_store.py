@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from batchspec.errors import ConfigError, OutputError, StorageError
-from batchspec.io.store import STALE_S, LocalStore
+from batchspec.io.local import LocalStore
+from batchspec.io.store import STALE_S
 
 METHODS = ["link", "rename"]
 

@@ -31,7 +31,7 @@ from batchspec.commands.workloads import COMMON, SHAPES
 from batchspec.compose import compose
 from batchspec.decode.engine import Engine, EngineTotals
 from batchspec.io.journal import Journal
-from batchspec.io.store import LocalStore
+from batchspec.io.local import LocalStore
 from batchspec.job import check_output, compute
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.feed import WINDOW_SHARDS

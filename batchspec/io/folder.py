@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from batchspec.errors import OutputError
+from batchspec.io.backends import open_store
 from batchspec.io.claims import REMOTE_STALE_S, STALE_S, Claims
 from batchspec.io.generations import Generation, Generations
 from batchspec.io.manifest import MANIFEST, Manifest, differences
 from batchspec.io.overwrite import check_own, elected, refuse_living, settled, this_command
 from batchspec.io.reader import InputFile
-from batchspec.io.store import Store, open_store
+from batchspec.io.store import Store
 
 TMP = "_batchspec/tmp"
 
