@@ -22,6 +22,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "draft.min_ngram": (1, 16, "1 or 2 works well"),
     "draft.max_ngram": (1, 16, "3 to 8 works well"),
     "draft.growth": (1, 64, "2 works well; draft.max_len and more is no limit"),
+    "draft.head_len": (1, 64, "null is draft.max_len; 3 works well"),
     "draft.corpus_tokens": (0, 2**28, "0 is off; 1000000 take 72 MB"),
     "draft.table_entries": (16, 2**30, "null is four for each of draft.corpus_tokens"),
     "draft.tree.topk": (1, 64, "1 drafts a chain; 4 to 10 works well for a tree"),
@@ -72,26 +73,26 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
 }
 
-DRAFTERS = ("none", "lookup", "eagle3", "pard", "window")
-DRAFTERS_TO_COME = ("hybrid",)
+DRAFTERS = ("none", "lookup", "eagle3", "hybrid", "pard", "window")
 
 # Keys that not every drafter reads -> who does.
 READ_BY: dict[str, tuple[str, ...]] = {
-    "draft.min_ngram": ("lookup",),
-    "draft.max_ngram": ("lookup",),
-    "draft.growth": ("lookup",),
-    "draft.corpus_tokens": ("lookup",),
-    "draft.table_entries": ("lookup",),
-    "draft.path": ("eagle3", "pard"),
-    "draft.aux_layers": ("eagle3",),
-    "draft.window": ("eagle3", "window"),
-    "draft.sink": ("eagle3", "window"),
-    "draft.parallel": ("eagle3", "pard"),
+    "draft.min_ngram": ("lookup", "hybrid"),
+    "draft.max_ngram": ("lookup", "hybrid"),
+    "draft.growth": ("lookup", "hybrid"),
+    "draft.corpus_tokens": ("lookup", "hybrid"),
+    "draft.table_entries": ("lookup", "hybrid"),
+    "draft.head_len": ("hybrid",),
+    "draft.path": ("eagle3", "hybrid", "pard"),
+    "draft.aux_layers": ("eagle3", "hybrid"),
+    "draft.window": ("eagle3", "hybrid", "window"),
+    "draft.sink": ("eagle3", "hybrid", "window"),
+    "draft.parallel": ("eagle3", "hybrid", "pard"),
     "draft.tree.topk": ("eagle3",),
     "draft.tree.depth": ("eagle3",),
     "draft.tree.nodes": ("eagle3",),
     "draft.tree.rank": ("eagle3",),
-    "decode.opt.dead_positions": ("eagle3",),
+    "decode.opt.dead_positions": ("eagle3", "hybrid"),
 }
 
 REQUIRED: dict[str, str] = {
@@ -154,8 +155,6 @@ def _secrets(config: RunConfig) -> None:
 
 def _drafter(config: RunConfig) -> None:
     draft = config.draft
-    if draft.name in DRAFTERS_TO_COME:
-        raise ConfigError(f"draft={draft.name} is not built yet; draft=lookup works on every model")
     _choice("draft.name", draft.name, DRAFTERS)
     defaults = RunConfig()
     for key, readers in READ_BY.items():
@@ -165,8 +164,8 @@ def _drafter(config: RunConfig) -> None:
             raise ConfigError(f"{key}={value} is not used by draft={draft.name}, only by {who}; remove the key")
     if draft.parallel != "auto" and not isinstance(draft.parallel, bool):
         raise ConfigError(f"draft.parallel={draft.parallel} must be one of auto, true, false")
-    if draft.name == "eagle3" and draft.path is None and config.model.load != "dummy":
-        raise ConfigError("draft=eagle3 needs draft.path: the folder or hub id of an EAGLE-3 head made for the model")
+    if draft.name in ("eagle3", "hybrid") and draft.path is None and config.model.load != "dummy":
+        raise ConfigError(f"draft={draft.name} needs draft.path: the folder or hub id of an EAGLE-3 head made for the model")
     if draft.name == "pard" and draft.path is None:
         raise ConfigError("draft=pard needs draft.path: the folder or hub id of a small model with the target's tokenizer")
     if draft.name == "window" and draft.window is None:

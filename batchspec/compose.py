@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError  # type: ignore[import-untyped]
 
-from batchspec.checks import DRAFTERS_TO_COME, check
+from batchspec.checks import check
 from batchspec.config import RunConfig, from_hydra, register, suggest, type_error, typed, unknown_key
 from batchspec.errors import BatchspecError, ConfigError, Interrupted
 
@@ -174,7 +174,5 @@ def one_line(error: Exception, known: Any = None) -> str:
 
 def _missing_option(missing: str, options: list[str]) -> str:
     group, _, name = missing.rpartition("/")
-    if group == "draft" and name in DRAFTERS_TO_COME:
-        return f"draft={name} is not built yet; draft=lookup works on every model"
     hint = suggest(name, options)
     return f"{group}={name} is no choice of the group {group}; {hint + ' ' if hint else ''}choices: {', '.join(sorted(options))}"

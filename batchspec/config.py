@@ -52,36 +52,38 @@ class TreeConfig:
 @dataclass(slots=True, kw_only=True)
 class DraftConfig:
     name: str = "lookup"
-    """none, lookup, eagle3, pard, window."""
+    """none, lookup, eagle3, hybrid, pard, window."""
     max_len: int = 8
     """K: draft tokens a row and round at most. With adaptive the largest that is tried."""
     min_ngram: int = 2
-    """lookup: shortest run of tokens that must repeat."""
+    """lookup, hybrid: shortest run of tokens that must repeat."""
     max_ngram: int = 6
-    """lookup: longest run that is looked for first."""
+    """lookup, hybrid: longest run that is looked for first."""
+    head_len: int | None = None
+    """hybrid: draft tokens of the head a row and round at most; null: draft.max_len, as the lookup's."""
     growth: int = 2
-    """lookup: draft tokens for each token of the matched run, at most."""
+    """lookup, hybrid: draft tokens for each token of the matched run, at most."""
     corpus_tokens: int = 0
-    """lookup: newest tokens of ended rows, prompts too, that drafts are copied from; 0: each row from its own tokens alone."""
+    """lookup, hybrid: newest tokens of ended rows, prompts too, that drafts are copied from; 0: its own alone."""
     table_entries: int | None = None
-    """lookup: entries of the table that finds them, raised to a power of two; null: four for each of corpus_tokens."""
+    """lookup, hybrid: entries of the table that finds them, raised to a power of two; null: four for each of corpus_tokens."""
     synthetic: list[float] | None = None
     """Benchmarks only: accept position j with this (unconditional, non-increasing) probability, whatever the tokens."""
     path: str | None = None
-    """eagle3: folder or hub id of the head; null only with model.load=dummy, which makes one of noise. pard: of the model that
-    drafts."""
+    """eagle3, hybrid: folder or hub id of the head; null only with model.load=dummy, which makes one of noise. pard: of the
+    model that drafts."""
     aux_layers: str = "auto"
-    """eagle3: what the head's layer ids mean. input: what enters the layer; output: what leaves it; auto: output where the first
-    id is 1, else input."""
+    """eagle3, hybrid: what the head's layer ids mean. input: what enters the layer; output: what leaves it; auto: output where
+    the first id is 1, else input."""
     adaptive: bool | None = None
     """Choose K of each round, 0 included, by measured times and acceptance, on a GPU; null: where there is one."""
     parallel: Any = "auto"
-    """eagle3, pard: all K drafts in one forward: auto (where the head or model was trained for it), true, false."""
+    """eagle3, hybrid, pard: all K drafts in one forward: auto (where the head or model was trained for it), true, false."""
     tree: TreeConfig = field(default_factory=TreeConfig)
     window: int | None = None
-    """eagle3: newest keys that the head reads; null: all of them. window: newest keys that the model drafts with."""
+    """eagle3, hybrid: newest keys that the head reads; null: all of them. window: newest keys that the model drafts with."""
     sink: int | None = None
-    """eagle3, window: first keys that are read beside the window."""
+    """eagle3, hybrid, window: first keys that are read beside the window."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,7 +95,7 @@ class OptConfig:
     uniform_slots: bool = True
     """false: cache locations always take the general, ragged path (for comparison)."""
     dead_positions: bool | None = None
-    """eagle3: false: catch-up runs the whole head at every verified position (for comparison); null: true."""
+    """eagle3, hybrid: false: catch-up runs the whole head at every verified position (for comparison); null: true."""
     overlap: bool = False
     """true: on a GPU prefill runs beside the rounds, on a stream of its own, not between them."""
 

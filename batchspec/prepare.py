@@ -18,6 +18,7 @@ from batchspec.draft.base import Drafter, NoDrafter
 from batchspec.draft.corpus import Corpus, corpus_bytes, usual_lengths
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.formats import HeadSpec
+from batchspec.draft.hybrid import HybridDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.pard import PardDrafter, PardModel, PardSpec, load_pard, read_pard
@@ -60,7 +61,7 @@ class Job:
     dtype: torch.dtype
     admission: Admission
     head: HeadSpec | PardSpec | None
-    """Of draft=eagle3 and draft=pard: the checkpoint at draft.path, or with model.load=dummy the usual head."""
+    """Of draft=eagle3, hybrid and pard: the checkpoint at draft.path, or with model.load=dummy the usual head."""
 
     @property
     def shard_rows(self) -> int:
@@ -94,8 +95,8 @@ def open_job(config: RunConfig, source: Source | None = None, *, tokenizer: Toke
 
 
 def open_head(config: RunConfig, spec: ModelSpec) -> HeadSpec | PardSpec | None:
-    """The head or model that draft=eagle3 or draft=pard drafts with, checked, its weights not read; None for other drafters."""
-    if config.draft.name not in ("eagle3", "pard"):
+    """The head or model that draft=eagle3, hybrid or pard drafts with, checked, its weights not read; None for other drafters."""
+    if config.draft.name not in ("eagle3", "hybrid", "pard"):
         return None
     folder = head_folder(config)
     if config.draft.name == "pard":
@@ -222,9 +223,15 @@ def make_drafter(config: RunConfig, head: Head | PardModel | None, target: Targe
     if shape is not None:
         del options["argmax"]
         return TreeDrafter(head, target, shape, **options)
+    own: Eagle3Drafter | ParallelDrafter
+    max_len = draft.max_len if draft.name != "hybrid" else min(draft.head_len or draft.max_len, draft.max_len)
     if draft.parallel is not False and head.spec.mask_token_id is not None:
-        return ParallelDrafter(head, target, draft.max_len, **options)
-    return Eagle3Drafter(head, target, draft.max_len, uniform_slots=opt.uniform_slots, **options)
+        own = ParallelDrafter(head, target, max_len, **options)
+    else:
+        own = Eagle3Drafter(head, target, max_len, uniform_slots=opt.uniform_slots, **options)
+    if draft.name == "hybrid":
+        return HybridDrafter(own, make_lookup(config, target.device), slots=slots, device=target.device)
+    return own
 
 
 def make_lookup(config: RunConfig, device: torch.device) -> LookupDrafter:

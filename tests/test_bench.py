@@ -70,6 +70,15 @@ def test_every_drafter_runs_with_every_length_and_every_option(shape: Path, tmp_
         assert row["rounds"] == -(-11 // (1 + drafts))
 
 
+def test_lookup_and_hybrid_learn_from_rows_that_have_ended(shape: Path, tmp_path: Path) -> None:
+    rows = lines(
+        shape, tmp_path / "o.jsonl", "--draft", "lookup", "hybrid", "--k", "3", "--corpus-tokens", "500", "--gen", "20",
+        "--requests", "6",
+    )  # fmt: skip
+    assert [row["variant"] for row in rows] == ["lookup K=3", "hybrid K=3"]
+    assert rows[0]["tokens"] == rows[1]["tokens"] > 40
+
+
 def test_trees_ranked_by_sums_and_by_products_run_side_by_side_with_their_chain(shape: Path, tmp_path: Path) -> None:
     rows = lines(
         shape, tmp_path / "o.jsonl", "--draft", "eagle3", "tree", "tree-products", "--k", "3", "--topk", "4", "--nodes", "9",

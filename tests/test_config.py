@@ -73,8 +73,8 @@ def test_a_value_out_of_range_is_refused(values: dict[str, Any], said: str) -> N
     assert said in refused(**values)
 
 
-def test_drafters_that_are_not_built_yet_are_refused_by_name() -> None:
-    assert refused(draft__name="hybrid") == "draft=hybrid is not built yet; draft=lookup works on every model"
+def test_a_drafter_must_have_what_it_drafts_with() -> None:
+    assert refused(draft__name="hybrid").startswith("draft=hybrid needs draft.path: the folder or hub id of an EAGLE-3 head")
     assert refused(draft__name="pard").startswith("draft=pard needs draft.path: the folder or hub id of a small model")
     assert "must be one of none, lookup, eagle3" in refused(draft__name="magic")
     assert "draft.table_entries=64 without draft.corpus_tokens: there is no corpus" in refused(draft__table_entries=64)
@@ -89,6 +89,7 @@ def test_a_key_of_another_drafter_is_refused_rather_than_ignored(key: str) -> No
     complete: dict[str, dict[str, Any]] = {
         "lookup": {},
         "eagle3": {"draft__path": "head", "draft__window": 9},
+        "hybrid": {"draft__path": "head", "draft__window": 9},
         "pard": {"draft__path": "small"},
         "window": {"draft__window": 9},
     }

@@ -16,7 +16,9 @@ from batchspec.decode import scheduler
 from batchspec.decode.engine import Engine
 from batchspec.decode.round import RoundOptions
 from batchspec.draft.base import Drafter, NoDrafter
+from batchspec.draft.corpus import Corpus
 from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.hybrid import HybridDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
 from batchspec.draft.tree import PRODUCTS, TreeDrafter, TreeShape
@@ -31,6 +33,7 @@ from tests.heads import distilled_tensors, random_tensors, tiny_design, write_he
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 VOCAB, MAX_LEN = 89, 256
+PLAIN = ("none", "lookup", "lookup with a corpus", "window")
 TREE, LARGE_TREE = TreeShape(topk=3, depth=3, nodes=14), TreeShape(topk=10, depth=6, nodes=60, rank=PRODUCTS)
 SAMPLINGS = (
     SamplingParams(),
@@ -132,16 +135,27 @@ def shape(slots: int, **changes: object) -> PackedBatch:
     return packed(slots, row_buckets=tuple(sorted({1, 2, 4, slots})), **values)
 
 
+def lookup(max_len: int) -> LookupDrafter:
+    corpus = Corpus(2000, lengths=(1, 2, 3), device=torch.device("cuda"))
+    return LookupDrafter(max_len, min_ngram=1, max_ngram=3, corpus=corpus)
+
+
+def hybrid(folder: Path, max_len: int, slots: int) -> HybridDrafter:
+    head = eagle(folder, "cuda", max_len - 2, slots)
+    assert isinstance(head, Eagle3Drafter)
+    return HybridDrafter(head, lookup(max_len), slots=slots, device=torch.device("cuda"))
+
+
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
-@pytest.mark.parametrize(
-    "name", ["none", "lookup", "window", "pard", "pard chain", "eagle3", "eagle3 general", "tree", "tree by products"]
-)
+@pytest.mark.parametrize("name", [*PLAIN, "pard", "pard chain", "eagle3", "eagle3 general", "hybrid", "tree", "tree by products"])
 def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, overlap: bool, tmp_path: Path) -> None:
     asked, slots = requests(40), 8
     general: dict[str, Any] = {"dead_positions": False, "uniform_slots": False, "argmax": False}
     drafters: dict[str, Callable[[], Drafter]] = {
         "none": NoDrafter,
         "lookup": partial(LookupDrafter, 4, min_ngram=1, max_ngram=3),
+        "lookup with a corpus": partial(lookup, 4),
+        "hybrid": partial(hybrid, tmp_path, 4, slots),
         "window": partial(WindowDrafter, target("cuda"), 3, slots=slots, window=12, sink=2),
         "pard": partial(pard, 4, slots, parallel=True),
         "pard chain": partial(pard, 3, slots, parallel=False),

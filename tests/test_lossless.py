@@ -22,6 +22,8 @@ from batchspec.decode.round import RoundOptions
 from batchspec.draft import corpus as corpus_module
 from batchspec.draft.base import Drafter, NoDrafter
 from batchspec.draft.corpus import Corpus
+from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.hybrid import HybridDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
@@ -103,6 +105,13 @@ def lookup(draft_len: int, max_ngram: int, corpus_tokens: int) -> LookupDrafter:
     return LookupDrafter(draft_len, min_ngram=1, max_ngram=max_ngram, corpus=corpus)
 
 
+def hybrid(draft_len: int, head_len: int, slots: int, *, chain: bool, corpus_tokens: int = 0) -> HybridDrafter:
+    target = tiny_target(window=5)
+    make = Eagle3Drafter if chain else ParallelDrafter
+    head = make(parallel_head(), target, head_len, slots=slots)
+    return HybridDrafter(head, lookup(draft_len, 3, corpus_tokens), slots=slots, device=DEVICE)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def few_tokens() -> Iterator[None]:
     """An index of ended rows is made from the first of them on."""
@@ -138,7 +147,9 @@ def requests_of_a_job(draw: st.DrawFn) -> list[Request]:
 def test_every_packing_and_drafter_gives_the_tokens_of_plain_decoding(requests: list[Request], data: st.DataObject) -> None:
     expected = expected_tokens(requests)
     draft_len = data.draw(st.integers(1, 8), label="K")
-    kind = data.draw(st.sampled_from(["none", "lookup", "window", "parallel", "pard", "tree", "right", "wrong"]), label="drafter")
+    kind = data.draw(
+        st.sampled_from(["none", "lookup", "window", "parallel", "pard", "tree", "hybrid", "right", "wrong"]), label="drafter"
+    )
     outputs = {r.seed: expected[r.request_id] for r in requests}
     drafter: Drafter
     slots = data.draw(st.sampled_from([1, 4, 16]), label="slots")
@@ -154,6 +165,10 @@ def test_every_packing_and_drafter_gives_the_tokens_of_plain_decoding(requests: 
         drafter = PardDrafter(pard_model(), tiny_target().spec, draft_len, slots=slots, parallel=parallel)
     elif kind == "parallel":
         drafter = ParallelDrafter(parallel_head(), tiny_target(window=5), draft_len, slots=slots)
+    elif kind == "hybrid":
+        chain = data.draw(st.booleans(), label="chain")
+        head_len = data.draw(st.integers(1, draft_len), label="head_len")
+        drafter = hybrid(draft_len, head_len, slots, chain=chain, corpus_tokens=data.draw(st.sampled_from([0, 50])))
     elif kind == "tree":
         topk, rank = data.draw(st.integers(2, 5), label="topk"), data.draw(st.sampled_from([SUMS, PRODUCTS]), label="rank")
         nodes = data.draw(st.integers(1, min(63, topk + (draft_len - 1) * topk**2)), label="nodes")

@@ -83,7 +83,10 @@ def test_the_demo_has_everything_that_a_run_needs(jobs: Jobs) -> None:
         (["+typo=1"], "typo is no key of the configuration"),
         (["temperature=1"], "temperature is no key of the configuration; did you mean decode.temperature?"),
         (["decode.max_new_tokens=abc"], "decode.max_new_tokens: Value 'abc' of type 'str' could not be converted to Integer"),
-        (["draft=lokup"], "draft=lokup is no choice of the group draft; did you mean lookup? choices: eagle3, lookup, none"),
+        (
+            ["draft=lokup"],
+            "draft=lokup is no choice of the group draft; did you mean lookup? choices: eagle3, hybrid, lookup",
+        ),
         (
             [*GIVEN, "draft=pard"],
             "draft=pard needs draft.path: the folder or hub id of a small model with the target's tokenizer",

@@ -103,6 +103,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("--nodes", type=int, help="nodes of a draft tree that are verified; 60, or all that grow")
     add("--accept", default="", help="synthetic acceptance by position, unconditional: .6,.28,.12; cut to each --k")
     add("--window", type=int, help="newest keys that the head reads (all without it), or the drafting model")
+    add("--corpus-tokens", type=int, default=0, help="lookup, hybrid: newest tokens of ended rows that drafts are copied from")
     add("--sink", type=int, default=0, help="first keys that it reads beside its window")
     add("--opt", nargs="+", default=[], help=f"variants with NAME=false,...: {', '.join(OPTIONS)}")
     add("--prefill-tokens", type=int, default=0, help="tokens of a prefill pass; 0: as a job")

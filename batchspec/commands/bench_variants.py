@@ -20,7 +20,9 @@ from batchspec.decode.engine import Engine, EngineTotals
 from batchspec.decode.round import RoundOptions
 from batchspec.decode.sampling import SamplingMode
 from batchspec.draft.base import Drafter, NoDrafter
+from batchspec.draft.corpus import Corpus, usual_lengths
 from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.hybrid import HybridDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.tree import PRODUCTS, SUMS, TreeDrafter, TreeShape, usual_nodes
@@ -33,7 +35,7 @@ from batchspec.records import PackedBatch, Request, RowStats
 
 OPTIONS = ("dead_positions", "uniform_slots", "argmax", "dead_rows", "overlap", "sharing")
 TREES = {"tree": SUMS, "tree-products": PRODUCTS}
-HEAD_DRAFTERS = ("eagle3", "parallel", *TREES)
+HEAD_DRAFTERS = ("eagle3", "parallel", "hybrid", *TREES)
 DRAFT_VOCAB = {"smol135m": 16384}
 USUAL_DRAFT_VOCAB = 32000
 LONGEST_DRAFT = 5
@@ -131,7 +133,7 @@ class Bench:
         if way.draft == "none":
             return NoDrafter()
         if way.draft == "lookup":
-            return LookupDrafter(length)
+            return self._lookup(length)
         if way.draft == "window":
             return WindowDrafter(self.workload.target, length, slots=args.batch, window=args.window, sink=args.sink)
         on: dict[str, Any] = {key: way.options.get(key, True) for key in ("dead_positions", "argmax")}
@@ -142,7 +144,18 @@ class Bench:
             del on["argmax"]
             return self._tree(way.draft, length, on)
         uniform = way.options.get("uniform_slots", True)
-        return Eagle3Drafter(self.head, self.workload.target, length, uniform_slots=uniform, **on)
+        chain = Eagle3Drafter(self.head, self.workload.target, length, uniform_slots=uniform, **on)
+        if way.draft == "hybrid":
+            return HybridDrafter(chain, self._lookup(length), slots=args.batch, device=self.device)
+        return chain
+
+    def _lookup(self, length: int) -> LookupDrafter:
+        """With the runs of a job's defaults."""
+        drafter = LookupDrafter(length)
+        if self.args.corpus_tokens:
+            lengths = usual_lengths(drafter.min_ngram, drafter.max_ngram)
+            drafter.corpus = Corpus(self.args.corpus_tokens, lengths=lengths, device=self.device)
+        return drafter
 
     def _tree(self, draft: str, depth: int, on: dict[str, Any]) -> TreeDrafter:
         topk = self.args.topk

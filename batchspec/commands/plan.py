@@ -20,7 +20,7 @@ from batchspec.records import Ids, PackedBatch
 SAMPLE_ROWS = 10_000
 SHARD_ROWS = 500
 BAR = 40
-ASSUMED_ACCEPTED = {"none": 0.0, "lookup": 0.8, "eagle3": 1.0, "pard": 1.5, "window": 1.5}
+ASSUMED_ACCEPTED = {"none": 0.0, "lookup": 0.8, "eagle3": 1.0, "hybrid": 1.2, "pard": 1.5, "window": 1.5}
 """Draft tokens kept a row and round: lookup with K=4 over 88 mixed prompts of a small model (Spec-Bench), replayed; eagle3 as
 published heads do on mixed prompts (a mean acceptance length of 2); pard and window: three drafts of which each is kept in four
 of five rounds that kept those before it."""

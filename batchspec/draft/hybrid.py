@@ -1,0 +1,96 @@
+"""A head and a lookup side by side: per row and round the drafts from which more tokens are expected to stand.
+
+Both propose in every round; `kernels/draft_choice.py` says how they are compared and what is learnt of both behind it. The head's
+catch-up always runs, whoever proposed, so that its K/V is as if it drafted alone.
+Source: the better of n-grams and a head, as an oracle, in "specdecode-bench" (arXiv 2601.11580); the rule is batchspec's own.
+Legend: R rows, K draft_len, KH that of the head.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from batchspec.cache.attention import FlatBatch
+from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.lookup import LookupDrafter
+from batchspec.draft.parallel import ParallelDrafter
+from batchspec.draft.reader import zeros_on
+from batchspec.kernels.draft_choice import observe_drafts, pick_drafts
+
+if TYPE_CHECKING:
+    from batchspec.cache.pages import KVCache
+    from batchspec.decode.rows import Rows
+
+HEAD_PRIOR, LOOKUP_PRIOR = (4.8, 8.0), (4.0, 8.0)
+"""Drafts kept and tried that a row's head, and lookups of any match length, begin with."""
+
+
+class HybridDrafter:
+    """Carries of each slot what the head does, and how often its drafts stood in this row."""
+
+    name = "hybrid"
+    fixed_len = False
+
+    def __init__(self, head: Eagle3Drafter | ParallelDrafter, lookup: LookupDrafter, *, slots: int, device: torch.device) -> None:
+        """max_len is the larger of both; a round of fewer drafts asks either for as many."""
+        self.head, self.lookup = head, lookup
+        self.max_len = width = max(head.max_len, lookup.max_len)
+        self.tap_layers, self.num_kv_layers, self.kv_shape = head.tap_layers, head.num_kv_layers, head.kv_shape
+        zeros = partial(zeros_on, device)
+        self._head_ids, self._look_ids = zeros(slots, head.max_len), zeros(slots, width)
+        self._head_len, self._look_len, self._match_len, self._picked = (zeros(slots) for _ in range(4))
+        self._head_prior, self._look_prior = (torch.tensor(prior, device=device) for prior in (HEAD_PRIOR, LOOKUP_PRIOR))
+        self._head_odds = self._head_prior.repeat(slots, 1)
+        self._look_odds = self._look_prior.repeat(2 * lookup.max_ngram + 1, 1)
+        self.counts = zeros(4, dtype=torch.int64)
+        """int64 [4] rounds of rows with the head's drafts, with the lookup's; drafts accepted of the two."""
+        self.state: tuple[Tensor, ...] = (*head.state, self._head_odds)
+
+    def prefill(self, batch: FlatBatch, slot_ids: Tensor, taps: Tensor | None, rows: Rows, cache: KVCache) -> tuple[Tensor, ...]:
+        return (*self.head.prefill(batch, slot_ids, taps, rows, cache), self._head_prior.repeat(len(slot_ids), 1))
+
+    @torch.inference_mode()
+    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+        num_rows, width = draft_ids.shape
+        head_ids, look_ids, look_len, match_len, picked = self._proposals(num_rows, width)
+        self.head.propose(rows, head_ids, self._head_len[:num_rows], cache)
+        self.lookup.look_up(rows, look_ids, look_len, match_len)
+        pick_drafts(
+            head_ids, look_ids, look_len, match_len, self._head_odds[:num_rows], self._look_odds, rows.live,
+            out_draft_ids=draft_ids, out_draft_len=draft_len, out_picked=picked,
+        )  # fmt: skip
+
+    @torch.inference_mode()
+    def catch_up(
+        self, batch: FlatBatch, taps: Tensor | None, accepted_len: Tensor, rows: Rows, cache: KVCache, *, lead: bool
+    ) -> None:
+        num_rows, width = len(accepted_len), batch.max_q - 1
+        if width:  # else nobody drafted
+            observe_drafts(
+                rows.tokens, rows.num_tokens, rows.live, accepted_len, *self._proposals(num_rows, width),
+                head_prior=self._head_prior, look_prior=self._look_prior, head_odds=self._head_odds[:num_rows],
+                look_odds=self._look_odds, counts=self.counts,
+            )  # fmt: skip
+        self.head.catch_up(batch, taps, accepted_len, rows, cache, lead=lead)
+
+    def _proposals(self, num_rows: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Of a round with `width` drafts: ids of the head and of the lookup, the lookup's lengths and matches, who was picked."""
+        return (
+            self._head_ids[:num_rows, :width],
+            self._look_ids[:num_rows, :width],
+            self._look_len[:num_rows],
+            self._match_len[:num_rows],
+            self._picked[:num_rows],
+        )
+
+    def learn(self, prompt_ids: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
+        self.lookup.learn(prompt_ids, token_ids)
+
+    def refresh(self) -> None:
+        self.lookup.refresh()

@@ -1,0 +1,159 @@
+"""pick_drafts and observe_drafts: whose drafts promise more, and how both proposals fared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchspec.kernels.draft_choice import BLOCK, JOB_MEMORY, ROW_MEMORY, observe_drafts, pick_drafts
+
+POISON = -7
+
+
+def ints(values: object, device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def floats(values: object, device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+def pick(
+    head_rates: list[float], look_rates: list[float], look_len: list[int], match: list[int], interpret: bool,
+    device: torch.device, *, head_width: int = 3, width: int = 5, live: list[int] | None = None,
+) -> tuple[list[list[int]], list[int], list[int]]:  # fmt: skip
+    """Draft tokens of each row, their number and who was picked. The head proposes 10, 11, .., the lookup 20, 21, .."""
+    rows = len(head_rates)
+    head = ints([[10 + j for j in range(head_width)]] * rows, device).view(rows, head_width)
+    look = ints([[20 + j if j < n else 0 for j in range(width)] for n in look_len], device)
+    wide, lens, picked = (torch.full((rows, size), POISON, dtype=torch.int32, device=device) for size in (width + 1, 1, 1))
+    lens, picked = lens.flatten(), picked.flatten()
+    pick_drafts(
+        head, look, ints(look_len, device), ints(match, device), floats([[8 * p, 8] for p in head_rates], device),
+        floats([[4 * p, 4] for p in look_rates], device), ints(live or [1] * rows, device), out_draft_ids=wide[:, 1:],
+        out_draft_len=lens, out_picked=picked, interpret=interpret,
+    )  # fmt: skip
+    assert wide[:, 0].tolist() == [POISON] * rows
+    return wide[:, 1:].tolist(), lens.tolist(), picked.tolist()
+
+
+def test_the_proposal_that_promises_more_is_taken(interpret: bool, device: torch.device) -> None:
+    """Rates by row for the head, by match for the lookup; more drafts make up for a lower rate."""
+    ids, lens, picked = pick([0.5, 0.9, 0.7, 0.5], [0.5, 0.7], [5, 5, 5, 0], [1, 1, 0, 0], interpret, device)
+    assert picked == [1, 0, 0, 0]
+    assert ids[0] == [20, 21, 22, 23, 24]
+    assert ids[1] == ids[2] == [10, 11, 12, 0, 0]
+    assert lens == [5, 3, 3, 3]
+
+
+def test_the_head_where_both_promise_the_same(interpret: bool, device: torch.device) -> None:
+    assert pick([0.5], [0.5], [3], [0], interpret, device)[2] == [0]
+    assert pick([0.5], [0.5], [4], [0], interpret, device)[2] == [1]
+
+
+def test_dead_rows_propose_nothing(interpret: bool, device: torch.device) -> None:
+    assert pick([0.5] * 2, [0.9], [4, 4], [0, 0], interpret, device, live=[0, 1])[1] == [0, 4]
+
+
+@given(data=st.data())
+def test_no_other_choice_promises_more(data: st.DataObject, interpret: bool, device: torch.device) -> None:
+    """By brute force: the expected number of drafts that stand, summed over how many of them do."""
+    width, rate = data.draw(st.integers(1, 9)), st.floats(0.05, 0.95)
+    head_width = data.draw(st.integers(1, width))
+    rows = data.draw(st.integers(1, 5))
+    heads, looks = (data.draw(st.lists(rate, min_size=n, max_size=n)) for n in (rows, 4))
+    lens = data.draw(st.lists(st.integers(0, width), min_size=rows, max_size=rows))
+    match = data.draw(st.lists(st.integers(0, 3), min_size=rows, max_size=rows))
+    _, drafted, picked = pick(heads, looks, lens, match, interpret, device, head_width=head_width, width=width)
+
+    def expected(p: float, count: int) -> float:
+        exactly = [p**k * (1 - p) for k in range(count)] + [p**count]
+        return sum(k * chance for k, chance in enumerate(exactly))
+
+    for row in range(rows):
+        of_head, of_look = expected(heads[row], head_width), expected(looks[match[row]], lens[row])
+        assert drafted[row] == (lens[row] if picked[row] else head_width)
+        assert (of_look, of_head)[picked[row] == 0] >= max(of_head, of_look) - 1e-4
+
+
+def judge(ids: list[int], came: list[int]) -> tuple[int, int]:
+    """(kept, tried) of one proposal."""
+    kept = tried = 0
+    for draft, token in zip(ids, came, strict=False):
+        tried += 1
+        if draft != token:
+            break
+        kept += 1
+    return kept, tried
+
+
+@given(data=st.data())
+def test_both_proposals_are_judged_by_what_came(data: st.DataObject, interpret: bool, device: torch.device) -> None:
+    token, width = st.integers(0, 1), data.draw(st.integers(1, 5))
+    head_width, rows, kinds = data.draw(st.integers(1, width)), data.draw(st.sampled_from([1, 3, BLOCK + 2])), 5
+    rng = data.draw(st.randoms(use_true_random=False))
+    heads = [[rng.randint(0, 1) for _ in range(head_width)] for _ in range(rows)]
+    looks = [[rng.randint(0, 1) for _ in range(width)] for _ in range(rows)]
+    look_len, match = [rng.randint(0, width) for _ in range(rows)], [rng.randint(0, kinds - 1) for _ in range(rows)]
+    accepted, live = [rng.randint(0, width) for _ in range(rows)], [rng.randint(0, 1) for _ in range(rows)]
+    picked, first = [rng.randint(0, 1) for _ in range(rows)], data.draw(token)
+    tokens = [[first, *(rng.randint(0, 1) for _ in range(width + 1)), 9] for _ in range(rows)]
+    before = [rng.randint(0, 1) for _ in range(rows)]
+    odds, kind_odds = [[rng.uniform(0, 4), rng.uniform(4, 9)] for _ in range(rows)], [[2.0, 5.0] for _ in range(kinds)]
+    prior, kind_prior = [1.0, 2.0], [3.0, 4.0]
+    head_odds, look_odds = floats(odds, device), floats(kind_odds, device)
+    counts = torch.zeros(4, dtype=torch.int64, device=device)
+    observe_drafts(
+        ints(tokens, device), ints([b + a + 1 for b, a in zip(before, accepted, strict=True)], device), ints(live, device),
+        ints(accepted, device), ints(heads, device), ints(looks, device), ints(look_len, device), ints(match, device),
+        ints(picked, device), head_prior=floats(prior, device), look_prior=floats(kind_prior, device), head_odds=head_odds,
+        look_odds=look_odds, counts=counts, interpret=interpret,
+    )  # fmt: skip
+
+    def faded(old: list[float], prior: list[float], kept: float, tried: float, memory: float) -> list[float]:
+        left = max(0.0, 1 - tried / memory)
+        return [p + (o - p) * left + new for o, p, new in zip(old, prior, (kept, tried), strict=True)]
+
+    sums, expected_counts = [[0, 0] for _ in range(kinds)], [0] * 4
+    for row in range(rows):
+        if not live[row]:
+            continue
+        came = tokens[row][before[row] : before[row] + accepted[row] + 1]
+        odds[row] = faded(odds[row], prior, *judge(heads[row], came), ROW_MEMORY)
+        for at, value in enumerate(judge(looks[row][: look_len[row]], came)):
+            sums[match[row]][at] += value
+        expected_counts[picked[row]] += 1
+        expected_counts[2 + picked[row]] += accepted[row]
+    torch.testing.assert_close(head_odds.cpu(), torch.tensor(odds, dtype=torch.float32))
+    wanted = [faded(old, kind_prior, kept, tried, JOB_MEMORY) for old, (kept, tried) in zip(kind_odds, sums, strict=True)]
+    torch.testing.assert_close(look_odds.cpu(), torch.tensor(wanted, dtype=torch.float32))
+    assert counts.tolist() == expected_counts
+
+
+def test_wrong_arguments_are_refused() -> None:
+    cpu = torch.device("cpu")
+    line, odds = ints([1, 1], cpu), floats([[1, 2], [1, 2]], cpu)
+    good: dict[str, Any] = {
+        "head_ids": ints([[1], [2]], cpu), "look_ids": ints([[1, 2], [2, 3]], cpu), "look_len": line, "match_len": line,
+        "head_odds": odds, "look_odds": odds, "live": line, "out_draft_ids": ints([[0, 0], [0, 0]], cpu),
+        "out_draft_len": line.clone(), "out_picked": line.clone(),
+    }  # fmt: skip
+    pick_drafts(**good)
+    for name in good:
+        with pytest.raises(ValueError, match=f"pick_drafts: {name} is int64"):
+            pick_drafts(**{**good, name: good[name].long()})
+    with pytest.raises(ValueError, match="pick_drafts: head_ids"):
+        pick_drafts(**{**good, "head_ids": ints([[1, 2, 3]] * 2, cpu)})
+    judged: dict[str, Any] = {name: good[name] for name in ("head_ids", "look_ids", "look_len", "match_len", "live")}
+    judged |= {"tokens": good["look_ids"], "num_tokens": line, "accepted_len": line - 1, "picked": line, "head_prior": odds[0]}
+    judged |= {"look_prior": odds[0], "head_odds": odds.clone(), "look_odds": odds.clone()}
+    counts = torch.zeros(4, dtype=torch.int64)
+    observe_drafts(**judged, counts=counts)
+    for name in judged:
+        with pytest.raises(ValueError, match=f"observe_drafts: {name} is int64"):
+            observe_drafts(**{**judged, name: judged[name].long()}, counts=counts)

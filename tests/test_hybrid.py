@@ -1,0 +1,112 @@
+"""draft=hybrid: head and lookup side by side; the head's K/V stays right whoever proposes, and the better one comes to do so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from batchspec.cache.pages import KVCache
+from batchspec.decode.engine import Engine
+from batchspec.decode.rows import Rows
+from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.hybrid import HybridDrafter
+from batchspec.draft.lookup import LookupDrafter
+from batchspec.draft.parallel import ParallelDrafter
+from batchspec.draft.weights import Head, dummy_head, dummy_spec
+from batchspec.records import PackedBatch, Request
+from tests.engines import DEVICE, packed, plain_tokens, request, tiny_target
+
+SLOTS = 4
+
+
+@cache
+def head() -> Head:
+    """With a mask, which a chain makes no use of."""
+    spec = dummy_spec(tiny_target().spec, draft_vocab_size=19, parallel=True)
+    return dummy_head(replace(spec, tap_layers=(0, 1, 2)), dtype=torch.float64, device=DEVICE)
+
+
+def hybrid(kind: type[Eagle3Drafter] | type[ParallelDrafter], *, head_len: int = 2, max_len: int = 5) -> HybridDrafter:
+    own = kind(head(), tiny_target(), head_len, slots=SLOTS)
+    return HybridDrafter(own, LookupDrafter(max_len, min_ngram=1, max_ngram=3), slots=SLOTS, device=DEVICE)
+
+
+def favour(drafter: HybridDrafter, lookup: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the head be expected to give nothing, or everything, whatever was seen of it."""
+    propose = drafter.propose
+
+    def with_odds(rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+        drafter._head_odds[:, 0] = 1e-6 if lookup else 1e6
+        propose(rows, draft_ids, draft_len, cache)
+
+    monkeypatch.setattr(drafter, "propose", with_odds)
+
+
+def run(drafter: HybridDrafter | Eagle3Drafter | ParallelDrafter, requests: list[Request], batch: PackedBatch) -> Engine:
+    engine = Engine(tiny_target(), drafter, batch, device=DEVICE)
+    for done in engine.run(iter(requests)):
+        assert done.token_ids is not None
+        assert done.token_ids.tolist() == plain_tokens(tiny_target(), requests[done.row_index])
+    return engine
+
+
+def jobs(count: int = 6) -> list[Request]:
+    return [request(i, [i, 3, 4, i, 3], cap=20 + i) for i in range(count)]
+
+
+@pytest.mark.parametrize("kind", [Eagle3Drafter, ParallelDrafter])
+def test_the_heads_keys_and_values_do_not_depend_on_who_proposed(
+    kind: type[Eagle3Drafter] | type[ParallelDrafter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K/V behind a job with the lookup's drafts alone equal those of a job with the head's, at every place of true features."""
+    found = []
+    for lookup in (True, False):
+        drafter = hybrid(kind)
+        favour(drafter, lookup, monkeypatch)
+        one = request(0, [7, 3, 4, 7, 3], cap=24)
+        engine = run(drafter, [one], packed(SLOTS, draft_len=5))
+        place = torch.arange(len(one.prompt_ids) + 24 - 2)
+        pages = engine.rows.page_table[0].long()[place // engine.batch.page_size]
+        layer = engine.cache.layer(tiny_target().spec.num_layers)
+        found.append(layer[:, pages, place % engine.batch.page_size])
+        assert (drafter.counts[1] > 0) == lookup
+    torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-12)
+
+
+def test_a_row_that_repeats_itself_comes_to_be_drafted_by_lookup() -> None:
+    """The head is noise: after a few rounds in which it failed, rows that match go to the lookup, which fares better."""
+    drafter = hybrid(Eagle3Drafter)
+    run(drafter, jobs(), packed(SLOTS, draft_len=5))
+    head_rounds, look_rounds, head_accepted, look_accepted = drafter.counts.tolist()
+    assert look_rounds > 0
+    assert head_rounds > 0
+    assert look_accepted / look_rounds > head_accepted / head_rounds
+
+
+def test_a_new_row_begins_with_the_prior_and_a_moved_row_keeps_what_is_known_of_it() -> None:
+    drafter = hybrid(Eagle3Drafter)
+    assert drafter.state[-1] is drafter._head_odds
+    run(drafter, jobs(), packed(SLOTS, draft_len=5))
+    assert not torch.equal(drafter._head_odds, drafter._head_prior.repeat(SLOTS, 1))
+    known = drafter._head_odds.clone()
+    engine = Engine(tiny_target(), drafter, packed(SLOTS, draft_len=5), device=DEVICE)
+    assert len(list(engine.run(iter([request(0, [5, 6], cap=1)])))) == 1
+    assert torch.equal(drafter._head_odds[0], drafter._head_prior)
+    assert torch.equal(drafter._head_odds[1:], known[1:])
+
+
+def test_more_drafts_than_the_head_gives_come_from_the_lookup_alone() -> None:
+    drafter = hybrid(Eagle3Drafter, head_len=1, max_len=6)
+    assert drafter.max_len == 6
+    requests = [request(0, [1, 2] * 8, cap=60)]
+    engine = run(drafter, requests, packed(1, draft_len=6))
+    assert engine.totals.accepted > 0
+    with_head = Engine(tiny_target(), drafter, packed(1, draft_len=6), device=DEVICE)
+    (done,) = with_head.run(iter(requests))
+    assert done.stats is not None
+    assert done.stats.drafter == "hybrid"
+    assert max(k for k, count in enumerate(done.stats.drafted_at, 1) if count) > 1
