@@ -9,6 +9,7 @@ import polars as pl
 import pyarrow as pa
 
 from batchspec.compose import compose
+from batchspec.errors import ConfigError
 from batchspec.io.reader import table_source
 from batchspec.io.shards import OutputFolder
 from batchspec.io.store import scanning
@@ -39,6 +40,10 @@ def generate(data: Any, *, job: str | None = None, overrides: Sequence[str] = ()
         run_job(config, source)
         with scanning(config.output.dir):
             return OutputFolder(config.output.dir).scan().collect()
+    if config.draft.adapt.every_shards:
+        raise ConfigError(
+            f"draft.adapt.every_shards={config.draft.adapt.every_shards} learns as shards are committed; set output.dir too"
+        )
     opened = open_job(config, source)
     seen = survey_first(opened)
     with Progress(seen.num_outputs(source.num_rows)) as progress:

@@ -30,6 +30,9 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "draft.tree.nodes": (1, MAX_TREE_NODES, "a round verifies the newest token and at most 63 nodes of a row"),
     "draft.window": (1, math.inf, "null reads all keys"),
     "draft.sink": (0, math.inf, "4 works well with a window"),
+    "draft.adapt.every_shards": (0, math.inf, "0 leaves the head as it is"),
+    "draft.adapt.time_share": (math.ulp(0.0), 1.0, "0.1 is usual, 1 is no limit"),
+    "draft.adapt.lr": (math.ulp(0.0), 1.0, "5e-4 is usual"),
     "decode.max_new_tokens": (1, math.inf, "give the output tokens a completion at most"),
     "decode.min_new_tokens": (0, math.inf, "0 is off"),
     "decode.thinking_token_budget": (0, math.inf, "null is no limit"),
@@ -92,6 +95,9 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "draft.tree.depth": ("eagle3",),
     "draft.tree.nodes": ("eagle3",),
     "draft.tree.rank": ("eagle3",),
+    "draft.adapt.every_shards": ("eagle3", "hybrid"),
+    "draft.adapt.time_share": ("eagle3", "hybrid"),
+    "draft.adapt.lr": ("eagle3", "hybrid"),
     "decode.opt.dead_positions": ("eagle3", "hybrid"),
 }
 
@@ -182,6 +188,7 @@ def _drafter(config: RunConfig) -> None:
             "remove it"
         )
     _tree(config)
+    _adapt(config)
     rates = draft.synthetic
     if rates is None:
         return
@@ -220,6 +227,24 @@ def _tree(config: RunConfig) -> None:
             f"draft.tree.nodes={tree.nodes} exceeds the {grown} nodes that draft.tree.topk={tree.topk} grows at {depth} levels; "
             "lower it or remove the key"
         )
+
+
+def _adapt(config: RunConfig) -> None:
+    draft, usual = config.draft, RunConfig().draft.adapt
+    if not draft.adapt.every_shards:
+        for name in ("time_share", "lr"):
+            if (value := getattr(draft.adapt, name)) != getattr(usual, name):
+                raise ConfigError(
+                    f"draft.adapt.{name}={value} without draft.adapt.every_shards: nothing learns; set it, 4 is usual"
+                )
+        return
+    asked = f"draft.adapt.every_shards={draft.adapt.every_shards}"
+    if draft.path is None:
+        raise ConfigError(f"{asked} needs draft.path: the head that learns; noise of model.load=dummy has nothing to learn")
+    if draft.synthetic is not None:
+        raise ConfigError(f"{asked} and draft.synthetic, which makes up what is accepted: nothing would come of it; remove one")
+    if config.decode.opt.overlap:
+        raise ConfigError(f"{asked} and decode.opt.overlap=true: learning and prefill would share a workspace; remove one")
 
 
 def _decode(config: RunConfig) -> None:

@@ -50,6 +50,17 @@ class TreeConfig:
 
 
 @dataclass(slots=True, kw_only=True)
+class AdaptConfig:
+    every_shards: int = 0
+    """eagle3, hybrid: the head goes on learning from the job's own completions, taken up whenever so many more shards are
+    committed; 0: it stays as it is."""
+    time_share: float = 0.1
+    """eagle3, hybrid: share of the run's time that learning may take; 1: as much as there is to learn."""
+    lr: float = 5e-4
+    """eagle3, hybrid: learning rate; halved whenever what was learnt measures worse."""
+
+
+@dataclass(slots=True, kw_only=True)
 class DraftConfig:
     name: str = "lookup"
     """none, lookup, eagle3, hybrid, pard, window."""
@@ -84,6 +95,7 @@ class DraftConfig:
     """eagle3, hybrid: newest keys that the head reads; null: all of them. window: newest keys that the model drafts with."""
     sink: int | None = None
     """eagle3, hybrid, window: first keys that are read beside the window."""
+    adapt: AdaptConfig = field(default_factory=AdaptConfig)
 
 
 @dataclass(slots=True, kw_only=True)

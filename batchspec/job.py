@@ -24,6 +24,7 @@ from batchspec.report.page import NEEDS_EXTRA, can_draw, write_report
 from batchspec.report.progress import Progress
 from batchspec.report.stats import job_stats
 from batchspec.report.summary import RunSummary
+from batchspec.work.adaptation import Adaptation
 from batchspec.work.fitted import FittedEngine, MakeEngine
 from batchspec.work.part import Part, check_errors
 from batchspec.work.rebuild import MAY_DIFFER, Rebuild, new_retry
@@ -99,6 +100,8 @@ def compute(
     with bar(job, seen, finished, journaled) as progress:
         loading = time.perf_counter()
         fitted = FittedEngine(job, seen, progress, make)
+        adaptation = Adaptation(job, output, progress)
+        adaptation.serve(fitted.engine)
         start_up_s = time.perf_counter() - loading
         create_output(job, output, retry)  # nothing can be refused from here on
         if again and output.generation is not None:
@@ -106,7 +109,7 @@ def compute(
             job = replace(job, admission=Rebuild(job, output, output.generation))
         elif finished:
             progress.phase(f"{len(finished)} of {output.num_shards} shards are committed already; the rest is computed")
-        part = Part(job, output, fitted, seen, progress, journaled, num_errors)
+        part = Part(job, output, fitted, seen, progress, journaled, num_errors, adaptation)
         part.run()
     totals = fitted.engine.totals
     summary = RunSummary(

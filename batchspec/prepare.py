@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from batchspec import __version__
+from batchspec.adapt.limits import check_spec, check_weights, memory_bytes
 from batchspec.config import RunConfig
 from batchspec.decode.engine import Engine
 from batchspec.decode.round import RoundOptions
@@ -114,6 +115,7 @@ def open_head(config: RunConfig, spec: ModelSpec) -> HeadSpec | PardSpec | None:
         raise ConfigError(
             f"draft.parallel=true, but the head {config.draft.path} has no mask token: it drafts a chain; use draft.parallel=auto"
         )
+    check_spec(config.draft, head, spec)
     return head
 
 
@@ -195,7 +197,9 @@ def load_drafter(job: Job) -> Head | PardModel | None:
         return load_pard(folder, job.head, dtype=job.dtype, device=job.device, dummy=dummy)
     if folder is None:
         return dummy_head(job.head, dtype=job.dtype, device=job.device)
-    return load_head(folder, job.spec, dtype=job.dtype, device=job.device, aux_layers=job.config.draft.aux_layers)
+    head = load_head(folder, job.spec, dtype=job.dtype, device=job.device, aux_layers=job.config.draft.aux_layers)
+    check_weights(job.config.draft, head)
+    return head
 
 
 def make_drafter(config: RunConfig, head: Head | PardModel | None, target: Target, *, slots: int) -> Drafter:
@@ -272,13 +276,22 @@ def drafter_bytes(head: HeadSpec | PardSpec | None, dtype: torch.dtype) -> int:
     return 0 if head is None else head_bytes(head, dtype)
 
 
+def learnt_bytes(job: Job, max_len: int) -> int:
+    """Bytes of what a drafter learns with while the job runs, whose rows have up to `max_len` tokens."""
+    draft = job.config.draft
+    index = corpus_bytes(draft.corpus_tokens, draft.table_entries)
+    if not isinstance(job.head, HeadSpec):
+        return index
+    return index + memory_bytes(draft, job.head, job.spec, device=job.device, dtype=job.dtype, max_len=max_len)
+
+
 def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) -> PackedBatch:
     """The shape for the job on this machine; CapacityError where not one row fits.
 
     loaded  the weights, a drafter's too, lie in memory already
     """
     weights, shape = weight_bytes(job.spec, job.dtype) + drafter_bytes(job.head, job.dtype), tree_shape(job.config)
-    index = corpus_bytes(job.config.draft.corpus_tokens, job.config.draft.table_entries)
+    beside = learnt_bytes(job, demand.max_tokens)
     if loaded and job.device.type == "cuda":
         torch.cuda.empty_cache()  # what loading used and gave back counts as free
     return choose_batch(
@@ -291,7 +304,7 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
         draft_len=draft_len(job.config),
         beyond=0 if shape is None else shape.beyond,
         draft_kv_width=draft_kv_width(job.head),
-        free_bytes=free_memory(job.device, weights=index + (0 if loaded else weights)),
+        free_bytes=free_memory(job.device, weights=beside + (0 if loaded else weights)),
     )
 
 

@@ -56,6 +56,25 @@ def test_one_round_in_sixty_four_looks_one_token_further() -> None:
     assert (late == 1).sum() == pytest.approx(len(late) / PROBE_EVERY, abs=1)
 
 
+def test_another_head_is_measured_from_the_beginning() -> None:
+    """What was seen of the old one would keep drafting off until a probe in every 64 rounds has outweighed it."""
+    lengths = DraftLengths(2)
+    for k, cost in enumerate((1.0, 1.2, 1.4)):
+        lengths.set_base(ROWS, k, cost)
+    for _ in range(2000):
+        k, _ = lengths.choose(ROWS, 1000)
+        lengths.observe(k, np.zeros(ROWS, np.int32))
+    assert lengths.scores(ROWS, 1000).argmax() == 0
+    lengths.forget()
+    taken = []
+    for _ in range(20):
+        k, _ = lengths.choose(ROWS, 1000)
+        lengths.observe(k, np.full(ROWS, k, np.int32))
+        taken.append(k)
+    assert taken[2:6].count(2) >= 3
+    assert taken.count(2) >= 15
+
+
 def test_a_head_that_gets_better_is_taken_up_again() -> None:
     lengths = DraftLengths(1)
     for k, cost in enumerate([1.0, 1.2]):

@@ -21,8 +21,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": {"compose", "job", "prepare", "work", "io", "packing", "model", "draft", "decode", "report", "commands"},
     "compose": set(),
     "job": {"prepare", "work", "io", "packing", "report"},
-    "work": {"prepare", "io", "packing", "decode", "report", "cluster.slurm"},
-    "prepare": {"io", "packing", "model", "draft", "decode", "report"},
+    "work": {"prepare", "adapt", "train", "io", "packing", "model.weights", "draft", "decode", "report", "cluster.slurm"},
+    "adapt": {"train", "io", "draft", "model", "decode", "packing.memory"},
+    "prepare": {"adapt.limits", "io", "packing", "model", "draft", "decode", "report"},
     "commands": {
         "compose",
         "job",

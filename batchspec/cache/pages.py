@@ -133,6 +133,13 @@ class PagePool:
             self._page_of[key] = page
             self._key_of[page] = key
 
+    def forget(self) -> None:
+        """`match` finds nothing of what was published so far; owners keep their pages."""
+        self._free.extend(self._idle)
+        self._idle.clear()
+        self._key_of.clear()
+        self._page_of.clear()
+
     def release(self, pages: Iterable[int]) -> None:
         """One owner less for each page."""
         for page in pages:

@@ -38,12 +38,16 @@ class DraftLengths:
         self.max_len, self.choices = max_len, choices or candidates(max_len)
         self._base: dict[tuple[int, int], float] = {}
         self._token_s = np.full(max_len + 1, token_s)
-        self._num_probed = np.zeros(max_len + 1, np.int64)
-        self._tried = np.full(max_len, PRIOR_ROWS)
-        self._kept = np.full(max_len, PRIOR_RATE * PRIOR_ROWS)
         self._rounds = 0
         self._current = max_len
         self._next: int | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew with acceptance, as of a drafter that was never seen; times stay."""
+        self._num_probed = np.zeros(self.max_len + 1, np.int64)
+        self._tried = np.full(self.max_len, PRIOR_ROWS)
+        self._kept = np.full(self.max_len, PRIOR_RATE * PRIOR_ROWS)
 
     @property
     def ready(self) -> bool:

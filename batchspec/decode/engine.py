@@ -78,6 +78,7 @@ class Engine:
         overlap   prefill beside the rounds, not between them (GPU only)
         """
         spec = target.spec
+        self.target = target
         self.batch, self.drafter, self.options = batch, drafter, options or RoundOptions()
         self.cache = KVCache.allocate(
             num_layers=spec.num_layers,
@@ -97,6 +98,8 @@ class Engine:
         self.graphs = Graphs(self.round, self.rows, self.groups)
         self.totals = EngineTotals()
         self.on_round: Callable[[EngineTotals], None] | None = None
+        self.between: Callable[[], bool] | None = None
+        """Called before a round, in the stream of the rounds; true where it gave the device work, which the round waits for."""
         self._device, self._decode, self._eos_ids, self._refill_dead = device, decode, eos_ids, refill_dead
         self._launched: deque[Launched] = deque()
         self._lengths = None
@@ -105,7 +108,7 @@ class Engine:
         self._beside = Beside(device) if overlap and device.type == "cuda" else None
         if self._beside is not None:
             self._beside.rounds.wait_stream(torch.cuda.current_stream(device))
-        self._stopping = False
+        self._stopping = self._waits = False
         self._reset(iter(()))
 
     @torch.inference_mode()
@@ -185,6 +188,7 @@ class Engine:
         while self._over:
             yield self._completed(self._over.pop(), slot=-1, now=time.perf_counter())
         if self._scheduler.live:
+            self._waits = self.between is not None and self.between()
             yield from self._make_room()
             self._launch_round()
         while len(self._launched) > (self.batch.run_ahead if self._scheduler.live else 0):
@@ -202,6 +206,12 @@ class Engine:
         A signal handler may call it.
         """
         self._stopping = True
+
+    def drafter_changed(self) -> None:
+        """The drafter drafts otherwise from now on: its acceptance is forgotten, and new rows share no K/V with old ones."""
+        self.pool.forget()
+        if self._lengths is not None:
+            self._lengths.forget()
 
     @property
     def stopping(self) -> bool:
@@ -336,7 +346,7 @@ class Engine:
             num_rows=self._bucket,
             draft_len=draft_len,
             context_tokens=context_tokens,
-            beside=bool(self._beside),
+            beside=self._waits or bool(self._beside),
         )
         self._launched.append(launched.send())
         self.totals.rounds += 1

@@ -27,7 +27,7 @@ class Launched:
     draft_len: int = 0
     context_tokens: int = 0
     beside: bool = False
-    """Prefill ran beside this round when it was launched: its time says nothing of others."""
+    """Prefill ran beside this round when it was launched, or it waited for other work: its time says nothing of others."""
     began: Moment | None = None
     """Of a prefill: when its group began. None for a round."""
     arrived: torch.cuda.Event | None = None

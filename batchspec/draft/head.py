@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -33,23 +34,39 @@ class Place:
 class _Layer:
     def __init__(self, head: Head, index: int) -> None:
         tensors, spec, prefix = head.tensors, head.spec, f"layers.{index}."
-
-        def fused(names: list[str]) -> tuple[Tensor, Tensor | None]:
-            biases = [tensors[f"{prefix}{name}.bias"] for name in names if f"{prefix}{name}.bias" in tensors]
-            return torch.cat([tensors[f"{prefix}{name}.weight"] for name in names]), torch.cat(biases) if biases else None
-
-        weight, bias = fused([f"self_attn.{x}_proj" for x in "qkv"])
+        self._prefix, self._num_q = prefix, spec.num_heads * spec.head_dim
+        weight, bias = self._fused(tensors, _QKV)
         self.qkv = Linear(weight, bias)
-        num_q = spec.num_heads * spec.head_dim
-        self.kv = Linear(weight[num_q:], None if bias is None else bias[num_q:])
+        self.kv = Linear(*self._of_kv(weight, bias))
         """The K and V rows of qkv, where a GPU keeps them."""
-        self.out = Linear(*fused(["self_attn.o_proj"]))
-        self.gate_up = Linear(*fused(["mlp.gate_proj", "mlp.up_proj"]))
-        self.down = Linear(*fused(["mlp.down_proj"]))
+        self.out = Linear(*self._fused(tensors, _OUT))
+        self.gate_up = Linear(*self._fused(tensors, _GATE_UP))
+        self.down = Linear(*self._fused(tensors, _DOWN))
         self.input_norm = tensors[f"{prefix}input_layernorm.weight"]
         self.mlp_norm = tensors[f"{prefix}post_attention_layernorm.weight"]
         self.q_norm = tensors[f"{prefix}self_attn.q_norm.weight"] if spec.qk_norm else None
         self.k_norm = tensors[f"{prefix}self_attn.k_norm.weight"] if spec.qk_norm else None
+
+    def _fused(self, tensors: Mapping[str, Tensor], names: tuple[str, ...]) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of several products in one."""
+        parts = [f"{self._prefix}{name}" for name in names]
+        biases = [tensors[f"{part}.bias"] for part in parts if f"{part}.bias" in tensors]
+        return torch.cat([tensors[f"{part}.weight"] for part in parts]), torch.cat(biases) if biases else None
+
+    def _of_kv(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return weight[self._num_q :], None if bias is None else bias[self._num_q :]
+
+    def rewrite(self, tensors: Mapping[str, Tensor]) -> None:
+        """As `EagleHead.rewrite`, without the norms."""
+        weight, bias = self._fused(tensors, _QKV)
+        self.qkv.rewrite(weight, bias)
+        self.kv.rewrite(*self._of_kv(weight, bias))
+        for linear, names in ((self.out, _OUT), (self.gate_up, _GATE_UP), (self.down, _DOWN)):
+            linear.rewrite(*self._fused(tensors, names))
+
+
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_OUT, _GATE_UP, _DOWN = ("self_attn.o_proj",), ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",)
 
 
 class EagleHead:
@@ -64,6 +81,7 @@ class EagleHead:
         self._hidden_norm = tensors["layers.0.hidden_norm.weight"]
         self._norm = tensors["norm.weight"]
         self._layers = [_Layer(head, i) for i in range(spec.num_layers)]
+        self._norms = {name: tensor for name, tensor in tensors.items() if "norm" in name}
         own = tensors.get("embed_tokens.weight")
         same = own is not None and own.shape == target.embedding.shape and torch.equal(own, target.embedding)
         self._embedding = target.embedding if own is None or same else own
@@ -75,6 +93,21 @@ class EagleHead:
         self._scores = None
         if self._lm_head is not None and not self._fp32_out:
             self._scores = Linear(self._lm_head.to(self.logits_dtype))
+
+    def rewrite(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put other weights where these lie, in stream order: captured graphs read them from now on. An embedding stays.
+
+        tensors  all others of `Head.tensors`, by their names, in the same dtype on the same device
+        """
+        for name, norm in self._norms.items():
+            norm.copy_(tensors[name])
+        self._fc.rewrite(tensors["fc.weight"], tensors.get("fc.bias"))
+        for layer in self._layers:
+            layer.rewrite(tensors)
+        if self._lm_head is not None:
+            self._lm_head.copy_(tensors["lm_head.weight"])
+            if self._scores is not None:
+                self._scores.rewrite(self._lm_head.to(self.logits_dtype))
 
     def features(self, taps: Tensor) -> Tensor:
         """taps [T, W] of the target's residual stream -> [T, H]."""

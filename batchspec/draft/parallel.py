@@ -13,6 +13,7 @@ Legend: R rows, T flat places, K draft_len, H hidden, W taps * target hidden.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -74,6 +75,11 @@ class ParallelDrafter(HeadReader):
         if mask_hidden.shape[1] == len(self._spec.tap_layers) * self._spec.target_hidden_size:
             mask_hidden = self.head.features(mask_hidden)
         return mask_hidden[0]
+
+    @torch.inference_mode()
+    def rewrite(self, tensors: Mapping[str, Tensor]) -> None:
+        super().rewrite(tensors)
+        self._mask_hidden.copy_(self._feature_of(tensors["mask_hidden"]))
 
     @torch.inference_mode()
     def prefill(self, batch: FlatBatch, slot_ids: Tensor, taps: Tensor | None, rows: Rows, cache: KVCache) -> tuple[Tensor, ...]:

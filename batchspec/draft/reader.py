@@ -5,7 +5,7 @@ Legend: T flat places, H hidden, W taps * target hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,6 +46,14 @@ class HeadReader(LearnsNothing):
         self._sink = sink if window is not None else 0
         self._prune, self._last = dead_positions, spec.num_layers - 1
         self._freqs = rope_frequencies(spec.rope, spec.head_dim).to(target.device)
+
+    @torch.inference_mode()
+    def rewrite(self, tensors: Mapping[str, Tensor]) -> None:
+        """Draft with other weights from now on: those of `EagleHead.rewrite`. Rows go on as they are.
+
+        What the old weights left in the cache and in `state` makes drafts worse at most.
+        """
+        self.head.rewrite(tensors)
 
     def _read(
         self, batch: FlatBatch, tokens: Tensor, line: Tensor, features: Tensor, cache: KVCache, num_layers: int

@@ -31,6 +31,7 @@ import pyarrow.parquet as pq
 from batchspec.errors import OutputError, StorageError
 from batchspec.io.attempts import Attempts
 from batchspec.io.folder import JobFolder, part_name
+from batchspec.io.heads import HeadFiles
 from batchspec.io.journal import Journal
 from batchspec.io.progress import ProgressFiles
 from batchspec.io.store import scanning
@@ -145,6 +146,10 @@ class OutputFolder(JobFolder):
     def journal(self) -> Journal:
         """What runs keep of shards that they do not commit."""
         return Journal(self._work, self.attempt, self.manifest.job, self.check_own)
+
+    def head(self, name: str) -> HeadFiles:
+        """A head that runs of this job adapted."""
+        return HeadFiles(self._store, name)
 
     def log_run(self, facts: Mapping[str, float]) -> None:
         """Keep what a run says of itself at its end. Raises StorageError, and OutputError where `check_own` does."""

@@ -27,8 +27,17 @@ class Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._bias = bias
         self._packed = _can_pack(weight)
-        # The layout does not depend on the batch beyond "more than one row".
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 64) if self._packed else weight
+        self._weight = _packed(weight) if self._packed else weight
+
+    def rewrite(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Take other numbers of the same shapes: on a GPU where these lie, so that captured graphs read them."""
+        if self._packed:
+            self._weight = _packed(weight)
+        else:
+            self._weight.copy_(weight)
+        if self._bias is not None:
+            assert bias is not None
+            self._bias.copy_(bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._packed:
@@ -77,6 +86,12 @@ def _can_pack(weight: Tensor) -> bool:
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return weight.dtype == torch.float32
+
+
+def _packed(weight: Tensor) -> Tensor:
+    # The layout does not depend on the batch beyond "more than one row".
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 64)
+    return packed
 
 
 class DecoderLayer:

@@ -11,6 +11,11 @@ L layers, e bytes a number:
     state     R (5 max_len + V): token buffers, page table, seen tokens of penalties
     graphs    16 MB for each (row bucket, draft length), of which no job tries more than 13
     fixed     2 GB: workspaces of matrix products and attention, compiled kernels, what fragments
+    learning  (draft.adapt) of a head with P weights and V' draft tokens, T tokens a slice, k draft steps:
+              P (18 + e) fp32 weights, gradients, two moments, copies in the target's dtype for products and of what drafts;
+              T (4 V' + e W) distributions and features; then either the target's pass as above and 3 * 4 * 4096 V of its
+              logits, or gradients of lm_head and what the way back needs of each step: k (V' H (e + 4) + 1.5 e T (5 H +
+              8 NH D + 4 I))
 
 Llama-3.1-8B, T = 16384, R = 92, S = 4: 4.5 + 0.1 + 0.6 + 0.1 + 0.0 + 0.7 + 2 = 8.0 GB of the 132 that one H200 has behind the
 weights; the pages hold 900 thousand tokens, 80 rows of 8192 + 3072.
@@ -29,6 +34,8 @@ ODD_BLOCKS = 1.5
 LOGIT_COPIES = 3
 CHUNK_TOKENS = 512
 NUM_TAPS = 3
+LESSON_TOKENS = 4096
+"""Places whose logits over the target's vocabulary are in memory at once while a head learns."""
 
 
 def reserve_bytes(
@@ -43,6 +50,22 @@ def reserve_bytes(
     state = slots * (5 * max_len + spec.vocab_size)
     graphs = GRAPH_BYTES * num_buckets * min(draft_len + 1, MOST_LENGTHS)
     return round(passes) + logits + partials + state + graphs + FIXED_BYTES
+
+
+def learning_bytes(
+    spec: ModelSpec, *, dtype: torch.dtype, parameters: int, draft_vocab: int, feature_width: int, steps: int, tokens: int
+) -> int:
+    """Bytes of a head that learns beside a job; the head's layers are taken to be of the target's shape.
+
+    feature_width  numbers of the target that the head reads of a token; steps: draft steps that are learnt
+    tokens         of a slice
+    """
+    hidden, size = spec.hidden_size, dtype.itemsize
+    step = 5 * hidden + 8 * spec.num_heads * spec.head_dim + 4 * spec.intermediate_size
+    lessons = tokens * (4 * draft_vocab + size * feature_width)
+    teaching = _activation_bytes(spec, dtype, tokens) + 4 * LOGIT_COPIES * min(tokens, LESSON_TOKENS) * spec.vocab_size
+    back = steps * (draft_vocab * hidden * (size + 4) + ODD_BLOCKS * size * tokens * step)
+    return round(parameters * (18 + size) + lessons + max(teaching, back))
 
 
 def _activation_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: int) -> float:

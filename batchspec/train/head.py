@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from batchspec.draft.formats import HeadSpec
-from batchspec.draft.weights import dummy_spec, load_head
+from batchspec.draft.weights import Head, dummy_spec, load_head
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
@@ -78,6 +78,28 @@ def _output_rows(target: Target, hot: Tensor) -> Tensor:
     return torch.cat(parts, 1).clone()
 
 
+def unlearnable(spec: HeadSpec, target: ModelSpec) -> str | None:
+    """Why training cannot go on from a head of this shape; None where it can."""
+    plain = replace(new_spec(target, draft_vocab=spec.draft_vocab_size, taps=None), layout=spec.layout, rope=spec.rope)
+    same = ("tap_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "rms_eps", "mapped", "mask_token_id")
+    plain = replace(plain, num_layers=spec.num_layers, windows=(None,) * spec.num_layers)
+    if spec != replace(plain, **{name: getattr(spec, name) for name in same}):
+        return "training goes on from plain EAGLE-3 heads with an lm_head and the target's embedding"
+    if spec.tap_layers[0] == 1:
+        return f"it reads the target's layers {list(spec.tap_layers)}, which cannot be written"
+    return None
+
+
+def unlearnable_weights(head: Head) -> str | None:
+    """The same of what only the tensors say."""
+    width = len(head.spec.tap_layers) * head.spec.target_hidden_size
+    if head.hot is not None and bool((head.hot[1:] <= head.hot[:-1]).any()):
+        return "its d2t does not rise, so its draft ids cannot be written again"
+    if "mask_hidden" in head.tensors and head.tensors["mask_hidden"].shape[1] != width:
+        return "its mask_hidden is stored behind fc, which cannot be learnt"
+    return None
+
+
 def published_network(
     folder: Path, target: Target, *, aux_layers: str, mask_id: int | None, seed: int
 ) -> tuple[HeadNetwork, Numbers]:
@@ -89,27 +111,14 @@ def published_network(
     dtype = torch.promote_types(target.dtype, torch.float32)
     head = load_head(folder, target.spec, dtype=dtype, device=torch.device("cpu"), aux_layers=aux_layers)
     spec = head.spec
-    plain = replace(new_spec(target.spec, draft_vocab=spec.draft_vocab_size, taps=None), layout=spec.layout, rope=spec.rope)
-    same = ("tap_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "rms_eps", "mapped", "mask_token_id")
-    plain = replace(plain, num_layers=spec.num_layers, windows=(None,) * spec.num_layers)
-    if spec != replace(plain, **{name: getattr(spec, name) for name in same}):
-        raise CheckpointError(
-            f"{folder}: train goes on from plain EAGLE-3 heads with an lm_head and the target's embedding; leave draft.path out"
-        )
-    if spec.tap_layers[0] == 1:
-        raise CheckpointError(
-            f"{folder}: reads the target's layers {list(spec.tap_layers)}, which cannot be written; leave draft.path out"
-        )
+    if problem := unlearnable(spec, target.spec) or unlearnable_weights(head):
+        raise CheckpointError(f"{folder}: {problem}; leave draft.path out")
     ids = torch.arange(spec.vocab_size) if head.hot is None else head.hot.cpu().long()
-    if (ids[1:] <= ids[:-1]).any():
-        raise CheckpointError(f"{folder}: d2t does not rise, so its draft ids cannot be written again; leave draft.path out")
     if spec.mask_token_id is None and mask_id is not None:
         spec = replace(spec, mask_token_id=mask_id)
     network = new_network(spec, target, ids, seed=seed)
     own = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in head.tensors.items()}
     if "mask_hidden" in own:
-        if own["mask_hidden"].shape[1] != network.fc.in_features:
-            raise CheckpointError(f"{folder}: mask_hidden is stored behind fc, which cannot be learnt; leave draft.path out")
         own["mask_hidden"] = own["mask_hidden"].view(1, 1, -1)
     network.load_state_dict(network.state_dict() | own)
     return network, ids.numpy()

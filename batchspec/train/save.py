@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,21 +43,26 @@ def save_head(
     verifier   the target's name, for the speculators layout
     draft_len  draft tokens a round that the speculators layout names as its default
     """
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in network.state_dict().items():
-        tensors[name if layout == "flat" else name.replace("midlayer.", "layers.0.")] = (
-            tensor.detach().to("cpu", dtype).contiguous()
-        )
-    if network.spec.mapped:
-        hot = hot.cpu()
-        tensors["d2t"] = hot - torch.arange(len(hot))
-        tensors["t2d"] = torch.zeros(network.spec.vocab_size, dtype=torch.bool).index_fill_(0, hot, True)
+    named = network.state_dict()
+    if layout != "flat":
+        named = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in named.items()}
+    tensors = checkpoint_tensors(named, network.spec, hot, dtype=dtype)
     scratch = folder / f".{WEIGHTS}"
     save_file(tensors, scratch, metadata={"format": "pt"})
     scratch.chmod(0o644)
     os.replace(scratch, folder / WEIGHTS)
     config = head_config(network.spec, target, layout=layout, dtype=dtype, verifier=verifier, draft_len=draft_len)
     write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+
+
+def checkpoint_tensors(weights: Mapping[str, Tensor], spec: HeadSpec, hot: Tensor, *, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The weights on the CPU in `dtype`, with the tables d2t and t2d of a head that drafts some tokens alone."""
+    tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in weights.items()}
+    if spec.mapped:
+        hot = hot.cpu()
+        tensors["d2t"] = hot - torch.arange(len(hot))
+        tensors["t2d"] = torch.zeros(spec.vocab_size, dtype=torch.bool).index_fill_(0, hot, True)
+    return tensors
 
 
 def write_text(path: Path, text: str) -> None:

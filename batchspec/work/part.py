@@ -19,6 +19,7 @@ from batchspec.prepare import Job
 from batchspec.records import Completion
 from batchspec.report.progress import Progress
 from batchspec.report.timeline import Timeline
+from batchspec.work.adaptation import Adaptation
 from batchspec.work.deadline import Deadline
 from batchspec.work.fitted import FittedEngine, Shortage
 from batchspec.work.passes import commit, decode_job, tabled
@@ -37,10 +38,10 @@ class Part:
 
     def __init__(
         self, job: Job, output: OutputFolder, fitted: FittedEngine, seen: Survey, progress: Progress, journaled: Journaled,
-        num_errors: int,
+        num_errors: int, adaptation: Adaptation,
     ) -> None:  # fmt: skip
         self.job, self.output, self.fitted, self.progress = job, output, fitted, progress
-        self.num_tokens, self.num_errors = 0, num_errors
+        self.num_tokens, self.num_errors, self._adaptation = 0, num_errors, adaptation
         self._mean_output, self._journaled = seen.mean_output, journaled
         self._awaited: set[int] = set()
         """Shards that the reader has still to give in this pass."""
@@ -61,6 +62,7 @@ class Part:
             asked = stack.enter_context(ending(self.fitted.stop))
             stack.enter_context(leaving(self._claims, self._attempts))
             stack.enter_context(self._watchdog.watching())
+            stack.enter_context(self._adaptation.kept())
             try:
                 while not asked.name and (others := self._left_out()) is not None:
                     self._pass(others, timeline)
@@ -86,7 +88,9 @@ class Part:
         self._watchdog.pause()
         if short.said:
             self._journal.flush(self.fitted.engine.unfinished())
+            self._adaptation.leave()
             self.fitted.shrink(short.said)
+            self._adaptation.serve(self.fitted.engine)
             self._journaled = self._journal.read(self.output.finished())
         elif not (self.fitted.stopping or self._deadline.reached):
             check_whole(self._awaited, self.output.num_shards)
@@ -95,6 +99,7 @@ class Part:
         self._journal.forget(shard.index)
         self._claims.forget(shard.index)
         self._watchdog.beat()
+        self._adaptation.committed(completions)
         self.num_tokens += sum(len(done.token_ids) for done in completions if done.token_ids is not None)
         bad = sum(completion.status == "error" for completion in completions)
         self.num_errors += bad

@@ -1,0 +1,208 @@
+"""Online adaptation: the head of a running job goes on learning from the job's own completions.
+
+What comes out of a job never depends on it: drafts are verified, whatever drafted them.
+
+when      Between two rounds, one slice at a time: a step over a few thousand tokens, or part of a measurement. They take
+          `draft.adapt.time_share` of the run's time (`budget.py`), on a GPU by its own clock. A head that measures no better
+          halves that share, down to a sixteenth; one that does restores it: where nothing is left to learn little is spent.
+what      The completions of committed shards, taken up every `draft.adapt.every_shards` of them and learnt once, the newest
+          first where there are more than time allows; one row in eight is kept out, with all samples of it.
+better    Tokens a round of an exact replay (`train/evaluate.py`) over the newest rows kept out, of the head that drafts and of
+          the copy that learns, both on the same rows. A copy half a percent better is written into the drafter; one that much
+          worse begins again from it, at half the learning rate.
+swap      Numbers change where they lie, between two rounds, so captured graphs go on; the concatenated and reordered copies
+          that the drafter keeps change with them. K/V that the old head left stay with their rows: guesses made from them are
+          worse at most. Beginnings that rows have in common are prefilled anew. What is known of acceptance by draft length is
+          forgotten, not the times.
+memory    The copy in fp32, its gradients and an optimiser, the drafting weights once more, and a slice: taken from the pages
+          before the job begins (`packing/memory.py`). Where it is short all the same, learning ends and the job goes on.
+kept      The head that drafts, at commits, once a minute at most, and when a run ends: `stored.py`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from hashlib import blake2b
+
+import numpy as np
+import torch
+
+from batchspec.adapt.budget import Budget
+from batchspec.adapt.learner import Comparison, Learner
+from batchspec.decode.launched import Moment, now_on
+from batchspec.records import Completion
+from batchspec.train.data import Row, epoch_batches
+
+KEPT_OUT = 8
+"""One row in so many is not learnt from."""
+FEWEST, MOST = 8, 64
+"""Completions that are measured on, the newest, and fewer than the most where they would take more than so many slices:"""
+MOST_SLICES = 4
+BETTER = 1.005
+"""A swap makes this many times the tokens a round, at least: less is chance."""
+FEWEST_STEPS, MANY_STEPS = 16, 32
+"""Steps between two measurements: an optimiser that begins makes a head worse at first; not more while there is more to learn."""
+MEASURE_SHARE = 0.25
+"""Of the time that learning takes, that measurements may take."""
+WAITING = 64
+"""Batches that wait to be learnt at most: older ones are dropped."""
+_USABLE = ("ok", "truncated")
+
+
+class Adapter:
+    """`learn` gets what is committed, `turn` is called between rounds."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        *,
+        device: torch.device,
+        every_shards: int,
+        batch_tokens: int,
+        budget: Budget,
+        say: Callable[[str], None],
+        swapped: Callable[[], None],
+    ) -> None:
+        """
+        batch_tokens  of a slice, padding included; rows with more are left out
+        swapped       called when the drafter has got other weights
+        """
+        self.learner, self.num_swaps, self.num_learnt = learner, 0, 0
+        self._device, self._every, self._batch_tokens = device, every_shards, batch_tokens
+        self._budget, self._say, self._swapped = budget, say, swapped
+        self._shards, self._periods, self._num_fresh = 0, 0, 0
+        self._new: list[Row] = []
+        self._to_measure: list[list[Row]] = []
+        self._compared: list[Comparison] = []
+        self._batches: deque[list[Row]] = deque(maxlen=WAITING)
+        self._kept_out: deque[Row] = deque(maxlen=MOST)
+        self._costs = {"learn": 0.0, "measure": 0.0}
+        self._learnt_s = 0.0
+        self._running: tuple[str, Moment, Moment] | None = None
+
+    def learn(self, completions: Iterable[Completion]) -> None:
+        """A shard is committed, with these completions."""
+        for done in completions:
+            row = row_of(done)
+            if row is None or len(row.ids) > self._batch_tokens:
+                continue
+            (self._kept_out if kept_out(done.row_index) else self._new).append(row)
+        self._shards += 1
+        if self._shards >= self._every and self._new:
+            self._cut()
+
+    def _cut(self) -> None:
+        """Rows into batches; those of a batch that would be half empty wait for company."""
+        rows, self._new = self._new, []
+        lengths = np.array([len(row.ids) for row in rows])
+        for places in epoch_batches(lengths, batch_tokens=self._batch_tokens, seed=0, epoch=self._periods):
+            batch = [rows[i] for i in places]
+            if 2 * padded(batch) < self._batch_tokens:
+                self._new += batch
+            else:
+                self._batches.append(batch)
+        self._shards, self._periods = 0, self._periods + 1
+
+    def turn(self) -> bool:
+        """A slice, if there is something to do and time for it; whether the device got work."""
+        if self._running is not None and not self._settle():
+            return False
+        kind = self._next()
+        if kind is None or not self._budget.allows(self._costs[kind]):
+            return False
+        began = now_on(self._device)
+        with torch.inference_mode(False):
+            if kind == "learn":
+                self._learn()
+            else:
+                self._compared.append(self.learner.compare(self._to_measure.pop()))
+        if self._compared and not self._to_measure:
+            self._judge(self._compared)
+            self._compared = []
+        self._running = kind, began, now_on(self._device)
+        return True
+
+    def _settle(self) -> bool:
+        """Book the last slice, if the device is done with it."""
+        assert self._running is not None
+        kind, began, ended = self._running
+        if isinstance(began, torch.cuda.Event):
+            assert isinstance(ended, torch.cuda.Event)
+            if not ended.query():
+                return False
+            seconds = began.elapsed_time(ended) / 1e3
+        else:
+            assert not isinstance(ended, torch.cuda.Event)
+            seconds = ended - began
+        self._running, self._costs[kind] = None, seconds
+        self._learnt_s += seconds if kind == "learn" else 0.0
+        self._budget.spend(seconds)
+        return True
+
+    def _next(self) -> str | None:
+        """What is to be done now. A measurement that has begun goes on: nothing is learnt meanwhile."""
+        enough = self._num_fresh >= (MANY_STEPS if self._batches else FEWEST_STEPS)
+        if not self._to_measure and enough and len(self._kept_out) >= FEWEST:
+            slices = self._slices()
+            if len(slices) * self._costs["measure"] <= MEASURE_SHARE * self._learnt_s:
+                self._to_measure, self._learnt_s = slices, 0.0
+        if self._to_measure:
+            return "measure"
+        return "learn" if self._batches else None
+
+    def _slices(self) -> list[list[Row]]:
+        """The newest rows kept out, cut into slices."""
+        slices: list[list[Row]] = [[]]
+        for count, row in enumerate(reversed(self._kept_out)):
+            if padded([*slices[-1], row]) > self._batch_tokens:
+                if len(slices) >= MOST_SLICES and count >= FEWEST:
+                    break
+                slices.append([])
+            slices[-1].append(row)
+        return slices
+
+    def _learn(self) -> None:
+        rows = self._batches.pop()
+        self.learner.learn(rows)
+        self.num_learnt += len(rows)
+        self._num_fresh += 1
+
+    def _judge(self, compared: list[Comparison]) -> None:
+        before, after = (
+            sum(one.tokens for one in found) / sum(one.rounds for one in found)
+            for found in ([one.drafts for one in compared], [one.learns for one in compared])
+        )
+        self._num_fresh = 0
+        if after >= BETTER * before:
+            self.learner.adopt()
+            self.num_swaps += 1
+            self._budget.restore()
+            self._swapped()
+            self._say(
+                f"head: {after:.2f} tokens a round instead of {before:.2f} on completions kept out, once it has learnt from "
+                f"{self.num_learnt:,}: drafts with that from now on"
+            )
+            return
+        self._budget.cut()
+        if BETTER * after <= before:
+            self.learner.begin_again()
+
+
+def padded(rows: list[Row]) -> int:
+    """Tokens of a batch, padding included."""
+    return len(rows) * max(len(row.ids) for row in rows)
+
+
+def row_of(done: Completion) -> Row | None:
+    """The completion behind its prompt; None where there is nothing to learn from."""
+    if done.status not in _USABLE or done.prompt_ids is None or done.token_ids is None or len(done.token_ids) < 2:
+        return None
+    if not len(done.prompt_ids):
+        return None
+    return Row(ids=np.concatenate((done.prompt_ids, done.token_ids)).astype(np.int32), prompt_len=len(done.prompt_ids))
+
+
+def kept_out(row_index: int) -> bool:
+    """By a hash: kinds of prompts often come in turn."""
+    return blake2b(str(row_index).encode(), digest_size=1).digest()[0] % KEPT_OUT == 0

@@ -1,0 +1,69 @@
+"""What online adaptation asks of a job: a head that can learn, memory, and slices short enough to fit between rounds."""
+
+from __future__ import annotations
+
+import torch
+
+from batchspec.config import DraftConfig
+from batchspec.draft.formats import HeadSpec
+from batchspec.draft.weights import Head, head_bytes
+from batchspec.errors import ConfigError
+from batchspec.model.spec import ModelSpec
+from batchspec.packing.memory import learning_bytes
+from batchspec.train.head import unlearnable, unlearnable_weights
+
+SLICE_TOKENS, MOST_SLICE_TOKENS, CPU_SLICE_TOKENS = 8192, 16384, 256
+"""Tokens that a head learns from between two rounds: usually, at most where rows are longer, usually on a CPU."""
+MOST_STEPS = 6
+"""Draft steps that are learnt at most: each one costs as much, and few rounds keep that many drafts."""
+
+
+def slice_tokens(device: torch.device, max_len: int) -> int:
+    """Tokens between two rounds at most, in a job with rows of up to `max_len`; longer rows are left out."""
+    usual, most = (SLICE_TOKENS, MOST_SLICE_TOKENS) if device.type == "cuda" else (CPU_SLICE_TOKENS, SLICE_TOKENS)
+    return min(most, max(usual, max_len))
+
+
+def steps_learnt(draft: DraftConfig) -> int:
+    """Draft steps: those that the job drafts, up to a few."""
+    return min(MOST_STEPS, draft.tree.depth or min(draft.head_len or draft.max_len, draft.max_len))
+
+
+def check_spec(draft: DraftConfig, head: HeadSpec, target: ModelSpec) -> None:
+    """Raises ConfigError for a head that is to learn and cannot."""
+    if not draft.adapt.every_shards:
+        return
+    problem = unlearnable(head, target)
+    if head.mask_token_id is not None and (draft.parallel is False or draft.tree.topk > 1):
+        problem = "it would learn to draft in parallel, and this job makes it draft otherwise"
+    if problem:
+        raise _refusal(draft, problem)
+
+
+def check_weights(draft: DraftConfig, head: Head) -> None:
+    """The same of what only the tensors say."""
+    problem = unlearnable_weights(head) if draft.adapt.every_shards else None
+    if problem:
+        raise _refusal(draft, problem)
+
+
+def _refusal(draft: DraftConfig, problem: str) -> ConfigError:
+    adapt = f"draft.adapt.every_shards={draft.adapt.every_shards}"
+    return ConfigError(f"{adapt}: the head {draft.path} cannot learn: {problem}; remove the key")
+
+
+def memory_bytes(
+    draft: DraftConfig, head: HeadSpec, target: ModelSpec, *, device: torch.device, dtype: torch.dtype, max_len: int
+) -> int:
+    """What learning needs beside weights, pages and rounds; 0 where nothing learns. max_len: tokens of the job's longest row."""
+    if not draft.adapt.every_shards:
+        return 0
+    return learning_bytes(
+        target,
+        dtype=dtype,
+        parameters=head_bytes(head, torch.uint8),
+        draft_vocab=head.draft_vocab_size,
+        feature_width=len(head.tap_layers) * head.target_hidden_size,
+        steps=steps_learnt(draft),
+        tokens=slice_tokens(device, max_len),
+    )

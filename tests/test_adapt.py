@@ -1,0 +1,528 @@
+"""Online adaptation: a head learns from the job that it drafts for, and no output token depends on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+from batchspec import cli, generate, run
+from batchspec.adapt import adapter as adapter_module
+from batchspec.adapt.adapter import FEWEST, FEWEST_STEPS, Adapter, kept_out
+from batchspec.adapt.budget import LEAST, SAVED_S, Budget
+from batchspec.adapt.learner import Comparison, Learner
+from batchspec.cache.pages import PagePool
+from batchspec.draft.base import Drafter
+from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.parallel import ParallelDrafter
+from batchspec.draft.tree import TreeDrafter, TreeShape
+from batchspec.draft.weights import Head, head_bytes, load_head
+from batchspec.errors import ConfigError, StorageError
+from batchspec.io.local import LocalStore
+from batchspec.packing.memory import learning_bytes
+from batchspec.records import Completion
+from batchspec.train.data import Row
+from batchspec.train.evaluate import Acceptance
+from batchspec.train.head import new_network, new_spec
+from tests.drafting import TARGET, mixed_requests
+from tests.drafting import run as run_engine
+from tests.engines import DEVICE, packed, tiny_target
+from tests.heads import random_tensors, tiny_design, write_head
+from tests.models import make_checkpoint
+
+CPU = torch.device("cpu")
+DESIGNS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "two layers, q and k norms": {"layers": 2, "windows": (None, None), "qk_norm": True},
+    "biases and a norm for each tap": {
+        "attention_bias": True,
+        "o_bias": True,
+        "mlp_bias": True,
+        "fc_bias": True,
+        "fc_norm": True,
+    },
+    "all target tokens, norm before fc": {"draft_vocab": None, "norm_before_fc": True},
+    "own embedding, lm_head": {"own_embedding": True},
+    "with a mask": {"mask_id": 17},
+    "with a mask, as a chain": {"mask_id": 17},
+    "as a tree": {},
+}
+
+
+def heads(folder: Path, name: str, dtype: torch.dtype) -> list[Head]:
+    """Two of one design, with other weights and the same draft vocabulary."""
+    target = tiny_target(dtype, window=5)
+    found: list[Head] = []
+    for seed in (3, 4):
+        design = tiny_design(target.spec, **DESIGNS[name])
+        tensors = random_tensors(design, seed=seed)
+        if found and found[0].hot is not None:
+            tensors["d2t"] = found[0].hot.cpu().long() - torch.arange(len(found[0].hot))
+            tensors["t2d"] = torch.zeros(design.vocab, dtype=torch.bool).index_fill_(0, found[0].hot.cpu().long(), True)
+        if found and design.own_embedding:
+            tensors["embed_tokens.weight"] = found[0].tensors["embed_tokens.weight"].cpu().double()
+        write_head(folder / f"head{seed}", design, tensors, layout="speculators")
+        found.append(load_head(folder / f"head{seed}", target.spec, dtype=dtype, device=DEVICE, aux_layers="input"))
+    return found
+
+
+def drafter_of(name: str, head: Head) -> Eagle3Drafter | ParallelDrafter:
+    target = TARGET()
+    if name == "as a tree":
+        return TreeDrafter(head, target, TreeShape(topk=3, depth=3, nodes=12, rank="sums"), slots=3)
+    return (ParallelDrafter if name == "with a mask" else Eagle3Drafter)(head, target, 3, slots=3)
+
+
+def proposed(drafter: Drafter) -> list[tuple[int, ...]]:
+    """What rounds accepted and drafted, row by row: with drafts of random heads a fingerprint of all of them."""
+    width = 12 if isinstance(drafter, TreeDrafter) else 3
+    _, done, _ = run_engine(mixed_requests(), packed(3, draft_len=width, prefill_tokens=7, num_pages=90, max_len=60), drafter)
+    return [c.stats.accepted_at for _, c in sorted(done.items()) if c.stats]
+
+
+@pytest.mark.parametrize("name", DESIGNS)
+def test_a_drafter_with_other_weights_drafts_as_one_that_was_made_with_them(name: str, tmp_path: Path) -> None:
+    first, second = heads(tmp_path, name, torch.float64)
+    changed, made = drafter_of(name, first), drafter_of(name, second)
+    places = {id(tensor): tensor.data_ptr() for tensor in first.tensors.values()}
+    changed.rewrite(second.tensors)
+    assert {id(tensor): tensor.data_ptr() for tensor in first.tensors.values()} == places
+    batch: list[list[torch.Tensor]] = []
+    for drafter in (changed, made):
+        rng = torch.Generator().manual_seed(0)
+        taps = torch.randn(5, len(drafter.tap_layers) * 16, dtype=torch.float64, generator=rng).to(DEVICE)
+        hidden = drafter.head.features(taps.clone())
+        entered, residual = drafter.head.enter(torch.arange(5, dtype=torch.int32, device=DEVICE), hidden.clone())
+        products = [p(entered) for p in (drafter.head._layers[0].qkv, drafter.head._layers[0].kv)]
+        inner = drafter.head._layers[-1].gate_up(hidden)
+        batch.append([hidden, entered, residual, *products, inner, drafter.head.logits(hidden)])
+    for one, other in zip(*batch, strict=True):
+        assert torch.equal(one, other)
+    assert proposed(changed) == proposed(made)
+
+
+def test_weights_that_a_cpu_keeps_reordered_change_too(tmp_path: Path) -> None:
+    first, second = heads(tmp_path, "plain", torch.float32)
+    target = tiny_target(torch.float32, window=5)
+    changed, made = (Eagle3Drafter(head, target, 3, slots=2) for head in (first, second))
+    hidden = torch.randn(4, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    before = changed.head.logits(hidden)
+    changed.rewrite(second.tensors)
+    assert torch.equal(changed.head.logits(hidden), made.head.logits(hidden))
+    assert not torch.equal(changed.head.logits(hidden), before)
+    assert torch.equal(
+        changed.head._layers[0].down(hidden.repeat(1, 2)[:, :20]), made.head._layers[0].down(hidden.repeat(1, 2)[:, :20])
+    )
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_learning_takes_its_share_of_the_time_and_no_more() -> None:
+    clock, spent = Clock(), 0.0
+    budget = Budget(0.1, clock)
+    for _ in range(10_000):
+        clock.now += 0.01
+        if budget.allows(0.03):
+            clock.now += 0.03
+            spent += 0.03
+            budget.spend(0.03)
+    assert 0.099 * clock.now < spent <= 0.1 * clock.now
+
+
+def test_time_is_saved_up_a_little_and_a_slice_that_takes_longer_comes_all_the_same() -> None:
+    clock = Clock()
+    budget = Budget(0.5, clock)
+    clock.now = 1000.0
+    assert budget.allows(SAVED_S)
+    assert not budget.allows(SAVED_S + 1)
+    clock.now += 2.5
+    assert budget.allows(SAVED_S + 1)
+    budget.spend(SAVED_S + 1)
+    assert not budget.allows(1.0)
+
+
+def test_what_brings_nothing_gets_less_time_until_something_does() -> None:
+    clock = Clock()
+    budget = Budget(0.4, clock)
+    budget.cut()
+    assert budget.share == 0.2
+    for _ in range(9):
+        budget.cut()
+    assert budget.share == pytest.approx(0.4 * LEAST)
+    clock.now = 10.0
+    assert budget.allows(0.25)
+    assert not budget.allows(0.26)
+    budget.restore()
+    assert budget.share == 0.4
+    assert Budget(1.0, clock).allows(1e9)
+
+
+class StandIn:
+    """A learner whose measurements are given: tokens a round of the head that drafts, and of the copy."""
+
+    lr = 1.0
+
+    def __init__(self, found: Sequence[tuple[float, float]]) -> None:
+        self.found = list(found)
+        self.learnt: list[int] = []
+        self.measured: list[set[int]] = []
+        self.calls: list[str] = []
+
+    def learn(self, rows: Sequence[Row]) -> None:
+        self.learnt += [int(row.ids[0]) for row in rows]
+
+    def compare(self, rows: Sequence[Row]) -> Comparison:
+        self.measured.append({int(row.ids[0]) for row in rows})
+        before, after = self.found.pop(0)
+
+        def found(mean: float) -> Acceptance:
+            return Acceptance(rounds=1000, tokens=round(1000 * mean), accepted=(1,), drafted=(1,))
+
+        return Comparison(found(before), found(after))
+
+    def adopt(self) -> None:
+        self.calls.append("adopt")
+
+    def begin_again(self) -> None:
+        self.calls.append("begin again")
+
+
+def shard_of(index: int, rows: int = 16, length: int = 10, **changes: Any) -> list[Completion]:
+    """Completions of a shard; the first prompt token of each is its row."""
+    found = []
+    for row in range(index * rows, (index + 1) * rows):
+        values: dict[str, Any] = {
+            "request_id": str(row), "row_index": row, "sample_index": 0, "shard": index, "status": "ok", "finish_reason": "stop",
+            "prompt_ids": np.array([row, 1], np.int32), "token_ids": np.full(length - 2, 5, np.int32),
+        }  # fmt: skip
+        found.append(Completion(**(values | changes)))
+    return found
+
+
+def adapter(stand_in: Any, **changes: Any) -> tuple[Adapter, list[str]]:
+    said: list[str] = []
+    values: dict[str, Any] = {"device": CPU, "every_shards": 4, "batch_tokens": 20, "budget": Budget(1.0), "say": said.append}
+    swaps = SimpleNamespace(count=0)
+    return Adapter(stand_in, **(values | {"swapped": lambda: setattr(swaps, "count", swaps.count + 1)} | changes)), said
+
+
+def work(one: Adapter) -> int:
+    turns = 0
+    while one.turn():
+        turns += 1
+    return turns
+
+
+def test_nothing_is_learnt_before_the_shards_are_committed_and_kept_out_rows_never_are() -> None:
+    stand_in = StandIn([(2.0, 2.0)] * 99)
+    one, _ = adapter(stand_in)
+    for index in range(3):
+        one.learn(shard_of(index))
+        assert not one.turn()
+    one.learn(shard_of(3))
+    assert work(one) > 0
+    everyone = set(range(64))
+    out = {row for row in everyone if kept_out(row)}
+    assert 3 <= len(out) <= 16
+    assert sorted(stand_in.learnt) == sorted(everyone - out)
+    for index in range(4, 16):
+        one.learn(shard_of(index))
+    work(one)
+    assert stand_in.measured
+    measured = set.union(*stand_in.measured)
+    assert len(measured) >= FEWEST
+    assert not measured & set(stand_in.learnt)
+    assert all(kept_out(row) for row in measured)
+
+
+@pytest.mark.parametrize(
+    ("found", "calls"),
+    [
+        ((2.0, 2.2), ["adopt"]),
+        ((2.0, 2.005), []),
+        ((2.0, 2.0), []),
+        ((2.0, 1.9), ["begin again"]),
+        ((2.0, float("0")), ["begin again"]),
+    ],
+)
+def test_the_head_changes_only_where_the_copy_measures_better(found: tuple[float, float], calls: list[str]) -> None:
+    stand_in, budget = StandIn([found] * 4), Budget(1.0)
+    swaps: list[int] = []
+    one, said = adapter(stand_in, budget=budget, batch_tokens=40, swapped=lambda: swaps.append(1), every_shards=8)
+    for index in range(8):
+        one.learn(shard_of(index))
+    work(one)
+    assert stand_in.calls == calls
+    assert len(swaps) == len(said) == one.num_swaps == calls.count("adopt")
+    assert budget.share == (1.0 if calls == ["adopt"] else 0.5)
+
+
+def test_rows_with_nothing_to_learn_are_left_out() -> None:
+    stand_in = StandIn([])
+    one, _ = adapter(stand_in, every_shards=1)
+    one.learn(shard_of(0, status="error", prompt_ids=None, token_ids=None))
+    one.learn(shard_of(1, token_ids=np.array([3], np.int32)))
+    one.learn(shard_of(2, length=21))  # longer than a slice
+    assert not one.turn()
+    one.learn(shard_of(3, status="truncated", length=20))
+    assert work(one) == len(stand_in.learnt) == sum(not kept_out(row) for row in range(48, 64))
+
+
+def test_measuring_waits_until_learning_has_taken_its_time() -> None:
+    stand_in = StandIn([(2.0, 2.0)] * 500)
+    one, _ = adapter(stand_in, every_shards=1, batch_tokens=10)
+    one._costs["measure"] = 1e6
+    for index in range(16):
+        one.learn(shard_of(index))
+        work(one)
+    assert len(stand_in.learnt) > FEWEST_STEPS
+    assert not stand_in.measured
+    one._costs["measure"] = 0.0
+    one.learn(shard_of(16))
+    work(one)
+    assert stand_in.measured
+
+
+def test_the_memory_of_learning_is_what_the_formula_says() -> None:
+    target = tiny_target(torch.float32)
+    spec = new_spec(target.spec, draft_vocab=19, taps=[0, 1, 2])
+    hot = torch.arange(19)
+    network = new_network(spec, target, hot, seed=0)
+    drafter = SimpleNamespace()
+    learner = Learner(network, hot.numpy(), target, drafter, lr=1e-3, steps=3, batch_tokens=64)  # type: ignore[arg-type]
+    learner._gradients([Row(ids=np.arange(20, dtype=np.int32), prompt_len=2)])
+    gradients = sum(p.grad.nbytes for p in network.parameters() if p.grad is not None)
+    learner.learn([Row(ids=np.arange(20, dtype=np.int32), prompt_len=2)])
+    moments = sum(t.nbytes for state in learner._optimiser.state.values() for t in state.values() if t.dim())
+    held = sum(p.nbytes for p in network.parameters()) + gradients + moments + sum(t.nbytes for t in learner.drafting.values())
+    parameters = sum(p.numel() for p in network.parameters())
+    assert parameters == head_bytes(spec, torch.uint8)
+    values: dict[str, Any] = {"dtype": torch.float32, "draft_vocab": 19, "feature_width": 48, "steps": 3}
+    flat = learning_bytes(target.spec, parameters=0, tokens=64, **values)
+    assert held <= learning_bytes(target.spec, parameters=parameters, tokens=64, **values) - flat <= 1.2 * held
+    assert learning_bytes(target.spec, parameters=0, tokens=128, **values) > 1.5 * flat
+
+
+def test_a_rehearsal_teaches_nothing() -> None:
+    target = tiny_target(torch.float32)
+    network = new_network(new_spec(target.spec, draft_vocab=19, taps=[0, 1, 2]), target, torch.arange(19), seed=0)
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    learner = Learner(network, np.arange(19), target, SimpleNamespace(), lr=1e-3, steps=3, batch_tokens=64)  # type: ignore[arg-type]
+    learner.rehearse()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+    assert all(parameter.grad is None for parameter in network.parameters())
+    learner.learn([Row(ids=np.arange(20, dtype=np.int32), prompt_len=2)])
+    assert not torch.equal(network.fc.weight, before["fc.weight"])
+    learner.begin_again()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+    assert learner.lr == 5e-4
+
+
+def test_a_beginning_that_rows_share_is_forgotten_and_its_pages_stay_with_their_owners() -> None:
+    pool = PagePool(6)
+    owned, idle = pool.take(1), pool.take(2)
+    for page, key in zip([*owned, *idle], (b"a", b"b", b"c"), strict=True):
+        pool.publish(page, key)
+    pool.release(idle)
+    assert pool.match([b"a", b"b", b"c"]) == [*owned, *idle]
+    pool.forget()
+    assert pool.match([b"a"]) == []
+    assert pool.num_free == 4
+    pool.publish(owned[0], b"d")
+    assert pool.match([b"d"]) == owned
+    pool.release(owned)
+    assert sorted(pool.take(5)) == [1, 2, 3, 4, 5]
+
+
+NUM_PROMPTS, NUM_ROWS, CAP = 16, 448, 20
+LEARNS = ["draft.adapt.every_shards=2", "draft.adapt.time_share=1", "draft.adapt.lr=1e-2"]
+
+
+def job(folder: Path, out: Path, *overrides: str) -> int:
+    words = [f"model.path={folder / 'model'}", f"input.path={folder / 'prompts.parquet'}", f"output.dir={out}", "device=cpu"]
+    words += [
+        f"decode.max_new_tokens={CAP}",
+        "packing.slots=32",
+        "output.shard_rows=8",
+        "output.messages=none",
+        "draft.max_len=3",
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adapter_module, "MEASURE_SHARE", np.inf)  # nothing goes by the clock
+        patch.setattr("batchspec.job.can_draw", lambda: False)  # a report takes a second
+        for name in ("FEWEST_STEPS", "MANY_STEPS"):  # a tiny job has few
+            patch.setattr(adapter_module, name, 10)
+        return run.main([*words, *overrides])
+
+
+def frame_of(out: Path) -> pl.DataFrame:
+    return pl.read_parquet(out / "data" / "*.parquet").sort("row_index")
+
+
+def mean_length(frame: pl.DataFrame) -> float:
+    """Tokens a round."""
+    return sum(len(ids) - 1 for ids in frame["token_ids"]) / int(frame["spec_decode"].struct.field("num_spec_steps").sum())
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny fp64 model, prompts of which each comes twenty times, and half-trained heads: eagle3, parallel."""
+    folder = tmp_path_factory.mktemp("adapt")
+    make_checkpoint(folder / "model", "llama", vocab=96, hidden_size=32, intermediate_size=48, dtype=torch.float64)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 96, 3 + i % 5).tolist() for i in range(NUM_PROMPTS)]
+    pl.DataFrame({"prompt_ids": [prompts[i % NUM_PROMPTS] for i in range(NUM_ROWS)]}).write_parquet(folder / "prompts.parquet")
+    assert job(folder, folder / "plain", "draft=none", "input.limit=16") == 0
+    for kind in ("eagle3", "parallel"):
+        words = [f"model.path={folder / 'model'}", f"input.path={folder / 'plain'}", f"output.dir={folder / kind}", "device=cpu"]
+        words += [
+            "train.steps=25",
+            "train.held_out=0",
+            "train.batch_tokens=700",
+            "train.max_len=64",
+            "train.ahead=3",
+            "train.lr=1e-2",
+        ]
+        assert cli.main(["train", *words, f"draft={kind}"]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module", params=["eagle3", "parallel"])
+def learnt(made: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[list[str], Path]:
+    """A head's overrides, and the output of a job in which it has learnt."""
+    out = tmp_path_factory.mktemp("learnt") / "out"
+    head = [f"draft={request.param}", f"draft.path={made / request.param}"]
+    assert job(made, out, *head, *LEARNS) == 0
+    return head, out
+
+
+def test_acceptance_rises_while_the_job_runs_and_its_tokens_stay_the_same(
+    made: Path, learnt: tuple[list[str], Path], tmp_path: Path
+) -> None:
+    head, out = learnt
+    assert job(made, tmp_path / "fixed", *head, "input.limit=64") == 0
+    fixed, learns = frame_of(tmp_path / "fixed"), frame_of(out)
+    assert learns["token_ids"].to_list() == fixed["token_ids"].to_list() * (NUM_ROWS // 64)
+    assert mean_length(learns.head(64)) == pytest.approx(mean_length(fixed), abs=0.05)
+    assert mean_length(learns.tail(NUM_ROWS // 4)) > mean_length(fixed) + 0.05
+
+
+def test_the_same_command_goes_on_from_the_head_that_was_learnt(
+    made: Path, learnt: tuple[list[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head, out = learnt[0], shutil.copytree(learnt[1], tmp_path / "out")
+    before = frame_of(out).head(32)
+    for part in sorted((out / "data").iterdir())[:4]:
+        part.unlink()
+    assert job(made, out, *head, *LEARNS) == 0
+    assert "draft.adapt: going on from _batchspec/heads/" in capsys.readouterr().err
+    after = frame_of(out).head(32)
+    assert after["token_ids"].to_list() == before["token_ids"].to_list()
+    assert mean_length(after) > mean_length(before) + 0.05
+    (found,) = (out / "_batchspec" / "heads").iterdir()
+    assert job(made, tmp_path / "elsewhere", head[0], f"draft.path={found}", "input.limit=32") == 0
+    assert mean_length(frame_of(tmp_path / "elsewhere")) == pytest.approx(mean_length(after), abs=0.1)
+
+
+@pytest.mark.parametrize("learnt", ["eagle3"], indirect=True)
+def test_another_head_begins_from_itself_and_a_damaged_one_is_left_alone(
+    made: Path, learnt: tuple[list[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head, out = learnt[0], shutil.copytree(learnt[1], tmp_path / "out")
+    (out / "data" / "part-00000.parquet").unlink()
+    assert job(made, out, "draft=parallel", f"draft.path={made / 'parallel'}", *LEARNS) == 0
+    assert "going on from" not in capsys.readouterr().err
+    (out / "data" / "part-00000.parquet").unlink()
+    (found,) = (out / "_batchspec" / "heads").iterdir()
+    (found / "model.safetensors").write_bytes(b"no head")
+    assert job(made, out, *head, *LEARNS) == 0
+    said = capsys.readouterr().err
+    assert "draft.adapt: the head of an earlier run is left alone" in said
+    assert said.count("Traceback") == 0
+
+
+@pytest.mark.parametrize("learnt", ["eagle3"], indirect=True)
+def test_a_job_that_begins_anew_deletes_what_was_learnt(made: Path, learnt: tuple[list[str], Path], tmp_path: Path) -> None:
+    out = shutil.copytree(learnt[1], tmp_path / "out")
+    assert job(made, out, *learnt[0], "input.limit=16", "output.overwrite=true", "draft.adapt.every_shards=2") == 0
+    assert not (out / "_batchspec" / "heads").exists()
+
+
+@pytest.mark.parametrize(
+    "words", [["draft=hybrid"], ["draft=tree", "draft.tree.topk=3", "draft.tree.nodes=8"]], ids=lambda x: x[0]
+)
+def test_trees_and_heads_beside_lookup_learn_too(
+    made: Path, tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert job(made, tmp_path / "out", *words, f"draft.path={made / 'eagle3'}", "input.limit=224", *LEARNS) == 0
+    assert re.search(r"changed the head [1-9]\d* times; it is in _batchspec/heads/", capsys.readouterr().err)
+    plain = frame_of(made / "plain")["token_ids"].to_list()
+    assert frame_of(tmp_path / "out")["token_ids"].to_list() == plain * 14
+
+
+def test_a_failing_disk_or_short_memory_ends_the_learning_and_not_the_job(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    head = ["draft=eagle3", f"draft.path={made / 'eagle3'}", "input.limit=96"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "learn", no_memory)
+        assert job(made, tmp_path / "memory", *head, *LEARNS) == 0
+    assert "draft.adapt: CUDA out of memory. Tried to allocate 2.00 GiB: the head stays as it is now" in capsys.readouterr().err
+    put = LocalStore.put
+
+    def full(store: LocalStore, name: str, data: bytes) -> None:
+        if "/heads/" in name:
+            raise StorageError("writing model.safetensors failed: No space left on device (ENOSPC)")
+        put(store, name, data)
+
+    monkeypatch.setattr(LocalStore, "put", full)
+    assert job(made, tmp_path / "disk", *head[:2], "input.limit=192", *LEARNS) == 0
+    assert "draft.adapt: the head is not saved: writing model.safetensors failed" in capsys.readouterr().err
+
+
+def test_learning_in_process_needs_a_folder_to_commit_to(made: Path) -> None:
+    words = [f"model.path={made / 'model'}", "draft=eagle3", f"draft.path={made / 'eagle3'}", *LEARNS]
+    with pytest.raises(ConfigError, match=r"every_shards=2 learns as shards are committed; set output.dir too"):
+        generate({"prompt_ids": [[3, 4]]}, overrides=words)
+
+
+@pytest.mark.parametrize(
+    ("design", "said"),
+    [
+        ({"own_embedding": True}, "training goes on from plain EAGLE-3 heads with an lm_head and the target's embedding"),
+        ({"draft_vocab": None}, "training goes on from plain EAGLE-3 heads with an lm_head and the target's embedding"),
+        ({"taps": (1, 2, 0)}, "it reads the target's layers [1, 2, 0], which cannot be written"),
+    ],
+)
+def test_a_head_that_cannot_learn_is_refused_in_one_line(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], design: dict[str, Any], said: str
+) -> None:
+    spec = dataclasses.replace(tiny_target().spec, hidden_size=32, vocab_size=96)
+    tiny = tiny_design(spec, heads=4, kv_heads=2, head_dim=16, inner=48, **design)
+    write_head(tmp_path / "head", tiny, random_tensors(tiny))
+    words = ["draft=eagle3", f"draft.path={tmp_path / 'head'}", "draft.aux_layers=input", *LEARNS]
+    assert job(made, tmp_path / "out", *words) == 2
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .endswith(f"draft.adapt.every_shards=2: the head {tmp_path / 'head'} cannot learn: {said}; remove the key")
+    )
+    assert not (tmp_path / "out").exists()
