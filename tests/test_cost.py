@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchspec.packing import cost
 from batchspec.packing.cost import (
     H200,
     calibrate,
@@ -74,4 +75,14 @@ def test_an_unknown_device_is_measured_in_half_a_second() -> None:
     assert time.perf_counter() - began < 1.0
     assert 1e8 < rates.bytes_s < 1e13
     assert 1e8 < rates.flop_s(256) < 1e15
-    assert 0 < rates.overhead_s < 0.1
+    assert 0 < rates.overhead_s < 0.5
+
+
+def test_a_machine_that_is_busy_while_it_is_measured_still_gains_by_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The products of 128 and 256 tokens seem ten times as slow as those of fewer: somebody else had the core."""
+    seconds = iter((8e-4, 1e-3, 4e-2, 8e-2, 5e-3, 3e-6))
+    monkeypatch.setattr(cost, "_seconds", lambda call, device: next(seconds))
+    rates = calibrate(torch.device("cpu"), torch.float32)
+    assert rates.flop_s(8) < rates.flop_s(32) == rates.flop_s(256)
+    rows = [round_seconds(LLAMA_8B, rates, dtype=BF16, rows=n, context_tokens=64, tokens_per_row=1) / n for n in (1, 4, 16)]
+    assert rows == sorted(rows, reverse=True)
