@@ -122,6 +122,7 @@ def running_lab() -> Iterator[Lab]:
     lab = Lab(server.server_port, faults)
     try:
         lab.client.create_bucket(Bucket=BUCKET)
+        lab.empty()  # objects outlive an emulator of this process
         yield lab
     finally:
         server.shutdown()

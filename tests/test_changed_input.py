@@ -129,7 +129,6 @@ def test_the_commit_looks_at_the_input_once_more(model: Path, tmp_path: Path, mo
 
 def test_an_object_that_is_replaced_on_s3_is_noticed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running_lab() as lab:
-        lab.empty()
         for name, value in lab.environ().items():
             monkeypatch.setenv(name, value)
 
