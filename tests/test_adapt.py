@@ -17,17 +17,19 @@ import torch
 
 from batchspec import cli, generate, run
 from batchspec.adapt import adapter as adapter_module
-from batchspec.adapt.adapter import FEWEST, FEWEST_STEPS, Adapter, kept_out
+from batchspec.adapt.adapter import FEWEST, FEWEST_STEPS, Adapter, kept_out, row_of
 from batchspec.adapt.budget import LEAST, SAVED_S, Budget
 from batchspec.adapt.learner import Comparison, Learner
 from batchspec.cache.pages import PagePool
-from batchspec.draft.base import Drafter
+from batchspec.decode.engine import Engine
+from batchspec.draft.base import Drafter, NoDrafter
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.tree import TreeDrafter, TreeShape
-from batchspec.draft.weights import Head, head_bytes, load_head
+from batchspec.draft.weights import Head, head_bytes, load_head, normalised
 from batchspec.errors import ConfigError, StorageError
 from batchspec.io.local import LocalStore
+from batchspec.model.target import Target
 from batchspec.packing.memory import learning_bytes
 from batchspec.records import Completion
 from batchspec.train.data import Row
@@ -35,7 +37,7 @@ from batchspec.train.evaluate import Acceptance
 from batchspec.train.head import new_network, new_spec
 from tests.drafting import TARGET, mixed_requests
 from tests.drafting import run as run_engine
-from tests.engines import DEVICE, packed, tiny_target
+from tests.engines import DEVICE, packed, request, tiny_target
 from tests.heads import random_tensors, tiny_design, write_head
 from tests.models import make_checkpoint
 
@@ -331,6 +333,39 @@ def test_a_rehearsal_teaches_nothing() -> None:
     learner.begin_again()
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
     assert learner.lr == 5e-4
+
+
+@pytest.mark.parametrize(
+    "kind", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="GPU"))]
+)
+def test_a_copy_that_has_learnt_measures_better_until_it_drafts(kind: str) -> None:
+    """On a GPU in bf16: products of fp32 copies of bf16 weights, and weights that change where they lie."""
+    device, dtype = torch.device(kind), torch.bfloat16 if kind == "cuda" else torch.float32
+    shape: dict[str, Any] = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 128, "windows": (None, None)}
+    target = Target.load(Path(), dataclasses.replace(tiny_target().spec, **shape), dtype=dtype, device=device, dummy=True)
+    engine = Engine(target, NoDrafter(), packed(4, page_size=16, num_pages=40), device=device)
+    done = list(engine.run(request(i, [i, 2 * i, 3], cap=24) for i in range(12)))
+    rows = [row for one in done if (row := row_of(one)) is not None]
+    spec, hot = new_spec(target.spec, draft_vocab=31, taps=[0, 1, 2]), torch.arange(31)
+    network = new_network(spec, target, hot, seed=0)
+    first = {normalised(name): tensor.detach().to(dtype, copy=True) for name, tensor in network.state_dict().items()}
+    drafter = Eagle3Drafter(Head(spec, first, None), target, 3, slots=2)
+    learner = Learner(network, hot.numpy(), target, drafter, lr=5e-3, steps=3, batch_tokens=512)
+    learner.rehearse()
+    same = learner.compare(rows)
+    assert same.drafts == same.learns
+    assert same.learns.mean_length < 2
+    for _ in range(40):
+        learner.learn(rows)
+    learnt = learner.compare(rows)
+    assert learnt.drafts == same.drafts
+    assert learnt.learns.mean_length > same.drafts.mean_length + 0.5
+    place = first["lm_head.weight"].data_ptr()
+    learner.adopt()
+    assert learner.compare(rows).drafts.mean_length == pytest.approx(learnt.learns.mean_length, abs=0.05)
+    assert drafter.head._lm_head is not None
+    assert drafter.head._lm_head.data_ptr() == place
+    assert torch.equal(drafter.head._lm_head, network.lm_head.weight.detach().to(dtype))
 
 
 def test_a_beginning_that_rows_share_is_forgotten_and_its_pages_stay_with_their_owners() -> None:

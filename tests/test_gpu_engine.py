@@ -203,6 +203,27 @@ def test_a_distilled_head_is_mostly_right_and_changes_nothing(tmp_path: Path) ->
     assert engine.totals.accepted > engine.totals.row_rounds
 
 
+def test_rounds_that_are_captured_draft_with_what_a_head_has_learnt_since(tmp_path: Path) -> None:
+    asked = requests(16, stops=False, samplings=(SamplingParams(),))
+    expected = alone(asked)
+    rows = [row for r in asked if len(row := r.prompt_ids.tolist() + expected[r.request_id]) > 8]
+    drafter, learnt = (eagle(tmp_path / name, "cuda", 3, 4, rows=own) for name, own in (("random", None), ("learnt", rows)))
+    assert isinstance(drafter, Eagle3Drafter)
+    head = load_head(
+        tmp_path / "learnt", target("cuda").spec, dtype=torch.float32, device=torch.device("cuda"), aux_layers="input"
+    )
+    engine = Engine(target("cuda"), drafter, shape(4), device=torch.device("cuda"))
+    before = tokens(list(engine.run(iter(asked))))
+    drafted = engine.totals.accepted
+    captured = engine.graphs.num_captured
+    drafter.rewrite(head.tensors)
+    engine.drafter_changed()
+    assert tokens(list(engine.run(iter(asked)))) == before == expected
+    assert engine.graphs.num_captured == captured
+    of_learnt, _ = run(target("cuda"), learnt, shape(4), asked)
+    assert drafted < of_learnt.totals.accepted == pytest.approx(engine.totals.accepted - drafted, rel=0.02)
+
+
 def test_a_distilled_head_s_trees_are_right_more_often_than_its_chains(tmp_path: Path) -> None:
     asked = requests(16, stops=False, samplings=(SamplingParams(),))
     expected = alone(asked)

@@ -37,7 +37,7 @@ class Adaptation:
         self._job, self._output, self._progress = job, output, progress
         self._adapter: Adapter | None = None
         self._engine: Engine | None = None
-        self._num_saved, self._save_at = 0, 0.0
+        self._num_saved, self._save_at, self._where = 0, 0.0, ""
         self.on = job.config.draft.adapt.every_shards > 0
         if self.on:
             folder = head_folder(job.config)
@@ -94,13 +94,13 @@ class Adaptation:
             return True
 
     def _end(self, error: Exception) -> None:
-        self.save()
         self.leave()
         self.on = False
         self._progress.phase(f"draft.adapt: {str(error).splitlines()[0]}: the head stays as it is now")
 
     def leave(self) -> None:
-        """Let go of the engine and of all memory; `serve` may follow, with another one."""
+        """Save the head, let go of the engine and of all memory; `serve` may follow, with another one."""
+        self.save()
         if self._engine is not None:
             self._engine.between = None
         self._adapter = self._engine = None
@@ -120,6 +120,7 @@ class Adaptation:
         try:
             self._output.check_own()
             stored.save(self._files, self._adapter.learner, self._engine.target)
+            self._where = f"; it is in {self._files.folder} of the output folder"
         except (StorageError, OutputError) as error:
             self._progress.phase(f"draft.adapt: the head is not saved: {error}")
         took = time.monotonic() - began
@@ -131,9 +132,10 @@ class Adaptation:
         try:
             yield
         finally:
-            self.save()
-            if self._adapter is not None:
-                learnt, swaps = self._adapter.num_learnt, self._adapter.num_swaps
-                where = f"; it is in {self._files.folder} of the output folder" if swaps else ""
-                self._progress.phase(f"draft.adapt: learnt from {learnt:,} completions, changed the head {swaps} times{where}")
+            adapter = self._adapter
             self.leave()
+            if adapter is not None:
+                self._progress.phase(
+                    f"draft.adapt: learnt from {adapter.num_learnt:,} completions, changed the head {adapter.num_swaps} times"
+                    f"{self._where}"
+                )
