@@ -91,6 +91,7 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "draft.window": ("eagle3", "hybrid", "window"),
     "draft.sink": ("eagle3", "hybrid", "window"),
     "draft.parallel": ("eagle3", "hybrid", "pard"),
+    "draft.coupled": ("eagle3", "hybrid", "pard", "window"),
     "draft.tree.topk": ("eagle3",),
     "draft.tree.depth": ("eagle3",),
     "draft.tree.nodes": ("eagle3",),
@@ -168,6 +169,8 @@ def _drafter(config: RunConfig) -> None:
         if draft.name not in readers and value != _get(defaults, key):
             who = " and ".join(f"draft={name}" for name in readers)
             raise ConfigError(f"{key}={value} is not used by draft={draft.name}, only by {who}; remove the key")
+    if draft.coupled != "auto" and not isinstance(draft.coupled, bool):
+        raise ConfigError(f"draft.coupled={draft.coupled} must be one of auto, true, false")
     if draft.parallel != "auto" and not isinstance(draft.parallel, bool):
         raise ConfigError(f"draft.parallel={draft.parallel} must be one of auto, true, false")
     if draft.name in ("eagle3", "hybrid") and draft.path is None and config.model.load != "dummy":

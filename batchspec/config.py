@@ -78,6 +78,9 @@ class DraftConfig:
     """lookup, hybrid: newest tokens of ended rows, prompts too, that drafts are copied from; 0: its own alone."""
     table_entries: int | None = None
     """lookup, hybrid: entries of the table that finds them, raised to a power of two; null: four for each of corpus_tokens."""
+    coupled: Any = "auto"
+    """eagle3, hybrid, pard, window: drafts of sampled rows share the noise of the target's draws, so that more are accepted: auto
+    and true; false: they are the likeliest tokens (for comparison). No token depends on it."""
     synthetic: list[float] | None = None
     """Benchmarks only: accept position j with this (unconditional, non-increasing) probability, whatever the tokens."""
     path: str | None = None

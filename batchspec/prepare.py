@@ -340,6 +340,7 @@ def make_engine(job: Job, seen: Survey, progress: Progress) -> Engine:
         device=job.device,
         options=RoundOptions(
             logprobs=None if config.output.logprobs is None else min(config.output.logprobs, job.spec.vocab_size),
+            coupled=config.draft.coupled is not False,
             synthetic=tuple(config.draft.synthetic) if config.draft.synthetic else None,
             argmax=opt.argmax,
             uniform_slots=opt.uniform_slots,

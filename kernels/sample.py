@@ -140,20 +140,20 @@ def _draw(x: Tensor, word0: Tensor, word1: Tensor, heat: Tensor, cutoff: Tensor)
     can_win = torch.ge(x, torch.maximum(cutoff, top - SPREAD * heat), out=torch.empty_like(x))
     if float(can_win.sum()) * 8 < x.numel():
         rows, ids = can_win.nonzero(as_tuple=True)
-        scores = x[rows, ids] / heat[rows, 0] + _gumbel(word0[rows], word1[rows], ids.to(torch.int32))
+        scores = x[rows, ids] / heat[rows, 0] + gumbel_of(word0[rows], word1[rows], ids.to(torch.int32))
         x.fill_(float("-inf"))[rows, ids] = scores
     else:
         if (cutoff > float("-inf")).any():
             x = torch.where(x >= cutoff, x, float("-inf"))
         ids = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
-        x.div_(heat).add_(_gumbel(word0[:, None], word1[:, None], ids))
+        x.div_(heat).add_(gumbel_of(word0[:, None], word1[:, None], ids))
     return first_max(x)
 
 
 def gumbel_reference(keys: Tensor, positions: Tensor, vocab: int) -> Tensor:
     """The noise: fp32 [T, vocab] for keys int64 [T] and positions int64 [T]."""
     word0, word1 = position_words_reference(keys, positions)
-    return _gumbel(word0[:, None], word1[:, None], torch.arange(vocab, dtype=torch.int32, device=keys.device))
+    return gumbel_of(word0[:, None], word1[:, None], torch.arange(vocab, dtype=torch.int32, device=keys.device))
 
 
 def words_reference(word0: Tensor, word1: Tensor, ids: Tensor) -> Tensor:
@@ -161,7 +161,8 @@ def words_reference(word0: Tensor, word1: Tensor, ids: Tensor) -> Tensor:
     return mix32_reference(mix32_reference(word0 + ids).bitwise_xor_(word1))
 
 
-def _gumbel(word0: Tensor, word1: Tensor, ids: Tensor) -> Tensor:
+def gumbel_of(word0: Tensor, word1: Tensor, ids: Tensor) -> Tensor:
+    """The noise of int32 position words and token ids of one broadcast shape."""
     h = words_reference(word0, word1, ids)
     v = h.to(torch.float32).add_(0.5)
     v.add_(torch.lt(v, 0.0, out=torch.empty_like(v)), alpha=2.0**32)  # the word is unsigned

@@ -83,7 +83,7 @@ def test_a_drafter_must_have_what_it_drafts_with() -> None:
 @pytest.mark.parametrize("key", READ_BY)
 def test_a_key_of_another_drafter_is_refused_rather_than_ignored(key: str) -> None:
     values = {"draft.path": "head", "draft.aux_layers": "output", "draft.min_ngram": 3, "decode.opt.dead_positions": False}
-    values |= {"draft.parallel": True, "draft.tree.rank": "products", "draft.table_entries": 64}
+    values |= {"draft.parallel": True, "draft.tree.rank": "products", "draft.table_entries": 64, "draft.coupled": False}
     values |= {"draft.adapt.time_share": 0.5, "draft.adapt.lr": 0.5}
     readers, value = READ_BY[key], values.get(key, 7)
     changes: dict[str, Any] = {key.replace(".", "__"): value}

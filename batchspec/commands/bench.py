@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from batchspec.checks import violation
 from batchspec.commands import bench_job, bench_rounds
 from batchspec.commands.bench_variants import HEAD_DRAFTERS, OPTIONS, Bench, Record, TransformersVariant, Variant, parse_options
 from batchspec.commands.doctor import versions
@@ -101,6 +102,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("--k", nargs="+", default=[8], type=_draft_len, help="draft tokens a round; auto: the engine chooses, 0 included")
     add("--topk", type=int, default=10, help="branches of a draft tree, whose levels are --k")
     add("--nodes", type=int, help="nodes of a draft tree that are verified; 60, or all that grow")
+    add("--temperature", nargs="+", default=[0.0], type=float, help="of the draws; 0 is greedy")
     add("--accept", default="", help="synthetic acceptance by position, unconditional: .6,.28,.12; cut to each --k")
     add("--window", type=int, help="newest keys that the head reads (all without it), or the drafting model")
     add("--corpus-tokens", type=int, default=0, help="lookup, hybrid: newest tokens of ended rows that drafts are copied from")
@@ -132,6 +134,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--k counts from 1; --draft none is the way without drafts")
     if args.accept is not None and list(args.accept) != sorted(args.accept, reverse=True):
         raise ConfigError(f"--accept {args.accept} must fall: a draft counts only behind kept ones")
+    if any(violation("decode.temperature", heat) for heat in args.temperature):
+        raise ConfigError(f"--temperature {args.temperature} must be in 0 .. 100; 0 is greedy")
     if args.against_transformers and not args.model:
         raise ConfigError("--against-transformers needs --model: dummy weights exist only inside batchspec")
     if args.rounds is not None:

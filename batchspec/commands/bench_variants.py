@@ -31,9 +31,9 @@ from batchspec.draft.window import WindowDrafter
 from batchspec.errors import ConfigError
 from batchspec.packing.cost import page_bytes
 from batchspec.packing.planner import CPU_PREFILL, GPU_PREFILL, GPU_RUN_AHEAD, PAGE_SIZE, free_memory, row_buckets
-from batchspec.records import PackedBatch, Request, RowStats
+from batchspec.records import PackedBatch, Request, RowStats, SamplingParams
 
-OPTIONS = ("dead_positions", "uniform_slots", "argmax", "dead_rows", "overlap", "sharing")
+OPTIONS = ("coupled", "dead_positions", "uniform_slots", "argmax", "dead_rows", "overlap", "sharing")
 TREES = {"tree": SUMS, "tree-products": PRODUCTS}
 HEAD_DRAFTERS = ("eagle3", "parallel", "hybrid", *TREES)
 DRAFT_VOCAB = {"smol135m": 16384}
@@ -83,20 +83,24 @@ class Way:
     draft: str
     draft_len: int | None
     options: Mapping[str, bool]
+    temperature: float = 0.0
 
     @property
     def name(self) -> str:
         length = "" if self.draft == "none" else f" K={'auto' if self.draft_len is None else self.draft_len}"
-        return self.draft + length + "".join(f" {key}={str(value).lower()}" for key, value in self.options.items())
+        heat = f" T={self.temperature:g}" if self.temperature else ""
+        return self.draft + length + heat + "".join(f" {key}={str(value).lower()}" for key, value in self.options.items())
 
 
 def ways(args: argparse.Namespace) -> Iterator[Way]:
-    """Every drafter with every draft length, and that again with each set of --opt; dead_positions says nothing to the others."""
+    """Every drafter with every draft length and temperature, and that again with each set of --opt that says something to it."""
     for draft in args.draft:
         for length in [0] if draft == "none" else args.k:
-            for options in [{}, *args.opt]:
-                if draft in HEAD_DRAFTERS or "dead_positions" not in options:
-                    yield Way(draft, length, options)
+            for temperature in args.temperature:
+                for options in [{}, *args.opt]:
+                    fits = draft in HEAD_DRAFTERS or "dead_positions" not in options
+                    if fits and (temperature or "coupled" not in options):
+                        yield Way(draft, length, options, temperature)
 
 
 def parse_options(text: str) -> dict[str, bool]:
@@ -178,6 +182,7 @@ class Bench:
             batch if buckets is None else replace(batch, row_buckets=buckets),
             device=self.device,
             options=RoundOptions(
+                coupled=way.options.get("coupled", True),
                 synthetic=accept,
                 argmax=way.options.get("argmax", True),
                 uniform_slots=way.options.get("uniform_slots", True),
@@ -220,7 +225,9 @@ class EngineVariant:
     def __init__(self, bench: Bench, way: Way) -> None:
         self.name, self.record = way.name, Record()
         self._bench, self._way, self._engine = bench, way, None
-        self._requests = bench.workload.requests if way.options.get("sharing", True) else bench.workload.unshared()
+        requests = bench.workload.requests if way.options.get("sharing", True) else bench.workload.unshared()
+        sampling = SamplingParams(temperature=way.temperature)
+        self._requests = [replace(request, sampling=sampling) for request in requests]
 
     _engine: Engine | None
 
@@ -229,7 +236,7 @@ class EngineVariant:
             return
         bench = self._bench
         self._engine = bench.engine(self._way)
-        self._engine.prepare(SamplingMode(), shared=bench.args.samples > 1)
+        self._engine.prepare(SamplingMode(random=self._way.temperature > 0), shared=bench.args.samples > 1)
         self._decode(self._requests[:WARM_ROWS], WARM_TOKENS)
 
     def close(self) -> None:

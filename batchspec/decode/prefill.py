@@ -94,6 +94,7 @@ def prefill_chunk(round_: Round, rows: Rows, segments: Sequence[Segment], mode: 
         places = Places(slots.int(), batch.kv_len[segment].long())
         drafts = Drafts(rows.tokens[:, :0], torch.zeros_like(rows.live))
         result = round_.commit(hidden[segment], places, q_start, drafts, rows, mask, mode, torch.empty_like(mask))
+    round_.couple(mode)
     carried = round_.drafter.prefill(batch, slot_ids, taps, rows, round_.cache)
     return Prefilled(result, mask, slot_ids, carried)
 

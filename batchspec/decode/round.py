@@ -30,6 +30,8 @@ class RoundOptions:
 
     logprobs: int | None = None
     """null: none; 0: of the emitted tokens; N: of the N likeliest too."""
+    coupled: bool = True
+    """Drafts of sampled rows share the noise of the target's draws."""
     synthetic: tuple[float, ...] | None = None
     """Unconditional acceptance rates per position; for benchmarks."""
     argmax: bool = True
@@ -103,6 +105,7 @@ class Round:
         shared  rows with common beginnings, which attention on a GPU then reads once
         lead    the next round may draft; else the drafter keeps its K/V warm and prepares nothing
         """
+        self.couple(mode)
         num_rows, width = rows.live.shape[0], self._widths[draft_len]
         ids, lengths = width.ids[:num_rows], self._draft_len[:num_rows]
         if draft_len:
@@ -121,6 +124,10 @@ class Round:
         result = self.commit(hidden, places, batch.q_start, drafts, rows, rows.live, mode, accepted_len)
         self.drafter.catch_up(batch, taps, accepted_len, rows, self.cache, lead=lead)
         return result
+
+    def couple(self, mode: SamplingMode) -> None:
+        """Tell the drafter how the rows of the pass or round to come are sampled."""
+        self.drafter.mode = mode if mode.random and self.options.coupled else None
 
     def _uniform(self, rows: Rows, width: _Width, draft_len: Tensor) -> FlatBatch:
         """S places for every row, dead or not: no prefix sum, one launch."""

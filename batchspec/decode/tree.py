@@ -68,6 +68,7 @@ class TreeRound(Round):
         """As of every round; draft_len is 0 or the depth."""
         if not draft_len:
             return super().run(rows, mode, 0, shared, lead)
+        self.couple(mode)
         num_rows, width = rows.live.shape[0], self._widths[draft_len]
         drafts = Drafts(width.ids[:num_rows, 1:], self._draft_len[:num_rows], width.rates)
         ids, parents = self._node_ids[:num_rows], self._tree.parents[:num_rows]

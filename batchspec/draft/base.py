@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from batchspec.cache.attention import FlatBatch
     from batchspec.cache.pages import KVCache
     from batchspec.decode.rows import Rows
+    from batchspec.decode.sampling import SamplingMode
 
 
 class Drafter(Protocol):
@@ -33,6 +34,9 @@ class Drafter(Protocol):
     """K/V layers of its own, kept in the pages of the row behind the target's layers: `cache.layer(L + i)`."""
     kv_shape: tuple[int, int] | None
     """(num_kv_heads, head_dim) of those layers; None where there are none."""
+    mode: SamplingMode | None
+    """How the rows of the pass or round in work are sampled, set before its calls, where drafts are to share the noise of the
+    target's draws; None: drafts are argmaxes."""
     state: tuple[Tensor, ...]
     """Tensors [slots, ...]: what it carries of each slot's row from round to round; the engine moves lines when it compacts."""
 
@@ -68,8 +72,10 @@ class Drafter(Protocol):
         """The next round is about to be launched, on the current stream: the place to renew what captured rounds read."""
 
 
-class LearnsNothing:
-    """The part of a drafter that stays as it is while a job runs."""
+class Usual:
+    """The part of a drafter that learns nothing while a job runs."""
+
+    mode: SamplingMode | None = None
 
     def learn(self, prompt_ids: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
         return None
@@ -78,7 +84,7 @@ class LearnsNothing:
         return None
 
 
-class NoFeatures(LearnsNothing):
+class NoFeatures(Usual):
     """The part of a drafter that reads nothing of the target and keeps no K/V."""
 
     tap_layers: tuple[int, ...] = ()

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from batchspec.cache.attention import AttentionPlan, FlatBatch
+from batchspec.draft.coupled import Draws, draws_of
 from batchspec.draft.head import Place
 from batchspec.draft.reader import HeadReader, zeros_on
 from batchspec.draft.weights import Head
@@ -89,7 +90,7 @@ class Eagle3Drafter(HeadReader):
         else:
             normed, hidden = self._read_whole(batch, rows.tokens, line, taps, cache, place)
         first = self._first.new_empty(normed.shape[0], *self._first.shape[1:])
-        self._lead(normed, first)
+        self._lead(normed, first, draws_of(self.mode, rows, slot_ids.int(), rows.num_tokens[slot_ids]))
         return first, normed if self._spec.feed_normed else hidden
 
     @torch.inference_mode()
@@ -103,7 +104,7 @@ class Eagle3Drafter(HeadReader):
             place = (batch.q_start[:-1] + accepted_len).clamp_(max=batch.token_ids.shape[0] - 1)
             normed, residual = self._read_whole(batch, rows.tokens, batch.row_ids, taps, cache, place)
             hidden.copy_(normed if self._spec.feed_normed else residual)
-            self._lead(normed, first)
+            self._lead(normed, first, self._draws_at_end(rows))
             return
         normed, residual, at = self._read(batch, rows.tokens, batch.row_ids, self.head.features(taps), cache, last)
         if lead:
@@ -112,9 +113,13 @@ class Eagle3Drafter(HeadReader):
         else:
             self.head.keep(last, normed, at, self._kv(cache, last))
 
-    def _lead(self, normed: Tensor, out: Tensor) -> None:
+    def _lead(self, normed: Tensor, out: Tensor, draws: Draws | None) -> None:
         """What the next round begins with, from the head's output [R, H] at each row's last standing place."""
-        self.head.choose(normed, out)
+        self.head.choose(normed, out, draws)
+
+    def _draws_at_end(self, rows: Rows) -> Draws | None:
+        """Of the token behind each row's last one."""
+        return draws_of(self.mode, rows, self._q_start[: rows.live.shape[0]], rows.num_tokens)
 
     def _read_whole(
         self, batch: FlatBatch, tokens: Tensor, line: Tensor, taps: Tensor, cache: KVCache, place: Tensor
@@ -138,7 +143,7 @@ class Eagle3Drafter(HeadReader):
         )  # fmt: skip
         plan = self._plans(self._one_each(batch, positions, kv_len), cache, [self._last])[self._windows[self._last]]
         kv, out = self._kv(cache, self._last), out_hidden if feeds_normed else None
-        self._lead(self.head.finish(self._last, live_q, stream, kv, plan, out=out), out_first)
+        self._lead(self.head.finish(self._last, live_q, stream, kv, plan, out=out), out_first, self._draws_at_end(rows))
 
     def _one_each(self, batch: FlatBatch, positions: Tensor, kv_len: Tensor) -> FlatBatch:
         """The same rows with one query each, for attention."""
@@ -176,7 +181,7 @@ class Eagle3Drafter(HeadReader):
         longest = self._step(rows, *steps[0], self._q_start[: num_rows + 1], kv_len)
         plans = self._plans(longest, cache, range(self._last + 1))
         for k, step in enumerate(steps):
-            hidden = self._draft(draft_ids[:, k], hidden, *step, plans, cache, draft_ids[:, k + 1])
+            hidden = self._draft(rows, draft_ids[:, k], hidden, *step, plans, cache, draft_ids[:, k + 1])
 
     def _general_chain(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
         """The same by operations that fit any number of places a row: lengths, prefix sums, fills, casts, each step a plan."""
@@ -187,20 +192,21 @@ class Eagle3Drafter(HeadReader):
             batch = self._general_step(rows, k, cache.page_size)
             plans = self._plans(batch, cache, range(self._last + 1))
             out_ids = torch.empty_like(draft_len)
-            hidden = self._draft(drafted[k], hidden, batch.positions, batch.slots, plans, cache, out_ids)
+            hidden = self._draft(rows, drafted[k], hidden, batch.positions, batch.slots, plans, cache, out_ids)
             drafted.append(out_ids)
         draft_ids.copy_(torch.cat([ids.unsqueeze(1) for ids in drafted], 1))
 
     def _draft(
-        self, tokens: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, plans: dict[int | None, AttentionPlan],
-        cache: KVCache, out_ids: Tensor,
+        self, rows: Rows, tokens: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor,
+        plans: dict[int | None, AttentionPlan], cache: KVCache, out_ids: Tensor,
     ) -> Tensor:  # fmt: skip
         """One place further: the draft token behind `tokens`; returns the hidden state that drafted it."""
         normed, residual = self.head.enter(tokens, hidden)
         at = Place(self._rope(positions), slots)
         for i, window in enumerate(self._windows):
             normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[window], positions)
-        self.head.choose(normed, out_ids)
+        # A place reads the token behind it and drafts the next one.
+        self.head.choose(normed, out_ids, draws_of(self.mode, rows, self._q_start[: positions.shape[0]], positions, ahead=2))
         return normed if self._spec.feed_normed else residual
 
     def _general_step(self, rows: Rows, k: int, page_size: int) -> FlatBatch:

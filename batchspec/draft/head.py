@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from batchspec.cache.attention import AttentionPlan
+from batchspec.draft.coupled import Draws
 from batchspec.draft.formats import HeadSpec
 from batchspec.draft.weights import Head
 from batchspec.kernels.argmax import argmax
@@ -177,8 +178,14 @@ class EagleHead:
         following = self._layers[index + 1].input_norm if index + 1 < len(self._layers) else self._norm
         return add_norm(layer.down(inner), residual, following, eps, out=out)
 
-    def choose(self, normed: Tensor, out_ids: Tensor) -> None:
-        """normed [R, H] behind the final norm -> the target id of each row's likeliest draft token, int32 [R] of any stride."""
+    def choose(self, normed: Tensor, out_ids: Tensor, draws: Draws | None = None) -> None:
+        """normed [R, H] behind the final norm -> the target id of each row's likeliest draft token, int32 [R] of any stride.
+
+        draws  what noise is added before the choice
+        """
+        if draws is not None:
+            draws.choose(self.logits(normed), out_ids, self.map_ids)
+            return
         tile = self._fused_tile(normed) if self._argmax else None
         if tile is not None and self._lm_head is not None:
             lm_head(normed, self._lm_head, out_ids=out_ids, map_ids=self.map_ids, tile=tile)
@@ -190,12 +197,14 @@ class EagleHead:
             ids = torch.softmax(logits, -1).topk(1, dim=-1).indices.squeeze(1)
             out_ids.copy_(ids if self.map_ids is None else self.map_ids[ids])
 
-    def branches(self, normed: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    def branches(self, normed: Tensor, count: int, draws: Draws | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """normed [N, H] behind the final norm -> the likeliest draft tokens of each place, falling.
 
         Returns their logits [N, count], the log of the sum of all exponentials [N], and their draft ids int64 [N, count].
         """
         logits = self.logits(normed)
+        if draws is not None:  # siblings share the noise of their position
+            draws.perturb(logits, self.map_ids)
         best = logits.topk(count, dim=1)
         return best.values, torch.logsumexp(logits, 1), best.indices
 

@@ -26,6 +26,7 @@ from batchspec.kernels.draft_choice import observe_drafts, pick_drafts
 if TYPE_CHECKING:
     from batchspec.cache.pages import KVCache
     from batchspec.decode.rows import Rows
+    from batchspec.decode.sampling import SamplingMode
 
 HEAD_PRIOR, LOOKUP_PRIOR = (4.8, 8.0), (4.0, 8.0)
 """Drafts kept and tried that a row's head, and lookups of any match length, begin with."""
@@ -51,6 +52,14 @@ class HybridDrafter:
         self.counts = zeros(4, dtype=torch.int64)
         """int64 [4] rounds of rows with the head's drafts, with the lookup's; drafts accepted of the two."""
         self.state: tuple[Tensor, ...] = (*head.state, self._head_odds)
+
+    @property
+    def mode(self) -> SamplingMode | None:
+        return self.head.mode
+
+    @mode.setter
+    def mode(self, mode: SamplingMode | None) -> None:
+        self.head.mode = mode
 
     def prefill(self, batch: FlatBatch, slot_ids: Tensor, taps: Tensor | None, rows: Rows, cache: KVCache) -> tuple[Tensor, ...]:
         return (*self.head.prefill(batch, slot_ids, taps, rows, cache), self._head_prior.repeat(len(slot_ids), 1))

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from batchspec.cache.attention import FlatBatch
+from batchspec.draft.coupled import draws_of
 from batchspec.draft.head import Place
 from batchspec.draft.reader import HeadReader, zeros_on
 from batchspec.draft.weights import Head
@@ -137,5 +138,5 @@ class ParallelDrafter(HeadReader):
         at, plans = Place(self._rope(positions), slots), self._plans(batch, cache, range(self._last + 1))
         for i, window in enumerate(self._windows):
             normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[window])
-        self.head.choose(normed, ids)
+        self.head.choose(normed, ids, draws_of(self.mode, rows, batch.row_ids, positions, ahead=2))
         draft_ids.copy_(ids.view(num_rows, width))

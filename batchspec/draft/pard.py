@@ -21,7 +21,8 @@ from torch import Tensor
 
 from batchspec.cache.attention import FlatBatch
 from batchspec.cache.pages import KVCache
-from batchspec.draft.base import LearnsNothing
+from batchspec.draft.base import Usual
+from batchspec.draft.coupled import draws_of
 from batchspec.draft.formats import MASK_KEYS
 from batchspec.draft.window import WindowDrafter
 from batchspec.errors import CheckpointError
@@ -74,7 +75,7 @@ def load_pard(folder: Path, spec: PardSpec, *, dtype: torch.dtype, device: torch
     return PardModel(spec, Target.load(folder, spec.model, dtype=dtype, device=device, dummy=dummy))
 
 
-class PardDrafter(LearnsNothing):
+class PardDrafter(Usual):
     """Carries nothing of a slot from round to round but K/V: a round with it can be captured in a CUDA graph."""
 
     name = "pard"
@@ -118,6 +119,7 @@ class PardDrafter(LearnsNothing):
     @torch.inference_mode()
     def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
         if self._chain is not None:
+            self._chain.mode = self.mode
             self._chain.propose(rows, draft_ids, draft_len, self._own(cache))
             return
         num_rows, width = draft_ids.shape
@@ -140,5 +142,11 @@ class PardDrafter(LearnsNothing):
             max_kv=rows.tokens.shape[1],
         )
         hidden, _ = self._model.forward(batch, self._own(cache))
-        draft_ids.copy_(self._model.likeliest(hidden, vocab=self._vocab).view(num_rows, width))
+        draws = draws_of(self.mode, rows, batch.row_ids, positions, ahead=1)
+        if draws is None:
+            draft_ids.copy_(self._model.likeliest(hidden, vocab=self._vocab).view(num_rows, width))
+        else:
+            drafted = torch.empty_like(batch.row_ids)
+            draws.choose(self._model.logits(hidden)[:, : self._vocab], drafted)
+            draft_ids.copy_(drafted.view(num_rows, width))
         torch.mul(rows.live, width, out=draft_len)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from batchspec.cache.attention import AttentionPlan, FlatBatch, plan_attention
-from batchspec.draft.base import LearnsNothing
+from batchspec.draft.base import Usual
 from batchspec.draft.head import EagleHead, Place
 from batchspec.draft.weights import Head
 from batchspec.model.rope import Rope, rope_frequencies, rope_of
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from batchspec.cache.pages import KVCache
 
 
-class HeadReader(LearnsNothing):
+class HeadReader(Usual):
     """A head bound to a target, its K/V in the pages behind the target's layers."""
 
     fixed_len = True

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from batchspec.cache.attention import FlatBatch, TreeTail
+from batchspec.draft.coupled import Draws, draws_of
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.head import Place
 from batchspec.draft.weights import Head
@@ -138,7 +139,7 @@ class TreeDrafter(Eagle3Drafter):
         no_number, no_place = torch.full_like(start, -1, dtype=torch.int32), torch.zeros_like(start, dtype=torch.int64)
         self._root = Frontier(start, no_number, no_place, no_number.flatten(), line)
 
-    def _lead(self, normed: Tensor, out: Tensor) -> None:
+    def _lead(self, normed: Tensor, out: Tensor, draws: Draws | None) -> None:
         out.copy_(normed)
 
     @torch.inference_mode()
@@ -153,12 +154,15 @@ class TreeDrafter(Eagle3Drafter):
         frontier = Frontier(*(x[:num_rows] for x in (root.scores, root.numbers, root.ancestors, root.token_ids, root.lines)))
         normed, hidden = self._first[:num_rows], self._hidden[:num_rows]
         scores, ids, above = (x[:num_rows] for x in (self._scores, self._ids, self._numbers_above))
+        draws = self._draws_at_end(rows)
         for level in range(depth):
             if level:
+                batch = levels[level - 1]
+                draws = draws_of(self.mode, rows, batch.row_ids, batch.positions, ahead=2)
                 hidden = hidden.index_select(0, frontier.lines)
-                normed, hidden = self._through(levels[level - 1], frontier, hidden, cache)
+                normed, hidden = self._through(batch, frontier, hidden, cache)
             following = tree_level(
-                *self.head.branches(normed, branches), self.head.map_ids, frontier, logs=self.shape.rank == SUMS,
+                *self.head.branches(normed, branches, draws), self.head.map_ids, frontier, logs=self.shape.rank == SUMS,
                 first_number=grown_nodes(branches, level), first_bit=level * branches if level + 1 < depth else None,
                 all_scores=scores, all_ids=ids, all_above=above,
             )  # fmt: skip

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from batchspec.cache.attention import FlatBatch
 from batchspec.draft.base import NoFeatures
+from batchspec.draft.coupled import draws_of
 from batchspec.kernels.draft_steps import draft_steps
 from batchspec.model.target import Target
 
@@ -72,6 +73,10 @@ class WindowDrafter(NoFeatures):
                 max_kv=rows.tokens.shape[1],
             )
             hidden, _ = self._target.forward(step, cache, window=self._window, sink=self._sink)
-            ids[:, k + 1] = self._target.likeliest(hidden, vocab=self._vocab)
+            draws = draws_of(self.mode, rows, step.row_ids, positions[k], ahead=1)
+            if draws is None:
+                ids[:, k + 1] = self._target.likeliest(hidden, vocab=self._vocab)
+            else:
+                draws.choose(self._target.logits(hidden)[:, : self._vocab], ids[:, k + 1])
         draft_ids.copy_(ids[:, 1:])
         torch.mul(rows.live, width, out=draft_len)

@@ -31,6 +31,9 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
           out_nats=f"*{_acc}", out_hits=f"*{_acc}", vocab=I32, ACC=_acc, BLOCK=4096)  # fmt: skip
     _case(f"sample_kernel {_dtype}", "sample", 16, logits=f"*{_dtype}", row_ids=PI32, positions=PI64, keys=PI64,
           temperature=PF32, cutoff=f"*{_acc}", out_ids=PI32, stride_row=I32, vocab=I32, ACC=_acc, BLOCK=4096)  # fmt: skip
+    _case(f"noise_kernel {_dtype}", "noise", 4, logits=f"*{_dtype}", row_ids=PI32, positions=PI64, keys=PI64, temperature=PF32,
+          cutoff=f"*{_acc}", map_ids=None if _dtype == "bf16" else PI64, stride_row=I32, vocab=I32, ACC=_acc,
+          BLOCK=1024)  # fmt: skip
     _case(f"kv_write_kernel {_dtype}", "kv_write", 4, k=f"*{_dtype}", v=f"*{_dtype}", kv=f"*{_dtype}", slots=PI64,
           k_stride_t=I32, k_stride_h=I32, v_stride_t=I32, v_stride_h=I32, kv_stride_part=I64, kv_stride_slot=I32,
           NUM_VALUES=192, HEAD_DIM=64, BLOCK=256)  # fmt: skip

@@ -1,0 +1,169 @@
+"""Sampled runs: drafts that share the noise of the target's draws, and what is drawn with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from batchspec.decode.engine import Engine
+from batchspec.decode.round import RoundOptions
+from batchspec.draft.base import Drafter, NoDrafter
+from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.hybrid import HybridDrafter
+from batchspec.draft.lookup import LookupDrafter
+from batchspec.draft.parallel import ParallelDrafter
+from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
+from batchspec.draft.tree import TreeDrafter, TreeShape
+from batchspec.draft.weights import Head, dummy_head, dummy_spec
+from batchspec.draft.window import WindowDrafter
+from batchspec.records import Completion, Request, SamplingParams
+from tests.engines import DEVICE, VOCAB, full_logits, packed, request, tiny_target
+
+SLOTS, K = 8, 3
+
+
+@cache
+def head() -> Head:
+    """So small that its logits are nearly the same for all tokens: what it drafts is the noise alone."""
+    spec = replace(dummy_spec(tiny_target().spec, draft_vocab_size=VOCAB, parallel=True), tap_layers=(0, 1, 2))
+    return dummy_head(spec, dtype=torch.float64, device=DEVICE)
+
+
+def pard(parallel: bool) -> Drafter:
+    """The target itself drafts, in parallel with a mask that it never learnt."""
+    model = PardModel(PardSpec(model=tiny_target().spec, mask_token_id=VOCAB - 1), tiny_target())
+    return PardDrafter(model, tiny_target().spec, K, slots=SLOTS, parallel=parallel)
+
+
+def eagle3(**options: bool) -> Eagle3Drafter:
+    return Eagle3Drafter(head(), tiny_target(), K, slots=SLOTS, **options)
+
+
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "eagle3": eagle3,
+    "eagle3, general": lambda: eagle3(uniform_slots=False, dead_positions=False),
+    "parallel": lambda: ParallelDrafter(head(), tiny_target(), K, slots=SLOTS),
+    "tree": lambda: TreeDrafter(head(), tiny_target(), TreeShape(topk=2, depth=K, nodes=7), slots=SLOTS),
+    "window": lambda: WindowDrafter(tiny_target(), K, slots=SLOTS, window=3),
+    "pard": lambda: pard(parallel=True),
+    "pard chain": lambda: pard(parallel=False),
+    "hybrid": lambda: HybridDrafter(eagle3(), LookupDrafter(K), slots=SLOTS, device=DEVICE),
+}
+
+
+def run(drafter: Drafter, requests: list[Request], *, coupled: bool = True) -> dict[str, Completion]:
+    options = RoundOptions(coupled=coupled)
+    engine = Engine(tiny_target(), drafter, packed(SLOTS, draft_len=drafter.max_len), device=DEVICE, options=options)
+    return {done.request_id: done for done in engine.run(iter(requests))}
+
+
+def tokens(done: dict[str, Completion]) -> dict[str, list[int]]:
+    return {name: c.token_ids.tolist() for name, c in done.items() if c.token_ids is not None}
+
+
+def acceptance(done: dict[str, Completion]) -> float:
+    """Of drafts that could have been accepted: rounds that the limit cut are short ones."""
+    stats = [c.stats for c in done.values() if c.stats]
+    return sum(s.num_accepted for s in stats) / (K * sum(s.num_rounds for s in stats))
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_drafts_and_draws_share_their_noise(name: str) -> None:
+    """At a temperature where noise decides nearly everything, it decides alike for draft and draw: every position is right."""
+    requests = [request(i, [i, 3, 5], cap=60, sampling=SamplingParams(temperature=100.0)) for i in range(12)]
+    own, plain = run(DRAFTERS[name](), requests), run(DRAFTERS[name](), requests, coupled=False)
+    assert acceptance(own) > 0.85
+    assert acceptance(plain) < 0.3
+    assert tokens(own) == tokens(plain) == tokens(run(NoDrafter(), requests))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=1.0), SamplingParams(temperature=0.7, top_k=3), SamplingParams(temperature=1.2, top_p=0.7),
+        SamplingParams(temperature=1.5, min_p=0.2),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_drafter_that_knows_the_targets_logits_is_always_right(sampling: SamplingParams) -> None:
+    """Filters narrow drafts as they narrow draws. Greedy rows beside sampled ones are drafted greedily."""
+    requests = [request(i, [i, 9], cap=1 + 3 * (K + 1), sampling=sampling if i % 3 else SamplingParams()) for i in range(10)]
+    for drafter in (WindowDrafter(tiny_target(), K, slots=SLOTS, window=None), pard(parallel=False)):
+        assert acceptance(run(drafter, requests)) == 1.0
+        assert acceptance(run(drafter, requests, coupled=False)) < 0.8
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_token_for_token_what_is_drawn_without_drafts(name: str) -> None:
+    samplings = [
+        SamplingParams(temperature=0.6), SamplingParams(temperature=1.0, top_k=4), SamplingParams(temperature=1.0, top_p=0.8),
+        SamplingParams(temperature=1.0, min_p=0.1), SamplingParams(), SamplingParams(temperature=0.8, repetition_penalty=1.3),
+    ]  # fmt: skip
+    requests = [request(i, [i % 7, 2, i % 3], cap=5 + i, sampling=samplings[i % 6]) for i in range(24)]
+    drafter = DRAFTERS[name]()
+    found = []
+    for one in (drafter, NoDrafter()):
+        engine = Engine(tiny_target(), one, packed(SLOTS, draft_len=one.max_len), device=DEVICE, penalties=True)
+        found.append(tokens({done.request_id: done for done in engine.run(iter(requests))}))
+    assert found[0] == found[1]
+
+
+def probabilities(ids: list[int], sampling: SamplingParams) -> Tensor:
+    """[V] of the token behind `ids`: the target's own, by a sort."""
+    probs = torch.softmax(full_logits(tiny_target(), ids).double() / sampling.temperature, 0)
+    values, order = probs.sort(descending=True)
+    keep = torch.ones(VOCAB, dtype=torch.bool)
+    if sampling.top_k:
+        keep[sampling.top_k :] = False
+    kept = values * keep
+    kept = kept / kept.sum()
+    keep &= kept.cumsum(0) - kept < sampling.top_p
+    keep &= kept >= sampling.min_p * kept[0]
+    out = torch.zeros(VOCAB, dtype=torch.float64)
+    out[order[keep]] = kept[keep] / kept[keep].sum()
+    return out
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["eagle3", "tree"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=1.3), SamplingParams(temperature=1.0, top_k=6), SamplingParams(temperature=1.4, top_p=0.8),
+        SamplingParams(temperature=1.4, min_p=0.1),
+    ],
+    ids=["temperature", "top_k", "top_p", "min_p"],
+)  # fmt: skip
+def test_drawn_tokens_have_the_targets_distribution(name: str, sampling: SamplingParams) -> None:
+    """Chi-square over the second and third token of 700 samples; most of the third ones are accepted drafts."""
+    prompt, count = [4, 9, 2], 700
+    requests = [replace(request(i, prompt, cap=3, sampling=sampling), seed=10**6 + 7919 * i) for i in range(count)]
+    done = run(DRAFTERS[name](), requests)
+    assert any(c.stats.num_accepted for c in done.values() if c.stats)
+    drawn = np.array(list(tokens(done).values()))
+    first = probabilities(prompt, sampling)
+    seconds = {t: probabilities([*prompt, t], sampling) for t in range(VOCAB) if first[t] > 0}
+    second = sum((first[t] * p for t, p in seconds.items()), torch.zeros(VOCAB, dtype=torch.float64))
+    common = int(np.bincount(drawn[:, 0] * VOCAB + drawn[:, 1]).argmax())
+    behind = drawn[drawn[:, 0] * VOCAB + drawn[:, 1] == common]
+    third = probabilities([*prompt, common // VOCAB, common % VOCAB], sampling)
+    for values, exact in ((drawn[:, 1], second), (behind[:, 2], third)):
+        chi, limit = chi_square(values, exact.numpy())
+        assert chi < limit
+
+
+def chi_square(values: np.ndarray, exact: np.ndarray) -> tuple[float, float]:
+    """The statistic, and a bound that one seed in about 30,000 exceeds (mean + 4 deviations + 8); rare tokens are one bin."""
+    counts, expected = np.bincount(values, minlength=VOCAB), exact * len(values)
+    assert not counts[exact == 0].any()
+    rare = expected < 5
+    seen, wanted = np.append(counts[~rare], counts[rare].sum()), np.append(expected[~rare], expected[rare].sum())
+    seen, wanted = seen[wanted > 0], wanted[wanted > 0]
+    freedom = max(1, len(wanted) - 1)
+    return float(((seen - wanted) ** 2 / wanted).sum()), freedom + 4 * (2 * freedom) ** 0.5 + 8
