@@ -70,6 +70,16 @@ def test_every_drafter_runs_with_every_length_and_every_option(shape: Path, tmp_
         assert row["rounds"] == -(-11 // (1 + drafts))
 
 
+def test_sampled_rows_are_drafted_with_and_without_the_noise_of_their_draws(shape: Path, tmp_path: Path) -> None:
+    rows = lines(
+        shape, tmp_path / "o.jsonl", "--draft", "eagle3", "--k", "2", "--temperature", "0", "100", "--opt", "coupled=false",
+    )  # fmt: skip
+    assert [row["variant"] for row in rows] == ["eagle3 K=2", "eagle3 K=2 T=100", "eagle3 K=2 T=100 coupled=false"]
+    assert rows[1]["mean_acceptance_length"] > 1.8 > rows[2]["mean_acceptance_length"]
+    with pytest.raises(ConfigError, match=r"--temperature \[-1.0\] must be in 0 .. 100"):
+        lines(shape, tmp_path / "o.jsonl", "--temperature", "-1")
+
+
 def test_lookup_and_hybrid_learn_from_rows_that_have_ended(shape: Path, tmp_path: Path) -> None:
     rows = lines(
         shape, tmp_path / "o.jsonl", "--draft", "lookup", "hybrid", "--k", "3", "--corpus-tokens", "500", "--gen", "20",
