@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchspec.cache.attention import FlatBatch
+from batchspec.cache.batch import FlatBatch
 from batchspec.cache.pages import KVCache
 from batchspec.decode.rows import Rows
 from batchspec.draft.base import NoFeatures

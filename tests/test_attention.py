@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.cache.attention import FlatBatch, TreeTail, attend, plan_attention
+from batchspec.cache.attention import attend, plan_attention
+from batchspec.cache.batch import FlatBatch, TreeTail
 from tests.kernels.trees import random_parents, way_up
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from batchspec import prepare
 from batchspec import run as job_run
-from batchspec.cache.attention import FlatBatch
+from batchspec.cache.batch import FlatBatch
 from batchspec.cache.pages import KVCache
 from batchspec.commands import plan
 from batchspec.commands.workloads import COMMON, make_job

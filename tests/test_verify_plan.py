@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from batchspec.cache.attention import FlatBatch, TreeTail, plan_attention
+from batchspec.cache.attention import plan_attention
+from batchspec.cache.batch import FlatBatch, TreeTail
 from batchspec.cache.verify import fits_verify, plan_verify
 from batchspec.kernels.attention_work import SharedPrefixes
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from batchspec.kernels.slots import ragged_slots
 
 if TYPE_CHECKING:
-    from batchspec.cache.attention import FlatBatch
+    from batchspec.cache.batch import FlatBatch
 
 WORKSPACE_BYTES = 256 << 20
 RING = 8

@@ -13,7 +13,7 @@ from batchspec.kernels.attention_work import AttentionWork, SharedPrefixes, atte
 from batchspec.kernels.verify_attention import partials_of, verify_attention
 
 if TYPE_CHECKING:
-    from batchspec.cache.attention import FlatBatch
+    from batchspec.cache.batch import FlatBatch
 
 
 def fits_verify(batch: FlatBatch, dtype: torch.dtype) -> bool:

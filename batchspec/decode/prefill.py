@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from batchspec.cache.attention import FlatBatch, HostLayout
+from batchspec.cache.batch import FlatBatch, HostLayout
 from batchspec.decode.round import Drafts, Round, RoundResult
 from batchspec.decode.rows import Rows, upload
 from batchspec.decode.sampling import Places, SamplingMode

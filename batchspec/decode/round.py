@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from batchspec.cache.attention import FlatBatch
+from batchspec.cache.batch import FlatBatch
 from batchspec.cache.pages import KVCache
 from batchspec.decode.adaptive import candidates
 from batchspec.decode.rows import Rows

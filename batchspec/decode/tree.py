@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from batchspec.cache.attention import FlatBatch, TreeTail
+from batchspec.cache.batch import FlatBatch, TreeTail
 from batchspec.cache.pages import KVCache
 from batchspec.decode.round import Drafts, Round, RoundOptions, RoundResult
 from batchspec.decode.rows import Rows

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from batchspec.cache.attention import FlatBatch
+    from batchspec.cache.batch import FlatBatch
     from batchspec.cache.pages import KVCache
     from batchspec.decode.rows import Rows
     from batchspec.decode.sampling import SamplingMode

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from batchspec.cache.attention import AttentionPlan, FlatBatch
+from batchspec.cache.attention import AttentionPlan
+from batchspec.cache.batch import FlatBatch
 from batchspec.draft.coupled import Draws, draws_of
 from batchspec.draft.head import Place
 from batchspec.draft.reader import HeadReader, zeros_on

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from batchspec.cache.attention import FlatBatch
+from batchspec.cache.batch import FlatBatch
 from batchspec.draft.coupled import draws_of
 from batchspec.draft.head import Place
 from batchspec.draft.reader import HeadReader, zeros_on

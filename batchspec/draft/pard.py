@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from batchspec.cache.attention import FlatBatch
+from batchspec.cache.batch import FlatBatch
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import Usual
 from batchspec.draft.coupled import draws_of

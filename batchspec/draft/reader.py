@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from batchspec.cache.attention import AttentionPlan, FlatBatch, plan_attention
+from batchspec.cache.attention import AttentionPlan, plan_attention
+from batchspec.cache.batch import FlatBatch
 from batchspec.draft.base import Usual
 from batchspec.draft.head import EagleHead, Place
 from batchspec.draft.weights import Head

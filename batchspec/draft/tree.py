@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from batchspec.cache.attention import FlatBatch, TreeTail
+from batchspec.cache.batch import FlatBatch, TreeTail
 from batchspec.draft.coupled import Draws, draws_of
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.head import Place

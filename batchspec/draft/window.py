@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from batchspec.cache.attention import FlatBatch
+from batchspec.cache.batch import FlatBatch
 from batchspec.draft.base import NoFeatures
 from batchspec.draft.coupled import draws_of
 from batchspec.kernels.draft_steps import draft_steps

@@ -9,7 +9,8 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from batchspec.cache.attention import FlatBatch, plan_attention
+from batchspec.cache.attention import plan_attention
+from batchspec.cache.batch import FlatBatch
 from batchspec.cache.pages import KVCache
 from batchspec.errors import ConfigError
 from batchspec.kernels.argmax import argmax
