@@ -17,6 +17,23 @@ settings.register_profile("batchspec", deadline=None, print_blob=True)  # the in
 settings.load_profile("batchspec")
 
 
+LONG = (
+    "test_demo.py",
+    "test_kills.py",
+    "test_s3_kills.py",
+    "test_contention.py",
+    "test_crashes.py",
+    "test_faults.py",
+    "test_job.py",
+)
+"""Files that take a minute or more."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first: where workers take whole files, none is left alone with one at the end."""
+    items.sort(key=lambda item: item.path.name not in LONG)
+
+
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(0)
