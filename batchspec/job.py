@@ -115,7 +115,7 @@ def compute(
     summary = RunSummary(
         seconds=time.perf_counter() - began - start_up_s,
         start_up_s=start_up_s,
-        tokens=part.num_tokens,
+        tokens=totals.tokens,
         rounds=totals.rounds,
         row_rounds=totals.row_rounds,
         accepted=totals.accepted,

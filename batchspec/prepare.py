@@ -10,22 +10,15 @@ from typing import Any
 import torch
 
 from batchspec import __version__
-from batchspec.adapt.limits import check_spec, check_weights, memory_bytes
+from batchspec.adapt.limits import memory_bytes
 from batchspec.config import RunConfig
 from batchspec.decode.engine import Engine
 from batchspec.decode.round import RoundOptions
 from batchspec.decode.sampling import SamplingMode
-from batchspec.draft.base import Drafter, NoDrafter
-from batchspec.draft.corpus import Corpus, corpus_bytes, usual_lengths
-from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.corpus import corpus_bytes
 from batchspec.draft.formats import HeadSpec
-from batchspec.draft.hybrid import HybridDrafter
-from batchspec.draft.lookup import LookupDrafter
-from batchspec.draft.parallel import ParallelDrafter
-from batchspec.draft.pard import PardDrafter, PardModel, PardSpec, load_pard, read_pard
-from batchspec.draft.tree import TreeDrafter, TreeShape, usual_nodes
-from batchspec.draft.weights import Head, dummy_head, dummy_spec, head_bytes, load_head, read_head_spec
-from batchspec.draft.window import WindowDrafter
+from batchspec.draft.pard import PardSpec
+from batchspec.drafters import draft_kv_width, draft_len, drafter_bytes, load_drafter, make_drafter, open_head, tree_shape
 from batchspec.errors import ConfigError
 from batchspec.io.columns import ColumnMap, check_ids, map_columns
 from batchspec.io.folder import default_shard_rows
@@ -95,45 +88,6 @@ def open_job(config: RunConfig, source: Source | None = None, *, tokenizer: Toke
     return Job(config, source, columns, folder, spec, tokenizer, device, dtype, admission, head)
 
 
-def open_head(config: RunConfig, spec: ModelSpec) -> HeadSpec | PardSpec | None:
-    """The head or model that draft=eagle3, hybrid or pard drafts with, checked, its weights not read; None for other drafters."""
-    if config.draft.name not in ("eagle3", "hybrid", "pard"):
-        return None
-    folder = head_folder(config)
-    if config.draft.name == "pard":
-        assert folder is not None
-        return _open_pard(config, folder, spec)
-    if folder is None:
-        return dummy_spec(spec, parallel=config.draft.parallel is True)
-    head = read_head_spec(folder, spec, aux_layers=config.draft.aux_layers)
-    if config.draft.tree.topk > head.draft_vocab_size:
-        raise ConfigError(
-            f"draft.tree.topk={config.draft.tree.topk} exceeds the {head.draft_vocab_size} draft tokens of the head "
-            f"{config.draft.path}; lower it"
-        )
-    if config.draft.parallel is True and head.mask_token_id is None:
-        raise ConfigError(
-            f"draft.parallel=true, but the head {config.draft.path} has no mask token: it drafts a chain; use draft.parallel=auto"
-        )
-    check_spec(config.draft, head, spec)
-    return head
-
-
-def _open_pard(config: RunConfig, folder: Path, spec: ModelSpec) -> PardSpec:
-    pard = read_pard(folder, spec)
-    if config.draft.parallel is True and pard.mask_token_id is None:
-        raise ConfigError(
-            f"draft.parallel=true, but {config.draft.path} names no mask token (pard_token): it drafts a chain; use "
-            "draft.parallel=auto"
-        )
-    return pard
-
-
-def head_folder(config: RunConfig) -> Path | None:
-    """The folder of draft.path; None where there is none, which model.load=dummy allows."""
-    return None if config.draft.path is None else resolve_model(config.draft.path, key="draft.path")
-
-
 def choose_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda: torch sees no GPU on this machine; use device=auto or cpu")
@@ -186,96 +140,6 @@ def recorded_facts(job: Job) -> dict[str, Any]:
     }
 
 
-def load_drafter(job: Job) -> Head | PardModel | None:
-    """The weights of a drafter that has some."""
-    if job.head is None:
-        return None
-    folder = head_folder(job.config)
-    if isinstance(job.head, PardSpec):
-        assert folder is not None
-        dummy = job.config.model.load == "dummy"
-        return load_pard(folder, job.head, dtype=job.dtype, device=job.device, dummy=dummy)
-    if folder is None:
-        return dummy_head(job.head, dtype=job.dtype, device=job.device)
-    head = load_head(folder, job.spec, dtype=job.dtype, device=job.device, aux_layers=job.config.draft.aux_layers)
-    check_weights(job.config.draft, head)
-    return head
-
-
-def make_drafter(config: RunConfig, head: Head | PardModel | None, target: Target, *, slots: int) -> Drafter:
-    """The job's drafter for that many slots; `head` from `load_drafter`."""
-    draft, opt = config.draft, config.decode.opt
-    if draft.name == "none":
-        return NoDrafter()
-    if draft.name == "lookup":
-        return make_lookup(config, target.device)
-    if draft.name == "window":
-        assert draft.window is not None
-        return WindowDrafter(target, draft.max_len, slots=slots, window=draft.window, sink=draft.sink or 0)
-    if isinstance(head, PardModel):
-        parallel = draft.parallel is not False and head.spec.mask_token_id is not None
-        return PardDrafter(head, target.spec, draft.max_len, slots=slots, parallel=parallel)
-    assert head is not None
-    options: dict[str, Any] = {
-        "slots": slots,
-        "window": draft.window,
-        "sink": draft.sink or 0,
-        "dead_positions": opt.dead_positions is not False,
-        "argmax": opt.argmax,
-    }
-    shape = tree_shape(config)
-    if shape is not None:
-        del options["argmax"]
-        return TreeDrafter(head, target, shape, **options)
-    own: Eagle3Drafter | ParallelDrafter
-    max_len = draft.max_len if draft.name != "hybrid" else min(draft.head_len or draft.max_len, draft.max_len)
-    if draft.parallel is not False and head.spec.mask_token_id is not None:
-        own = ParallelDrafter(head, target, max_len, **options)
-    else:
-        own = Eagle3Drafter(head, target, max_len, uniform_slots=opt.uniform_slots, **options)
-    if draft.name == "hybrid":
-        return HybridDrafter(own, make_lookup(config, target.device), slots=slots, device=target.device)
-    return own
-
-
-def make_lookup(config: RunConfig, device: torch.device) -> LookupDrafter:
-    draft, corpus = config.draft, None
-    if draft.corpus_tokens:
-        lengths = usual_lengths(draft.min_ngram, draft.max_ngram)
-        corpus = Corpus(draft.corpus_tokens, num_entries=draft.table_entries, lengths=lengths, device=device)
-    return LookupDrafter(draft.max_len, min_ngram=draft.min_ngram, max_ngram=draft.max_ngram, growth=draft.growth, corpus=corpus)
-
-
-def tree_shape(config: RunConfig) -> TreeShape | None:
-    """How the job's draft trees grow; None where it drafts none."""
-    draft, tree = config.draft, config.draft.tree
-    if tree.topk == 1:
-        return None
-    depth = tree.depth or draft.max_len
-    return TreeShape(topk=tree.topk, depth=depth, nodes=tree.nodes or usual_nodes(tree.topk, depth), rank=tree.rank)
-
-
-def draft_len(config: RunConfig) -> int:
-    """K; of a tree its nodes."""
-    shape = tree_shape(config)
-    if shape is not None:
-        return shape.nodes
-    return 0 if config.draft.name == "none" else config.draft.max_len
-
-
-def draft_kv_width(head: HeadSpec | PardSpec | None) -> int:
-    """Numbers of K that the drafter keeps of a token, over its layers."""
-    shape = head.model if isinstance(head, PardSpec) else head
-    return 0 if shape is None else shape.num_layers * shape.num_kv_heads * shape.head_dim
-
-
-def drafter_bytes(head: HeadSpec | PardSpec | None, dtype: torch.dtype) -> int:
-    """Bytes of the drafter's weights in memory."""
-    if isinstance(head, PardSpec):
-        return weight_bytes(head.model, dtype)
-    return 0 if head is None else head_bytes(head, dtype)
-
-
 def learnt_bytes(job: Job, max_len: int) -> int:
     """Bytes of what a drafter learns with while the job runs, whose rows have up to `max_len` tokens."""
     draft = job.config.draft
@@ -325,7 +189,7 @@ def make_engine(job: Job, seen: Survey, progress: Progress) -> Engine:
     dtype = str(job.dtype).removeprefix("torch.")
     progress.phase(f"loading {config.model.path} in {dtype} on {job.device.type}")
     target = Target.load(job.folder, job.spec, dtype=job.dtype, device=job.device, dummy=config.model.load == "dummy")
-    head = load_drafter(job)
+    head = load_drafter(config, job.head, job.spec, dtype=job.dtype, device=job.device)
     batch = plan_batch(job, demand, device_rates(job.device, job.dtype), loaded=True)
     drafter = make_drafter(config, head, target, slots=batch.slots)
     progress.phase(

@@ -26,3 +26,17 @@ def check(
     raise ValueError(
         f"{name} is {found} {list(tensor.shape)} with strides {list(tensor.stride())}; must be {wanted} {list(shape)}, {layout}"
     )
+
+
+def check_draw(
+    kernel: str, logits: Tensor, row_ids: Tensor, positions: Tensor, keys: Tensor, temperature: Tensor, cutoff: Tensor
+) -> None:
+    """The same of what draws of T places over V logits read, with keys and temperatures of R rows."""
+    num_places, vocab = logits.shape
+    wide = logits.dtype == torch.float64
+    check(f"{kernel}: logits", logits, (num_places, vocab), *FLOATS, rows=True)
+    check(f"{kernel}: row_ids", row_ids, (num_places,), torch.int32)
+    check(f"{kernel}: positions", positions, (num_places,), torch.int64)
+    check(f"{kernel}: keys", keys, (keys.numel(),), torch.int64)
+    check(f"{kernel}: temperature", temperature, (keys.numel(),), torch.float32)
+    check(f"{kernel}: cutoff", cutoff, (num_places,), torch.float64 if wide else torch.float32)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchspec.kernels.bench import Bench
-from batchspec.kernels.checks import FLOATS, check
+from batchspec.kernels.checks import check, check_draw
 from batchspec.kernels.mix import mix32, position_words, position_words_reference
 from batchspec.kernels.sample import gumbel, gumbel_of
 
@@ -70,12 +70,7 @@ def add_noise(
     """
     num_places, vocab = logits.shape
     wide = logits.dtype == torch.float64
-    check("add_noise: logits", logits, (num_places, vocab), *FLOATS, rows=True)
-    check("add_noise: row_ids", row_ids, (num_places,), torch.int32)
-    check("add_noise: positions", positions, (num_places,), torch.int64)
-    check("add_noise: keys", keys, (keys.numel(),), torch.int64)
-    check("add_noise: temperature", temperature, (keys.numel(),), torch.float32)
-    check("add_noise: cutoff", cutoff, (num_places,), torch.float64 if wide else torch.float32)
+    check_draw("add_noise", logits, row_ids, positions, keys, temperature, cutoff)
     if map_ids is not None:
         check("add_noise: map_ids", map_ids, (vocab,), torch.int32, torch.int64)
     if not (logits.is_cuda or interpret):

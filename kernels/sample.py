@@ -24,7 +24,7 @@ from torch import Tensor
 
 from batchspec.kernels.argmax import argmax_reference, first_max
 from batchspec.kernels.bench import Bench
-from batchspec.kernels.checks import FLOATS, check
+from batchspec.kernels.checks import check, check_draw
 from batchspec.kernels.mix import mix32, mix32_reference, position_words, position_words_reference
 
 BLOCK = 4096
@@ -96,12 +96,7 @@ def sample(
     """
     num_places, vocab = logits.shape
     wide = logits.dtype == torch.float64
-    check("sample: logits", logits, (num_places, vocab), *FLOATS, rows=True)
-    check("sample: row_ids", row_ids, (num_places,), torch.int32)
-    check("sample: positions", positions, (num_places,), torch.int64)
-    check("sample: keys", keys, (keys.numel(),), torch.int64)
-    check("sample: temperature", temperature, (keys.numel(),), torch.float32)
-    check("sample: cutoff", cutoff, (num_places,), torch.float64 if wide else torch.float32)
+    check_draw("sample", logits, row_ids, positions, keys, temperature, cutoff)
     check("sample: out_ids", out_ids, (num_places,), torch.int32)
     if not (logits.is_cuda or interpret):
         sample_reference(logits, row_ids, positions, keys, temperature, cutoff, out_ids=out_ids)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 from torch import Tensor
 
 from batchspec.decode import scheduler
@@ -14,8 +16,8 @@ from batchspec.decode.engine import Engine
 from batchspec.decode.round import RoundOptions
 from batchspec.decode.rows import Rows
 from batchspec.draft.base import Drafter
-from batchspec.records import Completion, PackedBatch, Request
-from tests.engines import DEVICE, VOCAB, plain_tokens, request, tiny_target
+from batchspec.records import Completion, PackedBatch, Request, SamplingParams
+from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request, tiny_target
 
 TARGET = partial(tiny_target, window=5)
 Proposals = list[tuple[tuple[int, ...], list[int]]]
@@ -38,10 +40,10 @@ def run(
     drafter: Drafter,
     *,
     short_cap: int = 512,
-    options: RoundOptions | None = None,
+    **options: Any,
 ) -> tuple[dict[str, list[int]], dict[str, Completion], Engine]:
-    """Tokens and completions by request, and the engine, whose pages all came back."""
-    engine = Engine(TARGET(), drafter, batch, device=DEVICE, options=options)
+    """Tokens and completions by request, and the engine, whose pages all came back; options are those of Engine."""
+    engine = Engine(TARGET(), drafter, batch, device=DEVICE, **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduler, "SHORT_CAP_TOKENS", short_cap)
         done = {completion.request_id: completion for completion in engine.run(iter(requests))}
@@ -55,14 +57,12 @@ def expected_tokens(requests: Sequence[Request]) -> dict[str, list[int]]:
     return {r.request_id: plain_tokens(TARGET(), r) for r in requests}
 
 
-def mixed_requests(count: int = 5, cap: int = 14) -> list[Request]:
+def mixed_requests(count: int = 5, cap: int = 14, sampling: SamplingParams | None = None) -> list[Request]:
     """Prompts of several lengths, some with a common beginning."""
     rng = np.random.default_rng(0)
     beginning = [3, 1, 4, 1, 5, 9, 2, 6, 5]
-    return [
-        request(i, (beginning if i % 2 else []) + rng.integers(0, VOCAB, 1 + 3 * i).tolist(), cap=cap - i, predicted=2)
-        for i in range(count)
-    ]
+    prompts = [(beginning if i % 2 else []) + rng.integers(0, VOCAB, 1 + 3 * i).tolist() for i in range(count)]
+    return [request(i, prompt, cap=cap - i, sampling=sampling, predicted=2) for i, prompt in enumerate(prompts)]
 
 
 def known_requests() -> list[Request]:
@@ -73,3 +73,20 @@ def known_requests() -> list[Request]:
 def synthetic(max_len: int) -> RoundOptions:
     """Drafts stand as often as not, so that rounds accept 0 .. K of them and the rows run over what the head says itself."""
     return RoundOptions(synthetic=tuple(0.8 ** (j + 1) for j in range(max_len)))
+
+
+def drawn_batch(data: st.DataObject, requests: Sequence[Request], slots: int, *, draft_len: int, beyond: int = 0) -> PackedBatch:
+    """Any page size, pages scarce or plenty, prefill passes and run-ahead; rows take pages `beyond` their end too."""
+    page_size = data.draw(st.sampled_from([2, 4]), label="page_size")
+    longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
+    scarce = 3 + -(-(longest + beyond) // page_size)
+    return packed(
+        slots,
+        row_buckets=tuple(b for b in (1, 2, 4) if b <= slots),
+        page_size=page_size,
+        num_pages=data.draw(st.sampled_from([scarce, 300]), label="pages"),
+        max_len=longest,
+        draft_len=draft_len,
+        prefill_tokens=data.draw(st.sampled_from([1, 5, 64]), label="prefill_tokens"),
+        run_ahead=data.draw(st.integers(0, 2), label="run_ahead"),
+    )

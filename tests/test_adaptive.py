@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchspec.decode.adaptive import PROBE_EVERY, DraftLengths, candidates
+from batchspec.decode.launched import Launched, RoundClock
 
 ROWS = 64
 
@@ -156,3 +158,16 @@ def test_it_is_never_much_slower_than_no_drafts(rates: list[float], step: float,
     speeds = expected(rates, costs)
     assert speeds[late].mean() > 0.97 * speeds[0]
     assert speeds[late].mean() > 0.9 * speeds.max()
+
+
+def test_a_round_is_timed_from_the_one_before_it_unless_other_work_ran_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Launched, "seconds_since", lambda launched, began: launched.arrived - began)
+
+    def launched(arrived: float, **kind: Any) -> Launched:
+        return Launched(result=None, owners=np.zeros(1, np.int64), num_rows=1, arrived=arrived, **kind)  # type: ignore[arg-type]
+
+    clock = RoundClock()
+    prefill = {"began": 3.0}
+    results = [launched(1.0), launched(3.0), launched(4.0, **prefill), launched(6.0), launched(9.0), launched(10.0, beside=True)]
+    results += [launched(12.0), launched(16.0)]
+    assert [clock.seconds_of(one) for one in results] == [None, 2.0, None, None, 3.0, None, None, 4.0]

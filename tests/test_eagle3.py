@@ -22,7 +22,17 @@ from batchspec.decode.sampling import SamplingMode
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.weights import load_head
 from batchspec.records import SamplingParams
-from tests.drafting import TARGET, Proposals, expected_tokens, known_requests, mixed_requests, proposals, run, synthetic
+from tests.drafting import (
+    TARGET,
+    Proposals,
+    drawn_batch,
+    expected_tokens,
+    known_requests,
+    mixed_requests,
+    proposals,
+    run,
+    synthetic,
+)
 from tests.eagle_reference import Design, reference_drafts
 from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request
 from tests.heads import Tensors, distilled_tensors, random_tensors, tiny_design, write_head
@@ -123,22 +133,10 @@ def test_any_packing_gives_the_drafts_of_the_definition_and_the_tokens_of_plain_
 ) -> None:
     design, tensors = design_and_tensors(data.draw(st.sampled_from(["random", "distilled"]), label="head"))
     max_len, slots = data.draw(st.integers(1, 5), label="K"), data.draw(st.sampled_from([1, 2, 4]), label="slots")
-    page_size = data.draw(st.sampled_from([2, 4]), label="page_size")
     flags: dict[str, Any] = {name: data.draw(st.booleans(), label=name) for name in ("dead_positions", "uniform_slots", "argmax")}
     drafter = make_drafter(tmp_path_factory.mktemp("head"), design, tensors, max_len, slots=slots, **flags)
     requests = mixed_requests(4, cap=data.draw(st.integers(5, 20), label="cap")) + known_requests()[:2]
-    longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
-    scarce = 3 + -(-longest // page_size)
-    batch = packed(
-        slots,
-        row_buckets=tuple(b for b in (1, 2, 4) if b <= slots),
-        page_size=page_size,
-        num_pages=data.draw(st.sampled_from([scarce, 200]), label="pages"),
-        max_len=longest,
-        draft_len=max_len,
-        prefill_tokens=data.draw(st.sampled_from([1, 5, 64]), label="prefill_tokens"),
-        run_ahead=data.draw(st.integers(0, 2), label="run_ahead"),
-    )
+    batch = drawn_batch(data, requests, slots, draft_len=max_len)
     options = RoundOptions(uniform_slots=data.draw(st.booleans(), label="uniform layout"))
     tokens, _, _ = run(requests, batch, drafter, short_cap=data.draw(st.sampled_from([2, 512])), options=options)
     assert tokens == expected_tokens(requests)

@@ -228,6 +228,8 @@ def test_a_signal_saves_finished_and_unfinished_rows_and_the_next_run_goes_on_wi
     emitted = stats["num_prefills"] + stats["num_accepted_draft_tokens"] + stats["num_spec_steps"]
     lengths = pl.read_parquet(tmp_path / "out/data").filter(pl.col("spec_decode").is_not_null())["token_ids"].list.len()
     assert (emitted == lengths + stats["num_discarded_tokens"]).all()
+    (log,) = (tmp_path / "out/_batchspec/logs").glob("run-*.json")
+    assert 0 < json.loads(log.read_text())["tokens"] < lengths.sum()  # how fast the last run was says nothing of earlier ones
 
 
 def start(command: list[str]) -> subprocess.Popen[str]:

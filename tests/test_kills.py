@@ -142,8 +142,9 @@ def test_a_part_is_on_the_disk_before_it_has_its_name_and_no_step_goes_unseen(la
         assert own.count(name) == sum(map(names.count, syscalls)) > 0, name
     for index in range(SHARDS):
         part = f"part-{index:05d}.parquet"
-        named = next(i for i, line in enumerate(lines) if re.search(rf'link\w*\(.*"[^"]*/data/{part}"', line))
-        assert any("fsync(" in line and f"/tmp/{part}." in line for line in lines[:named])
+        found = ((i, re.search(rf'link\w*\(.*"([^"]*/tmp/[^"]*)".*"[^"]*/data/{part}"', line)) for i, line in enumerate(lines))
+        named, source = next((i, match[1]) for i, match in found if match)
+        assert any("fsync(" in line and f"<{source}>" in line for line in lines[:named])  # the part, not the file of its sum
         thread = lines[named].split()[0]  # others may call in between
         behind = [line for line in lines[named + 1 :] if line.split()[0] == thread and " resumed>" not in line]
         assert re.search(r"fsync\(\d+<[^>]*/data>", behind[0])

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec import prepare
+from batchspec import drafters
 from batchspec import run as job_run
 from batchspec.cache.pages import KVCache
 from batchspec.commands.workloads import COMMON, make_job
@@ -28,7 +28,17 @@ from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec, load_head
 from batchspec.errors import ConfigError
 from batchspec.records import SamplingParams
-from tests.drafting import TARGET, Proposals, expected_tokens, known_requests, mixed_requests, proposals, run, synthetic
+from tests.drafting import (
+    TARGET,
+    Proposals,
+    drawn_batch,
+    expected_tokens,
+    known_requests,
+    mixed_requests,
+    proposals,
+    run,
+    synthetic,
+)
 from tests.eagle_reference import Design, reference_parallel_drafts
 from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request
 from tests.heads import Tensors, parallel_tensors, random_tensors, tiny_design, write_head
@@ -124,22 +134,10 @@ def test_any_packing_gives_the_drafts_of_the_definition_and_the_tokens_of_plain_
 ) -> None:
     design, tensors = design_and_tensors(data.draw(st.sampled_from(["random", "trained"]), label="head"))
     max_len, slots = data.draw(st.integers(1, 6), label="K"), data.draw(st.sampled_from([1, 2, 4]), label="slots")
-    page_size = data.draw(st.sampled_from([2, 4]), label="page_size")
     flags: dict[str, Any] = {name: data.draw(st.booleans(), label=name) for name in ("dead_positions", "argmax")}
     drafter = make_drafter(tmp_path_factory.mktemp("head"), design, tensors, max_len, slots=slots, **flags)
     requests = mixed_requests(4, cap=data.draw(st.integers(5, 20), label="cap")) + known_requests()[:2]
-    longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
-    scarce = 3 + -(-longest // page_size)
-    batch = packed(
-        slots,
-        row_buckets=tuple(b for b in (1, 2, 4) if b <= slots),
-        page_size=page_size,
-        num_pages=data.draw(st.sampled_from([scarce, 200]), label="pages"),
-        max_len=longest,
-        draft_len=max_len,
-        prefill_tokens=data.draw(st.sampled_from([1, 5, 64]), label="prefill_tokens"),
-        run_ahead=data.draw(st.integers(0, 2), label="run_ahead"),
-    )
+    batch = drawn_batch(data, requests, slots, draft_len=max_len)
     options = RoundOptions(uniform_slots=data.draw(st.booleans(), label="uniform layout"))
     tokens, _, _ = run(requests, batch, drafter, short_cap=data.draw(st.sampled_from([2, 512])), options=options)
     assert tokens == expected_tokens(requests)
@@ -335,12 +333,12 @@ def test_a_job_drafts_in_parallel_where_the_head_can_unless_told_otherwise(tmp_p
         design = tiny_design(target.spec, mask_id=mask)
         folder = write_head(tmp_path / name, design, random_tensors(design))
         config = RunConfig(draft=DraftConfig(name="eagle3", path=str(folder), parallel=parallel, max_len=5, aux_layers="input"))
-        prepare.open_head(config, target.spec)
+        drafters.open_head(config, target.spec)
         head = load_head(folder, target.spec, dtype=target.dtype, device=DEVICE, aux_layers="input")
-        assert type(prepare.make_drafter(config, head, target, slots=2)) is kind
+        assert type(drafters.make_drafter(config, head, target, slots=2)) is kind
     config.draft.parallel = True
     with pytest.raises(ConfigError, match=r"draft.parallel=true, but the head .*chain has no mask token: it drafts a chain"):
-        prepare.open_head(config, target.spec)
+        drafters.open_head(config, target.spec)
 
 
 def test_a_whole_job_gives_the_tokens_of_one_without_drafts(tmp_path: Path) -> None:

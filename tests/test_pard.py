@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchspec import prepare
+from batchspec import drafters
 from batchspec import run as job_run
 from batchspec.cache.pages import KVCache
 from batchspec.config import DraftConfig, RunConfig
@@ -197,13 +197,13 @@ def test_a_job_drafts_in_parallel_where_the_model_can_unless_told_otherwise(tmp_
     target, masked, plain = tiny_target(), write(tmp_path / "masked"), write(tmp_path / "plain", mask=None)
     for folder, parallel, chain in ((masked, "auto", False), (masked, True, False), (masked, False, True), (plain, "auto", True)):
         config = RunConfig(draft=DraftConfig(name="pard", path=str(folder), parallel=parallel, max_len=3))
-        assert prepare.draft_kv_width(prepare.open_head(config, target.spec)) == 2 * 2 * 6
-        drafter = prepare.make_drafter(config, load(folder), target, slots=2)
+        assert drafters.draft_kv_width(drafters.open_head(config, target.spec)) == 2 * 2 * 6
+        drafter = drafters.make_drafter(config, load(folder), target, slots=2)
         assert isinstance(drafter, PardDrafter)
         assert (drafter._chain is not None) == chain
     config.draft.parallel = True
     with pytest.raises(ConfigError, match=r"draft.parallel=true, but .*plain names no mask token"):
-        prepare.open_head(config, target.spec)
+        drafters.open_head(config, target.spec)
     with pytest.raises(ValueError, match="the model has no mask token"):
         PardDrafter(load(plain), target.spec, 3, slots=1, parallel=True)
 

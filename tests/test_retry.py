@@ -193,6 +193,9 @@ def test_a_smaller_cap_another_key_and_a_job_that_is_not_done_are_refused(
     assert "decode.seed" in refused(*retry(folder, out, "decode.seed=3"))
     assert "decode.max_new_tokens" in refused(*arguments(folder, out, CAPS[1], "resume=error"))
     assert "resume.retry=lenght must be one of" in refused(*arguments(folder, out, CAPS[1], "resume.retry=lenght"))
+    assert run.main(retry(folder, out.parent / "another")) == 2
+    assert not (out.parent / "another").exists()
+    assert "another: no job was run there that resume=length could retry; check output.dir" in capsys.readouterr().err
     (out / "data/part-00003.parquet").unlink()
     assert "1 shards are not done; run the command with decode.max_new_tokens=8 and without resume=length" in refused(
         *retry(folder, out)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Iterator
+from hashlib import md5
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,20 @@ def test_a_name_is_taken_once(lab: Lab) -> None:
     here.delete_tree("a")
     here.delete_tree("a")
     assert here.list("") == ["ab"]
+
+
+def test_everything_is_sent_with_its_digest_so_that_s3_refuses_what_arrives_damaged(lab: Lab, tmp_path: Path) -> None:
+    here = open_store(f"s3://{BUCKET}/out/", "tmp")
+    assert isinstance(here, S3Store)
+    sent: list[str] = []
+    here._client.meta.events.register(
+        "before-call.s3.PutObject", lambda params, **_: sent.append(params["headers"]["Content-MD5"])
+    )
+    here.put("put", b"one")
+    here.put_if_absent("absent", b"two")
+    (tmp_path / "three").write_bytes(b"three")
+    here.publish(tmp_path / "three", "published")
+    assert sent == [b64encode(md5(data).digest()).decode() for data in (b"one", b"two", b"three")]
 
 
 def test_a_file_is_published_and_gone(lab: Lab) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from batchspec.cache.pages import PagePool, page_keys
 from batchspec.decode.output import Progress
-from batchspec.decode.scheduler import Row, Scheduler
+from batchspec.decode.scheduler import PassCost, Row, Scheduler
 from batchspec.errors import CapacityError
 from batchspec.packing.planner import order_requests
 from batchspec.packing.predict import LengthPredictor
@@ -87,6 +87,20 @@ def test_draining_static_batches_would_take_several_times_as_many_rounds() -> No
         return sum(step for step, _ in drive(Scheduler(batch, pool, stream, refill_dead=refill_dead), by_id, pool))
 
     assert rounds(refill_dead=False) > 2 * rounds(refill_dead=True)
+
+
+@pytest.mark.parametrize(("prompt", "rounds"), [(1, 16), (16, 8), (32, 1)])
+def test_free_slots_wait_until_they_have_idled_as_long_as_a_short_pass_takes(prompt: int, rounds: int) -> None:
+    """Two rounds of eight slots, less a sixteenth of a round for each token of the pass: one free slot waits for 16 rounds."""
+    pool = PagePool(200)
+    stream = (progress(request(i, [i] * prompt, cap=4)) for i in range(20))
+    scheduler = Scheduler(shape(8, 200), pool, stream, pass_cost=PassCost(least=2.0, token=0.0625))
+    first = scheduler.refill()
+    scheduler.release(first[3])
+    turns = [scheduler.refill() for _ in range(rounds)]
+    assert turns[:-1] == [[]] * (rounds - 1)
+    assert [row.slot for row in turns[-1]] == [3]
+    assert scheduler.refill() == []
 
 
 def run_8k_job(*, known: bool, longest_first: bool) -> tuple[int, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import stat
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -277,20 +276,20 @@ def test_a_shard_is_on_disk_before_it_has_its_name_and_the_name_before_commit_re
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = new_folder(tmp_path, 6, 2)
-    steps: list[str] = []
+    steps: list[tuple[str, str]] = []
     fsync, link = os.fsync, os.link
 
     def noted_fsync(descriptor: int) -> None:
-        steps.append("sync folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "sync file")
+        steps.append(("sync", os.readlink(f"/proc/self/fd/{descriptor}")))
         fsync(descriptor)
 
-    def noted_link(*names: Any, **options: Any) -> None:
-        steps.append("link")
-        link(*names, **options)
+    def noted_link(source: Path, target: Path) -> None:
+        steps.append((str(source), str(target)))
+        link(source, target)
 
     monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(os, "link", noted_link)
     assert folder.commit(0, tables()[0])
-    named = steps.index("link")
-    assert "sync file" in steps[:named]
-    assert "sync folder" in steps[named:]
+    (named,) = (i for i, step in enumerate(steps) if step[1] == str(tmp_path / "data/part-00000.parquet"))
+    assert ("sync", steps[named][0]) in steps[:named]  # the very file: that of its sum is synced too
+    assert ("sync", str(tmp_path / "data")) in steps[named:]

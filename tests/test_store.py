@@ -207,6 +207,55 @@ def test_a_failing_disk_is_a_storage_error_and_nothing_is_visible(
     assert leftovers(tmp_path) == []
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("act", ["put_if_absent", "put", "replace"])
+def test_what_gets_a_name_is_on_the_disk_before_and_its_name_and_its_folder_are_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str, method: str
+) -> None:
+    here, steps = store(tmp_path, method), list[tuple[str, str]]()
+    here.put("_batchspec/there", b"")
+    syncing, naming = os.fsync, {name: getattr(os, name) for name in ("link", "replace")}
+
+    def fsync(descriptor: int) -> None:
+        steps.append(("sync", os.readlink(f"/proc/self/fd/{descriptor}")))
+        syncing(descriptor)
+
+    def named(name: str, source: Path, target: Path) -> None:
+        steps.append((str(source), str(target)))
+        naming[name](source, target)
+
+    if act == "replace":
+        here.put("data/x", b"old")
+    monkeypatch.setattr(os, "fsync", fsync)
+    for name in naming:
+        monkeypatch.setattr(os, name, partial(named, name))
+    if act == "replace":
+        path = here.scratch() / "new"
+        path.write_bytes(b"y")
+        assert here.replace(path, "data/x", here.version("data/x"))
+    else:
+        getattr(here, act)("data/x", b"y")
+    (at,) = (i for i, step in enumerate(steps) if step[0] != "sync")
+    source, target = steps[at]
+    assert target == str(tmp_path / "data/x")
+    assert act == "replace" or ("sync", source) in steps[:at]  # who calls `replace` has synced the file
+    assert act == "replace" or ("sync", str(tmp_path)) in steps[:at], "the new folder data"
+    assert ("sync", str(tmp_path / "data")) in steps[at:]
+    assert (tmp_path / "data/x").read_bytes() == b"y"
+
+
+def test_a_file_is_replaced_only_where_it_is_still_the_one_that_was_seen(tmp_path: Path) -> None:
+    here = store(tmp_path)
+    here.put("data/x", b"old")
+    seen = here.version("data/x")
+    for data, won in ((b"first", True), (b"second", False)):
+        path = here.scratch() / "new"
+        path.write_bytes(data)
+        assert here.replace(path, "data/x", seen) == won
+    assert here.read("data/x") == b"first"
+    assert leftovers(tmp_path) == []
+
+
 def test_only_old_temporary_files_are_cleaned(tmp_path: Path) -> None:
     here = store(tmp_path)
     for name, age in (("old", STALE_S + 60), ("young", 60)):

@@ -81,7 +81,7 @@ def test_a_parallel_head_learns_the_drafts_behind_masks_of_all_places_together(l
     network = new_network(spec, target, teacher.hot, seed=2)
     with torch.no_grad():
         for tensor in network.parameters():
-            tensor.add_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)) * 0.2)
+            tensor.add_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)).to(tensor) * 0.2)
     lesson = teacher.lesson(rows)
     design, tensors = reference_of(network, target)
     masked = tensors.pop("mask_hidden").view(1, -1)
@@ -165,7 +165,7 @@ def test_the_loss_is_the_weighted_cross_entropy_with_the_targets_own_distributio
                 said = reference_logits(network, target, row, place - 1 - step, step)
                 nats.append(cross_entropy(said[None], choice[hot].softmax(-1)[None]))
                 hits.append(float(hot[said.argmax()] == choice.argmax()))
-        assert len(nats) > 5
+        assert len(nats) > 3
         expected = expected + decay**step * torch.stack(nats).mean()
         assert float(matches[step]) == pytest.approx(np.mean(hits))
     assert float(loss.detach()) == pytest.approx(float(expected), abs=1e-6)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache, partial
 from itertools import cycle
@@ -17,14 +16,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec import prepare
+from batchspec import drafters
 from batchspec import run as job_run
 from batchspec.cache.batch import FlatBatch
 from batchspec.cache.pages import KVCache
 from batchspec.commands import plan
 from batchspec.commands.workloads import COMMON, make_job
 from batchspec.config import DraftConfig, RunConfig, TreeConfig
-from batchspec.decode import scheduler
+from batchspec.decode import graphs
 from batchspec.decode.engine import Engine
 from batchspec.decode.round import RoundOptions, RoundResult
 from batchspec.decode.rows import Rows
@@ -34,12 +33,13 @@ from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.tree import PRODUCTS, SUMS, TreeDrafter, TreeShape
 from batchspec.draft.weights import Head, load_head
 from batchspec.errors import CapacityError, ConfigError
-from batchspec.records import Completion, PackedBatch, Request, SamplingParams
+from batchspec.records import SamplingParams
+from tests import drafting
+from tests.drafting import TARGET, drawn_batch, expected_tokens, known_requests, mixed_requests, synthetic
 from tests.eagle_reference import Design, reference_tree
 from tests.engines import DEVICE, VOCAB, decode, full_logits, packed, plain_tokens, request, tiny_target
 from tests.heads import Tensors, distilled_tensors, random_tensors, tiny_design, write_head
 
-TARGET = partial(tiny_target, window=5)
 SAMPLED = SamplingParams(temperature=0.9, top_k=9)
 Tree = list[tuple[int, int]]
 
@@ -80,15 +80,7 @@ def make_drafter(folder: Path, design: Design, tensors: Tensors, shape: TreeShap
     return Recorded(make_head(folder, design, tensors), TARGET(), shape, slots=slots, **options)
 
 
-def run(
-    requests: Iterable[Request], batch: PackedBatch, drafter: Eagle3Drafter, *, short_cap: int = 512, **options: Any
-) -> tuple[dict[str, list[int]], dict[str, Completion], Engine]:
-    engine = Engine(TARGET(), drafter, batch, device=DEVICE, decode=decode, penalties=True, **options)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler, "SHORT_CAP_TOKENS", short_cap)
-        done = {completion.request_id: completion for completion in engine.run(iter(list(requests)))}
-    assert engine.pool.num_free == engine.pool.num_pages - 1  # every page came back
-    return {name: c.token_ids.tolist() for name, c in done.items() if c.token_ids is not None}, done, engine
+run = partial(drafting.run, decode=decode, penalties=True)
 
 
 def check_trees(design: Design, tensors: Tensors, shape: TreeShape, *, window: int | None = None, sink: int = 0) -> None:
@@ -99,34 +91,6 @@ def check_trees(design: Design, tensors: Tensors, shape: TreeShape, *, window: i
             design, tensors, TARGET(), prefix, topk=shape.topk, depth=shape.depth, nodes=shape.nodes,
             products=shape.rank == PRODUCTS, window=window, sink=sink,
         )  # fmt: skip
-
-
-def expected_tokens(requests: Iterable[Request]) -> dict[str, list[int]]:
-    return {r.request_id: plain_tokens(TARGET(), r) for r in requests}
-
-
-def mixed_requests(count: int = 5, cap: int = 14, sampling: SamplingParams | None = None) -> list[Request]:
-    beginning = [3, 1, 4, 1, 5, 9, 2, 6, 5]
-    rng = torch.Generator().manual_seed(0)
-    return [
-        request(
-            i,
-            (beginning if i % 2 else []) + torch.randint(0, VOCAB, (1 + 3 * i,), generator=rng).tolist(),
-            cap=cap - i,
-            sampling=sampling,
-            predicted=2,
-        )
-        for i in range(count)
-    ]
-
-
-def known_requests() -> list[Request]:
-    return [request(10 + i, [i, i + 1, 3], cap=24) for i in range(3)]
-
-
-def synthetic(depth: int) -> RoundOptions:
-    """Drafts stand as often as not, so that rows run over what the head says itself."""
-    return RoundOptions(synthetic=tuple(0.8 ** (j + 1) for j in range(depth)))
 
 
 @cache
@@ -184,23 +148,13 @@ def test_any_packing_gives_the_trees_of_the_definition_and_the_tokens_of_plain_d
     topk, depth = data.draw(st.integers(2, 5), label="topk"), data.draw(st.integers(1, 5), label="depth")
     most = min(63, topk + (depth - 1) * topk**2)
     shape = shape_of(topk, depth, data.draw(st.integers(1, most), label="nodes"), data.draw(st.sampled_from([SUMS, PRODUCTS])))
-    slots, page_size = data.draw(st.sampled_from([1, 2, 4]), label="slots"), data.draw(st.sampled_from([2, 4]), label="page")
+    slots = data.draw(st.sampled_from([1, 2, 4]), label="slots")
     drafter = make_drafter(
         tmp_path_factory.mktemp("head"), design, tensors, shape, slots=slots, dead_positions=data.draw(st.booleans())
     )
     sampling = data.draw(st.sampled_from([None, SAMPLED, SamplingParams(temperature=0.8, repetition_penalty=1.3)]))
     requests = mixed_requests(4, cap=data.draw(st.integers(5, 16), label="cap"), sampling=sampling) + known_requests()[:2]
-    longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
-    scarce = 3 + -(-(longest + shape.places) // page_size)
-    batch = packed(
-        slots,
-        row_buckets=tuple(b for b in (1, 2, 4) if b <= slots),
-        page_size=page_size,
-        num_pages=data.draw(st.sampled_from([scarce, 300]), label="pages"),
-        max_len=longest,
-        prefill_tokens=data.draw(st.sampled_from([1, 5, 64]), label="prefill_tokens"),
-        run_ahead=data.draw(st.integers(0, 2), label="run_ahead"),
-    )
+    batch = drawn_batch(data, requests, slots, draft_len=4, beyond=shape.places)
     # The definition here is that of a head alone: without the noise of draws.
     options = RoundOptions(uniform_slots=data.draw(st.booleans(), label="uniform layout"), coupled=False)
     tokens, _, _ = run(requests, batch, drafter, short_cap=data.draw(st.sampled_from([2, 512])), options=options)
@@ -208,13 +162,14 @@ def test_any_packing_gives_the_trees_of_the_definition_and_the_tokens_of_plain_d
     check_trees(design, tensors, shape)
 
 
-def test_products_underflow_where_sums_do_not(tmp_path: Path) -> None:
+def test_products_underflow_where_sums_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head that is very sure of itself, in fp32: products of its other choices are 0 and tie; sums rank as in fp64."""
     design = tiny_design(TARGET().spec)
     tensors = random_tensors(design, seed=1)
     tensors["lm_head.weight"] = tensors["lm_head.weight"] * 60
     target = tiny_target(torch.float32, window=5)
     head = make_head(tmp_path, design, tensors, dtype=torch.float32)
+    monkeypatch.setattr(graphs, "GRAPH_DTYPES", ())  # what a capture runs cannot be looked at
     agree = {}
     for rank in (SUMS, PRODUCTS):
         seen.clear()
@@ -427,7 +382,7 @@ def test_more_branches_than_draft_tokens_are_refused(tmp_path: Path) -> None:
         make_drafter(tmp_path, design, tensors, shape_of(20, 3), slots=1)
     draft = DraftConfig(name="eagle3", path=str(tmp_path), tree=TreeConfig(topk=20, depth=3), aux_layers="input")
     with pytest.raises(ConfigError, match=r"draft.tree.topk=20 exceeds the 19 draft tokens of the head .*; lower it"):
-        prepare.open_head(RunConfig(draft=draft), TARGET().spec)
+        drafters.open_head(RunConfig(draft=draft), TARGET().spec)
 
 
 def test_one_branch_is_a_chain_and_more_are_a_tree_of_the_nodes_asked_for(tmp_path: Path) -> None:
@@ -436,9 +391,9 @@ def test_one_branch_is_a_chain_and_more_are_a_tree_of_the_nodes_asked_for(tmp_pa
     shapes = []
     for tree in (TreeConfig(), TreeConfig(topk=3), TreeConfig(topk=10, depth=6, rank=PRODUCTS), TreeConfig(topk=4, nodes=7)):
         config = RunConfig(draft=DraftConfig(name="eagle3", path=str(tmp_path), max_len=4, tree=tree))
-        drafter = prepare.make_drafter(config, head, TARGET(), slots=2)
+        drafter = drafters.make_drafter(config, head, TARGET(), slots=2)
         assert type(drafter) is (Eagle3Drafter if tree.topk == 1 else TreeDrafter)
-        shapes.append((drafter.max_len, prepare.draft_len(config), prepare.tree_shape(config)))
+        shapes.append((drafter.max_len, drafters.draft_len(config), drafters.tree_shape(config)))
     assert shapes[0] == (4, 4, None)
     assert shapes[1] == (4, 30, TreeShape(topk=3, depth=4, nodes=30))
     assert shapes[2] == (6, 60, TreeShape(topk=10, depth=6, nodes=60, rank=PRODUCTS))

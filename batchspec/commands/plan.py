@@ -9,12 +9,13 @@ import numpy as np
 
 from batchspec.compose import launch
 from batchspec.config import RunConfig
+from batchspec.drafters import draft_kv_width, tree_shape
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.cost import Rates, device_rates, num_multiplied, page_bytes, weight_bytes
 from batchspec.packing.planner import Forecast, forecast
 from batchspec.packing.predict import SHORT_TOKENS
 from batchspec.packing.survey import Survey
-from batchspec.prepare import Job, draft_kv_width, open_job, plan_batch, tree_shape
+from batchspec.prepare import Job, open_job, plan_batch
 from batchspec.records import Ids, PackedBatch
 
 SAMPLE_ROWS = 10_000

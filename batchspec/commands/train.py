@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, is_dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -171,14 +172,21 @@ def _facts(run: TrainRun, spec: ModelSpec, folder: Path, sources: list[Source]) 
     """What the head depends on. Where it is trained, and how often it is saved, may change between two runs of one training."""
     keys = {f"train.{key}": value for key, value in asdict(run.train).items() if key != "save_s"}
     weights = "dummy" if run.model.load == "dummy" else weight_files(folder).fingerprint
-    files = [[file.name, file.size_bytes, file.num_rows, file.digest] for source in sources for file in source.files]
+    files = [file for source in sources for file in source.files]
+    content = json.dumps([[file.name, file.size_bytes, file.num_rows, file.digest] for file in files])
     draft = {f"draft.{key}": getattr(run.draft, key) for key in ("path", "aux_layers", "max_len", "parallel")}
     model = {
         "model.dtype": run.model.dtype,
         "model": f"{spec.family} of {spec.num_layers} layers, {spec.hidden_size} wide",
         "model.weights": weights,
     }
-    return {**model, "input.files": files, "input.limit": run.input.limit, "output.layout": run.output.layout, **draft, **keys}
+    data = {
+        "input.files": len(files),
+        "input.rows": sum(file.num_rows for file in files),
+        "input.digest": sha256(content.encode()).hexdigest(),
+        "input.limit": run.input.limit,
+    }
+    return {**model, **data, "output.layout": run.output.layout, **draft, **keys}
 
 
 def _say(line: str) -> None:

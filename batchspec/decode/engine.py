@@ -11,27 +11,25 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from batchspec.cache.pages import KVCache, PagePool
-from batchspec.decode.accounts import Accounts, mode_of
+from batchspec.decode.accounts import Accounts
 from batchspec.decode.adaptive import DraftLengths
-from batchspec.decode.beside import Beside
+from batchspec.decode.entrance import Entrance
 from batchspec.decode.graphs import Graphs, Shape
 from batchspec.decode.groups import Groups
-from batchspec.decode.launched import Launched, Moment, now_on
+from batchspec.decode.launched import Launched, RoundClock
 from batchspec.decode.output import Decode, Progress, StopFinder
-from batchspec.decode.prefill import Prefilled, chunks, prefill_chunk, rehearse
+from batchspec.decode.prefill import rehearse
 from batchspec.decode.round import RoundOptions
 from batchspec.decode.rows import Rows
 from batchspec.decode.sampling import SamplingMode
-from batchspec.decode.scheduler import Row, Scheduler
+from batchspec.decode.scheduler import PassCost, Row, Scheduler
 from batchspec.decode.tree import round_for
 from batchspec.draft.base import Drafter
 from batchspec.model.target import Target
@@ -52,6 +50,14 @@ class EngineTotals:
     cached_tokens: int = 0
     set_back: int = 0
     live_rows: int = 0
+
+    def add(self, launched: Launched, lines: NDArray[np.int32]) -> None:
+        """A result that has arrived, with the lines of its log."""
+        self.tokens += int(lines[:, 2].sum())
+        if not launched.is_prefill:
+            self.row_rounds += len(lines)
+            self.accepted += int(lines[:, 0].sum())
+            self.drafted += int(lines[:, 1].sum())
 
 
 class Engine:
@@ -105,10 +111,9 @@ class Engine:
         self._lengths = None
         if adaptive and device.type == "cuda":
             self._lengths = DraftLengths(drafter.max_len, choices=self.round.draft_lens)
-        self._beside = Beside(device) if overlap and device.type == "cuda" else None
-        if self._beside is not None:
-            self._beside.rounds.wait_stream(torch.cuda.current_stream(device))
+        self._entrance = Entrance(self.round, self.rows, batch, overlap=overlap)
         self._stopping = self._waits = False
+        self._pass_cost: PassCost | None = None
         self._reset(iter(()))
 
     @torch.inference_mode()
@@ -119,7 +124,7 @@ class Engine:
 
         shared  rows with common beginnings are to be expected: their graphs too. What is not prepared is captured when it is met
         """
-        with self._on_rounds_stream():
+        with self._entrance.stream_of_rounds():
             self._prepare(mode, shared)
 
     def _prepare(self, mode: SamplingMode, shared: bool = False) -> None:
@@ -127,9 +132,12 @@ class Engine:
         kinds = [(k, lead) for k in draft_lens for lead in ((True,) if k or self._lengths is None else (True, False))]
         shapes = [Shape(num_rows, k, mode, lead=lead) for num_rows in self.batch.row_buckets for k, lead in kinds]
         self.rows.live.zero_()
+        seconds = None
         if self._device.type == "cuda":
-            rehearse(self.round, self.rows, max_tokens=self.batch.prefill_tokens, max_len=self.batch.max_len, mode=mode)
+            seconds = rehearse(self.round, self.rows, max_tokens=self.batch.prefill_tokens, max_len=self.batch.max_len, mode=mode)
         self.graphs.prepare([*shapes, *(replace(shape, shared=True) for shape in shapes if shared)])
+        if seconds is not None:
+            self._pass_cost = seconds.in_rounds(self.graphs.seconds(Shape(self.batch.slots, draft_lens[-1], mode)))
         if self._lengths is not None:
             for shape in shapes:
                 if shape.lead == (shape.draft_len > 0):
@@ -138,26 +146,22 @@ class Engine:
     @torch.inference_mode()
     def run(self, requests: Iterator[Request]) -> Generator[Completion]:
         """Decode every request; completions come in the order in which rows die."""
-        with self._on_rounds_stream():
+        with self._entrance.stream_of_rounds():
             if self._lengths is not None and not self._lengths.ready:
                 self._prepare(SamplingMode())
             self._reset(requests)
         while True:
             # No stream may be current while the caller has its turn.
-            with self._on_rounds_stream():
+            with self._entrance.stream_of_rounds():
                 done = list(self._turn())
                 finished = self._finished
             yield from done
             if finished:
                 return
 
-    def _on_rounds_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._beside is None else torch.cuda.stream(self._beside.rounds)
-
     def _reset(self, requests: Iterator[Request]) -> None:
         """An earlier run may have been left half-way: rows, results and pages start anew."""
-        if self._beside is not None:
-            self._beside.clear()
+        self._entrance.clear()
         self.pool = PagePool(self.batch.num_pages)
         self._launched.clear()
         self._over: list[Progress] = []
@@ -172,15 +176,14 @@ class Engine:
             refill_dead=self._refill_dead,
             lookahead=1 if self.drafter.num_kv_layers else 0,
             beyond=self.round.beyond,
+            pass_cost=self._pass_cost,
         )
-        self._timed_from: torch.cuda.Event | None = None
+        self._clock = RoundClock()
 
     def _turn(self) -> Iterator[Completion]:
         """Refill, one round, and the results that are due."""
         if self._stopping:
-            if self._beside is not None:
-                self._beside.call_off()
-                self._land(wait=True)
+            self._launched += self._entrance.end()
             while self._launched:
                 yield from self._collect()
             return
@@ -197,7 +200,7 @@ class Engine:
     @property
     def _finished(self) -> bool:
         if self._stopping:
-            return not self._launched and not self._beside
+            return not self._launched and not self._entrance.busy
         return not self._scheduler.live and not self._launched and self._scheduler.exhausted and not self._over
 
     def stop(self) -> None:
@@ -243,15 +246,14 @@ class Engine:
 
     def _refill(self) -> Iterator[Completion]:
         """Fill free slots and prefill what came in; with an empty stream shrink to the next smaller bucket."""
-        self._land(wait=False)
-        group = self._scheduler.refill() if self._beside is None or self._beside.takes_more else []
+        self._launched += self._entrance.land(wait=False)
+        group = self._scheduler.refill() if self._entrance.takes_more else []
         if group:
             self._bucket = self.batch.slots
             self._prefill(group)
-        # A round of few rows costs nearly as much as one of many: those of the first groups wait for company.
-        while self._beside and 2 * (len(self._scheduler.live) - self._beside.num_rows) < self.batch.slots:
-            self._land(wait=True)
-        if not (group or self._beside) and self._scheduler.live and self._refill_dead and self._scheduler.exhausted:
+        while self._entrance.holds_up(len(self._scheduler.live)):
+            self._launched += self._entrance.land(wait=True)
+        if not (group or self._entrance.busy) and self._scheduler.live and self._refill_dead and self._scheduler.exhausted:
             bucket = min(b for b in self.batch.row_buckets if b >= len(self._scheduler.live))
             if bucket < self._bucket:
                 while self._launched:
@@ -264,46 +266,15 @@ class Engine:
                 self._bucket = bucket
 
     def _prefill(self, group: list[Row]) -> None:
-        spans, page_size = [], self.batch.page_size
         for row in group:
-            cached = row.num_shared * page_size
+            cached = row.num_shared * self.batch.page_size
             if row.progress.num_prefills == 0:
                 row.progress.cached_tokens = cached
             self.totals.cached_tokens += cached
             self.totals.prefill_tokens += row.num_tokens - cached
-            spans.append((row.slot, cached, row.num_tokens))
-        slots = [row.slot for row in group]
-        self.rows.begin(slots, [row.progress.request for row in group], [row.progress.tokens for row in group])
-        self.rows.grant([(row.slot, 0, row.pages) for row in group])
-        for row in group:
             self._accounts.enter(row)
         self.groups.update(self._scheduler.slots)
-        mode = SamplingMode.union([mode_of(row.progress.request) for row in group])
-        passes = []
-        for segments in chunks(spans, self.batch.prefill_tokens):
-            owners = np.full_like(self._scheduler.owner, -1)
-            ending = [segment.slot for segment in segments if segment.last]
-            owners[ending] = self._scheduler.owner[ending]
-            passes.append((partial(prefill_chunk, self.round, self.rows, segments, mode), owners))
-        if self._beside is not None and not mode.penalties:  # penalties keep account of all rows in one tensor
-            self._beside.launch(passes)
-            return
-        while self._beside:  # they may write pages that these rows share
-            self._land(wait=True)
-        began = now_on(self._device)
-        for run, owners in passes:
-            self._go_live(run(), owners, began)
-
-    def _land(self, *, wait: bool) -> None:
-        """Let the rows of passes that are done decode; with `wait` at least those of the oldest one."""
-        while self._beside is not None and (landed := self._beside.landed(wait=wait)) is not None:
-            self._go_live(landed.prefilled, landed.owners, landed.began)
-            wait = False
-
-    def _go_live(self, prefilled: Prefilled, owners: NDArray[np.int64], began: Moment) -> None:
-        prefilled.go_live(self.rows, self.drafter)
-        if prefilled.result is not None:
-            self._launched.append(Launched(result=prefilled.result, owners=owners, num_rows=self._bucket, began=began).send())
+        self._launched += self._entrance.prefill(group, self._scheduler.owner)
 
     def _make_room(self) -> Iterator[Completion]:
         """Pages for everything that the launched rounds and the next one may write; the youngest rows go where there are none."""
@@ -311,8 +282,8 @@ class Engine:
         while not self._grow_all(grants):
             if self._launched:  # what is not collected yet may free pages, and the tokens of a row set back must all be known
                 yield from self._collect()
-            elif self._beside:  # nor may a row be set back whose pages are being filled
-                self._land(wait=True)
+            elif self._entrance.busy:  # nor may a row be set back whose pages are being filled
+                self._launched += self._entrance.land(wait=True)
             else:
                 self._set_back(self._scheduler.youngest())
                 self.totals.set_back += 1
@@ -346,7 +317,7 @@ class Engine:
             num_rows=self._bucket,
             draft_len=draft_len,
             context_tokens=context_tokens,
-            beside=self._waits or bool(self._beside),
+            beside=self._waits or self._entrance.busy,
         )
         self._launched.append(launched.send())
         self.totals.rounds += 1
@@ -357,7 +328,10 @@ class Engine:
         slots, lines = launched.read(scheduler.owner)
         now = time.perf_counter()
         scheduler.num_tokens[slots] += lines[:, 2]
-        self._count(launched, lines)
+        self.totals.add(launched, lines)
+        self.totals.live_rows = len(scheduler.live)
+        if self._lengths is not None:
+            self._learn_lengths(self._lengths, launched, lines[:, 0])
         self._accounts.add(launched, slots, lines, scheduler.slots, now)
         for slot in self._accounts.over_budget(slots, scheduler.num_tokens[slots], lines):
             row = self._row(slot)
@@ -382,21 +356,12 @@ class Engine:
         assert row is not None
         return row
 
-    def _count(self, launched: Launched, lines: NDArray[np.int32]) -> None:
-        self.totals.live_rows = len(self._scheduler.live)
-        self.totals.tokens += int(lines[:, 2].sum())
-        if launched.is_prefill:
-            self._timed_from = None
-            return
-        self.totals.row_rounds += len(lines)
-        self.totals.accepted += int(lines[:, 0].sum())
-        self.totals.drafted += int(lines[:, 1].sum())
-        if self._lengths is not None and launched.arrived is not None:
-            self._lengths.observe(launched.draft_len, lines[:, 0])
-            if self._timed_from is not None and not launched.beside:
-                seconds = launched.seconds_since(self._timed_from)
-                self._lengths.timed(launched.num_rows, launched.draft_len, launched.context_tokens, seconds)
-            self._timed_from = None if launched.beside else launched.arrived
+    def _learn_lengths(self, lengths: DraftLengths, launched: Launched, accepted: NDArray[np.int32]) -> None:
+        seconds = self._clock.seconds_of(launched)
+        if not launched.is_prefill:
+            lengths.observe(launched.draft_len, accepted)
+        if seconds is not None:
+            lengths.timed(launched.num_rows, launched.draft_len, launched.context_tokens, seconds)
 
     def _finish(self, row: Row, finish: int, now: float) -> Completion:
         """`finish` is what the device said; 0 where a stop string ended the row, which the device does not know yet."""

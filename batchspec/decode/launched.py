@@ -60,6 +60,24 @@ class Launched:
         return time.perf_counter() - began
 
 
+class RoundClock:
+    """What rounds take, one behind the other."""
+
+    def __init__(self) -> None:
+        self._last: torch.cuda.Event | None = None
+
+    def seconds_of(self, launched: Launched) -> float | None:
+        """From the arrival of the round before it; results come in the order of their launches.
+
+        None for a prefill, for the round behind one, and for rounds and their successors that had other work beside them.
+        """
+        if launched.is_prefill or launched.beside:
+            self._last = None
+            return None
+        last, self._last = self._last, launched.arrived
+        return None if last is None else launched.seconds_since(last)
+
+
 def event_now() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from batchspec.cache.batch import FlatBatch, HostLayout
 from batchspec.decode.round import Drafts, Round, RoundResult
 from batchspec.decode.rows import Rows, upload
 from batchspec.decode.sampling import Places, SamplingMode
+from batchspec.decode.scheduler import PassCost
 from batchspec.draft.base import Drafter
 from batchspec.kernels.slots import ragged_slots
 
@@ -99,17 +101,25 @@ def prefill_chunk(round_: Round, rows: Rows, segments: Sequence[Segment], mode: 
     return Prefilled(result, mask, slot_ids, carried)
 
 
-def rehearse(round_: Round, rows: Rows, *, max_tokens: int, max_len: int, mode: SamplingMode) -> None:
-    """A pass of `max_tokens` and a short one, over rows that nobody owns yet and in page 0, which nobody reads.
+def rehearse(round_: Round, rows: Rows, *, max_tokens: int, max_len: int, mode: SamplingMode) -> PassCost:
+    """A pass of `max_tokens` and a short one, over rows that nobody owns yet and in page 0, which nobody reads; their seconds.
 
-    Kernels are compiled and the largest pass has its memory before the first request comes. Only while no row is live.
+    Kernels are compiled and the largest pass has its memory before the first request comes. Only while no row is live, on a GPU.
     """
     rows.page_table.zero_()
     longest = min(max_tokens, max_len - 1)
     slots = range(min(rows.live.shape[0], -(-max_tokens // longest)))
     largest = next(chunks([(slot, 0, longest) for slot in slots], max_tokens))
+    seconds = []
     for segments in (largest, [Segment(0, 0, min(17, longest), True)]):
-        prefill_chunk(round_, rows, segments, mode)
+        for _ in range(2):  # the first compiles
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            prefill_chunk(round_, rows, segments, mode)
+            torch.cuda.synchronize()
+            took = time.perf_counter() - began
+        seconds.append(took)
+    return PassCost(least=seconds[1], token=seconds[0] / sum(s.end - s.begin for s in largest))
 
 
 def flat_batch(rows: Rows, segments: Sequence[Segment], page_size: int) -> tuple[FlatBatch, Tensor]:

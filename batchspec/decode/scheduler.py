@@ -28,6 +28,24 @@ GROW_PAGES = 4
 Counts = NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True)
+class PassCost:
+    """What a prefill pass takes, in seconds as measured or in rounds of all slots, as the scheduler reckons."""
+
+    least: float
+    """Of few tokens: its launches, on the host."""
+    token: float
+    """Each token of a full one."""
+
+    def in_rounds(self, round_s: float) -> PassCost:
+        return PassCost(self.least / round_s, self.token / round_s)
+
+    @staticmethod
+    def usual(prefill_tokens: int) -> PassCost:
+        """Where nothing is measured: a quarter of a round, and half a full pass has nothing to wait for."""
+        return PassCost(least=0.25, token=0.5 / max(1, prefill_tokens))
+
+
 @dataclass(slots=True, eq=False)
 class Row:
     """A request on its way through the batch."""
@@ -62,11 +80,13 @@ class Scheduler:
         refill_dead: bool = True,
         lookahead: int = 0,
         beyond: int = 0,
+        pass_cost: PassCost | None = None,
     ) -> None:
         """
         refill_dead  False: wait until every row is dead before new ones come in
         lookahead    tokens behind a page that its K/V depends on too: 1 with a drafter that reads the next token
         beyond       places behind a row's end that it needs pages for too: what a tree of drafts takes
+        pass_cost    in rounds; None: the usual one
         """
         self.batch, self.pool = batch, pool
         self.slots: list[Row | None] = [None] * batch.slots
@@ -74,6 +94,8 @@ class Scheduler:
         self._waiting: deque[Row] = deque()
         self._num_refills = 0
         self._refill_dead, self._lookahead, self._beyond = refill_dead, lookahead, beyond
+        self._pass_cost = pass_cost or PassCost.usual(batch.prefill_tokens)
+        self._idle_rounds = 0.0
         self._live: list[Row] | None = None
         # What is asked of every row in every round, by slot; `owner` counts refills and is -1 for a free slot.
         self.owner = np.full(batch.slots, -1, np.int64)
@@ -128,10 +150,12 @@ class Scheduler:
         return int(np.maximum(at_end - self._num_pages, 0)[self.owner >= 0].sum())
 
     def refill(self) -> list[Row]:
-        """Rows to prefill now: slots taken, pages for their present tokens granted, whole-page prefixes shared."""
+        """Rows to prefill now, before the next round: slots taken, pages for their present tokens granted, whole-page prefixes
+        shared."""
         free = np.flatnonzero(self.owner < 0).tolist()
         if not self._worth_a_prefill(len(free)):
             return []
+        self._idle_rounds = 0.0
         group: list[Row] = []
         promised = self._promised()
         for slot in free:
@@ -145,14 +169,16 @@ class Scheduler:
         return group
 
     def _worth_a_prefill(self, num_free: int) -> bool:
-        """A pass of few tokens costs more than slots that wait: four rows, 6 % of the slots or half a pass will do."""
+        """Once slots have stood idle for as long as a pass of few tokens takes more than its tokens do.
+
+        Waiting then costs as much as the pass, which is the least of both together (Harris 1913, economic order quantity).
+        """
         if num_free == self.batch.slots:
             return True
-        if not self._refill_dead or not num_free:
+        if not self._refill_dead or not num_free or (row := self._peek()) is None:
             return False
-        row = self._peek()
-        full = row is not None and 2 * num_free * row.num_tokens >= self.batch.prefill_tokens
-        return full or num_free >= max(1, min(4, self.batch.slots // 16))
+        self._idle_rounds += num_free / self.batch.slots
+        return self._idle_rounds >= self._pass_cost.least - self._pass_cost.token * num_free * row.num_tokens
 
     def _place(self, row: Row, slot: int) -> None:
         request = row.progress.request

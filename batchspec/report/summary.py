@@ -14,6 +14,7 @@ class RunSummary:
     start_up_s: float
     """Loading the weights, planning, compiling and capturing."""
     tokens: int
+    """Made in this run: not those that its rows had from earlier ones."""
     rounds: int
     row_rounds: int
     """Rounds times the rows that lived in them."""

@@ -16,10 +16,11 @@ from batchspec.adapt.limits import slice_tokens, steps_learnt
 from batchspec.decode.engine import Engine
 from batchspec.draft.hybrid import HybridDrafter
 from batchspec.draft.reader import HeadReader
+from batchspec.drafters import head_folder
 from batchspec.errors import CheckpointError, OutputError, StorageError
 from batchspec.io.shards import OutputFolder
 from batchspec.model.weights import weight_files
-from batchspec.prepare import Job, head_folder
+from batchspec.prepare import Job
 from batchspec.records import Completion
 from batchspec.report.progress import Progress
 from batchspec.train.data import Numbers

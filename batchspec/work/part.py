@@ -41,7 +41,7 @@ class Part:
         num_errors: int, adaptation: Adaptation,
     ) -> None:  # fmt: skip
         self.job, self.output, self.fitted, self.progress = job, output, fitted, progress
-        self.num_tokens, self.num_errors, self._adaptation = 0, num_errors, adaptation
+        self.num_errors, self._adaptation = num_errors, adaptation
         self._mean_output, self._journaled = seen.mean_output, journaled
         self._awaited: set[int] = set()
         """Shards that the reader has still to give in this pass."""
@@ -100,7 +100,6 @@ class Part:
         self._claims.forget(shard.index)
         self._watchdog.beat()
         self._adaptation.committed(completions)
-        self.num_tokens += sum(len(done.token_ids) for done in completions if done.token_ids is not None)
         bad = sum(completion.status == "error" for completion in completions)
         self.num_errors += bad
         self.progress.update(shards=1, errors=bad)

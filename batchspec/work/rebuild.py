@@ -37,11 +37,14 @@ Row = Mapping[str, Any]
 def new_retry(job: Job, output: OutputFolder) -> Generation | None:
     """The retry that the job's command asks for; None where there is nothing to begin: it was begun before, or no row needs it.
 
-    Raises OutputError where the job, or the retry before this one, is not complete, and where the cap is not larger.
+    Raises OutputError where there is no job, where it, or the retry before this one, is not complete, and where the cap is not
+    larger.
     """
     kind = job.config.resume.retry
-    if kind == "none" or not output.is_job():
+    if kind == "none":
         return None
+    if not output.is_job():
+        raise OutputError(f"{output.path}: no job was run there that resume={kind} could retry; check output.dir")
     manifest, past = output.manifest, output.retries()
     config = asdict(job.config)
     config["resume"]["retry"], config["resume"]["again"] = "none", 1
