@@ -8,11 +8,14 @@
 with JOB for python -m batchspec.run model.path=MODEL output=training; batchspec train reads input.path=[turns,answers].
 Behind the bare opening of a user's turn in its own chat template the model writes what users ask; the second job answers it.
 With --behind answers the next user's turns are opened behind those chats: the same steps again give longer ones.
+With --tasks the turns are texts to work on: each line of FILE is a task (summarise this, answer from these passages ...), which
+the model is told as its system prompt while it writes the text, and which stands above the text in the question.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.resources
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -42,25 +45,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("file", metavar="FILE.parquet", help="what to write: the input of a job")
     add("--open", metavar="MODEL", dest="model", help="folder or hub id of a chat model: rows that open a user's turn")
     add("--behind", metavar="OUT", help="--open: behind the chats of this job, which has the column messages")
+    add("--tasks", metavar="FILE", help="--open: behind each line of FILE as system prompt; pkg://tasks are the shipped ones")
     add("--rows", type=int, default=20000, help="--open: how many at most; default %(default)s")
     add("--from", metavar="OUT", dest="output", help="output of the job over such rows: its finished turns as messages")
     add("--overwrite", action="store_true", help="replace the file where it exists")
     args = parser.parse_args(argv)
-    if (args.model is None) == (args.output is None) or (args.behind and args.output):
-        parser.error("give --open MODEL [--behind OUT] or --from OUT")
+    if (args.model is None) == (args.output is None) or sum(map(bool, (args.behind, args.tasks, args.output))) > 1:
+        parser.error("give --open MODEL [--behind OUT or --tasks FILE], or --from OUT")
     target = target_file(args.file, args.overwrite)
-    print(_open(args.model, args.rows, args.behind, target) if args.output is None else _collect(args.output, target))
+    if args.output is None:
+        print(_open(args.model, args.rows, args.behind, args.tasks, target))
+    else:
+        print(_collect(args.output, target))
     return 0
 
 
-def _open(model: str, rows: int, behind: str | None, target: Path) -> str:
+def _open(model: str, rows: int, behind: str | None, tasks: str | None, target: Path) -> str:
     """Jobs draw equal rows each by a seed of its own, because their ids differ."""
     if rows < 1:
         raise ConfigError(f"prompts --rows {rows} must be at least 1; 20000 is usual")
     tokenizer = Tokenizer(resolve_model(model, key="--open"))
-    if behind is None:
+    columns: dict[str, list[object]] = {"id": [f"turn-{i:06}" for i in range(rows)]}
+    if tasks is not None:
+        told = _tasks(tasks)
+        openings = [opening_of(tokenizer, [{"role": "system", "content": task}]) for task in told]
+        end = openings[0][1]
+        columns["prompt_ids"] = [openings[i % len(told)][0] for i in range(rows)]
+        columns["task"] = [told[i % len(told)] for i in range(rows)]
+    elif behind is None:
         opening, end = opening_of(tokenizer)
-        columns: dict[str, list[object]] = {"id": [f"turn-{i:06}" for i in range(rows)], "prompt_ids": [opening] * rows}
+        columns["prompt_ids"] = [opening] * rows
     else:
         chats = _chats(behind, rows)
         openings = [opening_of(tokenizer, chat) for _, chat in chats]
@@ -68,7 +82,9 @@ def _open(model: str, rows: int, behind: str | None, target: Path) -> str:
         columns = {"id": [name for name, _ in chats], "prompt_ids": [ids for ids, _ in openings], "turns": [c for _, c in chats]}
     if end is not None:
         columns["stop"] = [[end]] * len(columns["id"])
-    types = {"id": pa.string(), "prompt_ids": pa.list_(pa.int32()), "turns": _CHAT, "stop": pa.list_(pa.string())}
+    types = {
+        "id": pa.string(), "prompt_ids": pa.list_(pa.int32()), "turns": _CHAT, "task": pa.string(), "stop": pa.list_(pa.string())
+    }  # fmt: skip
     _write(pa.table({name: pa.array(values, types[name]) for name, values in columns.items()}), target)
     return f"{target}: {len(columns['id']):,} rows that open a user's turn" + ("" if end is None else f", up to {end}")
 
@@ -89,6 +105,19 @@ def opening_of(tokenizer: Tokenizer, chat: Sequence[dict[str, str]] = ()) -> tup
     return tokenizer.encode_part(before), next((special[i] for i in tokenizer.encode_part(behind)[:1] if i in special), None)
 
 
+def _tasks(source: str) -> list[str]:
+    """The lines of a text file that hold something."""
+    shipped = importlib.resources.files("batchspec.conf") / "prompts" / "tasks.txt"
+    file = shipped if source == "pkg://tasks" else Path(source)
+    try:
+        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--tasks {source}: cannot be read as text: {error}") from None
+    if not any(lines):
+        raise InputError(f"--tasks {source}: no line holds a task; write one a line")
+    return [line for line in lines if line]
+
+
 def _chats(output: str, limit: int) -> list[tuple[str, Chat]]:
     """Chats of a job that ended by themselves, an id made of each one's own."""
     found: list[tuple[str, Chat]] = []
@@ -105,15 +134,18 @@ def _chats(output: str, limit: int) -> list[tuple[str, Chat]]:
 
 def _collect(output: str, target: Path) -> str:
     """Each different turn that the model ended itself, once, with what stood before it."""
-    longer = "turns" in open_source(InputConfig(path=output)).schema.names
+    has = open_source(InputConfig(path=output)).schema.names
+    before = [name for name in ("turns", "task") if name in has]
     seen: dict[str, tuple[str, Chat]] = {}
     total = 0
-    for request_id, status, text, *before in _columns(
-        output, "--from", "request_id", "status", "completion", *["turns"] * longer
-    ):
+    for request_id, status, text, *cells in _columns(output, "--from", "request_id", "status", "completion", *before):
         total += 1
-        if status == "ok" and text is not None and (turn := text.strip()):
-            seen.setdefault(turn, (request_id, [*(before[0] if longer else []), {"role": "user", "content": turn}]))
+        known = dict(zip(before, cells, strict=True))
+        task = known.get("task")
+        ended = status == "ok" or (status == "truncated" and task)  # a text to work on may end anywhere
+        if ended and text is not None and (turn := text.strip()):
+            content = f"{task}\n\n{turn}" if task else turn
+            seen.setdefault(turn, (request_id, [*(known.get("turns") or []), {"role": "user", "content": content}]))
     if not seen:
         raise InputError(f"--from {output}: none of {total} rows ended by itself; raise decode.max_new_tokens")
     names, chats = zip(*seen.values(), strict=True)
