@@ -17,6 +17,7 @@ from batchspec.commands import bench
 from batchspec.commands.profile import read_trace
 from batchspec.commands.workloads import COMMON, make_job
 from batchspec.errors import ConfigError
+from tests.models import make_checkpoint, make_tokenizer
 
 TINY: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -141,6 +142,27 @@ def test_requests_that_outnumber_the_slots_stream_through_them(shape: Path, tmp_
     assert "decode_tok_s" not in row
 
 
+def test_a_model_runs_to_the_cap_or_to_its_own_ends_over_prompts_as_chats(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path / "model")
+    make_checkpoint(tmp_path / "model", "llama", eos_token_id=list(range(2, 320, 20)))
+    source, out = tmp_path / "prompts.parquet", tmp_path / "out"
+    pl.DataFrame({"prompt": [f"{i} and {i + 1}?" for i in range(9)]}).write_parquet(source)
+    words = [f"model.path={tmp_path / 'model'}", f"input.path={source}", f"output.dir={out}", "input.chat=true"]
+    assert run.main([*words, "draft=none", "device=cpu", "model.dtype=float32", "decode.max_new_tokens=24"]) == 0
+    ends = pl.read_parquet(out / "data" / "*.parquet").select(pl.col("usage").struct.field("completion_tokens").sum()).item()
+    assert 9 <= ends < 9 * 24
+
+    file, sizes = tmp_path / "lines.jsonl", ["--batch", "4", "--gen", "24", "--dtype", "float32", "--device", "cpu"]
+    real = ["--model", str(tmp_path / "model"), "--input", str(source), "--chat", "--draft", "none", "lookup", "--k", "2"]
+    assert bench.main([str(file), "whole", *real, *sizes]) == 0
+    assert bench.main([str(file), "ends", *real, *sizes, "--eos"]) == 0
+    found = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(row["name"], row["variant"], row["tokens"]) for row in found] == [
+        ("whole", "none", 9 * 24), ("whole", "lookup K=2", 9 * 24), ("ends", "none", ends), ("ends", "lookup K=2", ends),
+    ]  # fmt: skip
+    assert 1 <= found[3]["mean_acceptance_length"] <= 3
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -154,6 +176,8 @@ def test_requests_that_outnumber_the_slots_stream_through_them(shape: Path, tmp_
         (["o", "n", "--rounds", "5", "--requests", "9"], "leave out --model, --requests and --samples"),
         (["o", "n", "--samples", "3"], "8 requests are no multiple of it"),
         (["o", "n", "--against-transformers"], "needs --model"),
+        (["o", "n", "--eos"], "--chat and --eos need --model"),
+        (["o", "n", "--model", "m", "--eos", "--against-transformers"], "a static batch waits for its longest row"),
         (["o", "n", "--shape", "llama9b"], "neither one of llama8b"),
         (["o", "n", "--device", "cpu", "--draft", "tree", "--k", "9"], "--draft tree with --k 9, --topk, --nodes: .* at most 64"),
     ],

@@ -90,6 +90,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("--shape", default="smol135m", help=f"{', '.join(SHAPES)}, or a config.json")
     add("--model", help="folder, hub id or smollm2-135m: real weights instead of a shape")
     add("--input", default="pkg://demo", help="with --model: prompts, as input.path")
+    add("--chat", action="store_true", help="with --model: the column `prompt` is a user's turn, as input.chat=true")
+    add("--eos", action="store_true", help="with --model: rows end where the model ends them; without it, at --gen tokens")
     add("--kind", default="", help="with --model: comma-separated values of the prompts' `kind` column")
     add("--batch", type=int, default=8, help="slots")
     add("--prompt", type=int, default=512, help="tokens of a random prompt")
@@ -138,6 +140,10 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--temperature {args.temperature} must be in 0 .. 100; 0 is greedy")
     if args.against_transformers and not args.model:
         raise ConfigError("--against-transformers needs --model: dummy weights exist only inside batchspec")
+    if (args.chat or args.eos) and not args.model:
+        raise ConfigError("--chat and --eos need --model: random prompts are no chats and dummy weights end nothing")
+    if args.eos and args.against_transformers:
+        raise ConfigError("--eos with --against-transformers: a static batch waits for its longest row; leave one out")
     if args.rounds is not None:
         bench_rounds.check(args)
         args.gen = bench_rounds.tokens_needed(args)

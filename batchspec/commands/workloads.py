@@ -46,7 +46,7 @@ MEDIAN_LOG, SIGMA = 6.685, 0.7
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The target, its folder (of a real model) and the requests, greedy, without any stop."""
+    """The target, its folder (of a real model) and the requests, greedy; only with --eos do they stop before their cap."""
 
     target: Target
     folder: Path
@@ -126,7 +126,9 @@ def _config_json(name: str) -> bytes:
 
 
 def _real(args: argparse.Namespace, device: torch.device) -> Workload:
-    config = from_hydra(OmegaConf.create({"model": {"path": args.model}, "input": {"path": args.input}, "device": device.type}))
+    source = {"path": args.input} | ({"chat": True, "overlong": "truncate"} if args.chat else {})
+    given = {"model": {"path": args.model}, "input": source, "decode": {"max_new_tokens": args.gen}, "device": device.type}
+    config = from_hydra(OmegaConf.create(given))
     job = open_job(config)
     kinds = set(filter(None, args.kind.split(",")))
     if kinds and "kind" not in job.source.schema.names:
@@ -138,7 +140,8 @@ def _real(args: argparse.Namespace, device: torch.device) -> Workload:
             fits = isinstance(entry, Request) and entry.sample_index == 0
             if fits and (kind_of is None or kind_of[entry.row_index - shard.first_row] in kinds):
                 assert isinstance(entry, Request)
-                found.append(_request(len(found), entry.prompt_ids, args.gen, row=len(found)))
+                request = _request(len(found), entry.prompt_ids, args.gen, row=len(found))
+                found.append(replace(request, stop_ids=entry.stop_ids) if args.eos else request)
     if not found:
         raise ConfigError(f"--input {args.input} --kind {args.kind}: no prompt is left; check the kind column")
     dtype = resolve_dtype(args.dtype, job.spec, device)
