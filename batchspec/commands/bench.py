@@ -211,13 +211,15 @@ def _head(args: argparse.Namespace, argv: Sequence[str], variant: str, device: t
 def _of_requests(record: Record) -> dict[str, Any]:
     """By depth of the draft, unconditional; then means over requests, each of which counts the same."""
     rows = [(stats, count) for stats, count in record.rows if stats.num_rounds]
-    if not rows or not any(stats.num_drafted for stats, _ in rows):
-        return {}
+    first_s = [stats.prefill_s for stats, _ in rows]
+    found: dict[str, Any] = {"first_token_ms": round(1e3 * statistics.mean(first_s), 2)} if rows else {}
+    if not any(stats.num_drafted for stats, _ in rows):
+        return found
     rounds, depth = sum(stats.num_rounds for stats, _ in rows), max(len(stats.accepted_at) for stats, _ in rows)
     at = [sum(stats.accepted_at[j] for stats, _ in rows if j < len(stats.accepted_at)) / rounds for j in range(depth)]
     lengths = [1 + stats.num_accepted / stats.num_rounds for stats, _ in rows]
     speeds = [count / (stats.prefill_s + stats.decode_s) for stats, count in rows if stats.prefill_s + stats.decode_s > 0]
-    return {
+    return found | {
         "accepted_by_position": [round(rate, 4) for rate in at],
         "mean_acceptance_length_of_requests": round(statistics.mean(lengths), 3),
         "tok_s_of_requests": round(statistics.mean(speeds), 2) if speeds else None,
@@ -235,7 +237,7 @@ def _print(variants: Sequence[Variant], rows: Sequence[dict[str, Any]]) -> None:
     columns = {
         "tok/s": "total_tok_s", "decode tok/s": "decode_tok_s", "prefill s": "prefill_s", "us/round": "round_us",
         "accept len": "mean_acceptance_length", "by request": "mean_acceptance_length_of_requests",
-        "live rows": "mean_live_rows",
+        "live rows": "mean_live_rows", "1st token ms": "first_token_ms",
     }  # fmt: skip
     titles = "".join(f"{title:>13}" for title in columns)
     print(f"{'variant':<{width}}{titles}   ratio to {first.name} (median, spread)")
@@ -244,7 +246,8 @@ def _print(variants: Sequence[Variant], rows: Sequence[dict[str, Any]]) -> None:
         ratios = sorted(one / other for one, other in zip(base, own, strict=True))
         cells = "".join(f"{_cell(row.get(key)):>13}" for key in columns.values())
         spread = f"{statistics.median(ratios):.3f}  [{ratios[0]:.3f}, {ratios[-1]:.3f}]"
-        print(f"{variant.name:<{width}}{cells}   {spread}")
+        at = " ".join(f"{rate:.2f}" for rate in row.get("accepted_by_position", ()))
+        print(f"{variant.name:<{width}}{cells}   {spread}" + (f"   accepted by position {at}" if at else ""))
 
 
 def _cell(value: float | None) -> str:

@@ -1,0 +1,109 @@
+#!/usr/bin/env bash
+# Measures the tables of the README on this machine's GPU, section by section.
+#
+#   jobs/figures.sh OUT SECTION...        OUT gets a file of JSON lines a section, profiles and jobs
+#
+# long short small   decode tok/s of dummy shapes            opt     each option of the engine turned off
+# lengths window     round time by K; by K and window        job     192 prompts of 8K with lognormal outputs, Parquet to Parquet
+# Of SmolLM2-135M, with HEADS=folder (eagle3/, parallel/: jobs/train_head.sh) and DATA=folder (gsm8k_test, gsm8k_train, specbench
+# .parquet: a user's turn a row in the column `prompt`; the last without the questions that are of GSM8K):
+# gsm8k              the test questions, with and without a head    drafters  acceptance of every drafter
+# rows               K = 3..8 at 1, 2, 4, 8 rows                    draws     by temperature, with and without coupled drafts
+# trees              sums against products of probabilities         adapt     a half-trained head that learns on the job
+set -euo pipefail
+out=$1
+shift
+mkdir -p "$out"
+python=${PYTHON:-python} model=${MODEL:-smollm2-135m}
+rates=.6,.28,.12 long_rates=.6,.28,.12,.05,.02
+
+bench() { "$python" -m batchspec.cli bench "$out/$section.jsonl" "$@"; }
+dummy() { bench "$1" --shape "$1" --accept "$rates" "${@:2}"; }
+real() { # NAME FILE: prompts of DATA as chats, to the model's own ends
+    bench "$1" --model "$model" --input "$DATA/$2.parquet" --chat --eos --gen 256 "${@:3}"
+}
+run() { "$python" -m batchspec.run output.dir="$out/$1" "${@:2}"; }
+
+figure_long() {
+    dummy llama8b --batch 64 --prompt 8192 --gen 512 --draft none eagle3 --k auto --runs 3 --profile "$out/long.txt"
+    for window in 512 1024; do
+        dummy llama8b --batch 64 --prompt 8192 --gen 512 --draft none eagle3 --k auto --window "$window" --sink 4 --runs 3
+    done
+    rates=$long_rates dummy llama8b --batch 64 --prompt 8192 --gen 512 --draft parallel --k 5 auto --window 512 --sink 4
+    dummy llama8b --batch 64 --prompt 8192 --gen 512 --samples 8 --draft none --opt sharing=false
+}
+figure_short() {
+    dummy llama8b --batch 256 --prompt 1024 --gen 512 --draft none eagle3 --k auto --runs 3
+    dummy llama1b --batch 256 --prompt 1024 --gen 512 --draft none eagle3 --k auto --runs 3
+}
+figure_small() { dummy smol135m --batch 256 --prompt 512 --gen 512 --draft none eagle3 --k auto --runs 3 --profile "$out/small.txt"; }
+figure_opt() {
+    dummy llama8b --batch 64 --prompt 8192 --gen 3072 --requests 96 --draft eagle3 --k 3 --profile "$out/opt.txt" \
+        --opt dead_positions=false uniform_slots=false argmax=false dead_rows=false overlap=true
+    dummy llama8b --batch 1 --prompt 8192 --gen 256 --draft eagle3 --k 3 --opt argmax=false --runs 3
+}
+figure_lengths() {
+    dummy llama8b --batch 64 --prompt 8448 --rounds 30 --draft none eagle3 parallel --k 1 2 3 4 5 6 7 8
+    dummy smol135m --batch 256 --prompt 768 --rounds 100 --draft none eagle3 parallel --k 1 2 3 4 5 6 7 8
+    dummy smol135m --batch 1 --prompt 768 --rounds 200 --draft none eagle3 parallel --k 3 4 5 6 7 8
+}
+figure_window() {
+    for window in 512 1024 2048; do
+        dummy llama8b --batch 64 --prompt 8192 --rounds 20 --draft none window --k 1 2 3 4 6 --window "$window" --sink 4
+        dummy llama8b --batch 32 --prompt 16384 --rounds 20 --draft none window --k 1 2 3 4 6 --window "$window" --sink 4
+    done
+}
+figure_job() {
+    local folder=$out/job8b common
+    common=(draft=eagle3 draft.max_len=3 "draft.synthetic=[$rates]" draft.window=512 draft.sink=4 model.load=dummy)
+    [ -e "$folder" ] || bench --make-job "$folder" --shape llama8b --prompt 8192 --gen 3072
+    for lengths in known hidden; do
+        run "job-$lengths${SLOTS:+-$SLOTS}" +job=reasoning_8k model.path="$folder/model" model.max_len=11264 decode=greedy \
+            decode.ignore_eos=true decode.max_new_tokens=3072 input.path="$folder/$lengths.parquet" "${common[@]}" \
+            ${SLOTS:+packing.slots=$SLOTS}
+    done
+}
+figure_gsm8k() { real gsm8k gsm8k_test --batch 1024 --draft none eagle3 --k 3 5 auto --draft-path "$HEADS/eagle3" --runs 3; }
+figure_drafters() {
+    for data in gsm8k_test specbench; do
+        real "$data" "$data" --batch 256 --draft lookup eagle3 tree hybrid --k 3 5 --draft-path "$HEADS/eagle3" --nodes 16 --topk 4
+        real "$data" "$data" --batch 256 --draft parallel --k 3 5 --draft-path "$HEADS/parallel"
+        real "$data" "$data" --batch 256 --draft window --k 3 5 --window 128 --sink 4
+    done
+}
+figure_rows() {
+    for batch in 1 2 4 8; do
+        for head in eagle3 parallel; do
+            real "rows-$batch" gsm8k_test --batch "$batch" --requests 64 --draft "$head" --k 3 4 5 6 7 8 --draft-path "$HEADS/$head"
+        done
+    done
+}
+figure_draws() {
+    real draws gsm8k_test --batch 256 --draft eagle3 --k 3 5 --temperature 0 0.6 1 --opt coupled=false --draft-path "$HEADS/eagle3"
+}
+figure_trees() {
+    real trees specbench --batch 32 --requests 80 --draft eagle3 tree tree-products --k 6 --topk 10 --nodes 60 \
+        --draft-path "$HEADS/eagle3" --runs 3
+}
+figure_adapt() {
+    local common=(model.path="$model" input.path="$DATA/gsm8k_train.parquet" input.chat=true input.limit=2000 output=training
+        decode.max_new_tokens=256 packing.slots=64 output.shard_rows=64)
+    run half-input "${common[@]}" draft=none
+    "$python" -m batchspec.cli train draft=eagle3 model.path="$model" input.path="$out/half-input" output.dir="$out/half" \
+        train.steps=40 train.draft_vocab=16384
+    run fixed "${common[@]}" draft=eagle3 draft.path="$out/half" draft.max_len=3
+    run adapted "${common[@]}" draft=eagle3 draft.path="$out/half" draft.max_len=3 draft.adapt.every_shards=2
+    "$python" - "$out" <<'PYTHON'
+import sys
+import polars as pl
+
+for name in ("fixed", "adapted"):
+    frame = pl.read_parquet(f"{sys.argv[1]}/{name}/data/*.parquet").sort("row_index")
+    spec = frame.tail(len(frame) // 4)["spec_decode"].struct.unnest()
+    print(f"{name}: {1 + spec['num_accepted_draft_tokens'].sum() / spec['num_spec_steps'].sum():.3f} tokens a round, last quarter")
+PYTHON
+}
+
+for section in "$@"; do
+    "figure_$section"
+done

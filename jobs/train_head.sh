@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# A draft head for a chat model from nothing but the model: it writes questions and texts, answers them, and a head learns.
+#
+#   jobs/train_head.sh MODEL WORK [train overrides, such as draft=parallel train.steps=4000]
+#
+# Leaves WORK/head (HEAD=NAME: WORK/NAME); the same command goes on where it was stopped. Files of prompts of your own, one user's
+# turn a row in a column `prompt`, are answered too: PROMPTS='a.parquet b.parquet'. Sizes are those of a small model on one GPU.
+set -euo pipefail
+model=$1 work=$2
+shift 2
+python=${PYTHON:-python}
+turns=${TURNS:-30000} texts=${TEXTS:-20000} cap=${CAP:-768} # rows, rows, tokens of an answer
+mkdir -p "$work"
+
+spec() { "$python" -m batchspec.cli "$@"; }
+answer() { # NAME INPUT overrides: a job of the model; done jobs say so at once
+    "$python" -m batchspec.run model.path="$model" draft=none output=training output.dir="$work/$1" input.path="$2" "${@:3}"
+}
+once() { [ -e "$1" ] || "${@:2}" "$1"; } # FILE command: makes FILE where it is missing
+
+once "$work/openings.parquet" spec prompts --open "$model" --rows "$turns"
+once "$work/tasks.parquet" spec prompts --open "$model" --rows "$texts" --tasks pkg://tasks
+answer turns "$work/openings.parquet" decode.temperature=1 decode.max_new_tokens=512
+answer texts "$work/tasks.parquet" decode.temperature=0.8 decode.max_new_tokens="$cap"
+data="$work/answers-turns,$work/answers-texts"
+for kind in turns texts; do
+    once "$work/questions-$kind.parquet" spec prompts --from "$work/$kind"
+    answer "answers-$kind" "$work/questions-$kind.parquet" decode.max_new_tokens="$cap"
+done
+for file in ${PROMPTS:-}; do
+    name=$(basename "$file" .parquet)
+    answer "greedy-$name" "$file" input.chat=true decode.max_new_tokens="$cap"
+    answer "drawn-$name" "$file" input.chat=true decode.max_new_tokens="$cap" decode.temperature=0.8 decode.n=2
+    data+=",$work/greedy-$name,$work/drawn-$name"
+done
+spec train draft=eagle3 model.path="$model" "input.path=[$data]" output.dir="$work/${HEAD:-head}" "$@"

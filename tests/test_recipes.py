@@ -1,0 +1,88 @@
+"""The scripts in jobs/: a head made of nothing but a model, and the commands that measure the README's tables."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import polars as pl
+import pytest
+import torch
+
+from batchspec.commands import bench
+from batchspec.compose import compose, composed
+from batchspec.train.settings import TrainRun
+from tests.models import make_checkpoint, make_tokenizer
+
+JOBS = Path(__file__).parents[1] / "jobs"
+SECTIONS = ["long", "short", "small", "opt", "lengths", "window", "job", "gsm8k", "drafters", "rows", "draws", "trees"]
+
+
+def script(name: str, *words: object, **env: object) -> subprocess.CompletedProcess[str]:
+    known = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(JOBS.parent), **{k: str(v) for k, v in env.items()}}
+    return subprocess.run(["bash", JOBS / name, *map(str, words)], env=known, capture_output=True, text=True, timeout=300)
+
+
+def test_a_model_alone_makes_a_head_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    model, work = tmp_path / "model", tmp_path / "work"
+    make_tokenizer(model)
+    make_checkpoint(model, "llama", hidden_size=32, intermediate_size=48, initializer_range=0.02, max_position_embeddings=1024)
+    pl.DataFrame({"prompt": ["one?", "two?"]}).write_parquet(tmp_path / "mine.parquet")
+    words = ["train.steps=2", "train.held_out=2", "train.max_len=128", "train.ahead=2"]
+    sizes = {"TURNS": 12, "TEXTS": 8, "CAP": 24, "PROMPTS": tmp_path / "mine.parquet"}
+    words = ["train.steps=2", "train.held_out=2", "train.max_len=128", "train.ahead=2"]
+    sizes = {"TURNS": 12, "TEXTS": 8, "CAP": 24, "PROMPTS": tmp_path / "mine.parquet"}
+    first = script("train_head.sh", model, work, *words, **sizes)
+    assert first.returncode == 0, first.stderr
+    assert (work / "head" / "model.safetensors").exists()
+    assert len(pl.read_parquet(work / "drawn-mine" / "data" / "*.parquet")) == 4
+    tasks = pl.read_parquet(work / "answers-texts" / "data" / "*.parquet")["messages"].list.first().struct.field("content")
+    assert len(tasks) == 8
+    assert all("\n\n" in text for text in tasks)
+    made = {path: path.stat().st_mtime_ns for path in work.rglob("*") if path.suffix in (".parquet", ".safetensors")}
+    again = script("train_head.sh", model, work, *words, **sizes)
+    assert again.returncode == 0, again.stderr
+    assert {path: path.stat().st_mtime_ns for path in made} == made
+
+
+def recorded(tmp_path: Path, *sections: str, **env: object) -> list[list[str]]:
+    """The command lines that figures.sh gives to Python."""
+    stub, log = tmp_path / "python", tmp_path / "log"
+    stub.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]), file=open({str(log)!r}, 'a'))\n")
+    stub.chmod(0o755)
+    done = script("figures.sh", tmp_path / "out", *sections, **{"PYTHON": stub, "HEADS": "heads", "DATA": "data", **env})
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_command_of_a_figure_is_one_that_its_program_takes(
+    section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # nothing runs
+    lines = recorded(tmp_path, section)
+    assert lines
+    for _, module, *words in lines:
+        if module == "batchspec.run":
+            compose(words)
+            continue
+        assert (module, words[0]) == ("batchspec.cli", "bench")
+        args = bench._parse(words[1:])
+        assert args.make_job or (args.out, bool(args.name)) == (str(tmp_path / "out" / f"{section}.jsonl"), True)
+
+
+def test_the_figure_of_adaptation_compares_two_jobs_over_one_half_trained_head(tmp_path: Path) -> None:
+    made, train, fixed, adapted, _ = recorded(tmp_path, "adapt")
+    assert train[:3] == ["-m", "batchspec.cli", "train"]
+    composed("train", train[3:], schema=TrainRun)
+    plain, learns = compose(fixed[2:]), compose(adapted[2:])
+    assert compose(made[2:]).draft.name == "none"
+    assert plain.draft.path == learns.draft.path == str(tmp_path / "out" / "half")
+    assert (plain.draft.adapt.every_shards, learns.draft.adapt.every_shards) == (0, 2)
+
+
+def test_an_unknown_figure_is_no_success(tmp_path: Path) -> None:
+    assert script("figures.sh", tmp_path, "nonsense").returncode != 0
