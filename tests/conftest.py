@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: threads of two workers would wait for each other
 
@@ -37,3 +38,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def poisoned() -> Iterator[None]:
+    """Memory that nothing was written to yet holds NaN and the largest integers: what reads it shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what torch.empty gives
+    yield
+    torch.use_deterministic_algorithms(False)

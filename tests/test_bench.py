@@ -19,6 +19,8 @@ from batchspec.commands.workloads import COMMON, make_job
 from batchspec.errors import ConfigError
 from tests.models import make_checkpoint, make_tokenizer
 
+pytestmark = pytest.mark.usefixtures("poisoned")
+
 TINY: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16, "vocab_size": 320, "max_position_embeddings": 512,

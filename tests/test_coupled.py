@@ -25,6 +25,8 @@ from batchspec.draft.window import WindowDrafter
 from batchspec.records import Completion, Request, SamplingParams
 from tests.engines import DEVICE, VOCAB, full_logits, packed, request, tiny_target
 
+pytestmark = pytest.mark.usefixtures("poisoned")
+
 SLOTS, K = 8, 3
 
 

@@ -263,6 +263,13 @@ def test_the_kind_of_a_parallel_head_asks_for_a_mask_and_a_mask_has_the_width_of
     assert "mask_hidden is [1, 95], config.json says [1, 96]" in refusal(change(folder, mask_hidden=torch.zeros(1, 95)))
 
 
+@pytest.mark.parametrize("layers", range(1, 9))
+def test_a_dummy_head_of_a_shallow_target_reads_different_boundaries(layers: int) -> None:
+    taps = dummy_spec(replace(DEEP, num_layers=layers, windows=(None,) * layers)).tap_layers
+    assert len(set(taps)) == len(taps)
+    assert set(taps) <= set(range(layers + 1))
+
+
 def test_a_dummy_head_can_have_a_mask() -> None:
     spec = dummy_spec(LLAMA_8B, parallel=True)
     assert spec.mask_token_id == LLAMA_8B.vocab_size - 1

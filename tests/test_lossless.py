@@ -33,6 +33,8 @@ from batchspec.draft.window import WindowDrafter
 from batchspec.records import Completion, PackedBatch, Request, SamplingParams
 from tests.engines import DEVICE, VOCAB, ForcedDrafter, decode, full_logits, packed, plain_tokens, request, tiny_target
 
+pytestmark = pytest.mark.usefixtures("poisoned")
+
 SAMPLINGS = (
     SamplingParams(),
     SamplingParams(temperature=1.0),

@@ -100,6 +100,12 @@ class Runner:
         return list(self.target.logits(hidden).split([1] * len(tokens) if ends_only else lengths)), list(tapped.split(lengths))
 
 
+@pytest.mark.parametrize("taps", [(1, 1), (0, 99), (-1,)])
+def test_a_tap_that_nothing_would_be_written_to_is_refused(taps: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"must be different boundaries in 0 \.\. 2"):
+        Runner.start(tiny_target(), 1).feed(prompts([3], VOCAB), taps)
+
+
 @pytest.mark.parametrize("taps", [(), (0, 1), (1, 2)])
 def test_only_the_ends_of_rows_gives_their_logits_and_everything_that_later_passes_read(taps: tuple[int, ...]) -> None:
     """Of other places the last layer keeps K/V alone; a tap behind the last layer asks for all of them."""

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from batchspec.draft.weights import usual_taps
 from batchspec.model.target import Target
 from batchspec.train.attend import attend, attend_reference
 from batchspec.train.data import Row, course, epoch_batches, frequent_ids, split_rows, unused_id
 from batchspec.train.evaluate import acceptance
-from batchspec.train.head import new_network, new_spec, usual_taps
+from batchspec.train.head import new_network, new_spec
 from batchspec.train.loop import learning_rate
 from batchspec.train.objective import SoftCrossEntropy, draft_loss
 from batchspec.train.teacher import Teacher

@@ -137,11 +137,18 @@ def dummy_spec(target: ModelSpec, *, draft_vocab_size: int = 32000, parallel: bo
         layout="flat", hidden_size=target.hidden_size, target_hidden_size=target.hidden_size, num_layers=1,
         num_heads=target.num_heads, num_kv_heads=target.num_kv_heads, head_dim=target.head_dim,
         intermediate_size=target.intermediate_size, vocab_size=target.vocab_size, draft_vocab_size=vocab,
-        tap_layers=(2, target.num_layers // 2, target.num_layers - 3), rms_eps=target.rms_eps, rope=target.rope, windows=(None,),
+        tap_layers=usual_taps(target.num_layers), rms_eps=target.rms_eps, rope=target.rope, windows=(None,),
         qkv_bias=False, o_bias=False, mlp_bias=False, fc_bias=False, qk_norm=False, norm_before_residual=False, input_norm=False,
         fc_norm=False, feed_normed=False, own_embedding=False, own_head=True, mapped=vocab < target.vocab_size,
         mask_token_id=target.vocab_size - 1 if parallel else None,
     )  # fmt: skip
+
+
+def usual_taps(num_layers: int) -> tuple[int, ...]:
+    """Low, middle and high as published heads have them; of a model too shallow for that the last three boundaries."""
+    usual = (2, num_layers // 2, num_layers - 3)
+    fits = len(set(usual)) == 3 and min(usual) >= 0 and max(usual) <= num_layers
+    return usual if fits else tuple(range(max(0, num_layers - 2), num_layers + 1))
 
 
 def head_bytes(spec: HeadSpec, dtype: torch.dtype) -> int:

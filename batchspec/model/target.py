@@ -93,8 +93,10 @@ class Target:
         keys_only  nothing but K/V is asked for: the last layer stops there, and what is returned means nothing
         window     newest keys that any layer reads, beside the first `sink` ones; layers with a smaller window keep theirs
         Returns hidden [T, H], or [R, H] with ends_only, behind the final norm, ready for `logits`, and the taps
-        [T, len(taps) * H], or None without any.
+        [T, len(taps) * H], or None without any. Raises ValueError for taps that are no different boundaries.
         """
+        if len(set(taps)) < len(taps) or not all(0 <= tap <= self.spec.num_layers for tap in taps):
+            raise ValueError(f"taps {taps} must be different boundaries in 0 .. {self.spec.num_layers}")
         residual = self._embedding.index_select(0, batch.token_ids)
         rope = rope_of(batch.positions, self._freqs, self.spec.rope.attention_factor, self.dtype)
         kv = cache.layer(0)

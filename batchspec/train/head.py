@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from batchspec.draft.formats import HeadSpec
-from batchspec.draft.weights import Head, dummy_spec, load_head
+from batchspec.draft.weights import Head, dummy_spec, load_head, usual_taps
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
@@ -43,13 +43,6 @@ def new_spec(
             f"train.taps={list(chosen)}: readers take ids that begin with 1 for outputs of layers; put another first"
         )
     return replace(spec, tap_layers=chosen)
-
-
-def usual_taps(num_layers: int) -> tuple[int, ...]:
-    """Low, middle and high as published heads have them; of a model too shallow for that the last three boundaries."""
-    usual = (2, num_layers // 2, num_layers - 3)
-    fits = len(set(usual)) == 3 and min(usual) >= 0 and max(usual) <= num_layers
-    return usual if fits else tuple(range(max(0, num_layers - 2), num_layers + 1))
 
 
 def new_network(spec: HeadSpec, target: Target, hot: Tensor, *, seed: int) -> HeadNetwork:
