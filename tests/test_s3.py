@@ -18,6 +18,7 @@ import pytest
 from batchspec.config import InputConfig
 from batchspec.errors import ConfigError, InputError, OutputError, StorageError
 from batchspec.io import retry
+from batchspec.io.aws import filesystem
 from batchspec.io.backends import open_store
 from batchspec.io.reader import Source, open_source
 from batchspec.io.s3 import S3Store
@@ -214,9 +215,44 @@ def test_what_does_not_pass_is_said_at_once(lab: Lab) -> None:
     with pytest.raises(StorageError, match=r"looking for s3://lab/in failed: .*ACCESS_DENIED.*AWS_PROFILE"):
         source_of("in")
     assert time.monotonic() - began < AT_ONCE_S
-    lab.faults.before = Faults().before
-    with pytest.raises(StorageError, match="no such bucket; make it"):
-        S3Store("s3://elsewhere/out").put("x", b"")
+
+
+@pytest.mark.parametrize("bucket", ["elsewhere", "no name of one!"])
+def test_a_bucket_that_is_not_there_is_bad_input_and_named(lab: Lab, monkeypatch: pytest.MonkeyPatch, bucket: str) -> None:
+    """Though a HEAD does not tell a missing bucket from a missing object."""
+    set_times(monkeypatch, DEADLINE_S=0.0)  # what would be tried again is a StorageError then
+    message = rf"{bucket}.*: there is no bucket {bucket}; make it or name another$"
+    out: Any = f"s3://{bucket}/out"
+    for act in (
+        lambda: S3Store(out).put("x", b""),
+        lambda: S3Store(out).read("x"),
+        lambda: new_folder(out, 4, 2),
+        lambda: OutputFolder(out).manifest,
+        lambda: job_stats(out),
+    ):
+        with pytest.raises(OutputError, match=message) as caught:
+            act()
+        assert caught.value.exit_code == 2
+    for path in ("", "/in", "/in/a.parquet", "/in/*.parquet", "/*/**"):
+        with pytest.raises(InputError, match=message) as refused:
+            open_source(InputConfig(path=f"s3://{bucket}{path}"))
+        assert refused.value.exit_code == 2
+
+
+def test_a_bucket_whose_region_is_asked_for_and_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(bucket: str) -> str:
+        raise OSError(said.format(bucket=bucket))
+
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/dev/null")
+    monkeypatch.setattr("batchspec.io.aws.pafs.resolve_s3_region", resolve)
+    said = "Bucket '{bucket}' not found"
+    with pytest.raises(InputError, match="s3://elsewhere: there is no bucket elsewhere; make it or name another"):
+        filesystem("elsewhere")
+    said = "When resolving region for bucket '{bucket}': AWS Error NETWORK_CONNECTION"
+    with pytest.raises(StorageError, match="s3://elsewhere: no answer"):
+        filesystem("elsewhere")
 
 
 def test_an_unknown_profile_and_a_bad_endpoint_are_config_errors(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

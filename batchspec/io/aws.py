@@ -21,6 +21,7 @@ DENIED = ("AccessDenied", "Forbidden", "403", "401", "InvalidAccessKeyId", "Sign
 SENT_AGAIN = ("SlowDown", "RequestTimeout", "BadDigest", "Throttling", "InternalError", "ConditionalRequestConflict")
 """Codes that pass, whatever their status: too fast, too slow, damaged on the way, or two conditional requests at once."""
 GONE = "{name} is not there any more; put it back or leave it out of input.path"
+NO_BUCKET = "{where}: there is no bucket {bucket}; make it or name another"
 
 
 SAID = ("ETag", "ContentLength", "IsTruncated", "KeyCount", "Name")
@@ -54,13 +55,18 @@ def settings() -> Settings:
 
 
 def filesystem(bucket: str, attempts: int = 1) -> pafs.FileSystem:
-    """Arrow's view of S3, for reading; `attempts` is how often it sends a request by itself."""
+    """Arrow's view of S3, for reading; `attempts` is how often it sends a request by itself.
+
+    Raises InputError where there is no such bucket and its region had to be asked for, ConfigError, StorageError.
+    """
     place = settings()
     region = place.region
     if region is None and place.endpoint is None:
         try:
             region = pafs.resolve_s3_region(bucket)
         except OSError as error:
+            if str(error) == f"Bucket '{bucket}' not found":  # Arrow has no other word for it
+                raise InputError(NO_BUCKET.format(where=f"s3://{bucket}", bucket=bucket)) from error
             raise StorageError(f"s3://{bucket}: no answer ({reason(error)}); check the bucket's name and the network") from error
     scheme, mark, host = (place.endpoint or "https://").partition("://")
     if scheme not in ("http", "https") or not mark:
@@ -116,7 +122,7 @@ def passing(error: Exception) -> bool:
     from urllib3.exceptions import HTTPError
 
     if isinstance(error, boto.ClientError):
-        number, code = status(error) or 0, error.response.get("Error", {}).get("Code", "")
+        number, code = status(error) or 0, _code(error)
         return code in SENT_AGAIN or number in (408, 409, 429) or number >= 500
     return isinstance(error, boto.HTTPClientError | boto.ConnectionError | boto.IncompleteReadError | HTTPError)
 
@@ -144,6 +150,13 @@ def head(bucket: str, key: str) -> tuple[int, str]:
     return int(found["ContentLength"]), str(found["ETag"])
 
 
+def no_bucket(error: Exception) -> bool:
+    """Whether boto3 says that there is no such bucket, or that none can have such a name."""
+    import botocore.exceptions as boto
+
+    return isinstance(error, boto.ParamValidationError) or _code(error) == "NoSuchBucket"
+
+
 def status(error: Exception) -> int | None:
     """Of HTTP, where there was an answer."""
     response = getattr(error, "response", None) or {}
@@ -151,11 +164,14 @@ def status(error: Exception) -> int | None:
     return number
 
 
-def refusal(error: Any) -> str:
+def refusal(error: Exception) -> str:
     """What the store did not like and what to do about it; never its whole answer, which may quote what was signed."""
-    code = str(getattr(error, "response", {}).get("Error", {}).get("Code", "")) or type(error).__name__
+    code = _code(error) or type(error).__name__
     if code in DENIED or "Credential" in code or "Token" in code:
         return f"access denied ({code}); check the credentials (AWS_PROFILE, AWS_ACCESS_KEY_ID, ...) and the bucket's policy"
-    if code == "NoSuchBucket":
-        return "there is no such bucket; make it or name another"
     return f"{code}: {reason(error)}; check the bucket and the store"
+
+
+def _code(error: Exception) -> str:
+    """The store's own word for what is wrong; empty where there was no answer."""
+    return str(getattr(error, "response", {}).get("Error", {}).get("Code", ""))

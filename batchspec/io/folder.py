@@ -51,6 +51,7 @@ class JobFolder:
         """The job's manifest. Raises OutputError where the folder holds no job."""
         if self._manifest is None:
             if not self.is_job():
+                self._store.check_bucket()
                 raise OutputError(f"{self.path} holds no batchspec job; give the output.dir of a run")
             first = Manifest.from_json(self._store.read(MANIFEST), f"{self.path}/{MANIFEST}")
             if not first.ready:

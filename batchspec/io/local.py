@@ -71,6 +71,9 @@ class LocalStore:
         if why:
             raise ConfigError(f"output.dir {self.root} cannot be a folder to write to: {why}; choose another one, or mend that")
 
+    def check_bucket(self) -> None:
+        pass
+
     def probe(self) -> None:
         path = self._written("probe", b"")
         other = path.with_name(path.name + ".link")

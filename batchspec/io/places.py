@@ -8,6 +8,7 @@ import io
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Protocol, TypeVar
@@ -15,7 +16,7 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 import pyarrow.fs as pafs
 
 from batchspec.errors import ConfigError, InputError, StorageError
-from batchspec.io.aws import GONE, filesystem, head
+from batchspec.io.aws import GONE, NO_BUCKET, filesystem, head
 from batchspec.io.retry import arrow_passing, reason, retried
 
 T = TypeVar("T")
@@ -46,6 +47,9 @@ class Place(Protocol):
 
     def glob(self) -> tuple[Place, Iterator[Place]]:
         """The folder above the first wildcard, and every file that matches. `**` stands for any number of folders."""
+
+    def check_bucket(self) -> None:
+        """Raise InputError where the bucket that it should lie in is not there."""
 
     def stamp(self) -> Stamp:
         """Of the file as it is now, by its file system's own word. Raises InputError where it is gone, StorageError."""
@@ -92,6 +96,9 @@ class LocalPlace:
         paths = map(Path, glob.iglob(str(self.path), recursive=True))
         return LocalPlace(root), (LocalPlace(path) for path in paths if path.is_file())
 
+    def check_bucket(self) -> None:
+        pass
+
     def stamp(self) -> Stamp:
         try:
             with self.path.open("rb") as file:  # over NFS what `stat` says may be a minute old, and an open file's is not
@@ -132,6 +139,14 @@ class RemotePlace:
         if not root.is_dir():
             return root, iter(())
         return root, (file for file in root.files() if _matches(file.path.parts[len(above) :], pattern))
+
+    def check_bucket(self) -> None:
+        if self.scheme != "s3":
+            return
+        bucket = self.path.parts[0]
+        with suppress(StorageError):  # who may not look at a bucket may still read what lies in it
+            if self._at(PurePosixPath(bucket))._info().type == pafs.FileType.NotFound:
+                raise InputError(NO_BUCKET.format(where=f"input.path {self}", bucket=bucket))
 
     def stamp(self) -> Stamp:
         if self.scheme == "s3":

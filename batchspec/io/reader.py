@@ -231,9 +231,11 @@ def _find(entries: list[Any]) -> dict[str, Place]:
             above, matching = place.glob()
             root, files = above.path, _data_files(above.path, matching)
         else:
+            place.check_bucket()
             where = f" (the working folder is {Path.cwd()})" if isinstance(place, LocalPlace) else " and the bucket"
             raise InputError(f"input.path {entry}: does not exist; check the path{where}")
         if not files:
+            place.check_bucket()
             raise InputError(f"input.path {entry}: no Parquet or JSON-lines file there; names must end in .parquet or .jsonl")
         found += files
         roots.append(str(root))

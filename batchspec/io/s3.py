@@ -30,7 +30,7 @@ import pyarrow.dataset as ds
 import pyarrow.fs as pafs
 
 from batchspec.errors import ConfigError, OutputError, StorageError
-from batchspec.io.aws import client, filesystem, passing, refusal, status, whole
+from batchspec.io.aws import NO_BUCKET, client, filesystem, no_bucket, passing, refusal, status, whole
 from batchspec.io.retry import retried
 from batchspec.io.store import STALE_S, for_each, scanning, storing
 
@@ -58,6 +58,9 @@ class S3Store:
     def check_root(self) -> None:
         if self.exists(""):
             raise OutputError(f"output.dir {self.where} is an object and is no batchspec job; choose another folder")
+
+    def check_bucket(self) -> None:
+        self.list("")
 
     def probe(self) -> None:
         name = f"_batchspec/tmp/probe-{uuid.uuid4().hex}"
@@ -209,12 +212,11 @@ class S3Store:
 
         def act() -> dict[str, Any] | None:
             try:
-                found = whole(self._client.head_object(Bucket=self._bucket, Key=key))
+                return whole(self._client.head_object(Bucket=self._bucket, Key=key))
             except Exception as error:
                 if status(error) == 404:
                     return None
                 raise
-            return found
 
         return self._call(f"looking for {self._uri(name)}", act)
 
@@ -230,12 +232,14 @@ class S3Store:
             arguments["ContinuationToken"] = page["NextContinuationToken"]
 
     def _call(self, what: str, act: Callable[[], T]) -> T:
-        """`act` with retries; what boto3 raises as a StorageError in one line that names the object."""
+        """`act` with retries; what boto3 raises as a StorageError that names the object, an OutputError that names the bucket."""
         from botocore.exceptions import BotoCoreError, ClientError
 
         try:
             return retried(what, act, passing)
         except (BotoCoreError, ClientError) as error:
+            if no_bucket(error):
+                raise OutputError(NO_BUCKET.format(where=self.where, bucket=self._bucket)) from error
             raise StorageError(f"{what} failed: {refusal(error)}; run the same command again after that") from error
 
     def _key(self, name: str) -> str:

@@ -24,7 +24,10 @@ T = TypeVar("T")
 
 
 class Store(Protocol):
-    """Files under one root, by names such as `data/part-00042.parquet`. Every method may raise StorageError."""
+    """Files under one root, by names such as `data/part-00042.parquet`.
+
+    Every method may raise StorageError, and OutputError where the root's bucket is not there.
+    """
 
     method: str
     """How a name is taken; every process that works on one job uses the same."""
@@ -35,6 +38,9 @@ class Store(Protocol):
         """Raise ConfigError where the root cannot become a folder to write to, StorageError where a job lies in it and it is
         not to be written now. Leaves nothing behind.
         """
+
+    def check_bucket(self) -> None:
+        """Raise OutputError where the root's bucket is not there, which `exists` does not tell from a missing file."""
 
     def probe(self) -> None:
         """Try what the file system can do and set `method`."""
