@@ -10,7 +10,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 from batchspec import __version__
-from batchspec.errors import BatchspecError, Interrupted
+from batchspec.arguments import ArgumentParser
+from batchspec.errors import BatchspecError, ConfigError, Interrupted
 
 COMMANDS = {
     "run": ("batchspec.run", "run a job: Hydra overrides, e.g. +job=demo"),
@@ -57,22 +58,24 @@ def console() -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Hand the words behind the command to its module; returns the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _command(list(sys.argv[1:] if argv is None else argv))
+    except BatchspecError as error:
+        print(f"batchspec: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _command(words: list[str]) -> int:
     if words and words[0] in COMMANDS:
         module, _ = COMMANDS[words[0]]
-        try:
-            code: int = importlib.import_module(module).main(words[1:])
-        except BatchspecError as error:
-            print(f"batchspec: {error}", file=sys.stderr)
-            return error.exit_code
+        code: int = importlib.import_module(module).main(words[1:])
         return code
     if words and not words[0].startswith("-"):
         close = difflib.get_close_matches(words[0], COMMANDS, 1)
         hint = f"did you mean {close[0]}?" if close else f"commands: {', '.join(COMMANDS)}"
-        print(f"batchspec: {words[0]} is no command; {hint}", file=sys.stderr)
-        return 2
+        raise ConfigError(f"{words[0]} is no command; {hint}")
     lines = "\n".join(f"  {name:<8}{said}" for name, (_, said) in COMMANDS.items())
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="batchspec",
         usage="batchspec COMMAND ...",
         description=f"Offline batch inference: Parquet in, Parquet out.\n\ncommands:\n{lines}",

@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError  # type: ignore[import-untyped]
 
+from batchspec.arguments import ArgumentParser
 from batchspec.checks import check
 from batchspec.config import RunConfig, from_hydra, register, suggest, type_error, typed, unknown_key
 from batchspec.errors import BatchspecError, ConfigError, Interrupted
@@ -88,10 +89,10 @@ def launch(task: Callable[[RunConfig], int | None], overrides: Sequence[str], *,
         elif code == Interrupted.exit_code:
             sys.exit(code)
 
-    _, unknown = get_args_parser().parse_known_args(list(overrides))
-    flags = [word for word in unknown if word.startswith("-")]
-    if flags:
-        return _report(ConfigError(f"{flags[0]} is no option; keys are written without dashes, `--help` lists options and keys"))
+    try:
+        _check_options(overrides)
+    except ConfigError as error:
+        return _report(error)
     register()
     before, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = ["batchspec", *_seen_by_nodes(_open_dicts(overrides))]
@@ -107,6 +108,15 @@ def launch(task: Callable[[RunConfig], int | None], overrides: Sequence[str], *,
         if full is None:
             del os.environ["HYDRA_FULL_ERROR"]
     return codes[-1]
+
+
+def _check_options(words: Sequence[str]) -> None:
+    """Raise ConfigError for an option that Hydra's command line does not have, or whose value it does not take."""
+    parser = ArgumentParser(prog="batchspec run", parents=[get_args_parser()], add_help=False)
+    _, unknown = parser.parse_known_args(list(words))
+    flags = [word for word in unknown if word.startswith("-")]
+    if flags:
+        raise ConfigError(f"{flags[0]} is no option; keys are written without dashes, `--help` lists options and keys")
 
 
 def _checked(task: Callable[[RunConfig], int | None], cfg: DictConfig, require: Iterable[str]) -> int | None:

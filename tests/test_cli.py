@@ -46,6 +46,36 @@ def test_an_unknown_command_is_refused_with_a_suggestion(capsys: pytest.CaptureF
     assert "commands: run, plan, status, stats, verify, bench, doctor" in capsys.readouterr().err
 
 
+MISTAKES = {
+    "stats": "required: OUT; `batchspec stats --help`",
+    "report --by": "argument --by: expected one argument; `batchspec report --help`",
+    "inspect out id --sample x": "argument --sample: invalid int value: 'x'; `batchspec inspect --help`",
+    "status out --watch 0": "--watch 0: look at most once a second; `batchspec status --help`",
+    "verify out --dtype int8": "argument --dtype: invalid choice: 'int8' ",
+    "export out --to zip file": "argument --to: invalid choice: 'zip' ",
+    "export out file": "give OUT --to FORMAT FILE.jsonl, or --from-openai FILE.jsonl OUT.parquet; `batchspec export --help`",
+    "prompts": "required: FILE.parquet; `batchspec prompts --help`",
+    "doctor model --rows many": "argument --rows: invalid int value: 'many'; `batchspec doctor --help`",
+    "bench out.jsonl name --gen": "argument --gen: expected one argument; `batchspec bench --help`",
+    "bench --job-layer": "required: DIR; `batchspec bench --job-layer --help`",
+    "plan --config-dir": "argument --config-dir/-cd: expected one argument; `batchspec run --help`",
+    "submit --cfg all-of-it": "argument --cfg/-c: invalid choice: 'all-of-it' ",
+    "run --conf x": "ambiguous option: --conf could match ",
+    "train --layers": "--layers is no option of train; keys are written without dashes, `batchspec train --help`",
+    "--versoin": "unrecognized arguments: --versoin; `batchspec --help`",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_a_mistake_in_the_words_of_a_command_is_one_line(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words.split()) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("batchspec: ")
+    assert said.count("\n") == 1
+    assert MISTAKES[words] in said
+    assert "--help` " in said
+
+
 def test_help_has_a_line_for_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
     said = capsys.readouterr().out

@@ -206,7 +206,7 @@ def test_a_file_without_requests_is_refused(tmp_path: Path, text: str | None) ->
 
 @pytest.mark.parametrize("words", ["out", "out x", "out x --to chat --from-openai y", "--to chat x", "--from-openai y x z"])
 def test_half_a_command_is_refused(words: str) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises(ConfigError):
         main(words.split())
 
 

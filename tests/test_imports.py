@@ -17,9 +17,10 @@ EVERYONE = {"records", "errors", "config", "checks", "__version__"}
 MAY_IMPORT: dict[str, set[str]] = {
     "run": {"compose", "job", "cli", "cluster"},
     "cluster": {"io", "cli", "compose", "run", "packing", "work.signals"},
-    "cli": {"commands"},
+    "cli": {"arguments", "commands"},
     "api": {"compose", "job", "prepare", "work", "io", "packing", "model", "draft", "decode", "report", "commands"},
-    "compose": set(),
+    "compose": {"arguments"},
+    "arguments": set(),
     "drafters": {"adapt.limits", "packing.cost", "model", "draft"},
     "job": {"prepare", "work", "io", "packing", "report"},
     "work": {
@@ -38,6 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "adapt": {"train", "io", "draft", "model", "decode", "packing.memory"},
     "prepare": {"drafters", "adapt.limits", "io", "packing", "model", "draft", "decode", "report"},
     "commands": {
+        "arguments",
         "compose",
         "job",
         "prepare",

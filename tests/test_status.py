@@ -20,7 +20,7 @@ import torch
 
 from batchspec import run
 from batchspec.commands import status as command
-from batchspec.errors import Interrupted, OutputError, StorageError
+from batchspec.errors import ConfigError, Interrupted, OutputError, StorageError
 from batchspec.io import progress as progress_module
 from batchspec.io.claims import whoami
 from batchspec.io.progress import FOLDER, Beacon, RunProgress
@@ -192,7 +192,7 @@ def test_json_says_all_of_it_and_watching_ends_with_the_job(
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert (first["shards"], second["shards"], second["state"]) == (9, 10, "complete")
     assert first["runs"][0]["run"]["host"] == "node1"
-    with pytest.raises(SystemExit):
+    with pytest.raises(ConfigError, match="--watch 0: look at most once a second"):
         command.main([str(tmp_path), "--watch", "0"])
 
 

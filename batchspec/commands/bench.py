@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from batchspec.arguments import ArgumentParser
 from batchspec.checks import violation
 from batchspec.commands import bench_job, bench_rounds
 from batchspec.commands.bench_variants import HEAD_DRAFTERS, OPTIONS, Bench, Record, TransformersVariant, Variant, parse_options
@@ -80,9 +81,7 @@ def _write(args: argparse.Namespace, found: Sequence[tuple[str, Record, dict[str
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="batchspec bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(prog="batchspec bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("out", nargs="?", help="JSON lines file, appended to")
     add("name", nargs="?", help="written into each line")

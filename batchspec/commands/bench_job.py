@@ -12,7 +12,6 @@ apart from the budget.
 
 from __future__ import annotations
 
-import argparse
 import json
 import threading
 import time
@@ -27,6 +26,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchspec.arguments import ArgumentParser
 from batchspec.commands.workloads import COMMON, SHAPES
 from batchspec.compose import compose
 from batchspec.decode.engine import Engine, EngineTotals
@@ -56,8 +56,8 @@ SAMPLE_S = 0.5
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="batchspec bench --job-layer", description=__doc__.partition("\n")[0])
-    parser.add_argument("dir", type=Path, help="made anew: input, model/ and the job's output")
+    parser = ArgumentParser(prog="batchspec bench --job-layer", description=__doc__.partition("\n")[0])
+    parser.add_argument("dir", metavar="DIR", type=Path, help="made anew: input, model/ and the job's output")
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--tokenizer", type=Path, help="a model's folder: what its tokenizer takes for such rows, apart")
     args = parser.parse_args(argv)

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from batchspec import __version__
+from batchspec.arguments import ArgumentParser
 from batchspec.cache.flash import flashinfer
 from batchspec.commands.bench_variants import DRAFT_VOCAB, USUAL_DRAFT_VOCAB
 from batchspec.commands.probe import CONTEXTS, lines_of, probe
@@ -52,7 +53,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="batchspec doctor", description=__doc__)
+    parser = ArgumentParser(prog="batchspec doctor", description=__doc__)
     add = parser.add_argument
     add("model", metavar="MODEL", nargs="?", help=f"folder, hub id, config.json or {', '.join(SHAPES)} (with a usual head)")
     add("--draft-path", metavar="HEAD", help="folder or hub id of an EAGLE-3 head made for MODEL")

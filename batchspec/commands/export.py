@@ -25,6 +25,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchspec.arguments import ArgumentParser
 from batchspec.errors import ConfigError, InputError, OutputError
 from batchspec.io.openai import COLUMNS, Line, parse_request, response_line
 from batchspec.io.shards import OutputFolder
@@ -37,9 +38,7 @@ GROUP_ROWS = 8192
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the file and say what is in it and what is not. Raises OutputError, InputError, ConfigError, StorageError."""
-    parser = argparse.ArgumentParser(
-        prog="batchspec export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(prog="batchspec export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", metavar="OUT FILE", nargs="+", help="output folder and FILE.jsonl; or, alone, OUT.parquet")
     parser.add_argument("--to", choices=FORMATS, help="what to write the job's output as")
     parser.add_argument("--from-openai", metavar="FILE.jsonl", type=Path, help="requests to write as a batchspec input")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +9,7 @@ from typing import Any
 
 import polars as pl
 
+from batchspec.arguments import ArgumentParser
 from batchspec.errors import OutputError
 from batchspec.io.folder import part_name
 from batchspec.io.manifest import Manifest
@@ -29,7 +29,7 @@ SHOWN_APART = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the request; raises OutputError where the folder holds no job, the request or the sample is not there."""
-    parser = argparse.ArgumentParser(prog="batchspec inspect", description="One request of a job in full.")
+    parser = ArgumentParser(prog="batchspec inspect", description="One request of a job in full.")
     parser.add_argument("out", metavar="OUT", help="the job's output.dir")
     parser.add_argument("id", metavar="ID", help="request_id")
     parser.add_argument("--sample", type=int, default=0, metavar="N", help="which of its samples, from 0")

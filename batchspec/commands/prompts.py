@@ -24,6 +24,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchspec.arguments import ArgumentParser
 from batchspec.commands.export import target_file
 from batchspec.config import InputConfig
 from batchspec.errors import CheckpointError, ConfigError, InputError
@@ -38,9 +39,7 @@ Chat = list[dict[str, str]]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the file and say what is in it. Raises ConfigError, CheckpointError, InputError, OutputError."""
-    parser = argparse.ArgumentParser(
-        prog="batchspec prompts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(prog="batchspec prompts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("file", metavar="FILE.parquet", help="what to write: the input of a job")
     add("--open", metavar="MODEL", dest="model", help="folder or hub id of a chat model: rows that open a user's turn")

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
+from batchspec.arguments import ArgumentParser
 from batchspec.io.shards import OutputFolder
 from batchspec.report.page import write_report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Raises OutputError where there is nothing to show, ConfigError without the extra `report`."""
-    parser = argparse.ArgumentParser(prog="batchspec report", description="Write OUT/report.html: a job in pictures.")
+    parser = ArgumentParser(prog="batchspec report", description="Write OUT/report.html: a job in pictures.")
     parser.add_argument("out", metavar="OUT", help="the job's output.dir")
     parser.add_argument("--by", metavar="COLUMN", help="acceptance by the values of this output column too")
     args = parser.parse_args(argv)

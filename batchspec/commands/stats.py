@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 
+from batchspec.arguments import ArgumentParser
 from batchspec.report.stats import Acceptance, Extreme, JobStats, job_stats
 
 MAX_GROUPS = 20
@@ -14,7 +14,7 @@ MAX_GROUPS = 20
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the statistics of the job in OUT; raises OutputError where there are none."""
-    parser = argparse.ArgumentParser(prog="batchspec stats", description="Statistics of a job's committed output.")
+    parser = ArgumentParser(prog="batchspec stats", description="Statistics of a job's committed output.")
     parser.add_argument("out", metavar="OUT", help="the job's output.dir")
     parser.add_argument("--by", metavar="COLUMN", help="acceptance by the values of this output column too")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

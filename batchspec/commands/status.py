@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -11,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from tqdm import tqdm
 
+from batchspec.arguments import ArgumentParser
 from batchspec.commands.inspect import printable
 from batchspec.io.progress import BEAT_S
 from batchspec.io.shards import OutputFolder
@@ -24,7 +24,7 @@ HEADER = ("run", "state", "shards", "claims", "completions", "tok/s", "acceptanc
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the status, with --watch until the job is complete. Raises OutputError for what is no job, StorageError."""
-    parser = argparse.ArgumentParser(prog="batchspec status", description="How far a job is, over all of its runs.")
+    parser = ArgumentParser(prog="batchspec status", description="How far a job is, over all of its runs.")
     parser.add_argument("out", metavar="OUT", help="the job's output.dir")
     parser.add_argument("--watch", metavar="SECONDS", type=float, nargs="?", const=WATCH_S, help="again and again until the end")
     parser.add_argument("--json", action="store_true", help="print one JSON object, a line each time with --watch")

@@ -19,6 +19,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from batchspec.arguments import ArgumentParser
 from batchspec.config import DraftConfig, from_hydra
 from batchspec.decode.engine import Engine
 from batchspec.decode.prefill import Segment, flat_batch
@@ -50,10 +51,8 @@ class Difference:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="batchspec verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("out", help="output folder of a job that wrote token_ids")
+    parser = ArgumentParser(prog="batchspec verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", metavar="OUT", help="output folder of a job that wrote token_ids")
     parser.add_argument("--rows", type=int, default=20, help="completions to decode again, evenly spread; 0 is all")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float64"], help="of the second decoding; else the job's")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="of the second decoding; else the job's")
