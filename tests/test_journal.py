@@ -123,5 +123,6 @@ def test_a_damaged_segment_is_left_out_alone(tmp_path: Path, damage: Any) -> Non
     (first,) = (tmp_path / FOLDER).glob("a-*")
     first.write_bytes(damage(first.read_bytes()))
     (tmp_path / FOLDER / "notes").mkdir()
+    (tmp_path / FOLDER / "c-000000.json").mkdir()
     (tmp_path / FOLDER / "b-000000.json.bak").write_bytes(b"of somebody's editor")
     assert list(journal(tmp_path).read(skip=set()).completions) == [(8, 0)]

@@ -207,6 +207,20 @@ def test_a_failing_disk_is_a_storage_error_and_nothing_is_visible(
     assert leftovers(tmp_path) == []
 
 
+def test_what_another_put_in_the_place_of_a_file_or_a_folder_is_to_be_moved_away(tmp_path: Path) -> None:
+    here = store(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_bytes(b"")
+    for act in (
+        lambda: here.read("folder"),
+        lambda: here.list("file"),
+        lambda: here.put("file/x", b""),
+        lambda: here.delete_tree("file"),
+    ):
+        with pytest.raises(StorageError, match=rf"{tmp_path}/f.*; nothing committed is lost: move away what stands in its place"):
+            act()
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("act", ["put_if_absent", "put", "replace"])
 def test_what_gets_a_name_is_on_the_disk_before_and_its_name_and_its_folder_are_behind(

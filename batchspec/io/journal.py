@@ -106,11 +106,11 @@ class Journal:
             found.snapshots.pop(key, None)
 
     def _segment(self, name: str) -> bytes:
-        """A segment; nothing where it is gone: the run that completed the job deletes them all."""
+        """A segment; nothing where it is gone, because the run that completed the job deletes them all, or is a folder."""
         try:
             return self._store.read(name)
-        except StorageError:
-            if self._store.exists(name):
+        except StorageError as error:
+            if self._store.exists(name) and not isinstance(error.__cause__, IsADirectoryError):
                 raise
             return b""
 

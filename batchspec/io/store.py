@@ -18,6 +18,8 @@ from batchspec.io.retry import reason
 STALE_S = 24 * 3600
 """A file is written in seconds: a temporary one untouched for this long has no writer any more."""
 AT_ONCE = 16
+IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR)
+"""Something of another's has a name of ours."""
 
 Item = TypeVar("Item")
 T = TypeVar("T")
@@ -101,9 +103,9 @@ def storing(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         code = errno.errorcode.get(error.errno or 0, "OSError")
+        cure = "move away what stands in its place" if error.errno in IN_THE_WAY else "free space or repair the file system"
         raise StorageError(
-            f"{what} failed: {error.strerror or error} ({code}); nothing committed is lost: "
-            "free space or repair the file system and run the same command again"
+            f"{what} failed: {error.strerror or error} ({code}); nothing committed is lost: {cure} and run the same command again"
         ) from error
 
 
