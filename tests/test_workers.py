@@ -46,7 +46,7 @@ def tokens(out: Path) -> dict[str, list[int]]:
     return dict(frame.select("request_id", "token_ids").iter_rows())
 
 
-def start(command: list[str], out: Path, *more: str) -> subprocess.Popen[str]:
+def start(command: list[str], out: Path | str, *more: str) -> subprocess.Popen[str]:
     words = [sys.executable, "-m", "batchspec.run", *command, f"output.dir={out}", *more]
     return subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
@@ -115,6 +115,17 @@ def test_what_all_workers_refuse_is_said_once(monkeypatch: pytest.MonkeyPatch, c
     said = capsys.readouterr().err
     assert said.count("batchspec: the input is empty") == 1
     assert sorted(line for line in said.splitlines() if "note" in line) == ["[0] note 0", "[1] note 1", "[2] note 2"]
+
+
+def test_how_a_job_that_is_done_is_looked_at_is_said_once(command: list[str], tmp_path: Path) -> None:
+    """Also where another folder was meant by the name, which the workers say in its short form."""
+    for out in (f"{tmp_path}/./out/", f"{tmp_path}/out"):
+        done = start(command, out, "cluster.workers=2", "device=cpu")
+        said = [re.sub(r"^\[[01]\] ", "", line) for line in done.communicate()[1].splitlines()]
+        assert done.returncode == 0
+        closing = [line for line in said if str(tmp_path / "out") in line]
+        assert len(closing) == len(set(closing)) >= 3
+        assert said.count(f"look at it:  batchspec stats {tmp_path / 'out'}") == 1
 
 
 def test_too_many_errors_in_one_worker_end_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

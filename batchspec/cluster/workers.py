@@ -78,7 +78,8 @@ class Crew:
 
     def __init__(self, config: RunConfig, devices: Sequence[str | None]) -> None:
         self._text, self._name = to_json(config), uuid.uuid4().hex
-        self._num = len(devices)
+        assert config.output.dir is not None
+        self._num, self._out = len(devices), OutputFolder(config.output.dir).path
         self._said: set[str] = set()
         self._lock = threading.Lock()
         self.asked: int | None = None
@@ -117,10 +118,12 @@ class Crew:
         return thread
 
     def _print(self, number: int, lines: IO[str]) -> None:
-        """A worker's lines behind its number; an error that all of them meet is said once."""
+        """A worker's lines behind its number; an error that all of them meet, and how a job that is done is looked at, once."""
+        done = False
         for line in lines:
             with self._lock:
-                if line.startswith("batchspec: ") and self.asked is None:
+                done = done or line.startswith(f"{self._out}: ")
+                if done or (line.startswith("batchspec: ") and self.asked is None):
                     if line in self._said:
                         continue
                     self._said.add(line)
