@@ -118,7 +118,7 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             "model.think_tokens": None if think is None else (think.begin_id, think.end_id),
             **{f"decode.{key}": value for key, value in decode.items()},
             "draft.synthetic": config.draft.synthetic,
-            "input.files": [(file.name, file.size_bytes, file.num_rows, file.digest) for file in job.source.files],
+            "input.files": [file.identity for file in job.source.files],
             "input.columns": dict(sorted(job.columns.names.items())),
             **{f"input.{key}": getattr(config.input, key) for key in ("chat", "overlong", "limit", "template_kwargs")},
             "output.schema": [(field.name, str(field.type)) for field in schema],

@@ -173,7 +173,7 @@ def _facts(run: TrainRun, spec: ModelSpec, folder: Path, sources: list[Source]) 
     keys = {f"train.{key}": value for key, value in asdict(run.train).items() if key != "save_s"}
     weights = "dummy" if run.model.load == "dummy" else weight_files(folder).fingerprint
     files = [file for source in sources for file in source.files]
-    content = json.dumps([[file.name, file.size_bytes, file.num_rows, file.digest] for file in files])
+    content = json.dumps([file.identity for file in files])
     draft = {f"draft.{key}": getattr(run.draft, key) for key in ("path", "aux_layers", "max_len", "parallel")}
     model = {
         "model.dtype": run.model.dtype,

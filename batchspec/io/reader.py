@@ -33,6 +33,11 @@ class InputFile:
     digest: str
     """Two contents of one name, size and row count have different ones (see files.py)."""
 
+    @property
+    def identity(self) -> tuple[str, int, int, str]:
+        """What a job or a training that read it compares it by."""
+        return self.name, self.size_bytes, self.num_rows, self.digest
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unreadable:
