@@ -170,17 +170,18 @@ def _over_time(over: Course | None, *, drafted: bool) -> Iterator[str]:
     share = [float(part.sum() / max(over.slots, 1) / len(part)) for part in (over.live_rows, over.waiting, over.ending)]
     back = f" Rows were set back for want of pages {over.set_back:,} times." if over.set_back else ""
     keys = (
-        html.key("first", f"live {share[0]:.0%}")
+        html.key("first", f"live rows {share[0]:.0%}")
         + html.key("second", f"waiting for a refill or for pages {share[1]:.0%}")
         + html.key("third", f"no row left {share[2]:.0%}")
     )
     figures = [
         html.figure("Tokens a second", pictures.speed(over), f"Completion tokens.{joined}"),
-        html.figure("Slots", pictures.slots(over), keys + back),
+        html.figure("Live rows and free slots", pictures.slots(over), keys + back),
     ]
     if drafted:
-        said = html.key("first", "tokens a round") + html.key("second", "draft tokens a round") + "Means over live rows."
-        figures.append(html.figure("Drafting", pictures.drafting(over), said))
+        said = html.key("second", "draft tokens a round (K)") + html.key("first", "tokens a round (acceptance length)")
+        said += "Means over live rows; of a tree its levels are its K."
+        figures.append(html.figure("K and acceptance length", pictures.drafting(over), said))
     yield html.grid(figures)
 
 
@@ -268,4 +269,4 @@ def _runs(states: Sequence[RunStatus]) -> str:
         length = html.number(1 + run.accepted / run.rounds if run.rounds else None)
         lines.append((run.name, each.state, f"{run.shards:,}", f"{run.completions:,}", speed, length))
     more = f'<p class="note">The last {MAX_LINES} of {len(states):,}.</p>' if len(states) > MAX_LINES else ""
-    return html.table(("run", "end", "shards", "completions", "tok/s", "a round"), lines) + more
+    return html.table(("run", "end", "shards", "completions", "tok/s", "tokens a round"), lines) + more

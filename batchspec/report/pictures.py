@@ -104,7 +104,7 @@ def slots(course: Course) -> str:
 
 
 def drafting(course: Course) -> str:
-    """Draft tokens a round (K as it was) and tokens a round over time."""
+    """Draft tokens a round (K) and tokens a round (acceptance length) over time, means over live rows."""
     figure, axes = _over_time(course)
     highest = 1.0
     for values, colour in ((course.draft_len, SECOND), (course.acceptance_length, FIRST)):

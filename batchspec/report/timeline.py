@@ -143,8 +143,9 @@ class Course:
     waiting: Floats
     """Slots without one though rows were left: before a refill, or for want of pages."""
     draft_len: Floats
-    """Draft tokens a row and round; NaN where there was no round."""
+    """K as it was: draft tokens a row and round (of a tree its levels); NaN where there was no round."""
     acceptance_length: Floats
+    """Tokens a row and round; NaN too."""
     set_back: int
     slots: int
 
