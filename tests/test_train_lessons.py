@@ -150,25 +150,37 @@ def test_places_of_prompts_are_learnt_where_that_is_asked_for() -> None:
     assert found[1] == [(r, t) for r, row in enumerate(rows) for t in range(len(row.ids) - 1)]
 
 
-def test_the_loss_is_the_weighted_cross_entropy_with_the_targets_own_distributions() -> None:
-    target, teacher, network, rows = tiny()
+@pytest.mark.parametrize(("missed", "heat"), [(1.0, 1.0), (0.25, 0.5), (0.0, 1.0)])
+def test_the_loss_is_the_weighted_cross_entropy_with_the_targets_own_distributions(missed: float, heat: float) -> None:
+    target, plain, network, rows = tiny()
+    teacher = Teacher(target, plain.taps, plain.hot, torch.float64, heat=heat)
+    with torch.no_grad():  # so that the head is right here and there
+        network.lm_head.weight.copy_(target.embedding[teacher.hot])
     ahead, decay = 3, 0.7
-    loss, matches = draft_loss(network, teacher.lesson(rows), ahead=ahead, decay=decay)
+    loss, matches = draft_loss(network, teacher.lesson(rows), ahead=ahead, decay=decay, missed=missed)
     expected = torch.zeros((), dtype=torch.float64)
     hot = teacher.hot.cpu()
+    wrong: set[tuple[int, int]] = set()
     for step in range(ahead):
         nats, hits = [], []
-        for row in rows:
+        for r, row in enumerate(rows):
             for place in range(row.prompt_len - 1, len(row.ids) - 1):
+                at = place - 1 - step
                 choice = full_logits(target, row.ids[: place + 1].tolist()).double()
-                if place - 1 - step < 0 or int(choice.argmax()) not in hot.tolist():
-                    continue
-                said = reference_logits(network, target, row, place - 1 - step, step)
-                nats.append(cross_entropy(said[None], choice[hot].softmax(-1)[None]))
-                hits.append(float(hot[said.argmax()] == choice.argmax()))
+                if at >= 0 and int(choice.argmax()) not in hot.tolist():
+                    wrong.add((r, at))
+                elif at >= 0:
+                    said = reference_logits(network, target, row, at, step)
+                    nats.append(cross_entropy(said[None], (choice[hot] / heat).softmax(-1)[None]))
+                    nats[-1] = nats[-1] * (missed if (r, at) in wrong else 1)
+                    right = bool(hot[said.argmax()] == choice.argmax())
+                    hits.append(float(right and (missed == 1 or (r, at) not in wrong)))
+                    wrong |= set() if right else {(r, at)}
         assert len(nats) > 3
         expected = expected + decay**step * torch.stack(nats).mean()
         assert float(matches[step]) == pytest.approx(np.mean(hits))
+    assert wrong
+    assert float(matches[0]) > 0
     assert float(loss.detach()) == pytest.approx(float(expected), abs=1e-6)
 
 
@@ -182,6 +194,8 @@ def test_the_gradient_of_the_chunked_cross_entropy_is_that_of_autograd(monkeypat
     weights = torch.tensor([1.0, 0, 1, 1, 0, 1, 1, 1, 0, 1], dtype=torch.float64)
     apply: Any = SoftCrossEntropy.apply
     found = torch.autograd.grad(apply(hidden, head, probs, probs.argmax(-1), weights)[0] * 3, (hidden, head))
+    agrees = apply(hidden, head, probs, probs.argmax(-1), weights)[1]
+    assert torch.equal(agrees, weights * ((hidden @ head.t()).argmax(-1) == probs.argmax(-1)))
     plain = -((probs * (hidden @ head.t()).log_softmax(-1)).sum(-1) * weights).sum() * 3
     for one, other in zip(found, torch.autograd.grad(plain, (hidden, head)), strict=True):
         assert torch.allclose(one, other)

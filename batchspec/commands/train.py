@@ -157,7 +157,9 @@ def _course(
     # On a GPU a bf16 target's head learns by bf16 products (loop.py), which read features as the target puts them out.
     narrow = target.device.type == "cuda" and target.dtype is torch.bfloat16
     dtype = target.dtype if narrow else torch.promote_types(target.dtype, torch.float32)
-    teacher = Teacher(target, network.spec.tap_layers, torch.from_numpy(ids), dtype, prompts=run.train.prompts)
+    teacher = Teacher(
+        target, network.spec.tap_layers, torch.from_numpy(ids), dtype, prompts=run.train.prompts, heat=run.train.temperature
+    )
     return Course(
         config=run.train, network=network, teacher=teacher, rows=trained, held_out=held_out, batches=batches,
         draft_len=run.draft.max_len, folder=out, say=say, curves={"loss": [], "acceptance": []},

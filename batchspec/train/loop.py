@@ -95,7 +95,9 @@ class Course:
             group["lr"] = learning_rate(step, len(self.batches), self.config.lr)
         lesson = self.teacher.lesson(batch)
         with self._cast():
-            loss, matches = draft_loss(self.network, lesson, ahead=self.config.ahead, decay=self.config.decay)
+            loss, matches = draft_loss(
+                self.network, lesson, ahead=self.config.ahead, decay=self.config.decay, missed=self.config.missed
+            )
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(self.network.parameters(), self.config.clip)

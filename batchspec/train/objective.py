@@ -1,7 +1,9 @@
 """What a draft head is taught: at each draft step the target's distribution over the draft vocabulary.
 
 loss = sum over steps k of decay^k * mean over places of cross entropy(target's distribution, head's at step k): Li et al. 2025,
-arXiv 2503.01840 (training-time test). Places whose likeliest token the head cannot draft are left out, as SpecForge does.
+arXiv 2503.01840 (training-time test). Places whose likeliest token the head cannot draft are left out, as SpecForge does. What
+follows a wrong draft is thrown away by a round, so it can count less: a small head then learns what can be accepted (Hu et al.
+2025, GRIFFIN, arXiv 2502.11018, which leaves such places out).
 N places, V' draft vocabulary, H hidden.
 """
 
@@ -21,11 +23,11 @@ _CHUNK = 16384
 
 
 class SoftCrossEntropy(torch.autograd.Function):
-    """Sum over places of weight * cross entropy(probs, softmax(hidden @ head.T)), and how many weighted argmaxes agree.
+    """Sum over places of weight * cross entropy(probs, softmax(hidden @ head.T)), and where weighted argmaxes agree.
 
     hidden [N, H], head [V', H] of one dtype; probs [N, V'] rows of sum 1; best_ids int64 [N] their likeliest columns; weights
-    [N].
-    Returns two scalars, fp32 at least. The gradient is made chunk by chunk on the way forward, so that no logits are kept.
+    [N]. Returns a scalar and [N] the weight where the head's likeliest column is best_ids, else 0; fp32 at least.
+    The gradient is made chunk by chunk on the way forward, so that no logits are kept.
     """
 
     @staticmethod
@@ -42,9 +44,8 @@ class SoftCrossEntropy(torch.autograd.Function):
             torch.mm(grad, head, out=grad_hidden[part])
             grad_head += grad.t() @ hidden[part]
         ctx.save_for_backward(grad_hidden, grad_head.to(head.dtype))
-        total = hits.sum()
-        ctx.mark_non_differentiable(total)
-        return nats.sum(), total
+        ctx.mark_non_differentiable(hits)
+        return nats.sum(), hits
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
@@ -52,24 +53,33 @@ class SoftCrossEntropy(torch.autograd.Function):
         return grad_hidden * grads[0].to(grad_hidden.dtype), grad_head * grads[0].to(grad_head.dtype), None, None, None
 
 
-def draft_loss(network: HeadNetwork, lesson: Lesson, *, ahead: int, decay: float) -> tuple[Tensor, Tensor]:
-    """The loss (a scalar), and per draft step the share of places where head and target agree on the likeliest, fp32 [ahead].
+def draft_loss(network: HeadNetwork, lesson: Lesson, *, ahead: int, decay: float, missed: float = 1.0) -> tuple[Tensor, Tensor]:
+    """The loss (a scalar), and fp32 [ahead] the share of places where a draft step and the target agree on the likeliest token.
+
+    missed  what a place counts behind an earlier step, from the same place, whose likeliest token was wrong;
+            below 1 such places are no agreement
 
     Place u is learnt by step k at place u-1-k, which has read the tokens up to u (masks for the last k of them, in a parallel
     head). Does not synchronise.
     """
     loss = lesson.known.new_zeros(())
     matches = []
-    length = lesson.embedded.shape[1]
+    count, length = lesson.embedded.shape[:2]
+    right = lesson.known.new_ones(count * length + 1)  # so far, by where a step stands; the last stands for all before a row
     for k, hidden in enumerate(network(lesson.embedded, lesson.features, ahead)):
         places = lesson.places - 1 - k
-        weights = lesson.known * (places >= 0)
-        total = weights.sum().clamp_min(1.0)
-        learnt = hidden.flatten(0, 1).index_select(0, lesson.rows * length + places.clamp_min(0))
+        known = lesson.known * (places >= 0)
+        at = torch.where(places >= 0, lesson.rows * length + places, count * length)
+        reached = right.index_select(0, at)
+        total = known.sum().clamp_min(1.0)
+        learnt = hidden.flatten(0, 1).index_select(0, at.clamp_max(count * length - 1))
         head = network.lm_head.weight.to(learnt.dtype)
         nats, hits = SoftCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            learnt, head, lesson.probs, lesson.best_ids, weights
+            learnt, head, lesson.probs, lesson.best_ids, known * (missed + (1 - missed) * reached)
         )
         loss = loss + decay**k * nats / total
-        matches.append(hits / total)
+        agrees = (hits > 0) * reached
+        if missed < 1:
+            right = right.index_copy(0, at, agrees.to(right.dtype))
+        matches.append(agrees.sum() / total)
     return loss, torch.stack(matches).detach()

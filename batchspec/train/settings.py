@@ -48,6 +48,10 @@ class TrainConfig:
     parallel head each behind one mask more. At least the K that jobs will draft with."""
     decay: float = 0.8
     """Weight of each draft step relative to the one before."""
+    missed: float = 1.0
+    """What a place counts behind a wrong draft of an earlier step, which a round would throw away; 0 leaves it out."""
+    temperature: float = 1.0
+    """Of the target's distributions that are learnt; below 1 the likeliest token counts for more, as in greedy jobs."""
     lr: float = 1e-3
     """Highest learning rate: reached after 2 % of the steps, then a cosine down to a tenth."""
     clip: float = 0.5
@@ -92,6 +96,8 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "train.mask_token": (0, math.inf, "null chooses one"),
     "train.ahead": (1, 16, "6 is usual"),
     "train.decay": (math.ulp(0.0), 1.0, "1 weighs all draft steps alike"),
+    "train.missed": (0.0, 1.0, "1 weighs all places alike"),
+    "train.temperature": (0.01, 100.0, "1 is the target's own distribution"),
     "train.lr": (math.ulp(0.0), 1.0, "1e-3 is usual"),
     "train.clip": (math.ulp(0.0), math.inf, "0.5 is usual"),
     "train.epochs": (1, math.inf, "4 is usual"),

@@ -52,11 +52,21 @@ class Teacher:
     hot      int64 [V'] rising target ids of the draft vocabulary
     dtype    of features and embeddings
     prompts  places of the prompts are learnt too: the target has an opinion on every token, whoever wrote it
+    heat     temperature of the distributions that are learnt; below 1 the likeliest token counts for more
     """
 
-    def __init__(self, target: Target, taps: tuple[int, ...], hot: Tensor, dtype: torch.dtype, *, prompts: bool = False) -> None:
+    def __init__(
+        self,
+        target: Target,
+        taps: tuple[int, ...],
+        hot: Tensor,
+        dtype: torch.dtype,
+        *,
+        prompts: bool = False,
+        heat: float = 1.0,
+    ) -> None:
         self.target, self.taps, self.hot, self.dtype = target, taps, hot.to(target.device), dtype
-        self._prompts = prompts
+        self._prompts, self._heat = prompts, heat
         self._known = torch.zeros(target.spec.vocab_size, device=target.device).index_fill_(0, self.hot, 1.0)
 
     def lesson(self, rows: Sequence[Row], *, probs: bool = True) -> Lesson:
@@ -112,7 +122,7 @@ class Teacher:
             part = slice(at, at + _CHUNK)
             logits = self.target.logits(hidden[part])
             likeliest[part] = logits.argmax(-1)
-            probs[part] = logits.index_select(1, self.hot).softmax(-1)
+            probs[part] = logits.index_select(1, self.hot).div_(self._heat).softmax(-1)
         return likeliest, probs
 
 
