@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 
 from batchspec.config import RunConfig
 from batchspec.io.generations import Generation
-from batchspec.io.journal import Journaled
+from batchspec.io.journal import Journaled, saved_rows
 from batchspec.io.reader import Source
 from batchspec.io.shards import OutputFolder
 from batchspec.packing.survey import Survey
@@ -107,8 +107,9 @@ def compute(
         if again and output.generation is not None:
             progress.phase(f"{len(output.missing())} of {output.num_shards} shards are written anew; the other rows stay")
             job = replace(job, admission=Rebuild(job, output, output.generation))
-        elif finished:
-            progress.phase(f"{len(finished)} of {output.num_shards} shards are committed already; the rest is computed")
+        elif finished or journaled.num_rows:
+            saved = saved_rows(journaled.num_rows, journaled.snapshots.values())
+            progress.phase(f"{len(finished)} of {output.num_shards} shards are committed already, {saved}; the rest is computed")
         part = Part(job, output, fitted, seen, progress, journaled, num_errors, adaptation)
         part.run()
     totals = fitted.engine.totals

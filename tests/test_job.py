@@ -186,7 +186,7 @@ def test_ctrl_c_says_how_to_go_on_and_exits_75(model: Path, data: Path, finished
     stopped = run_until_second_commit(command, "SIGINT")
     assert stopped.returncode == 75
     said = stopped.stderr.splitlines()[-1]
-    assert re.search(r"SIGINT: [2-9] of 11 shards are committed, \d+ more rows are saved; run the same command again", said), said
+    assert re.search(r"SIGINT: [2-9] of 11 shards are committed, \d+ more rows are saved.*; run the same command", said), said
     assert run.main(command) == 0
     assert tokens(tmp_path / "out") == tokens(finished)
 
@@ -212,13 +212,17 @@ def test_a_signal_saves_finished_and_unfinished_rows_and_the_next_run_goes_on_wi
 ) -> None:
     """Three signals in turn, as a batch system sends them; one shard holds everything, so none is committed before the end."""
     command = arguments(model, data, tmp_path / "out", "draft=lookup", "packing.slots=4", "output.shard_rows=22")
-    left = []
+    rows = r"([1-9]\d* more rows are saved, [1-4] of them unfinished with [1-9]\d* tokens)"
+    left, said = list[int](), list[str]()
     for name, rounds in (("SIGTERM", 5), ("SIGUSR1", 8), ("SIGUSR2", 8)):
         stopped = run_until_round(command, name, rounds)
         assert stopped.returncode == 75, stopped.stderr
-        assert f"{name}: 0 of 1 shards are committed" in stopped.stderr.splitlines()[-1]
+        said += re.findall(rf"{name}: 0 of 1 shards are committed, {rows};", stopped.stderr.splitlines()[-1])
         left.append(sum(path.stat().st_size for path in (tmp_path / "out/_batchspec/journal").iterdir()))
+        if len(left) == 2:  # of a second one the rows lie beside those of the first
+            assert f"0 of 1 shards are committed already, {said[0]}; the rest is computed" in stopped.stderr
     assert left == sorted(left)
+    assert len(said) == 3
     assert not list((tmp_path / "out/data").glob("*"))
     assert run.main(command) == 0
     assert tokens(tmp_path / "out") == tokens(finished)

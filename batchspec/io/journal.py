@@ -13,7 +13,7 @@ import json
 import re
 import time
 import zlib
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -37,6 +37,10 @@ class Journaled:
     completions: dict[Key, Completion] = field(default_factory=dict)
     snapshots: dict[Key, Snapshot] = field(default_factory=dict)
 
+    @property
+    def num_rows(self) -> int:
+        return len(self.completions) + len(self.snapshots)
+
     def known(self, entry: Request | Completion) -> Request | Completion:
         """What admission gave, or what earlier runs made of it: the finished row, or the request that goes on where it was."""
         if isinstance(entry, Completion):
@@ -44,6 +48,13 @@ class Journaled:
         key = entry.row_index, entry.sample_index
         snapshot = self.snapshots.get(key)
         return self.completions.get(key) or (entry if snapshot is None else replace(entry, resumed=snapshot))
+
+
+def saved_rows(num_rows: int, unfinished: Collection[Snapshot]) -> str:
+    """How many rows are saved, in words; `unfinished` are some of them."""
+    tokens = sum(len(snapshot.tokens) for snapshot in unfinished)
+    some = f", {len(unfinished):,} of them unfinished with {tokens:,} tokens" if unfinished else ""
+    return f"{num_rows:,} more rows are saved{some}"
 
 
 class Journal:

@@ -10,7 +10,7 @@ from batchspec.cluster import slurm
 from batchspec.errors import InputError, Interrupted, TooManyErrors
 from batchspec.io.claims import BEAT_S
 from batchspec.io.commits import commit_beside
-from batchspec.io.journal import Journaled
+from batchspec.io.journal import Journaled, saved_rows
 from batchspec.io.progress import Beacon
 from batchspec.io.reader import InputShard
 from batchspec.io.shards import OutputFolder
@@ -69,12 +69,13 @@ class Part:
                     if self._deadline.reached and not asked.name:
                         asked.name = "time limit"
             except KeyboardInterrupt:  # the second one: the engine's rows are as they are
-                saved = self._journal.flush()
+                saved = saved_rows(self._journal.flush(), ())
             else:
-                saved = self._journal.flush(self.fitted.engine.unfinished()) if asked.name else 0
+                left = self.fitted.engine.unfinished() if asked.name else []
+                saved = saved_rows(self._journal.flush(left) if asked.name else 0, left)
             if asked.name is not None and self.output.missing():
                 shards = f"{len(self.output.finished())} of {self.output.num_shards} shards are committed"
-                raise Interrupted(f"{asked.name}: {shards}, {saved} more rows are saved; run the same command again to go on")
+                raise Interrupted(f"{asked.name}: {shards}, {saved}; run the same command again to go on")
 
     def _pass(self, others: set[int], timeline: Timeline) -> None:
         """Decode and commit what can be claimed, but for `others`. Where memory runs out the next pass has a smaller batch."""
