@@ -161,6 +161,16 @@ def test_the_page_says_what_the_job_did(tmp_path: Path) -> None:
         assert said in text, said
 
 
+def test_runs_side_by_side_share_the_slots_of_both(tmp_path: Path) -> None:
+    folder = job(tmp_path, mixed())
+    record(folder)
+    record(OutputFolder(tmp_path))
+    text = report(tmp_path)
+    assert "2 runs" in text
+    assert "live rows 75%" in text
+    assert "no row left 12%" in text
+
+
 def test_what_users_and_models_wrote_stays_text(tmp_path: Path) -> None:
     job(tmp_path, mixed())
     text = report(tmp_path)

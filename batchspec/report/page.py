@@ -167,7 +167,8 @@ def _over_time(over: Course | None, *, drafted: bool) -> Iterator[str]:
         return
     runs = len(over.starts_s)
     joined = f" {runs} runs, the pauses between them cut out; a dotted line marks where one began." if runs > 1 else ""
-    share = [float(part.sum() / max(over.slots, 1) / len(part)) for part in (over.live_rows, over.waiting, over.ending)]
+    sums = [float(part.sum()) for part in (over.live_rows, over.waiting, over.ending)]
+    share = [part / (sum(sums) or 1) for part in sums]
     back = f" Rows were set back for want of pages {over.set_back:,} times." if over.set_back else ""
     keys = (
         html.key("first", f"live rows {share[0]:.0%}")

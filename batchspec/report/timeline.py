@@ -106,7 +106,6 @@ class Timeline:
 @dataclass(frozen=True, slots=True)
 class Run:
     started_at: float
-    slots: int
     samples: dict[str, Floats]
     """Name of NAMES -> its value in every sample."""
 
@@ -122,7 +121,7 @@ def parse_run(text: str) -> Run | None:
         values = np.array(lines, np.float64)
         if values.ndim != 2 or values.shape[1] != len(NAMES) or len(values) < 2:
             return None
-        return Run(float(header["started_at"]), int(header["slots"]), dict(zip(NAMES, values.T, strict=True)))
+        return Run(float(header["started_at"]), dict(zip(NAMES, values.T, strict=True)))
     except (ValueError, KeyError, TypeError):
         return None
 
@@ -147,7 +146,6 @@ class Course:
     acceptance_length: Floats
     """Tokens a row and round; NaN too."""
     set_back: int
-    slots: int
 
 
 def course(runs: Sequence[Run]) -> Course | None:
@@ -174,7 +172,6 @@ def course(runs: Sequence[Run]) -> Course | None:
         draft_len=_ratio(sums["drafted"], sums["row_rounds"]),
         acceptance_length=1 + _ratio(sums["accepted"], sums["row_rounds"]),
         set_back=round(float(sums["set_back"].sum())),
-        slots=max(run.slots for run in runs),
     )
 
 
