@@ -17,10 +17,11 @@ import torch
 import triton
 from torch import Tensor
 
+from batchspec.kernels.attention_merge import Partials, partials_of
 from batchspec.kernels.attention_settings import Config, work_shape
 from batchspec.kernels.attention_work import AttentionWork, SharedPrefixes, WorkShape, attention_work
 from batchspec.kernels.bench import graph_us
-from batchspec.kernels.verify_attention import Partials, partials_of, verify_attention, verify_attention_reference
+from batchspec.kernels.verify_attention import verify_attention, verify_attention_reference
 
 PAGE_SIZE = 16
 CONFIGS = (Config(64, 4, 3, 3), Config(32, 4, 4, 4), Config(32, 4, 5, 3), Config(64, 4, 2, 4), Config(128, 4, 2, 3))

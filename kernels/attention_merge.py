@@ -9,6 +9,7 @@ Source: Dao et al. 2023 ("Flash-Decoding for long-context inference"), the secon
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,12 +17,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchspec.kernels.attention_work import AttentionWork
 from batchspec.kernels.bench import Bench
 from batchspec.kernels.checks import check
 from batchspec.kernels.pdl import await_earlier, launch_args
 
 LINES, PARTS = 4, 4
 """Lines of a program, and parts that it reads at once: they lie in the registers of one warp, so that no sum crosses warps."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Partials:
+    """Where the items of cut rows leave their results: one buffer serves every layer of a batch."""
+
+    out: Tensor
+    """fp32 [lines, KVH, D]"""
+    lse: Tensor
+    """fp32 [lines, KVH] log2 of the softmax denominator"""
+
+
+def partials_of(work: AttentionWork, head_dim: int) -> Partials:
+    """Room for every partial result of this work list."""
+    size = (max(1, work.num_lines), work.shape.kv_heads)
+    out = torch.empty(*size, head_dim, dtype=torch.float32, device=work.kv_len.device)
+    return Partials(out, torch.empty(size, dtype=torch.float32, device=work.kv_len.device))
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from torch import Tensor
 from batchspec.kernels import pdl
 from batchspec.kernels.activation import silu_and_mul
 from batchspec.kernels.attempt import attempt
+from batchspec.kernels.attention_merge import partials_of
 from batchspec.kernels.attention_settings import work_shape
 from batchspec.kernels.attention_work import attention_work
 from batchspec.kernels.bench import graph_us
@@ -23,7 +24,7 @@ from batchspec.kernels.linear import linear, linear_add
 from batchspec.kernels.norm import rms_norm
 from batchspec.kernels.rope_write import rope_write
 from batchspec.kernels.tiles import Tile
-from batchspec.kernels.verify_attention import partials_of, verify_attention
+from batchspec.kernels.verify_attention import verify_attention
 
 PAGE_SIZE = 16
 TILE = Tile(64, 64, 64, 4, 4, True)

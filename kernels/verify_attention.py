@@ -15,50 +15,19 @@ inference"); prefixes of a group read once: Juravsky et al. 2024 ("Hydragen", ar
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchspec.kernels.attention_merge import merge_parts
+from batchspec.kernels.attention_merge import Partials, merge_parts
 from batchspec.kernels.attention_settings import DTYPES, Config, config_of
 from batchspec.kernels.attention_step import attend_keys, page_of
+from batchspec.kernels.attention_tile import lanes_of, write_lines, zero_places
 from batchspec.kernels.attention_work import AttentionWork
 from batchspec.kernels.checks import check
 from batchspec.kernels.pdl import await_earlier, launch_args
-
-
-@triton.jit
-def zero_places(out, begin, finish, head, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, TILE: tl.constexpr,
-                HEAD_DIM: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    d = tl.arange(0, DIM)
-    for lane in range(begin * HEADS, finish * HEADS, TILE):
-        lanes = lane + tl.arange(0, TILE)
-        line = (lanes // HEADS).to(tl.int64) * (KV_HEADS * HEADS) + head * HEADS + lanes % HEADS
-        inside = (lanes < finish * HEADS)[:, None] & (d < HEAD_DIM)[None, :]
-        tl.store(out + line[:, None] * HEAD_DIM + d[None, :], tl.zeros([TILE, DIM], out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def lanes_of(tile, unit, begin, count, q_start, kv_len, row_order, max_q, HEADS: tl.constexpr, TILE: tl.constexpr,
-             GROUPED: tl.constexpr):  # fmt: skip
-    """Of each line of a tile: its (query, head) pair, its row, that row's first place and pairs, and whether there is one."""
-    lane = tile * TILE + tl.arange(0, TILE)
-    if GROUPED:
-        member = begin + lane // (max_q * HEADS)
-        lane = lane % (max_q * HEADS)
-        inside = member < begin + count
-        row = tl.load(row_order + member, mask=inside, other=0)
-        inside = inside & (tl.load(kv_len + row, mask=inside, other=0) > 0)
-        begin = tl.load(q_start + row)
-        num_lanes = (tl.load(q_start + row + 1) - begin) * HEADS
-    else:
-        row = unit
-        inside = lane >= 0
-        num_lanes = count * HEADS
-    return lane, row, begin, num_lanes, inside & (lane < num_lanes)
 
 
 @triton.jit(do_not_specialize=["max_pages", "max_q"])
@@ -82,12 +51,10 @@ def verify_kernel(
     begin = tl.load(item + 6)
     count = tl.load(item + 7)
     if index >= tl.load(num_items):  # behind the other loads, which exist for every program: one latency instead of two
-        if EARLY:
-            await_earlier(PDL)
+        await_earlier(EARLY)
         return
     if end == 0:  # a dead row, or the padding behind the last row
-        if EARLY:
-            await_earlier(PDL)
+        await_earlier(EARLY)
         zero_places(out, begin, begin + count, head, HEADS, KV_HEADS, TILE, HEAD_DIM, DIM)
         return
 
@@ -98,16 +65,14 @@ def verify_kernel(
     if GROUPED:
         table_row = tl.max(tl.where(inside, row, -1), 0)  # every live member's table begins with the same pages
         if table_row < 0:
-            if EARLY:
-                await_earlier(PDL)
+            await_earlier(EARLY)
             return
     table = page_table + table_row.to(tl.int64) * max_pages
     key = tl.arange(0, BLOCK)
     page = page_of(table, first + key, end, PAGE_SIZE)  # before all that depends on the places: their latencies overlap
     token = (first_place + lane // HEADS).to(tl.int64)
     position = tl.load(positions + token, mask=inside, other=-1).to(tl.int32)
-    if EARLY:
-        await_earlier(PDL)
+    await_earlier(EARLY)
 
     q_head = head * HEADS + lane % HEADS
     d = tl.arange(0, DIM)
@@ -153,33 +118,10 @@ def verify_kernel(
         token = (first_place + lane // HEADS).to(tl.int64)
         q_head = head * HEADS + lane % HEADS
         within = inside[:, None] & (d < HEAD_DIM)[None, :]
-    mass = tl.maximum(mass, 1e-30)
-    acc = acc / mass[:, None]
-    if part < 0:
-        place = token * (KV_HEADS * HEADS) + q_head
-        tl.store(out + place[:, None] * HEAD_DIM + d[None, :], acc.to(out.dtype.element_ty), mask=within)
-    else:
-        line = tl.load(row_parts + 2 * row) + part * num_lanes + lane
-        place = line.to(tl.int64) * KV_HEADS + head
-        tl.store(part_out + place[:, None] * HEAD_DIM + d[None, :], acc, mask=within)
-        tl.store(part_lse + place, peak + tl.log2(mass), mask=inside)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Partials:
-    """Where the items of cut rows leave their results: one buffer serves every layer of a batch."""
-
-    out: Tensor
-    """fp32 [lines, KVH, D]"""
-    lse: Tensor
-    """fp32 [lines, KVH] log2 of the softmax denominator"""
-
-
-def partials_of(work: AttentionWork, head_dim: int) -> Partials:
-    """Room for every partial result of this work list."""
-    size = (max(1, work.num_lines), work.shape.kv_heads)
-    out = torch.empty(*size, head_dim, dtype=torch.float32, device=work.kv_len.device)
-    return Partials(out, torch.empty(size, dtype=torch.float32, device=work.kv_len.device))
+    write_lines(
+        out, part_out, part_lse, row_parts, peak, mass, acc, part, token, q_head, lane, row, num_lanes, head, d, inside, within,
+        KV_HEADS, HEADS, HEAD_DIM,
+    )  # fmt: skip
 
 
 def verify_attention(

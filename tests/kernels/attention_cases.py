@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from batchspec.kernels.attention_merge import partials_of
 from batchspec.kernels.attention_work import AttentionWork, SharedPrefixes, WorkShape, attention_work
-from batchspec.kernels.verify_attention import partials_of, verify_attention, verify_attention_reference
+from batchspec.kernels.verify_attention import verify_attention, verify_attention_reference
 
 PAGE_SIZE = 16
 SMALL = {"tile": 16, "block": 16, "min_chunk": 16, "short": 16, "max_whole": 0, "group_tile": 32, "group_block": 32}

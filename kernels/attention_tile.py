@@ -1,0 +1,56 @@
+"""A tile of verify attention: which (query, head) pairs are its lines, and where their results go."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def zero_places(out, begin, finish, head, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, TILE: tl.constexpr,
+                HEAD_DIM: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
+    """Zeros for places begin .. finish - 1."""
+    d = tl.arange(0, DIM)
+    for lane in range(begin * HEADS, finish * HEADS, TILE):
+        lanes = lane + tl.arange(0, TILE)
+        line = (lanes // HEADS).to(tl.int64) * (KV_HEADS * HEADS) + head * HEADS + lanes % HEADS
+        inside = (lanes < finish * HEADS)[:, None] & (d < HEAD_DIM)[None, :]
+        tl.store(out + line[:, None] * HEAD_DIM + d[None, :], tl.zeros([TILE, DIM], out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def lanes_of(tile, unit, begin, count, q_start, kv_len, row_order, max_q, HEADS: tl.constexpr, TILE: tl.constexpr,
+             GROUPED: tl.constexpr):  # fmt: skip
+    """Of each line of a tile: its (query, head) pair, its row, that row's first place and pairs, and whether there is one."""
+    lane = tile * TILE + tl.arange(0, TILE)
+    if GROUPED:
+        member = begin + lane // (max_q * HEADS)
+        lane = lane % (max_q * HEADS)
+        inside = member < begin + count
+        row = tl.load(row_order + member, mask=inside, other=0)
+        inside = inside & (tl.load(kv_len + row, mask=inside, other=0) > 0)
+        begin = tl.load(q_start + row)
+        num_lanes = (tl.load(q_start + row + 1) - begin) * HEADS
+    else:
+        row = unit
+        inside = lane >= 0
+        num_lanes = count * HEADS
+    return lane, row, begin, num_lanes, inside & (lane < num_lanes)
+
+
+@triton.jit
+def write_lines(
+    out, part_out, part_lse, row_parts, peak, mass, acc, part, token, q_head, lane, row, num_lanes, head, d, inside, within,
+    KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """The softmax of a tile, done: into `out` where the item is a whole row (part < 0), else as a part of the row."""
+    mass = tl.maximum(mass, 1e-30)
+    acc = acc / mass[:, None]
+    if part < 0:
+        place = token * (KV_HEADS * HEADS) + q_head
+        tl.store(out + place[:, None] * HEAD_DIM + d[None, :], acc.to(out.dtype.element_ty), mask=within)
+    else:
+        line = tl.load(row_parts + 2 * row) + part * num_lanes + lane
+        place = line.to(tl.int64) * KV_HEADS + head
+        tl.store(part_out + place[:, None] * HEAD_DIM + d[None, :], acc, mask=within)
+        tl.store(part_lse + place, peak + tl.log2(mass), mask=inside)
