@@ -22,43 +22,44 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from batchspec.kernels.checks import check
+from batchspec.kernels.operands import DTYPES, operands, read_block
+from batchspec.kernels.parts import MAX_TILES, counters, join_parts
 from batchspec.kernels.pdl import await_earlier, launch_args
 from batchspec.kernels.tiles import Tile
 
-MAX_TILES = 1 << 13
-MAX_STREAMS = 64
 INTERPRETED_SMS = 3
-DTYPES = (torch.bfloat16, torch.float32)
 
 
 @triton.jit
-def read_block(source, row, column, num_rows, num_columns, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-               TMA: tl.constexpr, EVEN_K: tl.constexpr):  # fmt: skip
-    """[ROWS, COLUMNS] at (row, column) of a matrix; columns behind the last are 0, rows behind the last are anything."""
-    if TMA:
-        block = source.load([row, column])
-    else:
-        rows = tl.minimum(row + tl.arange(0, ROWS), num_rows - 1).to(tl.int64)
-        columns = column + tl.arange(0, COLUMNS)
-        places = source + rows[:, None] * stride + columns[None, :]
-        if EVEN_K:
-            block = tl.load(places)
-        else:
-            block = tl.load(places, mask=columns[None, :] < num_columns, other=0.0)
-    return block
-
-
-@triton.jit
-def sum_parts(partials, first_slot, num_parts, offset, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLOT: tl.constexpr):
-    places = offset + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for part in range(num_parts):
-        # Written by other SMs in this launch: past the first-level cache.
-        total += tl.load(partials + (first_slot + part).to(tl.int64) * SLOT + places, cache_modifier=".cg")
-    return total
+def write_tile(
+    bias, norm, residual, out, acc, up, squares, m, col, num_tokens, n, k, stride_out, eps,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """What stands behind the product, on one tile of it: norm, bias, SwiGLU, the residual sum."""
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    rows = m + tl.arange(0, BLOCK_M)
+    cols = col + tl.arange(0, BLOCK_N)
+    if norm is not None:
+        scale = tl.rsqrt(squares / k + eps)
+        acc *= scale[:, None]
+        up *= scale[:, None]
+    if bias is not None:
+        acc += tl.load(bias + cols, mask=cols < n, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            up += tl.load(bias + n + cols, mask=cols < n, other=0.0).to(tl.float32)[None, :]
+    # Rounded where separate kernels would round: between product, activation, multiplication and addition.
+    y = acc.to(DTYPE)
+    if GATED:
+        gate = y.to(tl.float32)
+        y = (gate / (1 + tl.exp(-gate))).to(DTYPE)
+        y = (y.to(tl.float32) * up.to(DTYPE).to(tl.float32)).to(DTYPE)
+    places = rows.to(tl.int64)[:, None] * stride_out + cols[None, :]
+    inside = (rows < num_tokens)[:, None] & (cols < n)[None, :]
+    if residual is not None:
+        y = (tl.load(residual + places, mask=inside, other=0.0).to(tl.float32) + y.to(tl.float32)).to(DTYPE)
+    tl.store(out + places, y, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "units_per_program"])  # else other token counts would compile it again
@@ -69,7 +70,6 @@ def linear_kernel(
 ):  # fmt: skip
     DTYPE: tl.constexpr = out.dtype.element_ty
     DOT: tl.constexpr = tl.float32 if INTERPRETED else DTYPE  # the interpreter multiplies the bits of bf16 as integers
-    SLOT: tl.constexpr = BLOCK_M * BLOCK_N * (2 if GATED else 1)
     program = tl.program_id(0)
     k_blocks = tl.cdiv(k, BLOCK_K)
     m_tiles = tl.cdiv(num_tokens, BLOCK_M)
@@ -100,45 +100,13 @@ def linear_kernel(
 
         complete = True
         if SPLIT:
-            first_program = tile * k_blocks // units_per_program
-            num_parts = (tile * k_blocks + k_blocks - 1) // units_per_program - first_program + 1
-            if num_parts > 1:
-                # tile + program grows with every piece of work in order, so no two pieces share a slot.
-                own = partials + (tile + program).to(tl.int64) * SLOT
-                places = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-                tl.store(own + places, acc)
-                if GATED:
-                    tl.store(own + BLOCK_M * BLOCK_N + places, up)
-                tl.debug_barrier()  # every thread's part is written before one thread says so
-                complete = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == num_parts - 1
-                if complete:
-                    tl.store(arrived + tile, 0)  # for the next launch
-                    slot = tile + first_program
-                    acc = sum_parts(partials, slot, num_parts, 0, BLOCK_M, BLOCK_N, SLOT)
-                    if GATED:
-                        up = sum_parts(partials, slot, num_parts, BLOCK_M * BLOCK_N, BLOCK_M, BLOCK_N, SLOT)
+            complete, acc, up = join_parts(
+                partials, arrived, tile, program, k_blocks, units_per_program, acc, up, BLOCK_M, BLOCK_N, GATED
+            )
         if complete:
-            rows = m + tl.arange(0, BLOCK_M)
-            cols = col + tl.arange(0, BLOCK_N)
-            if norm is not None:
-                scale = tl.rsqrt(squares / k + eps)
-                acc *= scale[:, None]
-                up *= scale[:, None]
-            if bias is not None:
-                acc += tl.load(bias + cols, mask=cols < n, other=0.0).to(tl.float32)[None, :]
-                if GATED:
-                    up += tl.load(bias + n + cols, mask=cols < n, other=0.0).to(tl.float32)[None, :]
-            # Rounded where separate kernels would round: between product, activation, multiplication and addition.
-            y = acc.to(DTYPE)
-            if GATED:
-                gate = y.to(tl.float32)
-                y = (gate / (1 + tl.exp(-gate))).to(DTYPE)
-                y = (y.to(tl.float32) * up.to(DTYPE).to(tl.float32)).to(DTYPE)
-            places = rows.to(tl.int64)[:, None] * stride_out + cols[None, :]
-            inside = (rows < num_tokens)[:, None] & (cols < n)[None, :]
-            if residual is not None:
-                y = (tl.load(residual + places, mask=inside, other=0.0).to(tl.float32) + y.to(tl.float32)).to(DTYPE)
-            tl.store(out + places, y, mask=inside)
+            write_tile(
+                bias, norm, residual, out, acc, up, squares, m, col, num_tokens, n, k, stride_out, eps, BLOCK_M, BLOCK_N, GATED
+            )
 
 
 def linear(
@@ -239,47 +207,14 @@ def launch(
     partials = x.new_empty(work.num_slots * slot, dtype=torch.float32) if work.split else None
     grid = (work.num_programs,)
     start = partial(linear_kernel.warmup, grid=grid) if compile_only else linear_kernel[grid]
-    tma = tile.tma and fits_tma(x) and fits_tma(weight)
+    x_operand, w_operand, tma = operands(x, weight, tile)
     start(
-        descriptor(x, tile.block_m, tile.block_k) if tma else x,
-        descriptor(weight, tile.block_n, tile.block_k) if tma else weight,
-        bias, norm, residual, out, partials, counters(x.device) if work.split else None,
+        x_operand, w_operand, bias, norm, residual, out, partials, counters(x.device) if work.split else None,
         num_tokens, n, k, work.units_per_program, x.stride(0), k, n, eps,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, TMA=tma, EVEN_K=k % tile.block_k == 0,
         GATED=gated, SPLIT=work.split, INTERPRETED=not x.is_cuda, num_warps=tile.warps, num_stages=tile.stages,
         **launch_args(x),
     )  # fmt: skip
-
-
-def fits_tma(matrix: Tensor) -> bool:
-    """A descriptor wants rows that begin at multiples of 16 bytes."""
-    return matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.itemsize % 16 == 0
-
-
-def descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(matrix, [rows, columns])
-
-
-_counters: dict[torch.device, Tensor] = {}
-_streams: dict[torch.device, list[int]] = {}
-
-
-def counters(device: torch.device) -> Tensor:
-    """int32 [MAX_TILES] of the current stream, zero between launches: how many parts of each tile are written."""
-    if device not in _counters:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("linear: its counters must not be part of a CUDA graph; run the product once before the capture")
-        _counters[device] = torch.zeros(MAX_STREAMS, MAX_TILES, dtype=torch.int32, device=device)
-        _streams[device] = []
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # other streams may use them before this one has zeroed them
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    streams = _streams[device]
-    if stream not in streams:
-        if len(streams) == MAX_STREAMS:
-            raise RuntimeError(f"linear: products cut along K run on more than {MAX_STREAMS} streams; use fewer")
-        streams.append(stream)
-    return _counters[device][streams.index(stream)]
 
 
 def num_sms(device: torch.device) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from batchspec.kernels.argmax import argmax
 from batchspec.kernels.checks import check
-from batchspec.kernels.linear import DTYPES, descriptor, fits_tma, read_block
+from batchspec.kernels.operands import DTYPES, operands, read_block
 from batchspec.kernels.pdl import await_earlier, launch_args
 from batchspec.kernels.tiles import Tile
 
@@ -107,14 +107,10 @@ def lm_head(
         top = hidden.new_empty(num_tokens, num_parts, dtype=torch.float32)
         top_ids = hidden.new_empty(num_tokens, num_parts, dtype=torch.int32)
         grid = (triton.cdiv(num_tokens, tile.block_m) * num_parts,)
-        tma = tile.tma and fits_tma(hidden) and fits_tma(weight)
-        operands = (
-            (descriptor(hidden, tile.block_m, tile.block_k), descriptor(weight, tile.block_n, tile.block_k))
-            if tma else (hidden, weight)
-        )  # fmt: skip
+        *matrices, tma = operands(hidden, weight, tile)
         start = partial(lm_head_kernel.warmup, grid=grid) if compile_only else lm_head_kernel[grid]
         start(
-            *operands, top, top_ids, num_tokens, width, vocab, num_parts, k, hidden.stride(0), k,
+            *matrices, top, top_ids, num_tokens, width, vocab, num_parts, k, hidden.stride(0), k,
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, TMA=tma, EVEN_K=k % tile.block_k == 0,
             INTERPRETED=not hidden.is_cuda, num_warps=tile.warps, num_stages=tile.stages, **launch_args(hidden),
         )  # fmt: skip

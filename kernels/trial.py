@@ -23,9 +23,10 @@ from torch import Tensor
 
 from batchspec.kernels.activation import silu_and_mul
 from batchspec.kernels.bench import MAX_COPIES, Call, GraphClock
-from batchspec.kernels.linear import counters, launch, norm_reference, num_sms
+from batchspec.kernels.linear import launch, norm_reference, num_sms
 from batchspec.kernels.lm_head import lm_head, lm_head_reference
 from batchspec.kernels.norm import rms_norm
+from batchspec.kernels.parts import counters
 from batchspec.kernels.tiles import Tile, candidates
 
 COPIES_BYTES = 1 << 28

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchspec.kernels.linear import (
-    counters,
     linear,
     linear_add,
     norm_linear,
@@ -19,6 +18,7 @@ from batchspec.kernels.linear import (
     swiglu,
     swiglu_reference,
 )
+from batchspec.kernels.parts import counters
 from batchspec.kernels.tiles import BLOCKS, SHARED_BYTES, WHOLE, Tile, candidates
 
 DTYPES = [torch.float32, torch.bfloat16]
