@@ -17,9 +17,10 @@ import torch
 import triton
 from torch import Tensor
 
+from batchspec.kernels.attention_list import AttentionWork, SharedPrefixes, WorkShape
 from batchspec.kernels.attention_merge import Partials, partials_of
 from batchspec.kernels.attention_settings import Config, work_shape
-from batchspec.kernels.attention_work import AttentionWork, SharedPrefixes, WorkShape, attention_work
+from batchspec.kernels.attention_work import attention_work
 from batchspec.kernels.bench import graph_us
 from batchspec.kernels.verify_attention import verify_attention, verify_attention_reference
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from batchspec.kernels.attention_work import AttentionWork
+from batchspec.kernels.attention_list import AttentionWork
 
 FIELDS = 8
 """Of an item."""

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchspec.kernels.attention_work import AttentionWork
+from batchspec.kernels.attention_list import AttentionWork
 from batchspec.kernels.bench import Bench
 from batchspec.kernels.checks import check
 from batchspec.kernels.pdl import await_earlier, launch_args

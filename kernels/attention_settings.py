@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from batchspec.kernels.attention_work import WorkShape
+from batchspec.kernels.attention_list import WorkShape
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_QUERIES = 64

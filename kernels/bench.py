@@ -42,6 +42,27 @@ class Bench:
         timing = f"{us:>10.2f} {gb_s:>8.1f} {gb_s / self.copy_gb_s:>8.1%} {reference_us:>13.2f} {reference_us / us:>6.1f}x"
         print(f"{shape:<44} {timing}", flush=True)
 
+    def same_row(
+        self, shape: str, kernel: Callable[..., Any], reference: Callable[..., Any], inputs: Sequence[tuple[Any, ...]],
+        outs: Sequence[dict[str, Any]], *, num_bytes: int,
+    ) -> None:  # fmt: skip
+        """A row of a kernel that writes the same bits as its reference, which is looked at first.
+
+        inputs  copies of the positional arguments
+        outs    keyword arguments of the one and of the other; what is a tensor there is compared
+        """
+        kernel(*inputs[0], **outs[0])
+        reference(*inputs[0], **outs[1])
+        for name, found in outs[0].items():
+            if isinstance(found, Tensor):
+                torch.testing.assert_close(found, outs[1][name], atol=0, rtol=0)
+        self.row(
+            shape,
+            [partial(kernel, *given, **outs[0]) for given in inputs],
+            [partial(reference, *given, **outs[1]) for given in inputs],
+            num_bytes=num_bytes,
+        )
+
     def _copy_bandwidth(self) -> float:
         num_bytes = COPY_BYTES if self.on_gpu else COPY_BYTES // 16
         source = torch.ones(num_bytes // 4, device=self.device)

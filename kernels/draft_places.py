@@ -183,17 +183,10 @@ def bench_shape(bench: Bench, rows: int, k: int, width: int, length: int) -> Non
         }
         for _ in range(2)
     ]
-    draft_places(*state, features[0], mask, **outs[0])
-    draft_places_reference(*state, features[0], mask, **outs[1])
-    for name in outs[0]:
-        if name.startswith("out"):
-            torch.testing.assert_close(outs[0][name], outs[1][name], atol=0, rtol=0)
-    bench.row(
-        f"R={rows} K={k} H={width} bfloat16",
-        [partial(draft_places, *state, x, mask, **outs[0]) for x in features],
-        [partial(draft_places_reference, *state, x, mask, **outs[1]) for x in features],
+    bench.same_row(
+        f"R={rows} K={k} H={width} bfloat16", draft_places, draft_places_reference, [(*state, x, mask) for x in features], outs,
         num_bytes=2 * rows * (k + 1) * width,
-    )
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

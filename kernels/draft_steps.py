@@ -147,17 +147,8 @@ def bench_shape(bench: Bench, rows: int, width: int, length: int) -> None:
             "page_size": 16, "max_tokens": length, "out_ids": wide[:, 1:], "out_draft_len": lengths[0], "out_kv_len": lengths[1],
             "out_positions": places[0], "out_slots": places[1],
         })  # fmt: skip
-    draft_steps(*inputs, **outs[0])
-    draft_steps_reference(*inputs, **outs[1])
-    for name in outs[0]:
-        if name.startswith("out"):
-            torch.testing.assert_close(outs[0][name], outs[1][name], atol=0, rtol=0)
-    bench.row(
-        f"R={rows} K={width}",
-        [partial(draft_steps, *inputs, **outs[0])],
-        [partial(draft_steps_reference, *inputs, **outs[1])],
-        num_bytes=rows * (24 + 20 * (width - 1)),
-    )
+    num_bytes = rows * (24 + 20 * (width - 1))
+    bench.same_row(f"R={rows} K={width}", draft_steps, draft_steps_reference, [inputs], outs, num_bytes=num_bytes)
 
 
 if __name__ == "__main__":

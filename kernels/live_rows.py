@@ -161,16 +161,10 @@ def bench_shape(bench: Bench, rows: int, width: int, q_width: int, hidden: int) 
         }
         for _ in range(2)
     ]
-    live_rows(*inputs[0], *where, **outs[0])
-    live_rows_reference(*inputs[0], *where, **outs[1])
-    for name in outs[0]:
-        torch.testing.assert_close(outs[0][name], outs[1][name], atol=0, rtol=0)
-    bench.row(
-        f"R={rows} S={width} H={hidden} bfloat16",
-        [partial(live_rows, *x, *where, **outs[0]) for x in inputs],
-        [partial(live_rows_reference, *x, *where, **outs[1]) for x in inputs],
+    bench.same_row(
+        f"R={rows} S={width} H={hidden} bfloat16", live_rows, live_rows_reference, [(*x, *where) for x in inputs], outs,
         num_bytes=4 * rows * (q_width + hidden),
-    )
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

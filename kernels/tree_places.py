@@ -165,17 +165,8 @@ def bench_shape(bench: Bench, rows: int, nodes: int, depth: int) -> None:
             "page_size": 16, "max_depth": depth, "out_positions": places[0], "out_slots": places[1], "out_ancestors": places[2],
             "out_kv_len": torch.full((rows,), -7, dtype=torch.int32, device=device),
         })  # fmt: skip
-    tree_places(*inputs, **outs[0])
-    tree_places_reference(*inputs, **outs[1])
-    for name in outs[0]:
-        if name.startswith("out"):
-            torch.testing.assert_close(outs[0][name], outs[1][name], atol=0, rtol=0)
-    bench.row(
-        f"R={rows} S={nodes} depth {depth}",
-        [partial(tree_places, *inputs, **outs[0])],
-        [partial(tree_places_reference, *inputs, **outs[1])],
-        num_bytes=rows * (12 + 32 * nodes),
-    )
+    shape, num_bytes = f"R={rows} S={nodes} depth {depth}", rows * (12 + 32 * nodes)
+    bench.same_row(shape, tree_places, tree_places_reference, [inputs], outs, num_bytes=num_bytes)
 
 
 if __name__ == "__main__":

@@ -180,17 +180,8 @@ def bench_shape(bench: Bench, rows: int, nodes: int, depth: int) -> None:
             "out_places": torch.full((rows, depth + 1), -7, dtype=torch.int64, device=device),
             "out_draft_ids": torch.full((rows, depth), -7, dtype=torch.int32, device=device),
         })  # fmt: skip
-    tree_walk(*inputs, **outs[0])
-    tree_walk_reference(*inputs, **outs[1])
-    for name in outs[0]:
-        if name != "whole":
-            torch.testing.assert_close(outs[0][name], outs[1][name], atol=0, rtol=0)
-    bench.row(
-        f"R={rows} S={nodes} depth {depth}",
-        [partial(tree_walk, *inputs, **outs[0])],
-        [partial(tree_walk_reference, *inputs, **outs[1])],
-        num_bytes=rows * (8 + 12 * nodes + 16 * depth),
-    )
+    shape, num_bytes = f"R={rows} S={nodes} depth {depth}", rows * (8 + 12 * nodes + 16 * depth)
+    bench.same_row(shape, tree_walk, tree_walk_reference, [inputs], outs, num_bytes=num_bytes)
 
 
 if __name__ == "__main__":

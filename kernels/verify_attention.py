@@ -21,11 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchspec.kernels.attention_list import AttentionWork
 from batchspec.kernels.attention_merge import Partials, merge_parts
 from batchspec.kernels.attention_settings import DTYPES, Config, config_of
 from batchspec.kernels.attention_step import attend_keys, page_of
 from batchspec.kernels.attention_tile import lanes_of, write_lines, zero_places
-from batchspec.kernels.attention_work import AttentionWork
 from batchspec.kernels.checks import check
 from batchspec.kernels.pdl import await_earlier, launch_args
 

@@ -17,7 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchspec.decode import scheduler
-from batchspec.decode.engine import Engine, EngineTotals
+from batchspec.decode.accounts import EngineTotals
+from batchspec.decode.engine import Engine
 from batchspec.decode.round import RoundOptions
 from batchspec.draft import corpus as corpus_module
 from batchspec.draft.base import Drafter, NoDrafter

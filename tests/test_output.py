@@ -8,7 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchspec.decode.output import Progress, StopFinder
+from batchspec.decode.output import Progress
+from batchspec.decode.stops import StopFinder
 from batchspec.records import Request, SamplingParams
 
 PIECES = [b"a", b"b", b"ab", b"\n", b"END", b"E", b"ND", b"\xe4", b"\xbd", b"\xa0", b"", b" x"]

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from batchspec import run
 from batchspec.commands import plan, stats, verify
 from batchspec.decode import scheduler
+from batchspec.decode.accounts import EngineTotals
 from batchspec.decode.budget import Budgets
-from batchspec.decode.engine import Engine, EngineTotals
+from batchspec.decode.engine import Engine
 from batchspec.decode.output import Progress
 from batchspec.decode.round import RoundOptions
 from batchspec.decode.thinking import split_thoughts

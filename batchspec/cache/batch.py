@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from batchspec.kernels.attention_work import SharedPrefixes
+    from batchspec.kernels.attention_list import SharedPrefixes
 
 
 @dataclass(slots=True, kw_only=True)

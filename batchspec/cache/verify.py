@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from batchspec.kernels.attention_list import AttentionWork, SharedPrefixes
 from batchspec.kernels.attention_merge import partials_of
 from batchspec.kernels.attention_settings import DTYPES, MAX_QUERIES, work_shape
-from batchspec.kernels.attention_work import AttentionWork, SharedPrefixes, attention_work
+from batchspec.kernels.attention_work import attention_work
 from batchspec.kernels.verify_attention import verify_attention
 
 if TYPE_CHECKING:

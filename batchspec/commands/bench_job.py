@@ -29,7 +29,8 @@ import pyarrow.parquet as pq
 from batchspec.arguments import ArgumentParser
 from batchspec.commands.workloads import COMMON, SHAPES
 from batchspec.compose import compose
-from batchspec.decode.engine import Engine, EngineTotals
+from batchspec.decode.accounts import EngineTotals
+from batchspec.decode.engine import Engine
 from batchspec.io.journal import Journal
 from batchspec.io.local import LocalStore
 from batchspec.job import check_output, compute

@@ -16,7 +16,8 @@ import torch
 
 from batchspec.commands.profile import Profile, profile_rounds
 from batchspec.commands.workloads import Workload
-from batchspec.decode.engine import Engine, EngineTotals
+from batchspec.decode.accounts import EngineTotals
+from batchspec.decode.engine import Engine
 from batchspec.decode.round import RoundOptions
 from batchspec.decode.sampling import SamplingMode
 from batchspec.draft.base import Drafter, NoDrafter

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from batchspec.decode.engine import Engine, EngineTotals
+from batchspec.decode.accounts import EngineTotals
+from batchspec.decode.engine import Engine
 from batchspec.errors import ConfigError
 from batchspec.records import Request
 

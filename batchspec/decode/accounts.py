@@ -1,9 +1,10 @@
-"""The accounts of the rows in slots: what each result adds to them, and which rows the host must look at one by one."""
+"""What each result adds to the accounts of the rows in slots and to the engine's own, and which rows the host must look at."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,30 @@ from batchspec.decode.round import RoundResult
 from batchspec.decode.sampling import SamplingMode
 from batchspec.decode.scheduler import Row
 from batchspec.records import Request
+
+
+@dataclass(slots=True)
+class EngineTotals:
+    """Running sums over the engine's life, as far as the host has collected."""
+
+    rounds: int = 0
+    row_rounds: int = 0
+    """Rounds times the rows that lived in them."""
+    tokens: int = 0
+    accepted: int = 0
+    drafted: int = 0
+    prefill_tokens: int = 0
+    cached_tokens: int = 0
+    set_back: int = 0
+    live_rows: int = 0
+
+    def add(self, launched: Launched, lines: NDArray[np.int32]) -> None:
+        """A result that has arrived, with the lines of its log."""
+        self.tokens += int(lines[:, 2].sum())
+        if not launched.is_prefill:
+            self.row_rounds += len(lines)
+            self.accepted += int(lines[:, 0].sum())
+            self.drafted += int(lines[:, 1].sum())
 
 
 class Accounts:

@@ -11,53 +11,25 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from batchspec.cache.pages import KVCache, PagePool
-from batchspec.decode.accounts import Accounts
-from batchspec.decode.adaptive import DraftLengths
+from batchspec.decode.accounts import Accounts, EngineTotals
 from batchspec.decode.entrance import Entrance
-from batchspec.decode.graphs import Graphs, Shape
 from batchspec.decode.groups import Groups
-from batchspec.decode.launched import Launched, RoundClock
-from batchspec.decode.output import Decode, Progress, StopFinder
-from batchspec.decode.prefill import rehearse
+from batchspec.decode.launched import Launched
+from batchspec.decode.launcher import Launcher
+from batchspec.decode.output import Progress
 from batchspec.decode.round import RoundOptions
 from batchspec.decode.rows import Rows
 from batchspec.decode.sampling import SamplingMode
 from batchspec.decode.scheduler import PassCost, Row, Scheduler
+from batchspec.decode.stops import Decode, StopFinder
 from batchspec.decode.tree import round_for
 from batchspec.draft.base import Drafter
 from batchspec.model.target import Target
 from batchspec.records import Completion, PackedBatch, Request, Snapshot
-
-
-@dataclass(slots=True)
-class EngineTotals:
-    """Running sums over the engine's life, as far as the host has collected."""
-
-    rounds: int = 0
-    row_rounds: int = 0
-    """Rounds times the rows that lived in them."""
-    tokens: int = 0
-    accepted: int = 0
-    drafted: int = 0
-    prefill_tokens: int = 0
-    cached_tokens: int = 0
-    set_back: int = 0
-    live_rows: int = 0
-
-    def add(self, launched: Launched, lines: NDArray[np.int32]) -> None:
-        """A result that has arrived, with the lines of its log."""
-        self.tokens += int(lines[:, 2].sum())
-        if not launched.is_prefill:
-            self.row_rounds += len(lines)
-            self.accepted += int(lines[:, 0].sum())
-            self.drafted += int(lines[:, 1].sum())
 
 
 class Engine:
@@ -101,16 +73,14 @@ class Engine:
         self.round = round_for(target, drafter, self.cache, batch, self.options, device)
         self.rows = Rows.allocate(batch, vocab_size=spec.vocab_size, penalties=penalties, device=device, beyond=self.round.beyond)
         self.groups = Groups(batch.slots, batch.page_size, device)
-        self.graphs = Graphs(self.round, self.rows, self.groups)
+        self._launcher = Launcher(self.round, self.rows, self.groups, batch, adaptive=adaptive)
+        self.graphs = self._launcher.graphs
         self.totals = EngineTotals()
         self.on_round: Callable[[EngineTotals], None] | None = None
         self.between: Callable[[], bool] | None = None
         """Called before a round, in the stream of the rounds; true where it gave the device work, which the round waits for."""
-        self._device, self._decode, self._eos_ids, self._refill_dead = device, decode, eos_ids, refill_dead
+        self._decode, self._eos_ids, self._refill_dead = decode, eos_ids, refill_dead
         self._launched: deque[Launched] = deque()
-        self._lengths = None
-        if adaptive and device.type == "cuda":
-            self._lengths = DraftLengths(drafter.max_len, choices=self.round.draft_lens)
         self._entrance = Entrance(self.round, self.rows, batch, overlap=overlap)
         self._stopping = self._waits = False
         self._pass_cost: PassCost | None = None
@@ -125,30 +95,14 @@ class Engine:
         shared  rows with common beginnings are to be expected: their graphs too. What is not prepared is captured when it is met
         """
         with self._entrance.stream_of_rounds():
-            self._prepare(mode, shared)
-
-    def _prepare(self, mode: SamplingMode, shared: bool = False) -> None:
-        draft_lens = self._lengths.choices if self._lengths else [self.drafter.max_len]
-        kinds = [(k, lead) for k in draft_lens for lead in ((True,) if k or self._lengths is None else (True, False))]
-        shapes = [Shape(num_rows, k, mode, lead=lead) for num_rows in self.batch.row_buckets for k, lead in kinds]
-        self.rows.live.zero_()
-        seconds = None
-        if self._device.type == "cuda":
-            seconds = rehearse(self.round, self.rows, max_tokens=self.batch.prefill_tokens, max_len=self.batch.max_len, mode=mode)
-        self.graphs.prepare([*shapes, *(replace(shape, shared=True) for shape in shapes if shared)])
-        if seconds is not None:
-            self._pass_cost = seconds.in_rounds(self.graphs.seconds(Shape(self.batch.slots, draft_lens[-1], mode)))
-        if self._lengths is not None:
-            for shape in shapes:
-                if shape.lead == (shape.draft_len > 0):
-                    self._lengths.set_base(shape.num_rows, shape.draft_len, self.graphs.seconds(shape))
+            self._pass_cost = self._launcher.prepare(mode, shared=shared)
 
     @torch.inference_mode()
     def run(self, requests: Iterator[Request]) -> Generator[Completion]:
         """Decode every request; completions come in the order in which rows die."""
         with self._entrance.stream_of_rounds():
-            if self._lengths is not None and not self._lengths.ready:
-                self._prepare(SamplingMode())
+            if not self._launcher.ready:
+                self._pass_cost = self._launcher.prepare(SamplingMode())
             self._reset(requests)
         while True:
             # No stream may be current while the caller has its turn.
@@ -178,7 +132,7 @@ class Engine:
             beyond=self.round.beyond,
             pass_cost=self._pass_cost,
         )
-        self._clock = RoundClock()
+        self._launcher.restart()
 
     def _turn(self) -> Iterator[Completion]:
         """Refill, one round, and the results that are due."""
@@ -213,8 +167,7 @@ class Engine:
     def drafter_changed(self) -> None:
         """The drafter drafts otherwise from now on: its acceptance is forgotten, and new rows share no K/V with old ones."""
         self.pool.forget()
-        if self._lengths is not None:
-            self._lengths.forget()
+        self._launcher.forget()
 
     @property
     def stopping(self) -> bool:
@@ -304,22 +257,9 @@ class Engine:
     def _launch_round(self) -> None:
         if not self._scheduler.live:  # all of them ended while room was made
             return
-        draft_len, lead, context_tokens = self.drafter.max_len, True, 0
-        if self._lengths is not None:
-            context_tokens = int(self._scheduler.num_tokens[self._scheduler.owner >= 0].sum())
-            draft_len, next_drafts = self._lengths.choose(self._bucket, context_tokens)
-            lead = draft_len > 0 or next_drafts
-        self.drafter.refresh()
-        result = self.graphs.run(Shape(self._bucket, draft_len, self._accounts.mode, self.groups.any, lead))
-        launched = Launched(
-            result=result,
-            owners=self._scheduler.owner.copy(),
-            num_rows=self._bucket,
-            draft_len=draft_len,
-            context_tokens=context_tokens,
-            beside=self._waits or self._entrance.busy,
-        )
-        self._launched.append(launched.send())
+        scheduler, beside = self._scheduler, self._waits or self._entrance.busy
+        launched = self._launcher.launch(self._bucket, scheduler.owner, scheduler.num_tokens, self._accounts.mode, beside=beside)
+        self._launched.append(launched)
         self.totals.rounds += 1
 
     def _collect(self) -> Iterator[Completion]:
@@ -330,8 +270,7 @@ class Engine:
         scheduler.num_tokens[slots] += lines[:, 2]
         self.totals.add(launched, lines)
         self.totals.live_rows = len(scheduler.live)
-        if self._lengths is not None:
-            self._learn_lengths(self._lengths, launched, lines[:, 0])
+        self._launcher.learn(launched, lines[:, 0])
         self._accounts.add(launched, slots, lines, scheduler.slots, now)
         for slot in self._accounts.over_budget(slots, scheduler.num_tokens[slots], lines):
             row = self._row(slot)
@@ -355,13 +294,6 @@ class Engine:
         row = self._scheduler.slots[slot]
         assert row is not None
         return row
-
-    def _learn_lengths(self, lengths: DraftLengths, launched: Launched, accepted: NDArray[np.int32]) -> None:
-        seconds = self._clock.seconds_of(launched)
-        if not launched.is_prefill:
-            lengths.observe(launched.draft_len, accepted)
-        if seconds is not None:
-            lengths.timed(launched.num_rows, launched.draft_len, launched.context_tokens, seconds)
 
     def _finish(self, row: Row, finish: int, now: float) -> Completion:
         """`finish` is what the device said; 0 where a stop string ended the row, which the device does not know yet."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from batchspec.decode.rows import upload
 from batchspec.decode.scheduler import Row
-from batchspec.kernels.attention_work import SharedPrefixes
+from batchspec.kernels.attention_list import SharedPrefixes
 
 MIN_PAGES = 8
 """Of a common beginning: reading fewer once saves less than the second pass over the rows costs."""

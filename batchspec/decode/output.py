@@ -1,56 +1,17 @@
-"""The host's side of a row: tokens seen so far, stop strings, statistics, and the completion made of them."""
+"""The host's side of a row: tokens seen so far, statistics, and the completion made of them."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from batchspec.decode.stops import Decode, StopFinder
 from batchspec.decode.thinking import Parts, Walk, split_thoughts
 from batchspec.kernels.accept import STOPPED
 from batchspec.records import Completion, Request, RowStats, Snapshot
-
-Decode = Callable[[Sequence[int]], str]
-"""Token ids to text, special tokens left out."""
-
-
-class StopFinder:
-    """Decodes a row's output token by token and finds the first stop string, whatever tokens or rounds it spans.
-
-    What it finds depends on the tokens alone. Bytes of an unfinished character wait for the token that ends it.
-    """
-
-    def __init__(self, decode: Decode, stops: Sequence[str]) -> None:
-        self._decode = decode
-        self._stops = stops
-        self._reach = max(len(stop) for stop in stops) - 1
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget what was pushed."""
-        self._ids: list[int] = []
-        self._begin = 0  # decoding starts here: one settled chunk back, for the spaces that tokenizers join with
-        self._settled = 0
-        self.text = ""
-
-    def push(self, token: int) -> str | None:
-        """Add one token; the stop string that is complete now, the earliest one in the text, or None."""
-        self._ids.append(token)
-        before = self._decode(self._ids[self._begin : self._settled])
-        now = self._decode(self._ids[self._begin :])
-        if len(now) <= len(before) or now.endswith("\ufffd"):
-            return None
-        search_from = max(0, len(self.text) - self._reach)
-        self.text += now[len(before) :]
-        self._begin, self._settled = self._settled, len(self._ids)
-        places = [(place, stop) for stop in self._stops if (place := self.text.find(stop, search_from)) >= 0]
-        if not places:
-            return None
-        place, stop = min(places)
-        self.text = self.text[:place]
-        return stop
 
 
 @dataclass(slots=True)
@@ -245,11 +206,7 @@ class Progress:
         request = self.request
         count = len(self.tokens)
         text, reasoning, parts = self._texts(decode)
-        stop_reason = None
-        if self.stop_string is not None:
-            stop_reason = self.stop_string
-        elif self.stop_id is not None and self.stop_id not in eos_ids:
-            stop_reason = str(self.stop_id)
+        stop_id = None if self.stop_id is None or self.stop_id in eos_ids else str(self.stop_id)
         top = None
         if self.top:
             top = (np.stack([ids for ids, _ in self.top[:count]]), np.stack([values for _, values in self.top[:count]]))
@@ -260,7 +217,7 @@ class Progress:
             shard=request.shard,
             status="truncated" if self.finish_reason == "length" else "ok",
             finish_reason=self.finish_reason or "error",
-            stop_reason=stop_reason,
+            stop_reason=stop_id if self.stop_string is None else self.stop_string,
             prompt_ids=request.prompt_ids,
             token_ids=np.array(self.tokens, np.int32),
             text=text,
@@ -272,23 +229,26 @@ class Progress:
             seed=request.seed,
             predicted_tokens=request.predicted_tokens,
             cached_tokens=self.cached_tokens,
-            stats=RowStats(
-                drafter=drafter,
-                draft_len=self.draft_len,
-                num_prefills=self.num_prefills,
-                num_rounds=self.num_rounds,
-                num_drafted=self.num_drafted if nodes is None else nodes * sum(self.drafted_at[:1]),
-                num_accepted=self.num_accepted,
-                num_discarded=self.num_discarded,
-                histogram=tuple(self.histogram),
-                drafted_at=tuple(self.drafted_at),
-                accepted_at=tuple(self.accepted_at),
-                prefill_s=self.prefill_s,
-                decode_s=self._decode_s(now),
-                batch_id=0,
-                slot=slot,
-                num_forced=self.num_forced,
-            ),
+            stats=self._stats(drafter, slot, now, nodes),
+        )
+
+    def _stats(self, drafter: str, slot: int, now: float, nodes: int | None) -> RowStats:
+        return RowStats(
+            drafter=drafter,
+            draft_len=self.draft_len,
+            num_prefills=self.num_prefills,
+            num_rounds=self.num_rounds,
+            num_drafted=self.num_drafted if nodes is None else nodes * sum(self.drafted_at[:1]),
+            num_accepted=self.num_accepted,
+            num_discarded=self.num_discarded,
+            histogram=tuple(self.histogram),
+            drafted_at=tuple(self.drafted_at),
+            accepted_at=tuple(self.accepted_at),
+            prefill_s=self.prefill_s,
+            decode_s=self._decode_s(now),
+            batch_id=0,
+            slot=slot,
+            num_forced=self.num_forced,
         )
 
     def _texts(self, decode: Decode | None) -> tuple[str | None, str | None, Parts | None]:

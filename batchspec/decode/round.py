@@ -17,7 +17,7 @@ from batchspec.decode.rows import Rows
 from batchspec.decode.sampling import Places, SamplingMode, choose, likeliest, mark_output
 from batchspec.draft.base import Drafter
 from batchspec.kernels.accept import accept
-from batchspec.kernels.attention_work import SharedPrefixes
+from batchspec.kernels.attention_list import SharedPrefixes
 from batchspec.kernels.round_inputs import round_inputs
 from batchspec.kernels.slots import ragged_slots
 from batchspec.model.target import Target

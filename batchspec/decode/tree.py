@@ -18,7 +18,7 @@ from batchspec.decode.rows import Rows
 from batchspec.decode.sampling import Places, SamplingMode
 from batchspec.draft.base import Drafter
 from batchspec.draft.tree import TreeDrafter
-from batchspec.kernels.attention_work import SharedPrefixes
+from batchspec.kernels.attention_list import SharedPrefixes
 from batchspec.kernels.kv_move import kv_move
 from batchspec.kernels.tree_places import tree_places
 from batchspec.kernels.tree_walk import tree_walk

@@ -30,7 +30,7 @@ NAMES = ("t", "tokens", "rounds", "row_rounds", "drafted", "accepted", "set_back
 
 
 class Totals(Protocol):
-    """Of decode.engine.EngineTotals."""
+    """Of decode.accounts.EngineTotals."""
 
     rounds: int
     row_rounds: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from batchspec.decode.engine import EngineTotals
+from batchspec.decode.accounts import EngineTotals
 from batchspec.io.claims import Claims
 from batchspec.io.reader import InputShard
 from batchspec.packing.feed import Feed

@@ -13,7 +13,8 @@ import itertools
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 
-from batchspec.decode.engine import Engine, EngineTotals
+from batchspec.decode.accounts import EngineTotals
+from batchspec.decode.engine import Engine
 from batchspec.errors import BatchspecError, StorageError
 from batchspec.io.attempts import Attempts
 from batchspec.io.claims import Claims

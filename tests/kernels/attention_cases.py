@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from batchspec.kernels.attention_list import AttentionWork, SharedPrefixes, WorkShape
 from batchspec.kernels.attention_merge import partials_of
-from batchspec.kernels.attention_work import AttentionWork, SharedPrefixes, WorkShape, attention_work
+from batchspec.kernels.attention_work import attention_work
 from batchspec.kernels.verify_attention import verify_attention, verify_attention_reference
 
 PAGE_SIZE = 16

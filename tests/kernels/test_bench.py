@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from batchspec.kernels import accept, compact, ngram, slots
-from batchspec.kernels.bench import wall_us
+from batchspec.kernels.bench import Bench, wall_us
 
 
 @pytest.mark.parametrize(("module", "name"), [(accept, "accept"), (slots, "slots"), (ngram, "ngram"), (compact, "compact")])
@@ -28,3 +28,18 @@ def test_wall_clock_cycles_over_the_copies() -> None:
     calls: list[int] = []
     assert wall_us([lambda: calls.append(0), lambda: calls.append(1)], repeats=3) > 0
     assert calls == [0, 1, 0, 1]
+
+
+def test_a_kernel_that_differs_from_its_reference_gets_no_row(capsys: pytest.CaptureFixture[str]) -> None:
+    def write(numbers: torch.Tensor, *, out: torch.Tensor, wrong: int) -> None:
+        out.copy_(numbers).add_(wrong)
+
+    def outs(wrong: int) -> list[dict[str, object]]:
+        return [{"out": torch.zeros(3, device=bench.device), "wrong": amount} for amount in (wrong, 0)]
+
+    bench = Bench("test")
+    numbers = (torch.arange(3.0, device=bench.device),)
+    bench.same_row("same", write, write, [numbers], outs(0), num_bytes=24)
+    with pytest.raises(AssertionError):
+        bench.same_row("other", write, write, [numbers], outs(1), num_bytes=24)
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-2:]] == ["shape", "same"]

@@ -1,0 +1,102 @@
+"""Launches the rounds, each with the draft length that pays now, and learns from their results which one that is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchspec.decode.adaptive import DraftLengths
+from batchspec.decode.graphs import Graphs, Shape
+from batchspec.decode.groups import Groups
+from batchspec.decode.launched import Launched, RoundClock
+from batchspec.decode.prefill import rehearse
+from batchspec.decode.round import Round
+from batchspec.decode.rows import Rows
+from batchspec.decode.sampling import SamplingMode
+from batchspec.decode.scheduler import PassCost
+from batchspec.records import PackedBatch
+
+
+class Launcher:
+    """Its rounds' results are to be collected, and shown to `learn`, in the order of their launches."""
+
+    def __init__(self, round_: Round, rows: Rows, groups: Groups, batch: PackedBatch, *, adaptive: bool) -> None:
+        """adaptive: choose the draft length of each round, 0 included (GPU only); else it is the drafter's largest."""
+        self.graphs = Graphs(round_, rows, groups)
+        self._round, self._rows, self._groups, self._batch = round_, rows, groups, batch
+        self._drafter, self._on_gpu = round_.drafter, rows.tokens.is_cuda
+        self._lengths = None
+        if adaptive and self._on_gpu:
+            self._lengths = DraftLengths(self._drafter.max_len, choices=round_.draft_lens)
+        self._clock = RoundClock()
+
+    @property
+    def ready(self) -> bool:
+        """Whether `launch` knows enough: to choose draft lengths it needs times, which `prepare` takes."""
+        return self._lengths is None or self._lengths.ready
+
+    def prepare(self, mode: SamplingMode, *, shared: bool = False) -> PassCost | None:
+        """Rehearse a prefill, capture the graphs of every row bucket and draft length for `mode`, and time them; no row may live.
+
+        shared  the graphs of rows with common beginnings too
+        Returns what a prefill pass costs in rounds; None on a CPU, where nothing is timed.
+        """
+        batch, lengths = self._batch, self._lengths
+        draft_lens = [self._drafter.max_len] if lengths is None else lengths.choices
+        kinds = [(k, lead) for k in draft_lens for lead in ((True,) if k or lengths is None else (True, False))]
+        shapes = [Shape(num_rows, k, mode, lead=lead) for num_rows in batch.row_buckets for k, lead in kinds]
+        self._rows.live.zero_()
+        seconds = cost = None
+        if self._on_gpu:
+            seconds = rehearse(self._round, self._rows, max_tokens=batch.prefill_tokens, max_len=batch.max_len, mode=mode)
+        self.graphs.prepare([*shapes, *(replace(shape, shared=True) for shape in shapes if shared)])
+        if seconds is not None:
+            cost = seconds.in_rounds(self.graphs.seconds(Shape(batch.slots, draft_lens[-1], mode)))
+        for shape in shapes:
+            if lengths is not None and shape.lead == (shape.draft_len > 0):
+                lengths.set_base(shape.num_rows, shape.draft_len, self.graphs.seconds(shape))
+        return cost
+
+    def launch(
+        self, num_rows: int, owner: NDArray[np.int64], num_tokens: NDArray[np.int64], mode: SamplingMode, *, beside: bool
+    ) -> Launched:
+        """One round over the first `num_rows` slots, its results on their way to the host.
+
+        owner, num_tokens  [slots] of the scheduler: whose row each slot holds, -1 for none, and the row's tokens
+        beside             other work runs beside it, or it waits for some: it says nothing of what rounds take
+        """
+        draft_len, lead, context_tokens = self._drafter.max_len, True, 0
+        if self._lengths is not None:
+            context_tokens = int(num_tokens[owner >= 0].sum())
+            draft_len, next_drafts = self._lengths.choose(num_rows, context_tokens)
+            lead = draft_len > 0 or next_drafts
+        self._drafter.refresh()
+        return Launched(
+            result=self.graphs.run(Shape(num_rows, draft_len, mode, self._groups.any, lead)),
+            owners=owner.copy(),
+            num_rows=num_rows,
+            draft_len=draft_len,
+            context_tokens=context_tokens,
+            beside=beside,
+        ).send()
+
+    def learn(self, launched: Launched, accepted: NDArray[np.int32]) -> None:
+        """A result has arrived, of a round or a prefill; int32 [rows] draft tokens that rows of the round accepted."""
+        if self._lengths is None:
+            return
+        seconds = self._clock.seconds_of(launched)
+        if not launched.is_prefill:
+            self._lengths.observe(launched.draft_len, accepted)
+        if seconds is not None:
+            self._lengths.timed(launched.num_rows, launched.draft_len, launched.context_tokens, seconds)
+
+    def forget(self) -> None:
+        """The drafter drafts otherwise from now on: what was learnt of its acceptance says nothing."""
+        if self._lengths is not None:
+            self._lengths.forget()
+
+    def restart(self) -> None:
+        """What was launched before is given up: nothing follows upon it."""
+        self._clock = RoundClock()

@@ -1,0 +1,45 @@
+"""Stop strings: found in the text of a row while it is decoded, wherever they begin and end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text, special tokens left out."""
+
+
+class StopFinder:
+    """Decodes a row's output token by token and finds the first stop string, whatever tokens or rounds it spans.
+
+    What it finds depends on the tokens alone. Bytes of an unfinished character wait for the token that ends it.
+    """
+
+    def __init__(self, decode: Decode, stops: Sequence[str]) -> None:
+        self._decode = decode
+        self._stops = stops
+        self._reach = max(len(stop) for stop in stops) - 1
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was pushed."""
+        self._ids: list[int] = []
+        self._begin = 0  # decoding starts here: one settled chunk back, for the spaces that tokenizers join with
+        self._settled = 0
+        self.text = ""
+
+    def push(self, token: int) -> str | None:
+        """Add one token; the stop string that is complete now, the earliest one in the text, or None."""
+        self._ids.append(token)
+        before = self._decode(self._ids[self._begin : self._settled])
+        now = self._decode(self._ids[self._begin :])
+        if len(now) <= len(before) or now.endswith("\ufffd"):
+            return None
+        search_from = max(0, len(self.text) - self._reach)
+        self.text += now[len(before) :]
+        self._begin, self._settled = self._settled, len(self._ids)
+        places = [(place, stop) for stop in self._stops if (place := self.text.find(stop, search_from)) >= 0]
+        if not places:
+            return None
+        place, stop = min(places)
+        self.text = self.text[:place]
+        return stop
