@@ -22,8 +22,9 @@ from yaml import MarkedYAMLError, YAMLError  # type: ignore[import-untyped]
 
 from batchspec.arguments import ArgumentParser
 from batchspec.checks import check
-from batchspec.config import RunConfig, from_hydra, register, suggest, type_error, typed, unknown_key
+from batchspec.config import RunConfig
 from batchspec.errors import BatchspecError, ConfigError, Interrupted
+from batchspec.typed import from_hydra, register, suggest, type_error, typed, unknown_key
 
 Schema = TypeVar("Schema")
 CONF = "batchspec.conf"

@@ -1,21 +1,9 @@
-"""The job's configuration: every key with its unit. Plain dataclasses after `from_hydra`, where Hydra and omegaconf stop."""
+"""The job's configuration: every key with its unit, as plain dataclasses. `typed.py` fills them, `checks.py` checks them."""
 
 from __future__ import annotations
 
-import difflib
-import importlib.resources
-import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from typing import Any, TypeVar
-
-from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from batchspec.errors import ConfigError
-
-Schema = TypeVar("Schema")
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True, kw_only=True)
@@ -259,93 +247,3 @@ class RunConfig:
     """auto (a GPU where there is one), cpu, cuda."""
     requires_gpu: bool = False
     """A job whose shape makes no sense on a CPU: without a GPU it is refused."""
-
-
-def keys(config: Any = None, prefix: str = "") -> list[str]:
-    """Every key of the configuration, dotted, groups left out."""
-    found: list[str] = []
-    node = RunConfig() if config is None else config
-    for item in fields(node):
-        value = getattr(node, item.name)
-        found += keys(value, f"{prefix}{item.name}.") if is_dataclass(value) else [prefix + item.name]
-    return found
-
-
-def suggest(name: str, known: Iterable[str]) -> str:
-    """'did you mean ...?' for a mistyped dotted name, or an empty string. A right last part in a wrong group counts."""
-    known = list(known)
-    leaves = {item.rsplit(".", 1)[-1]: item for item in reversed(known)}
-    close = difflib.get_close_matches(name, known, 1, 0.75)
-    close = close or [leaves[leaf] for leaf in difflib.get_close_matches(name.rsplit(".", 1)[-1], leaves, 1, 0.7)]
-    return f"did you mean {close[0]}?" if close else ""
-
-
-def unknown_key(key: str, config: Any = None) -> ConfigError:
-    """The error for a key that the configuration does not have. `config`: an instance that has them all, by default RunConfig."""
-    node = RunConfig() if config is None else config
-    known = [*keys(node), *(item.name for item in fields(node))]
-    return ConfigError(f"{key} is no key of the configuration; {suggest(key, known) or '`--help` lists them'}")
-
-
-def from_hydra(cfg: DictConfig) -> RunConfig:
-    """The composed configuration as plain dataclasses; `pkg://demo` becomes the path of the shipped prompts.
-
-    Raises ConfigError in one line for unknown keys, wrong types and values that are missing or cannot be resolved.
-    """
-    config = typed(cfg, RunConfig)
-    config.input.path = shipped(config.input.path)
-    return config
-
-
-def typed(cfg: DictConfig, schema: type[Schema]) -> Schema:
-    """A composed configuration as dataclasses of type `schema`. Raises ConfigError as `from_hydra`."""
-    known = schema()
-    _refuse_unknown(cfg, known, "", known)
-    try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), cfg))
-    except OmegaConfBaseException as error:
-        raise ConfigError(type_error(error)) from error
-    assert isinstance(config, schema)
-    return config
-
-
-def to_json(config: RunConfig) -> str:
-    """A checked configuration in one line, for another process."""
-    return json.dumps(asdict(config))
-
-
-def from_json(text: str) -> RunConfig:
-    """What `to_json` was given."""
-    return from_hydra(OmegaConf.create(json.loads(text)))
-
-
-def type_error(error: OmegaConfBaseException) -> str:
-    """What omegaconf says about a wrong value in one line, the key first."""
-    said = (error.msg or str(error)).splitlines()[0]
-    return f"{error.full_key}: {said}" if error.full_key else said
-
-
-def _refuse_unknown(cfg: DictConfig, schema: Any, prefix: str, root: Any) -> None:
-    known = {item.name: getattr(schema, item.name) for item in fields(schema)}
-    for name in map(str, cfg):
-        if name not in known:
-            raise unknown_key(f"{prefix}{name}", root)
-        if is_dataclass(known[name]) and isinstance(cfg[name], DictConfig):
-            _refuse_unknown(cfg[name], known[name], f"{prefix}{name}.", root)
-
-
-def shipped(path: Any) -> Any:
-    """The path of prompts that batchspec ships, for `pkg://NAME`; any other path as it is. Raises ConfigError for other names."""
-    if not (isinstance(path, str) and path.startswith("pkg://")):
-        return path
-    name = path.removeprefix("pkg://")
-    folder = importlib.resources.files("batchspec.conf") / "prompts"
-    names = sorted(file.name.removesuffix(".parquet") for file in folder.iterdir() if file.name.endswith(".parquet"))
-    if name not in names:
-        raise ConfigError(f"input.path={path} is not shipped with batchspec; shipped: {', '.join(names)}")
-    return str(folder / f"{name}.parquet")
-
-
-def register(name: str = "run_schema", schema: type = RunConfig) -> None:
-    """Make a schema known to Hydra under the name that a file of conf starts from."""
-    ConfigStore.instance().store(name=name, node=schema)

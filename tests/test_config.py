@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from batchspec.checks import CHOICES, RANGES, READ_BY, check, violation
-from batchspec.config import RunConfig, from_hydra, keys, suggest
+from batchspec.config import RunConfig
 from batchspec.errors import ConfigError
+from batchspec.typed import from_hydra, keys, suggest
 
 
 def config(**values: Any) -> RunConfig:

@@ -13,8 +13,8 @@ import threading
 
 from batchspec.cli import guarded
 from batchspec.compose import reported
-from batchspec.config import from_json
 from batchspec.run import run_here
+from batchspec.typed import from_json
 
 
 def main() -> int:

@@ -21,10 +21,11 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from batchspec.config import RunConfig, to_json
+from batchspec.config import RunConfig
 from batchspec.errors import BatchspecError, ConfigError, Interrupted, StorageError, TooManyErrors
 from batchspec.io.overwrite import CREW
 from batchspec.io.shards import OutputFolder
+from batchspec.typed import to_json
 from batchspec.work.signals import SIGNALS
 
 PROGRAM = ("-m", "batchspec.cluster.worker")

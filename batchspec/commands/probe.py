@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from batchspec.config import DecodeConfig, DraftConfig, InputConfig, ModelConfig, RunConfig, shipped
+from batchspec.config import DecodeConfig, DraftConfig, InputConfig, ModelConfig, RunConfig
 from batchspec.decode.engine import Engine
 from batchspec.draft.base import NoDrafter
 from batchspec.draft.eagle3 import Eagle3Drafter
@@ -27,6 +27,7 @@ from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.prepare import Job, open_job
 from batchspec.records import Completion, PackedBatch, Request, SamplingParams
+from batchspec.typed import shipped
 
 DRAFT_LEN = 3
 SLOTS, PAGE_SIZE, PREFILL_TOKENS = 16, 16, 8192

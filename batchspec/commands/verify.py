@@ -16,11 +16,10 @@ from pathlib import Path
 
 import polars as pl
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from batchspec.arguments import ArgumentParser
-from batchspec.config import DraftConfig, from_hydra
+from batchspec.config import DraftConfig
 from batchspec.decode.engine import Engine
 from batchspec.decode.prefill import Segment, flat_batch
 from batchspec.decode.sampling import Places, apply_penalties, forbid_stop_ids
@@ -33,6 +32,7 @@ from batchspec.packing.planner import PAGE_SIZE
 from batchspec.prepare import Job, job_fingerprint, make_engine, open_job, survey_first
 from batchspec.records import Request
 from batchspec.report.progress import Progress
+from batchspec.typed import from_dict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ def verify(
 
 def _job_of(out: str | Path, dtype: str | None, device: str | None) -> Job:
     output = OutputFolder(out)
-    config = from_hydra(OmegaConf.create(dict(output.manifest.config)))
+    config = from_dict(output.manifest.config)
     as_run = open_job(config)
     output.check(
         fingerprint=job_fingerprint(as_run), num_rows=as_run.source.num_rows, shard_rows=config.output.shard_rows

@@ -13,14 +13,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from omegaconf import OmegaConf
 
-from batchspec.config import from_hydra
 from batchspec.errors import ConfigError
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target, resolve_dtype
 from batchspec.prepare import open_job
 from batchspec.records import Ids, Request, SamplingParams
+from batchspec.typed import from_dict
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama8b": {
@@ -128,7 +127,7 @@ def _config_json(name: str) -> bytes:
 def _real(args: argparse.Namespace, device: torch.device) -> Workload:
     source = {"path": args.input} | ({"chat": True, "overlong": "truncate"} if args.chat else {})
     given = {"model": {"path": args.model}, "input": source, "decode": {"max_new_tokens": args.gen}, "device": device.type}
-    config = from_hydra(OmegaConf.create(given))
+    config = from_dict(given)
     job = open_job(config)
     kinds = set(filter(None, args.kind.split(",")))
     if kinds and "kind" not in job.source.schema.names:
