@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from batchspec.checks import CHOICES, RANGES, READ_BY, check, violation
+from batchspec.checks import READ_BY, check
 from batchspec.config import RunConfig
 from batchspec.errors import ConfigError
 from batchspec.typed import from_hydra, keys, suggest
+from batchspec.values import CHOICES, RANGES, violation
 
 
 def config(**values: Any) -> RunConfig:

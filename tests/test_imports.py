@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-EVERYONE = {"records", "errors", "config", "checks", "__version__"}
+EVERYONE = {"records", "errors", "config", "checks", "values", "__version__"}
 
 # Package (or top module) -> what of batchspec it may import, besides itself and what everyone may.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -70,6 +70,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "config": set(),
     "checks": set(),
+    "values": set(),
     "records": set(),
     "errors": set(),
     "conf": set(),
@@ -140,7 +141,7 @@ def test_a_module_imports_only_what_its_place_allows(path: Path) -> None:
 
 def test_records_and_io_can_be_read_without_torch() -> None:
     modules = [module_of(path) for path in sources()]
-    light = ("io", "records", "errors", "config", "checks", "typed", "compose")
+    light = ("io", "records", "errors", "config", "checks", "values", "typed", "compose")
     names = [f"batchspec.{module}" for module in modules if within(module, light)]
     assert len(names) >= 6
     code = f"import importlib, sys; [importlib.import_module(name) for name in {names}]; assert 'torch' not in sys.modules"

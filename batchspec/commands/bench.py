@@ -22,12 +22,12 @@ from typing import Any
 import torch
 
 from batchspec.arguments import ArgumentParser
-from batchspec.checks import violation
 from batchspec.commands import bench_job, bench_rounds
 from batchspec.commands.bench_variants import HEAD_DRAFTERS, OPTIONS, Bench, Record, TransformersVariant, Variant, parse_options
 from batchspec.commands.doctor import versions
 from batchspec.commands.workloads import SHAPES, make_job, make_workload
 from batchspec.errors import ConfigError
+from batchspec.values import violation
 
 JOB_ROWS = 192
 

@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from batchspec.checks import violation
 from batchspec.config import RunConfig
 from batchspec.errors import ConfigError
 from batchspec.io.columns import ColumnMap, request_ids
@@ -37,6 +36,7 @@ from batchspec.model.thinking import find_think_tokens
 from batchspec.packing.cells import BadRow, chat_turns, json_cell, number_cell, plain_cell, prompt_cell, synthetic_len_cell
 from batchspec.packing.predict import LengthPredictor
 from batchspec.records import MAX_STOP_IDS, Completion, Ids, Request, RowError, SamplingParams, Thinking
+from batchspec.values import violation
 
 if TYPE_CHECKING:
     from batchspec.model.spec import ModelSpec

@@ -6,9 +6,9 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from batchspec.checks import CREDENTIALS, violation
 from batchspec.config import DraftConfig, ModelConfig
 from batchspec.errors import ConfigError
+from batchspec.values import check_choices, check_credentials, check_given, check_ranges, value_of
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,20 +128,10 @@ _UNREAD = ("model.chat_template", "model.think_tokens")
 
 def check_training(run: TrainRun) -> None:
     """Raises ConfigError naming key, value, limit and what to do."""
-    for key, advice in REQUIRED.items():
-        if _get(run, key) is None:
-            raise ConfigError(f"{key} is required; give {key}=..., {advice}")
-    for key in ("model.path", "draft.path", "output.dir"):
-        if CREDENTIALS.search(_get(run, key) or ""):
-            raise ConfigError(f"{key} holds credentials in a URL; take them out and set AWS_PROFILE or the AWS_... variables")
-    for key, choices in CHOICES.items():
-        if _get(run, key) not in choices:
-            raise ConfigError(f"{key}={_get(run, key)} must be one of {', '.join(choices)}")
-    for key in RANGES:
-        value = _get(run, key)
-        problem = None if value is None else violation(key, value, RANGES)
-        if problem:
-            raise ConfigError(problem)
+    check_given(run, REQUIRED)
+    check_credentials(run, ("model.path", "draft.path", "output.dir"))
+    check_choices(run, CHOICES)
+    check_ranges(run, RANGES)
     _drafter(run)
     if "://" in (run.output.dir or ""):
         raise ConfigError(f"output.dir={run.output.dir}: a head is trained into a folder of this machine; copy it afterwards")
@@ -161,14 +151,8 @@ def _drafter(run: TrainRun) -> None:
         raise ConfigError(f"train.mask_token={run.train.mask_token} is of draft=parallel; remove one of them")
     usual = TrainRun()
     for key in (*(f"draft.{name}" for name in asdict(run.draft)), *_UNREAD):
-        if key not in _READ and _get(run, key) != _get(usual, key):
-            raise ConfigError(f"{key}={_get(run, key)} is not used by train; remove the key")
+        if key not in _READ and value_of(run, key) != value_of(usual, key):
+            raise ConfigError(f"{key}={value_of(run, key)} is not used by train; remove the key")
     for name in _OF_NEW_HEADS if run.draft.path is not None else ():
         if (value := getattr(run.train, name)) != getattr(usual.train, name):
             raise ConfigError(f"train.{name}={value} and draft.path: that head has its own; remove one of them")
-
-
-def _get(run: Any, key: str) -> Any:
-    for part in key.split("."):
-        run = getattr(run, part)
-    return run

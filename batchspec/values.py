@@ -1,0 +1,136 @@
+"""What a single value of a configuration must be, whatever the others are: given, a choice, in its range, without credentials.
+
+All of it is refused in one line: key, value, limit, what to do.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from batchspec.errors import ConfigError
+
+INT64 = (-(2**63), 2**63 - 1)
+MAX_TREE_NODES, MAX_TREE_PLACES = 63, 64
+"""Nodes that are verified beside a row's newest token, and places that grow a tree: who sees whom is 64 bits."""
+
+# key -> (lowest, highest, what to do). The per-row columns of the same name obey them too.
+RANGES: dict[str, tuple[float, float, str]] = {
+    "model.max_len": (2, math.inf, "give prompt + output tokens, or null for the model's own limit"),
+    "draft.max_len": (1, 64, "give the draft tokens a round, or draft=none for no speculation"),
+    "draft.min_ngram": (1, 16, "1 or 2 works well"),
+    "draft.max_ngram": (1, 16, "3 to 8 works well"),
+    "draft.growth": (1, 64, "2 works well; draft.max_len and more is no limit"),
+    "draft.head_len": (1, 64, "null is draft.max_len; 3 works well"),
+    "draft.corpus_tokens": (0, 2**28, "0 is off; 1000000 take 72 MB"),
+    "draft.table_entries": (16, 2**30, "null is four for each of draft.corpus_tokens"),
+    "draft.tree.topk": (1, 64, "1 drafts a chain; 4 to 10 works well for a tree"),
+    "draft.tree.depth": (1, 64, "4 to 6 works well"),
+    "draft.tree.nodes": (1, MAX_TREE_NODES, "a round verifies the newest token and at most 63 nodes of a row"),
+    "draft.window": (1, math.inf, "null reads all keys"),
+    "draft.sink": (0, math.inf, "4 works well with a window"),
+    "draft.adapt.every_shards": (0, math.inf, "0 leaves the head as it is"),
+    "draft.adapt.time_share": (math.ulp(0.0), 1.0, "0.1 is usual, 1 is no limit"),
+    "draft.adapt.lr": (math.ulp(0.0), 1.0, "5e-4 is usual"),
+    "decode.max_new_tokens": (1, math.inf, "give the output tokens a completion at most"),
+    "decode.min_new_tokens": (0, math.inf, "0 is off"),
+    "decode.thinking_token_budget": (0, math.inf, "null is no limit"),
+    "decode.temperature": (0.0, 100.0, "0 is greedy, 1 the model's own distribution"),
+    "decode.top_k": (0, math.inf, "0 is off"),
+    "decode.top_p": (math.ulp(0.0), 1.0, "1 is off"),
+    "decode.min_p": (0.0, 1.0, "0 is off"),
+    "decode.repetition_penalty": (0.01, 100.0, "1 is off"),
+    "decode.presence_penalty": (-100.0, 100.0, "0 is off"),
+    "decode.seed": (*INT64, "give a 64-bit integer"),
+    "decode.n": (1, 4096, "1 is one completion a row"),
+    "packing.slots": (1, 4096, "null lets the planner choose"),
+    "packing.pages": (2, 2**31 - 1, "null lets the planner choose"),
+    "packing.memory_gb": (math.ulp(0.0), math.inf, "null lets the planner choose"),
+    "packing.prefill_tokens": (1, math.inf, "null lets the planner choose"),
+    "packing.run_ahead": (0, 64, "null lets the planner choose"),
+    "input.limit": (1, math.inf, "null takes every row"),
+    "input.max_error_fraction": (0.0, 1.0, "1 never ends the job"),
+    "output.shard_rows": (1, 10_000_000, "null lets batchspec choose"),
+    "output.logprobs": (0, 100, "null writes none"),
+    "cluster.max_restarts": (0, math.inf, "0 is never"),
+    "cluster.signal_s": (1, 65535, "120 is enough to save and to requeue"),
+    "cluster.tasks": (1, math.inf, "give the tasks of the array"),
+    "cluster.gpus": (0, math.inf, "0 is a task on a CPU"),
+    "cluster.cpus": (1, math.inf, "null leaves it to the cluster"),
+    "cluster.memory_gb": (math.ulp(0.0), math.inf, "null leaves it to the cluster"),
+    "cluster.time_h": (math.ulp(0.0), math.inf, "null leaves it to the partition"),
+    "cluster.watchdog_s": (0, math.inf, "0 is never"),
+    "resume.again": (1, math.inf, "1 is the first time"),
+    "resume.row_attempts": (1, math.inf, "3 spares a row that was only near when machines failed"),
+}
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "model.dtype": ("auto", "float32", "bfloat16", "float64"),
+    "model.load": ("auto", "dummy"),
+    "draft.aux_layers": ("auto", "input", "output"),
+    "draft.tree.rank": ("sums", "products"),
+    "input.overlong": ("error", "truncate", "skip"),
+    "output.messages": ("full", "prompt", "none"),
+    "resume.retry": ("none", "error", "length"),
+    "device": ("auto", "cpu", "cuda"),
+    "draft.name": ("none", "lookup", "eagle3", "hybrid", "pard", "window"),
+}
+
+CREDENTIALS = re.compile(r"://[^/]*@|[?&](\w*key|\w*token|\w*secret|\w*password|\w*signature|sig|x-amz-[\w-]+)=", re.IGNORECASE)
+"""What a URL that carries a password, a key or a signature looks like."""
+
+
+def violation(key: str, value: float, ranges: Mapping[str, tuple[float, float, str]] = RANGES) -> str | None:
+    """What is wrong with a number under `key`, in one line; None where it lies in its range."""
+    low, high, advice = ranges[key]
+    if low <= value <= high:  # false for NaN too
+        return None
+    if high == math.inf:
+        limit = f"at least {low:g}" if low > 1e-300 or low == 0 else "above 0"
+    elif (low, high) == INT64:
+        limit = "in -2^63 .. 2^63-1"
+    else:
+        limit = f"in {low:g} .. {high:g}" if low > 1e-300 or low <= 0 else f"above 0 and at most {high:g}"
+    return f"{key}={value} must be {limit}; {advice}"
+
+
+def check_given(config: Any, keys: Mapping[str, str]) -> None:
+    """`keys`, with what to give for each, must not be null. Raises ConfigError, like all of these."""
+    for key, advice in keys.items():
+        if value_of(config, key) is None:
+            raise ConfigError(f"{key} is required; give {key}=..., {advice}")
+
+
+def check_credentials(config: Any, keys: Iterable[str]) -> None:
+    """The configuration is kept in the manifest and on the card: credentials must not get into it, nor into this error."""
+    for key in keys:
+        value = value_of(config, key)
+        for url in value if isinstance(value, list) else [value]:
+            if isinstance(url, str) and CREDENTIALS.search(url):
+                raise ConfigError(f"{key} holds credentials in a URL; take them out and set AWS_PROFILE or the AWS_... variables")
+
+
+def check_choices(config: Any, choices: Mapping[str, tuple[str, ...]]) -> None:
+    """Each key's value must be one of its choices."""
+    for key, allowed in choices.items():
+        value = value_of(config, key)
+        if value not in allowed:
+            raise ConfigError(f"{key}={value} must be one of {', '.join(allowed)}")
+
+
+def check_ranges(config: Any, ranges: Mapping[str, tuple[float, float, str]]) -> None:
+    """Each number must lie in its range; null always does."""
+    for key in ranges:
+        value = value_of(config, key)
+        problem = None if value is None else violation(key, value, ranges)
+        if problem:
+            raise ConfigError(problem)
+
+
+def value_of(config: Any, key: str) -> Any:
+    """What stands under a dotted key."""
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
