@@ -23,7 +23,7 @@ from batchspec.cache.batch import FlatBatch
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import Usual
 from batchspec.draft.coupled import draws_of
-from batchspec.draft.formats import MASK_KEYS
+from batchspec.draft.layouts import MASK_KEYS
 from batchspec.draft.window import WindowDrafter
 from batchspec.errors import CheckpointError
 from batchspec.kernels.round_inputs import round_inputs

@@ -1,0 +1,140 @@
+"""The config.json of a published EAGLE-3 or P-EAGLE head: two layouts and the keys they may have; others are refused by name.
+
+flat          SafeAILab, SpecForge, SGLang: `midlayer.*`, with or without `model.` in front, more layers as `layers.1..` or
+              `additional_layers.0..`
+speculators   vLLM's speculators: `layers.0.*`, the decoder's shape under `transformer_layer_config`
+A head that can draft in parallel has a tensor mask_hidden and a mask token id more, in either layout (`peagle` in the second).
+Source: SafeAILab/EAGLE cnets.py, sgl-project/SpecForge to_sglang.py, vllm-project/speculators models/eagle3 (config.py, core.py)
+and models/peagle/config.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchspec.errors import CheckpointError
+from batchspec.model.spec import Json, read_json, short_json
+
+# What a missing key of transformer_layer_config means: it is saved as the difference to these (transformers 5).
+_LAYER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+              "vocab_size": 32000, "max_position_embeddings": 2048},
+    "qwen3": {"hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
+              "num_key_value_heads": 32, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 32768},
+}  # fmt: skip
+_FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+_PEAGLE = ("PEagleSpeculator", "PEagleDraftModel", "PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM")
+_FLAT = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM", *_PEAGLE)
+_SPECULATORS = {"eagle3": ("Eagle3Speculator", "Eagle3DraftModel"), "peagle": _PEAGLE}
+
+_SHAPE = frozenset((
+    "architectures", "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters",
+    "max_position_embeddings", "original_max_position_embeddings", "vocab_size", "hidden_act", "sliding_window",
+    "use_sliding_window", "max_window_layers", "layer_types", "attention_bias", "mlp_bias",
+))  # fmt: skip
+MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
+_EAGLE = frozenset((
+    "architectures", "draft_vocab_size", "target_hidden_size", "num_aux_hidden_states", "bias", "fc_norm", "norm_before_fc",
+    "norm_before_residual", "norm_output", "eagle_aux_hidden_state_layer_ids", "eagle_config", "layer_ids",
+    "speculators_model_type", "transformer_layer_config", "parallel_drafting", *MASK_KEYS,
+))  # fmt: skip
+# Nothing of these changes what a loaded head computes. tie_word_embeddings: a head without lm_head uses the target's anyway.
+_HARMLESS = frozenset((
+    "attention_dropout", "hidden_dropout", "dropout", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id",
+    "sep_token_id", "decoder_start_token_id", "initializer_range", "torch_dtype", "dtype", "transformers_version", "use_cache",
+    "pretraining_tp", "model_max_length", "embed_requires_grad", "enable_sp_ulysses", "auto_map", "_name_or_path",
+    "name_or_path", "tie_word_embeddings", "speculators_version", "speculators_config", "attn_implementation",
+    "_attn_implementation", "_attn_implementation_autoset", "return_dict", "output_hidden_states", "output_attentions",
+    "torchscript", "is_decoder", "chunk_size_feed_forward", "id2label", "label2id", "problem_type", "tokenizer_class", "prefix",
+    "finetuning_task", "task_specific_params", "tie_encoder_decoder", "add_cross_attention", "use_bfloat16", "tf_legacy_loss",
+    "pruned_heads", "ttt_length", "_experts_implementation",
+))  # fmt: skip
+# Keys of eagle_config, with the only value that is built where there is one (NVIDIA ModelOpt exports them).
+_EAGLE_CONFIG: dict[str, Any] = {
+    "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
+    "use_mtp_layernorm": False, "has_lm_head": True, "next_layer_regular": True, "parallel_draft_step": 1,
+}  # fmt: skip
+_EAGLE_CONFIG_READ = ("eagle_aux_hidden_state_layer_ids", "layer_ids", "norm_before_fc")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadConfig:
+    """A config.json in which every key is known."""
+
+    path: Path
+    layout: str
+    """flat or speculators."""
+    whole: Json
+    shape: Json
+    """The part that holds the decoder layer's shape, defaults filled in; the whole in the flat layout."""
+    eagle: Json
+    """Its eagle_config, empty where there is none."""
+
+
+def read_config(folder: Path) -> HeadConfig:
+    """config.json of a head's folder. Raises CheckpointError, in one line, where there is none, and for keys that are not built."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{folder}: no config.json; draft.path must be the folder of an EAGLE-3 head")
+    config = read_json(path)
+    layout, shape = _layout(config, path)
+    eagle = _eagle_config(config, path)
+    _refuse(config, shape, layout, path)
+    return HeadConfig(path=path, layout=layout, whole=config, shape=shape, eagle=eagle)
+
+
+def _layout(config: Json, path: Path) -> tuple[str, Json]:
+    """The layout's name, and the part of the config that holds the decoder layer's shape, defaults filled in."""
+    kind = config.get("speculators_model_type")
+    if kind not in (None, *_SPECULATORS):
+        raise CheckpointError(
+            f"{path}: speculators_model_type {kind!r} is not supported; draft=eagle3 needs 'eagle3' or 'peagle'"
+        )
+    shape, layout = (config, "flat") if kind is None else (config.get("transformer_layer_config"), "speculators")
+    if not isinstance(shape, Mapping):
+        raise CheckpointError(f"{path}: transformer_layer_config is {short_json(shape)}; it must be an object")
+    family = shape.get("model_type", "llama")
+    if family not in _FAMILIES:
+        raise CheckpointError(f"{path}: model_type {family!r} of the head is not supported; supported are {', '.join(_FAMILIES)}")
+    known = _FLAT if kind is None else _SPECULATORS[kind]
+    for name in config.get("architectures") or ():
+        if name not in known:
+            raise CheckpointError(f"{path}: architectures {name!r} is not supported; a {layout} head has {', '.join(known)}")
+    return layout, shape if layout == "flat" else {**_LAYER_DEFAULTS.get(family, {}), **shape}
+
+
+def _eagle_config(config: Json, path: Path) -> Json:
+    eagle = config.get("eagle_config") or {}
+    if not isinstance(eagle, Mapping):
+        raise CheckpointError(f"{path}: eagle_config is {short_json(eagle)}; it must be an object")
+    wrong = [
+        f"eagle_config.{key}={short_json(value)}"
+        for key, value in eagle.items()
+        if key not in _EAGLE_CONFIG_READ and value is not None and (key not in _EAGLE_CONFIG or value != _EAGLE_CONFIG[key])
+    ]
+    if wrong:
+        raise CheckpointError(f"{path}: not supported: {', '.join(wrong)}; use an EAGLE-3 head without them")
+    return eagle
+
+
+def _refuse(config: Json, shape: Json, layout: str, path: Path) -> None:
+    parts = [config] if layout == "flat" else [config, shape]
+    allowed = [_SHAPE | _EAGLE | _HARMLESS] if layout == "flat" else [_EAGLE | _HARMLESS, _SHAPE | _HARMLESS]
+    found = [
+        f"{key}={short_json(value)}"
+        for part, known in zip(parts, allowed, strict=True)
+        for key, value in part.items()
+        if key not in known and value not in (None, False, [], {})
+    ]
+    if (act := shape.get("hidden_act", "silu")) not in ("silu", "swish"):
+        found.append(f"hidden_act={act!r}")
+    if layout == "flat" and config.get("architectures") == ["LlamaForCausalLMEagle3"] and config.get("norm_output") is False:
+        found.append("norm_output=false (in this layout: no norm before lm_head)")
+    if found:
+        raise CheckpointError(
+            f"{path}: not known to draft=eagle3: {', '.join(found)}; remove a key from config.json if it changes no computation"
+        )
