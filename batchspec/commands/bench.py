@@ -23,7 +23,8 @@ import torch
 
 from batchspec.arguments import ArgumentParser
 from batchspec.commands import bench_job, bench_rounds
-from batchspec.commands.bench_variants import HEAD_DRAFTERS, OPTIONS, Bench, Record, TransformersVariant, Variant, parse_options
+from batchspec.commands.bench_engines import HEAD_DRAFTERS, OPTIONS, Bench, parse_options
+from batchspec.commands.bench_variants import Record, TransformersVariant, Variant, engine_variants
 from batchspec.commands.doctor import versions
 from batchspec.commands.workloads import SHAPES, make_job, make_workload
 from batchspec.errors import ConfigError
@@ -50,7 +51,7 @@ def main(argv: list[str]) -> int:
             ],
         )
         return 0
-    variants: list[Variant] = [*bench.variants()]
+    variants: list[Variant] = [*engine_variants(bench)]
     if args.against_transformers:
         variants.insert(0, TransformersVariant(bench))
     for turn in range(args.runs):

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from batchspec.commands.bench_variants import Bench, Record, Way, clock, ways
+from batchspec.commands.bench_engines import Bench, Way, ways
+from batchspec.commands.bench_variants import Record, clock
 from batchspec.commands.profile import PROFILED_ROUNDS, profile_calls
 from batchspec.decode.engine import Engine
 from batchspec.decode.graphs import Shape

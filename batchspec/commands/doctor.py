@@ -14,7 +14,7 @@ import torch
 from batchspec import __version__
 from batchspec.arguments import ArgumentParser
 from batchspec.cache.flash import flashinfer
-from batchspec.commands.bench_variants import DRAFT_VOCAB, USUAL_DRAFT_VOCAB
+from batchspec.commands.bench_engines import DRAFT_VOCAB, USUAL_DRAFT_VOCAB
 from batchspec.commands.probe import CONTEXTS, lines_of, probe
 from batchspec.commands.workloads import SHAPES, shape_spec
 from batchspec.draft.head import products as head_products

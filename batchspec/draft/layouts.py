@@ -76,7 +76,7 @@ class HeadConfig:
 
 
 def read_config(folder: Path) -> HeadConfig:
-    """config.json of a head's folder. Raises CheckpointError, in one line, where there is none, and for keys that are not built."""
+    """config.json of a head's folder. Raises CheckpointError, in one line, where none is, and for keys that are not built."""
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{folder}: no config.json; draft.path must be the folder of an EAGLE-3 head")
