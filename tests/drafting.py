@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,17 @@ import pytest
 from hypothesis import strategies as st
 from torch import Tensor
 
+from batchspec.cache.pages import KVCache
 from batchspec.decode import scheduler
 from batchspec.decode.engine import Engine
 from batchspec.decode.round import RoundOptions
 from batchspec.decode.rows import Rows
-from batchspec.draft.base import Drafter
+from batchspec.draft.base import Drafter, Usual
+from batchspec.draft.weights import Head, load_head
 from batchspec.records import Completion, PackedBatch, Request, SamplingParams
+from tests.eagle_reference import Design
 from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request, tiny_target
+from tests.heads import Tensors, write_head
 
 TARGET = partial(tiny_target, window=5)
 Proposals = list[tuple[tuple[int, ...], list[int]]]
@@ -32,6 +37,25 @@ def proposals(rows: Rows, draft_ids: Tensor, draft_len: Tensor) -> Proposals:
         count, limit = int(rows.num_tokens[slot]), int(rows.limit[slot])
         found.append((tuple(rows.tokens[slot, :count].tolist()), draft_ids[slot, : max(0, limit - count - 1)].tolist()))
     return found
+
+
+class Recording(Usual):
+    """Keeps what a drafter proposed: `class Recorded(Recording, Eagle3Drafter)`."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.seen: Proposals = []
+
+    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+        super().propose(rows, draft_ids, draft_len, cache)  # type: ignore[misc]
+        self.seen += proposals(rows, draft_ids, draft_len)
+
+
+def written_head(folder: Path, design: Design, tensors: Tensors, *, layout: str = "flat") -> Head:
+    """The head of a checkpoint with these tensors, for TARGET."""
+    write_head(folder, design, tensors, layout=layout)
+    target = TARGET()
+    return load_head(folder, target.spec, dtype=target.dtype, device=DEVICE, aux_layers="input")
 
 
 def run(

@@ -20,45 +20,39 @@ from batchspec.decode.round import Round, RoundOptions, RoundResult
 from batchspec.decode.rows import Rows
 from batchspec.decode.sampling import SamplingMode
 from batchspec.draft.eagle3 import Eagle3Drafter
-from batchspec.draft.weights import load_head
 from batchspec.records import SamplingParams
 from tests.drafting import (
     TARGET,
-    Proposals,
+    Recording,
     drawn_batch,
     expected_tokens,
     known_requests,
     mixed_requests,
-    proposals,
     run,
     synthetic,
+    written_head,
 )
 from tests.eagle_reference import Design, reference_drafts
-from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request
-from tests.heads import Tensors, distilled_tensors, random_tensors, tiny_design, write_head
+from tests.engines import VOCAB, packed, plain_tokens, request
+from tests.heads import Tensors, distilled_tensors, random_tensors, tiny_design
 
 
-class Recorded(Eagle3Drafter):
-    """Keeps what it proposed, and the state it carried before."""
+class Recorded(Recording, Eagle3Drafter):
+    """Keeps the state that it carried before each proposal, too."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.seen: Proposals = []
         self.carried: list[Tensor] = []
 
     def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
         self.carried += self.state[1][: len(draft_len)][rows.live != 0].clone()
         super().propose(rows, draft_ids, draft_len, cache)
-        self.seen += proposals(rows, draft_ids, draft_len)
 
 
 def make_drafter(
     folder: Path, design: Design, tensors: Tensors, max_len: int, *, slots: int, layout: str = "flat", **options: Any
 ) -> Recorded:
-    target = TARGET()
-    write_head(folder, design, tensors, layout=layout)
-    head = load_head(folder, target.spec, dtype=target.dtype, device=DEVICE, aux_layers="input")
-    return Recorded(head, target, max_len, slots=slots, **options)
+    return Recorded(written_head(folder, design, tensors, layout=layout), TARGET(), max_len, slots=slots, **options)
 
 
 def check_drafts(drafter: Recorded, design: Design, tensors: Tensors, *, window: int | None = None, sink: int = 0) -> None:

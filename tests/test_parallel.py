@@ -30,14 +30,14 @@ from batchspec.errors import ConfigError
 from batchspec.records import SamplingParams
 from tests.drafting import (
     TARGET,
-    Proposals,
+    Recording,
     drawn_batch,
     expected_tokens,
     known_requests,
     mixed_requests,
-    proposals,
     run,
     synthetic,
+    written_head,
 )
 from tests.eagle_reference import Design, reference_parallel_drafts
 from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request
@@ -46,25 +46,14 @@ from tests.heads import Tensors, parallel_tensors, random_tensors, tiny_design, 
 MASK = 17
 
 
-class Recorded(ParallelDrafter):
-    """Keeps what it proposed."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.seen: Proposals = []
-
-    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
-        super().propose(rows, draft_ids, draft_len, cache)
-        self.seen += proposals(rows, draft_ids, draft_len)
+class Recorded(Recording, ParallelDrafter):
+    pass
 
 
 def make_drafter(
     folder: Path, design: Design, tensors: Tensors, max_len: int, *, slots: int, layout: str = "flat", **options: Any
 ) -> Recorded:
-    target = TARGET()
-    write_head(folder, design, tensors, layout=layout)
-    head = load_head(folder, target.spec, dtype=target.dtype, device=DEVICE, aux_layers="input")
-    return Recorded(head, target, max_len, slots=slots, **options)
+    return Recorded(written_head(folder, design, tensors, layout=layout), TARGET(), max_len, slots=slots, **options)
 
 
 def check_drafts(drafter: Recorded, design: Design, tensors: Tensors, *, window: int | None = None, sink: int = 0) -> None:

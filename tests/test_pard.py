@@ -11,21 +11,19 @@ from typing import Any
 import polars as pl
 import pytest
 import torch
-from torch import Tensor
 
 from batchspec import drafters
 from batchspec import run as job_run
-from batchspec.cache.pages import KVCache
 from batchspec.config import DraftConfig, RunConfig
 from batchspec.decode import scheduler
 from batchspec.decode.engine import Engine
 from batchspec.decode.round import Round, RoundOptions
-from batchspec.decode.rows import Rows
 from batchspec.draft.pard import PardDrafter, PardModel, load_pard, read_pard
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
 from batchspec.records import PackedBatch, Request, SamplingParams
+from tests.drafting import Recording
 from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request, tiny_target
 from tests.models import make_checkpoint
 
@@ -53,23 +51,12 @@ def load(folder: Path) -> PardModel:
     return load_pard(folder, read_pard(folder, tiny_target().spec), dtype=torch.float64, device=DEVICE)
 
 
-class Recorded(PardDrafter):
-    """Keeps, of every live row, the committed tokens and the drafts as far as they may count."""
-
-    seen: list[tuple[list[int], list[int]]]
-
-    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
-        super().propose(rows, draft_ids, draft_len, cache)
-        assert draft_len.tolist() == [draft_ids.shape[1] if alive else 0 for alive in rows.live.tolist()]
-        for slot in rows.live.nonzero().flatten().tolist():
-            count, limit = int(rows.num_tokens[slot]), int(rows.limit[slot])
-            self.seen.append((rows.tokens[slot, :count].tolist(), draft_ids[slot, : max(0, limit - count - 1)].tolist()))
+class Recorded(Recording, PardDrafter):
+    pass
 
 
 def drafter_of(folder: Path, max_len: int, *, slots: int, parallel: bool = True) -> Recorded:
-    drafter = Recorded(load(folder), tiny_target().spec, max_len, slots=slots, parallel=parallel)
-    drafter.seen = []
-    return drafter
+    return Recorded(load(folder), tiny_target().spec, max_len, slots=slots, parallel=parallel)
 
 
 @cache
@@ -97,7 +84,7 @@ def check_drafts(folder: Path, drafter: Recorded, *, parallel: bool = True) -> N
     assert len(drafter.seen) > 5
     for tokens, drafts in drafter.seen:
         if drafts:
-            assert drafts == reference_drafts(folder, tokens, len(drafts), parallel=parallel)
+            assert drafts == reference_drafts(folder, list(tokens), len(drafts), parallel=parallel)
 
 
 def run(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from batchspec.cache.attention import AttentionPlan
 from batchspec.cache.batch import FlatBatch
 from batchspec.draft.coupled import Draws, draws_of
 from batchspec.draft.head import Place
-from batchspec.draft.reader import HeadReader, zeros_on
+from batchspec.draft.reader import HeadReader, Reading, zeros_on
 from batchspec.draft.weights import Head
 from batchspec.kernels.draft_steps import draft_steps
 from batchspec.kernels.live_rows import live_rows
@@ -48,24 +48,10 @@ class Eagle3Drafter(HeadReader):
     name = "eagle3"
 
     def __init__(
-        self,
-        head: Head,
-        target: Target,
-        max_len: int,
-        *,
-        slots: int,
-        window: int | None = None,
-        sink: int = 0,
-        dead_positions: bool = True,
-        uniform_slots: bool = True,
-        argmax: bool = True,
+        self, head: Head, target: Target, max_len: int, *, slots: int, uniform_slots: bool = True, **reading: Unpack[Reading]
     ) -> None:
-        """
-        uniform_slots  False: cache locations of each draft step anew, by the general path
-
-        The others are those of HeadReader.
-        """
-        super().__init__(head, target, max_len, window=window, sink=sink, dead_positions=dead_positions, argmax=argmax)
+        """uniform_slots=False: cache locations of each draft step anew, by the general path."""
+        super().__init__(head, target, max_len, **reading)
         spec, device, steps = head.spec, target.device, max(0, max_len - 1)
         self._uniform = uniform_slots
         zeros = partial(zeros_on, device)

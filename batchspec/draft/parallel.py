@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch import Tensor
 from batchspec.cache.batch import FlatBatch
 from batchspec.draft.coupled import draws_of
 from batchspec.draft.head import Place
-from batchspec.draft.reader import HeadReader, zeros_on
+from batchspec.draft.reader import HeadReader, Reading, zeros_on
 from batchspec.draft.weights import Head
 from batchspec.kernels.draft_places import draft_places
 from batchspec.kernels.live_rows import live_rows
@@ -42,20 +42,9 @@ class ParallelDrafter(HeadReader):
 
     name = "parallel"
 
-    def __init__(
-        self,
-        head: Head,
-        target: Target,
-        max_len: int,
-        *,
-        slots: int,
-        window: int | None = None,
-        sink: int = 0,
-        dead_positions: bool = True,
-        argmax: bool = True,
-    ) -> None:
-        """head: one with a mask, else ValueError; the others are those of HeadReader."""
-        super().__init__(head, target, max_len, window=window, sink=sink, dead_positions=dead_positions, argmax=argmax)
+    def __init__(self, head: Head, target: Target, max_len: int, *, slots: int, **reading: Unpack[Reading]) -> None:
+        """head: one with a mask, else ValueError."""
+        super().__init__(head, target, max_len, **reading)
         spec, device, places = head.spec, target.device, slots * max_len
         if spec.mask_token_id is None:
             raise ValueError("ParallelDrafter: the head has no mask token; give one that was trained for parallel drafting")

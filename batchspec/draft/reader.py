@@ -6,7 +6,7 @@ Legend: T flat places, H hidden, W taps * target hidden.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor
@@ -23,19 +23,28 @@ if TYPE_CHECKING:
     from batchspec.cache.pages import KVCache
 
 
+class Reading(TypedDict, total=False):
+    """Arguments that every drafter with a head takes; each may be left out."""
+
+    window: int | None
+    """Newest keys that the head reads at most, beside the first `sink` ones; its own windows count too. None: all keys."""
+    sink: int
+    dead_positions: bool
+    """False: every place of a catch-up runs to the end of the head."""
+    argmax: bool
+    """False: drafts by softmax and top-k."""
+
+
 class HeadReader(Usual):
     """A head bound to a target, its K/V in the pages behind the target's layers."""
 
     fixed_len = True
 
     def __init__(
-        self, head: Head, target: Target, max_len: int, *, window: int | None, sink: int, dead_positions: bool, argmax: bool
-    ) -> None:
-        """
-        window          newest keys that the head reads at most, beside the first `sink` ones; its own windows count too
-        dead_positions  False: every place of a catch-up runs to the end of the head
-        argmax          False: drafts by softmax and top-k
-        """
+        self, head: Head, target: Target, max_len: int, *, window: int | None = None, sink: int = 0, dead_positions: bool = True,
+        argmax: bool = True,
+    ) -> None:  # fmt: skip
+        """See `Reading`."""
         spec = head.spec
         self.max_len = max_len
         self.tap_layers = spec.tap_layers
