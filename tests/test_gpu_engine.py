@@ -34,7 +34,7 @@ from tests.heads import distilled_tensors, random_tensors, tiny_design, write_he
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 VOCAB, MAX_LEN = 89, 256
 PLAIN = ("none", "lookup", "lookup with a corpus", "window")
-TREE, LARGE_TREE = TreeShape(topk=3, depth=3, nodes=14), TreeShape(topk=10, depth=6, nodes=60, rank=PRODUCTS)
+TREE = TreeShape(topk=3, depth=3, nodes=14)
 SAMPLINGS = (
     SamplingParams(),
     SamplingParams(temperature=0.9),
