@@ -7,7 +7,6 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import hydra
@@ -32,17 +31,15 @@ GROUPS = ("model", "draft", "decode", "packing", "input", "output", "cluster", "
 SUBMITIT_FOLDER = "hydra.launcher.submitit_folder=.submitit/%j"
 
 
-def compose(overrides: Sequence[str], *, require: Iterable[str] = (), config_dir: str | None = None) -> RunConfig:
+def compose(overrides: Sequence[str], *, require: Iterable[str] = ()) -> RunConfig:
     """The configuration that the command line `overrides` would give, checked; leaves Hydra's global state as it was.
 
     overrides   Hydra override strings, e.g. ("+job=demo", "decode.n=2")
     require     keys that must be set, see `checks.check`
-    config_dir  folder with the user's own groups, as `--config-dir`
     Raises ConfigError in one line for whatever is wrong.
     """
     register()
-    extra = [] if config_dir is None else [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"]
-    config = from_hydra(_composed("run", [*_open_dicts(overrides), *extra], RunConfig()))
+    config = from_hydra(_composed("run", _open_dicts(overrides), RunConfig()))
     check(config, require=require)
     return config
 

@@ -24,7 +24,7 @@ from batchspec.kernels.attention_work import attention_work
 from batchspec.kernels.bench import graph_us
 from batchspec.kernels.verify_attention import verify_attention, verify_attention_reference
 
-PAGE_SIZE = 16
+PAGE_SIZE, DTYPE = 16, torch.bfloat16
 CONFIGS = (Config(64, 4, 3, 3), Config(32, 4, 4, 4), Config(32, 4, 5, 3), Config(64, 4, 2, 4), Config(128, 4, 2, 3))
 WIDE = (Config(64, 4, 3, 2), Config(32, 4, 4, 3), Config(64, 4, 2, 3), Config(64, 8, 3, 2), Config(128, 8, 2, 2))
 NARROW = (Config(64, 4, 3, 6), Config(64, 4, 4, 4), Config(64, 2, 3, 6), Config(32, 2, 4, 8), Config(128, 4, 2, 4))
@@ -95,9 +95,8 @@ class Inputs:
 
 
 def make_inputs(
-    name: str, model: Model, lengths: list[int], max_q: int, *, dtype: torch.dtype = torch.bfloat16, samples: int = 1,
-    prefix: int = 0, share: bool = False,
-) -> Inputs:  # fmt: skip
+    name: str, model: Model, lengths: list[int], max_q: int, *, samples: int = 1, prefix: int = 0, share: bool = False
+) -> Inputs:
     """`samples` rows side by side begin with the same `prefix` tokens; `share`: they are read once."""
     device, rows = torch.device("cuda"), len(lengths)
     per_row = max(lengths) // PAGE_SIZE + 1
@@ -107,13 +106,13 @@ def make_inputs(
     size = 2 * (rows * per_row + 1) * PAGE_SIZE * model.kv_heads * model.head_dim
     num_copies = max(1, min(8, (1 << 29) // size))
     pages = rows * per_row + 1
-    copies = torch.empty(num_copies, 2, pages, PAGE_SIZE, model.kv_heads, model.head_dim, dtype=dtype, device=device).normal_()
+    copies = torch.empty(num_copies, 2, pages, PAGE_SIZE, model.kv_heads, model.head_dim, dtype=DTYPE, device=device).normal_()
     kv_len = torch.tensor(lengths, dtype=torch.int32, device=device)
     positions = (kv_len[:, None] - max_q + torch.arange(max_q, device=device)).long().flatten()
-    fused = torch.randn(rows * max_q, model.num_heads + 2 * model.kv_heads, model.head_dim, device=device).to(dtype)
+    fused = torch.randn(rows * max_q, model.num_heads + 2 * model.kv_heads, model.head_dim, device=device).to(DTYPE)
     shape = work_shape(
         num_rows=rows, max_q=max_q, max_kv=max(lengths), num_heads=model.num_heads, kv_heads=model.kv_heads,
-        head_dim=model.head_dim, page_size=PAGE_SIZE, dtype=dtype,
+        head_dim=model.head_dim, page_size=PAGE_SIZE, dtype=DTYPE,
         num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
     )  # fmt: skip
     unique = sum(lengths) - (rows - rows // samples) * prefix
@@ -126,7 +125,7 @@ def make_inputs(
     return Inputs(
         name=name, model=model, shape=shape, q=fused[:, : model.num_heads], copies=copies, page_table=table, positions=positions,
         q_start=ints(list(range(0, rows * max_q + 1, max_q))), kv_len=kv_len, shared=shared if share else None,
-        num_bytes=2 * unique * model.kv_heads * model.head_dim * dtype.itemsize,
+        num_bytes=2 * unique * model.kv_heads * model.head_dim * DTYPE.itemsize,
     )  # fmt: skip
 
 

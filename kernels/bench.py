@@ -19,6 +19,8 @@ from torch import Tensor
 Call = Callable[[], Any]
 COPY_BYTES = 1 << 30
 MAX_COPIES = 128
+GRAPH_US = 1500.0
+"""What a graph of GraphClock takes, about."""
 
 
 class Bench:
@@ -116,7 +118,7 @@ class GraphClock:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
-    def us(self, calls: Sequence[Call], *, repeats: int = 3, budget_us: float = 1500.0) -> float:
+    def us(self, calls: Sequence[Call], *, repeats: int = 3) -> float:
         """Median of `repeats` replays; each call is the same on another copy of the inputs. Raises what the first call raises."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -127,7 +129,7 @@ class GraphClock:
             end.record()
             end.synchronize()
             once_us = max(2.0, start.elapsed_time(end) * 1e3)
-            per_graph = int(max(8, min(MAX_COPIES, budget_us / once_us)))
+            per_graph = int(max(8, min(MAX_COPIES, GRAPH_US / once_us)))
             per_graph = max(per_graph, min(len(calls), MAX_COPIES))  # every copy once, or the cache would hold them
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin()

@@ -30,6 +30,7 @@ from batchspec.kernels.parts import counters
 from batchspec.kernels.tiles import Tile, candidates
 
 COPIES_BYTES = 1 << 28
+DTYPE = torch.bfloat16
 FINALISTS = 4
 EPS = 1e-5
 TOLERANCE = 0.02
@@ -80,19 +81,18 @@ class Result(NamedTuple):
 class Trial:
     """One op with random weights [copies, rows, k] on a GPU, for any number of tokens."""
 
-    def __init__(self, op: str, rows: int, k: int, device: torch.device, *, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(self, op: str, rows: int, k: int, device: torch.device) -> None:
         self.op, self.rows, self.k = op, rows, k
         self.gated = op.endswith("swiglu")
-        num_bytes = rows * k * dtype.itemsize
-        copies = min(MAX_COPIES, -(-COPIES_BYTES // num_bytes))
-        self.weights = torch.empty(copies, rows, k, dtype=dtype, device=device).normal_(std=k**-0.5)
+        copies = min(MAX_COPIES, -(-COPIES_BYTES // (rows * k * DTYPE.itemsize)))
+        self.weights = torch.empty(copies, rows, k, dtype=DTYPE, device=device).normal_(std=k**-0.5)
         self.device = self.weights.device  # with its index
-        self.norm = torch.rand(k, device=device).add_(0.5).to(dtype)
+        self.norm = torch.rand(k, device=device).add_(0.5).to(DTYPE)
         self._clock = GraphClock(self.device)
 
     def inputs(self, tokens: int) -> tuple[Tensor, Tensor]:
         """x [T, K] and where the result goes: [T, N], ids [T] for lm_head."""
-        x = torch.randn(tokens, self.k, device=self.device).to(self.weights.dtype)
+        x = torch.randn(tokens, self.k, device=self.device).to(DTYPE)
         if self.op == "lm_head":
             return x, torch.zeros(tokens, dtype=torch.int32, device=self.device)
         return x, x.new_zeros(tokens, self.rows // 2 if self.gated else self.rows)

@@ -97,9 +97,10 @@ def test_without_drafts_there_is_nothing_to_choose() -> None:
 
 def test_long_contexts_make_drafts_cheap() -> None:
     """Attention costs the same for every K: with much of it a round with drafts is hardly slower."""
-    lengths = DraftLengths(2, token_s=1e-3)
+    lengths = DraftLengths(2)
     for k, cost in enumerate([1.0, 1.7, 2.4]):
         lengths.set_base(ROWS, k, cost)
+        lengths.timed(ROWS, k, 1000, cost + 1.0)
     for _ in range(200):
         lengths.observe(2, np.array([0, 1, 2, 0, 1, 0], np.int32))
     assert lengths.scores(ROWS, 0).argmax() == 0

@@ -204,7 +204,7 @@ def test_cfg_prints_the_configuration_and_runs_nothing(jobs: Jobs, capsys: pytes
 def test_compose_gives_what_the_command_line_gives(jobs: Jobs, tmp_path: Path) -> None:
     folder = own_recipe(tmp_path / "mine", "model: {path: m}\ninput: {path: i}\noutput: {dir: o}\n")
     assert run.main(["--config-dir", folder, "+job=mine", "decode.n=2"]) == 0
-    assert compose(["+job=mine", "decode.n=2"], config_dir=folder) == jobs.ran[0]
+    assert compose(["+job=mine", "decode.n=2", f"hydra.searchpath=[file://{folder}]"]) == jobs.ran[0]
     with pytest.raises(ConfigError, match="did you mean decode"):
         compose(["decode.max_tokns=3"])
     with pytest.raises(ConfigError, match=r"input\.path is required"):

@@ -18,7 +18,6 @@ from batchspec.draft.weights import dummy_spec
 from batchspec.errors import ConfigError
 from batchspec.kernels import trial
 from batchspec.kernels.tiles import Tile
-from batchspec.kernels.trial import Trial
 from batchspec.model import tuning
 from batchspec.model.layers import Linear
 from batchspec.model.spec import ModelSpec, RopeSpec
@@ -145,7 +144,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "compile_ahead", lambda *_: None)
     monkeypatch.setattr(trial, "candidates", lambda *_: [Tile(16, 32, 32, 2, 4, False), Tile(16, 32, 16, 2, 4, True)])
     monkeypatch.setattr(trial, "MAX_COPIES", 2)
-    monkeypatch.setattr(Trial.__init__, "__kwdefaults__", {"dtype": torch.float32})
+    monkeypatch.setattr(trial, "DTYPE", torch.float32)
 
 
 @pytest.mark.usefixtures("on_cpu")

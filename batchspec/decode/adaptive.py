@@ -30,14 +30,11 @@ def candidates(max_len: int) -> tuple[int, ...]:
 
 
 class DraftLengths:
-    def __init__(self, max_len: int, token_s: float = 0.0, choices: tuple[int, ...] | None = None) -> None:
-        """
-        token_s  seconds of attention a context token and round, until it is measured
-        choices  draft lengths that may be chosen, rising from 0 to max_len, instead of `candidates`
-        """
+    def __init__(self, max_len: int, choices: tuple[int, ...] | None = None) -> None:
+        """choices: draft lengths that may be chosen, rising from 0 to max_len, instead of `candidates`."""
         self.max_len, self.choices = max_len, choices or candidates(max_len)
         self._base: dict[tuple[int, int], float] = {}
-        self._token_s = np.full(max_len + 1, token_s)
+        self._token_s = np.zeros(max_len + 1)
         self._rounds = 0
         self._current = max_len
         self._next: int | None = None
