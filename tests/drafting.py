@@ -81,12 +81,12 @@ def expected_tokens(requests: Sequence[Request]) -> dict[str, list[int]]:
     return {r.request_id: plain_tokens(TARGET(), r) for r in requests}
 
 
-def mixed_requests(count: int = 5, cap: int = 14, sampling: SamplingParams | None = None) -> list[Request]:
-    """Prompts of several lengths, some with a common beginning."""
+def mixed_requests(count: int = 5, cap: int = 14, sampling: SamplingParams | None = None, *, first: int = 0) -> list[Request]:
+    """Prompts of several lengths, some with a common beginning; the same ones as rows `first` and on."""
     rng = np.random.default_rng(0)
     beginning = [3, 1, 4, 1, 5, 9, 2, 6, 5]
     prompts = [(beginning if i % 2 else []) + rng.integers(0, VOCAB, 1 + 3 * i).tolist() for i in range(count)]
-    return [request(i, prompt, cap=cap - i, sampling=sampling, predicted=2) for i, prompt in enumerate(prompts)]
+    return [request(first + i, prompt, cap=cap - i, sampling=sampling, predicted=2) for i, prompt in enumerate(prompts)]
 
 
 def known_requests() -> list[Request]:

@@ -37,7 +37,11 @@ ROWS, SHARD_ROWS = 12, 2
 SHARDS = ROWS // SHARD_ROWS
 CALLS = ("link", "replace", "rename", "fsync", "unlink", "rmdir")
 """Of module os: every way in which batchspec changes what a folder shows, or makes it last."""
+DIED = "died before "
+"""In front of the last line of a log, where the process kills itself."""
 Row = tuple[str, int, str, tuple[int, ...] | None]
+Step = tuple[str, int]
+"""What is done, and which time it is, counted from 1: the order of steps of several threads differs from run to run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +55,10 @@ class Conduct:
     """False: it takes every shard, whoever works on it."""
     method: str | None = None
     """How names are taken: link or rename; None: as the file system allows."""
-    kill_at: int | None = None
-    """It kills itself before this one of its CALLS, counted from 1."""
+    kill_at: Step | None = None
+    """It kills itself before this one of its CALLS."""
     log: Path | None = None
-    """A line for each of its CALLS goes there."""
+    """A line for each of its CALLS goes there, and one where it kills itself."""
     environ: Mapping[str, str] = field(default_factory=dict)
     wait: bool = False
     """It stops (SIGSTOP) before it begins."""
@@ -131,7 +135,9 @@ def watch_calls(conduct: Conduct) -> None:
             seen.append(kind)
             if log is not None:
                 log.write(kind + "\n")
-            if len(seen) == conduct.kill_at:
+            if (kind, seen.count(kind)) == conduct.kill_at:
+                if log is not None:
+                    log.write(f"{DIED}{kind}\n")
                 os.kill(os.getpid(), signal.SIGKILL)
             if conduct.hold is not None and not held and conduct.hold[0] == name and re.search(conduct.hold[1], kind):
                 held.append(True)
@@ -149,7 +155,18 @@ def kind_of(name: str, args: Sequence[Any]) -> str:
     target = args[1] if name in ("link", "replace", "rename") else args[0]
     path = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else os.fspath(target)
     path = path.rpartition("/out/")[2] if "/out/" in path else path.rpartition("/")[2]
-    return f"{name} {re.sub(r'[0-9a-f]{32}|[0-9]+', 'N', path)}"
+    return f"{name} {re.sub(r'(?<=^[.]batchspec-).*|[0-9a-f]{32}|[0-9]+', 'N', path)}"
+
+
+def steps_of(kinds: Sequence[str]) -> list[Step]:
+    """Each with which one of its kind it is."""
+    return [(kind, kinds[:place].count(kind)) for place, kind in enumerate(kinds, 1)]
+
+
+def death_in(log: Path) -> str:
+    """What the process that wrote this log was about to do when it killed itself."""
+    (died,) = (line.removeprefix(DIED) for line in log.read_text().splitlines() if line.startswith(DIED))
+    return died
 
 
 class KillLab:

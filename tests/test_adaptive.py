@@ -53,9 +53,23 @@ def test_the_best_length_is_found_and_kept(rates: list[float], costs: list[float
     assert (late == best).mean() > 0.95
 
 
-def test_one_round_in_sixty_four_looks_one_token_further() -> None:
-    late = chosen([0.3, 0.3], [1.0, 1.5, 2.0], rounds=64 * 40)[64 * 10 :]
-    assert (late == 1).sum() == pytest.approx(len(late) / PROBE_EVERY, abs=1)
+@pytest.mark.parametrize(
+    ("rates", "costs", "shares"),
+    [
+        ([0.3, 0.3], [1.0, 1.5, 2.0], {1: 1.0}),
+        ([0.7, 0.2, 0.2], [1.0, 1.2, 1.8, 2.4], {2: 1.0}),
+        ([0.7, 0.7, 0.2], [1.0, 1.2, 1.4, 2.4], {1: 0.5, 3: 0.5}),
+    ],
+)
+def test_one_round_in_sixty_four_looks_at_a_length_beside(
+    rates: list[float], costs: list[float], shares: dict[int, float]
+) -> None:
+    """At the next longer one, and in turn at the next shorter one; never at 0, whose tokens and time are known."""
+    late = chosen(rates, costs, rounds=64 * 40)[64 * 10 :]
+    best = int(np.argmax(expected(rates, costs)))
+    assert set(late.tolist()) == {best, *shares}
+    for length, share in shares.items():
+        assert (late == length).sum() == pytest.approx(share * len(late) / PROBE_EVERY, abs=1)
 
 
 def test_another_head_is_measured_from_the_beginning() -> None:
@@ -105,6 +119,28 @@ def test_long_contexts_make_drafts_cheap() -> None:
         lengths.observe(2, np.array([0, 1, 2, 0, 1, 0], np.int32))
     assert lengths.scores(ROWS, 0).argmax() == 0
     assert lengths.scores(ROWS, 100_000).argmax() == 2
+
+
+def test_a_draft_is_judged_by_the_rounds_that_kept_those_before_it() -> None:
+    """Every other row keeps both drafts or none: the second one stands wherever the first does."""
+    lengths = DraftLengths(2)
+    for k, cost in enumerate([1.0, 1.0, 1.25]):
+        lengths.set_base(ROWS, k, cost)
+    for _ in range(200):
+        lengths.observe(2, np.array([0, 2] * (ROWS // 2), np.int32))
+    assert lengths.scores(ROWS, 0) == pytest.approx([1.0, 1.5, 2.0 / 1.25], rel=0.01)
+
+
+def test_a_round_that_waited_for_the_host_hardly_counts_against_its_length() -> None:
+    lengths = DraftLengths(1)
+    for k in range(2):
+        lengths.set_base(ROWS, k, 0.0)
+        lengths.timed(ROWS, k, 1000, 1.0)
+    before = lengths.scores(ROWS, 1000)
+    lengths.timed(ROWS, 1, 1000, 100.0)
+    assert lengths.scores(ROWS, 1000) == pytest.approx(before, rel=0.03)
+    lengths.timed(ROWS, 1, 1000, 0.5)
+    assert lengths.scores(ROWS, 1000)[1] == pytest.approx(2 * before[1])
 
 
 def test_a_first_round_that_waited_is_soon_forgotten() -> None:

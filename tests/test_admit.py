@@ -16,7 +16,7 @@ from batchspec.errors import ConfigError
 from batchspec.io.columns import map_columns
 from batchspec.io.reader import table_source
 from batchspec.packing.admit import Admission, hash64
-from batchspec.packing.predict import PRIOR_ROWS, LengthPredictor
+from batchspec.packing.predict import PRIOR_ROWS, SHORT_TOKENS, LengthPredictor
 from batchspec.records import Completion, Request
 from tests.stand_ins import ByteTokenizer, small_spec
 
@@ -304,6 +304,9 @@ def test_predictions_follow_what_finished_rows_did() -> None:
         predictor.observe(done)
     assert predictor.predict(1000) == 300
     assert predictor.predict(10) == 10
+    for nothing in (replace(done, predicted_tokens=SHORT_TOKENS), replace(done, status="error", token_ids=None)):
+        predictor.observe(nothing)
+    assert predictor.predict(1000) == 300, "rows with a short cap and error rows say nothing"
 
 
 def test_a_prompt_that_just_fits_is_admitted() -> None:

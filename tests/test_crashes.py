@@ -275,6 +275,8 @@ def test_memory_that_runs_out_once_shrinks_the_batch_and_no_row_begins_anew(
     assert tokens(tmp_path / "out") == finished
     stats = pl.read_parquet(tmp_path / "out/data")["spec_decode"].struct.unnest()
     assert sorted(set(stats["num_prefills"])) == [1, 2]  # those in flight went on, the others were not there yet or done
+    (log,) = (tmp_path / "out/_batchspec/logs").glob("run-*.json")
+    assert json.loads(log.read_text())["tokens"] == sum(len(ids) for ids in finished.values() if ids), "of both batches"
 
 
 def test_memory_that_runs_out_twice_ends_the_run_with_what_is_done_kept(

@@ -349,6 +349,19 @@ def test_verify_finds_no_difference_in_an_honest_output_and_names_a_false_one(
     assert "q0 sample 0 token 2" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("penalty", ["repetition_penalty=1.5", "presence_penalty=2"])
+def test_one_penalty_alone_makes_outputs_repeat_less(
+    model: Path, data: Path, finished: Path, tmp_path: Path, penalty: str
+) -> None:
+    out = tmp_path / "out"
+    assert run.main(arguments(model, data, out, "draft=lookup", f"decode.{penalty}")) == 0
+    made, plain = tokens(out), tokens(finished)
+    assert made != plain
+    repeated = [sum(len(ids) - len(set(ids)) for ids in found.values() if ids is not None) for found in (made, plain)]
+    assert repeated[0] < repeated[1] / 2
+    assert verify.main([str(out), "--rows", "0"]) == 0
+
+
 def test_too_many_error_rows_end_the_job_with_exit_code_3(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

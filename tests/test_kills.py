@@ -9,6 +9,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,9 +22,12 @@ from tests.kill_lab import (
     Killer,
     KillLab,
     Row,
+    Step,
     check_visible,
+    death_in,
     ended,
     polled,
+    steps_of,
     until_stopped,
     written,
 )
@@ -55,9 +59,11 @@ def expected(lab: KillLab) -> list[Row]:
     return written(out)
 
 
-def killed_and_resumed(lab: KillLab, kill_at: int, expected: list[Row]) -> None:
-    out = lab.new()
-    assert lab.run(out, conduct=Conduct(kill_at=kill_at)) == -signal.SIGKILL
+def killed_and_resumed(lab: KillLab, step: Step, expected: list[Row]) -> str:
+    """What the run that was killed was about to do."""
+    out, log = lab.new(), lab.folder / "killed.txt"
+    log.unlink(missing_ok=True)
+    assert lab.run(out, conduct=Conduct(kill_at=step, log=log)) == -signal.SIGKILL
     before = {path: path.read_bytes() for path in out.glob("data/*")}
     assert check_visible(out) == len(before)
     assert lab.run(out) == 0
@@ -66,22 +72,25 @@ def killed_and_resumed(lab: KillLab, kill_at: int, expected: list[Row]) -> None:
     assert written(out) == expected
     assert sorted(path.name for path in (out / "_batchspec").iterdir() if path.name in ("claims", "journal")) == []
     shutil.rmtree(out)
+    return death_in(log)
 
 
 def test_a_kill_at_every_kind_of_step_leaves_every_row_once(lab: KillLab, calls: list[str], expected: list[Row]) -> None:
     """Before the first and before a later one of each kind in turn: `link data/part-N.parquet`, `fsync data`, ..."""
-    steps = [call for call in calls if call.split()[0] in ("link", "replace", "fsync")]
-    places = {kind: [i for i, call in enumerate(calls, 1) if call == kind] for kind in steps}
+    kinds = Counter(call for call in calls if call.split()[0] in ("link", "replace", "fsync"))
+    steps = [(kind, 1 + turn % count) for turn, (kind, count) in enumerate(kinds.items())]
+    met = [killed_and_resumed(lab, step, expected) for step in steps]
+    assert met == list(kinds)
+    assert len(met) > 15
     always = {"link data/part-N.parquet", "fsync data", "link _batchspec/manifest.json", "replace README.md"}
-    assert always | {"link _batchspec/journal/N-N.json"} <= places.keys()
-    for turn, found in enumerate(places.values()):
-        killed_and_resumed(lab, found[turn % len(found)], expected)
+    assert always | {"link _batchspec/journal/N-N.json"} <= set(met)
 
 
 @pytest.mark.soak
 def test_a_kill_at_every_step_leaves_every_row_once(lab: KillLab, calls: list[str], expected: list[Row]) -> None:
-    for kill_at in range(1, len(calls) + 1):
-        killed_and_resumed(lab, kill_at, expected)
+    met = [killed_and_resumed(lab, step, expected) for step in steps_of(calls)]
+    assert met == calls
+    assert len(met) > len(CALLS) * SHARDS
 
 
 @pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.soak)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,9 @@ from hypothesis import strategies as st
 from batchspec.decode import scheduler
 from batchspec.decode.accounts import EngineTotals
 from batchspec.decode.engine import Engine
-from batchspec.decode.round import RoundOptions
+from batchspec.decode.graphs import Shape
+from batchspec.decode.round import RoundOptions, RoundResult
+from batchspec.decode.sampling import SamplingMode
 from batchspec.draft import corpus as corpus_module
 from batchspec.draft.base import Drafter, NoDrafter
 from batchspec.draft.corpus import Corpus
@@ -266,6 +269,45 @@ def test_pages_that_run_out_set_rows_back_and_change_nothing(run_ahead: int) -> 
     assert tokens == expected_tokens(requests)
 
 
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_rows_that_are_all_sampled_alike_are_set_back_and_go_on(sampling: SamplingParams) -> None:
+    """No row beside them makes a round do what these ask for; a row set back knows its own output, and nothing of its slot's."""
+    requests = [request(i, [i, 5, 7, 1, 3], cap=40, sampling=sampling, predicted=4) for i in range(6)]
+    tokens, done, _ = run(requests, packed(3, num_pages=24, max_len=45), lookup(3, 2, 0), short_cap=2)
+    assert max(c.stats.num_prefills for c in done.values() if c.stats) > 1
+    assert tokens == expected_tokens(requests)
+
+
+def test_what_a_row_set_back_finds_of_its_own_is_not_counted_as_shared() -> None:
+    requests = [request(i, [i, 5, 7, 1, 3, 9, 4, 2, 8], cap=40, predicted=4) for i in range(6)]
+    _, done, engine = run(requests, packed(3, num_pages=26, max_len=49), NoDrafter(), short_cap=2)
+    assert engine.totals.cached_tokens > 0
+    assert [c.cached_tokens for c in done.values()] == [0] * 6
+
+
+def test_rounds_do_no_more_than_the_rows_in_slots_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampling = SamplingParams(temperature=1.0, top_k=3, repetition_penalty=1.2)
+    requests = [request(0, [1], cap=20), request(1, [2], cap=8, sampling=sampling)]
+    engine = Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE, penalties=True)
+    run_graph, modes = engine.graphs.run, []
+
+    def noted(shape: Shape) -> RoundResult:
+        modes.append(shape.mode)
+        return run_graph(shape)
+
+    monkeypatch.setattr(engine.graphs, "run", noted)
+    assert len(list(engine.run(iter(requests)))) == 2
+    assert modes == [SamplingMode(random=True, filters=True, penalties=True)] * 7 + [SamplingMode()] * 12
+
+
+def test_what_is_drafted_behind_the_end_of_a_row_lies_in_no_page_of_another() -> None:
+    """Short rows follow long ones in their slots, and other rows get the pages that those had."""
+    requests = [request(i, [i, 3], cap=3 if i % 4 else 40) for i in range(12)]
+    drafter = WindowDrafter(tiny_target(), 4, slots=2, window=50)
+    tokens, _, _ = run(requests, packed(2, page_size=2, num_pages=23, max_len=42), drafter)
+    assert tokens == expected_tokens(requests)
+
+
 def test_the_tail_is_compacted_into_smaller_buckets() -> None:
     requests = [request(i, [i], cap=4 + 12 * (i == 7)) for i in range(8)]
     tokens, _, engine = run(requests, packed(8, row_buckets=(1, 2, 4, 8)), NoDrafter())
@@ -282,9 +324,30 @@ def test_shared_prefixes_are_prefilled_once() -> None:
     assert tokens == expected_tokens(requests)
 
 
-def test_logprobs_are_those_of_the_raw_logits() -> None:
+def test_rows_share_nothing_that_a_drafter_has_left_which_drafts_otherwise_now() -> None:
     target = tiny_target(window=5)
-    req = request(0, [1, 2, 3, 1, 2], cap=20, sampling=SamplingParams(temperature=0.8, repetition_penalty=1.3))
+    head = Eagle3Drafter(parallel_head(), target, 3, slots=1)
+    engine, cached = Engine(target, head, packed(1), device=DEVICE), []
+    for done in engine.run(request(i, [4, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4], cap=5) for i in range(4)):
+        cached.append(done.cached_tokens)
+        if done.row_index == 1:
+            engine.drafter_changed()
+    assert cached == [0, 8, 0, 8]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sampling": SamplingParams(temperature=0.8, repetition_penalty=1.3)},
+        {"sampling": SamplingParams(presence_penalty=1.5)},
+        {"stop_ids": tuple(range(0, 16)), "min_new_tokens": 20},
+    ],
+    ids=["drawn with a penalty", "a penalty alone", "stop ids that may not be drawn yet"],
+)
+def test_logprobs_are_those_of_the_raw_logits(changes: dict[str, Any]) -> None:
+    """Whatever changes the choice."""
+    target = tiny_target(window=5)
+    req = request(0, [1, 2, 3, 1, 2], cap=20, **changes)
     engine = Engine(
         target, LookupDrafter(3, min_ngram=1, max_ngram=2), packed(2, draft_len=3), device=DEVICE,
         options=RoundOptions(logprobs=4), penalties=True,
@@ -300,6 +363,25 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
         best = logprobs.topk(4)
         assert done.top_logprobs[0][place].tolist() == best.indices.tolist()
         torch.testing.assert_close(torch.from_numpy(done.top_logprobs[1][place]), best.values.float())
+
+
+def test_tokens_behind_a_stop_string_leave_no_logprobs() -> None:
+    """Right drafts, a token of the prefill and five of each round: the string is complete at the third of one."""
+    plain = request(0, [3, 1, 4], cap=60, sampling=SamplingParams(temperature=1.5))
+    output = plain_tokens(tiny_target(), plain)
+    place = next(place for place in range(3, 60, 5) if output[place] not in output[:place])
+    req = replace(plain, stop=(decode([output[place]]),))
+    drafter = ForcedDrafter(4, {req.seed: output}, right=True, fixed_len=True)
+    engine = Engine(tiny_target(), drafter, packed(1), device=DEVICE, decode=decode, options=RoundOptions(logprobs=2))
+    (done,) = engine.run(iter([req]))
+    assert done.token_ids is not None
+    assert done.stats is not None
+    assert done.logprobs is not None
+    assert done.top_logprobs is not None
+    assert done.token_ids.tolist() == output[: place + 1]
+    assert done.stats.num_discarded > 0
+    assert done.logprobs.shape == (place + 1,)
+    assert [values.shape for values in done.top_logprobs] == [(place + 1, 2)] * 2
 
 
 def test_an_engine_serves_one_stream_after_another() -> None:
@@ -342,6 +424,25 @@ def test_a_run_that_is_stopped_goes_on_in_another_with_the_same_tokens(requests:
     assert tokens == expected
     for completion in stats.values():
         check_statistics(completion, "lookup", scarce_pages=True)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_a_run_that_is_stopped_keeps_every_token_that_it_has_read(run_ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows in slots, and of those that were set back and wait: the next run emits none of them a second time."""
+    monkeypatch.setattr(scheduler, "SHORT_CAP_TOKENS", 2)
+    requests = [request(i, [i, 5, 7], cap=40, predicted=4) for i in range(4)]
+    batch = packed(3, num_pages=25, max_len=43, run_ahead=run_ahead)
+    engine = Engine(tiny_target(), LookupDrafter(4, min_ngram=1, max_ngram=3), batch, device=DEVICE)
+
+    def stop_behind_a_set_back(totals: EngineTotals) -> None:
+        if totals.set_back:
+            engine.stop()
+
+    engine.on_round = stop_behind_a_set_back
+    assert not list(engine.run(iter(requests)))
+    left = engine.unfinished()
+    assert len(left) == 3
+    assert sum(len(snapshot.tokens) for snapshot in left) == engine.totals.tokens
 
 
 def test_a_stop_that_comes_before_the_run_is_not_lost() -> None:

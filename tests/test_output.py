@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given
@@ -112,6 +113,22 @@ def test_where_a_row_stops_depends_on_its_tokens_alone(tokens: list[int], sizes:
     assert (whole.finish_reason, whole.stop_string) == (cut.finish_reason, cut.stop_string)
     if whole.stop_string:
         assert whole.stop_string not in finish(whole)[0]  # type: ignore[operator]
+
+
+def test_seconds_are_those_of_all_prefills_and_from_the_first_token_on_and_of_earlier_runs() -> None:
+    """Prefilled at 10, set back, prefilled again at 20, stopped at 30; in the next run prefilled at 100 and done at 103."""
+    progress = make()
+    for seconds, now in ((0.5, 10.0), (0.25, 20.0)):
+        progress.add_prefill([0])
+        progress.note_prefill(seconds, now)
+    resumed = replace(progress.request, resumed=progress.snapshot(30.0))
+    progress = Progress.of(resumed, 3, None)
+    assert progress.snapshot(90.0).decode_s == 20.0  # nothing has happened in this run yet
+    progress.add_prefill([0])
+    progress.note_prefill(1.0, 100.0)
+    stats = progress.completion(decode=decode, drafter="none", eos_ids=frozenset(), slot=0, now=103.0).stats
+    assert stats is not None
+    assert (stats.num_prefills, stats.prefill_s, stats.decode_s) == (3, 1.75, 23.0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=20), st.integers(0, 12))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,11 +16,14 @@ from hypothesis import strategies as st
 
 from batchspec.config import PackingConfig
 from batchspec.decode.adaptive import candidates
+from batchspec.decode.rows import Rows
 from batchspec.errors import CapacityError
 from batchspec.model.spec import ModelSpec
+from batchspec.packing import planner
 from batchspec.packing.cost import H200, Rates, page_bytes
-from batchspec.packing.memory import MOST_LENGTHS, reserve_bytes
+from batchspec.packing.memory import MOST_LENGTHS, learning_bytes, reserve_bytes
 from batchspec.packing.planner import Demand, choose_batch, forecast, free_memory, order_requests, row_buckets
+from batchspec.packing.survey import Survey
 from batchspec.records import PackedBatch, Request, SamplingParams
 from tests.stand_ins import LLAMA_8B, small_spec
 
@@ -46,6 +51,42 @@ def test_memory_is_kept_for_the_graphs_of_every_draft_length_that_is_tried() -> 
         for k in (3, 12, 60)
     ]
     assert [kind - kinds[0] for kind in kinds] == [0, 9 * 2 * 16 * 10**6, 9 * 2 * 16 * 10**6]
+
+
+def test_what_one_h200_holds_back_is_the_sum_of_its_parts() -> None:
+    """Those of the example in `packing/memory.py`: 92 rows of up to 11,264 tokens, K = 3, passes of 16,384 tokens."""
+    held = reserve_bytes(
+        LLAMA_8B, dtype=torch.bfloat16, slots=92, num_buckets=11, draft_len=3, prefill_tokens=16_384, max_len=11_264
+    )
+    a_pass, a_round, logits, attention, state, graphs, fixed = 4.530e9, 0.102e9, 0.566e9, 0.135e9, 0.017e9, 0.704e9, 2e9
+    assert held == pytest.approx(a_pass + a_round + logits + attention + state + graphs + fixed, abs=2e6)
+
+
+def test_a_head_that_learns_needs_the_larger_of_reading_the_target_and_of_the_way_back() -> None:
+    few, more, many = (
+        learning_bytes(
+            LLAMA_8B, dtype=torch.bfloat16, parameters=0, draft_vocab=32_000, feature_width=0, steps=steps, tokens=8192
+        )
+        for steps in (0, 1, 6)
+    )
+    assert few == more < many
+    gradients_of_lm_head = 32_000 * 4096 * 4
+    assert many - few > 4 * gradients_of_lm_head
+
+
+def test_the_buffers_of_rows_fit_what_is_held_back_for_them() -> None:
+    sizes = []
+    for max_len in (16, 512):
+        batch = PackedBatch(
+            slots=8, row_buckets=(8,), num_pages=2, page_size=16, max_len=max_len, draft_len=3, prefill_tokens=8, run_ahead=0
+        )
+        rows = Rows.allocate(batch, vocab_size=300, penalties=True, device=CPU)
+        held = reserve_bytes(
+            small_spec(), dtype=torch.float32, slots=8, num_buckets=1, draft_len=3, prefill_tokens=8, max_len=max_len
+        )
+        sizes.append((sum(getattr(rows, field.name).nbytes for field in fields(rows)), held))
+    needed, held = (more - less for less, more in zip(*sizes, strict=True))
+    assert needed <= held <= 1.3 * needed
 
 
 def test_places_behind_the_end_of_rows_have_pages_too() -> None:
@@ -111,6 +152,14 @@ def test_a_small_card_prefills_in_shorter_passes() -> None:
     assert on_gpu(free_bytes=6 * 10**9, pages=800, prefill_tokens=4096).prefill_tokens == 4096
 
 
+def test_a_short_job_holds_back_what_its_own_passes_need() -> None:
+    own = reserve_bytes(
+        LLAMA_8B, dtype=torch.bfloat16, slots=1, num_buckets=1, draft_len=3, prefill_tokens=40, max_len=40
+    )  # fmt: skip
+    one = Demand(num_completions=1, prompt_tokens=30, output_tokens=10, max_tokens=40)
+    assert on_gpu(one, free_bytes=own + 4 * LLAMA_PAGE).num_pages == 4
+
+
 def test_a_pass_of_prefill_is_most_of_what_is_held_back() -> None:
     batch = on_gpu()
     gate_up = 16_384 * 28_672 * 2
@@ -145,6 +194,41 @@ def test_a_cpu_runs_at_most_sixteen_rows_one_round_at_a_time() -> None:
     batch = on_cpu(Demand(num_completions=1000, prompt_tokens=50, output_tokens=50, max_tokens=300))
     assert batch.slots <= 16
     assert batch.run_ahead == 0
+
+
+def test_a_cpu_leaves_part_of_its_memory_to_others() -> None:
+    batch = on_cpu(Demand(num_completions=10**6, prompt_tokens=4000, output_tokens=4000, max_tokens=500_000))
+    taken = batch.num_pages * page_bytes(small_spec(), 16, torch.float32)
+    assert 0.59e9 < taken <= 0.6e9
+
+
+def test_a_control_groups_limit_counts_where_it_leaves_less_than_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "Path", lambda path: tmp_path / path.lstrip("/"))
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000000 kB\nMemAvailable: 5000000 kB\n")
+    assert free_memory(CPU) == 5_000_000 * 1024
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.current").write_text("1000000000\n")
+    for limit, free in (("3000000000", 2 * 10**9), ("90000000000", 5_000_000 * 1024), ("max", 5_000_000 * 1024)):
+        (group / "memory.max").write_text(f"{limit}\n")
+        assert free_memory(CPU) == free
+
+
+def survey(*rows: tuple[int, int]) -> Survey:
+    """Of rows with so many prompt tokens, and such caps."""
+    seen = Survey()
+    seen.add(len(rows), [replace(request(row, [1] * prompt), max_new_tokens=cap) for row, (prompt, cap) in enumerate(rows)])
+    return seen
+
+
+def test_the_longest_row_is_known_only_where_every_row_was_looked_at() -> None:
+    """The longest prompt and the largest cap belong to different rows."""
+    seen = survey((30, 6), (4, 20), (10, 5))
+    assert seen.demand(3, 512).max_tokens == 36
+    assert seen.demand(4, 512).max_tokens == 512
 
 
 def test_a_small_job_gets_no_more_slots_or_pages_than_it_can_use() -> None:

@@ -7,7 +7,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from multiprocessing.pool import ThreadPool
@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -129,7 +131,7 @@ def test_rows_that_were_cut_off_go_on_from_their_tokens_and_all_others_stay(
     after = rows_of(out)
     assert after.select(SAME).equals(wanted.select(SAME))
     assert sorted((r.request_id, r.sample_index) for r in ran) == sorted(cut_off.select("request_id", "sample_index").rows())
-    assert all(r.resumed is not None and len(r.resumed.tokens) == CAPS[0] for r in ran)
+    check_resumed(ran, before)
     done = {(r.request_id, r.sample_index) for r in ran}
     kept = [place not in done for place in before.select("request_id", "sample_index").rows()]
     assert after.filter(kept).equals(before.filter(kept)), "perf, attempt and time too"
@@ -150,6 +152,45 @@ def test_rows_that_were_cut_off_go_on_from_their_tokens_and_all_others_stay(
     assert "holds another job" in capsys.readouterr().err
 
 
+def check_resumed(ran: list[Request], before: pl.DataFrame) -> None:
+    """They go on with the tokens, counts and seconds that the output has of them."""
+    rows = {(row["request_id"], row["sample_index"]): row for row in before.iter_rows(named=True)}
+    assert ran
+    for request in ran:
+        row, resumed = rows[request.request_id, request.sample_index], request.resumed
+        assert resumed is not None
+        spec, perf = row["spec_decode"], row["perf"]
+        assert list(resumed.tokens) == row["token_ids"]
+        assert len(resumed.tokens) == CAPS[0]
+        assert resumed.cached_tokens == row["usage"]["cached_tokens"]
+        assert list(resumed.accepted) == spec["acceptance_histogram"]
+        assert sum(resumed.drafted) == sum(resumed.accepted) == spec["num_spec_steps"]
+        assert sum(j * count for j, count in enumerate(resumed.drafted)) == spec["num_draft_tokens"]
+        counts = (resumed.num_prefills, resumed.num_discarded, resumed.num_forced)
+        assert counts == (spec["num_prefills"], spec["num_discarded_tokens"], spec["num_forced_tokens"])
+        assert (resumed.prefill_s, resumed.decode_s) == (perf["prefill_s"], perf["decode_s"])
+
+
+def changed(part: Path, column: str, change: Callable[[Any], Any]) -> None:
+    """Write a part anew with another value in its first row."""
+    table = pq.read_table(part)
+    values = table[column].to_pylist()
+    values[0] = change(values[0])
+    place = table.schema.get_field_index(column)
+    field = table.schema.field(place)
+    pq.write_table(table.set_column(place, field, pa.array(values, field.type)), part)
+
+
+def test_what_the_first_run_threw_away_counts_in_the_row_that_goes_on(folder: Path, out: Path, ran: list[Request]) -> None:
+    part = out / "data/part-00000.parquet"
+    changed(part, "spec_decode", lambda spec: spec | {"num_discarded_tokens": 3})
+    before = rows_of(out)
+    assert before.row(0, named=True)["status"] == "truncated"
+    assert run.main(retry(folder, out)) == 0
+    check_resumed(ran, before)
+    assert rows_of(out)["spec_decode"][0]["num_discarded_tokens"] >= 3
+
+
 def test_the_same_retry_again_computes_nothing_and_changes_nothing(
     folder: Path, out: Path, ran: list[Request], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,17 +205,48 @@ def test_the_same_retry_again_computes_nothing_and_changes_nothing(
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
-def test_without_stored_tokens_rows_are_computed_anew(
-    folder: Path, tmp_path: Path, wanted: pl.DataFrame, ran: list[Request]
+@pytest.mark.parametrize("stored", ["output.token_ids=false", "output.logprobs=0"])
+def test_without_stored_tokens_or_with_logprobs_rows_are_computed_anew(
+    folder: Path, tmp_path: Path, wanted: pl.DataFrame, ran: list[Request], stored: str
 ) -> None:
+    """Logprobs of a row are all of one run."""
     out = tmp_path / "out"
-    assert run.main(arguments(folder, out, CAPS[0], "output.token_ids=false")) == 0
+    assert run.main(arguments(folder, out, CAPS[0], stored)) == 0
     ran.clear()
-    assert run.main(retry(folder, out, "output.token_ids=false")) == 0
+    assert run.main(retry(folder, out, stored)) == 0
     assert ran
     assert all(request.resumed is None for request in ran)
-    columns = [name for name in SAME if name != "token_ids"]
-    assert rows_of(out).select(columns).equals(wanted.select(columns))
+    after = rows_of(out)
+    columns = [name for name in SAME if name in after.columns]
+    assert after.select(columns).equals(wanted.select(columns))
+    if "logprobs" in after.columns:
+        assert after["logprobs"].list.len().to_list() == after["token_ids"].list.len().to_list()
+
+
+def test_a_prompt_that_the_larger_cap_cuts_shorter_is_computed_anew(folder: Path, tmp_path: Path, ran: list[Request]) -> None:
+    """What it had goes on from another prompt than the one that is left of it."""
+    cut = ["input.overlong=truncate", "model.max_len=50", "output.prompt_ids=false"]
+    for out in ("out", "wanted"):
+        assert run.main(arguments(folder, tmp_path / out, CAPS[out == "wanted"], *cut)) == 0
+    ran.clear()
+    assert run.main(retry(folder, tmp_path / "out", *cut)) == 0
+    assert {request.resumed is None for request in ran} == {True, False}
+    found, wanted = (dict(rows_of(tmp_path / out).select("request_id", "token_ids").rows()) for out in ("out", "wanted"))
+    for request in ran:
+        assert found[request.request_id] == wanted[request.request_id]
+
+
+def test_a_row_whose_prompt_has_other_tokens_now_is_computed_anew(folder: Path, tmp_path: Path, ran: list[Request]) -> None:
+    """As of a template that says what day it is."""
+    out = tmp_path / "out"
+    assert run.main(arguments(folder, out, CAPS[0], "output.prompt_ids=true")) == 0
+    part = out / "data/part-00000.parquet"
+    assert pl.read_parquet(part)["status"][0] == "truncated"
+    changed(part, "prompt_ids", lambda ids: [ids[0] + 1, *ids[1:]])
+    ran.clear()
+    assert run.main(retry(folder, out, "output.prompt_ids=true")) == 0
+    assert [request.request_id for request in ran if request.resumed is None] == ["q0"]
+    assert len(ran) > 1
 
 
 def test_a_smaller_cap_another_key_and_a_job_that_is_not_done_are_refused(

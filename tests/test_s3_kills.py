@@ -6,6 +6,7 @@ import io
 import os
 import re
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from multiprocessing.context import ForkServerProcess
 from typing import Any
@@ -14,7 +15,20 @@ import polars as pl
 import pyarrow.parquet as pq
 import pytest
 
-from tests.kill_lab import SHARDS, Conduct, Killer, KillLab, Row, check_part, ended, polled, rows_of, until_stopped
+from tests.kill_lab import (
+    SHARDS,
+    Conduct,
+    Killer,
+    KillLab,
+    Row,
+    Step,
+    check_part,
+    ended,
+    polled,
+    rows_of,
+    steps_of,
+    until_stopped,
+)
 from tests.s3_lab import BUCKET, Answer, Faults, Lab, running_lab
 
 OUT = f"s3://{BUCKET}/out"
@@ -77,28 +91,31 @@ def written(server: Lab) -> list[Row]:
     return rows_of(pl.concat(parts))
 
 
-def killer(process: ForkServerProcess, at: int) -> Answer:
-    """Kills the process at its PUT of that number, counted from 1; the answer then finds nobody."""
-    count = 0
+def killer(process: ForkServerProcess, step: Step, met: list[str]) -> Answer:
+    """Kills the process at this PUT, which goes to `met`; the answer then finds nobody."""
+    seen: list[str] = []
 
     def answer(environ: dict[str, Any]) -> tuple[int, str] | None:
-        nonlocal count
-        count += environ["REQUEST_METHOD"] == "PUT"
-        if environ["REQUEST_METHOD"] == "PUT" and count == at:
-            process.kill()
-            return 503, "SlowDown"
+        if environ["REQUEST_METHOD"] == "PUT":
+            seen.append(kind_of(f"PUT {environ['PATH_INFO']}"))
+            if (seen[-1], seen.count(seen[-1])) == step:
+                process.kill()
+                met.append(seen[-1])
+                return 503, "SlowDown"
         return None
 
     return answer
 
 
-def killed_and_resumed(server: Lab, lab: KillLab, at: int, side: str, expected: list[Row]) -> None:
+def killed_and_resumed(server: Lab, lab: KillLab, step: Step, side: str, expected: list[Row]) -> str:
+    """The PUT at which the run was killed."""
     server.empty()
+    met: list[str] = []
     process = lab.start(OUT, conduct=conduct(server, wait=True))
     pid = until_stopped(process)
-    setattr(server.faults, side, killer(process, at))
+    setattr(server.faults, side, killer(process, step, met))
     os.kill(pid, signal.SIGCONT)
-    assert ended(process) == -signal.SIGKILL, (at, side)
+    assert ended(process) == -signal.SIGKILL, (step, side)
     server.faults.before, server.faults.after = Faults().before, Faults().after
     before = {key: server.held(key) for key in server.names() if key.startswith("out/data/")}
     check_visible(server)
@@ -106,25 +123,28 @@ def killed_and_resumed(server: Lab, lab: KillLab, at: int, side: str, expected: 
     assert {key: server.held(key) for key in before} == before
     assert written(server) == expected
     assert not [key for key in server.names() if "/claims/" in key or "/journal/" in key]
+    (died,) = met
+    return died
 
 
 def test_a_kill_at_every_kind_of_put_leaves_every_row_once(
     server: Lab, lab: KillLab, puts: list[str], expected: list[Row]
 ) -> None:
     """Before the first of a kind is done, and behind a later one that is done and not answered; then the other way round."""
-    places = {kind: [i for i, put in enumerate(puts, 1) if put == kind] for kind in puts}
-    assert {"data/part-N.parquet", "_batchspec/manifest.json", "_batchspec/claims/N.json", "README.md"} <= places.keys()
-    for turn, found in enumerate(places.values()):
-        killed_and_resumed(server, lab, found[turn % len(found)], SIDES[turn % 2], expected)
-    for side in SIDES:
-        killed_and_resumed(server, lab, places["data/part-N.parquet"][2], side, expected)
+    kinds = Counter(puts)
+    steps = [((kind, 1 + turn % count), SIDES[turn % 2]) for turn, (kind, count) in enumerate(kinds.items())]
+    steps += [(("data/part-N.parquet", 3), side) for side in SIDES]
+    met = [killed_and_resumed(server, lab, step, side, expected) for step, side in steps]
+    assert met == [*kinds, "data/part-N.parquet", "data/part-N.parquet"]
+    assert {"data/part-N.parquet", "_batchspec/manifest.json", "_batchspec/claims/N.json", "README.md"} <= set(met)
 
 
 @pytest.mark.soak
 def test_a_kill_at_every_put_leaves_every_row_once(server: Lab, lab: KillLab, puts: list[str], expected: list[Row]) -> None:
-    for at in range(1, len(puts) + 1):
-        for side in SIDES:
-            killed_and_resumed(server, lab, at, side, expected)
+    for side in SIDES:
+        met = [killed_and_resumed(server, lab, step, side, expected) for step in steps_of(puts)]
+        assert met == puts
+        assert met.count("data/part-N.parquet") == SHARDS
     print(f"killed at each of {len(puts)} PUTs, before and behind it")
 
 

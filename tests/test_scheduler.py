@@ -96,11 +96,13 @@ def test_free_slots_wait_until_they_have_idled_as_long_as_a_short_pass_takes(pro
     stream = (progress(request(i, [i] * prompt, cap=4)) for i in range(20))
     scheduler = Scheduler(shape(8, 200), pool, stream, pass_cost=PassCost(least=2.0, token=0.0625))
     first = scheduler.refill()
-    scheduler.release(first[3])
-    turns = [scheduler.refill() for _ in range(rounds)]
-    assert turns[:-1] == [[]] * (rounds - 1)
-    assert [row.slot for row in turns[-1]] == [3]
-    assert scheduler.refill() == []
+    for ended in (first[3], first[5]):
+        slot = ended.slot
+        scheduler.release(ended)
+        turns = [scheduler.refill() for _ in range(rounds)]
+        assert turns[:-1] == [[]] * (rounds - 1)
+        assert [row.slot for row in turns[-1]] == [slot]
+        assert scheduler.refill() == []
 
 
 def run_8k_job(*, known: bool, longest_first: bool) -> tuple[int, int]:
@@ -157,6 +159,8 @@ def test_scarce_pages_are_never_owned_twice_and_every_row_finishes(data: st.Data
     pool = PagePool(1 + biggest + data.draw(st.integers(0, 20)))
     running = [progress(r) for r in requests]
     scheduler = Scheduler(shape(slots, pool.num_pages), pool, iter(running))
+    # Rows with a short cap are promised all their pages: none is set back, whatever they share with whom.
+    scheduler.set_back = lambda row: pytest.fail(f"{row} is set back")  # type: ignore[method-assign]
     for _, live in drive(scheduler, lengths, pool):
         owners: dict[int, list[Row]] = {}
         for row in live:
@@ -207,6 +211,21 @@ def test_a_finished_rows_prefix_is_found_until_its_pages_are_taken() -> None:
     assert pool.match(keys) == []
 
 
+def test_a_prefix_that_nobody_owns_any_more_counts_as_pages_to_be_taken() -> None:
+    """Nine pages: one row is promised six, of which it has one; another needs four, two of which lie there and are free."""
+    pool, prompt = PagePool(1 + 9), list(range(12))
+    requests = [request(0, prompt, cap=4), request(1, [50, 51, 52, 53], cap=20), request(2, prompt, cap=4)]
+    scheduler = Scheduler(shape(2, 10), pool, map(progress, requests), pass_cost=PassCost(least=0.0, token=0.0))
+    (first,) = scheduler.refill()
+    scheduler.release(first)
+    (long,) = scheduler.refill()
+    assert long.progress.request.request_id == "r1"
+    assert scheduler.refill() == []
+    scheduler.release(long)
+    (last,) = scheduler.refill()
+    assert last.num_shared == 2
+
+
 def test_a_page_key_depends_on_everything_before_the_page() -> None:
     one, other = page_keys(np.array([1, 2, 3, 4], np.int32), 2), page_keys(np.array([9, 2, 3, 4], np.int32), 2)
     assert one[1] != other[1]
@@ -227,3 +246,29 @@ def test_compaction_moves_only_rows_behind_the_bucket() -> None:
     scheduler.release(rows[2])
     assert scheduler.compact(2) == [(3, 0)]
     assert [row.slot for row in scheduler.live] == [0, 1]
+    assert scheduler.owner.tolist() == [3, 1, -1, -1]
+
+
+def test_a_long_row_is_promised_what_is_predicted_for_as_long_as_it_lives() -> None:
+    """Of 160 pages one row has few as yet and will have 101; another, which will have 76, waits in every round."""
+    pool = PagePool(1 + 160)
+    requests = [request(0, [1] * 4, cap=600, predicted=400), request(1, [2] * 4, cap=600, predicted=300)]
+    scheduler = Scheduler(shape(2, 161), pool, map(progress, requests), pass_cost=PassCost(least=0.0, token=0.0))
+    (first,) = scheduler.refill()
+    assert scheduler.refill() == []
+    scheduler.release(first)
+    assert len(scheduler.refill()) == 1
+
+
+def test_the_row_that_came_last_is_set_back_and_comes_again_before_any_other() -> None:
+    pool = PagePool(40)
+    scheduler = Scheduler(shape(2, 40), pool, (progress(request(i, [i], cap=4)) for i in range(5)), pass_cost=PassCost(0.0, 0.0))
+    first, second = scheduler.refill()
+    scheduler.release(first)
+    (third,) = scheduler.refill()
+    assert (third.slot, second.slot) == (0, 1)
+    assert scheduler.youngest() is third
+    assert not scheduler.exhausted  # another row has been looked at
+    scheduler.set_back(third)
+    assert scheduler.youngest() is second
+    assert scheduler.refill() == [third]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -194,9 +195,27 @@ def test_a_crash_before_publishing_leaves_nothing_visible(tmp_path: Path, monkey
     assert again.committed() == {0}
 
 
-def test_a_file_that_reads_back_with_other_rows_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def renamed(table: pa.Table, column: str) -> pa.Table:
+    """Its rows with each other's values in a column."""
+    return table.set_column(table.schema.get_field_index(column), column, table[column].take([1, 0]))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda table: table.slice(1),
+        lambda table: table.take([1, 0]),
+        lambda table: pa.concat_tables([table, table.slice(1)]),
+        lambda table: renamed(table, "row_index"),
+        lambda table: renamed(table, "request_id"),
+    ],
+    ids=["one less", "another order", "one twice", "other places", "other ids"],
+)
+def test_a_file_that_reads_back_with_other_rows_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: Callable[[pa.Table], pa.Table]
+) -> None:
     def forgetful(table: pa.Table, path: Path, metadata: dict[str, str]) -> None:
-        write_parquet(table.slice(1), path, metadata)
+        write_parquet(other(table), path, metadata)
 
     monkeypatch.setattr("batchspec.io.verified.write_parquet", forgetful)
     folder = new_folder(tmp_path, 6, 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from functools import cache, partial
 from itertools import cycle
 from pathlib import Path
@@ -200,14 +199,14 @@ def test_a_tree_accepts_at_least_what_a_chain_of_its_depth_does(rank: str, tmp_p
 def test_every_tree_gives_the_tokens_of_no_drafts_in_fp32(tmp_path: Path) -> None:
     design, tensors = design_and_tensors("distilled")
     target, head = tiny_target(torch.float32, window=5), make_head(tmp_path, design, tensors, dtype=torch.float32)
-    requests = mixed_requests(3) + mixed_requests(3, sampling=SAMPLED)
-    requests = [replace(req, request_id=f"r{index}", seed=index) for index, req in enumerate(requests)]
+    requests = mixed_requests(3) + mixed_requests(3, sampling=SAMPLED, first=3)
     shapes = [shape_of(2, 1), shape_of(2, 5), shape_of(4, 3, 7), shape_of(4, 4, 40, PRODUCTS), shape_of(8, 8, 63)]
     drafters: list[Drafter] = [NoDrafter(), *(TreeDrafter(head, target, shape, slots=3) for shape in shapes)]
     found = []
     for drafter in drafters:
         engine = Engine(target, drafter, packed(3), device=DEVICE)
         found.append({c.request_id: c.token_ids.tolist() for c in engine.run(iter(requests)) if c.token_ids is not None})
+    assert sorted(found[0]) == [f"r{index}" for index in range(6)]
     assert all(tokens == found[0] for tokens in found)
 
 

@@ -1,0 +1,49 @@
+"""What a run hands on while it goes on: running totals of the engine, as what happened since the last call."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+
+from batchspec.decode.accounts import EngineTotals
+from batchspec.records import Completion
+from batchspec.report.progress import Progress
+from batchspec.work.reporter import Reporter
+
+
+def done(num_tokens: int) -> Completion:
+    return Completion(
+        request_id="q", row_index=0, sample_index=0, shard=0, status="ok", finish_reason="stop",
+        token_ids=np.zeros(num_tokens, np.int32),
+    )  # fmt: skip
+
+
+def test_the_progress_counts_each_round_once_and_nothing_of_earlier_passes() -> None:
+    """An engine that has made 50 tokens before; a mean of 100 is predicted, which weighs as much as 8 finished rows."""
+    progress = Progress(10, stream=io.StringIO())
+    totals = EngineTotals(tokens=50, accepted=10, row_rounds=20)
+    reporter = Reporter(progress, 100.0, totals)
+    totals.tokens, totals.accepted, totals.row_rounds, totals.live_rows = 150, 40, 70, 3
+    reporter(totals)
+    facts = progress.facts()
+    assert [facts[name] for name in ("tokens", "accepted", "rounds", "live_rows")] == [100, 30, 50, 3]
+    assert (facts["mean_output"], facts["in_flight_tokens"]) == (100.0, 100)
+    reporter.finished(done(60))
+    totals.tokens, totals.accepted, totals.row_rounds, totals.live_rows = 250, 80, 130, 2
+    reporter(totals)
+    facts = progress.facts()
+    assert [facts[name] for name in ("tokens", "accepted", "rounds", "live_rows")] == [200, 70, 110, 2]
+    assert facts["completions"] == 1
+    assert facts["mean_output"] == pytest.approx((8 * 100 + 60) / 9, abs=0.05)
+    assert facts["in_flight_tokens"] == 200 - 60
+
+
+def test_tokens_that_rows_had_from_earlier_runs_are_not_in_flight() -> None:
+    progress, totals = Progress(10, stream=io.StringIO()), EngineTotals()
+    reporter = Reporter(progress, 100.0, totals)
+    totals.tokens = 20
+    reporter.finished(done(90))
+    reporter(totals)
+    assert progress.facts()["in_flight_tokens"] == 0
