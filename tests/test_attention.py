@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from batchspec.cache import flash
 from batchspec.cache.attention import attend, plan_attention
-from batchspec.cache.batch import FlatBatch, TreeTail
+from batchspec.cache.batch import FlatBatch, HostLayout, TreeTail
 from tests.kernels.trees import random_parents, way_up
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -41,11 +42,13 @@ def make_batch(rows: list[tuple[int, int]], generator: torch.Generator) -> FlatB
     )
 
 
-def make_tensors(batch: FlatBatch, heads: tuple[int, int], dtype: torch.dtype, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """q [T, NH, 8] and kv with noise in every page, the scratch page included."""
+def make_tensors(
+    batch: FlatBatch, heads: tuple[int, int], dtype: torch.dtype, rng: torch.Generator, head_dim: int = 8
+) -> tuple[Tensor, Tensor]:
+    """q [T, NH, D] and kv with noise in every page, the scratch page included."""
     num_heads, kv_heads = heads
-    q = torch.randn(batch.token_ids.shape[0], num_heads, 8, dtype=torch.float64, generator=rng)
-    kv = torch.randn(2, batch.page_table.numel() + 1, PAGE_SIZE, kv_heads, 8, dtype=torch.float64, generator=rng)
+    q = torch.randn(batch.token_ids.shape[0], num_heads, head_dim, dtype=torch.float64, generator=rng)
+    kv = torch.randn(2, batch.page_table.numel() + 1, PAGE_SIZE, kv_heads, head_dim, dtype=torch.float64, generator=rng)
     return q.to(dtype), kv.to(dtype)
 
 
@@ -134,6 +137,28 @@ def test_nodes_of_a_tree_see_what_stands_before_it_and_their_own_path(num_nodes:
         k, v = kv[:, batch.page_table[row, keys // PAGE_SIZE].long(), keys % PAGE_SIZE].repeat_interleave(2, 2)
         weights = (torch.einsum("hd,khd->hk", q[t], k) * 0.3).softmax(1)
         torch.testing.assert_close(out[t], torch.einsum("hk,khd->hd", weights, v), atol=1e-12, rtol=0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("window", [None, 1, 30, 700])
+@pytest.mark.parametrize("way", ["both, by length", "torch alone"])
+@pytest.mark.parametrize("longest", [flash.SHORT, flash.SHORT + 1])
+def test_prefill_on_a_gpu_is_that_of_the_cpu(longest: int, way: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way == "torch alone":
+        monkeypatch.setattr(flash, "flashinfer", lambda: None)
+    elif longest > flash.SHORT:
+        pytest.importorskip("flashinfer")
+    rows = [(70, 90), (1, 33), (200, longest), (64, 64)]
+    generator = torch.Generator().manual_seed(0)
+    batch = make_batch(rows, generator)
+    batch.host = HostLayout([q for q, _ in rows], [n for _, n in rows])
+    q, kv = make_tensors(batch, (6, 2), torch.bfloat16, generator, head_dim=64)
+    expected = attend(q, kv, batch, scale=1 / 8, window=window)
+    there = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    there = {name: value.cuda() if isinstance(value, Tensor) else value for name, value in there.items()}
+    plan = plan_attention(FlatBatch(**there), kv.cuda(), num_heads=6, window=window)
+    assert type(plan) is (flash.VarlenPlan if way == "torch alone" or longest <= flash.SHORT else flash.FlashPlan)
+    torch.testing.assert_close(plan.attend(q.cuda(), kv.cuda(), 1 / 8).cpu(), expected, atol=2e-2, rtol=0)
 
 
 def test_places_of_rows_without_keys_and_padding_are_zero() -> None:

@@ -82,7 +82,7 @@ def test_an_unknown_card_is_named_with_what_it_costs(capsys: pytest.CaptureFixtu
     assert said[0] == f"card      {GPU}, compute capability 9.0, 148.0 GB free of 150.0 GB"
     assert f"torch {torch.__version__}" in said[1]
     assert said[2:] == [
-        "prefill   attention by FlashInfer",
+        "prefill   attention by torch up to 2,048 keys a row, by FlashInfer above",
         "products  none tuned for this card: all by cuBLAS, none fused; batchspec doctor --tune MODEL times them",
     ]
 
@@ -93,7 +93,7 @@ def test_what_is_missing_is_named_with_what_it_costs(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(doctor, "supported", lambda device: False)
     assert cli.main(["doctor"]) == 0
     said = capsys.readouterr().out
-    assert "by torch, row by row and slower: FlashInfer is missing; pip install 'batchspec[gpu]'" in said
+    assert "by torch, slower above 2,048 keys: FlashInfer is missing; pip install 'batchspec[gpu]'" in said
     assert "launches  one after another" in said
 
 

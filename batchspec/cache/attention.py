@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from batchspec.cache.batch import FlatBatch
-from batchspec.cache.flash import FlashPlan, fits_flash
+from batchspec.cache.flash import fits_flash, plan_flash
 from batchspec.cache.padded import TorchPlan
 from batchspec.cache.verify import fits_verify, plan_verify
 
@@ -22,7 +22,7 @@ def attend(q: Tensor, kv: Tensor, batch: FlatBatch, *, scale: float, window: int
     Returns [T, NH, D]; zeros for rows with kv_len 0. Exact: softmax in fp32 (fp64 for fp64).
 
     Many layers of one batch share the work that does not depend on q: `plan_attention` once, then `.attend`.
-    On a GPU nothing is read back for rows of at most 64 queries, nor for longer ones that FlashInfer serves; torch's path, which
+    On a GPU nothing is read back for rows of at most 64 queries, nor for longer ones in bf16 or fp16; the plain path, which
     fp64 and what else is left take, synchronises.
     """
     return plan_attention(batch, kv, num_heads=q.shape[1], window=window, sink=sink).attend(q, kv, scale)
@@ -32,8 +32,8 @@ def plan_attention(batch: FlatBatch, kv: Tensor, *, num_heads: int, window: int 
     """What attention of this batch needs in every layer with this window, by who serves it. `kv` is any layer's."""
     if kv.is_cuda and fits_verify(batch, kv.dtype):
         return plan_verify(batch, kv, num_heads=num_heads, window=window, sink=sink, shared=batch.shared)
-    if fits_flash(batch, kv.dtype, sink):
-        return FlashPlan(batch, kv, num_heads=num_heads, window=window)
+    if fits_flash(batch, kv, sink):
+        return plan_flash(batch, kv, num_heads=num_heads, window=window)
     return TorchPlan(batch, num_heads, window, sink)
 
 

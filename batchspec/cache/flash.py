@@ -1,4 +1,5 @@
-"""Prefill attention on a GPU: FlashInfer (FA3 on Hopper), planned on the host, which knows every length."""
+"""Prefill attention on a GPU, planned on the host, which knows every length: FlashInfer (FA3 on Hopper) for long rows, torch's
+own FlashAttention 2 for short ones and where FlashInfer is missing."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from batchspec.kernels.slots import ragged_slots
@@ -18,11 +20,15 @@ if TYPE_CHECKING:
 WORKSPACE_BYTES = 256 << 20
 RING = 8
 """Plans in flight: a plan's host buffer is written again only after the copy out of it."""
+SHORT = 2048
+"""Keys of a row up to which torch's attention serves a pass: there it is a small part of the pass, and FlashInfer would compile
+for a minute and a half when a machine meets a head size for the first time."""
+_MAX_HEAD_DIM = 256
 
 
 @cache
 def flashinfer() -> Any:
-    """The module, or None where it is not installed: prefill then runs on torch's attention, row by row."""
+    """The module, or None where it is not installed."""
     try:
         import flashinfer as module
     except (ImportError, OSError, RuntimeError):  # not there, or it does not fit this torch or driver
@@ -30,14 +36,43 @@ def flashinfer() -> Any:
     return module
 
 
-def fits_flash(batch: FlatBatch, dtype: torch.dtype, sink: int) -> bool:
-    """Whether FlashInfer serves this batch."""
-    fits = batch.host is not None and batch.token_ids.is_cuda and dtype in (torch.bfloat16, torch.float16) and not sink
-    return fits and flashinfer() is not None
+def fits_flash(batch: FlatBatch, kv: Tensor, sink: int) -> bool:
+    """Whether a pass over these pages [2, P, page_size, KVH, D] can go one of the two ways."""
+    fits = batch.host is not None and kv.is_cuda and kv.dtype in (torch.bfloat16, torch.float16) and not sink
+    return fits and kv.shape[-1] <= _MAX_HEAD_DIM and kv.shape[-1] % 8 == 0
+
+
+def plan_flash(batch: FlatBatch, kv: Tensor, *, num_heads: int, window: int | None) -> FlashPlan | VarlenPlan:
+    """Attention of one prefill pass; the same in every layer with this window. The batch is one that `fits_flash` takes."""
+    assert batch.host is not None
+    if flashinfer() is None or max(batch.host.kv_len) <= SHORT:
+        return VarlenPlan(batch, kv, window=window)
+    return FlashPlan(batch, kv, num_heads=num_heads, window=window)
+
+
+class VarlenPlan:
+    """torch's FlashAttention 2 over rows of any length end to end. Its public call takes no group of heads before torch 2.12."""
+
+    def __init__(self, batch: FlatBatch, kv: Tensor, *, window: int | None) -> None:
+        assert batch.host is not None
+        self._key_slots = _key_slots(batch, sum(batch.host.kv_len), kv.shape[2])
+        self._q_start, self._k_start = batch.q_start, F.pad(batch.kv_len.cumsum(0, dtype=torch.int32), (1, 0))
+        self._longest = max(batch.host.q_len), max(batch.host.kv_len)
+        self._window = -1 if window is None else window - 1
+
+    def attend(self, q: Tensor, kv: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
+        """As `AttentionPlan.attend`; for the positions of the batch alone."""
+        assert positions is None
+        k, v = _keys_of(kv, self._key_slots)
+        out: Tensor = torch.ops.aten._flash_attention_forward(
+            q, k, v, self._q_start, self._k_start, *self._longest, 0.0, True, False,
+            scale=scale, window_size_left=self._window, window_size_right=0,
+        )[0]  # fmt: skip
+        return out
 
 
 class FlashPlan:
-    """Attention of one prefill pass; the same in every layer with this window.
+    """FlashInfer's.
 
     K/V are gathered from their pages first: two copies of some 30 us a layer at 16,384 tokens, while reading pages through the
     table made the attention itself a quarter slower (2.4 ms instead of 1.9, 2 x 8192 tokens, H200).
@@ -64,9 +99,14 @@ class FlashPlan:
         """As `AttentionPlan.attend`; for the positions of the batch alone."""
         assert positions is None
         assert math.isclose(scale, q.shape[-1] ** -0.5), scale
-        k, v = (part.view(-1, *kv.shape[3:]).index_select(0, self._key_slots) for part in kv)
-        out: Tensor = self._wrapper.run(q, k, v, out=torch.empty_like(q))
+        out: Tensor = self._wrapper.run(q, *_keys_of(kv, self._key_slots), out=torch.empty_like(q))
         return out
+
+
+def _keys_of(kv: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V [keys, KVH, D], end to end."""
+    k, v = (part.view(-1, *kv.shape[3:]).index_select(0, slots) for part in kv)
+    return k, v
 
 
 def _key_slots(batch: FlatBatch, num_keys: int, page_size: int) -> Tensor:

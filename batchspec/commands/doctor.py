@@ -13,7 +13,7 @@ import torch
 
 from batchspec import __version__
 from batchspec.arguments import ArgumentParser
-from batchspec.cache.flash import flashinfer
+from batchspec.cache.flash import SHORT, flashinfer
 from batchspec.commands.bench_engines import DRAFT_VOCAB, USUAL_DRAFT_VOCAB
 from batchspec.commands.probe import CONTEXTS, lines_of, probe
 from batchspec.commands.workloads import SHAPES, shape_spec
@@ -121,9 +121,9 @@ def _report(args: argparse.Namespace, device: torch.device, wanted: list[Product
         f"card      {card.name}, compute capability {card.major}.{card.minor}, {free_memory(device) / 1e9:,.1f} GB free of "
         f"{card.total_memory / 1e9:,.1f} GB",
         f"versions  python {platform.python_version()}, " + ", ".join(f"{name} {found}" for name, found in versions().items()),
-        "prefill   attention by FlashInfer"
+        f"prefill   attention by torch up to {SHORT:,} keys a row, by FlashInfer above"
         if flashinfer() is not None
-        else "prefill   attention by torch, row by row and slower: FlashInfer is missing; pip install 'batchspec[gpu]'",
+        else f"prefill   attention by torch, slower above {SHORT:,} keys: FlashInfer is missing; pip install 'batchspec[gpu]'",
         f"products  {len(tuned)} tuned for this card"
         if tuned
         else "products  none tuned for this card: all by cuBLAS, none fused; batchspec doctor --tune MODEL times them",
