@@ -18,19 +18,14 @@ answer() { # NAME INPUT overrides: a job of the model; done jobs say so at once
 }
 once() { [ -e "$1" ] || "${@:2}" "$1"; } # FILE command: makes FILE where it is missing
 
-once "$work/openings.parquet" spec prompts --open "$model" --rows "$turns"
-once "$work/tasks.parquet" spec prompts --open "$model" --rows "$texts" --tasks pkg://tasks
+once "$work/openings.parquet" spec prompts --open "$model" --rows "$turns" --texts "$texts"
 answer turns "$work/openings.parquet" decode.temperature=1 decode.max_new_tokens=512
-answer texts "$work/tasks.parquet" decode.temperature=0.8 decode.max_new_tokens="$cap"
-data="$work/answers-turns,$work/answers-texts"
-for kind in turns texts; do
-    once "$work/questions-$kind.parquet" spec prompts --from "$work/$kind"
-    answer "answers-$kind" "$work/questions-$kind.parquet" decode.max_new_tokens="$cap"
-done
+once "$work/questions.parquet" spec prompts --from "$work/turns"
+answer answers "$work/questions.parquet" decode.max_new_tokens="$cap"
+data="$work/answers"
 for file in ${PROMPTS:-}; do
     name=$(basename "$file" .parquet)
-    answer "greedy-$name" "$file" input.chat=true decode.max_new_tokens="$cap"
-    answer "drawn-$name" "$file" input.chat=true decode.max_new_tokens="$cap" decode.temperature=0.8 decode.n=2
-    data+=",$work/greedy-$name,$work/drawn-$name"
+    answer "$name" "$file" input.chat=true decode.max_new_tokens="$cap" decode.temperature=0.6 decode.n=3
+    data+=",$work/$name"
 done
 spec train draft=eagle3 model.path="$model" "input.path=[$data]" output.dir="$work/${HEAD:-head}" "$@"

@@ -90,31 +90,35 @@ def test_texts_to_work_on_are_written_under_their_task_and_stand_below_it_in_the
     model: Path, tmp_path: Path, capsys: Any
 ) -> None:
     (tmp_path / "tasks.txt").write_text("Summarize this.\n\n  Translate this.  \n")
-    words = ["--open", str(model), "--tasks", str(tmp_path / "tasks.txt"), "--rows", "24"]
+    words = ["--open", str(model), "--tasks", str(tmp_path / "tasks.txt"), "--rows", "6", "--texts", "24"]
     assert main([*words, str(tmp_path / "openings.parquet")]) == 0
     rows = pl.read_parquet(tmp_path / "openings.parquet")
-    assert rows["task"].to_list() == ["Summarize this.", "Translate this."] * 12
+    assert rows["task"].to_list() == [None] * 6 + ["Summarize this.", "Translate this."] * 12
+    assert rows["id"].n_unique() == 30
     tokenizer = Tokenizer(model)
     for ids, task in rows.select("prompt_ids", "task").rows():
-        opening = f"<|im_start|>system\n{task}<|im_end|>\n<|im_start|>user\n"
+        told = f"<|im_start|>system\n{task}<|im_end|>\n" if task else ""
+        opening = f"{told}<|im_start|>user\n"
         assert tokenizer.decode(ids, skip_special=False) == opening
 
     texts = job(model, tmp_path / "openings.parquet", tmp_path / "texts", "decode.max_new_tokens=60")
     assert set(texts["status"]) == {"ok", "truncated"}
+    texts = texts.filter((pl.col("status") == "ok") | pl.col("task").is_not_null())  # a question that was cut off asks nothing
     assert main(["--from", str(tmp_path / "texts"), str(tmp_path / "questions.parquet")]) == 0
     asked = pl.read_parquet(tmp_path / "questions.parquet")["messages"].to_list()
-    wanted = {f"{task}\n\n{text.strip()}" for task, text in texts.select("task", "completion").rows() if text.strip()}
+    turns = texts.select("task", "completion").rows()
+    wanted = {f"{task}\n\n{text.strip()}" if task else text.strip() for task, text in turns if text.strip()}
     assert {messages[0]["content"] for messages in asked} == wanted
     assert all([turn["role"] for turn in messages] == ["user"] for messages in asked)
 
 
 def test_the_shipped_tasks_are_told_apart_and_others_are_looked_at(model: Path, tmp_path: Path) -> None:
-    assert main(["--open", str(model), "--tasks", "pkg://tasks", "--rows", "200", str(tmp_path / "o.parquet")]) == 0
+    assert main(["--open", str(model), "--rows", "0", "--texts", "200", str(tmp_path / "o.parquet")]) == 0
     assert pl.read_parquet(tmp_path / "o.parquet")["task"].n_unique() == 40
     (tmp_path / "empty.txt").write_text(" \n")
     for name, said in (("empty.txt", "no line holds a task; write one a line"), ("none.txt", "cannot be read as text")):
         with pytest.raises(InputError, match=said):
-            main(["--open", str(model), "--tasks", str(tmp_path / name), str(tmp_path / "x.parquet")])
+            main(["--open", str(model), "--texts", "2", "--tasks", str(tmp_path / name), str(tmp_path / "x.parquet")])
     assert not (tmp_path / "x.parquet").exists()
 
 

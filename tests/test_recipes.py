@@ -38,10 +38,9 @@ def test_a_model_alone_makes_a_head_and_the_same_command_goes_on(tmp_path: Path)
     first = script("train_head.sh", model, work, *words, **sizes)
     assert first.returncode == 0, first.stderr
     assert (work / "head" / "model.safetensors").exists()
-    assert len(pl.read_parquet(work / "drawn-mine" / "data" / "*.parquet")) == 4
-    tasks = pl.read_parquet(work / "answers-texts" / "data" / "*.parquet")["messages"].list.first().struct.field("content")
-    assert len(tasks) == 8
-    assert all("\n\n" in text for text in tasks)
+    assert len(pl.read_parquet(work / "mine" / "data" / "*.parquet")) == 6
+    asked = pl.read_parquet(work / "answers" / "data" / "*.parquet")["messages"].list.first().struct.field("content")
+    assert asked.str.contains("\n\n", literal=True).sum() >= 8  # the texts below their tasks
     made = {path: path.stat().st_mtime_ns for path in work.rglob("*") if path.suffix in (".parquet", ".safetensors")}
     again = script("train_head.sh", model, work, *words, **sizes)
     assert again.returncode == 0, again.stderr

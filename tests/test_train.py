@@ -111,11 +111,11 @@ def test_the_replay_counts_the_rounds_that_the_engine_runs(made: Path, tmp_path:
     assert sum(found.drafted) == counts["num_draft_tokens"].sum()
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "parallel"])
+@pytest.mark.parametrize("kind", [["draft=eagle3"], ["draft=parallel"], ["draft=parallel", "train.muon=true"]], ids=" ".join)
 def test_a_killed_training_goes_on_to_the_same_head_and_the_same_curves(
-    made: Path, tmp_path: Path, capfd: Any, kind: str
+    made: Path, tmp_path: Path, capfd: Any, kind: list[str]
 ) -> None:
-    words = ["train.eval_steps=15", "train.save_s=0", f"draft={kind}"]
+    words = ["train.eval_steps=15", "train.save_s=0", *kind]
     assert train(made, tmp_path / "a", *words) == 0
     with pytest.MonkeyPatch.context() as patch:
         before, seen = HeadFolder.save_state, []

@@ -8,8 +8,8 @@
 with JOB for python -m batchspec.run model.path=MODEL output=training; batchspec train reads input.path=[turns,answers].
 Behind the bare opening of a user's turn in its own chat template the model writes what users ask; the second job answers it.
 With --behind answers the next user's turns are opened behind those chats: the same steps again give longer ones.
-With --tasks the turns are texts to work on: each line of FILE is a task (summarise this, answer from these passages ...), which
-the model is told as its system prompt while it writes the text, and which stands above the text in the question.
+--texts N adds N texts to work on: each line of --tasks is a task (summarise this, answer from these passages ...), which the
+model is told as its system prompt while it writes the text, and which stands above the text in the question.
 """
 
 from __future__ import annotations
@@ -44,36 +44,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("file", metavar="FILE.parquet", help="what to write: the input of a job")
     add("--open", metavar="MODEL", dest="model", help="folder or hub id of a chat model: rows that open a user's turn")
     add("--behind", metavar="OUT", help="--open: behind the chats of this job, which has the column messages")
-    add("--tasks", metavar="FILE", help="--open: behind each line of FILE as system prompt; pkg://tasks are the shipped ones")
     add("--rows", type=int, default=20000, help="--open: how many at most; default %(default)s")
+    add("--texts", type=int, default=0, metavar="N", help="--open: N rows more, whose turns are texts for the tasks")
+    add("--tasks", metavar="FILE", default="pkg://tasks", help="--texts: a task a line; default %(default)s, the shipped ones")
     add("--from", metavar="OUT", dest="output", help="output of the job over such rows: its finished turns as messages")
     add("--overwrite", action="store_true", help="replace the file where it exists")
     args = parser.parse_args(argv)
-    if (args.model is None) == (args.output is None) or sum(map(bool, (args.behind, args.tasks, args.output))) > 1:
-        parser.error("give --open MODEL [--behind OUT or --tasks FILE], or --from OUT")
+    if (args.model is None) == (args.output is None) or sum(map(bool, (args.behind, args.texts, args.output))) > 1:
+        parser.error("give --open MODEL [--behind OUT or --texts N], or --from OUT")
     target = target_file(args.file, args.overwrite)
     if args.output is None:
-        print(_open(args.model, args.rows, args.behind, args.tasks, target))
+        print(_open(args.model, args.rows, args.texts, args.tasks, args.behind, target))
     else:
         print(_collect(args.output, target))
     return 0
 
 
-def _open(model: str, rows: int, behind: str | None, tasks: str | None, target: Path) -> str:
+def _open(model: str, rows: int, texts: int, tasks: str, behind: str | None, target: Path) -> str:
     """Jobs draw equal rows each by a seed of its own, because their ids differ."""
-    if rows < 1:
-        raise ConfigError(f"prompts --rows {rows} must be at least 1; 20000 is usual")
+    for option, given, least in (("--rows", rows, 0 if texts else 1), ("--texts", texts, 0)):
+        if given < least:
+            raise ConfigError(f"prompts {option} {given} must be at least {least}; 20000 is usual")
     tokenizer = Tokenizer(resolve_model(model, key="--open"))
-    columns: dict[str, list[object]] = {"id": [f"turn-{i:06}" for i in range(rows)]}
-    if tasks is not None:
-        told = _tasks(tasks)
-        openings = [opening_of(tokenizer, [{"role": "system", "content": task}]) for task in told]
-        end = openings[0][1]
-        columns["prompt_ids"] = [openings[i % len(told)][0] for i in range(rows)]
-        columns["task"] = [told[i % len(told)] for i in range(rows)]
-    elif behind is None:
+    if behind is None:
         opening, end = opening_of(tokenizer)
-        columns["prompt_ids"] = [opening] * rows
+        columns: dict[str, list[object]] = {"id": [f"turn-{i:06}" for i in range(rows)], "prompt_ids": [opening] * rows}
+        if texts:
+            told = _tasks(tasks)
+            under = [opening_of(tokenizer, [{"role": "system", "content": task}])[0] for task in told]
+            columns["id"] += [f"text-{i:06}" for i in range(texts)]
+            columns["prompt_ids"] += [under[i % len(told)] for i in range(texts)]
+            columns["task"] = [*[None] * rows, *(told[i % len(told)] for i in range(texts))]
     else:
         chats = _chats(behind, rows)
         openings = [opening_of(tokenizer, chat) for _, chat in chats]

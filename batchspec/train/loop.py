@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from batchspec.errors import Interrupted
 from batchspec.train.data import Numbers, Row
@@ -18,20 +17,20 @@ from batchspec.train.evaluate import Acceptance, acceptance
 from batchspec.train.folder import HeadFolder
 from batchspec.train.network import HeadNetwork
 from batchspec.train.objective import draft_loss
+from batchspec.train.optimise import Optimiser
 from batchspec.train.settings import TrainConfig
 from batchspec.train.teacher import Teacher
 
-_WARM, _FLOOR = 0.02, 0.1
-_BETAS = (0.9, 0.95)
+_WARM = 0.02
 _POINTS = 200
 """Points of the loss curve."""
 _LINE_S = 10.0
 
 
 def learning_rate(step: int, steps: int, highest: float) -> float:
-    """Of batch `step`, from 0: rises over the first 2 %, then falls on a cosine to a tenth."""
+    """Of batch `step`, from 0: rises over the first 2 %, then falls in a straight line to nothing."""
     warm = max(1, round(_WARM * steps))
-    return highest * min(1.0, (step + 1) / warm) * (_FLOOR + (1 - _FLOOR) * 0.5 * (1 + math.cos(math.pi * step / steps)))
+    return highest * min((step + 1) / warm, (steps - step) / max(1, steps - warm))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,9 +53,7 @@ class Course:
 
         asked  the signal that asks to end, or None: the batch at work is finished, a checkpoint written, Interrupted raised
         """
-        optimiser = torch.optim.AdamW(
-            self.network.parameters(), lr=self.config.lr, betas=_BETAS, weight_decay=0.0, fused=self._on_gpu
-        )
+        optimiser = Optimiser(self.network, lr=self.config.lr, muon=self.config.muon, fused=self._on_gpu)
         first = self._resume(optimiser)
         total, done_tokens = len(self.batches), 0
         begun = said = saved = time.monotonic()
@@ -90,18 +87,13 @@ class Course:
         narrow = self._on_gpu and self.teacher.target.dtype is torch.bfloat16
         return torch.autocast(self.teacher.target.device.type, dtype=torch.bfloat16, enabled=narrow)
 
-    def _step(self, step: int, batch: Sequence[Row], optimiser: torch.optim.Optimizer) -> tuple[Tensor, Tensor]:
-        for group in optimiser.param_groups:
-            group["lr"] = learning_rate(step, len(self.batches), self.config.lr)
+    def _step(self, step: int, batch: Sequence[Row], optimiser: Optimiser) -> tuple[Tensor, Tensor]:
         lesson = self.teacher.lesson(batch)
         with self._cast():
             loss, matches = draft_loss(
                 self.network, lesson, ahead=self.config.ahead, decay=self.config.decay, missed=self.config.missed
             )
-        optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.network.parameters(), self.config.clip)
-        optimiser.step()
+        optimiser.step(loss, learning_rate(step, len(self.batches), self.config.lr), self.config.clip)
         return loss.detach(), matches
 
     def measure(self, step: int) -> Acceptance | None:
@@ -128,12 +120,12 @@ class Course:
             f"{speed:,.0f} tok/s, {left:,.0f} s left"
         )
 
-    def _state(self, step: int, optimiser: torch.optim.Optimizer) -> dict[str, Any]:
+    def _state(self, step: int, optimiser: Optimiser) -> dict[str, Any]:
         return {
             "step": step, "network": self.network.state_dict(), "optimiser": optimiser.state_dict(), "curves": self.curves,
         }  # fmt: skip
 
-    def _resume(self, optimiser: torch.optim.Optimizer) -> int:
+    def _resume(self, optimiser: Optimiser) -> int:
         """Take up the checkpoint if there is one; batches learnt."""
         state = self.folder.load_state(self.teacher.target.device)
         if state is None:

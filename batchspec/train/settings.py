@@ -53,7 +53,9 @@ class TrainConfig:
     temperature: float = 1.0
     """Of the target's distributions that are learnt; below 1 the likeliest token counts for more, as in greedy jobs."""
     lr: float = 1e-3
-    """Highest learning rate: reached after 2 % of the steps, then a cosine down to a tenth."""
+    """Highest learning rate: reached after 2 % of the steps, then a straight line down to nothing."""
+    muon: bool = False
+    """The matrices of the layers learn by Muon, what is left by AdamW; false: all by AdamW."""
     clip: float = 0.5
     """Norm that gradients are clipped to."""
     epochs: int = 4
