@@ -93,7 +93,7 @@ class Graphs:
         # The kernels of a graph keep the priority of the stream it was captured on.
         current = torch.cuda.current_stream()
         stream = None if current == torch.cuda.default_stream() else current
-        # Of this thread alone: the one that builds a corpus pins memory meanwhile, which would spoil a capture of the whole process.
+        # Of this thread alone: the one that builds a corpus pins memory meanwhile, which would spoil a capture of all threads.
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             result = self._run(shape)
         self._pool = self._pool or graph.pool()
