@@ -30,13 +30,15 @@ from batchspec.errors import BatchspecError
 from batchspec.io import claims
 from batchspec.io.claims import Claims
 from batchspec.packing.cost import H200
-from batchspec.work import part, passes
+from batchspec.work import part, passes, suspects
 from tests.models import make_checkpoint, make_tokenizer
 
 ROWS, SHARD_ROWS = 12, 2
 SHARDS = ROWS // SHARD_ROWS
 CALLS = ("link", "replace", "rename", "fsync", "unlink", "rmdir")
 """Of module os: every way in which batchspec changes what a folder shows, or makes it last."""
+STILL_S = 0.5
+"""Beside a few milliseconds for a row, what ten seconds are beside a real one's; about as long as a run here lives."""
 DIED = "died before "
 """In front of the last line of a log, where the process kills itself."""
 Row = tuple[str, int, str, tuple[int, ...] | None]
@@ -73,6 +75,7 @@ def work(config: RunConfig, said: Path, conduct: Conduct) -> None:
     torch.set_num_threads(1)
     put(job, "can_draw", lambda: False)  # drawing and measuring this machine take longer than the job
     put(prepare, "device_rates", lambda *_: H200)
+    put(suspects, "STILL_S", STILL_S)
     if conduct.journal_s is not None:
         put(passes, "JOURNAL_S", conduct.journal_s)
     if conduct.stale_s is not None:
@@ -297,6 +300,24 @@ def check_part(number: int, file: pq.ParquetFile) -> None:
     first = number * SHARD_ROWS
     found = f"part {number} holds {dict(samples)}, errors {[error for error in table['error'].to_pylist() if error]}"
     assert samples == {row: 3 if row == 6 else 1 for row in range(first, first + SHARD_ROWS)}, found
+
+
+def check_rows(read: Callable[[], pl.DataFrame], retry: Callable[[], int], expected: Sequence[Row]) -> list[str]:
+    """All rows of a complete job are as expected, but for those that are blamed for kills, which are given.
+
+    Each of these says so; behind a retry of errors they too are as expected.
+    """
+    frame = read()
+    errors = frame.select("request_id", "error").unnest("error").filter(pl.col("code") == "crash")
+    for message, retryable in errors.select("message", "retryable").iter_rows():
+        assert "3 runs died or hung at the same place of this row, computed alone" in message
+        assert retryable
+    wrong = errors["request_id"].unique(maintain_order=True).to_list()
+    assert [row for row in rows_of(frame) if row[0] not in wrong] == [row for row in expected if row[0] not in wrong]
+    if wrong:
+        assert retry() == 0
+        assert rows_of(read()) == expected
+    return wrong
 
 
 @contextmanager

@@ -6,12 +6,14 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import polars as pl
@@ -28,6 +30,7 @@ from batchspec.io.claims import Claims
 from batchspec.io.journal import Journal
 from batchspec.io.local import LocalStore
 from batchspec.records import PackedBatch
+from batchspec.work import suspects
 from batchspec.work.fitted import smaller
 from batchspec.work.suspects import leaving
 from tests.runs import Patch, make_model, make_prompts, run_apart
@@ -124,6 +127,51 @@ def test_kills_from_outside_make_no_error_of_a_row_that_is_always_alone(
     assert tokens(tmp_path / "out") == {name: finished[name] for name in ("q0", "q1")}
 
 
+def kill_in_time() -> None:
+    """From now on the process is killed 0.3 s after its first claim, before any prefill is done: its time is over."""
+    take = Claims.take
+
+    def taken(self: Claims, shard: int) -> bool:
+        Claims.take = take  # type: ignore[method-assign]
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        return take(self, shard)
+
+    Claims.take = taken  # type: ignore[method-assign]
+    Engine._prefill = lambda self, group: time.sleep(60)  # type: ignore[method-assign]
+    suspects.STILL_S = 60.0
+
+
+def test_kills_at_the_same_time_of_each_run_make_no_error_of_the_row_that_is_alone_then(
+    model: Path, data: Path, finished: dict[str, list[int] | None], tmp_path: Path
+) -> None:
+    """Every second trial is met by a run that stands still when its time is over: the row is not to blame."""
+    command = arguments(model, data, tmp_path / "out", "input.limit=1", "resume.row_attempts=2")
+    for _ in range(1 + 1 + 2 * 2):
+        assert run_apart(command, tmp_path / "log", kill_in_time)[0] == -signal.SIGKILL
+    code, said = run_apart(command, tmp_path / "log")
+    assert code == 0, said
+    assert tokens(tmp_path / "out") == {"q0": finished["q0"]}
+
+
+@pytest.mark.parametrize(("still_s", "stopped_at", "rounds"), [(0.25, None, 3), (60.0, 4, 4)], ids=["to its end", "stopped"])
+def test_a_run_that_stands_still_is_seen_to_live_and_ends_when_it_is_asked_to(
+    still_s: float, stopped_at: int | None, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suspects, "STILL_S", still_s)
+    seen: list[Any] = []
+    engine: Any = SimpleNamespace(totals=object(), stopping=False)
+
+    def on_round(totals: Any) -> None:
+        seen.append(totals)
+        engine.stopping = len(seen) == stopped_at
+
+    engine.on_round = on_round
+    began = time.monotonic()
+    suspects._stand_still(engine)
+    assert min(still_s, 0.3) <= time.monotonic() - began < 30
+    assert seen == [engine.totals] * rounds
+
+
 def kill_at_token(row: str, count: int, sample: int = 0) -> None:
     """From now on the process is killed when a row's sample has so many tokens."""
     launch = Engine._launch_round
@@ -189,7 +237,7 @@ def attempts(folder: Path, *names: str) -> dict[str, Attempts]:
 
 
 def test_a_row_is_struck_by_trials_that_died_where_none_got_further(tmp_path: Path) -> None:
-    runs = attempts(tmp_path, *"abcdefgh", "me")
+    runs = attempts(tmp_path, *"abcdefghij", "me")
     runs["a"].enter(3, [12, 13, 14])
     runs["b"].enter(3, [15])  # alone by chance
     for name, reached in (("c", 0), ("d", 7), ("e", 7)):
@@ -199,16 +247,24 @@ def test_a_row_is_struck_by_trials_that_died_where_none_got_further(tmp_path: Pa
     runs["f"].clear()  # it ended by itself
     runs["g"].enter_trial(3, 14)  # it lives: nobody found it dead
     runs["h"].enter_trial(7, 13)
+    runs["i"].stand_still(3, 14)
+    runs["j"].stand_still(3, 13)
+    runs["j"].enter_trial(3, 13)  # nobody killed it while it stood still
+    runs["j"].reached(7)
     runs["me"].enter_trial(3, 14)
     assert runs["me"].strikes(3) == {}
-    for name in "abcdefh":
+    for name in "abcdefhij":
         for _ in range(2):
             runs["me"].suspect(3, name)
     runs["me"].suspect(3, "me")
     runs["me"].suspect(7, "x")
-    assert runs["me"].strikes(3) == {12: 0, 13: 2, 14: 0, 15: 0}
+    assert runs["me"].strikes(3) == {12: 0, 13: 3, 14: 0, 15: 0}
     assert runs["me"].strikes(2) == {}
     assert runs["a"].suspected() == {3, 7}
+    (still,) = attempts(tmp_path, "k").values()
+    still.stand_still(3, 13)
+    runs["me"].suspect(3, "k")
+    assert runs["me"].strikes(3)[13] == 2, "a kill before the row was touched takes a death off it"
 
 
 @pytest.mark.parametrize(

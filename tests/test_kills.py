@@ -11,8 +11,10 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
+import polars as pl
 import pytest
 
 from tests.kill_lab import (
@@ -23,6 +25,7 @@ from tests.kill_lab import (
     KillLab,
     Row,
     Step,
+    check_rows,
     check_visible,
     death_in,
     ended,
@@ -97,8 +100,13 @@ def test_a_kill_at_every_step_leaves_every_row_once(lab: KillLab, calls: list[st
 def test_kills_at_random_moments_leave_every_row_once_and_no_reader_sees_a_part_that_is_not_whole(
     lab: KillLab, expected: list[Row], kills: int
 ) -> None:
-    """One run or two at a time, until so many have died; a job that gets to its end is compared, and the next one begins."""
+    """One run or two at a time, until so many have died; a job that gets to its end is compared, and the next one begins.
+
+    A row that three runs of one job are killed with alone, by chance, cannot be told from one that kills. There may be
+    one in 200 kills, which is an error that says so, and right after a retry.
+    """
     killer, complete, polls = Killer(kills), 0, 0
+    unlucky: list[str] = []
     seen: set[int] = set()
     while killer.left > 0 or not complete:
         out = lab.new()
@@ -108,13 +116,29 @@ def test_kills_at_random_moments_leave_every_row_once_and_no_reader_sees_a_part_
                 assert set(codes) <= {0, -signal.SIGKILL}, lab.said.read_text()[-2000:]
         assert lab.run(out) == 0  # the one that wrote the card may have been killed right behind it
         assert check_visible(out) == SHARDS
-        assert written(out) == expected
+        unlucky += check_rows(partial(pl.read_parquet, out / "data"), partial(lab.run, out, "resume=error"), expected)
         complete += 1
         polls += len(visible)
         seen |= set(visible)
         shutil.rmtree(out)
     print(f"{killer.died} kills, {complete} jobs completed, {polls} looks at data/ by the reader, which saw {sorted(seen)} parts")
+    print(f"taken for rows that kill: {unlucky}")
+    assert len(unlucky) <= kills // 200
     assert len(seen) > 2
+
+
+def test_rows_whose_runs_are_killed_each_time_at_that_very_place_are_errors_that_say_so_and_a_retry_mends_them(
+    lab: KillLab,
+) -> None:
+    """The limit of what can be known. Two rows of one shard: a death in the usual pass, one with both, three with each alone."""
+    plain, out, two = lab.new(), lab.new(), "input.limit=2"
+    assert lab.run(plain, two) == 0
+    kill = Conduct(kill_at=("link _batchspec/journal/N-N.json", 1))
+    for _ in range(1 + 1 + 3 + 3):
+        assert lab.run(out, two, conduct=kill) == -signal.SIGKILL
+    assert lab.run(out, two) == 0
+    found = check_rows(partial(pl.read_parquet, out / "data"), partial(lab.run, out, two, "resume=error"), written(plain))
+    assert found == ["q0", "q1"]
 
 
 def traced(lab: KillLab, out: Path, *options: str, conduct: Conduct) -> tuple[int, list[str]]:

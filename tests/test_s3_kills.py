@@ -8,6 +8,7 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.kill_lab import (
     Row,
     Step,
     check_part,
+    check_rows,
     ended,
     polled,
     rows_of,
@@ -87,8 +89,11 @@ def check_visible(server: Lab) -> int:
 
 def written(server: Lab) -> list[Row]:
     assert check_visible(server) == SHARDS
-    parts = [pl.read_parquet(server.held(key)) for key in server.names() if key.startswith("out/data/")]
-    return rows_of(pl.concat(parts))
+    return rows_of(frame_of(server))
+
+
+def frame_of(server: Lab) -> pl.DataFrame:
+    return pl.concat(pl.read_parquet(server.held(key)) for key in server.names() if key.startswith("out/data/"))
 
 
 def killer(process: ForkServerProcess, step: Step, met: list[str]) -> Answer:
@@ -150,7 +155,9 @@ def test_a_kill_at_every_put_leaves_every_row_once(server: Lab, lab: KillLab, pu
 
 @pytest.mark.soak
 def test_kills_at_random_moments_leave_every_row_once(server: Lab, lab: KillLab, expected: list[Row]) -> None:
+    """As on a local disk: at most one row is an error for these kills, and says so, and a retry mends it."""
     killer, complete = Killer(200), 0
+    unlucky: list[str] = []
     while killer.left > 0 or not complete:
         server.empty()
         with polled(lambda: check_visible(server)):
@@ -158,6 +165,9 @@ def test_kills_at_random_moments_leave_every_row_once(server: Lab, lab: KillLab,
                 codes = killer.end([lab.start(OUT, conduct=conduct(server)) for _ in range(killer.num_runs)])
                 assert set(codes) <= {0, -signal.SIGKILL}, lab.said.read_text()[-2000:]
         assert lab.run(OUT, conduct=conduct(server)) == 0
-        assert written(server) == expected
+        assert check_visible(server) == SHARDS
+        retry = partial(lab.run, OUT, "resume=error", conduct=conduct(server))
+        unlucky += check_rows(partial(frame_of, server), retry, expected)
         complete += 1
-    print(f"{killer.died} kills, {complete} jobs completed")
+    print(f"{killer.died} kills, {complete} jobs completed; taken for rows that kill: {unlucky}")
+    assert len(unlucky) <= 1

@@ -8,13 +8,15 @@ computes them again, each before it is touched; a run ends by clearing its recor
 is known to have died with the shard: those of living runs do not.
 
 A row that is suspect is tried: computed alone, on purpose, and its record says how far it got. Kills from outside come at any
-moment, and the row is further the next time; one that kills its process never gets beyond that place.
+moment, and the row is further the next time; one that kills its process never gets beyond that place. A run that stands still
+before such a row says that too: who dies then was killed from outside.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +45,10 @@ class Attempts:
         """From now on just these input rows of the shard are computed."""
         self._put({"shard": shard, "rows": list(rows)})
 
+    def stand_still(self, shard: int, row: int) -> None:
+        """From now on nothing is computed: this input row will be tried."""
+        self._put({"shard": shard, "rows": [row], "still": True})
+
     def enter_trial(self, shard: int, row: int) -> None:
         """From now on this input row is computed, alone because it is suspect."""
         self._put({"shard": shard, "rows": [row], "reached": 0})
@@ -57,8 +63,11 @@ class Attempts:
             self._put({})
 
     def strikes(self, shard: int) -> dict[int, int]:
-        """Rows of a shard that runs died with; how many of those that tried a row died at the furthest place that any got to."""
+        """Rows of a shard that runs died with; how many of those that tried a row died at the furthest place that any got to,
+        less those that died while they stood still before it.
+        """
         tried: dict[int, list[int]] = {}
+        still: Counter[int] = Counter()
         names = self._store.list(FOLDER)
         dead = (match[1] for name in names if (match := re.fullmatch(rf"shard-{shard:05d}-(\w+)\.json", name)))
         for name in (f"rows-{attempt}.json" for attempt in dead if attempt != self._attempt):
@@ -66,7 +75,8 @@ class Attempts:
             if record.get("shard") == shard:
                 for row in record["rows"]:
                     tried.setdefault(row, []).extend([record["reached"]] if "reached" in record else [])
-        return {row: places.count(max(places, default=0)) for row, places in tried.items()}
+                    still[row] += "still" in record
+        return {row: max(0, places.count(max(places, default=0)) - still[row]) for row, places in tried.items()}
 
     def delete(self) -> None:
         """The job is complete."""

@@ -4,12 +4,18 @@ A death is not told from a kill by what is left, so every row in flight is suspe
 computed in groups of a batch, each recorded before it is admitted. Who dies with a group leaves its rows struck; a struck row is
 tried: computed alone, with its tokens kept as it goes. One that resume.row_attempts runs died with so, none of them further than
 another, becomes an error row. A row that was only near comes through alone and is done: no death of another row makes an error of
-it; nor do kills from outside, between which it gets further each time.
+it.
+
+Nor should kills from outside: between them a row gets further each time, unless they come while one and the same place of it is
+computed. So a run stands still for STILL_S before it tries a row again that one died with alone. Kills at random moments, or at a
+set time after the start, come then rather than in the short trial, and each takes a death off the row. The limit of what can be
+known: runs that are killed in the trial itself, so many times, leave the same behind as a row that kills.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 
@@ -24,6 +30,10 @@ from batchspec.io.reader import InputShard, locate
 from batchspec.prepare import Job
 from batchspec.records import Completion, Request, RowError
 from batchspec.work.rebuild import Rebuild
+
+STILL_S = 10.0
+"""Much longer than most rows take from one place to the next, and short beside what it takes to start a run anew."""
+LOOK_S = 0.1
 
 
 @contextmanager
@@ -81,6 +91,9 @@ def decode_suspects(
             if engine.stopping:
                 return
             if trial:
+                if strikes[group[0]]:
+                    attempts.stand_still(shard.index, group[0])
+                    _stand_still(engine)
                 attempts.enter_trial(shard.index, group[0])
             else:
                 attempts.enter(shard.index, group)
@@ -112,6 +125,15 @@ def _groups(
         yield group, False
     for row in sorted((row for row in rows if row in strikes and row not in crashed), key=lambda row: (strikes[row], row)):
         yield [row], True
+
+
+def _stand_still(engine: Engine) -> None:
+    """STILL_S seconds, or less where the engine is asked to stop."""
+    until = time.monotonic() + STILL_S
+    while not engine.stopping and (left_s := until - time.monotonic()) > 0:
+        if engine.on_round is not None:
+            engine.on_round(engine.totals)  # the run lives: its watchdog, its claims and its deadline must know
+        time.sleep(min(LOOK_S, left_s))
 
 
 @contextmanager
@@ -179,7 +201,7 @@ def _crashed(job: Job, shard: InputShard, row: int, alone: int, journaled: Journ
     (request_id,) = request_ids(job.source, job.columns, _one(shard, row))
     message = (
         f"{file} row {place} (id {request_id!r}): {alone} runs died or hung at the same place of this row, computed alone; "
-        "look at what they said last, and drop the row or raise resume.row_attempts"
+        "look at what they said last, and drop the row, or compute it again with resume=error if they were killed from outside"
     )
     samples = [0]
     if any(key[0] == row for key in journaled.completions):  # to admit it does not kill
