@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from batchspec.draft.weights import usual_taps
 from batchspec.model.target import Target
-from batchspec.train.attend import attend, attend_reference
+from batchspec.train.attend import Keys, attend, attend_reference
 from batchspec.train.data import Row, course, epoch_batches, frequent_ids, split_rows, unused_id
 from batchspec.train.evaluate import acceptance
 from batchspec.train.head import new_network, new_spec
@@ -102,15 +102,20 @@ def test_a_parallel_head_learns_the_drafts_behind_masks_of_all_places_together(l
     assert gradient.abs().sum() > 0
 
 
+@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("steps", [1, 2, 5])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_attention_of_later_steps_and_its_gradients_are_those_of_all_pairs(dtype: torch.dtype) -> None:
-    shape, tolerance = (2, 3, 37, 8), {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}[dtype]
-    inputs = [
-        torch.randn(s, dtype=dtype, device=GPU_OR_CPU, requires_grad=True)
-        for s in (shape, shape, shape, (4, *shape), (4, *shape))
-    ]
+def test_attention_of_draft_steps_and_its_gradients_are_those_of_all_pairs(dtype: torch.dtype, steps: int, alike: bool) -> None:
+    """alike: later steps have the same keys in all rows, as masks do."""
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}[dtype]
+    shape, keys_of = (2, 37, 6, 8), [(2, 37, 2, 8), *[(1 if alike else 2, 37, 2, 8)] * (steps - 1)]
+    shapes = [shape, *(s for s in keys_of for _ in "kv")]
+    inputs = [torch.randn(s, dtype=dtype, device=GPU_OR_CPU, requires_grad=True) for s in shapes]
     weights = torch.randn(shape, dtype=dtype, device=GPU_OR_CPU)
-    found, expected = attend(*inputs), attend_reference(*inputs)
+    keys = Keys()
+    for k, v in zip(inputs[1::2], inputs[2::2], strict=True):
+        keys.add(k, v, steps)
+    found, expected = attend(inputs[0], keys), attend_reference(inputs[0], *(part.expand(2, -1, -1, -1) for part in inputs[1:]))
     assert torch.allclose(found, expected, atol=tolerance)
     for one, other in zip(
         torch.autograd.grad(found, inputs, weights), torch.autograd.grad(expected, inputs, weights), strict=True

@@ -1,12 +1,9 @@
-"""Attention of the later draft steps: all keys of the first step up to the place, and of each later step its own place's alone.
+"""Attention of draft steps: all keys of the first step up to the place, and of each later step its own place's alone.
 
-The first part is plain causal attention, the second J single keys a query, merged by log-sum-exp:
-
-    out = a * causal + sum_j p_j v_j      p_j = exp(q k_j / sqrt(D) - lse)      a = exp(lse of the causal part - lse)
-
-No scores of pairs are kept: the way back of causal attention, given the merged output and its lse, makes its keys' gradients
-under the whole softmax, as in ring attention (Liu et al. 2023, arXiv 2310.01889).
-B rows, NH heads, L places, D head_dim, J later steps.
+The first part is plain causal attention; the single keys are merged into it by kernels/own_keys. No scores of pairs are kept:
+the way back of causal attention, given the merged output and its log-sum-exp, makes its keys' gradients under the whole softmax,
+as in ring attention (Liu et al. 2023, arXiv 2310.01889).
+B rows, L places, H query heads, KVH key heads, D head_dim, J later steps.
 """
 
 from __future__ import annotations
@@ -17,82 +14,120 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from batchspec.kernels.own_keys import merge_own_keys, own_keys_backward
+
 _aten = torch.ops.aten
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor) -> Tensor:
-    """q, k, v [B, NH, L, D] of one dtype; own_k, own_v [J, B, NH, L, D] -> [B, NH, L, D].
+class Keys:
+    """Keys and values of the draft steps of one layer so far."""
+
+    def __init__(self) -> None:
+        self.first: tuple[Tensor, Tensor] | None = None
+        self.later: list[tuple[Tensor, Tensor]] = []
+        """[B, L, KVH, D] each"""
+        self._side_by_side: Tensor | None = None
+
+    def add(self, k: Tensor, v: Tensor, steps: int) -> None:
+        """Those of the next step of `steps`: [B, L, KVH, D], or [1, L, ...] for all rows alike."""
+        if self.first is None:
+            self.first = (k, v)
+            return
+        count = self.first[0].shape[0]
+        k, v = (part.expand(count, *part.shape[1:]) for part in (k, v))
+        if self._side_by_side is None:
+            self._side_by_side = k.new_empty(2, steps - 1, *k.shape)
+        for part, place in zip((k, v), self._side_by_side[:, len(self.later)], strict=True):
+            place.copy_(part.detach())
+        self.later.append((k, v))
+
+    @property
+    def own(self) -> Tensor:
+        """[2, J, B, L, KVH, D] of the later steps, without gradients. What is added behind them changes nothing of it."""
+        assert self.first is not None
+        if self._side_by_side is None:
+            k = self.first[0]
+            return k.new_empty(2, 0, *k.shape)
+        return self._side_by_side[:, : len(self.later)]
+
+
+def attend(q: Tensor, keys: Keys) -> Tensor:
+    """q [B, L, H, D] of the step whose keys were added last -> [B, L, H, D].
 
     A GPU has the fast way for bf16 and fp16 alone, and for head sizes that are multiples of 8; the rest is plain products.
     """
+    assert keys.first is not None
+    later = [part for pair in keys.later for part in pair]
     if q.is_cuda and (q.dtype not in _NARROW or q.shape[-1] % 8):
         # Scores of all pairs are made again on the way back: kept, those of all steps would fill the memory.
-        out: Tensor = checkpoint(attend_reference, q, k, v, own_k, own_v, use_reentrant=False)
+        out: Tensor = checkpoint(attend_reference, q, *keys.first, *later, use_reentrant=False)
         return out
-    merged: Tensor = _Merged.apply(q, k, v, own_k, own_v)  # type: ignore[no-untyped-call]
+    merged: Tensor = _Merged.apply(keys.own, q, *keys.first, *later)  # type: ignore[no-untyped-call]
     return merged
 
 
-def attend_reference(q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor) -> Tensor:
-    """The same by its definition: scores of all pairs."""
-    length, wide = q.shape[2], torch.promote_types(q.dtype, torch.float32)
-    later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu_(1)
-    scores = (q @ k.transpose(-1, -2)).masked_fill(later, -torch.inf)
-    own = (q * own_k).sum(-1).movedim(0, -1)
-    weights = (torch.cat([scores, own], -1).to(wide) * q.shape[-1] ** -0.5).softmax(-1).to(q.dtype)
-    out: Tensor = weights[..., :length] @ v + (weights[..., length:].movedim(-1, 0).unsqueeze(-1) * own_v).sum(0)
+def attend_reference(q: Tensor, k: Tensor, v: Tensor, *later: Tensor) -> Tensor:
+    """The same by its definition, scores of all pairs; `later` holds k and v of each later step in turn."""
+    length, repeats, wide = q.shape[1], q.shape[2] // k.shape[2], torch.promote_types(q.dtype, torch.float32)
+    k, v, *later_heads = (part.repeat_interleave(repeats, 2) for part in (k, v, *later))
+    hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu_(1)
+    scores = torch.einsum("blhd,bmhd->bhlm", q, k).masked_fill(hidden, -torch.inf)
+    own = [(q * part).sum(-1).transpose(1, 2).unsqueeze(-1) for part in later_heads[::2]]
+    weights = (torch.cat([scores, *own], -1).to(wide) * q.shape[-1] ** -0.5).softmax(-1).to(q.dtype)
+    out = torch.einsum("bhlm,bmhd->blhd", weights[..., :length], v)
+    for step, part in enumerate(later_heads[1::2]):
+        out = out + weights[..., length + step].transpose(1, 2).unsqueeze(-1) * part
     return out
 
 
 class _Merged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor) -> Tensor:
-        causal, lse, seeds = _causal(q, k, v)
-        scores = _scores(q, own_k)
-        merged = torch.logaddexp(lse.to(scores.dtype), scores.logsumexp(0))
-        weights = (scores - merged).exp().unsqueeze(-1)
-        share = (lse.to(scores.dtype) - merged).exp().unsqueeze(-1)
-        out = (share * causal + (weights * own_v).sum(0)).to(q.dtype)
-        ctx.save_for_backward(q, k, v, own_k, own_v, out, merged.to(lse.dtype), *seeds)
+    def forward(ctx: Any, own: Tensor, q: Tensor, k: Tensor, v: Tensor, *later: Tensor) -> Tensor:
+        out, lse, seeds = _causal(q, k, v)
+        if own.shape[1]:
+            merge_own_keys(q, out, lse, own, scale=q.shape[-1] ** -0.5, out=out, out_lse=lse)
+        ctx.own = own  # later steps write behind it: not a version that autograd need watch
+        ctx.save_for_backward(q, k, v, out, lse, *seeds)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, own_k, own_v, out, lse, *seeds = ctx.saved_tensors
-        grad = grads[0].contiguous()
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, *seeds = ctx.saved_tensors
+        grad, own = grads[0].contiguous(), ctx.own
         grad_q, grad_k, grad_v = _causal_backward(grad, q, k, v, out, lse, seeds)
-        wide = torch.promote_types(q.dtype, torch.float32)
-        weights = (_scores(q, own_k) - lse).exp()
-        drift = (grad.to(wide) * out).sum(-1)
-        grad_scores = (weights * ((grad.to(wide) * own_v).sum(-1) - drift) * q.shape[-1] ** -0.5).unsqueeze(-1)
-        grad_q = grad_q + (grad_scores * own_k).sum(0).to(q.dtype)
-        return grad_q, grad_k, grad_v, (grad_scores * q).to(q.dtype), (weights.unsqueeze(-1) * grad).to(q.dtype)
-
-
-def _scores(q: Tensor, own_k: Tensor) -> Tensor:
-    """[J, B, NH, L], fp32 at least."""
-    scores: Tensor = (q.to(torch.promote_types(q.dtype, torch.float32)) * own_k).sum(-1) * q.shape[-1] ** -0.5
-    return scores
+        if not own.shape[1]:
+            return None, grad_q, grad_k, grad_v
+        grad_own = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=own.device)
+        own_keys_backward(q, grad, out, lse, own, scale=q.shape[-1] ** -0.5, grad_q=grad_q, out_own=grad_own)
+        return None, grad_q, grad_k, grad_v, *(grad_own[part, step] for step in range(own.shape[1]) for part in range(2))
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Output, lse [B, NH, L], and what the way back asks for beside them. torch's own kernels: the public call gives no lse."""
+    """Output, lse [B, H, L], and what the way back asks for beside them. torch's own kernels: the public call gives no lse."""
+    length = q.shape[1]
     if q.is_cuda:
-        out, lse, _, _, _, _, seed, offset, _ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
-        return out, lse, (seed, offset)
-    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
-    return out, lse, ()
+        out, lse, *seeds, _ = _aten._flash_attention_forward(q, k, v, None, None, length, length, 0.0, True, False)
+        return out, lse, tuple(seeds)
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(*_by_head(q, k, v), 0.0, True)
+    return out.transpose(1, 2).contiguous(), lse.contiguous(), ()
 
 
 def _causal_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seeds: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    length = q.shape[2]
+    length = q.shape[1]
     if q.is_cuda:
-        found = _aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse, None, None, length, length, 0.0, True, *seeds
-        )
-    else:
-        found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, True)
-    return found[0], found[1], found[2]
+        found = _aten._flash_attention_backward(grad, q, k, v, out, lse, None, None, length, length, 0.0, True, *seeds)
+        return found[0], found[1], found[2]
+    by_head = _by_head(q, k, v)
+    found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad.transpose(1, 2), *by_head, out.transpose(1, 2), lse, 0.0, True
+    )
+    grad_q, grad_k, grad_v = (part.transpose(1, 2) for part in found)
+    return grad_q.contiguous(), *(part.unflatten(2, (k.shape[2], -1)).sum(3) for part in (grad_k, grad_v))
+
+
+def _by_head(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """[B, H, L, D], each key head for all of its query heads."""
+    return [part.repeat_interleave(q.shape[2] // part.shape[2], 2).transpose(1, 2) for part in (q, k, v)]

@@ -12,6 +12,7 @@ Source: Li et al. 2025, EAGLE-3 (arXiv 2503.01840); P-EAGLE (2026, arXiv 2602.01
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +20,22 @@ from torch import Tensor, nn
 
 from batchspec.draft.formats import HeadSpec
 from batchspec.model.rope import rope_angles, rope_frequencies
-from batchspec.train.attend import attend
+from batchspec.train.attend import Keys, attend
+from batchspec.train.fused import Gate, Turn
 
-Keys = list[tuple[Tensor, Tensor]]
-"""K and V [B or 1, NH, L or 1, D] of the draft steps so far, in one layer."""
+Angles = tuple[Tensor, Tensor]
+"""cos and sin [L, D], the first half of sin negated"""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Where a draft step stands."""
+
+    count: int
+    """steps there are"""
+    rows: int
+    angles: Angles
+    """of its places"""
 
 
 class Norm(nn.Module):
@@ -48,30 +61,22 @@ class Attention(nn.Module):
         self._factor = spec.rope.attention_factor
         self.register_buffer("freqs", rope_frequencies(spec.rope, spec.head_dim), persistent=False)
 
-    def forward(self, x: Tensor, step: int, keys: Keys) -> Tensor:
-        """x [B, L, width], or [1, 1, width] of a mask, the same at all places -> [B, L, H]; appends K and V to `keys`."""
-        count, length = x.shape[:2] if step == 0 else (keys[0][0].shape[0], keys[0][0].shape[2])
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
-        repeats = self.heads // self.kv_heads
-        k, v = (t.repeat_interleave(repeats, 1) for t in (k, v))
-        cos, sin = self._angles(step, length, q)
-        q, k = ((t * cos + t.roll(self.head_dim // 2, -1) * sin).to(v.dtype) for t in (q, k))
-        keys.append((k, v))
-        if step == 0:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            shape = (count, self.heads, length, self.head_dim)
-            own_k, own_v = (torch.stack([pair[i].expand(shape) for pair in keys[1:]]) for i in range(2))
-            out = attend(q.expand(shape), *keys[0], own_k, own_v)
-        result: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
-        return result
-
-    def _angles(self, step: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [L, D] of the places' positions."""
+    def angles(self, places: int, like: Tensor) -> Angles:
+        """cos and sin [places, D] of positions 0 and on."""
         assert isinstance(self.freqs, Tensor)
-        positions = torch.arange(step, step + length, device=like.device)
-        cos, sin = rope_angles(positions, self.freqs, self._factor, torch.promote_types(like.dtype, torch.float32))
+        wide = torch.promote_types(like.dtype, torch.float32)
+        cos, sin = rope_angles(torch.arange(places, device=like.device), self.freqs, self._factor, wide)
         return cos.squeeze(1), sin.squeeze(1)
+
+    def forward(self, x: Tensor, step: Step, keys: Keys) -> Tensor:
+        """x [B, L, width], or [1, 1, width] of a mask, the same at all places -> [B, L, H]; adds K and V to `keys`."""
+        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        cos, sin = step.angles
+        q, k, v = (part.expand(-1, len(cos), -1, -1) for part in (q, k, v))
+        keys.add(Turn.apply(k, cos, sin), v, step.count)  # type: ignore[no-untyped-call]
+        turned: Tensor = Turn.apply(q, cos, sin)  # type: ignore[no-untyped-call]
+        result: Tensor = self.o_proj(attend(turned.expand(step.rows, -1, -1, -1).contiguous(), keys).flatten(2))
+        return result
 
 
 class SwiGLU(nn.Module):
@@ -82,7 +87,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(inner, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(Gate.apply(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-untyped-call]
         return out
 
 
@@ -94,10 +99,10 @@ class Layer(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = (Norm(spec.hidden_size, spec.rms_eps) for _ in range(2))
         self.self_attn, self.mlp = Attention(spec, width or spec.hidden_size), SwiGLU(spec)
 
-    def forward(self, state: Tensor, step: int, keys: Keys) -> Tensor:
+    def forward(self, state: Tensor, step: Step, keys: Keys) -> Tensor:
         return self.behind(state, self.input_layernorm(state), step, keys)
 
-    def behind(self, state: Tensor, x: Tensor, step: int, keys: Keys) -> Tensor:
+    def behind(self, state: Tensor, x: Tensor, step: Step, keys: Keys) -> Tensor:
         """x: what attention reads; the residual stream behind the layer."""
         state = state + self.self_attn(x, step, keys)
         out: Tensor = state + self.mlp(self.post_attention_layernorm(state))
@@ -111,7 +116,7 @@ class MidLayer(Layer):
         super().__init__(spec, 2 * spec.hidden_size)
         self.hidden_norm = Norm(spec.hidden_size, spec.rms_eps)
 
-    def enter(self, embedded: Tensor, state: Tensor, step: int, keys: Keys) -> Tensor:
+    def enter(self, embedded: Tensor, state: Tensor, step: Step, keys: Keys) -> Tensor:
         return self.behind(state, torch.cat([self.input_layernorm(embedded), self.hidden_norm(state)], -1), step, keys)
 
 
@@ -133,21 +138,25 @@ class HeadNetwork(nn.Module):
         features  [B, L, W] of the target
         """
         state = self.fc(features)
-        keys = self._keys()
-        for step in range(steps):
+        all_steps, keys = self._begin(embedded, steps)
+        for step in all_steps:
             state = self.pass_(embedded, state, step, keys)
             yield self.norm(state)
             embedded = F.pad(embedded[:, 1:], (0, 0, 0, 1))
 
-    def pass_(self, embedded: Tensor, state: Tensor, step: int, keys: list[Keys]) -> Tensor:
+    def pass_(self, embedded: Tensor, state: Tensor, step: Step, keys: list[Keys]) -> Tensor:
         """All layers, of one draft step."""
         state = self.midlayer.enter(embedded, state, step, keys[0])
         for layer, own in zip(self.layers.values(), keys[1:], strict=True):
             state = layer(state, step, own)
         return state
 
-    def _keys(self) -> list[Keys]:
-        return [[] for _ in range(self.spec.num_layers)]
+    def _begin(self, embedded: Tensor, count: int) -> tuple[list[Step], list[Keys]]:
+        """All draft steps over rows like `embedded`, and the keys of each layer, none yet."""
+        rows, length = embedded.shape[:2]
+        cos, sin = self.midlayer.self_attn.angles(length + count, embedded)
+        steps = [Step(count, rows, (cos[at : at + length], sin[at : at + length])) for at in range(count)]
+        return steps, [Keys() for _ in range(self.spec.num_layers)]
 
 
 class ParallelNetwork(HeadNetwork):
@@ -162,10 +171,10 @@ class ParallelNetwork(HeadNetwork):
     def forward(self, embedded: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
         """As of HeadNetwork; step k is the draft behind k masks."""
         assert isinstance(self.mask_embedding, Tensor)
-        keys = self._keys()
-        yield self.norm(self.pass_(embedded, self.fc(features), 0, keys))
+        (first, *later), keys = self._begin(embedded, steps)
+        yield self.norm(self.pass_(embedded, self.fc(features), first, keys))
         mask, known = self.mask_embedding.to(embedded.dtype), self.fc(self.mask_hidden.to(features.dtype))
-        for step in range(1, steps):
+        for step in later:
             yield self.norm(self.pass_(mask, known, step, keys))
 
 

@@ -29,6 +29,12 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
               stride_row=I32, out_stride=I32, vocab=I32, ACC=_acc, BLOCK=4096)  # fmt: skip
     _case(f"distil_kernel {_dtype}", "distil", 8, logits=f"*{_dtype}", probs=f"*{_acc}", weights=f"*{_acc}", best_ids=PI64,
           out_nats=f"*{_acc}", out_hits=f"*{_acc}", vocab=I32, ACC=_acc, BLOCK=4096)  # fmt: skip
+    _case(f"turn_kernel {_dtype}", "turn", 4, x=f"*{_dtype}", cos=f"*{_acc}", sin=f"*{_acc}", out=f"*{_dtype}", num_heads=I32,
+          length=I32, HEADS=9, D=64, HALF=32, ACC=_acc, ROWS=32)  # fmt: skip
+    _case(f"gate_kernel {_dtype}", "gate", 8, gate=f"*{_dtype}", up=f"*{_dtype}", out=f"*{_dtype}", count=I32, ACC=_acc,
+          BLOCK=2048)  # fmt: skip
+    _case(f"gate_backward_kernel {_dtype}", "gate", 8, gate=f"*{_dtype}", up=f"*{_dtype}", grad=f"*{_dtype}",
+          out_gate=f"*{_dtype}", out_up=f"*{_dtype}", count=I32, ACC=_acc, BLOCK=2048)  # fmt: skip
     _case(f"sample_kernel {_dtype}", "sample", 16, logits=f"*{_dtype}", row_ids=PI32, positions=PI64, keys=PI64,
           temperature=PF32, cutoff=f"*{_acc}", out_ids=PI32, stride_row=I32, vocab=I32, ACC=_acc, BLOCK=4096)  # fmt: skip
     _case(f"noise_kernel {_dtype}", "noise", 4, logits=f"*{_dtype}", row_ids=PI32, positions=PI64, keys=PI64, temperature=PF32,
@@ -37,6 +43,16 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
     _case(f"kv_write_kernel {_dtype}", "kv_write", 4, k=f"*{_dtype}", v=f"*{_dtype}", kv=f"*{_dtype}", slots=PI64,
           k_stride_t=I32, k_stride_h=I32, v_stride_t=I32, v_stride_h=I32, kv_stride_part=I64, kv_stride_slot=I32,
           NUM_VALUES=192, HEAD_DIM=64, BLOCK=256)  # fmt: skip
+_OWN = {"num_places": I32, "length": I32, "step_stride": I32, "scale": "fp32", "HEADS": 9, "KEY_HEADS": 3, "D": 64, "LANES": 64,
+        "PLACES": 16}  # fmt: skip
+for _dtype in ("bf16", "fp16"):
+    _own = f"*{_dtype}"
+    _case(f"own_keys_kernel {_dtype}", "own_keys", 4, q=_own, causal=_own, causal_lse=PF32, own_k=_own, own_v=_own, out=_own,
+          out_lse=PF32, steps=I32, **_OWN)  # fmt: skip
+    _case(f"own_queries_backward_kernel {_dtype}", "own_keys", 4, q=_own, grad=_own, out=_own, lse=PF32, own_k=_own, own_v=_own,
+          grad_q=_own, steps=I32, **_OWN)  # fmt: skip
+    _case(f"own_keys_backward_kernel {_dtype}", "own_keys", 4, q=_own, grad=_own, out=_own, lse=PF32, own_k=_own, own_v=_own,
+          out_k=_own, out_v=_own, **_OWN)  # fmt: skip
 for _tokens in (1, 5):
     _case(f"round_inputs_kernel S={_tokens}", "round_inputs", 1, tokens=PI32, num_tokens=PI32, limit=PI32, live=PI32,
           page_table=PI32, out_ids=PI32, out_draft_len=PI32, out_positions=PI64, out_slots=PI64, out_kv_len=PI32,

@@ -1,0 +1,50 @@
+"""Kernels of kernels/ as steps that gradients flow through."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from batchspec.kernels.gate import gate, gate_backward
+from batchspec.kernels.turn import turn
+
+
+class Turn(torch.autograd.Function):
+    """RoPE of x [B, L, H, D] with tables cos and sin [L, D], the first half of sin negated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turned(grads[0], cos, sin.roll(sin.shape[-1] // 2, -1)), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    turn(x.flatten(0, 1), cos, sin, out=out.view(-1, *x.shape[2:]))
+    return out
+
+
+class Gate(torch.autograd.Function):
+    """silu(opened) * up of two tensors of one shape."""
+
+    @staticmethod
+    def forward(ctx: Any, opened: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(opened, up)
+        out = torch.empty_like(up)
+        gate(opened, up, out=out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        opened, up = ctx.saved_tensors
+        out_gate, out_up = torch.empty_like(opened), torch.empty_like(up)
+        gate_backward(opened, up, grads[0].contiguous(), out_gate=out_gate, out_up=out_up)
+        return out_gate, out_up
