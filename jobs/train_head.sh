@@ -9,7 +9,7 @@ set -euo pipefail
 model=$1 work=$2
 shift 2
 python=${PYTHON:-python}
-turns=${TURNS:-30000} texts=${TEXTS:-20000} cap=${CAP:-768} # rows, rows, tokens of an answer
+turns=${TURNS:-22000} texts=${TEXTS:-16000} cap=${CAP:-288} # rows, rows, tokens of an answer: small models end in loops
 mkdir -p "$work"
 
 spec() { "$python" -m batchspec.cli "$@"; }
@@ -19,7 +19,7 @@ answer() { # NAME INPUT overrides: a job of the model; done jobs say so at once
 once() { [ -e "$1" ] || "${@:2}" "$1"; } # FILE command: makes FILE where it is missing
 
 once "$work/openings.parquet" spec prompts --open "$model" --rows "$turns" --texts "$texts"
-answer turns "$work/openings.parquet" decode.temperature=1 decode.max_new_tokens=512
+answer turns "$work/openings.parquet" decode.temperature=1 decode.max_new_tokens=384
 once "$work/questions.parquet" spec prompts --from "$work/turns"
 answer answers "$work/questions.parquet" decode.max_new_tokens="$cap"
 data="$work/answers"
@@ -28,4 +28,5 @@ for file in ${PROMPTS:-}; do
     answer "$name" "$file" input.chat=true decode.max_new_tokens="$cap" decode.temperature=0.6 decode.n=3
     data+=",$work/$name"
 done
-spec train draft=eagle3 model.path="$model" "input.path=[$data]" output.dir="$work/${HEAD:-head}" "$@"
+spec train draft=eagle3 model.path="$model" "input.path=[$data]" output.dir="$work/${HEAD:-head}" \
+    train.layers=2 train.draft_vocab=16384 train.epochs=6 "$@"

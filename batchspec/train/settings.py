@@ -36,7 +36,7 @@ class TrainConfig:
     taps: list[int] | None = None
     """Boundaries of the target's residual stream that it reads, i is what enters layer i; null: 2, the middle, last but 2."""
     layers: int = 1
-    """Layers of the head; a parallel head gains by more, a chain pays for them at each draft token."""
+    """Layers of the head: more draft better, and a chain pays for them at each draft token."""
     inner: int | None = None
     """Width inside the MLP of its layers; null: the target's."""
     mask_token: int | None = None
@@ -52,9 +52,9 @@ class TrainConfig:
     """What a place counts behind a wrong draft of an earlier step, which a round would throw away; 0 leaves it out."""
     temperature: float = 1.0
     """Of the target's distributions that are learnt; below 1 the likeliest token counts for more, as in greedy jobs."""
-    lr: float = 1e-3
+    lr: float = 3e-3
     """Highest learning rate: reached after 2 % of the steps, then a straight line down to nothing."""
-    muon: bool = False
+    muon: bool = True
     """The matrices of the layers learn by Muon, what is left by AdamW; false: all by AdamW."""
     clip: float = 0.5
     """Norm that gradients are clipped to."""
@@ -93,14 +93,14 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "draft.max_len": (1, 64, "it is the K of the acceptance curves"),
     "input.limit": (1, math.inf, "null takes every completion"),
     "train.draft_vocab": (2, math.inf, "32000 is usual"),
-    "train.layers": (1, 4, "1 is usual, 2 for draft=parallel"),
+    "train.layers": (1, 4, "1 is usual, 2 for a small target, 4 for draft=parallel"),
     "train.inner": (8, math.inf, "null takes the target's"),
     "train.mask_token": (0, math.inf, "null chooses one"),
     "train.ahead": (1, 16, "6 is usual"),
     "train.decay": (math.ulp(0.0), 1.0, "1 weighs all draft steps alike"),
     "train.missed": (0.0, 1.0, "1 weighs all places alike"),
     "train.temperature": (0.01, 100.0, "1 is the target's own distribution"),
-    "train.lr": (math.ulp(0.0), 1.0, "1e-3 is usual"),
+    "train.lr": (math.ulp(0.0), 1.0, "3e-3 is usual"),
     "train.clip": (math.ulp(0.0), math.inf, "0.5 is usual"),
     "train.epochs": (1, math.inf, "4 is usual"),
     "train.steps": (1, math.inf, "null goes by train.epochs"),
