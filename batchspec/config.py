@@ -101,8 +101,6 @@ class OptConfig:
     """eagle3, hybrid: false: catch-up runs the whole head at every verified position (for comparison); null: true."""
     overlap: bool = False
     """true: on a GPU prefill runs beside the rounds, on a stream of its own, not between them."""
-    compile_ahead: bool = True
-    """false: on a GPU each kernel is compiled when it is first launched, one after another."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -218,7 +218,7 @@ def make_engine(job: Job, seen: Survey, progress: Progress) -> Engine:
     )
     if job.device.type == "cuda":
         progress.phase("compiling kernels and capturing the graphs of the rounds")
-        engine.prepare(usual_mode(config), shared=config.decode.n > 1, ahead=opt.compile_ahead)
+        engine.prepare(usual_mode(config), shared=config.decode.n > 1)
     return engine
 
 

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import time
-import warnings
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -16,13 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import triton
-from triton.runtime.jit import JITFunction
 
-from batchspec.decode import launcher, scheduler
+from batchspec.decode import scheduler
 from batchspec.decode.engine import Engine
 from batchspec.decode.round import RoundOptions
-from batchspec.decode.sampling import SamplingMode
 from batchspec.draft.base import Drafter, NoDrafter
 from batchspec.draft.corpus import Corpus
 from batchspec.draft.eagle3 import Eagle3Drafter
@@ -32,7 +24,6 @@ from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
 from batchspec.draft.tree import PRODUCTS, TreeDrafter, TreeShape
 from batchspec.draft.weights import load_head
 from batchspec.draft.window import WindowDrafter
-from batchspec.kernels.ahead import compile_ahead
 from batchspec.model.spec import ModelSpec, RopeSpec
 from batchspec.model.target import Target
 from batchspec.model.weights import expected_shapes
@@ -289,61 +280,3 @@ def test_graph_of_a_chain_round_holds_no_general_kernel_of_torch(tmp_path: Path)
     assert any("verify" in name for name in names)
     for word in ("scan", "cumsum", "FillFunctor", "direct_copy", "CatArray", "softmax", "SoftMax", "copy_kernel_cuda"):
         assert not [name for name in names if word in name], names
-
-
-@pytest.mark.parametrize("name", ["none", "eagle3"])
-def test_the_warm_up_finds_its_kernels_compiled(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With an empty cache: what the pass ahead asked for is all that preparing takes, and it was compiled side by side."""
-    fresh_kernels(monkeypatch, tmp_path)
-    compiled: list[tuple[str, float]] = []
-
-    def listen(*, src: Any, times: Any, **_: Any) -> None:
-        compiled.append((src.name, (times.ir_initialization + sum(took for _, took in times.lowering_stages)) / 1e6))
-
-    builds, build_one = [0], triton.runtime.build._build
-
-    def build(*args: Any, **options: Any) -> Any:
-        builds[0] += 1
-        return build_one(*args, **options)
-
-    monkeypatch.setattr(triton.knobs.compilation, "listener", listen)
-    monkeypatch.setattr(triton.runtime.build, "_build", build)
-    moments: list[tuple[int, int, float]] = []
-
-    def ahead_(passes: Any, device: torch.device) -> None:
-        moments.append((len(compiled), builds[0], time.perf_counter()))
-        compile_ahead(passes, device)
-        moments.append((len(compiled), builds[0], time.perf_counter()))
-
-    monkeypatch.setattr(launcher, "compile_ahead", ahead_)
-    drafter = NoDrafter() if name == "none" else eagle(tmp_path, "cuda", 3, 8)
-    own = half_target() if name == "none" else target("cuda")
-    engine = Engine(own, drafter, shape(8), device=own.device, adaptive=True, penalties=True)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        engine.prepare(SamplingMode(random=True, filters=True))
-    (before, _, began), (after, built, ended) = moments
-    alone, took = sum(seconds for _, seconds in compiled[before:after]), ended - began
-    told = f"{after - before} kernels, {alone:.1f} s of compiling, ahead in {took:.1f} s; late: {compiled[after:]}; "
-    told += f"{built} launchers built by a C compiler, {builds[0] - built} late; "
-    told += f"warnings: {[str(warning.message) for warning in said]}"
-    print(told)
-    assert after - before > 10, told
-    assert len(compiled) - after <= after // 20, told
-    assert builds[0] - built <= after // 20, told
-    assert not [warning for warning in said if "compiled when they are launched" in str(warning.message)], told
-    assert took < 0.7 * alone or os.cpu_count() == 1, told
-
-
-def fresh_kernels(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Kernels that this process has not compiled yet, and an empty folder for what it compiles."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder / "triton"))
-    for module in [module for module_name, module in sys.modules.items() if module_name.startswith("batchspec.kernels.")]:
-        for kernel in [value for value in vars(module).values() if isinstance(value, JITFunction)]:
-            monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
-
-
-def half_target() -> Target:
-    """In bf16, whose prefill attention is another."""
-    spec = replace(target("cuda").spec, dtype="bfloat16")
-    return Target.load(Path(), spec, dtype=torch.bfloat16, device=torch.device("cuda"), dummy=True)

@@ -87,16 +87,15 @@ class Engine:
         self._reset(iter(()))
 
     @torch.inference_mode()
-    def prepare(self, mode: SamplingMode, *, shared: bool = False, ahead: bool = True) -> None:
+    def prepare(self, mode: SamplingMode, *, shared: bool = False) -> None:
         """Rehearse a prefill, capture the graphs of every row bucket and draft length for `mode`, and time them.
 
         Only while no row is live.
 
         shared  rows with common beginnings are to be expected: their graphs too. What is not prepared is captured when it is met
-        ahead   compile the kernels side by side before any of them is launched
         """
         with self._entrance.stream_of_rounds():
-            self._pass_cost = self._launcher.prepare(mode, shared=shared, ahead=ahead)
+            self._pass_cost = self._launcher.prepare(mode, shared=shared)
 
     @torch.inference_mode()
     def run(self, requests: Iterator[Request]) -> Generator[Completion]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -61,10 +59,6 @@ class Graphs:
         for graph, _ in self._graphs.values():
             graph.replay()
 
-    def passes(self, shapes: Iterable[Shape]) -> list[Callable[[], None]]:
-        """What `prepare` is going to run, a call each, to find out which kernels that takes."""
-        return [partial(self._pass, shape) for shape in shapes if self._captures and shape not in self._graphs]
-
     def prepare(self, shapes: Iterable[Shape]) -> None:
         """Capture ahead of time, the largest first: later ones live in its memory."""
         for shape in sorted(shapes, key=lambda shape: (-shape.num_rows, -shape.draft_len)):
@@ -89,30 +83,20 @@ class Graphs:
         shared = self._groups.first(shape.num_rows) if shape.shared else None
         return self._round.run(self._rows.first(shape.num_rows), shape.mode, shape.draft_len, shared, shape.lead)
 
-    def _pass(self, shape: Shape) -> None:
-        with self._over_dead_rows():
-            self._run(shape)
-
     def _capture(self, shape: Shape) -> None:
-        """The warm-up compiles kernels that are not compiled yet."""
-        with self._over_dead_rows():
-            self._run(shape)
-            graph = torch.cuda.CUDAGraph()
-            # The kernels of a graph keep the priority of the stream it was captured on.
-            current = torch.cuda.current_stream()
-            stream = None if current == torch.cuda.default_stream() else current
-            # Of this thread alone: the one that builds a corpus pins memory meanwhile, which would spoil one of all threads.
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-                result = self._run(shape)
-        self._pool = self._pool or graph.pool()
-        self._graphs[shape] = (graph, result)
-
-    @contextmanager
-    def _over_dead_rows(self) -> Iterator[None]:
-        """What lives and what a drafter carries is put back behind it."""
+        """The warm-up compiles kernels; it runs over dead rows, and what a drafter carries is put back behind it."""
         state: Sequence[torch.Tensor] = (self._rows.live, *self._round.drafter.state)
         before = [tensor.clone() for tensor in state]
         self._rows.live.zero_()
-        yield
+        self._run(shape)
+        graph = torch.cuda.CUDAGraph()
+        # The kernels of a graph keep the priority of the stream it was captured on.
+        current = torch.cuda.current_stream()
+        stream = None if current == torch.cuda.default_stream() else current
+        # Of this thread alone: the one that builds a corpus pins memory meanwhile, which would spoil a capture of all threads.
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            result = self._run(shape)
+        self._pool = self._pool or graph.pool()
         for tensor, value in zip(state, before, strict=True):
             tensor.copy_(value)
+        self._graphs[shape] = (graph, result)

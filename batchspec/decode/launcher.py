@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,12 +11,11 @@ from batchspec.decode.adaptive import DraftLengths
 from batchspec.decode.graphs import Graphs, Shape
 from batchspec.decode.groups import Groups
 from batchspec.decode.launched import Launched, RoundClock
-from batchspec.decode.prefill import prefill_chunk, rehearsals, rehearse
+from batchspec.decode.prefill import rehearse
 from batchspec.decode.round import Round
 from batchspec.decode.rows import Rows
 from batchspec.decode.sampling import SamplingMode
 from batchspec.decode.scheduler import PassCost
-from batchspec.kernels.ahead import compile_ahead
 from batchspec.records import PackedBatch
 
 
@@ -40,37 +37,27 @@ class Launcher:
         """Whether `launch` knows enough: to choose draft lengths it needs times, which `prepare` takes."""
         return self._lengths is None or self._lengths.ready
 
-    def prepare(self, mode: SamplingMode, *, shared: bool = False, ahead: bool = True) -> PassCost | None:
+    def prepare(self, mode: SamplingMode, *, shared: bool = False) -> PassCost | None:
         """Rehearse a prefill, capture the graphs of every row bucket and draft length for `mode`, and time them; no row may live.
 
         shared  the graphs of rows with common beginnings too
-        ahead   compile all kernels of that side by side before
         Returns what a prefill pass costs in rounds; None on a CPU, where nothing is timed.
         """
         batch, lengths = self._batch, self._lengths
         draft_lens = [self._drafter.max_len] if lengths is None else lengths.choices
         kinds = [(k, lead) for k in draft_lens for lead in ((True,) if k or lengths is None else (True, False))]
         shapes = [Shape(num_rows, k, mode, lead=lead) for num_rows in batch.row_buckets for k, lead in kinds]
-        captured = [*shapes, *(replace(shape, shared=True) for shape in shapes if shared)]
         self._rows.live.zero_()
         seconds = cost = None
         if self._on_gpu:
-            if ahead:
-                compile_ahead(self._passes(captured, mode), self._rows.live.device)
             seconds = rehearse(self._round, self._rows, max_tokens=batch.prefill_tokens, max_len=batch.max_len, mode=mode)
-        self.graphs.prepare(captured)
+        self.graphs.prepare([*shapes, *(replace(shape, shared=True) for shape in shapes if shared)])
         if seconds is not None:
             cost = seconds.in_rounds(self.graphs.seconds(Shape(batch.slots, draft_lens[-1], mode)))
         for shape in shapes:
             if lengths is not None and shape.lead == (shape.draft_len > 0):
                 lengths.set_base(shape.num_rows, shape.draft_len, self.graphs.seconds(shape))
         return cost
-
-    def _passes(self, shapes: Sequence[Shape], mode: SamplingMode) -> list[Callable[[], object]]:
-        """What `prepare` is going to run, for its kernels."""
-        chunks = rehearsals(self._rows, max_tokens=self._batch.prefill_tokens, max_len=self._batch.max_len)
-        prefills = [partial(prefill_chunk, self._round, self._rows, segments, mode) for segments in chunks]
-        return [*prefills, *self.graphs.passes(shapes)]
 
     def launch(
         self, num_rows: int, owner: NDArray[np.int64], num_tokens: NDArray[np.int64], mode: SamplingMode, *, beside: bool

@@ -101,22 +101,17 @@ def prefill_chunk(round_: Round, rows: Rows, segments: Sequence[Segment], mode: 
     return Prefilled(result, mask, slot_ids, carried)
 
 
-def rehearsals(rows: Rows, *, max_tokens: int, max_len: int) -> tuple[list[Segment], list[Segment]]:
-    """The segments of a pass of `max_tokens`, and of a short one."""
-    longest = min(max_tokens, max_len - 1)
-    slots = range(min(rows.live.shape[0], -(-max_tokens // longest)))
-    return next(chunks([(slot, 0, longest) for slot in slots], max_tokens)), [Segment(0, 0, min(17, longest), True)]
-
-
 def rehearse(round_: Round, rows: Rows, *, max_tokens: int, max_len: int, mode: SamplingMode) -> PassCost:
     """A pass of `max_tokens` and a short one, over rows that nobody owns yet and in page 0, which nobody reads; their seconds.
 
     Kernels are compiled and the largest pass has its memory before the first request comes. Only while no row is live, on a GPU.
     """
     rows.page_table.zero_()
+    longest = min(max_tokens, max_len - 1)
+    slots = range(min(rows.live.shape[0], -(-max_tokens // longest)))
+    largest = next(chunks([(slot, 0, longest) for slot in slots], max_tokens))
     seconds = []
-    largest, short = rehearsals(rows, max_tokens=max_tokens, max_len=max_len)
-    for segments in (largest, short):
+    for segments in (largest, [Segment(0, 0, min(17, longest), True)]):
         for _ in range(2):  # the first compiles
             torch.cuda.synchronize()
             began = time.perf_counter()
