@@ -46,6 +46,13 @@ def test_a_folder_that_is_not_there(path: str) -> None:
     assert f"model.path={path}: no such folder; give a model folder, a hub id (owner/name) or smollm2-135m" in refusal(path)
 
 
+def test_a_shipped_head_is_named_by_its_folder() -> None:
+    folder = resolve_model("pkg://smollm2-135m-eagle3", key="draft.path")
+    assert (folder / "config.json").is_file()
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 16_000_000
+    assert refusal("pkg://none") == "model.path=pkg://none is not shipped with batchspec; shipped: pkg://smollm2-135m-eagle3"
+
+
 def test_a_file_is_not_a_model(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_text("")
     assert "is a file; give the model's folder" in refusal(str(tmp_path / "model.gguf"))

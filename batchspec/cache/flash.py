@@ -21,8 +21,9 @@ WORKSPACE_BYTES = 256 << 20
 RING = 8
 """Plans in flight: a plan's host buffer is written again only after the copy out of it."""
 SHORT = 2048
-"""Keys of a row up to which torch's attention serves a pass: there it is a small part of the pass, and FlashInfer would compile
-for a minute and a half when a machine meets a head size for the first time."""
+"""Keys of a row up to which torch's attention serves a pass. It takes 1.5 to 1.9 times as long as FlashInfer's there (8 rows of
+2,048, 32 heads of 128, H200: 0.97 ms a layer for 0.53, of some 12): less than the minute and a half that FlashInfer compiles for
+when a machine meets a head size for the first time."""
 _MAX_HEAD_DIM = 256
 
 

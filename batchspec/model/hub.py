@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import re
+from importlib.resources import files
 from pathlib import Path
 
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.packaged import NAME, smollm2_folder
 
+SHIPPED = "pkg://"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 _OTHER_FORMATS = ["consolidated*", "original/*", "onnx/*"]
 
 
 def resolve_model(path: str, revision: str | None = None, *, key: str = "model.path") -> Path:
-    """The model folder that `path` names: a local folder, the name `smollm2-135m`, or a Hugging Face hub id (downloaded once).
+    """The folder that `path` names: a local one, the name `smollm2-135m`, `pkg://NAME` of a head that batchspec ships, or a
+    Hugging Face hub id (downloaded once).
 
     `revision` is a branch, tag or commit of a hub id, `key` the configuration's name of `path`. Raises CheckpointError, in one
     line, where there is no such model or it cannot be reached, and ConfigError for a revision of something that has none.
     """
+    if path.startswith(SHIPPED):
+        return _shipped(path, key)
     local = Path(path).expanduser()
     if path == NAME or local.exists():
         if revision is not None:
@@ -31,6 +36,14 @@ def resolve_model(path: str, revision: str | None = None, *, key: str = "model.p
     if not _HUB_ID.fullmatch(path) or path.startswith("."):
         raise CheckpointError(f"{key}={path}: no such folder; give a model folder, a hub id (owner/name) or {NAME}")
     return _download(path, revision, key)
+
+
+def _shipped(path: str, key: str) -> Path:
+    heads = Path(str(files("batchspec.conf"))) / "heads"
+    found = {SHIPPED + folder.name: folder for folder in heads.iterdir() if folder.is_dir()}
+    if path not in found:
+        raise CheckpointError(f"{key}={path} is not shipped with batchspec; shipped: {', '.join(sorted(found))}")
+    return found[path]
 
 
 def _download(hub_id: str, revision: str | None, key: str) -> Path:
