@@ -62,7 +62,7 @@ def test_good_rows_have_answers_and_bad_rows_say_why(demo: tuple[pl.DataFrame, s
 def test_the_shipped_head_drafts_and_is_believed(demo: tuple[pl.DataFrame, str]) -> None:
     spec = demo[0].filter(pl.col("status") != "error")["spec_decode"].struct.unnest()
     assert set(spec["drafter"]) == {"eagle3"}
-    assert 1 + spec["num_accepted_draft_tokens"].sum() / spec["num_spec_steps"].sum() > 1.6
+    assert 1 + int(spec["num_accepted_draft_tokens"].sum()) / int(spec["num_spec_steps"].sum()) > 1.6
 
 
 def test_statistics_identities_hold_on_every_row(demo: tuple[pl.DataFrame, str]) -> None:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from batchspec.config import RunConfig
 from batchspec.io.columns import map_columns
-from batchspec.io.reader import table_source
+from batchspec.io.reader import InputShard, table_source
 from batchspec.packing.admit import Admission
 from batchspec.packing.feed import Feed
 from batchspec.records import Completion, Request
 from tests.stand_ins import ByteTokenizer, small_spec
 
 
-def feed(caps: list[int], *, shard_rows: int, slots: int) -> Feed:
+def feed(caps: list[int], *, shard_rows: int, slots: int, clock: Callable[[], float] = time.monotonic) -> Feed:
     source = table_source(pa.table({"prompt": ["x"] * len(caps), "max_new_tokens": caps}))
     config = RunConfig()
     config.decode.max_new_tokens = 500
@@ -26,7 +30,7 @@ def feed(caps: list[int], *, shard_rows: int, slots: int) -> Feed:
         config, source=source, columns=map_columns(source.schema, {}), spec=small_spec(), tokenizer=cast(Any, ByteTokenizer())
     )
     num_shards = -(-len(caps) // shard_rows)
-    return Feed(source.shards(shard_rows), admission, num_shards=num_shards, shard_rows=shard_rows, slots=slots)
+    return Feed(source.shards(shard_rows), admission, num_shards=num_shards, shard_rows=shard_rows, slots=slots, clock=clock)
 
 
 def done(request: Request, num_tokens: int = 1) -> Completion:
@@ -64,6 +68,48 @@ def test_a_request_is_predicted_by_the_rows_that_ended_before_it_was_handed_out(
     for _ in range(16):
         made._admission.observe(done(first, num_tokens=100))
     assert next(requests).predicted_tokens == 150
+
+
+def admitted_by(rows_a_second: float, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows that were admitted when each of 80 requests, two windows of 40, was handed out; 10 of them fill the slots at once."""
+    seconds, rows = 0.0, 0
+    admit = Admission.admit
+
+    def counted(self: Admission, shard: InputShard) -> Iterator[Request | Completion]:
+        nonlocal rows
+        for entry in admit(self, shard):
+            rows += 1
+            yield entry
+
+    monkeypatch.setattr(Admission, "admit", counted)
+    made = feed([9] * 80, shard_rows=10, slots=10, clock=lambda: seconds)
+    found = []
+    for count, _ in enumerate(made.requests(), 1):
+        found.append(rows)
+        seconds += 1 / rows_a_second if count >= 10 else 0.0
+    return found
+
+
+def test_the_next_window_is_admitted_bit_by_bit_in_the_last_seconds_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = admitted_by(2.0, monkeypatch)  # the last ten requests of a window are its last five seconds
+    assert found[:31] == [40] * 31
+    assert found[40] == found[-1] == 80
+    steps = [b - a for a, b in pairwise(found[30:41])]
+    assert max(steps) <= 5
+    assert found[39] >= 70
+
+
+def test_a_slow_run_leaves_the_next_window_to_others_until_it_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = admitted_by(0.1, monkeypatch)
+    assert found[:40] == [40] * 40
+    assert found[40] == 80
+
+
+def test_a_fast_run_admits_a_row_for_each_that_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But nothing while the slots fill: the first rounds are waiting."""
+    found = admitted_by(1000.0, monkeypatch)
+    assert found[:10] == [40] * 10
+    assert max(b - a for a, b in pairwise(found[10:41])) <= 2
 
 
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 12))

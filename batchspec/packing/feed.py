@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 from batchspec.io.journal import Journaled
 from batchspec.io.reader import InputShard
@@ -15,6 +16,9 @@ WINDOW_SHARDS = 4
 """Shards in flight at least: requests are ordered inside a window of this many."""
 WINDOW_SLOTS = 2
 """Input rows of a window at least, for each slot of the batch."""
+EARLY_S = 5.0
+"""How long before a window ends the next one begins to be admitted, a few rows with each request that is handed out. Admitted at
+once, 2,000 chats would keep the card waiting for half a second. No earlier: until then other runs may take its shards."""
 
 
 class Feed:
@@ -39,27 +43,57 @@ class Feed:
         shard_rows: int,
         slots: int,
         journaled: Journaled | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._shards, self._admission = shards, admission
+        self._shards, self._admission, self._clock = shards, admission, clock
+        self._num_shards, self._shard_rows, self._slots = num_shards, shard_rows, slots
         self._window = max(WINDOW_SHARDS, -(-WINDOW_SLOTS * slots // shard_rows))
         self._num_windows = max(1, num_shards // self._window)
         self._journaled = journaled or Journaled()
         self._open: dict[int, tuple[InputShard, int, list[Completion]]] = {}
+        self._handed_out, self._filled_at = 0, 0.0
 
     def requests(self) -> Iterator[Request]:
-        """Requests in decoding order. The next window is read when the last one's requests are all handed out."""
-        for window in range(self._num_windows):
-            last = window == self._num_windows - 1
-            # Rows that ended since the window was read say more about output lengths than was known then.
-            yield from map(self._admission.predicted, order_requests(self._admitted(None if last else self._window)))
+        """Requests in decoding order: those of a window longest first."""
+        coming = self._admitted(0)
+        for window in range(1, self._num_windows + 1):
+            requests = order_requests(list(itertools.chain.from_iterable(coming)))
+            coming, ahead, rows = self._admitted(window), list[list[Request]](), self._num_rows(window)
+            for place, request in enumerate(requests, 1):
+                # Rows that ended since the window was read say more about output lengths than was known then.
+                yield self._admission.predicted(request)
+                left = len(requests) - place
+                if self._ends_soon(left):
+                    some = list(itertools.islice(coming, -(-rows // (left + 1))))
+                    rows -= len(some)
+                    ahead += some
+            coming = itertools.chain(ahead, coming)
 
-    def _admitted(self, count: int | None) -> list[Request]:
-        requests: list[Request] = []
-        for shard in itertools.islice(self._shards, count):
-            entries = [self._journaled.known(entry) for entry in self._admission.admit(shard)]
+    def _ends_soon(self, left: int) -> bool:
+        """Whether `left` requests more go out within EARLY_S, by the pace of all behind the first ones, which fill the slots."""
+        self._handed_out += 1
+        if self._handed_out <= self._slots:
+            self._filled_at = self._clock()
+            return False
+        return left * (self._clock() - self._filled_at) < EARLY_S * (self._handed_out - self._slots)
+
+    def _num_rows(self, window: int) -> int:
+        """Input rows that a window has at most."""
+        if window >= self._num_windows:
+            return 0
+        shards = self._window if window < self._num_windows - 1 else self._num_shards - window * self._window
+        return shards * self._shard_rows
+
+    def _admitted(self, window: int) -> Iterator[list[Request]]:
+        """The requests of each input row of a window, admitted when they are asked for."""
+        if window >= self._num_windows:
+            return
+        for shard in itertools.islice(self._shards, None if window == self._num_windows - 1 else self._window):
+            entries = []
+            for entry in map(self._journaled.known, self._admission.admit(shard)):
+                entries.append(entry)
+                yield [entry] if isinstance(entry, Request) else []
             self._open[shard.index] = (shard, len(entries), [e for e in entries if isinstance(e, Completion)])
-            requests += [e for e in entries if isinstance(e, Request)]
-        return requests
 
     def add(self, completion: Completion) -> None:
         self._open[completion.shard][2].append(completion)
