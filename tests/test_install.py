@@ -39,7 +39,7 @@ def test_every_module_recipe_and_prompt_file_is_inside(unpacked: Path) -> None:
         path.relative_to(ROOT / top).as_posix() if top == "batchspec" else path.relative_to(ROOT).as_posix()
         for top in ("batchspec", "kernels", "conf")
         for path in (ROOT / top).rglob("*")
-        if path.suffix in (".py", ".yaml", ".parquet") and "__pycache__" not in path.parts
+        if path.suffix in (".py", ".yaml", ".parquet", ".json", ".txt", ".safetensors") and "__pycache__" not in path.parts
     } - NOT_PACKED
     wanted |= {f"conf/job/{path.name}" for path in (ROOT / "jobs").glob("*.yaml")}
     missing = {name for name in wanted if not (package / name).is_file()}
