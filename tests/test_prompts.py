@@ -10,7 +10,7 @@ import pytest
 
 from batchspec import cli, run
 from batchspec.commands.prompts import main, opening_of
-from batchspec.errors import CheckpointError, InputError, OutputError
+from batchspec.errors import CheckpointError, ConfigError, InputError, OutputError
 from batchspec.model.tokenizer import Tokenizer
 from tests.models import make_checkpoint, make_tokenizer
 
@@ -119,6 +119,13 @@ def test_the_shipped_tasks_are_told_apart_and_others_are_looked_at(model: Path, 
     for name, said in (("empty.txt", "no line holds a task; write one a line"), ("none.txt", "cannot be read as text")):
         with pytest.raises(InputError, match=said):
             main(["--open", str(model), "--texts", "2", "--tasks", str(tmp_path / name), str(tmp_path / "x.parquet")])
+    assert not (tmp_path / "x.parquet").exists()
+
+
+@pytest.mark.parametrize("words", [["--rows", "0"], ["--rows", "-1", "--texts", "5"], ["--texts", "-1"]], ids=" ".join)
+def test_no_rows_at_all_are_refused(words: list[str], model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"prompts --(rows|texts) -?\d must be at least \d; 20000 is usual"):
+        main(["--open", str(model), *words, str(tmp_path / "x.parquet")])
     assert not (tmp_path / "x.parquet").exists()
 
 
