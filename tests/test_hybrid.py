@@ -87,16 +87,17 @@ def test_a_row_that_repeats_itself_comes_to_be_drafted_by_lookup() -> None:
     assert look_accepted / look_rounds > head_accepted / head_rounds
 
 
-def test_a_new_row_begins_with_the_prior_and_a_moved_row_keeps_what_is_known_of_it() -> None:
+def test_what_was_learnt_of_both_is_kept_for_rows_that_follow() -> None:
     drafter = hybrid(Eagle3Drafter)
-    assert drafter.state[-1] is drafter._head_odds
+    assert all(mine is theirs for mine, theirs in zip(drafter.state, drafter.head.state, strict=True))
     run(drafter, jobs(), packed(SLOTS, draft_len=5))
-    assert not torch.equal(drafter._head_odds, drafter._head_prior.repeat(SLOTS, 1))
-    known = drafter._head_odds.clone()
+    known = [odds.clone() for odds in (drafter._head_odds, drafter._look_odds)]
+    assert not torch.equal(known[0], drafter._head_prior.repeat(len(known[0]), 1))
+    assert not torch.equal(known[1], drafter._look_prior.repeat(len(known[1]), 1))
     engine = Engine(tiny_target(), drafter, packed(SLOTS, draft_len=5), device=DEVICE)
     assert len(list(engine.run(iter([request(0, [5, 6], cap=1)])))) == 1
-    assert torch.equal(drafter._head_odds[0], drafter._head_prior)
-    assert torch.equal(drafter._head_odds[1:], known[1:])
+    assert torch.equal(drafter._head_odds, known[0])
+    assert torch.equal(drafter._look_odds, known[1])
 
 
 def test_more_drafts_than_the_head_gives_come_from_the_lookup_alone() -> None:

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from batchspec.decode.sampling import SamplingMode
 
 HEAD_PRIOR, LOOKUP_PRIOR = (4.8, 8.0), (4.0, 8.0)
-"""Drafts kept and tried that a row's head, and lookups of any match length, begin with."""
+"""Drafts kept and tried that head and lookup begin with, whatever the match length."""
 
 
 class HybridDrafter:
-    """Carries of each slot what the head does, and how often its drafts stood in this row."""
+    """Carries of each slot what the head does; how often drafts stood, by the length of the lookup's match, is the job's."""
 
     name = "hybrid"
     fixed_len = False
@@ -47,11 +47,11 @@ class HybridDrafter:
         self._head_ids, self._look_ids = zeros(slots, head.max_len), zeros(slots, width)
         self._head_len, self._look_len, self._match_len, self._picked = (zeros(slots) for _ in range(4))
         self._head_prior, self._look_prior = (torch.tensor(prior, device=device) for prior in (HEAD_PRIOR, LOOKUP_PRIOR))
-        self._head_odds = self._head_prior.repeat(slots, 1)
-        self._look_odds = self._look_prior.repeat(2 * lookup.max_ngram + 1, 1)
+        kinds = 2 * lookup.max_ngram + 1
+        self._head_odds, self._look_odds = (prior.repeat(kinds, 1) for prior in (self._head_prior, self._look_prior))
         self.counts = zeros(4, dtype=torch.int64)
         """int64 [4] rounds of rows with the head's drafts, with the lookup's; drafts accepted of the two."""
-        self.state: tuple[Tensor, ...] = (*head.state, self._head_odds)
+        self.state: tuple[Tensor, ...] = head.state
 
     @property
     def mode(self) -> SamplingMode | None:
@@ -62,7 +62,7 @@ class HybridDrafter:
         self.head.mode = mode
 
     def prefill(self, batch: FlatBatch, slot_ids: Tensor, taps: Tensor | None, rows: Rows, cache: KVCache) -> tuple[Tensor, ...]:
-        return (*self.head.prefill(batch, slot_ids, taps, rows, cache), self._head_prior.repeat(len(slot_ids), 1))
+        return self.head.prefill(batch, slot_ids, taps, rows, cache)
 
     @torch.inference_mode()
     def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
@@ -71,7 +71,7 @@ class HybridDrafter:
         self.head.propose(rows, head_ids, self._head_len[:num_rows], cache)
         self.lookup.look_up(rows, look_ids, look_len, match_len)
         pick_drafts(
-            head_ids, look_ids, look_len, match_len, self._head_odds[:num_rows], self._look_odds, rows.live,
+            head_ids, look_ids, look_len, match_len, self._head_odds, self._look_odds, rows.live,
             out_draft_ids=draft_ids, out_draft_len=draft_len, out_picked=picked,
         )  # fmt: skip
 
@@ -83,7 +83,7 @@ class HybridDrafter:
         if width:  # else nobody drafted
             observe_drafts(
                 rows.tokens, rows.num_tokens, rows.live, accepted_len, *self._proposals(num_rows, width),
-                head_prior=self._head_prior, look_prior=self._look_prior, head_odds=self._head_odds[:num_rows],
+                head_prior=self._head_prior, look_prior=self._look_prior, head_odds=self._head_odds,
                 look_odds=self._look_odds, counts=self.counts,
             )  # fmt: skip
         self.head.catch_up(batch, taps, accepted_len, rows, cache, lead=lead)

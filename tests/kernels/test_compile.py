@@ -79,7 +79,7 @@ _case("pick_kernel", "draft_choice", 1, head_ids=PI32, look_ids=PI32, look_len=P
 _case("observe_kernel", "draft_choice", 4, tokens=PI32, num_tokens=PI32, live=PI32, accepted_len=PI32, head_ids=PI32,
       look_ids=PI32, look_len=PI32, match_len=PI32, picked=PI32, head_prior=PF32, look_prior=PF32, head_odds=PF32, look_odds=PF32,
       counts=PI64, num_rows=I32, token_stride=I32, head_stride=I32, look_stride=I32, head_width=I32, width=I32, num_kinds=I32,
-      row_memory="fp32", job_memory="fp32", LANES=8, KINDS=16, BLOCK=64)  # fmt: skip
+      memory="fp32", LANES=8, KINDS=16, BLOCK=64)  # fmt: skip
 for _rates in (None, PF32):
     for _k in (0, 4, 64):
         _case(f"accept_kernel K={_k}, rates {_rates}", "accept", 1, draft_ids=PI32, draft_len=PI32, target_ids=PI32,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.kernels.draft_choice import BLOCK, JOB_MEMORY, ROW_MEMORY, observe_drafts, pick_drafts
+from batchspec.kernels.draft_choice import BLOCK, MEMORY, observe_drafts, pick_drafts
 
 POISON = -7
 
@@ -28,7 +28,7 @@ def pick(
     device: torch.device, *, head_width: int = 3, width: int = 5, live: list[int] | None = None,
 ) -> tuple[list[list[int]], list[int], list[int]]:  # fmt: skip
     """Draft tokens of each row, their number and who was picked. The head proposes 10, 11, .., the lookup 20, 21, .."""
-    rows = len(head_rates)
+    rows = len(look_len)
     head = ints([[10 + j for j in range(head_width)]] * rows, device).view(rows, head_width)
     look = ints([[20 + j if j < n else 0 for j in range(width)] for n in look_len], device)
     wide, lens, picked = (torch.full((rows, size), POISON, dtype=torch.int32, device=device) for size in (width + 1, 1, 1))
@@ -43,12 +43,17 @@ def pick(
 
 
 def test_the_proposal_that_promises_more_is_taken(interpret: bool, device: torch.device) -> None:
-    """Rates by row for the head, by match for the lookup; more drafts make up for a lower rate."""
-    ids, lens, picked = pick([0.5, 0.9, 0.7, 0.5], [0.5, 0.7], [5, 5, 5, 0], [1, 1, 0, 0], interpret, device)
-    assert picked == [1, 0, 0, 0]
-    assert ids[0] == [20, 21, 22, 23, 24]
-    assert ids[1] == ids[2] == [10, 11, 12, 0, 0]
-    assert lens == [5, 3, 3, 3]
+    """Rates of both are those of the row's match: where lookup does well it may still do worse than the head does there."""
+    ids, lens, picked = pick([0.5, 0.9, 0.4], [0.6, 0.7, 0.5], [5, 5, 5, 0], [0, 1, 2, 2], interpret, device)
+    assert picked == [1, 0, 1, 0]
+    assert ids[0] == ids[2] == [20, 21, 22, 23, 24]
+    assert ids[1] == ids[3] == [10, 11, 12, 0, 0]
+    assert lens == [5, 3, 5, 3]
+
+
+def test_more_drafts_make_up_for_a_lower_rate(interpret: bool, device: torch.device) -> None:
+    assert pick([0.8], [0.7], [5, 3], [0, 0], interpret, device)[2] == [0, 0]
+    assert pick([0.8], [0.75], [5, 3], [0, 0], interpret, device)[2] == [1, 0]
 
 
 def test_the_head_where_both_promise_the_same(interpret: bool, device: torch.device) -> None:
@@ -57,7 +62,7 @@ def test_the_head_where_both_promise_the_same(interpret: bool, device: torch.dev
 
 
 def test_dead_rows_propose_nothing(interpret: bool, device: torch.device) -> None:
-    assert pick([0.5] * 2, [0.9], [4, 4], [0, 0], interpret, device, live=[0, 1])[1] == [0, 4]
+    assert pick([0.5], [0.9], [4, 4], [0, 0], interpret, device, live=[0, 1])[1] == [0, 4]
 
 
 @given(data=st.data())
@@ -66,7 +71,7 @@ def test_no_other_choice_promises_more(data: st.DataObject, interpret: bool, dev
     width, rate = data.draw(st.integers(1, 9)), st.floats(0.05, 0.95)
     head_width = data.draw(st.integers(1, width))
     rows = data.draw(st.integers(1, 5))
-    heads, looks = (data.draw(st.lists(rate, min_size=n, max_size=n)) for n in (rows, 4))
+    heads, looks = (data.draw(st.lists(rate, min_size=4, max_size=4)) for _ in range(2))
     lens = data.draw(st.lists(st.integers(0, width), min_size=rows, max_size=rows))
     match = data.draw(st.lists(st.integers(0, 3), min_size=rows, max_size=rows))
     _, drafted, picked = pick(heads, looks, lens, match, interpret, device, head_width=head_width, width=width)
@@ -76,7 +81,7 @@ def test_no_other_choice_promises_more(data: st.DataObject, interpret: bool, dev
         return sum(k * chance for k, chance in enumerate(exactly))
 
     for row in range(rows):
-        of_head, of_look = expected(heads[row], head_width), expected(looks[match[row]], lens[row])
+        of_head, of_look = expected(heads[match[row]], head_width), expected(looks[match[row]], lens[row])
         assert drafted[row] == (lens[row] if picked[row] else head_width)
         assert (of_look, of_head)[picked[row] == 0] >= max(of_head, of_look) - 1e-4
 
@@ -104,35 +109,50 @@ def test_both_proposals_are_judged_by_what_came(data: st.DataObject, interpret: 
     picked, first = [rng.randint(0, 1) for _ in range(rows)], data.draw(token)
     tokens = [[first, *(rng.randint(0, 1) for _ in range(width + 1)), 9] for _ in range(rows)]
     before = [rng.randint(0, 1) for _ in range(rows)]
-    odds, kind_odds = [[rng.uniform(0, 4), rng.uniform(4, 9)] for _ in range(rows)], [[2.0, 5.0] for _ in range(kinds)]
-    prior, kind_prior = [1.0, 2.0], [3.0, 4.0]
-    head_odds, look_odds = floats(odds, device), floats(kind_odds, device)
+    old = [[[rng.uniform(0, 4), rng.uniform(4, 9)] for _ in range(kinds)] for _ in range(2)]
+    priors = [[1.0, 2.0], [3.0, 4.0]]
+    head_odds, look_odds = (floats(odds, device) for odds in old)
     counts = torch.zeros(4, dtype=torch.int64, device=device)
     observe_drafts(
         ints(tokens, device), ints([b + a + 1 for b, a in zip(before, accepted, strict=True)], device), ints(live, device),
         ints(accepted, device), ints(heads, device), ints(looks, device), ints(look_len, device), ints(match, device),
-        ints(picked, device), head_prior=floats(prior, device), look_prior=floats(kind_prior, device), head_odds=head_odds,
+        ints(picked, device), head_prior=floats(priors[0], device), look_prior=floats(priors[1], device), head_odds=head_odds,
         look_odds=look_odds, counts=counts, interpret=interpret,
     )  # fmt: skip
 
-    def faded(old: list[float], prior: list[float], kept: float, tried: float, memory: float) -> list[float]:
-        left = max(0.0, 1 - tried / memory)
+    def faded(old: list[float], prior: list[float], kept: float, tried: float) -> list[float]:
+        left = max(0.0, 1 - tried / MEMORY)
         return [p + (o - p) * left + new for o, p, new in zip(old, prior, (kept, tried), strict=True)]
 
-    sums, expected_counts = [[0, 0] for _ in range(kinds)], [0] * 4
+    sums, expected_counts = [[[0, 0] for _ in range(kinds)] for _ in range(2)], [0] * 4
     for row in range(rows):
         if not live[row]:
             continue
         came = tokens[row][before[row] : before[row] + accepted[row] + 1]
-        odds[row] = faded(odds[row], prior, *judge(heads[row], came), ROW_MEMORY)
-        for at, value in enumerate(judge(looks[row][: look_len[row]], came)):
-            sums[match[row]][at] += value
+        for side, ids in enumerate((heads[row], looks[row][: look_len[row]])):
+            for at, value in enumerate(judge(ids, came)):
+                sums[side][match[row]][at] += value
         expected_counts[picked[row]] += 1
         expected_counts[2 + picked[row]] += accepted[row]
-    torch.testing.assert_close(head_odds.cpu(), torch.tensor(odds, dtype=torch.float32))
-    wanted = [faded(old, kind_prior, kept, tried, JOB_MEMORY) for old, (kept, tried) in zip(kind_odds, sums, strict=True)]
-    torch.testing.assert_close(look_odds.cpu(), torch.tensor(wanted, dtype=torch.float32))
+    for side, odds in enumerate((head_odds, look_odds)):
+        wanted = [faded(before, priors[side], *seen) for before, seen in zip(old[side], sums[side], strict=True)]
+        torch.testing.assert_close(odds.cpu(), torch.tensor(wanted, dtype=torch.float32))
     assert counts.tolist() == expected_counts
+
+
+def test_a_round_of_more_drafts_than_are_remembered_leaves_none_of_the_older(interpret: bool, device: torch.device) -> None:
+    width = 8
+    rows = int(MEMORY) // width + 1
+    ones, right = ints([1] * rows, device), ints([[3] * width] * rows, device)
+    head_odds, look_odds, priors = floats([[900, 950]], device), floats([[2, 950]], device), floats([[4, 8], [3, 7]], device)
+    observe_drafts(
+        ints([[3] * (width + 1)] * rows, device), (width + 1) * ones, ones, width * ones, right, right, width * ones, 0 * ones,
+        ones, head_prior=priors[0], look_prior=priors[1], head_odds=head_odds, look_odds=look_odds,
+        counts=torch.zeros(4, dtype=torch.int64, device=device), interpret=interpret,
+    )  # fmt: skip
+    all_kept = rows * width
+    assert head_odds.tolist() == [[4 + all_kept, 8 + all_kept]]
+    assert look_odds.tolist() == [[3 + all_kept, 7 + all_kept]]
 
 
 def test_wrong_arguments_are_refused() -> None:
