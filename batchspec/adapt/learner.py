@@ -21,12 +21,13 @@ from batchspec.train.data import Numbers, Row
 from batchspec.train.evaluate import Acceptance, acceptance
 from batchspec.train.network import HeadNetwork
 from batchspec.train.objective import draft_loss
+from batchspec.train.optimise import BETAS
 from batchspec.train.teacher import Teacher
 
 WARM_STEPS = 10
 """Steps over which the learning rate rises: until then an optimiser knows gradients too little to scale them."""
-BETAS, CLIP, DECAY = (0.9, 0.95), 0.5, 0.8
-"""As in training (`train/settings.py`, `train/loop.py`)."""
+CLIP, DECAY = 0.5, 0.8
+"""As in training (`train/settings.py`)."""
 REHEARSED = 2048
 """Tokens of a rehearsal at most: a few more launches would show nothing more."""
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from batchspec.train.network import HeadNetwork
 
-_BETAS = (0.9, 0.95)
+BETAS = (0.9, 0.95)
 
 
 class Optimiser:
@@ -24,7 +24,7 @@ class Optimiser:
         named = dict(network.named_parameters())
         matrices = [weight for name, weight in named.items() if muon and weight.dim() == 2 and name != "lm_head.weight"]
         rest = [weight for weight in named.values() if not any(weight is matrix for matrix in matrices)]
-        self._parts: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, lr=lr, betas=_BETAS, weight_decay=0.0, fused=fused)]
+        self._parts: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, lr=lr, betas=BETAS, weight_decay=0.0, fused=fused)]
         if matrices:
             self._parts.append(torch.optim.Muon(matrices, lr=lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
 
