@@ -2,13 +2,16 @@
 
     score(K) = (1 + sum_{k<=K} p_1 ... p_k) / (base_s[R, K] + context_tokens * token_s[K])
 
-base_s is a round over dead rows, timed once a graph; token_s what a context token adds (attention), followed while rounds run;
-p_k the share of rows that keep draft token k given that they kept those before it, with a prior and a half-life. What lies
-beyond the present K is not observed, nor what another length takes: one round in PROBE_EVERY takes the next longer length or,
-in turn, the next shorter one. At first, while lengths beside the present one are new, one in PROBE_EVERY_AT_FIRST does.
+base_s is a round over dead rows, timed once a graph; token_s what a context token adds (attention), the median of the newest
+measurements, or that of the nearest length where there are none; p_k the share of rows that keep draft token k given that they
+kept those before it, with a prior and a half-life. What lies beyond the present K is not observed, nor what another length takes:
+one round in PROBE_EVERY takes the next longer length, the next shorter one or none, in turn. At first, while these are new, one
+in PROBE_EVERY_AT_FIRST does.
 """
 
 from __future__ import annotations
+
+from collections import deque
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +22,8 @@ NEW = 4
 PRIOR_RATE, PRIOR_ROWS = 0.7, 32.0
 HALF_LIFE_ROWS = 4096.0
 """Row-rounds after which an observation counts half."""
+NUM_TIMES = 5
+"""Measurements of a length that are kept: a round that waited for the host, or was booked early, is outvoted."""
 MARGIN = 1.005
 """Another draft length must promise this much more: a tie does not switch back and forth."""
 
@@ -33,8 +38,8 @@ class DraftLengths:
     def __init__(self, max_len: int, choices: tuple[int, ...] | None = None) -> None:
         """choices: draft lengths that may be chosen, rising from 0 to max_len, instead of `candidates`."""
         self.max_len, self.choices = max_len, choices or candidates(max_len)
-        self._base: dict[tuple[int, int], float] = {}
-        self._token_s = np.zeros(max_len + 1)
+        self._base: dict[tuple[int, int, bool], float] = {}
+        self._token_s: list[deque[float]] = [deque(maxlen=NUM_TIMES) for _ in range(max_len + 1)]
         self._rounds = 0
         self._current = max_len
         self._next: int | None = None
@@ -51,9 +56,9 @@ class DraftLengths:
         """Whether any round was timed."""
         return bool(self._base)
 
-    def set_base(self, num_rows: int, draft_len: int, seconds: float) -> None:
-        """Time of a round over `num_rows` dead rows."""
-        self._base[num_rows, draft_len] = seconds
+    def set_base(self, num_rows: int, draft_len: int, seconds: float, *, lead: bool | None = None) -> None:
+        """Time of a round over `num_rows` dead rows. lead: of one that prepares a draft; by default where it drafts itself."""
+        self._base[num_rows, draft_len, draft_len > 0 if lead is None else lead] = seconds
 
     def choose(self, num_rows: int, context_tokens: int) -> tuple[int, bool]:
         """Draft length of the round to launch now, and whether the one behind it will draft.
@@ -75,22 +80,19 @@ class DraftLengths:
             prior = PRIOR_RATE * PRIOR_ROWS
             self._kept[k] = prior + decay * (self._kept[k] - prior) + (tried & (accepted > k)).sum()
 
-    def timed(self, num_rows: int, draft_len: int, context_tokens: int, seconds: float) -> None:
-        """A round over live rows took `seconds`."""
+    def timed(self, num_rows: int, draft_len: int, context_tokens: int, seconds: float, *, lead: bool | None = None) -> None:
+        """A round over live rows took `seconds`; lead as for `set_base`."""
         if context_tokens:
-            measured = max(0.0, seconds - self._base[num_rows, draft_len]) / context_tokens
-            known = self._token_s[draft_len]
-            # A round that waited for the host measures long: the figure falls at once and rises slowly. One that is too low is
-            # put right by the rounds that it brings about, one too high would not be looked at again for long.
-            risen = known + 0.05 * (min(measured, 1.5 * known) - known)
-            self._token_s[draft_len] = measured if known == 0 else min(measured, risen)
+            base = self._base[num_rows, draft_len, draft_len > 0 if lead is None else lead]
+            self._token_s[draft_len].append(max(0.0, seconds - base) / context_tokens)
 
     def scores(self, num_rows: int, context_tokens: int) -> NDArray[np.float64]:
         """Expected tokens a row and second for each of `choices`."""
         chosen = np.array(self.choices)
-        known = self._token_s[self._token_s > 0]
-        token_s = np.where(self._token_s > 0, self._token_s, known.mean() if len(known) else 0.0)[chosen]
-        base = np.array([self._base[num_rows, k] for k in self.choices])
+        known = [k for k, times in enumerate(self._token_s) if times]
+        nearest = [min(known, key=lambda at: abs(at - k), default=k) for k in self.choices]
+        token_s = np.array([_lower_median(self._token_s[k]) for k in nearest])
+        base = np.array([self._base[num_rows, k, k > 0] for k in self.choices])
         tokens = 1 + np.concatenate(([0.0], np.cumprod(self._kept / self._tried).cumsum()))[chosen]
         scores: NDArray[np.float64] = tokens / (base + context_tokens * token_s)
         return scores
@@ -102,16 +104,21 @@ class DraftLengths:
             place = best
             self._current = self.choices[best]
         self._rounds += 1
-        return self._probe(place) or self._current
+        probed = self._probe(place)
+        return self._current if probed is None else probed
 
     def _probe(self, place: int) -> int | None:
-        """A length beside the present one, which stands at `place`, if it is time to look at it; never 0, whose cost is known."""
-        beside = [at for at in (place + 1, place - 1) if 0 < at < len(self.choices)]
-        if self._rounds % PROBE_EVERY == 0 and beside:
-            return self.choices[beside[self._rounds // PROBE_EVERY % len(beside)]]
+        """Another length than the present one, which stands at `place`, if it is time to look at it."""
+        others = [at for at in dict.fromkeys((place + 1, place - 1, 0)) if 0 <= at < len(self.choices) and at != place]
+        if self._rounds % PROBE_EVERY == 0 and others:
+            return self.choices[others[self._rounds // PROBE_EVERY % len(others)]]
         if self._rounds % PROBE_EVERY_AT_FIRST == 0:
-            for k in (self.choices[at] for at in beside):
+            for k in (self.choices[at] for at in others):
                 if self._num_probed[k] < NEW:
                     self._num_probed[k] += 1
                     return k
         return None
+
+
+def _lower_median(values: deque[float]) -> float:
+    return sorted(values)[(len(values) - 1) // 2] if values else 0.0

@@ -25,6 +25,8 @@ class Launched:
     num_rows: int
     """Row bucket of a round."""
     draft_len: int = 0
+    lead: bool = True
+    """The round prepared a draft for the next one."""
     context_tokens: int = 0
     beside: bool = False
     """Prefill ran beside this round when it was launched, or it waited for other work: its time says nothing of others."""

@@ -55,8 +55,8 @@ class Launcher:
         if seconds is not None:
             cost = seconds.in_rounds(self.graphs.seconds(Shape(batch.slots, draft_lens[-1], mode)))
         for shape in shapes:
-            if lengths is not None and shape.lead == (shape.draft_len > 0):
-                lengths.set_base(shape.num_rows, shape.draft_len, self.graphs.seconds(shape))
+            if lengths is not None:
+                lengths.set_base(shape.num_rows, shape.draft_len, self.graphs.seconds(shape), lead=shape.lead)
         return cost
 
     def launch(
@@ -78,6 +78,7 @@ class Launcher:
             owners=owner.copy(),
             num_rows=num_rows,
             draft_len=draft_len,
+            lead=lead,
             context_tokens=context_tokens,
             beside=beside,
         ).send()
@@ -90,7 +91,8 @@ class Launcher:
         if not launched.is_prefill:
             self._lengths.observe(launched.draft_len, accepted)
         if seconds is not None:
-            self._lengths.timed(launched.num_rows, launched.draft_len, launched.context_tokens, seconds)
+            tokens = launched.context_tokens
+            self._lengths.timed(launched.num_rows, launched.draft_len, tokens, seconds, lead=launched.lead)
 
     def forget(self) -> None:
         """The drafter drafts otherwise from now on: what was learnt of its acceptance says nothing."""
