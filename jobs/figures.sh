@@ -4,6 +4,7 @@
 #   jobs/figures.sh OUT SECTION...        OUT gets a file of JSON lines a section, profiles and jobs
 #
 # long short small   decode tok/s of dummy shapes            opt     each option of the engine turned off
+# floor              the same with drafts that hardly stand (HEADS and DATA too, see below)
 # lengths window     round time by K; by K and window        job     192 prompts of 8K with lognormal outputs, Parquet to Parquet
 # Of SmolLM2-135M, with HEADS=folder (eagle3/, parallel/: jobs/train_head.sh) and DATA=folder (gsm8k_test, gsm8k_train, specbench
 # .parquet: a user's turn a row in the column `prompt`; the last without the questions that are of GSM8K):
@@ -37,9 +38,18 @@ figure_short() {
     dummy llama1b --batch 256 --prompt 1024 --gen 512 --draft none eagle3 --k auto --runs 3
 }
 figure_small() { dummy smol135m --batch 256 --prompt 512 --gen 512 --draft none eagle3 --k auto --runs 3 --profile "$out/small.txt"; }
+figure_floor() { # drafts that hardly ever stand: no slower than without
+    local rates=.1,.02,.01
+    dummy llama8b --batch 64 --prompt 8192 --gen 512 --draft none eagle3 --k auto --runs 3
+    dummy llama8b --batch 256 --prompt 1024 --gen 512 --draft none eagle3 --k auto --runs 3
+    dummy smol135m --batch 256 --prompt 512 --gen 512 --draft none eagle3 --k auto --runs 3
+    real floor gsm8k_test --batch 256 --draft none eagle3 window lookup tree hybrid --k auto --draft-path "$HEADS/eagle3" --nodes 16 \
+        --topk 4 --window 128 --sink 4 --runs 3
+}
 figure_opt() {
-    dummy llama8b --batch 64 --prompt 8192 --gen 3072 --requests 96 --draft eagle3 --k 3 --profile "$out/opt.txt" \
-        --opt dead_positions=false uniform_slots=false argmax=false dead_rows=false overlap=true
+    local general=(dead_positions=false uniform_slots=false argmax=false)
+    dummy llama8b --batch 64 --prompt 8192 --gen 3072 --requests 96 --draft eagle3 --k 3 --opt "${general[@]}" dead_rows=false overlap=true
+    dummy llama8b --batch 64 --prompt 8448 --rounds 20 --draft eagle3 --k 3 --opt "${general[@]}" --profile "$out/opt.txt"
     dummy llama8b --batch 1 --prompt 8192 --gen 256 --draft eagle3 --k 3 --opt argmax=false --runs 3
 }
 figure_lengths() {

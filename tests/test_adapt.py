@@ -307,16 +307,18 @@ def test_the_memory_of_learning_is_what_the_formula_says() -> None:
     network = new_network(spec, target, hot, seed=0)
     drafter = SimpleNamespace()
     learner = Learner(network, hot.numpy(), target, drafter, lr=1e-3, steps=3, batch_tokens=64)  # type: ignore[arg-type]
-    learner._gradients([Row(ids=np.arange(20, dtype=np.int32), prompt_len=2)])
+    learner._loss([Row(ids=np.arange(20, dtype=np.int32), prompt_len=2)]).backward()
     gradients = sum(p.grad.nbytes for p in network.parameters() if p.grad is not None)
     learner.learn([Row(ids=np.arange(20, dtype=np.int32), prompt_len=2)])
-    moments = sum(t.nbytes for state in learner._optimiser.state.values() for t in state.values() if t.dim())
+    states = [part["state"] for part in learner._optimiser.state_dict()]
+    moments = sum(t.nbytes for state in states for of_one in state.values() for t in of_one.values() if t.dim())
     held = sum(p.nbytes for p in network.parameters()) + gradients + moments + sum(t.nbytes for t in learner.drafting.values())
     parameters = sum(p.numel() for p in network.parameters())
     assert parameters == head_bytes(spec, torch.uint8)
     values: dict[str, Any] = {"dtype": torch.float32, "draft_vocab": 19, "feature_width": 48, "steps": 3}
     flat = learning_bytes(target.spec, parameters=0, tokens=64, **values)
-    assert held <= learning_bytes(target.spec, parameters=parameters, tokens=64, **values) - flat <= 1.2 * held
+    # Two moments are counted; Muon keeps one of the matrices, and makes them orthogonal in a copy.
+    assert held <= learning_bytes(target.spec, parameters=parameters, tokens=64, **values) - flat <= 1.45 * held
     assert learning_bytes(target.spec, parameters=0, tokens=128, **values) > 1.5 * flat
 
 

@@ -41,7 +41,7 @@ FEWEST, MOST = 8, 64
 MOST_SLICES = 4
 BETTER = 1.005
 """A swap makes this many times the tokens a round, at least: less is chance."""
-FEWEST_STEPS, MANY_STEPS = 16, 32
+FEWEST_STEPS, MANY_STEPS = 8, 16
 """Steps between two measurements: an optimiser that begins makes a head worse at first; not more while there is more to learn."""
 MEASURE_SHARE = 0.25
 """Of the time that learning takes, that measurements may take."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from batchspec.draft.reader import HeadReader
 from batchspec.draft.weights import normalised
@@ -21,7 +21,7 @@ from batchspec.train.data import Numbers, Row
 from batchspec.train.evaluate import Acceptance, acceptance
 from batchspec.train.network import HeadNetwork
 from batchspec.train.objective import draft_loss
-from batchspec.train.optimise import BETAS
+from batchspec.train.optimise import Optimiser
 from batchspec.train.teacher import Teacher
 
 WARM_STEPS = 10
@@ -60,9 +60,7 @@ class Learner:
         self._begin()
 
     def _begin(self) -> None:
-        self._optimiser = torch.optim.AdamW(
-            self.network.parameters(), lr=self.lr, betas=BETAS, weight_decay=0.0, fused=self._device == "cuda"
-        )
+        self._optimiser = Optimiser(self.network, lr=self.lr, muon=True, fused=self._device == "cuda")
         self._done = 0
 
     def _cast(self) -> AbstractContextManager[object]:
@@ -73,26 +71,19 @@ class Learner:
         """Compile what learning needs and touch its memory, with a row of noise; nothing is learnt."""
         vocab = self.network.spec.vocab_size
         ids = np.random.default_rng(0).integers(0, vocab, min(self._batch_tokens, REHEARSED)).astype(np.int32)
-        rows = [Row(ids=ids, prompt_len=1)]
-        self._gradients(rows)
-        self._optimiser.zero_grad(set_to_none=True)
+        self._loss([Row(ids=ids, prompt_len=1)]).backward()
+        self.network.zero_grad(set_to_none=True)
         self.compare([Row(ids=ids[:64], prompt_len=1)])
 
-    def _gradients(self, rows: Sequence[Row]) -> None:
+    def _loss(self, rows: Sequence[Row]) -> Tensor:
         lesson = self._teacher.lesson(rows)
         with self._cast():
-            loss, _ = draft_loss(self.network, lesson, ahead=self._steps, decay=DECAY)
-        loss.backward()
+            return draft_loss(self.network, lesson, ahead=self._steps, decay=DECAY)[0]
 
     def learn(self, rows: Sequence[Row]) -> None:
         """One step. On a GPU the host does not wait for it."""
-        self._gradients(rows)
-        nn.utils.clip_grad_norm_(self.network.parameters(), CLIP)
         self._done += 1
-        for group in self._optimiser.param_groups:
-            group["lr"] = self.lr * min(1.0, self._done / WARM_STEPS)
-        self._optimiser.step()
-        self._optimiser.zero_grad(set_to_none=True)
+        self._optimiser.step(self._loss(rows), self.lr * min(1.0, self._done / WARM_STEPS), CLIP)
 
     def compare(self, rows: Sequence[Row]) -> Comparison:
         """Replay `rows` with both; waits for the device."""

@@ -22,7 +22,7 @@ from batchspec.kernels.tiles import NORM_MAX_K, Tile
 from batchspec.kernels.trial import run_trials
 from batchspec.model.spec import ModelSpec
 
-TOKEN_COUNTS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
+TOKEN_COUNTS = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 576, 640, 768, 1024)
 Product = tuple[str, int, int]
 """op, rows of the weight, K; ops: linear, linear_add, swiglu, norm_linear, norm_swiglu, lm_head (batchspec.kernels)."""
 Table = dict[Product, list[tuple[int, Tile | None]]]
