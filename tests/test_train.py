@@ -248,6 +248,29 @@ def test_a_training_goes_on_from_a_published_head(made: Path, trained: Path, tmp
     assert all(torch.allclose(tensor, after[name], atol=1e-6) for name, tensor in before.items())
 
 
+def test_layers_that_a_head_gets_change_nothing_until_they_have_learnt(made: Path, trained: Path, tmp_path: Path) -> None:
+    words = [f"draft.path={trained}", "train.layers=3", "train.steps=1", "train.held_out=8"]
+    assert train(made, tmp_path / "h", *words, "train.lr=1e-12") == 0
+    assert record(tmp_path / "h")["acceptance"][-1]["mean_length"] > 2.3
+    spec = load_spec(made / "model")
+    before, after = (load_head(path, spec, dtype=torch.float32, device=CPU) for path in (trained, tmp_path / "h"))
+    assert (before.spec.num_layers, after.spec.num_layers) == (1, 3)
+    assert all(torch.allclose(tensor, after.tensors[name], atol=1e-6) for name, tensor in before.tensors.items())
+    assert train(made, tmp_path / "learnt", *words, "train.lr=1e-2") == 0
+    learnt = load_head(tmp_path / "learnt", spec, dtype=torch.float32, device=CPU).tensors
+    for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+        assert after.tensors[f"layers.2.{name}"].abs().max() < 1e-6
+        assert learnt[f"layers.2.{name}"].abs().max() > 1e-4
+
+
+def test_a_head_cannot_lose_layers(made: Path, tmp_path: Path, capfd: Any) -> None:
+    assert train(made, tmp_path / "two", "train.layers=2", "train.steps=1") == 0
+    capfd.readouterr()
+    assert train(made, tmp_path / "h", f"draft.path={tmp_path / 'two'}", "train.layers=1") == ConfigError.exit_code
+    line = capfd.readouterr().err.splitlines()[-1]
+    assert line == f"batchspec: train.layers=1: the head {tmp_path / 'two'} has 2; leave the key out, or ask for more"
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kind", ["eagle3", "parallel"])
 def test_a_gpu_trains_in_bf16(kind: str, made: Path, tmp_path: Path) -> None:

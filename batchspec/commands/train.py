@@ -110,7 +110,9 @@ def _network(run: TrainRun, target: Target, rows: list[Row]) -> tuple[HeadNetwor
     if run.draft.path is not None:
         folder = resolve_model(run.draft.path, key="draft.path")
         mask_id = _mask_id(run, target.spec, rows)
-        network, ids = published_network(folder, target, aux_layers=run.draft.aux_layers, mask_id=mask_id, seed=run.train.seed)
+        network, ids = published_network(
+            folder, target, aux_layers=run.draft.aux_layers, mask_id=mask_id, seed=run.train.seed, layers=run.train.layers
+        )
         if run.draft.parallel is False and network.spec.mask_token_id is not None:
             raise ConfigError(f"draft.parallel=false, but the head {run.draft.path} drafts in parallel; use draft.parallel=auto")
         return network, ids
@@ -121,7 +123,7 @@ def _network(run: TrainRun, target: Target, rows: list[Row]) -> tuple[HeadNetwor
 
 def _new_spec(run: TrainRun, target: ModelSpec, rows: list[Row]) -> HeadSpec:
     return new_spec(
-        target, draft_vocab=run.train.draft_vocab, taps=run.train.taps, layers=run.train.layers, inner=run.train.inner,
+        target, draft_vocab=run.train.draft_vocab, taps=run.train.taps, layers=run.train.layers or 1, inner=run.train.inner,
         mask_id=_mask_id(run, target, rows),
     )  # fmt: skip
 

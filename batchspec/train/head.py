@@ -94,12 +94,14 @@ def unlearnable_weights(head: Head) -> str | None:
 
 
 def published_network(
-    folder: Path, target: Target, *, aux_layers: str, mask_id: int | None, seed: int
+    folder: Path, target: Target, *, aux_layers: str, mask_id: int | None, seed: int, layers: int | None = None
 ) -> tuple[HeadNetwork, Numbers]:
     """A head to go on from, and the target ids int64 [V'] that it drafts.
 
     mask_id  of a chain: it learns to draft in parallel, with this mask token
-    Raises CheckpointError for what cannot be loaded, or is no plain head with an lm_head of its own.
+    layers   more than the head has: further ones behind them, which change nothing until they have learnt; None: as it is
+    Raises CheckpointError for what cannot be loaded, or is no plain head with an lm_head of its own, ConfigError for fewer
+    layers than it has.
     """
     dtype = torch.promote_types(target.dtype, torch.float32)
     head = load_head(folder, target.spec, dtype=dtype, device=torch.device("cpu"), aux_layers=aux_layers)
@@ -109,9 +111,16 @@ def published_network(
     ids = torch.arange(spec.vocab_size) if head.hot is None else head.hot.cpu().long()
     if spec.mask_token_id is None and mask_id is not None:
         spec = replace(spec, mask_token_id=mask_id)
+    had, wanted = spec.num_layers, layers or spec.num_layers
+    if wanted < had:
+        raise ConfigError(f"train.layers={wanted}: the head {folder} has {had}; leave the key out, or ask for more")
+    spec = replace(spec, num_layers=wanted, windows=(None,) * wanted)
     network = new_network(spec, target, ids, seed=seed)
     own = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in head.tensors.items()}
     if "mask_hidden" in own:
         own["mask_hidden"] = own["mask_hidden"].view(1, 1, -1)
+    for i in range(had, wanted):
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            network.get_parameter(f"layers.{i}.{name}.weight").detach().zero_()
     network.load_state_dict(network.state_dict() | own)
     return network, ids.numpy()

@@ -35,8 +35,9 @@ class TrainConfig:
     """Tokens that the head can draft: the most frequent ones of the completions, at most the target's vocabulary."""
     taps: list[int] | None = None
     """Boundaries of the target's residual stream that it reads, i is what enters layer i; null: 2, the middle, last but 2."""
-    layers: int = 1
-    """Layers of the head: more draft better, and a chain pays for them at each draft token."""
+    layers: int | None = None
+    """Layers of the head: more draft better, and a chain pays for them at each draft token; null: 1, or those of draft.path,
+    which gets the ones that it lacks."""
     inner: int | None = None
     """Width inside the MLP of its layers; null: the target's."""
     mask_token: int | None = None
@@ -124,7 +125,7 @@ REQUIRED: dict[str, str] = {
     "output.dir": "the folder that the head goes to",
 }
 _READ = ("draft.name", "draft.path", "draft.aux_layers", "draft.max_len", "draft.parallel")
-_OF_NEW_HEADS = ("taps", "layers", "inner")
+_OF_NEW_HEADS = ("taps", "inner")
 _UNREAD = ("model.chat_template", "model.think_tokens")
 
 
