@@ -214,3 +214,5 @@ class PackedBatch:
     """Tokens of one prefill pass at most."""
     run_ahead: int
     """Rounds that the host launches before it looks at the results of the first."""
+    longest_prompt: int | None = None
+    """Of the rows that were looked at: what prefill is prepared for; None: any that fits."""

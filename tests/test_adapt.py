@@ -402,8 +402,6 @@ def job(folder: Path, out: Path, *overrides: str) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adapter_module, "MEASURE_SHARE", np.inf)  # nothing goes by the clock
         patch.setattr("batchspec.job.can_draw", lambda: False)  # a report takes a second
-        for name in ("FEWEST_STEPS", "MANY_STEPS"):  # a tiny job has few
-            patch.setattr(adapter_module, name, 10)
         return run.main([*words, *overrides])
 
 

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from batchspec.decode import scheduler
+from batchspec.decode import prefill, scheduler
 from batchspec.decode.engine import Engine
 from batchspec.decode.round import RoundOptions
+from batchspec.decode.sampling import SamplingMode
 from batchspec.draft.base import Drafter, NoDrafter
 from batchspec.draft.corpus import Corpus
 from batchspec.draft.eagle3 import Eagle3Drafter
@@ -264,6 +265,24 @@ def test_the_engine_that_chooses_its_draft_lengths_changes_nothing(tmp_path: Pat
     engine, done = run(target("cuda"), drafter, shape(8), asked, adaptive=True)
     assert tokens(done) == expected
     assert 0 < engine.totals.drafted < 2.5 * engine.totals.row_rounds  # a random head: K = 3 never pays
+
+
+@pytest.mark.parametrize(("longest", "rehearsed"), [(40, 40), (None, 127)])
+def test_prefill_is_rehearsed_with_rows_as_long_as_the_job_has_seen(
+    longest: int | None, rehearsed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer ones may need another attention, which would be compiled for nothing."""
+    ends: list[int] = []
+    whole = prefill.prefill_chunk
+
+    def recorded(round_: Any, rows: Any, segments: Any, mode: Any) -> Any:
+        ends.append(max(segment.end for segment in segments))
+        return whole(round_, rows, segments, mode)
+
+    monkeypatch.setattr(prefill, "prefill_chunk", recorded)
+    batch = shape(4, longest_prompt=longest, max_len=128, prefill_tokens=400)
+    Engine(target("cuda"), NoDrafter(), batch, device=torch.device("cuda"), decode=decode).prepare(SamplingMode())
+    assert max(ends) == rehearsed
 
 
 def test_graph_of_a_chain_round_holds_no_general_kernel_of_torch(tmp_path: Path) -> None:

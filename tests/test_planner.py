@@ -231,6 +231,12 @@ def test_the_longest_row_is_known_only_where_every_row_was_looked_at() -> None:
     assert seen.demand(4, 512).max_tokens == 512
 
 
+def test_prefill_is_prepared_for_the_longest_prompt_that_was_seen() -> None:
+    demand = survey((30, 6), (4, 200), (10, 5)).demand(1000, 512)
+    assert demand.longest_prompt == 30
+    assert on_cpu(demand).longest_prompt == 30
+
+
 def test_a_small_job_gets_no_more_slots_or_pages_than_it_can_use() -> None:
     batch = on_cpu(Demand(num_completions=3, prompt_tokens=10, output_tokens=10, max_tokens=40))
     assert batch.slots <= 3

@@ -41,8 +41,8 @@ FEWEST, MOST = 8, 64
 MOST_SLICES = 4
 BETTER = 1.005
 """A swap makes this many times the tokens a round, at least: less is chance."""
-FEWEST_STEPS, MANY_STEPS = 8, 16
-"""Steps between two measurements: an optimiser that begins makes a head worse at first; not more while there is more to learn."""
+FEWEST_STEPS = 8
+"""Steps between two measurements: an optimiser that begins makes a head worse at first."""
 MEASURE_SHARE = 0.25
 """Of the time that learning takes, that measurements may take."""
 WAITING = 64
@@ -142,8 +142,7 @@ class Adapter:
 
     def _next(self) -> str | None:
         """What is to be done now. A measurement that has begun goes on: nothing is learnt meanwhile."""
-        enough = self._num_fresh >= (MANY_STEPS if self._batches else FEWEST_STEPS)
-        if not self._to_measure and enough and len(self._kept_out) >= FEWEST:
+        if not self._to_measure and self._num_fresh >= FEWEST_STEPS and len(self._kept_out) >= FEWEST:
             slices = self._slices()
             if len(slices) * self._costs["measure"] <= MEASURE_SHARE * self._learnt_s:
                 self._to_measure, self._learnt_s = slices, 0.0

@@ -50,7 +50,8 @@ class Launcher:
         self._rows.live.zero_()
         seconds = cost = None
         if self._on_gpu:
-            seconds = rehearse(self._round, self._rows, max_tokens=batch.prefill_tokens, max_len=batch.max_len, mode=mode)
+            longest = min(batch.longest_prompt or batch.max_len, batch.max_len - 1)
+            seconds = rehearse(self._round, self._rows, max_tokens=batch.prefill_tokens, longest=longest, mode=mode)
         self.graphs.prepare([*shapes, *(replace(shape, shared=True) for shape in shapes if shared)])
         if seconds is not None:
             cost = seconds.in_rounds(self.graphs.seconds(Shape(batch.slots, draft_lens[-1], mode)))

@@ -101,13 +101,14 @@ def prefill_chunk(round_: Round, rows: Rows, segments: Sequence[Segment], mode: 
     return Prefilled(result, mask, slot_ids, carried)
 
 
-def rehearse(round_: Round, rows: Rows, *, max_tokens: int, max_len: int, mode: SamplingMode) -> PassCost:
+def rehearse(round_: Round, rows: Rows, *, max_tokens: int, longest: int, mode: SamplingMode) -> PassCost:
     """A pass of `max_tokens` and a short one, over rows that nobody owns yet and in page 0, which nobody reads; their seconds.
 
+    longest  tokens of a row of the pass: attention of long rows is another one, compiled for a minute the first time
     Kernels are compiled and the largest pass has its memory before the first request comes. Only while no row is live, on a GPU.
     """
     rows.page_table.zero_()
-    longest = min(max_tokens, max_len - 1)
+    longest = min(max_tokens, longest)
     slots = range(min(rows.live.shape[0], -(-max_tokens // longest)))
     largest = next(chunks([(slot, 0, longest) for slot in slots], max_tokens))
     seconds = []

@@ -42,6 +42,8 @@ class Demand:
     """Mean length of an output, predicted."""
     max_tokens: int
     """Longest prompt + max_new_tokens: of the rows where all are known, else what the job allows."""
+    longest_prompt: int | None = None
+    """Of the rows that were looked at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +105,7 @@ def choose_batch(
         draft_len=draft_len,
         prefill_tokens=prefill_tokens,
         run_ahead=packing.run_ahead if packing.run_ahead is not None else (0 if on_cpu else GPU_RUN_AHEAD),
+        longest_prompt=demand.longest_prompt,
     )
 
 

@@ -6,6 +6,7 @@ could draft: step k at place t drafts token t+2+k. The walk then takes them as r
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -52,19 +53,19 @@ def acceptance(
 ) -> Acceptance:
     """Replay `rows` with K = max_len and the likeliest draft tokens. Rows sampled at T > 0 are counted as they stand: a job's
     drafts, which share the noise of the draw, are accepted more often there."""
-    rounds, tokens = 0, 0
-    accepted, drafted = np.zeros(max_len, np.int64), np.zeros(max_len, np.int64)
+    kept, counted = array("i"), array("i")
     for batch in _batches(rows, batch_tokens):
         lesson = teacher.lesson(batch, probs=False)
         with cast:
             steps = network(lesson.embedded, lesson.features, max_len)
             drafts = torch.stack([teacher.hot[network.lm_head(hidden).argmax(-1)] for hidden in steps], -1).cpu().numpy()
         for row, ids in zip(batch, drafts, strict=True):
-            for kept, count in _replay(row, ids, max_len):
-                rounds, tokens = rounds + 1, tokens + kept + 1
-                accepted[:kept] += 1
-                drafted[:count] += 1
-    return Acceptance(rounds=rounds, tokens=tokens, accepted=tuple(accepted.tolist()), drafted=tuple(drafted.tolist()))
+            for one, count in _replay(row, ids, max_len):
+                kept.append(one)
+                counted.append(count)
+    depth = np.arange(max_len)
+    accepted, drafted = ((np.array(found)[:, None] > depth).sum(0).tolist() for found in (kept, counted))
+    return Acceptance(rounds=len(kept), tokens=sum(kept) + len(kept), accepted=tuple(accepted), drafted=tuple(drafted))
 
 
 def _replay(row: Row, drafts: Numbers, max_len: int) -> Iterator[tuple[int, int]]:
@@ -73,10 +74,12 @@ def _replay(row: Row, drafts: Numbers, max_len: int) -> Iterator[tuple[int, int]
     drafts  int64 [L, K] at place t the draft of tokens t+2 .. t+1+K
     """
     newest, last = row.prompt_len, len(row.ids) - 1
+    following = np.lib.stride_tricks.sliding_window_view(np.pad(row.ids, (0, max_len), constant_values=-1), max_len)[2:]
+    right = drafts[: len(following)] == following
+    run = np.where(right.all(1), max_len, right.argmin(1)).tolist()
     while newest < last:
         count = min(max_len, last - newest - 1)
-        right = drafts[newest - 1, :count] == row.ids[newest + 1 : newest + 1 + count]
-        kept = count if right.all() else int(np.argmin(right))
+        kept = min(run[newest - 1], count)
         yield kept, count
         newest += kept + 1
 
