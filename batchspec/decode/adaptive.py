@@ -2,7 +2,7 @@
 
     score(K) = (1 + sum_{k<=K} p_1 ... p_k) / (base_s[R, K] + context_tokens * token_s[K])
 
-base_s is a round over dead rows, timed once a graph; token_s what a context token adds (attention), the median of the newest
+base_s is a round over dead rows, timed once a graph; token_s what a context token adds (attention), the least of the newest
 measurements, or that of the nearest length where there are none; p_k the share of rows that keep draft token k given that they
 kept those before it, with a prior and a half-life. What lies beyond the present K is not observed, nor what another length takes:
 one round in PROBE_EVERY takes the next longer length, the next shorter one or none, in turn. At first, while these are new, one
@@ -17,13 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 PROBE_EVERY, PROBE_EVERY_AT_FIRST = 64, 8
-NEW = 4
+NEW = 2
 """A length is no longer new after this many probes."""
 PRIOR_RATE, PRIOR_ROWS = 0.7, 32.0
 HALF_LIFE_ROWS = 4096.0
 """Row-rounds after which an observation counts half."""
 NUM_TIMES = 5
-"""Measurements of a length that are kept: a round that waited for the host, or was booked early, is outvoted."""
+"""Measurements of a length that are kept. The least counts: a round that waited for the host measures long, and a length that
+such rounds speak ill of would hardly be looked at again."""
 MARGIN = 1.005
 """Another draft length must promise this much more: a tie does not switch back and forth."""
 
@@ -91,7 +92,7 @@ class DraftLengths:
         chosen = np.array(self.choices)
         known = [k for k, times in enumerate(self._token_s) if times]
         nearest = [min(known, key=lambda at: abs(at - k), default=k) for k in self.choices]
-        token_s = np.array([_lower_median(self._token_s[k]) for k in nearest])
+        token_s = np.array([min(self._token_s[k], default=0.0) for k in nearest])
         base = np.array([self._base[num_rows, k, k > 0] for k in self.choices])
         tokens = 1 + np.concatenate(([0.0], np.cumprod(self._kept / self._tried).cumsum()))[chosen]
         scores: NDArray[np.float64] = tokens / (base + context_tokens * token_s)
@@ -118,7 +119,3 @@ class DraftLengths:
                     self._num_probed[k] += 1
                     return k
         return None
-
-
-def _lower_median(values: deque[float]) -> float:
-    return sorted(values)[(len(values) - 1) // 2] if values else 0.0
