@@ -44,7 +44,7 @@ class AdaptConfig:
     committed; 0: it stays as it is."""
     time_share: float = 0.1
     """eagle3, hybrid: share of the run's time that learning may take; 1: as much as there is to learn."""
-    lr: float = 5e-4
+    lr: float = 2e-3
     """eagle3, hybrid: learning rate; halved whenever what was learnt measures worse."""
 
 

@@ -33,7 +33,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "draft.sink": (0, math.inf, "4 works well with a window"),
     "draft.adapt.every_shards": (0, math.inf, "0 leaves the head as it is"),
     "draft.adapt.time_share": (math.ulp(0.0), 1.0, "0.1 is usual, 1 is no limit"),
-    "draft.adapt.lr": (math.ulp(0.0), 1.0, "5e-4 is usual"),
+    "draft.adapt.lr": (math.ulp(0.0), 1.0, "2e-3 is usual"),
     "decode.max_new_tokens": (1, math.inf, "give the output tokens a completion at most"),
     "decode.min_new_tokens": (0, math.inf, "0 is off"),
     "decode.thinking_token_budget": (0, math.inf, "null is no limit"),

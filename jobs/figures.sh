@@ -97,12 +97,13 @@ figure_trees() {
 }
 figure_adapt() {
     local common=(model.path="$model" input.path="$DATA/gsm8k_train.parquet" input.chat=true input.limit=2000 output=training
-        decode.max_new_tokens=256 packing.slots=64 output.shard_rows=64)
+        decode.max_new_tokens=256 packing.slots=4 output.shard_rows=64) # few slots: with more the job is over before learning pays
     run half-input "${common[@]}" draft=none
     "$python" -m batchspec.cli train draft=eagle3 model.path="$model" input.path="$out/half-input" output.dir="$out/half" \
         train.steps=40 train.draft_vocab=16384
     run fixed "${common[@]}" draft=eagle3 draft.path="$out/half" draft.max_len=3
-    run adapted "${common[@]}" draft=eagle3 draft.path="$out/half" draft.max_len=3 draft.adapt.every_shards=2
+    run adapted "${common[@]}" draft=eagle3 draft.path="$out/half" draft.max_len=3 draft.adapt.every_shards=1 \
+        draft.adapt.lr=3e-3
     "$python" - "$out" <<'PYTHON'
 import sys
 import polars as pl
