@@ -53,8 +53,8 @@ figure_opt() {
     dummy llama8b --batch 1 --prompt 8192 --gen 256 --draft eagle3 --k 3 --opt argmax=false --runs 3
 }
 figure_lengths() {
-    dummy llama8b --batch 64 --prompt 8448 --rounds 30 --draft none eagle3 parallel --k 1 2 3 4 5 6 7 8
-    dummy smol135m --batch 256 --prompt 768 --rounds 100 --draft none eagle3 parallel --k 1 2 3 4 5 6 7 8
+    dummy llama8b --batch 64 --prompt 8448 --rounds 30 --draft none eagle3 parallel --k 0 1 2 3 4 5 6 7 8
+    dummy smol135m --batch 256 --prompt 768 --rounds 100 --draft none eagle3 parallel --k 0 1 2 3 4 5 6 7 8
     dummy smol135m --batch 1 --prompt 768 --rounds 200 --draft none eagle3 parallel --k 3 4 5 6 7 8
 }
 figure_window() {

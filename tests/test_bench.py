@@ -111,14 +111,14 @@ def test_single_rounds_are_timed_over_rows_with_a_made_up_past(shape: Path, tmp_
     rows = lines(
         shape, tmp_path / "o.jsonl", "--rounds", "5", "--prompt", str(past), "--draft", "none", "eagle3", "parallel", "window",
         "tree",
-        "--k", "1", "3", "--accept", "1,1,0", "--window", "4", "--topk", "2",
+        "--k", "0", "1", "3", "--accept", "1,1,0", "--window", "4", "--topk", "2",
     )  # fmt: skip
     drafters = ("eagle3", "parallel", "window", "tree")
-    assert [row["variant"] for row in rows] == ["none", *(f"{drafter} K={k}" for drafter in drafters for k in (1, 3))]
+    assert [row["variant"] for row in rows] == ["none", *(f"{drafter} K={k}" for drafter in drafters for k in (0, 1, 3))]
     for row in rows:
         assert (row["past"], row["rounds"], row["batch"]) == (past, 5, 4)
         # Every draft but the third is accepted; the tokens of 5 rounds of 4 rows come in their time.
-        length = {"none": 1.0, "K=1": 2.0, "K=3": 3.0}[row["variant"].split(" ")[-1]]
+        length = {"none": 1.0, "K=0": 1.0, "K=1": 2.0, "K=3": 3.0}[row["variant"].split(" ")[-1]]
         assert row["mean_acceptance_length"] == length or row["variant"].startswith("tree")
         assert row["tok_s"] * row["round_us"] / 1e6 == pytest.approx(4 * row["mean_acceptance_length"], rel=1e-3)
 

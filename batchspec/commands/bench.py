@@ -96,7 +96,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("--batch", type=int, default=8, help="slots")
     add("--prompt", type=int, default=512, help="tokens of a random prompt")
     add("--gen", type=int, default=128, help="output tokens a request (with --requests and --make-job: the cap)")
-    add("--rounds", type=int, help="time so many rounds over rows with a past of --prompt noise tokens, and no prefill")
+    add(
+        "--rounds",
+        type=int,
+        help="time so many rounds over rows with a past of --prompt noise tokens, and no prefill; --k 0 keeps K/V warm",
+    )
     add("--requests", type=int, default=0, help="this many requests; with --shape their output is lognormal, as in a job")
     add("--samples", type=int, default=1, help="with --shape: requests that have one prompt in common")
     add("--draft", nargs="+", default=["none"], choices=["none", "lookup", "window", *HEAD_DRAFTERS])
@@ -132,8 +136,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("bench needs OUT.jsonl and NAME, or --make-job DIR")
     if "window" in args.draft and args.window is None:
         raise ConfigError("--draft window needs --window: how many newest keys the model drafts with")
-    if any(k is not None and k < 1 for k in args.k):
-        raise ConfigError("--k counts from 1; --draft none is the way without drafts")
+    if any(k is not None and k < (0 if args.rounds else 1) for k in args.k):
+        raise ConfigError("--k counts from 1, with --rounds from 0; --draft none is the way without drafts")
     if args.accept is not None and list(args.accept) != sorted(args.accept, reverse=True):
         raise ConfigError(f"--accept {args.accept} must fall: a draft counts only behind kept ones")
     if any(violation("decode.temperature", heat) for heat in args.temperature):

@@ -93,7 +93,7 @@ class Bench:
 
     def drafter(self, way: Way) -> Drafter:
         args = self.args
-        length = way.draft_len if way.draft_len is not None else len(args.accept or ()) or LONGEST_DRAFT
+        length = max(1, way.draft_len) if way.draft_len is not None else len(args.accept or ()) or LONGEST_DRAFT
         if way.draft == "none":
             return NoDrafter()
         if way.draft == "lookup":

@@ -1,7 +1,8 @@
 """`batchspec bench OUT.jsonl NAME --rounds N`: what one round takes, by drafter, draft length and option, without prefill.
 
 All slots hold live rows with a past of --prompt tokens whose K/V is noise: a round's time depends on how much there is to read,
-not on what it says. Rows go on as --accept lets them, or as the drafts happen to be right.
+not on what it says. Rows go on as --accept lets them, or as the drafts happen to be right. With K = 0 a drafter keeps its K/V
+warm and drafts nothing.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def time_rounds(bench: Bench) -> list[tuple[Way, dict[str, Any], Record]]:
 def _time(bench: Bench, way: Way, record: Record) -> dict[str, Any]:
     args = bench.args
     engine = bench.engine(way, buckets=(args.batch,))
-    shape, rows = Shape(args.batch, engine.drafter.max_len, SamplingMode()), engine.rows
+    draft_len, rows = engine.drafter.max_len if way.draft_len else 0, engine.rows
+    shape = Shape(args.batch, draft_len, SamplingMode(), lead=draft_len > 0)
     engine.graphs.prepare([shape])
     dead_s = engine.graphs.seconds(shape)
     _begin(engine, args.prompt)
