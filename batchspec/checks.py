@@ -76,7 +76,7 @@ def _drafter(config: RunConfig) -> None:
     for key, readers in READ_BY.items():
         value = value_of(config, key)
         if draft.name not in readers and value != value_of(defaults, key):
-            who = " and ".join(f"draft={name}" for name in readers)
+            who = " or ".join(f"draft={name}" for name in readers)
             raise ConfigError(f"{key}={value} is not used by draft={draft.name}, only by {who}; remove the key")
     for name, value in (("coupled", draft.coupled), ("parallel", draft.parallel)):
         if value != "auto" and not isinstance(value, bool):

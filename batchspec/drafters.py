@@ -45,7 +45,7 @@ def open_head(config: RunConfig, spec: ModelSpec) -> HeadSpec | PardSpec | None:
         )
     if config.draft.parallel is True and head.mask_token_id is None:
         raise ConfigError(
-            f"draft.parallel=true, but the head {config.draft.path} has no mask token: it drafts a chain; use draft.parallel=auto"
+            f"draft.parallel=true, but the head {config.draft.path} has no mask token: it drafts a chain; use draft=eagle3"
         )
     check_spec(config.draft, head, spec)
     return head

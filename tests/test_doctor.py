@@ -158,7 +158,10 @@ def test_words_that_do_nothing_are_refused(words: list[str], said: str, capsys: 
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("gpu")
-def test_a_model_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("machine", ["gpu", "no_gpu"])
+def test_a_model_that_is_none_is_refused(
+    machine: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request.getfixturevalue(machine)
     assert cli.main(["doctor", "./nowhere"]) == 2
     assert capsys.readouterr().err.startswith("batchspec: MODEL=./nowhere: no such folder")

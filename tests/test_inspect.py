@@ -82,7 +82,7 @@ def test_an_id_that_is_not_there_is_one_line_with_the_nearest(out: Path) -> None
     with pytest.raises(OutputError) as caught:
         main([str(out), "q-4"])
     said = str(caught.value)
-    assert "no request 'q-4' (2 of 3 shards are committed); the nearest ids are q-" in said
+    assert "no request 'q-4' (2 of 3 shards are committed, the others not written yet); the nearest ids are q-" in said
     assert "\n" not in said
     with pytest.raises(OutputError, match="no id resembles it"):
         main([str(out), "something else entirely"])

@@ -255,4 +255,4 @@ def _print(variants: Sequence[Variant], rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _cell(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.3f}" if value < 100 else f"{value:,.1f}"
+    return "-" if value is None else f"{value:,}"

@@ -36,6 +36,7 @@ def main(argv: list[str]) -> int:
         found = probe(args.model, folders, args.probe, num_rows=args.rows, num_tokens=args.tokens, contexts=wanted_lengths)
         print("\n".join(lines_of(found)))
         return 0
+    wanted = [] if args.model is None else _products(args)
     if not torch.cuda.is_available():
         if args.tune:
             raise ConfigError("doctor --tune times matrix products on a GPU, and torch sees none on this machine; leave it out")
@@ -43,7 +44,6 @@ def main(argv: list[str]) -> int:
         print(f"no GPU that torch {torch.__version__} sees: jobs run on the CPU, which has {free_gb:,.1f} GB of memory free")
         return 0
     device = torch.device("cuda", torch.cuda.current_device())
-    wanted = [] if args.model is None else _products(args)
     if args.tune:
         path = save(tune(wanted, device), torch.cuda.get_device_name(device), args.out)
         print(f"{len(wanted)} products written to {path}")

@@ -150,7 +150,8 @@ def _requests(source: Path, drop: Sequence[str]) -> Iterator[dict[str, Any]]:
                 if text.strip():
                     yield parse_request(text, f"{source} line {number}", drop)
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{source}: cannot be read: {error}; give a file of JSON lines in UTF-8") from error
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"{source}: cannot be read ({why}); give a file of JSON lines in UTF-8") from error
 
 
 def _write_lines(lines: Iterator[dict[str, Any]], target: Path) -> int:

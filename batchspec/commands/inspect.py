@@ -54,6 +54,7 @@ def inspect(output: OutputFolder, request_id: str, sample: int = 0) -> str:
         row = _collected(output, output.scan([index]).slice(place, 1)).row(0, named=True)
         return "\n\n".join(_blocks(row, samples, f"data/{part_name(index)} row {place}", output.manifest))
     among = f"{len(done)} of {output.num_shards} shards are committed"
+    among += "" if len(done) == output.num_shards else ", the others not written yet"
     near = _nearest(output, done, request_id)
     hint = f"the nearest ids are {', '.join(near)}" if near else "no id resembles it"
     raise OutputError(f"{output.path} has no request {request_id!r} ({among}); {hint}")

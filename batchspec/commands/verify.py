@@ -1,7 +1,7 @@
 """`batchspec verify OUT`: decode rows of a job again, without speculation and one by one, and compare the tokens.
 
 Equal tokens are what batchspec promises, up to rounding. Where a row differs, the first difference is shown with its gap: how
-far apart the two tokens score there (logit / temperature + noise). A gap near the rounding of the dtype is a tie that
+far apart the two tokens score there (logit + temperature * noise). A gap near the rounding of the dtype is a tie that
 fell the other way; a large gap is an error. --dtype and --device decode the rows again in another precision or on the other
 device: the share of rows that differ then says what the precision costs. With --files it reads every output file and finds what
 a disk or a copy has changed.
@@ -47,7 +47,7 @@ class Difference:
     """Token in the output; None where the output ends earlier."""
     plain: int | None
     gap: float | None
-    """Score of the plain token minus that of the written one; None where one of them is missing."""
+    """Score of the plain token minus that of the written one, in logits; None where one of them is missing."""
 
 
 def main(argv: list[str]) -> int:
@@ -156,7 +156,7 @@ def _first_difference(engine: Engine, request: Request, written: list[int], plai
 
 @torch.inference_mode()
 def _scores(engine: Engine, request: Request, output: list[int]) -> Tensor:
-    """What the draw behind `output` maximised, for every token [V]: penalised logit / temperature + noise, before filters."""
+    """What the draw behind `output` maximised, for every token [V]: penalised logit + temperature * noise, before filters."""
     rows, count = engine.rows, len(request.prompt_ids) + len(output)
     pages = engine.pool.take(-(-count // PAGE_SIZE))
     rows.begin([0], [request], [output])
@@ -173,4 +173,4 @@ def _scores(engine: Engine, request: Request, output: list[int]) -> Tensor:
     if request.sampling.temperature == 0:
         return logits[0]
     noise = gumbel_reference(rows.keys[:1], position, logits.shape[1])[0]
-    return logits[0] / request.sampling.temperature + noise
+    return logits[0] + request.sampling.temperature * noise
