@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import shutil
 from collections.abc import Sequence
@@ -17,9 +18,9 @@ import torch
 
 from batchspec import cli, generate, run
 from batchspec.adapt import adapter as adapter_module
-from batchspec.adapt.adapter import FEWEST, FEWEST_STEPS, Adapter, kept_out, row_of
+from batchspec.adapt.adapter import FEWEST, FEWEST_STEPS, WAITING, Adapter, kept_out, row_of
 from batchspec.adapt.budget import LEAST, SAVED_S, Budget
-from batchspec.adapt.learner import Comparison, Learner
+from batchspec.adapt.learner import WARM_STEPS, Comparison, Learner
 from batchspec.cache.pages import PagePool
 from batchspec.decode.engine import Engine
 from batchspec.draft.base import Drafter, NoDrafter
@@ -35,6 +36,10 @@ from batchspec.records import Completion
 from batchspec.train.data import Row
 from batchspec.train.evaluate import Acceptance
 from batchspec.train.head import new_network, new_spec
+from batchspec.train.objective import draft_loss
+from batchspec.train.optimise import Optimiser
+from batchspec.train.settings import TrainConfig
+from batchspec.train.teacher import Teacher
 from tests.drafting import TARGET, mixed_requests
 from tests.drafting import run as run_engine
 from tests.engines import DEVICE, packed, request, tiny_target
@@ -184,11 +189,14 @@ class StandIn:
         self.learnt: list[int] = []
         self.measured: list[set[int]] = []
         self.calls: list[str] = []
+        self.slices: list[str] = []
 
     def learn(self, rows: Sequence[Row]) -> None:
+        self.slices.append("learn")
         self.learnt += [int(row.ids[0]) for row in rows]
 
     def compare(self, rows: Sequence[Row]) -> Comparison:
+        self.slices.append("measure")
         self.measured.append({int(row.ids[0]) for row in rows})
         before, after = self.found.pop(0)
 
@@ -263,12 +271,14 @@ def test_nothing_is_learnt_before_the_shards_are_committed_and_kept_out_rows_nev
     ],
 )
 def test_the_head_changes_only_where_the_copy_measures_better(found: tuple[float, float], calls: list[str]) -> None:
+    """Steps for one measurement: how many more there would be goes by the clock."""
     stand_in, budget = StandIn([found] * 4), Budget(1.0)
     swaps: list[int] = []
-    one, said = adapter(stand_in, budget=budget, batch_tokens=40, swapped=lambda: swaps.append(1), every_shards=8)
+    one, said = adapter(stand_in, budget=budget, batch_tokens=80, swapped=lambda: swaps.append(1), every_shards=8)
     for index in range(8):
         one.learn(shard_of(index))
     work(one)
+    assert FEWEST_STEPS <= stand_in.slices.count("learn") < 2 * FEWEST_STEPS
     assert stand_in.calls == calls
     assert len(swaps) == len(said) == one.num_swaps == calls.count("adopt")
     assert budget.share == (1.0 if calls == ["adopt"] else 0.5)
@@ -300,6 +310,18 @@ def test_measuring_waits_until_learning_has_taken_its_time() -> None:
     assert stand_in.measured
 
 
+def test_a_measurement_comes_after_every_few_steps_and_is_not_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row is a slice here: a step, or one of the fewest that are measured on."""
+    monkeypatch.setattr(adapter_module, "MEASURE_SHARE", np.inf)
+    stand_in = StandIn([(2.0, 2.0)] * 99)
+    one, _ = adapter(stand_in, every_shards=16, batch_tokens=10)
+    for index in range(16):
+        one.learn(shard_of(index))
+    work(one)
+    found = [(kind, len(list(run))) for kind, run in itertools.groupby(stand_in.slices)]
+    assert found == [("learn", FEWEST_STEPS), ("measure", FEWEST)] * (WAITING // FEWEST_STEPS)
+
+
 def test_the_memory_of_learning_is_what_the_formula_says() -> None:
     target = tiny_target(torch.float32)
     spec = new_spec(target.spec, draft_vocab=19, taps=[0, 1, 2])
@@ -320,6 +342,28 @@ def test_the_memory_of_learning_is_what_the_formula_says() -> None:
     # Two moments are counted; Muon keeps one of the matrices, and makes them orthogonal in a copy.
     assert held <= learning_bytes(target.spec, parameters=parameters, tokens=64, **values) - flat <= 1.45 * held
     assert learning_bytes(target.spec, parameters=0, tokens=128, **values) > 1.5 * flat
+
+
+def test_a_step_on_the_job_is_one_of_training_at_a_rate_that_rises() -> None:
+    target, hot, usual = tiny_target(torch.float32), torch.arange(19), TrainConfig()
+    spec = new_spec(target.spec, draft_vocab=19, taps=[0, 1, 2])
+    network, other = (new_network(spec, target, hot, seed=0) for _ in range(2))
+    learner = Learner(network, hot.numpy(), target, SimpleNamespace(), lr=1e-2, steps=3, batch_tokens=64)  # type: ignore[arg-type]
+    optimiser = Optimiser(other, lr=1e-2, muon=usual.muon, fused=False)
+    teacher = Teacher(target, spec.tap_layers, hot, torch.float32)
+    rows = [Row(ids=np.arange(20, dtype=np.int32), prompt_len=2)]
+    for done in range(1, WARM_STEPS + 3):
+        learner.learn(rows)
+        loss, _ = draft_loss(other, teacher.lesson(rows), ahead=3, decay=usual.decay)
+        optimiser.step(loss, 1e-2 * min(done, WARM_STEPS) / WARM_STEPS, usual.clip)
+    wanted = other.state_dict()
+    assert all(torch.allclose(tensor, wanted[name], atol=1e-4) for name, tensor in network.state_dict().items())
+    learner.begin_again()
+    learner.learn(rows)
+    first = new_network(spec, target, hot, seed=0)
+    Learner(first, hot.numpy(), target, SimpleNamespace(), lr=5e-3, steps=3, batch_tokens=64).learn(rows)  # type: ignore[arg-type]
+    wanted = first.state_dict()
+    assert all(torch.allclose(tensor, wanted[name], atol=1e-4) for name, tensor in network.state_dict().items())
 
 
 def test_a_rehearsal_teaches_nothing() -> None:

@@ -91,6 +91,18 @@ def test_one_round_in_sixty_four_looks_at_another_length(
         assert (late == length).sum() == pytest.approx(share * len(late) / PROBE_EVERY, abs=1)
 
 
+def test_lengths_are_looked_at_more_often_while_they_are_new() -> None:
+    """Twice each, the longer one first; to another head they are new again."""
+    lengths = DraftLengths(3)
+    for k, cost in enumerate([1.0, 1.2, 1.4, 2.4]):
+        lengths.set_base(ROWS, k, cost)
+    taken = {place: k for place in range(1, 201) if (k := lengths.choose(ROWS, 0)[0]) != 2}
+    assert taken == {8: 3, 16: 3, 24: 1, 32: 1, 40: 0, 48: 0, 64: 1, 128: 0, 192: 3}
+    lengths.forget()
+    taken = {place: k for place in range(201, 257) if (k := lengths.choose(ROWS, 0)[0]) != 2}
+    assert taken == {208: 3, 216: 3, 224: 1, 232: 1, 240: 0, 248: 0, 256: 1}
+
+
 def test_another_head_is_measured_from_the_beginning() -> None:
     """What was seen of the old one would keep drafting off until a probe in every 64 rounds has outweighed it."""
     lengths = DraftLengths(2)
@@ -162,6 +174,17 @@ def test_rounds_that_waited_for_the_host_do_not_count() -> None:
     assert lengths.scores(ROWS, 1000) == pytest.approx(before)
     lengths.timed(ROWS, 1, 1000, 0.5)
     assert lengths.scores(ROWS, 1000)[1] == pytest.approx(2 * before[1])
+
+
+def test_a_round_that_took_less_than_one_over_dead_rows_makes_no_token_a_gain() -> None:
+    """Nor does one that held none say what they cost."""
+    lengths = DraftLengths(1)
+    for k in range(2):
+        lengths.set_base(ROWS, k, 1.0)
+    before = lengths.scores(ROWS, 100_000)
+    lengths.timed(ROWS, 1, 1000, 0.9)
+    lengths.timed(ROWS, 0, 0, 9.0)
+    assert lengths.scores(ROWS, 100_000) == pytest.approx(before)
 
 
 def test_a_round_without_drafts_that_prepares_one_is_not_taken_for_one_that_does_not() -> None:

@@ -258,17 +258,26 @@ def test_layers_that_a_head_gets_change_nothing_until_they_have_learnt(made: Pat
     assert all(torch.allclose(tensor, after.tensors[name], atol=1e-6) for name, tensor in before.tensors.items())
     assert train(made, tmp_path / "learnt", *words, "train.lr=1e-2") == 0
     learnt = load_head(tmp_path / "learnt", spec, dtype=torch.float32, device=CPU).tensors
-    for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
-        assert after.tensors[f"layers.2.{name}"].abs().max() < 1e-6
-        assert learnt[f"layers.2.{name}"].abs().max() > 1e-4
+    for name in (f"layers.{i}.{part}.weight" for i in (1, 2) for part in ("self_attn.o_proj", "mlp.down_proj")):
+        assert after.tensors[name].abs().max() < 1e-6
+        assert learnt[name].abs().max() > 1e-4
 
 
-def test_a_head_cannot_lose_layers(made: Path, tmp_path: Path, capfd: Any) -> None:
+def test_a_head_cannot_lose_layers_and_what_is_refused_is_not_in_the_way(made: Path, tmp_path: Path, capfd: Any) -> None:
+    """The same command without the key takes the same folder, and the layers of the head."""
     assert train(made, tmp_path / "two", "train.layers=2", "train.steps=1") == 0
     capfd.readouterr()
-    assert train(made, tmp_path / "h", f"draft.path={tmp_path / 'two'}", "train.layers=1") == ConfigError.exit_code
+    words = [f"draft.path={tmp_path / 'two'}", "train.steps=1"]
+    assert train(made, tmp_path / "h", *words, "train.layers=1") == ConfigError.exit_code
     line = capfd.readouterr().err.splitlines()[-1]
     assert line == f"batchspec: train.layers=1: the head {tmp_path / 'two'} has 2; leave the key out, or ask for more"
+    assert not (tmp_path / "h").exists()
+    assert train(made, tmp_path / "h", *words) == 0
+    assert load_head(tmp_path / "h", load_spec(made / "model"), dtype=torch.float32, device=CPU).spec.num_layers == 2
+    assert train(made, tmp_path / "same", *words, "train.layers=2") == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "h").iterdir()}
+    assert train(made, tmp_path / "h", *words, "train.layers=1", "output.overwrite=true") == ConfigError.exit_code
+    assert {path.name: path.read_bytes() for path in (tmp_path / "h").iterdir()} == before
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -318,6 +327,12 @@ def test_a_wrong_key_or_value_is_refused_in_one_line(override: str, said: str, m
     assert not (tmp_path / "h").exists()
 
 
+@pytest.mark.parametrize(("key", "value"), [("taps", "[0, 1]"), ("inner", "40")])
+def test_a_head_to_go_on_from_keeps_its_shape(key: str, value: str, made: Path, tmp_path: Path, capfd: Any) -> None:
+    said = refused(ConfigError, made, tmp_path / "h", capfd, "draft.path=HEAD", f"train.{key}={value.replace(' ', '')}")
+    assert said.endswith(f"train.{key}={value} and draft.path: that head has its own; remove one of them")
+
+
 def test_completions_that_cannot_be_learnt_from_are_refused(made: Path, tmp_path: Path, capfd: Any) -> None:
     def data(**columns: Any) -> str:
         pl.DataFrame(columns).write_parquet(tmp_path / "d.parquet")
@@ -356,3 +371,5 @@ def test_a_damaged_checkpoint_is_named(made: Path, tmp_path: Path, capfd: Any) -
     capfd.readouterr()
     assert train(made, tmp_path / "h", "train.steps=2") == StorageError.exit_code
     assert "checkpoint.pt: cannot be read" in capfd.readouterr().err
+    assert train(made, tmp_path / "h", "train.steps=2", "output.overwrite=true") == 0
+    assert "going on behind" not in capfd.readouterr().err

@@ -71,7 +71,7 @@ def train(run: TrainRun) -> Path:
     rows = [row for source in sources for row in read_rows(source, vocab_size=spec.vocab_size, max_len=min(limits))]
     trained, held_out = split_rows(rows, run.train.held_out, run.train.seed)
     if run.draft.path is None:
-        _new_spec(run, spec, rows)  # refused before the folder is made
+        _new_spec(run, spec, rows)  # refused before the target is loaded
     out = HeadFolder(Path(run.output.dir), _facts(run, spec, folder, sources), overwrite=run.output.overwrite)
     if out.complete:
         say(f"{out.path}: already complete; draft={kind} draft.path={out.path} drafts with it")
@@ -80,6 +80,7 @@ def train(run: TrainRun) -> Path:
     say(f"loading {run.model.path} in {str(dtype).removeprefix('torch.')} on {device.type}")
     target = Target.load(folder, spec, dtype=dtype, device=device, dummy=run.model.load == "dummy")
     network, ids = _network(run, target, trained)
+    out.begin()
     made = _course(run, target, network, ids, trained, held_out, out, say)
     with ending(lambda: None) as asked:
         made.run(lambda: asked.name)

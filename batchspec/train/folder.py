@@ -21,27 +21,32 @@ _OWN = (RECORD, STATE, f".{STATE}", f".{RECORD}", CONFIG, f".{CONFIG}", WEIGHTS,
 
 
 class HeadFolder:
-    """One training's folder. `facts`: all that the head depends on, in plain JSON values; a folder of others is refused."""
+    """One training's folder. `facts`: all that the head depends on, in plain JSON values; a folder of others is refused.
+
+    Nothing is written, and nothing of an earlier training deleted, before `begin`.
+    """
 
     def __init__(self, path: Path, facts: dict[str, Any], *, overwrite: bool) -> None:
         """Raises OutputError for a folder that holds something else, or another training, and is not to be overwritten."""
         self.path, self.facts = path, facts
-        self.complete = False
+        self.complete, self._overwrite = False, overwrite
         if path.exists() and not path.is_dir():
             raise OutputError(f"output.dir={path} is a file; give a folder")
         record = self._record()
         if record is None:
             if path.is_dir() and any(path.iterdir()):
                 raise OutputError(f"output.dir={path} holds files that no training has left there; give an empty folder")
-        elif overwrite:
-            for name in _OWN:
-                (path / name).unlink(missing_ok=True)
-        else:
+        elif not overwrite:
             self._same(record.get("facts", {}))
             self.complete = bool(record.get("complete"))
-        if not self.complete:
-            path.mkdir(parents=True, exist_ok=True)
-            self._write({"facts": facts, "complete": False})
+
+    def begin(self) -> None:
+        """The training begins, or goes on: the folder is its own from now on."""
+        if self._overwrite:
+            for name in _OWN:
+                (self.path / name).unlink(missing_ok=True)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._write({"facts": self.facts, "complete": False})
 
     def save_state(self, state: dict[str, Any]) -> None:
         """Replace the checkpoint in one step. Raises StorageError where the disk fails."""

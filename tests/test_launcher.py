@@ -1,0 +1,100 @@
+"""What a launcher prepares before the first round, and what it makes of the rounds' times; on a GPU's behalf, without one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from batchspec.decode import launcher as launcher_module
+from batchspec.decode import prefill
+from batchspec.decode.graphs import Shape
+from batchspec.decode.launched import Launched
+from batchspec.decode.launcher import Launcher
+from batchspec.decode.prefill import rehearse
+from batchspec.decode.sampling import SamplingMode
+from batchspec.decode.scheduler import PassCost
+from batchspec.records import PackedBatch
+from tests.engines import packed
+
+BASE = {(0, False): 1.0, (0, True): 1.25, (1, True): 1.5}
+"""Seconds of a round over dead rows, by draft length and whether it prepares a draft for the next one."""
+ATTENTION = 0.5
+MODE = SamplingMode()
+
+
+def launcher(batch: PackedBatch, max_len: int) -> Launcher:
+    """Adaptive, of rounds that take what `BASE` says."""
+    drafter = SimpleNamespace(max_len=max_len, refresh=lambda: None)
+    round_: Any = SimpleNamespace(drafter=drafter, draft_lens=None, target=SimpleNamespace(dtype=torch.float32))
+    rows: Any = SimpleNamespace(tokens=SimpleNamespace(is_cuda=True), live=torch.zeros(batch.slots, dtype=torch.int32))
+    groups: Any = SimpleNamespace(any=False)
+    made = Launcher(round_, rows, groups, batch, adaptive=True)
+    graphs: Any = SimpleNamespace(
+        prepare=lambda shapes: None,
+        seconds=lambda shape: BASE[shape.draft_len, shape.lead],
+        run=lambda shape: SimpleNamespace(log=torch.zeros(1), shape=shape),
+    )
+    made.graphs = graphs
+    return made
+
+
+@pytest.mark.parametrize("accepted", [0, 1])
+def test_every_kind_of_round_is_charged_with_what_such_rounds_take(accepted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where drafts pay the rounds without any are looks that prepare the next draft; where they do not, most prepare none."""
+    monkeypatch.setattr(launcher_module, "rehearse", lambda *_, **__: PassCost(least=0.0, token=0.0))
+    monkeypatch.setattr(Launched, "seconds_since", lambda launched, began: launched.arrived - began)
+    one = launcher(packed(4), 1)
+    assert not one.ready
+    one.prepare(MODE)
+    assert one.ready
+    now, seen = 0.0, set[tuple[int, bool]]()
+    for _ in range(100):
+        launched = one.launch(4, np.array([0, 1, -1, 3]), np.array([300, 300, 5000, 400]), MODE, beside=False)
+        shape: Shape = launched.result.shape
+        now += BASE[shape.draft_len, shape.lead] + ATTENTION
+        launched.arrived = now
+        one.learn(launched, np.full(3, min(accepted, shape.draft_len), np.int32))
+        seen.add((shape.draft_len, shape.lead))
+    assert seen == (set(BASE) if accepted == 0 else {(0, True), (1, True)})
+    assert one._lengths is not None
+    scores = one._lengths.scores(4, 1000)
+    assert scores[0] == pytest.approx(1 / (1.0 + ATTENTION))
+    assert (scores[1] > scores[0]) == bool(accepted)
+
+
+@pytest.mark.parametrize(("longest", "rehearsed"), [(40, 40), (None, 127), (128, 127)])
+def test_prefill_is_rehearsed_with_rows_as_long_as_the_job_has_seen(
+    longest: int | None, rehearsed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of max_len leaves room for one token."""
+    found: dict[str, Any] = {}
+
+    def recorded(*_: Any, **values: Any) -> PassCost:
+        found.update(values)
+        return PassCost(least=3.0, token=0.5)
+
+    monkeypatch.setattr(launcher_module, "rehearse", recorded)
+    cost = launcher(packed(4, longest_prompt=longest, max_len=128, prefill_tokens=400), 1).prepare(MODE)
+    assert (found["longest"], found["max_tokens"]) == (rehearsed, 400)
+    assert cost == PassCost(least=3.0, token=0.5).in_rounds(BASE[1, True])
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "longest", "ends", "short"), [(100, 40, [40, 40, 20], 17), (400, 40, [40] * 4, 17), (10, 40, [10], 10)]
+)
+def test_a_rehearsal_is_the_largest_pass_that_there_can_be_and_a_short_one(
+    max_tokens: int, longest: int, ends: list[int], short: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice each: the first time compiles."""
+    passes: list[list[int]] = []
+    monkeypatch.setattr(prefill, "prefill_chunk", lambda _, __, segments, ___: passes.append([s.end for s in segments]))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    rows: Any = SimpleNamespace(page_table=torch.ones(4, 8), live=torch.zeros(4))
+    none: Any = None
+    rehearse(none, rows, max_tokens=max_tokens, longest=longest, mode=MODE)
+    assert passes == [ends, ends, [short], [short]]
+    assert not rows.page_table.any()
