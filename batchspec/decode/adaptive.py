@@ -57,9 +57,9 @@ class DraftLengths:
         """Whether any round was timed."""
         return bool(self._base)
 
-    def set_base(self, num_rows: int, draft_len: int, seconds: float, *, lead: bool | None = None) -> None:
-        """Time of a round over `num_rows` dead rows. lead: of one that prepares a draft; by default where it drafts itself."""
-        self._base[num_rows, draft_len, draft_len > 0 if lead is None else lead] = seconds
+    def set_base(self, num_rows: int, draft_len: int, seconds: float, *, lead: bool = False) -> None:
+        """Time of a round over `num_rows` dead rows. lead: of one that prepares the next draft, as all that draft do."""
+        self._base[num_rows, draft_len, lead or draft_len > 0] = seconds
 
     def choose(self, num_rows: int, context_tokens: int) -> tuple[int, bool]:
         """Draft length of the round to launch now, and whether the one behind it will draft.
@@ -81,10 +81,10 @@ class DraftLengths:
             prior = PRIOR_RATE * PRIOR_ROWS
             self._kept[k] = prior + decay * (self._kept[k] - prior) + (tried & (accepted > k)).sum()
 
-    def timed(self, num_rows: int, draft_len: int, context_tokens: int, seconds: float, *, lead: bool | None = None) -> None:
+    def timed(self, num_rows: int, draft_len: int, context_tokens: int, seconds: float, *, lead: bool = False) -> None:
         """A round over live rows took `seconds`; lead as for `set_base`."""
         if context_tokens:
-            base = self._base[num_rows, draft_len, draft_len > 0 if lead is None else lead]
+            base = self._base[num_rows, draft_len, lead or draft_len > 0]
             self._token_s[draft_len].append(max(0.0, seconds - base) / context_tokens)
 
     def scores(self, num_rows: int, context_tokens: int) -> NDArray[np.float64]:
