@@ -43,8 +43,9 @@ figure_floor() { # drafts that hardly ever stand: no slower than without
     dummy llama8b --batch 64 --prompt 8192 --gen 512 --draft none eagle3 --k auto --runs 3
     dummy llama8b --batch 256 --prompt 1024 --gen 512 --draft none eagle3 --k auto --runs 3
     dummy smol135m --batch 256 --prompt 512 --gen 512 --draft none eagle3 --k auto --runs 3
-    real floor gsm8k_test --batch 256 --draft none eagle3 window lookup tree hybrid --k auto --draft-path "$HEADS/eagle3" --nodes 16 \
-        --topk 4 --window 128 --sink 4 --runs 3
+    real floor gsm8k_test --batch 256 --draft none eagle3 lookup tree hybrid --k auto --draft-path "$HEADS/eagle3" --nodes 16 \
+        --topk 4 --runs 3
+    real floor gsm8k_test --batch 256 --draft none window --k auto --window 128 --sink 4 --runs 3
 }
 figure_opt() {
     local general=(dead_positions=false uniform_slots=false argmax=false)
