@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib.resources
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, is_dataclass
@@ -15,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from batchspec.config import RunConfig
 from batchspec.errors import ConfigError
+from batchspec.values import SHIPPED, shipped
 
 Schema = TypeVar("Schema")
 
@@ -51,7 +51,7 @@ def from_hydra(cfg: DictConfig) -> RunConfig:
     Raises ConfigError in one line for unknown keys, wrong types and values that are missing or cannot be resolved.
     """
     config = typed(cfg, RunConfig)
-    config.input.path = shipped(config.input.path)
+    config.input.path = shipped_prompts(config.input.path)
     return config
 
 
@@ -97,16 +97,14 @@ def _refuse_unknown(cfg: DictConfig, schema: Any, prefix: str, root: Any) -> Non
             _refuse_unknown(cfg[name], known[name], f"{prefix}{name}.", root)
 
 
-def shipped(path: Any) -> Any:
+def shipped_prompts(path: Any) -> Any:
     """The path of prompts that batchspec ships, for `pkg://NAME`; any other path as it is. Raises ConfigError for other names."""
-    if not (isinstance(path, str) and path.startswith("pkg://")):
+    if not (isinstance(path, str) and path.startswith(SHIPPED)):
         return path
-    name = path.removeprefix("pkg://")
-    folder = importlib.resources.files("batchspec.conf") / "prompts"
-    names = sorted(file.name.removesuffix(".parquet") for file in folder.iterdir() if file.name.endswith(".parquet"))
-    if name not in names:
-        raise ConfigError(f"input.path={path} is not shipped with batchspec; shipped: {', '.join(names)}")
-    return str(folder / f"{name}.parquet")
+    name, found = path.removeprefix(SHIPPED), shipped("prompts", ".parquet")
+    if name not in found:
+        raise ConfigError(f"input.path={path} is not shipped with batchspec; shipped: {', '.join(found)}")
+    return str(found[name])
 
 
 def register(name: str = "run_schema", schema: type = RunConfig) -> None:

@@ -8,11 +8,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from batchspec.errors import ConfigError
 
 INT64 = (-(2**63), 2**63 - 1)
+SHIPPED = "pkg://"
+"""Begins the path of something that the package brings along."""
 MAX_TREE_NODES, MAX_TREE_PLACES = 63, 64
 """Nodes that are verified beside a row's newest token, and places that grow a tree: who sees whom is 64 bits."""
 
@@ -134,3 +138,9 @@ def value_of(config: Any, key: str) -> Any:
     for part in key.split("."):
         config = getattr(config, part)
     return config
+
+
+def shipped(kind: str, suffix: str = "") -> dict[str, Path]:
+    """Name -> place of all of a kind, a folder of conf, that the package brings along: what may stand behind `pkg://`."""
+    places = sorted((Path(str(files("batchspec.conf"))) / kind).iterdir())
+    return {place.name.removesuffix(suffix): place for place in places if place.name.endswith(suffix)}

@@ -27,7 +27,7 @@ from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.prepare import Job, open_job
 from batchspec.records import Completion, PackedBatch, Request, SamplingParams
-from batchspec.typed import shipped
+from batchspec.typed import shipped_prompts
 
 DRAFT_LEN = 3
 SLOTS, PAGE_SIZE, PREFILL_TOKENS = 16, 16, 8192
@@ -108,7 +108,7 @@ def probe(
 def _job(model: str, prompts: str, num_rows: int, num_tokens: int) -> Job:
     config = RunConfig(
         model=ModelConfig(path=model),
-        input=InputConfig(path=shipped(prompts), limit=num_rows),
+        input=InputConfig(path=shipped_prompts(prompts), limit=num_rows),
         decode=DecodeConfig(max_new_tokens=num_tokens),
         draft=DraftConfig(name="none", max_len=DRAFT_LEN),
     )

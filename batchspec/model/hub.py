@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from importlib.resources import files
 from pathlib import Path
 
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.packaged import NAME, smollm2_folder
+from batchspec.values import SHIPPED, shipped
 
-SHIPPED = "pkg://"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 _OTHER_FORMATS = ["consolidated*", "original/*", "onnx/*"]
@@ -39,11 +38,11 @@ def resolve_model(path: str, revision: str | None = None, *, key: str = "model.p
 
 
 def _shipped(path: str, key: str) -> Path:
-    heads = Path(str(files("batchspec.conf"))) / "heads"
-    found = {SHIPPED + folder.name: folder for folder in heads.iterdir() if folder.is_dir()}
-    if path not in found:
-        raise CheckpointError(f"{key}={path} is not shipped with batchspec; shipped: {', '.join(sorted(found))}")
-    return found[path]
+    name, found = path.removeprefix(SHIPPED), shipped("heads")
+    if name not in found:
+        names = ", ".join(SHIPPED + each for each in found)
+        raise CheckpointError(f"{key}={path} is not shipped with batchspec; shipped: {names}")
+    return found[name]
 
 
 def _download(hub_id: str, revision: str | None, key: str) -> Path:
