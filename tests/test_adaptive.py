@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchspec.decode.adaptive import PROBE_EVERY, DraftLengths, candidates
+from batchspec.decode.adaptive import PROBE_EVERY, PROBE_SHARE, DraftLengths, candidates
 from batchspec.decode.launched import Launched, RoundClock
 
 ROWS = 64
@@ -73,22 +73,42 @@ def test_no_drafts_are_found_to_pay_where_every_length_costs_the_same(cost: floa
 
 
 @pytest.mark.parametrize(
-    ("rates", "costs", "shares"),
+    ("rates", "costs", "attention", "shares"),
     [
-        ([0.3, 0.3], [1.0, 1.5, 2.0], {1: 1.0}),
-        ([0.7, 0.2, 0.2], [1.0, 1.2, 1.8, 2.4], {0: 0.5, 2: 0.5}),
-        ([0.7, 0.7, 0.2], [1.0, 1.2, 1.4, 2.4], {0: 1 / 3, 1: 1 / 3, 3: 1 / 3}),
+        ([0.3, 0.3], [1.0, 1.5, 2.0], 0.0, {1: 1.0}),
+        ([0.7, 0.2, 0.2], [1.0, 1.2, 1.8, 2.4], 1.0, {0: 0.5, 2: 0.5}),
+        ([0.7, 0.7, 0.2], [1.0, 1.2, 1.4, 2.4], 1.0, {0: 1 / 3, 1: 1 / 3, 3: 1 / 3}),
     ],
 )
 def test_one_round_in_sixty_four_looks_at_another_length(
-    rates: list[float], costs: list[float], shares: dict[int, float]
+    rates: list[float], costs: list[float], attention: float, shares: dict[int, float]
 ) -> None:
     """At the next longer one, the next shorter one and none, in turn."""
-    late = chosen(rates, costs, rounds=64 * 40)[64 * 10 :]
-    best = int(np.argmax(expected(rates, costs)))
+    late = chosen(rates, costs, rounds=64 * 40, attention=[attention] * len(costs))[64 * 10 :]
+    best = int(np.argmax(expected(rates, [cost + attention for cost in costs])))
     assert set(late.tolist()) == {best, *shares}
     for length, share in shares.items():
         assert (late == length).sum() == pytest.approx(share * len(late) / PROBE_EVERY, abs=1)
+
+
+@pytest.mark.parametrize(("cost", "looked_at"), [(2.0, True), (2.25, False)])
+def test_a_length_that_would_not_pay_with_all_its_drafts_kept_is_never_looked_at(cost: float, looked_at: bool) -> None:
+    """One draft makes 1.7 tokens in 1.2 s; two could make 3."""
+    assert (2 in chosen([0.7, 0.0], [1.0, 1.2, cost])) == looked_at
+
+
+def test_looks_at_a_dear_length_cost_one_percent_of_all_rounds() -> None:
+    """A tree whose rounds take as long as nine without drafts, of whose eight levels hardly one stands."""
+    lengths, rounds = DraftLengths(8, choices=(0, 8)), 20_000
+    for k, cost in ((0, 1.0), (8, 8.5)):
+        lengths.set_base(ROWS, k, cost)
+    looks = 0
+    for _ in range(rounds):
+        k, _ = lengths.choose(ROWS, 0)
+        lengths.observe(k, np.full(ROWS, min(k, 1), np.int32))
+        looks += k == 8
+    lost = looks * (8.5 - 2.0)
+    assert 0.8 * PROBE_SHARE * rounds < lost < 1.2 * PROBE_SHARE * rounds
 
 
 def test_lengths_are_looked_at_more_often_while_they_are_new() -> None:
@@ -96,11 +116,34 @@ def test_lengths_are_looked_at_more_often_while_they_are_new() -> None:
     lengths = DraftLengths(3)
     for k, cost in enumerate([1.0, 1.2, 1.4, 2.4]):
         lengths.set_base(ROWS, k, cost)
-    taken = {place: k for place in range(1, 201) if (k := lengths.choose(ROWS, 0)[0]) != 2}
-    assert taken == {8: 3, 16: 3, 24: 1, 32: 1, 40: 0, 48: 0, 64: 1, 128: 0, 192: 3}
+        lengths.timed(ROWS, k, 1000, cost + 1.0)
+    taken = {place: k for place in range(1, 201) if (k := lengths.choose(ROWS, 1000)[0]) != 2}
+    assert taken == {8: 3, 16: 3, 24: 1, 32: 1, 40: 0, 48: 0, 192: 3}
     lengths.forget()
-    taken = {place: k for place in range(201, 257) if (k := lengths.choose(ROWS, 0)[0]) != 2}
-    assert taken == {208: 3, 216: 3, 224: 1, 232: 1, 240: 0, 248: 0, 256: 1}
+    taken = {place: k for place in range(201, 257) if (k := lengths.choose(ROWS, 1000)[0]) != 2}
+    assert taken == {208: 3, 216: 3, 224: 1, 232: 1, 240: 0, 248: 0}
+
+
+def test_attention_of_few_rows_does_not_speak_of_many() -> None:
+    """Launches are most of it there. A length seen among few rows alone is judged by the nearest one that many rows took."""
+    lengths = DraftLengths(3)
+    for rows, k in itertools.product((8, 1024), range(4)):
+        lengths.set_base(rows, k, 3.0 + k)
+    lengths.timed(8, 3, 1_000, 6.6)
+    lengths.timed(1024, 2, 170_000, 6.0)
+    tokens = lengths.scores(8, 0) * np.array([3.0, 4.0, 5.0, 6.0])
+    assert tokens / lengths.scores(1024, 170_000) == pytest.approx([4.0, 5.0, 6.0, 7.0])
+    assert tokens / lengths.scores(8, 1_000) == pytest.approx([3.6, 4.6, 5.6, 6.6])
+
+
+@pytest.mark.parametrize(("rows", "added"), [(96, 0.6), (512, 1.0)])
+def test_as_many_rows_as_were_never_timed_are_like_the_nearest_that_were(rows: int, added: float) -> None:
+    lengths = DraftLengths(1)
+    for num_rows, k in itertools.product((32, rows, 1024), range(2)):
+        lengths.set_base(num_rows, k, 1.0 + k)
+    lengths.timed(32, 1, 1_000, 2.6)
+    lengths.timed(1024, 1, 1_000, 3.0)
+    assert 1 / lengths.scores(rows, 1_000)[0] == pytest.approx(1.0 + added)
 
 
 def test_another_head_is_measured_from_the_beginning() -> None:

@@ -11,14 +11,16 @@ import torch
 
 from batchspec.decode import launcher as launcher_module
 from batchspec.decode import prefill
+from batchspec.decode.engine import Engine
 from batchspec.decode.graphs import Shape
 from batchspec.decode.launched import Launched
 from batchspec.decode.launcher import Launcher
 from batchspec.decode.prefill import rehearse
 from batchspec.decode.sampling import SamplingMode
 from batchspec.decode.scheduler import PassCost
+from batchspec.draft.base import NoDrafter
 from batchspec.records import PackedBatch
-from tests.engines import packed
+from tests.engines import DEVICE, packed, request, tiny_target
 
 BASE = {(0, False): 1.0, (0, True): 1.25, (1, True): 1.5}
 """Seconds of a round over dead rows, by draft length and whether it prepares a draft for the next one."""
@@ -80,7 +82,30 @@ def test_prefill_is_rehearsed_with_rows_as_long_as_the_job_has_seen(
     monkeypatch.setattr(launcher_module, "rehearse", recorded)
     cost = launcher(packed(4, longest_prompt=longest, max_len=128, prefill_tokens=400), 1).prepare(MODE)
     assert (found["longest"], found["max_tokens"]) == (rehearsed, 400)
-    assert cost == PassCost(least=3.0, token=0.5).in_rounds(BASE[1, True])
+    assert cost == PassCost(least=3.0, token=0.5)
+
+
+@pytest.mark.parametrize("draft_len", [0, 1])
+def test_free_slots_wait_by_what_rounds_of_the_present_draft_length_take(draft_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher_module, "rehearse", lambda *_, **__: PassCost(least=0.0, token=0.0))
+    one = launcher(packed(4), 1)
+    assert one.round_s == 1.0
+    one.prepare(MODE)
+    assert one.round_s == BASE[1, True]
+    monkeypatch.setattr(one._lengths, "choose", lambda *_: (draft_len, False))
+    one.launch(4, np.arange(4), np.full(4, 300), MODE, beside=False)
+    assert one.round_s == BASE[draft_len, True]
+
+
+@pytest.mark.parametrize(("round_s", "rounds"), [(0.01, 5), (1.0, 4)])
+def test_the_engine_refills_by_what_rounds_take(round_s: float, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two slots, rows of 2 and 5 tokens, then one of 2: where rounds are short, a pass of half a second waits for both slots."""
+    monkeypatch.setattr(Launcher, "round_s", round_s)
+    engine = Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE)
+    engine._pass_cost = PassCost(least=0.5, token=0.0)
+    done = list(engine.run(request(i, [1, 2], cap=cap) for i, cap in enumerate((2, 5, 2))))
+    assert len(done) == 3
+    assert engine.totals.rounds == rounds
 
 
 @pytest.mark.parametrize(

@@ -89,9 +89,9 @@ def test_draining_static_batches_would_take_several_times_as_many_rounds() -> No
     assert rounds(refill_dead=False) > 2 * rounds(refill_dead=True)
 
 
-@pytest.mark.parametrize(("prompt", "rounds"), [(1, 16), (16, 8), (32, 1)])
-def test_free_slots_wait_until_they_have_idled_as_long_as_a_short_pass_takes(prompt: int, rounds: int) -> None:
-    """Two rounds of eight slots, less a sixteenth of a round for each token of the pass: one free slot waits for 16 rounds."""
+@pytest.mark.parametrize(("prompt", "round_s", "rounds"), [(1, 1.0, 16), (16, 1.0, 8), (32, 1.0, 1), (1, 0.5, 31), (16, 4.0, 2)])
+def test_free_slots_wait_until_they_have_idled_as_long_as_a_short_pass_takes(prompt: int, round_s: float, rounds: int) -> None:
+    """A pass takes 2 s, less a sixteenth for each of its tokens: one free slot of eight waits for 16 rounds of 1 s."""
     pool = PagePool(200)
     stream = (progress(request(i, [i] * prompt, cap=4)) for i in range(20))
     scheduler = Scheduler(shape(8, 200), pool, stream, pass_cost=PassCost(least=2.0, token=0.0625))
@@ -99,7 +99,7 @@ def test_free_slots_wait_until_they_have_idled_as_long_as_a_short_pass_takes(pro
     for ended in (first[3], first[5]):
         slot = ended.slot
         scheduler.release(ended)
-        turns = [scheduler.refill() for _ in range(rounds)]
+        turns = [scheduler.refill(round_s) for _ in range(rounds)]
         assert turns[:-1] == [[]] * (rounds - 1)
         assert [row.slot for row in turns[-1]] == [slot]
         assert scheduler.refill() == []

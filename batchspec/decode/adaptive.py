@@ -6,17 +6,20 @@ base_s is a round over dead rows, timed once a graph; token_s what a context tok
 measurements, or that of the nearest length where there are none; p_k the share of rows that keep draft token k given that they
 kept those before it, with a prior and a half-life. What lies beyond the present K is not observed, nor what another length takes:
 one round in PROBE_EVERY takes the next longer length, the next shorter one or none, in turn. At first, while these are new, one
-in PROBE_EVERY_AT_FIRST does.
+in PROBE_EVERY_AT_FIRST does. A length that could not pay with all its drafts kept is left out, and a look costs what it emits
+less than the present length would in its time: PROBE_SHARE of all rounds at most.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import numpy as np
 from numpy.typing import NDArray
 
 PROBE_EVERY, PROBE_EVERY_AT_FIRST = 64, 8
+PROBE_SHARE = 0.01
 NEW = 2
 """A length is no longer new after this many probes."""
 PRIOR_RATE, PRIOR_ROWS = 0.7, 32.0
@@ -40,8 +43,8 @@ class DraftLengths:
         """choices: draft lengths that may be chosen, rising from 0 to max_len, instead of `candidates`."""
         self.max_len, self.choices = max_len, choices or candidates(max_len)
         self._base: dict[tuple[int, int, bool], float] = {}
-        self._token_s: list[deque[float]] = [deque(maxlen=NUM_TIMES) for _ in range(max_len + 1)]
-        self._rounds = 0
+        self._token_s: dict[tuple[int, int], deque[float]] = {}
+        self._rounds, self._lost_rounds = 0, 0.0
         self._current = max_len
         self._next: int | None = None
         self.forget()
@@ -85,18 +88,31 @@ class DraftLengths:
         """A round over live rows took `seconds`; lead as for `set_base`."""
         if context_tokens:
             base = self._base[num_rows, draft_len, lead or draft_len > 0]
-            self._token_s[draft_len].append(max(0.0, seconds - base) / context_tokens)
+            newest = self._token_s.setdefault((num_rows, draft_len), deque(maxlen=NUM_TIMES))
+            newest.append(max(0.0, seconds - base) / context_tokens)
 
     def scores(self, num_rows: int, context_tokens: int) -> NDArray[np.float64]:
         """Expected tokens a row and second for each of `choices`."""
-        chosen = np.array(self.choices)
-        known = [k for k, times in enumerate(self._token_s) if times]
-        nearest = [min(known, key=lambda at: abs(at - k), default=k) for k in self.choices]
-        token_s = np.array([min(self._token_s[k], default=0.0) for k in nearest])
-        base = np.array([self._base[num_rows, k, k > 0] for k in self.choices])
-        tokens = 1 + np.concatenate(([0.0], np.cumprod(self._kept / self._tried).cumsum()))[chosen]
-        scores: NDArray[np.float64] = tokens / (base + context_tokens * token_s)
+        scores: NDArray[np.float64] = self._tokens() / (self._bases(num_rows) + context_tokens * self._per_token(num_rows))
         return scores
+
+    def _tokens(self) -> NDArray[np.float64]:
+        """Expected tokens of a round for each of `choices`."""
+        accepted = np.concatenate(([0.0], np.cumprod(self._kept / self._tried).cumsum()))
+        tokens: NDArray[np.float64] = 1 + accepted[np.array(self.choices)]
+        return tokens
+
+    def _bases(self, num_rows: int) -> NDArray[np.float64]:
+        return np.array([self._base[num_rows, k, k > 0] for k in self.choices])
+
+    def _per_token(self, num_rows: int) -> NDArray[np.float64]:
+        """Seconds that a context token adds for each of `choices`: of the nearest length, of the nearest row bucket."""
+        if not self._token_s:
+            return np.zeros(len(self.choices))
+        rows = min((at for at, _ in self._token_s), key=lambda at: abs(math.log(at / num_rows)))
+        known = [k for at, k in self._token_s if at == rows]
+        nearest = [min(known, key=lambda at: abs(at - k)) for k in self.choices]
+        return np.array([min(self._token_s[rows, k]) for k in nearest])
 
     def _pick(self, num_rows: int, context_tokens: int) -> int:
         scores = self.scores(num_rows, context_tokens)
@@ -105,17 +121,23 @@ class DraftLengths:
             place = best
             self._current = self.choices[best]
         self._rounds += 1
-        probed = self._probe(place)
-        return self._current if probed is None else probed
+        hopeful = (1 + np.array(self.choices)) / self._bases(num_rows) > scores[place]
+        probed = self._probe(place, hopeful)
+        if probed is None:
+            return self._current
+        tokens, seconds = self._tokens(), self._tokens() / scores
+        self._lost_rounds += max(0.0, (seconds[probed] * scores[place] - tokens[probed]) / tokens[place])
+        return self.choices[probed]
 
-    def _probe(self, place: int) -> int | None:
-        """Another length than the present one, which stands at `place`, if it is time to look at it."""
+    def _probe(self, place: int, hopeful: NDArray[np.bool_]) -> int | None:
+        """Place of another length than the present one, which stands at `place`, if it is time to look at it."""
         others = [at for at in dict.fromkeys((place + 1, place - 1, 0)) if 0 <= at < len(self.choices) and at != place]
-        if self._rounds % PROBE_EVERY == 0 and others:
-            return self.choices[others[self._rounds // PROBE_EVERY % len(others)]]
+        others = [at for at in others if hopeful[at]]
+        if self._rounds % PROBE_EVERY == 0 and others and self._lost_rounds <= PROBE_SHARE * self._rounds:
+            return others[self._rounds // PROBE_EVERY % len(others)]
         if self._rounds % PROBE_EVERY_AT_FIRST == 0:
-            for k in (self.choices[at] for at in others):
-                if self._num_probed[k] < NEW:
-                    self._num_probed[k] += 1
-                    return k
+            for at in others:
+                if self._num_probed[self.choices[at]] < NEW:
+                    self._num_probed[self.choices[at]] += 1
+                    return at
         return None

@@ -200,7 +200,7 @@ class Engine:
     def _refill(self) -> Iterator[Completion]:
         """Fill free slots and prefill what came in; with an empty stream shrink to the next smaller bucket."""
         self._launched += self._entrance.land(wait=False)
-        group = self._scheduler.refill() if self._entrance.takes_more else []
+        group = self._scheduler.refill(self._launcher.round_s) if self._entrance.takes_more else []
         if group:
             self._bucket = self.batch.slots
             self._prefill(group)

@@ -31,6 +31,8 @@ class Launcher:
         if adaptive and self._on_gpu:
             self._lengths = DraftLengths(self._drafter.max_len, choices=round_.draft_lens)
         self._clock = RoundClock()
+        self._round_s: dict[int, float] = {}
+        self._draft_len = 0
 
     @property
     def ready(self) -> bool:
@@ -41,24 +43,30 @@ class Launcher:
         """Rehearse a prefill, capture the graphs of every row bucket and draft length for `mode`, and time them; no row may live.
 
         shared  the graphs of rows with common beginnings too
-        Returns what a prefill pass costs in rounds; None on a CPU, where nothing is timed.
+        Returns what a prefill pass takes in seconds; None on a CPU, where nothing is timed.
         """
         batch, lengths = self._batch, self._lengths
         draft_lens = [self._drafter.max_len] if lengths is None else lengths.choices
         kinds = [(k, lead) for k in draft_lens for lead in ((True,) if k or lengths is None else (True, False))]
         shapes = [Shape(num_rows, k, mode, lead=lead) for num_rows in batch.row_buckets for k, lead in kinds]
         self._rows.live.zero_()
-        seconds = cost = None
+        cost = None
         if self._on_gpu:
             longest = min(batch.longest_prompt or batch.max_len, batch.max_len - 1)
-            seconds = rehearse(self._round, self._rows, max_tokens=batch.prefill_tokens, longest=longest, mode=mode)
+            cost = rehearse(self._round, self._rows, max_tokens=batch.prefill_tokens, longest=longest, mode=mode)
         self.graphs.prepare([*shapes, *(replace(shape, shared=True) for shape in shapes if shared)])
-        if seconds is not None:
-            cost = seconds.in_rounds(self.graphs.seconds(Shape(batch.slots, draft_lens[-1], mode)))
+        if cost is not None:
+            self._draft_len = draft_lens[-1]
+            self._round_s = {k: self.graphs.seconds(Shape(batch.slots, k, mode)) for k in draft_lens}
         for shape in shapes:
             if lengths is not None:
                 lengths.set_base(shape.num_rows, shape.draft_len, self.graphs.seconds(shape), lead=shape.lead)
         return cost
+
+    @property
+    def round_s(self) -> float:
+        """What a round over all slots takes with the newest one's draft length, in seconds; 1 before anything is timed."""
+        return self._round_s.get(self._draft_len, 1.0)
 
     def launch(
         self, num_rows: int, owner: NDArray[np.int64], num_tokens: NDArray[np.int64], mode: SamplingMode, *, beside: bool
@@ -73,6 +81,7 @@ class Launcher:
             context_tokens = int(num_tokens[owner >= 0].sum())
             draft_len, next_drafts = self._lengths.choose(num_rows, context_tokens)
             lead = draft_len > 0 or next_drafts
+        self._draft_len = draft_len
         self._drafter.refresh()
         return Launched(
             result=self.graphs.run(Shape(num_rows, draft_len, mode, self._groups.any, lead)),

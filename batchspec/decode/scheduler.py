@@ -30,15 +30,12 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PassCost:
-    """What a prefill pass takes, in seconds as measured or in rounds of all slots, as the scheduler reckons."""
+    """What a prefill pass takes: seconds where it was measured, else rounds of all slots."""
 
     least: float
     """Of few tokens: its launches, on the host."""
     token: float
     """Each token of a full one."""
-
-    def in_rounds(self, round_s: float) -> PassCost:
-        return PassCost(self.least / round_s, self.token / round_s)
 
     @staticmethod
     def usual(prefill_tokens: int) -> PassCost:
@@ -86,7 +83,7 @@ class Scheduler:
         refill_dead  False: wait until every row is dead before new ones come in
         lookahead    tokens behind a page that its K/V depends on too: 1 with a drafter that reads the next token
         beyond       places behind a row's end that it needs pages for too: what a tree of drafts takes
-        pass_cost    in rounds; None: the usual one
+        pass_cost    of a prefill; None: the usual one
         """
         self.batch, self.pool = batch, pool
         self.slots: list[Row | None] = [None] * batch.slots
@@ -95,7 +92,7 @@ class Scheduler:
         self._num_refills = 0
         self._refill_dead, self._lookahead, self._beyond = refill_dead, lookahead, beyond
         self._pass_cost = pass_cost or PassCost.usual(batch.prefill_tokens)
-        self._idle_rounds = 0.0
+        self._idle = 0.0
         self._live: list[Row] | None = None
         # What is asked of every row in every round, by slot; `owner` counts refills and is -1 for a free slot.
         self.owner = np.full(batch.slots, -1, np.int64)
@@ -149,13 +146,16 @@ class Scheduler:
         at_end = self._pages_at_end(self._prompt_len, self._limit, self._predicted, emitted)
         return int(np.maximum(at_end - self._num_pages, 0)[self.owner >= 0].sum())
 
-    def refill(self) -> list[Row]:
+    def refill(self, round_s: float = 1.0) -> list[Row]:
         """Rows to prefill now, before the next round: slots taken, pages for their present tokens granted, whole-page prefixes
-        shared."""
+        shared.
+
+        round_s  what a round of all slots takes at present, in the unit of the pass's cost
+        """
         free = np.flatnonzero(self.owner < 0).tolist()
-        if not self._worth_a_prefill(len(free)):
+        if not self._worth_a_prefill(len(free), round_s):
             return []
-        self._idle_rounds = 0.0
+        self._idle = 0.0
         group: list[Row] = []
         promised = self._promised()
         for slot in free:
@@ -168,7 +168,7 @@ class Scheduler:
             promised += max(0, self._expected_pages(row) - len(row.pages))
         return group
 
-    def _worth_a_prefill(self, num_free: int) -> bool:
+    def _worth_a_prefill(self, num_free: int, round_s: float) -> bool:
         """Once slots have stood idle for as long as a pass of few tokens takes more than its tokens do.
 
         Waiting then costs as much as the pass, which is the least of both together (Harris 1913, economic order quantity).
@@ -177,8 +177,8 @@ class Scheduler:
             return True
         if not self._refill_dead or not num_free or (row := self._peek()) is None:
             return False
-        self._idle_rounds += num_free / self.batch.slots
-        return self._idle_rounds >= self._pass_cost.least - self._pass_cost.token * num_free * row.num_tokens
+        self._idle += round_s * num_free / self.batch.slots
+        return self._idle >= self._pass_cost.least - self._pass_cost.token * num_free * row.num_tokens
 
     def _place(self, row: Row, slot: int) -> None:
         request = row.progress.request
