@@ -1,13 +1,14 @@
 """Which draft length pays now: expected tokens of a round over its time, by measured times and acceptance.
 
-    score(K) = (1 + sum_{k<=K} p_1 ... p_k) / (base_s[R, K] + context_tokens * token_s[K])
+    score(K) = (1 + sum_{k<=K} p_1 ... p_k) / (base_s[R, K] + context_tokens * token_s[R, K])
 
-base_s is a round over dead rows, timed once a graph; token_s what a context token adds (attention), the least of the newest
-measurements, or that of the nearest length where there are none; p_k the share of rows that keep draft token k given that they
-kept those before it, with a prior and a half-life. What lies beyond the present K is not observed, nor what another length takes:
-one round in PROBE_EVERY takes the next longer length, the next shorter one or none, in turn. At first, while these are new, one
-in PROBE_EVERY_AT_FIRST does. A length that could not pay with all its drafts kept is left out, and a look costs what it emits
-less than the present length would in its time: PROBE_SHARE of all rounds at most.
+base_s is a round over dead rows, timed once a graph; token_s what a context token adds (attention) among as many rows R, the
+least of the newest measurements, or that of the nearest length where there are none (of the nearest R that was timed at all);
+p_k the share of rows that keep draft token k given that they kept those before it, with a prior and a half-life. What lies
+beyond the present K is not observed, nor what another length takes: one round in PROBE_EVERY takes the next longer length, the
+next shorter one or none, in turn. At first, while these are new, one in PROBE_EVERY_AT_FIRST does. A length that could not pay
+with all its drafts kept is left out, and a look costs what it emits less than the present length would in its time: PROBE_SHARE
+of all rounds at most.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 PROBE_EVERY, PROBE_EVERY_AT_FIRST = 64, 8
+"""The first a multiple of the second."""
 PROBE_SHARE = 0.01
 NEW = 2
 """A length is no longer new after this many probes."""
@@ -42,8 +44,9 @@ class DraftLengths:
     def __init__(self, max_len: int, choices: tuple[int, ...] | None = None) -> None:
         """choices: draft lengths that may be chosen, rising from 0 to max_len, instead of `candidates`."""
         self.max_len, self.choices = max_len, choices or candidates(max_len)
+        self._lengths = np.array(self.choices)
         self._base: dict[tuple[int, int, bool], float] = {}
-        self._token_s: dict[tuple[int, int], deque[float]] = {}
+        self._token_s: dict[int, dict[int, deque[float]]] = {}
         self._rounds, self._lost_rounds = 0, 0.0
         self._current = max_len
         self._next: int | None = None
@@ -88,45 +91,46 @@ class DraftLengths:
         """A round over live rows took `seconds`; lead as for `set_base`."""
         if context_tokens:
             base = self._base[num_rows, draft_len, lead or draft_len > 0]
-            newest = self._token_s.setdefault((num_rows, draft_len), deque(maxlen=NUM_TIMES))
+            newest = self._token_s.setdefault(num_rows, {}).setdefault(draft_len, deque(maxlen=NUM_TIMES))
             newest.append(max(0.0, seconds - base) / context_tokens)
 
     def scores(self, num_rows: int, context_tokens: int) -> NDArray[np.float64]:
         """Expected tokens a row and second for each of `choices`."""
-        scores: NDArray[np.float64] = self._tokens() / (self._bases(num_rows) + context_tokens * self._per_token(num_rows))
+        scores: NDArray[np.float64] = self._tokens() / self._seconds(num_rows, context_tokens)
         return scores
 
     def _tokens(self) -> NDArray[np.float64]:
         """Expected tokens of a round for each of `choices`."""
-        accepted = np.concatenate(([0.0], np.cumprod(self._kept / self._tried).cumsum()))
-        tokens: NDArray[np.float64] = 1 + accepted[np.array(self.choices)]
+        accepted = np.concatenate(([0.0], (self._kept / self._tried).cumprod().cumsum()))
+        tokens: NDArray[np.float64] = 1 + accepted[self._lengths]
         return tokens
 
-    def _bases(self, num_rows: int) -> NDArray[np.float64]:
-        return np.array([self._base[num_rows, k, k > 0] for k in self.choices])
-
-    def _per_token(self, num_rows: int) -> NDArray[np.float64]:
-        """Seconds that a context token adds for each of `choices`: of the nearest length, of the nearest row bucket."""
-        if not self._token_s:
-            return np.zeros(len(self.choices))
-        rows = min((at for at, _ in self._token_s), key=lambda at: abs(math.log(at / num_rows)))
-        known = [k for at, k in self._token_s if at == rows]
-        nearest = [min(known, key=lambda at: abs(at - k)) for k in self.choices]
-        return np.array([min(self._token_s[rows, k]) for k in nearest])
+    def _seconds(self, num_rows: int, context_tokens: int) -> NDArray[np.float64]:
+        """Of a round for each of `choices`."""
+        base = np.array([self._base[num_rows, k, k > 0] for k in self.choices])
+        if not context_tokens or not self._token_s:
+            return base
+        timed = self._token_s.get(num_rows) or self._token_s[min(self._token_s, key=lambda at: abs(math.log(at / num_rows)))]
+        least = {k: min(newest) for k, newest in timed.items()}
+        added = [least[k] if k in least else least[min(least, key=lambda at: abs(at - k))] for k in self.choices]
+        seconds: NDArray[np.float64] = base + context_tokens * np.array(added)
+        return seconds
 
     def _pick(self, num_rows: int, context_tokens: int) -> int:
-        scores = self.scores(num_rows, context_tokens)
+        tokens, seconds = self._tokens(), self._seconds(num_rows, context_tokens)
+        scores = tokens / seconds
         place, best = self.choices.index(self._current), int(scores.argmax())
         if scores[best] > MARGIN * scores[place]:
             place = best
             self._current = self.choices[best]
         self._rounds += 1
-        hopeful = (1 + np.array(self.choices)) / self._bases(num_rows) > scores[place]
+        if self._rounds % PROBE_EVERY_AT_FIRST:
+            return self._current
+        hopeful = 1 + self._lengths > scores[place] * self._seconds(num_rows, 0)
         probed = self._probe(place, hopeful)
         if probed is None:
             return self._current
-        tokens, seconds = self._tokens(), self._tokens() / scores
-        self._lost_rounds += max(0.0, (seconds[probed] * scores[place] - tokens[probed]) / tokens[place])
+        self._lost_rounds += max(0.0, seconds[probed] * scores[place] - tokens[probed]) / tokens[place]
         return self.choices[probed]
 
     def _probe(self, place: int, hopeful: NDArray[np.bool_]) -> int | None:
@@ -135,9 +139,8 @@ class DraftLengths:
         others = [at for at in others if hopeful[at]]
         if self._rounds % PROBE_EVERY == 0 and others and self._lost_rounds <= PROBE_SHARE * self._rounds:
             return others[self._rounds // PROBE_EVERY % len(others)]
-        if self._rounds % PROBE_EVERY_AT_FIRST == 0:
-            for at in others:
-                if self._num_probed[self.choices[at]] < NEW:
-                    self._num_probed[self.choices[at]] += 1
-                    return at
-        return None
+        new = [at for at in others if self._num_probed[self.choices[at]] < NEW]
+        if not new:
+            return None
+        self._num_probed[self.choices[new[0]]] += 1
+        return new[0]
