@@ -76,6 +76,7 @@ def test_no_drafts_are_found_to_pay_where_every_length_costs_the_same(cost: floa
     ("rates", "costs", "attention", "shares"),
     [
         ([0.3, 0.3], [1.0, 1.5, 2.0], 0.0, {1: 1.0}),
+        ([0.1, 0.1], [1.0, 1.5, 2.0], 1.0, {1: 1.0}),
         ([0.7, 0.2, 0.2], [1.0, 1.2, 1.8, 2.4], 1.0, {0: 0.5, 2: 0.5}),
         ([0.7, 0.7, 0.2], [1.0, 1.2, 1.4, 2.4], 1.0, {0: 1 / 3, 1: 1 / 3, 3: 1 / 3}),
     ],
@@ -124,6 +125,26 @@ def test_lengths_are_looked_at_more_often_while_they_are_new() -> None:
     assert taken == {208: 3, 216: 3, 224: 1, 232: 1, 240: 0, 248: 0}
 
 
+def test_a_look_stands_beside_the_length_that_pays_as_of_now() -> None:
+    """Second drafts are lost in masses just before the eighth round, which looks beyond one draft, not beyond two."""
+    lengths = DraftLengths(2)
+    for k, cost in enumerate([1.0, 1.2, 1.4]):
+        lengths.set_base(ROWS, k, cost)
+    taken = [lengths.choose(ROWS, 0)[0] for _ in range(6)]
+    lengths.observe(2, np.ones(10_000, np.int32))
+    taken += [lengths.choose(ROWS, 0)[0] for _ in range(3)]
+    assert taken == [2] * 7 + [2, 1]
+
+
+@pytest.mark.parametrize(("gain", "taken"), [(1.003, 1), (1.007, 0)])
+def test_another_length_is_taken_if_it_promises_half_a_percent_more(gain: float, taken: int) -> None:
+    """At first the longest one is the present one."""
+    lengths = DraftLengths(1)
+    for k, cost in enumerate((1.0, 1.7 * gain)):
+        lengths.set_base(ROWS, k, cost)
+    assert lengths.choose(ROWS, 0)[0] == taken
+
+
 def test_attention_of_few_rows_does_not_speak_of_many() -> None:
     """Launches are most of it there. A length seen among few rows alone is judged by the nearest one that many rows took."""
     lengths = DraftLengths(3)
@@ -134,6 +155,16 @@ def test_attention_of_few_rows_does_not_speak_of_many() -> None:
     tokens = lengths.scores(8, 0) * np.array([3.0, 4.0, 5.0, 6.0])
     assert tokens / lengths.scores(1024, 170_000) == pytest.approx([4.0, 5.0, 6.0, 7.0])
     assert tokens / lengths.scores(8, 1_000) == pytest.approx([3.6, 4.6, 5.6, 6.6])
+
+
+def test_attention_of_a_length_that_was_never_timed_is_like_that_of_the_nearest_that_was() -> None:
+    lengths = DraftLengths(6)
+    for k in lengths.choices:
+        lengths.set_base(ROWS, k, 1.0)
+    lengths.timed(ROWS, 1, 1000, 1.25)
+    lengths.timed(ROWS, 4, 1000, 1.5)
+    seconds = lengths.scores(ROWS, 0) / lengths.scores(ROWS, 1000)
+    assert dict(zip(lengths.choices, seconds, strict=True)) == pytest.approx({0: 1.25, 1: 1.25, 2: 1.25, 3: 1.5, 4: 1.5, 6: 1.5})
 
 
 @pytest.mark.parametrize(("rows", "added"), [(96, 0.6), (512, 1.0)])
@@ -165,15 +196,16 @@ def test_another_head_is_measured_from_the_beginning() -> None:
     assert taken.count(2) >= 15
 
 
-def test_a_head_that_gets_better_is_taken_up_again() -> None:
-    lengths = DraftLengths(1)
-    for k, cost in enumerate([1.0, 1.2]):
+@pytest.mark.parametrize("longest", [1, 8])
+def test_a_head_that_gets_better_is_taken_up_again(longest: int) -> None:
+    lengths = DraftLengths(longest, choices=(0, longest))
+    for k, cost in ((0, 1.0), (longest, 1.2)):
         lengths.set_base(ROWS, k, cost)
-    for rate, wanted in ((0.0, 0), (0.9, 1)):
+    for rate, wanted in ((0.0, 0), (0.9, longest)):
         for _ in range(64 * 60):
             k, _ = lengths.choose(ROWS, 0)
             if k:
-                lengths.observe(k, np.full(ROWS, 1 if rate > 0.5 else 0, np.int32))
+                lengths.observe(k, np.full(ROWS, k if rate > 0.5 else 0, np.int32))
         assert lengths.choose(ROWS, 0)[0] == wanted
 
 
@@ -203,6 +235,36 @@ def test_a_draft_is_judged_by_the_rounds_that_kept_those_before_it() -> None:
     for _ in range(200):
         lengths.observe(2, np.array([0, 2] * (ROWS // 2), np.int32))
     assert lengths.scores(ROWS, 0) == pytest.approx([1.0, 1.5, 2.0 / 1.25], rel=0.01)
+
+
+def test_a_round_says_nothing_of_drafts_that_it_did_not_make() -> None:
+    lengths = DraftLengths(2)
+    for k in lengths.choices:
+        lengths.set_base(ROWS, k, 1.0)
+    lengths.observe(1, np.ones(1000, np.int32))
+    first, second = np.diff(lengths.scores(ROWS, 0))
+    assert first > 0.99
+    assert second / first == pytest.approx(0.7)
+
+
+def test_a_tree_is_credited_with_every_level() -> None:
+    lengths = DraftLengths(3, choices=(0, 3))
+    for k in lengths.choices:
+        lengths.set_base(ROWS, k, 1.0)
+    assert lengths.scores(ROWS, 0) == pytest.approx([1.0, 1 + 0.7 + 0.7**2 + 0.7**3])
+
+
+@pytest.mark.parametrize("rows", [1, 64, 1024])
+def test_what_a_row_showed_counts_half_once_4096_more_were_seen(rows: int) -> None:
+    """Of 32 rows that kept a second draft, beside 32 of the prior; rows that lose the first one say nothing of it."""
+    lengths = DraftLengths(2)
+    for k in lengths.choices:
+        lengths.set_base(ROWS, k, 1.0)
+    lengths.observe(2, np.full(32, 2, np.int32))
+    for _ in range(4096 // rows):
+        lengths.observe(2, np.zeros(rows, np.int32))
+    first, second = np.diff(lengths.scores(ROWS, 0))
+    assert second / first == pytest.approx((0.7 * 32 + 32 / 2) / (32 + 32 / 2))
 
 
 def test_rounds_that_waited_for_the_host_do_not_count() -> None:

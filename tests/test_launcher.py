@@ -23,21 +23,31 @@ from batchspec.records import PackedBatch
 from tests.engines import DEVICE, packed, request, tiny_target
 
 BASE = {(0, False): 1.0, (0, True): 1.25, (1, True): 1.5}
-"""Seconds of a round over dead rows, by draft length and whether it prepares a draft for the next one."""
+"""Seconds of a round over all slots, dead rows, by draft length and whether it prepares a draft for the next one."""
 ATTENTION = 0.5
-MODE = SamplingMode()
+MODE = SamplingMode(random=True)
 
 
-def launcher(batch: PackedBatch, max_len: int) -> Launcher:
-    """Adaptive, of rounds that take what `BASE` says."""
+def launcher(
+    batch: PackedBatch, max_len: int, *, draft_lens: tuple[int, ...] = (0, 1), adaptive: bool = True, base: Any = BASE
+) -> Launcher:
+    """Of rounds that take what `base` says, in proportion to their rows. An earlier run has left rows alive."""
     drafter = SimpleNamespace(max_len=max_len, refresh=lambda: None)
-    round_: Any = SimpleNamespace(drafter=drafter, draft_lens=None, target=SimpleNamespace(dtype=torch.float32))
-    rows: Any = SimpleNamespace(tokens=SimpleNamespace(is_cuda=True), live=torch.zeros(batch.slots, dtype=torch.int32))
+    round_: Any = SimpleNamespace(drafter=drafter, draft_lens=draft_lens, target=SimpleNamespace(dtype=torch.float32))
+    rows: Any = SimpleNamespace(tokens=SimpleNamespace(is_cuda=True), live=torch.ones(batch.slots, dtype=torch.int32))
     groups: Any = SimpleNamespace(any=False)
-    made = Launcher(round_, rows, groups, batch, adaptive=True)
+    made = Launcher(round_, rows, groups, batch, adaptive=adaptive)
+    prepared: list[Shape] = []
+
+    def seconds(shape: Shape) -> float:
+        assert shape in prepared
+        taken: float = base[shape.draft_len, shape.lead] * shape.num_rows / batch.slots
+        return taken
+
     graphs: Any = SimpleNamespace(
-        prepare=lambda shapes: None,
-        seconds=lambda shape: BASE[shape.draft_len, shape.lead],
+        prepared=prepared,
+        prepare=prepared.extend,
+        seconds=seconds,
         run=lambda shape: SimpleNamespace(log=torch.zeros(1), shape=shape),
     )
     made.graphs = graphs
@@ -75,7 +85,8 @@ def test_prefill_is_rehearsed_with_rows_as_long_as_the_job_has_seen(
     """A row of max_len leaves room for one token."""
     found: dict[str, Any] = {}
 
-    def recorded(*_: Any, **values: Any) -> PassCost:
+    def recorded(_: Any, rows: Any, **values: Any) -> PassCost:
+        assert not rows.live.any()
         found.update(values)
         return PassCost(least=3.0, token=0.5)
 
@@ -83,6 +94,75 @@ def test_prefill_is_rehearsed_with_rows_as_long_as_the_job_has_seen(
     cost = launcher(packed(4, longest_prompt=longest, max_len=128, prefill_tokens=400), 1).prepare(MODE)
     assert (found["longest"], found["max_tokens"]) == (rehearsed, 400)
     assert cost == PassCost(least=3.0, token=0.5)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    ("adaptive", "max_len", "kinds"),
+    [
+        (True, 3, {(0, False), (0, True), (3, True)}),
+        (False, 3, {(3, True)}),
+        (False, 0, {(0, True)}),
+    ],
+)
+def test_just_the_graphs_that_the_job_may_launch_are_prepared(
+    adaptive: bool, max_len: int, kinds: set[tuple[int, bool]], shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tree is verified as a whole or not at all."""
+    monkeypatch.setattr(launcher_module, "rehearse", lambda *_, **__: PassCost(least=0.0, token=0.0))
+    base = dict.fromkeys(kinds, 1.0)
+    one: Any = launcher(packed(4), max_len, draft_lens=(0, max_len), adaptive=adaptive, base=base)
+    one.prepare(MODE, shared=shared)
+    wanted = [
+        Shape(num_rows, k, MODE, common, lead)
+        for num_rows in (1, 2, 4)
+        for k, lead in kinds
+        for common in ((False, True) if shared else (False,))
+    ]
+    assert len(one.graphs.prepared) == len(wanted)
+    assert set(one.graphs.prepared) == set(wanted)
+
+
+def test_a_result_speaks_of_the_round_that_it_came_from_however_many_were_launched_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five rounds over two of four slots, every other one without drafts, are launched before the first result is there."""
+    monkeypatch.setattr(launcher_module, "rehearse", lambda *_, **__: PassCost(least=0.0, token=0.0))
+    monkeypatch.setattr(Launched, "seconds_since", lambda launched, began: launched.arrived - began)
+    one = launcher(packed(4), 1)
+    one.prepare(MODE)
+    assert one._lengths is not None
+    lens = [0, 1, 0, 1, 0]
+    chosen = iter(lens)
+    monkeypatch.setattr(one._lengths, "choose", lambda *_: (next(chosen), True))
+    launched = [one.launch(2, np.array([0, 1, -1, -1]), np.full(4, 500), MODE, beside=False) for _ in lens]
+    now = 0.0
+    for k, result in zip(lens, launched, strict=True):
+        now += BASE[k, True] / 2 + ATTENTION * (1 + k)
+        result.arrived = now  # type: ignore[assignment]
+        one.learn(result, np.full(16, k, np.int32))
+    tokens, seconds = np.array([1.0, 1 + (0.7 * 32 + 32) / (32 + 32)]), np.array([1.0 / 2 + ATTENTION, 1.5 / 2 + 2 * ATTENTION])
+    assert one._lengths.scores(2, 1000) == pytest.approx(tokens / seconds, rel=0.002)
+
+
+@pytest.mark.parametrize(("num_rows", "draft_len"), [(2, 1), (4, 0)])
+def test_drafts_that_pay_among_few_rows_are_not_made_among_many(
+    num_rows: int, draft_len: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher_module, "rehearse", lambda *_, **__: PassCost(least=0.0, token=0.0))
+    one: Any = launcher(packed(4), 1)
+    one.graphs.seconds = lambda shape: 2.0 if shape.draft_len and shape.num_rows == 4 else 1.0
+    one.prepare(MODE)
+    assert one.launch(num_rows, np.arange(4), np.full(4, 300), MODE, beside=False).draft_len == draft_len
+
+
+def test_of_another_head_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher_module, "rehearse", lambda *_, **__: PassCost(least=0.0, token=0.0))
+    one = launcher(packed(4), 1)
+    one.prepare(MODE)
+    assert one._lengths is not None
+    before = one._lengths.scores(4, 0)
+    one._lengths.observe(1, np.zeros(1000, np.int32))
+    one.forget()
+    assert one._lengths.scores(4, 0) == pytest.approx(before)
 
 
 @pytest.mark.parametrize("draft_len", [0, 1])

@@ -105,6 +105,26 @@ def test_free_slots_wait_until_they_have_idled_as_long_as_a_short_pass_takes(pro
         assert scheduler.refill() == []
 
 
+@pytest.mark.parametrize(("num_free", "rounds"), [(1, 12), (2, 4), (4, 1)])
+def test_the_more_slots_are_free_the_sooner_a_pass_is_worth_its_launches(num_free: int, rounds: int) -> None:
+    """2 s, less half a second for each row of eight tokens; each free slot of eight idles an eighth of a second a round."""
+    pool = PagePool(200)
+    stream = (progress(request(i, [i] * 8, cap=4)) for i in range(20))
+    scheduler = Scheduler(shape(8, 200), pool, stream, pass_cost=PassCost(least=2.0, token=0.0625))
+    for row in scheduler.refill()[:num_free]:
+        scheduler.release(row)
+    assert [len(scheduler.refill()) for _ in range(rounds)] == [0] * (rounds - 1) + [num_free]
+
+
+@pytest.mark.parametrize(("prompt", "rounds"), [(1, 4), (16, 2), (32, 1)])
+def test_where_no_pass_was_timed_half_a_full_one_waits_for_nothing(prompt: int, rounds: int) -> None:
+    """And one of few tokens until slots have idled for a quarter of a round; a full one has 64 tokens."""
+    pool = PagePool(400)
+    scheduler = Scheduler(shape(16, 400), pool, (progress(request(i, [i] * prompt, cap=4)) for i in range(20)))
+    scheduler.release(scheduler.refill()[0])
+    assert [len(scheduler.refill()) for _ in range(rounds)] == [0] * (rounds - 1) + [1]
+
+
 def run_8k_job(*, known: bool, longest_first: bool) -> tuple[int, int]:
     """Rounds and set-backs of 192 prompts of 8,192 tokens, outputs of 1,063 on average and 3,072 at most, on one H200's pages."""
     lengths = np.clip(np.random.default_rng(0).lognormal(6.685, 0.7, 192), 32, 3072).astype(int)
