@@ -29,11 +29,17 @@ MODE = SamplingMode(random=True)
 
 
 def launcher(
-    batch: PackedBatch, max_len: int, *, draft_lens: tuple[int, ...] = (0, 1), adaptive: bool = True, base: Any = BASE
+    batch: PackedBatch,
+    max_len: int,
+    *,
+    draft_lens: tuple[int, ...] = (0, 1),
+    adaptive: bool = True,
+    base: Any = BASE,
+    dtype: torch.dtype = torch.float32,
 ) -> Launcher:
     """Of rounds that take what `base` says, in proportion to their rows. An earlier run has left rows alive."""
     drafter = SimpleNamespace(max_len=max_len, refresh=lambda: None)
-    round_: Any = SimpleNamespace(drafter=drafter, draft_lens=draft_lens, target=SimpleNamespace(dtype=torch.float32))
+    round_: Any = SimpleNamespace(drafter=drafter, draft_lens=draft_lens, target=SimpleNamespace(dtype=dtype))
     rows: Any = SimpleNamespace(tokens=SimpleNamespace(is_cuda=True), live=torch.ones(batch.slots, dtype=torch.int32))
     groups: Any = SimpleNamespace(any=False)
     made = Launcher(round_, rows, groups, batch, adaptive=adaptive)
@@ -175,6 +181,14 @@ def test_free_slots_wait_by_what_rounds_of_the_present_draft_length_take(draft_l
     monkeypatch.setattr(one._lengths, "choose", lambda *_: (draft_len, False))
     one.launch(4, np.arange(4), np.full(4, 300), MODE, beside=False)
     assert one.round_s == BASE[draft_len, True]
+
+
+def test_where_rounds_are_no_graphs_nothing_is_timed_and_nothing_chosen() -> None:
+    """Free slots then wait by the usual cost of a pass; a round of no time would have them wait for ever."""
+    one = launcher(packed(4), 1, dtype=torch.float64)
+    assert one.prepare(MODE) is None
+    assert one.round_s == 1.0
+    assert one.launch(4, np.arange(4), np.full(4, 300), MODE, beside=False).draft_len == 1
 
 
 @pytest.mark.parametrize(("round_s", "rounds"), [(0.01, 5), (1.0, 4)])

@@ -7,8 +7,8 @@ least of the newest measurements, or that of the nearest length where there are 
 p_k the share of rows that keep draft token k given that they kept those before it, with a prior and a half-life. What lies
 beyond the present K is not observed, nor what another length takes: one round in PROBE_EVERY takes the next longer length, the
 next shorter one or none, in turn. At first, while these are new, one in PROBE_EVERY_AT_FIRST does. A length that could not pay
-with all its drafts kept is left out, and a look costs what it emits less than the present length would in its time: PROBE_SHARE
-of all rounds at most.
+with all its drafts kept is left out. A look costs what it emits less than the present length would in its time; lengths that are
+no longer new are looked at while looks have cost PROBE_SHARE of all rounds at most.
 """
 
 from __future__ import annotations

@@ -36,13 +36,13 @@ class Graphs:
 
     def __init__(self, round_: Round, rows: Rows, groups: Groups) -> None:
         self._round, self._rows, self._groups = round_, rows, groups
-        self._captures = rows.tokens.is_cuda and round_.target.dtype in GRAPH_DTYPES
+        self.captures = rows.tokens.is_cuda and round_.target.dtype in GRAPH_DTYPES
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, RoundResult]] = {}
         self._pool: Any = None
 
     def run(self, shape: Shape) -> RoundResult:
         """One round over the first slots. The result's tensors are those of the graph: copy them before the next round."""
-        if not self._captures:
+        if not self.captures:
             return self._run(shape)
         if shape not in self._graphs:
             self._capture(shape)
@@ -62,12 +62,12 @@ class Graphs:
     def prepare(self, shapes: Iterable[Shape]) -> None:
         """Capture ahead of time, the largest first: later ones live in its memory."""
         for shape in sorted(shapes, key=lambda shape: (-shape.num_rows, -shape.draft_len)):
-            if self._captures and shape not in self._graphs:
+            if self.captures and shape not in self._graphs:
                 self._capture(shape)
 
     def seconds(self, shape: Shape, repeats: int = 5) -> float:
         """Time of the round over dead rows: everything but attention. Synchronises; only while no row is live."""
-        if not self._captures:
+        if not self.captures:
             return 0.0
         self.run(shape)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

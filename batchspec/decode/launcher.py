@@ -23,12 +23,12 @@ class Launcher:
     """Its rounds' results are to be collected, and shown to `learn`, in the order of their launches."""
 
     def __init__(self, round_: Round, rows: Rows, groups: Groups, batch: PackedBatch, *, adaptive: bool) -> None:
-        """adaptive: choose the draft length of each round, 0 included (GPU only); else it is the drafter's largest."""
+        """adaptive: choose the draft length of each round, 0 included, where rounds are timed; else it is the largest."""
         self.graphs = Graphs(round_, rows, groups)
         self._round, self._rows, self._groups, self._batch = round_, rows, groups, batch
-        self._drafter, self._on_gpu = round_.drafter, rows.tokens.is_cuda
+        self._drafter, self._timed = round_.drafter, self.graphs.captures
         self._lengths = None
-        if adaptive and self._on_gpu:
+        if adaptive and self._timed:
             self._lengths = DraftLengths(self._drafter.max_len, choices=round_.draft_lens)
         self._clock = RoundClock()
         self._round_s: dict[int, float] = {}
@@ -43,7 +43,7 @@ class Launcher:
         """Rehearse a prefill, capture the graphs of every row bucket and draft length for `mode`, and time them; no row may live.
 
         shared  the graphs of rows with common beginnings too
-        Returns what a prefill pass takes in seconds; None on a CPU, where nothing is timed.
+        Returns what a prefill pass takes in seconds; None where rounds are no graphs (CPU, float64): nothing is timed.
         """
         batch, lengths = self._batch, self._lengths
         draft_lens = [self._drafter.max_len] if lengths is None else lengths.choices
@@ -51,21 +51,24 @@ class Launcher:
         shapes = [Shape(num_rows, k, mode, lead=lead) for num_rows in batch.row_buckets for k, lead in kinds]
         self._rows.live.zero_()
         cost = None
-        if self._on_gpu:
+        if self._timed:
             longest = min(batch.longest_prompt or batch.max_len, batch.max_len - 1)
             cost = rehearse(self._round, self._rows, max_tokens=batch.prefill_tokens, longest=longest, mode=mode)
         self.graphs.prepare([*shapes, *(replace(shape, shared=True) for shape in shapes if shared)])
-        if cost is not None:
-            self._draft_len = draft_lens[-1]
-            self._round_s = {k: self.graphs.seconds(Shape(batch.slots, k, mode)) for k in draft_lens}
+        if cost is None:
+            return None
         for shape in shapes:
+            whole = shape.num_rows == batch.slots and shape.lead
+            seconds = self.graphs.seconds(shape) if whole or lengths is not None else 0.0
+            if whole:
+                self._draft_len, self._round_s[shape.draft_len] = shape.draft_len, seconds
             if lengths is not None:
-                lengths.set_base(shape.num_rows, shape.draft_len, self.graphs.seconds(shape), lead=shape.lead)
+                lengths.set_base(shape.num_rows, shape.draft_len, seconds, lead=shape.lead)
         return cost
 
     @property
     def round_s(self) -> float:
-        """What a round over all slots takes with the newest one's draft length, in seconds; 1 before anything is timed."""
+        """Seconds of a round over all slots with the newest one's draft length, attention left out; 1 where nothing is timed."""
         return self._round_s.get(self._draft_len, 1.0)
 
     def launch(
