@@ -50,6 +50,8 @@ def run_job(config: RunConfig, source: Source | None = None) -> None:
             return
         say(f"{output.path}: done, {job.source.num_rows} rows in {output.num_shards} shards")
     errors = finish(output, again=not complete)
+    if errors:
+        say(f"{output.path}: {errors} error row{'s' * (errors > 1)}; the column `error` says why")
     check_errors(job, errors)
     say(f"look at it:  batchspec stats {output.path}")
     say(f"             python -c \"import polars; print(polars.read_parquet('{output.path}/data'))\"")

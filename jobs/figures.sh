@@ -12,8 +12,11 @@
 # rows               K = 3..8 at 1, 2, 4, 8 rows                    draws     by temperature, with and without coupled drafts
 # trees              sums against products of probabilities         adapt     a half-trained head that learns on the job
 set -euo pipefail
-out=$1
+out=${1:?OUT SECTION..., such as out/figures long; the sections stand at the top of this file}
 shift
+for section in "${@:?SECTION..., such as long short; they stand at the top of this file}"; do
+    grep -q "^figure_$section()" "$0" || { echo "$0: no section $section; they stand at the top of this file" >&2; exit 2; }
+done
 mkdir -p "$out"
 python=${PYTHON:-python} model=${MODEL:-smollm2-135m}
 rates=.6,.28,.12 long_rates=.6,.28,.12,.05,.02

@@ -6,7 +6,7 @@
 # Leaves WORK/head (HEAD=NAME: WORK/NAME); the same command goes on where it was stopped. Files of prompts of your own, one user's
 # turn a row in a column `prompt`, are answered too: PROMPTS='a.parquet b.parquet'. Sizes are those of a small model on one GPU.
 set -euo pipefail
-model=$1 work=$2
+model=${1:?MODEL WORK [overrides], such as smollm2-135m out/head} work=${2:?WORK: a folder for prompts, answers and the head}
 shift 2
 python=${PYTHON:-python}
 turns=${TURNS:-22000} texts=${TEXTS:-16000} cap=${CAP:-288} # rows, rows, tokens of an answer: small models end in loops

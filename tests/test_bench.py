@@ -189,6 +189,12 @@ def test_what_cannot_run_is_refused(words: list[str], said: str) -> None:
         bench.main(words)
 
 
+def test_transformers_are_asked_for_where_they_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install transformers"):
+        bench.main(["out.jsonl", "x", "--model", "smollm2-135m", "--against-transformers"])
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_profile_needs_a_gpu() -> None:
     with pytest.raises(ConfigError, match="--profile needs a GPU"):

@@ -41,9 +41,10 @@ def demo(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[pl.Data
 
 
 def test_it_ends_by_saying_where_the_output_lies_and_how_to_look_at_it(demo: tuple[pl.DataFrame, str]) -> None:
-    *_, done, report, look, python = demo[1].splitlines()
+    *_, done, report, errors, look, python = demo[1].splitlines()
     assert done.startswith("out/demo: done, 74 rows")
     assert "report.html" in report
+    assert f"{(demo[0]['status'] == 'error').sum()} error rows; the column `error` says why" in errors
     assert look.endswith("batchspec stats out/demo")
     assert "polars.read_parquet('out/demo/data')" in python
 

@@ -159,3 +159,16 @@ def test_what_cannot_be_read_or_written_is_refused_in_one_line(model: Path, tmp_
     with pytest.raises(InputError, match="none of 1 rows ended by itself"):
         main(["--from", str(tmp_path / "cut.parquet"), str(tmp_path / "x.parquet")])
     assert not (tmp_path / "x.parquet").exists()
+
+
+def test_a_file_that_cannot_be_put_in_its_place_is_refused_and_leaves_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "mine").mkdir()
+    monkeypatch.setattr("batchspec.commands.prompts.os.replace", refused)
+    with pytest.raises(OutputError, match=r"x\.parquet: cannot be written: Permission denied; name a file in a folder of yours"):
+        main(["--open", str(model), str(tmp_path / "mine" / "x.parquet"), "--rows", "1"])
+    assert not list((tmp_path / "mine").iterdir())

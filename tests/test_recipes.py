@@ -85,4 +85,16 @@ def test_the_figure_of_adaptation_compares_two_jobs_over_one_half_trained_head(t
 
 
 def test_an_unknown_figure_is_no_success(tmp_path: Path) -> None:
-    assert script("figures.sh", tmp_path, "nonsense").returncode != 0
+    done = script("figures.sh", tmp_path / "out", "floor", "nonsense")
+    assert done.returncode == 2
+    assert "no section nonsense" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("figures.sh", []), ("figures.sh", ["out"]), ("train_head.sh", []), ("train_head.sh", ["x"])]
+)
+def test_a_script_without_its_words_says_which(name: str, words: list[str]) -> None:
+    done = script(name, *words)
+    assert done.returncode != 0
+    assert ("WORK" if name == "train_head.sh" else "SECTION...") in done.stderr

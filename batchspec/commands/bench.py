@@ -12,6 +12,7 @@ DIR --rows N` measures what a job costs beside its model.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import shlex
 import statistics
@@ -144,6 +145,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--temperature {args.temperature} must be in 0 .. 100; 0 is greedy")
     if args.against_transformers and not args.model:
         raise ConfigError("--against-transformers needs --model: dummy weights exist only inside batchspec")
+    if args.against_transformers and importlib.util.find_spec("transformers") is None:
+        raise ConfigError("--against-transformers: transformers is not installed; pip install transformers")
     if (args.chat or args.eos) and not args.model:
         raise ConfigError("--chat and --eos need --model: random prompts are no chats and dummy weights end nothing")
     if args.eos and args.against_transformers:

@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from batchspec.arguments import ArgumentParser
 from batchspec.commands.export import target_file
 from batchspec.config import InputConfig
-from batchspec.errors import CheckpointError, ConfigError, InputError
+from batchspec.errors import CheckpointError, ConfigError, InputError, OutputError
 from batchspec.io.reader import open_source
 from batchspec.model.hub import resolve_model
 from batchspec.model.tokenizer import Tokenizer
@@ -166,5 +166,10 @@ def _columns(output: str, option: str, *names: str) -> Iterator[tuple[Any, ...]]
 
 def _write(table: pa.Table, target: Path) -> None:
     scratch = target.with_name(f".{target.name}")
-    pq.write_table(table, scratch, compression="zstd")
-    os.replace(scratch, target)
+    try:
+        pq.write_table(table, scratch, compression="zstd")
+        os.replace(scratch, target)
+    except OSError as error:
+        raise OutputError(f"{target}: cannot be written: {error.strerror or error}; name a file in a folder of yours") from None
+    finally:
+        scratch.unlink(missing_ok=True)

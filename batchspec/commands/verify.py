@@ -53,7 +53,7 @@ class Difference:
 def main(argv: list[str]) -> int:
     parser = ArgumentParser(prog="batchspec verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", metavar="OUT", help="output folder of a job that wrote token_ids")
-    parser.add_argument("--rows", type=int, default=20, help="completions to decode again, evenly spread; 0 is all")
+    parser.add_argument("--rows", type=_count, default=20, help="completions to decode again, evenly spread; 0 is all")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float64"], help="of the second decoding; else the job's")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="of the second decoding; else the job's")
     parser.add_argument("--files", action="store_true", help="compare all output files with their checksums instead")
@@ -69,6 +69,12 @@ def main(argv: list[str]) -> int:
     if differences:
         print("a gap up to the rounding of the logits (about 1e-4 in float32, 0.1 in bfloat16) is a tie that fell the other way")
     return 1 if differences else 0
+
+
+def _count(text: str) -> int:
+    if (count := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"{count} counts completions; 0 is all")
+    return count
 
 
 def check_files(out: str | Path) -> int:
