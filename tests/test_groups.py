@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
 import torch
 
 from batchspec.decode.groups import MIN_PAGES, Groups, shared_beginnings
@@ -11,7 +15,7 @@ from tests.engines import request
 
 
 def row(slot: int, pages: list[int]) -> Row:
-    return Row(Progress(request=request(slot, [1], cap=1), draft_len=0, finder=None), slot=slot, pages=pages)
+    return Row(Progress(request=request(slot, [1], cap=1), draft_len=0, finder=None), slot=slot, pages=pages, order=10 + slot)
 
 
 COMMON = list(range(1, 11))
@@ -32,17 +36,54 @@ def test_short_beginnings_and_single_rows_are_no_group() -> None:
     assert shared_beginnings([row(0, [*short, 50, 51]), row(1, [*short, 60, 61]), row(2, [*COMMON[::-1]])]) == []
 
 
+def owners(rows: Sequence[Row | None]) -> np.ndarray:
+    return np.array([-1 if row is None else row.order for row in rows])
+
+
 def test_the_device_learns_members_side_by_side_and_lengths_in_tokens() -> None:
     groups = Groups(6, 16, torch.device("cpu"))
     other = list(range(101, 110))
     rows = [row(0, [*other, 7]), row(1, [*COMMON, 50]), None, row(3, [*COMMON, 60]), row(4, [*other, 8]), None]
-    groups.update(rows)
+    assert groups.renew(rows, owners(rows), 6)
     found = groups.first(5)
-    assert groups.any
     assert found.row_group.tolist() == [0, 1, -1, 1, 0]
     assert found.row_order.tolist() == [0, 4, 1, 3, 2]
     assert found.group_start.tolist() == [0, 2, 4]
     assert found.shared_len.tolist() == [9 * 16, 10 * 16]
-    groups.update([None] * 6)
-    assert not groups.any
+    groups.clear()
+    assert not groups.renew([None] * 6, np.full(6, -1), 6)
     assert groups.first(6).row_group.tolist() == [-1] * 6
+
+
+def test_a_smaller_bucket_lists_no_dead_member_beyond_it_and_keeps_every_group_that_a_row_names() -> None:
+    """Rows 2 and 3 have died where they were: nothing moves, and yet the tables of four rows are wrong for two."""
+    groups = Groups(4, 16, torch.device("cpu"))
+    other = list(range(101, 110))
+    rows: list[Row | None] = [row(0, [*COMMON, 1]), row(1, [*other, 2]), row(2, [*COMMON, 3]), row(3, [*other, 4])]
+    groups.renew(rows, owners(rows), 4)
+    rows[2:] = None, None
+    assert not groups.renew(rows, owners(rows), 2)
+    assert groups.first(2).row_group.tolist() == [-1, -1]
+    assert groups.first(2).row_order.tolist() == [0, 1]
+    assert groups.first(2).group_start.tolist() == [0, 0]
+
+
+def test_rows_that_move_or_enter_renew_the_tables_and_rows_that_die_do_not() -> None:
+    groups = Groups(4, 16, torch.device("cpu"))
+    rows: list[Row | None] = [None, row(1, [*COMMON, 50]), row(2, [*COMMON, 60]), None]
+    assert groups.renew(rows, owners(rows), 4)
+    assert groups.first(4).row_group.tolist() == [-1, 0, 0, -1]
+    moved: list[Row | None] = [rows[2], rows[1], None, None]
+    assert moved[0] is not None
+    moved[0].slot = 0
+    assert groups.renew(moved, owners(moved), 4)
+    assert groups.first(4).row_group.tolist() == [0, 0, -1, -1]
+    alone: list[Row | None] = [moved[0], None, None, None]
+    assert groups.renew(alone, owners(alone), 4)  # the member that died stays listed
+    assert groups.first(4).row_group.tolist() == [0, 0, -1, -1]
+
+
+def test_a_live_row_beyond_the_bucket_is_an_error_of_ours() -> None:
+    rows = [row(0, COMMON), row(1, COMMON)]
+    with pytest.raises(AssertionError):
+        Groups(2, 16, torch.device("cpu")).renew(rows, owners(rows), 1)

@@ -41,7 +41,7 @@ def launcher(
     drafter = SimpleNamespace(max_len=max_len, refresh=lambda: None)
     round_: Any = SimpleNamespace(drafter=drafter, draft_lens=draft_lens, target=SimpleNamespace(dtype=dtype))
     rows: Any = SimpleNamespace(tokens=SimpleNamespace(is_cuda=True), live=torch.ones(batch.slots, dtype=torch.int32))
-    groups: Any = SimpleNamespace(any=False)
+    groups: Any = SimpleNamespace(renew=lambda *_: False)
     made = Launcher(round_, rows, groups, batch, adaptive=adaptive)
     prepared: list[Shape] = []
 
@@ -60,6 +60,11 @@ def launcher(
     return made
 
 
+def slots(owner: Any, num_tokens: Any) -> Any:
+    """A scheduler with these rows in its slots."""
+    return SimpleNamespace(slots=[None] * len(owner), owner=owner, num_tokens=num_tokens)
+
+
 @pytest.mark.parametrize("accepted", [0, 1])
 def test_every_kind_of_round_is_charged_with_what_such_rounds_take(accepted: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where drafts pay the rounds without any are looks that prepare the next draft; where they do not, most prepare none."""
@@ -71,7 +76,7 @@ def test_every_kind_of_round_is_charged_with_what_such_rounds_take(accepted: int
     assert one.ready
     now, seen = 0.0, set[tuple[int, bool]]()
     for _ in range(100):
-        launched = one.launch(4, np.array([0, 1, -1, 3]), np.array([300, 300, 5000, 400]), MODE, beside=False)
+        launched = one.launch(4, slots(np.array([0, 1, -1, 3]), np.array([300, 300, 5000, 400])), MODE, beside=False)
         shape: Shape = launched.result.shape
         now += BASE[shape.draft_len, shape.lead] + ATTENTION
         launched.arrived = now
@@ -139,7 +144,7 @@ def test_a_result_speaks_of_the_round_that_it_came_from_however_many_were_launch
     lens = [0, 1, 0, 1, 0]
     chosen = iter(lens)
     monkeypatch.setattr(one._lengths, "choose", lambda *_: (next(chosen), True))
-    launched = [one.launch(2, np.array([0, 1, -1, -1]), np.full(4, 500), MODE, beside=False) for _ in lens]
+    launched = [one.launch(2, slots(np.array([0, 1, -1, -1]), np.full(4, 500)), MODE, beside=False) for _ in lens]
     now = 0.0
     for k, result in zip(lens, launched, strict=True):
         now += BASE[k, True] / 2 + ATTENTION * (1 + k)
@@ -157,7 +162,7 @@ def test_drafts_that_pay_among_few_rows_are_not_made_among_many(
     one: Any = launcher(packed(4), 1)
     one.graphs.seconds = lambda shape: 2.0 if shape.draft_len and shape.num_rows == 4 else 1.0
     one.prepare(MODE)
-    assert one.launch(num_rows, np.arange(4), np.full(4, 300), MODE, beside=False).draft_len == draft_len
+    assert one.launch(num_rows, slots(np.arange(4), np.full(4, 300)), MODE, beside=False).draft_len == draft_len
 
 
 def test_of_another_head_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +184,7 @@ def test_free_slots_wait_by_what_rounds_of_the_present_draft_length_take(draft_l
     one.prepare(MODE)
     assert one.round_s == BASE[1, True]
     monkeypatch.setattr(one._lengths, "choose", lambda *_: (draft_len, False))
-    one.launch(4, np.arange(4), np.full(4, 300), MODE, beside=False)
+    one.launch(4, slots(np.arange(4), np.full(4, 300)), MODE, beside=False)
     assert one.round_s == BASE[draft_len, True]
 
 
@@ -188,7 +193,7 @@ def test_where_rounds_are_no_graphs_nothing_is_timed_and_nothing_chosen() -> Non
     one = launcher(packed(4), 1, dtype=torch.float64)
     assert one.prepare(MODE) is None
     assert one.round_s == 1.0
-    assert one.launch(4, np.arange(4), np.full(4, 300), MODE, beside=False).draft_len == 1
+    assert one.launch(4, slots(np.arange(4), np.full(4, 300)), MODE, beside=False).draft_len == 1
 
 
 @pytest.mark.parametrize(("round_s", "rounds"), [(0.01, 5), (1.0, 4)])

@@ -121,7 +121,7 @@ class Engine:
         self._over: list[Progress] = []
         self.rows.live.zero_()
         self._bucket = self.batch.slots
-        self.groups.update([None] * self.batch.slots)
+        self.groups.clear()
         self._accounts = Accounts(self.batch.slots, self.batch.max_len, self.drafter.max_len)
         self._scheduler = Scheduler(
             self.batch,
@@ -215,7 +215,6 @@ class Engine:
                 if moves:
                     self.rows.move(moves, self.drafter.state)
                     self._accounts.move(moves)
-                    self.groups.update(self._scheduler.slots)
                 self._bucket = bucket
 
     def _prefill(self, group: list[Row]) -> None:
@@ -226,7 +225,6 @@ class Engine:
             self.totals.cached_tokens += cached
             self.totals.prefill_tokens += row.num_tokens - cached
             self._accounts.enter(row)
-        self.groups.update(self._scheduler.slots)
         self._launched += self._entrance.prefill(group, self._scheduler.owner)
 
     def _make_room(self) -> Iterator[Completion]:
@@ -258,7 +256,7 @@ class Engine:
         if not self._scheduler.live:  # all of them ended while room was made
             return
         scheduler, beside = self._scheduler, self._waits or self._entrance.busy
-        launched = self._launcher.launch(self._bucket, scheduler.owner, scheduler.num_tokens, self._accounts.mode, beside=beside)
+        launched = self._launcher.launch(self._bucket, scheduler, self._accounts.mode, beside=beside)
         self._launched.append(launched)
         self.totals.rounds += 1
 

@@ -15,7 +15,7 @@ from batchspec.decode.prefill import rehearse
 from batchspec.decode.round import Round
 from batchspec.decode.rows import Rows
 from batchspec.decode.sampling import SamplingMode
-from batchspec.decode.scheduler import PassCost
+from batchspec.decode.scheduler import PassCost, Scheduler
 from batchspec.records import PackedBatch
 
 
@@ -71,23 +71,23 @@ class Launcher:
         """Seconds of a round over all slots with the newest one's draft length, attention left out; 1 where nothing is timed."""
         return self._round_s.get(self._draft_len, 1.0)
 
-    def launch(
-        self, num_rows: int, owner: NDArray[np.int64], num_tokens: NDArray[np.int64], mode: SamplingMode, *, beside: bool
-    ) -> Launched:
+    def launch(self, num_rows: int, scheduler: Scheduler, mode: SamplingMode, *, beside: bool) -> Launched:
         """One round over the first `num_rows` slots, its results on their way to the host.
 
-        owner, num_tokens  [slots] of the scheduler: whose row each slot holds, -1 for none, and the row's tokens
-        beside             other work runs beside it, or it waits for some: it says nothing of what rounds take
+        scheduler  whose rows are in the slots now, all of them in the first `num_rows`
+        beside     other work runs beside it, or it waits for some: it says nothing of what rounds take
         """
+        owner = scheduler.owner
+        shared = self._groups.renew(scheduler.slots, owner, num_rows)
         draft_len, lead, context_tokens = self._drafter.max_len, True, 0
         if self._lengths is not None:
-            context_tokens = int(num_tokens[owner >= 0].sum())
+            context_tokens = int(scheduler.num_tokens[owner >= 0].sum())
             draft_len, next_drafts = self._lengths.choose(num_rows, context_tokens)
             lead = draft_len > 0 or next_drafts
         self._draft_len = draft_len
         self._drafter.refresh()
         return Launched(
-            result=self.graphs.run(Shape(num_rows, draft_len, mode, self._groups.any, lead)),
+            result=self.graphs.run(Shape(num_rows, draft_len, mode, shared, lead)),
             owners=owner.copy(),
             num_rows=num_rows,
             draft_len=draft_len,

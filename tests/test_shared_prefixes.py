@@ -1,0 +1,99 @@
+"""Whole runs whose rows share beginnings, with the attention that a GPU uses: the tokens of rows that share nothing.
+
+On a CPU the kernels run in the interpreter. Memory is hostile: what nobody has written yet holds NaN, and every page that
+comes to a new owner large numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import batchspec.model.target as target_module
+from batchspec.cache.attention import AttentionPlan, plan_attention
+from batchspec.cache.batch import FlatBatch
+from batchspec.cache.pages import PagePool
+from batchspec.cache.verify import fits_verify, plan_verify
+from batchspec.decode import groups as groups_module
+from batchspec.decode.engine import Engine
+from batchspec.draft.base import NoDrafter
+from batchspec.packing.planner import row_buckets
+from batchspec.records import Request
+from tests.engines import DEVICE, VOCAB, packed, request, tiny_target
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+PREFIX = 8
+"""Tokens: two pages, which is a group here."""
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rounds attend by the GPU's plan; the row buckets of those that read shared beginnings."""
+    seen: list[int] = []
+
+    def plan(batch: FlatBatch, kv: torch.Tensor, **options: Any) -> AttentionPlan:
+        if batch.host is not None or not fits_verify(batch, kv.dtype):
+            return plan_attention(batch, kv, **options)
+        if batch.shared is not None:
+            seen.append(len(batch.kv_len))
+        return plan_verify(batch, kv, shared=batch.shared, interpret=DEVICE.type == "cpu", **options)
+
+    monkeypatch.setattr(target_module, "plan_attention", plan)
+    monkeypatch.setattr(groups_module, "MIN_PAGES", PREFIX // 4)
+    return seen
+
+
+def family(first: int, beginning: int, caps: list[int], stops: tuple[str, ...] = ()) -> list[Request]:
+    """Requests with a beginning in common, one for each cap; they end when the cap says so."""
+    ids = np.random.default_rng(beginning).integers(0, VOCAB, PREFIX).tolist()
+    return [request(first + i, [*ids, i, beginning], cap=cap, stop=stops, predicted=4) for i, cap in enumerate(caps)]
+
+
+def tokens(requests: list[Request], slots: int, run_ahead: int, patch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    batch = packed(slots, row_buckets=row_buckets(slots), run_ahead=run_ahead, prefill_tokens=200)
+    engine = Engine(tiny_target(torch.float32), NoDrafter(), batch, device=DEVICE)
+    take = PagePool.take
+
+    def poison(pool: PagePool, count: int) -> list[int]:
+        pages = take(pool, count)
+        engine.cache.kv[:, :, pages] = 1e4
+        return pages
+
+    patch.setattr(PagePool, "take", poison)
+    return {c.request_id: c.token_ids.tolist() for c in engine.run(iter(requests)) if c.token_ids is not None}
+
+
+def alone(requests: list[Request]) -> dict[str, list[int]]:
+    """The same rows one at a time, without kernels and without sharing."""
+    engine = Engine(tiny_target(torch.float32), NoDrafter(), packed(1), device=DEVICE)
+    done: dict[str, list[int]] = {}
+    for one in requests:
+        engine.pool.forget()
+        done |= {c.request_id: c.token_ids.tolist() for c in engine.run(iter([one])) if c.token_ids is not None}
+    return done
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+@pytest.mark.parametrize(
+    "caps",
+    [
+        pytest.param([[7, 2], [7, 2]], id="the last rows of two groups die"),
+        pytest.param([[7, 7, 2, 2]], id="members beyond the bucket die"),
+        pytest.param([[2, 7, 7, 3]], id="rows move"),
+    ],
+)
+def test_a_batch_that_shrinks_keeps_the_tokens(
+    caps: list[list[int]], run_ahead: int, kernels: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests enter by slot: of two families in turn, so that the first of each stay and the bucket shrinks without a move."""
+    families = [family(10 * i, i, caps_of) for i, caps_of in enumerate(caps)]
+    requests = [one for ranks in zip(*families, strict=True) for one in ranks]
+    expected = alone(requests)
+    with monkeypatch.context() as patch:
+        assert tokens(requests, 4, run_ahead, patch) == expected
+    assert 4 in kernels
+    if len(caps) == 1:
+        assert 2 in kernels  # the survivors still share
