@@ -13,12 +13,17 @@ MAX_STOP_IDS = 16
 """Stop ids of a row, the model's EOS ids included: the width of a tensor on the device."""
 
 
+LEAST_TEMPERATURE = 1e-7
+"""Noise spreads over 26 units: below this it could only decide between logits 2.6e-6 apart, which is fp32's rounding of a logit
+near 20. A logit divided by a denormal temperature would be infinite."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the next token is drawn. Applied in this order: penalties, temperature, top-k, top-p, min-p."""
 
     temperature: float = 0.0
-    """0 is greedy: the filters below then change nothing."""
+    """0 is greedy: the filters below then change nothing. Below LEAST_TEMPERATURE it becomes 0."""
     top_k: int = 0
     """Keep the k likeliest tokens (ties at the k-th kept); 0 is off."""
     top_p: float = 1.0
@@ -29,6 +34,10 @@ class SamplingParams:
     """Divide positive and multiply negative logits of tokens seen in prompt or output; 1 is off."""
     presence_penalty: float = 0.0
     """Subtract from the logits of tokens seen in the output; 0 is off."""
+
+    def __post_init__(self) -> None:
+        if self.temperature < LEAST_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,9 @@ With y_j the target's own choice behind the last committed token and j draft tok
 
     a = length of the longest prefix with draft_ids[j] == y_j     emitted = y_0 .. y_a     kept = emitted up to its first stop id
 
+A choice of NO_TOKEN (logits that are not finite) confirms no draft and is never kept: the row ends there, FAILED, with the tokens
+before it.
+
 Lossless when y is a draw from the target's distribution that depends on prefix and position alone, whatever drafted (Leviathan
 et al. 2023, arXiv 2211.17192; coupled noise instead of rejection). With `rates` the test is made up for benchmarks: draft token j
 is accepted with probability rates[j] given the ones before it, and the accepted draft tokens are what the row emits.
@@ -26,7 +29,8 @@ from batchspec.kernels.mix import position_words, uniform, uniform_reference
 from batchspec.kernels.pdl import await_earlier, launch_args
 
 MAX_DRAFT_LEN = 64
-STOPPED, FULL = 1, 2
+STOPPED, FULL, FAILED = 1, 2, 3
+"""How a row ends: with a stop id, at its limit, or where the target has no choice."""
 
 
 @triton.jit
@@ -42,12 +46,14 @@ def accept_kernel(
     length = tl.load(draft_len + row, mask=alive, other=0)
     num = tl.load(num_tokens + row)
     drafts = tl.load(draft_ids + row * draft_stride + lane, mask=lane < length, other=-1)
-    emitted = tl.load(target_ids + tl.load(q_start + row) + lane, mask=lane <= tl.where(alive, length, -1), other=-1)
+    has_choice = lane <= tl.where(alive, length, -1)
+    emitted = tl.load(target_ids + tl.load(q_start + row) + lane, mask=has_choice, other=-1)
+    fails = has_choice & (emitted < 0)
     if rates is not None:
         word0, word1 = position_words(tl.load(keys + row), (num + lane).to(tl.int64))
         stands = uniform(word0, word1) < tl.load(rates + lane, mask=lane < length, other=0.0)
     else:
-        stands = drafts == emitted
+        stands = (drafts == emitted) & (emitted >= 0)
     accepted = tl.min(tl.where(stands & (lane < length), LANES, lane), 0)
     if rates is not None:
         emitted = tl.where(lane < accepted, drafts, emitted)
@@ -57,12 +63,16 @@ def accept_kernel(
     hits = tl.max(((emitted[:, None] == stops[None, :]) & (stops[None, :] >= 0)).to(tl.int32), 1)
     first_stop = tl.min(tl.where((hits > 0) & (lane <= accepted), lane, LANES), 0)
     kept = tl.minimum(first_stop, accepted) + 1
+    first_failure = tl.min(tl.where(fails & (lane <= accepted), lane, LANES), 0)
+    failed = first_failure < kept
+    kept = tl.minimum(kept, first_failure)
     place = num + lane
     committed = (lane < tl.where(alive, kept, 0)) & (place < max_tokens)
     tl.store(tokens + row * token_stride + place, emitted, mask=committed)
 
     full = tl.where(num + kept >= tl.load(limit + row), 2, 0)
     ending = tl.where(first_stop <= accepted, 1, full)
+    ending = tl.where(failed, 3, ending)
     tl.store(num_tokens + row, num + kept, mask=alive)
     tl.store(finish + row, ending, mask=alive)
     tl.store(live + row, 0, mask=alive & (ending > 0))
@@ -99,7 +109,7 @@ def accept(
 
     draft_ids         int32 [R, K]     proposals, K <= 64; rows may be slices of wider ones
     draft_len         int32 [R]        how many of them count, 0..K
-    target_ids        int32 [T]        y: row r's own are target_ids[q_start[r] + j], j = 0..draft_len[r]
+    target_ids        int32 [T]        y: row r's own are target_ids[q_start[r] + j], j = 0..draft_len[r]; NO_TOKEN: no choice
     q_start           int32 [R+1]
     stop_ids          int32 [R, N]     -1: unused
     limit             int32 [R]        a row with this many tokens is full; drafts are capped so that it is not passed
@@ -108,7 +118,7 @@ def accept(
     tokens            int32 [R, L]     in/out: kept tokens are appended; rows may be slices of wider ones
     num_tokens        int32 [R]        in/out: committed tokens
     live              int32 [R]        in/out: 0 once a row is finished
-    finish            int32 [R]        out, live rows only: 0 running, 1 a stop id was kept, 2 limit reached
+    finish            int32 [R]        out, live rows only: 0 running, 1 a stop id was kept, 2 limit reached, 3 no choice
     out_accepted_len  int32 [R]        a; 0 for dead rows
     out_log           int32 [R, K+5]   a, draft_len, kept, finish, the emitted tokens, then -1; dead rows: -1, 0, 0, 0, -1 ...
 
@@ -170,8 +180,9 @@ def accept_reference(
     alive = live != 0
     places = (q_start[:-1, None] + torch.minimum(lane, draft_len[:, None])).clamp_(max=len(target_ids) - 1)
     emitted = target_ids[places]
+    fails = (emitted < 0) & (lane <= draft_len[:, None])
     if rates is None:
-        stands = draft_ids == emitted[:, :width]
+        stands = (draft_ids == emitted[:, :width]) & (draft_ids >= 0)
     else:
         stands = uniform_reference(keys[:, None], num_tokens[:, None] + lane[:width]) < rates
     accepted = (stands & (lane[:width] < draft_len[:, None])).cumprod(1).sum(1)
@@ -181,6 +192,9 @@ def accept_reference(
     is_stop = ((emitted[:, :, None] == stop_ids[:, None, :]) & (stop_ids >= 0)[:, None, :]).any(2)
     first_stop = torch.where(is_stop & (lane <= accepted[:, None]), lane, width + 1).amin(1)
     kept = torch.minimum(first_stop, accepted) + 1
+    first_failure = torch.where(fails & (lane <= accepted[:, None]), lane, width + 1).amin(1)
+    failed = first_failure < kept
+    kept = torch.minimum(kept, first_failure)
     committed = num_tokens[:, None] + lane
     fits = alive[:, None] & (lane < kept[:, None]) & (committed < tokens.shape[1])
     rows, lanes = fits.nonzero(as_tuple=True)
@@ -188,6 +202,7 @@ def accept_reference(
 
     num_tokens += torch.where(alive, kept, 0).to(torch.int32)
     ending = torch.where(first_stop <= accepted, STOPPED, torch.where(num_tokens >= limit, FULL, 0))
+    ending = torch.where(failed, FAILED, ending)
     finish.copy_(torch.where(alive, ending, finish))
     live *= ending == 0
 

@@ -4,6 +4,9 @@
     y[j]       = round(x[j] * cos_j)       - x[j + D/2] * sin_j
     y[j + D/2] = round(x[j + D/2] * cos_j) + x[j] * sin_j       cos_j = round(cos(position * freqs[j]) * attention_factor)
 
+A key whose K or V is not finite is written as NaN in K, and with 0 for such numbers in V. A query that sees the key then gets
+NaN, and no other query does: attention drops the score of a key that a query does not see, but multiplies that key's V by 0.
+
 Angles in fp32 from the positions, so that no cos and sin of the batch are made or read; rounded to the tensors' dtype where
 torch's path rounds (Su et al. 2021, arXiv 2104.09864). Bound by memory at prefill sizes (read and written once: 2 * T * (NH + 2 *
 KVH) * D * itemsize), by launch latency at decode sizes: there each block of heads is a program; with many tokens a program takes
@@ -22,11 +25,18 @@ from torch import Tensor
 from batchspec.kernels.attempt import attempt
 from batchspec.kernels.bench import Bench
 from batchspec.kernels.checks import FLOATS, check
+from batchspec.kernels.kv_write import kv_write_reference
 from batchspec.kernels.pdl import await_earlier, launch_args
 
 HEADS = 8
 MANY_TOKENS = 1024
 """From here on tokens alone fill the GPU."""
+
+
+@triton.jit
+def _magnitude(x):
+    """|x|, +inf for NaN, which a maximum would pass over."""
+    return tl.where(x == x, tl.abs(x), float("inf"))
 
 
 @triton.jit
@@ -56,9 +66,13 @@ def rope_write_kernel(
             angle = tl.load(positions + place).to(tl.float32) * freq
             cos = (tl.cos(angle) * FACTOR).to(dtype).to(ACC)[None, :]
             sin = (tl.sin(angle) * FACTOR).to(dtype).to(ACC)[None, :]
+        is_k = (k_head >= 0) & (v_head < 0)
         to_v = cell + kv_stride_part + v_head * (2 * HALF) + lane[None, :]
-        tl.store(to_v, low, mask=(v_head >= 0) & exists)
-        tl.store(to_v + HALF, high, mask=(v_head >= 0) & exists)
+        tl.store(to_v, tl.where(tl.abs(low) < float("inf"), low, 0.0), mask=(v_head >= 0) & exists)
+        tl.store(to_v + HALF, tl.where(tl.abs(high) < float("inf"), high, 0.0), mask=(v_head >= 0) & exists)
+        value = qkv + place * qkv_stride + NUM_KV_HEADS * 2 * HALF + offset  # of the same key
+        v_low = tl.load(value, mask=is_k & half[None, :], other=0.0).to(ACC)
+        v_high = tl.load(value + HALF, mask=is_k & half[None, :], other=0.0).to(ACC)
         if q_norm is not None:
             scale = (1.0 / tl.sqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) * (0.5 / HALF) + EPS))[:, None]
             low = (low * scale).to(dtype).to(ACC) * tl.where(k_head < 0, q_low, k_low).to(ACC)
@@ -70,9 +84,10 @@ def rope_write_kernel(
         tl.store(to_q, new_low, mask=(k_head < 0) & half[None, :])
         tl.store(to_q + HALF, new_high, mask=(k_head < 0) & half[None, :])
         to_k = cell + k_head * (2 * HALF) + lane[None, :]
-        is_k = (k_head >= 0) & (v_head < 0)
-        tl.store(to_k, new_low, mask=is_k & half[None, :])
-        tl.store(to_k + HALF, new_high, mask=is_k & half[None, :])
+        largest = tl.maximum(_magnitude(new_low.to(dtype).to(ACC)), _magnitude(new_high.to(dtype).to(ACC)))
+        largest = tl.max(tl.maximum(largest, tl.maximum(_magnitude(v_low), _magnitude(v_high))), 1)[:, None]
+        tl.store(to_k, tl.where(largest < float("inf"), new_low, float("nan")), mask=is_k & half[None, :])
+        tl.store(to_k + HALF, tl.where(largest < float("inf"), new_high, float("nan")), mask=is_k & half[None, :])
 
 
 def rope_write(
@@ -155,9 +170,7 @@ def rope_write_reference(
     angles = positions.to(torch.float32)[:, None, None] * freqs
     cos, sin = ((f(angles) * attention_factor).to(qkv.dtype) for f in (torch.cos, torch.sin))
     out_q.copy_(_rotated(q, cos, sin))
-    pages = kv.flatten(1, 2)
-    pages[0].index_copy_(0, slots, _rotated(k, cos, sin))
-    pages[1].index_copy_(0, slots, v)
+    kv_write_reference(_rotated(k, cos, sin), v, kv, slots)
 
 
 def _normed(heads: Tensor, weight: Tensor, eps: float) -> Tensor:

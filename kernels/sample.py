@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchspec.kernels.argmax import argmax_reference, first_max
+from batchspec.kernels.argmax import NO_TOKEN, argmax_reference, first_max
 from batchspec.kernels.bench import Bench
 from batchspec.kernels.checks import check, check_draw
 from batchspec.kernels.mix import mix32, mix32_reference, position_words, position_words_reference
@@ -55,19 +55,23 @@ def sample_kernel(
     reach = tl.where(heat > 0, 22.9, 0.0)  # the largest noise
     lanes = tl.arange(0, BLOCK)
     best = tl.full([], float("-inf"), ACC)
+    largest = tl.full([], float("-inf"), ACC)
     winner = tl.full([], 0, tl.int32)
     for first in range(0, vocab, BLOCK):
         ids = first + lanes
         x = tl.load(logits + place * stride_row + ids, mask=ids < vocab, other=float("-inf")).to(ACC)
-        x = tl.where(x >= low, x, float("-inf")) / divisor  # the comparison is false for NaN
-        if tl.max(x, 0) + reach > best:
+        x = tl.where(x == x, x, float("inf"))  # NaN shows in the maximum, as +inf does
+        most = tl.max(x, 0)
+        largest = tl.maximum(largest, most)
+        if (most >= low) & (most / divisor + reach > best):
+            x = tl.where(x >= low, x, float("-inf")) / divisor
             if heat > 0:
                 x += gumbel(mix32(mix32(ids.to(tl.uint32, bitcast=True) + word0) ^ word1)).to(ACC)
             top = tl.max(x, 0)
             if top > best:  # a tie stays with the lower id
                 best = top
                 winner = tl.min(tl.where(x == top, ids, vocab), 0)
-    tl.store(out_ids + place, winner)
+    tl.store(out_ids + place, tl.where(tl.abs(largest) < float("inf"), winner, -1))
 
 
 def sample(
@@ -91,8 +95,9 @@ def sample(
     cutoff       fp32 [T] (fp64 for fp64 logits)  smallest logit that may be drawn; -inf keeps all
     out_ids      int32 [T]
 
-    NaN counts as -inf; ties go to the lowest id; nothing kept gives 0. The noise is fp32; sum and comparison are fp64 for fp64
-    logits. Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
+    Ties go to the lowest id; nothing kept gives 0. A place that holds NaN or +inf, or no finite logit, gives NO_TOKEN. The noise
+    is fp32; sum and comparison are fp64 for fp64 logits. Does not synchronise on a GPU. Raises ValueError for other shapes,
+    dtypes or strides.
     """
     num_places, vocab = logits.shape
     wide = logits.dtype == torch.float64
@@ -115,7 +120,7 @@ def sample_reference(
     heat = temperature[row_ids]
     noisy = (heat > 0).nonzero().squeeze(1)
     if len(noisy) < len(heat):
-        argmax_reference(logits, out_ids=out_ids)
+        argmax_reference(logits, out_ids=out_ids, flag_nonfinite=True)
     word0, word1 = position_words_reference(keys[row_ids], positions)
     for part in torch.split(noisy, max(1, CHUNK // logits.shape[1])):
         x = logits.index_select(0, part).to(cutoff.dtype)
@@ -124,14 +129,15 @@ def sample_reference(
 
 
 def _draw(x: Tensor, word0: Tensor, word1: Tensor, heat: Tensor, cutoff: Tensor) -> Tensor:
-    """int64 [N] winners of x [N, V], which is overwritten. Where few ids can win, only these get noise.
+    """int64 [N] winners of x [N, V], which is overwritten; NO_TOKEN where it is not finite.
 
+    Where few ids can win, only these get noise.
     The mask is a float and not a bool, because torch's bool kernels are several times slower on the CPU.
     """
-    top = x.amax(1, keepdim=True)
-    if top.isnan().any():  # amax hands every NaN up
-        x = torch.where(x.isnan(), float("-inf"), x)
-        top = x.amax(1, keepdim=True)
+    top = x.amax(1, keepdim=True)  # amax hands every NaN up
+    finite = top.isfinite()
+    if not finite.all():
+        x, top = torch.where(finite, x, 0.0), torch.where(finite, top, 0.0)
     can_win = torch.ge(x, torch.maximum(cutoff, top - SPREAD * heat), out=torch.empty_like(x))
     if float(can_win.sum()) * 8 < x.numel():
         rows, ids = can_win.nonzero(as_tuple=True)
@@ -142,7 +148,7 @@ def _draw(x: Tensor, word0: Tensor, word1: Tensor, heat: Tensor, cutoff: Tensor)
             x = torch.where(x >= cutoff, x, float("-inf"))
         ids = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
         x.div_(heat).add_(gumbel_of(word0[:, None], word1[:, None], ids))
-    return first_max(x)
+    return torch.where(finite.squeeze(1), first_max(x), NO_TOKEN)
 
 
 def gumbel_reference(keys: Tensor, positions: Tensor, vocab: int) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -220,8 +221,7 @@ def shard_of(index: int, rows: int = 16, length: int = 10, **changes: Any) -> li
 def adapter(stand_in: Any, **changes: Any) -> tuple[Adapter, list[str]]:
     said: list[str] = []
     values: dict[str, Any] = {"device": CPU, "every_shards": 4, "batch_tokens": 20, "budget": Budget(1.0), "say": said.append}
-    swaps = SimpleNamespace(count=0)
-    return Adapter(stand_in, **(values | {"swapped": lambda: setattr(swaps, "count", swaps.count + 1)} | changes)), said
+    return Adapter(stand_in, **(values | {"changing": nullcontext} | changes)), said
 
 
 def work(one: Adapter) -> int:
@@ -266,14 +266,22 @@ def test_nothing_is_learnt_before_the_shards_are_committed_and_kept_out_rows_nev
 def test_the_head_changes_only_where_the_copy_measures_better(found: tuple[float, float], calls: list[str]) -> None:
     """Steps for one measurement: how many more there would be goes by the clock."""
     stand_in, budget = StandIn([found] * 4), Budget(1.0)
-    swaps: list[int] = []
-    one, said = adapter(stand_in, budget=budget, batch_tokens=80, swapped=lambda: swaps.append(1), every_shards=8)
+    changes: list[list[str]] = []
+
+    @contextmanager
+    def changing() -> Iterator[None]:
+        before = len(stand_in.calls)
+        yield
+        changes.append(stand_in.calls[before:])
+
+    one, said = adapter(stand_in, budget=budget, batch_tokens=80, changing=changing, every_shards=8)
     for index in range(8):
         one.learn(shard_of(index))
     work(one)
     assert FEWEST_STEPS <= stand_in.slices.count("learn") < 2 * FEWEST_STEPS
     assert stand_in.calls == calls
-    assert len(swaps) == len(said) == one.num_swaps == calls.count("adopt")
+    assert changes == [["adopt"]] * calls.count("adopt")  # nothing else reads the head's weights meanwhile
+    assert len(said) == one.num_swaps == calls.count("adopt")
     assert budget.share == (1.0 if calls == ["adopt"] else 0.5)
 
 

@@ -114,6 +114,33 @@ def test_any_mix_of_rows_is_exact_in_fp64(rows: list[tuple[int, int]], window: i
     check(rows, (4, 2), window, torch.float64, seed, sink)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_key_that_is_not_finite_reaches_the_queries_that_see_it_and_no_others(window: int | None, dtype: torch.dtype) -> None:
+    """As `kv_write` leaves it: NaN in K. In every page place that no row owns too, the scratch page among them."""
+    rows = [(1, 5), (3, 30), (20, 20), (17, 33), (0, 7), (16, 16)]
+    generator = torch.Generator().manual_seed(1)
+    batch = make_batch(rows, generator)
+    q, kv = make_tensors(batch, (4, 2), dtype, generator)
+    expected = attend(q, kv, batch, scale=0.3, window=window)
+    owned = torch.zeros(kv.shape[1:3], dtype=torch.bool)
+    for row, (_, keys) in enumerate(rows):
+        at = torch.arange(keys)
+        owned[batch.page_table[row, at // PAGE_SIZE].long(), at % PAGE_SIZE] = True
+    kv[0, ~owned] = float("nan")
+    torch.testing.assert_close(attend(q, kv, batch, scale=0.3, window=window), expected, atol=0, rtol=0)
+    bad = {0: 4, 1: 29, 2: 10, 3: 2, 5: 0}  # positions by row: its own token, a draft, in a prefill, before it
+    for row, position in bad.items():
+        kv[0, batch.page_table[row, position // PAGE_SIZE].long(), position % PAGE_SIZE, 1] = float("nan")
+    out = attend(q, kv, batch, scale=0.3, window=window)
+    at = torch.tensor([bad.get(int(row), 0) for row in batch.row_ids])
+    sees = (at <= batch.positions) & (at > batch.positions - (window or 10**6))
+    assert 0 < int(sees.sum()) < len(sees)
+    assert bool(out[sees, 2:].isnan().all())  # the heads that read K/V head 1
+    torch.testing.assert_close(out[~sees], expected[~sees], atol=1e-12 if dtype == torch.float64 else 1e-6, rtol=0)
+    torch.testing.assert_close(out[:, :2], expected[:, :2], atol=1e-12 if dtype == torch.float64 else 1e-6, rtol=0)
+
+
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 9])
 @pytest.mark.parametrize("num_nodes", [1, 7, 40, 64])
 def test_nodes_of_a_tree_see_what_stands_before_it_and_their_own_path(num_nodes: int, window: int | None) -> None:

@@ -331,7 +331,8 @@ def test_rows_share_nothing_that_a_drafter_has_left_which_drafts_otherwise_now()
     for done in engine.run(request(i, [4, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4], cap=5) for i in range(4)):
         cached.append(done.cached_tokens)
         if done.row_index == 1:
-            engine.drafter_changed()
+            with engine.changing_drafter():
+                pass
     assert cached == [0, 8, 0, 8]
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from batchspec.decode.output import Progress
 from batchspec.decode.stops import StopFinder
-from batchspec.records import Request, SamplingParams
+from batchspec.records import Request, SamplingParams, Thinking
 
 PIECES = [b"a", b"b", b"ab", b"\n", b"END", b"E", b"ND", b"\xe4", b"\xbd", b"\xa0", b"", b" x"]
 """Token id -> bytes: a tokenizer in which characters and stop strings span tokens; token 10 is special (no text)."""
@@ -65,6 +65,21 @@ def test_the_earliest_of_several_stop_strings_counts() -> None:
     progress = make(stop=("ND", "EN"))
     progress.add_prefill([4])
     assert finish(progress) == ("", "stop", "EN")
+
+
+def test_a_thought_that_is_cut_at_its_budget_shows_the_stop_strings_no_text_twice() -> None:
+    """Its tokens are emitted anew from the first one on: the answer before the thought is still there once."""
+    begin, end = 12, 13
+    progress = make(stop=("abab",))
+    thinking = Thinking(begin_id=begin, end_id=end, opened=False, budget=2, closing=(end,))
+    progress = Progress(request=replace(progress.request, thinking=thinking), draft_len=3, finder=progress.finder)
+    progress.add_prefill([2])
+    progress.add_round(3, 3, 4, [begin, 0, 0, 0])
+    assert progress.hold_to_budget()
+    assert progress.tokens == [2, begin, 0, 0, end]
+    assert progress.finish_reason is None
+    progress.add_round(0, 3, 1, [2])
+    assert finish(progress) == ("", "stop", "abab")
 
 
 def test_bytes_of_an_unfinished_character_wait_for_its_end() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +16,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 from batchspec.decode.rows import Rows
 from batchspec.decode.sampling import Places, SamplingMode, apply_penalties, choose, cutoffs, forbid_stop_ids, mark_output
 from batchspec.kernels import cutoff
-from batchspec.records import PackedBatch
+from batchspec.records import LEAST_TEMPERATURE, PackedBatch, SamplingParams
 
 VOCAB = 700  # more than QUICK_TOP, so that both the quick and the full sort run
 
@@ -137,6 +139,25 @@ def test_stop_ids_are_forbidden_exactly_before_min_tokens() -> None:
     logits = torch.ones(2, 5)
     forbid_stop_ids(logits, Places(torch.zeros(2, dtype=torch.int32), torch.tensor([6, 7])), rows)
     assert (logits > 0).tolist() == [[False, True, True, False, True], [True] * 5]
+
+
+@pytest.mark.parametrize("temperature", [math.ulp(0.0), 1e-39, 9e-8])
+def test_temperatures_too_small_for_noise_to_matter_are_greedy(temperature: float) -> None:
+    """A logit divided by a denormal number is infinite, and all such logits are equal."""
+    sampling = SamplingParams(temperature=temperature, top_p=0.5)
+    assert sampling.temperature == 0
+    assert SamplingMode.of(sampling, 0) == SamplingMode()
+
+
+@pytest.mark.parametrize("filters", [False, True])
+def test_the_least_temperature_draws_the_likeliest_token(filters: bool) -> None:
+    logits = torch.randn(4, VOCAB) * 1000
+    rows = make_rows(4)
+    rows.temperature.fill_(SamplingParams(temperature=LEAST_TEMPERATURE).temperature)
+    rows.top_p.fill_(0.9 if filters else 1)
+    places = Places(torch.arange(4, dtype=torch.int32), torch.arange(4))
+    chosen = choose(logits, places, rows, SamplingMode(random=True, filters=filters))
+    assert chosen.tolist() == logits.argmax(1).tolist()
 
 
 def test_greedy_rows_beside_random_ones_stay_greedy() -> None:

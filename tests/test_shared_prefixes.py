@@ -1,7 +1,7 @@
 """Whole runs whose rows share beginnings, with the attention that a GPU uses: the tokens of rows that share nothing.
 
-On a CPU the kernels run in the interpreter. Memory is hostile: what nobody has written yet holds NaN, and every page that
-comes to a new owner large numbers.
+On a CPU the kernels run in the interpreter. Memory is hostile: what nobody has written yet holds NaN, and so do the keys of every
+page that comes to a new owner.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def tokens(requests: list[Request], slots: int, run_ahead: int, patch: pytest.Mo
 
     def poison(pool: PagePool, count: int) -> list[int]:
         pages = take(pool, count)
-        engine.cache.kv[:, :, pages] = 1e4
+        engine.cache.kv[:, 0, pages], engine.cache.kv[:, 1, pages] = float("nan"), 1e4  # what a row that failed leaves
         return pages
 
     patch.setattr(PagePool, "take", poison)

@@ -10,10 +10,10 @@ what      The completions of committed shards, taken up every `draft.adapt.every
 better    Tokens a round of an exact replay (`train/evaluate.py`) over the newest rows kept out, of the head that drafts and of
           the copy that learns, both on the same rows. A copy half a percent better is written into the drafter; one that much
           worse begins again from it, at half the learning rate.
-swap      Numbers change where they lie, between two rounds, so captured graphs go on; the concatenated and reordered copies
-          that the drafter keeps change with them. K/V that the old head left stay with their rows: guesses made from them are
-          worse at most. Beginnings that rows have in common are prefilled anew. What is known of acceptance by draft length is
-          forgotten, not the times.
+swap      Numbers change where they lie, between two rounds and beside no prefill, so captured graphs go on; the concatenated and
+          reordered copies that the drafter keeps change with them. K/V that the old head left stay with their rows: guesses made
+          from them are worse at most. Beginnings that rows have in common are prefilled anew. What is known of acceptance by
+          draft length is forgotten, not the times.
 memory    The copy in fp32, its gradients and an optimiser, the drafting weights once more, and a slice: taken from the pages
           before the job begins (`packing/memory.py`). Where it is short all the same, learning ends and the job goes on.
 kept      The head that drafts, at commits, once a minute at most, and when a run ends: `stored.py`.
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from hashlib import blake2b
 
 import numpy as np
@@ -62,15 +63,15 @@ class Adapter:
         batch_tokens: int,
         budget: Budget,
         say: Callable[[str], None],
-        swapped: Callable[[], None],
+        changing: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """
         batch_tokens  of a slice, padding included; rows with more are left out
-        swapped       called when the drafter has got other weights
+        changing      what the drafter gets other weights within
         """
         self.learner, self.num_swaps, self.num_learnt = learner, 0, 0
         self._device, self._every, self._batch_tokens = device, every_shards, batch_tokens
-        self._budget, self._say, self._swapped = budget, say, swapped
+        self._budget, self._say, self._changing = budget, say, changing
         self._shards, self._periods, self._num_fresh = 0, 0, 0
         self._new: list[Row] = []
         self._to_measure: list[list[Row]] = []
@@ -174,10 +175,10 @@ class Adapter:
         )
         self._num_fresh = 0
         if after >= BETTER * before:
-            self.learner.adopt()
+            with self._changing():
+                self.learner.adopt()
             self.num_swaps += 1
             self._budget.restore()
-            self._swapped()
             self._say(
                 f"head: {after:.2f} tokens a round instead of {before:.2f} on completions kept out, once it has learnt from "
                 f"{self.num_learnt:,}: drafts with that from now on"

@@ -16,7 +16,8 @@ def attend(q: Tensor, kv: Tensor, batch: FlatBatch, *, scale: float, window: int
     """Causal attention of every token of the batch over its row's pages.
 
     q       [T, NH, D]
-    kv      [2, P, page_size, KVH, D] of the same dtype, the tokens' own K/V written already; finite everywhere
+    kv      [2, P, page_size, KVH, D] of the same dtype, the tokens' own K/V written already, by `rope_write` or
+            `kv_write`: V finite everywhere, K NaN where a key was not; a query that sees such a key gets NaN, no other one
     window  a query at position p sees keys p-window+1 .. p; None: 0 .. p
     sink    with a window: keys 0 .. sink-1 are seen too (StreamingLLM, arXiv 2309.17453)
     Returns [T, NH, D]; zeros for rows with kv_len 0. Exact: softmax in fp32 (fp64 for fp64).

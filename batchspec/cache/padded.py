@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -81,6 +82,25 @@ def _gather(kv: Tensor, pages: Tensor, out: Tensor) -> Tensor:
     return torch.index_select(kv.view(-1, out.shape[1]), 0, pages, out=out)
 
 
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """q [..., Q, D] over k, v [..., keys, D]; mask [..., Q, keys] of 0 and -inf, None: causal.
+
+    torch adds its mask to the scores, so that a hidden key that holds NaN (`kv_write`: one that is not finite) would reach every
+    query. Only queries that see such a key get NaN.
+    """
+
+    def attended(k: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+
+    out = attended(k)
+    if not math.isnan(float(out.sum())):
+        return out
+    lost = k.isnan().any(-1)
+    seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril() if mask is None else mask == 0
+    touched = (seen & lost.unsqueeze(-2)).any(-1, keepdim=True)
+    return attended(k.masked_fill(lost.unsqueeze(-1), 0.0)).masked_fill(touched, float("nan"))
+
+
 class _LongRow:
     """One row of a prefill: scaled_dot_product_attention over its gathered keys."""
 
@@ -106,7 +126,7 @@ class _LongRow:
         k, v = (x.permute(1, 2, 0, 3).expand(-1, q.shape[1], -1, -1) for x in (keys, values))
         if kv.is_cuda:  # torch 2.11's memory-efficient kernel reads past a dimension that does not move, under a mask
             k, v = k.contiguous(), v.contiguous()
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask, is_causal=self._mask is None, scale=scale)
+        o = _attend(q, k, v, self._mask, scale)
         out[self._place] = o.permute(2, 0, 1, 3).flatten(1, 2)
 
 
@@ -146,7 +166,7 @@ class _ShortRows:
         padded = q if self._q_ids is None else q.index_select(0, self._q_ids)
         shape = (self._num_rows, self._num_q, kv_heads, num_heads // kv_heads, head_dim)
         folded = padded.view(shape).transpose(1, 2).flatten(2, 3)
-        o = F.scaled_dot_product_attention(folded, gathered[0], gathered[1], attn_mask=self._mask, scale=scale)
+        o = _attend(folded, gathered[0], gathered[1], self._mask, scale)
         o = o.view(self._num_rows, kv_heads, self._num_q, -1, head_dim).transpose(1, 2)
         if self._q_ids is None or self._kept is None:
             out.view(shape).copy_(o)

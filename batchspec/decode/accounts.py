@@ -88,7 +88,7 @@ class Accounts:
         for slot, line in zip(slots[watched].tolist(), lines[watched].tolist(), strict=True):
             progress = _progress(rows, slot)
             if launched.is_prefill:
-                progress.add_prefill(line[4:5])
+                progress.add_prefill(line[4 : 4 + line[2]])
             else:
                 progress.add_round(line[0], line[1], line[0] + 1, line[4 : 4 + line[2]])
         if launched.began is not None:

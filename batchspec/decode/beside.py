@@ -9,7 +9,8 @@ the host has seen that the pass is done.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,6 +88,15 @@ class Beside:
         self._running = None
         self._start()
         return landed
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Work that the current stream gets within runs neither beside the pass on its way nor beside the next one."""
+        rounds = torch.cuda.current_stream()
+        if self._running is not None:
+            rounds.wait_event(self._running[1])
+        yield
+        self._stream.wait_stream(rounds)
 
     def call_off(self) -> None:
         """Forget the passes that have not begun."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -164,8 +165,14 @@ class Engine:
         """
         self._stopping = True
 
-    def drafter_changed(self) -> None:
-        """The drafter drafts otherwise from now on: its acceptance is forgotten, and new rows share no K/V with old ones."""
+    @contextmanager
+    def changing_drafter(self) -> Iterator[None]:
+        """Within, the drafter gets other weights, while no prefill reads them, in the stream of the rounds.
+
+        Its acceptance is forgotten, and new rows share no K/V with old ones.
+        """
+        with self._entrance.paused():
+            yield
         self.pool.forget()
         self._launcher.forget()
 
@@ -308,7 +315,6 @@ class Engine:
         done = progress.completion(
             decode=self._decode, drafter=self.drafter.name, eos_ids=self._eos_ids, slot=slot, now=now, nodes=self.round.nodes
         )
-        assert done.prompt_ids is not None
-        assert done.token_ids is not None
-        self.drafter.learn(done.prompt_ids, done.token_ids)
+        if done.prompt_ids is not None and done.token_ids is not None:  # no error
+            self.drafter.learn(done.prompt_ids, done.token_ids)
         return done

@@ -52,6 +52,10 @@ class Entrance:
     def stream_of_rounds(self) -> AbstractContextManager[object]:
         return nullcontext() if self._beside is None else torch.cuda.stream(self._beside.rounds)
 
+    def paused(self) -> AbstractContextManager[object]:
+        """Work that the device gets within runs beside no prefill."""
+        return nullcontext() if self._beside is None else self._beside.paused()
+
     def clear(self) -> None:
         """Forget what an earlier run left, once it is off the card."""
         if self._beside is not None:

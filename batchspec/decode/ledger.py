@@ -26,10 +26,12 @@ class Ledger:
         self._num_prefills = np.zeros(slots, np.int64)
 
     def add_prefill(self, slots: Slots, log: Log) -> None:
-        """The one token that a prefill emitted for each of `slots`; line i of `log` is that of slots[i]."""
+        """The token that a prefill emitted for each of `slots`, none where it failed; line i of `log` is that of slots[i]."""
         self._num_prefills[slots] += 1
-        self._tokens[slots, self._num_tokens[slots]] = log[:, 4]
-        self._num_tokens[slots] += 1
+        emitted = log[:, 2] > 0
+        there = slots[emitted]
+        self._tokens[there, self._num_tokens[there]] = log[emitted, 4]
+        self._num_tokens[there] += 1
 
     def add_round(self, slots: Slots, log: Log) -> None:
         """One round of live rows; a slot comes once."""

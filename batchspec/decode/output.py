@@ -10,8 +10,10 @@ import numpy as np
 
 from batchspec.decode.stops import Decode, StopFinder
 from batchspec.decode.thinking import Parts, Walk, split_thoughts
-from batchspec.kernels.accept import STOPPED
-from batchspec.records import Completion, Request, RowStats, Snapshot
+from batchspec.kernels.accept import FAILED, STOPPED
+from batchspec.records import Completion, Request, RowError, RowStats, Snapshot
+
+NON_FINITE = "non_finite_logits"
 
 
 @dataclass(slots=True)
@@ -94,7 +96,7 @@ class Progress:
         return self.earlier_s + (now - self.first_token_at if self.first_token_at else 0.0)
 
     def add_prefill(self, tokens: Sequence[int]) -> None:
-        """The one token that a prefill emitted."""
+        """The one token that a prefill emitted, none where it failed."""
         self.num_prefills += 1
         self._emit(tokens)
 
@@ -123,11 +125,11 @@ class Progress:
                 self.drafted_at[i] += num_drafted
 
     def end(self, finish: int) -> None:
-        """The device ended the row: 1 at a stop id, 2 at its limit."""
+        """The device ended the row: at a stop id, at its limit, or where its logits were not finite."""
         if finish == STOPPED:
             self.finish_reason, self.stop_id = "stop", self.tokens[-1]
         else:
-            self.finish_reason = "length"
+            self.finish_reason = "error" if finish == FAILED else "length"
 
     def thinking_left(self) -> int | None:
         """Tokens until the thinking budget can be used up; None where only the beginning of a thought can change that."""
@@ -204,6 +206,9 @@ class Progress:
     ) -> Completion:
         """The finished row; `now` is the host's clock in seconds, `nodes` those of each round's tree where trees were drafted."""
         request = self.request
+        assert self.finish_reason is not None
+        if self.finish_reason == "error":
+            return self._failure()
         count = len(self.tokens)
         text, reasoning, parts = self._texts(decode)
         stop_id = None if self.stop_id is None or self.stop_id in eos_ids else str(self.stop_id)
@@ -216,7 +221,7 @@ class Progress:
             sample_index=request.sample_index,
             shard=request.shard,
             status="truncated" if self.finish_reason == "length" else "ok",
-            finish_reason=self.finish_reason or "error",
+            finish_reason=self.finish_reason,
             stop_reason=stop_id if self.stop_string is None else self.stop_string,
             prompt_ids=request.prompt_ids,
             token_ids=np.array(self.tokens, np.int32),
@@ -230,6 +235,29 @@ class Progress:
             predicted_tokens=request.predicted_tokens,
             cached_tokens=self.cached_tokens,
             stats=self._stats(drafter, slot, now, nodes),
+        )
+
+    def _failure(self) -> Completion:
+        """The row ended where nothing could be chosen. Its tokens are dropped: what led to such numbers is not to be trusted."""
+        request, emitted = self.request, len(self.tokens)
+        return Completion(
+            request_id=request.request_id,
+            row_index=request.row_index,
+            sample_index=request.sample_index,
+            shard=request.shard,
+            status="error",
+            finish_reason="error",
+            prompt_ids=request.prompt_ids,
+            seed=request.seed,
+            error=RowError(
+                code=NON_FINITE,
+                stage="decode",
+                message=(
+                    f"the model's logits at position {len(request.prompt_ids) + emitted} (output token {emitted}) hold NaN or "
+                    "+inf, or no finite value; check the weights and model.dtype, or drop the row"
+                ),
+                retryable=True,
+            ),
         )
 
     def _stats(self, drafter: str, slot: int, now: float, nodes: int | None) -> RowStats:

@@ -216,10 +216,11 @@ class Round:
         return self._with_logprobs(log, raw, target_ids, places)
 
     def _choose(self, hidden: Tensor, places: Places | None, rows: Rows, mode: SamplingMode) -> tuple[Tensor, Tensor | None]:
-        """Target ids int32 [T], and the raw logits where logprobs are asked for."""
+        """Target ids int32 [T], NO_TOKEN where the logits are not finite; and the raw logits where logprobs are asked for."""
         if places is None:
-            ids = self.target.likeliest(hidden) if self.options.argmax else likeliest(self.target.logits(hidden), fast=False)
-            return ids, None
+            if self.options.argmax:
+                return self.target.likeliest(hidden, flag_nonfinite=True), None
+            return likeliest(self.target.logits(hidden), fast=False), None
         logits = self.target.logits(hidden)
         raw = None
         if self.options.logprobs is not None:
@@ -230,7 +231,7 @@ class Round:
         """Log-softmax of the raw logits at every place, laid out by row and place."""
         num_rows, width, num_top = log.shape[0], log.shape[1] - 4, self.options.logprobs or 0
         normaliser = torch.logsumexp(raw, 1, keepdim=True)
-        chosen = (raw.gather(1, target_ids.long().unsqueeze(1)) - normaliser).squeeze(1).float()
+        chosen = (raw.gather(1, target_ids.clamp(min=0).long().unsqueeze(1)) - normaliser).squeeze(1).float()
         place = torch.zeros_like(places.positions) if places.place is None else places.place
         # Padding and dead rows have no place of their own: what they say goes to a column that is cut off.
         place = torch.where((place >= 0) & (place < width), place, width)

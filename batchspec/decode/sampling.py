@@ -1,5 +1,6 @@
 """From logits to the target's own choice at each flat position. One reduction, fp32 logits (fp64 for a fp64 model).
 
+Logits that hold NaN or +inf, or no finite value, give NO_TOKEN; -inf is legitimate.
 A draw depends on the logits, the row's key and the position alone, never on the batch around it. Order: penalties,
 temperature, top-k, top-p (on the distribution that top-k left), min-p (relative to the likeliest token), then the
 Gumbel-argmax over the kept set. Legend: T flat positions, R rows, V vocabulary, K draft_len.
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from batchspec.decode.rows import SEEN_OUTPUT, SEEN_PROMPT_OR_OUTPUT, Rows
-from batchspec.kernels.argmax import argmax
+from batchspec.kernels.argmax import NO_TOKEN, argmax
 from batchspec.kernels.cutoff import cutoff
 from batchspec.kernels.sample import sample
 from batchspec.records import SamplingParams
@@ -70,9 +71,10 @@ class Places:
 
 
 def choose(logits: Tensor, places: Places, rows: Rows, mode: SamplingMode, *, fast_argmax: bool = True) -> Tensor:
-    """The target's choice at each place, int32 [T]. Changes `logits` [T, V] where penalties ask for it.
+    """The target's choice at each place, int32 [T], NO_TOKEN where there is none.
 
-    On a GPU nothing synchronises. `fast_argmax=False` takes the general greedy path (softmax, then top-k) for comparison.
+    Changes `logits` [T, V] where penalties ask for it. On a GPU nothing synchronises. `fast_argmax=False` takes the general
+    greedy path (softmax, then top-k) for comparison.
     """
     if mode.penalties:
         apply_penalties(logits, places, rows)
@@ -87,11 +89,15 @@ def choose(logits: Tensor, places: Places, rows: Rows, mode: SamplingMode, *, fa
 
 
 def likeliest(logits: Tensor, *, fast: bool = True) -> Tensor:
-    """The greedy choice at each place, int32 [T]; `fast=False` by softmax and top-k, for comparison."""
+    """The greedy choice at each place, int32 [T], NO_TOKEN where there is none.
+
+    `fast=False` takes it by softmax and top-k, for comparison.
+    """
     if not fast:
-        return torch.softmax(logits, -1).topk(1, dim=-1).indices.flatten().int()
+        ids = torch.softmax(logits, -1).topk(1, dim=-1).indices.flatten()
+        return torch.where(logits.amax(-1).isfinite(), ids, NO_TOKEN).int()
     out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
-    argmax(logits, out_ids=out)
+    argmax(logits, out_ids=out, flag_nonfinite=True)
     return out
 
 

@@ -135,20 +135,21 @@ class Target:
         return self._head(hidden.to(self._head_dtype))
 
     @torch.inference_mode()
-    def likeliest(self, hidden: Tensor, vocab: int | None = None) -> Tensor:
+    def likeliest(self, hidden: Tensor, vocab: int | None = None, *, flag_nonfinite: bool = False) -> Tensor:
         """int32 [N]: the token of each row's largest logit, the lowest id of equals. On a GPU the logits are not written out.
 
-        vocab  of the first so many tokens, None: of all
+        vocab           of the first so many tokens, None: of all
+        flag_nonfinite  NO_TOKEN where the logits hold NaN or +inf, or no finite value; else NaN counts as -inf
         """
         out = torch.empty(hidden.shape[0], dtype=torch.int32, device=hidden.device)
         tile = None
         if self._narrow_head is not None:
             tile = best("lm_head", hidden.shape[0], self._narrow_head.shape[0], self._narrow_head.shape[1], hidden.device)
         if tile is None:
-            argmax(self.logits(hidden), out_ids=out, vocab=vocab)
+            argmax(self.logits(hidden), out_ids=out, vocab=vocab, flag_nonfinite=flag_nonfinite)
         else:
             assert self._narrow_head is not None
-            lm_head(hidden, self._narrow_head, out_ids=out, tile=tile, vocab=vocab)
+            lm_head(hidden, self._narrow_head, out_ids=out, tile=tile, vocab=vocab, flag_nonfinite=flag_nonfinite)
         return out
 
 

@@ -71,7 +71,7 @@ class Adaptation:
             batch_tokens=tokens,
             budget=Budget(draft.adapt.time_share),
             say=self._progress.phase,
-            swapped=engine.drafter_changed,
+            changing=engine.changing_drafter,
         )
         self._engine, self._num_saved = engine, 0
         engine.between = self._turn

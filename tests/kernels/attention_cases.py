@@ -15,7 +15,8 @@ from batchspec.kernels.verify_attention import verify_attention, verify_attentio
 
 PAGE_SIZE = 16
 SMALL = {"tile": 16, "block": 16, "min_chunk": 16, "short": 16, "max_whole": 0, "group_tile": 32, "group_block": 32}
-POISON = 1e4  # finite: what lies behind a row's last key is whatever a page held before
+STALE_KEY, STALE_VALUE = float("nan"), 1e4
+"""What lies after a row's last key: whatever a page held before, as `kv_write` leaves it. V is always finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,8 @@ def make_case(
     q_len, kv_len = [num for num, _ in rows], [keys for _, keys in rows]
     num_places, per_row = sum(q_len) + padding, max(kv_len) // PAGE_SIZE + 2
     pages = (torch.randperm(len(rows) * per_row) + 1).int().view(len(rows), per_row)
-    kv = torch.full((2, len(rows) * per_row + 1, PAGE_SIZE, kv_heads, head_dim), POISON)
+    kv = torch.empty(2, len(rows) * per_row + 1, PAGE_SIZE, kv_heads, head_dim)
+    kv[0], kv[1] = STALE_KEY, STALE_VALUE
     for row, keys in enumerate(kv_len):
         at = torch.arange(keys)
         kv[:, pages[row, at // PAGE_SIZE].long(), at % PAGE_SIZE] = torch.randn(2, keys, kv_heads, head_dim)

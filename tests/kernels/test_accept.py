@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.kernels.accept import MAX_DRAFT_LEN, accept
+from batchspec.kernels.accept import FAILED, MAX_DRAFT_LEN, accept
+from batchspec.kernels.argmax import NO_TOKEN
 from batchspec.kernels.mix import uniform_reference
 
 POISON = -7
@@ -100,10 +101,12 @@ def by_hand(row: Row, width: int, rates: list[float] | None = None) -> tuple[lis
         emitted.append(draft)
         accepted += 1
     emitted.append(row.targets[accepted])
-    kept = next((j + 1 for j, token in enumerate(emitted) if token in row.stop_ids), len(emitted))
-    stopped = emitted[kept - 1] in row.stop_ids
+    failures = (j for j, target in enumerate(row.targets[: accepted + 1]) if target == NO_TOKEN)
+    stops = (j + 1 for j, token in enumerate(emitted) if token in row.stop_ids)
+    kept = min(next(stops, len(emitted)), failed := next(failures, len(emitted)))
     tokens = row.tokens + emitted[:kept]
-    finish = 1 if stopped else 2 if len(tokens) >= row.limit else 0
+    stopped = kept and emitted[kept - 1] in row.stop_ids
+    finish = 1 if stopped else 3 if kept == failed < len(emitted) else 2 if len(tokens) >= row.limit else 0
     log = [accepted, len(row.drafts), kept, finish, *emitted] + [-1] * (width + 1 - len(emitted))
     return log, Row(row.drafts, row.targets, tokens, row.stop_ids, row.limit, int(finish == 0), finish, row.key)
 
@@ -134,9 +137,33 @@ def test_a_round_without_drafts_emits_one_token(interpret: bool, device: torch.d
         assert after.tokens == [1, 2, 3, 42]
 
 
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_row_ends_where_the_target_has_no_choice_with_the_tokens_before(at: int, interpret: bool, device: torch.device) -> None:
+    targets = [10, 11, 12]
+    targets[at] = NO_TOKEN
+    rows = [Row([10, 11], targets), Row([10, 11], [10, 11, 12])]
+    logs, after, _ = run(rows, interpret, device)
+    assert logs[0] == [at, 2, at, FAILED, *[10, 11][:at], *[-1] * (5 - at)]
+    assert (after[0].tokens, after[0].live, after[0].finish) == ([1, 2, 3, *[10, 11][:at]], 0, FAILED)
+    assert (after[1].tokens, after[1].live) == ([1, 2, 3, 10, 11, 12], 1)
+
+
+def test_a_draft_that_was_not_confirmed_or_comes_after_a_stop_may_fail_as_it_likes(interpret: bool, device: torch.device) -> None:
+    log, after = one(Row([10, 11], [50, NO_TOKEN, NO_TOKEN]), interpret, device)
+    assert (log[:4], after.live) == ([0, 2, 1, 0], 1)
+    log, after = one(Row([10, 11], [10, 11, NO_TOKEN], stop_ids=(11,)), interpret, device)
+    assert (log[2:4], after.tokens) == ([2, 1], [1, 2, 3, 10, 11])
+
+
+def test_no_draft_confirms_a_choice_that_is_none(interpret: bool, device: torch.device) -> None:
+    log, after = one(Row([10, NO_TOKEN, 12], [10, NO_TOKEN, 12, 13]), interpret, device)
+    assert log[:4] == [1, 3, 1, FAILED]
+    assert after.tokens == [1, 2, 3, 10]
+
+
 def test_drafts_behind_draft_len_do_not_count(interpret: bool, device: torch.device) -> None:
-    log, _ = one(Row([10], [10, POISON]), interpret, device)  # behind it draft and target would agree
-    assert log == [1, 1, 2, 0, 10, POISON, -1, -1, -1]
+    log, _ = one(Row([10], [10, 55]), interpret, device)  # behind it draft and target would agree
+    assert log == [1, 1, 2, 0, 10, 55, -1, -1, -1]
 
 
 def test_a_stop_id_inside_the_accepted_prefix_ends_the_row_there(interpret: bool, device: torch.device) -> None:
@@ -222,7 +249,7 @@ def random_rows(draw: st.DrawFn, width: int) -> list[Row]:
     rows = []
     for key in range(draw(st.integers(1, 4))):
         drafts = draw(st.lists(st.integers(0, 3), max_size=width))
-        targets = [draw(st.sampled_from([token, token, token, 3])) for token in drafts] + [draw(st.integers(0, 3))]
+        targets = [draw(st.sampled_from([token] * 6 + [3, NO_TOKEN])) for token in drafts] + [draw(st.integers(NO_TOKEN, 3))]
         stop_ids = tuple(draw(st.lists(st.integers(0, 5), max_size=2)))
         tokens = draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
         limit = len(tokens) + draw(st.integers(1, 8))

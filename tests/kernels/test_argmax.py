@@ -11,16 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.kernels.argmax import BLOCK, argmax
+from batchspec.kernels.argmax import BLOCK, NO_TOKEN, argmax
 
 POISON = -7
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INF, NAN = float("inf"), float("nan")
 
 
-def choose(logits: Tensor, interpret: bool, vocab: int | None = None, map_ids: Tensor | None = None) -> list[int]:
+def choose(
+    logits: Tensor, interpret: bool, vocab: int | None = None, map_ids: Tensor | None = None, flag_nonfinite: bool = False
+) -> list[int]:
     out_ids = torch.full((len(logits),), POISON, dtype=torch.int32, device=logits.device)
-    argmax(logits, out_ids=out_ids, vocab=vocab, map_ids=map_ids, interpret=interpret)
+    argmax(logits, out_ids=out_ids, vocab=vocab, map_ids=map_ids, flag_nonfinite=flag_nonfinite, interpret=interpret)
     return [int(i) for i in out_ids]
 
 
@@ -54,6 +56,25 @@ def test_nan_counts_as_minus_infinity(dtype: torch.dtype, interpret: bool, devic
     logits[3, ::2], logits[3, 1::2] = NAN, -INF
     logits[4, 3], logits[4, 4], logits[4, 299] = NAN, INF, NAN
     assert choose(logits, interpret) == [200, 0, 0, 0, 4]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_that_is_not_finite_is_flagged_where_it_is_asked_for(
+    dtype: torch.dtype, interpret: bool, device: torch.device
+) -> None:
+    logits = torch.full((8, BLOCK + 300), -3.0, dtype=dtype, device=device)
+    logits[0, 7], logits[0, 200] = 5, -INF
+    logits[1, BLOCK + 299] = NAN
+    logits[2, 0] = INF
+    logits[3, 5], logits[3, 9] = INF, NAN
+    logits[4] = -INF
+    logits[5] = NAN
+    logits[6] = -INF
+    logits[6, 130] = -100
+    logits[7, BLOCK + 100 :] = NAN  # behind the vocabulary
+    vocab = BLOCK + 100
+    assert choose(logits, interpret, flag_nonfinite=True) == [7, *[NO_TOKEN] * 5, 130, NO_TOKEN]
+    assert choose(logits[[0, 1, 6, 7]], interpret, vocab, flag_nonfinite=True) == [7, 0, 130, 0]
 
 
 def test_columns_behind_the_vocabulary_are_never_chosen(interpret: bool, device: torch.device) -> None:
@@ -122,3 +143,5 @@ def test_wrong_arguments_are_refused() -> None:
         argmax(logits, out_ids=out_ids, vocab=0)
     with pytest.raises(ValueError, match=r"argmax: map_ids is float32 \[8\]"):
         argmax(logits, out_ids=out_ids, map_ids=torch.zeros(8))
+    with pytest.raises(ValueError, match="argmax: map_ids with flag_nonfinite"):
+        argmax(logits, out_ids=out_ids, map_ids=torch.arange(8), flag_nonfinite=True)

@@ -99,3 +99,19 @@ def test_wrong_arguments_are_refused() -> None:
         kv_write(k, k, kv, slots.int())
     with pytest.raises(ValueError, match=r"kv_write: k .*contiguous in its last dimension"):
         kv_write(torch.zeros(3, 8, 2).transpose(1, 2), k, kv, slots)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_key_that_is_not_finite_is_marked_in_k_and_mended_in_v(
+    dtype: torch.dtype, interpret: bool, device: torch.device
+) -> None:
+    """Whoever sees it gets NaN by its score, and whoever does not adds 0 times a finite number."""
+    k, v = torch.randn(2, 5, 3, 7, device=device).to(dtype)
+    k[0, 1, 6], k[1, 0, 0], v[2, 2, 3], v[3, 1, 0] = float("nan"), float("-inf"), float("inf"), float("nan")
+    kv = make_cache(2, 5, 3, 7, dtype, device)
+    kv_write(k, v, kv, torch.arange(5, 10, device=device), interpret=interpret)
+    marked = torch.zeros(5, 3, dtype=torch.bool, device=device)
+    marked[[0, 1, 2, 3], [1, 0, 2, 1]] = True
+    assert bool(kv[0, 1][marked].isnan().all())
+    assert torch.equal(kv[0, 1][~marked], k[~marked])
+    assert torch.equal(kv[1, 1], torch.where(v.isfinite(), v, 0.0))

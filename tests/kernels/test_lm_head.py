@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from batchspec.kernels.argmax import NO_TOKEN
 from batchspec.kernels.lm_head import BLOCK, lm_head, lm_head_reference
 from batchspec.kernels.tiles import Tile
 
@@ -17,10 +18,14 @@ TILE = Tile(16, 16, 32, 2, 4, False)
 
 
 def choose(
-    hidden: Tensor, weight: Tensor, interpret: bool, vocab: int | None = None, map_ids: Tensor | None = None, tile: Tile = TILE
-) -> list[int]:
+    hidden: Tensor, weight: Tensor, interpret: bool, vocab: int | None = None, map_ids: Tensor | None = None, tile: Tile = TILE,
+    flag_nonfinite: bool = False,
+) -> list[int]:  # fmt: skip
     out_ids = torch.full((len(hidden),), POISON, dtype=torch.int32, device=hidden.device)
-    lm_head(hidden, weight, out_ids=out_ids, vocab=vocab, map_ids=map_ids, tile=tile, interpret=interpret)
+    lm_head(
+        hidden, weight, out_ids=out_ids, vocab=vocab, map_ids=map_ids, tile=tile, flag_nonfinite=flag_nonfinite,
+        interpret=interpret,
+    )  # fmt: skip
     return [int(i) for i in out_ids]
 
 
@@ -78,6 +83,25 @@ def test_nan_counts_as_minus_infinity(interpret: bool, device: torch.device) -> 
     weight[33] = INF
     assert choose(torch.ones(1, 1, device=device), weight, interpret) == [33]
     assert choose(torch.ones(1, 1, device=device), torch.full_like(weight, -INF), interpret) == [0]
+
+
+def test_a_row_that_is_not_finite_is_flagged_where_it_is_asked_for(interpret: bool, device: torch.device) -> None:
+    hidden, weight = torch.randn(7, 16, device=device), torch.randn(40, 16, device=device)
+    healthy = choose(hidden, weight, interpret)
+    hidden[1, 3], hidden[4] = NAN, INF
+    hidden[6, 5] = -INF
+    found = choose(hidden, weight, interpret, flag_nonfinite=True)
+    assert found == [healthy[0], NO_TOKEN, *healthy[2:4], NO_TOKEN, healthy[5], NO_TOKEN]
+    ones, logits = torch.ones(1, 1, device=device), torch.zeros(40, 1, device=device)
+    for value, at in ((INF, 39), (NAN, 17)):
+        assert choose(ones, logits.index_fill(0, torch.tensor([at], device=device), value), interpret, flag_nonfinite=True) == [
+            NO_TOKEN
+        ]
+    assert choose(ones, torch.full_like(logits, -INF), interpret, flag_nonfinite=True) == [NO_TOKEN]
+    logits[:30], logits[37:] = -INF, NAN  # legitimate, and behind the vocabulary
+    assert choose(ones, logits, interpret, vocab=37, flag_nonfinite=True) == [30]
+    with pytest.raises(ValueError, match="lm_head: map_ids with flag_nonfinite"):
+        choose(hidden, weight, interpret, map_ids=torch.arange(40, device=device), flag_nonfinite=True)
 
 
 def test_columns_behind_the_vocabulary_are_never_chosen(interpret: bool, device: torch.device) -> None:

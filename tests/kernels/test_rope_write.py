@@ -188,3 +188,27 @@ def test_wrong_arguments_are_refused() -> None:
         rope_write(**{**good, "kv": case.kv.double()})
     with pytest.raises(ValueError, match="one of q_norm and k_norm is None"):
         rope_write(**{**good, "q_norm": None})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("many", [False, True])
+def test_a_key_that_is_not_finite_is_marked_in_k_and_mended_in_v(
+    many: bool, norms: bool, dtype: torch.dtype, interpret: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether K or V was at fault, and however heads are spread over programs; the other keys are those of a healthy batch."""
+    case = Case.make(4, 9, 3, 24, dtype, device, norms)
+    monkeypatch.setattr(module, "MANY_TOKENS", 1 if many else 1000)
+    case.run(interpret)
+    healthy = case.kv.flatten(1, 2)[:, case.slots].clone()
+    heads = case.qkv.view(4, 15, 24)
+    heads[0, 9 + 1, 3], heads[1, 12 + 0, 23], heads[2, 12 + 2, 0] = float("nan"), float("inf"), float("nan")
+    case.run(interpret)
+    k, v = case.kv.flatten(1, 2)[:, case.slots]
+    marked = torch.zeros(4, 3, dtype=torch.bool, device=device)
+    marked[[0, 1, 2], [1, 0, 2]] = True
+    assert bool(k[marked].isnan().all())
+    assert torch.equal(k[~marked], healthy[0][~marked])
+    mended = healthy[1].clone()
+    mended[1, 0, 23] = mended[2, 2, 0] = 0
+    assert torch.equal(v, mended)

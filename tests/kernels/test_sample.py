@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.kernels.argmax import argmax
+from batchspec.kernels.argmax import NO_TOKEN, argmax
 from batchspec.kernels.mix import (
     mix32,
     mix32_reference,
@@ -186,7 +186,8 @@ def test_temperature_zero_is_the_plain_argmax(dtype: torch.dtype, interpret: boo
     logits[3, [9, 400]] = 50
     logits[4] = NAN
     expected = torch.full((5,), POISON, dtype=torch.int32, device=device)
-    argmax(logits, out_ids=expected)
+    argmax(logits, out_ids=expected, flag_nonfinite=True)
+    assert expected[1:].tolist() == [NO_TOKEN, NO_TOKEN, 9, NO_TOKEN]
     assert draw(logits, interpret, temperature=0.0).tolist() == expected.tolist()
     assert draw(logits, interpret, temperature=0.0, cutoff=1e4).tolist() == expected.tolist()
 
@@ -199,13 +200,23 @@ def test_greedy_and_sampled_rows_share_a_batch(interpret: bool, device: torch.de
     assert mixed[1::2].tolist() == draw(logits, interpret, temperature=1.0)[1::2].tolist()
 
 
-def test_nan_is_never_drawn_and_nothing_kept_gives_zero(interpret: bool, device: torch.device) -> None:
-    logits = torch.zeros(64, 40, device=device)
-    logits[:, 1::2] = NAN
-    assert bool((draw(logits, interpret, temperature=9.0) % 2 == 0).all())
-    assert draw(logits[:3] * NAN, interpret).tolist() == [0, 0, 0]
-    assert draw(torch.full((3, 40), -INF, device=device), interpret).tolist() == [0, 0, 0]
-    assert draw(logits[:3], interpret, cutoff=1.0).tolist() == [0, 0, 0]
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("at", [0, 40, BLOCK, 2 * BLOCK + 6])
+def test_a_place_whose_logits_are_not_finite_has_no_token_and_its_neighbours_keep_theirs(
+    at: int, dtype: torch.dtype, interpret: bool, device: torch.device
+) -> None:
+    logits = torch.randn(6, 2 * BLOCK + 7, device=device).to(dtype)
+    healthy = draw(logits, interpret).tolist()
+    logits[1, at], logits[3, at] = NAN, INF
+    logits[4] = -INF
+    logits[5, torch.arange(logits.shape[1], device=device) != at] = -INF  # masks leave one id
+    for low in (-INF, 0.5, NAN):
+        found = draw(logits, interpret, cutoff=torch.tensor([-INF, low, -INF, low, low, -INF], device=device)).tolist()
+        assert found == [healthy[0], NO_TOKEN, healthy[2], NO_TOKEN, NO_TOKEN, at]
+
+
+def test_nothing_kept_gives_zero(interpret: bool, device: torch.device) -> None:
+    assert draw(torch.zeros(3, 40, device=device), interpret, cutoff=1.0).tolist() == [0, 0, 0]
 
 
 def test_float64_logits_are_summed_and_compared_in_float64(interpret: bool, device: torch.device) -> None:

@@ -102,6 +102,39 @@ def test_unwritten_places_of_a_page_are_never_read(interpret: bool, device: torc
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
 
 
+def mark(case: Case, row: int, position: int) -> None:
+    """The key is not finite: as `kv_write` leaves it."""
+    case.kv[0, int(case.page_table[row, position // PAGE_SIZE]), position % PAGE_SIZE] = float("nan")
+
+
+@pytest.mark.parametrize("window", [0, 24])
+def test_a_draft_that_is_not_finite_reaches_the_queries_that_see_it_and_no_others(
+    window: int, interpret: bool, device: torch.device
+) -> None:
+    case = make_case([(4, 100), (1, 40), (4, 70), (2, 30)], window=window, device=device)
+    expected = case.expected(case.work(interpret=False))
+    for row, position in ((0, 98), (2, 69), (3, 28)):
+        mark(case, row, position)
+    lost = torch.tensor([2, 3, 8, 9, 10], device=device)
+    kept = torch.tensor([0, 1, 4, 5, 6, 7], device=device)
+    for programs in (1, 40):
+        out = case.run(case.work(interpret=interpret, programs=programs), interpret=interpret)
+        assert bool(out[lost].isnan().all())
+        torch.testing.assert_close(out[kept], expected[kept], atol=1e-5, rtol=0)
+
+
+def test_a_shared_beginning_that_is_not_finite_reaches_its_members_and_no_others(interpret: bool, device: torch.device) -> None:
+    case = share(make_case([(1, 40), (2, 60), (1, 90), (1, 50), (1, 45)], device=device), [([0, 2], 32), ([1, 4], 16)])
+    expected = case.expected(case.work(interpret=False))
+    mark(case, 0, 17)
+    members = torch.tensor([0, 3], device=device)
+    others = torch.tensor([1, 2, 4, 5], device=device)
+    for programs in (1, 40):
+        out = case.run(case.work(interpret=interpret, programs=programs, group_programs=programs), interpret=interpret)
+        assert bool(out[members].isnan().all())
+        torch.testing.assert_close(out[others], expected[others], atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize(("window", "sink"), [(0, 0), (24, 0), (24, 4)])
 def test_one_work_list_serves_growing_positions(window: int, sink: int, interpret: bool, device: torch.device) -> None:
     """A drafter's steps: the list is made with the last step's lengths and the first step's positions."""
