@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from batchspec.decode.output import Progress
 from batchspec.decode.stops import StopFinder
+from batchspec.kernels.accept import FULL
 from batchspec.records import Request, SamplingParams, Thinking
 
 PIECES = [b"a", b"b", b"ab", b"\n", b"END", b"E", b"ND", b"\xe4", b"\xbd", b"\xa0", b"", b" x"]
@@ -141,6 +142,7 @@ def test_seconds_are_those_of_all_prefills_and_from_the_first_token_on_and_of_ea
     assert progress.snapshot(90.0).decode_s == 20.0  # nothing has happened in this run yet
     progress.add_prefill([0])
     progress.note_prefill(1.0, 100.0)
+    progress.end(FULL)
     stats = progress.completion(decode=decode, drafter="none", eos_ids=frozenset(), slot=0, now=103.0).stats
     assert stats is not None
     assert (stats.num_prefills, stats.prefill_s, stats.decode_s) == (3, 1.75, 23.0)
