@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 
 import numpy as np
@@ -160,7 +161,9 @@ def test_statistics_identities_hold_after_every_round(rounds: list[tuple[int, in
         if number == stop_after:
             emitted[0] = 4
         progress.add_round(accepted, drafted, accepted + 1, emitted)
-        done = progress.completion(decode=decode, drafter="lookup", eos_ids=frozenset(), slot=0, now=0.0).stats
+        so_far = copy(progress)
+        so_far.finish_reason = progress.finish_reason or "length"
+        done = so_far.completion(decode=decode, drafter="lookup", eos_ids=frozenset(), slot=0, now=0.0).stats
         assert done is not None
         assert len(progress.tokens) + done.num_discarded == done.num_prefills + done.num_accepted + done.num_rounds
         assert sum(done.histogram) == done.num_rounds
