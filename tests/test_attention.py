@@ -188,6 +188,31 @@ def test_prefill_on_a_gpu_is_that_of_the_cpu(longest: int, way: str, window: int
     torch.testing.assert_close(plan.attend(q.cuda(), kv.cuda(), 1 / 8).cpu(), expected, atol=2e-2, rtol=0)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("longest", [flash.SHORT, flash.SHORT + 1])
+def test_a_key_that_is_not_finite_stays_with_its_row_in_a_prefill_on_a_gpu(longest: int, window: int | None) -> None:
+    """Of the first row one in the middle of its queries: those before it do not see it."""
+    if longest > flash.SHORT:
+        pytest.importorskip("flashinfer")
+    rows = [(70, 90), (1, 33), (200, longest), (64, 64)]
+    generator = torch.Generator().manual_seed(0)
+    batch = make_batch(rows, generator)
+    batch.host = HostLayout([q for q, _ in rows], [n for _, n in rows])
+    q, kv = make_tensors(batch, (6, 2), torch.bfloat16, generator, head_dim=64)
+    kv[0, 0] = float("nan")  # the scratch page
+    there = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    there = {name: value.cuda() if isinstance(value, Tensor) else value for name, value in there.items()}
+    plan = plan_attention(FlatBatch(**there), kv.cuda(), num_heads=6, window=window)
+    healthy = plan.attend(q.cuda(), kv.cuda(), 1 / 8).cpu()
+    assert bool(healthy.isfinite().all())
+    kv[0, batch.page_table[0, 60 // PAGE_SIZE].long(), 60 % PAGE_SIZE] = float("nan")
+    out = plan.attend(q.cuda(), kv.cuda(), 1 / 8).cpu()
+    sees = (batch.row_ids == 0) & (batch.positions >= 60) & (batch.positions < 60 + (window or 1000))
+    assert bool(out[sees].isnan().all())
+    assert torch.equal(out[~sees], healthy[~sees])
+
+
 def test_places_of_rows_without_keys_and_padding_are_zero() -> None:
     """The uniform layout gives a dead row its places, and a fixed token budget ends in padding."""
     generator = torch.Generator().manual_seed(0)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from batchspec.cache.pages import PagePool
 from batchspec.decode import prefill, scheduler
 from batchspec.decode.engine import Engine
 from batchspec.decode.round import RoundOptions
@@ -192,6 +193,72 @@ def test_rows_with_a_common_beginning_read_it_once_and_give_the_same_tokens(over
     assert tokens(list(engine.run(iter(asked)))) == alone(asked)
     assert any(shared)
     assert engine.totals.cached_tokens > 20 * 128
+
+
+@pytest.mark.parametrize("drafts", [False, True], ids=["none", "eagle3"])
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_with_common_beginnings_keep_their_tokens_while_the_batch_shrinks(seed: int, drafts: bool, tmp_path: Path) -> None:
+    """Few rows, so that most rounds are the tail; pages come to a new owner with keys of a row that failed."""
+    rng = np.random.default_rng(seed)
+    asked: list[Request] = []
+    for _ in range(rng.integers(1, 5)):
+        beginning = rng.integers(0, VOCAB, int(rng.integers(128, 150))).tolist()
+        for _ in range(rng.integers(1, 6)):
+            own = rng.integers(0, VOCAB, rng.integers(1, 4)).tolist()
+            cap = int(rng.choice([2, 5, 12, 40]))
+            asked.append(request(len(asked), beginning + own, cap=cap, stop=("AB",) if rng.random() < 0.3 else (), predicted=4))
+    slots = int(rng.choice([4, 8, 16]))
+    drafter = eagle(tmp_path, "cuda", 2, slots) if drafts else NoDrafter()
+    engine = Engine(
+        target("cuda"), drafter, shape(slots, run_ahead=seed % 3), device=torch.device("cuda"), decode=decode, penalties=True
+    )
+    take = PagePool.take
+
+    def poison(pool: PagePool, count: int) -> list[int]:
+        pages = take(pool, count)
+        index = torch.tensor(pages, dtype=torch.int64, device="cuda")
+        for kv in (engine.cache.kv, engine.cache.draft_kv):
+            kv[:, 0].index_fill_(1, index, float("nan"))
+            kv[:, 1].index_fill_(1, index, 1e4)
+        return pages
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PagePool, "take", poison)
+        done = list(engine.run(iter(asked)))
+    assert tokens(done) == alone(asked)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("name", ["none", "lookup", "eagle3", "tree"])
+def test_a_row_whose_logits_are_not_finite_fails_alone(name: str, overlap: bool, tmp_path: Path) -> None:
+    """Those with one token in the prompt, and those that emit it."""
+    bad, slots = 5, 8
+    own = target("cuda")
+    healthy = own.embedding[bad].clone()
+    asked = requests(60, stops=False)
+    expected = alone(asked)
+    drafters: dict[str, Callable[[], Drafter]] = {
+        "none": NoDrafter,
+        "lookup": partial(LookupDrafter, 4, min_ngram=1, max_ngram=3),
+        "eagle3": partial(eagle, tmp_path, "cuda", 3, slots),
+        "tree": partial(eagle, tmp_path, "cuda", 3, slots, tree=TREE),
+    }
+    drafter = drafters[name]()
+    own.embedding[bad] = float("nan")
+    try:
+        _, done = run(own, drafter, shape(slots), asked, overlap=overlap)
+    finally:
+        own.embedding[bad] = healthy
+    found = {c.request_id: c for c in done}
+    failed = 0
+    for one in asked:
+        fails = bad in one.prompt_ids or bad in expected[one.request_id][:-1]
+        failed += fails
+        error = found[one.request_id].error
+        assert (error is not None) == fails
+        if not fails:
+            assert tokens(done)[one.request_id] == expected[one.request_id]
+    assert 0 < failed < len(asked)
 
 
 def test_a_distilled_head_is_mostly_right_and_changes_nothing(tmp_path: Path) -> None:
