@@ -85,7 +85,7 @@ def prompts(count: int, sampling: SamplingParams) -> list[Request]:
             ids.insert(index % 3, BAD)
         if index % 3 == 0:
             ids = [7, 1, 8, 2, 8, *ids]
-        found.append(request(index, ids, cap=14, sampling=sampling))
+        found.append(request(index, ids, cap=[14, 3][index % 2], sampling=sampling))
     return found
 
 
@@ -165,7 +165,8 @@ def test_masks_are_legitimate_and_a_row_all_of_whose_tokens_are_masked_fails(mon
     assert min(done["r0"].token_ids) >= 16
     target = Target.load(Path(), tiny_target(window=5).spec, dtype=torch.float64, device=DEVICE, dummy=True)
     logits = target.logits
-    monkeypatch.setattr(target, "logits", lambda hidden: logits(hidden).index_fill(1, torch.arange(16, VOCAB), -float("inf")))
+    masked = torch.arange(16, VOCAB, device=DEVICE)
+    monkeypatch.setattr(target, "logits", lambda hidden: logits(hidden).index_fill(1, masked, -float("inf")))
     engine = Engine(target, NoDrafter(), packed(2), device=DEVICE, penalties=True)
     found = {one.request_id: one.error.code if one.error else None for one in engine.run(iter([some]))}
     assert found == {"r0": NON_FINITE}
