@@ -56,23 +56,26 @@ def rope_write_kernel(
     await_earlier(PDL)
     cell = kv + tl.load(slots + place) * (NUM_KV_HEADS * 2 * HALF)
     for block in tl.static_range(BLOCKS_PER_PROGRAM):
-        head = (tl.program_id(1) * BLOCKS_PER_PROGRAM + block) * HEADS + tl.arange(0, HEADS)[:, None]
+        first = (tl.program_id(1) * BLOCKS_PER_PROGRAM + block) * HEADS
+        head = first + tl.arange(0, HEADS)[:, None]
         k_head, v_head = head - NUM_HEADS, head - NUM_HEADS - NUM_KV_HEADS
         offset = head * (2 * HALF) + lane[None, :]
         exists = (v_head < NUM_KV_HEADS) & half[None, :]
         low = tl.load(qkv + place * qkv_stride + offset, mask=exists, other=0.0).to(ACC)
         high = tl.load(qkv + place * qkv_stride + HALF + offset, mask=exists, other=0.0).to(ACC)
+        is_k = (k_head >= 0) & (v_head < 0)
+        v_low, v_high = tl.zeros_like(low), tl.zeros_like(high)
+        if (first + HEADS > NUM_HEADS) & (first < NUM_HEADS + NUM_KV_HEADS):  # V of the same keys, to check
+            value = qkv + place * qkv_stride + NUM_KV_HEADS * 2 * HALF + offset
+            v_low = tl.load(value, mask=is_k & half[None, :], other=0.0).to(ACC)
+            v_high = tl.load(value + HALF, mask=is_k & half[None, :], other=0.0).to(ACC)
         if block == 0:  # behind the loads, which do not wait for it
             angle = tl.load(positions + place).to(tl.float32) * freq
             cos = (tl.cos(angle) * FACTOR).to(dtype).to(ACC)[None, :]
             sin = (tl.sin(angle) * FACTOR).to(dtype).to(ACC)[None, :]
-        is_k = (k_head >= 0) & (v_head < 0)
         to_v = cell + kv_stride_part + v_head * (2 * HALF) + lane[None, :]
         tl.store(to_v, tl.where(tl.abs(low) < float("inf"), low, 0.0), mask=(v_head >= 0) & exists)
         tl.store(to_v + HALF, tl.where(tl.abs(high) < float("inf"), high, 0.0), mask=(v_head >= 0) & exists)
-        value = qkv + place * qkv_stride + NUM_KV_HEADS * 2 * HALF + offset  # of the same key
-        v_low = tl.load(value, mask=is_k & half[None, :], other=0.0).to(ACC)
-        v_high = tl.load(value + HALF, mask=is_k & half[None, :], other=0.0).to(ACC)
         if q_norm is not None:
             scale = (1.0 / tl.sqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) * (0.5 / HALF) + EPS))[:, None]
             low = (low * scale).to(dtype).to(ACC) * tl.where(k_head < 0, q_low, k_low).to(ACC)
@@ -83,11 +86,12 @@ def rope_write_kernel(
         to_q = out_q + place * (NUM_HEADS * 2 * HALF) + offset
         tl.store(to_q, new_low, mask=(k_head < 0) & half[None, :])
         tl.store(to_q + HALF, new_high, mask=(k_head < 0) & half[None, :])
-        to_k = cell + k_head * (2 * HALF) + lane[None, :]
-        largest = tl.maximum(_magnitude(new_low.to(dtype).to(ACC)), _magnitude(new_high.to(dtype).to(ACC)))
-        largest = tl.max(tl.maximum(largest, tl.maximum(_magnitude(v_low), _magnitude(v_high))), 1)[:, None]
-        tl.store(to_k, tl.where(largest < float("inf"), new_low, float("nan")), mask=is_k & half[None, :])
-        tl.store(to_k + HALF, tl.where(largest < float("inf"), new_high, float("nan")), mask=is_k & half[None, :])
+        if (first + HEADS > NUM_HEADS) & (first < NUM_HEADS + NUM_KV_HEADS):
+            to_k = cell + k_head * (2 * HALF) + lane[None, :]
+            largest = tl.maximum(_magnitude(new_low.to(dtype).to(ACC)), _magnitude(new_high.to(dtype).to(ACC)))
+            largest = tl.max(tl.maximum(largest, tl.maximum(_magnitude(v_low), _magnitude(v_high))), 1)[:, None]
+            tl.store(to_k, tl.where(largest < float("inf"), new_low, float("nan")), mask=is_k & half[None, :])
+            tl.store(to_k + HALF, tl.where(largest < float("inf"), new_high, float("nan")), mask=is_k & half[None, :])
 
 
 def rope_write(
