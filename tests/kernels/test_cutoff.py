@@ -227,6 +227,19 @@ def test_a_cutoff_does_not_depend_on_the_places_beside_it(interpret: bool, devic
         assert cut(logits[place : place + 1], interpret, k=600, p=0.95)[0] == together[place]
 
 
+@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("where", [slice(3, 4), slice(None)], ids=["one", "all"])
+def test_a_row_that_is_not_finite_leaves_the_others_alone(
+    where: slice, value: float, interpret: bool, device: torch.device
+) -> None:
+    """Its own cutoff means nothing, and `sample` does not use it; the search ends all the same."""
+    logits = separated(4, 300, device=device)
+    healthy = cut(logits, interpret, k=20, p=0.7, min_p=0.01).tolist()
+    logits[1, where] = value
+    found = cut(logits, interpret, k=20, p=0.7, min_p=0.01).tolist()
+    assert [found[row] for row in (0, 2, 3)] == [healthy[row] for row in (0, 2, 3)]
+
+
 def test_wrong_arguments_are_refused() -> None:
     good: dict[str, Any] = {
         "logits": torch.zeros(2, 8),
