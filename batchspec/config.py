@@ -75,8 +75,8 @@ class DraftConfig:
     """eagle3, hybrid: folder or hub id of the head; null only with model.load=dummy, which makes one of noise. pard: of the
     model that drafts."""
     aux_layers: str = "auto"
-    """eagle3, hybrid: what the head's layer ids mean. input: what enters the layer; output: what leaves it; auto: output where
-    the first id is 1, else input."""
+    """eagle3, hybrid: what the head's layer ids mean. input: what enters the layer; output: what leaves it; auto: input,
+    and output in a head of the flat layout whose first id is 1."""
     adaptive: bool | None = None
     """Choose K of each round, 0 included, by measured times and acceptance, on a GPU; null: where there is one."""
     parallel: Any = "auto"

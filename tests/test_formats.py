@@ -15,7 +15,11 @@ from torch import Tensor
 from batchspec.draft.formats import HeadSpec
 from batchspec.draft.weights import dummy_head, dummy_spec, expected_shapes, head_bytes, load_head, normalised, read_head_spec
 from batchspec.errors import CheckpointError
+from batchspec.model.spec import load_spec
+from batchspec.model.target import Target
+from tests.eagle_reference import target_taps
 from tests.heads import random_tensors, tiny_design, write_head
+from tests.models import make_checkpoint
 from tests.stand_ins import LLAMA_8B, small_spec
 
 CPU = torch.device("cpu")
@@ -130,6 +134,44 @@ def test_layer_ids_of_both_conventions_become_boundaries(
     if ids is not None:
         configure(folder, **changes)
     assert spec_of(folder, DEEP, aux_layers).tap_layers == taps
+
+
+@pytest.mark.parametrize("ids", [[1, 17, 32], [1, 2, 3], [2, 18, 33], [0, 1, 36], [5, 1, 9]])
+@pytest.mark.parametrize("mask_id", [None, 7])
+def test_ids_of_the_speculators_layout_are_boundaries_whatever_the_first_one_is(
+    ids: list[int], mask_id: int | None, tmp_path: Path
+) -> None:
+    folder = configure(written(tmp_path / "head", "speculators", mask_id=mask_id), eagle_aux_hidden_state_layer_ids=ids)
+    assert spec_of(folder, DEEP).tap_layers == tuple(ids)
+    assert spec_of(folder, DEEP, "input").tap_layers == tuple(ids)
+    if 36 not in ids:
+        assert spec_of(folder, DEEP, "output").tap_layers == tuple(i + 1 for i in ids)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ids", "entered"),
+    [
+        ("speculators", [1, 2, 3], [1, 2, 3]),
+        ("speculators", [0, 3, 1], [0, 3, 1]),
+        ("flat", [0, 2, 3], [0, 2, 3]),
+        ("flat", [1, 0, 2], [2, 1, 3]),
+    ],
+)
+def test_the_features_of_layer_ids_are_transformers_hidden_states(
+    layout: str, ids: list[int], entered: list[int], tmp_path: Path
+) -> None:
+    """hidden_states[i] of transformers is what enters layer i, 0 the embedding."""
+    from transformers import AutoModelForCausalLM
+
+    model = make_checkpoint(tmp_path / "model", "llama", vocab=40, num_hidden_layers=4, hidden_size=32)
+    target = Target.load(model, load_spec(model), dtype=torch.float32, device=CPU)
+    folder = configure(written(tmp_path / "head", layout), eagle_aux_hidden_state_layer_ids=ids)
+    taps = spec_of(folder, target.spec).tap_layers
+    tokens = [3, 9, 1, 22, 17]
+    auto: Any = AutoModelForCausalLM
+    states = auto.from_pretrained(model)(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    wanted = torch.cat([states[i][0] for i in entered], -1)
+    torch.testing.assert_close(target_taps(target, tokens, taps), wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_norm_output_means_the_norm_before_lm_head_to_specforge_and_what_is_fed_back_to_others(tmp_path: Path) -> None:

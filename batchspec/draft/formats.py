@@ -65,7 +65,7 @@ def read_head(folder: Path, tensors: Collection[str], target: ModelSpec, *, aux_
 
     tensors     names in the head's files, normalised (`weights.normalised`): optional parts are there where they are
     aux_layers  what the layer ids of the config mean. input: what enters layer i; output: what leaves it;
-                auto: output where the first id is 1, else input
+                auto: input in the speculators layout; in the flat one output where the first id is 1, else input
     Raises CheckpointError, in one line, for a folder that is no EAGLE-3 head, one of another target, keys that are not built.
     """
     source = read_config(folder)
@@ -144,7 +144,12 @@ def _mask_token_id(source: HeadConfig, tensors: Collection[str], vocab_size: int
 
 
 def _tap_layers(source: HeadConfig, target: ModelSpec, aux_layers: str) -> tuple[int, ...]:
-    """Boundary indices: 0 is the embedding, i is what enters layer i, which is what leaves layer i-1."""
+    """Boundary indices: 0 is the embedding, i is what enters layer i, which is what leaves layer i-1.
+
+    speculators checks its ids against 0 .. num_layers and passes them on as they are (speculators 0.9.0, models/utils.py,
+    resolve_target_layer_ids): boundaries. Only flat checkpoints come in both conventions.
+    Source: https://github.com/sgl-project/sglang/pull/25454 (a first id of 1 says output of a layer).
+    """
     path, config = source.path, source.whole
     keys = ("eagle_aux_hidden_state_layer_ids", "layer_ids")
     ids = next((part[key] for part in (config, source.eagle) for key in keys if part.get(key) is not None), None)
@@ -152,7 +157,7 @@ def _tap_layers(source: HeadConfig, target: ModelSpec, aux_layers: str) -> tuple
     if ids is None:
         taps = [2, last // 2, last - 3]
     elif isinstance(ids, list) and ids and all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        after = aux_layers == "output" or (aux_layers == "auto" and ids[0] == 1)
+        after = aux_layers == "output" or (aux_layers == "auto" and source.layout == "flat" and ids[0] == 1)
         taps = [i + 1 for i in ids] if after else list(ids)
     else:
         raise CheckpointError(f"{path}: layer ids {short_json(ids)} must be a list of integers")
