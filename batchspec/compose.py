@@ -6,13 +6,17 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -28,7 +32,9 @@ from batchspec.typed import from_hydra, register, suggest, type_error, typed, un
 Schema = TypeVar("Schema")
 CONF = "batchspec.conf"
 GROUPS = ("model", "draft", "decode", "packing", "input", "output", "cluster", "resume")
-SUBMITIT_FOLDER = "hydra.launcher.submitit_folder=.submitit/%j"
+SWEEP_DIR = "hydra.sweep.dir="
+SUBMITIT = (f"{SWEEP_DIR}.submitit", "hydra.launcher.submitit_folder=.submitit/%j")
+"""Submitit hands its jobs over in a folder, and the nodes of a cluster do not see the temporary ones of this machine."""
 
 
 def compose(overrides: Sequence[str], *, require: Iterable[str] = ()) -> RunConfig:
@@ -88,15 +94,16 @@ def launch(task: Callable[[RunConfig], int | None], overrides: Sequence[str], *,
             sys.exit(code)
 
     try:
-        _check_options(overrides)
+        options = _check_options(overrides)
     except ConfigError as error:
         return _report(error)
     register()
     before, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv = ["batchspec", *_seen_by_nodes(_open_dicts(overrides))]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises instead of printing its own report
     try:
-        hydra.main(version_base="1.3", config_path=f"pkg://{CONF}", config_name="run")(body)()
+        with _sweep_folder(overrides, sweep=options.multirun) as more:
+            sys.argv = ["batchspec", *_open_dicts(overrides), *more]
+            hydra.main(version_base="1.3", config_path=f"pkg://{CONF}", config_name="run")(body)()
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         if full == "1":
             raise
@@ -108,13 +115,14 @@ def launch(task: Callable[[RunConfig], int | None], overrides: Sequence[str], *,
     return codes[-1]
 
 
-def _check_options(words: Sequence[str]) -> None:
-    """Raise ConfigError for an option that Hydra's command line does not have, or whose value it does not take."""
+def _check_options(words: Sequence[str]) -> Namespace:
+    """The options of Hydra's command line. Raises ConfigError for one that it does not have, or whose value it does not take."""
     parser = ArgumentParser(prog="batchspec run", parents=[get_args_parser()], add_help=False)
-    _, unknown = parser.parse_known_args(list(words))
+    options, unknown = parser.parse_known_args(list(words))
     flags = [word for word in unknown if word.startswith("-")]
     if flags:
         raise ConfigError(f"{flags[0]} is no option; keys are written without dashes, `--help` lists options and keys")
+    return options
 
 
 def _checked(task: Callable[[RunConfig], int | None], cfg: DictConfig, require: Iterable[str]) -> int | None:
@@ -144,10 +152,20 @@ def _open_dicts(overrides: Sequence[str]) -> list[str]:
     return [re.sub(r"^(input\.(columns|template_kwargs)\.)", r"++\1", item) for item in overrides]
 
 
-def _seen_by_nodes(overrides: list[str]) -> list[str]:
-    """Submitit hands its jobs over in a folder, and the nodes of a cluster do not see the temporary one that sweeps use."""
-    given = any(item.startswith(("hydra.sweep.dir=", "hydra.launcher.submitit_folder=")) for item in overrides)
-    return overrides if given or "hydra/launcher=submitit_slurm" not in overrides else [*overrides, SUBMITIT_FOLDER]
+@contextmanager
+def _sweep_folder(overrides: Sequence[str], *, sweep: bool) -> Iterator[list[str]]:
+    """Overrides that say where Hydra keeps the files of a sweep, unless the user does: a new folder that only the user may
+    write to and whose name nobody can know before; it is gone when the sweep ends."""
+    if any(item.startswith(SWEEP_DIR) for item in overrides):
+        yield []
+    elif "hydra/launcher=submitit_slurm" in overrides:
+        keys = {item.partition("=")[0] for item in overrides}
+        yield [item for item in SUBMITIT if item.partition("=")[0] not in keys]
+    elif sweep or any(item.startswith("hydra.mode=") for item in overrides):
+        with TemporaryDirectory(prefix="batchspec-sweep-", ignore_cleanup_errors=True) as folder:
+            yield [SWEEP_DIR + QuotedString(folder, Quote.single).with_quotes()]
+    else:
+        yield []
 
 
 def one_line(error: Exception, known: Any = None) -> str:

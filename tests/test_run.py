@@ -36,7 +36,9 @@ def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Jobs]:
     module = ModuleType("batchspec.job")
     module.run_job = made.run_job  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "batchspec.job", module)
+    (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", None)  # or the one that was looked up before
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
     yield made
@@ -172,6 +174,34 @@ def test_a_sweep_runs_every_job_and_leaves_no_folder(jobs: Jobs, capsys: pytest.
     assert run.main(argv) == 0
     assert [config.output.dir for config in jobs.ran] == ["out/none", "out/lookup"]
     assert line(capsys) == "no rows"
+
+
+@pytest.mark.parametrize("sweep", [["-m"], ["--multi"], ["hydra.mode=MULTIRUN"]])
+def test_a_sweep_writes_through_no_name_that_others_can_know(
+    sweep: list[str], jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Links under every name that the variables of the environment make would be written through, if any was used."""
+    monkeypatch.setenv("USER", "me")
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "multirun.yaml").write_text("theirs")
+    for name in ("batchspec-me", "batchspec-sweep", "batchspec", "multirun"):
+        (tmp_path / "tmp" / name).symlink_to(theirs)
+    before = sorted(path.name for path in (tmp_path / "tmp").iterdir())
+    folders: list[list[str]] = []
+    jobs.does = lambda config: folders.append([path.name for path in (tmp_path / "tmp").iterdir() if not path.is_symlink()])
+    assert run.main([*sweep, "model.path=m", "input.path=i", "draft=none,lookup", "output.dir=out/${draft.name}"]) == 0
+    assert (theirs / "multirun.yaml").read_text() == "theirs"
+    assert [path.name for path in theirs.iterdir()] == ["multirun.yaml"]
+    assert len(folders) == 2
+    assert folders[0] == folders[1] != []
+    assert sorted(path.name for path in (tmp_path / "tmp").iterdir()) == before, "the sweep's own folder is gone"
+
+
+def test_a_folder_for_the_sweep_that_the_user_names_is_taken(jobs: Jobs, tmp_path: Path) -> None:
+    argv = ["-m", "model.path=m", "input.path=i", "draft=none,lookup", "output.dir=out/${draft.name}"]
+    assert run.main([*argv, f"hydra.sweep.dir={tmp_path}/mine"]) == 0
+    assert (tmp_path / "mine/multirun.yaml").is_file()
 
 
 def test_a_signal_ends_a_sweep(jobs: Jobs) -> None:
