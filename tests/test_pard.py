@@ -198,11 +198,11 @@ def test_a_job_drafts_in_parallel_where_the_model_can_unless_told_otherwise(tmp_
 def test_a_model_that_cannot_draft_is_refused_in_one_line(tmp_path: Path) -> None:
     target = tiny_target().spec
     folder = write(tmp_path / "m", mask=VOCAB)
-    with pytest.raises(CheckpointError, match=rf"pard_token={VOCAB} must be a token id in 0 .. {VOCAB - 1}; correct it"):
+    with pytest.raises(CheckpointError, match=rf"pard_token={VOCAB} must be one token id in 0 .. {VOCAB - 1}; correct it"):
         read_pard(folder, target)
     stored = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**stored, "pard_token": 3, "mask_token_id": 4}))
-    with pytest.raises(CheckpointError, match="differ; leave one of them"):
+    with pytest.raises(CheckpointError, match="mask_token_id=4, pard_token=3 must be one token id"):
         read_pard(folder, target)
     with pytest.raises(CheckpointError, match="vocab_size 12, the target has 31: another tokenizer"):
         read_pard(write(tmp_path / "small", vocab=12, mask=3), target)

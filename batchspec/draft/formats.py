@@ -9,9 +9,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchspec.draft.layouts import MASK_KEYS, HeadConfig, read_config
-from batchspec.errors import CheckpointError
-from batchspec.model.spec import Json, ModelSpec, RopeSpec, read_integer, read_rope, read_windows, short_json
+from batchspec.draft.layouts import MASK_KEYS, SPECFORGE, HeadConfig, read_config
+from batchspec.model.config_values import ConfigReader
+from batchspec.model.spec import ModelSpec, RopeSpec, read_heads, read_rope, read_windows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,77 +70,79 @@ def read_head(folder: Path, tensors: Collection[str], target: ModelSpec, *, aux_
     """
     source = read_config(folder)
     head = _head_spec(source, tensors, target, aux_layers)
-    _check_target(head, target, source.path)
+    _check_target(head, target, source.whole)
     return head
 
 
 def _head_spec(source: HeadConfig, tensors: Collection[str], target: ModelSpec, aux_layers: str) -> HeadSpec:
-    path, config, shape, eagle = source.path, source.whole, source.shape, source.eagle
-    family = str(shape.get("model_type", "llama"))
-    num_layers, num_heads = read_integer(shape, "num_hidden_layers", path), read_integer(shape, "num_attention_heads", path)
-    hidden_size, vocab_size = read_integer(shape, "hidden_size", path), read_integer(shape, "vocab_size", path)
-    given = {key: read_integer(shape, key, path) for key in ("num_key_value_heads", "head_dim") if shape.get(key) is not None}
-    target_hidden = config.get("target_hidden_size")
-    draft_vocab = config.get("draft_vocab_size")
+    config, shape, eagle = source.whole, source.shape, source.eagle
+    family = shape.text("model_type", "llama")
+    num_layers, vocab_size = shape.integer("num_hidden_layers"), shape.integer("vocab_size")
+    num_kv_heads, head_dim = read_heads(shape)
+    draft_vocab = config.integer("draft_vocab_size", vocab_size)
     # SpecForge's norm_output says that lm_head reads the normed state, which it always does; others say with it what is fed back.
-    specforge = config.get("architectures") == ["LlamaForCausalLMEagle3"]
+    specforge = config.texts("architectures") == (SPECFORGE,)
 
     def has(part: str) -> bool:
         return any(name.startswith(part) or f".{part}" in name for name in tensors)
 
     def flag(key: str, part: str) -> bool:
-        values = [held[key] for held in (config, eagle) if held.get(key) is not None]
-        return bool(values[0]) if values else has(part)
+        return next((held.flag(key) for held in (config, eagle) if held.given(key)), has(part))
 
     if flag("norm_before_fc", "input_norm.") and flag("fc_norm", "fc_norm."):
-        raise CheckpointError(f"{path}: norm_before_fc and fc_norm exclude each other; set one of them false")
+        raise config.refusal("norm_before_fc and fc_norm exclude each other; set one of them false")
     return HeadSpec(
         layout=source.layout,
-        hidden_size=hidden_size,
-        target_hidden_size=target.hidden_size if target_hidden is None else read_integer(config, "target_hidden_size", path),
+        hidden_size=shape.integer("hidden_size"),
+        target_hidden_size=config.integer("target_hidden_size", target.hidden_size),
         num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=given.get("num_key_value_heads", num_heads),
-        head_dim=given.get("head_dim", hidden_size // num_heads),
-        intermediate_size=read_integer(shape, "intermediate_size", path),
+        num_heads=shape.integer("num_attention_heads"),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=shape.integer("intermediate_size"),
         vocab_size=vocab_size,
-        draft_vocab_size=vocab_size if draft_vocab is None else read_integer(config, "draft_vocab_size", path),
+        draft_vocab_size=draft_vocab,
         tap_layers=_tap_layers(source, target, aux_layers),
-        rms_eps=float(shape.get("rms_norm_eps", 1e-6)),
-        rope=read_rope(shape, int(shape.get("max_position_embeddings") or 0), path),
-        windows=_windows(shape, family, num_layers, path),
-        qkv_bias=bool(shape.get("attention_bias")) or has("self_attn.q_proj.bias"),
+        rms_eps=shape.number("rms_norm_eps", 1e-6),
+        rope=read_rope(shape, shape.integer("max_position_embeddings") if shape.given("max_position_embeddings") else None),
+        windows=_windows(shape, family, num_layers),
+        qkv_bias=shape.flag("attention_bias") or has("self_attn.q_proj.bias"),
         o_bias=has("self_attn.o_proj.bias"),
-        mlp_bias=bool(shape.get("mlp_bias")) or has("mlp.gate_proj.bias"),
+        mlp_bias=shape.flag("mlp_bias") or has("mlp.gate_proj.bias"),
         fc_bias=has("fc.bias"),
         qk_norm=has("self_attn.q_norm."),
-        norm_before_residual=bool(config.get("norm_before_residual", False)),
+        norm_before_residual=config.flag("norm_before_residual"),
         input_norm=flag("norm_before_fc", "input_norm."),
         fc_norm=flag("fc_norm", "fc_norm."),
-        feed_normed=bool(config.get("norm_output", False)) and not specforge,
+        feed_normed=config.flag("norm_output") and not specforge,
         own_embedding="embed_tokens.weight" in tensors,
-        own_head="lm_head.weight" in tensors or draft_vocab is not None,
-        mapped="d2t" in tensors or (draft_vocab is not None and draft_vocab != vocab_size),
-        mask_token_id=_mask_token_id(source, tensors, vocab_size),
+        own_head="lm_head.weight" in tensors or config.given("draft_vocab_size"),
+        mapped="d2t" in tensors or draft_vocab != vocab_size,
+        mask_token_id=_mask_token_id(config, tensors, vocab_size),
     )
 
 
-def _mask_token_id(source: HeadConfig, tensors: Collection[str], vocab_size: int) -> int | None:
+def _mask_token_id(config: ConfigReader, tensors: Collection[str], vocab_size: int) -> int | None:
     """None where nothing says that the head knows masks."""
-    path, config = source.path, source.whole
-    given = {key: config[key] for key in MASK_KEYS if config.get(key) is not None}
+    given = [key for key in MASK_KEYS if config.given(key)]
     if not given:
-        says = [key for key in ("parallel_drafting",) if config.get(key)] + [name for name in ("mask_hidden",) if name in tensors]
-        if config.get("speculators_model_type") == "peagle" or says:
-            raise CheckpointError(
-                f"{path}: {', '.join(says) or 'peagle'} without the id of the mask token; add one of {', '.join(MASK_KEYS)}"
+        says = ["parallel_drafting"] if config.flag("parallel_drafting") else []
+        says += ["mask_hidden"] if "mask_hidden" in tensors else []
+        if config.text("speculators_model_type") == "peagle" or says:
+            raise config.refusal(
+                f"{', '.join(says) or 'peagle'} without the id of the mask token; add one of {', '.join(MASK_KEYS)}"
             )
         return None
-    first = next(iter(given.values()))
-    if isinstance(first, bool) or not isinstance(first, int) or not 0 <= first < vocab_size or set(given.values()) != {first}:
-        said = ", ".join(f"{key}={short_json(value)}" for key, value in given.items())
-        raise CheckpointError(f"{path}: {said} must be one token id in 0 .. {vocab_size - 1}; correct it")
-    return first
+    return read_mask_token(config, vocab_size)
+
+
+def read_mask_token(config: ConfigReader, vocab_size: int) -> int | None:
+    """The token that stands for those not known yet, under any of its names; None where it has none."""
+    given = {key: config.integer(key) for key in MASK_KEYS if config.given(key)}
+    if len(set(given.values())) > 1 or not all(token < vocab_size for token in given.values()):
+        said = ", ".join(map(config.shown, given))
+        raise config.refusal(f"{said} must be one token id in 0 .. {vocab_size - 1}; correct it")
+    return next(iter(given.values()), None)
 
 
 def _tap_layers(source: HeadConfig, target: ModelSpec, aux_layers: str) -> tuple[int, ...]:
@@ -150,56 +152,50 @@ def _tap_layers(source: HeadConfig, target: ModelSpec, aux_layers: str) -> tuple
     resolve_target_layer_ids): boundaries. Only flat checkpoints come in both conventions.
     Source: https://github.com/sgl-project/sglang/pull/25454 (a first id of 1 says output of a layer).
     """
-    path, config = source.path, source.whole
-    keys = ("eagle_aux_hidden_state_layer_ids", "layer_ids")
-    ids = next((part[key] for part in (config, source.eagle) for key in keys if part.get(key) is not None), None)
+    config, keys = source.whole, ("eagle_aux_hidden_state_layer_ids", "layer_ids")
+    named = next(((part, key) for part in (config, source.eagle) for key in keys if part.given(key)), None)
+    ids = None if named is None else named[0].integers(named[1])
     last = target.num_layers
     if ids is None:
         taps = [2, last // 2, last - 3]
-    elif isinstance(ids, list) and ids and all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        after = aux_layers == "output" or (aux_layers == "auto" and source.layout == "flat" and ids[0] == 1)
-        taps = [i + 1 for i in ids] if after else list(ids)
     else:
-        raise CheckpointError(f"{path}: layer ids {short_json(ids)} must be a list of integers")
-    if len(set(taps)) != len(taps) or not all(0 <= tap <= last for tap in taps):
-        raise CheckpointError(
-            f"{path}: reads the target's layers {taps} (ids {short_json(ids)}, draft.aux_layers={aux_layers}); "
+        after = aux_layers == "output" or (aux_layers == "auto" and source.layout == "flat" and ids[:1] == (1,))
+        taps = [i + 1 for i in ids] if after else list(ids)
+    if not taps or len(set(taps)) != len(taps) or not all(0 <= tap <= last for tap in taps):
+        raise config.refusal(
+            f"reads the target's layers {taps} (ids {None if ids is None else list(ids)}, draft.aux_layers={aux_layers}); "
             f"they must differ and lie in 0 .. {last}"
         )
-    count = config.get("num_aux_hidden_states")
-    if count is not None and count != len(taps):
-        raise CheckpointError(f"{path}: num_aux_hidden_states {count} but {len(taps)} layer ids {taps}; correct one of them")
+    count = config.integer("num_aux_hidden_states", len(taps))
+    if count != len(taps):
+        raise config.refusal(f"num_aux_hidden_states {count} but {len(taps)} layer ids {taps}; correct one of them")
     return tuple(taps)
 
 
-def _windows(shape: Json, family: str, num_layers: int, path: Path) -> tuple[int | None, ...]:
+def _windows(shape: ConfigReader, family: str, num_layers: int) -> tuple[int | None, ...]:
     """layer_types may be the target's, for more layers than the head has: fine where all are of one kind."""
-    types = shape.get("layer_types")
+    types = shape.texts("layer_types")
     if types and len(types) > num_layers and len(set(types)) == 1:
         types = types[:num_layers]
+    if not types:
+        return read_windows(shape.replaced(layer_types=None), family, num_layers)
     # Where layers are named sliding the switch of the Qwen configs says nothing more.
-    changes = {"layer_types": types, "use_sliding_window": True} if types else {}
-    return read_windows({**shape, **changes}, family, num_layers, path)
+    return read_windows(shape.replaced(layer_types=list(types), use_sliding_window=True), family, num_layers)
 
 
-def _check_target(head: HeadSpec, target: ModelSpec, path: Path) -> None:
+def _check_target(head: HeadSpec, target: ModelSpec, config: ConfigReader) -> None:
     if head.vocab_size != target.vocab_size:
-        raise CheckpointError(f"{path}: vocab_size {head.vocab_size}, the target's {target.vocab_size}: a head of another target")
+        raise config.refusal(f"vocab_size {head.vocab_size}, the target's {target.vocab_size}: a head of another target")
     if head.target_hidden_size != target.hidden_size:
-        raise CheckpointError(
-            f"{path}: target_hidden_size {head.target_hidden_size}, the target's {target.hidden_size}: a head of another target"
+        raise config.refusal(
+            f"target_hidden_size {head.target_hidden_size}, the target's {target.hidden_size}: a head of another target"
         )
     if head.hidden_size != target.hidden_size:
         shared = [name for name, own in (("embed_tokens", head.own_embedding), ("lm_head", head.own_head)) if not own]
         if shared:
-            raise CheckpointError(
-                f"{path}: hidden_size {head.hidden_size} differs from the target's {target.hidden_size}, so the target's "
+            raise config.refusal(
+                f"hidden_size {head.hidden_size} differs from the target's {target.hidden_size}, so the target's "
                 f"{' and '.join(shared)} cannot be used; the checkpoint needs its own"
             )
     if head.draft_vocab_size > head.vocab_size:
-        raise CheckpointError(f"{path}: draft_vocab_size {head.draft_vocab_size} exceeds vocab_size {head.vocab_size}; lower it")
-    if head.num_heads % head.num_kv_heads or head.head_dim % 2:
-        raise CheckpointError(
-            f"{path}: {head.num_heads} heads, {head.num_kv_heads} key/value heads of {head.head_dim}; "
-            "heads must be a multiple of key/value heads, their size even"
-        )
+        raise config.refusal(f"draft_vocab_size {head.draft_vocab_size} exceeds vocab_size {head.vocab_size}; lower it")

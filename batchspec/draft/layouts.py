@@ -10,13 +10,12 @@ and models/peagle/config.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from batchspec.errors import CheckpointError
-from batchspec.model.spec import Json, read_json, short_json
+from batchspec.model.config_values import ConfigReader, read_json, shown
 
 # What a missing key of transformer_layer_config means: it is saved as the difference to these (transformers 5).
 _LAYER_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -27,7 +26,8 @@ _LAYER_DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 _PEAGLE = ("PEagleSpeculator", "PEagleDraftModel", "PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM")
-_FLAT = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM", *_PEAGLE)
+SPECFORGE = "LlamaForCausalLMEagle3"
+_FLAT = (SPECFORGE, "Eagle3LlamaForCausalLM", "LlamaForCausalLM", *_PEAGLE)
 _SPECULATORS = {"eagle3": ("Eagle3Speculator", "Eagle3DraftModel"), "peagle": _PEAGLE}
 
 _SHAPE = frozenset((
@@ -65,13 +65,12 @@ _EAGLE_CONFIG_READ = ("eagle_aux_hidden_state_layer_ids", "layer_ids", "norm_bef
 class HeadConfig:
     """A config.json in which every key is known."""
 
-    path: Path
     layout: str
     """flat or speculators."""
-    whole: Json
-    shape: Json
+    whole: ConfigReader
+    shape: ConfigReader
     """The part that holds the decoder layer's shape, defaults filled in; the whole in the flat layout."""
-    eagle: Json
+    eagle: ConfigReader
     """Its eagle_config, empty where there is none."""
 
 
@@ -79,62 +78,59 @@ def read_config(folder: Path) -> HeadConfig:
     """config.json of a head's folder. Raises CheckpointError, in one line, where none is, and for keys that are not built."""
     path = folder / "config.json"
     if not path.is_file():
-        raise CheckpointError(f"{folder}: no config.json; draft.path must be the folder of an EAGLE-3 head")
-    config = read_json(path)
-    layout, shape = _layout(config, path)
-    eagle = _eagle_config(config, path)
-    _refuse(config, shape, layout, path)
-    return HeadConfig(path=path, layout=layout, whole=config, shape=shape, eagle=eagle)
+        raise CheckpointError(f"{shown(folder)}: no config.json; draft.path must be the folder of an EAGLE-3 head")
+    config = ConfigReader(read_json(path), shown(path))
+    layout, shape = _layout(config)
+    eagle = _eagle_config(config)
+    _refuse(config, shape, layout)
+    return HeadConfig(layout=layout, whole=config, shape=shape, eagle=eagle)
 
 
-def _layout(config: Json, path: Path) -> tuple[str, Json]:
+def _layout(config: ConfigReader) -> tuple[str, ConfigReader]:
     """The layout's name, and the part of the config that holds the decoder layer's shape, defaults filled in."""
-    kind = config.get("speculators_model_type")
+    kind = config.text("speculators_model_type") or None
     if kind not in (None, *_SPECULATORS):
-        raise CheckpointError(
-            f"{path}: speculators_model_type {kind!r} is not supported; draft=eagle3 needs 'eagle3' or 'peagle'"
-        )
-    shape, layout = (config, "flat") if kind is None else (config.get("transformer_layer_config"), "speculators")
-    if not isinstance(shape, Mapping):
-        raise CheckpointError(f"{path}: transformer_layer_config is {short_json(shape)}; it must be an object")
-    family = shape.get("model_type", "llama")
+        raise config.refusal(f"speculators_model_type {kind!r} is not supported; draft=eagle3 needs 'eagle3' or 'peagle'")
+    if kind is not None and not config.given("transformer_layer_config"):
+        raise config.refusal("no transformer_layer_config, which holds the shape of the head's layers; export the head again")
+    shape = config if kind is None else config.part("transformer_layer_config")
+    family = shape.text("model_type", "llama")
     if family not in _FAMILIES:
-        raise CheckpointError(f"{path}: model_type {family!r} of the head is not supported; supported are {', '.join(_FAMILIES)}")
-    known = _FLAT if kind is None else _SPECULATORS[kind]
-    for name in config.get("architectures") or ():
+        raise config.refusal(f"model_type {family!r} of the head is not supported; supported are {', '.join(_FAMILIES)}")
+    layout, known = ("flat", _FLAT) if kind is None else ("speculators", _SPECULATORS[kind])
+    for name in config.texts("architectures") or ():
         if name not in known:
-            raise CheckpointError(f"{path}: architectures {name!r} is not supported; a {layout} head has {', '.join(known)}")
-    return layout, shape if layout == "flat" else {**_LAYER_DEFAULTS.get(family, {}), **shape}
+            raise config.refusal(f"architectures {name!r} is not supported; a {layout} head has {', '.join(known)}")
+    return layout, shape if kind is None else shape.filled(_LAYER_DEFAULTS.get(family, {}))
 
 
-def _eagle_config(config: Json, path: Path) -> Json:
-    eagle = config.get("eagle_config") or {}
-    if not isinstance(eagle, Mapping):
-        raise CheckpointError(f"{path}: eagle_config is {short_json(eagle)}; it must be an object")
+def _eagle_config(config: ConfigReader) -> ConfigReader:
+    eagle = config.part("eagle_config")
     wrong = [
-        f"eagle_config.{key}={short_json(value)}"
-        for key, value in eagle.items()
-        if key not in _EAGLE_CONFIG_READ and value is not None and (key not in _EAGLE_CONFIG or value != _EAGLE_CONFIG[key])
+        eagle.shown(key)
+        for key in eagle
+        if key not in _EAGLE_CONFIG_READ and (eagle.differs(key, None, *([_EAGLE_CONFIG[key]] if key in _EAGLE_CONFIG else [])))
     ]
     if wrong:
-        raise CheckpointError(f"{path}: not supported: {', '.join(wrong)}; use an EAGLE-3 head without them")
+        raise config.refusal(f"not supported: {', '.join(wrong)}; use an EAGLE-3 head without them")
     return eagle
 
 
-def _refuse(config: Json, shape: Json, layout: str, path: Path) -> None:
+def _refuse(config: ConfigReader, shape: ConfigReader, layout: str) -> None:
     parts = [config] if layout == "flat" else [config, shape]
     allowed = [_SHAPE | _EAGLE | _HARMLESS] if layout == "flat" else [_EAGLE | _HARMLESS, _SHAPE | _HARMLESS]
     found = [
-        f"{key}={short_json(value)}"
+        part.shown(key)
         for part, known in zip(parts, allowed, strict=True)
-        for key, value in part.items()
-        if key not in known and value not in (None, False, [], {})
+        for key in part
+        if key not in known and part.differs(key, None, False, [], {})
     ]
-    if (act := shape.get("hidden_act", "silu")) not in ("silu", "swish"):
-        found.append(f"hidden_act={act!r}")
-    if layout == "flat" and config.get("architectures") == ["LlamaForCausalLMEagle3"] and config.get("norm_output") is False:
+    if shape.text("hidden_act", "silu") not in ("silu", "swish"):
+        found.append(shape.shown("hidden_act"))
+    specforge = config.texts("architectures") == (SPECFORGE,)
+    if layout == "flat" and specforge and config.given("norm_output") and not config.flag("norm_output"):
         found.append("norm_output=false (in this layout: no norm before lm_head)")
     if found:
-        raise CheckpointError(
-            f"{path}: not known to draft=eagle3: {', '.join(found)}; remove a key from config.json if it changes no computation"
+        raise config.refusal(
+            f"not known to draft=eagle3: {', '.join(found)}; remove a key from config.json if it changes no computation"
         )

@@ -23,11 +23,11 @@ from batchspec.cache.batch import FlatBatch
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import Usual
 from batchspec.draft.coupled import draws_of
-from batchspec.draft.layouts import MASK_KEYS
+from batchspec.draft.formats import read_mask_token
 from batchspec.draft.window import WindowDrafter
-from batchspec.errors import CheckpointError
 from batchspec.kernels.round_inputs import round_inputs
-from batchspec.model.spec import ModelSpec, load_spec, read_json
+from batchspec.model.config_values import ConfigReader, read_json, shown
+from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import weight_files
 
@@ -54,18 +54,14 @@ def read_pard(folder: Path, target: ModelSpec) -> PardSpec:
     """config.json of a drafter's folder. Raises CheckpointError for a model that is not built, or another target's."""
     path = folder / "config.json"
     spec = load_spec(folder)
-    given = {key: value for key, value in read_json(path).items() if key in MASK_KEYS and value is not None}
-    for key, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < spec.vocab_size:
-            raise CheckpointError(f"{path}: {key}={value!r} must be a token id in 0 .. {spec.vocab_size - 1}; correct it")
-    if len(set(given.values())) > 1:
-        raise CheckpointError(f"{path}: {', '.join(f'{key}={value}' for key, value in given.items())} differ; leave one of them")
+    config = ConfigReader(read_json(path), shown(path))
+    mask_token_id = read_mask_token(config, spec.vocab_size)
     if spec.vocab_size < target.vocab_size // 2:
-        raise CheckpointError(
-            f"{path}: vocab_size {spec.vocab_size}, the target has {target.vocab_size}: another tokenizer; draft.path must be a "
+        raise config.refusal(
+            f"vocab_size {spec.vocab_size}, the target has {target.vocab_size}: another tokenizer; draft.path must be a "
             "model that shares the target's"
         )
-    return PardSpec(model=spec, mask_token_id=next(iter(given.values()), None))
+    return PardSpec(model=spec, mask_token_id=mask_token_id)
 
 
 def load_pard(folder: Path, spec: PardSpec, *, dtype: torch.dtype, device: torch.device, dummy: bool = False) -> PardModel:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from batchspec.errors import CheckpointError
-
-Json = Mapping[str, Any]
+from batchspec.model.config_values import ConfigReader, Json, read_json, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +72,8 @@ class ModelSpec:
 # What a missing key means: the defaults of transformers 5 (models/*/configuration_*.py).
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "qwen2": {},
-    "qwen3": {"head_dim": 128},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"head_dim": 128, "num_key_value_heads": 32},
     "mistral": {"sliding_window": 4096, "num_key_value_heads": 8},
 }
 _ARCHITECTURES = {
@@ -101,19 +98,6 @@ _NOT_BUILT_SCALES = (
 )  # fmt: skip
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; {} where the file is not there. CheckpointError where it is not one."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not valid JSON ({error}); download the file again") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: holds a {type(value).__name__}, not an object; download the file again")
-    return value
-
-
 def load_spec(folder: Path) -> ModelSpec:
     """Read config.json and generation_config.json of a Hugging Face model folder.
 
@@ -122,156 +106,156 @@ def load_spec(folder: Path) -> ModelSpec:
     """
     path = folder / "config.json"
     if not path.is_file():
-        raise CheckpointError(f"{folder}: no config.json; model.path must be a Hugging Face model folder")
-    config = read_json(path)
-    family = _family(config, path)
-    config = {**_DEFAULTS[family], **config}
-    _refuse(config, family, path)
-    num_heads, num_layers = read_integer(config, "num_attention_heads", path), read_integer(config, "num_hidden_layers", path)
-    hidden_size, max_len = read_integer(config, "hidden_size", path), read_integer(config, "max_position_embeddings", path)
-    given = {key: read_integer(config, key, path) for key in ("num_key_value_heads", "head_dim") if config.get(key) is not None}
-    num_kv_heads, head_dim = given.get("num_key_value_heads", num_heads), given.get("head_dim", hidden_size // num_heads)
-    if num_heads % num_kv_heads:
-        raise CheckpointError(f"{path}: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}")
-    if head_dim % 2:
-        raise CheckpointError(f"{path}: head_dim {head_dim} is odd; rotary embedding needs pairs")
+        raise CheckpointError(f"{shown(folder)}: no config.json; model.path must be a Hugging Face model folder")
     generation = read_json(folder / "generation_config.json")
-    attention_bias = bool(config.get("attention_bias", False)) and family in ("llama", "qwen3")
+    return read_spec(read_json(path), shown(path), generation, shown(folder / "generation_config.json"))
+
+
+def read_spec(values: Json, where: str, generation: Json | None = None, generation_where: str = "") -> ModelSpec:
+    """The shape of a model from the content of its two files, `where` for messages. Raises CheckpointError as `load_spec`."""
+    config = ConfigReader(values, where)
+    family = _family(config)
+    config = config.filled(_DEFAULTS[family])
+    _refuse(config, family)
+    num_heads, num_layers = config.integer("num_attention_heads"), config.integer("num_hidden_layers")
+    num_kv_heads, head_dim = read_heads(config)
+    max_len, vocab_size = config.integer("max_position_embeddings"), config.integer("vocab_size")
+    attention_bias = config.flag("attention_bias") and family in ("llama", "qwen3")
+    ends = ConfigReader(generation or {}, generation_where).integer_or_integers("eos_token_id")
     return ModelSpec(
         family=family,
         num_layers=num_layers,
-        hidden_size=hidden_size,
+        hidden_size=config.integer("hidden_size"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        intermediate_size=read_integer(config, "intermediate_size", path),
-        vocab_size=read_integer(config, "vocab_size", path),
-        rms_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope=read_rope(config, max_len, path),
-        windows=read_windows(config, family, num_layers, path),
-        tie=bool(config.get("tie_word_embeddings", False)),
+        intermediate_size=config.integer("intermediate_size"),
+        vocab_size=vocab_size,
+        rms_eps=config.number("rms_norm_eps", 1e-6),
+        rope=read_rope(config, max_len),
+        windows=read_windows(config, family, num_layers),
+        tie=config.flag("tie_word_embeddings"),
         qkv_bias=attention_bias or family == "qwen2",
         o_bias=attention_bias,
-        mlp_bias=bool(config.get("mlp_bias", False)) and family == "llama",
+        mlp_bias=config.flag("mlp_bias") and family == "llama",
         qk_norm=family == "qwen3",
-        eos_ids=tuple(dict.fromkeys(_ids(generation.get("eos_token_id")) + _ids(config.get("eos_token_id")))),
+        eos_ids=tuple(dict.fromkeys(ends + config.integer_or_integers("eos_token_id"))),
         max_len=max_len,
-        dtype=_dtype(config, path),
-        generation={key: generation[key] for key in _GENERATION_KEYS if generation.get(key) is not None},
+        dtype=_dtype(config),
+        generation={key: value for key in _GENERATION_KEYS if (value := (generation or {}).get(key)) is not None},
     )
 
 
-def _family(config: Json, path: Path) -> str:
-    family, built = config.get("model_type"), ", ".join(_ARCHITECTURES)
+def read_heads(config: ConfigReader) -> tuple[int, int]:
+    """Key/value heads, and the numbers of a head: as many as query heads, and the hidden size by them, where none are named."""
+    num_heads = config.integer("num_attention_heads")
+    num_kv_heads = config.integer("num_key_value_heads", num_heads)
+    head_dim = config.integer("head_dim", max(1, config.integer("hidden_size") // num_heads))
+    if num_heads % num_kv_heads:
+        raise config.refusal(f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}")
+    if head_dim % 2:
+        raise config.refusal(f"head_dim {head_dim} is odd; rotary embedding needs pairs")
+    return num_kv_heads, head_dim
+
+
+def _family(config: ConfigReader) -> str:
+    family, built = config.text("model_type"), ", ".join(_ARCHITECTURES)
     if family not in _ARCHITECTURES:
-        raise CheckpointError(f"{path}: model_type {family!r} is not supported; supported are {built}")
-    architectures = config.get("architectures") or [_ARCHITECTURES[family]]
-    if architectures != [_ARCHITECTURES[family]]:
-        raise CheckpointError(f"{path}: architectures {architectures} is not supported; {family} needs {_ARCHITECTURES[family]}")
-    return str(family)
+        raise config.refusal(f"{config.shown('model_type')} is not supported; supported are {built}")
+    architectures = config.texts("architectures") or (_ARCHITECTURES[family],)
+    if architectures != (_ARCHITECTURES[family],):
+        raise config.refusal(f"{config.shown('architectures')} is not supported; {family} needs {_ARCHITECTURES[family]}")
+    return family
 
 
-def _refuse(config: Json, family: str, path: Path) -> None:
-    keys = [key for key in _NOT_BUILT if config.get(key) not in (None, False)]
-    keys += [key for key in _NOT_BUILT_SCALES if config.get(key) not in (None, 1.0)]
-    found = [f"{key}={short_json(config[key])}" for key in keys]
-    if (act := config.get("hidden_act", "silu")) not in ("silu", "swish"):
-        found.append(f"hidden_act={act!r}")
-    if family == "llama" and config.get("sliding_window") is not None:
-        found.append(f"sliding_window={config['sliding_window']} in a llama")
+def _refuse(config: ConfigReader, family: str) -> None:
+    found = [config.shown(key) for key in _NOT_BUILT if config.differs(key, None, False)]
+    found += [config.shown(key) for key in _NOT_BUILT_SCALES if config.differs(key, None, 1.0)]
+    if config.text("hidden_act", "silu") not in ("silu", "swish"):
+        found.append(config.shown("hidden_act"))
+    if family == "llama" and config.given("sliding_window"):
+        found.append(f"{config.shown('sliding_window')} in a llama")
     if found:
-        raise CheckpointError(f"{path}: not supported: {', '.join(found)}; use a dense, unquantized checkpoint without them")
+        raise config.refusal(f"not supported: {', '.join(found)}; use a dense, unquantized checkpoint without them")
 
 
-def read_windows(config: Json, family: str, num_layers: int, path: Path) -> tuple[int | None, ...]:
+def read_windows(config: ConfigReader, family: str, num_layers: int) -> tuple[int | None, ...]:
     """Keys that a query of each layer sees at most, itself included; None: all."""
-    window, types = config.get("sliding_window"), config.get("layer_types")
-    if family in ("qwen2", "qwen3") and not config.get("use_sliding_window", False):
-        window = None
+    switched_off = family in ("qwen2", "qwen3") and not config.flag("use_sliding_window")
+    window = config.integer("sliding_window") if config.given("sliding_window") and not switched_off else None
+    types = config.texts("layer_types")
     if types is None:
-        first = int(config.get("max_window_layers", 28)) if family in ("qwen2", "qwen3") else 0
-        types = ["full_attention" if window is None or i < first else "sliding_attention" for i in range(num_layers)]
+        first = config.integer("max_window_layers", 28) if family in ("qwen2", "qwen3") else 0
+        types = tuple("full_attention" if window is None or i < first else "sliding_attention" for i in range(num_layers))
     unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
     if unknown or len(types) != num_layers or ("sliding_attention" in types and window is None):
         problem = f"{unknown} not supported" if unknown else f"{len(types)} for {num_layers} layers, sliding_window {window}"
-        raise CheckpointError(f"{path}: layer_types: {problem}; full_attention and sliding_attention (with a sliding_window) are")
-    return tuple(int(window) if kind == "sliding_attention" and window is not None else None for kind in types)
+        raise config.refusal(f"layer_types: {problem}; full_attention and sliding_attention (with a sliding_window) are")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def read_rope(config: Json, max_len: int, path: Path) -> RopeSpec:
-    """Both spellings of the rotary embedding; `max_len` is the original context where the config names none."""
-    rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
-    kind = str(rope.get("rope_type", rope.get("type", "default")))
-    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
-    wrong = [f"{key} per layer type" for key, value in rope.items() if isinstance(value, dict)]
+def read_rope(config: ConfigReader, max_len: int | None) -> RopeSpec:
+    """The rotary embedding; `max_len` is the original context where the config names none, None: it has to.
+
+    `rope_scaling` where it holds anything, and then nothing of `rope_parameters`, as transformers 5 has it
+    (modeling_rope_utils.py, convert_rope_params_to_dict); rope_theta from there, else from the config.
+    """
+    rope = config.part("rope_scaling") if config.differs("rope_scaling", None, {}) else config.part("rope_parameters")
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    theta = rope.number("rope_theta", config.number("rope_theta", 10_000.0))
+    wrong = [f"{key} per layer type" for key in rope.objects()]
     if kind not in ("default", "linear", "llama3", "yarn"):
         wrong.append(f"rope_type {kind!r} (supported: default, linear, llama3, yarn)")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        wrong.append(f"partial_rotary_factor {rope['partial_rotary_factor']}")
-    if rope.get("mrope_section") is not None:
-        wrong.append("mrope_section")
+    wrong += [rope.shown(key) for key in ("partial_rotary_factor",) if rope.differs(key, None, 1.0)]
+    wrong += [rope.shown(key) for key in ("mrope_section",) if rope.given(key)]
     if wrong:
-        raise CheckpointError(f"{path}: rotary embedding not supported: {', '.join(wrong)}")
+        raise config.refusal(f"rotary embedding not supported: {', '.join(wrong)}")
     if kind == "default":
         return RopeSpec(type=kind, theta=theta)
-    original = int(config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or max_len)
-    if rope.get("factor") is None and kind != "yarn":
-        raise CheckpointError(f"{path}: rope_type {kind!r} without a factor; add rope_scaling.factor")
-    factor = float(rope.get("factor") or 0.0) or max_len / original
     if kind == "linear":
-        return RopeSpec(type=kind, theta=theta, factor=factor)
+        return RopeSpec(type=kind, theta=theta, factor=rope.number("factor"))
+    key = "original_max_position_embeddings"
+    original = config.integer(key) if config.given(key) else rope.integer(key, max_len)
     if kind == "yarn":
-        return RopeSpec(
-            type=kind,
-            theta=theta,
-            factor=factor,
-            original_max_len=original,
-            beta_fast=float(rope.get("beta_fast") or 32.0),
-            beta_slow=float(rope.get("beta_slow") or 1.0),
-            attention_factor=_yarn_attention_factor(rope, factor),
-            truncate=bool(rope.get("truncate", True)),
-        )
-    missing = [key for key in ("low_freq_factor", "high_freq_factor") if rope.get(key) is None]
-    if missing:
-        raise CheckpointError(f"{path}: rope_type 'llama3' without {' and '.join(missing)}; add them to rope_scaling")
-    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+        return _yarn(rope, theta, original, max_len)
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if high <= low:
+        raise config.refusal(f"high_freq_factor {high:g} must exceed low_freq_factor {low:g}; correct them")
+    factor = rope.number("factor")
     return RopeSpec(type=kind, theta=theta, factor=factor, original_max_len=original, low_freq_factor=low, high_freq_factor=high)
 
 
-def _yarn_attention_factor(rope: Json, factor: float) -> float:
+def _yarn(rope: ConfigReader, theta: float, original: int, max_len: int | None) -> RopeSpec:
+    factor = rope.number("factor", None if max_len is None else max_len / original)
+    fast, slow = rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)
+    if fast < slow:
+        raise rope.refusal(f"beta_fast {fast:g} is below beta_slow {slow:g}; swap them")
+    return RopeSpec(
+        type="yarn",
+        theta=theta,
+        factor=factor,
+        original_max_len=original,
+        beta_fast=fast,
+        beta_slow=slow,
+        attention_factor=_yarn_attention_factor(rope, factor),
+        truncate=rope.flag("truncate", "truncate" not in rope),  # null is no to transformers
+    )
+
+
+def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
     """YaRN section 3.4 (arXiv 2309.00071): 0.1 ln(factor) + 1; DeepSeek's mscale keys replace the 0.1 by a ratio."""
-    if rope.get("attention_factor") is not None:
-        return float(rope["attention_factor"])
+    if rope.given("attention_factor"):
+        return rope.number("attention_factor")
     if factor <= 1:
         return 1.0
-    mscale, mscale_all = rope.get("mscale"), rope.get("mscale_all_dim")
+    mscale, mscale_all = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
     if mscale and mscale_all:
-        return float((0.1 * mscale * math.log(factor) + 1) / (0.1 * mscale_all * math.log(factor) + 1))
+        return (0.1 * mscale * math.log(factor) + 1) / (0.1 * mscale_all * math.log(factor) + 1)
     return 0.1 * math.log(factor) + 1
 
 
-def _dtype(config: Json, path: Path) -> str:
-    name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+def _dtype(config: ConfigReader) -> str:
+    name = (config.text("dtype") or config.text("torch_dtype") or "float32").removeprefix("torch.")
     if name not in ("float32", "bfloat16", "float64", "float16"):
-        raise CheckpointError(f"{path}: dtype {name!r} is not supported; use a float32 or bfloat16 checkpoint")
+        raise config.refusal(f"dtype {name!r} is not supported; use a float32 or bfloat16 checkpoint")
     return name
-
-
-def _ids(value: Any) -> list[int]:
-    if value is None:
-        return []
-    return [int(item) for item in value] if isinstance(value, list) else [int(value)]
-
-
-def read_integer(config: Json, key: str, path: Path) -> int:
-    """A positive integer that the config must have."""
-    value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"{path}: {key} is {short_json(value)}; it must be a positive integer")
-    return value
-
-
-def short_json(value: Any) -> str:
-    """For messages: at most 60 characters."""
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 
 from batchspec.errors import CheckpointError
-from batchspec.model.spec import Json, read_json
+from batchspec.model.config_values import Json, read_json, shown
 from batchspec.model.templates import Templates
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -35,18 +35,18 @@ class Tokenizer:
     def __init__(self, folder: Path, chat_template: Path | None = None) -> None:
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise CheckpointError(f"{folder}: no tokenizer.json; save the tokenizer in the fast format")
+            raise CheckpointError(f"{shown(folder)}: no tokenizer.json; save the tokenizer in the fast format")
         text = path.read_text(encoding="utf-8")
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(f"{path}: tokenizers {tokenizers.__version__} cannot read it ({error})") from None
+            raise CheckpointError(f"{shown(path)}: tokenizers {tokenizers.__version__} cannot read it ({error})") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         config = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
         self._variables = _special_tokens(config)
         sources = _template_sources(folder, config, chat_template)
-        self._templates = Templates(sources, str(folder))
+        self._templates = Templates(sources, shown(folder))
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = {token.content: index for index, token in added.items() if token.special}
         self.added_ids = {token.content: index for index, token in added.items()}

@@ -14,7 +14,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from batchspec.errors import CheckpointError
-from batchspec.model.spec import ModelSpec, read_json
+from batchspec.model.config_values import read_json
+from batchspec.model.spec import ModelSpec
 
 Shapes = dict[str, tuple[int, ...]]
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format

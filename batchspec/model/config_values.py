@@ -1,0 +1,203 @@
+"""The values of config.json and its like: every one is read by its type and its range, or refused in one line that names it.
+
+What reads a configuration gets a `ConfigReader` and never the JSON itself, so a new key cannot be read unchecked: the range of
+a number has to be in the tables here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from batchspec.errors import CheckpointError
+
+Json = Mapping[str, Any]
+MAX_BYTES = 100_000_000
+"""Of a JSON file of a checkpoint: the largest known ones, tokenizers with their vocabulary, have a third of that."""
+
+INTEGERS: dict[str, tuple[int, int]] = {
+    "num_hidden_layers": (1, 4096),
+    "hidden_size": (1, 2**20),
+    "target_hidden_size": (1, 2**20),
+    "intermediate_size": (1, 2**24),
+    "num_attention_heads": (1, 2**16),
+    "num_key_value_heads": (1, 2**16),
+    "head_dim": (1, 2**16),
+    "vocab_size": (1, 2**26),
+    "draft_vocab_size": (1, 2**26),
+    "max_position_embeddings": (1, 2**31 - 1),
+    "original_max_position_embeddings": (1, 2**31 - 1),
+    "sliding_window": (1, 2**31 - 1),
+    "max_window_layers": (0, 2**31 - 1),
+    "num_aux_hidden_states": (1, 4096),
+    "eagle_aux_hidden_state_layer_ids": (0, 4096),
+    "layer_ids": (0, 4096),
+    "eos_token_id": (0, 2**31 - 1),
+    "mask_token_id": (0, 2**31 - 1),
+    "pard_token": (0, 2**31 - 1),
+    "ptd_token_id": (0, 2**31 - 1),
+}
+"""key -> lowest and highest value. Of a list of integers: of each."""
+
+NUMBERS: dict[str, tuple[float, float]] = {
+    "rms_norm_eps": (1e-20, 1.0),
+    "rope_theta": (1.01, 1e15),
+    "factor": (0.01, 1e6),
+    "low_freq_factor": (1e-3, 1e6),
+    "high_freq_factor": (1e-3, 1e6),
+    "beta_fast": (1e-3, 1e6),
+    "beta_slow": (1e-3, 1e6),
+    "attention_factor": (1e-3, 1e3),
+    "mscale": (0.0, 1e3),
+    "mscale_all_dim": (0.0, 1e3),
+}
+"""key -> lowest and highest value; all are finite."""
+
+
+class ConfigReader:
+    """One JSON object of a checkpoint. A key that is null counts as missing.
+
+    Every method raises CheckpointError, in one line, with the file, the key, its value and what is allowed.
+    """
+
+    def __init__(self, values: Json, where: str, *, prefix: str = "") -> None:
+        """where   the file, for messages; prefix  of its keys, where the object is a part of another one."""
+        self._values, self.where, self._prefix = values, where, prefix
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def given(self, key: str) -> bool:
+        return self._values.get(key) is not None
+
+    def replaced(self, **values: Any) -> ConfigReader:
+        """The same with other values of some keys."""
+        return ConfigReader({**self._values, **values}, self.where, prefix=self._prefix)
+
+    def filled(self, defaults: Json) -> ConfigReader:
+        """The same with these values for keys that are not there; one that is there and null stays null."""
+        return ConfigReader({**defaults, **self._values}, self.where, prefix=self._prefix)
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """Refused where it is missing and has no default."""
+        value = self._values.get(key)
+        return default if value is None and default is not None else self._integer(key, value)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Refused where it is missing and has no default."""
+        value, (low, high) = self._values.get(key), NUMBERS[key]
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:  # NaN is in no range
+            raise self._wrong(key, value, f"a number in {low:g} .. {high:g}")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self._values.get(key)
+        if not isinstance(value, bool | None):
+            raise self._wrong(key, value, "true or false")
+        return default if value is None else value
+
+    def text(self, key: str, default: str = "") -> str:
+        value = self._values.get(key)
+        if not isinstance(value, str | None):
+            raise self._wrong(key, value, "a string")
+        return default if value is None else value
+
+    def texts(self, key: str) -> tuple[str, ...] | None:
+        """A list of strings; None where it is missing."""
+        value = self._values.get(key)
+        if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+            raise self._wrong(key, value, "a list of strings")
+        return None if value is None else tuple(value)
+
+    def integers(self, key: str) -> tuple[int, ...] | None:
+        """A list of integers; None where it is missing."""
+        value, (low, high) = self._values.get(key), INTEGERS[key]
+        if value is not None and not (isinstance(value, list) and all(_is_integer(item, low, high) for item in value)):
+            raise self._wrong(key, value, f"a list of integers in {low} .. {high}")
+        return None if value is None else tuple(value)
+
+    def integer_or_integers(self, key: str) -> tuple[int, ...]:
+        """One integer or a list of them; empty where it is missing."""
+        if self.given(key) and not isinstance(self._values[key], list):
+            return (self.integer(key),)
+        return self.integers(key) or ()
+
+    def part(self, key: str) -> ConfigReader:
+        """An object inside; an empty one where it is missing."""
+        value = self._values.get(key)
+        if not isinstance(value, Mapping | None):
+            raise self._wrong(key, value, "an object")
+        return ConfigReader(value or {}, self.where, prefix=f"{self._prefix}{key}.")
+
+    def objects(self) -> list[str]:
+        """Keys whose values are objects."""
+        return [key for key, value in self._values.items() if isinstance(value, Mapping)]
+
+    def differs(self, key: str, *neutral: Any) -> bool:
+        """Whether a key that is not built says anything else than `neutral`."""
+        return self._values.get(key) not in neutral
+
+    def shown(self, key: str) -> str:
+        """key=value, for messages."""
+        return f"{self._prefix}{key}={short_json(self._values.get(key))}"
+
+    def refusal(self, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self.where}: {problem}")
+
+    def _integer(self, key: str, value: Any) -> int:
+        low, high = INTEGERS[key]
+        if not _is_integer(value, low, high):
+            raise self._wrong(key, value, f"an integer in {low} .. {high}")
+        return int(value)
+
+    def _wrong(self, key: str, value: Any, wanted: str) -> CheckpointError:
+        return self.refusal(f"{self._prefix}{key} is {short_json(value)}; it must be {wanted}")
+
+
+def _is_integer(value: Any, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; {} where the file is not there. Raises CheckpointError, in one line, where it cannot be read or is none."""
+    if not path.is_file():
+        return {}
+    where = shown(path)
+    try:
+        if (size := path.stat().st_size) > MAX_BYTES:
+            raise CheckpointError(f"{where}: {size:,} bytes, more than the {MAX_BYTES:,} of any such file; download it again")
+        value = json.loads(path.read_bytes().decode("utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{where}: cannot be read ({error.strerror or error}); correct its permissions or path") from None
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{where}: not UTF-8 at byte {error.start}; download the file again") from None
+    except RecursionError:
+        raise CheckpointError(f"{where}: nested too deeply; download the file again") from None
+    except ValueError as error:
+        raise CheckpointError(f"{where}: not valid JSON ({error}); download the file again") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where}: holds a {type(value).__name__}, not an object; download the file again")
+    return value
+
+
+def short_json(value: Any) -> str:
+    """For messages: at most 60 characters."""
+    try:
+        text = json.dumps(value)
+    except (RecursionError, ValueError):  # nested almost too deeply to be parsed; an integer of thousands of digits
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def shown(path: Path) -> str:
+    """A path in messages: `owner/name/config.json` for a file that the hub's cache keeps, any other one as it is."""
+    parts = path.parts
+    for i, part in enumerate(parts[:-2]):
+        if part.startswith("models--") and parts[i + 1] == "snapshots":
+            return "/".join([*part.split("--")[1:], *parts[i + 3 :]])
+    return str(path)
+
