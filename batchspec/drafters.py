@@ -18,12 +18,14 @@ from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.pard import PardDrafter, PardModel, PardSpec, load_pard, read_pard
 from batchspec.draft.tree import TreeDrafter, TreeShape, usual_nodes
-from batchspec.draft.weights import Head, dummy_head, dummy_spec, head_bytes, load_head, read_head_spec
+from batchspec.draft.weights import Head, dummy_head, dummy_spec, head_bytes, judge_head, load_head
 from batchspec.draft.window import WindowDrafter
 from batchspec.errors import ConfigError
-from batchspec.model.hub import resolve_model
+from batchspec.model.files import ModelFiles, stored_tensors
+from batchspec.model.hub import find_model, resolve_model
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
+from batchspec.model.weights import check_tensors
 from batchspec.packing.cost import weight_bytes
 
 
@@ -31,13 +33,12 @@ def open_head(config: RunConfig, spec: ModelSpec) -> HeadSpec | PardSpec | None:
     """The head or model that draft=eagle3, hybrid or pard drafts with, checked, its weights not read; None for other drafters."""
     if config.draft.name not in ("eagle3", "hybrid", "pard"):
         return None
-    folder = head_folder(config)
-    if config.draft.name == "pard":
-        assert folder is not None
-        return _open_pard(config, folder, spec)
-    if folder is None:
+    if config.draft.path is None:
         return dummy_spec(spec, parallel=config.draft.parallel is True)
-    head = read_head_spec(folder, spec, aux_layers=config.draft.aux_layers)
+    files = find_model(config.draft.path, key="draft.path")
+    if config.draft.name == "pard":
+        return _open_pard(config, files, spec)
+    head = judge_head(files, spec, aux_layers=config.draft.aux_layers)
     if config.draft.tree.topk > head.draft_vocab_size:
         raise ConfigError(
             f"draft.tree.topk={config.draft.tree.topk} exceeds the {head.draft_vocab_size} draft tokens of the head "
@@ -51,8 +52,10 @@ def open_head(config: RunConfig, spec: ModelSpec) -> HeadSpec | PardSpec | None:
     return head
 
 
-def _open_pard(config: RunConfig, folder: Path, spec: ModelSpec) -> PardSpec:
-    pard = read_pard(folder, spec)
+def _open_pard(config: RunConfig, files: ModelFiles, spec: ModelSpec) -> PardSpec:
+    pard = read_pard(files.folder, spec)
+    if config.model.load != "dummy":
+        check_tensors(files.where, pard.model, stored_tensors(files))
     if config.draft.parallel is True and pard.mask_token_id is None:
         raise ConfigError(
             f"draft.parallel=true, but {config.draft.path} names no mask token (pard_token): it drafts a chain; use "
@@ -62,7 +65,7 @@ def _open_pard(config: RunConfig, folder: Path, spec: ModelSpec) -> PardSpec:
 
 
 def head_folder(config: RunConfig) -> Path | None:
-    """The folder of draft.path; None where there is none, which model.load=dummy allows."""
+    """The folder of draft.path, its weights fetched; None where there is none, which model.load=dummy allows."""
     return None if config.draft.path is None else resolve_model(config.draft.path, key="draft.path")
 
 

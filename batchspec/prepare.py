@@ -18,18 +18,27 @@ from batchspec.decode.sampling import SamplingMode
 from batchspec.draft.corpus import corpus_bytes
 from batchspec.draft.formats import HeadSpec
 from batchspec.draft.pard import PardSpec
-from batchspec.drafters import draft_kv_width, draft_len, drafter_bytes, load_drafter, make_drafter, open_head, tree_shape
+from batchspec.drafters import (
+    draft_kv_width,
+    draft_len,
+    drafter_bytes,
+    head_folder,
+    load_drafter,
+    make_drafter,
+    open_head,
+    tree_shape,
+)
 from batchspec.errors import ConfigError
 from batchspec.io.columns import ColumnMap, check_ids, map_columns
 from batchspec.io.folder import default_shard_rows
 from batchspec.io.manifest import fingerprint
 from batchspec.io.reader import Source, open_source
 from batchspec.io.schema import output_schema
-from batchspec.model.hub import resolve_model
+from batchspec.model.hub import find_model
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target, resolve_dtype
 from batchspec.model.tokenizer import Tokenizer
-from batchspec.model.weights import weight_files
+from batchspec.model.weights import judge_model, weight_files
 from batchspec.packing.admit import Admission
 from batchspec.packing.cost import Rates, device_rates, weight_bytes
 from batchspec.packing.planner import Demand, choose_batch, free_memory
@@ -62,30 +71,35 @@ class Job:
         return self.config.output.shard_rows or default_shard_rows(self.source.num_rows)
 
 
-def open_job(config: RunConfig, source: Source | None = None, *, tokenizer: Tokenizer | None = None, weights: bool = True) -> Job:
-    """Look at the input and at the folders of model and drafter; ConfigError, InputError, CheckpointError for what cannot run.
+def open_job(
+    config: RunConfig, source: Source | None = None, *, tokenizer: Tokenizer | None = None, fetch: bool = True, here: bool = True
+) -> Job:
+    """Judge input, model and drafter, their weights by the headers; ConfigError, InputError, CheckpointError for what cannot run.
 
     source     instead of the dataset at input.path
     tokenizer  instead of the model folder's own
-    weights    False: the folder need not hold weights
+    fetch      False: weights that are on the hub stay there; what is refused is refused before they are fetched
+    here       False: the job is to run on another machine, whose devices are not known
     """
     source = source or open_source(config.input)
     columns = map_columns(source.schema, config.input.columns)
     output_schema(source.schema, columns, config.output)
     check_ids(source, columns)
     assert config.model.path is not None
-    folder = resolve_model(config.model.path, config.model.revision)
-    spec = load_spec(folder)
-    if weights and config.model.load != "dummy":
-        weight_files(folder)
-    device = choose_device(config.device)
-    if config.draft.adaptive and device.type == "cpu":
+    model, dummy = find_model(config.model.path, config.model.revision), config.model.load == "dummy"
+    spec = load_spec(model.folder) if dummy else judge_model(model)
+    device = choose_device(config.device if here else "cpu")
+    if here and config.draft.adaptive and device.type == "cpu":
         raise ConfigError("draft.adaptive=true goes by times measured on a GPU, and this job runs on the CPU; remove the key")
     dtype = resolve_dtype(config.model.dtype, spec, device)
     head = open_head(config, spec)
-    tokenizer = tokenizer or open_tokenizer(folder, config, columns)
+    tokenizer = tokenizer or open_tokenizer(model.folder, config, columns)
     admission = Admission(config, source=source, columns=columns, spec=spec, tokenizer=tokenizer)
-    return Job(config, source, columns, folder, spec, tokenizer, device, dtype, admission, head)
+    if fetch:
+        if not dummy:
+            model.fetch()
+        head_folder(config)
+    return Job(config, source, columns, model.folder, spec, tokenizer, device, dtype, admission, head)
 
 
 def choose_device(name: str) -> torch.device:

@@ -52,6 +52,18 @@ def make_checkpoint(
     return folder
 
 
+def write_weights(folder: Path) -> Path:
+    """model.safetensors of zeros: the tensors that the folder's config.json asks for."""
+    from safetensors.torch import save_file
+
+    from batchspec.model.spec import load_spec
+    from batchspec.model.weights import expected_shapes
+
+    shapes = expected_shapes(load_spec(folder))
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, folder / "model.safetensors")
+    return folder
+
+
 THINKING_TEMPLATE = CHAT_TEMPLATE.replace(
     "assistant\n{% endif %}",
     "assistant\n{% if quick is defined %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}{% endif %}",

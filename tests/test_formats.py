@@ -328,7 +328,7 @@ def test_the_draft_vocabulary_must_lie_in_the_targets(tmp_path: Path) -> None:
     assert "d2t leads 1 draft ids out of the vocabulary of 40: draft id 4 to 40" in refusal(change(folder, d2t=outside))
     outside[4] = -5
     assert "draft id 4 to -1" in refusal(change(folder, d2t=outside))
-    assert "d2t is torch.float32; it must hold integers" in refusal(change(folder, d2t=offsets.float()))
+    assert "d2t is F32, it must be I64 or I32" in refusal(change(folder, d2t=offsets.float()))
     known = torch.zeros(40, dtype=torch.bool)
     assert "d2t and t2d disagree on 19 draft ids" in refusal(change(folder, d2t=offsets, t2d=known))
     assert "t2d is [39], config.json says [40]" in refusal(change(folder, t2d=known[1:]))

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model import packaged
-from batchspec.model.hub import resolve_model
+from batchspec.model.hub import find_model, resolve_model
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
 from batchspec.model.tokenizer import Tokenizer
@@ -63,17 +63,23 @@ def test_a_revision_goes_with_a_hub_id(tmp_path: Path) -> None:
         resolve_model(str(tmp_path), "main")
 
 
-def test_a_hub_id_is_downloaded_without_other_formats(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    seen: dict[str, Any] = {}
+def test_a_hub_id_is_downloaded_without_other_formats_the_weights_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The weights are those of the commit whose small files were judged, whatever the branch says by then."""
+    seen: list[tuple[str, str | None, list[str]]] = []
+    folder = tmp_path / "c0ffee"
 
-    def download(hub_id: str, **options: Any) -> str:
-        seen.update(options, id=hub_id)
-        return str(tmp_path)
+    def download(hub_id: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        seen.append((hub_id, revision, allow_patterns))
+        assert ignore_patterns == ["consolidated*", "original/*", "onnx/*"]
+        return str(folder)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert resolve_model("owner/name", "v1") == tmp_path
-    assert (seen["id"], seen["revision"]) == ("owner/name", "v1")
-    assert seen["allow_patterns"] == ["*.json", "*.safetensors", "*.jinja"]
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda *_, **__: ["config.json"])
+    files = find_model("owner/name", "v1")
+    assert (files.folder, files.where) == (folder, "owner/name")
+    assert seen == [("owner/name", "v1", ["*.json", "*.jinja"])]
+    files.fetch()
+    assert seen[1:] == [("owner/name", "c0ffee", ["*.safetensors"])]
 
 
 @pytest.mark.parametrize(

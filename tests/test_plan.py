@@ -17,6 +17,7 @@ from batchspec.commands import plan as command
 from batchspec.commands.plan import histogram, plan
 from batchspec.config import RunConfig
 from batchspec.errors import CapacityError, ConfigError, InputError
+from tests.models import write_weights
 from tests.stand_ins import ByteTokenizer
 
 MODEL = {
@@ -27,9 +28,10 @@ MODEL = {
 
 @pytest.fixture
 def job(tmp_path: Path) -> RunConfig:
-    """A model folder without weights, 40 output tokens a row; the input is the test's."""
+    """A model of zeros, 40 output tokens a row; the input is the test's."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
+    write_weights(tmp_path / "model")
     config = RunConfig(device="cpu")
     config.model.path, config.input.path = str(tmp_path / "model"), str(tmp_path / "in.parquet")
     config.decode.max_new_tokens = 40

@@ -286,7 +286,7 @@ def test_where_slurm_does_not_answer_its_own_variable_counts(monkeypatch: pytest
 def test_submit_prints_one_line_that_a_shell_can_run(capsys: pytest.CaptureFixture[str]) -> None:
     from batchspec.commands import submit as command
 
-    given = ["model.path=m", "input.path=data/*.parquet", "output.dir=o"]
+    given = ["--unseen", "model.path=m", "input.path=data/*.parquet", "output.dir=o"]
     keys = ["cluster.tasks=8", "cluster.gpus=2", "cluster.time_h=1.5", "cluster.memory_gb=64", 'cluster.sbatch=["--qos=low"]']
     assert command.main([*given, *keys]) == 0
     (line,) = capsys.readouterr().out.splitlines()
@@ -306,6 +306,8 @@ def test_submit_refuses_what_run_would_refuse_and_says_where_there_is_no_slurm(
 
     assert command.main(["model.path=m", "output.dir=o", "--go"]) == 2
     assert "input.path is required" in capsys.readouterr().err
+    assert command.main(["model.path=m", f"input.path={tmp_path}/i.parquet", "output.dir=o"]) == 2
+    assert "i.parquet: does not exist" in capsys.readouterr().err
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert command.main(["model.path=m", "input.path=i", "output.dir=o", "--go"]) == 2
+    assert command.main(["model.path=m", "input.path=i", "output.dir=o", "--go", "--unseen"]) == 2
     assert "there is no sbatch on this machine" in capsys.readouterr().err

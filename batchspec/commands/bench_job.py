@@ -120,7 +120,7 @@ def make_job(folder: Path, num_rows: int, texts: Sequence[str]) -> Job:
             f"output.shard_rows={SHARD_ROWS}", f"decode.max_new_tokens={TOKENS}", "device=cpu",
         ]
     )  # fmt: skip
-    return open_job(config, tokenizer=cast(Tokenizer, StandInTokenizer(texts)), weights=False)
+    return open_job(config, tokenizer=cast(Tokenizer, StandInTokenizer(texts)))
 
 
 def write_input(path: Path, num_rows: int, texts: Sequence[str]) -> None:

@@ -18,12 +18,13 @@ from batchspec.commands.bench_engines import DRAFT_VOCAB, USUAL_DRAFT_VOCAB
 from batchspec.commands.probe import CONTEXTS, lines_of, probe
 from batchspec.commands.workloads import SHAPES, shape_spec
 from batchspec.draft.head import products as head_products
-from batchspec.draft.weights import dummy_spec, read_head_spec
+from batchspec.draft.weights import dummy_spec, judge_head
 from batchspec.errors import ConfigError
 from batchspec.kernels.pdl import supported
-from batchspec.model.hub import resolve_model
+from batchspec.model.hub import find_model, resolve_model
 from batchspec.model.spec import load_spec
 from batchspec.model.tuning import Product, products, save, tune, tuned_products
+from batchspec.model.weights import judge_model
 from batchspec.packing.planner import free_memory
 
 
@@ -32,6 +33,7 @@ def main(argv: list[str]) -> int:
     args = _parse(argv)
     if args.probe is not None:
         wanted_lengths = _contexts(args.contexts)
+        judge_head(find_model(args.draft_path, key="--draft-path"), judge_model(find_model(args.model, key="MODEL")))
         folders = (resolve_model(args.model, key="MODEL"), resolve_model(args.draft_path, key="--draft-path"))
         found = probe(args.model, folders, args.probe, num_rows=args.rows, num_tokens=args.tokens, contexts=wanted_lengths)
         print("\n".join(lines_of(found)))
@@ -105,10 +107,11 @@ def versions() -> dict[str, str]:
 
 def _products(args: argparse.Namespace) -> list[Product]:
     known = args.model in SHAPES
-    spec = shape_spec(args.model) if known or Path(args.model).is_file() else load_spec(resolve_model(args.model, key="MODEL"))
+    a_shape = known or Path(args.model).is_file()
+    spec = shape_spec(args.model) if a_shape else load_spec(find_model(args.model, key="MODEL").folder)
     head = None
     if args.draft_path:
-        head = read_head_spec(resolve_model(args.draft_path, key="--draft-path"), spec)
+        head = judge_head(find_model(args.draft_path, key="--draft-path"), spec)
     elif known:
         head = dummy_spec(spec, draft_vocab_size=DRAFT_VOCAB.get(args.model, USUAL_DRAFT_VOCAB))
     return list(dict.fromkeys([*products(spec), *([] if head is None else head_products(head))]))

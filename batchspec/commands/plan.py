@@ -1,4 +1,4 @@
-"""`batchspec plan +job=demo`: what a run would do, without running it. Needs config.json and the tokenizer, no weights."""
+"""`batchspec plan +job=demo`: what a run would do, without running it. Of the weights it reads the headers alone."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = 
     tokenizer  instead of the model folder's own
     Raises InputError, CheckpointError, ConfigError or CapacityError as the run would.
     """
-    job = open_job(config, tokenizer=tokenizer, weights=False)
+    job = open_job(config, tokenizer=tokenizer, fetch=False)
     seen = survey_rows(job, full=full)
     demand = seen.demand(job.source.num_rows, job.admission.max_len)
     rates = device_rates(job.device, job.dtype)

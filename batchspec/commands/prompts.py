@@ -29,7 +29,7 @@ from batchspec.commands.export import target_file
 from batchspec.config import InputConfig
 from batchspec.errors import CheckpointError, ConfigError, InputError, OutputError
 from batchspec.io.reader import open_source
-from batchspec.model.hub import resolve_model
+from batchspec.model.hub import find_model
 from batchspec.model.tokenizer import Tokenizer
 
 _MARK = "BATCHSPECUSERTURN"
@@ -65,7 +65,7 @@ def _open(model: str, rows: int, texts: int, tasks: str, behind: str | None, tar
     for option, given, least in (("--rows", rows, 0 if texts else 1), ("--texts", texts, 0)):
         if given < least:
             raise ConfigError(f"prompts {option} {given} must be at least {least}; 20000 is usual")
-    tokenizer = Tokenizer(resolve_model(model, key="--open"))
+    tokenizer = Tokenizer(find_model(model, key="--open").folder)
     if behind is None:
         opening, end = opening_of(tokenizer)
         columns: dict[str, list[object]] = {"id": [f"turn-{i:06}" for i in range(rows)], "prompt_ids": [opening] * rows}

@@ -1,4 +1,8 @@
-"""`batchspec submit`: a job as a Slurm array. Composes and checks the configuration, prints the line of sbatch; --go runs it."""
+"""`batchspec submit`: a job as a Slurm array. Judges what the run will meet - configuration, input, model and drafter with the
+headers of their weights - and prints the line of sbatch; --go runs it.
+
+`--unseen` judges the configuration alone: for paths that only the nodes of the cluster see.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +22,17 @@ TIMEOUT_S = 60.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Hydra overrides as for `run`, and `--go` to submit; returns the exit code."""
-    overrides = [item for item in argv if item != "--go"]
-    go = "--go" in argv
+    """Hydra overrides as for `run`, `--go` to submit, and `--unseen`; returns the exit code."""
+    overrides = [item for item in argv if item not in ("--go", "--unseen")]
+    go, unseen = "--go" in argv, "--unseen" in argv
     if {"-m", "--multirun"} & set(overrides):
         raise ConfigError("submit is for one job; a sweep submits its own: batchspec run -m hydra/launcher=submitit_slurm ...")
 
     def submit(config: RunConfig) -> None:
+        if not unseen:
+            from batchspec.prepare import open_job  # and with it torch: a wrong configuration has been refused before that
+
+            open_job(config, fetch=False, here=False)
         command = sbatch_line(config.cluster, overrides)
         print(shlex.join(command))
         if go:

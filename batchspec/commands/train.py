@@ -18,13 +18,13 @@ import torch
 from batchspec.compose import composed
 from batchspec.config import InputConfig
 from batchspec.draft.formats import HeadSpec
-from batchspec.draft.weights import head_bytes
+from batchspec.draft.weights import head_bytes, judge_head
 from batchspec.errors import ConfigError
 from batchspec.io.reader import Source, open_source
-from batchspec.model.hub import resolve_model
+from batchspec.model.hub import find_model, resolve_model
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target, resolve_dtype
-from batchspec.model.weights import weight_files
+from batchspec.model.weights import judge_model, weight_files
 from batchspec.prepare import choose_device
 from batchspec.train.data import Numbers, Row, course, frequent_ids, read_rows, split_rows, unused_id
 from batchspec.train.folder import HeadFolder
@@ -64,21 +64,25 @@ def train(run: TrainRun) -> Path:
     assert run.output.dir is not None
     say, kind = _say, "parallel" if run.draft.parallel is True else "eagle3"
     sources = _sources(run)
-    folder = resolve_model(run.model.path, run.model.revision)
-    spec = load_spec(folder)
+    model, dummy = find_model(run.model.path, run.model.revision), run.model.load == "dummy"
+    folder, spec = model.folder, load_spec(model.folder) if dummy else judge_model(model)
+    if run.draft.path is not None:
+        judge_head(find_model(run.draft.path, key="draft.path"), spec, aux_layers=run.draft.aux_layers)
     device = choose_device(run.device)
     limits = [run.train.max_len, spec.max_len, *([run.model.max_len] if run.model.max_len else [])]
     rows = [row for source in sources for row in read_rows(source, vocab_size=spec.vocab_size, max_len=min(limits))]
     trained, held_out = split_rows(rows, run.train.held_out, run.train.seed)
     if run.draft.path is None:
         _new_spec(run, spec, rows)  # refused before the target is loaded
+    if not dummy:
+        model.fetch()
     out = HeadFolder(Path(run.output.dir), _facts(run, spec, folder, sources), overwrite=run.output.overwrite)
     if out.complete:
         say(f"{out.path}: already complete; draft={kind} draft.path={out.path} drafts with it")
         return out.path
     dtype = resolve_dtype(run.model.dtype, spec, device)
     say(f"loading {run.model.path} in {str(dtype).removeprefix('torch.')} on {device.type}")
-    target = Target.load(folder, spec, dtype=dtype, device=device, dummy=run.model.load == "dummy")
+    target = Target.load(folder, spec, dtype=dtype, device=device, dummy=dummy)
     network, ids = _network(run, target, trained)
     out.begin()
     made = _course(run, target, network, ids, trained, held_out, out, say)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from batchspec.draft.formats import HeadSpec, read_head
 from batchspec.errors import CheckpointError
+from batchspec.model.config_values import shown
+from batchspec.model.files import LocalFiles, ModelFiles, Stored, listed, stored_tensors, weight_names
 from batchspec.model.spec import ModelSpec
-from batchspec.model.weights import Shapes, weight_files
+from batchspec.model.weights import FLOATS, Shapes, is_float, misfits
 
 _IGNORED = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
 
@@ -88,26 +91,41 @@ def _layer_shapes(spec: HeadSpec, *, first: bool) -> Shapes:
 
 
 def read_head_spec(folder: Path, target: ModelSpec, *, aux_layers: str = "auto") -> HeadSpec:
-    """The head of a folder, its tensors' names and shapes checked; no weight is read. Raises CheckpointError as `load_head`."""
-    shapes = _stored_shapes(folder)
-    spec = read_head(folder, shapes, target, aux_layers=aux_layers)
-    _check(folder, spec, shapes)
+    """The head of a folder, judged by `judge_head`."""
+    if not folder.is_dir():
+        raise CheckpointError(f"draft.path={folder}: no such folder; give the folder of an EAGLE-3 head")
+    return judge_head(LocalFiles(folder), target, aux_layers=aux_layers)
+
+
+def judge_head(files: ModelFiles, target: ModelSpec, *, aux_layers: str = "auto") -> HeadSpec:
+    """The shape of a head: config.json and the headers of its weight files, no weight read.
+
+    Raises CheckpointError, in one line, for what `read_head` refuses and for tensors of wrong names, shapes or dtypes.
+    """
+    stored: dict[str, Stored] = {}
+    for name, tensor in stored_tensors(files).items():
+        if name.endswith(_IGNORED):
+            continue
+        if normalised(name) in stored:
+            raise CheckpointError(f"{files.where}: {name} is there twice, under two names; export the head again")
+        stored[normalised(name)] = tensor
+    spec = read_head(files.folder, stored, target, aux_layers=aux_layers)
+    _check(files.where, spec, stored)
     return spec
 
 
 def load_head(folder: Path, target: ModelSpec, *, dtype: torch.dtype, device: torch.device, aux_layers: str = "auto") -> Head:
     """Read a head's safetensors in the target's dtype.
 
-    Raises CheckpointError for what `read_head` refuses, naming every missing, unexpected and misshapen tensor at once, and for
-    a d2t that leads out of the vocabulary or contradicts t2d.
+    Raises CheckpointError for what `judge_head` refuses, and for a d2t that leads out of the vocabulary or contradicts t2d.
     """
     spec = read_head_spec(folder, target, aux_layers=aux_layers)
     expected = expected_shapes(spec)
     tensors: dict[str, Tensor] = {}
-    for path in _files(folder):
-        with safe_open(path, framework="pt") as file:
+    for file_name in weight_names(LocalFiles(folder)):
+        with safe_open(folder / file_name, framework="pt") as file:
             tensors |= {normalised(name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    hot = _hot(folder, spec, tensors) if spec.mapped else None
+    hot = _hot(shown(folder), spec, tensors) if spec.mapped else None
     kept = {name: tensors[name].to(device=device, dtype=dtype) for name in expected if name != "d2t"}
     if spec.mask_token_id is not None:
         kept["mask_hidden"] = kept["mask_hidden"].view(1, -1)
@@ -156,43 +174,23 @@ def head_bytes(spec: HeadSpec, dtype: torch.dtype) -> int:
     return sum(torch.Size(shape).numel() for name, shape in expected_shapes(spec).items() if name != "d2t") * dtype.itemsize
 
 
-def _files(folder: Path) -> tuple[Path, ...]:
-    if not folder.is_dir():
-        raise CheckpointError(f"draft.path={folder}: no such folder; give the folder of an EAGLE-3 head")
-    return weight_files(folder).paths
-
-
-def _stored_shapes(folder: Path) -> Shapes:
-    shapes: Shapes = {}
-    for path in _files(folder):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (not a mapping)
-                    if not name.endswith(_IGNORED):
-                        shapes[normalised(name)] = tuple(file.get_slice(name).get_shape())
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: cannot be read as safetensors ({error}); download the file again") from None
-    return shapes
-
-
-def _check(folder: Path, spec: HeadSpec, stored: Shapes) -> None:
-    expected, problems = expected_shapes(spec), []
+def _check(where: str, spec: HeadSpec, stored: Mapping[str, Stored]) -> None:
+    expected = expected_shapes(spec)
     optional = {"t2d", *(["d2t"] if spec.own_head else [])}
-    for title, names in (
-        ("missing", sorted(expected.keys() - stored.keys())),
-        ("unexpected", sorted(stored.keys() - expected.keys() - optional)),
-    ):
-        if names:
-            problems.append(f"{len(names)} {title} tensors: {', '.join(names)}")
-    if "mask_hidden" in expected and stored.get("mask_hidden") in _mask_shapes(spec):
-        expected["mask_hidden"] = stored["mask_hidden"]
-    for name in sorted(expected.keys() & stored.keys()):
-        if stored[name] != expected[name]:
-            problems.append(f"{name} is {list(stored[name])}, config.json says {list(expected[name])}")
-    if "t2d" in stored and stored["t2d"] != (spec.vocab_size,):
-        problems.append(f"t2d is {list(stored['t2d'])}, config.json says {[spec.vocab_size]}")
+    if "mask_hidden" in expected and "mask_hidden" in stored and stored["mask_hidden"].shape in _mask_shapes(spec):
+        expected["mask_hidden"] = stored["mask_hidden"].shape
+    problems = misfits(expected, stored, stored.keys() - expected.keys() - optional)
+    if "t2d" in stored and stored["t2d"].shape != (spec.vocab_size,):
+        problems.append(f"t2d is {list(stored['t2d'].shape)}, config.json says {[spec.vocab_size]}")
+    allowed = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8")}
+    for name in sorted({"d2t", "t2d"} & stored.keys()):
+        if stored[name].dtype not in allowed[name]:
+            problems.append(f"{name} is {stored[name].dtype}, it must be {' or '.join(allowed[name])}")
+    wrong = [f"{x} is {stored[x].dtype}" for x in sorted(expected) if x in stored and x != "d2t" and not is_float(stored[x])]
+    if wrong:
+        problems.append(f"{listed(wrong)}: {' and '.join(FLOATS)} are supported, a quantized head is not")
     if problems:
-        raise CheckpointError(f"{folder}: the head's weights do not fit config.json: {'; '.join(problems)}")
+        raise CheckpointError(f"{where}: the head's weights do not fit config.json: {'; '.join(problems)}")
 
 
 def _mask_shapes(spec: HeadSpec) -> set[tuple[int, ...]]:
@@ -200,23 +198,21 @@ def _mask_shapes(spec: HeadSpec) -> set[tuple[int, ...]]:
     return {(*leading, width) for width in widths for leading in ((), (1,), (1, 1))}
 
 
-def _hot(folder: Path, spec: HeadSpec, tensors: dict[str, Tensor]) -> Tensor:
+def _hot(where: str, spec: HeadSpec, tensors: dict[str, Tensor]) -> Tensor:
     """int32 [draft vocabulary] target id of each draft id: d2t is the offset between the two."""
     d2t = tensors["d2t"]
-    if d2t.is_floating_point():
-        raise CheckpointError(f"{folder}: d2t is {d2t.dtype}; it must hold integers")
     hot = d2t.long() + torch.arange(len(d2t))
     outside = (hot < 0) | (hot >= spec.vocab_size)
     if outside.any():
         first = int(outside.nonzero()[0])
         raise CheckpointError(
-            f"{folder}: d2t leads {int(outside.sum())} draft ids out of the vocabulary of {spec.vocab_size}: "
+            f"{where}: d2t leads {int(outside.sum())} draft ids out of the vocabulary of {spec.vocab_size}: "
             f"draft id {first} to {int(hot[first])}; d2t must hold target id minus draft id"
         )
     if "t2d" in tensors and not (known := tensors["t2d"].bool()[hot]).all():
         first = int((~known).nonzero()[0])
         raise CheckpointError(
-            f"{folder}: d2t and t2d disagree on {int((~known).sum())} draft ids: draft id {first} is target id "
+            f"{where}: d2t and t2d disagree on {int((~known).sum())} draft ids: draft id {first} is target id "
             f"{int(hot[first])}, which t2d leaves out; export the head again"
         )
     return hot.int()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import sha256
@@ -14,11 +14,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from batchspec.errors import CheckpointError
-from batchspec.model.config_values import read_json
-from batchspec.model.spec import ModelSpec
+from batchspec.model.config_values import shown
+from batchspec.model.files import MAX_HEADER_BYTES, LocalFiles, ModelFiles, Stored, listed, stored_tensors, weight_names
+from batchspec.model.spec import ModelSpec, load_spec
 
 Shapes = dict[str, tuple[int, ...]]
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
+FLOATS = ("F64", "F32", "F16", "BF16")
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 14
 
 
@@ -59,21 +60,87 @@ def expected_shapes(spec: ModelSpec) -> Shapes:
     return shapes
 
 
+def judge_model(files: ModelFiles) -> ModelSpec:
+    """The shape of a model whose weights a run would load: config.json and the headers of the weight files, no weight read.
+
+    Raises CheckpointError, in one line, for all that `load_spec`, `stored_tensors` and `check_tensors` refuse.
+    """
+    spec = load_spec(files.folder)
+    check_tensors(files.where, spec, stored_tensors(files))
+    return spec
+
+
+def check_tensors(where: str, spec: ModelSpec, stored: Mapping[str, Stored]) -> None:
+    """Names, shapes and dtypes of a model's tensors against those that the spec asks for.
+
+    Raises CheckpointError, in one line: how many are missing, unexpected, misshapen and of a wrong dtype, the first ones by name.
+    """
+    expected = expected_shapes(spec)
+    if spec.tie and "lm_head.weight" in stored:
+        expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
+    unexpected = [name for name in stored.keys() - expected.keys() if not name.endswith("rotary_emb.inv_freq")]
+    problems = misfits(expected, stored, unexpected, _prefix_advice)
+    wrong = [f"{name} is {stored[name].dtype}" for name in sorted(expected) if name in stored and not is_float(stored[name])]
+    if wrong:
+        problems.append(f"{listed(wrong)}: {' and '.join(FLOATS)} are supported, a quantized model is not")
+    if problems:
+        raise CheckpointError(f"{where}: the weights do not fit config.json: {'; '.join(problems)}")
+
+
+def is_float(tensor: Stored) -> bool:
+    return tensor.dtype in FLOATS
+
+
+def misfits(
+    expected: Shapes, stored: Mapping[str, Stored], unexpected: Collection[str], advice: Callable[..., str] = lambda *_: ""
+) -> list[str]:
+    """What is missing, unexpected and misshapen; `advice(missing, unexpected)` may say why."""
+    missing = sorted(expected.keys() - stored.keys())
+    problems = [
+        f"{len(names)} {title} tensors: {listed(sorted(names))}"
+        for title, names in (("missing", missing), ("unexpected", unexpected))
+        if names
+    ]
+    if missing and unexpected and (said := advice(missing, sorted(unexpected))):
+        problems.append(said)
+    wrong = [
+        f"{name} is {list(stored[name].shape)}, config.json says {list(expected[name])}"
+        for name in sorted(expected.keys() & stored.keys())
+        if stored[name].shape != expected[name]
+    ]
+    return problems + ([listed(wrong)] if wrong else [])
+
+
+def _prefix_advice(missing: list[str], unexpected: list[str]) -> str:
+    """Says it where the tensors are there under a prefix: weights of a wrapper (torch.compile, a multimodal model, PEFT)."""
+    for name in missing:
+        tail = name.removeprefix("model.")
+        for other in unexpected:
+            if other.endswith(tail) and other.removesuffix(tail)[-1:] in ("", "."):
+                return (
+                    f"{other} stands where {name} should: saved from inside a wrapper (torch.compile, a multimodal model, PEFT); "
+                    "save the language model itself"
+                )
+    return ""
+
+
 class Checkpoint:
     """The safetensors files of a folder, opened and checked; a context manager, since it holds them open.
 
-    Raises CheckpointError where there are none, or naming every missing, unexpected and misshapen tensor at once.
+    Raises CheckpointError as `stored_tensors` and `check_tensors`, and for an lm_head that should be tied and is not.
     """
 
     def __init__(self, folder: Path, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         self._folder, self._dtype, self._device = folder, dtype, device
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
+        files = LocalFiles(folder)
+        check_tensors(files.where, spec, stored_tensors(files))
         with self._stack:
-            for path in weight_files(folder).paths:
-                handle = self._open(path)
+            for name in weight_names(files):
+                handle = self._open(folder / name)
                 self._files.update(dict.fromkeys(handle.keys(), handle))
-            self._check(spec)
+            self._check_tied(spec)
             self._stack = self._stack.pop_all()
 
     def tensor(self, name: str) -> Tensor:
@@ -90,28 +157,16 @@ class Checkpoint:
         try:
             return self._stack.enter_context(safe_open(path, framework="pt"))
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: cannot be read as safetensors ({error}); download the file again") from None
+            raise CheckpointError(f"{shown(path)}: cannot be read as safetensors ({error}); download the file again") from None
 
-    def _check(self, spec: ModelSpec) -> None:
-        expected, problems = expected_shapes(spec), []
-        tied_head = spec.tie and "lm_head.weight" in self._files
-        if tied_head:
-            expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
-        missing = sorted(expected.keys() - self._files.keys())
-        unexpected = sorted(name for name in self._files.keys() - expected.keys() if not name.endswith("rotary_emb.inv_freq"))
-        for title, names in (("missing", missing), ("unexpected", unexpected)):
-            if names:
-                problems.append(f"{len(names)} {title} tensors: {', '.join(names)}")
-        for name in sorted(expected.keys() & self._files.keys()):
-            shape = tuple(self._files[name].get_slice(name).get_shape())
-            if shape != expected[name]:
-                problems.append(f"{name} is {list(shape)}, config.json says {list(expected[name])}")
-        if not problems and tied_head:
-            head, embedding = (self._files[n].get_tensor(n) for n in ("lm_head.weight", "model.embed_tokens.weight"))
+    def _check_tied(self, spec: ModelSpec) -> None:
+        names = ("lm_head.weight", "model.embed_tokens.weight")
+        if spec.tie and names[0] in self._files:
+            head, embedding = (self._files[name].get_tensor(name) for name in names)
             if not torch.equal(head, embedding):
-                problems.append("lm_head.weight differs from the embedding although tie_word_embeddings is true")
-        if problems:
-            raise CheckpointError(f"{self._folder}: the weights do not fit config.json: {'; '.join(problems)}")
+                raise CheckpointError(
+                    f"{shown(self._folder)}: lm_head.weight differs from the embedding although tie_word_embeddings is true"
+                )
 
 
 class DummyWeights:
@@ -142,7 +197,7 @@ class WeightFiles:
             digest.update(f"{path.name} {path.stat().st_size}\n".encode())
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
-                digest.update(file.read(min(length, _MAX_HEADER_BYTES)))
+                digest.update(file.read(min(length, MAX_HEADER_BYTES)))
                 data, size = file.tell(), path.stat().st_size
                 for sample in range(_SAMPLES):
                     file.seek(data + (size - data) * sample // _SAMPLES)
@@ -152,21 +207,4 @@ class WeightFiles:
 
 def weight_files(folder: Path) -> WeightFiles:
     """Those of the index, or model.safetensors. Raises CheckpointError where there are none or some are missing."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = sorted({folder / str(name) for name in read_json(index).get("weight_map", {}).values()})
-        absent = [path.name for path in files if not path.is_file()]
-        if absent or not files:
-            names = ", ".join(absent) or "the index names none"
-            raise CheckpointError(f"{folder}: {len(absent)} of {len(files)} weight files missing: {names}; download again")
-        return WeightFiles(tuple(files))
-    if (folder / "model.safetensors").is_file():
-        return WeightFiles((folder / "model.safetensors",))
-    if others := sorted(path.name for path in _pickled(folder)):
-        raise CheckpointError(f"{folder}: only {', '.join(others)}: safetensors only; save the model again as safetensors")
-    raise CheckpointError(f"{folder}: no weights: neither model.safetensors nor model.safetensors.index.json; check model.path")
-
-
-def _pickled(folder: Path) -> Iterator[Path]:
-    for pattern in ("pytorch_model*.bin", "*.pth", "*.pt"):
-        yield from folder.glob(pattern)
+    return WeightFiles(tuple(folder / name for name in weight_names(LocalFiles(folder))))

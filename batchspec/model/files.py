@@ -1,0 +1,183 @@
+"""The files of a checkpoint and what its weight files hold, by the headers of safetensors alone: no weight is read.
+
+Format: 8 bytes little-endian length of the header; the header, JSON: tensor -> dtype, shape, data_offsets; the data.
+Source: https://github.com/huggingface/safetensors#format.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from batchspec.errors import CheckpointError
+from batchspec.model.config_values import read_json, shown
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
+_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_OTHERS = re.compile(r"(pytorch_model.*\.bin|(adapter_model|consolidated).*\.\w+|.*\.(pth|pt|gguf|ckpt|msgpack|h5))")
+_SHARD = re.compile(r"[\w.-]+\.safetensors")
+_REQUESTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of a weight file."""
+
+    dtype: str
+    """F64, F32, F16, BF16, I64, BOOL ...: as safetensors calls them."""
+    shape: tuple[int, ...]
+
+
+class ModelFiles(Protocol):
+    """The files of a model or head: a folder, or a repository of the hub whose weights are not fetched yet."""
+
+    @property
+    def folder(self) -> Path:
+        """Configuration, tokenizer and templates lie here; the weights only once `fetch` has returned."""
+
+    @property
+    def where(self) -> str:
+        """What messages call it: the folder, or the hub id."""
+
+    def names(self) -> Collection[str]:
+        """Names of all its files, the weights too."""
+
+    def read(self, name: str, start: int, end: int) -> tuple[bytes, int]:
+        """Bytes [start, end) of a file, fewer where it ends before, and the size of the whole. Raises CheckpointError."""
+
+    def fetch(self) -> None:
+        """Bring the weights into the folder. Raises CheckpointError."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFiles:
+    folder: Path
+
+    @property
+    def where(self) -> str:
+        return shown(self.folder)
+
+    def names(self) -> Collection[str]:
+        try:
+            return [path.name for path in self.folder.iterdir()]
+        except OSError as error:
+            raise CheckpointError(f"{self.where}: cannot be read ({error.strerror or error}); give a model folder") from None
+
+    def read(self, name: str, start: int, end: int) -> tuple[bytes, int]:
+        path = self.folder / name
+        try:
+            with path.open("rb") as file:
+                file.seek(start)
+                return file.read(end - start), path.stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"{shown(path)}: cannot be read ({error.strerror or error}); correct or download it") from None
+
+    def fetch(self) -> None:
+        """They are there."""
+
+
+def weight_names(files: ModelFiles) -> tuple[str, ...]:
+    """The weight files: those of the index, or model.safetensors.
+
+    Raises CheckpointError, in one line, where there are none, some are missing, or they are of another format.
+    """
+    present = set(files.names())
+    if INDEX in present:
+        weight_map = read_json(files.folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{files.where}/{INDEX}: the index names no weight files; download it again")
+        wrong = [name for name in weight_map.values() if not (isinstance(name, str) and _SHARD.fullmatch(name))]
+        if wrong:
+            raise CheckpointError(f"{files.where}/{INDEX}: {wrong[0]!r} is no name of a safetensors file beside it; correct it")
+        names = sorted(set(weight_map.values()))
+        absent = [name for name in names if name not in present]
+        if absent:
+            raise CheckpointError(
+                f"{files.where}: {len(absent)} of {len(names)} weight files missing: {listed(absent)}; download again"
+            )
+        return tuple(names)
+    if SINGLE in present:
+        return (SINGLE,)
+    if others := sorted(name for name in present if _OTHERS.fullmatch(name)):
+        raise CheckpointError(
+            f"{files.where}: only {listed(others)}: safetensors only ({SINGLE}, or {INDEX} with its files); save the model again "
+            "as safetensors"
+        )
+    raise CheckpointError(f"{files.where}: no weights: neither {SINGLE} nor {INDEX}; download the model, or correct its path")
+
+
+def stored_tensors(files: ModelFiles) -> dict[str, Stored]:
+    """Every tensor of the weight files by its name, from their headers.
+
+    Raises CheckpointError, in one line, as `weight_names`, for a file that is broken, and for a name that two files hold.
+    """
+    names = weight_names(files)
+    with ThreadPoolExecutor(min(_REQUESTS, len(names))) as pool:
+        headers = list(pool.map(lambda name: _header(files, name), names))
+    found: dict[str, Stored] = {}
+    for name, header in zip(names, headers, strict=True):
+        if twice := sorted(found.keys() & header.keys()):
+            raise CheckpointError(f"{files.where}: {twice[0]} is in {name} and in another file too; download the model again")
+        found |= header
+    return found
+
+
+def _header(files: ModelFiles, name: str) -> dict[str, Stored]:
+    """The tensors of one file. Raises CheckpointError where it is no safetensors file, or shorter or longer than it says."""
+    start, size = files.read(name, 0, 8)
+
+    def broken(problem: str) -> CheckpointError:
+        return CheckpointError(f"{files.where}/{name}: cannot be read as safetensors ({problem}); download the file again")
+
+    if start.startswith(b"version "):
+        raise CheckpointError(
+            f"{files.where}/{name}: a pointer of Git LFS, not the weights; run `git lfs pull` there, or download the model again"
+        )
+    length = int.from_bytes(start, "little")
+    if len(start) < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+        raise broken(f"{size:,} bytes, and its first 8 are no length of a header")
+    content, _ = files.read(name, 8, 8 + length)
+    try:
+        values = json.loads(content)
+    except (ValueError, RecursionError):
+        raise broken("its header is not JSON") from None
+    if not isinstance(values, dict):
+        raise broken("its header is no object")
+    found, end = {}, 0
+    for tensor, value in values.items():
+        if tensor != "__metadata__":
+            stored, last = _entry(value)
+            if stored is None:
+                raise broken(f"no dtype, shape and place of {tensor[:60]!r} in its header")
+            found[tensor], end = stored, max(end, last)
+    if size != 8 + length + end:
+        kind = "cut off" if size < 8 + length + end else "too long"
+        raise broken(f"{kind}: its header speaks of {8 + length + end:,} bytes, it has {size:,}")
+    return found
+
+
+def _entry(value: Any) -> tuple[Stored | None, int]:
+    """What the header says of a tensor, and where its data ends; None where it is malformed."""
+    if not isinstance(value, dict):
+        return None, 0
+    dtype, shape, place = value.get("dtype"), value.get("shape"), value.get("data_offsets")
+    if not (isinstance(dtype, str) and isinstance(shape, list) and isinstance(place, list) and len(place) == 2):
+        return None, 0
+    if not all(type(item) is int and 0 <= item < 2**60 for item in [*shape, *place]):
+        return None, 0
+    if dtype in _SIZES and place[1] - place[0] != math.prod(shape) * _SIZES[dtype]:
+        return None, 0
+    return Stored(dtype, tuple(shape)), place[1]
+
+
+def listed(names: Collection[str], most: int = 4) -> str:
+    """For messages: the first ones, and how many there are beyond."""
+    first = ", ".join(list(names)[:most])
+    return first if len(names) <= most else f"{first} and {len(names) - most:,} more"
