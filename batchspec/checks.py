@@ -17,6 +17,7 @@ from batchspec.values import (
     check_credentials,
     check_given,
     check_ranges,
+    check_saved,
     value_of,
 )
 
@@ -59,6 +60,7 @@ def check(config: RunConfig, *, require: Iterable[str] = ()) -> None:
     Raises ConfigError naming key, value, limit and what to do.
     """
     check_credentials(config, URLS)
+    check_saved(config)
     check_given(config, {key: REQUIRED[key] for key in require})
     check_choices(config, CHOICES)
     _drafter(config)

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from batchspec.config import RunConfig
 from batchspec.errors import ConfigError
-from batchspec.values import SHIPPED, shipped
+from batchspec.values import SHIPPED, literal, shipped
 
 Schema = TypeVar("Schema")
 
@@ -56,8 +56,11 @@ def from_hydra(cfg: DictConfig) -> RunConfig:
 
 
 def from_dict(values: Mapping[str, Any]) -> RunConfig:
-    """The configuration with these values in place of its defaults, group by group. Raises ConfigError as `from_hydra`."""
-    return from_hydra(OmegaConf.create(dict(values)))
+    """The configuration with these values in place of its defaults, group by group. Raises ConfigError as `from_hydra`.
+
+    Values are what they are: they come from a manifest or another process, and `${...}` in them is text.
+    """
+    return from_hydra(OmegaConf.create(literal(values)))
 
 
 def typed(cfg: DictConfig, schema: type[Schema]) -> Schema:

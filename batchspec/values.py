@@ -6,8 +6,10 @@ All of it is refused in one line: key, value, limit, what to do.
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -86,6 +88,14 @@ CREDENTIALS = re.compile(r"://[^/]*@|[?&](\w*key|\w*token|\w*secret|\w*password|
 """What a URL that carries a password, a key or a signature looks like."""
 
 
+_ENVIRONMENT = re.compile(r"\$\{\s*(oc\.)?env\s*:")
+"""An interpolation that reads a variable of the environment, as omegaconf writes it."""
+_SECRET = re.compile(r"(?<![A-Z])(SECRET|TOKEN|PASSWORD|PASSWD|PASSPHRASE|APIKEY|KEY)(?![A-Z])", re.IGNORECASE)
+"""What variables of the environment that hold a secret are called: AWS_SECRET_ACCESS_KEY, HF_TOKEN."""
+_SECRET_LEN = 8
+"""Characters of a secret at least: TOKENIZER_KEY=yes is none."""
+
+
 def violation(key: str, value: float, ranges: Mapping[str, tuple[float, float, str]] = RANGES) -> str | None:
     """What is wrong with a number under `key`, in one line; None where it lies in its range."""
     low, high, advice = ranges[key]
@@ -114,6 +124,50 @@ def check_credentials(config: Any, keys: Iterable[str]) -> None:
         for url in value if isinstance(value, list) else [value]:
             if isinstance(url, str) and CREDENTIALS.search(url):
                 raise ConfigError(f"{key} holds credentials in a URL; take them out and set AWS_PROFILE or the AWS_... variables")
+
+
+def check_saved(config: Any) -> None:
+    """No string of a configuration reads the environment, holds a secret of it, or is no text.
+
+    It is written to the manifest and to the dataset card, which people publish and run again, on other machines too.
+    """
+    secrets = [(name, value) for name, value in os.environ.items() if len(value) >= _SECRET_LEN and _SECRET.search(name)]
+    for key, text in _strings(asdict(config)):
+        if found := _ENVIRONMENT.search(text):
+            raise ConfigError(
+                f"{key} holds {found[0]}...}} as plain text, and whatever reads the saved configuration could put a variable of "
+                "its own environment there; remove it"
+            )
+        for name, value in secrets:
+            if value in text:
+                raise ConfigError(
+                    f"{key} holds the value of the environment variable {name}, and the configuration is written to the manifest "
+                    "and the dataset card; take it out"
+                )
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise ConfigError(f"{key}={text!a} is not valid Unicode; rename what it names, in UTF-8")
+
+
+def _strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted key, string) of every string inside, keys of free-form dictionaries too."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _strings(str(name), key)
+            yield from _strings(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item, key)
+
+
+def literal(value: Any) -> Any:
+    """A value whose strings mean themselves where omegaconf reads them: no `${...}` of theirs is an interpolation."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + r"\${", value)
+    if isinstance(value, Mapping):
+        return {name: literal(item) for name, item in value.items()}
+    return [literal(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def check_choices(config: Any, choices: Mapping[str, tuple[str, ...]]) -> None:

@@ -9,8 +9,16 @@ from typing import Any
 import polars as pl
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from batchspec import cli, run
+from batchspec.checks import check
+from batchspec.compose import compose
+from batchspec.config import DecodeConfig, InputConfig, ModelConfig, OutputConfig, RunConfig
+from batchspec.report.card import _yaml
+from batchspec.typed import from_json, to_json
 from tests.models import make_checkpoint, make_tokenizer
 
 ROWS = 7
@@ -29,7 +37,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert cli.main(["export", "--from-openai", str(folder / "requests.jsonl"), str(folder / "in.parquet")]) == 0
     words = [
         f"model.path={model}", "model.dtype=float64", f"input.path={folder}/in.parquet", f"output.dir={folder}/out",
-        "output.shard_rows=3", "decode.max_new_tokens=9", "decode.stop=['a: b','#']", "packing.slots=3", "output.token_ids=true",
+        "output.shard_rows=3", "decode.max_new_tokens=9", "packing.slots=3", "output.token_ids=true",
+        r"decode.stop=['a: b','#','\${draft.name}','\${nothing','\\\${x}']",
     ]  # fmt: skip
     assert run.main(words) == 0
     return folder
@@ -72,10 +81,56 @@ def test_datasets_reads_the_folder_by_its_card_and_chat_lines_as_they_are(
     assert turns == frame.filter(pl.col("status") != "error")["messages"].to_list()
 
 
-def test_the_settings_on_the_card_make_the_same_rows_again(made: Path, tmp_path: Path) -> None:
-    settings = (made / "out/README.md").read_text().split("```yaml\n")[1].split("```")[0]
+def test_what_a_value_of_the_user_s_looks_like_changes_nothing(made: Path) -> None:
+    manifest = json.loads((made / "out/_batchspec/manifest.json").read_text())
+    assert manifest["config"]["decode"]["stop"] == ["a: b", "#", "${draft.name}", "${nothing", r"\${x}"]
+
+
+ODD = "\\${}'\"`#:-[]{},&*!|>%@ \n\t\x00\x85\u2028\ufeffocenv."
+ODD_WORDS = ["1e5", "yes", "~", "0x1f", "1_0", "=", "2001-01-01", "${oc.env:HOME}", "${x", "null"]
+TEXTS = st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from(ODD)))
+SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), TEXTS, st.sampled_from(ODD_WORDS))
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(TEXTS, inner, max_size=3)), max_leaves=8
+)
+QUESTION = "???"
+"""What omegaconf calls a value that is missing: no configuration can hold it."""
+
+
+@settings(max_examples=500)
+@given(st.dictionaries(TEXTS, VALUES, max_size=4))
+def test_every_value_of_a_configuration_comes_back_from_the_card_as_it_is(values: dict[str, Any]) -> None:
+    assume(QUESTION not in repr(values))
+    text = "\n".join(_yaml({"group": {"values": values}}))
+    assert "```" not in text
+    text.encode()
+    read = OmegaConf.to_object(OmegaConf.create(text))
+    assert read == {"group": {"values": values}}
+    assert repr(read) == repr({"group": {"values": values}}), "types too: 1 is not true, and 1.0 is not 1"
+
+
+def test_a_configuration_of_odd_strings_is_the_same_when_its_card_is_run(tmp_path: Path) -> None:
+    """Through Hydra's own command line, and through the manifest."""
+    odd = ["${draft.name}", "\\${x}", "\\\\${oc.decode:1}\\", "'\"", "a\nb", "#", "\u2028 é 😀", "```", "1e5", "- x: y", "${", "{}", " "]
+    variables = {text: {text: [text, 1e-05, 3, True, None]} for text in odd}
+    config = RunConfig(
+        model=ModelConfig(path="m ${a}"),
+        input=InputConfig(path=odd, columns={"prompt": "a: b"}, template_kwargs=variables),
+        decode=DecodeConfig(stop=odd, thinking_token_budget=3, thinking_closing="".join(odd)),
+        output=OutputConfig(dir="out/${draft.name}"),
+    )
+    check(config)
+    text = "\n".join(["# @package _global_", *_yaml(json.loads(to_json(config)))])
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job/again.yaml").write_text(text, encoding="utf-8")
+    assert compose([f"hydra.searchpath=[file://{tmp_path}]", "+job=again"]) == config
+    assert from_json(to_json(config)) == config
+
+
+def test_the_texton_the_card_make_the_same_rows_again(made: Path, tmp_path: Path) -> None:
+    written = (made / "out/README.md").read_text().split("```yaml\n")[1].split("```")[0]
     (tmp_path / "mine/job").mkdir(parents=True)
-    (tmp_path / "mine/job/again.yaml").write_text(settings)
+    (tmp_path / "mine/job/again.yaml").write_text(written)
     assert run.main(["--config-dir", str(tmp_path / "mine"), "+job=again", f"output.dir={tmp_path}/again"]) == 0
     columns = pl.exclude("perf", "spec_decode")
     first, again = (pl.read_parquet(folder / "data").select(columns) for folder in (made / "out", tmp_path / "again"))

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from batchspec.checks import READ_BY, check
+from batchspec.compose import compose
 from batchspec.config import RunConfig
 from batchspec.errors import ConfigError
-from batchspec.typed import from_hydra, keys, suggest
+from batchspec.typed import from_dict, from_hydra, from_json, keys, suggest, to_json
 from batchspec.values import CHOICES, RANGES, violation
 
 
@@ -37,6 +38,45 @@ def refused(**values: Any) -> str:
     message = str(caught.value)
     assert "\n" not in message
     return message
+
+
+# --- what is saved
+
+
+@pytest.mark.parametrize("text", ["${oc.env:AWS_SECRET_ACCESS_KEY}", "a ${ oc.env:X,y}", "${oc.decode:${oc.env:X}}", "${env:X}"])
+@pytest.mark.parametrize("key", ["decode__thinking_closing", "input__path", "input__template_kwargs", "decode__stop"])
+def test_an_interpolation_of_the_environment_is_not_saved(key: str, text: str) -> None:
+    value: Any = {"input__template_kwargs": {"a": [{text: 1}]}, "decode__stop": ["x", text]}.get(key, text)
+    assert "as plain text, and whatever reads the saved configuration could" in refused(**{key: value})
+
+
+@pytest.mark.parametrize("name", ["AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "my_api_key", "DB_PASSWORD"])
+def test_a_secret_of_the_environment_is_not_saved_however_it_got_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "s3cr3t/v4lu3")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "decoding")
+    message = refused(input__template_kwargs={"who": "s3cr3t/v4lu3!"})
+    assert message.startswith(f"input.template_kwargs.who holds the value of the environment variable {name}")
+    assert "v4lu3" not in message
+    check(config(input__path="decoding.parquet"))
+    with pytest.raises(ConfigError, match=f"environment variable {name}"):
+        compose([f"model.path=${{oc.env:{name}}}"])
+
+
+def test_a_path_may_come_from_the_environment_and_is_saved_as_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCRATCH", "/scratch/me")
+    assert compose(["output.dir=${oc.env:SCRATCH}/out"]).output.dir == "/scratch/me/out"
+
+
+def test_what_is_read_from_a_manifest_or_another_process_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTHER", "value")
+    made = from_dict({"decode": {"stop": ["${oc.env:OTHER}", "${draft.name}", "\\${x}"]}})
+    assert made.decode.stop == ["${oc.env:OTHER}", "${draft.name}", "\\${x}"]
+    made.decode.stop = ["${draft.name}"]
+    assert from_json(to_json(made)) == made
+
+
+def test_text_that_is_no_unicode_is_not_saved() -> None:
+    assert "is not valid Unicode" in refused(input__path="a\udcff.parquet")
 
 
 def test_the_defaults_can_run_once_the_required_keys_are_given() -> None:

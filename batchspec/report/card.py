@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from batchspec.io.manifest import Manifest
 from batchspec.report.stats import JobStats
+from batchspec.values import literal
 
 CARD = """---
 configs:
@@ -70,10 +73,41 @@ def dataset_card(manifest: Manifest, stats: JobStats) -> str:
 
 
 def _yaml(values: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """Block YAML of nested mappings; a scalar or list in JSON is YAML too."""
+    """Block YAML of nested mappings, whose values come back as they are where Hydra reads it: no `${...}` is an interpolation."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield f"{indent}{key}:"
+            yield f"{indent}{_yaml_key(key)}:"
             yield from _yaml(value, indent + "  ")
         else:
-            yield f"{indent}{key}: {json.dumps(value)}"
+            yield f"{indent}{_yaml_key(key)}: {_yaml_value(literal(value))}"
+
+
+def _yaml_key(key: str) -> str:
+    return key if re.fullmatch("[a-z]+(_[a-z]+)*", key) and key not in _YAML_WORDS else _yaml_value(key)
+
+
+_YAML_WORDS = ("y", "n", "yes", "no", "on", "off", "true", "false", "null")
+
+
+def _yaml_value(value: Any) -> str:
+    """Flow YAML 1.1. Strings are quoted and printable, whatever they hold; a float has the point that YAML wants."""
+    if isinstance(value, str):
+        text = "".join(map(_yaml_character, value))
+        return '"' + text.replace("```", "``\\x60") + '"'  # which would end the block of code
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_yaml_value(str(key))}: {_yaml_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_yaml_value, value)) + "]"
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
+        return re.sub(r"^(-?\d+)e", r"\1.0e", repr(value))
+    return json.dumps(value)
+
+
+def _yaml_character(character: str) -> str:
+    if character in '\\"':
+        return "\\" + character
+    if character.isprintable():
+        return character
+    return f"\\U{ord(character):08x}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from batchspec.config import DraftConfig, ModelConfig
 from batchspec.errors import ConfigError
-from batchspec.values import check_choices, check_credentials, check_given, check_ranges, value_of
+from batchspec.values import check_choices, check_credentials, check_given, check_ranges, check_saved, value_of
 
 
 @dataclass(slots=True, kw_only=True)
@@ -133,6 +133,7 @@ def check_training(run: TrainRun) -> None:
     """Raises ConfigError naming key, value, limit and what to do."""
     check_given(run, REQUIRED)
     check_credentials(run, ("model.path", "draft.path", "output.dir"))
+    check_saved(run)
     check_choices(run, CHOICES)
     check_ranges(run, RANGES)
     _drafter(run)
