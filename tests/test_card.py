@@ -111,7 +111,10 @@ def test_every_value_of_a_configuration_comes_back_from_the_card_as_it_is(values
 
 def test_a_configuration_of_odd_strings_is_the_same_when_its_card_is_run(tmp_path: Path) -> None:
     """Through Hydra's own command line, and through the manifest."""
-    odd = ["${draft.name}", "\\${x}", "\\\\${oc.decode:1}\\", "'\"", "a\nb", "#", "\u2028 é 😀", "```", "1e5", "- x: y", "${", "{}", " "]
+    odd = [
+        "${draft.name}", "\\${x}", "\\\\${oc.decode:1}\\", "'\"", "a\nb", "#", "\u2028 é 😀", "```", "1e5",
+        "- x: y", "${", "{}", " ",
+    ]  # fmt: skip
     variables = {text: {text: [text, 1e-05, 3, True, None]} for text in odd}
     config = RunConfig(
         model=ModelConfig(path="m ${a}"),

@@ -166,15 +166,9 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; {} where the file is not there. Raises CheckpointError, in one line, where it cannot be read or is none."""
     if not path.is_file():
         return {}
-    where = shown(path)
+    where, text = shown(path), read_text(path)
     try:
-        if (size := path.stat().st_size) > MAX_BYTES:
-            raise CheckpointError(f"{where}: {size:,} bytes, more than the {MAX_BYTES:,} of any such file; download it again")
-        value = json.loads(path.read_bytes().decode("utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{where}: cannot be read ({error.strerror or error}); correct its permissions or path") from None
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{where}: not UTF-8 at byte {error.start}; download the file again") from None
+        value = json.loads(text)
     except RecursionError:
         raise CheckpointError(f"{where}: nested too deeply; download the file again") from None
     except ValueError as error:
@@ -182,6 +176,19 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{where}: holds a {type(value).__name__}, not an object; download the file again")
     return value
+
+
+def read_text(path: Path) -> str:
+    """A text file of a checkpoint. Raises CheckpointError, in one line, where it cannot be read, is too large or not UTF-8."""
+    where = shown(path)
+    try:
+        if (size := path.stat().st_size) > MAX_BYTES:
+            raise CheckpointError(f"{where}: {size:,} bytes, more than the {MAX_BYTES:,} of any such file; download it again")
+        return path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{where}: cannot be read ({error.strerror or error}); correct its permissions or path") from None
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{where}: not UTF-8 at byte {error.start}; download the file again") from None
 
 
 def short_json(value: Any) -> str:

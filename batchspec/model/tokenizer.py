@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 
 from batchspec.errors import CheckpointError
-from batchspec.model.config_values import Json, read_json, shown
+from batchspec.model.config_values import Json, read_json, read_text, shown
 from batchspec.model.templates import Templates
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -36,7 +36,7 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise CheckpointError(f"{shown(folder)}: no tokenizer.json; save the tokenizer in the fast format")
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
@@ -115,7 +115,7 @@ def _special_tokens(config: Json) -> dict[str, Any]:
 
 
 def _content(token: Any) -> str:
-    return str(token["content"] if isinstance(token, dict) else token)
+    return str(token.get("content", "") if isinstance(token, dict) else token)
 
 
 def _template_sources(folder: Path, config: Json, chat_template: Path | None) -> dict[str, str]:
@@ -123,13 +123,15 @@ def _template_sources(folder: Path, config: Json, chat_template: Path | None) ->
     if chat_template is not None:
         if not chat_template.is_file():
             raise CheckpointError(f"model.chat_template={chat_template}: no such file; give the path of a Jinja file")
-        return {"default": chat_template.read_text(encoding="utf-8")}
+        return {"default": read_text(chat_template)}
     files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"
     if files:
-        return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+        return {name: read_text(path) for name, path in files.items()}
     inside = config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(inside, list):
+        if not all(isinstance(item, dict) and {"name", "template"} <= item.keys() for item in inside):
+            raise CheckpointError(f"{shown(folder)}: chat_template is a list of items without name or template; correct it")
         return {str(item["name"]): str(item["template"]) for item in inside}
     return {"default": str(inside)} if inside else {}
