@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from batchspec.draft.formats import HeadSpec
+from batchspec.draft.formats import HeadSpec, read_head
 from batchspec.draft.weights import dummy_head, dummy_spec, expected_shapes, head_bytes, load_head, normalised, read_head_spec
 from batchspec.errors import CheckpointError
+from batchspec.model.rope import rope_frequencies
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
 from tests.eagle_reference import target_taps
@@ -252,6 +253,36 @@ def test_an_unknown_key_is_refused_by_name_and_a_harmless_one_is_not(layout: str
 )
 def test_a_config_that_does_not_fit_is_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     assert said in refusal(configure(written(tmp_path / "head"), **changes))
+
+
+ODD_VALUES: list[Any] = [
+    None, True, False, 0, -1, 3, 10**400, 1.5, 1e300, float("nan"), float("inf"), "", "64", [], [1], [None], [[[]]], ["a", 1], {},
+    {"a": {"b": []}}, {"rope_type": []}, {"rope_type": "yarn", "factor": 0}, {"layer_ids": [1.5]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["flat", "speculators"])
+def test_any_value_of_any_key_is_read_or_refused_in_one_line(layout: str, tmp_path: Path) -> None:
+    folder = written(tmp_path / "head", layout, mask_id=7, windows=(5,))
+    path, names = folder / "config.json", set(load_file(folder / "model.safetensors"))
+    config = json.loads(path.read_text())
+    part = config["transformer_layer_config"] if layout == "speculators" else config
+    tensors = {normalised(name) for name in names}
+    for inner, key in [(config, key) for key in config] + [(part, key) for key in (*part, "rope_parameters", "rope_scaling")]:
+        before, missing = inner.get(key), key not in inner
+        for value in ODD_VALUES:
+            inner[key] = value
+            path.write_text(json.dumps(config))
+            try:
+                spec = read_head(folder, tensors, TARGET)
+            except CheckpointError as error:
+                assert str(error).startswith(str(path)) and "\n" not in str(error)  # noqa: PT017, PT018
+            else:
+                assert len(spec.tap_layers) == len(set(spec.tap_layers)) > 0
+                assert rope_frequencies(spec.rope, spec.head_dim).isfinite().all()
+        inner[key] = before
+        if missing:
+            del inner[key]
 
 
 def test_a_narrower_head_needs_an_embedding_and_an_lm_head_of_its_own(tmp_path: Path) -> None:

@@ -68,18 +68,18 @@ def test_a_hub_id_is_downloaded_without_other_formats_the_weights_last(monkeypat
     seen: list[tuple[str, str | None, list[str]]] = []
     folder = tmp_path / "c0ffee"
 
-    def download(hub_id: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+    def download(hub_id: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: Any = None) -> str:
         seen.append((hub_id, revision, allow_patterns))
-        assert ignore_patterns == ["consolidated*", "original/*", "onnx/*"]
         return str(folder)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda *_, **__: ["config.json"])
+    names = ["config.json", "model.safetensors", "model.fp32.safetensors", "consolidated.safetensors"]
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda *_, **__: names)
     files = find_model("owner/name", "v1")
     assert (files.folder, files.where) == (folder, "owner/name")
     assert seen == [("owner/name", "v1", ["*.json", "*.jinja"])]
     files.fetch()
-    assert seen[1:] == [("owner/name", "c0ffee", ["*.safetensors"])]
+    assert seen[1:] == [("owner/name", "c0ffee", ["model.safetensors"])]
 
 
 @pytest.mark.parametrize(

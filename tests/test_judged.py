@@ -106,10 +106,10 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "a tensor in two files": (twice, "lm_head.weight is in model.safetensors and in another file too"),
     "a compiled model": (named(lambda name: "_orig_mod." + name), "_orig_mod.lm_head.weight stands where lm_head.weight should"),
     "a multimodal model": (
-        named(lambda name: name.replace("model.", "model.language_model.")),
-        "model.language_model.embed_tokens.weight stands where model.embed_tokens.weight should: saved from inside a wrapper",
+        named(lambda name: name.replace("model.", "model.language_model.").replace("lm_head", "model.lm_head")),
+        "model.lm_head.weight stands where lm_head.weight should: saved from inside a wrapper",
     ),
-    "int8": (with_norm(torch.ones(64, dtype=torch.int8)), f"{NORM} is I8: F64 and F32 and F16 and BF16 are supported"),
+    "int8": (with_norm(torch.ones(64, dtype=torch.int8)), f"{NORM} is I8: F64, F32, F16, BF16 are supported"),
     "float8": (with_norm(torch.ones(64).to(torch.float8_e4m3fn)), f"{NORM} is F8_E4M3: F64"),
     "int64": (with_norm(torch.ones(64, dtype=torch.int64)), f"{NORM} is I64: F64"),
     "bool": (with_norm(torch.ones(64, dtype=torch.bool)), f"{NORM} is BOOL: F64"),
@@ -194,7 +194,7 @@ def test_what_is_right_passes(model: Path, tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("tensor", "dtype", "said"),
     [
-        ("norm.weight", torch.int32, "norm.weight is I32: F64 and F32 and F16 and BF16 are supported, a quantized head is not"),
+        ("norm.weight", torch.int32, "norm.weight is I32: F64, F32, F16, BF16 are supported, quantized weights are not"),
         ("fc.weight", torch.float8_e5m2, "fc.weight is F8_E5M2: F64"),
         ("d2t", torch.float32, "d2t is F32, it must be I64 or I32"),
         ("d2t", torch.bool, "d2t is BOOL, it must be"),

@@ -33,7 +33,8 @@ def main(argv: list[str]) -> int:
     args = _parse(argv)
     if args.probe is not None:
         wanted_lengths = _contexts(args.contexts)
-        judge_head(find_model(args.draft_path, key="--draft-path"), judge_model(find_model(args.model, key="MODEL")))
+        spec = judge_model(find_model(args.model, key="MODEL"))
+        judge_head(find_model(args.draft_path, key="--draft-path"), spec)
         folders = (resolve_model(args.model, key="MODEL"), resolve_model(args.draft_path, key="--draft-path"))
         found = probe(args.model, folders, args.probe, num_rows=args.rows, num_tokens=args.tokens, contexts=wanted_lengths)
         print("\n".join(lines_of(found)))

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batchspec.errors import CheckpointError, ConfigError
-from batchspec.model.files import LocalFiles, ModelFiles
+from batchspec.model.files import LocalFiles, ModelFiles, weight_names
 from batchspec.model.packaged import NAME, smollm2_folder
 from batchspec.values import SHIPPED, shipped
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _SMALL = ["*.json", "*.jinja"]
-_WEIGHTS = ["*.safetensors"]
 _OTHER_FORMATS = ["consolidated*", "original/*", "onnx/*"]
 
 
@@ -93,8 +92,9 @@ class HubFiles:
     def fetch(self) -> None:
         from huggingface_hub import snapshot_download
 
+        names = list(weight_names(self))
         with _hub_errors(self.hub_id, self.commit, self.key):
-            snapshot_download(self.hub_id, revision=self.commit, allow_patterns=_WEIGHTS, ignore_patterns=_OTHER_FORMATS)
+            snapshot_download(self.hub_id, revision=self.commit, allow_patterns=names)
 
 
 def _shipped(path: str, key: str) -> Path:

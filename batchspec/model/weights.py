@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import sha256
@@ -79,49 +79,45 @@ def check_tensors(where: str, spec: ModelSpec, stored: Mapping[str, Stored]) -> 
     if spec.tie and "lm_head.weight" in stored:
         expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
     unexpected = [name for name in stored.keys() - expected.keys() if not name.endswith("rotary_emb.inv_freq")]
-    problems = misfits(expected, stored, unexpected, _prefix_advice)
-    wrong = [f"{name} is {stored[name].dtype}" for name in sorted(expected) if name in stored and not is_float(stored[name])]
-    if wrong:
-        problems.append(f"{listed(wrong)}: {' and '.join(FLOATS)} are supported, a quantized model is not")
-    if problems:
+    if problems := misfits(expected, stored, unexpected):
         raise CheckpointError(f"{where}: the weights do not fit config.json: {'; '.join(problems)}")
 
 
-def is_float(tensor: Stored) -> bool:
-    return tensor.dtype in FLOATS
-
-
 def misfits(
-    expected: Shapes, stored: Mapping[str, Stored], unexpected: Collection[str], advice: Callable[..., str] = lambda *_: ""
+    expected: Shapes, stored: Mapping[str, Stored], unexpected: Collection[str], *, tables: Collection[str] = ()
 ) -> list[str]:
-    """What is missing, unexpected and misshapen; `advice(missing, unexpected)` may say why."""
-    missing = sorted(expected.keys() - stored.keys())
+    """What is missing, unexpected, of another shape, and no floating-point numbers although it is none of the `tables`."""
+    missing, common = sorted(expected.keys() - stored.keys()), sorted(expected.keys() & stored.keys())
     problems = [
         f"{len(names)} {title} tensors: {listed(sorted(names))}"
         for title, names in (("missing", missing), ("unexpected", unexpected))
         if names
     ]
-    if missing and unexpected and (said := advice(missing, sorted(unexpected))):
-        problems.append(said)
-    wrong = [
+    problems += _wrapper(missing, unexpected)
+    shapes = [
         f"{name} is {list(stored[name].shape)}, config.json says {list(expected[name])}"
-        for name in sorted(expected.keys() & stored.keys())
+        for name in common
         if stored[name].shape != expected[name]
     ]
-    return problems + ([listed(wrong)] if wrong else [])
+    dtypes = [f"{name} is {stored[name].dtype}" for name in common if name not in tables and stored[name].dtype not in FLOATS]
+    if shapes:
+        problems.append(listed(shapes))
+    if dtypes:
+        problems.append(f"{listed(dtypes)}: {', '.join(FLOATS)} are supported, quantized weights are not")
+    return problems
 
 
-def _prefix_advice(missing: list[str], unexpected: list[str]) -> str:
-    """Says it where the tensors are there under a prefix: weights of a wrapper (torch.compile, a multimodal model, PEFT)."""
-    for name in missing:
+def _wrapper(missing: Sequence[str], unexpected: Collection[str]) -> list[str]:
+    """Says it where a missing tensor is there under a prefix."""
+    for name in missing[:1]:
         tail = name.removeprefix("model.")
-        for other in unexpected:
+        for other in sorted(unexpected):
             if other.endswith(tail) and other.removesuffix(tail)[-1:] in ("", "."):
-                return (
+                return [
                     f"{other} stands where {name} should: saved from inside a wrapper (torch.compile, a multimodal model, PEFT); "
                     "save the language model itself"
-                )
-    return ""
+                ]
+    return []
 
 
 class Checkpoint:
