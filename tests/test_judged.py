@@ -215,6 +215,17 @@ def test_tensors_of_a_head_have_the_dtypes_that_they_need(
     assert said in str(caught.value)
 
 
+def test_a_vocabulary_that_leads_nowhere_is_refused_before_a_run(model: Path, tmp_path: Path) -> None:
+    design = Design(hidden=64, target_hidden=64, vocab=320, draft_vocab=40, taps=(0, 1))
+    head = write_head(tmp_path / "head", design, random_tensors(design))
+    config = job(model, prompts(tmp_path))
+    config.draft = DraftConfig(name="eagle3", path=str(head), aux_layers="input")
+    open_job(config, fetch=False)
+    rewritten(head, lambda tensors: {**tensors, "d2t": tensors["d2t"].int() + 900})
+    with pytest.raises(CheckpointError, match="d2t leads 40 draft ids out of the vocabulary of 320"):
+        open_job(config, fetch=False)
+
+
 def test_a_tensor_of_a_head_that_is_there_under_both_its_names_is_refused(model: Path, tmp_path: Path) -> None:
     design = Design(hidden=64, target_hidden=64, vocab=320, draft_vocab=40, taps=(0, 1))
     head = write_head(tmp_path / "head", design, random_tensors(design))
@@ -267,7 +278,10 @@ def test_a_model_of_the_hub_is_planned_without_its_weights_and_run_with_them_als
     assert code == 0, err
     assert "rounds " in out
     headers = [header_bytes(folder / WEIGHTS) - 8 for folder in (model, hub.root / "owner/head")]
-    assert sorted(hub.weight_bytes()) == sorted((WEIGHTS, *part) for size in headers for part in ((0, 8), (8, size)))
+    asked = [(WEIGHTS, *part) for size in headers for part in ((0, 8), (8, size))]
+    counts = [count for item in hub.weight_bytes() if item not in asked for count in item[2:]]
+    assert counts == [40 * 8, 320], "and the tables of the head's vocabulary: d2t, t2d"
+    assert len(hub.weight_bytes()) == len(asked) + 2
     assert not list(home.rglob("*.safetensors"))
     ((code, _, err),) = hub.run(home, ["run", *words, f"output.dir={tmp_path}/out"])
     assert code == 0, err

@@ -18,6 +18,7 @@ from batchspec.model.files import LocalFiles, ModelFiles, Stored, stored_tensors
 from batchspec.model.spec import ModelSpec
 from batchspec.model.weights import Shapes, misfits
 
+_TABLES = {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.uint8, "U8": torch.uint8}
 _IGNORED = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
 
 
@@ -98,9 +99,10 @@ def read_head_spec(folder: Path, target: ModelSpec, *, aux_layers: str = "auto")
 
 
 def judge_head(files: ModelFiles, target: ModelSpec, *, aux_layers: str = "auto") -> HeadSpec:
-    """The shape of a head: config.json and the headers of its weight files, no weight read.
+    """The shape of a head: config.json, the headers of its weight files and the tables of its vocabulary, no weight read.
 
-    Raises CheckpointError, in one line, for what `read_head` refuses and for tensors of wrong names, shapes or dtypes.
+    Raises CheckpointError, in one line, for what `read_head` refuses, for tensors of wrong names, shapes or dtypes, and for a d2t
+    that leads out of the vocabulary or contradicts t2d.
     """
     stored: dict[str, Stored] = {}
     for name, tensor in stored_tensors(files).items():
@@ -111,13 +113,21 @@ def judge_head(files: ModelFiles, target: ModelSpec, *, aux_layers: str = "auto"
         stored[normalised(name)] = tensor
     spec = read_head(files.folder, stored, target, aux_layers=aux_layers)
     _check(files.where, spec, stored)
+    if spec.mapped:
+        _hot(files.where, spec, {name: _table(files, stored[name]) for name in ("d2t", "t2d") if name in stored})
     return spec
+
+
+def _table(files: ModelFiles, stored: Stored) -> Tensor:
+    """A table of integers, of a few hundred kB, read by itself."""
+    content, _ = files.read(stored.file, stored.start, stored.end)
+    return torch.frombuffer(bytearray(content), dtype=_TABLES[stored.dtype]).reshape(stored.shape)
 
 
 def load_head(folder: Path, target: ModelSpec, *, dtype: torch.dtype, device: torch.device, aux_layers: str = "auto") -> Head:
     """Read a head's safetensors in the target's dtype.
 
-    Raises CheckpointError for what `judge_head` refuses, and for a d2t that leads out of the vocabulary or contradicts t2d.
+    Raises CheckpointError for what `judge_head` refuses.
     """
     spec = read_head_spec(folder, target, aux_layers=aux_layers)
     expected = expected_shapes(spec)

@@ -33,6 +33,10 @@ class Stored:
     dtype: str
     """F64, F32, F16, BF16, I64, BOOL ...: as safetensors calls them."""
     shape: tuple[int, ...]
+    file: str
+    start: int
+    """Its data are bytes [start, end) of the file."""
+    end: int
 
 
 class ModelFiles(Protocol):
@@ -150,31 +154,29 @@ def _header(files: ModelFiles, name: str) -> dict[str, Stored]:
         raise broken("its header is not JSON") from None
     if not isinstance(values, dict):
         raise broken("its header is no object")
-    found, end = {}, 0
+    found = {}
     for tensor, value in values.items():
         if tensor != "__metadata__":
-            stored, last = _entry(value)
-            if stored is None:
+            if not _is_entry(value):
                 raise broken(f"no dtype, shape and place of {tensor[:60]!r} in its header")
-            found[tensor], end = stored, max(end, last)
-    if size != 8 + length + end:
-        kind = "cut off" if size < 8 + length + end else "too long"
-        raise broken(f"{kind}: its header speaks of {8 + length + end:,} bytes, it has {size:,}")
+            first, last = value["data_offsets"]
+            found[tensor] = Stored(value["dtype"], tuple(value["shape"]), name, 8 + length + first, 8 + length + last)
+    whole = max((stored.end for stored in found.values()), default=8 + length)
+    if size != whole:
+        raise broken(f"{'cut off' if size < whole else 'too long'}: its header speaks of {whole:,} bytes, it has {size:,}")
     return found
 
 
-def _entry(value: Any) -> tuple[Stored | None, int]:
-    """What the header says of a tensor, and where its data ends; None where it is malformed."""
+def _is_entry(value: Any) -> bool:
+    """Whether the header describes a tensor so, its data as long as its dtype and shape make them."""
     if not isinstance(value, dict):
-        return None, 0
+        return False
     dtype, shape, place = value.get("dtype"), value.get("shape"), value.get("data_offsets")
     if not (isinstance(dtype, str) and isinstance(shape, list) and isinstance(place, list) and len(place) == 2):
-        return None, 0
+        return False
     if not all(type(item) is int and 0 <= item < 2**60 for item in [*shape, *place]):
-        return None, 0
-    if dtype in _SIZES and place[1] - place[0] != math.prod(shape) * _SIZES[dtype]:
-        return None, 0
-    return Stored(dtype, tuple(shape)), place[1]
+        return False
+    return place[0] <= place[1] and (dtype not in _SIZES or place[1] - place[0] == math.prod(shape) * _SIZES[dtype])
 
 
 def listed(names: Collection[str], most: int = 4) -> str:
