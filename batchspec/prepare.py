@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from batchspec.drafters import (
     open_head,
     tree_shape,
 )
-from batchspec.errors import ConfigError
+from batchspec.errors import CapacityError, ConfigError
 from batchspec.io.columns import ColumnMap, check_ids, map_columns
 from batchspec.io.folder import default_shard_rows
 from batchspec.io.manifest import fingerprint
@@ -201,6 +202,7 @@ def make_engine(job: Job, seen: Survey, progress: Progress) -> Engine:
     config = job.config
     demand = seen.demand(job.source.num_rows, job.admission.max_len)
     dtype = str(job.dtype).removeprefix("torch.")
+    check_memory(job)
     progress.phase(f"loading {config.model.path} in {dtype} on {job.device.type}")
     target = Target.load(job.folder, job.spec, dtype=job.dtype, device=job.device, dummy=config.model.load == "dummy")
     head = load_drafter(config, job.head, job.spec, dtype=job.dtype, device=job.device)
@@ -234,6 +236,18 @@ def make_engine(job: Job, seen: Survey, progress: Progress) -> Engine:
         progress.phase("compiling kernels and capturing the graphs of the rounds")
         engine.prepare(usual_mode(config), shared=config.decode.n > 1)
     return engine
+
+
+def check_memory(job: Job) -> None:
+    """Raises CapacityError for weights that the device could not hold if it held nothing else."""
+    weights = weight_bytes(job.spec, job.dtype) + drafter_bytes(job.head, job.dtype)
+    on_gpu = job.device.type == "cuda"
+    memory = torch.cuda.mem_get_info(job.device)[1] if on_gpu else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if weights > memory:
+        raise CapacityError(
+            f"model.path={job.config.model.path}: the weights take {weights / 1e9:,.1f} GB as {job.dtype}, "
+            f"and this {'GPU' if on_gpu else 'machine'} has {memory / 1e9:,.1f} GB of memory; use a smaller model or model.dtype"
+        )
 
 
 def usual_mode(config: RunConfig) -> SamplingMode:
