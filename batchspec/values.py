@@ -131,7 +131,8 @@ def check_saved(config: Any) -> None:
 
     It is written to the manifest and to the dataset card, which people publish and run again, on other machines too.
     """
-    secrets = [(name, value) for name, value in os.environ.items() if len(value) >= _SECRET_LEN and _SECRET.search(name)]
+    named = [(name, value) for name, value in os.environ.items() if len(value) >= _SECRET_LEN and _SECRET.search(name)]
+    secrets = [(name, value) for name, value in named if not os.path.exists(value)]  # SSH_KEY=/home/me/.ssh/id is a path
     for key, text in _strings(asdict(config)):
         if found := _ENVIRONMENT.search(text):
             raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,13 +52,17 @@ def test_an_interpolation_of_the_environment_is_not_saved(key: str, text: str) -
 
 
 @pytest.mark.parametrize("name", ["AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "my_api_key", "DB_PASSWORD"])
-def test_a_secret_of_the_environment_is_not_saved_however_it_got_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_of_the_environment_is_not_saved_however_it_got_there(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, "s3cr3t/v4lu3")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "decoding")
+    monkeypatch.setenv("SSH_KEY", str(tmp_path))
     message = refused(input__template_kwargs={"who": "s3cr3t/v4lu3!"})
     assert message.startswith(f"input.template_kwargs.who holds the value of the environment variable {name}")
     assert "v4lu3" not in message
     check(config(input__path="decoding.parquet"))
+    check(config(input__path=f"{tmp_path}/in.parquet"))
     with pytest.raises(ConfigError, match=f"environment variable {name}"):
         compose([f"model.path=${{oc.env:{name}}}"])
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from batchspec.draft.formats import HeadSpec, read_head
 from batchspec.errors import CheckpointError
 from batchspec.model.config_values import shown
-from batchspec.model.files import LocalFiles, ModelFiles, Stored, stored_tensors, weight_names
+from batchspec.model.files import LocalFiles, ModelFiles, Stored, listed, stored_tensors, weight_names
 from batchspec.model.spec import ModelSpec
 from batchspec.model.weights import Shapes, misfits
 
@@ -109,7 +109,7 @@ def judge_head(files: ModelFiles, target: ModelSpec, *, aux_layers: str = "auto"
         if name.endswith(_IGNORED):
             continue
         if normalised(name) in stored:
-            raise CheckpointError(f"{files.where}: {name} is there twice, under two names; export the head again")
+            raise CheckpointError(f"{files.where}: {listed([name])} is there twice, under two names; export the head again")
         stored[normalised(name)] = tensor
     spec = read_head(files.folder, stored, target, aux_layers=aux_layers)
     _check(files.where, spec, stored)

@@ -99,7 +99,7 @@ def weight_names(files: ModelFiles) -> tuple[str, ...]:
             raise CheckpointError(f"{files.where}/{INDEX}: the index names no weight files; download it again")
         wrong = [name for name in weight_map.values() if not (isinstance(name, str) and _SHARD.fullmatch(name))]
         if wrong:
-            raise CheckpointError(f"{files.where}/{INDEX}: {wrong[0]!r} is no name of a safetensors file beside it; correct it")
+            raise CheckpointError(f"{files.where}/{INDEX}: {str(wrong[0])[:99]!r} is no safetensors file beside it; correct it")
         names = sorted(set(weight_map.values()))
         absent = [name for name in names if name not in present]
         if absent:
@@ -128,7 +128,7 @@ def stored_tensors(files: ModelFiles) -> dict[str, Stored]:
     found: dict[str, Stored] = {}
     for name, header in zip(names, headers, strict=True):
         if twice := sorted(found.keys() & header.keys()):
-            raise CheckpointError(f"{files.where}: {twice[0]} is in {name} and in another file too; download the model again")
+            raise CheckpointError(f"{files.where}: {listed(twice[:1])} is in {name} and in another file too; download it again")
         found |= header
     return found
 
@@ -180,6 +180,6 @@ def _is_entry(value: Any) -> bool:
 
 
 def listed(names: Collection[str], most: int = 4) -> str:
-    """For messages: the first ones, and how many there are beyond."""
-    first = ", ".join(list(names)[:most])
+    """For messages: the first ones, and how many there are beyond; each short, and escaped where it is not printable."""
+    first = ", ".join(name[:100] if name.isprintable() else ascii(name[:100]) for name in list(names)[:most])
     return first if len(names) <= most else f"{first} and {len(names) - most:,} more"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from batchspec.errors import CheckpointError
-from batchspec.model.config_values import ConfigReader, Json, read_json, shown
+from batchspec.model.config_values import ConfigReader, Json, read_json, short_json, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +189,8 @@ def read_windows(config: ConfigReader, family: str, num_layers: int) -> tuple[in
         types = tuple("full_attention" if window is None or i < first else "sliding_attention" for i in range(num_layers))
     unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
     if unknown or len(types) != num_layers or ("sliding_attention" in types and window is None):
-        problem = f"{unknown} not supported" if unknown else f"{len(types)} for {num_layers} layers, sliding_window {window}"
+        problem = f"{len(types)} for {num_layers} layers, sliding_window {window}"
+        problem = f"{short_json(unknown)} not supported" if unknown else problem
         raise config.refusal(f"layer_types: {problem}; full_attention and sliding_attention (with a sliding_window) are")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
@@ -205,7 +206,7 @@ def read_rope(config: ConfigReader, max_len: int | None) -> RopeSpec:
     theta = rope.number("rope_theta", config.number("rope_theta", 10_000.0))
     wrong = [f"{key} per layer type" for key in rope.objects()]
     if kind not in ("default", "linear", "llama3", "yarn"):
-        wrong.append(f"rope_type {kind!r} (supported: default, linear, llama3, yarn)")
+        wrong.append(f"rope_type {kind[:60]!r} (supported: default, linear, llama3, yarn)")
     wrong += [rope.shown(key) for key in ("partial_rotary_factor",) if rope.differs(key, None, 1.0)]
     wrong += [rope.shown(key) for key in ("mrope_section",) if rope.given(key)]
     if wrong:
@@ -257,5 +258,5 @@ def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
 def _dtype(config: ConfigReader) -> str:
     name = (config.text("dtype") or config.text("torch_dtype") or "float32").removeprefix("torch.")
     if name not in ("float32", "bfloat16", "float64", "float16"):
-        raise config.refusal(f"dtype {name!r} is not supported; use a float32 or bfloat16 checkpoint")
+        raise config.refusal(f"dtype {name[:60]!r} is not supported; use a float32 or bfloat16 checkpoint")
     return name

@@ -114,8 +114,8 @@ def _wrapper(missing: Sequence[str], unexpected: Collection[str]) -> list[str]:
         for other in sorted(unexpected):
             if other.endswith(tail) and other.removesuffix(tail)[-1:] in ("", "."):
                 return [
-                    f"{other} stands where {name} should: saved from inside a wrapper (torch.compile, a multimodal model, PEFT); "
-                    "save the language model itself"
+                    f"{listed([other])} stands where {name} should: saved from inside a wrapper (torch.compile, a multimodal "
+                    "model, PEFT); save the language model itself"
                 ]
     return []
 
