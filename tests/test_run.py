@@ -11,7 +11,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from batchspec import run
-from batchspec.compose import compose
+from batchspec.compose import _sweep_folder, compose
 from batchspec.config import RunConfig
 from batchspec.errors import ConfigError, InputError, Interrupted
 
@@ -202,6 +202,17 @@ def test_a_folder_for_the_sweep_that_the_user_names_is_taken(jobs: Jobs, tmp_pat
     argv = ["-m", "model.path=m", "input.path=i", "draft=none,lookup", "output.dir=out/${draft.name}"]
     assert run.main([*argv, f"hydra.sweep.dir={tmp_path}/mine"]) == 0
     assert (tmp_path / "mine/multirun.yaml").is_file()
+
+
+def test_a_sweep_through_submitit_keeps_its_files_where_the_nodes_see_them() -> None:
+    words = ["hydra/launcher=submitit_slurm", "draft=none,lookup"]
+    folder = "hydra.launcher.submitit_folder=.submitit/%j"
+    with _sweep_folder(words, sweep=True) as more:
+        assert more == ["hydra.sweep.dir=.submitit", folder]
+    with _sweep_folder([*words, "hydra.launcher.submitit_folder=mine"], sweep=True) as more:
+        assert more == ["hydra.sweep.dir=.submitit"]
+    with _sweep_folder([*words, "hydra.sweep.dir=mine"], sweep=True) as more:
+        assert more == []
 
 
 def test_a_signal_ends_a_sweep(jobs: Jobs) -> None:
