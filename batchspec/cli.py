@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from batchspec import __version__
+from batchspec import __version__, terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.errors import BatchspecError, ConfigError, Interrupted
 
@@ -44,7 +44,7 @@ def guarded(command: Callable[[], int]) -> int:
     try:
         return command()
     except KeyboardInterrupt:
-        print("batchspec: interrupted before anything was computed; run the same command again", file=sys.stderr)
+        terminal.fail("interrupted before anything was computed; run the same command again")
         return Interrupted.exit_code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains once more as it ends
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _command(list(sys.argv[1:] if argv is None else argv))
     except BatchspecError as error:
-        print(f"batchspec: {error}", file=sys.stderr)
+        terminal.fail(error)
         return error.exit_code
 
 

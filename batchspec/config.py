@@ -188,6 +188,8 @@ class OutputConfig:
     """null: none; 0: of the emitted tokens; N: of the N likeliest tokens too."""
     passthrough: Any = "all"
     """Input columns copied to the output: all, none, or a list of names."""
+    license: str | None = None
+    """Licence of the output, as the hub names it (apache-2.0), for the dataset card; null: the card says that none is stated."""
     overwrite: bool = False
     """Delete the job that is in output.dir and start anew."""
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchspec import terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.errors import ConfigError, InputError, OutputError
 from batchspec.io.openai import COLUMNS, Line, parse_request, response_line
@@ -51,9 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("give OUT --to FORMAT FILE.jsonl, or --from-openai FILE.jsonl OUT.parquet")
     target = target_file(paths[-1], args.overwrite)
     if source is not None:
-        print(from_openai(source, target, args.drop))
+        terminal.show_line(from_openai(source, target, args.drop))
     else:
-        print(export(OutputFolder(paths[0]), target, args.to, _statuses(args.status, args.to)))
+        terminal.show_line(export(OutputFolder(paths[0]), target, args.to, _statuses(args.status, args.to)))
     return 0
 
 
@@ -103,7 +103,7 @@ def export(output: OutputFolder, target: Path, form: str, statuses: set[str]) ->
         lines = (_training_line(row, form, whole=kept == "full") for row in rows)
     count = _write_lines(lines, target)
     if len(done) < output.num_shards:
-        print(f"{len(done)} of {output.num_shards} shards are committed: the rest is not in the file", file=sys.stderr)
+        terminal.say(f"{len(done)} of {output.num_shards} shards are committed: the rest is not in the file")
     missing = ", ".join(f"{number:,} {status}" for status, number in sorted(left_out.items()) if number)
     return f"{target}: {count:,} lines" + (f"; rows left out: {missing}" if missing else "")
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from batchspec import terminal
 from batchspec.compose import launch
 from batchspec.config import ClusterConfig, RunConfig
 from batchspec.errors import ConfigError
@@ -26,9 +27,9 @@ def main(argv: Sequence[str]) -> int:
 
     def submit(config: RunConfig) -> None:
         command = sbatch_line(config.cluster, overrides)
-        print(shlex.join(command))
+        terminal.show(shlex.join(command))
         if go:
-            print(submitted(command, config))
+            terminal.show_line(submitted(command, config))
 
     return launch(submit, overrides, require=("model.path", "input.path", "output.dir"))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from html import escape
 
 from batchspec.errors import ConfigError
 from batchspec.io.manifest import Manifest
@@ -73,8 +72,8 @@ def report_page(
     """
     model = str(manifest.config.get("model", {}).get("path"))
     body = [
-        f"<header><h1>{escape(model)}: {stats.completions:,} completions</h1>",
-        f'<p class="note">{escape(name)} &middot; drafter {escape(stats.drafter)} &middot; '
+        f"<header><h1>{html.line(model)}: {stats.completions:,} completions</h1>",
+        f'<p class="note">{html.line(name)} &middot; drafter {html.line(stats.drafter)} &middot; '
         f"{stats.shards:,} of {stats.shards_total:,} shards</p></header>",
         _tiles(stats, over_time),
         *(_acceptance(stats, by) if stats.drafter != "none" else ()),
@@ -83,7 +82,7 @@ def report_page(
         *_requests(requests),
         *_settings(manifest, states),
     ]
-    return PAGE.format(title=escape(f"batchspec: {name}"), style=STYLE, body="\n".join(body))
+    return PAGE.format(title=html.line(f"batchspec: {name}"), style=STYLE, body="\n".join(body))
 
 
 def _tiles(stats: JobStats, over_time: Course | None) -> str:
@@ -232,7 +231,7 @@ def _article(row: Shown) -> str:
     facts = f"{row.prompt_tokens:,} prompt tokens, {row.tokens:,} tokens, {row.finish_reason}{ratio}"
     prompt = "" if row.prompt is None else f'<p class="note">prompt</p><pre>{html.text(row.prompt)}</pre>'
     return (
-        f'<article class="card" id="{_anchor(row)}"><h3>{_label(row)}</h3><p class="note">{escape(facts)}</p>{prompt}'
+        f'<article class="card" id="{_anchor(row)}"><h3>{_label(row)}</h3><p class="note">{html.line(facts)}</p>{prompt}'
         f'<p class="note">completion</p><pre>{html.text(row.completion)}</pre></article>'
     )
 
@@ -242,7 +241,7 @@ def _anchor(row: Shown) -> str:
 
 
 def _label(row: Shown) -> str:
-    return html.text(row.request_id) + (f" sample {row.sample_index}" if row.sample_index else "")
+    return html.line(row.request_id) + (f" sample {row.sample_index}" if row.sample_index else "")
 
 
 def _settings(manifest: Manifest, states: Sequence[RunStatus]) -> Iterator[str]:
@@ -252,7 +251,7 @@ def _settings(manifest: Manifest, states: Sequence[RunStatus]) -> Iterator[str]:
         cards.append(f'<div class="card"><h3>Made with</h3>{html.facts(manifest.recorded)}</div>')
     yield html.grid(cards)
     yield "<details><summary>Every setting</summary>" + html.grid(
-        f'<div class="card"><h3>{escape(str(group))}</h3>{html.facts(html.flat(values))}</div>'
+        f'<div class="card"><h3>{html.line(group)}</h3>{html.facts(html.flat(values))}</div>'
         for group, values in manifest.config.items()
         if isinstance(values, Mapping) and values
     )

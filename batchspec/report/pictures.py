@@ -17,6 +17,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from numpy.typing import NDArray
 
 from batchspec.report.timeline import Course
+from batchspec.text import one_line
 
 COLOURS = {"ink": "#010101", "muted": "#010102", "grid": "#010103", "first": "#010104", "second": "#010105", "third": "#010106"}
 """CSS variable -> its stand-in."""
@@ -147,6 +148,7 @@ def _short() -> EngFormatter:
 
 def _cut(name: str) -> str:
     # matplotlib takes a pair of dollar signs for a formula.
+    name = one_line(name)
     return (name if len(name) <= LABEL_CHARS else name[: LABEL_CHARS - 2] + "..").replace("$", r"\$")
 
 
