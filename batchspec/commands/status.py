@@ -69,12 +69,9 @@ def render(status: JobStatus) -> str:
 
 
 def _facts(status: JobStatus) -> Iterator[str]:
-    share = status.completions / status.completions_total if status.completions_total else 1.0
-    if status.state != "complete":
-        share = min(share, 0.999)  # completions are an estimate where a row may have several
     living = [each for each in status.runs if each.lives]
     rows = f"{status.rows:,} of {status.rows_total:,} rows"
-    yield f"  {share:.1%} done, {status.shards:,} of {status.shards_total:,} shards committed ({rows})"
+    yield f"  {status.share:.1%} done, {status.shards:,} of {status.shards_total:,} shards committed ({rows})"
     length = status.mean_acceptance_length
     if living:
         left = "unknown" if status.left_s is None else tqdm.format_interval(status.left_s)

@@ -156,13 +156,13 @@ class Progress:
 
     def bar(self, columns: int) -> str:
         """The line of a terminal that has so many columns: what matters least is left out where it does not fit."""
-        share = self.done / self.total
+        share = self._share()
         left = self._eta_s()
         facts = [f"{self.done}/{self.total}", tqdm.format_interval(self.clock() - self._began_at)]
         facts += ["" if left is None else f"ETA {tqdm.format_interval(left)}", f"{self._rate(1):,.0f} tok/s", self._quiet()]
         facts += [f"acceptance {1 + self.accepted / self.rounds:.2f}" if self.rounds else "", f"{self.live_rows} live rows"]
         facts = [fact for fact in facts if fact]
-        percent = f"{100 * share:3.0f}%"
+        percent = f"{int(100 * share):3}%"
         room = columns - 1  # a cursor behind the last column wraps
         while len(facts) > 1 and room - len(f"{percent} || {', '.join(facts)}") < MIN_BAR:
             facts.pop()
@@ -170,6 +170,13 @@ class Progress:
         width = min(MAX_BAR, room - len(f"{percent} || {said}"))
         line = f"{percent} |{self._blocks(share, width)}| {said}" if width >= MIN_BAR else f"{percent} {said}"
         return line[:room]
+
+    def _share(self) -> float:
+        """Of the job: finished rows, and the tokens of the others as parts of a row. 1 when nothing is left."""
+        if self.done >= self.total:
+            return 1.0
+        begun = self.in_flight_tokens / self.mean_output if self.mean_output else 0.0
+        return min((self.done + begun) / self.total, 0.999)
 
     def _blocks(self, share: float, width: int) -> str:
         full, empty = ("█", "░") if "utf" in (getattr(self.stream, "encoding", None) or "utf-8").lower() else ("#", "-")
