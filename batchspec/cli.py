@@ -29,7 +29,8 @@ COMMANDS = {
     ),
     "report": ("batchspec.commands.report", "OUT [--by COLUMN]: write report.html anew, the job in pictures"),
     "inspect": ("batchspec.commands.inspect", "OUT ID [--sample N]: one request in full"),
-    "export": ("batchspec.commands.export", "OUT --to FORMAT FILE.jsonl, or --from-openai FILE.jsonl OUT.parquet"),
+    "export": ("batchspec.commands.export", "OUT --to FORMAT FILE, or --from-openai FILE.jsonl OUT.parquet"),
+    "compact": ("batchspec.commands.compact", "OUT FOLDER: the rows of a finished job in few large Parquet files"),
     "prompts": ("batchspec.commands.prompts", "--open MODEL | --from OUT FILE.parquet: prompts that a chat model writes itself"),
     "submit": ("batchspec.commands.submit", "a job as a Slurm array: prints the sbatch line, --go runs it; the overrides of run"),
     "train": (

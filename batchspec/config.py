@@ -175,7 +175,8 @@ class OutputConfig:
     dir: str | None = None
     """Output folder. Required by `run`."""
     shard_rows: int | None = None
-    """Input rows a shard (one output file); null: clamp(rows / 256, 16, 512)."""
+    """Input rows a shard (one output file); null: clamp(rows / 256, 16, 512), and beyond a million rows rows / 2048,
+    up to 8192."""
     messages: str = "full"
     """full (prompt + answer), prompt, none."""
     reasoning_in_messages: bool = False

@@ -258,7 +258,7 @@ def test_nothing_to_show_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(OutputError, match="no committed shard yet"):
         main([str(tmp_path)])
     monkeypatch.setattr(page, "can_draw", lambda: False)
-    with pytest.raises(ConfigError, match=r"needs matplotlib: pip install 'batchspec\[report\]', then batchspec report"):
+    with pytest.raises(ConfigError, match=r"needs matplotlib: pip install 'matplotlib>=3.9', then batchspec report"):
         main([str(tmp_path)])
 
 

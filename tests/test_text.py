@@ -164,3 +164,10 @@ def test_no_page_of_it_holds_markup_of_others(hostile: tuple[Path, list[str]]) -
     page = (out / "report.html").read_text(encoding="utf-8")
     assert not RAW.search(page)
     assert "<img" not in page
+
+
+def test_what_an_error_advises_to_install_is_on_an_index() -> None:
+    """batchspec itself is on none: its extras are for clones."""
+    advised = [found for path in sources() for found in re.findall(r"pip install [^,\"\n]*", path.read_text(encoding="utf-8"))]
+    assert len(advised) >= 4
+    assert not [line for line in advised if "batchspec" in line]

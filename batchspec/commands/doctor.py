@@ -125,7 +125,8 @@ def _report(args: argparse.Namespace, device: torch.device, wanted: list[Product
         f"versions  python {platform.python_version()}, " + ", ".join(f"{name} {found}" for name, found in versions().items()),
         f"prefill   attention by torch up to {SHORT:,} keys a row, by FlashInfer above"
         if flashinfer() is not None
-        else f"prefill   attention by torch, slower above {SHORT:,} keys: FlashInfer is missing; pip install 'batchspec[gpu]'",
+        else f"prefill   attention by torch, slower above {SHORT:,} keys: FlashInfer is missing; "
+        "pip install 'flashinfer-python>=0.6.13'",
         f"products  {len(tuned)} tuned for this card"
         if tuned
         else "products  none tuned for this card: all by cuBLAS, none fused; batchspec doctor --tune MODEL times them",

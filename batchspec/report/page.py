@@ -33,7 +33,7 @@ PAGE = """<!DOCTYPE html>
 </body>
 </html>
 """
-NEEDS_EXTRA = "report.html needs matplotlib: pip install 'batchspec[report]', then batchspec report {out}"
+NEEDS_EXTRA = "report.html needs matplotlib: pip install 'matplotlib>=3.9', then batchspec report {out}"
 
 
 def can_draw() -> bool:
