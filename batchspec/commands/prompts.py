@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if (args.model is None) == (args.output is None) or sum(map(bool, (args.behind, args.texts, args.output))) > 1:
         parser.error("give --open MODEL [--behind OUT or --texts N], or --from OUT")
-    target = target_file(args.file, args.overwrite)
+    target = target_file(args.file, args.overwrite, (".parquet",), "a file of prompts")
     if args.output is None:
         terminal.show_line(_open(args.model, args.rows, args.texts, args.tasks, args.behind, target))
     else:
