@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import PurePath
 from typing import Any
 
 from batchspec.io.manifest import Manifest
+from batchspec.report.about import is_local, last_part, sampling
 from batchspec.report.columns import meaning
 from batchspec.report.stats import JobStats
 from batchspec.text import for_markdown, one_line
@@ -96,8 +96,7 @@ def dataset_card(manifest: Manifest, stats: JobStats) -> str:
 
 def _facts(manifest: Manifest, stats: JobStats) -> dict[str, str]:
     """Name -> Markdown."""
-    model, decode = manifest.config.get("model", {}), manifest.config.get("decode", {})
-    sampling = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "seed", "n", "max_new_tokens")
+    model = manifest.config.get("model", {})
     files = ", ".join(f"{for_markdown(file.name)} ({file.num_rows:,} rows)" for file in manifest.files[:5])
     more = f" and {len(manifest.files) - 5} more" if len(manifest.files) > 5 else ""
     template = model.get("chat_template")
@@ -105,7 +104,7 @@ def _facts(manifest: Manifest, stats: JobStats) -> dict[str, str]:
     facts = {
         "Model": for_markdown(last_part(model.get("path"))) + revision,
         "Chat template": for_markdown(last_part(template)) if template else "the checkpoint's own",
-        "Sampling": ", ".join(f"{name} {decode[name]}" for name in sampling if name in decode),
+        "Sampling": sampling(manifest.config),
         "Source": files + more,
         "Licence": for_markdown(_license(manifest)) if _license(manifest) else UNLICENSED,
         "Completions": ", ".join(f"{count:,} {one_line(status)}" for status, count in stats.by_status.items()),
@@ -140,22 +139,10 @@ def _without_local_paths(config: Mapping[str, Any]) -> tuple[dict[str, Any], lis
     kept, left_out = {key: dict(value) if isinstance(value, Mapping) else value for key, value in config.items()}, []
     for key in PATHS:
         group, name = key.split(".")
-        if _is_local(config.get(group, {}).get(name)):
+        if is_local(config.get(group, {}).get(name)):
             del kept[group][name]
             left_out.append(key)
     return kept, left_out
-
-
-def _is_local(path: Any) -> bool:
-    """An absolute path of this machine, or a list with one. Hub ids, pkg:// and s3:// mean the same everywhere."""
-    if isinstance(path, list | tuple):
-        return any(map(_is_local, path))
-    return isinstance(path, str) and (path.startswith(("~", "file:", "\\")) or PurePath(path).is_absolute())
-
-
-def last_part(path: Any) -> str:
-    """A local path's last part, anything else as it is."""
-    return PurePath(str(path)).name if _is_local(path) else str(path)
 
 
 def _yaml(values: Mapping[str, Any], indent: str = "") -> Iterator[str]:

@@ -27,11 +27,12 @@ def facts(values: Mapping[str, Any]) -> str:
     return "<dl>" + "".join(f"<dt>{line(name)}</dt><dd>{shown(value)}</dd>" for name, value in values.items()) + "</dl>"
 
 
-def table(header: Sequence[str], lines: Iterable[Sequence[str]], *, safe: bool = False) -> str:
-    """`safe`: the cells are HTML already."""
+def table(header: Sequence[str], lines: Iterable[Sequence[str]], *, safe: bool = False, texts: bool = False) -> str:
+    """`safe`: the cells are HTML already; `texts`: the last column is text, not numbers."""
     head = "".join(f"<th>{line(name)}</th>" for name in header)
     body = "".join("<tr>" + "".join(f"<td>{cell if safe else line(cell)}</td>" for cell in cells) + "</tr>" for cells in lines)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    kind = ' class="reasons"' if texts else ""
+    return f"<table{kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def figure(title: str, svg: str, said: str) -> str:
