@@ -7,6 +7,7 @@ import difflib
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 
 from batchspec import __version__, terminal
@@ -49,6 +50,9 @@ def guarded(command: Callable[[], int]) -> int:
         return Interrupted.exit_code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains once more as it ends
+        return 1
+    except Exception:  # what the interpreter would print holds data as it is
+        terminal.trouble(traceback.format_exc())
         return 1
 
 

@@ -137,6 +137,7 @@ def _table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 def _without_local_paths(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The settings without those of PATHS that are places on this machine, and the keys left out."""
     kept, left_out = {key: dict(value) if isinstance(value, Mapping) else value for key, value in config.items()}, []
+    kept.pop("cluster", None)  # how it was run there, accounts and logs among it, makes no row
     for key in PATHS:
         group, name = key.split(".")
         if is_local(config.get(group, {}).get(name)):
