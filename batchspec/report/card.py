@@ -11,7 +11,7 @@ from batchspec.io.manifest import Manifest
 from batchspec.report.about import is_local, last_part, sampling
 from batchspec.report.columns import meaning
 from batchspec.report.stats import JobStats
-from batchspec.text import for_markdown, one_line
+from batchspec.text import for_markdown, for_terminal, one_line
 
 CARD = """---
 configs:
@@ -82,7 +82,7 @@ def dataset_card(manifest: Manifest, stats: JobStats) -> str:
     kept = manifest.config.get("output", {}).get("messages", "full")
     columns = ((for_markdown(name), kind, meaning(name)) for name, kind in stats.columns.items())
     training = {"full": TRAINING + MESSAGES + EXPORT, "prompt": TRAINING + EXPORT}.get(kept, "")
-    return CARD.format(
+    card = CARD.format(
         license=json.dumps(_license(manifest) or "unknown"),
         model=for_markdown(last_part(model.get("path"))),
         facts=_table(("", ""), _facts(manifest, stats).items()),
@@ -92,6 +92,7 @@ def dataset_card(manifest: Manifest, stats: JobStats) -> str:
         fence="`" * max(3, 1 + max(map(len, re.findall("`+", lines)), default=0)),
         config=lines,
     )
+    return for_terminal(card)  # whatever a part forgot to render: no control character gets into the file
 
 
 def _facts(manifest: Manifest, stats: JobStats) -> dict[str, str]:
