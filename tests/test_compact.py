@@ -41,7 +41,7 @@ def test_all_rows_come_in_their_order_in_one_file_and_the_job_stays_as_it_was(
     folder = job(tmp_path / "out")
     before = files(tmp_path / "out")
     assert main([str(tmp_path / "out"), str(tmp_path / "few")]) == 0
-    assert capsys.readouterr().out == f"{tmp_path}/few: 13 rows in 1 files, of 6 shards\n"
+    assert capsys.readouterr().out == f"{tmp_path}/few: 13 rows of 6 shards in 1 file\n"
     assert sorted(files(tmp_path / "few")) == ["README.md", "data/part-00000.parquet"]
     assert pl.read_parquet(tmp_path / "few/data").equals(folder.scan().collect())
     assert (tmp_path / "few/README.md").read_text() == "# the card"

@@ -79,6 +79,16 @@ def test_json_is_ascii_and_stays_json(capsys: pytest.CaptureFixture[str]) -> Non
     assert json.loads(said) == {"id": HEADING + "\x7f"}
 
 
+def test_a_crash_of_a_command_prints_no_raw_data_either(capsys: pytest.CaptureFixture[str]) -> None:
+    def crash() -> int:
+        raise RuntimeError(HEADING)
+
+    assert cli.guarded(crash) == 1
+    said = capsys.readouterr().err
+    assert "Traceback" in said
+    assert not RAW.search(said)
+
+
 def test_only_one_module_writes_to_the_terminal() -> None:
     """Whatever is printed goes through `terminal`; template_process speaks to its parent over a pipe."""
     found = set()

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--file-mb {args.file_mb}: a file has 1 MB at least")
     output, target = OutputFolder(args.out), new_folder(args.folder, args.out)
     files, rows = compact(output, target, args.file_mb * 1_000_000)
-    terminal.show_line(f"{target}: {rows:,} rows in {files:,} files, of {output.num_shards:,} shards")
+    terminal.show_line(f"{target}: {rows:,} rows of {output.num_shards:,} shards in {files:,} file{'s' * (files != 1)}")
     return 0
 
 
