@@ -7,9 +7,10 @@ import difflib
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 
-from batchspec import __version__
+from batchspec import __version__, terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.errors import BatchspecError, ConfigError, Interrupted
 
@@ -29,7 +30,8 @@ COMMANDS = {
     ),
     "report": ("batchspec.commands.report", "OUT [--by COLUMN]: write report.html anew, the job in pictures"),
     "inspect": ("batchspec.commands.inspect", "OUT ID [--sample N]: one request in full"),
-    "export": ("batchspec.commands.export", "OUT --to FORMAT FILE.jsonl, or --from-openai FILE.jsonl OUT.parquet"),
+    "export": ("batchspec.commands.export", "OUT --to FORMAT FILE, or --from-openai FILE.jsonl OUT.parquet"),
+    "compact": ("batchspec.commands.compact", "OUT FOLDER: the rows of a finished job in few large Parquet files"),
     "prompts": ("batchspec.commands.prompts", "--open MODEL | --from OUT FILE.parquet: prompts that a chat model writes itself"),
     "submit": ("batchspec.commands.submit", "a job as a Slurm array: prints the sbatch line, --go runs it; the overrides of run"),
     "train": (
@@ -44,10 +46,13 @@ def guarded(command: Callable[[], int]) -> int:
     try:
         return command()
     except KeyboardInterrupt:
-        print("batchspec: interrupted before anything was computed; run the same command again", file=sys.stderr)
+        terminal.fail("interrupted before anything was computed; run the same command again")
         return Interrupted.exit_code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains once more as it ends
+        return 1
+    except Exception:  # what the interpreter would print holds data as it is
+        terminal.trouble(traceback.format_exc())
         return 1
 
 
@@ -61,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _command(list(sys.argv[1:] if argv is None else argv))
     except BatchspecError as error:
-        print(f"batchspec: {error}", file=sys.stderr)
+        terminal.fail(error)
         return error.exit_code
 
 

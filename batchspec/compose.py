@@ -23,6 +23,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError  # type: ignore[import-untyped]
 
+from batchspec import terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.checks import check
 from batchspec.config import RunConfig
@@ -138,12 +139,12 @@ def reported(task: Callable[[], int | None]) -> int:
     except BatchspecError as error:
         return _report(error)
     except Exception:
-        traceback.print_exc()
+        terminal.trouble(traceback.format_exc())
         return 1
 
 
 def _report(error: BatchspecError) -> int:
-    print(f"batchspec: {error}", file=sys.stderr)
+    terminal.fail(error)
     return error.exit_code
 
 

@@ -175,7 +175,8 @@ class OutputConfig:
     dir: str | None = None
     """Output folder. Required by `run`."""
     shard_rows: int | None = None
-    """Input rows a shard (one output file); null: clamp(rows / 256, 16, 512)."""
+    """Input rows a shard (one output file); null: clamp(rows / 256, 16, 512), and beyond a million rows rows / 2048,
+    up to 8192."""
     messages: str = "full"
     """full (prompt + answer), prompt, none."""
     reasoning_in_messages: bool = False
@@ -188,6 +189,8 @@ class OutputConfig:
     """null: none; 0: of the emitted tokens; N: of the N likeliest tokens too."""
     passthrough: Any = "all"
     """Input columns copied to the output: all, none, or a list of names."""
+    license: str | None = None
+    """Licence of the output, as the hub names it (apache-2.0), for the dataset card; null: the card says that none is stated."""
     overwrite: bool = False
     """Delete the job that is in output.dir and start anew."""
 

@@ -8,10 +8,10 @@ output.finish(...)                 the card and the report, once no shard is mis
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import asdict, replace
 
+from batchspec import terminal
 from batchspec.config import RunConfig
 from batchspec.io.generations import Generation
 from batchspec.io.journal import Journaled, saved_rows
@@ -135,7 +135,7 @@ def bar(job: Job, seen: Survey, finished: set[int], journaled: Journaled) -> Pro
 
 
 def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    terminal.say(line)
 
 
 def check_output(job: Job) -> OutputFolder:

@@ -91,7 +91,7 @@ def _backend() -> Any:
 def running_lab() -> Iterator[Lab]:
     """The emulator with one empty bucket. Skips the test where it is not installed."""
     for name in ("boto3", "moto", "flask", "flask_cors"):
-        pytest.importorskip(name, reason=f"the S3 emulator needs {name}: pip install 'batchspec[test]'")
+        pytest.importorskip(name, reason=f"the S3 emulator needs {name}: pip install -e '.[test]' in a clone")
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 

@@ -130,11 +130,15 @@ def test_a_configuration_of_odd_strings_is_the_same_when_its_card_is_run(tmp_pat
     assert from_json(to_json(config)) == config
 
 
-def test_the_texton_the_card_make_the_same_rows_again(made: Path, tmp_path: Path) -> None:
+def test_the_settings_on_the_card_make_the_same_rows_again(made: Path, tmp_path: Path) -> None:
     written = (made / "out/README.md").read_text().split("```yaml\n")[1].split("```")[0]
     (tmp_path / "mine/job").mkdir(parents=True)
     (tmp_path / "mine/job/again.yaml").write_text(written)
-    assert run.main(["--config-dir", str(tmp_path / "mine"), "+job=again", f"output.dir={tmp_path}/again"]) == 0
+    assert str(made) not in (made / "out/README.md").read_text(), "a card is published: no path of this machine is in it"
+    command = (made / "out/README.md").read_text().split("and run `")[1].split("`")[0]
+    assert command == "python -m batchspec.run --config-dir mine +job=again model.path=... input.path=... output.dir=..."
+    paths = [f"model.path={made}/model", f"input.path={made}/in.parquet", f"output.dir={tmp_path}/again"]
+    assert run.main(["--config-dir", str(tmp_path / "mine"), "+job=again", *paths]) == 0
     columns = pl.exclude("perf", "spec_decode")
     first, again = (pl.read_parquet(folder / "data").select(columns) for folder in (made / "out", tmp_path / "again"))
     assert again.equals(first)

@@ -93,7 +93,7 @@ def test_what_is_missing_is_named_with_what_it_costs(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(doctor, "supported", lambda device: False)
     assert cli.main(["doctor"]) == 0
     said = capsys.readouterr().out
-    assert "by torch, slower above 2,048 keys: FlashInfer is missing; pip install 'batchspec[gpu]'" in said
+    assert "by torch, slower above 2,048 keys: FlashInfer is missing; pip install 'flashinfer-python>=0.6.13'" in said
     assert "launches  one after another" in said
 
 

@@ -60,6 +60,40 @@ def test_chat_and_prompt_completion_hold_good_rows_and_say_what_they_left_out(
     assert capsys.readouterr().out == f"{file}: 1 lines; rows left out: 1 error, 3 ok\n"
 
 
+@pytest.mark.parametrize("kept", ["full", "prompt"])
+def test_parquet_for_trainers_holds_one_format_of_good_rows_alone(
+    tmp_path: Path, kept: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """TRL looks at one of the columns it knows, whichever comes first in a set: all of them must be lists of turns."""
+    out = job(tmp_path / "out", messages=kept)
+    for form, columns in (("chat", ["messages"]), ("prompt_completion", ["prompt", "completion"])):
+        file, same = tmp_path / f"{form}.parquet", tmp_path / f"{form}.jsonl"
+        assert main([str(out), "--to", form, str(file)]) == 0
+        assert capsys.readouterr().out == f"{file}: 3 rows; rows left out: 1 error, 1 truncated\n"
+        assert main([str(out), "--to", form, str(same)]) == 0
+        capsys.readouterr()
+        rows = pl.read_parquet(file)
+        assert rows.columns == columns
+        assert all(rows[name].dtype == pl.List(pl.Struct({"role": pl.String, "content": pl.String})) for name in columns)
+        assert rows.to_dicts() == lines(same)
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "wanted"),
+    [
+        (["--to", "chat"], "x.csv", ".jsonl or .parquet"), (["--to", "prompt_completion"], "x.json", ".jsonl or .parquet"),
+        (["--to", "openai"], "x.parquet", ".jsonl"), (["--to", "chat"], "x.jsonl.gz", ".jsonl or .parquet"),
+        (["--from-openai"], "x.jsonl", ".parquet"), (["--to", "chat"], "x", ".jsonl or .parquet"),
+    ],
+)  # fmt: skip
+def test_a_name_that_says_another_format_is_refused(tmp_path: Path, words: list[str], name: str, wanted: str) -> None:
+    out = job(tmp_path / "out")
+    given = [*words, str(written(tmp_path / "in.jsonl", [request()]))] if words == ["--from-openai"] else [str(out), *words]
+    with pytest.raises(OutputError, match=f"is written as {wanted}; give a file name that ends so"):
+        main([*given, str(tmp_path / name)])
+    assert not (tmp_path / name).exists()
+
+
 def test_openai_has_a_line_a_request_with_a_choice_for_each_sample(tmp_path: Path) -> None:
     out, file = job(tmp_path / "out", messages="none"), tmp_path / "responses.jsonl"
     assert main([str(out), "--to", "openai", str(file)]) == 0

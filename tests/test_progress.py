@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import os
+import pty
+import re
+import struct
+import termios
+import time
 
 import pytest
 
+from batchspec.report import progress as progress_module
 from batchspec.report.progress import Progress
 
 
@@ -54,21 +62,99 @@ def test_the_rate_is_that_of_the_last_minute() -> None:
     progress = Progress(10, stream=stream, clock=clock, interval_s=120)
     for second in range(120):
         clock.now += 1
-        progress.update(tokens=10 if second < 60 else 500)
-    assert stream.getvalue() == "0/10 completions (0.0%), 500 tok/s, 0 live rows\n"
+        progress.update(tokens=10 if second < 60 else 500, rounds=1)
+    assert stream.getvalue() == "0/10 completions (0.0%), 500 tok/s, mean acceptance length 1.00, 0 live rows\n"
 
 
 def test_a_terminal_gets_a_bar_and_notes_above_it() -> None:
     clock, stream = Clock(), Terminal()
     with Progress(4, stream=stream, clock=clock) as progress:
         clock.now += 2
-        progress.phase("half way")
+        progress.phase("half way\x1b[31m")
         progress.update(completions=4, tokens=300, accepted=1, rounds=4, live_rows=3, mean_output=9)
     text = stream.getvalue()
-    assert "half way\n" in text
-    assert "100%" in text.splitlines()[-1]
-    assert "4/4" in text
-    assert "150 tok/s, mean acceptance length 1.25, 3 live rows, ETA 00:00" in text
+    assert "\r\x1b[Khalf way\\x1b[31m\n  0% |" in text, "above the bar, which is drawn again"
+    last = text.splitlines()[-1].rpartition("\r")[2]
+    assert last.startswith("100% |█████████| ")
+    assert last.endswith("| 4/4, 00:02, ETA 00:00, 150 tok/s, acceptance 1.25, 3 live rows\x1b[K")
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        (200, f" 45% |{'█' * 18}{'░' * 22}| 450/1000, 12:34, ETA 00:55, 600 tok/s, acceptance 1.25, 32 live rows"),
+        (80, f" 45% |{'█' * 7}{'░' * 10}| 450/1000, 12:34, ETA 00:55, 600 tok/s, acceptance 1.25"),
+        (60, f" 45% |{'█' * 6}{'░' * 8}| 450/1000, 12:34, ETA 00:55, 600 tok/s"),
+        (40, f" 45% |{'█' * 2}{'░' * 3}| 450/1000, 12:34, ETA 00:55"),
+        (30, f" 45% |{'█' * 2}{'░' * 4}| 450/1000, 12:34"),
+        (16, " 45% 450/1000"),
+        (8, " 45% 45"),
+    ],
+)
+def test_the_bar_fits_its_terminal_and_what_matters_most_stays(columns: int, said: str) -> None:
+    clock = Clock()
+    progress = Progress(1000, stream=Terminal(), clock=clock)
+    clock.now += 694
+    progress.update()
+    clock.now += 60
+    progress.update(completions=450, tokens=36000, accepted=25, rounds=100, live_rows=32, mean_output=60)
+    assert progress.bar(columns) == said
+    assert len(said) < columns
+
+
+def test_time_goes_on_while_no_round_ends() -> None:
+    clock = Clock()
+    progress = Progress(10, stream=Terminal(), clock=clock)
+    progress.update(completions=1, tokens=10, rounds=5)
+    clock.now += 95
+    assert ", 01:35, 0 tok/s, no round for 95 s" in progress.bar(100)
+
+
+def test_the_bar_is_drawn_without_anybody_s_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_module, "TICK_S", 0.01)
+    stream, clock = Terminal(), Clock()
+    with Progress(10, stream=stream, clock=clock):
+        clock.now += 61
+        deadline = time.monotonic() + 30
+        while "01:01" not in stream.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert "01:01" in stream.getvalue()
+
+
+def test_a_log_file_hears_of_a_long_prefill_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_module, "TICK_S", 0.01)
+    stream, clock = io.StringIO(), Clock()
+    with Progress(10, stream=stream, clock=clock) as progress:
+        progress.update(completions=1, rounds=1)
+        clock.now += 31
+        deadline = time.monotonic() + 30
+        while not stream.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert stream.getvalue().splitlines()[0].endswith("no round for 31 s")
+
+
+def test_on_a_real_terminal_of_40_and_80_columns_nothing_wraps_and_the_bar_is_seen() -> None:
+    for columns in (40, 80):
+        shown = on_terminal(columns)
+        drawn = [line.removesuffix("\x1b[K") for line in re.split(r"[\r\n]+", shown) if "%" in line]
+        assert drawn
+        assert all(len(line) < columns and "|" in line for line in drawn), drawn
+        assert all("█" in line and "ETA" in line for line in drawn[-1:]), drawn
+
+
+def on_terminal(columns: int) -> str:
+    """What a progress bar writes to a pseudo-terminal of that width."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with os.fdopen(theirs, "w", encoding="utf-8") as stream:
+        clock = Clock()
+        with Progress(1000, stream=stream, clock=clock) as progress:
+            for _ in range(5):
+                clock.now += 10
+                progress.update(completions=150, tokens=700, accepted=5, rounds=20, live_rows=8)
+        written = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    return written
 
 
 def test_an_empty_rate_shows_no_time_left(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from batchspec import run
 from batchspec.commands.report import main
 from batchspec.errors import ConfigError, OutputError
 from batchspec.io.shards import OutputFolder
-from batchspec.records import Completion
+from batchspec.records import Completion, RowError
 from batchspec.report import page, requests
 from batchspec.report.requests import cut, read_requests
 from tests.browser import running_browser
@@ -27,10 +28,12 @@ HOSTILE = '<script>alert("x")</script> & $a$ \u202e\x1b[31m'
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 
 
-def job(path: Path, rows: list[Completion], *, shard_rows: int = 2, **output: Any) -> OutputFolder:
+def job(
+    path: Path, rows: list[Completion], *, shard_rows: int = 2, decode: dict[str, Any] | None = None, **output: Any
+) -> OutputFolder:
     """A finished job with a completion for each row."""
     shards, columns = shards_of(dataset(len(rows)), shard_rows)
-    decode = {"stop": ["</pre>"], "opt": {"argmax": None}}
+    decode = decode or {"stop": ["</pre>"], "opt": {"argmax": None}}
     config = {"model": {"path": "tiny"}, "decode": decode, "output": {"messages": "full", **output}}
     folder = new_folder(path, len(rows), shard_rows, config=config, recorded={"torch": "2.x"})
     for shard in shards:
@@ -153,12 +156,51 @@ def test_the_page_says_what_the_job_did(tmp_path: Path) -> None:
     text = report(tmp_path, "--by", "kind")
     for said in (
         "tiny: 12 completions", "6 of 6 shards", "<b>90</b><span>tokens a second", '<b class="error">1</b>', "live rows 75%",
-        "waiting for a refill or for pages 12%", "no row left 12%", "Acceptance length by kind", "error: overlong",
-        "<h3>Tokens a second</h3>", "<h3>Live rows and free slots</h3>", "<h3>K and acceptance length</h3>",
+        "in prefill 0%", "waiting for a refill or for pages 12%", "no row left 12%", "Acceptance length by kind",
+        "error: overlong",
+        "<h3>Tokens a second</h3>", "<h3>What the slots did</h3>", "<h3>K and acceptance length</h3>",
         'var(--second)"></i>draft tokens a round (K)<', 'var(--first)"></i>tokens a round (acceptance length)<',
         "<dt>opt.argmax</dt><dd>null</dd>", "<dt>torch</dt><dd>2.x</dd>", "&lt;/pre&gt;",
     ):  # fmt: skip
         assert said in text, said
+
+
+def test_error_rows_are_listed_by_code_with_their_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bad(row: int, code: str) -> Completion:
+        return replace(failed(row), error=RowError(code=code, stage="admit", message=f"row {row}:\n{HOSTILE}", retryable=False))
+
+    rows = [bad(i, "overlong" if i < 9 else "template") if i % 2 else completion(i) for i in range(16)]
+    monkeypatch.setattr(requests, "READ_ROWS", 3)
+    monkeypatch.setattr(requests, "NUM_SHOWN", 3)
+    folder = job(tmp_path, rows)
+    errors = read_requests(folder).errors
+    assert {code: [row.row_index for row in found] for code, found in errors.items()} == {
+        "overlong": [1, 3, 5], "template": [9, 11, 13],
+    }  # fmt: skip
+    text = report(tmp_path)
+    Tags(text)
+    assert "<h3>overlong: 4 rows (the first 3)</h3>" in text
+    assert "<td>q-1</td><td>1</td><td>row 1:\\n&lt;script&gt;" in text
+
+
+def test_the_top_says_which_model_how_it_was_sampled_when_and_how_long(tmp_path: Path) -> None:
+    folder = job(tmp_path, mixed(), decode={"temperature": 0.5, "seed": 3})
+    record(folder)
+    folder.progress().write({"host": "a", "pid": 7, "began_at": 1_000_000.0, "at": 1_000_100.0, "end": "done"})
+    head = report(tmp_path).split("<header>")[1].split("</header>")[0]
+    for fact in (
+        "<dt>Model</dt><dd>tiny</dd>", "<dt>Sampling</dt><dd>temperature 0.5, seed 3</dd>", "<dt>Wall time</dt><dd>40.0 s</dd>",
+        "<dt>Began</dt><dd>1970-01-12 13:46:40 UTC</dd>", "<dt>Ended</dt><dd>1970-01-12 13:48:20 UTC</dd>",
+    ):  # fmt: skip
+        assert fact in head, fact
+
+
+def test_bars_of_groups_say_how_much_is_in_them_and_all_labels_have_one_size(tmp_path: Path) -> None:
+    record(job(tmp_path, mixed()))
+    text = report(tmp_path, "--by", "kind")
+    assert re.search(r">[\d.]+ \(6\)</text>", text), "six completions of kind a"
+    assert "(11)" in text
+    assert set(re.findall(r"font-size: ([\d.]+)px", text)) == {"11"}
 
 
 def test_runs_side_by_side_share_the_slots_of_both(tmp_path: Path) -> None:
@@ -192,6 +234,8 @@ SEEN = """
   const bar = [...pictures[0].querySelectorAll('path')].find(path => (path.getAttribute('style') || '').includes('--first'));
   return {
     scroll: document.documentElement.scrollWidth, outside: outside.map(e => e.outerHTML.slice(0, 80)),
+    scroll_shadow: [...document.querySelectorAll('pre')].every(e => getComputedStyle(e).backgroundImage.includes('gradient')),
+    scale: [...new Set(pictures.map(svg => Math.round(100 * svg.getBoundingClientRect().width / svg.viewBox.baseVal.width)))],
     sizes: pictures.map(svg => [svg.clientWidth, svg.clientHeight]), cut: cut.map(svg => svg.getAttribute('aria-label')),
     ink: getComputedStyle(document.body).color, page: getComputedStyle(document.body).backgroundColor,
     fill: getComputedStyle(bar).fill,
@@ -220,6 +264,8 @@ def test_a_browser_shows_all_of_it_on_a_phone_and_on_a_desk_light_and_dark(tmp_p
             assert seen["outside"] == []
             assert seen["cut"] == []
             assert len(seen["sizes"]) == 10
+            assert seen["scroll_shadow"]
+            assert max(seen["scale"]) - min(seen["scale"]) <= 3, "labels of all pictures are as large"
             assert all(wide > 250 and high > 120 for wide, high in seen["sizes"]), seen["sizes"]
             colours[dark] = seen
         assert browser.complaints == []
@@ -258,7 +304,7 @@ def test_nothing_to_show_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(OutputError, match="no committed shard yet"):
         main([str(tmp_path)])
     monkeypatch.setattr(page, "can_draw", lambda: False)
-    with pytest.raises(ConfigError, match=r"needs matplotlib: pip install 'batchspec\[report\]', then batchspec report"):
+    with pytest.raises(ConfigError, match=r"needs matplotlib: pip install 'matplotlib>=3.9', then batchspec report"):
         main([str(tmp_path)])
 
 
@@ -277,7 +323,7 @@ def test_a_job_ends_with_its_page(tmp_path: Path, command: list[str]) -> None:
     assert run.main([*command, f"output.dir={tmp_path}/out"]) == 0
     text = (tmp_path / "out/report.html").read_text(encoding="utf-8")
     Tags(text)
-    assert "<h3>Live rows and free slots</h3><svg" in text
+    assert "<h3>What the slots did</h3><svg" in text
     before = (tmp_path / "out/report.html").stat()
     assert run.main([*command, f"output.dir={tmp_path}/out"]) == 0
     assert (tmp_path / "out/report.html").stat() == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -47,3 +48,17 @@ def test_tokens_that_rows_had_from_earlier_runs_are_not_in_flight() -> None:
     reporter.finished(done(90))
     reporter(totals)
     assert progress.facts()["in_flight_tokens"] == 0
+
+
+def test_a_prefill_of_several_passes_counts_once() -> None:
+    """The passes of a group share the moment when it began: what a later one took holds what the earlier ones took."""
+    totals, lines = EngineTotals(), np.zeros((1, 5), np.int32)
+
+    def add(began: object, seconds: float) -> None:
+        launched = SimpleNamespace(began=began, is_prefill=began is not None, seconds_since=lambda _: seconds)
+        totals.add(launched, lines)  # type: ignore[arg-type]
+
+    first, second = object(), object()
+    for began, seconds in ((first, 1.0), (first, 3.0), (None, 9.0), (first, 4.0), (second, 2.0)):
+        add(began, seconds)
+    assert totals.prefill_s == 4 + 2

@@ -51,9 +51,10 @@ def test_differences_name_exactly_the_keys_that_differ(old: dict[str, str], new:
     assert keys == sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
 
 
-@pytest.mark.parametrize(("rows", "want"), [(1, 16), (4096, 16), (25_600, 100), (10**6, 512)])
+@pytest.mark.parametrize(("rows", "want"), [(1, 16), (4096, 16), (25_600, 100), (10**6, 512), (10**7, 4883), (10**8, 8192)])
 def test_shards_are_cut_by_the_number_of_rows_alone(rows: int, want: int) -> None:
     assert default_shard_rows(rows) == want
+    assert rows / want <= 2048 or want == 8192, "files of a job"
 
 
 # --- making and resuming

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import polars as pl
@@ -20,6 +21,7 @@ import torch
 
 from batchspec import run
 from batchspec.commands import status as command
+from batchspec.commands.status import render
 from batchspec.errors import ConfigError, Interrupted, OutputError, StorageError
 from batchspec.io import progress as progress_module
 from batchspec.io.claims import whoami
@@ -77,8 +79,33 @@ def test_progress_and_time_left_are_those_of_all_living_runs_together(tmp_path: 
     assert (got.completions, got.completions_total) == (8 + 2, 20)
     assert got.tok_s == 200
     assert got.left_s == (10 * 100 - 200) / 200
+    assert got.share == (10 + 200 / 100) / 20, "tokens of unfinished rows count as parts of one"
     assert got.tokens == 2500
     assert got.mean_acceptance_length == 1 + 600 / 500
+
+
+def test_what_a_signal_saved_counts_until_others_go_on_with_it(tmp_path: Path) -> None:
+    job(tmp_path, committed=0)
+    say(tmp_path, 1, end="interrupted", open_shards=[[0, 1], [1, 1]], in_flight_tokens=100, at=NOW - 50)
+    got = look(tmp_path)
+    assert (got.state, got.completions, got.share) == ("stopped", 2, (2 + 1) / 20)
+    assert "15.0% done, 0 of 10 shards committed (0 of 20 rows)" in render(got)
+    say(tmp_path, 2, open_shards=[[0, 2], [1, 1]], in_flight_tokens=50, began_at=NOW - 40)
+    claim(tmp_path, 0, 2)
+    got = look(tmp_path)
+    assert (got.state, got.completions, got.share) == ("running", 3, (3 + 0.5) / 20), "each row once"
+
+
+def test_a_young_run_speaks_soon_and_then_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    beacon = Beacon(SimpleNamespace(write=lambda facts: None, beat_s=10.0), dict, slots=1)  # type: ignore[arg-type]
+
+    def wait(seconds: float) -> None:
+        waited.append(seconds)
+
+    monkeypatch.setattr(beacon, "_over", SimpleNamespace(wait=wait, is_set=lambda: len(waited) == 6, set=lambda: None))
+    beacon._beat()
+    assert waited == [1, 2, 4, 8, 10, 10]
 
 
 def test_what_became_of_every_run_is_told(tmp_path: Path) -> None:

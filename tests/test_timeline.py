@@ -23,6 +23,7 @@ class Totals:
     drafted: int = 0
     set_back: int = 0
     live_rows: int = 0
+    prefill_s: float = 0.0
 
 
 class Clock:
@@ -63,6 +64,32 @@ def test_a_slot_is_live_or_idle_for_a_reason() -> None:
     assert got.tok_s.tolist() == [8, 6, 4, 2]
     assert got.draft_len.tolist() == [3] * 4
     assert got.acceptance_length.tolist() == [2] * 4
+
+
+def test_a_prefill_is_neither_live_nor_idle_and_is_not_lost_where_its_result_comes_late() -> None:
+    clock, totals, files = Clock(), Totals(), list[str]()
+    timeline = Timeline(files.append, slots=4, clock=clock, wall=lambda: 1000.0)
+    for prefill_s, live, exhausted in ((1, 4, False), (0, 3, False), (1.5, 3, False), (0, 2, True), (0.5, 2, True)):
+        clock.now += 1
+        totals.rounds, totals.live_rows, totals.prefill_s = totals.rounds + 1, live, totals.prefill_s + prefill_s
+        timeline.observe(totals, exhausted=exhausted)
+    timeline.close()
+    run = parse_run(files[-1])
+    assert run is not None
+    got = course([run])
+    assert got is not None
+    assert got.prefill.tolist() == [4, 0, 4, 1, 1]
+    assert got.live_rows.tolist() == [0, 3, 0, 1, 1]
+    assert got.waiting.tolist() == [0, 1, 0, 0, 0]
+    assert got.ending.tolist() == [0, 0, 0, 2, 2]
+
+
+def test_a_file_of_a_version_that_knew_no_prefill_is_read() -> None:
+    header, *lines = recorded([(1, 4, False), (1, 3, False)]).splitlines()
+    old = "\n".join([header, *(json.dumps(json.loads(line)[:-1]) for line in lines)])
+    run = parse_run(old)
+    assert run is not None
+    assert run.samples["prefill_s"].tolist() == [0, 0, 0]
 
 
 def test_a_run_is_sampled_once_a_second_and_later_more_seldom() -> None:
@@ -124,4 +151,4 @@ def test_a_damaged_file_is_no_run(damage: str) -> None:
 def test_a_file_is_lines_of_json() -> None:
     header, *samples = map(json.loads, recorded([(2, 4, False)]).splitlines())
     assert header == {"started_at": 1000.0, "slots": 4}
-    assert samples == [[0] * 10, [2.0, 8, 1, 4, 12, 4, 0, 8.0, 0.0, 0.0]]
+    assert samples == [[0] * 11, [2.0, 8, 1, 4, 12, 4, 0, 8.0, 0.0, 0.0, 0.0]]

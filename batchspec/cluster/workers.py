@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from batchspec import terminal
 from batchspec.config import RunConfig
 from batchspec.errors import BatchspecError, ConfigError, Interrupted, StorageError, TooManyErrors
 from batchspec.io.overwrite import CREW
@@ -128,7 +129,7 @@ class Crew:
                     if line in self._said:
                         continue
                     self._said.add(line)
-                print(f"[{number}] {line}", end="", file=sys.stderr, flush=True)
+                terminal.say(f"[{number}] {line.rstrip()}")
 
     def live(self) -> list[Worker]:
         return [worker for worker in self.workers if worker.code is None]
@@ -251,4 +252,4 @@ def _complete(config: RunConfig) -> bool:
 
 
 def say(line: str) -> None:
-    print(f"batchspec: {line}", file=sys.stderr, flush=True)
+    terminal.say(f"batchspec: {line}")

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from batchspec import terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.commands import bench_job, bench_rounds
 from batchspec.commands.bench_engines import HEAD_DRAFTERS, OPTIONS, Bench, parse_options
@@ -64,7 +65,7 @@ def main(argv: list[str]) -> int:
             seconds, record.tokens = variant.run()
             record.seconds.append(seconds)
             speed = record.tokens / seconds
-            print(f"turn {turn + 1} of {args.runs}  {variant.name:<24} {seconds:8.2f} s  {speed:10.1f} tok/s", flush=True)
+            terminal.show(f"turn {turn + 1} of {args.runs}  {variant.name:<24} {seconds:8.2f} s  {speed:10.1f} tok/s")
             if args.profile and turn == args.runs - 1:
                 variant.profile()
             variant.close()
@@ -169,9 +170,9 @@ def _make_job(args: argparse.Namespace) -> None:
         f"python -m batchspec.run +job=reasoning_8k model.path={args.make_job}/model model.load=dummy "
         f"model.max_len={args.prompt + args.gen} decode=greedy decode.ignore_eos=true decode.max_new_tokens={args.gen}"
     )
-    print(f"{rows} prompts of {args.prompt} tokens, {total:,} output tokens, the longest {longest:,}")
+    terminal.show(f"{rows} prompts of {args.prompt} tokens, {total:,} output tokens, the longest {longest:,}")
     for name in ("known", "hidden"):
-        print(f"{common} input.path={args.make_job}/{name}.parquet output.dir={args.make_job}/out-{name}")
+        terminal.show(f"{common} input.path={args.make_job}/{name}.parquet output.dir={args.make_job}/out-{name}")
 
 
 def _row(
@@ -247,14 +248,14 @@ def _print(variants: Sequence[Variant], rows: Sequence[dict[str, Any]]) -> None:
         "live rows": "mean_live_rows", "1st token ms": "first_token_ms",
     }  # fmt: skip
     titles = "".join(f"{title:>13}" for title in columns)
-    print(f"{'variant':<{width}}{titles}   ratio to {first.name} (median, spread)")
+    terminal.show(f"{'variant':<{width}}{titles}   ratio to {first.name} (median, spread)")
     for variant, row in zip(variants, rows, strict=True):
         base, own = first.record.seconds, variant.record.seconds
         ratios = sorted(one / other for one, other in zip(base, own, strict=True))
         cells = "".join(f"{_cell(row.get(key)):>13}" for key in columns.values())
         spread = f"{statistics.median(ratios):.3f}  [{ratios[0]:.3f}, {ratios[-1]:.3f}]"
         at = " ".join(f"{rate:.2f}" for rate in row.get("accepted_by_position", ()))
-        print(f"{variant.name:<{width}}{cells}   {spread}" + (f"   accepted by position {at}" if at else ""))
+        terminal.show(f"{variant.name:<{width}}{cells}   {spread}" + (f"   accepted by position {at}" if at else ""))
 
 
 def _cell(value: float | None) -> str:

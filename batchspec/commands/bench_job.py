@@ -26,6 +26,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchspec import terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.commands.workloads import COMMON, SHAPES
 from batchspec.compose import compose
@@ -65,7 +66,7 @@ def main(argv: list[str]) -> int:
     facts = measure(args.dir, args.rows)
     if args.tokenizer:
         facts |= tokenizing(Tokenizer(args.tokenizer))
-    print(json.dumps(facts))
+    terminal.show_json(facts)
     return 0
 
 

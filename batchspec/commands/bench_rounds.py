@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from batchspec import terminal
 from batchspec.commands.bench_engines import Bench, Way, ways
 from batchspec.commands.bench_variants import Record, clock
 from batchspec.commands.profile import PROFILED_ROUNDS, profile_calls
@@ -45,7 +46,7 @@ def check(args: argparse.Namespace) -> None:
 def time_rounds(bench: Bench) -> list[tuple[Way, dict[str, Any], Record]]:
     """A row of figures for each variant, and its profile with --profile; prints them as they come."""
     found = []
-    print(f"{'variant':<32}{'us/round':>12}{'no row live':>14}{'accept len':>12}{'tok/s':>12}")
+    terminal.show(f"{'variant':<32}{'us/round':>12}{'no row live':>14}{'accept len':>12}{'tok/s':>12}")
     for way in ways(bench.args):
         record = Record()
         row = _time(bench, way, record)
@@ -55,7 +56,7 @@ def time_rounds(bench: Bench) -> list[tuple[Way, dict[str, Any], Record]]:
         figures = (
             f"{row['round_us']:>12,.1f}{row['dead_rows_us']:>14,.1f}{row['mean_acceptance_length']:>12.3f}{row['tok_s']:>12,.1f}"
         )
-        print(f"{way.name:<32}{figures}", flush=True)
+        terminal.show(f"{way.name:<32}{figures}")
         found.append((way, row, record))
     return found
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from batchspec import __version__
+from batchspec import __version__, terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.cache.flash import SHORT, flashinfer
 from batchspec.commands.bench_engines import DRAFT_VOCAB, USUAL_DRAFT_VOCAB
@@ -37,21 +37,23 @@ def main(argv: list[str]) -> int:
         judge_head(find_model(args.draft_path, key="--draft-path"), spec)
         folders = (resolve_model(args.model, key="MODEL"), resolve_model(args.draft_path, key="--draft-path"))
         found = probe(args.model, folders, args.probe, num_rows=args.rows, num_tokens=args.tokens, contexts=wanted_lengths)
-        print("\n".join(lines_of(found)))
+        terminal.show("\n".join(lines_of(found)))
         return 0
     wanted = [] if args.model is None else _products(args)
     if not torch.cuda.is_available():
         if args.tune:
             raise ConfigError("doctor --tune times matrix products on a GPU, and torch sees none on this machine; leave it out")
         free_gb = free_memory(torch.device("cpu")) / 1e9
-        print(f"no GPU that torch {torch.__version__} sees: jobs run on the CPU, which has {free_gb:,.1f} GB of memory free")
+        terminal.show(
+            f"no GPU that torch {torch.__version__} sees: jobs run on the CPU, which has {free_gb:,.1f} GB of memory free"
+        )
         return 0
     device = torch.device("cuda", torch.cuda.current_device())
     if args.tune:
         path = save(tune(wanted, device), torch.cuda.get_device_name(device), args.out)
-        print(f"{len(wanted)} products written to {path}")
+        terminal.show(f"{len(wanted)} products written to {path}")
     else:
-        print("\n".join(_report(args, device, wanted)))
+        terminal.show("\n".join(_report(args, device, wanted)))
     return 0
 
 
@@ -127,7 +129,8 @@ def _report(args: argparse.Namespace, device: torch.device, wanted: list[Product
         f"versions  python {platform.python_version()}, " + ", ".join(f"{name} {found}" for name, found in versions().items()),
         f"prefill   attention by torch up to {SHORT:,} keys a row, by FlashInfer above"
         if flashinfer() is not None
-        else f"prefill   attention by torch, slower above {SHORT:,} keys: FlashInfer is missing; pip install 'batchspec[gpu]'",
+        else f"prefill   attention by torch, slower above {SHORT:,} keys: FlashInfer is missing; "
+        "pip install 'flashinfer-python>=0.6.13'",
         f"products  {len(tuned)} tuned for this card"
         if tuned
         else "products  none tuned for this card: all by cuBLAS, none fused; batchspec doctor --tune MODEL times them",

@@ -1,8 +1,10 @@
-"""`batchspec export`: a job's output as JSON lines for training or as OpenAI's batch responses, and OpenAI's requests as input.
+"""`batchspec export`: a job's output for training or as OpenAI's batch responses, and OpenAI's requests as input.
 
-chat               {"messages": [...]}: the prompt's turns and the answer
-prompt_completion  {"prompt": [turns], "completion": [the answer's turn]}, as TRL's trainers take it
-openai             a line a request, its samples as choices; rows without a completion as `error`
+chat               {"messages": [...]}: the prompt's turns and the answer; .jsonl or .parquet
+prompt_completion  {"prompt": [turns], "completion": [the answer's turn]}; .jsonl or .parquet
+openai             a line a request, its samples as choices; rows without a completion as `error`; .jsonl
+
+TRL's trainers take chat and prompt_completion as they are: a row has one format, all of it lists of turns, and status ok.
 
 Shard by shard, so that the size of the job does not matter; the file gets its name when it is complete.
 """
@@ -12,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchspec import terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.errors import ConfigError, InputError, OutputError
 from batchspec.io.openai import COLUMNS, Line, parse_request, response_line
@@ -32,6 +34,10 @@ from batchspec.io.shards import OutputFolder
 from batchspec.io.store import scanning, storing
 
 FORMATS = ("chat", "prompt_completion", "openai")
+SUFFIXES = {
+    "chat": (".jsonl", ".parquet"), "prompt_completion": (".jsonl", ".parquet"), "openai": (".jsonl",),
+    "openai's requests": (".parquet",),
+}  # fmt: skip
 STATUSES = ("ok", "truncated", "error", "skipped", "cancelled")
 GROUP_ROWS = 8192
 
@@ -39,7 +45,7 @@ GROUP_ROWS = 8192
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the file and say what is in it and what is not. Raises OutputError, InputError, ConfigError, StorageError."""
     parser = ArgumentParser(prog="batchspec export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", metavar="OUT FILE", nargs="+", help="output folder and FILE.jsonl; or, alone, OUT.parquet")
+    parser.add_argument("paths", metavar="OUT FILE", nargs="+", help="output folder and FILE to write; or, alone, OUT.parquet")
     parser.add_argument("--to", choices=FORMATS, help="what to write the job's output as")
     parser.add_argument("--from-openai", metavar="FILE.jsonl", type=Path, help="requests to write as a batchspec input")
     parser.add_argument("--status", help=f"rows to write, comma-separated, of {', '.join(STATUSES)}; openai: all, else ok")
@@ -49,16 +55,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     source, paths = args.from_openai, args.paths
     if (args.to is None) == (source is None) or len(paths) != (2 if source is None else 1):
         parser.error("give OUT --to FORMAT FILE.jsonl, or --from-openai FILE.jsonl OUT.parquet")
-    target = target_file(paths[-1], args.overwrite)
+    form = "openai's requests" if source is not None else args.to
+    target = target_file(paths[-1], args.overwrite, SUFFIXES[form], form)
     if source is not None:
-        print(from_openai(source, target, args.drop))
+        terminal.show_line(from_openai(source, target, args.drop))
     else:
-        print(export(OutputFolder(paths[0]), target, args.to, _statuses(args.status, args.to)))
+        terminal.show_line(export(OutputFolder(paths[0]), target, args.to, _statuses(args.status, args.to)))
     return 0
 
 
-def target_file(name: str, overwrite: bool) -> Path:
-    """The file to write. Raises OutputError where it cannot be one, or would replace another."""
+def target_file(name: str, overwrite: bool, suffixes: Sequence[str], form: str) -> Path:
+    """The file to write. Raises OutputError where it cannot be one, would replace another, or ends with none of the suffixes."""
     if "://" in name:
         raise OutputError(f"{name}: export writes a local file; give a path, and copy the file where you need it")
     target = Path(name)
@@ -67,6 +74,8 @@ def target_file(name: str, overwrite: bool) -> Path:
         raise OutputError(f"{name} {what}; give the name of a file in a folder that exists")
     if target.exists() and not overwrite:
         raise OutputError(f"{name} exists; give another name, or --overwrite to replace it")
+    if target.suffix not in suffixes:
+        raise OutputError(f"{name}: {form} is written as {' or '.join(suffixes)}; give a file name that ends so")
     return target
 
 
@@ -101,11 +110,18 @@ def export(output: OutputFolder, target: Path, form: str, statuses: set[str]) ->
         lines = (response_line(list(samples), model) for _, samples in groupby(rows, itemgetter("row_index")))
     else:
         lines = (_training_line(row, form, whole=kept == "full") for row in rows)
-    count = _write_lines(lines, target)
+    if target.suffix == ".parquet":
+        with scanning(output.path):
+            turns = output.scan(done[:1]).select("messages").head(0).collect().to_arrow().schema.field("messages").type
+        names = ("messages",) if form == "chat" else ("prompt", "completion")
+        count = _write_rows(lines, target, pa.schema([(name, turns) for name in names]))
+    else:
+        count = _write_lines(lines, target)
     if len(done) < output.num_shards:
-        print(f"{len(done)} of {output.num_shards} shards are committed: the rest is not in the file", file=sys.stderr)
+        terminal.say(f"{len(done)} of {output.num_shards} shards are committed: the rest is not in the file")
     missing = ", ".join(f"{number:,} {status}" for status, number in sorted(left_out.items()) if number)
-    return f"{target}: {count:,} lines" + (f"; rows left out: {missing}" if missing else "")
+    what = "rows" if target.suffix == ".parquet" else "lines"
+    return f"{target}: {count:,} {what}" + (f"; rows left out: {missing}" if missing else "")
 
 
 def _rows(output: OutputFolder, shards: list[int], form: str) -> Iterator[Line]:
@@ -136,10 +152,7 @@ def from_openai(source: Path, target: Path, drop: Sequence[str] = ()) -> str:
     if not count:
         raise InputError(f"{source}: no request in it; give a file of OpenAI's batch requests")
     schema = pa.schema([(name, kind) for name, kind in COLUMNS.items() if name in used])
-    rows = _requests(source, drop)
-    with _finished(target) as path, pq.ParquetWriter(path, schema, compression="zstd") as writer:
-        while group := list(islice(rows, GROUP_ROWS)):
-            writer.write_table(pa.Table.from_pylist(group, schema))
+    _write_rows(_requests(source, drop), target, schema)
     return f"{target}: {count:,} rows with {', '.join(schema.names)}; run it with input.path={target}"
 
 
@@ -152,6 +165,15 @@ def _requests(source: Path, drop: Sequence[str]) -> Iterator[dict[str, Any]]:
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise InputError(f"{source}: cannot be read ({why}); give a file of JSON lines in UTF-8") from error
+
+
+def _write_rows(rows: Iterator[dict[str, Any]], target: Path, schema: pa.Schema) -> int:
+    count = 0
+    with _finished(target) as path, pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        while group := list(islice(rows, GROUP_ROWS)):
+            writer.write_table(pa.Table.from_pylist(group, schema))
+            count += len(group)
+    return count
 
 
 def _write_lines(lines: Iterator[dict[str, Any]], target: Path) -> int:

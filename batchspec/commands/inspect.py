@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import polars as pl
 
+from batchspec import terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.errors import OutputError
 from batchspec.io.folder import part_name
@@ -16,10 +16,13 @@ from batchspec.io.manifest import Manifest
 from batchspec.io.reader import locate
 from batchspec.io.shards import OutputFolder
 from batchspec.io.store import scanning
+from batchspec.text import one_line
 
 Row = Mapping[str, Any]
 
 NUM_NEAREST = 5
+FACT_CHARS = 10_000
+"""Of a copied column; whatever is longer is in the Parquet file."""
 SHOWN_APART = {
     "request_id", "row_index", "sample_index", "status", "messages", "completion", "reasoning", "prompt_ids", "token_ids",
     "logprobs", "top_logprobs", "usage", "error", "spec_decode", "perf",
@@ -34,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("id", metavar="ID", help="request_id")
     parser.add_argument("--sample", type=int, default=0, metavar="N", help="which of its samples, from 0")
     args = parser.parse_args(argv)
-    print(inspect(OutputFolder(args.out), args.id, args.sample))
+    terminal.show(inspect(OutputFolder(args.out), args.id, args.sample))
     return 0
 
 
@@ -82,10 +85,10 @@ def _blocks(row: Row, samples: list[int], where: str, manifest: Manifest) -> Ite
     if prompt and row["completion"] is not None and manifest.config.get("output", {}).get("messages", "full") == "full":
         prompt.pop()
     for turn in prompt:
-        yield f"{printable(turn['role'])}\n{_indented(turn['content'])}"
+        yield f"{one_line(turn['role'])}\n{terminal.indented(turn['content'])}"
     for name in ("reasoning", "completion"):
         if row[name] is not None:
-            yield f"{name}\n{_indented(row[name])}"
+            yield f"{name}\n{terminal.indented(row[name])}"
     if row["spec_decode"] is not None:
         yield _speculation(row["spec_decode"])
     if row["perf"] is not None:
@@ -128,22 +131,7 @@ def _speculation(spec: Row) -> str:
 
 
 def _listed(facts: Mapping[str, object], indent: str = "") -> str:
-    width = max(map(len, facts))
-    return "\n".join(f"{indent}{name:<{width}}  {_one_line(value)}" for name, value in facts.items())
-
-
-def _one_line(value: object) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return printable(text).replace("\n", "\\n")
-
-
-def _indented(text: str | None) -> str:
-    return "\n".join(f"  {line}" for line in printable(text or "").split("\n"))
-
-
-def printable(text: str) -> str:
-    """The text with control characters written out: what a model wrote must not steer a terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+    return "\n".join(terminal.facts(facts, indent=indent, limit=FACT_CHARS))
 
 
 def _number(value: object) -> object:

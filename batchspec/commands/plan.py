@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from batchspec import terminal
 from batchspec.compose import launch
 from batchspec.config import RunConfig
 from batchspec.drafters import draft_kv_width, tree_shape
@@ -17,6 +18,7 @@ from batchspec.packing.predict import SHORT_TOKENS
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, open_job, plan_batch
 from batchspec.records import Ids, PackedBatch
+from batchspec.text import MESSAGE_CHARS, one_line
 
 SAMPLE_ROWS = 10_000
 SHARD_ROWS = 500
@@ -31,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     """Hydra overrides as for `run`, and `--full` to tokenise every row; returns the exit code."""
     full = "--full" in argv
     overrides = [item for item in argv if item != "--full"]
-    return launch(lambda config: print(plan(config, full=full).text()), overrides, require=("model.path", "input.path"))
+    return launch(lambda config: terminal.show(plan(config, full=full).text()), overrides, require=("model.path", "input.path"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +52,15 @@ class Plan:
 
     def _input(self) -> list[str]:
         files, rows, read = self.job.source.files, self.job.source.num_rows, self.survey.num_rows
-        name = files[0].name if len(files) == 1 else f"{len(files):,} files"
+        name = one_line(files[0].name) if len(files) == 1 else f"{len(files):,} files"
         lines = [
             f"input        {rows:,} rows in {name}, {_bytes(sum(file.size_bytes for file in files))}; "
             + ("all read" if read == rows else f"{read:,} read, `--full` reads all"),
             f"completions  {self.num_completions:,}{'' if read == rows else ' (estimated)'}",
             f"bad rows     {self.survey.num_bad:,} of {read:,}",
         ]
-        return lines + [f"  {code:<15}{count:>7,}  {example}" for code, (count, example) in sorted(self.survey.bad.items())]
+        bad = ((code, count, one_line(example, MESSAGE_CHARS)) for code, (count, example) in sorted(self.survey.bad.items()))
+        return lines + [f"  {code:<15}{count:>7,}  {example}" for code, count, example in bad]
 
     def _lengths(self) -> list[str]:
         lengths = self.survey.lengths("prompt_tokens")

@@ -24,6 +24,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchspec import terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.commands.export import target_file
 from batchspec.config import InputConfig
@@ -52,11 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if (args.model is None) == (args.output is None) or sum(map(bool, (args.behind, args.texts, args.output))) > 1:
         parser.error("give --open MODEL [--behind OUT or --texts N], or --from OUT")
-    target = target_file(args.file, args.overwrite)
+    target = target_file(args.file, args.overwrite, (".parquet",), "a file of prompts")
     if args.output is None:
-        print(_open(args.model, args.rows, args.texts, args.tasks, args.behind, target))
+        terminal.show_line(_open(args.model, args.rows, args.texts, args.tasks, args.behind, target))
     else:
-        print(_collect(args.output, target))
+        terminal.show_line(_collect(args.output, target))
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from batchspec import terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.io.shards import OutputFolder
 from batchspec.report.page import write_report
@@ -17,5 +18,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     output = OutputFolder(args.out)
     write_report(output, args.by)
-    print(f"{output.path}/report.html")
+    terminal.show_line(f"{output.path}/report.html")
     return 0

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 
+from batchspec import terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.report.stats import Acceptance, Extreme, JobStats, job_stats
+from batchspec.text import one_line
 
 MAX_GROUPS = 20
 
@@ -20,7 +21,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
     stats = job_stats(args.out, args.by)
-    print(json.dumps(asdict(stats), indent=1) if args.json else render(stats, args.by))
+    if args.json:
+        terminal.show_json(asdict(stats), indent=1)
+    else:
+        terminal.show(render(stats, args.by))
     return 0
 
 
@@ -63,8 +67,7 @@ def _facts(stats: JobStats) -> str:
             f"(mean over requests {_number(every.mean_length_over_requests)})",
             "acceptance rate": f"{_number(every.acceptance_rate)} (mean over requests {_number(every.mean_rate_over_requests)})",
         }
-    width = max(len(name) for name in facts)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in facts.items())
+    return "\n".join(terminal.facts(facts))
 
 
 def _listed(counts: Mapping[str, int]) -> str:
@@ -87,14 +90,7 @@ def _extremes(title: str, rows: Sequence[Extreme]) -> str:
 
 
 def _table(title: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Columns as wide as their widest cell: the first to the left, numbers to the right."""
-    cells = [list(header), *([str(cell) for cell in row] for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    lines = [title]
-    for first, *rest in cells:
-        line = "  ".join([first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))])
-        lines.append(f"  {line}".rstrip())
-    return "\n".join(lines)
+    return "\n".join([one_line(title), *terminal.table([header, *rows])])
 
 
 def _number(value: float | None) -> str:

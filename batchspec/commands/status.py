@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections import Counter
@@ -10,11 +9,12 @@ from collections.abc import Iterator, Sequence
 
 from tqdm import tqdm
 
+from batchspec import terminal
 from batchspec.arguments import ArgumentParser
-from batchspec.commands.inspect import printable
 from batchspec.io.progress import BEAT_S
 from batchspec.io.shards import OutputFolder
 from batchspec.report.status import JobStatus, RunStatus, Watcher
+from batchspec.text import MESSAGE_CHARS, one_line
 
 MAX_LIVING = 40
 MAX_ENDED = 8
@@ -36,8 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         while True:
             status = watcher.look()
-            text = json.dumps(status.to_dict(), indent=None if args.watch else 1) if args.json else render(status)
-            print(f"\x1b[H\x1b[2J{text}" if screen else text, flush=True)
+            if screen:
+                terminal.clear_screen()
+            if args.json:
+                terminal.show_json(status.to_dict(), indent=None if args.watch else 1)
+            else:
+                terminal.show(render(status))
             if args.watch is None or status.state == "complete":
                 return 0
             time.sleep(args.watch)
@@ -48,12 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def render(status: JobStatus) -> str:
     """The status as plain text."""
     if status.state == "not begun":
-        return f"{status.path}: not begun; a run makes its output folder when it has loaded the model"
-    lines = [f"{status.path}: {status.state}", *_facts(status)]
+        return f"{one_line(status.path)}: not begun; a run makes its output folder when it has loaded the model"
+    lines = [f"{one_line(status.path)}: {status.state}", *_facts(status)]
     living = [each for each in status.runs if each.lives]
     ended = [each for each in status.runs if not each.lives]
     if living:
-        lines += ["", *_table([HEADER, *map(_line, living[:MAX_LIVING])])]
+        lines += ["", *terminal.table([HEADER, *map(_line, living[:MAX_LIVING])], left=2)]
         if len(living) > MAX_LIVING:
             lines.append(f"... and {len(living) - MAX_LIVING} more runs (--json shows all)")
     if ended:
@@ -65,12 +69,9 @@ def render(status: JobStatus) -> str:
 
 
 def _facts(status: JobStatus) -> Iterator[str]:
-    share = status.completions / status.completions_total if status.completions_total else 1.0
-    if status.state != "complete":
-        share = min(share, 0.999)  # completions are an estimate where a row may have several
     living = [each for each in status.runs if each.lives]
     rows = f"{status.rows:,} of {status.rows_total:,} rows"
-    yield f"  {share:.1%} done, {status.shards:,} of {status.shards_total:,} shards committed ({rows})"
+    yield f"  {status.share:.1%} done, {status.shards:,} of {status.shards_total:,} shards committed ({rows})"
     length = status.mean_acceptance_length
     if living:
         left = "unknown" if status.left_s is None else tqdm.format_interval(status.left_s)
@@ -79,13 +80,13 @@ def _facts(status: JobStatus) -> Iterator[str]:
         yield f"  {status.tok_s:,.0f} tok/s by {_count(len(living), 'run')}, time left {left}"
     yield f"  {status.tokens:,} tokens" + ("" if length is None else f", mean acceptance length {length:.2f}")
     if status.errors:
-        yield f"  {_count(status.errors, 'error row')}; batchspec stats {status.path} counts them by code"
+        yield f"  {_count(status.errors, 'error row')}; batchspec stats {one_line(status.path)} counts them by code"
     slow = [each for each in living if each.straggler]
     if slow:
-        yield f"  stragglers, less than half as fast as the others: {', '.join(printable(each.run.name) for each in slow)}"
+        yield f"  stragglers, less than half as fast as the others: {', '.join(one_line(each.run.name) for each in slow)}"
     for each in living:
         if each.state == "stuck":
-            yield f"  stuck: {printable(each.run.name)} has had no round for {_ago(each.run.quiet_s)}; look at its log"
+            yield f"  stuck: {one_line(each.run.name)} has had no round for {_ago(each.run.quiet_s)}; look at its log"
     if status.stale_claims:
         shards = ", ".join(map(str, list(status.stale_claims)[:10])) + (", ..." if len(status.stale_claims) > 10 else "")
         todo = "another run takes them up" if living else "the next run takes them up"
@@ -102,7 +103,7 @@ def _line(each: RunStatus) -> tuple[str, ...]:
     state = "straggler" if each.straggler else each.state
     rows = f"{run.live_rows} of {run.slots}"
     counts = (f"{run.shards:,}", f"{len(each.shards):,}", f"{run.completions:,}", f"{run.tok_s:,.0f}")
-    return (printable(run.name), state, *counts, length, rows, f"{_ago(each.age_s)} ago")
+    return (run.name, state, *counts, length, rows, f"{_ago(each.age_s)} ago")
 
 
 def _end(each: RunStatus) -> str:
@@ -112,8 +113,8 @@ def _end(each: RunStatus) -> str:
         "silent": "no sign of life: killed, crashed, or cut off",
     }.get(each.state, run.said)
     made = f"{_count(run.shards, 'shard')}, {_count(run.completions, 'completion')}"
-    line = f"  {printable(each.run.name)}  {each.state} {_ago(each.age_s)} ago, {made}"
-    return line + (f": {printable(' '.join(said.split()))}" if said else "")
+    line = f"  {one_line(each.run.name)}  {each.state} {_ago(each.age_s)} ago, {made}"
+    return line + (f": {one_line(' '.join(said.split()), MESSAGE_CHARS)}" if said else "")
 
 
 def _ago(seconds: float) -> str:
@@ -122,11 +123,3 @@ def _ago(seconds: float) -> str:
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
-    for row in rows:
-        left = "  ".join(cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True))
-        right = "  ".join(cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True))
-        yield f"  {left}  {right}".rstrip()

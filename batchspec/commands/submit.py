@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from batchspec import terminal
 from batchspec.compose import launch
 from batchspec.config import ClusterConfig, RunConfig
 from batchspec.errors import ConfigError
@@ -34,9 +35,9 @@ def main(argv: Sequence[str]) -> int:
 
             open_job(config, fetch=False, here=False)
         command = sbatch_line(config.cluster, overrides)
-        print(shlex.join(command))
+        terminal.show(shlex.join(command))
         if go:
-            print(submitted(command, config))
+            terminal.show_line(submitted(command, config))
 
     return launch(submit, overrides, require=("model.path", "input.path", "output.dir"))
 

@@ -6,7 +6,6 @@ The same command again goes on with a training that was stopped or killed. Keys 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from hashlib import sha256
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from batchspec import terminal
 from batchspec.compose import composed
 from batchspec.config import InputConfig
 from batchspec.draft.formats import HeadSpec
@@ -40,8 +40,8 @@ from batchspec.work.signals import ending
 def main(argv: Sequence[str]) -> int:
     """Hydra overrides; returns the exit code. Raises BatchspecError in one line for whatever is wrong, or Interrupted."""
     if {"-h", "--help"} & set(argv):
-        print(f"{__doc__.strip()}\n\nKeys and their defaults:\n")
-        print("\n".join(_keys(TrainRun())))
+        terminal.show(f"{__doc__.strip()}\n\nKeys and their defaults:\n")
+        terminal.show("\n".join(_keys(TrainRun())))
         return 0
     run = composed("train", argv, schema=TrainRun)
     check_training(run)
@@ -199,4 +199,4 @@ def _facts(run: TrainRun, spec: ModelSpec, folder: Path, sources: list[Source]) 
 
 
 def _say(line: str) -> None:
-    print(f"batchspec: {line}", file=sys.stderr, flush=True)
+    terminal.say(f"batchspec: {line}")

@@ -18,6 +18,7 @@ import polars as pl
 import torch
 from torch import Tensor
 
+from batchspec import terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.config import DraftConfig
 from batchspec.decode.engine import Engine
@@ -32,6 +33,7 @@ from batchspec.packing.planner import PAGE_SIZE
 from batchspec.prepare import Job, job_fingerprint, make_engine, open_job, survey_first
 from batchspec.records import Request
 from batchspec.report.progress import Progress
+from batchspec.text import MESSAGE_CHARS, one_line
 from batchspec.typed import from_dict
 
 
@@ -63,11 +65,12 @@ def main(argv: list[str]) -> int:
     checked, differences = verify(args.out, args.rows, dtype=args.dtype, device=args.device)
     for d in differences:
         gap = "-" if d.gap is None else f"{d.gap:.3g}"
-        where = f"{d.request_id} sample {d.sample_index} token {d.place}"
-        print(f"{where}: {d.written} in the output, {d.plain} by plain decoding, score gap {gap}")
-    print(f"{checked} completions decoded again alone and without speculation: {len(differences)} differ")
+        where = f"{one_line(d.request_id)} sample {d.sample_index} token {d.place}"
+        terminal.show(f"{where}: {d.written} in the output, {d.plain} by plain decoding, score gap {gap}")
+    terminal.show(f"{checked} completions decoded again alone and without speculation: {len(differences)} differ")
     if differences:
-        print("a gap up to the rounding of the logits (about 1e-4 in float32, 0.1 in bfloat16) is a tie that fell the other way")
+        rounding = "about 1e-4 in float32, 0.1 in bfloat16"
+        terminal.show(f"a gap up to the rounding of the logits ({rounding}) is a tie that fell the other way")
     return 1 if differences else 0
 
 
@@ -81,7 +84,8 @@ def check_files(out: str | Path) -> int:
     """Name every damaged file of a job; the exit code."""
     output = OutputFolder(out)
     damage = list(output.damage())
-    print(*damage, f"{len(output.committed())} files compared with their checksums: {len(damage)} are damaged", sep="\n")
+    summary = f"{len(output.committed())} files compared with their checksums: {len(damage)} are damaged"
+    terminal.show("\n".join([*(one_line(line, MESSAGE_CHARS) for line in damage), summary]))
     return StorageError.exit_code if damage else 0
 
 

@@ -30,14 +30,23 @@ class EngineTotals:
     accepted: int = 0
     drafted: int = 0
     prefill_tokens: int = 0
+    prefill_s: float = 0.0
+    """Of prefill passes, from the beginning of a group to its last result."""
     cached_tokens: int = 0
     set_back: int = 0
     live_rows: int = 0
+    _group: object = None
+    """When the group of the latest prefill result began: its passes share that moment."""
+    _group_s: float = 0.0
 
     def add(self, launched: Launched, lines: NDArray[np.int32]) -> None:
         """A result that has arrived, with the lines of its log."""
         self.tokens += int(lines[:, 2].sum())
-        if not launched.is_prefill:
+        if launched.began is not None:
+            seconds = launched.seconds_since(launched.began)
+            self.prefill_s += seconds - (self._group_s if launched.began is self._group else 0.0)
+            self._group, self._group_s = launched.began, seconds
+        else:
             self.row_rounds += len(lines)
             self.accepted += int(lines[:, 0].sum())
             self.drafted += int(lines[:, 1].sum())

@@ -42,7 +42,7 @@ def settings() -> Settings:
         import botocore.exceptions
         import botocore.session
     except ImportError:
-        raise ConfigError("s3:// paths need boto3, which is not installed; pip install 'batchspec[s3]'") from None
+        raise ConfigError("s3:// paths need boto3, which is not installed; pip install 'boto3>=1.36'") from None
     try:
         profile = botocore.session.get_session().get_scoped_config()
     except botocore.exceptions.BotoCoreError as error:

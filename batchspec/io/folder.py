@@ -19,11 +19,18 @@ from batchspec.io.reader import InputFile
 from batchspec.io.store import Store
 
 TMP = "_batchspec/tmp"
+MANY_SHARDS = 2048
+MAX_SHARD_ROWS = 8192
 
 
 def default_shard_rows(num_rows: int) -> int:
-    """Rows a shard when output.shard_rows is not set: depends on the input alone, so that every run cuts alike."""
-    return min(max(num_rows // 256, 16), 512)
+    """Rows a shard when output.shard_rows is not set: depends on the input alone, so that every run cuts alike.
+
+    Shards grow with the input: up to a million rows to 512, then so that there are about MANY_SHARDS of them, up to
+    MAX_SHARD_ROWS, which a run holds in memory several at a time. A kill does not cost a shard: its finished rows are journaled.
+    """
+    few = min(max(num_rows // 256, 16), 512)
+    return max(few, min(-(-num_rows // MANY_SHARDS), MAX_SHARD_ROWS))
 
 
 def part_name(index: int) -> str:

@@ -26,6 +26,8 @@ from batchspec.io.claims import whoami
 from batchspec.io.store import Store
 
 FOLDER = "_batchspec/progress"
+FIRST_BEAT_S = 1.0
+"""Doubled up to one of the next two: a short job is seen too."""
 BEAT_S = 10.0
 REMOTE_BEAT_S = 30.0
 """On S3: 120 PUTs an hour for each run."""
@@ -147,7 +149,7 @@ class ProgressFiles:
 
 
 class Beacon:
-    """Writes a run's progress file every `files.beat_s` seconds while the block lasts, and how the block ended.
+    """Writes a run's progress file while the block lasts, soon at first, then every `files.beat_s` s, and how it ended.
 
     From a thread of its own: a slow store delays no round, and a run that is stuck still says so (`quiet_s`).
 
@@ -172,13 +174,15 @@ class Beacon:
         self._thread.join(LAST_WORD_S)
 
     def _beat(self) -> None:
+        wait_s = min(FIRST_BEAT_S, self._files.beat_s)
         while True:
             over = self._over.is_set()
             with suppress(BatchspecError):  # no status is worth a job; the next beat says it all again
                 self._files.write({**self._who, "at": round(time.time(), 3), **self._facts(), **self._last_word})
             if over:
                 return
-            self._over.wait(self._files.beat_s)
+            self._over.wait(wait_s)
+            wait_s = min(2 * wait_s, self._files.beat_s)
 
 
 def _job() -> str:

@@ -177,6 +177,10 @@ class OutputFolder(JobFolder):
         """Whether the card was written, since the latest retry if there was one."""
         return self._store.exists("README.md") and (self.generation is None or self._generations.has_card(self.generation))
 
+    def card(self) -> bytes:
+        """README.md as it is. Raises StorageError."""
+        return self._store.read("README.md")
+
     def finish(self, card: str) -> None:
         """Write the dataset card, README.md. Raises as `check_own` does."""
         self.check_own()

@@ -18,7 +18,7 @@ try:
     from gguf import GGUFReader
     from gguf.quants import dequantize
 except ImportError:
-    raise CheckpointError("model.path=smollm2-135m needs the package gguf; install it: pip install 'batchspec[demo]'") from None
+    raise CheckpointError("model.path=smollm2-135m needs the package gguf; install it: pip install 'gguf>=0.17'") from None
 
 _CONTROL = 3  # gguf.TokenType.CONTROL
 _NAMES = {

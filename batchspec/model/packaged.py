@@ -14,6 +14,7 @@ import zipfile
 from hashlib import file_digest
 from pathlib import Path
 
+from batchspec import terminal
 from batchspec.errors import CheckpointError
 
 NAME = "smollm2-135m"
@@ -100,4 +101,4 @@ def _publish(made: Path, folder: Path) -> None:
 
 
 def _say(message: str) -> None:
-    print(f"{NAME}: {message}", file=sys.stderr, flush=True)
+    terminal.say(f"{NAME}: {message}")

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from batchspec.io.manifest import Manifest
+from batchspec.report.about import is_local, last_part, sampling
+from batchspec.report.columns import meaning
 from batchspec.report.stats import JobStats
+from batchspec.text import for_markdown, for_terminal, one_line
 from batchspec.values import literal
 
 CARD = """---
@@ -18,6 +21,7 @@ configs:
   data_files:
   - split: train
     path: data/*.parquet
+license: {license}
 tags:
 - batchspec
 - synthetic
@@ -28,35 +32,85 @@ tags:
 Made by batchspec: one row per completion, in the order of the input.
 
 ```python
-datasets.load_dataset("FOLDER")  # this folder; or polars.read_parquet("FOLDER/data")
+rows = datasets.load_dataset("FOLDER", split="train")  # this folder; or polars.read_parquet("FOLDER/data")
 ```
 
 {facts}
 
+## Columns
+
+{columns}
+{training}
 ## Run it again
 
-Save this as `mine/job/again.yaml` and run `python -m batchspec.run --config-dir mine +job=again`.
+Save this as `mine/job/again.yaml` and run `{command}`.
 
-```yaml
+{fence}yaml
 # @package _global_
 {config}
+{fence}
+"""
+
+TRAINING = """
+## Train on it
+
+`data/` holds every row, also those cut off and those in error. Give a trainer the rows with status `ok` and one format of them:
+TRL takes the list `messages` and the text `completion` for two formats where both are there.
+"""
+MESSAGES = """
+```python
+rows = rows.filter(lambda status: status == "ok", input_columns="status").select_columns(["messages"])
+trainer = trl.SFTTrainer(model, train_dataset=rows)
 ```
 """
+EXPORT = """
+`batchspec export FOLDER --to prompt_completion train.parquet` writes such rows as `prompt` and `completion`, both lists of turns:
+TRL then computes the loss on the completion alone.
+"""
+
+PATHS = ("model.path", "model.chat_template", "draft.path", "input.path", "output.dir")
+UNLICENSED = "not stated; the model's licence and the prompts' decide"
 
 
 def dataset_card(manifest: Manifest, stats: JobStats) -> str:
-    """The card of a job, in Markdown; its front matter points datasets.load_dataset at data/."""
-    config = manifest.config
-    model, decode = config.get("model", {}), config.get("decode", {})
-    sampling = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "seed", "n", "max_new_tokens")
-    files = ", ".join(f"{file.name} ({file.num_rows:,} rows)" for file in manifest.files[:5])
+    """The card of a job, in Markdown; its front matter points datasets.load_dataset at data/.
+
+    It may be published: of paths on this machine it holds the last part alone.
+    """
+    config, left_out = _without_local_paths(manifest.config)
+    lines = "\n".join(_yaml(config))
+    again = ["python -m batchspec.run --config-dir mine +job=again", *(f"{key}=..." for key in left_out)]
+    model = manifest.config.get("model", {})
+    kept = manifest.config.get("output", {}).get("messages", "full")
+    columns = ((for_markdown(name), kind, meaning(name)) for name, kind in stats.columns.items())
+    training = {"full": TRAINING + MESSAGES + EXPORT, "prompt": TRAINING + EXPORT}.get(kept, "")
+    card = CARD.format(
+        license=json.dumps(_license(manifest) or "unknown"),
+        model=for_markdown(last_part(model.get("path"))),
+        facts=_table(("", ""), _facts(manifest, stats).items()),
+        columns=_table(("column", "type", "meaning"), columns),
+        training=training,
+        command=" ".join(again),
+        fence="`" * max(3, 1 + max(map(len, re.findall("`+", lines)), default=0)),
+        config=lines,
+    )
+    return for_terminal(card)  # whatever a part forgot to render: no control character gets into the file
+
+
+def _facts(manifest: Manifest, stats: JobStats) -> dict[str, str]:
+    """Name -> Markdown."""
+    model = manifest.config.get("model", {})
+    files = ", ".join(f"{for_markdown(file.name)} ({file.num_rows:,} rows)" for file in manifest.files[:5])
     more = f" and {len(manifest.files) - 5} more" if len(manifest.files) > 5 else ""
+    template = model.get("chat_template")
+    revision = f" at {for_markdown(model['revision'])}" if model.get("revision") else ""
     facts = {
-        "Model": f"`{model.get('path')}`" + (f" at {model['revision']}" if model.get("revision") else ""),
-        "Chat template": f"`{model['chat_template']}`" if model.get("chat_template") else "the checkpoint's own",
-        "Sampling": ", ".join(f"{name} {decode[name]}" for name in sampling if name in decode),
+        "Model": for_markdown(last_part(model.get("path"))) + revision,
+        "Chat template": for_markdown(last_part(template)) if template else "the checkpoint's own",
+        "Sampling": sampling(manifest.config),
         "Source": files + more,
-        "Completions": ", ".join(f"{count:,} {status}" for status, count in stats.by_status.items()),
+        "Licence": for_markdown(_license(manifest)) if _license(manifest) else UNLICENSED,
+        "Completions": ", ".join(f"{count:,} {one_line(status)}" for status, count in stats.by_status.items()),
         "Tokens": f"{stats.prompt_tokens:,} in prompts, {stats.completion_tokens:,} in completions",
         "Drafter": stats.drafter,
     }
@@ -68,8 +122,31 @@ def dataset_card(manifest: Manifest, stats: JobStats) -> str:
         )
         rates = ("-" if position.rate is None else f"{position.rate:.1%}" for position in stats.by_position)
         facts["Acceptance by position"] = ", ".join(rates)
-    listed = "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items())])
-    return CARD.format(model=model.get("path"), facts=listed, config="\n".join(_yaml(config)))
+    return facts
+
+
+def _license(manifest: Manifest) -> str | None:
+    name = manifest.config.get("output", {}).get("license")
+    return None if name is None else str(name)
+
+
+def _table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A Markdown table. Cells are Markdown of one line; a bar would end a cell, in a code span too (GFM, tables)."""
+    rule = "|---" * len(header) + "|"
+    rows = ("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join(["| " + " | ".join(header) + " |", rule, *rows])
+
+
+def _without_local_paths(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The settings without those of PATHS that are places on this machine, and the keys left out."""
+    kept, left_out = {key: dict(value) if isinstance(value, Mapping) else value for key, value in config.items()}, []
+    kept.pop("cluster", None)  # how it was run there, accounts and logs among it, makes no row
+    for key in PATHS:
+        group, name = key.split(".")
+        if is_local(config.get(group, {}).get(name)):
+            del kept[group][name]
+            left_out.append(key)
+    return kept, left_out
 
 
 def _yaml(values: Mapping[str, Any], indent: str = "") -> Iterator[str]:

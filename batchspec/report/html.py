@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from batchspec.text import CELL_CHARS, MESSAGE_CHARS, for_terminal, one_line
+
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Keys of nested mappings joined with dots."""
@@ -20,22 +22,23 @@ def facts(values: Mapping[str, Any]) -> str:
     """A list of names and values, what is no text as JSON."""
 
     def shown(value: Any) -> str:
-        return text(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
+        return line(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str), MESSAGE_CHARS)
 
-    return "<dl>" + "".join(f"<dt>{escape(str(name))}</dt><dd>{shown(value)}</dd>" for name, value in values.items()) + "</dl>"
+    return "<dl>" + "".join(f"<dt>{line(name)}</dt><dd>{shown(value)}</dd>" for name, value in values.items()) + "</dl>"
 
 
-def table(header: Sequence[str], lines: Iterable[Sequence[str]], *, safe: bool = False) -> str:
-    """`safe`: the cells are HTML already."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in header)
-    body = "".join("<tr>" + "".join(f"<td>{cell if safe else text(cell)}</td>" for cell in line) + "</tr>" for line in lines)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+def table(header: Sequence[str], lines: Iterable[Sequence[str]], *, safe: bool = False, texts: bool = False) -> str:
+    """`safe`: the cells are HTML already; `texts`: the last column is text, not numbers."""
+    head = "".join(f"<th>{line(name)}</th>" for name in header)
+    body = "".join("<tr>" + "".join(f"<td>{cell if safe else line(cell)}</td>" for cell in cells) + "</tr>" for cells in lines)
+    kind = ' class="reasons"' if texts else ""
+    return f"<table{kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def figure(title: str, svg: str, said: str) -> str:
     """`said` is HTML."""
-    named = svg.replace('role="img"', f'role="img" aria-label="{escape(title)}"', 1)
-    return f"<figure><h3>{escape(title)}</h3>{named}<figcaption>{said}</figcaption></figure>"
+    named = svg.replace('role="img"', f'role="img" aria-label="{line(title)}"', 1)
+    return f"<figure><h3>{line(title)}</h3>{named}<figcaption>{said}</figcaption></figure>"
 
 
 def grid(parts: Iterable[str]) -> str:
@@ -49,8 +52,13 @@ def key(colour: str, said: str) -> str:
 
 
 def text(raw: str) -> str:
-    """Text as HTML, with control characters, those that turn the direction of writing among them, written out."""
-    return escape("".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in raw))
+    """Text of many lines as HTML, with control characters, those that turn the direction of writing among them, written out."""
+    return escape(for_terminal(raw))
+
+
+def line(raw: object, limit: int = CELL_CHARS) -> str:
+    """A name, an id or a message as HTML: on one line, and cut short."""
+    return escape(one_line(raw, limit))
 
 
 def number(value: float | None) -> str:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from html import escape
 
 from batchspec.errors import ConfigError
 from batchspec.io.manifest import Manifest
 from batchspec.io.shards import OutputFolder
 from batchspec.report import html
+from batchspec.report.about import last_part, sampling, when
 from batchspec.report.requests import Requests, Shown, read_requests
 from batchspec.report.stats import Acceptance, JobStats, job_stats
 from batchspec.report.status import RunStatus, Watcher
 from batchspec.report.style import STYLE
 from batchspec.report.timeline import Course, course, parse_run
+from batchspec.text import MESSAGE_CHARS, for_terminal
 
 MAX_GROUPS = 12
 """Values of a column that are pictured; a table lists more."""
 MAX_LINES = 40
+MAX_CODES = 12
 
 PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -34,7 +36,7 @@ PAGE = """<!DOCTYPE html>
 </body>
 </html>
 """
-NEEDS_EXTRA = "report.html needs matplotlib: pip install 'batchspec[report]', then batchspec report {out}"
+NEEDS_EXTRA = "report.html needs matplotlib: pip install 'matplotlib>=3.9', then batchspec report {out}"
 
 
 def can_draw() -> bool:
@@ -71,19 +73,41 @@ def report_page(
     over_time  what the runs recorded; None where nothing was
     states     what became of every run
     """
-    model = str(manifest.config.get("model", {}).get("path"))
+    model = manifest.config.get("model", {}).get("path")
     body = [
-        f"<header><h1>{escape(model)}: {stats.completions:,} completions</h1>",
-        f'<p class="note">{escape(name)} &middot; drafter {escape(stats.drafter)} &middot; '
-        f"{stats.shards:,} of {stats.shards_total:,} shards</p></header>",
+        f"<header><h1>{html.line(last_part(model))}: {_size(stats)}</h1>",
+        html.facts(_about(manifest, stats, over_time, states, name)) + "</header>",
         _tiles(stats, over_time),
+        *_errors(stats, requests),
         *(_acceptance(stats, by) if stats.drafter != "none" else ()),
         *_over_time(over_time, drafted=stats.drafter != "none"),
         *_outcome(stats, requests),
         *_requests(requests),
         *_settings(manifest, states),
     ]
-    return PAGE.format(title=escape(f"batchspec: {name}"), style=STYLE, body="\n".join(body))
+    # Whatever a part forgot to render: no control character gets onto the page.
+    return for_terminal(PAGE.format(title=html.line(f"batchspec: {name}"), style=STYLE, body="\n".join(body)))
+
+
+def _size(stats: JobStats) -> str:
+    count = stats.completions
+    if count and stats.by_status.get("error", 0) == count:
+        return f"{count:,} row{'s' * (count != 1)}, all of them errors"
+    return f"{count:,} completion{'s' * (count != 1)}"
+
+
+def _about(
+    manifest: Manifest, stats: JobStats, over_time: Course | None, states: Sequence[RunStatus], name: str
+) -> dict[str, str]:
+    model = manifest.config.get("model", {})
+    facts = {
+        "Model": str(model.get("path")) + (f" at {model['revision']}" if model.get("revision") else ""),
+        "Sampling": sampling(manifest.config),
+        "Drafter": stats.drafter,
+        **when(states, over_time),
+        "Output": f"{name}, {stats.shards:,} of {stats.shards_total:,} shards",
+    }
+    return {fact: value for fact, value in facts.items() if value}
 
 
 def _tiles(stats: JobStats, over_time: Course | None) -> str:
@@ -103,6 +127,23 @@ def _tiles(stats: JobStats, over_time: Course | None) -> str:
         del tiles["mean acceptance length"], tiles["draft tokens accepted"]
     cells = (f'<div class="tile"><b>{value}</b><span>{said}</span></div>' for said, value in tiles.items())
     return f'<div class="tiles">{"".join(cells)}</div>'
+
+
+def _errors(stats: JobStats, requests: Requests) -> Iterator[str]:
+    """Error rows by code, the first of each with their reasons."""
+    if not requests.errors:
+        return
+    yield '<h2 id="errors">Error rows</h2>'
+    cards = []
+    for code, count in list(stats.by_error.items())[:MAX_CODES]:
+        rows = requests.errors.get(code, ())
+        lines = [(html.line(row.request_id), f"{row.row_index:,}", html.line(row.message, MESSAGE_CHARS)) for row in rows]
+        more = f" (the first {len(rows)})" if count > len(rows) else ""
+        table = html.table(("request", "row", "reason"), lines, safe=True, texts=True)
+        cards.append(f'<div class="card"><h3>{html.line(code)}: {count:,} row{"s" * (count != 1)}{more}</h3>{table}</div>')
+    yield f'<div class="stack">{"".join(cards)}</div>'
+    if len(stats.by_error) > MAX_CODES:
+        yield f'<p class="note">And {len(stats.by_error) - MAX_CODES} codes more.</p>'
 
 
 def _acceptance(stats: JobStats, by: str | None) -> Iterator[str]:
@@ -131,14 +172,18 @@ def _acceptance(stats: JobStats, by: str | None) -> Iterator[str]:
                 [group.name for group in stats.by_prompt_tokens],
                 [group.mean_acceptance_length for group in stats.by_prompt_tokens],
                 x="prompt tokens",
+                counts=[group.completions for group in stats.by_prompt_tokens],
             ),
-            "Tokens a round, each round counted alike.",
+            "Tokens a round, each round counted alike; completions in brackets.",
         ),
     ]
     if by is not None:
-        groups = {group.name: group.mean_acceptance_length or 0.0 for group in stats.by_column[:MAX_GROUPS]}
+        shown = stats.by_column[:MAX_GROUPS]
+        groups = {group.name: group.mean_acceptance_length or 0.0 for group in shown}
+        counts = [group.completions for group in shown]
         few = f"The {MAX_GROUPS} most frequent of {len(stats.by_column):,} values." if len(stats.by_column) > MAX_GROUPS else ""
-        figures.append(html.figure(f"Acceptance length by {by}", pictures.rows(groups, form=".2f"), f"Tokens a round. {few}"))
+        picture = pictures.rows(groups, form=".2f", counts=counts)
+        figures.append(html.figure(f"Acceptance length by {by}", picture, f"Tokens a round; completions in brackets. {few}"))
     yield "<h2>Acceptance</h2>"
     yield html.grid(figures)
     tables = [_groups("prompt tokens", stats.by_prompt_tokens)]
@@ -167,17 +212,18 @@ def _over_time(over: Course | None, *, drafted: bool) -> Iterator[str]:
         return
     runs = len(over.starts_s)
     joined = f" {runs} runs, the pauses between them cut out; a dotted line marks where one began." if runs > 1 else ""
-    sums = [float(part.sum()) for part in (over.live_rows, over.waiting, over.ending)]
+    sums = [float(part.sum()) for part in (over.live_rows, over.prefill, over.waiting, over.ending)]
     share = [part / (sum(sums) or 1) for part in sums]
     back = f" Rows were set back for want of pages {over.set_back:,} times." if over.set_back else ""
     keys = (
         html.key("first", f"live rows {share[0]:.0%}")
-        + html.key("second", f"waiting for a refill or for pages {share[1]:.0%}")
-        + html.key("third", f"no row left {share[2]:.0%}")
+        + html.key("fourth", f"in prefill {share[1]:.0%}")
+        + html.key("second", f"waiting for a refill or for pages {share[2]:.0%}")
+        + html.key("third", f"no row left {share[3]:.0%}")
     )
     figures = [
         html.figure("Tokens a second", pictures.speed(over), f"Completion tokens.{joined}"),
-        html.figure("Live rows and free slots", pictures.slots(over), keys + back),
+        html.figure("What the slots did", pictures.slots(over), keys + back),
     ]
     if drafted:
         said = html.key("second", "draft tokens a round (K)") + html.key("first", "tokens a round (acceptance length)")
@@ -191,17 +237,16 @@ def _outcome(stats: JobStats, requests: Requests) -> Iterator[str]:
 
     reasons = {f"error: {code}": count for code, count in stats.by_error.items()}
     reasons = {reason: count for reason, count in stats.by_finish_reason.items() if reason != "error"} | reasons
-    said = f"Of {int(requests.output_lens.sum()):,} completions."
+    count = int(requests.output_lens.sum())
+    said = f"Of {count:,} completion{'s' * (count != 1)}."
+    figures = []
+    if count:
+        figures.append(html.figure("Prompt lengths", pictures.histogram(requests.prompt_lens, x="prompt tokens"), said))
+        figures.append(html.figure("Completion lengths", pictures.histogram(requests.output_lens, x="completion tokens"), said))
+    ends = pictures.rows(dict(list(reasons.items())[:MAX_GROUPS]))
+    figures.append(html.figure("Finish reasons", ends, "Completions by what ended them."))
     yield "<h2>Lengths and ends</h2>"
-    yield html.grid(
-        [
-            html.figure("Prompt lengths", pictures.histogram(requests.prompt_lens, x="prompt tokens"), said),
-            html.figure("Completion lengths", pictures.histogram(requests.output_lens, x="completion tokens"), said),
-            html.figure(
-                "Finish reasons", pictures.rows(dict(list(reasons.items())[:MAX_GROUPS])), "Completions by what ended them."
-            ),
-        ]
-    )
+    yield html.grid(figures)
 
 
 def _requests(requests: Requests) -> Iterator[str]:
@@ -232,7 +277,7 @@ def _article(row: Shown) -> str:
     facts = f"{row.prompt_tokens:,} prompt tokens, {row.tokens:,} tokens, {row.finish_reason}{ratio}"
     prompt = "" if row.prompt is None else f'<p class="note">prompt</p><pre>{html.text(row.prompt)}</pre>'
     return (
-        f'<article class="card" id="{_anchor(row)}"><h3>{_label(row)}</h3><p class="note">{escape(facts)}</p>{prompt}'
+        f'<article class="card" id="{_anchor(row)}"><h3>{_label(row)}</h3><p class="note">{html.line(facts)}</p>{prompt}'
         f'<p class="note">completion</p><pre>{html.text(row.completion)}</pre></article>'
     )
 
@@ -242,7 +287,7 @@ def _anchor(row: Shown) -> str:
 
 
 def _label(row: Shown) -> str:
-    return html.text(row.request_id) + (f" sample {row.sample_index}" if row.sample_index else "")
+    return html.line(row.request_id) + (f" sample {row.sample_index}" if row.sample_index else "")
 
 
 def _settings(manifest: Manifest, states: Sequence[RunStatus]) -> Iterator[str]:
@@ -252,7 +297,7 @@ def _settings(manifest: Manifest, states: Sequence[RunStatus]) -> Iterator[str]:
         cards.append(f'<div class="card"><h3>Made with</h3>{html.facts(manifest.recorded)}</div>')
     yield html.grid(cards)
     yield "<details><summary>Every setting</summary>" + html.grid(
-        f'<div class="card"><h3>{escape(str(group))}</h3>{html.facts(html.flat(values))}</div>'
+        f'<div class="card"><h3>{html.line(group)}</h3>{html.facts(html.flat(values))}</div>'
         for group, values in manifest.config.items()
         if isinstance(values, Mapping) and values
     )

@@ -13,18 +13,23 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from matplotlib.ticker import EngFormatter, MaxNLocator
 from numpy.typing import NDArray
 
 from batchspec.report.timeline import Course
+from batchspec.text import one_line
 
-COLOURS = {"ink": "#010101", "muted": "#010102", "grid": "#010103", "first": "#010104", "second": "#010105", "third": "#010106"}
+COLOURS = {"ink": "#010101", "muted": "#010102", "grid": "#010103", "first": "#010104", "second": "#010105", "third": "#010106",
+           "fourth": "#010107"}  # fmt: skip
 """CSS variable -> its stand-in."""
-INK, MUTED, GRID, FIRST, SECOND, THIRD = COLOURS.values()
+INK, MUTED, GRID, FIRST, SECOND, THIRD, FOURTH = COLOURS.values()
+LABEL_SIZE = 11.0
+"""Of everything written in a picture; the page shows all pictures at one scale."""
 STYLE = {
     "axes.edgecolor": GRID, "axes.facecolor": "none", "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True,
     "axes.labelcolor": MUTED, "axes.spines.left": False, "axes.spines.right": False, "axes.spines.top": False,
-    "figure.facecolor": "none", "font.size": 10.5, "grid.color": GRID, "grid.linewidth": 0.8, "lines.linewidth": 1.6,
+    "figure.facecolor": "none", "font.size": LABEL_SIZE, "grid.color": GRID, "grid.linewidth": 0.8, "lines.linewidth": 1.6,
     "svg.fonttype": "none", "svg.hashsalt": "batchspec", "text.color": MUTED, "xtick.color": MUTED, "ytick.color": MUTED,
     "xtick.major.size": 0, "xtick.major.pad": 5, "ytick.major.size": 0,
 }  # fmt: skip
@@ -33,32 +38,40 @@ LABEL_CHARS = 24
 BINS = 30
 
 
-def bars(names: Sequence[str], values: Sequence[float | None], *, x: str, top: float | None = None, form: str = ".2f") -> str:
-    """Upright bars with their values on top; a value of None has no bar. `top` is the end of the axis."""
-    figure, axes = _figure()
+def bars(
+    names: Sequence[str], values: Sequence[float | None], *, x: str, top: float | None = None, form: str = ".2f",
+    counts: Sequence[int] | None = None,
+) -> str:  # fmt: skip
+    """Upright bars with their values on top; a value of None has no bar. `top` is the end of the axis, `counts` of what each bar
+    is made of are said below its name."""
+    figure, axes = _figure(bottom=0.2 if counts is None else 0.27)
     places = range(len(names))
     axes.bar(places, [value or 0 for value in values], width=0.7, color=FIRST)
     for place, value in zip(places, values, strict=True):
         if value is not None and len(names) <= 12:
-            axes.annotate(f"{value:{form}}", (place, value), (0, 2), textcoords="offset points", ha="center", size=9.5, color=INK)
+            axes.annotate(f"{value:{form}}", (place, value), (0, 2), textcoords="offset points", ha="center", color=INK)
+    empty = max(0, 3 - len(names)) / 2
+    axes.set_xlim(-0.5 - empty, len(names) - 0.5 + empty)
     step = -(-len(names) // 12)
-    axes.set_xticks(places[::step], [_cut(name) for name in names[::step]])
+    below = [""] * len(names) if counts is None else [f"\n({_abbreviated(count)})" for count in counts]
+    axes.set_xticks(places[::step], [_cut(name) + count for name, count in zip(names[::step], below[::step], strict=True)])
     axes.set_ylim(0, top or 1.15 * max([value or 0 for value in values], default=1) or 1)
     axes.set_xlabel(x)
     return _svg(figure)
 
 
-def rows(values: Mapping[str, float], *, form: str = ",.0f") -> str:
-    """Lying bars with their values at the end, the first on top."""
+def rows(values: Mapping[str, float], *, form: str = ",.0f", counts: Sequence[int] | None = None) -> str:
+    """Lying bars with their values, and `counts` of what each is made of, at the end; the first on top."""
     longest = max(len(_cut(name)) for name in [*values, ""])
     figure, axes = _figure(left=min(0.44, 0.05 + 0.0165 * longest), bottom=0.05)
     places = range(len(values))
     axes.barh(places, list(values.values()), height=0.66, color=FIRST)
-    for place, value in zip(places, values.values(), strict=True):
-        axes.annotate(f"{value:{form}}", (value, place), (4, 0), textcoords="offset points", va="center", size=9.5, color=INK)
+    ends = [""] * len(values) if counts is None else [f" ({_abbreviated(count)})" for count in counts]
+    for place, (value, end) in enumerate(zip(values.values(), ends, strict=True)):
+        axes.annotate(f"{value:{form}}{end}", (value, place), (4, 0), textcoords="offset points", va="center", color=INK)
     axes.set_yticks(places, [_cut(name) for name in values])
     axes.set_ylim(max(len(values), 4) - 0.5, -0.5)
-    axes.set_xlim(0, 1.2 * max(values.values(), default=1) or 1)
+    axes.set_xlim(0, (1.2 if counts is None else 1.45) * max(values.values(), default=1) or 1)
     axes.xaxis.set_visible(False)
     axes.grid(False)
     axes.spines["bottom"].set_visible(False)
@@ -71,10 +84,11 @@ def histogram(counts: NDArray[np.int64], *, x: str) -> str:
     used = np.flatnonzero(counts)
     low, high = (int(used[0]), int(used[-1])) if len(used) else (0, 0)
     width = max(1, -(-(high + 1 - low) // BINS))
-    edges = np.arange(low, high + width + 1, width)
+    edges = np.arange(low, high + width + 1, width) - (0.5 if width == 1 else 0.0)  # a length alone lies in the middle of its bar
     axes.hist(np.arange(len(counts)), edges.tolist(), weights=counts, color=FIRST, rwidth=0.9)
-    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-    axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.set_xlim(min(edges[0], low - 2), max(edges[-1], high + 2))
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
+    axes.yaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
     axes.xaxis.set_major_formatter(_short())
     axes.yaxis.set_major_formatter(_short())
     axes.set_xlabel(x)
@@ -92,10 +106,10 @@ def speed(course: Course) -> str:
 
 
 def slots(course: Course) -> str:
-    """What the slots did over time: live, without a row for want of rows, without one though rows were left."""
+    """What the slots did over time: live, in prefill, without a row though rows were left, without one for want of rows."""
     figure, axes = _over_time(course)
     below = np.zeros_like(course.live_rows)
-    for part, colour in ((course.live_rows, FIRST), (course.waiting, SECOND), (course.ending, THIRD)):
+    for part, colour in ((course.live_rows, FIRST), (course.prefill, FOURTH), (course.waiting, SECOND), (course.ending, THIRD)):
         axes.stairs(below + part, _time(course)[0], baseline=below, fill=True, color=colour, lw=0)
         below = below + part
     axes.set_ylim(0, 1.05 * max(float(below.max()), 1e-9))
@@ -141,17 +155,25 @@ def _time(course: Course) -> tuple[NDArray[np.float64], str]:
     return course.edges_s, "seconds"
 
 
+def _abbreviated(count: int) -> str:
+    """9,999 in full, then 12.3k."""
+    return f"{count:,}" if count < 10_000 else str(_short().format_data_short(count)).strip()
+
+
 def _short() -> EngFormatter:
     return EngFormatter(sep="")
 
 
 def _cut(name: str) -> str:
     # matplotlib takes a pair of dollar signs for a formula.
+    name = one_line(name)
     return (name if len(name) <= LABEL_CHARS else name[: LABEL_CHARS - 2] + "..").replace("$", r"\$")
 
 
 def _svg(figure: Figure) -> str:
     """The picture as an svg element that takes the width and the colours of where it stands."""
+    for written in figure.findobj(Text):
+        written.set_fontsize(LABEL_SIZE)
     file = io.StringIO()
     with matplotlib.rc_context(STYLE):  # type: ignore[arg-type,unused-ignore]
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))

@@ -1,18 +1,29 @@
-"""How far a run is: a bar on a terminal, one line every 30 seconds in a log file."""
+"""How far a run is: a bar on a terminal, one line every 30 seconds in a log file. Both go on while a long prefill lasts."""
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TextIO
 
 from tqdm import tqdm
 
+from batchspec import terminal
+
 WINDOW_S = 60.0
 """The rate shown is that of the last minute."""
+TICK_S = 1.0
+DRAW_S = 0.1
+"""Between two drawings of the bar at least."""
+QUIET_S = 30.0
+"""Without a round: the line says so."""
+MIN_BAR, MAX_BAR = 4, 40
 
 
 class Progress:
@@ -41,21 +52,39 @@ class Progress:
         self.mean_output: float | None = None
         self._done_before, self._round_at = done, clock()
         self._history = deque([(clock(), 0, done)])
-        self._next_line = clock() + interval_s
-        self._bar: tqdm[None] | None = None
-        if self.stream.isatty():
-            layout = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
-            self._bar = tqdm(
-                total=total_completions, initial=done, file=self.stream, bar_format=layout, dynamic_ncols=True, miniters=0
-            )
+        self._began_at, self._drawn_at, self._next_line = clock(), 0.0, clock() + interval_s
+        self._working = False
+        self._over = threading.Event()
+        self._ticker = threading.Thread(target=self._tick, name="progress bar", daemon=True)
+        self._bar = terminal.Status(self.stream) if self.stream.isatty() and total_completions else None
 
     def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.__enter__()
+            self._draw()
+        self._ticker.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._over.set()
+        self._ticker.join(TICK_S)
         if self._bar is not None:
-            self._bar.close()
+            self._draw()
+            self._bar.__exit__(kind, error, trace)
         elif self.total:
+            self._line()
+
+    def _tick(self) -> None:
+        """Time goes on where no round ends: in a long prefill, or while the model loads."""
+        with suppress(OSError, ValueError):  # the terminal is gone: the run goes on
+            while not self._over.wait(TICK_S):
+                self._show()
+
+    def _show(self) -> None:
+        if self._bar is not None:
+            self._draw()
+        elif self._working and self.clock() >= self._next_line:
+            self._next_line = self.clock() + self.interval_s
             self._line()
 
     def update(
@@ -93,19 +122,13 @@ class Progress:
         self._history.append((now, self.tokens, self.done))
         while len(self._history) > 2 and self._history[1][0] <= now - WINDOW_S:
             self._history.popleft()
-        if self._bar is not None:
-            self._bar.set_postfix_str(self._speed(), refresh=False)
-            self._bar.update(completions)
-        elif now >= self._next_line:
-            self._next_line = now + self.interval_s
-            self._line()
+        self._working = True
+        if self._bar is None or now - self._drawn_at >= DRAW_S:
+            self._show()
 
     def phase(self, note: str) -> None:
         """Say in one line what is being done."""
-        if self._bar is not None:
-            self._bar.write(note, file=self.stream)
-        else:
-            print(note, file=self.stream, flush=True)
+        terminal.say(note, stream=self.stream)
 
     def facts(self) -> dict[str, Any]:
         """For the run's progress file, see io.progress.RunProgress. Any thread may ask."""
@@ -126,9 +149,47 @@ class Progress:
             "in_flight_tokens": self.in_flight_tokens,
         }
 
+    def _draw(self) -> None:
+        assert self._bar is not None
+        self._drawn_at = self.clock()
+        self._bar.draw(self.bar(_columns(self.stream)))
+
+    def bar(self, columns: int) -> str:
+        """The line of a terminal that has so many columns: what matters least is left out where it does not fit."""
+        share = self._share()
+        left = self._eta_s()
+        facts = [f"{self.done}/{self.total}", tqdm.format_interval(self.clock() - self._began_at)]
+        facts += ["" if left is None else f"ETA {tqdm.format_interval(left)}", f"{self._rate(1):,.0f} tok/s", self._quiet()]
+        facts += [f"acceptance {1 + self.accepted / self.rounds:.2f}" if self.rounds else "", f"{self.live_rows} live rows"]
+        facts = [fact for fact in facts if fact]
+        percent = f"{int(100 * share):3}%"
+        room = columns - 1  # a cursor behind the last column wraps
+        while len(facts) > 1 and room - len(f"{percent} || {', '.join(facts)}") < MIN_BAR:
+            facts.pop()
+        said = ", ".join(facts)
+        width = min(MAX_BAR, room - len(f"{percent} || {said}"))
+        line = f"{percent} |{self._blocks(share, width)}| {said}" if width >= MIN_BAR else f"{percent} {said}"
+        return line[:room]
+
+    def _share(self) -> float:
+        """Of the job: finished rows, and the tokens of the others as parts of a row. 1 when nothing is left."""
+        if self.done >= self.total:
+            return 1.0
+        begun = self.in_flight_tokens / self.mean_output if self.mean_output else 0.0
+        return min((self.done + begun) / self.total, 0.999)
+
+    def _blocks(self, share: float, width: int) -> str:
+        full, empty = ("█", "░") if "utf" in (getattr(self.stream, "encoding", None) or "utf-8").lower() else ("#", "-")
+        filled = min(width, int(share * width))
+        return full * filled + empty * (width - filled)
+
+    def _quiet(self) -> str:
+        quiet_s = self.clock() - self._round_at
+        return f"no round for {quiet_s:.0f} s" if self._working and quiet_s >= QUIET_S and self.done < self.total else ""
+
     def _line(self) -> None:
         share = self.done / self.total if self.total else 1.0
-        print(f"{self.done}/{self.total} completions ({share:.1%}), {self._speed()}", file=self.stream, flush=True)
+        terminal.say(f"{self.done}/{self.total} completions ({share:.1%}), {self._speed()}", stream=self.stream)
 
     def _speed(self) -> str:
         parts = [f"{self._rate(1):,.0f} tok/s"]
@@ -138,6 +199,8 @@ class Progress:
         left = self._eta_s()
         if left is not None:
             parts.append(f"ETA {tqdm.format_interval(left)}")
+        if quiet := self._quiet():
+            parts.append(quiet)
         return ", ".join(parts)
 
     def _eta_s(self) -> float | None:
@@ -154,3 +217,11 @@ class Progress:
         first, last = self._history[0], self._history[-1]
         seconds = last[0] - first[0]
         return (last[column] - first[column]) / seconds if seconds > 0 else 0.0
+
+
+def _columns(stream: TextIO) -> int:
+    """Of the stream's own terminal, as it is now; 80 where it does not say."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80

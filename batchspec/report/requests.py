@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from batchspec.io.shards import OutputFolder
 from batchspec.io.store import scanning
+from batchspec.text import MESSAGE_CHARS
 
 Counts = NDArray[np.int64]
 
@@ -47,6 +48,15 @@ class Shown:
     completion: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """An error row."""
+
+    request_id: str
+    row_index: int
+    message: str
+
+
 @dataclass(frozen=True, slots=True)
 class Requests:
     prompt_lens: Counts
@@ -54,16 +64,21 @@ class Requests:
     output_lens: Counts
     shown: dict[str, tuple[Shown, ...]]
     """For each title of ORDERS that has any."""
+    errors: dict[str, tuple[Failed, ...]]
+    """For each error code the first rows, in the order of the input."""
 
 
 def read_requests(folder: OutputFolder) -> Requests:
     """Everything about single requests that the report shows. Raises OutputError without a committed shard, StorageError."""
     prompts = outputs = np.zeros(1, np.int64)
     best: dict[str, pl.DataFrame] = {}
+    errors: dict[str, tuple[Failed, ...]] = {}
     done = sorted(folder.committed())
     step = max(1, READ_ROWS // folder.manifest.shard_rows)
     for start in range(0, max(1, len(done)), step):
-        rows = _numbers(folder, done[start : start + step])
+        here = done[start : start + step]
+        errors = _failed(folder, here, errors)
+        rows = _numbers(folder, here)
         prompts = _added(prompts, rows["prompt_tokens"])
         outputs = _added(outputs, rows["tokens"])
         for title, (key, largest) in ORDERS.items():
@@ -77,7 +92,7 @@ def read_requests(folder: OutputFolder) -> Requests:
         for title, part in best.items()
         if part.height
     }
-    return Requests(prompts, outputs, shown)
+    return Requests(prompts, outputs, shown, errors)
 
 
 def _numbers(folder: OutputFolder, shards: list[int]) -> pl.DataFrame:
@@ -94,6 +109,26 @@ def _numbers(folder: OutputFolder, shards: list[int]) -> pl.DataFrame:
     )  # fmt: skip
     with scanning(folder.path):
         return picked.collect()
+
+
+def _failed(folder: OutputFolder, shards: list[int], known: Mapping[str, tuple[Failed, ...]]) -> dict[str, tuple[Failed, ...]]:
+    """The first rows of each error code: those known, then those of these shards."""
+    error = pl.col("error").struct
+    picked = folder.scan(shards).filter(pl.col("status") == "error").select(
+        "request_id",
+        "row_index",
+        error.field("code").alias("code"),
+        error.field("message").str.slice(0, MESSAGE_CHARS).alias("message"),
+    )  # fmt: skip
+    with scanning(folder.path):
+        rows = picked.collect().group_by("code", maintain_order=True).head(NUM_SHOWN)
+    errors = dict(known)
+    for row in rows.select("code", "request_id", "row_index", "message").iter_rows():
+        code, (request_id, row_index, message) = str(row[0]), row[1:]
+        if len(errors.get(code, ())) < NUM_SHOWN:
+            one = Failed(request_id=request_id, row_index=row_index, message=message or "")
+            errors[code] = (*errors.get(code, ()), one)
+    return errors
 
 
 def _added(counts: Counts, lengths: pl.Series) -> Counts:

@@ -13,6 +13,7 @@ import polars as pl
 from batchspec.errors import OutputError
 from batchspec.io.shards import OutputFolder
 from batchspec.io.store import scanning
+from batchspec.report.columns import type_names
 
 PROMPT_EDGES = (128, 512, 2048, 8192, 32768)
 PROMPT_BUCKETS = [
@@ -107,6 +108,8 @@ class JobStats:
     """By the value of the column asked for, the most frequent first; empty without one."""
     best: tuple[Extreme, ...]
     worst: tuple[Extreme, ...]
+    columns: dict[str, str]
+    """The output's columns and their types."""
 
 
 def job_stats(out_dir: Path | str, by: str | None = None) -> JobStats:
@@ -116,7 +119,9 @@ def job_stats(out_dir: Path | str, by: str | None = None) -> JobStats:
     """
     folder = OutputFolder(out_dir)
     done = sorted(folder.committed())
-    _check_column(folder, done, by)
+    with scanning(folder.path):
+        schema = folder.scan(done[:1]).collect_schema()
+    _check_column(schema, by)
     tally = _Tally()
     for rows in _read(folder, done, by):
         tally.add(rows)
@@ -148,6 +153,7 @@ def job_stats(out_dir: Path | str, by: str | None = None) -> JobStats:
         by_column=tuple(groups) if by is not None else (),
         best=_extremes(tally.best),
         worst=_extremes(tally.worst),
+        columns=type_names(schema),
     )
 
 
@@ -187,9 +193,7 @@ class _Tally:
         self.worst = pl.concat([self.worst, rated]).sort(order, descending=[False, True, True]).head(NUM_EXTREMES)
 
 
-def _check_column(folder: OutputFolder, shards: list[int], by: str | None) -> None:
-    with scanning(folder.path):
-        schema = folder.scan(shards[:1]).collect_schema()
+def _check_column(schema: pl.Schema, by: str | None) -> None:
     if by is not None and (by not in schema or schema[by].is_nested()):
         flat = [name for name, kind in schema.items() if not kind.is_nested()]
         raise OutputError(f"--by {by}: the output has no such column of plain values; it has {', '.join(flat)}")

@@ -53,7 +53,9 @@ class JobStatus:
     shards_total: int
     completions: float
     completions_total: float
-    """With those of open shards, where a run works on them; estimated where a row may have several."""
+    """With those of open shards, in the journal or in a running process; estimated where a row may have several."""
+    share: float
+    """Of the job that is done, 0 to 1: completions, and tokens of unfinished rows as parts of one. 1 is complete."""
     errors: int
     """In shards that runs with a progress file committed."""
     tok_s: float
@@ -94,7 +96,7 @@ class Watcher:
         owners = {shard: str(claim.get("owner")) for shard, claim in claims.owners(missing).items()}
         looked = _judged(runs, owners, self._clock(), claims.stale_s)
         lives = [status for status in looked if status.lives]
-        done, total, left_s = _left(lives, runs, missing, output)
+        done, total, share, left_s = _left(looked, runs, missing, output)
         rounds = sum(run.rounds for run in runs)
         return JobStatus(
             path=output.path,
@@ -105,6 +107,7 @@ class Watcher:
             shards_total=output.num_shards,
             completions=done,
             completions_total=total,
+            share=min(share, 0.999) if missing else 1.0,
             errors=sum(run.errors for run in runs),
             tok_s=sum(status.run.tok_s for status in lives),
             tokens=sum(run.tokens for run in runs),
@@ -119,7 +122,7 @@ class Watcher:
 def _not_begun(path: str) -> JobStatus:
     return JobStatus(
         path=path, state="not begun", rows=0, rows_total=0, shards=0, shards_total=0, completions=0, completions_total=0,
-        errors=0, tok_s=0, tokens=0, mean_acceptance_length=None, left_s=None, runs=(), stale_claims={}, unreadable=0,
+        share=0.0, errors=0, tok_s=0, tokens=0, mean_acceptance_length=None, left_s=None, runs=(), stale_claims={}, unreadable=0,
     )  # fmt: skip
 
 
@@ -158,23 +161,43 @@ def _state(run: RunProgress, held: tuple[int, ...], last_start: int, who: dict[s
 
 
 def _left(
-    lives: Sequence[RunStatus], runs: Sequence[RunProgress], missing: set[int], output: OutputFolder
-) -> tuple[float, float, float | None]:
-    """Completions done and to be done in all, and seconds left."""
+    looked: Sequence[RunStatus], runs: Sequence[RunProgress], missing: set[int], output: OutputFolder
+) -> tuple[float, float, float, float | None]:
+    """Completions done and to be done in all, the share of the job that is done, and seconds left."""
+    lives = [status for status in looked if status.lives]
     total = float(max(runs, key=lambda run: run.at).expected) if runs else 0.0
     total = total or float(output.manifest.num_rows)
     committed = total * (1 - len(missing) / output.num_shards)
-    # A file may be older than the newest commits: what it says of their shards is counted there.
-    there = sum(count for status in lives for shard, count in status.run.open_shards if shard in missing)
-    done = min(total, committed + there)
+    done = min(total, committed + _open(lives if output.generation is not None else looked, missing))
     tok_s = sum(status.run.tok_s for status in lives)
+    weights = [(8 + status.run.completions, status.run.mean_output) for status in looked if status.run.mean_output]
+    mean_output = sum(weight * mean for weight, mean in weights) / (sum(weight for weight, _ in weights) or 1)
+    in_flight = _in_flight(looked)
+    share = (done + (in_flight / mean_output if mean_output else 0.0)) / (total or 1.0)
     if not tok_s:
-        return done, total, None
-    weights = [(8 + status.run.completions, status.run.mean_output) for status in lives]
-    mean_output = sum(weight * mean for weight, mean in weights) / sum(weight for weight, _ in weights)
-    tokens = (total - done) * mean_output - sum(status.run.in_flight_tokens for status in lives)
-    seconds = max(0.0, tokens / tok_s)
-    return done, total, seconds if math.isfinite(seconds) else None
+        return done, total, share, None
+    seconds = max(0.0, ((total - done) * mean_output - in_flight) / tok_s)
+    return done, total, share, seconds if math.isfinite(seconds) else None
+
+
+def _open(looked: Sequence[RunStatus], missing: set[int]) -> int:
+    """Completions of shards that are not committed. Those of a run that ended are in the journal: who goes on counts them too.
+
+    A file may be older than the newest commits: what it says of their shards is counted there.
+    """
+    counts: dict[int, int] = {}
+    for status in looked:
+        for shard, count in status.run.open_shards:
+            if shard in missing and status.state != "done":
+                counts[shard] = max(count, counts.get(shard, 0))
+    return sum(counts.values())
+
+
+def _in_flight(looked: Sequence[RunStatus]) -> int:
+    """Tokens of unfinished rows: of living runs, and of those that saved them at a signal while nobody has gone on since."""
+    latest = max((status.run.began_at for status in looked), default=0.0)
+    counted = (status.run for status in looked if status.lives or (status.state == "interrupted" and status.run.at >= latest))
+    return sum(run.in_flight_tokens for run in counted)
 
 
 def _stale(owners: dict[int, str], looked: Sequence[RunStatus]) -> dict[int, str]:

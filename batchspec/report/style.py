@@ -2,9 +2,9 @@
 
 STYLE = """
 :root { color-scheme: light dark; --page: #ffffff; --card: #f6f7f8; --ink: #1c1e21; --muted: #62666d; --grid: #dfe1e5;
-  --first: #2a6fc9; --second: #d5762a; --third: #b7bcc4; --bad: #b3261e; }
+  --first: #2a6fc9; --second: #d5762a; --third: #b7bcc4; --fourth: #3f9c7a; --bad: #b3261e; --shade: #0003; }
 @media (prefers-color-scheme: dark) { :root { --page: #16181b; --card: #1f2226; --ink: #eceef0; --muted: #a3a8b0; --grid: #363a40;
-  --first: #6aa5f0; --second: #e69a58; --third: #5d636c; --bad: #ff8a80; } }
+  --first: #6aa5f0; --second: #e69a58; --third: #5d636c; --fourth: #62c4a0; --bad: #ff8a80; --shade: #000a; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 1.5rem clamp(.8rem, 3vw, 2.5rem) 4rem; max-width: 84rem;
   background: var(--page); color: var(--ink); overflow-wrap: anywhere;
@@ -16,6 +16,7 @@ p { margin: .3rem 0; }
 a { color: var(--first); }
 .note, figcaption, th, dt, .tile span { color: var(--muted); }
 .note { max-width: 70ch; }
+header dl { margin-top: .8rem; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr)); gap: .6rem; margin-top: 1.2rem; }
 .tile, figure, .card { background: var(--card); border-radius: 8px; padding: .8rem .9rem; margin: 0; min-width: 0; }
 .tile b { display: block; font-size: 1.3rem; line-height: 1.3; }
@@ -27,7 +28,7 @@ a { color: var(--first); }
 code { font: .86em ui-monospace, Menlo, Consolas, monospace; }
 details { margin-top: .8rem; }
 details .grid { margin-top: .6rem; }
-figure svg { display: block; width: 100%; max-width: 32rem; height: auto; margin: 0 auto; }
+figure svg { display: block; width: 100%; max-width: 23rem; height: auto; margin: 0 auto; }
 figcaption { font-size: .85rem; }
 .key { display: inline-block; margin-right: .7em; }
 .key i { display: inline-block; width: .75em; height: .75em; border-radius: 2px; margin-right: .35em; }
@@ -36,13 +37,20 @@ th { font-weight: 500; }
 th, td { text-align: right; padding: .25rem .35rem; border-bottom: 1px solid var(--grid); vertical-align: top; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
 td, th { overflow-wrap: normal; }
+.reasons th:last-child, .reasons td:last-child { text-align: left; overflow-wrap: anywhere; width: 70%; padding-left: .8rem; }
+.stack { display: grid; gap: .8rem; }
 td:first-child { overflow-wrap: anywhere; }
 tr:last-child td { border-bottom: 0; }
 dl { display: grid; grid-template-columns: minmax(7rem, max-content) minmax(0, 1fr); gap: .15rem 1rem;
   margin: 0; font-size: .88rem; }
 dd { margin: 0; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .2rem 0 .7rem;
-  font: .84rem/1.45 ui-monospace, Menlo, Consolas, monospace; max-height: 15rem; overflow-y: auto; }
+  font: .84rem/1.45 ui-monospace, Menlo, Consolas, monospace; max-height: 15rem; overflow-y: auto;
+  scrollbar-width: thin; scrollbar-color: var(--muted) transparent;
+  background: linear-gradient(var(--card) 1rem, transparent) top / 100% 2rem no-repeat local,
+    linear-gradient(transparent, var(--card) 1rem) bottom / 100% 2rem no-repeat local,
+    linear-gradient(var(--shade), transparent) top / 100% .6rem no-repeat scroll,
+    linear-gradient(transparent, var(--shade)) bottom / 100% .6rem no-repeat scroll; }
 article { scroll-margin-top: 1rem; }
 article:target { outline: 2px solid var(--first); }
 @media (max-width: 24rem) { table { font-size: .8rem; } th, td { padding: .25rem .2rem; } }

@@ -26,7 +26,7 @@ DETAIL = 3600
 WRITE_S = 60.0
 """Seconds of samples that a killed run may lose."""
 BINS = 120
-NAMES = ("t", "tokens", "rounds", "row_rounds", "drafted", "accepted", "set_back", "live_s", "ending_s", "waiting_s")
+NAMES = ("t", "tokens", "rounds", "row_rounds", "drafted", "accepted", "set_back", "live_s", "ending_s", "waiting_s", "prefill_s")
 
 
 class Totals(Protocol):
@@ -39,6 +39,7 @@ class Totals(Protocol):
     drafted: int
     set_back: int
     live_rows: int
+    prefill_s: float
 
 
 class Timeline:
@@ -61,23 +62,32 @@ class Timeline:
         self._clock, self._slots = clock, slots
         self._began = self._now = self._written = clock()
         self._lines = [json.dumps({"started_at": round(wall(), 3), "slots": slots}), json.dumps([0] * len(NAMES))]
-        self._live_s = self._ending_s = self._waiting_s = 0.0
+        self._live_s = self._ending_s = self._waiting_s = self._prefill_s = 0.0
+        self._prefilled, self._owed = 0.0, 0.0
         self._sampled = self._began
         self._latest: list[float] | None = None
 
     def observe(self, totals: Totals, *, exhausted: bool) -> None:
-        """Called after every round. `exhausted`: every row has been taken in, so that a free slot stays free."""
+        """Called after every round and prefill. `exhausted`: every row has been taken in, so that a free slot stays free.
+
+        Rounds stand still in a prefill: the slots that have a row, or are to get one, are in prefill then, not live or waiting.
+        """
         now = self._clock()
         seconds, self._now = now - self._now, now
-        idle_s = seconds * max(0, self._slots - totals.live_rows)
-        self._live_s += seconds * totals.live_rows
+        self._owed += totals.prefill_s - self._prefilled  # a result arrives late: what it took may be longer than since the last
+        self._prefilled = totals.prefill_s
+        prefill_s = min(max(self._owed, 0.0), seconds)
+        self._owed -= prefill_s
+        idle = max(0, self._slots - totals.live_rows)
+        self._live_s += (seconds - prefill_s) * totals.live_rows
+        self._prefill_s += prefill_s * (totals.live_rows if exhausted else max(self._slots, totals.live_rows))
         if exhausted:
-            self._ending_s += idle_s
+            self._ending_s += seconds * idle
         else:
-            self._waiting_s += idle_s
+            self._waiting_s += (seconds - prefill_s) * idle
         t = totals
         self._latest = [now - self._began, t.tokens, t.rounds, t.row_rounds, t.drafted, t.accepted, t.set_back]
-        self._latest += [self._live_s, self._ending_s, self._waiting_s]
+        self._latest += [self._live_s, self._ending_s, self._waiting_s, self._prefill_s]
         if now - self._sampled >= max(SAMPLE_S, (now - self._began) / DETAIL):
             self._sampled = now
             self._sample()
@@ -119,6 +129,8 @@ def parse_run(text: str) -> Run | None:
     try:
         header, *lines = [json.loads(line) for line in text.splitlines()]
         values = np.array(lines, np.float64)
+        if values.ndim == 2 and values.shape[1] == len(NAMES) - 1:  # a version that counted prefill as live or waiting
+            values = np.pad(values, ((0, 0), (0, 1)))
         if values.ndim != 2 or values.shape[1] != len(NAMES) or len(values) < 2:
             return None
         return Run(float(header["started_at"]), dict(zip(NAMES, values.T, strict=True)))
@@ -141,6 +153,8 @@ class Course:
     """Slots without one because no row was left."""
     waiting: Floats
     """Slots without one though rows were left: before a refill, or for want of pages."""
+    prefill: Floats
+    """Slots whose row, or the one they are to get, was in a prefill pass or waited for it to end."""
     draft_len: Floats
     """K as it was: draft tokens a row and round (of a tree its levels); NaN where there was no round."""
     acceptance_length: Floats
@@ -169,6 +183,7 @@ def course(runs: Sequence[Run]) -> Course | None:
         live_rows=sums["live_s"] / width,
         ending=sums["ending_s"] / width,
         waiting=sums["waiting_s"] / width,
+        prefill=sums["prefill_s"] / width,
         draft_len=_ratio(sums["drafted"], sums["row_rounds"]),
         acceptance_length=1 + _ratio(sums["accepted"], sums["row_rounds"]),
         set_back=round(float(sums["set_back"].sum())),

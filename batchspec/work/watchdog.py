@@ -5,12 +5,12 @@ from __future__ import annotations
 import faulthandler
 import math
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from batchspec import terminal
 from batchspec.errors import BatchspecError, Interrupted
 
 LOOKS = 20
@@ -64,10 +64,8 @@ class Watchdog:
             saved = f"{self._save()} more rows are saved"
         except BatchspecError as error:
             saved = str(error)
-        print(
-            f"batchspec: no round ended for {self._limit_s:g} s (cluster.watchdog_s), and the stacks above say where it hangs; "
-            f"{saved}; run the same command again to go on",
-            file=sys.stderr,
-            flush=True,
+        terminal.fail(
+            f"no round ended for {self._limit_s:g} s (cluster.watchdog_s), and the stacks above say where it hangs; "
+            f"{saved}; run the same command again to go on"
         )
         os._exit(Interrupted.exit_code)

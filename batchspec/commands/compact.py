@@ -1,0 +1,153 @@
+"""`batchspec compact OUT FOLDER`: the rows of a finished job in few large Parquet files, in a new folder.
+
+OUT is read only: its shards stay, and it resumes, retries and verifies as before. FOLDER gets its name when every file in it has
+been read back with its checksums and holds the job's rows in their order; it has data/ and the card, so that it can be published.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchspec import terminal
+from batchspec.arguments import ArgumentParser
+from batchspec.errors import OutputError, StorageError
+from batchspec.io.folder import part_name
+from batchspec.io.shards import OutputFolder
+from batchspec.io.store import storing
+
+FILE_MB = 500
+GROUP_BYTES = 128 << 20
+GROUP_ROWS = 8192
+
+RowId = tuple[int, int, str]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the folder and say what is in it. Raises OutputError for a job that is not complete or a folder that exists."""
+    parser = ArgumentParser(prog="batchspec compact", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", metavar="OUT", help="the output.dir of a finished job")
+    parser.add_argument("folder", metavar="FOLDER", help="a local folder that does not exist yet")
+    parser.add_argument("--file-mb", type=int, default=FILE_MB, metavar="MB", help="size of a file, in 1e6 bytes; %(default)s")
+    args = parser.parse_args(argv)
+    if args.file_mb < 1:
+        parser.error(f"--file-mb {args.file_mb}: a file has 1 MB at least")
+    output, target = OutputFolder(args.out), new_folder(args.folder, args.out)
+    files, rows = compact(output, target, args.file_mb * 1_000_000)
+    terminal.show_line(f"{target}: {rows:,} rows of {output.num_shards:,} shards in {files:,} file{'s' * (files != 1)}")
+    return 0
+
+
+def new_folder(name: str, out: str) -> Path:
+    """The folder to write. Raises OutputError where it cannot be made, or would lie in the job's own."""
+    if "://" in name:
+        raise OutputError(f"{name}: compact writes a local folder; give a path, and copy the folder where you need it")
+    target = Path(name).absolute()
+    if os.path.lexists(target):
+        raise OutputError(f"{name} exists; compact writes a new folder: give another name")
+    if not target.parent.is_dir():
+        raise OutputError(f"{name} lies in {target.parent}, which is no folder; make it first")
+    if "://" not in out and target.is_relative_to(Path(out).absolute()):
+        raise OutputError(f"{name} lies in the job's own folder {out}; give a folder beside it")
+    return target
+
+
+def compact(output: OutputFolder, target: Path, file_bytes: int) -> tuple[int, int]:
+    """Write the rows of a complete job to `target`, about `file_bytes` a file; how many files and rows there are.
+
+    A shard whose bytes are not those that were committed, or a file that reads back otherwise, leaves no folder.
+    Raises OutputError where shards are missing, StorageError.
+    """
+    if missing := output.missing():
+        raise OutputError(
+            f"{output.path}: {len(missing):,} of {output.num_shards:,} shards are missing; run the job to its end before compact"
+        )
+    if damage := next(output.damage(), None):
+        raise StorageError(damage)
+    with _finished(target) as aside:
+        written = _Files(aside / "data", file_bytes, {"batchspec.job": output.manifest.job, "batchspec.compacted": "true"})
+        for index in range(output.num_shards):
+            table, _ = output.written(index)
+            written.add(table)
+        written.close()
+        if output.has_card():
+            (aside / "README.md").write_bytes(output.card())
+        return written.num_files, written.num_rows
+
+
+class _Files:
+    """Parquet files of one schema, filled one after another; each is read back when it is full."""
+
+    def __init__(self, folder: Path, file_bytes: int, metadata: dict[str, str]) -> None:
+        self._folder, self._file_bytes, self._metadata = folder, file_bytes, metadata
+        self._waiting: list[pa.Table] = []
+        self._path: Path | None = None
+        self._writer: pq.ParquetWriter | None = None
+        self._ids: list[RowId] = []
+        self.num_files = self.num_rows = 0
+
+    def add(self, table: pa.Table) -> None:
+        self._waiting.append(table)
+        if sum(t.num_rows for t in self._waiting) >= GROUP_ROWS or sum(t.nbytes for t in self._waiting) >= GROUP_BYTES:
+            self._flush()
+            if self._path is not None and self._path.stat().st_size >= self._file_bytes:
+                self._end_file()
+
+    def close(self) -> None:
+        self._flush()
+        self._end_file()
+
+    def _flush(self) -> None:
+        if not self._waiting:
+            return
+        table = pa.concat_tables(self._waiting)
+        self._waiting = []
+        if self._writer is None:
+            self._path = self._folder / part_name(self.num_files)
+            schema = table.schema.with_metadata(self._metadata)
+            self._writer = pq.ParquetWriter(
+                self._path, schema, compression="zstd", compression_level=3, write_page_checksum=True, write_page_index=True
+            )
+        rows = max(1, min(GROUP_ROWS, table.num_rows * GROUP_BYTES // max(1, table.nbytes)))
+        self._writer.write_table(table.replace_schema_metadata(self._metadata), row_group_size=rows)
+        self._ids += _row_ids(table)
+
+    def _end_file(self) -> None:
+        if self._writer is None or self._path is None:
+            return
+        self._writer.close()
+        with self._path.open("rb+") as file:
+            os.fsync(file.fileno())
+        with pq.ParquetFile(self._path, page_checksum_verification=True) as read:
+            found = [row for i in range(read.num_row_groups) for row in _row_ids(read.read_row_group(i))]
+        if found != self._ids:
+            raise StorageError(f"{self._path} reads back with other rows; check the disk and run compact again")
+        self.num_files, self.num_rows = self.num_files + 1, self.num_rows + len(found)
+        self._writer, self._path, self._ids = None, None, []
+
+
+def _row_ids(table: pa.Table) -> list[RowId]:
+    names = ("row_index", "sample_index", "request_id")
+    return list(zip(*(table.column(name).to_pylist() for name in names), strict=True))
+
+
+@contextmanager
+def _finished(target: Path) -> Iterator[Path]:
+    """A folder beside the target that takes its name when the block ends well, and is deleted when it does not."""
+    aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    with storing(f"writing {target}"):
+        try:
+            (aside / "data").mkdir(parents=True)
+            yield aside
+            aside.rename(target)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise

@@ -1,0 +1,54 @@
+"""What a job was, in a few words for its pages: model, sampling, when and how long."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import PurePath
+from typing import Any
+
+from tqdm import tqdm
+
+from batchspec.report.status import RunStatus
+from batchspec.report.timeline import Course
+
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "seed", "n", "max_new_tokens")
+
+
+def sampling(config: Mapping[str, Any]) -> str:
+    """The keys of `decode` that decide which tokens are drawn."""
+    decode = config.get("decode", {})
+    return ", ".join(f"{name} {decode[name]}" for name in SAMPLING if name in decode)
+
+
+def is_local(path: Any) -> bool:
+    """An absolute path of this machine, or a list with one. Hub ids, pkg:// and s3:// mean the same everywhere."""
+    if isinstance(path, list | tuple):
+        return any(map(is_local, path))
+    return isinstance(path, str) and (path.startswith(("~", "file:", "\\")) or PurePath(path).is_absolute())
+
+
+def last_part(path: Any) -> str:
+    """A local path's last part, anything else as it is."""
+    return PurePath(str(path)).name if is_local(path) else str(path)
+
+
+def when(runs: Sequence[RunStatus], course: Course | None) -> dict[str, str]:
+    """When the job's runs began and ended (UTC) and how long they took; what no run recorded is left out."""
+    facts = {}
+    if runs:
+        began, ended = min(each.run.began_at for each in runs), max(each.run.at for each in runs)
+        facts["Began"] = _moment(began)
+        facts["Last word" if any(each.lives for each in runs) else "Ended"] = _moment(ended)
+    if course is not None:
+        count = len(course.starts_s)
+        facts["Wall time"] = duration(float(course.edges_s[-1])) + (f" in {count:,} runs, pauses left out" if count > 1 else "")
+    return facts
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 60 else tqdm.format_interval(seconds)
+
+
+def _moment(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
