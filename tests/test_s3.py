@@ -23,7 +23,7 @@ from batchspec.io.backends import open_store
 from batchspec.io.reader import Source, open_source
 from batchspec.io.s3 import S3Store
 from batchspec.io.shards import OutputFolder
-from batchspec.io.store import STALE_S
+from batchspec.io.store import STALE_S, Tail
 from batchspec.report.stats import job_stats
 from tests.io_samples import built, dataset, new_folder, shards_of
 from tests.s3_lab import BUCKET, KEY_ID, SECRET, Faults, Lab, Proxy, running_lab, running_proxy
@@ -110,6 +110,32 @@ def test_a_name_is_taken_once(lab: Lab) -> None:
     here.delete_tree("a")
     here.delete_tree("a")
     assert here.list("") == ["ab"]
+
+
+def test_versions_tell_objects_apart_and_a_tail_comes_with_its_own(lab: Lab) -> None:
+    here = store()
+    assert (here.versions("data"), here.tail("data/x", 4)) == ({}, None)
+    for name, data in (("x", b"0123456789"), ("y", b""), ("z/deep", b"")):
+        here.put(f"data/{name}", data)
+    before = here.versions("data")
+    assert [*before] == here.list("data") == ["x", "y", "z"]
+    assert before["x"] == here.version("data/x")
+    for count, data in ((4, b"6789"), (10, b"0123456789"), (99, b"0123456789")):
+        assert here.tail("data/x", count) == Tail(data, before["x"])
+    assert here.tail("data/y", 4) == Tail(b"", before["y"])
+    here.put("data/x", b"another")
+    here.delete("data/x", before["x"])
+    assert here.list("data") == ["x", "y", "z"]
+    here.delete("data/x", here.version("data/x"))
+    assert here.list("data") == ["y", "z"]
+
+
+def test_an_object_that_is_gone_is_not_replaced(lab: Lab) -> None:
+    here = store()
+    path = here.scratch() / "new"
+    path.write_bytes(b"x")
+    assert not here.replace(path, "data/x", '"0"')
+    assert here.list("data") == []
 
 
 def test_everything_is_sent_with_its_digest_so_that_s3_refuses_what_arrives_damaged(lab: Lab, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from batchspec.errors import ConfigError, OutputError, StorageError
 from batchspec.io.local import LocalStore
-from batchspec.io.store import STALE_S
+from batchspec.io.store import STALE_S, Tail
 
 METHODS = ["link", "rename"]
 
@@ -268,6 +268,25 @@ def test_a_file_is_replaced_only_where_it_is_still_the_one_that_was_seen(tmp_pat
         assert here.replace(path, "data/x", seen) == won
     assert here.read("data/x") == b"first"
     assert leftovers(tmp_path) == []
+
+
+def test_versions_tell_files_apart_and_a_tail_comes_with_its_own(tmp_path: Path) -> None:
+    here = store(tmp_path)
+    assert (here.versions("data"), here.tail("data/x", 4)) == ({}, None)
+    here.put("data/x", b"0123456789")
+    here.put("data/y", b"")
+    before = here.versions("data")
+    assert before == {name: here.version(f"data/{name}") for name in here.list("data")}
+    for count, data in ((4, b"6789"), (10, b"0123456789"), (99, b"0123456789")):
+        assert here.tail("data/x", count) == Tail(data, before["x"])
+    assert here.tail("data/y", 4) == Tail(b"", before["y"])
+    here.put("data/x", b"0123456789")
+    assert here.versions("data")["x"] != before["x"]
+    here.delete("data/x", before["x"])
+    assert here.list("data") == ["x", "y"]
+    here.delete("data/x", here.version("data/x"))
+    here.delete("data/x", before["x"])
+    assert here.list("data") == ["y"]
 
 
 def test_only_old_temporary_files_are_cleaned(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import TypeVar
 import polars as pl
 
 from batchspec.errors import ConfigError, OutputError, StorageError
-from batchspec.io.store import STALE_S, storing
+from batchspec.io.store import STALE_S, Tail, storing
 
 TURNS = 20
 """One run deletes a folder while another one puts a file there: each tries again, so often."""
@@ -157,8 +157,29 @@ class LocalStore:
 
     def version(self, name: str) -> str:
         with storing(f"looking for {self.root / name}"):
-            facts = self._path(name).stat()
-        return f"{facts.st_ino}.{facts.st_mtime_ns}.{facts.st_size}"
+            return _version(self._path(name).stat())
+
+    def versions(self, name: str) -> dict[str, str]:
+        with storing(f"listing {self.root / name}"):
+            found: dict[str, str] = {}
+            with suppress(FileNotFoundError), os.scandir(self._path(name)) as entries:
+                for entry in entries:
+                    with suppress(FileNotFoundError):  # gone since it was listed
+                        found[entry.name] = _version(entry.stat(follow_symlinks=False))
+            return dict(sorted(found.items()))
+
+    def tail(self, name: str, num_bytes: int) -> Tail | None:
+        with storing(f"reading {self.root / name}"), suppress(FileNotFoundError), self._path(name).open("rb") as file:
+            facts = os.fstat(file.fileno())
+            file.seek(max(0, facts.st_size - num_bytes))
+            return Tail(file.read(), _version(facts))
+        return None
+
+    def delete(self, name: str, version: str) -> None:
+        with storing(f"deleting {self.root / name}"), suppress(FileNotFoundError):
+            path = self._path(name)
+            if _version(path.stat()) == version:
+                path.unlink()
 
     def replace(self, path: Path, name: str, version: str) -> bool:
         with storing(f"replacing {self.root / name}"):
@@ -179,11 +200,9 @@ class LocalStore:
             return self._path(name).read_bytes()
 
     def list(self, name: str) -> list[str]:
-        with storing(f"listing {self.root / name}"):
-            try:
-                return sorted(os.listdir(self._path(name)))
-            except FileNotFoundError:
-                return []
+        with storing(f"listing {self.root / name}"), suppress(FileNotFoundError):
+            return sorted(os.listdir(self._path(name)))
+        return []
 
     def exists(self, name: str) -> bool:
         return self._path(name).exists()
@@ -230,6 +249,10 @@ class LocalStore:
             path.parent.mkdir(parents=True, exist_ok=True)
             _sync_folder(path.parent.parent)
         return path
+
+
+def _version(facts: os.stat_result) -> str:
+    return f"{facts.st_ino}.{facts.st_mtime_ns}.{facts.st_size}"
 
 
 def _link(path: Path, target: Path) -> bool:

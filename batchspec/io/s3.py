@@ -32,7 +32,7 @@ import pyarrow.fs as pafs
 from batchspec.errors import ConfigError, OutputError, StorageError
 from batchspec.io.aws import NO_BUCKET, client, filesystem, no_bucket, passing, refusal, status, whole
 from batchspec.io.retry import retried
-from batchspec.io.store import STALE_S, for_each, scanning, storing
+from batchspec.io.store import STALE_S, Tail, for_each, scanning, storing
 
 SCHEME = "s3://"
 ATTEMPT = "batchspec-attempt"
@@ -96,6 +96,35 @@ class S3Store:
         found = self._head(name)
         return "" if found is None else str(found["ETag"])
 
+    def versions(self, name: str) -> dict[str, str]:
+        prefix = f"{self._key(name)}/"
+        found: dict[str, str] = {}
+        for page in self._pages(name, Prefix=prefix, Delimiter="/"):
+            found |= {item["Key"].removeprefix(prefix): str(item["ETag"]) for item in page.get("Contents", ())}
+            found |= {item["Prefix"].removeprefix(prefix).rstrip("/"): "" for item in page.get("CommonPrefixes", ())}
+        found.pop("", None)  # some tools make an empty object for a folder
+        return dict(sorted(found.items()))
+
+    def tail(self, name: str, num_bytes: int) -> Tail | None:
+        key = self._key(name)
+
+        def act() -> Tail | None:
+            try:
+                answer = whole(self._client.get_object(Bucket=self._bucket, Key=key, Range=f"bytes=-{num_bytes}"))
+                return Tail(answer["Body"].read(), str(answer["ETag"]))
+            except Exception as error:
+                if status(error) == 416:  # no range is within an empty object
+                    return Tail(b"", self.version(name))
+                if status(error) == 404 and not no_bucket(error):
+                    return None
+                raise
+
+        return self._call(f"reading {self._uri(name)}", act)
+
+    def delete(self, name: str, version: str) -> None:
+        if self.version(name) == version:
+            self._delete(self._key(name))
+
     def replace(self, path: Path, name: str, version: str) -> bool:
         return self._publish(path, name, IfMatch=version)
 
@@ -148,12 +177,7 @@ class S3Store:
         pass  # a run's unfinished files lie on its own machine
 
     def list(self, name: str) -> list[str]:
-        prefix = f"{self._key(name)}/"
-        found: set[str] = set()
-        for page in self._pages(name, Prefix=prefix, Delimiter="/"):
-            found |= {item["Key"].removeprefix(prefix) for item in page.get("Contents", ())}
-            found |= {item["Prefix"].removeprefix(prefix).rstrip("/") for item in page.get("CommonPrefixes", ())}
-        return sorted(found - {""})  # some tools make an empty object for a folder
+        return [*self.versions(name)]
 
     def exists(self, name: str) -> bool:
         return self._head(name) is not None
@@ -199,7 +223,8 @@ class S3Store:
                     )
                 whole(answer)
             except Exception as error:
-                if status(error) != 412:
+                gone = "IfMatch" in condition and status(error) == 404 and not no_bucket(error)
+                if status(error) != 412 and not gone:
                     raise
                 found = self._head(name)  # an answer to us may have got lost
                 return found is not None and found["Metadata"].get(ATTEMPT) == attempt
