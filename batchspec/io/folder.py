@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import uuid
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
@@ -12,9 +11,10 @@ from typing import Any
 from batchspec.errors import OutputError
 from batchspec.io.backends import open_store
 from batchspec.io.claims import REMOTE_STALE_S, STALE_S, Claims
+from batchspec.io.footers import ShardFiles
 from batchspec.io.generations import Generation, Generations
 from batchspec.io.manifest import MANIFEST, Manifest, differences
-from batchspec.io.overwrite import check_own, elected, refuse_living, settled, this_command
+from batchspec.io.overwrite import READS, check_own, elected, read_manifest, refuse_living, settled, this_command
 from batchspec.io.reader import InputFile
 from batchspec.io.store import Store
 
@@ -24,10 +24,6 @@ TMP = "_batchspec/tmp"
 def default_shard_rows(num_rows: int) -> int:
     """Rows a shard when output.shard_rows is not set: depends on the input alone, so that every run cuts alike."""
     return min(max(num_rows // 256, 16), 512)
-
-
-def part_name(index: int) -> str:
-    return f"part-{index:05d}.parquet"
 
 
 class JobFolder:
@@ -44,25 +40,35 @@ class JobFolder:
         self._command = this_command()
         self._generations = Generations(self._store)
         self._manifest: Manifest | None = None
+        self._files: ShardFiles | None = None
         self._generation: Generation | None = None
 
     @property
     def manifest(self) -> Manifest:
         """The job's manifest. Raises OutputError where the folder holds no job."""
         if self._manifest is None:
-            if not self.is_job():
+            first = read_manifest(self._store)
+            if first is None:
                 self._store.check_bucket()
                 raise OutputError(f"{self.path} holds no batchspec job; give the output.dir of a run")
-            first = Manifest.from_json(self._store.read(MANIFEST), f"{self.path}/{MANIFEST}")
             if not first.ready:
                 raise OutputError(
                     f"{self.path}: a run with output.overwrite=true deletes the job that was there, or died at it; if none is at "
                     "it, run it again, with output.overwrite=true"
                 )
             self._store.method = first.publish
-            self._generation = self._generations.latest()
+            retries = self._generations.all(first.job)
+            self._generation = retries[-1] if retries else None
             self._manifest = first if self._generation is None else self._generation.of(first)
+            self._files = ShardFiles(self._store, first, lambda: self._generations.written(first.job))
         return self._manifest
+
+    @property
+    def files(self) -> ShardFiles:
+        """The files in data/."""
+        assert self.manifest
+        assert self._files is not None
+        return self._files
 
     @property
     def generation(self) -> Generation | None:
@@ -82,12 +88,15 @@ class JobFolder:
 
     def retries(self) -> list[Generation]:
         """Every retry of the job, the latest last."""
-        return self._generations.all()
+        return self._generations.all(self.manifest.job)
 
     def retry(self, generation: Generation) -> None:
-        """Begin a retry, or join in where another run began the same. Raises OutputError where it began another one."""
+        """Begin a retry, or join in where another run began the same. Raises OutputError where it began another one, and as
+        `check_own`.
+        """
         self._store.probe_replace()
-        begun = self._generations.begin(generation)
+        self.check_own()
+        begun = self._generations.begin(replace(generation, job=self.manifest.job))
         self._manifest = None
         if begun.identity != generation.identity:
             raise OutputError(f"{self.path}: another run began a retry; run the command with {begun} to its end first")
@@ -125,8 +134,13 @@ class JobFolder:
             self._refuse_living()
             return
         now = _compared(fingerprint, num_rows, shard_rows)
-        now |= {key: value for key, value in self.manifest.fingerprint.items() if key in may_differ}
-        changed = differences(self.manifest.fingerprint, now)
+        for _ in range(READS):  # a bit that flips on the way from a disk is no other job
+            known = self.manifest.fingerprint
+            now |= {key: value for key, value in known.items() if key in may_differ}
+            changed = differences(known, now)
+            if not changed:
+                break
+            self._manifest = None
         if changed and self.generation is not None and self._was_before_a_retry(now):
             raise OutputError(
                 f"output.dir {self.path} holds this job, retried since ({'; '.join(changed)}); "
@@ -140,8 +154,8 @@ class JobFolder:
 
     def _was_before_a_retry(self, fingerprint: Mapping[str, str]) -> bool:
         """Whether the job was this one once."""
-        first = Manifest.from_json(self._store.read(MANIFEST), f"{self.path}/{MANIFEST}")
-        before = [first.fingerprint, *(retry.fingerprint for retry in self.retries()[:-1])]
+        first = read_manifest(self._store)
+        before = [{} if first is None else first.fingerprint, *(retry.fingerprint for retry in self.retries()[:-1])]
         return any(not differences(one, fingerprint) for one in before)
 
     def create(
@@ -203,7 +217,7 @@ class JobFolder:
     def _refuse_living(self) -> None:
         shards: Container[int] = range(10**12)
         try:
-            claims, shards = self.claims(), self.missing()
+            claims, shards = self.claims(), set(range(self.num_shards)) - self.files.listed().keys() | self._to_retry()
         except OutputError:  # nobody can read the manifest
             claims = self._claims(self._store)
         refuse_living(self.path, claims, shards)
@@ -214,24 +228,24 @@ class JobFolder:
 
     @property
     def num_shards(self) -> int:
-        return -(-self.manifest.num_rows // self.manifest.shard_rows)
+        return self.manifest.num_shards
 
     def committed(self) -> set[int]:
-        """Shards that are done. Raises OutputError for a file in data/ that is no shard of this job."""
-        done = set()
-        num_shards = self.num_shards
-        for name in self._store.list("data"):
-            match = re.fullmatch(r"part-(\d{5,})\.parquet", name)
-            index = int(match[1]) if match else -1
-            if not (0 <= index < num_shards and name == part_name(index)):
-                raise OutputError(f"{self.path}/data/{name} is no shard of this job, and readers would take it; move it away")
-            done.add(index)
-        return done
+        """Shards that are done, as the footers of their files say. Raises OutputError for a file in data/ that is no shard of
+        this job, StorageError for one whose footer cannot be read.
+        """
+        return self.files.committed()
 
     def missing(self) -> set[int]:
-        """Shards that are not committed, or that a retry has still to write anew."""
-        again = set() if self.generation is None else self._generations.missing(self.generation)
-        return set(range(self.num_shards)) - self.committed() | again
+        """Shards that are not committed, or that a retry has still to write anew. Raises as `committed`."""
+        return set(range(self.num_shards)) - self.committed() | self._to_retry()
+
+    def is_done(self, index: int) -> bool:
+        """Whether the shard needs no work, by a look at it alone."""
+        return self.files.is_committed(index) and index not in self._to_retry()
+
+    def _to_retry(self) -> set[int]:
+        return set() if self.generation is None else self._generations.missing(self.generation)
 
     def finished(self) -> set[int]:
         """Shards that need no work."""
