@@ -55,7 +55,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "packing.prefill_tokens": (1, math.inf, "null lets the planner choose"),
     "packing.run_ahead": (0, 64, "null lets the planner choose"),
     "input.limit": (1, math.inf, "null takes every row"),
-    "input.max_error_fraction": (0.0, 1.0, "1 never ends the job"),
+    "input.max_error_fraction": (0.0, 1.0, "1 ends a job of nothing but error rows alone"),
     "output.shard_rows": (1, 10_000_000, "null lets batchspec choose"),
     "output.logprobs": (0, 100, "null writes none"),
     "cluster.max_restarts": (0, math.inf, "0 is never"),

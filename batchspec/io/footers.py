@@ -11,7 +11,6 @@ batchspec.attempt     uuid of the run that wrote it
 
 from __future__ import annotations
 
-import io
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -78,7 +77,7 @@ def read_shard_file(store: Store, name: str) -> ShardFile | None:
             count = length
             continue
         try:
-            return _parsed(pq.read_metadata(io.BytesIO(data)), tail.version)
+            return _parsed(pq.read_metadata(pa.BufferReader(data)), tail.version)
         except (pa.ArrowException, OSError, ValueError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     raise StorageError(f"{store.where}/{name}: its footer cannot be read ({reason}); {ANEW}")

@@ -18,7 +18,7 @@ from typing import TypeVar
 import polars as pl
 
 from batchspec.errors import ConfigError, OutputError, StorageError
-from batchspec.io.store import STALE_S, Tail, storing
+from batchspec.io.store import STALE_S, Tail, storage_errors, storing
 
 TURNS = 20
 """One run deletes a folder while another one puts a file there: each tries again, so often."""
@@ -36,6 +36,7 @@ KINDS = {
 T = TypeVar("T")
 
 
+@storage_errors
 class LocalStore:
     """Folders are made as they are needed; see store.py for what each method promises.
 
@@ -49,7 +50,8 @@ class LocalStore:
 
     def check_root(self) -> None:
         root = self.root.absolute()
-        place = next(path for path in (root, *root.parents) if os.path.lexists(path))
+        with storing(f"looking for {root}"):
+            place = next((path for path in (root, *root.parents) if _is_there(path)), Path(root.anchor))
         try:
             kind = stat.S_IFMT(place.stat().st_mode)
             if kind == stat.S_IFDIR and place != root:
@@ -205,7 +207,10 @@ class LocalStore:
         return []
 
     def exists(self, name: str) -> bool:
-        return self._path(name).exists()
+        with storing(f"looking for {self.root / name}"), suppress(FileNotFoundError, NotADirectoryError):
+            self._path(name).stat()
+            return True
+        return False
 
     def delete_tree(self, name: str) -> None:
         with storing(f"deleting {self.root / name}"), suppress(FileNotFoundError):
@@ -249,6 +254,17 @@ class LocalStore:
             path.parent.mkdir(parents=True, exist_ok=True)
             _sync_folder(path.parent.parent)
         return path
+
+
+def _is_there(path: Path) -> bool:
+    """As os.path.lexists, which takes a broken disk for an empty place."""
+    try:
+        path.lstat()
+    except OSError as error:
+        if error.errno in BROKEN:
+            raise
+        return False
+    return True
 
 
 def _version(facts: os.stat_result) -> str:

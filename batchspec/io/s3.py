@@ -32,7 +32,7 @@ import pyarrow.fs as pafs
 from batchspec.errors import ConfigError, OutputError, StorageError
 from batchspec.io.aws import NO_BUCKET, client, filesystem, no_bucket, passing, refusal, status, whole
 from batchspec.io.retry import retried
-from batchspec.io.store import STALE_S, Tail, for_each, scanning, storing
+from batchspec.io.store import STALE_S, Tail, for_each, scanning, storage_errors, storing
 
 SCHEME = "s3://"
 ATTEMPT = "batchspec-attempt"
@@ -42,6 +42,7 @@ DELETED_AT_ONCE = 8
 T = TypeVar("T")
 
 
+@storage_errors
 class S3Store:
     """A prefix of a bucket; see store.py for what each method promises. `method` is always `put`."""
 

@@ -29,12 +29,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchspec.errors import BatchspecError, OutputError, StorageError
+from batchspec.io.attempts import FOLDER as ATTEMPTS
 from batchspec.io.attempts import Attempts
+from batchspec.io.claims import FOLDER as CLAIMS
 from batchspec.io.folder import JobFolder
 from batchspec.io.footers import identity, part_name, read_shard_file
 from batchspec.io.generations import FOLDER as RETRIES
 from batchspec.io.generations import unfinished
 from batchspec.io.heads import HeadFiles
+from batchspec.io.journal import FOLDER as JOURNAL
 from batchspec.io.journal import Journal
 from batchspec.io.overwrite import read_manifest
 from batchspec.io.progress import ProgressFiles
@@ -208,7 +211,12 @@ class OutputFolder(JobFolder):
 
     def journal(self) -> Journal:
         """What runs keep of shards that they do not commit."""
-        return Journal(self._work, self.attempt, self.manifest.job, self.check_own)
+        manifest = self.manifest
+
+        def holds(shard: int, row: int) -> bool:
+            return 0 <= shard < manifest.num_shards and row in manifest.rows_of(shard)
+
+        return Journal(self._work, self.attempt, manifest.job, self.check_own, holds)
 
     def head(self, name: str) -> HeadFiles:
         """A head that runs of this job adapted."""
@@ -235,6 +243,13 @@ class OutputFolder(JobFolder):
         """Write report.html. Raises as `check_own` does."""
         self.check_own()
         self._store.put("report.html", page.encode())
+
+    def tidy(self) -> None:
+        """The job is complete: delete what only a run that is not needs. Raises as `check_own` does."""
+        self.check_own()
+        for store in [self._store, self._work][: 1 if self.generation is None else 2]:
+            for name in (JOURNAL, CLAIMS, ATTEMPTS):
+                store.delete_tree(name)
 
     def has_card(self) -> bool:
         """Whether the card was written, since the latest retry if there was one."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -125,6 +127,27 @@ def storing(what: str) -> Iterator[None]:
         raise StorageError(
             f"{what} failed: {error.strerror or error} ({code}); nothing committed is lost: {cure} and run the same command again"
         ) from error
+
+
+def storage_errors(store: type[T]) -> type[T]:
+    """Decorator of a store's class: an OSError that leaves any of its public methods is a StorageError, by construction.
+
+    A method that has better words for what failed says them itself, by `storing`.
+    """
+    for name, method in [*vars(store).items()]:
+        if not name.startswith("_") and inspect.isfunction(method):
+            setattr(store, name, _guarded(method))
+    return store
+
+
+def _guarded(method: Callable[..., T]) -> Callable[..., T]:
+    @functools.wraps(method)
+    def call(self: Store, *args: object, **named: object) -> T:
+        names = [f"{self.where}/{name}" for name in args if isinstance(name, str)]
+        with storing(f"{method.__name__} in {' '.join(names[:1]) or self.where}"):
+            return method(self, *args, **named)
+
+    return call
 
 
 @contextmanager
