@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import polars as pl
 import pytest
 
+from batchspec.io.shards import OutputFolder
 from tests.kill_lab import SHARDS, Conduct, KillLab, Row, check_visible, ended, polled, until_stopped, written
 
 
@@ -27,6 +30,44 @@ def expected(lab: KillLab) -> list[Row]:
     out = lab.new()
     assert lab.run(out) == 0
     return written(out)
+
+
+def race_of_renames(lab: KillLab, count: int) -> None:
+    """Each has looked and found the shard's name free, and stops before the rename that gives it; then all of them go on.
+
+    All win, one after the other, in float32: whichever stays, its rows and tokens are those of all, and the end says so.
+    """
+    out, one = lab.new(), ("input.limit=2", "model.dtype=float32")
+    conduct = Conduct(method="rename", claims=False, hold=("replace", "^replace data/part-"))
+    runs = [lab.start(out, *one, conduct=conduct) for _ in range(count)]
+    pids = [until_stopped(process) for process in runs]
+    assert check_visible(out) == 0
+    files = sorted((out / "_batchspec/tmp").glob("part-*"))
+    made = [pl.read_parquet(path) for path in files]
+    assert len(made) == count
+    assert len({frame["perf"].struct.field("attempt")[0] for frame in made}) == count
+    with polled(lambda: check_visible(out)):
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        assert [ended(process, 600) for process in runs] == [0] * count
+    for frame in made:
+        assert frame.drop("perf").equals(made[0].drop("perf"))
+    assert pl.read_parquet(out / "data").drop("perf").equals(made[0].drop("perf"))
+    folder = OutputFolder(out)
+    assert not folder.missing()
+    assert list(folder.damage()) == []
+    check = ["sh", "-c", "cat _batchspec/sums/* | sha256sum --check --status"]
+    assert subprocess.run(check, cwd=out, check=False).returncode == 0
+    assert lab.said.read_text().count(f"{out}: done, 2 rows in 1 shards") == count
+
+
+def test_runs_that_all_rename_one_shard_into_place_have_the_same_rows(lab: KillLab) -> None:
+    race_of_renames(lab, 4)
+
+
+@pytest.mark.soak
+def test_sixty_four_runs_that_all_rename_one_shard_into_place_have_the_same_rows(lab: KillLab) -> None:
+    race_of_renames(lab, 64)
 
 
 @pytest.mark.parametrize("method", ["link", "rename"])

@@ -250,6 +250,22 @@ class OutputFolder(JobFolder):
         for store in [self._store, self._work][: 1 if self.generation is None else 2]:
             for name in (JOURNAL, CLAIMS, ATTEMPTS):
                 store.delete_tree(name)
+        self._settle_sums()
+
+    def _settle_sums(self) -> None:
+        """Where several attempts got a shard's name, the one after the other, the sum of the file that is there stays."""
+        attempts: dict[int, set[str]] = {}
+        for name in self._store.list(SUMS):
+            if match := re.fullmatch(r"part-(\d{5,18})\.parquet\.(\w+)", name):
+                attempts.setdefault(int(match[1]), set()).add(match[2])
+        for index in (index for index, found in attempts.items() if len(found) > 1):
+            file = read_shard_file(self._store, f"data/{part_name(index)}")
+            if file is None or file.attempt not in attempts[index]:
+                continue
+            for attempt in attempts[index] - {file.attempt}:
+                sums = f"{SUMS}/{part_name(index)}.{attempt}"
+                if self._store.read(sums):
+                    self._store.put(sums, b"")
 
     def has_card(self) -> bool:
         """Whether the card was written, since the latest retry if there was one."""
