@@ -104,6 +104,26 @@ def test_a_run_that_sleeps_past_its_claims_loses_them_and_does_no_harm_when_it_w
     assert {path: path.read_bytes() for path in parts} == {path: before[path] for path in parts}
     assert check_visible(out) == SHARDS
     assert written(out) == expected
+    work = {name: out / "_batchspec" / name for name in ("claims", "journal", "attempts")}
+    assert not any(folder.exists() for folder in work.values())
+    for folder in work.values():  # as a run leaves them that dies after others have completed the job
+        folder.mkdir()
+        (folder / "00001.json").write_text("{}")
+    assert lab.run(out) == 0
+    assert not any(folder.exists() for folder in work.values())
+
+
+def test_a_run_that_sleeps_while_others_complete_the_job_computes_none_of_their_shards(lab: KillLab) -> None:
+    """Their claims are deleted by then: every shard looks free."""
+    out, log = lab.new(), lab.folder / "calls"
+    slow = lab.start(out, conduct=Conduct(stale_s=1.5, hold=("link", r"data/part-N"), log=log, journal_s=None))
+    pid = until_stopped(slow)
+    assert lab.run(out, conduct=Conduct(stale_s=1.5)) == 0
+    seen = len(log.read_text())
+    os.kill(pid, signal.SIGCONT)
+    assert ended(slow) == 0
+    claimed = [line for line in log.read_text()[seen:].splitlines() if line == "link _batchspec/claims/N.json"]
+    assert len(claimed) < SHARDS - 1, "those that it had taken, and no more"
 
 
 def test_tokens_are_those_of_one_run_whatever_the_number_of_runs_and_whoever_dies(lab: KillLab, expected: list[Row]) -> None:

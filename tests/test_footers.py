@@ -148,8 +148,8 @@ def test_footers_are_read_once_for_each_version_of_a_file(whole: OutputFolder, m
         return tail(self, name, count)
 
     monkeypatch.setattr(LocalStore, "tail", noted)
-    fresh = OutputFolder(whole.path)
-    for _ in range(3):
+    monkeypatch.setattr(footers, "_KNOWN", {})
+    for fresh in (OutputFolder(whole.path), OutputFolder(whole.path)):
         assert not fresh.missing()
     assert read == [f"data/part-0000{index}.parquet" for index in range(3)]
     os.utime(f"{whole.path}/data/part-00001.parquet")
@@ -290,6 +290,42 @@ def test_on_s3_a_shard_that_the_new_job_does_not_have_is_taken_back(
         with pytest.raises(OutputError, match="was overwritten"):
             first.commit(2, tables()[2])
     assert server.keys("out/data") == ["out/data/part-00000.parquet"]
+
+
+def test_a_card_that_is_written_into_the_folder_of_another_job_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = new_folder(tmp_path, 6, 2), list[OutputFolder]()
+    put = LocalStore.put
+
+    def late(self: LocalStore, name: str, data: bytes) -> None:
+        monkeypatch.undo()
+        second.append(new_folder(tmp_path, 6, 2, overwrite=True))
+        second[0].finish("the card of the second job")
+        put(self, name, data)
+
+    monkeypatch.setattr(LocalStore, "put", late)
+    with pytest.raises(OutputError, match="was overwritten"):
+        first.finish("the card of the first job")
+    assert not second[0].has_card()
+
+
+def test_who_stands_still_while_it_deletes_a_job_deletes_nothing_of_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new_folder(tmp_path, 6, 2)
+    discard = LocalStore.discard
+
+    def late(self: LocalStore, prefix: str) -> None:
+        monkeypatch.undo()
+        discard(self, prefix)
+        other = new_folder(tmp_path, 6, 2, overwrite=True)
+        assert all(other.commit(index, table) for index, table in enumerate(tables()))
+
+    monkeypatch.setattr(LocalStore, "discard", late)
+    with pytest.raises(OutputError, match="was overwritten"):
+        new_folder(tmp_path, 6, 2, overwrite=True)
+    assert not OutputFolder(tmp_path).missing()
 
 
 # --- retries

@@ -200,11 +200,13 @@ class JobFolder:
         """
         self._store.put(MANIFEST, replace(new, ready=False).to_json())
         self._store.discard("part-")
+        check_own(self._store, new.job)  # who stands still here may find the job of another command, and its work
         self._generations.delete()
         self._store.delete_tree("data")
         for name in self._store.list("_batchspec"):
             if name not in ("manifest.json", "tmp", "overwrite"):
                 self._store.delete_tree(f"_batchspec/{name}")
+        check_own(self._store, new.job)
         self._store.put(MANIFEST, new.to_json())
 
     def begins_anew(self, overwrite: bool) -> bool:

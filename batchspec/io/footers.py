@@ -33,6 +33,10 @@ ANEW = "delete the file and run the same command again, which computes its rows 
 
 log = logging.getLogger(__name__)
 
+_KNOWN: dict[tuple[str, str], dict[int, tuple[str, int]]] = {}
+"""By folder and job: the shards whose files are the job's, with the version and the generation of each. The end of a job looks at
+its files several times, and a version of a file does not change."""
+
 
 def part_name(index: int) -> str:
     return f"part-{index:05d}.parquet"
@@ -112,15 +116,14 @@ def _span(footer: pq.FileMetaData) -> str:
 
 
 class ShardFiles:
-    """The files in data/ of one job. A footer is read once for each version of a file.
+    """The files in data/ of one job. A process reads a footer once for each version of a file.
 
     written  for each shard that a retry is known to have written: the retry's number
     """
 
     def __init__(self, store: Store, manifest: Manifest, written: Callable[[], Mapping[int, int]] = dict) -> None:
         self._store, self._manifest, self._written = store, manifest, written
-        self._known: dict[int, tuple[str, int]] = {}
-        """Version and generation of the files that are the job's."""
+        self._known = _KNOWN.setdefault((store.where, manifest.job), {})
         self._said: set[str] = set()
 
     def listed(self) -> dict[int, str]:
@@ -166,7 +169,8 @@ class ShardFiles:
         return self._fault(index, 0) is None and index in self._known
 
     def _faults(self, listed: Mapping[int, str], written: Mapping[int, int]) -> Iterator[tuple[int, BatchspecError | None]]:
-        self._known = {index: known for index, known in self._known.items() if listed.get(index) == known[0]}
+        for index in [index for index, known in self._known.items() if listed.get(index) != known[0]]:
+            self._known.pop(index, None)
         new = [index for index in sorted(listed) if index not in self._known or self._known[index][1] < written.get(index, 0)]
         yield from ((index, None) for index in sorted(self._known.keys() - set(new)))
         faults = for_each(self._store, new, lambda index: self._fault(index, written.get(index, 0)))

@@ -224,14 +224,12 @@ class OutputFolder(JobFolder):
 
     def log_run(self, facts: Mapping[str, float]) -> None:
         """Keep what a run says of itself at its end. Raises StorageError, and OutputError where `check_own` does."""
-        self.check_own()
-        self._store.put(f"_batchspec/logs/run-{self.attempt}.json", (json.dumps(dict(facts)) + "\n").encode())
+        self._put_own(f"_batchspec/logs/run-{self.attempt}.json", (json.dumps(dict(facts)) + "\n").encode())
 
     def log_timeline(self, text: str) -> None:
         """Keep what a run says of its course so far, but not in the folder of another job. Raises StorageError."""
         with suppress(OutputError):
-            self.check_own()
-            self._store.put(f"_batchspec/logs/run-{self.attempt}.timeline.jsonl", text.encode())
+            self._put_own(f"_batchspec/logs/run-{self.attempt}.timeline.jsonl", text.encode())
 
     def logs(self, ending: str) -> Iterator[str]:
         """What runs of this job kept under names with this ending: `.timeline.jsonl`, or `.json` for how fast they were."""
@@ -241,8 +239,21 @@ class OutputFolder(JobFolder):
 
     def put_report(self, page: str) -> None:
         """Write report.html. Raises as `check_own` does."""
+        self._put_own("report.html", page.encode())
+
+    def _put_own(self, name: str, data: bytes) -> None:
+        """Write a file of the job. Where the run stood still in between and the folder holds another job now, it is taken back:
+        the next run of that job writes a missing card anew. Raises as `check_own` does.
+        """
         self.check_own()
-        self._store.put("report.html", page.encode())
+        self._store.put(name, data)
+        try:
+            self.check_own()
+        except OutputError:
+            version = self._store.version(name)
+            if self._store.read(name) == data:
+                self._store.delete(name, version)
+            raise
 
     def tidy(self) -> None:
         """The job is complete: delete what only a run that is not needs. Raises as `check_own` does."""
@@ -273,7 +284,6 @@ class OutputFolder(JobFolder):
 
     def finish(self, card: str) -> None:
         """Write the dataset card, README.md. Raises as `check_own` does."""
-        self.check_own()
-        self._store.put("README.md", card.encode())
+        self._put_own("README.md", card.encode())
         if self.generation is not None:
             self._generations.mark_card(self.generation)
