@@ -131,6 +131,11 @@ def refuse_links(method: str) -> None:
         os.link = refused
 
 
+def stop_here() -> None:
+    """Stop the process in this thread: a signal to the process may reach another thread first, while this one goes on."""
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+
+
 def stop_before_publishing(number: int) -> None:
     seen: list[str] = []
 
@@ -141,7 +146,7 @@ def stop_before_publishing(number: int) -> None:
         def published(path: Path, name: str) -> bool:
             seen.append(name)
             if len(seen) == number:
-                os.kill(os.getpid(), signal.SIGSTOP)
+                stop_here()
             return publish(path, name)
 
         store.publish = published  # type: ignore[method-assign]
@@ -168,7 +173,7 @@ def watch_calls(conduct: Conduct) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             if conduct.hold is not None and not held and conduct.hold[0] == name and re.search(conduct.hold[1], kind):
                 held.append(True)
-                os.kill(os.getpid(), signal.SIGSTOP)
+                stop_here()
             return call(*args, **named)
 
         return before
@@ -265,9 +270,9 @@ class Killer:
 def until_stopped(process: ForkServerProcess) -> int:
     """Its number, once it has stopped itself."""
     assert process.pid is not None
-    while state_of(process.pid) != "T":
-        assert process.exitcode is None, process.exitcode
+    while process.exitcode is None and state_of(process.pid) != "T":
         time.sleep(0.005)
+    assert process.exitcode is None, process.exitcode
     return process.pid
 
 

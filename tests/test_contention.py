@@ -38,7 +38,7 @@ def race_of_renames(lab: KillLab, count: int) -> None:
     All win, one after the other, in float32: whichever stays, its rows and tokens are those of all, and the end says so.
     """
     out, one = lab.new(), ("input.limit=2", "model.dtype=float32")
-    conduct = Conduct(method="rename", claims=False, hold=("replace", "^replace data/part-"))
+    conduct = Conduct(method="rename", claims=False, journal_s=None, hold=("replace", "^replace data/part-"))
     runs = [lab.start(out, *one, conduct=conduct) for _ in range(count)]
     pids = [until_stopped(process) for process in runs]
     assert check_visible(out) == 0

@@ -187,6 +187,31 @@ def test_a_manifest_that_stays_damaged_is_said_to_be_damaged_and_not_deleted(
     assert first.commit(0, tables()[0])
 
 
+def test_runs_that_begin_a_job_at_once_begin_the_same_one_where_a_rename_replaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    put, first = LocalStore.put_if_absent, list[OutputFolder]()
+
+    def late(self: LocalStore, name: str, data: bytes) -> bool:
+        """It has seen that the name is free; the other run takes it, reads what is there, and is replaced."""
+        monkeypatch.setattr(LocalStore, "put_if_absent", put)
+        first.append(new_folder(tmp_path, 6, 2))
+        self.put(name, data)
+        return True
+
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(LocalStore, "put_if_absent", late)
+    second = new_folder(tmp_path, 6, 2)
+    assert (first[0].manifest.publish, first[0].manifest.job) == ("rename", second.manifest.job)
+    assert first[0].commit(0, tables()[0])
+    assert second.commit(1, tables()[1])
+    assert second.committed() == {0, 1}
+    assert new_folder(tmp_path, 6, 2, overwrite=True).manifest.job != second.manifest.job
+
+
 def test_segments_of_a_job_that_was_there_before_are_none_of_this_job(tmp_path: Path) -> None:
     first = new_folder(tmp_path, 6, 2)
     journal = first.journal()

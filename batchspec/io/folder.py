@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
@@ -174,15 +175,16 @@ class JobFolder:
         anew = self.begins_anew(overwrite) and elected(self._store, self._command)
         if anew or not self.is_job():
             self._store.probe()
+            compared = _compared(fingerprint, num_rows, shard_rows)
             manifest = Manifest(
-                fingerprint=_compared(fingerprint, num_rows, shard_rows),
+                fingerprint=compared,
                 config=config,
                 recorded=recorded,
                 num_rows=num_rows,
                 shard_rows=shard_rows or default_shard_rows(num_rows),
                 publish=self._store.method,
                 files=tuple(files),
-                job=self._command.new_job(),
+                job=self._command.new_job() if anew else _first_job(self.path, compared),
                 began=self._command.names,
             )
             if anew:
@@ -259,6 +261,13 @@ class JobFolder:
 
     def _claims(self, store: Store) -> Claims:
         return Claims(store, self.attempt, stale_s=REMOTE_STALE_S if self._store.method == "put" else STALE_S)
+
+
+def _first_job(path: str, compared: Mapping[str, str]) -> str:
+    """The id of a job in a folder that holds none. Runs that begin it at once give it the same one: where names are taken by a
+    rename that replaces, either manifest may stay.
+    """
+    return uuid.uuid5(uuid.NAMESPACE_OID, json.dumps([path, compared], sort_keys=True)).hex
 
 
 def _compared(fingerprint: Mapping[str, str], num_rows: int, shard_rows: int | None) -> dict[str, str]:
