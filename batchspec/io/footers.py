@@ -169,7 +169,7 @@ class ShardFiles:
         return self._fault(index, 0) is None and index in self._known
 
     def _faults(self, listed: Mapping[int, str], written: Mapping[int, int]) -> Iterator[tuple[int, BatchspecError | None]]:
-        for index in [index for index, known in self._known.items() if listed.get(index) != known[0]]:
+        for index in [index for index, known in [*self._known.items()] if listed.get(index) != known[0]]:
             self._known.pop(index, None)
         new = [index for index in sorted(listed) if index not in self._known or self._known[index][1] < written.get(index, 0)]
         yield from ((index, None) for index in sorted(self._known.keys() - set(new)))
