@@ -118,10 +118,10 @@ class RemotePlace:
         return f"{self.remote.scheme}://{str(self.path).lstrip('/')}"
 
     def is_file(self) -> bool:
-        return self._kind() == "file"
+        return self.kind() == "file"
 
     def is_dir(self) -> bool:
-        return self._kind() == "folder"
+        return self.kind() == "folder"
 
     def files(self) -> Iterator[RemotePlace]:
         found = self.retried("listing", lambda: self.remote.walk(str(self.path)))
@@ -148,7 +148,7 @@ class RemotePlace:
     def _at(self, path: PurePosixPath, size: int | None = None) -> RemotePlace:
         return RemotePlace(self.remote, path, size)
 
-    def _kind(self) -> Kind:
+    def kind(self) -> Kind:
         return self.retried("looking for", lambda: self.remote.kind(str(self.path)))
 
     def retried(self, doing: str, act: Callable[[], T]) -> T:
