@@ -16,6 +16,7 @@ from batchspec.checks import URLS
 from batchspec.config import InputConfig, RunConfig
 from batchspec.errors import BatchspecError, ConfigError, InputError, StorageError
 from batchspec.io import retry
+from batchspec.io.cloud import ANSWERED, Bucket, Passing
 from batchspec.io.reader import Source, open_source
 from batchspec.values import check_credentials
 from tests.cloud_lab import ACCOUNT_KEY, BUCKET, TOKEN, CloudLab, Faults, running_azure, running_gcs
@@ -225,6 +226,21 @@ def test_a_credentials_file_that_is_not_there_is_a_config_error(monkeypatch: pyt
     said = refusal(ConfigError, "gs://lab/in")
     assert "a credentials file of an unknown form" in said
     assert "canary" not in said
+
+
+def test_no_such_host_is_said_soon_until_the_store_has_answered_once() -> None:
+    from obstore.exceptions import BaseError
+    from obstore.store import GCSStore
+
+    bucket = Bucket("gs", "never-answered")
+    config: Any = {"base_url": "http://nowhere.invalid", "skip_signature": True}
+    with pytest.raises(BaseError) as caught:
+        GCSStore("lab", config=config, client_options={"allow_http": True}, retry_config={"max_retries": 0}).head("x")
+    first = Passing(bucket)
+    assert [first(caught.value) for _ in range(3)] == [True, True, False]
+    ANSWERED.add(bucket)
+    later = Passing(bucket)
+    assert [later(caught.value) for _ in range(9)] == 9 * [True]
 
 
 # --- URLs

@@ -292,6 +292,24 @@ def test_an_unknown_profile_and_a_bad_endpoint_are_config_errors(lab: Lab, monke
         store()
 
 
+def test_a_public_bucket_is_read_without_credentials(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    signed: list[bool] = []
+
+    def look(environ: dict[str, Any]) -> None:
+        signed.append("HTTP_AUTHORIZATION" in environ)
+
+    put_table(lab, "in/a.parquet", 0, 3)
+    lab.client.put_bucket_acl(Bucket=BUCKET, ACL="public-read")
+    lab.client.put_object_acl(Bucket=BUCKET, Key="in/a.parquet", ACL="public-read")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+    lab.faults.before = look
+    assert ids(source_of("in")) == ["q-0", "q-1", "q-2"]
+    assert signed
+    assert not any(signed)
+
+
 # --- the output folder
 
 
@@ -394,7 +412,7 @@ def test_any_file_system_that_arrow_reaches_is_read(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "x.parquet", tmp_path / "*.parquet"):
         source = open_source(InputConfig(path=f"file://{path}"))
         assert (ids(source), source.files[0].name) == (["q-0"], "x.parquet")
-    with pytest.raises(ConfigError, match=r"input\.path nonsense://.*give a local path or s3://BUCKET"):
+    with pytest.raises(ConfigError, match=r"input\.path nonsense://.*give a local path, s3://BUCKET"):
         open_source(InputConfig(path="nonsense://x"))
 
 

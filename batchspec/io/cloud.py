@@ -162,10 +162,18 @@ def failure(error: Exception) -> Failure:
     )
 
 
+ANSWERED: set[Bucket] = set()
+"""In this process."""
+
+
 @dataclass(slots=True)
 class Passing:
-    """For the tries of one request: whether an error of obstore may pass."""
+    """For the tries of one request: whether an error of obstore may pass.
 
+    No credentials and no such host are mistakes in the settings, and said soon, until the bucket has answered once.
+    """
+
+    bucket: Bucket
     hard: int = field(default=0)
 
     def __call__(self, error: Exception) -> bool:
@@ -174,8 +182,10 @@ class Passing:
         if not isinstance(error, errors()):
             return False
         found = failure(error)
-        self.hard += found.hardly_passes
-        return self.hard < TRIES if found.hardly_passes else found.passes
+        if not found.hardly_passes:
+            return found.passes
+        self.hard += 1
+        return self.bucket in ANSWERED or self.hard < TRIES
 
 
 class CutAnswer(Exception):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from batchspec.errors import InputError
 from batchspec.io.aws import NO_BUCKET
-from batchspec.io.cloud import Bucket, CutAnswer, Passing, bucket_of, errors, explain, failure
+from batchspec.io.cloud import ANSWERED, Bucket, CutAnswer, Passing, bucket_of, errors, explain, failure
 from batchspec.io.remote import Kind, Opened, RemoteEntry, RemoteFiles, Stamp
 
 
@@ -20,7 +20,11 @@ class CloudFiles:
         self.errors = errors()
 
     def kind(self, path: str) -> Kind:
-        key = self._key(path)
+        found = self._kind(self._key(path))
+        ANSWERED.add(self._bucket)
+        return found
+
+    def _kind(self, key: str) -> Kind:
         if key:
             try:
                 if not is_folder_mark(self._bucket.client().get(key, options={"head": True}).attributes):
@@ -50,7 +54,7 @@ class CloudFiles:
         return True
 
     def passing(self) -> Callable[[Exception], bool]:
-        return Passing()
+        return Passing(self._bucket)
 
     def explain(self, error: Exception) -> str:
         if failure(error).no_bucket:

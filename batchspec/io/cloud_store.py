@@ -14,7 +14,7 @@ import pyarrow.fs as pafs
 from batchspec.errors import ConfigError, OutputError, StorageError
 from batchspec.io.arrow_view import arrow_view
 from batchspec.io.aws import NO_BUCKET
-from batchspec.io.cloud import GCS, Passing, bucket_of, errors, explain, failure
+from batchspec.io.cloud import ANSWERED, GCS, Passing, bucket_of, errors, explain, failure
 from batchspec.io.cloud_files import CloudFiles, is_folder_mark
 from batchspec.io.objects import ABSENT, NO_VERSION, Head, InFlightError, ObjectStore, RefusedError
 from batchspec.io.retry import retried
@@ -161,9 +161,11 @@ class CloudStore(ObjectStore):
         return arrow_view(self._input)
 
     def _call(self, what: str, act: Callable[[], T]) -> T:
-        passes = Passing()
+        passes = Passing(self._place)
         try:
-            return retried(what, act, lambda error: isinstance(error, InFlightError) or passes(error), self._explain)
+            done = retried(what, act, lambda error: isinstance(error, InFlightError) or passes(error), self._explain)
+            ANSWERED.add(self._place)
+            return done
         except FileNotFoundError as error:
             if failure(error).no_bucket:
                 self._explain(error)

@@ -6,6 +6,7 @@ The revision is resolved to its commit once, and everything is read from that co
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -141,7 +142,7 @@ def _errors() -> tuple[type[Exception], ...]:
 def _transport_errors() -> tuple[type[Exception], ...]:
     from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
 
-    library = __import__(type(get_session()).__module__.partition(".")[0])
+    library = sys.modules[type(get_session()).__module__.partition(".")[0]]
     return tuple(found for name in ("HTTPError", "TransportError") if isinstance(found := getattr(library, name, None), type))
 
 

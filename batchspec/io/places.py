@@ -18,10 +18,9 @@ from batchspec.io.aws import GONE, NO_BUCKET
 from batchspec.io.cloud import SCHEMES
 from batchspec.io.cloud_files import cloud_files
 from batchspec.io.hub_files import hub_files
-from batchspec.io.remote import Kind, RemoteFiles, Stamp, arrow_files, s3_files
+from batchspec.io.remote import READ, Kind, RemoteFiles, Stamp, arrow_files, s3_files
 from batchspec.io.retry import retried
 
-READ = "a local path, s3://, gs://, abfss:// or hf://datasets/"
 T = TypeVar("T")
 
 
@@ -64,8 +63,8 @@ def place_of(entry: str) -> Place:
         return RemotePlace(s3_files(path.parts[0]), path)
     if scheme in ("http", "https"):
         raise ConfigError(
-            f"input.path {scheme}://...: web addresses are not read; download the file, or give {READ} (a dataset of the "
-            "Hugging Face hub is hf://datasets/ORG/NAME)"
+            f"input.path {scheme}://...: web addresses are not read; download the file, or give {READ} "
+            "(a dataset of the Hugging Face hub is hf://datasets/ORG/NAME)"
         )
     files, inner = (cloud_files if scheme in SCHEMES else hub_files if scheme == "hf" else arrow_files)(entry)
     return RemotePlace(files, PurePosixPath(inner))

@@ -12,6 +12,7 @@ from batchspec.errors import ConfigError
 from batchspec.io.aws import filesystem, head
 from batchspec.io.retry import arrow_passing, reason
 
+READ = "a local path, s3://BUCKET/..., gs://BUCKET/..., abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/... or hf://datasets/..."
 Kind = Literal["file", "folder", "missing"]
 
 
@@ -120,5 +121,5 @@ def arrow_files(entry: str) -> tuple[RemoteFiles, str]:
     try:
         found, inner = pafs.FileSystem.from_uri(entry)
     except (ValueError, OSError, NotImplementedError) as error:
-        raise ConfigError(f"input.path {scheme}://...: {reason(error)}; give a local path or s3://BUCKET/...") from error
+        raise ConfigError(f"input.path {scheme}://...: {reason(error)}; give {READ}") from error
     return ArrowFiles(scheme, found), inner
