@@ -70,6 +70,9 @@ class Gcs(ThreadingHTTPServer):
         self.lock = threading.Lock()
         self.generation = 1000
 
+    def handle_error(self, *_: Any) -> None:
+        """A client that ends a connection is no news."""
+
 
 class GcsHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
