@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import threading
@@ -72,6 +73,8 @@ class HubHandler(BaseHTTPRequestHandler):
         data = self.server.commits.get(self.server.revisions.get(revision, ""), {}).get(name)
         if repo != REPO or data is None:
             return self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
+        if "gzip" in self.headers.get("Accept-Encoding", ""):  # as the hub may do with text
+            return self._send(200, gzip.compress(data), {"Content-Encoding": "gzip"})
         asked = self.headers.get("Range")
         if asked is None:
             return self._send(200, data)

@@ -97,6 +97,7 @@ def test_a_job_of_two_runs_has_every_row_once_and_is_read_by_every_command(
     assert not [secret for secret in (TOKEN, ACCOUNT_KEY) if secret in everything]
 
 
+@pytest.mark.parametrize("server", ["gs"], indirect=True)
 def test_a_dataset_of_the_hub_is_computed_and_written_to_a_bucket(lab: CloudLab, model: Path, prompts: dict[str, bytes]) -> None:
     out = f"{lab.root}/out"
     with running_hub() as hub:

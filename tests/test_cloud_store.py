@@ -276,6 +276,17 @@ def test_a_job_is_committed_resumed_read_and_overwritten(lab: CloudLab, tmp_path
     assert not list(tmp_path.rglob("part-*"))
 
 
+def test_a_shard_that_is_gone_while_rows_are_read_is_one_line(lab: CloudLab) -> None:
+    parts, root = tables(), f"{lab.root}/out"
+    folder = new_folder(root, 6, 2)  # type: ignore[arg-type]
+    for i in range(3):
+        folder.commit(i, parts[i])
+    rows = folder.scan()
+    lab.client().delete("out/data/part-00001.parquet")
+    with pytest.raises(StorageError, match=r"reading .*part-00001\.parquet failed: it is not there any more"):
+        rows.collect()
+
+
 def test_a_prefix_of_something_else_is_never_touched(lab: CloudLab) -> None:
     lab.put("out/data/part-00000.parquet", b"precious")
     lab.put("file", b"precious")

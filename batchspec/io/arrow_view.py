@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.fs as pafs
 
+from batchspec.errors import InputError, StorageError
 from batchspec.io.places import RemotePlace
 from batchspec.io.remote import RemoteFiles
 
@@ -45,7 +46,13 @@ class _Handler(pafs.FileSystemHandler):  # type: ignore[misc]
         return [pafs.FileInfo(path, TYPES[self._place(path).kind()]) for path in paths]
 
     def open_input_file(self, path: str) -> pa.PythonFile:
-        return pa.PythonFile(self._place(path).open(), mode="r")
+        place = self._place(path)
+        try:
+            return pa.PythonFile(place.open(), mode="r")
+        except InputError as error:
+            raise StorageError(
+                f"reading {place} failed: it is not there any more; run the same command again after the repair"
+            ) from error
 
     open_input_stream = open_input_file
 

@@ -33,7 +33,7 @@ ENDPOINT = {
 }
 NO_BUCKET_CODES = ("NoSuchBucket", "ContainerNotFound")
 TRIES = 3
-"""Of what hardly passes: no identity of the machine, no such host."""
+"""Of what hardly passes."""
 SENT_AGAIN = (408, 409, 429)
 SLOWEST_BYTES_S = 256 << 10
 """A request's time grows with what it sends, as if the line were this slow."""
@@ -101,7 +101,7 @@ def _made(bucket: Bucket, environ: tuple[tuple[str, str], ...], connect_s: float
         "allow_http": plain,
         "connect_timeout": timedelta(seconds=connect_s),
         "read_timeout": timedelta(seconds=request_s),  # until the first byte of the answer, and between two of them
-        "timeout": timedelta(days=1),  # of the whole request; it is bounded by `read_timeout` as long as anything moves
+        "timeout": timedelta(days=1),  # of the whole request: a large body takes as long as it moves
     }
     tries: Any = {"max_retries": 0}
     try:
@@ -130,7 +130,7 @@ class Failure:
     code: str
     """The store's own word."""
     kind: str
-    """Where there was no whole answer: obstore's word."""
+    """Where there was no whole answer: obstore's word, or `Dns`."""
     log_in: bool
     """It failed at getting credentials, before the store was asked."""
     host: str
@@ -145,6 +145,7 @@ class Failure:
 
     @property
     def hardly_passes(self) -> bool:
+        """No identity of the machine, or no such host."""
         return self.log_in or self.kind == "Dns"
 
 
@@ -163,7 +164,7 @@ def failure(error: Exception) -> Failure:
 
 
 ANSWERED: set[Bucket] = set()
-"""In this process."""
+"""Those that did in this process: what fails later passes more likely than not."""
 
 
 @dataclass(slots=True)

@@ -118,7 +118,8 @@ class _HubFile:
     def read_at(self, size: int, offset: int) -> bytes:
         from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status  # type: ignore[attr-defined]
 
-        headers = {**build_hf_headers(), "Range": f"bytes={offset}-{offset + size - 1}"}
+        # Ranges are of the file's bytes only where the answer is not compressed.
+        headers = {**build_hf_headers(), "Accept-Encoding": "identity", "Range": f"bytes={offset}-{offset + size - 1}"}
         answer: Any = get_session().get(self.url, headers=headers, timeout=retry.REQUEST_S)
         hf_raise_for_status(answer)
         data: bytes = answer.content
