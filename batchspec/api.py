@@ -16,6 +16,7 @@ from batchspec.io.store import scanning
 from batchspec.job import run_job
 from batchspec.prepare import make_engine, open_job, survey_first
 from batchspec.report.progress import Progress
+from batchspec.work.part import check_errors
 from batchspec.work.passes import decode_job, shard_table
 from batchspec.work.reporter import Reporter
 
@@ -54,4 +55,5 @@ def generate(data: Any, *, job: str | None = None, overrides: Sequence[str] = ()
         }
     frame = pl.from_arrow(pa.concat_tables([tables[index] for index in sorted(tables)]))
     assert isinstance(frame, pl.DataFrame)
+    check_errors(opened, frame["status"].to_list().count("error"), frame.height)
     return frame

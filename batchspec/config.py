@@ -166,8 +166,9 @@ class InputConfig:
     """Take the first N rows only."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra variables of the chat template."""
-    max_error_fraction: float = 1.0
-    """More error rows than this share of the input end the job with exit code 3."""
+    max_error_fraction: float = 0.5
+    """More error rows than this share of the input end the job with exit code 3. A job of nothing but error rows does so even
+    with 1."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,7 +6,7 @@ BatchspecError            1   anything below; never raised itself
   CheckpointError         2   a model folder, a tokenizer, a drafter
   OutputError             2   the output folder belongs to another job
   CapacityError           2   the job does not fit the machine's memory
-  TooManyErrors           3   more error rows than input.max_error_fraction allows
+  TooManyErrors           3   more error rows than input.max_error_fraction allows, or nothing but error rows
   StorageError           74   reading or writing failed; the same command goes on after the repair
   Interrupted            75   a signal ended the run; the same command goes on
 

@@ -22,7 +22,7 @@ from batchspec.prepare import Job, job_fingerprint, make_engine, open_job, recor
 from batchspec.report.card import dataset_card
 from batchspec.report.page import NEEDS_EXTRA, can_draw, write_report
 from batchspec.report.progress import Progress
-from batchspec.report.stats import job_stats
+from batchspec.report.stats import JobStats, job_stats
 from batchspec.report.summary import RunSummary
 from batchspec.work.adaptation import Adaptation
 from batchspec.work.fitted import FittedEngine, MakeEngine
@@ -49,10 +49,11 @@ def run_job(config: RunConfig, source: Source | None = None) -> None:
             say(f"{output.path}: this run's part is done; other runs work on {len(others)} of {output.num_shards} shards")
             return
         say(f"{output.path}: done, {job.source.num_rows} rows in {output.num_shards} shards")
-    errors = finish(output, again=not complete)
+    stats = finish(output, again=not complete)
+    errors = stats.by_status.get("error", 0)
     if errors:
         say(f"{output.path}: {errors} error row{'s' * (errors > 1)}; the column `error` says why")
-    check_errors(job, errors)
+    check_errors(job, errors, stats.completions)
     say(f"look at it:  batchspec stats {output.path}")
     say(f"             python -c \"import polars; print(polars.read_parquet('{output.path}/data'))\"")
 
@@ -65,21 +66,18 @@ def nothing_left(config: RunConfig) -> str:
     return "" if config.resume.retry == "none" else f"; nothing left for resume={config.resume.retry}"
 
 
-def finish(output: OutputFolder, *, again: bool) -> int:
-    """Card and report of a job without a missing shard, where they are not there or `again`; the number of error rows."""
+def finish(output: OutputFolder, *, again: bool) -> JobStats:
+    """Card and report of a job without a missing shard, where they are not there or `again`; what its rows are."""
     stats = job_stats(output.path)
-    if again or not output.has_card():  # a run may have died between the last commit and the card
-        output.check_own()
-        output.journal().delete()
-        output.claims().delete()
-        output.attempts().delete()
+    output.tidy()  # a run may have died since the last commit, or have gone on after another one had completed the job
+    if again or not output.has_card():
         output.finish(dataset_card(output.manifest, stats))
         if can_draw():
             write_report(output, stats=stats)
             say(f"{output.path}/report.html: the job in pictures")
         else:
             say(NEEDS_EXTRA.format(out=output.path))
-    return stats.by_status.get("error", 0)
+    return stats
 
 
 def compute(

@@ -57,7 +57,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "packing.prefill_tokens": (1, math.inf, "null lets the planner choose"),
     "packing.run_ahead": (0, 64, "null lets the planner choose"),
     "input.limit": (1, math.inf, "null takes every row"),
-    "input.max_error_fraction": (0.0, 1.0, "1 never ends the job"),
+    "input.max_error_fraction": (0.0, 1.0, "1 ends a job of nothing but error rows alone"),
     "output.shard_rows": (1, 10_000_000, "null lets batchspec choose"),
     "output.logprobs": (0, 100, "null writes none"),
     "cluster.max_restarts": (0, math.inf, "0 is never"),
@@ -117,13 +117,28 @@ def check_given(config: Any, keys: Mapping[str, str]) -> None:
             raise ConfigError(f"{key} is required; give {key}=..., {advice}")
 
 
+CONTAINER = re.compile(r"^(abfss?|az|azure)://[a-z0-9$][a-z0-9-]{1,62}@[a-z0-9][\w.-]*(?=/|$)")
+"""Of Azure's URLs: the name before the @ is a container's, never a key."""
+GIVE_THEM = {
+    "s3": "set AWS_PROFILE or the AWS_... variables",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS",
+    "gcs": "set GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "set the AZURE_STORAGE_... variables",
+    "azure": "set the AZURE_STORAGE_... variables",
+    "abfs": "set the AZURE_STORAGE_... variables",
+    "abfss": "set the AZURE_STORAGE_... variables",
+    "hf": "set HF_TOKEN",
+}
+
+
 def check_credentials(config: Any, keys: Iterable[str]) -> None:
     """The configuration is kept in the manifest and on the card: credentials must not get into it, nor into this error."""
     for key in keys:
         value = value_of(config, key)
         for url in value if isinstance(value, list) else [value]:
-            if isinstance(url, str) and CREDENTIALS.search(url):
-                raise ConfigError(f"{key} holds credentials in a URL; take them out and set AWS_PROFILE or the AWS_... variables")
+            if isinstance(url, str) and CREDENTIALS.search(CONTAINER.sub("", url)):
+                how = GIVE_THEM.get(url.partition("://")[0], "give them as its tools do, by environment or profile")
+                raise ConfigError(f"{key} holds credentials in a URL; take them out and {how}")
 
 
 def check_saved(config: Any) -> None:

@@ -27,7 +27,8 @@ from batchspec import job, prepare
 from batchspec.compose import compose
 from batchspec.config import RunConfig
 from batchspec.errors import BatchspecError
-from batchspec.io import claims
+from batchspec.io import claims, folder
+from batchspec.io.backends import open_store
 from batchspec.io.claims import Claims
 from batchspec.packing.cost import H200
 from batchspec.work import part, passes, suspects
@@ -64,6 +65,8 @@ class Conduct:
     environ: Mapping[str, str] = field(default_factory=dict)
     wait: bool = False
     """It stops (SIGSTOP) before it begins."""
+    publish_at: int | None = None
+    """It stops (SIGSTOP) before it publishes its shard for this time, counted from 1, and after its last look at the manifest."""
     hold: tuple[str, str] | None = None
     """It stops (SIGSTOP) when it is about to do this CALL on a path that matches this pattern, once."""
 
@@ -85,6 +88,8 @@ def work(config: RunConfig, said: Path, conduct: Conduct) -> None:
     if conduct.method is not None:
         refuse_links(conduct.method)
     watch_calls(conduct)
+    if conduct.publish_at is not None:
+        stop_before_publishing(conduct.publish_at)
     if conduct.wait:
         os.kill(os.getpid(), signal.SIGSTOP)
     code = 0
@@ -126,6 +131,30 @@ def refuse_links(method: str) -> None:
         os.link = refused
 
 
+def stop_here() -> None:
+    """Stop the process in this thread: a signal to the process may reach another thread first, while this one goes on."""
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+
+
+def stop_before_publishing(number: int) -> None:
+    seen: list[str] = []
+
+    def opened(root: Any, scratch: str) -> Any:
+        store = open_store(root, scratch)
+        publish = store.publish
+
+        def published(path: Path, name: str) -> bool:
+            seen.append(name)
+            if len(seen) == number:
+                stop_here()
+            return publish(path, name)
+
+        store.publish = published  # type: ignore[method-assign]
+        return store
+
+    put(folder, "open_store", opened)
+
+
 def watch_calls(conduct: Conduct) -> None:
     """Count CALLS, note them, and end or stop the process before one of them."""
     seen: list[str] = []
@@ -144,7 +173,7 @@ def watch_calls(conduct: Conduct) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             if conduct.hold is not None and not held and conduct.hold[0] == name and re.search(conduct.hold[1], kind):
                 held.append(True)
-                os.kill(os.getpid(), signal.SIGSTOP)
+                stop_here()
             return call(*args, **named)
 
         return before
@@ -241,9 +270,9 @@ class Killer:
 def until_stopped(process: ForkServerProcess) -> int:
     """Its number, once it has stopped itself."""
     assert process.pid is not None
-    while state_of(process.pid) != "T":
-        assert process.exitcode is None, process.exitcode
+    while process.exitcode is None and state_of(process.pid) != "T":
         time.sleep(0.005)
+    assert process.exitcode is None, process.exitcode
     return process.pid
 
 

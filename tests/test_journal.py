@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import logging
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchspec.io.journal import FOLDER, Journal
+from batchspec.io.journal import FOLDER, VERSION, Journal
 from batchspec.io.local import LocalStore
 from batchspec.records import Completion, RowError, RowStats, Snapshot
 
@@ -126,3 +130,83 @@ def test_a_damaged_segment_is_left_out_alone(tmp_path: Path, damage: Any) -> Non
     (tmp_path / FOLDER / "c-000000.json").mkdir()
     (tmp_path / FOLDER / "b-000000.json.bak").write_bytes(b"of somebody's editor")
     assert list(journal(tmp_path).read(skip=set()).completions) == [(8, 0)]
+
+
+def segment(root: Path, lines: list[Any]) -> None:
+    """One with a sound frame."""
+    body = "\n".join(json.dumps(line) for line in lines).encode()
+    header = {"version": VERSION, "job": "", "rows": len(lines), "crc32": zlib.crc32(body)}
+    (root / FOLDER / "a-000000.json").write_bytes(json.dumps(header).encode() + b"\n" + body)
+
+
+def lines_of(root: Path) -> list[Any]:
+    """A finished row and an unfinished one."""
+    writer = journal(root)
+    writer.add(replace(FULL, row_index=1, shard=0))
+    writer.flush([replace(LEFT, row_index=2)])
+    return [json.loads(line) for line in (root / FOLDER / "a-000000.json").read_bytes().splitlines()[1:]]
+
+
+MALFORMED: dict[str, Any] = {
+    "no row": lambda done, left: [{}],
+    "not an object": lambda done, left: [17],
+    "a list": lambda done, left: [{"done": []}],
+    "null": lambda done, left: [{"left": None}],
+    "a field less": lambda done, left: [done, {"left": {k: v for k, v in left["left"].items() if k != "tokens"}}],
+    "a field more": lambda done, left: [{"done": done["done"] | {"colour": 1}}],
+    "text for a number": lambda done, left: [{"done": done["done"] | {"row_index": "one"}}],
+    "a number for a text": lambda done, left: [{"done": done["done"] | {"text": 5}}],
+    "a list for tokens": lambda done, left: [{"done": done["done"] | {"token_ids": [1, 2]}}],
+    "torn base64": lambda done, left: [{"done": done["done"] | {"token_ids": "AAA"}}],
+    "tokens of odd length": lambda done, left: [{"done": done["done"] | {"token_ids": "AAAA"}}],
+    "stats of another kind": lambda done, left: [{"done": done["done"] | {"stats": {"drafter": "x"}}}],
+    "stats with text": lambda done, left: [{"done": done["done"] | {"stats": done["done"]["stats"] | {"num_rounds": "2"}}}],
+    "fractions for tokens": lambda done, left: [{"left": left["left"] | {"tokens": [1.5]}}],
+    "negative tokens": lambda done, left: [{"left": left["left"] | {"tokens": [-1]}}],
+    "counts that do not match": lambda done, left: [{"left": left["left"] | {"accepted": [1]}}],
+    "a row of no shard": lambda done, left: [{"done": done["done"] | {"row_index": 99}}],
+    "a shard that is not": lambda done, left: [{"left": left["left"] | {"shard": -1}}],
+    "nested": lambda done, left: [json.loads("[" * 900 + "]" * 900)],
+}
+
+
+@pytest.mark.parametrize("how", [*MALFORMED])
+def test_a_segment_with_a_sound_frame_and_no_rows_of_the_job_is_left_out_alone_and_named(
+    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    segment_lines = MALFORMED[how](*lines_of(tmp_path))
+    segment(tmp_path, segment_lines)
+    other = journal(tmp_path, "b")
+    other.add(replace(BAD, row_index=0, shard=0))
+    other.flush()
+    store = LocalStore(tmp_path, "tmp")
+    reader = Journal(store, "c", holds=lambda shard, row: (shard, row) in {(0, 0), (0, 1), (2, 2)})
+    with caplog.at_level(logging.WARNING):
+        found = reader.read(skip=set())
+    assert [*found.completions] == [(0, 0)]
+    assert not found.snapshots
+    (said,) = caplog.messages
+    assert said.startswith(f"{tmp_path}/{FOLDER}/a-000000.json is malformed (")
+    assert said.endswith("): the rows that it saved are computed again")
+
+
+def test_a_segment_that_cannot_be_read_costs_its_rows_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for attempt, row in (("a", FULL), ("b", BAD)):
+        writer = journal(tmp_path, attempt)
+        writer.add(row)
+        writer.flush()
+    read = Path.read_bytes
+
+    def broken(self: Path) -> bytes:
+        if self.name.startswith("a-"):
+            raise OSError(errno.EIO, "Input/output error")
+        return read(self)
+
+    monkeypatch.setattr(Path, "read_bytes", broken)
+    with caplog.at_level(logging.WARNING):
+        assert list(journal(tmp_path).read(skip=set()).completions) == [(8, 0)]
+    assert caplog.messages == [
+        f"{tmp_path}/{FOLDER}/a-000000.json cannot be read (Input/output error): the rows that it saved are computed again"
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -19,6 +20,7 @@ from batchspec import run
 from batchspec.errors import OutputError, StorageError
 from batchspec.io.claims import FOLDER, STALE_S, Claims
 from batchspec.io.local import LocalStore
+from batchspec.io.manifest import MANIFEST
 from batchspec.io.overwrite import CREW, this_command
 from batchspec.io.shards import OutputFolder
 from tests.io_samples import completion, new_folder
@@ -131,6 +133,83 @@ def test_a_run_that_is_stopped_right_before_its_shard_gets_its_name_does_not_pub
     with pytest.raises(OutputError, match="was overwritten while this run worked on it"):
         first.commit(0, tables()[0])
     assert OutputFolder(tmp_path).committed() == set()
+
+
+def damaged_reads(monkeypatch: pytest.MonkeyPatch, change: Callable[[bytes], bytes], count: int) -> None:
+    """The next so many readings of a manifest give other bytes."""
+    read, left = LocalStore.read, [count]
+
+    def flipped(self: LocalStore, name: str) -> bytes:
+        data = read(self, name)
+        if name != MANIFEST or not left[0]:
+            return data
+        left[0] -= 1
+        return change(data)
+
+    monkeypatch.setattr(LocalStore, "read", flipped)
+
+
+FLIPS: dict[str, Callable[[bytes], bytes]] = {
+    "not JSON": lambda data: data.replace(b"{", b"[", 1),
+    "not UTF-8": lambda data: data.replace(b"job", b"jo\xff", 1),
+    "another version": lambda data: data.replace(b'"version": 2', b'"version": 6'),
+    "another job": lambda data: re.sub(rb'("job": ".)', rb"\1f", data),
+    "another key": lambda data: data.replace(b'"ready"', b'"raedy"'),
+    "another fingerprint": lambda data: data.replace(b'"model": "a"', b'"model": "c"'),
+    "another number": lambda data: data.replace(b'"num_rows": 6', b'"num_rows": "6"'),
+}
+
+
+@pytest.mark.parametrize("flip", [*FLIPS])
+def test_a_manifest_that_reads_wrong_once_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flip: str) -> None:
+    first = new_folder(tmp_path, 6, 2)
+    damaged_reads(monkeypatch, FLIPS[flip], 1)
+    assert first.commit(0, tables()[0])
+    monkeypatch.undo()
+    damaged_reads(monkeypatch, FLIPS[flip], 1)
+    again = new_folder(tmp_path, 6, 2)
+    if flip != "another job":  # a run that joins another job's files would refuse them
+        assert again.committed() == {0}
+
+
+def test_a_manifest_that_stays_damaged_is_said_to_be_damaged_and_not_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = new_folder(tmp_path, 6, 2)
+    damaged_reads(monkeypatch, FLIPS["not JSON"], 99)
+    with pytest.raises(StorageError, match=r"manifest\.json is damaged \(.*restore it") as caught:
+        first.commit(0, tables()[0])
+    assert caught.value.exit_code == 74
+    assert not first._store.list("data")
+    with pytest.raises(OutputError, match=r"manifest\.json is damaged"):
+        new_folder(tmp_path, 6, 2)
+    monkeypatch.undo()
+    assert first.commit(0, tables()[0])
+
+
+def test_runs_that_begin_a_job_at_once_begin_the_same_one_where_a_rename_replaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    put, first = LocalStore.put_if_absent, list[OutputFolder]()
+
+    def late(self: LocalStore, name: str, data: bytes) -> bool:
+        """It has seen that the name is free; the other run takes it, reads what is there, and is replaced."""
+        monkeypatch.setattr(LocalStore, "put_if_absent", put)
+        first.append(new_folder(tmp_path, 6, 2))
+        self.put(name, data)
+        return True
+
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(LocalStore, "put_if_absent", late)
+    second = new_folder(tmp_path, 6, 2)
+    assert (first[0].manifest.publish, first[0].manifest.job) == ("rename", second.manifest.job)
+    assert first[0].commit(0, tables()[0])
+    assert second.commit(1, tables()[1])
+    assert second.committed() == {0, 1}
+    assert new_folder(tmp_path, 6, 2, overwrite=True).manifest.job != second.manifest.job
 
 
 def test_segments_of_a_job_that_was_there_before_are_none_of_this_job(tmp_path: Path) -> None:

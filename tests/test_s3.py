@@ -23,7 +23,7 @@ from batchspec.io.backends import open_store
 from batchspec.io.reader import Source, open_source
 from batchspec.io.s3 import S3Store
 from batchspec.io.shards import OutputFolder
-from batchspec.io.store import STALE_S
+from batchspec.io.store import STALE_S, Tail
 from batchspec.report.stats import job_stats
 from tests.io_samples import built, dataset, new_folder, shards_of
 from tests.s3_lab import BUCKET, KEY_ID, SECRET, Faults, Lab, Proxy, running_lab, running_proxy
@@ -112,6 +112,32 @@ def test_a_name_is_taken_once(lab: Lab) -> None:
     assert here.list("") == ["ab"]
 
 
+def test_versions_tell_objects_apart_and_a_tail_comes_with_its_own(lab: Lab) -> None:
+    here = store()
+    assert (here.versions("data"), here.tail("data/x", 4)) == ({}, None)
+    for name, data in (("x", b"0123456789"), ("y", b""), ("z/deep", b"")):
+        here.put(f"data/{name}", data)
+    before = here.versions("data")
+    assert [*before] == here.list("data") == ["x", "y", "z"]
+    assert before["x"] == here.version("data/x")
+    for count, data in ((4, b"6789"), (10, b"0123456789"), (99, b"0123456789")):
+        assert here.tail("data/x", count) == Tail(data, before["x"])
+    assert here.tail("data/y", 4) == Tail(b"", before["y"])
+    here.put("data/x", b"another")
+    here.delete("data/x", before["x"])
+    assert here.list("data") == ["x", "y", "z"]
+    here.delete("data/x", here.version("data/x"))
+    assert here.list("data") == ["y", "z"]
+
+
+def test_an_object_that_is_gone_is_not_replaced(lab: Lab) -> None:
+    here = store()
+    path = here.scratch() / "new"
+    path.write_bytes(b"x")
+    assert not here.replace(path, "data/x", '"0"')
+    assert here.list("data") == []
+
+
 def test_everything_is_sent_with_its_digest_so_that_s3_refuses_what_arrives_damaged(lab: Lab, tmp_path: Path) -> None:
     here = open_store(f"s3://{BUCKET}/out/", "tmp")
     assert isinstance(here, S3Store)
@@ -149,7 +175,7 @@ def test_names_cannot_leave_the_folder(lab: Lab, name: str) -> None:
         store().put_if_absent(name, b"x")
 
 
-@pytest.mark.parametrize("root", ["s3://", "s3://lab", "s3://lab/", "s3://lab/a//b", "gs://lab/x"])
+@pytest.mark.parametrize("root", ["s3://", "s3://lab", "s3://lab/", "s3://lab/a//b", "hdfs://lab/x"])
 def test_an_output_folder_that_cannot_be_is_refused(lab: Lab, root: str) -> None:
     with pytest.raises(ConfigError, match="s3://BUCKET/FOLDER"):
         open_store(root, "tmp")
@@ -266,6 +292,24 @@ def test_an_unknown_profile_and_a_bad_endpoint_are_config_errors(lab: Lab, monke
         store()
 
 
+def test_a_public_bucket_is_read_without_credentials(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    signed: list[bool] = []
+
+    def look(environ: dict[str, Any]) -> None:
+        signed.append("HTTP_AUTHORIZATION" in environ)
+
+    put_table(lab, "in/a.parquet", 0, 3)
+    lab.client.put_bucket_acl(Bucket=BUCKET, ACL="public-read")
+    lab.client.put_object_acl(Bucket=BUCKET, Key="in/a.parquet", ACL="public-read")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+    lab.faults.before = look
+    assert ids(source_of("in")) == ["q-0", "q-1", "q-2"]
+    assert signed
+    assert not any(signed)
+
+
 # --- the output folder
 
 
@@ -368,7 +412,7 @@ def test_any_file_system_that_arrow_reaches_is_read(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "x.parquet", tmp_path / "*.parquet"):
         source = open_source(InputConfig(path=f"file://{path}"))
         assert (ids(source), source.files[0].name) == (["q-0"], "x.parquet")
-    with pytest.raises(ConfigError, match=r"input\.path nonsense://.*give a local path or s3://BUCKET"):
+    with pytest.raises(ConfigError, match=r"input\.path nonsense://.*give a local path, s3://BUCKET"):
         open_source(InputConfig(path="nonsense://x"))
 
 

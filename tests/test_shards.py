@@ -154,7 +154,8 @@ def test_a_shard_is_committed_once(tmp_path: Path) -> None:
     assert folder.committed() == {2}
     metadata = pq.read_schema(tmp_path / "data/part-00002.parquet").metadata
     assert metadata == {
-        b"batchspec.model": b"tiny", b"batchspec.version": b"1", b"batchspec.shard": b"2",
+        b"batchspec.model": b"tiny", b"batchspec.version": b"2", b"batchspec.shard": b"2", b"batchspec.rows": b"4-5",
+        b"batchspec.generation": b"0", b"batchspec.job": folder.manifest.job.encode(),
         b"batchspec.attempt": folder.attempt.encode(),
     }  # fmt: skip
     assert os.listdir(tmp_path / "_batchspec/tmp") == []

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import io
 import multiprocessing
 import os
 import shutil
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ import pytest
 
 from batchspec.errors import ConfigError, OutputError, StorageError
 from batchspec.io.local import LocalStore
-from batchspec.io.store import STALE_S
+from batchspec.io.s3 import S3Store
+from batchspec.io.store import STALE_S, Store, Tail
 
 METHODS = ["link", "rename"]
 
@@ -207,6 +210,61 @@ def test_a_failing_disk_is_a_storage_error_and_nothing_is_visible(
     assert leftovers(tmp_path) == []
 
 
+METHODS_OF_STORE: dict[str, tuple[Any, ...]] = {
+    "check_root": (), "check_bucket": (), "probe": (), "clean": (), "put_if_absent": ("data/x", b"1"), "put": ("data/x", b"1"),
+    "publish": (Path("new"), "data/x"), "version": ("data/x",), "versions": ("data",), "tail": ("data/x", 4),
+    "delete": ("data/x", ""), "replace": (Path("new"), "data/x", ""), "probe_replace": (), "read": ("data/x",),
+    "ages_s": (["data/x"],), "discard": ("part-",), "list": ("data",), "exists": ("data/x",), "delete_tree": ("data",),
+    "scratch": (), "scan": (["data/x"],),
+}  # fmt: skip
+"""Every method of the protocol, with arguments."""
+CALLS = [
+    (os, "stat"), (os, "lstat"), (os, "open"), (os, "listdir"), (os, "scandir"), (os, "mkdir"), (os, "link"), (os, "replace"),
+    (os, "unlink"), (os, "rmdir"), (os, "fsync"), (io, "open"), (tempfile, "mkdtemp"),
+]  # fmt: skip
+TOUCH_NOTHING = {"check_bucket", "probe_replace", "scan"}
+
+
+def test_this_table_has_every_method_of_the_protocol_and_each_is_guarded_in_every_store() -> None:
+    methods = {name for name, member in vars(Store).items() if callable(member) and not name.startswith("_")}
+    assert methods == METHODS_OF_STORE.keys()
+    for kind in (LocalStore, S3Store):
+        assert all(hasattr(getattr(kind, name), "__wrapped__") for name in methods)
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EACCES])
+@pytest.mark.parametrize("method", [*METHODS_OF_STORE])
+def test_whatever_call_fails_in_whatever_method_it_is_an_error_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, code: int
+) -> None:
+    failed = 0
+    for module, call in CALLS:
+        root = tmp_path / call
+        here = store(root)
+        here.put("data/x", b"there")
+        arguments: list[Any] = [here.scratch() / arg if isinstance(arg, Path) else arg for arg in METHODS_OF_STORE[method]]
+        for arg in arguments:
+            if isinstance(arg, Path):
+                arg.write_bytes(b"new")
+        if arguments[-1:] == [""]:
+            arguments[-1] = here.version("data/x")
+
+        def broken(*_: Any, **__: Any) -> Any:
+            raise OSError(code, os.strerror(code))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(module, call, broken)
+            try:
+                getattr(here, method)(*arguments)
+            except (StorageError, ConfigError) as error:
+                failed += 1
+                said = str(error)
+        if failed:
+            assert errno.errorcode[code] in said
+            assert "\n" not in said
+    assert failed or method in TOUCH_NOTHING
+
+
 def test_what_another_put_in_the_place_of_a_file_or_a_folder_is_to_be_moved_away(tmp_path: Path) -> None:
     here = store(tmp_path)
     (tmp_path / "folder").mkdir()
@@ -268,6 +326,25 @@ def test_a_file_is_replaced_only_where_it_is_still_the_one_that_was_seen(tmp_pat
         assert here.replace(path, "data/x", seen) == won
     assert here.read("data/x") == b"first"
     assert leftovers(tmp_path) == []
+
+
+def test_versions_tell_files_apart_and_a_tail_comes_with_its_own(tmp_path: Path) -> None:
+    here = store(tmp_path)
+    assert (here.versions("data"), here.tail("data/x", 4)) == ({}, None)
+    here.put("data/x", b"0123456789")
+    here.put("data/y", b"")
+    before = here.versions("data")
+    assert before == {name: here.version(f"data/{name}") for name in here.list("data")}
+    for count, data in ((4, b"6789"), (10, b"0123456789"), (99, b"0123456789")):
+        assert here.tail("data/x", count) == Tail(data, before["x"])
+    assert here.tail("data/y", 4) == Tail(b"", before["y"])
+    here.put("data/x", b"0123456789")
+    assert here.versions("data")["x"] != before["x"]
+    here.delete("data/x", before["x"])
+    assert here.list("data") == ["x", "y"]
+    here.delete("data/x", here.version("data/x"))
+    here.delete("data/x", before["x"])
+    assert here.list("data") == ["y"]
 
 
 def test_only_old_temporary_files_are_cleaned(tmp_path: Path) -> None:

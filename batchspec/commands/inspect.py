@@ -11,7 +11,7 @@ import polars as pl
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.errors import OutputError
-from batchspec.io.folder import part_name
+from batchspec.io.footers import part_name
 from batchspec.io.manifest import Manifest
 from batchspec.io.reader import locate
 from batchspec.io.shards import OutputFolder

@@ -78,10 +78,6 @@ class Attempts:
                     still[row] += "still" in record
         return {row: max(0, places.count(max(places, default=0)) - still[row]) for row, places in tried.items()}
 
-    def delete(self) -> None:
-        """The job is complete."""
-        self._store.delete_tree(FOLDER)
-
     def _put(self, record: dict[str, Any]) -> None:
         self._record = record
         self._store.put(f"{FOLDER}/rows-{self._attempt}.json", json.dumps(record).encode())

@@ -34,6 +34,8 @@ class Settings:
 
     endpoint: str | None
     region: str | None
+    anonymous: bool
+    """For a public bucket: requests are not signed."""
 
 
 def settings() -> Settings:
@@ -51,6 +53,7 @@ def settings() -> Settings:
     return Settings(
         environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or profile.get("endpoint_url"),
         environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or profile.get("region"),
+        environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true"),
     )
 
 
@@ -74,6 +77,7 @@ def filesystem(bucket: str, attempts: int = 1) -> pafs.FileSystem:
             f"AWS settings: an endpoint that begins with {scheme[:12]}; let AWS_ENDPOINT_URL be like https://host:port"
         )
     return pafs.S3FileSystem(
+        anonymous=place.anonymous,
         region=region,
         scheme=scheme,
         endpoint_override=host.rstrip("/") or None,
@@ -91,9 +95,12 @@ def client() -> Any:
 @cache  # making one costs a tenth of a second; any number of threads may share it
 def _made(place: Settings, profile: str | None, connect_s: float, request_s: float) -> Any:
     import boto3
+    from botocore import UNSIGNED
     from botocore.config import Config
 
+    signing = {"signature_version": UNSIGNED} if place.anonymous else {}
     config = Config(
+        **signing,
         connect_timeout=connect_s,
         read_timeout=request_s,
         retries={"total_max_attempts": 1},
@@ -168,7 +175,8 @@ def refusal(error: Exception) -> str:
     """What the store did not like and what to do about it; never its whole answer, which may quote what was signed."""
     code = _code(error) or type(error).__name__
     if code in DENIED or "Credential" in code or "Token" in code:
-        return f"access denied ({code}); check the credentials (AWS_PROFILE, AWS_ACCESS_KEY_ID, ...) and the bucket's policy"
+        keys = "AWS_PROFILE, AWS_ACCESS_KEY_ID, ...; AWS_SKIP_SIGNATURE=true for a public bucket"
+        return f"access denied ({code}); check the credentials ({keys}) and the bucket's policy"
     return f"{code}: {reason(error)}; check the bucket and the store"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from batchspec.errors import ConfigError
+from batchspec.io.cloud import SCHEMES
 from batchspec.io.local import LocalStore
 from batchspec.io.store import Store
 
@@ -17,8 +18,15 @@ def open_store(root: str | Path, scratch: str) -> Store:
     scheme, mark, _ = str(root).partition("://")
     if not mark:
         return LocalStore(Path(root), scratch)
-    if scheme != "s3":
-        raise ConfigError(f"output.dir {scheme}://...: output goes to a local folder or to s3://BUCKET/FOLDER; name one")
-    from batchspec.io.s3 import S3Store
+    if scheme == "s3":
+        from batchspec.io.s3 import S3Store
 
-    return S3Store(str(root))
+        return S3Store(str(root))
+    if scheme in SCHEMES:
+        from batchspec.io.cloud_store import CloudStore
+
+        return CloudStore(str(root))
+    raise ConfigError(
+        f"output.dir {scheme}://...: output goes to a local folder, s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or "
+        "abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/FOLDER; name one"
+    )

@@ -120,10 +120,6 @@ class Claims:
         """The shard is committed: its claim means nothing any more."""
         self._held.pop(shard, None)
 
-    def delete(self) -> None:
-        """The job is complete."""
-        self._store.delete_tree(FOLDER)
-
     def _read(self, name: str) -> dict[str, Any]:
         """A claim; an empty one where it is gone: the run that completed the job deletes them all."""
         try:

@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchspec.errors import InputError, StorageError
-from batchspec.io.places import LocalPlace, Place, Stamp
+from batchspec.io.places import LocalPlace, Place
+from batchspec.io.remote import Stamp
 
 PARQUET = (".parquet", ".pq")
 JSON_LINES = (".jsonl", ".ndjson", ".json")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import json
 import uuid
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
@@ -12,9 +12,10 @@ from typing import Any
 from batchspec.errors import OutputError
 from batchspec.io.backends import open_store
 from batchspec.io.claims import REMOTE_STALE_S, STALE_S, Claims
+from batchspec.io.footers import ShardFiles
 from batchspec.io.generations import Generation, Generations
 from batchspec.io.manifest import MANIFEST, Manifest, differences
-from batchspec.io.overwrite import check_own, elected, refuse_living, settled, this_command
+from batchspec.io.overwrite import READS, check_own, elected, read_manifest, refuse_living, settled, this_command
 from batchspec.io.reader import InputFile
 from batchspec.io.store import Store
 
@@ -33,10 +34,6 @@ def default_shard_rows(num_rows: int) -> int:
     return max(few, min(-(-num_rows // MANY_SHARDS), MAX_SHARD_ROWS))
 
 
-def part_name(index: int) -> str:
-    return f"part-{index:05d}.parquet"
-
-
 class JobFolder:
     """A folder and the job in it. Nothing is made or changed in it before `create`.
 
@@ -51,25 +48,35 @@ class JobFolder:
         self._command = this_command()
         self._generations = Generations(self._store)
         self._manifest: Manifest | None = None
+        self._files: ShardFiles | None = None
         self._generation: Generation | None = None
 
     @property
     def manifest(self) -> Manifest:
         """The job's manifest. Raises OutputError where the folder holds no job."""
         if self._manifest is None:
-            if not self.is_job():
+            first = read_manifest(self._store)
+            if first is None:
                 self._store.check_bucket()
                 raise OutputError(f"{self.path} holds no batchspec job; give the output.dir of a run")
-            first = Manifest.from_json(self._store.read(MANIFEST), f"{self.path}/{MANIFEST}")
             if not first.ready:
                 raise OutputError(
                     f"{self.path}: a run with output.overwrite=true deletes the job that was there, or died at it; if none is at "
                     "it, run it again, with output.overwrite=true"
                 )
             self._store.method = first.publish
-            self._generation = self._generations.latest()
+            retries = self._generations.all(first.job)
+            self._generation = retries[-1] if retries else None
             self._manifest = first if self._generation is None else self._generation.of(first)
+            self._files = ShardFiles(self._store, first, lambda: self._generations.written(first.job))
         return self._manifest
+
+    @property
+    def files(self) -> ShardFiles:
+        """The files in data/."""
+        assert self.manifest
+        assert self._files is not None
+        return self._files
 
     @property
     def generation(self) -> Generation | None:
@@ -89,12 +96,15 @@ class JobFolder:
 
     def retries(self) -> list[Generation]:
         """Every retry of the job, the latest last."""
-        return self._generations.all()
+        return self._generations.all(self.manifest.job)
 
     def retry(self, generation: Generation) -> None:
-        """Begin a retry, or join in where another run began the same. Raises OutputError where it began another one."""
+        """Begin a retry, or join in where another run began the same. Raises OutputError where it began another one, and as
+        `check_own`.
+        """
         self._store.probe_replace()
-        begun = self._generations.begin(generation)
+        self.check_own()
+        begun = self._generations.begin(replace(generation, job=self.manifest.job))
         self._manifest = None
         if begun.identity != generation.identity:
             raise OutputError(f"{self.path}: another run began a retry; run the command with {begun} to its end first")
@@ -132,8 +142,13 @@ class JobFolder:
             self._refuse_living()
             return
         now = _compared(fingerprint, num_rows, shard_rows)
-        now |= {key: value for key, value in self.manifest.fingerprint.items() if key in may_differ}
-        changed = differences(self.manifest.fingerprint, now)
+        for _ in range(READS):  # a bit that flips on the way from a disk is no other job
+            known = self.manifest.fingerprint
+            now |= {key: value for key, value in known.items() if key in may_differ}
+            changed = differences(known, now)
+            if not changed:
+                break
+            self._manifest = None
         if changed and self.generation is not None and self._was_before_a_retry(now):
             raise OutputError(
                 f"output.dir {self.path} holds this job, retried since ({'; '.join(changed)}); "
@@ -147,8 +162,8 @@ class JobFolder:
 
     def _was_before_a_retry(self, fingerprint: Mapping[str, str]) -> bool:
         """Whether the job was this one once."""
-        first = Manifest.from_json(self._store.read(MANIFEST), f"{self.path}/{MANIFEST}")
-        before = [first.fingerprint, *(retry.fingerprint for retry in self.retries()[:-1])]
+        first = read_manifest(self._store)
+        before = [{} if first is None else first.fingerprint, *(retry.fingerprint for retry in self.retries()[:-1])]
         return any(not differences(one, fingerprint) for one in before)
 
     def create(
@@ -167,15 +182,16 @@ class JobFolder:
         anew = self.begins_anew(overwrite) and elected(self._store, self._command)
         if anew or not self.is_job():
             self._store.probe()
+            compared = _compared(fingerprint, num_rows, shard_rows)
             manifest = Manifest(
-                fingerprint=_compared(fingerprint, num_rows, shard_rows),
+                fingerprint=compared,
                 config=config,
                 recorded=recorded,
                 num_rows=num_rows,
                 shard_rows=shard_rows or default_shard_rows(num_rows),
                 publish=self._store.method,
                 files=tuple(files),
-                job=self._command.new_job(),
+                job=self._command.new_job() if anew else _first_job(self.path, compared),
                 began=self._command.names,
             )
             if anew:
@@ -193,11 +209,13 @@ class JobFolder:
         """
         self._store.put(MANIFEST, replace(new, ready=False).to_json())
         self._store.discard("part-")
+        check_own(self._store, new.job)  # who stands still here may find the job of another command, and its work
         self._generations.delete()
         self._store.delete_tree("data")
         for name in self._store.list("_batchspec"):
             if name not in ("manifest.json", "tmp", "overwrite"):
                 self._store.delete_tree(f"_batchspec/{name}")
+        check_own(self._store, new.job)
         self._store.put(MANIFEST, new.to_json())
 
     def begins_anew(self, overwrite: bool) -> bool:
@@ -210,7 +228,7 @@ class JobFolder:
     def _refuse_living(self) -> None:
         shards: Container[int] = range(10**12)
         try:
-            claims, shards = self.claims(), self.missing()
+            claims, shards = self.claims(), set(range(self.num_shards)) - self.files.listed().keys() | self._to_retry()
         except OutputError:  # nobody can read the manifest
             claims = self._claims(self._store)
         refuse_living(self.path, claims, shards)
@@ -221,24 +239,24 @@ class JobFolder:
 
     @property
     def num_shards(self) -> int:
-        return -(-self.manifest.num_rows // self.manifest.shard_rows)
+        return self.manifest.num_shards
 
     def committed(self) -> set[int]:
-        """Shards that are done. Raises OutputError for a file in data/ that is no shard of this job."""
-        done = set()
-        num_shards = self.num_shards
-        for name in self._store.list("data"):
-            match = re.fullmatch(r"part-(\d{5,})\.parquet", name)
-            index = int(match[1]) if match else -1
-            if not (0 <= index < num_shards and name == part_name(index)):
-                raise OutputError(f"{self.path}/data/{name} is no shard of this job, and readers would take it; move it away")
-            done.add(index)
-        return done
+        """Shards that are done, as the footers of their files say. Raises OutputError for a file in data/ that is no shard of
+        this job, StorageError for one whose footer cannot be read.
+        """
+        return self.files.committed()
 
     def missing(self) -> set[int]:
-        """Shards that are not committed, or that a retry has still to write anew."""
-        again = set() if self.generation is None else self._generations.missing(self.generation)
-        return set(range(self.num_shards)) - self.committed() | again
+        """Shards that are not committed, or that a retry has still to write anew. Raises as `committed`."""
+        return set(range(self.num_shards)) - self.committed() | self._to_retry()
+
+    def is_done(self, index: int) -> bool:
+        """Whether the shard needs no work, by a look at it alone."""
+        return self.files.is_committed(index) and index not in self._to_retry()
+
+    def _to_retry(self) -> set[int]:
+        return set() if self.generation is None else self._generations.missing(self.generation)
 
     def finished(self) -> set[int]:
         """Shards that need no work."""
@@ -250,6 +268,13 @@ class JobFolder:
 
     def _claims(self, store: Store) -> Claims:
         return Claims(store, self.attempt, stale_s=REMOTE_STALE_S if self._store.method == "put" else STALE_S)
+
+
+def _first_job(path: str, compared: Mapping[str, str]) -> str:
+    """The id of a job in a folder that holds none. Runs that begin it at once give it the same one: where names are taken by a
+    rename that replaces, either manifest may stay.
+    """
+    return uuid.uuid5(uuid.NAMESPACE_OID, json.dumps([path, compared], sort_keys=True)).hex
 
 
 def _compared(fingerprint: Mapping[str, str], num_rows: int, shard_rows: int | None) -> dict[str, str]:

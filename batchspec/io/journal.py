@@ -3,19 +3,24 @@
 _batchspec/journal/<attempt>-<number>.json   an immutable segment: one line of header, then one line of JSON a row
 
 A segment is published whole, its header says how many lines follow and their CRC-32; one that does not fit is left out, and its
-rows are computed again. Rows may stand in several segments: any finished one will do, and of unfinished ones the longest.
+rows are computed again. So is one that fits and holds something else than rows of this job, or that cannot be read: a journal
+saves work, and no segment of it is worth a job. Rows may stand in several segments: any finished one will do, and of unfinished
+ones the longest.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import logging
 import re
 import time
 import zlib
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from functools import cache
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -28,6 +33,8 @@ NAME = re.compile(r"\w+-[0-9]{6,}\.json")
 VERSION = 2
 Key = tuple[int, int]
 """row_index and sample_index."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -62,10 +69,18 @@ class Journal:
 
     job        of the manifest: segments of another one that was in the folder before are none of this job's
     check_own  called before a segment is published; raises where the folder has another job now
+    holds      whether a shard holds an input row
     """
 
-    def __init__(self, store: Store, attempt: str, job: str = "", check_own: Callable[[], None] = lambda: None) -> None:
-        self._store, self._attempt, self._job, self._check_own = store, attempt, job, check_own
+    def __init__(
+        self,
+        store: Store,
+        attempt: str,
+        job: str = "",
+        check_own: Callable[[], None] = lambda: None,
+        holds: Callable[[int, int], bool] = lambda shard, row: True,
+    ) -> None:
+        self._store, self._attempt, self._job, self._check_own, self._holds = store, attempt, job, check_own, holds
         self._number = 0
         self._known: set[str] = set()
         self._waiting: list[Completion] = []
@@ -110,24 +125,38 @@ class Journal:
         """Add the rows of segments that came since the journal was last read: another run ended, and its shards are ours now."""
         new = [name for name in self._store.list(FOLDER) if NAME.fullmatch(name) and name not in self._known]
         self._known.update(new)
-        for data in for_each(self._store, [f"{FOLDER}/{name}" for name in new], self._segment):
-            for line in _lines(data, self._job):
-                _take(json.loads(line), found, skip)
+        for name, data in zip(new, for_each(self._store, [f"{FOLDER}/{name}" for name in new], self._segment), strict=True):
+            try:
+                rows = [self._row(line) for line in _lines(data, self._job)]
+            except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+                self._warn(name, f"is malformed ({type(error).__name__}: {error})")
+                continue
+            for row in rows:
+                _take(row, found, skip)
         for key in found.completions:
             found.snapshots.pop(key, None)
 
+    def _row(self, line: bytes) -> Completion | Snapshot:
+        """One line of a segment. Raises one of several errors for what is no row of this job."""
+        values = json.loads(line)
+        row = _completion(values["done"]) if "done" in values else _snapshot(values["left"])
+        if not (fits(row, type(row)) and self._holds(row.shard, row.row_index) and row.sample_index >= 0):
+            raise ValueError("something of another kind, or a row of another shard")
+        return row
+
     def _segment(self, name: str) -> bytes:
-        """A segment; nothing where it is gone, because the run that completed the job deletes them all, or is a folder."""
+        """A segment; nothing where it is gone, because the run that completed the job deletes them all, or cannot be read."""
         try:
             return self._store.read(name)
         except StorageError as error:
-            if self._store.exists(name) and not isinstance(error.__cause__, IsADirectoryError):
+            if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError):
+                self._warn(name.removeprefix(f"{FOLDER}/"), f"cannot be read ({error.__cause__.strerror})")
+            elif self._store.exists(name):
                 raise
             return b""
 
-    def delete(self) -> None:
-        """The job is complete: nobody will ask."""
-        self._store.delete_tree(FOLDER)
+    def _warn(self, name: str, why: str) -> None:
+        log.warning("%s", f"{self._store.where}/{FOLDER}/{name} {why}: the rows that it saved are computed again")
 
 
 def _lines(data: bytes, job: str) -> list[bytes]:
@@ -141,18 +170,44 @@ def _lines(data: bytes, job: str) -> list[bytes]:
     return body.split(b"\n") if sound else []
 
 
-def _take(row: Mapping[str, Any], found: Journaled, skip: Container[int]) -> None:
-    if "done" in row:
-        completion = _completion(row["done"])
-        if completion.shard not in skip:
-            found.completions[completion.row_index, completion.sample_index] = completion
+def _take(row: Completion | Snapshot, found: Journaled, skip: Container[int]) -> None:
+    if row.shard in skip:
         return
-    values: dict[str, Any] = row["left"]
+    key = row.row_index, row.sample_index
+    if isinstance(row, Completion):
+        found.completions[key] = row
+    elif (known := found.snapshots.get(key)) is None or len(known.tokens) < len(row.tokens):
+        found.snapshots[key] = row
+
+
+def _snapshot(values: Mapping[str, Any]) -> Snapshot:
     snapshot = Snapshot(**_tuples(values))
-    key = snapshot.row_index, snapshot.sample_index
-    known = found.snapshots.get(key)
-    if snapshot.shard not in skip and (known is None or len(known.tokens) < len(snapshot.tokens)):
-        found.snapshots[key] = snapshot
+    counts = (*snapshot.tokens, *snapshot.accepted, *snapshot.drafted)
+    if len(snapshot.accepted) != len(snapshot.drafted) or min(counts, default=0) < 0:
+        raise ValueError("counts that do not fit")
+    return snapshot
+
+
+def fits(value: object, kind: Any) -> bool:
+    """Whether a value is of the kind that a record's annotation says; fields of records are looked into."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return any(fits(value, one) for one in args)
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
+        kinds = args[:1] * len(value) if args[-1] is Ellipsis else args
+        return len(kinds) == len(value) and all(map(fits, value, kinds))
+    if origin is not None:
+        return isinstance(value, origin)
+    if is_dataclass(kind):
+        return type(value) is kind and all(fits(getattr(value, name), hint) for name, hint in _hints(kind))
+    return type(value) is kind or (kind is float and type(value) is int)
+
+
+@cache
+def _hints(record: type) -> list[tuple[str, Any]]:
+    return [*get_type_hints(record).items()]
 
 
 def _plain(completion: Completion) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import TypeVar
 import polars as pl
 
 from batchspec.errors import ConfigError, OutputError, StorageError
-from batchspec.io.store import STALE_S, storing
+from batchspec.io.store import STALE_S, Tail, storage_errors, storing
 
 TURNS = 20
 """One run deletes a folder while another one puts a file there: each tries again, so often."""
@@ -36,6 +36,7 @@ KINDS = {
 T = TypeVar("T")
 
 
+@storage_errors
 class LocalStore:
     """Folders are made as they are needed; see store.py for what each method promises.
 
@@ -49,7 +50,8 @@ class LocalStore:
 
     def check_root(self) -> None:
         root = self.root.absolute()
-        place = next(path for path in (root, *root.parents) if os.path.lexists(path))
+        with storing(f"looking for {root}"):
+            place = next((path for path in (root, *root.parents) if _is_there(path)), Path(root.anchor))
         try:
             kind = stat.S_IFMT(place.stat().st_mode)
             if kind == stat.S_IFDIR and place != root:
@@ -157,8 +159,29 @@ class LocalStore:
 
     def version(self, name: str) -> str:
         with storing(f"looking for {self.root / name}"):
-            facts = self._path(name).stat()
-        return f"{facts.st_ino}.{facts.st_mtime_ns}.{facts.st_size}"
+            return _version(self._path(name).stat())
+
+    def versions(self, name: str) -> dict[str, str]:
+        with storing(f"listing {self.root / name}"):
+            found: dict[str, str] = {}
+            with suppress(FileNotFoundError), os.scandir(self._path(name)) as entries:
+                for entry in entries:
+                    with suppress(FileNotFoundError):  # gone since it was listed
+                        found[entry.name] = _version(entry.stat(follow_symlinks=False))
+            return dict(sorted(found.items()))
+
+    def tail(self, name: str, num_bytes: int) -> Tail | None:
+        with storing(f"reading {self.root / name}"), suppress(FileNotFoundError), self._path(name).open("rb") as file:
+            facts = os.fstat(file.fileno())
+            file.seek(max(0, facts.st_size - num_bytes))
+            return Tail(file.read(), _version(facts))
+        return None
+
+    def delete(self, name: str, version: str) -> None:
+        with storing(f"deleting {self.root / name}"), suppress(FileNotFoundError):
+            path = self._path(name)
+            if _version(path.stat()) == version:
+                path.unlink()
 
     def replace(self, path: Path, name: str, version: str) -> bool:
         with storing(f"replacing {self.root / name}"):
@@ -179,14 +202,15 @@ class LocalStore:
             return self._path(name).read_bytes()
 
     def list(self, name: str) -> list[str]:
-        with storing(f"listing {self.root / name}"):
-            try:
-                return sorted(os.listdir(self._path(name)))
-            except FileNotFoundError:
-                return []
+        with storing(f"listing {self.root / name}"), suppress(FileNotFoundError):
+            return sorted(os.listdir(self._path(name)))
+        return []
 
     def exists(self, name: str) -> bool:
-        return self._path(name).exists()
+        with storing(f"looking for {self.root / name}"), suppress(FileNotFoundError, NotADirectoryError):
+            self._path(name).stat()
+            return True
+        return False
 
     def delete_tree(self, name: str) -> None:
         with storing(f"deleting {self.root / name}"), suppress(FileNotFoundError):
@@ -230,6 +254,21 @@ class LocalStore:
             path.parent.mkdir(parents=True, exist_ok=True)
             _sync_folder(path.parent.parent)
         return path
+
+
+def _is_there(path: Path) -> bool:
+    """As os.path.lexists, which takes a broken disk for an empty place."""
+    try:
+        path.lstat()
+    except OSError as error:
+        if error.errno in BROKEN:
+            raise
+        return False
+    return True
+
+
+def _version(facts: os.stat_result) -> str:
+    return f"{facts.st_ino}.{facts.st_mtime_ns}.{facts.st_size}"
 
 
 def _link(path: Path, target: Path) -> bool:

@@ -12,7 +12,8 @@ from batchspec.errors import OutputError
 from batchspec.io.reader import InputFile
 
 MANIFEST = "_batchspec/manifest.json"
-VERSION = 1
+VERSION = 2
+"""2: every shard's file names its job in its footer; 1: no file does, see footers.py."""
 SHORT = 64
 
 
@@ -39,22 +40,38 @@ class Manifest:
     ready: bool = True
     """False while the job that was there before is being deleted."""
 
+    @property
+    def names_jobs(self) -> bool:
+        """Whether every shard's file names its job."""
+        return self.version > 1
+
+    @property
+    def num_shards(self) -> int:
+        return -(-self.num_rows // self.shard_rows)
+
+    def rows_of(self, index: int) -> range:
+        """The input rows of a shard."""
+        return range(index * self.shard_rows, min((index + 1) * self.shard_rows, self.num_rows))
+
     def to_json(self) -> bytes:
         return (json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n").encode()
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Manifest:
-        """Raises OutputError for what is not a manifest of this version."""
+        """Raises OutputError for what is not a manifest of this version or of one before it."""
         try:
             values = json.loads(data)
-            if values["version"] != VERSION:
+            if values["version"] not in range(1, VERSION + 1):
                 raise OutputError(
                     f"{where} has version {values['version']}, this batchspec writes {VERSION}; use another output.dir"
                 )
             values["files"] = tuple(InputFile(**file) for file in values["files"])
             values["began"] = tuple(values.get("began", ()))
-            return cls(**values)
-        except (ValueError, KeyError, TypeError) as error:
+            found = cls(**values)
+            if not (found.num_rows >= 0 < found.shard_rows and isinstance(found.job, str) and isinstance(found.ready, bool)):
+                raise ValueError("a number or a name of another kind")
+            return found
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise OutputError(f"{where} is damaged ({error}); restore it or use another output.dir") from error
 
 

@@ -13,6 +13,7 @@ job, the others go on with the new one.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import time
 import uuid
@@ -31,6 +32,8 @@ FOLDER = "_batchspec/overwrite"
 WAIT_S = 150.0
 """For another process of the command to delete the old job; it is dead then."""
 LOOK_S = 0.2
+READS, AGAIN_S = 3, 0.05
+"""How often a manifest is read before it counts as damaged, and the seconds in between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +62,31 @@ def this_command(env: Mapping[str, str] | None = None) -> Command:
     return Command(slurm if slurm and shared else crew, tuple(name for name in (crew, slurm) if name))
 
 
+def read_manifest(store: Store) -> Manifest | None:
+    """The manifest that stands in the folder now; None where there is none. What reads damaged, or not at all, is read again.
+
+    Raises OutputError for one that is damaged each time, StorageError for one that cannot be read each time.
+    """
+    for turn in itertools.count(1):
+        try:
+            return Manifest.from_json(store.read(MANIFEST), f"{store.where}/{MANIFEST}")
+        except StorageError:
+            if not store.exists(MANIFEST):
+                return None
+            if turn == READS:
+                raise
+        except OutputError:
+            if turn == READS:
+                raise
+        time.sleep(AGAIN_S)
+    raise AssertionError
+
+
 def present(store: Store) -> Manifest | None:
-    """The manifest that stands in the folder now; None where there is none, or one that nobody can read. Raises StorageError."""
+    """As `read_manifest`, None too where nobody can read it."""
     try:
-        return Manifest.from_json(store.read(MANIFEST), MANIFEST)
+        return read_manifest(store)
     except OutputError:
-        return None
-    except StorageError:
-        if store.exists(MANIFEST):
-            raise
         return None
 
 
@@ -113,9 +132,20 @@ def _run(claim: Mapping[str, Any]) -> str:
 
 
 def check_own(store: Store, job: str) -> None:
-    """Raise OutputError where the folder's job is not this one any more. Reads the manifest anew. StorageError."""
-    found = present(store)
-    if found is None or found.job != job:
+    """Raise OutputError where the folder's job is not this one any more. Reads the manifest anew. StorageError.
+
+    Nothing is said of the job's end that a second reading does not say too.
+    """
+    for again in (False, True):
+        try:
+            found = read_manifest(store)
+        except OutputError as error:
+            raise StorageError(str(error)) from error
+        if found is not None and found.job == job:
+            return
+        if not again:
+            time.sleep(AGAIN_S)
+            continue
         raise OutputError(
             f"the job in {store.where} was {'deleted' if found is None else 'overwritten'} while this run worked on it; the run "
             "ends and publishes nothing more; take another output.dir if both jobs are wanted"

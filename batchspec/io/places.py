@@ -1,4 +1,4 @@
-"""Where input files lie: the local file system, or one that Arrow reaches (s3://, gs://, abfs://, hdfs://)."""
+"""Where input files lie: the local file system, or a remote one (remote.py, cloud_files.py, hub_files.py)."""
 
 from __future__ import annotations
 
@@ -13,22 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Protocol, TypeVar
 
-import pyarrow.fs as pafs
-
 from batchspec.errors import ConfigError, InputError, StorageError
-from batchspec.io.aws import GONE, NO_BUCKET, filesystem, head
-from batchspec.io.retry import arrow_passing, reason, retried
+from batchspec.io.aws import GONE, NO_BUCKET
+from batchspec.io.cloud import SCHEMES
+from batchspec.io.cloud_files import cloud_files
+from batchspec.io.hub_files import hub_files
+from batchspec.io.remote import READ, Kind, RemoteFiles, Stamp, arrow_files, s3_files
+from batchspec.io.retry import retried
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Stamp:
-    """What tells a file from one that takes its place, or from itself when it has been written to, without reading it."""
-
-    size_bytes: int
-    mark: str
-    """The ETag on S3, elsewhere when the file was written (mtime in ns)."""
 
 
 class Place(Protocol):
@@ -63,16 +56,18 @@ def place_of(entry: str) -> Place:
     scheme, mark, rest = entry.partition("://")
     if not mark:
         return LocalPlace(Path(os.path.abspath(os.path.expanduser(entry))))
-    path = PurePosixPath(rest)
     if scheme == "s3":
+        path = PurePosixPath(rest)
         if not path.parts:
             raise ConfigError(f"input.path {entry} must be s3://BUCKET/...; name a bucket")
-        return RemotePlace(filesystem(path.parts[0]), path, scheme)
-    try:
-        found, inner = pafs.FileSystem.from_uri(entry)
-    except (ValueError, OSError, NotImplementedError) as error:
-        raise ConfigError(f"input.path {scheme}://...: {reason(error)}; give a local path or s3://BUCKET/...") from error
-    return RemotePlace(found, PurePosixPath(inner), scheme)
+        return RemotePlace(s3_files(path.parts[0]), path)
+    if scheme in ("http", "https"):
+        raise ConfigError(
+            f"input.path {scheme}://...: web addresses are not read; download the file, or give {READ} "
+            "(a dataset of the Hugging Face hub is hf://datasets/ORG/NAME)"
+        )
+    files, inner = (cloud_files if scheme in SCHEMES else hub_files if scheme == "hf" else arrow_files)(entry)
+    return RemotePlace(files, PurePosixPath(inner))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,25 +108,23 @@ class LocalPlace:
 
 @dataclass(frozen=True, slots=True)
 class RemotePlace:
-    filesystem: pafs.FileSystem
+    remote: RemoteFiles
     path: PurePosixPath
-    scheme: str
     known_size: int | None = None
     """As the listing told it."""
 
     def __str__(self) -> str:
-        return f"{self.scheme}://{str(self.path).lstrip('/')}"
+        return f"{self.remote.scheme}://{str(self.path).lstrip('/')}"
 
     def is_file(self) -> bool:
-        return bool(self._info().type == pafs.FileType.File)
+        return self.kind() == "file"
 
     def is_dir(self) -> bool:
-        return bool(self._info().type == pafs.FileType.Directory)
+        return self.kind() == "folder"
 
     def files(self) -> Iterator[RemotePlace]:
-        selector = pafs.FileSelector(str(self.path), recursive=True)
-        found = self.retried("listing", lambda: self.filesystem.get_file_info(selector))
-        return (self._at(PurePosixPath(info.path), info.size) for info in found if info.type == pafs.FileType.File)
+        found = self.retried("listing", lambda: self.remote.walk(str(self.path)))
+        return (self._at(PurePosixPath(entry.path), entry.size_bytes) for entry in found)
 
     def glob(self) -> tuple[RemotePlace, Iterator[RemotePlace]]:
         above = list(itertools.takewhile(lambda part: not glob.has_magic(part), self.path.parts))
@@ -141,40 +134,31 @@ class RemotePlace:
         return root, (file for file in root.files() if _matches(file.path.parts[len(above) :], pattern))
 
     def check_bucket(self) -> None:
-        if self.scheme != "s3":
-            return
-        bucket = self.path.parts[0]
         with suppress(StorageError):  # who may not look at a bucket may still read what lies in it
-            if self._at(PurePosixPath(bucket))._info().type == pafs.FileType.NotFound:
-                raise InputError(NO_BUCKET.format(where=f"input.path {self}", bucket=bucket))
+            if not self.retried("looking for", lambda: self.remote.check_bucket(str(self.path))):
+                raise InputError(NO_BUCKET.format(where=f"input.path {self}", bucket=self.path.parts[0]))
 
     def stamp(self) -> Stamp:
-        if self.scheme == "s3":
-            bucket, *key = self.path.parts
-            return Stamp(*head(bucket, "/".join(key)))
-        info = self._info()
-        return Stamp(int(info.size or 0), str(info.mtime_ns))
+        return self.retried("looking for", lambda: self.remote.stamp(str(self.path)))
 
     def open(self) -> BinaryIO:
-        return RemoteFile(self, int(self._info().size) if self.known_size is None else self.known_size)  # type: ignore[return-value]
+        return RemoteFile(self, self.stamp().size_bytes if self.known_size is None else self.known_size)  # type: ignore[return-value]
 
     def _at(self, path: PurePosixPath, size: int | None = None) -> RemotePlace:
-        return RemotePlace(self.filesystem, path, self.scheme, size)
+        return RemotePlace(self.remote, path, size)
 
-    def _info(self) -> pafs.FileInfo:
-        return self.retried("looking for", lambda: self.filesystem.get_file_info(str(self.path)))
+    def kind(self) -> Kind:
+        return self.retried("looking for", lambda: self.remote.kind(str(self.path)))
 
     def retried(self, doing: str, act: Callable[[], T]) -> T:
         """`act` with retries. Raises InputError where the file is gone, StorageError for everything else."""
+        remote, what = self.remote, f"{doing} {self}"
         try:
-            return retried(f"{doing} {self}", act, arrow_passing)
+            return retried(what, act, remote.passing(), remote.explain)
         except FileNotFoundError as error:
             raise InputError(GONE.format(name=self)) from error
-        except OSError as error:
-            raise StorageError(
-                f"{doing} {self} failed: {reason(error)}; check the credentials (AWS_PROFILE, AWS_ACCESS_KEY_ID, ...), the "
-                "bucket and its policy, and run the same command again"
-            ) from error
+        except remote.errors as error:
+            raise StorageError(f"{what} failed: {remote.explain(error)}, and run the same command again") from error
 
 
 class RemoteFile(io.RawIOBase):
@@ -210,7 +194,7 @@ class RemoteFile(io.RawIOBase):
         super().close()
 
     def _opened(self) -> Any:
-        file = self._place.filesystem.open_input_file(str(self._place.path))
+        file = self._place.remote.open(str(self._place.path))
         found = file.size()
         if found == 0 < self._size:  # Arrow takes an answer that was cut within its headers for a file of 0 bytes
             raise OSError(f"it has 0 bytes, and {self._size:,} were expected; was it changed?")

@@ -28,8 +28,16 @@ SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
 T = TypeVar("T")
 
 
-def retried(what: str, act: Callable[[], T], passing: Callable[[Exception], bool]) -> T:
+def aws_explained(error: Exception) -> str:
+    return f"{reason(error)}; check the network, the endpoint (AWS_ENDPOINT_URL) and the store's health"
+
+
+def retried(
+    what: str, act: Callable[[], T], passing: Callable[[Exception], bool], explain: Callable[[Exception], str] = aws_explained
+) -> T:
     """What `act` returns; tried again, with growing pauses, while it raises what `passing` says may pass.
+
+    `explain` says of the last error what is wrong and what to check on this store, without credentials.
 
     Raises StorageError, beginning with `what`, when that has gone on for DEADLINE_S; any other error of `act` at once.
     """
@@ -43,8 +51,8 @@ def retried(what: str, act: Callable[[], T], passing: Callable[[Exception], bool
             waited = time.monotonic() - began
             if waited + pause > DEADLINE_S:
                 raise StorageError(
-                    f"{what} failed for {waited:.0f} s ({reason(error)}); nothing committed is lost: check the network, the "
-                    "endpoint (AWS_ENDPOINT_URL) and the store's health, and run the same command again"
+                    f"{what} failed for {waited:.0f} s ({explain(error)}); nothing committed is lost: run the same command again "
+                    "after that"
                 ) from error
         time.sleep(pause * random.uniform(0.5, 1.0))  # so that the tasks of an array do not come back all at once
         pause = min(2 * pause, LONGEST_PAUSE_S)

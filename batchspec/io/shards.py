@@ -28,16 +28,25 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchspec.errors import OutputError, StorageError
+from batchspec.errors import BatchspecError, OutputError, StorageError
+from batchspec.io.attempts import FOLDER as ATTEMPTS
 from batchspec.io.attempts import Attempts
-from batchspec.io.folder import JobFolder, part_name
+from batchspec.io.claims import FOLDER as CLAIMS
+from batchspec.io.folder import JobFolder
+from batchspec.io.footers import identity, part_name, read_shard_file
+from batchspec.io.generations import FOLDER as RETRIES
+from batchspec.io.generations import unfinished
 from batchspec.io.heads import HeadFiles
+from batchspec.io.journal import FOLDER as JOURNAL
 from batchspec.io.journal import Journal
+from batchspec.io.overwrite import read_manifest
 from batchspec.io.progress import ProgressFiles
-from batchspec.io.store import scanning
+from batchspec.io.store import scanning, storing
 from batchspec.io.verified import write_verified
 
 SUMS = "_batchspec/sums"
+TURNS = 20
+"""How often a shard is published anew where others published it in between."""
 
 
 class OutputFolder(JobFolder):
@@ -45,8 +54,7 @@ class OutputFolder(JobFolder):
 
     def rows_of(self, index: int) -> range:
         """The input rows of a shard."""
-        size = self.manifest.shard_rows
-        return range(index * size, min((index + 1) * size, self.manifest.num_rows))
+        return self.manifest.rows_of(index)
 
     def scan(self, shards: Iterable[int] | None = None) -> pl.LazyFrame:
         """The rows of committed shards (default all), in the order of the input."""
@@ -61,15 +69,37 @@ class OutputFolder(JobFolder):
         The whole file is written aside, fsynced, read back with its checksums and compared before it gets its name. `metadata`
         is added to its key-value metadata under `batchspec.` names.
         Raises ValueError unless the table holds exactly the shard's rows, by (row_index, sample_index) with samples from 0 on;
-        StorageError where writing fails, OutputError as `check_own`, and then nothing is visible in data/.
+        StorageError where writing fails, OutputError as `check_own` and for a file of that name that is not the job's.
+
+        A name that is taken is no commit yet: the footer there says whose it is. What a run of another job, or of this one before
+        its retry, published there is replaced, if it is still the same version then.
         """
+        name = f"data/{part_name(index)}"
+        standing: str | None = None
         with self._owning():
-            path = self._written(index, table, metadata)
-            return self._published(index, path, lambda: self._store.publish(path, f"data/{part_name(index)}"))
+            for _ in range(TURNS):
+                path = self._written(index, table, metadata)
+                if self._published(index, path, self._naming(path, name, standing)):
+                    return True
+                file = self.files.look(index)
+                if file is not None and not self.files.is_foreign(file) and file.generation >= self._number:
+                    return False
+                standing = None if file is None else file.version
+        raise StorageError(f"publishing {self.path}/{name} failed: runs of another job publish there again and again; end those")
+
+    def _naming(self, path: Path, name: str, version: str | None) -> Callable[[], bool]:
+        """What gives the file its name: where it is free, or in the place of a version."""
+        if version is None:
+            return lambda: self._store.publish(path, name)
+        return lambda: self._store.replace(path, name, version)
+
+    @property
+    def _number(self) -> int:
+        return 0 if self.generation is None else self.generation.number
 
     def _written(self, index: int, table: pa.Table, metadata: Mapping[str, str] | None = None) -> Path:
-        path = self._store.scratch() / f"{part_name(index)}.{self.attempt}"
-        facts = {**(metadata or {}), "version": self.manifest.version, "shard": index, "attempt": self.attempt}
+        path = self._store.scratch() / f"{unfinished(self._number)}{index:05d}.parquet.{self.attempt}"
+        facts = {**(metadata or {}), **identity(self.manifest, self._number, index, self.attempt)}
         write_verified(table, path, self.rows_of(index), facts)
         return path
 
@@ -86,13 +116,16 @@ class OutputFolder(JobFolder):
         False where the file is not the one of `version` any more: another run was first. Raises as `commit` does.
         """
         assert self.generation is not None
-        name, facts = f"data/{part_name(index)}", {"generation": str(self.generation.number)}
         if table is not None:
             with self._owning():
-                path = self._written(index, table, facts)
-                if not self._published(index, path, lambda: self._store.replace(path, name, version)):
+                path = self._written(index, table)
+                if not self._published(index, path, self._naming(path, f"data/{part_name(index)}", version)):
                     return False
-        self._generations.mark(self.generation, index)
+        else:
+            self._check_current()
+        file = self.files.look(index)
+        if file is not None and not self.files.is_foreign(file):
+            self._generations.mark(self.generation, index, file.generation)
         return True
 
     @contextmanager
@@ -102,30 +135,61 @@ class OutputFolder(JobFolder):
             yield
         except StorageError as error:
             if isinstance(error.__cause__, FileNotFoundError):
-                self.check_own()
+                self._check_current()
             raise
 
     def _published(self, index: int, path: Path, publish: Callable[[], bool]) -> bool:
-        """The file's sum is kept before it gets its name; an empty one says that it did not."""
-        with path.open("rb") as file:
+        """The file's sum is kept before it gets its name; an empty one says that it did not.
+
+        Between a look at the manifest and the publication the run may stand still for as long as it likes: it looks again after.
+        """
+        with storing(f"reading {path}"), path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         sums = f"{SUMS}/{part_name(index)}.{self.attempt}"
         self._store.put(sums, f"{digest}  data/{part_name(index)}\n".encode())
+        won = False
         try:
-            self.check_own()
+            self._check_current()
+            won = publish()
+            if won:
+                self._check_current()
         except OutputError:
-            path.unlink(missing_ok=True)
+            if won:
+                self._withdraw(index)
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
             self._store.put(sums, b"")
             raise
-        won = publish()
         if not won:
             self._store.put(sums, b"")
         return won
 
+    def _check_current(self) -> None:
+        """As `check_own`, and OutputError too where a retry was begun that this run does not belong to."""
+        self.check_own()
+        if self._store.exists(f"{RETRIES}/{self._number + 1:05d}.json") and len(self.retries()) > self._number:
+            raise OutputError(
+                f"the job in {self.path} was complete and a retry of it began while this run worked on it; the run ends and "
+                "publishes nothing more"
+            )
+
+    def _withdraw(self, index: int) -> None:
+        """Take back what this run has just published into the folder of another job that has no such shard: a shard that it has
+        it replaces itself.
+        """
+        with suppress(BatchspecError):
+            name, now = f"data/{part_name(index)}", read_manifest(self._store)
+            file = read_shard_file(self._store, name)
+            if file is not None and file.attempt == self.attempt and (now is None or index >= now.num_shards):
+                self._store.delete(name, file.version)
+
     def damage(self) -> Iterator[str]:
-        """What is wrong with committed shards, read whole: a line for each whose bytes are not those that were committed."""
+        """What is wrong with files in data/, read whole: a line for each that is not the job's, or whose bytes are not those that
+        were committed.
+        """
         sums = self._store.list(SUMS)
-        for index in sorted(self.committed()):
+        faults = dict(self.files.faults())
+        for index in sorted(self.files.listed()):
             name = part_name(index)
             known = {self._store.read(f"{SUMS}/{one}").split(b" ")[0] for one in sums if one.startswith(f"{name}.")}
             data = self._store.read(f"data/{name}")
@@ -134,6 +198,8 @@ class OutputFolder(JobFolder):
                     f"{self.path}/data/{name}: its {len(data):,} bytes are not those that were committed; delete the file and "
                     "run the same command again, which computes its rows anew"
                 )
+            elif index in faults:
+                yield str(faults[index])
 
     def attempts(self) -> Attempts:
         """Which rows runs died with."""
@@ -145,7 +211,12 @@ class OutputFolder(JobFolder):
 
     def journal(self) -> Journal:
         """What runs keep of shards that they do not commit."""
-        return Journal(self._work, self.attempt, self.manifest.job, self.check_own)
+        manifest = self.manifest
+
+        def holds(shard: int, row: int) -> bool:
+            return 0 <= shard < manifest.num_shards and row in manifest.rows_of(shard)
+
+        return Journal(self._work, self.attempt, manifest.job, self.check_own, holds)
 
     def head(self, name: str) -> HeadFiles:
         """A head that runs of this job adapted."""
@@ -153,14 +224,12 @@ class OutputFolder(JobFolder):
 
     def log_run(self, facts: Mapping[str, float]) -> None:
         """Keep what a run says of itself at its end. Raises StorageError, and OutputError where `check_own` does."""
-        self.check_own()
-        self._store.put(f"_batchspec/logs/run-{self.attempt}.json", (json.dumps(dict(facts)) + "\n").encode())
+        self._put_own(f"_batchspec/logs/run-{self.attempt}.json", (json.dumps(dict(facts)) + "\n").encode())
 
     def log_timeline(self, text: str) -> None:
         """Keep what a run says of its course so far, but not in the folder of another job. Raises StorageError."""
         with suppress(OutputError):
-            self.check_own()
-            self._store.put(f"_batchspec/logs/run-{self.attempt}.timeline.jsonl", text.encode())
+            self._put_own(f"_batchspec/logs/run-{self.attempt}.timeline.jsonl", text.encode())
 
     def logs(self, ending: str) -> Iterator[str]:
         """What runs of this job kept under names with this ending: `.timeline.jsonl`, or `.json` for how fast they were."""
@@ -170,8 +239,44 @@ class OutputFolder(JobFolder):
 
     def put_report(self, page: str) -> None:
         """Write report.html. Raises as `check_own` does."""
+        self._put_own("report.html", page.encode())
+
+    def _put_own(self, name: str, data: bytes) -> None:
+        """Write a file of the job. Where the run stood still in between and the folder holds another job now, it is taken back:
+        the next run of that job writes a missing card anew. Raises as `check_own` does.
+        """
         self.check_own()
-        self._store.put("report.html", page.encode())
+        self._store.put(name, data)
+        try:
+            self.check_own()
+        except OutputError:
+            version = self._store.version(name)
+            if self._store.read(name) == data:
+                self._store.delete(name, version)
+            raise
+
+    def tidy(self) -> None:
+        """The job is complete: delete what only a run that is not needs. Raises as `check_own` does."""
+        self.check_own()
+        for store in [self._store, self._work][: 1 if self.generation is None else 2]:
+            for name in (JOURNAL, CLAIMS, ATTEMPTS):
+                store.delete_tree(name)
+        self._settle_sums()
+
+    def _settle_sums(self) -> None:
+        """Where several attempts got a shard's name, the one after the other, the sum of the file that is there stays."""
+        attempts: dict[int, set[str]] = {}
+        for name in self._store.list(SUMS):
+            if match := re.fullmatch(r"part-(\d{5,18})\.parquet\.(\w+)", name):
+                attempts.setdefault(int(match[1]), set()).add(match[2])
+        for index in (index for index, found in attempts.items() if len(found) > 1):
+            file = read_shard_file(self._store, f"data/{part_name(index)}")
+            if file is None or file.attempt not in attempts[index]:
+                continue
+            for attempt in attempts[index] - {file.attempt}:
+                sums = f"{SUMS}/{part_name(index)}.{attempt}"
+                if self._store.read(sums):
+                    self._store.put(sums, b"")
 
     def has_card(self) -> bool:
         """Whether the card was written, since the latest retry if there was one."""
@@ -183,7 +288,6 @@ class OutputFolder(JobFolder):
 
     def finish(self, card: str) -> None:
         """Write the dataset card, README.md. Raises as `check_own` does."""
-        self.check_own()
-        self._store.put("README.md", card.encode())
+        self._put_own("README.md", card.encode())
         if self.generation is not None:
             self._generations.mark_card(self.generation)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -23,6 +26,14 @@ IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR)
 
 Item = TypeVar("Item")
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The last bytes of a file, and the version that they were read from, in one step."""
+
+    data: bytes
+    version: str
 
 
 class Store(Protocol):
@@ -60,7 +71,16 @@ class Store(Protocol):
         """Publish a finished file made under `scratch()`, as `put_if_absent` does bytes. The file is gone afterwards."""
 
     def version(self, name: str) -> str:
-        """What tells the present file under the name from any other that was or will be there."""
+        """What tells the present file under the name from any other that was or will be there. On S3 the ETag."""
+
+    def versions(self, name: str) -> dict[str, str]:
+        """As `list`, each name with its `version`, of a folder any text. On S3 one request lists 1,000 of them."""
+
+    def tail(self, name: str, num_bytes: int) -> Tail | None:
+        """The last bytes of a file, all of it where it is shorter; None where there is no such file. On S3 one ranged GET."""
+
+    def delete(self, name: str, version: str) -> None:
+        """Delete the file where it is of that version. On S3 a HEAD compares, and a file that comes right after it is deleted."""
 
     def replace(self, path: Path, name: str, version: str) -> bool:
         """Put a finished file made under `scratch()` in the place of that version, in one atomic step; False where that is gone.
@@ -107,6 +127,27 @@ def storing(what: str) -> Iterator[None]:
         raise StorageError(
             f"{what} failed: {error.strerror or error} ({code}); nothing committed is lost: {cure} and run the same command again"
         ) from error
+
+
+def storage_errors(store: type[T]) -> type[T]:
+    """Decorator of a store's class: an OSError that leaves any of its public methods is a StorageError, by construction.
+
+    A method that has better words for what failed says them itself, by `storing`.
+    """
+    for name, method in [*vars(store).items()]:
+        if not name.startswith("_") and inspect.isfunction(method):
+            setattr(store, name, _guarded(method))
+    return store
+
+
+def _guarded(method: Callable[..., T]) -> Callable[..., T]:
+    @functools.wraps(method)
+    def call(self: Store, *args: object, **named: object) -> T:
+        names = [f"{self.where}/{name}" for name in args if isinstance(name, str)]
+        with storing(f"{method.__name__} in {' '.join(names[:1]) or self.where}"):
+            return method(self, *args, **named)
+
+    return call
 
 
 @contextmanager

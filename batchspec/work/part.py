@@ -113,7 +113,8 @@ class Part:
         self._awaited = set(range(self.output.num_shards)) - skip
 
         def ours(shards: Iterator[InputShard]) -> Iterator[tuple[InputShard, bool]]:
-            return taken(self._deadline.shards(map(self._came, shards)), self._claims, attempts, journal, journaled)
+            came = self._deadline.shards(map(self._came, shards))
+            return taken(came, self._claims, attempts, journal, journaled, self.output.is_done)
 
         def calm(shards: Iterator[InputShard]) -> Iterator[InputShard]:
             return (shard for shard, suspect in ours(shards) if not suspect)
@@ -137,14 +138,16 @@ class Part:
         With nothing left but shards of other runs it waits as long as it takes to tell whether those still live: the shards of
         one that died are taken up, the others are left to their runs.
         """
-        waited_from = time.monotonic()
+        waited_from = looked_from = time.monotonic()
         while not self.fitted.stopping and (missing := self.output.missing()):
+            took_s = time.monotonic() - looked_from
             held = self._claims.held(missing)
             if missing - held:
                 return held | set(range(self.output.num_shards)) - missing
             if time.monotonic() - waited_from > self._claims.stale_s + BEAT_S:
                 return None
-            time.sleep(1.0)
+            time.sleep(max(1.0, took_s))  # a look at thousands of files is work for the file system
+            looked_from = time.monotonic()
         return None
 
 
@@ -157,13 +160,20 @@ def check_whole(left: set[int], num_shards: int) -> None:
         )
 
 
-def check_errors(job: Job, num_errors: int) -> None:
-    """Raises TooManyErrors when more rows than input.max_error_fraction turned out bad."""
+def check_errors(job: Job, num_errors: int, num_completions: int = 0) -> None:
+    """Raises TooManyErrors when a larger share of the rows than input.max_error_fraction turned out bad, or every completion of
+    a job that has `num_completions`.
+    """
     fraction, rows = job.config.input.max_error_fraction, job.source.num_rows
     if num_errors > fraction * rows + 1e-9:  # 0.29 * 100 is a little less than 29
         raise TooManyErrors(
             f"{num_errors} of {rows} rows are error rows, more than input.max_error_fraction={fraction:g} allows; "
             "look at the `error` column of the output, then mend the input or raise the fraction"
+        )
+    if num_errors == num_completions > 0:
+        raise TooManyErrors(
+            f"all {num_errors} completions are error rows; look at the `error` column of the output, then mend the input, "
+            "input.columns or the chat template"
         )
 
 

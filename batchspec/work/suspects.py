@@ -57,11 +57,15 @@ def leaving(claims: Claims, attempts: Attempts) -> Iterator[None]:
 
 
 def taken(
-    shards: Iterator[InputShard], claims: Claims, attempts: Attempts, journal: Journal, journaled: Journaled
-) -> Iterator[tuple[InputShard, bool]]:
-    """The shards that are this run's now, with what others journaled of them, and whether their last owner died with them."""
+    shards: Iterator[InputShard], claims: Claims, attempts: Attempts, journal: Journal, journaled: Journaled,
+    is_done: Callable[[int], bool] = lambda shard: False,
+) -> Iterator[tuple[InputShard, bool]]:  # fmt: skip
+    """The shards that are this run's now, with what others journaled of them, and whether their last owner died with them.
+
+    is_done  whether another run has committed the shard since the pass began: its claim may be deleted then, and free
+    """
     for shard in shards:
-        if not claims.take(shard.index):
+        if is_done(shard.index) or not claims.take(shard.index):
             continue
         died = claims.died.pop(shard.index, None)
         if died is not None:
