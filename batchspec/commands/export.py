@@ -22,12 +22,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchspec.arguments import ArgumentParser
 from batchspec.errors import ConfigError, InputError, OutputError
-from batchspec.io.openai import COLUMNS, Line, parse_request, response_line
+from batchspec.io.openai import Line, filled, parse_request, request_schema, request_table, response_line
 from batchspec.io.shards import OutputFolder
 from batchspec.io.store import scanning, storing
 
@@ -131,15 +130,15 @@ def from_openai(source: Path, target: Path, drop: Sequence[str] = ()) -> str:
     used: set[str] = set()
     count = 0
     for row in _requests(source, drop):
-        used |= row.keys()
+        used |= filled(row)
         count += 1
     if not count:
         raise InputError(f"{source}: no request in it; give a file of OpenAI's batch requests")
-    schema = pa.schema([(name, kind) for name, kind in COLUMNS.items() if name in used])
+    schema = request_schema(used)
     rows = _requests(source, drop)
     with _finished(target) as path, pq.ParquetWriter(path, schema, compression="zstd") as writer:
         while group := list(islice(rows, GROUP_ROWS)):
-            writer.write_table(pa.Table.from_pylist(group, schema))
+            writer.write_table(request_table(group, schema))
     return f"{target}: {count:,} rows with {', '.join(schema.names)}; run it with input.path={target}"
 
 
