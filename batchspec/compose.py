@@ -23,6 +23,7 @@ from batchspec.arguments import ArgumentParser
 from batchspec.checks import check
 from batchspec.config import RunConfig
 from batchspec.errors import BatchspecError, ConfigError, Interrupted
+from batchspec.overrides import for_hydra
 from batchspec.typed import from_hydra, register, suggest, type_error, typed, unknown_key
 
 Schema = TypeVar("Schema")
@@ -39,7 +40,7 @@ def compose(overrides: Sequence[str], *, require: Iterable[str] = ()) -> RunConf
     Raises ConfigError in one line for whatever is wrong.
     """
     register()
-    config = from_hydra(_composed("run", _open_dicts(overrides), RunConfig()))
+    config = from_hydra(_composed("run", overrides, RunConfig()))
     check(config, require=require)
     return config
 
@@ -64,7 +65,7 @@ def _composed(name: str, overrides: Sequence[str], known: Any) -> DictConfig:
     try:
         GlobalHydra.instance().clear()
         with hydra.initialize_config_module(CONF, version_base="1.3"):
-            return hydra.compose(name, list(overrides))
+            return hydra.compose(name, for_hydra(overrides))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(one_line(error, known)) from error
     finally:
@@ -93,7 +94,7 @@ def launch(task: Callable[[RunConfig], int | None], overrides: Sequence[str], *,
         return _report(error)
     register()
     before, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv = ["batchspec", *_seen_by_nodes(_open_dicts(overrides))]
+    sys.argv = ["batchspec", *_seen_by_nodes(for_hydra(overrides))]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises instead of printing its own report
     try:
         hydra.main(version_base="1.3", config_path=f"pkg://{CONF}", config_name="run")(body)()
@@ -137,11 +138,6 @@ def reported(task: Callable[[], int | None]) -> int:
 def _report(error: BatchspecError) -> int:
     print(f"batchspec: {error}", file=sys.stderr)
     return error.exit_code
-
-
-def _open_dicts(overrides: Sequence[str]) -> list[str]:
-    """Free-form dictionaries take new keys without Hydra's `+`."""
-    return [re.sub(r"^(input\.(columns|template_kwargs)\.)", r"++\1", item) for item in overrides]
 
 
 def _seen_by_nodes(overrides: list[str]) -> list[str]:

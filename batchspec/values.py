@@ -6,6 +6,7 @@ All of it is refused in one line: key, value, limit, what to do.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
@@ -14,6 +15,8 @@ from typing import Any
 
 from batchspec.errors import ConfigError
 
+PATHS = ("input.path", "output.dir", "model.path", "model.chat_template", "draft.path", "cluster.log")
+"""Keys of a job that name files and folders."""
 INT64 = (-(2**63), 2**63 - 1)
 SHIPPED = "pkg://"
 """Begins the path of something that the package brings along."""
@@ -115,6 +118,18 @@ def check_credentials(config: Any, keys: Iterable[str]) -> None:
         for url in value if isinstance(value, list) else [value]:
             if isinstance(url, str) and CREDENTIALS.search(url):
                 raise ConfigError(f"{key} holds credentials in a URL; take them out and set AWS_PROFILE or the AWS_... variables")
+
+
+def expand_home(config: Any, keys: Iterable[str]) -> None:
+    """Put the user's home in place of a leading `~` in those of these paths that the configuration has."""
+    for key in keys:
+        group, _, name = key.rpartition(".")
+        holder = getattr(config, group, None)
+        value = getattr(holder, name, None)
+        if isinstance(value, str):
+            setattr(holder, name, os.path.expanduser(value))
+        elif isinstance(value, list):
+            setattr(holder, name, [os.path.expanduser(item) if isinstance(item, str) else item for item in value])
 
 
 def check_choices(config: Any, choices: Mapping[str, tuple[str, ...]]) -> None:
