@@ -22,11 +22,12 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchspec.arguments import ArgumentParser
 from batchspec.errors import ConfigError, InputError, OutputError
-from batchspec.io.openai import Line, filled, parse_request, request_schema, request_table, response_line
+from batchspec.io.openai import Line, filled, parse_request, request_row, request_schema, response_line
 from batchspec.io.shards import OutputFolder
 from batchspec.io.store import scanning, storing
 
@@ -99,7 +100,8 @@ def export(output: OutputFolder, target: Path, form: str, statuses: set[str]) ->
     if form == "openai":
         lines = (response_line(list(samples), model) for _, samples in groupby(rows, itemgetter("row_index")))
     else:
-        lines = (_training_line(row, form, whole=kept == "full") for row in rows)
+        goes_on = kept == "full" and config.get("input", {}).get("final_assistant") == "continue"
+        lines = (_training_line(row, form, whole=kept == "full", goes_on=goes_on) for row in rows)
     count = _write_lines(lines, target)
     if len(done) < output.num_shards:
         print(f"{len(done)} of {output.num_shards} shards are committed: the rest is not in the file", file=sys.stderr)
@@ -116,9 +118,10 @@ def _rows(output: OutputFolder, shards: list[int], form: str) -> Iterator[Line]:
         yield from shard.iter_rows(named=True)
 
 
-def _training_line(row: Line, form: str, *, whole: bool) -> dict[str, Any]:
+def _training_line(row: Line, form: str, *, whole: bool, goes_on: bool) -> dict[str, Any]:
+    """`goes_on`: the last turn may begin with the text that the answer went on with, and is whole with it alone."""
     prompt = row["messages"][:-1] if whole else row["messages"]
-    answer = [{"role": "assistant", "content": row["completion"]}]
+    answer = row["messages"][-1:] if goes_on else [{"role": "assistant", "content": row["completion"]}]
     return {"messages": prompt + answer} if form == "chat" else {"prompt": prompt, "completion": answer}
 
 
@@ -138,7 +141,7 @@ def from_openai(source: Path, target: Path, drop: Sequence[str] = ()) -> str:
     rows = _requests(source, drop)
     with _finished(target) as path, pq.ParquetWriter(path, schema, compression="zstd") as writer:
         while group := list(islice(rows, GROUP_ROWS)):
-            writer.write_table(request_table(group, schema))
+            writer.write_table(pa.Table.from_pylist([request_row(row, schema) for row in group], schema))
     return f"{target}: {count:,} rows with {', '.join(schema.names)}; run it with input.path={target}"
 
 

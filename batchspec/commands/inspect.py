@@ -82,7 +82,7 @@ def _blocks(row: Row, samples: list[int], where: str, manifest: Manifest) -> Ite
     if prompt and row["completion"] is not None and manifest.config.get("output", {}).get("messages", "full") == "full":
         prompt.pop()
     for turn in prompt:
-        yield f"{printable(turn['role'])}\n{_indented(turn['content'])}"
+        yield f"{printable(turn['role'])}\n{_indented(turn['content'] or turn.get('tool_calls') or '')}"
     for name in ("reasoning", "completion"):
         if row[name] is not None:
             yield f"{name}\n{_indented(row[name])}"
