@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import threading
 import time
 from base64 import b64encode
@@ -471,8 +472,11 @@ def test_names_and_digests_are_those_of_the_same_files_on_a_disk(data: Lab, tmp_
 
 
 def test_json_lines_are_read(lab: Lab) -> None:
-    lab.put("in/x.jsonl", "".join(f'{{"id": "q-{i}", "prompt": "say"}}\n' for i in range(9)).encode())
-    assert ids(source_of("in")) == [f"q-{i}" for i in range(9)]
+    data = "".join(f'{{"id": "q-{i}", "prompt": "say"}}\n' for i in range(9)).encode()
+    lab.put("in/x.jsonl", data)
+    lab.put("packed/x.jsonl.gz", gzip.compress(data))
+    for folder in ("in", "packed"):
+        assert ids(source_of(folder)) == [f"q-{i}" for i in range(9)]
 
 
 def test_a_footer_is_read_once_a_pass(data: Lab) -> None:
@@ -491,9 +495,9 @@ def test_a_footer_is_read_once_a_pass(data: Lab) -> None:
     ("paths", "message"),
     [
         (["in/nowhere.parquet"], "s3://lab/in/nowhere.parquet: does not exist; check the path and the bucket"),
-        (["in/z*.parquet"], "no Parquet or JSON-lines file"),
-        (["nowhere/*"], "no Parquet or JSON-lines file"),
-        (["in/README.md"], "neither Parquet nor JSON lines"),
+        (["in/z*.parquet"], "no data file there"),
+        (["nowhere/*"], "no data file there"),
+        (["in/README.md"], "no data by its name"),
         (["in/a.parquet", "in/a.parquet"], "twice"),
     ],
 )

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.errors import OutputError, StorageError
-from batchspec.io.folder import part_name
+from batchspec.io.footers import part_name
 from batchspec.io.shards import OutputFolder
 from batchspec.io.store import storing
 

@@ -17,6 +17,8 @@ from jinja2 import TemplateSyntaxError
 
 from batchspec.errors import CheckpointError
 from batchspec.model import template_process
+from batchspec.model.template_process import Limit
+from batchspec.model.text_bytes import LongText
 
 CPU_S = 3
 """Of one chat, in whole seconds; a chat of 100,000 tokens takes hundredths of one."""
@@ -55,15 +57,24 @@ class Templates:
             if not self._running():
                 self._start()
 
-    def render(self, name: str, variables: Mapping[str, Any]) -> str:
-        """The text. Raises ValueError where the template refuses, or takes too much time or memory."""
-        line = json.dumps({"name": name, "variables": dict(variables)}, default=str).encode() + b"\n"
+    def source(self, name: str) -> str:
+        return self._sources[name]
+
+    def render(self, name: str, variables: Mapping[str, Any], limit: Limit | None = None) -> str:
+        """The text. Raises ValueError where the template refuses, or takes too much time or memory, and LongText where the text
+        exceeds the limit: what is not wanted of it stays in the process.
+        """
+        asked = {"name": name, "variables": dict(variables), "limit": (limit or Limit()).facts()}
+        line = json.dumps(asked, default=str).encode() + b"\n"
         with self._lock:
             if not self._running():
                 self._start()
             answer = self._ask(line)
         if "error" in answer:
             raise ValueError(answer["error"])
+        if "too_long" in answer:
+            assert limit is not None
+            raise LongText(limit.said(answer["too_long"]))
         return str(answer["text"])
 
     def _running(self) -> bool:
