@@ -162,6 +162,9 @@ class InputConfig:
     """Wrap a `prompt` in the chat template as one user turn."""
     overlong: str = "error"
     """A prompt that leaves no room for max_new_tokens: error (an error row), truncate (keep its end), skip."""
+    final_assistant: str = "error"
+    """A chat that ends with the assistant's turn: error (an error row), continue (the answer goes on with that turn's text), drop
+    (leave that turn out and answer the turns before)."""
     limit: int | None = None
     """Take the first N rows only."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)

@@ -136,6 +136,8 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             "input.files": [file.identity for file in job.source.files],
             "input.columns": dict(sorted(job.columns.names.items())),
             **{f"input.{key}": getattr(config.input, key) for key in ("chat", "overlong", "limit", "template_kwargs")},
+            # A job of before this key was refused nothing: only a choice is a part of what it is.
+            **({} if config.input.final_assistant == "error" else {"input.final_assistant": config.input.final_assistant}),
             "output.schema": [(field.name, str(field.type)) for field in schema],
             "output.messages": config.output.messages,
             "output.reasoning_in_messages": config.output.reasoning_in_messages,

@@ -78,6 +78,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "draft.aux_layers": ("auto", "input", "output"),
     "draft.tree.rank": ("sums", "products"),
     "input.overlong": ("error", "truncate", "skip"),
+    "input.final_assistant": ("error", "continue", "drop"),
     "output.messages": ("full", "prompt", "none"),
     "resume.retry": ("none", "error", "length"),
     "device": ("auto", "cpu", "cuda"),

@@ -37,23 +37,30 @@ class ByteTokenizer:
     def __init__(self) -> None:
         self.seen: dict[str, Any] = {}
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, **room: Any) -> list[int]:
         return list(text.encode())
 
     def encode_part(self, text: str) -> list[int]:
         return list(text.encode())
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None, template_kwargs: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Any = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        continue_final: bool = False,
+        **room: Any,
     ) -> list[int]:
         self.seen = {"messages": messages, "tools": tools, "template_kwargs": template_kwargs}
         turns = [message["role"] for message in messages if message["role"] != "system"]
-        if turns != ["user", "assistant"] * (len(turns) // 2) + ["user"]:
+        wanted = (["user", "assistant"] * len(turns))[: len(turns)]
+        if turns != wanted or not turns or (turns[-1] == "assistant") != continue_final:
             raise ValueError("roles must\nalternate")
         ids: list[int] = []
         for message in messages:
             ids += [256, *message["content"].encode(), 257]
-        return [*ids, 256]
+        return ids[:-1] if continue_final else [*ids, 256]
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return bytes(token for token in ids if token < 256).decode(errors="replace")

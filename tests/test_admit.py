@@ -133,7 +133,7 @@ def test_min_new_tokens_never_exceeds_the_row_s_own_limit() -> None:
         (prompts("a", synthetic_len=[1.5]), "bad_parameter", "synthetic_len=1.5 must be a whole number"),
         (prompts("a", stop=[[""]]), "bad_parameter", "non-empty strings"),
         (prompts("a", system=["be brief"]), "bad_parameter", "input.chat=true"),
-        (chats(user("a"), tools=["{"]), "bad_parameter", "tools is not JSON"),
+        (chats(user("a"), tools=["{"]), "bad_parameter", "tools is text, and it is not JSON"),
         (chats(user("a"), tools=["{}"]), "bad_parameter", "tools must be a list"),
         (prompts("x" * 49), "too_long", "49 prompt tokens + 16 new tokens exceed model.max_len=64"),
         (pa.table({"prompt_ids": [[1, None]]}), "bad_ids", "holds a null"),
@@ -165,7 +165,7 @@ def test_a_panic_of_the_tokenizer_is_a_bad_row(monkeypatch: pytest.MonkeyPatch) 
     class PanicException(BaseException):  # as PyO3 raises them
         pass
 
-    def panic(self: ByteTokenizer, text: str) -> list[int]:
+    def panic(self: ByteTokenizer, text: str, **room: Any) -> list[int]:
         raise PanicException("index out of bounds")
 
     monkeypatch.setattr(ByteTokenizer, "encode", panic)
@@ -347,7 +347,7 @@ def test_fields_that_other_rows_have_are_not_there_rather_than_null() -> None:
     seen: list[Any] = []
 
     class Recording(ByteTokenizer):
-        def encode_chat(self, messages: Any, *, tools: Any = None, template_kwargs: Any = None) -> list[int]:
+        def encode_chat(self, messages: Any, *, tools: Any = None, template_kwargs: Any = None, **more: Any) -> list[int]:
             seen.append(template_kwargs)
             return [1]
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from batchspec.commands.export import main
 from batchspec.errors import ConfigError, InputError, OutputError
 from batchspec.io.columns import map_columns
-from batchspec.io.openai import parse_request
+from batchspec.io.openai import TURN_KEYS, parse_request
 from tests.io_samples import built, completion, dataset, failed, new_folder, shards_of
 
 
@@ -198,10 +198,10 @@ def test_openai_s_requests_become_an_input_that_batchspec_maps(tmp_path: Path, c
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{", r"in.jsonl line 2: no batch request \(JSONDecodeError"),
+        ("{", r"in.jsonl line 2: no batch request \(BadJson"),
         ("[]", "line 2: no batch request"),
         ('{"custom_id": "a", "body": {}}', r"no batch request \(KeyError: 'messages'\)"),
-        ('{"custom_id": "\\ud800", "body": {"messages": []}}', r"no batch request \(UnicodeEncodeError"),
+        ('{"custom_id": "\\ud800", "body": {"messages": []}}', r"no batch request \(BadText"),
         (json.dumps(request() | {"url": "/v1/embeddings"}), r"url '/v1/embeddings' is not /v1/chat/completions"),
         (json.dumps(request(response_format={"type": "json_object"})), "--drop response_format"),
         (json.dumps(request(presence_penalty=0.5)), r"body.presence_penalty=0.5 has no column"),
@@ -211,8 +211,9 @@ def test_openai_s_requests_become_an_input_that_batchspec_maps(tmp_path: Path, c
         (json.dumps(request(temperature="hot")), r"body.temperature=\"hot\" is not a number"),
         (json.dumps(request(stop=[1])), r"body.stop is neither"),
         (json.dumps(request(messages="hi")), r"body.messages is no list"),
-        (json.dumps(request(messages=[{"role": "user", "content": [{"type": "image_url"}]}])), "a part that is not text"),
-        (json.dumps(request(messages=[{"role": "assistant", "content": None, "tool_calls": [1]}])), r"messages\[0\].tool_calls"),
+        (json.dumps(request(messages=[{"role": "user", "content": [{"type": "image_url"}]}])), "a part of type 'image_url'"),
+        (json.dumps(request(messages=[{"role": "assistant", "tool_calls": [1]}])), "tool_calls that are not a list"),
+        (json.dumps(request(messages=[turn("user", "x") | {"audio": 1}])), r"body.messages\[0\].audio has no place"),
     ],
 )
 def test_a_line_that_cannot_be_honoured_is_named_and_nothing_is_written(tmp_path: Path, line: str, said: str) -> None:
@@ -259,4 +260,4 @@ def test_any_line_is_a_row_or_one_error(body: dict[str, Any], custom_id: Any) ->
     except InputError:
         return
     assert isinstance(row["id"], str)
-    assert all(set(turn) == {"role", "content"} for turn in row["messages"])
+    assert all({"role", "content"} <= set(turn) <= set(TURN_KEYS) for turn in row["messages"])

@@ -59,7 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "train",
         "kernels",
     },
-    "packing": {"io", "model.spec", "model.thinking", "model.tokenizer", "cache.pages"},
+    "packing": {"io", "model.spec", "model.text_bytes", "model.thinking", "model.tokenizer", "cache.pages"},
     "train": {"io.reader", "draft", "model", "cache", "kernels"},
     "decode": {"draft", "model", "cache", "kernels"},
     "draft": {"model", "cache", "kernels"},

@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.errors import ConfigError, InputError, OutputError
-from batchspec.io.openai import COLUMNS, Line, parse_request, response_line
+from batchspec.io.openai import Line, filled, parse_request, request_schema, request_table, response_line
 from batchspec.io.shards import OutputFolder
 from batchspec.io.store import scanning, storing
 
@@ -147,11 +147,11 @@ def from_openai(source: Path, target: Path, drop: Sequence[str] = ()) -> str:
     used: set[str] = set()
     count = 0
     for row in _requests(source, drop):
-        used |= row.keys()
+        used |= filled(row)
         count += 1
     if not count:
         raise InputError(f"{source}: no request in it; give a file of OpenAI's batch requests")
-    schema = pa.schema([(name, kind) for name, kind in COLUMNS.items() if name in used])
+    schema = request_schema(used)
     _write_rows(_requests(source, drop), target, schema)
     return f"{target}: {count:,} rows with {', '.join(schema.names)}; run it with input.path={target}"
 

@@ -12,8 +12,19 @@ import pyarrow as pa
 
 from batchspec.errors import ConfigError, InputError
 from batchspec.io.reader import InputShard, Source, derived_id, locate
+from batchspec.io.untyped import as_text, is_csv, json_kinds
 
 PROMPTS = ("messages", "prompt", "prompt_ids")
+TURNS = (("role", "content"), ("from", "value"))
+"""Fields of a message, OpenAI's and ShareGPT's."""
+CHAT_NAMES = ("messages", "conversations", "conversation", "chat", "dialog", "dialogue", "turns")
+PROMPT_NAMES = ("prompt", "question", "instruction", "text", "input", "query", "content")
+"""What columns of data sets are called that hold chats and prompts, for what is advised."""
+_JSON = {
+    "id": ("text", "number"), "messages": ("list", "text"), "prompt": ("text",), "prompt_ids": ("list",),
+    "stop": ("text", "list"), "system": ("text",), "tools": ("text", "list", "object"), "template_kwargs": ("object", "text"),
+}  # fmt: skip
+"""Which kinds of JSON values may be in a column of JSON text; all others take numbers."""
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -36,10 +47,12 @@ def _is_number(kind: pa.DataType) -> bool:
 
 
 def _is_messages(kind: pa.DataType) -> bool:
+    if is_text(kind):  # JSON text: told cell by cell
+        return True
     if not is_list(kind) or not pa.types.is_struct(kind.value_type):
         return False
     fields = {field.name: field.type for field in kind.value_type}
-    return all(name in fields and is_text(fields[name]) for name in ("role", "content"))
+    return any(all(name in fields and is_text(fields[name]) for name in pair[:1]) and pair[1] in fields for pair in TURNS)
 
 
 def _is_token_ids(kind: pa.DataType) -> bool:
@@ -60,7 +73,7 @@ def _is_tools(kind: pa.DataType) -> bool:
 
 TYPES: Mapping[str, tuple[Callable[[pa.DataType], bool], str]] = {
     "id": (_is_id, "string or integer"),
-    "messages": (_is_messages, "list<struct<role: string, content: string>>"),
+    "messages": (_is_messages, "list<struct<role: string, content: string>>, ShareGPT's list<struct<from, value>>, JSON text"),
     "prompt": (is_text, "string"),
     "prompt_ids": (_is_token_ids, "list of integers"),
     "max_new_tokens": (_is_number, "integer"),
@@ -109,36 +122,61 @@ def map_columns(schema: pa.Schema, columns: Mapping[str, str | None]) -> ColumnM
             hint = f"did you mean {near[0]!r}?" if near else f"the names are {', '.join(TYPES)}"
             raise ConfigError(f"input.columns.{name}: batchspec has no column of that name; {hint}")
     taken = set(columns.values())
-    names = {name: name for name in TYPES if name in schema.names and name not in columns and name not in taken}
+    there = set(schema.names)
+    names = {name: name for name in TYPES if name in there and name not in columns and name not in taken}
     names |= {name: column for name, column in columns.items() if column is not None}
     for name, column in names.items():
-        if column not in schema.names:
+        if column not in there:
             raise InputError(
-                f"input.columns.{name}={column}: the input has no such column; its columns are {', '.join(schema.names)}"
+                f"input.columns.{name}={column}: the input has no such column; its columns are {', '.join(schema.names[:50])}"
             )
-        kind = schema.field(column).type
+        field = schema.field(column)
         fits, allowed = TYPES[name]
-        if not (fits(kind) or (pa.types.is_null(kind) and name not in ("id", *PROMPTS))):
+        if not (_fits(field, name, fits) or (pa.types.is_null(field.type) and name not in ("id", *PROMPTS))):
+            kinds = json_kinds(field)
+            kind = f"no type that fits: each cell is {' or '.join(sorted(kinds))}" if kinds else f"type {field.type}"
             raise InputError(
-                f"column {column!r} is mapped to {name} but has type {kind}; allowed: {allowed}; "
+                f"column {column!r} is mapped to {name} but has {kind}; allowed: {allowed}; "
                 f"cast it or set input.columns.{name}=null"
             )
     return ColumnMap(names=names, prompt_kind=_only_prompt(names, schema))
 
 
+def _fits(field: pa.Field, name: str, fits: Callable[[pa.DataType], bool]) -> bool:
+    kinds = json_kinds(field)
+    if kinds:
+        return any(kind in kinds for kind in _JSON.get(name, ("number",)))
+    return fits(field.type) or (is_csv(field) and name != "prompt_ids")
+
+
 def _only_prompt(names: Mapping[str, str], schema: pa.Schema) -> str:
     prompts = [name for name in PROMPTS if name in names]
     if not prompts:
-        raise InputError(
-            f"no column is mapped to messages, prompt or prompt_ids; the input's columns are {', '.join(schema.names)}; "
-            "name one, e.g. input.columns.prompt=COLUMN"
-        )
+        raise InputError(_no_prompt(schema))
     if len(prompts) > 1:
         listed = " and ".join(f"{name} (column {names[name]!r})" for name in prompts)
         raise InputError(
             f"exactly one prompt column is allowed but {listed} are mapped; set input.columns.{prompts[-1]}=null, or the other"
         )
     return prompts[0]
+
+
+def _no_prompt(schema: pa.Schema) -> str:
+    """What to say of an input that has no prompt column by its name: the line that maps the likely one."""
+    names = set(schema.names)
+    if {"custom_id", "body"} <= names:
+        return (
+            "the input holds OpenAI's batch requests; make an input of them, "
+            "batchspec export --from-openai REQUESTS.jsonl INPUT.parquet, and run that"
+        )
+    chats = [name for name in CHAT_NAMES if name in names and _fits(schema.field(name), "messages", _is_messages)]
+    texts = [name for name in PROMPT_NAMES if name in names and _fits(schema.field(name), "prompt", is_text)]
+    advice = f"messages={chats[0]}" if chats else f"prompt={texts[0] if texts else 'COLUMN'}"
+    listed = ", ".join(schema.names[:50]) + (f" and {len(schema) - 50:,} more" if len(schema) > 50 else "")
+    return (
+        f"no column is mapped to messages, prompt or prompt_ids; the input's columns are {listed}; "
+        f"name one, e.g. input.columns.{advice}"
+    )
 
 
 def check_ids(source: Source, columns: ColumnMap) -> None:
@@ -152,7 +190,7 @@ def check_ids(source: Source, columns: ColumnMap) -> None:
         return
     hashes = np.empty(source.num_rows, np.uint64)
     row = 0
-    for array in source.column(name):
+    for array in _id_arrays(source, name):
         bad = _first_bad_id(array)
         if bad is not None:
             at, why = bad
@@ -165,6 +203,11 @@ def check_ids(source: Source, columns: ColumnMap) -> None:
     met = np.unique(hashes[1:][hashes[1:] == hashes[:-1]])
     for start in range(0, len(met), 1024):  # bounded memory, however many ids repeat
         _compare_ids(source, name, met[start : start + 1024])
+
+
+def _id_arrays(source: Source, name: str) -> Iterator[pa.Array]:
+    field = source.schema.field(name)
+    return (as_text(array, field) for array in source.column(name))
 
 
 def _first_bad_id(array: pa.Array) -> tuple[int, str] | None:
@@ -184,7 +227,7 @@ def _first_bad_id(array: pa.Array) -> tuple[int, str] | None:
 def _compare_ids(source: Source, name: str, met: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:
     seen: dict[str, int] = {}
     row = 0
-    for array in source.column(name):
+    for array in _id_arrays(source, name):
         for at in np.flatnonzero(np.isin(_hash(array), met)):
             value = str(array[int(at)].as_py())
             first = seen.setdefault(value, row + int(at))
@@ -213,7 +256,7 @@ def request_ids(source: Source, columns: ColumnMap, shard: InputShard) -> list[s
     """The id of every row of a shard: the id column as text, else `<file>:<row in the file>`."""
     name = columns.get("id")
     if name is not None:
-        ids = shard.table.column(name).to_pylist()
+        ids = as_text(shard.table.column(name), source.schema.field(name)).to_pylist()
         for row in shard.bad:
             if ids[row - shard.first_row] is None:
                 ids[row - shard.first_row] = derived_id(source.files, row)

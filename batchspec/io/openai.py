@@ -12,9 +12,12 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 
 from batchspec.errors import InputError
+from batchspec.io.json_text import parse
+from batchspec.io.messages import BadChat, Message, read_chat
 
 Line = Mapping[str, Any]
 
@@ -39,6 +42,8 @@ NUMBERS = {
     "top_k": "top_k", "min_p": "min_p", "seed": "seed", "n": "n",
 }  # fmt: skip
 """Key of a body -> column."""
+TURN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+"""Keys of a message that chat templates read."""
 JSON_TEXT = {"tools": "tools", "chat_template_kwargs": "template_kwargs"}
 WITHOUT_EFFECT = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 """Keys of a body that change no token."""
@@ -53,11 +58,11 @@ def parse_request(text: str, where: str, drop: Sequence[str] = ()) -> dict[str, 
     """The row of a request line: only the columns of COLUMNS that it fills.
 
     `where` begins an error message (file and line). Raises InputError for a line that is not JSON, another endpoint, content that
-    is not text, a value of the wrong type, and a key that batchspec cannot honour, unless `drop` names it.
+    is not text, a message that no template could see whole, a value of the wrong type, and a key that batchspec cannot honour,
+    unless `drop` names it.
     """
     try:
-        line = json.loads(text)
-        json.dumps(line, ensure_ascii=False).encode()
+        line = parse(text)
         custom_id, body, url = line["custom_id"], line["body"], line.get("url") or URLS[0]
         messages = body["messages"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -83,27 +88,37 @@ def parse_request(text: str, where: str, drop: Sequence[str] = ()) -> dict[str, 
     return row
 
 
-def _messages(turns: Any, where: str) -> list[dict[str, str | None]]:
+def _messages(turns: Any, where: str) -> list[Message]:
     if not isinstance(turns, list):
         raise InputError(f"{where}: body.messages is no list of messages")
-    return [_turn(turn, f"{where}: body.messages[{i}]") for i, turn in enumerate(turns)]
+    for i, turn in enumerate(turns):
+        other = [key for key in turn if key not in TURN_KEYS and turn[key] is not None] if isinstance(turn, dict) else []
+        if other:
+            raise InputError(
+                f"{where}: body.messages[{i}].{other[0]} has no place in a batchspec input; leave the line out or rewrite it"
+            )
+    try:
+        return read_chat(turns, final="continue")
+    except BadChat as error:
+        raise InputError(f"{where}: body.messages: {error}") from None
 
 
-def _turn(turn: Any, where: str) -> dict[str, str | None]:
-    if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
-        raise InputError(f"{where} is no object with a role")
-    other = [key for key, value in turn.items() if key not in ("role", "content") and value is not None]
-    if other:
-        raise InputError(f"{where}.{other[0]}: batchspec takes role and content alone; leave the line out or rewrite the message")
-    content = turn.get("content")
-    if isinstance(content, list):
-        parts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
-        if len(parts) < len(content):
-            raise InputError(f"{where}.content holds a part that is not text; batchspec takes text alone: leave the line out")
-        content = "".join(parts)
-    if content is not None and not isinstance(content, str):
-        raise InputError(f"{where}.content is neither text nor parts of text")
-    return {"role": turn["role"], "content": content}
+def filled(row: Line) -> set[str]:
+    """The columns that a request's row fills; `messages.json` too where role and content do not hold its messages."""
+    more = any(turn.keys() - {"role", "content"} or turn.get("content") is None for turn in row["messages"])
+    return {*row, "messages.json"} if more else set(row)
+
+
+def request_schema(used: set[str]) -> pa.Schema:
+    """Of the input file of requests whose rows fill these columns: messages that call tools are JSON text, just as they came."""
+    kinds = COLUMNS | ({"messages": pa.large_string()} if "messages.json" in used else {})
+    return pa.schema([(name, kind) for name, kind in kinds.items() if name in used])
+
+
+def request_table(rows: Sequence[Line], schema: pa.Schema) -> pa.Table:
+    if pa.types.is_large_string(schema.field("messages").type):
+        rows = [{**row, "messages": msgspec.json.encode(row["messages"]).decode()} for row in rows]
+    return pa.Table.from_pylist(rows, schema)
 
 
 def _number(value: Any, kind: pa.DataType, where: str) -> int | float:

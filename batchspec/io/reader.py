@@ -6,6 +6,7 @@ import glob
 import itertools
 import os
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,9 +17,12 @@ import pyarrow as pa
 
 from batchspec.config import InputConfig
 from batchspec.errors import ConfigError, InputError
-from batchspec.io.files import DIGEST_BYTES, JSON_LINES, PARQUET, DataFile, MemoryFile, ParquetFile, Part, changed, widen
+from batchspec.io.csvfile import CsvFile
+from batchspec.io.files import DIGEST_BYTES, DataFile, MemoryFile, ParquetFile, Part, changed
+from batchspec.io.formats import KNOWN, format_of
 from batchspec.io.jsonlines import JsonLinesFile
 from batchspec.io.places import LocalPlace, Place, RemotePlace, place_of
+from batchspec.io.untyped import Kinds, json_kinds, mark_of
 
 OPENED_AT_ONCE = 16
 """Remote files: their answers are what opening waits for."""
@@ -85,13 +89,13 @@ class Source(Protocol):
 
 
 def open_source(config: InputConfig) -> Source:
-    """The dataset at `config.path`: a Parquet or JSON-lines file, a folder, a glob, or a list of them, local or remote.
+    """The dataset at `config.path`: a Parquet, JSON-lines or CSV file, a folder, a glob, or a list of them, local or remote.
 
-    Reads footers only (JSON lines: the file once). Raises ConfigError without a path, and InputError where a path does not
-    exist or matches nothing, a file cannot be read, two files disagree about a column, or there are no rows.
+    Reads footers only (JSON lines and CSV: the file once). Raises ConfigError without a path, and InputError where a path does
+    not exist or matches nothing, a file cannot be read, two files disagree about a column, or there are no rows.
     """
     if not config.path:
-        raise ConfigError("input.path is not set; give a Parquet or JSON-lines file, a folder, a glob or a list of them")
+        raise ConfigError("input.path is not set; give a Parquet, JSON-lines or CSV file, a folder, a glob or a list of them")
     entries = [config.path] if isinstance(config.path, str | os.PathLike) else list(config.path)
     found = _find(entries)
     remote = any(isinstance(place, RemotePlace) for place in found.values())
@@ -101,7 +105,10 @@ def open_source(config: InputConfig) -> Source:
 
 
 def _open(name: str, place: Place, digest_bytes: int) -> DataFile:
-    return ParquetFile(place, name, digest_bytes) if place.path.suffix in PARQUET else JsonLinesFile(place, name)
+    form = format_of(place.path)
+    if form is None or form.kind == "parquet":
+        return ParquetFile(place, name, digest_bytes)
+    return (JsonLinesFile if form.kind == "jsonl" else CsvFile)(place, name, form.codec)
 
 
 def table_source(table: pa.Table, limit: int | None = None) -> Source:
@@ -226,9 +233,8 @@ def _find(entries: list[Any]) -> dict[str, Place]:
     for entry in entries:
         place = place_of(str(entry))
         if place.is_file():
-            if place.path.suffix not in PARQUET + JSON_LINES:
-                known = ", ".join(PARQUET + JSON_LINES)
-                raise InputError(f"input.path {entry}: neither Parquet nor JSON lines by its name; let it end in one of {known}")
+            if format_of(place.path) is None:
+                raise InputError(f"input.path {entry}: no data by its name; names end in one of {KNOWN}")
             root, files = place.path.parent, [place]
         elif place.is_dir():
             root, files = place.path, _data_files(place.path, place.files())
@@ -241,7 +247,7 @@ def _find(entries: list[Any]) -> dict[str, Place]:
             raise InputError(f"input.path {entry}: does not exist; check the path{where}")
         if not files:
             place.check_bucket()
-            raise InputError(f"input.path {entry}: no Parquet or JSON-lines file there; names must end in .parquet or .jsonl")
+            raise InputError(f"input.path {entry}: no data file there; names end in one of {KNOWN}")
         found += files
         roots.append(str(root))
     kinds = sorted({str(entry).partition("://")[0] if "://" in str(entry) else "local" for entry in entries})
@@ -266,32 +272,43 @@ def _data_files(root: PurePath, places: Iterator[Place]) -> list[Place]:
     return [
         place
         for place in places
-        if place.path.suffix in PARQUET + JSON_LINES
+        if format_of(place.path) is not None
         and not any(part.startswith((".", "_")) for part in place.path.relative_to(root).parts)
     ]
 
 
 def _common_schema(files: Sequence[DataFile]) -> pa.Schema:
-    """The columns that every file has. JSON lines carry no types of their own: theirs are widened to fit all their files."""
+    """The columns that every file has. JSON lines carry no types of their own: theirs fit the rows of all of them."""
     lines = [file for file in files if isinstance(file, JsonLinesFile)]
-    for later in lines[1:]:
-        try:
-            lines[0].schema = widen(lines[0].schema, later.schema)
-        except pa.ArrowException as error:
-            raise InputError(f"{later.name} disagrees with {lines[0].name}: {error}; make the columns alike") from error
-    for later in lines[1:]:
-        later.schema = lines[0].schema
-    first = files[0]
-    for file in files:
-        names = file.schema.names
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise InputError(f"{file.name} has two columns named {twice!r}; rename one")
-        for name in dict.fromkeys((*first.schema.names, *names)):
-            here, there = (schema.field(name).type if name in schema.names else None for schema in (file.schema, first.schema))
-            if here != there:
+    if len(lines) > 1:
+        kinds = Kinds()
+        for file in lines:
+            kinds.merge(file.kinds)
+        common = kinds.schema()
+        for file in lines:
+            file.schema = common
+    first, wanted = files[0], _by_name(files[0])
+    for other in files[1:]:
+        found = wanted if other.schema is first.schema else _by_name(other)
+        for name in dict.fromkeys((*wanted, *found)) if found is not wanted else ():
+            here, there = found.get(name), wanted.get(name)
+            if here is None or there is None or mark_of(here) != mark_of(there):
                 raise InputError(
-                    f"{file.name} disagrees with {first.name} about column {name!r}: {here or 'not there'} against "
-                    f"{there or 'not there'}; make the files alike or run them as two jobs"
+                    f"{other.name} disagrees with {first.name} about column {name!r}: {_kind(here)} against {_kind(there)}; make "
+                    "the files alike or run them as two jobs"
                 )
-    return pa.schema([pa.field(field.name, field.type) for field in first.schema])
+    marked = isinstance(first, JsonLinesFile | CsvFile)
+    return pa.schema([pa.field(field.name, field.type, metadata=field.metadata if marked else None) for field in first.schema])
+
+
+def _by_name(file: DataFile) -> dict[str, pa.Field]:
+    found = {field.name: field for field in file.schema}
+    if len(found) < len(file.schema):
+        names = Counter(file.schema.names)
+        twice = next(name for name, count in names.items() if count > 1)
+        raise InputError(f"{file.name} has two columns named {twice!r}; rename one")
+    return found
+
+
+def _kind(field: pa.Field | None) -> str:
+    return "not there" if field is None else "JSON of any kind" if json_kinds(field) else f"{field.type}"

@@ -10,8 +10,12 @@ import pyarrow as pa
 from batchspec.config import OutputConfig
 from batchspec.errors import ConfigError
 from batchspec.io.columns import ColumnMap
+from batchspec.io.messages import TOOL_FIELDS, may_call_tools
 
-MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.large_string())]))
+TURN = (("role", pa.string()), ("content", pa.large_string()))
+MESSAGES = pa.list_(pa.struct(TURN))
+TOOL_MESSAGES = pa.list_(pa.struct([*TURN, *((name, pa.large_string()) for name in TOOL_FIELDS)]))
+"""Of an input whose messages may call tools; tool_calls is the JSON text of OpenAI's list."""
 TOP_LOGPROBS = pa.list_(pa.list_(pa.struct([("id", pa.int32()), ("logprob", pa.float32())])))
 USAGE = pa.struct([(f"{name}_tokens", pa.int32()) for name in ("prompt", "completion", "reasoning", "cached", "total")])
 ERROR = pa.struct([("code", pa.string()), ("stage", pa.string()), ("message", pa.string()), ("retryable", pa.bool_())])
@@ -53,12 +57,18 @@ def output_schema(input_schema: pa.Schema, columns: ColumnMap, output: OutputCon
     A mapped input column `messages`, `prompt_ids` or `seed` gives way to the output's column of that name, which carries it.
     Raises ConfigError where another input column has the name of an output column, or output.passthrough names no input column.
     """
-    own = _own_fields(output)
+    own = _own_fields(output, messages_type(input_schema, columns))
     copied = _passthrough(input_schema, columns, output.passthrough, {field.name for field in own})
     return pa.schema([*own, *(pa.field(name, _plain(input_schema.field(name).type)) for name in copied)])
 
 
-def _own_fields(output: OutputConfig) -> list[pa.Field]:
+def messages_type(input_schema: pa.Schema, columns: ColumnMap) -> pa.DataType:
+    """Of the column `messages`: role and content, and what tool calls need where the input's messages may have them."""
+    calls = columns.prompt_kind == "messages" and may_call_tools(input_schema.field(columns.prompt_column))
+    return TOOL_MESSAGES if calls else MESSAGES
+
+
+def _own_fields(output: OutputConfig, messages: pa.DataType) -> list[pa.Field]:
     ids = pa.list_(pa.int32())
     optional = {
         "messages": output.messages != "none",
@@ -72,7 +82,7 @@ def _own_fields(output: OutputConfig) -> list[pa.Field]:
         pa.field("row_index", pa.int64(), nullable=False),
         pa.field("sample_index", pa.int32(), nullable=False),
         pa.field("status", pa.string(), nullable=False),
-        pa.field("messages", MESSAGES),
+        pa.field("messages", messages),
         pa.field("completion", pa.large_string()),
         pa.field("reasoning", pa.large_string()),
         pa.field("reasoning_truncated", pa.bool_()),
@@ -95,10 +105,12 @@ def _passthrough(input_schema: pa.Schema, columns: ColumnMap, wish: str | Sequen
     if wish == "none":
         return []
     everything = wish == "all"
-    names = list(input_schema.names) if everything else list(dict.fromkeys(wish))
+    there = list(input_schema.names)
+    names = there if everything else list(dict.fromkeys(wish))
+    known = set(there)
     for name in names:
-        if name not in input_schema.names:
-            near = difflib.get_close_matches(name, input_schema.names, n=1) or input_schema.names
+        if name not in known:
+            near = difflib.get_close_matches(name, there, n=1) or there[:50]
             raise ConfigError(f"output.passthrough: the input has no column {name!r}; did you mean {', '.join(near)}?")
     if everything:
         names = [name for name in names if not (name in own and columns.get(name) == name)]

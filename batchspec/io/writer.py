@@ -15,14 +15,17 @@ import pyarrow.parquet as pq
 
 from batchspec.config import InputConfig, OutputConfig
 from batchspec.io.columns import ColumnMap, is_list, is_text
+from batchspec.io.json_text import BadJson
+from batchspec.io.messages import BadChat, Message, kept_turn, messages_of, read_chat, without_nulls
 from batchspec.io.reader import InputShard
-from batchspec.io.schema import output_schema
+from batchspec.io.schema import messages_type, output_schema
+from batchspec.io.untyped import as_text, json_kinds, value_of
 from batchspec.records import Completion, RowStats
 
 GROUP_BYTES = 128 << 20
 GROUP_ROWS = 8192
 
-Turn = dict[str, str | None]
+Turn = Message
 
 
 def build_table(
@@ -47,14 +50,16 @@ def build_table(
     completions = sorted(completions, key=lambda c: (c.row_index, c.sample_index))
     schema = output_schema(shard.table.schema, columns, output)
     rows = pa.array([c.row_index - shard.first_row for c in completions], pa.int64())
-    turns = _prompt_turns(shard.table, columns, input.chat) if output.messages != "none" else []
+    names = [field.name for field in messages_type(shard.table.schema, columns).value_type]
+    turns = _prompt_turns(shard, columns, input, names) if output.messages != "none" else []
     when = finished_at or datetime.now(UTC)
 
     def turns_of(completion: Completion) -> list[Turn] | None:
         answer = completion.text
         if answer is not None and output.reasoning_in_messages and completion.reasoning is not None:
             answer = _with_thought(completion, think_tokens)
-        return _messages(turns[completion.row_index - shard.first_row], answer if output.messages == "full" else None)
+        prompt = turns[completion.row_index - shard.first_row]
+        return _messages(prompt, answer if output.messages == "full" else None, input.final_assistant == "continue")
 
     values: dict[str, Callable[[Completion], Any]] = {
         "messages": turns_of,
@@ -72,7 +77,8 @@ def build_table(
         value = values.get(field.name, attrgetter(field.name))
         arrays.append(pa.array([value(completion) for completion in completions], field.type))
     for field in list(schema)[num_own:]:
-        column = valid_text(shard.table.column(field.name).combine_chunks())
+        column = shard.table.column(field.name)
+        column = valid_text(as_text(column.combine_chunks(), shard.table.schema.field(field.name)))
         arrays.append(column.cast(field.type).take(rows))
     return pa.Table.from_arrays(arrays, schema=schema)
 
@@ -127,31 +133,49 @@ def _row_groups(table: pa.Table) -> Iterator[pa.Table]:
     yield from _row_groups(table.slice(half))
 
 
-def _prompt_turns(table: pa.Table, columns: ColumnMap, chat: bool) -> list[list[Turn] | None]:
-    """The turns of every row's prompt; None where it has none."""
-    kind = columns.prompt_kind
+def _prompt_turns(shard: InputShard, columns: ColumnMap, input: InputConfig, names: Sequence[str]) -> list[list[Turn] | None]:
+    """The turns of every row's prompt; None where it has none, or none that can be read."""
+    table, kind = shard.table, columns.prompt_kind
     if kind == "prompt_ids":
         return [None] * table.num_rows
-    prompts = valid_text(table.column(columns.prompt_column).combine_chunks()).to_pylist()
-    turns: list[list[Turn] | None]
-    if kind == "prompt":
-        turns = [None if text is None else [{"role": "user", "content": text}] for text in prompts]
-    else:
-        turns = [row and [{"role": turn["role"], "content": turn["content"]} for turn in row if turn] for row in prompts]
-    system = columns.get("system")
-    if system is None or (kind == "prompt" and not chat):
-        return turns
-    for row, text in zip(turns, valid_text(table.column(system).combine_chunks()).to_pylist(), strict=True):
-        if row is not None and text is not None:
-            if row and row[0]["role"] == "system":
-                row.pop(0)
-            row.insert(0, {"role": "system", "content": text})
-    return turns
+    prompts = _values(table, columns.prompt_column)
+    system = columns.get("system") if kind == "messages" or input.chat else None
+    systems = [None] * table.num_rows if system is None else _values(table, system)
+    final = "drop" if input.final_assistant == "drop" else "continue"  # a row that is refused keeps all its turns
+    return [
+        _turns(prompt, text if isinstance(text, str) else None, final, names)
+        for prompt, text in zip(prompts, systems, strict=True)
+    ]
 
 
-def _messages(prompt: list[Turn] | None, answer: str | None) -> list[Turn] | None:
+def _values(table: pa.Table, name: str) -> list[Any]:
+    """The cells of a text or messages column, with U+FFFD for what is no text; None for JSON text that has no value."""
+    field = table.schema.field(name)
+    cells = valid_text(table.column(name).combine_chunks()).to_pylist()
+    if not json_kinds(field):
+        return [without_nulls(cell) for cell in cells] if pa.types.is_nested(field.type) else cells
+    values: list[Any] = []
+    for cell in cells:
+        try:
+            values.append(value_of(cell, field))
+        except BadJson:
+            values.append(None)
+    return values
+
+
+def _turns(prompt: Any, system: str | None, final: str, names: Sequence[str]) -> list[Turn] | None:
+    try:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) and len(names) == 2 else messages_of(prompt)
+        return None if messages is None else [kept_turn(turn, names) for turn in read_chat(messages, system, final)]
+    except BadChat:
+        return None
+
+
+def _messages(prompt: list[Turn] | None, answer: str | None, goes_on: bool) -> list[Turn] | None:
     if prompt is None or answer is None:
         return prompt
+    if goes_on and prompt and prompt[-1]["role"] == "assistant":
+        return [*prompt[:-1], {**prompt[-1], "content": f"{prompt[-1]['content']}{answer}"}]
     return [*prompt, {"role": "assistant", "content": answer}]
 
 

@@ -1,8 +1,8 @@
 """The process that renders chat templates: a stranger's code, held by a sandbox, and by limits that a sandbox does not set.
 
 Run as a file of its own, with nothing but jinja2 imported. JSON lines come in and go out: first {"sources": {name: Jinja},
-"cpu_s", "memory_bytes"}, answered by {"errors": {name: message}}, then {"name", "variables"} for each chat, answered by {"text"}
-or {"error"}.
+"cpu_s", "memory_bytes"}, answered by {"errors": {name: message}}, then {"name", "variables", "max_chars", "keep_end"} for each
+chat, answered by {"text"}, {"error"}, or {"too_long": characters}; keep_end: no more than max_chars of the text are sent.
 """
 
 from __future__ import annotations
@@ -65,12 +65,15 @@ def _compiled(sources: dict[str, str], cpu_s: int) -> tuple[dict[str, Template],
     return templates, errors
 
 
-def _rendered(template: Template, variables: dict[str, Any], cpu_s: int) -> dict[str, str]:
+def _rendered(template: Template, asked: dict[str, Any], cpu_s: int) -> dict[str, Any]:
     _one_more(cpu_s)
     try:
-        text = template.render(variables)
+        text = template.render(asked["variables"])
     except Exception as error:
         return {"error": _said(error)}
+    most = asked["max_chars"]
+    if most is not None and len(text) > most:
+        return {"text": text[-most:]} if asked["keep_end"] else {"too_long": len(text)}
     if len(text) > MAX_CHARS:
         return {"error": f"it makes {len(text):,} characters of the chat, at most {MAX_CHARS:,} are taken"}
     return {"text": text}
@@ -101,7 +104,7 @@ def main() -> None:
         if not line:
             return
         asked = json.loads(line)
-        answer = _rendered(templates[asked["name"]], asked["variables"], cpu_s)
+        answer = _rendered(templates[asked["name"]], asked, cpu_s)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from jinja2 import TemplateSyntaxError
 
 from batchspec.errors import CheckpointError
 from batchspec.model import template_process
+from batchspec.model.text_bytes import LongText
 
 CPU_S = 3
 """Of one chat, in whole seconds; a chat of 100,000 tokens takes hundredths of one."""
@@ -55,15 +56,23 @@ class Templates:
             if not self._running():
                 self._start()
 
-    def render(self, name: str, variables: Mapping[str, Any]) -> str:
-        """The text. Raises ValueError where the template refuses, or takes too much time or memory."""
-        line = json.dumps({"name": name, "variables": dict(variables)}, default=str).encode() + b"\n"
+    def source(self, name: str) -> str:
+        return self._sources[name]
+
+    def render(self, name: str, variables: Mapping[str, Any], max_chars: int | None = None, keep_end: bool = False) -> str:
+        """The text. Raises ValueError where the template refuses, or takes too much time or memory, and LongText where the text
+        has more than `max_chars` characters, or gives so many of its end: the rest stays in the process.
+        """
+        asked = {"name": name, "variables": dict(variables), "max_chars": max_chars, "keep_end": keep_end}
+        line = json.dumps(asked, default=str).encode() + b"\n"
         with self._lock:
             if not self._running():
                 self._start()
             answer = self._ask(line)
         if "error" in answer:
             raise ValueError(answer["error"])
+        if "too_long" in answer:
+            raise LongText(f"{answer['too_long']:,} characters of prompt, more than the tokens that are left can hold,")
         return str(answer["text"])
 
     def _running(self) -> bool:

@@ -13,7 +13,13 @@ import tokenizers
 from batchspec.errors import CheckpointError
 from batchspec.model.config_values import Json, read_json, read_text, shown
 from batchspec.model.templates import Templates
+from batchspec.model.text_bytes import LongText, bytes_a_token
 
+END_CHARS = 1 << 20
+"""A text with more of them is tokenised from its end where only its end is wanted."""
+_SPARE_TOKENS = 64
+"""Tokens beyond the wanted ones: a cut changes the few right after it."""
+_MARK = "BATCHSPECTHEANSWERGOESONHERE"
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -41,6 +47,7 @@ class Tokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{shown(path)}: tokenizers {tokenizers.__version__} cannot read it ({error})") from None
+        self._bytes_a_token = bytes_a_token(json.loads(text))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         config = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
@@ -61,9 +68,13 @@ class Tokenizer:
             self._templates.check()
         return bool(self._templates)
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text, with the BOS or other tokens that the checkpoint's post-processor adds."""
-        return list(self._tokenizer.encode(text).ids)
+    def encode(self, text: str, *, room: int | None = None, keep_end: bool = False) -> list[int]:
+        """Ids of a text, with the BOS or other tokens that the checkpoint's post-processor adds.
+
+        room      raise LongText for a text that so many tokens cannot hold, as far as that is told without tokenising it
+        keep_end  only the last `room` ids are wanted of a longer text, and its beginning need not be tokenised
+        """
+        return self._ids(text, True, room, keep_end)
 
     def encode_part(self, text: str) -> list[int]:
         """Ids of a text that other tokens stand around: nothing is added to it."""
@@ -75,14 +86,24 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        continue_final: bool = False,
+        room: int | None = None,
+        keep_end: bool = False,
     ) -> list[int]:
-        """Ids of a chat up to where the assistant's answer begins.
+        """Ids of a chat up to where the assistant's answer begins; `room` and `keep_end` as in `encode`.
 
         The template writes the special tokens, so none are added to its text. Of several templates `tool_use` is taken for a
         chat with tools, `default` otherwise. Raises ValueError with the template's own message where it refuses the chat.
         """
-        text = self.render_chat(messages, tools=tools, template_kwargs=template_kwargs)
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        most = self.most_bytes(room)
+        if keep_end and room is not None:
+            most = max(4 * END_CHARS, most or 64 * room)
+        self._check_tools(messages, tools)
+        text = self.render_chat(
+            messages, tools=tools, template_kwargs=template_kwargs, continue_final=continue_final, max_chars=most,
+            keep_end=keep_end,
+        )  # fmt: skip
+        return self._ids(text, False, room, keep_end)
 
     def render_chat(
         self,
@@ -90,13 +111,63 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        continue_final: bool = False,
+        max_chars: int | None = None,
+        keep_end: bool = False,
     ) -> str:
-        """The text that `encode_chat` encodes."""
-        name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
+        """The text that `encode_chat` encodes.
+
+        continue_final  the answer goes on with the text of the last message: nothing is written after it
+        max_chars       raise LongText for a longer one, or with keep_end give so many characters of its end
+        """
+        name = self._template_for(tools)
         if name not in self._templates:
             raise ValueError("the model has no chat template; set model.chat_template to a Jinja file, or give a plain prompt")
-        fixed = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": True}
-        return self._templates.render(name, {**self._variables, **fixed, **(template_kwargs or {})})
+        if continue_final:
+            final = messages[-1]
+            messages = [*messages[:-1], {**final, "content": f"{final['content']}{_MARK}"}]
+        fixed = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": not continue_final}
+        variables = {**self._variables, **fixed, **(template_kwargs or {})}
+        most = None if max_chars is None else max_chars + len(_MARK) * continue_final
+        text = self._templates.render(name, variables, most, keep_end)
+        if not continue_final:
+            return text
+        before, found, _ = text.rpartition(_MARK)
+        if not found:
+            raise ValueError("it leaves out the last message, which the answer is to go on with")
+        return before
+
+    def _template_for(self, tools: Any) -> str:
+        return "tool_use" if tools is not None and "tool_use" in self._templates else "default"
+
+    def _check_tools(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> None:
+        """Raise ValueError where the template would leave tools or tool calls out without a word."""
+        name = self._template_for(tools)
+        source = self._templates.source(name) if name in self._templates else "tojson"
+        if "tojson" in source:  # of a whole message, or of all of them
+            return
+        if tools and name != "tool_use" and "tools" not in source:
+            raise ValueError("it has no place for tools; leave them out, or set model.chat_template to one that has")
+        if "tool_calls" not in source and any(message.get("tool_calls") for message in messages):
+            raise ValueError("it has no place for tool_calls; leave the row out, or set model.chat_template to one that has")
+
+    def most_bytes(self, room: int | None) -> int | None:
+        """The most bytes of text that `room` tokens can hold; None where nothing bounds them."""
+        return None if room is None or self._bytes_a_token is None else room * self._bytes_a_token
+
+    def _ids(self, text: str, special: bool, room: int | None, keep_end: bool) -> list[int]:
+        if room is None:
+            return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+        most = self.most_bytes(room)
+        if not keep_end and most is not None and 4 * len(text) > most and (size := len(text.encode())) > most:
+            raise LongText(f"{size:,} bytes of prompt, which is more than {room} tokens of this tokenizer hold,")
+        chars = max(END_CHARS, 8 * room)
+        while keep_end and chars < len(text):
+            ids = list(self._tokenizer.encode(text[-chars:], add_special_tokens=special).ids)
+            if len(ids) >= room + _SPARE_TOKENS:
+                return ids[-room:]
+            chars *= 4
+        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of ids; bytes that are not (yet) valid UTF-8 become U+FFFD."""

@@ -3,12 +3,13 @@
 A bad row never raises and never reaches the engine. It is checked in this order, and the first problem gives its code
 (stage "admission"; codes are stable, messages are for people):
 
-bad_json       the line is not a JSON object
-bad_type       a cell of JSON lines is of another kind than in most rows
+bad_json       the line is not a JSON object, or is nested too deeply
+bad_csv        the row of a CSV file does not fit the header, or is quoted wrongly
+bad_type       a cell of JSON lines is something else than text where text is wanted
 null_prompt    the prompt cell is null
 empty_prompt   no message, no character, no token
 bad_text       a string is not valid Unicode
-bad_messages   a message without role or content, or with a content that is not text
+bad_messages   a message without role or content, or with a content that is not text; a chat that ends with the assistant's turn
 bad_ids        prompt_ids holds a null or an id outside the vocabulary
 bad_parameter  a per-row value is out of range, or needs what the job does not have
 template_error the chat template refuses the messages (order of roles, missing variables)
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +33,12 @@ import pyarrow as pa
 from batchspec.config import RunConfig
 from batchspec.errors import ConfigError
 from batchspec.io.columns import ColumnMap, request_ids
+from batchspec.io.messages import BadChat, read_chat
 from batchspec.io.reader import InputShard, Source, locate
+from batchspec.io.untyped import json_kinds
+from batchspec.model.text_bytes import LongText
 from batchspec.model.thinking import find_think_tokens
-from batchspec.packing.cells import BadRow, chat_turns, json_cell, number_cell, plain_cell, prompt_cell, synthetic_len_cell
+from batchspec.packing.cells import BadRow, json_cell, number_cell, plain_cell, prompt_cell, row_values, synthetic_len_cell
 from batchspec.packing.predict import LengthPredictor
 from batchspec.records import MAX_STOP_IDS, Completion, Ids, Request, RowError, SamplingParams, Thinking
 from batchspec.values import violation
@@ -87,6 +92,7 @@ class Admission:
         if tokenizer is None and (self.columns.prompt_kind != "prompt_ids" or self.decode.stop):
             raise ConfigError("decode.stop and text prompts need a tokenizer, and the model folder has none; use prompt_ids")
 
+        self.fields = {name: source.schema.field(column) for name, column in columns.names.items()}
         self.closing = self._closing()
         chat = self.columns.prompt_kind == "messages" or (self.columns.prompt_kind == "prompt" and self.input.chat)
         if chat and tokenizer is not None and not tokenizer.has_chat_template:
@@ -127,7 +133,8 @@ class Admission:
             try:
                 if row_index in shard.bad:
                     raise BadRow(shard.bad[row_index].code, shard.bad[row_index].message)
-                yield from self._requests(row, request_id, row_index, shard.index)
+                values = row_values(row, self.fields, self.columns.prompt_kind)
+                yield from self._requests(values, request_id, row_index, shard.index)
             except BadRow as bad:
                 file, place = locate(self.source.files, row_index)
                 message = f"{file} row {place} (id {request_id!r}): {bad}"
@@ -148,14 +155,22 @@ class Admission:
         if self.columns.prompt_kind != "prompt_ids":
             return iter(rows)
         cells = shard.table.column(self.columns.prompt_column)
-        return ({**row, "prompt_ids": cell.values} for row, cell in zip(rows or [{}] * len(cells), cells, strict=True))
+        if json_kinds(self.fields["prompt_ids"]):
+            prompts: Iterator[Any] = (cell.as_py() for cell in cells)
+        else:
+            prompts = (cell.values for cell in cells)
+        return ({**row, "prompt_ids": prompt} for row, prompt in zip(rows or [{}] * len(cells), prompts, strict=True))
 
     def _requests(self, row: dict[str, Any], request_id: str, row_index: int, shard: int) -> Iterator[Request]:
         prompt = prompt_cell(row, self.columns.prompt_kind)
         values = self._values(row)
         stop, stop_ids = self._stops(row.get("stop"))
         max_new_tokens = int(values["max_new_tokens"])
-        prompt_ids = self._fit(self._tokens(prompt, row), max_new_tokens)
+        room = self.max_len - max_new_tokens
+        if room < 1:
+            said = f"max_new_tokens={max_new_tokens} leaves no room for a prompt in model.max_len={self.max_len}; lower it"
+            raise BadRow("bad_parameter", said)
+        prompt_ids = self._fit(self._tokens(prompt, row, room), max_new_tokens)
         sampling = SamplingParams(
             temperature=values["temperature"], top_k=min(int(values["top_k"]), self.vocab_size),
             top_p=values["top_p"], min_p=values["min_p"],
@@ -205,10 +220,9 @@ class Admission:
 
     def _stops(self, own: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """Stop strings to look for in the text, and stop ids: a stop string that is one special token is an id."""
-        if own is None:
-            strings = self.decode.stop
-        else:
-            strings = [own] if isinstance(own, str) else list(own)
+        strings: list[Any] = list(self.decode.stop)
+        if own is not None:
+            strings = [own] if isinstance(own, str) else own if isinstance(own, list) else [None]
             if not all(isinstance(item, str) and item for item in strings):
                 raise BadRow("bad_parameter", f"stop={own!r} must hold non-empty strings; correct it or leave it null")
             if strings and self.tokenizer is None:
@@ -218,36 +232,41 @@ class Admission:
             raise BadRow("bad_parameter", f"stop={own!r} makes {len(ids)} stop ids, at most {MAX_STOP_IDS} fit; shorten the list")
         return tuple(item for item in strings if item not in self.special_ids), tuple(sorted(ids))
 
-    def _tokens(self, prompt: Any, row: dict[str, Any]) -> Ids:
+    def _tokens(self, prompt: Any, row: dict[str, Any], room: int) -> Ids:
         if self.columns.prompt_kind == "prompt_ids":
             return self._checked_ids(prompt)
-        assert self.tokenizer is not None
         chat = self.columns.prompt_kind == "messages" or self.input.chat
         system, tools = row.get("system"), json_cell(row, "tools", list)
         if not chat and (system is not None or tools is not None):
             raise BadRow("bad_parameter", "system and tools need a chat; set input.chat=true or leave them null")
-        try:
-            if not chat:
-                ids = self.tokenizer.encode(prompt)
-            else:
-                turns = chat_turns(prompt, system)
-                extra = {**self.input.template_kwargs, **(json_cell(row, "template_kwargs", dict) or {})}
-                ids = self.tokenizer.encode_chat(turns, tools=tools, template_kwargs=extra)
-        except BadRow:
-            raise
-        except UnicodeError as error:
-            raise BadRow("bad_text", f"the prompt is not valid Unicode ({error}); correct it") from error
-        except Exception as error:  # a template may raise whatever its author likes
-            code, who = ("template_error", "chat template") if chat else ("bad_text", "tokenizer")
-            said = " ".join(str(error).split()) or type(error).__name__
-            raise BadRow(code, f"the {who} refuses the prompt ({said}); correct it") from error
-        except BaseException as error:
-            if type(error).__name__ != "PanicException":  # a panic of Rust code, which no Exception is
-                raise
-            raise BadRow("bad_text", f"the tokenizer breaks at the prompt ({error}); correct it") from error
+        kwargs = json_cell(row, "template_kwargs", dict) or {}
+        with refused_as("chat template" if chat else "tokenizer"):
+            ids = self._encoded(prompt, system, tools, kwargs, room) if chat else self._encoded_text(prompt, room)
         if not ids:
             raise BadRow("empty_prompt", "the prompt has no tokens; drop the row")
         return self._known(np.asarray(ids, dtype=np.int64), "the prompt's text")
+
+    def _encoded_text(self, prompt: str, room: int) -> list[int]:
+        assert self.tokenizer is not None
+        try:
+            return self.tokenizer.encode(prompt, room=room, keep_end=self.input.overlong == "truncate")
+        except LongText as error:
+            raise self._too_long(str(error), room) from None
+
+    def _encoded(self, prompt: Any, system: str | None, tools: Any, kwargs: dict[str, Any], room: int) -> list[int]:
+        assert self.tokenizer is not None
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        try:
+            turns = read_chat(messages, system, self.input.final_assistant)
+        except BadChat as error:
+            raise BadRow("bad_messages", str(error)) from None
+        try:
+            return self.tokenizer.encode_chat(
+                turns, tools=tools, template_kwargs={**self.input.template_kwargs, **kwargs},
+                continue_final=turns[-1]["role"] == "assistant", room=room, keep_end=self.input.overlong == "truncate",
+            )  # fmt: skip
+        except LongText as error:
+            raise self._too_long(str(error), room) from None
 
     def _checked_ids(self, prompt: pa.Array) -> Ids:
         if prompt.null_count:
@@ -263,20 +282,39 @@ class Admission:
 
     def _fit(self, prompt_ids: Ids, max_new_tokens: int) -> Ids:
         room = self.max_len - max_new_tokens
-        if room < 1:
-            said = f"max_new_tokens={max_new_tokens} leaves no room for a prompt in model.max_len={self.max_len}; lower it"
-            raise BadRow("bad_parameter", said)
         if len(prompt_ids) <= room:
             return prompt_ids
         if self.input.overlong == "truncate":
             return prompt_ids[-room:]
-        raise BadRow(
+        raise self._too_long(f"{len(prompt_ids)} prompt tokens", room, prompt_ids)
+
+    def _too_long(self, prompt: str, room: int, prompt_ids: Ids | None = None) -> BadRow:
+        return BadRow(
             "too_long",
-            f"{len(prompt_ids)} prompt tokens + {max_new_tokens} new tokens exceed model.max_len={self.max_len}; "
+            f"{prompt} + {self.max_len - room} new tokens exceed model.max_len={self.max_len}; "
             "shorten the prompt, lower max_new_tokens or set input.overlong=truncate",
             prompt_ids=prompt_ids,
             status="skipped" if self.input.overlong == "skip" else "error",
         )
+
+
+@contextmanager
+def refused_as(who: str) -> Iterator[None]:
+    """Make one error row of whatever the chat template or the tokenizer raises."""
+    try:
+        yield
+    except BadRow:
+        raise
+    except UnicodeError as error:
+        raise BadRow("bad_text", f"the prompt is not valid Unicode ({error}); correct it") from error
+    except Exception as error:  # a template may raise whatever its author likes
+        code = "template_error" if who == "chat template" else "bad_text"
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise BadRow(code, f"the {who} refuses the prompt ({said}); correct it") from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # a panic of Rust code, which no Exception is
+            raise
+        raise BadRow("bad_text", f"the tokenizer breaks at the prompt ({error}); correct it") from error
 
 
 def job_max_len(config: RunConfig, spec: ModelSpec) -> int:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from typing import Any
 
+import pyarrow as pa
+
+from batchspec.io.json_text import BadJson, BadText, called, parse
+from batchspec.io.messages import BadChat, messages_of, without_nulls
+from batchspec.io.untyped import is_csv, json_kinds, value_of
 from batchspec.records import Ids
+
+NUMBERS = (
+    "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n", "thinking_token_budget", "synthetic_len"
+)  # fmt: skip
+"""Columns that hold numbers."""
 
 
 class BadRow(Exception):
@@ -21,27 +31,66 @@ class _Undecodable:
 
 
 def plain_cell(scalar: Any) -> Any:
-    """An Arrow scalar as a Python value; text that is not UTF-8 as something that `prompt_cell` refuses."""
+    """An Arrow scalar as a Python value; text that is not UTF-8 as something that `row_values` refuses."""
     try:
         return scalar.as_py()
     except UnicodeDecodeError:
         return _Undecodable()
 
 
-def prompt_cell(row: dict[str, Any], column: str) -> Any:
-    """The prompt, which is there and not empty, of a row whose text is all UTF-8."""
-    for name, value in row.items():
-        if isinstance(value, _Undecodable):
+def row_values(cells: Mapping[str, Any], fields: Mapping[str, pa.Field], prompt: str) -> dict[str, Any]:
+    """What a row's cells mean: JSON text as its value, structs without the fields that are null, text of CSV as the number that
+    it is. Raises BadRow, bad_text where a cell is not UTF-8.
+    """
+    values: dict[str, Any] = {}
+    for name, cell in cells.items():
+        if isinstance(cell, _Undecodable):
             raise BadRow("bad_text", f"{name} is not valid UTF-8; correct it")
+        values[name] = None if cell is None or name not in fields else _meant(name, cell, fields[name], name == prompt)
+    return values
+
+
+def _meant(name: str, cell: Any, field: pa.Field, is_prompt: bool) -> Any:
+    try:
+        if is_csv(field) and cell == "" and not is_prompt:
+            return None
+        value = value_of(cell, field, number=name in NUMBERS)
+        value = messages_of(value) if name == "messages" else value
+    except BadChat as error:
+        raise BadRow("bad_messages", str(error)) from None
+    except BadJson as error:
+        raise BadRow("bad_text" if isinstance(error, BadText) else "bad_json", f"{name}: {error}; correct it") from None
+    if json_kinds(field):
+        if name in ("prompt", "system") and value is not None and not isinstance(value, str):
+            raise BadRow("bad_type", f"{name} is {called(value)}, and must be text; correct it or drop the row")
+        return value
+    if pa.types.is_map(field.type) and isinstance(value, list):
+        value = dict(value)
+    return without_nulls(value) if pa.types.is_nested(field.type) else value
+
+
+def prompt_cell(row: Mapping[str, Any], column: str) -> Any:
+    """The prompt, which is there and not empty."""
     prompt = row[column]
     if prompt is None:
         raise BadRow("null_prompt", f"{column} is null; drop the row")
+    if column == "prompt_ids":
+        prompt = ids_cell(prompt)
     if len(prompt) == 0:
         raise BadRow("empty_prompt", f"{column} is empty; drop the row")
     return prompt
 
 
-def synthetic_len_cell(row: dict[str, Any]) -> int | None:
+def ids_cell(cell: Any) -> pa.Array:
+    """The token ids of a cell as an Arrow array."""
+    if isinstance(cell, pa.Array):
+        return cell
+    if isinstance(cell, list) and all(item is None or (type(item) is int and abs(item) < 1 << 63) for item in cell):
+        return pa.array(cell, pa.int64())
+    raise BadRow("bad_ids", "prompt_ids is no list of whole numbers; correct it")
+
+
+def synthetic_len_cell(row: Mapping[str, Any]) -> int | None:
     """The row's synthetic end, at least 1; None where it has none."""
     own = row.get("synthetic_len")
     if own is None:
@@ -62,45 +111,17 @@ def number_cell(name: str, own: Any, *, whole: bool) -> float:
     return int(own) if whole else float(own)
 
 
-def chat_turns(prompt: Any, system: str | None) -> list[dict[str, Any]]:
-    """The chat as the template wants it; `system` stands before the first turn or replaces the system turn there."""
-    if isinstance(prompt, str):
-        turns: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
-    else:
-        turns = [_turn(place, message) for place, message in enumerate(prompt)]
-    if system is None:
-        return turns
-    rest = turns[1:] if turns[0]["role"] == "system" else turns
-    return [{"role": "system", "content": system}, *rest]
-
-
-def _turn(place: int, message: Any) -> dict[str, Any]:
-    for key in ("role", "content"):
-        value = message.get(key) if isinstance(message, dict) else None
-        if not isinstance(value, str) or (key == "role" and not value):
-            raise BadRow("bad_messages", f"message {place} has {key} {value!r}, which must be text; correct it or drop the row")
-    return {key: value for key, value in message.items() if value is not None}
-
-
-def _without_nulls(value: Any) -> Any:
-    """Arrow gives every struct of a column the fields of all of them: a field that is null was not there."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def json_cell(row: dict[str, Any], name: str, kind: type) -> Any:
+def json_cell(row: Mapping[str, Any], name: str, kind: type) -> Any:
     """A cell that is structured already or JSON text of it."""
     value = row.get(name)
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise BadRow("bad_parameter", f"{name} is not JSON ({error}); correct it or leave it null") from error
-    elif kind is dict and isinstance(value, list):  # an Arrow map
-        value = dict(value)
-    else:
-        value = _without_nulls(value)
+    try:
+        if isinstance(value, str):
+            value = parse(value)
+        if kind is list and isinstance(value, list):
+            value = [parse(item) if isinstance(item, str) else item for item in value]
+    except BadJson as error:
+        raise BadRow("bad_parameter", f"{name} is text, and {error}; correct it or leave it null") from error
     if value is not None and not isinstance(value, kind):
-        raise BadRow("bad_parameter", f"{name} must be a {kind.__name__}, not {value!r}; correct it or leave it null")
+        wanted = "a list" if kind is list else "an object"
+        raise BadRow("bad_parameter", f"{name} must be {wanted}, not {called(value)}; correct it or leave it null")
     return value

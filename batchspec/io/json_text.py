@@ -1,0 +1,94 @@
+"""JSON text that strangers wrote, as Python values: whatever it holds, the answer is a value or one line that says what is wrong.
+
+msgspec parses: integers of any size stay exact, and text that is nested too deeply is refused, not a crash. What it refuses, the
+standard library looks at again, which takes NaN and half a surrogate pair, and words its complaints for people.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from typing import Any
+
+import msgspec
+
+MAX_DEPTH = 128
+"""Levels of lists and objects; chats and tools have about 10. Lower than any stack in use here bears, so that what is refused
+does not depend on who calls."""
+
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?+', re.DOTALL)
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+_any = msgspec.json.Decoder()
+_members = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class BadJson(ValueError):
+    """Text that is no JSON. The message is one line."""
+
+
+class BadText(BadJson):
+    """JSON that holds a string which is no text."""
+
+
+def parse(text: str | bytes) -> Any:
+    """The value. Raises BadJson."""
+    data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    check_depth(data)
+    try:
+        return _any.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        value = _slowly(data)
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise BadText("it holds half of a surrogate pair, such as \\ud83d, or bytes that are not UTF-8") from None
+    return value
+
+
+def text_bytes(cell: bytes) -> bytes:
+    """The text of a JSON string in UTF-8; what is no text, half a surrogate pair, stays bytes that are not UTF-8."""
+    value = _slowly(cell)
+    assert isinstance(value, str)
+    return value.encode("utf-8", "surrogatepass")
+
+
+def members(line: bytes) -> dict[str, bytes | msgspec.Raw]:
+    """The JSON text of each value of an object. Raises BadJson for what is no object."""
+    check_depth(line)
+    try:
+        return _members.decode(line)  # type: ignore[return-value]
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        value = _slowly(line)
+    if not isinstance(value, dict):
+        raise BadJson(f"the line is {called(value)}, not an object")
+    try:
+        "".join(value).encode()
+    except UnicodeEncodeError:
+        raise BadText("a key holds half of a surrogate pair, such as \\ud83d, which is no text") from None
+    return {key: json.dumps(item).encode() for key, item in value.items()}
+
+
+def check_depth(data: bytes) -> None:
+    """Raise BadJson for text that is nested more than MAX_DEPTH levels deep."""
+    if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
+        return
+    brackets = _STRING.sub(b"", data).translate(None, _NO_BRACKETS)
+    depth = max(itertools.accumulate(map(_STEP.__getitem__, brackets)), default=0)
+    if depth > MAX_DEPTH:
+        raise BadJson(f"it is nested {depth:,} levels deep, and at most {MAX_DEPTH} are taken")
+
+
+def called(value: Any) -> str:
+    """What kind of value it is, as a message says it."""
+    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
+    return names.get(type(value), "null")
+
+
+def _slowly(data: bytes) -> Any:
+    """By the standard library. Bytes that are not UTF-8 come out as halves of surrogate pairs, which no encoder takes."""
+    try:
+        return json.loads(data.decode("utf-8", "surrogateescape"))
+    except (ValueError, RecursionError) as error:
+        raise BadJson(f"it is not JSON ({' '.join(str(error).split())[:200]})") from None
