@@ -28,6 +28,7 @@ from batchspec.arguments import ArgumentParser
 from batchspec.checks import check
 from batchspec.config import RunConfig
 from batchspec.errors import BatchspecError, ConfigError, Interrupted
+from batchspec.overrides import for_hydra
 from batchspec.typed import from_hydra, register, suggest, type_error, typed, unknown_key
 
 Schema = TypeVar("Schema")
@@ -46,7 +47,7 @@ def compose(overrides: Sequence[str], *, require: Iterable[str] = ()) -> RunConf
     Raises ConfigError in one line for whatever is wrong.
     """
     register()
-    config = from_hydra(_composed("run", _open_dicts(overrides), RunConfig()))
+    config = from_hydra(_composed("run", overrides, RunConfig()))
     check(config, require=require)
     return config
 
@@ -71,7 +72,7 @@ def _composed(name: str, overrides: Sequence[str], known: Any) -> DictConfig:
     try:
         GlobalHydra.instance().clear()
         with hydra.initialize_config_module(CONF, version_base="1.3"):
-            return hydra.compose(name, list(overrides))
+            return hydra.compose(name, for_hydra(overrides))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(one_line(error, known)) from error
     finally:
@@ -103,7 +104,7 @@ def launch(task: Callable[[RunConfig], int | None], overrides: Sequence[str], *,
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises instead of printing its own report
     try:
         with _sweep_folder(overrides, sweep=options.multirun) as more:
-            sys.argv = ["batchspec", *_open_dicts(overrides), *more]
+            sys.argv = ["batchspec", *for_hydra(overrides), *more]
             hydra.main(version_base="1.3", config_path=f"pkg://{CONF}", config_name="run")(body)()
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         if full == "1":
@@ -146,11 +147,6 @@ def reported(task: Callable[[], int | None]) -> int:
 def _report(error: BatchspecError) -> int:
     terminal.fail(error)
     return error.exit_code
-
-
-def _open_dicts(overrides: Sequence[str]) -> list[str]:
-    """Free-form dictionaries take new keys without Hydra's `+`."""
-    return [re.sub(r"^(input\.(columns|template_kwargs)\.)", r"++\1", item) for item in overrides]
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from batchspec.config import RunConfig
 from batchspec.errors import ConfigError
-from batchspec.values import SHIPPED, literal, shipped
+from batchspec.values import PATHS, SHIPPED, expand_home, literal, shipped
 
 Schema = TypeVar("Schema")
 
@@ -64,7 +64,7 @@ def from_dict(values: Mapping[str, Any]) -> RunConfig:
 
 
 def typed(cfg: DictConfig, schema: type[Schema]) -> Schema:
-    """A composed configuration as dataclasses of type `schema`. Raises ConfigError as `from_hydra`."""
+    """A composed configuration as dataclasses of type `schema`, `~` in paths replaced. Raises ConfigError as `from_hydra`."""
     known = schema()
     _refuse_unknown(cfg, known, "", known)
     try:
@@ -72,6 +72,7 @@ def typed(cfg: DictConfig, schema: type[Schema]) -> Schema:
     except OmegaConfBaseException as error:
         raise ConfigError(type_error(error)) from error
     assert isinstance(config, schema)
+    expand_home(config, PATHS)
     return config
 
 
@@ -88,6 +89,8 @@ def from_json(text: str) -> RunConfig:
 def type_error(error: OmegaConfBaseException) -> str:
     """What omegaconf says about a wrong value in one line, the key first."""
     said = (error.msg or str(error)).splitlines()[0]
+    if "is not a ListConfig" in said:
+        said = "it must be a list; write [value]"
     return f"{error.full_key}: {said}" if error.full_key else said
 
 

@@ -16,6 +16,8 @@ from typing import Any
 
 from batchspec.errors import ConfigError
 
+PATHS = ("input.path", "output.dir", "model.path", "model.chat_template", "draft.path", "cluster.log")
+"""Keys of a job that name files and folders."""
 INT64 = (-(2**63), 2**63 - 1)
 SHIPPED = "pkg://"
 """Begins the path of something that the package brings along."""
@@ -170,6 +172,18 @@ def literal(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: literal(item) for name, item in value.items()}
     return [literal(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def expand_home(config: Any, keys: Iterable[str]) -> None:
+    """Put the user's home in place of a leading `~` in those of these paths that the configuration has."""
+    for key in keys:
+        group, _, name = key.rpartition(".")
+        holder = getattr(config, group, None)
+        value = getattr(holder, name, None)
+        if isinstance(value, str):
+            setattr(holder, name, os.path.expanduser(value))
+        elif isinstance(value, list):
+            setattr(holder, name, [os.path.expanduser(item) if isinstance(item, str) else item for item in value])
 
 
 def check_choices(config: Any, choices: Mapping[str, tuple[str, ...]]) -> None:

@@ -19,8 +19,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cluster": {"io", "cli", "compose", "typed", "run", "packing", "work.signals"},
     "cli": {"arguments", "commands"},
     "api": {"compose", "job", "prepare", "work", "io", "packing", "model", "draft", "decode", "report", "commands"},
-    "compose": {"arguments", "typed"},
+    "compose": {"arguments", "overrides", "typed"},
     "arguments": set(),
+    "overrides": set(),
     "typed": set(),
     "drafters": {"adapt.limits", "packing.cost", "model", "draft"},
     "job": {"prepare", "work", "io", "packing", "report"},
@@ -81,7 +82,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 # Third party -> the packages and modules that may import it.
 ONLY_IN: dict[str, tuple[str, ...]] = {
-    "hydra": ("run", "compose", "typed"),
+    "hydra": ("run", "compose", "overrides", "typed"),
     "omegaconf": ("compose", "typed"),
     "yaml": ("compose", "report"),
     "flashinfer": ("cache.flash",),

@@ -113,15 +113,20 @@ def _parts(lines: _Lines) -> Iterator[Part]:
 
 def _rows(lines: Iterator[bytes]) -> Iterator[list[bytes] | str]:
     """Each row's cells in bytes, or what is wrong with it. Blank lines are no rows."""
-    reader = csv.reader((line.decode("utf-8", "surrogateescape") for line in lines), strict=True)
+    first_line, reader = 0, csv.reader((line.decode("utf-8", "surrogateescape") for line in lines), strict=True)
     while True:
         try:
             row = next(reader)
         except StopIteration:
             return
         except csv.Error as error:
-            yield f"it is no CSV ({error})"
+            count, first_line = reader.line_num - first_line, reader.line_num
+            if "end of data" in str(error) or "field limit" in str(error):
+                yield f"a quote in it is never closed, and takes in {count - 1:,} lines after it"
+            else:
+                yield f"it is no CSV ({error})"
             continue
+        first_line = reader.line_num
         if row:
             yield [cell.encode("utf-8", "surrogateescape") for cell in row]
 

@@ -45,7 +45,7 @@ def row_values(cells: Mapping[str, Any], fields: Mapping[str, pa.Field], prompt:
     values: dict[str, Any] = {}
     for name, cell in cells.items():
         if isinstance(cell, _Undecodable):
-            raise BadRow("bad_text", f"{name} is not valid UTF-8; correct it")
+            raise BadRow("bad_text", f"{name} is not valid UTF-8, or holds half of a surrogate pair; correct it")
         values[name] = None if cell is None or name not in fields else _meant(name, cell, fields[name], name == prompt)
     return values
 
