@@ -49,6 +49,7 @@ def build_table(
     """
     completions = sorted(completions, key=lambda c: (c.row_index, c.sample_index))
     schema = output_schema(shard.table.schema, columns, output)
+    input_fields = {field.name: field for field in shard.table.schema}
     rows = pa.array([c.row_index - shard.first_row for c in completions], pa.int64())
     names = [field.name for field in messages_type(shard.table.schema, columns).value_type]
     turns = _prompt_turns(shard, columns, input, names) if output.messages != "none" else []
@@ -78,7 +79,7 @@ def build_table(
         arrays.append(pa.array([value(completion) for completion in completions], field.type))
     for field in list(schema)[num_own:]:
         column = shard.table.column(field.name)
-        column = valid_text(as_text(column.combine_chunks(), shard.table.schema.field(field.name)))
+        column = valid_text(as_text(column.combine_chunks(), input_fields[field.name]))
         arrays.append(column.cast(field.type).take(rows))
     return pa.Table.from_arrays(arrays, schema=schema)
 

@@ -1,8 +1,8 @@
 """The process that renders chat templates: a stranger's code, held by a sandbox, and by limits that a sandbox does not set.
 
 Run as a file of its own, with nothing but jinja2 imported. JSON lines come in and go out: first {"sources": {name: Jinja},
-"cpu_s", "memory_bytes"}, answered by {"errors": {name: message}}, then {"name", "variables", "max_chars", "keep_end"} for each
-chat, answered by {"text"}, {"error"}, or {"too_long": characters}; keep_end: no more than max_chars of the text are sent.
+"cpu_s", "memory_bytes"}, answered by {"errors": {name: message}}, then {"name", "variables", "limit"} for each chat, answered by
+{"text"}, {"error"}, or {"too_long": bytes}.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import resource
 import sys
 import time
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -22,6 +23,35 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 MAX_CHARS = 1 << 24
 """Of a rendered chat."""
 MAX_SAID = 400
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What is wanted of a long text."""
+
+    max_bytes: int | None = None
+    """A text of more is too long."""
+    left_out: bytes = b""
+    """Bytes that are not counted there."""
+    keep_chars: int | None = None
+    """Characters of its end that are wanted."""
+
+    def excess(self, text: str) -> int | None:
+        """The bytes of a text that is too long; None for any other."""
+        if self.max_bytes is None or 4 * len(text) <= self.max_bytes:
+            return None
+        size = len(text.encode("utf-8", "surrogatepass").translate(None, self.left_out))
+        return size if size > self.max_bytes else None
+
+    def said(self, size: int) -> str:
+        return f"{size:,} bytes of prompt, which are more tokens than are left of the context,"
+
+    def facts(self) -> dict[str, Any]:
+        return {"max_bytes": self.max_bytes, "left_out": list(self.left_out), "keep_chars": self.keep_chars}
+
+    @classmethod
+    def of(cls, facts: dict[str, Any]) -> Limit:
+        return cls(facts["max_bytes"], bytes(facts["left_out"]), facts["keep_chars"])
 
 
 class _GenerationBlock(Extension):
@@ -71,9 +101,11 @@ def _rendered(template: Template, asked: dict[str, Any], cpu_s: int) -> dict[str
         text = template.render(asked["variables"])
     except Exception as error:
         return {"error": _said(error)}
-    most = asked["max_chars"]
-    if most is not None and len(text) > most:
-        return {"text": text[-most:]} if asked["keep_end"] else {"too_long": len(text)}
+    limit = Limit.of(asked["limit"])
+    if (size := limit.excess(text)) is not None:
+        return {"too_long": size}
+    if limit.keep_chars is not None:
+        text = text[-limit.keep_chars :]
     if len(text) > MAX_CHARS:
         return {"error": f"it makes {len(text):,} characters of the chat, at most {MAX_CHARS:,} are taken"}
     return {"text": text}

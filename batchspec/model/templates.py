@@ -17,6 +17,7 @@ from jinja2 import TemplateSyntaxError
 
 from batchspec.errors import CheckpointError
 from batchspec.model import template_process
+from batchspec.model.template_process import Limit
 from batchspec.model.text_bytes import LongText
 
 CPU_S = 3
@@ -59,11 +60,11 @@ class Templates:
     def source(self, name: str) -> str:
         return self._sources[name]
 
-    def render(self, name: str, variables: Mapping[str, Any], max_chars: int | None = None, keep_end: bool = False) -> str:
+    def render(self, name: str, variables: Mapping[str, Any], limit: Limit | None = None) -> str:
         """The text. Raises ValueError where the template refuses, or takes too much time or memory, and LongText where the text
-        has more than `max_chars` characters, or gives so many of its end: the rest stays in the process.
+        exceeds the limit: what is not wanted of it stays in the process.
         """
-        asked = {"name": name, "variables": dict(variables), "max_chars": max_chars, "keep_end": keep_end}
+        asked = {"name": name, "variables": dict(variables), "limit": (limit or Limit()).facts()}
         line = json.dumps(asked, default=str).encode() + b"\n"
         with self._lock:
             if not self._running():
@@ -72,7 +73,8 @@ class Templates:
         if "error" in answer:
             raise ValueError(answer["error"])
         if "too_long" in answer:
-            raise LongText(f"{answer['too_long']:,} characters of prompt, more than the tokens that are left can hold,")
+            assert limit is not None
+            raise LongText(limit.said(answer["too_long"]))
         return str(answer["text"])
 
     def _running(self) -> bool:

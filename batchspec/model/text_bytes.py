@@ -1,41 +1,59 @@
 """How much text so many tokens can stand for, at most: a prompt that is longer in bytes need not be tokenised to be refused.
 
 A token stands for no more bytes than the longest entry of the vocabulary has. It holds where every byte of the text ends up in
-some token: no part of the tokenizer may delete text, or make one token of a run of unknown characters. Where tokenizer.json has
-anything that is not known here to keep to that, there is no bound.
+some token, so bytes that a tokenizer may leave out are not counted: those that a byte-level vocabulary lacks, and white space
+where some token takes it all. Where tokenizer.json has a part that is not known here to keep to that, there is no bound.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 Json = Mapping[str, Any]
 
-SHRINKS = {"NFC": 5, "NFD": 2, "ByteLevel": 1, "Prepend": 1}
-"""Normalisers -> bytes that become one, at most: 3 jamo of 3 bytes are a syllable of 3, a 3-byte letter with a singleton
-decomposition 2 bytes, and both can meet."""
-_PRE_TOKENIZERS = {"ByteLevel", "Metaspace", "Digits", "Punctuation", "UnicodeScripts"}
+SHRINKS = {"NFC": 4, "NFD": 3, "ByteLevel": 1, "Prepend": 1}
+"""Normalisers -> bytes that become one, at most, rounded up: U+1FEF of 3 bytes becomes a grave accent of 1, and with such letters
+before they meet NFC comes to 3.5."""
+_PRE_TOKENIZERS = {"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"}
+_WHITE_SPACE = bytes({byte for i in range(0x10000) if (char := chr(i)).isspace() for byte in char.encode()})
 
 
 class LongText(ValueError):
     """A text that so few tokens cannot hold; the message says how long it is."""
 
 
-def bytes_a_token(tokenizer: Json) -> int | None:
-    """The most bytes of text that one token can stand for; None where nothing bounds them. `tokenizer` is tokenizer.json."""
+@dataclass(frozen=True, slots=True)
+class TextBound:
+    bytes_a_token: int
+    """The most bytes of text, those of `left_out` not counted, that one token can stand for."""
+    left_out: bytes
+    """Bytes that may be in no token."""
+
+
+def text_bound(tokenizer: Json) -> TextBound | None:
+    """Of a tokenizer.json; None where nothing bounds the text of a token."""
     model, added = tokenizer.get("model") or {}, tokenizer.get("added_tokens") or []
-    factor = _shrink(tokenizer.get("normalizer"))
-    if factor is None or not _keeps_all(tokenizer.get("pre_tokenizer")) or not _knows_all(model, tokenizer):
+    factor, names = _shrink(tokenizer.get("normalizer")), _entries(model)
+    left_out = _left_out(model, names, tokenizer)
+    if factor is None or left_out is None or not _keeps_all(tokenizer.get("pre_tokenizer")):
         return None
-    if any(token.get("lstrip") or token.get("rstrip") for token in added):  # such a token takes the spaces around it
-        return None
-    vocab = model.get("vocab") or {}
-    texts = vocab if isinstance(vocab, dict) else (entry[0] for entry in vocab)
+    if any(token.get("lstrip") or token.get("rstrip") for token in added):  # such a token takes the white space beside it
+        left_out |= set(_WHITE_SPACE)
     by_byte = _has(tokenizer, "ByteLevel")  # then a character of an entry stands for a byte
-    longest = max((len(text) if by_byte else len(text.encode("utf-8", "surrogatepass")) for text in texts), default=4)
-    own = max((len(str(token.get("content", "")).encode("utf-8", "surrogatepass")) for token in added), default=0)
-    return max(longest, own, 4) * factor
+    longest = max((len(name) if by_byte else _size(name) for name in names), default=0)
+    own = max((_size(str(token.get("content", ""))) for token in added), default=0)
+    return TextBound(max(longest, own, 4) * factor, bytes(sorted(left_out)))
+
+
+def _size(text: str) -> int:
+    return len(text.encode("utf-8", "surrogatepass"))
+
+
+def _entries(model: Json) -> set[str]:
+    vocab = model.get("vocab") or {}
+    return set(vocab) if isinstance(vocab, dict) else {entry[0] for entry in vocab}
 
 
 def _parts(part: Any, inner: str) -> list[Json]:
@@ -51,7 +69,7 @@ def _shrink(normalizer: Any) -> int | None:
     for part in _parts(normalizer, "normalizers"):
         if part.get("type") == "Replace":
             pattern = (part.get("pattern") or {}).get("String")
-            if not isinstance(pattern, str) or len(str(part.get("content")).encode()) < len(pattern.encode()):
+            if not isinstance(pattern, str) or _size(str(part.get("content"))) < _size(pattern):
                 return None
         elif part.get("type") not in SHRINKS:
             return None
@@ -72,16 +90,22 @@ def _has(tokenizer: Json, kind: str) -> bool:
     return any(part.get("type") == kind for part in parts)
 
 
-def _knows_all(model: Json, tokenizer: Json) -> bool:
-    """Whether no text is left out, and no run of unknown characters becomes one token."""
-    vocab = model.get("vocab") or {}
-    names = set(vocab) if isinstance(vocab, dict) else {entry[0] for entry in vocab}
+def _left_out(model: Json, names: set[str], tokenizer: Json) -> set[int] | None:
+    """Bytes that are in no token; None where other text is left out, or a run of unknown characters becomes one token."""
     if model.get("byte_fallback") and all(f"<0x{byte:02X}>" in names for byte in range(256)):
-        return True
-    if model.get("type") != "BPE":
-        return False
+        return set()
+    if model.get("type") != "BPE" or (model.get("unk_token") is not None and model.get("fuse_unk")):
+        return None
     if _has(tokenizer, "ByteLevel"):
-        import tokenizers
+        return {byte for byte, char in _byte_chars().items() if char not in names} if model.get("unk_token") is None else set()
+    return set() if model.get("unk_token") is not None else None
 
-        return set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) <= names
-    return model.get("unk_token") is not None and not model.get("fuse_unk")
+
+def _byte_chars() -> dict[int, str]:
+    """The character that byte-level vocabularies write for a byte: itself where it is printable, else the next from U+0100 on.
+
+    Source: bytes_to_unicode of GPT-2, https://github.com/openai/gpt-2/blob/master/src/encoder.py
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return {byte: chr(byte if byte in printable else next(others)) for byte in range(256)}

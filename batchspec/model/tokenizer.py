@@ -12,8 +12,9 @@ import tokenizers
 
 from batchspec.errors import CheckpointError
 from batchspec.model.config_values import Json, read_json, read_text, shown
+from batchspec.model.template_process import Limit
 from batchspec.model.templates import Templates
-from batchspec.model.text_bytes import LongText, bytes_a_token
+from batchspec.model.text_bytes import LongText, text_bound
 
 END_CHARS = 1 << 20
 """A text with more of them is tokenised from its end where only its end is wanted."""
@@ -47,7 +48,7 @@ class Tokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{shown(path)}: tokenizers {tokenizers.__version__} cannot read it ({error})") from None
-        self._bytes_a_token = bytes_a_token(json.loads(text))
+        self._bound = text_bound(json.loads(text))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         config = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
@@ -95,14 +96,11 @@ class Tokenizer:
         The template writes the special tokens, so none are added to its text. Of several templates `tool_use` is taken for a
         chat with tools, `default` otherwise. Raises ValueError with the template's own message where it refuses the chat.
         """
-        most = self.most_bytes(room)
-        if keep_end and room is not None:
-            most = max(4 * END_CHARS, most or 64 * room)
         self._check_tools(messages, tools)
+        limit = self._limit(room, keep_end)
         text = self.render_chat(
-            messages, tools=tools, template_kwargs=template_kwargs, continue_final=continue_final, max_chars=most,
-            keep_end=keep_end,
-        )  # fmt: skip
+            messages, tools=tools, template_kwargs=template_kwargs, continue_final=continue_final, limit=limit
+        )
         return self._ids(text, False, room, keep_end)
 
     def render_chat(
@@ -112,13 +110,12 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         continue_final: bool = False,
-        max_chars: int | None = None,
-        keep_end: bool = False,
+        limit: Limit | None = None,
     ) -> str:
         """The text that `encode_chat` encodes.
 
         continue_final  the answer goes on with the text of the last message: nothing is written after it
-        max_chars       raise LongText for a longer one, or with keep_end give so many characters of its end
+        limit           what is wanted of a long text
         """
         name = self._template_for(tools)
         if name not in self._templates:
@@ -128,8 +125,7 @@ class Tokenizer:
             messages = [*messages[:-1], {**final, "content": f"{final['content']}{_MARK}"}]
         fixed = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": not continue_final}
         variables = {**self._variables, **fixed, **(template_kwargs or {})}
-        most = None if max_chars is None else max_chars + len(_MARK) * continue_final
-        text = self._templates.render(name, variables, most, keep_end)
+        text = self._templates.render(name, variables, limit)
         if not continue_final:
             return text
         before, found, _ = text.rpartition(_MARK)
@@ -151,16 +147,21 @@ class Tokenizer:
         if "tool_calls" not in source and any(message.get("tool_calls") for message in messages):
             raise ValueError("it has no place for tool_calls; leave the row out, or set model.chat_template to one that has")
 
-    def most_bytes(self, room: int | None) -> int | None:
-        """The most bytes of text that `room` tokens can hold; None where nothing bounds them."""
-        return None if room is None or self._bytes_a_token is None else room * self._bytes_a_token
+    def _limit(self, room: int | None, keep_end: bool) -> Limit | None:
+        """What a text may have for `room` tokens; None where nothing bounds it."""
+        if room is None:
+            return None
+        if keep_end:  # in steps of 4, as `_ids` asks for more: enough but for text of which hardly any gives a token
+            return Limit(keep_chars=max(4 * END_CHARS, 64 * room))
+        bound = self._bound
+        return None if bound is None else Limit(max_bytes=room * bound.bytes_a_token + len(_MARK), left_out=bound.left_out)
 
     def _ids(self, text: str, special: bool, room: int | None, keep_end: bool) -> list[int]:
-        if room is None:
+        limit = self._limit(room, keep_end)
+        if room is None or limit is None:
             return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
-        most = self.most_bytes(room)
-        if not keep_end and most is not None and 4 * len(text) > most and (size := len(text.encode())) > most:
-            raise LongText(f"{size:,} bytes of prompt, which is more than {room} tokens of this tokenizer hold,")
+        if (size := limit.excess(text)) is not None:
+            raise LongText(limit.said(size))
         chars = max(END_CHARS, 8 * room)
         while keep_end and chars < len(text):
             ids = list(self._tokenizer.encode(text[-chars:], add_special_tokens=special).ids)
