@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import pickle
 import shutil
@@ -70,6 +71,53 @@ def test_every_kind_of_bad_row_costs_itself_and_its_neighbours_come_out_as_witho
     assert rest == pl.read_parquet(clean / "data").select("request_id", "token_ids").rows()
     assert run.main(arguments(model, tmp_path / "mixed.jsonl", tmp_path / "few", *more, "input.max_error_fraction=0.5")) == 3
     assert "input.max_error_fraction=0.5 allows" in capsys.readouterr().err
+
+
+TOOLS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content or '' }}"
+    "{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_newcomers_chats_go_through_whole_jobs(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tool calls, compressed; a deep line, half a surrogate pair, an answer to go on with; OpenAI's requests."""
+    (tmp_path / "tools.jinja").write_text(TOOLS)
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    chat = [{"role": "user", "content": "Say"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    chat.append({"role": "tool", "tool_call_id": "c", "content": "it"})
+    tool = {"type": "function", "function": {"name": "f"}}
+    begun = [{"role": "user", "content": "Say"}, {"role": "assistant", "content": "Once "}]
+    rows = [
+        json.dumps({"id": "tools", "messages": chat, "tools": [tool]}), json.dumps({"id": "begun", "messages": begun}),
+        '{"id": "deep", "messages": [{"role": "user", "content": "x"}], "note": ' + "[" * 10_000 + "]" * 10_000 + "}",
+        '{"id": "half", "messages": [{"role": "user", "content": "\\ud83d"}]}',
+    ]  # fmt: skip
+    (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress("\n".join(rows).encode()))
+    more = [f"model.chat_template={tmp_path / 'tools.jinja'}", "input.final_assistant=continue", "decode.stop=</s>"]
+    assert run.main(arguments(model, tmp_path / "in.jsonl.gz", tmp_path / "out", *more, "output.prompt_ids=true")) == 0
+    first, second, *bad = pl.read_parquet(tmp_path / "out/data").to_dicts()
+    assert [(row["request_id"], row["error"]["code"]) for row in bad] == [("in.jsonl.gz:2", "bad_json"), ("half", "bad_text")]
+    assert json.loads(first["messages"][1]["tool_calls"]) == [call]
+    assert [turn["content"] for turn in second["messages"]] == ["Say", "Once " + second["completion"]]
+    request = {"custom_id": "tools", "body": {"messages": chat, "tools": [tool], "max_tokens": 6}}
+    (tmp_path / "openai.jsonl").write_text(json.dumps(request))
+    assert cli.main(["export", "--from-openai", str(tmp_path / "openai.jsonl"), str(tmp_path / "in.parquet")]) == 0
+    assert run.main(arguments(model, tmp_path / "in.parquet", tmp_path / "again", *more, "output.prompt_ids=true")) == 0
+    [again] = pl.read_parquet(tmp_path / "again/data").to_dicts()
+    assert [again[name] for name in ("prompt_ids", "messages")] == [first[name] for name in ("prompt_ids", "messages")]
+    export = ["export", str(tmp_path / "out"), "--to", "chat", "--status", "ok,truncated", str(tmp_path / "chat.jsonl")]
+    assert cli.main(export) == 0
+    exported = [json.loads(line) for line in (tmp_path / "chat.jsonl").read_text().splitlines()]
+    assert exported[1]["messages"][-1]["content"] == "Once " + second["completion"]
+    assert cli.main(["inspect", str(tmp_path / "out"), "tools"]) == 0
+    capsys.readouterr()
+    assert run.main(arguments(model, tmp_path / "openai.jsonl", tmp_path / "no")) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("batchspec: the input holds OpenAI's batch requests")
+    assert said.count("\n") == 1
+    assert not (tmp_path / "no").exists()
 
 
 class Canary:

@@ -270,6 +270,49 @@ def test_without_a_template_a_chat_is_refused(folder: Path) -> None:
         tokenizer.encode_chat(CHAT)
 
 
+TOOL_TEMPLATE = (
+    "{% for t in tools or [] %}[{{ t | tojson }}]{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}"
+    "{{ m.content or '' }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Paris"}', {"city": "Paris", "days": [1, None]}])
+def test_tools_and_calls_are_rendered_as_transformers_does(arguments: Any, folder: Path) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    answer = {"role": "tool", "tool_call_id": "c", "content": "x"}
+    chat: list[dict[str, Any]] = [CHAT[1], {"role": "assistant", "content": None, "tool_calls": [call]}, answer]
+    tokenizer = set_template(folder, TOOL_TEMPLATE)
+    from transformers import AutoTokenizer
+
+    auto: Any = AutoTokenizer
+    expected = auto.from_pretrained(folder).apply_chat_template(chat, tools=TOOLS, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.render_chat(chat, tools=TOOLS) == expected
+    assert tokenizer.encode_chat(chat, tools=TOOLS) == tokenizer.encode_part(str(expected))
+
+
+def test_a_template_without_a_place_for_tools_refuses_them(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    with pytest.raises(ValueError, match="no place for tools"):
+        tokenizer.encode_chat(CHAT[1:2], tools=TOOLS)
+    with pytest.raises(ValueError, match="no place for tool_calls"):
+        tokenizer.encode_chat([CHAT[1], {"role": "assistant", "content": "x", "tool_calls": [{"id": "c"}]}, CHAT[1]])
+    assert tokenizer.encode_chat(CHAT[1:2], tools=[]) == tokenizer.encode_chat(CHAT[1:2])
+
+
+@pytest.mark.parametrize("content", ["One, two,", "One, ", "a <|im_end|> b", "\n"])
+def test_an_answer_goes_on_where_the_last_message_ends(content: str, folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    chat = [CHAT[1], {"role": "assistant", "content": content}]
+    before = tokenizer.render_chat(chat[:1])
+    assert tokenizer.render_chat(chat, continue_final=True) == before + content
+    assert tokenizer.encode_chat(chat, continue_final=True) == tokenizer.encode_part(before + content)
+    leaves_out = set_template(folder, "{{ messages[0].content }}")
+    with pytest.raises(ValueError, match="leaves out the last message"):
+        leaves_out.encode_chat(chat, continue_final=True)
+
+
 def test_of_several_templates_tools_take_tool_use(folder: Path) -> None:
     both = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
     tokenizer = set_template(folder, both)

@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.errors import ConfigError, InputError, OutputError
-from batchspec.io.openai import Line, filled, parse_request, request_schema, request_table, response_line
+from batchspec.io.openai import Line, filled, parse_request, request_row, request_schema, response_line
 from batchspec.io.shards import OutputFolder
 from batchspec.io.store import scanning, storing
 
@@ -109,7 +109,8 @@ def export(output: OutputFolder, target: Path, form: str, statuses: set[str]) ->
     if form == "openai":
         lines = (response_line(list(samples), model) for _, samples in groupby(rows, itemgetter("row_index")))
     else:
-        lines = (_training_line(row, form, whole=kept == "full") for row in rows)
+        goes_on = kept == "full" and config.get("input", {}).get("final_assistant") == "continue"
+        lines = (_training_line(row, form, whole=kept == "full", goes_on=goes_on) for row in rows)
     if target.suffix == ".parquet":
         with scanning(output.path):
             turns = output.scan(done[:1]).select("messages").head(0).collect().to_arrow().schema.field("messages").type
@@ -133,9 +134,10 @@ def _rows(output: OutputFolder, shards: list[int], form: str) -> Iterator[Line]:
         yield from shard.iter_rows(named=True)
 
 
-def _training_line(row: Line, form: str, *, whole: bool) -> dict[str, Any]:
+def _training_line(row: Line, form: str, *, whole: bool, goes_on: bool) -> dict[str, Any]:
+    """`goes_on`: the last turn may begin with the text that the answer went on with, and is whole with it alone."""
     prompt = row["messages"][:-1] if whole else row["messages"]
-    answer = [{"role": "assistant", "content": row["completion"]}]
+    answer = row["messages"][-1:] if goes_on else [{"role": "assistant", "content": row["completion"]}]
     return {"messages": prompt + answer} if form == "chat" else {"prompt": prompt, "completion": answer}
 
 
@@ -152,7 +154,7 @@ def from_openai(source: Path, target: Path, drop: Sequence[str] = ()) -> str:
     if not count:
         raise InputError(f"{source}: no request in it; give a file of OpenAI's batch requests")
     schema = request_schema(used)
-    _write_rows(_requests(source, drop), target, schema)
+    _write_rows((request_row(row, schema) for row in _requests(source, drop)), target, schema)
     return f"{target}: {count:,} rows with {', '.join(schema.names)}; run it with input.path={target}"
 
 
@@ -167,7 +169,7 @@ def _requests(source: Path, drop: Sequence[str]) -> Iterator[dict[str, Any]]:
         raise InputError(f"{source}: cannot be read ({why}); give a file of JSON lines in UTF-8") from error
 
 
-def _write_rows(rows: Iterator[dict[str, Any]], target: Path, schema: pa.Schema) -> int:
+def _write_rows(rows: Iterator[Line], target: Path, schema: pa.Schema) -> int:
     count = 0
     with _finished(target) as path, pq.ParquetWriter(path, schema, compression="zstd") as writer:
         while group := list(islice(rows, GROUP_ROWS)):

@@ -85,7 +85,7 @@ def _blocks(row: Row, samples: list[int], where: str, manifest: Manifest) -> Ite
     if prompt and row["completion"] is not None and manifest.config.get("output", {}).get("messages", "full") == "full":
         prompt.pop()
     for turn in prompt:
-        yield f"{one_line(turn['role'])}\n{terminal.indented(turn['content'])}"
+        yield f"{one_line(turn['role'])}\n{terminal.indented(turn['content'] or turn.get('tool_calls') or '')}"
     for name in ("reasoning", "completion"):
         if row[name] is not None:
             yield f"{name}\n{terminal.indented(row[name])}"

@@ -123,7 +123,7 @@ def _chats(output: str, limit: int) -> list[tuple[str, Chat]]:
     """Chats of a job that ended by themselves, an id made of each one's own."""
     found: list[tuple[str, Chat]] = []
     for request_id, status, messages in _columns(output, "--behind", "request_id", "status", "messages"):
-        if status == "ok" and messages and all(turn["content"] is not None for turn in messages):
+        if status == "ok" and messages and not any(turn["content"] is None or turn.get("tool_calls") for turn in messages):
             chat = [{"role": turn["role"], "content": turn["content"]} for turn in messages]
             found.append((f"{request_id}-{len(chat)}-{len(found):06}", chat))
         if len(found) == limit:

@@ -115,10 +115,11 @@ def request_schema(used: set[str]) -> pa.Schema:
     return pa.schema([(name, kind) for name, kind in kinds.items() if name in used])
 
 
-def request_table(rows: Sequence[Line], schema: pa.Schema) -> pa.Table:
-    if pa.types.is_large_string(schema.field("messages").type):
-        rows = [{**row, "messages": msgspec.json.encode(row["messages"]).decode()} for row in rows]
-    return pa.Table.from_pylist(rows, schema)
+def request_row(row: Line, schema: pa.Schema) -> Line:
+    """The row as the file of this schema has it."""
+    if not pa.types.is_large_string(schema.field("messages").type):
+        return row
+    return {**row, "messages": msgspec.json.encode(row["messages"]).decode()}
 
 
 def _number(value: Any, kind: pa.DataType, where: str) -> int | float:

@@ -1,0 +1,471 @@
+"""What a newcomer brings: OpenAI's tool calls, ShareGPT, JSON text, CSV, compressed and broken files, read and admitted.
+
+Each row is what its own line says, whatever the other lines hold; a bad row is one error row, a bad file one line.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchspec.config import InputConfig, OutputConfig, RunConfig
+from batchspec.errors import InputError
+from batchspec.io.columns import check_ids, map_columns, request_ids
+from batchspec.io.json_text import MAX_DEPTH
+from batchspec.io.reader import Source, open_source, table_source
+from batchspec.io.schema import MESSAGES, TOOL_MESSAGES, output_schema
+from batchspec.io.writer import build_table
+from batchspec.packing.admit import Admission
+from batchspec.records import Completion, Request
+from tests.stand_ins import ByteTokenizer, small_spec
+
+Json = dict[str, Any]
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
+SUM = {"type": "function", "function": {"name": "sum", "parameters": {"enum": [1, "x", None], "big": 12345678901234567890123}}}
+
+
+def user(text: str) -> Json:
+    return {"role": "user", "content": text}
+
+
+def calls(arguments: Any, **more: Any) -> Json:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call], **more}
+
+
+def answers(text: str) -> Json:
+    return {"role": "tool", "tool_call_id": "c1", "content": text}
+
+
+class Template(ByteTokenizer):
+    """Keeps what the chat template gets of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[Json] = []
+
+    def encode_chat(self, messages: Any, **more: Any) -> list[int]:
+        self.rows.append({"messages": messages, "tools": more["tools"], "kwargs": more["template_kwargs"]} | (
+            {"continue": True} if more["continue_final"] else {}
+        ))  # fmt: skip
+        return [1]
+
+
+def lines(path: Path, *rows: Any) -> Path:
+    """Rows that are text already are written as they are."""
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return path
+
+
+class Read:
+    """A file as the job reads it."""
+
+    def __init__(self, path: Any, columns: dict[str, str | None] | None = None, **input: Any) -> None:
+        self.config = RunConfig(input=InputConfig(path=None if isinstance(path, pa.Table) else str(path), **input))
+        self.config.decode.max_new_tokens = 16
+        self.source: Source = table_source(path) if isinstance(path, pa.Table) else open_source(self.config.input)
+        self.columns = map_columns(self.source.schema, columns or {})
+        check_ids(self.source, self.columns)
+        self.template = Template()
+        admission = Admission(
+            self.config, source=self.source, columns=self.columns, spec=small_spec(), tokenizer=cast(Any, self.template)
+        )
+        self.shards = list(self.source.shards(100))
+        self.made = [item for shard in self.shards for item in admission.admit(shard)]
+        self.ids = [name for shard in self.shards for name in request_ids(self.source, self.columns, shard)]
+
+    @property
+    def requests(self) -> list[Request]:
+        assert all(isinstance(item, Request) for item in self.made), self.errors
+        return cast(list[Request], self.made)
+
+    @property
+    def errors(self) -> dict[str, str]:
+        """Id -> code and message of the error rows."""
+        bad = [item for item in self.made if isinstance(item, Completion) and item.error is not None]
+        assert all("\n" not in item.error.message for item in bad if item.error)
+        return {item.request_id: f"{item.error.code}: {item.error.message}" for item in bad if item.error}
+
+    def output(self) -> list[Json]:
+        """The output rows, all of which answer `ok`."""
+        [shard] = self.shards
+        done = [
+            item if isinstance(item, Completion) else Completion(
+                request_id=item.request_id, row_index=item.row_index, sample_index=0, shard=0, status="ok", finish_reason="stop",
+                text="ok",
+            ) for item in self.made
+        ]  # fmt: skip
+        table = build_table(
+            shard, done, columns=self.columns, input=self.config.input, output=self.config.output, attempt="a"
+        )
+        rows: list[Json] = table.to_pylist()
+        return rows
+
+
+# --- tool calling, from OpenAI's form to the output
+
+
+CHATS: list[Json] = [
+    {"messages": [user("a"), calls('{"city": "Paris"}'), answers("12 C")], "tools": [WEATHER]},
+    {"messages": [user("b"), calls({"n": [1, None]}, name="x"), answers("13 C")], "tools": [SUM]},
+    {"messages": [user("c")]},
+]
+
+
+def test_the_template_sees_what_the_line_says_and_nothing_of_other_lines(tmp_path: Path) -> None:
+    read = Read(lines(tmp_path / "in.jsonl", *CHATS))
+    assert len(read.requests) == 3
+    assert [row["messages"] for row in read.template.rows] == [chat["messages"] for chat in CHATS]
+    assert [row["tools"] for row in read.template.rows] == [[WEATHER], [SUM], None]
+    assert [list(call["function"]) for call in read.template.rows[0]["messages"][1]["tool_calls"]] == [["name", "arguments"]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(order=st.permutations(range(3)), more=st.integers(0, 3))
+def test_the_order_of_the_lines_changes_no_row_and_no_type(
+    order: list[int], more: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    rows = [{**CHATS[0], "k": 1, "m": {"a": 1}}, {**CHATS[1], "k": "x", "m": [2]}, {**CHATS[2], "k": None, "m": None}]
+    path = tmp_path_factory.mktemp("rows") / "in.jsonl"
+    read = Read(lines(path, *[rows[i] for i in order], *[user("z")] * 0, *[rows[2]] * more))
+    seen = dict(zip(order, read.template.rows, strict=False))
+    assert [seen[i]["messages"] for i in range(3)] == [row["messages"] for row in rows]
+    output = read.output()
+    assert {i: (row["k"], row["m"]) for i, row in zip(order, output, strict=False)} == {
+        0: ("1", '{"a": 1}'), 1: ("x", "[2]"), 2: (None, None)
+    }  # fmt: skip
+    schema = output_schema(read.source.schema, read.columns, OutputConfig())
+    assert (schema.field("k").type, schema.field("m").type) == (pa.string(), pa.string())
+
+
+def test_tool_calls_are_kept_in_the_output_and_read_back_from_it(tmp_path: Path) -> None:
+    read = Read(lines(tmp_path / "in.jsonl", *CHATS))
+    output = read.output()
+    turn = output[0]["messages"][1]
+    assert turn["content"] is None
+    assert json.loads(turn["tool_calls"]) == CHATS[0]["messages"][1]["tool_calls"]
+    assert output[0]["messages"][2]["tool_call_id"] == "c1"
+    nothing = dict.fromkeys(("name", "tool_calls", "tool_call_id"))
+    assert output[0]["messages"][3] == {"role": "assistant", "content": "ok", **nothing}
+    again = [{"messages": [*row["messages"], user("and?")]} for row in output]
+    back = Read(pa.table({"messages": pa.array([row["messages"] for row in again], TOOL_MESSAGES)}))
+    assert len(back.requests) == 3
+    first = back.template.rows[0]["messages"]
+    assert first[1] == {"role": "assistant", "tool_calls": CHATS[0]["messages"][1]["tool_calls"]}
+    assert first[2:] == [answers("12 C"), {"role": "assistant", "content": "ok"}, user("and?")]
+
+
+def test_plain_chats_keep_the_plain_type(tmp_path: Path) -> None:
+    for rows, kind in (([CHATS[2]], MESSAGES), (CHATS, TOOL_MESSAGES)):
+        read = Read(lines(tmp_path / "in.jsonl", *rows))
+        assert output_schema(read.source.schema, read.columns, OutputConfig()).field("messages").type == kind
+
+
+def test_nulls_that_a_parquet_writer_filled_in_are_not_there(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(CHATS[:1] + CHATS[2:]), tmp_path / "in.parquet")
+    read = Read(tmp_path / "in.parquet")
+    assert len(read.requests) == 2
+    first, last = read.template.rows
+    assert first["messages"] == [user("a"), {k: v for k, v in CHATS[0]["messages"][1].items() if k != "content"}, answers("12 C")]
+    assert last == {"messages": [user("c")], "tools": None, "kwargs": {}}
+
+
+def test_json_text_columns_are_read_as_what_they_hold(tmp_path: Path) -> None:
+    text = {name: [json.dumps(chat.get(name)) if name in chat else None for chat in CHATS] for name in ("messages", "tools")}
+    pq.write_table(pa.table(text), tmp_path / "in.parquet")
+    read = Read(tmp_path / "in.parquet")
+    assert [row["messages"] for row in read.template.rows] == [chat["messages"] for chat in CHATS]
+    assert [row["tools"] for row in read.template.rows] == [[WEATHER], [SUM], None]
+    bad = Read(pa.table({"messages": ["hello", '{"role": "user"}', "[1]", "[]", ""]}))
+    codes = [text.split(":")[0] for text in bad.errors.values()]
+    assert codes == ["bad_messages", "bad_messages", "bad_messages", "empty_prompt", "empty_prompt"]
+    assert "messages hold text, and it is not JSON" in bad.errors["table:0"]
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"role": "assistant", "content": None}, "message 1 has content None, which must be text"),
+        ({"role": "tool", "content": None}, "message 1 has content None"),
+        ({"role": "user", "content": 5}, "content that is a number"),
+        ({"content": "x"}, "message 1 has role None"),
+        ("x", "message 1 is text, not an object"),
+        (calls({}, tool_calls="{"), "tool_calls that are text, and it is not JSON"),
+        (calls({}, tool_calls=[1]), "tool_calls that are not a list of objects"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "a part of type 'image_url'"),
+        ({"from": "narrator", "value": "x"}, "is from 'narrator'"),
+        (calls({}), "the chat ends with tool calls"),
+    ],
+)
+def test_a_message_that_cannot_be_taken_is_said_in_its_row(tmp_path: Path, message: Any, said: str) -> None:
+    read = Read(lines(tmp_path / "in.jsonl", {"id": "bad", "messages": [user("a"), message]}, {"id": "ok", **CHATS[2]}))
+    assert list(read.errors) == ["bad"]
+    assert said in read.errors["bad"]
+    assert read.errors["bad"].startswith("bad_messages: in.jsonl row 0")
+
+
+def test_parts_of_text_are_text(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    read = Read(lines(tmp_path / "in.jsonl", {"messages": [{"role": "user", "content": parts}]}))
+    assert read.template.rows[0]["messages"] == [user("ab")]
+    assert read.output()[0]["messages"][0] == user("ab")
+
+
+# --- chats that end with the assistant's turn; ShareGPT
+
+
+PREFILL = {"id": "p", "messages": [user("Count"), {"role": "assistant", "content": "One, "}]}
+
+
+def test_a_chat_that_ends_with_the_assistant_is_refused_continued_or_answered_anew(tmp_path: Path) -> None:
+    path = lines(tmp_path / "in.jsonl", PREFILL, {"id": "q", **CHATS[2]})
+    refused = Read(path)
+    assert list(refused.errors) == ["p"]
+    assert "input.final_assistant=continue" in refused.errors["p"]
+    going_on = Read(path, final_assistant="continue")
+    assert [row.get("continue", False) for row in going_on.template.rows] == [True, False]
+    assert going_on.template.rows[0]["messages"] == PREFILL["messages"]
+    said = [[turn["content"] for turn in row["messages"]] for row in going_on.output()]
+    assert said == [["Count", "One, ok"], ["c", "ok"]]
+    dropped = Read(path, final_assistant="drop")
+    assert dropped.template.rows[0]["messages"] == [user("Count")]
+    assert [turn["content"] for turn in dropped.output()[0]["messages"]] == ["Count", "ok"]
+
+
+SHAREGPT = [
+    {"from": "system", "value": "s"}, {"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"},
+    {"from": "human", "value": "again"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "in.parquet"])
+def test_sharegpt_is_refused_with_the_line_that_maps_it_and_then_read(tmp_path: Path, name: str) -> None:
+    rows = [{"conversations": SHAREGPT}]
+    if name == "in.jsonl":
+        lines(tmp_path / name, *rows)
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
+    with pytest.raises(InputError, match=r"name one, e\.g\. input\.columns\.messages=conversations"):
+        Read(tmp_path / name)
+    read = Read(tmp_path / name, {"messages": "conversations"})
+    turns = [("system", "s"), ("user", "hi"), ("assistant", "hello"), ("user", "again")]
+    assert read.template.rows[0]["messages"] == [{"role": role, "content": text} for role, text in turns]
+    assert [turn["role"] for turn in read.output()[0]["messages"]] == [*(role for role, _ in turns), "assistant"]
+
+
+def test_openai_s_batch_requests_are_refused_with_the_command_that_converts_them(tmp_path: Path) -> None:
+    path = lines(tmp_path / "in.jsonl", {"custom_id": "a", "url": "/v1/chat/completions", "body": {"messages": [user("a")]}})
+    with pytest.raises(InputError, match="batchspec export --from-openai"):
+        Read(path)
+
+
+# --- files: compressed, CSV, other encodings, other shapes
+
+
+def plain(path: Path) -> bytes:
+    return lines(path, *({"id": f"q{i}", "prompt": f"say {i}"} for i in range(50))).read_bytes()
+
+
+def test_compressed_files_are_read_in_parts_and_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = plain(tmp_path / "a.jsonl")
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(data[:500]) + gzip.compress(data[500:]))
+    (tmp_path / "c.jsonl.zst").write_bytes(pa.compress(data, "zstd", asbytes=True))
+    monkeypatch.setattr("batchspec.io.files.BATCH_BYTES", 64)
+    for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst"):
+        source = open_source(InputConfig(path=str(tmp_path / name)))
+        assert source.num_rows == 50
+        for _ in range(2):
+            assert [row for shard in source.shards(7) for row in shard.table["id"].to_pylist()] == [f"q{i}" for i in range(50)]
+        assert [shard.table["prompt"][0].as_py() for shard in source.shards(10, skip={0, 2})] == ["say 10", "say 30", "say 40"]
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(data)[:-20])
+    with pytest.raises(InputError, match="cannot be read: Truncated"):
+        open_source(InputConfig(path=str(tmp_path / "d.jsonl.gz")))
+
+
+def test_csv_is_text_with_numbers_where_numbers_are_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "in.csv").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["id", "prompt", "max_new_tokens", "temperature", "note"])
+        rows.writerows([["001", 'Say\n"it", twice', "3", "0.5", ""], ["002", "Say", "", "", "x"]])
+        rows.writerows([["003", "Say", "many", "", "x"], ["004", "Say"], ["005", "", "", "", ""]])
+    for block_bytes in (1, 1 << 20):
+        monkeypatch.setattr("batchspec.io.files.BATCH_BYTES", block_bytes)
+        read = Read(tmp_path / "in.csv")
+        assert read.ids == ["001", "002", "003", "in.csv:3", "005"]
+        first, second = (item for item in read.made if isinstance(item, Request))
+        assert bytes(first.prompt_ids.tolist()) == b'Say\n"it", twice'
+        assert (first.max_new_tokens, first.sampling.temperature) == (3, 0.5)
+        assert second.max_new_tokens == 16
+        assert [text.split(":")[0] for text in read.errors.values()] == ["bad_parameter", "bad_csv", "empty_prompt"]
+        assert "the row has 2 cells, and the header names 5 columns" in read.errors["in.csv:3"]
+        assert [row["note"] for row in read.output()] == ["", "x", "x", None, ""]
+
+
+def test_a_quote_that_nothing_closes_says_how_much_it_took_in(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text('id,prompt\n1,a\n2,"b\n3,c\n4,d\n')
+    read = Read(tmp_path / "in.csv")
+    assert read.ids == ["1", "in.csv:1"]
+    assert "a quote in it is never closed, and takes in 2 lines after it" in read.errors["in.csv:1"]
+
+
+def test_half_a_surrogate_pair_costs_the_row_only_where_it_is_the_prompt(tmp_path: Path) -> None:
+    read = Read(
+        lines(
+            tmp_path / "in.jsonl",
+            '{"id": "ok", "prompt": "\\ud83d\\ude00"}',
+            '{"id": "prompt", "prompt": "x \\ud83d y"}',
+            '{"id": "other", "prompt": "x", "note": "x \\ud83d y"}',
+            '{"id": "key", "prompt": "x", "\\ud83d": 1}',
+        )
+    )
+    assert list(read.errors) == ["prompt", "in.jsonl:3"]
+    assert all(text.startswith("bad_text: in.jsonl row") and "surrogate" in text for text in read.errors.values())
+    assert read.output()[2]["note"] == "x \ufffd\ufffd\ufffd y"
+    chats = Read(lines(tmp_path / "c.jsonl", '{"id": "a", "messages": [{"role": "user", "content": "\\ud83d"}]}'))
+    assert chats.errors["a"].startswith("bad_text: c.jsonl row 0 (id 'a'): messages: it holds half of a surrogate pair")
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ('{"prompt": "a"}\n'.encode("utf-16"), "holds UTF-16 text; write it as UTF-8: iconv"),
+        ('{"prompt": "a"}\n'.encode("utf-16-le"), "is no UTF-8 text"),
+        (b'[{"prompt": "a"}, {"prompt": "b"}]', "is one JSON array, and JSON lines hold an object a line; convert it: python"),
+        (b'[\n {"prompt": "a"},\n {"prompt": "b"}\n]', "is one JSON array"),
+        (b'[\n{"prompt": "a"}\n]', "is one JSON array"),
+        (b'{\n "prompt": "a"\n}', "no line is a JSON object"),
+        (b"id,prompt\n1,a\n", "no line is a JSON object"),
+        (gzip.compress(b'{"prompt": "a"}'), "holds gzip data; let its name end in .gz"),
+        (b"PAR1....", "holds Parquet"),
+    ],
+)
+def test_a_file_of_another_kind_is_one_line_that_says_what_to_do(tmp_path: Path, data: bytes, said: str) -> None:
+    (tmp_path / "in.jsonl").write_bytes(data)
+    with pytest.raises(InputError) as caught:
+        Read(tmp_path / "in.jsonl")
+    assert said in str(caught.value)
+    assert "in.jsonl" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(b"\xef\xbb\xbf" + plain(tmp_path / "x.jsonl"))
+    (tmp_path / "in.csv").write_bytes(b"\xef\xbb\xbfprompt\nhello\n")
+    assert Read(tmp_path / "in.jsonl").ids[:2] == ["q0", "q1"]
+    assert len(Read(tmp_path / "in.csv").requests) == 1
+
+
+# --- depth and width
+
+
+def nested(depth: int) -> str:
+    return '{"a":' * (depth - 1) + "1" + "}" * (depth - 1)
+
+
+@pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 3_600, 10_000, 30_000, 1_000_000])
+def test_what_is_nested_deeply_costs_its_row(tmp_path: Path, depth: int) -> None:
+    lists = "[" * depth + "]" * depth
+    read = Read(lines(
+        tmp_path / "in.jsonl", {"id": "a", "prompt": "x"}, f'{{"id": "b", "prompt": "x", "m": {nested(depth)}}}',
+        f'{{"id": "c", "prompt": "x", "m": {lists}}}', {"id": "d", "prompt": "[" * depth},
+    ))  # fmt: skip
+    assert list(read.errors) == ["in.jsonl:1", "in.jsonl:2"] + ["d"] * (depth > 400)
+    assert f"it is nested {depth:,} levels deep, and at most {MAX_DEPTH} are taken" in read.errors["in.jsonl:1"]
+    chat = [json.dumps([user("x")])] * 3
+    kwargs = [None, None, nested(depth + 1), None]
+    cells = Read(pa.table({"messages": [*chat, lists], "tools": [None, lists, None, None], "template_kwargs": kwargs}))
+    assert list(cells.errors) == ["table:1", "table:2", "table:3"]
+    assert all("levels deep" in text for text in cells.errors.values())
+
+
+def test_what_is_nested_as_deeply_as_allowed_goes_through(tmp_path: Path) -> None:
+    value = json.loads(nested(MAX_DEPTH - 1))
+    read = Read(lines(tmp_path / "in.jsonl", {"messages": [user("x")], "template_kwargs": value}))
+    assert len(read.requests) == 1
+    assert read.template.rows[0]["kwargs"] == value
+
+
+def test_many_columns_take_time_and_memory_by_their_number(tmp_path: Path) -> None:
+    """Quadratic in the columns this took minutes and gigabytes."""
+    wide = pa.table({"prompt": ["x"], **{f"c{i}": [i] for i in range(6_000)}})
+    for name in "ab":
+        pq.write_table(wide, tmp_path / f"{name}.parquet")
+    source = open_source(InputConfig(path=str(tmp_path)))
+    assert len(output_schema(source.schema, map_columns(source.schema, {}), OutputConfig())) > 6_000
+    path = lines(tmp_path / "in.jsonl", *({"prompt": "x", **{f"k{i * 100 + j}": j for j in range(100)}} for i in range(200)))
+    source = open_source(InputConfig(path=str(path)))
+    assert len(source.schema) == 20_001
+    assert map_columns(source.schema, {}).prompt_kind == "prompt"
+
+
+def test_keys_that_hold_data_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchspec.io.untyped.MAX_COLUMNS", 10)
+    with pytest.raises(InputError, match="more than 10 different keys"):
+        Read(lines(tmp_path / "in.jsonl", *({"prompt": "x", f"k{i}": i} for i in range(20))))
+
+
+# --- types of JSON lines
+
+
+@pytest.mark.parametrize(
+    ("cells", "kind", "copied"),
+    [
+        (["a", None, "b"], pa.string(), ["a", None, "b"]),
+        ([1, 2, None], pa.int64(), [1, 2, None]),
+        ([1, 2.5], pa.float64(), [1.0, 2.5]),
+        ([1 << 60, 2], pa.int64(), [1 << 60, 2]),
+        ([1 << 60, 2.5], pa.string(), [str(1 << 60), "2.5"]),
+        ([1 << 70, 2], pa.string(), [str(1 << 70), "2"]),
+        ([True, None], pa.bool_(), [True, None]),
+        ([True, 1], pa.string(), ["true", "1"]),
+        ([["a"], [], None], pa.list_(pa.string()), [["a"], [], None]),
+        ([[1, None], [2.5]], pa.list_(pa.float64()), [[1.0, None], [2.5]]),
+        ([["a"], [1]], pa.string(), ['["a"]', "[1]"]),
+        ([{"b": 1, "a": None}, {}], pa.string(), ['{"b": 1, "a": null}', "{}"]),
+        (["a", 1, ["b"], {"c": 2}], pa.string(), ["a", "1", '["b"]', '{"c": 2}']),
+        ([None, None], pa.null(), [None, None]),
+    ],
+)
+def test_a_column_has_the_type_that_holds_every_cell_exactly(
+    tmp_path: Path, cells: list[Any], kind: Any, copied: list[Any]
+) -> None:
+    read = Read(lines(tmp_path / "in.jsonl", *({"prompt": "x", "k": cell} for cell in cells)))
+    assert output_schema(read.source.schema, read.columns, OutputConfig()).field("k").type == kind
+    assert [row["k"] for row in read.output()] == copied
+
+
+def test_a_column_that_never_fits_is_refused_and_one_that_sometimes_does_costs_rows(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"mapped to prompt but has no type that fits: each cell is object"):
+        Read(lines(tmp_path / "in.jsonl", {"prompt": {"a": 1}}))
+    read = Read(lines(
+        tmp_path / "in.jsonl", {"id": 1, "prompt": "a"}, {"id": "b", "prompt": ["a"]}, {"id": "c", "prompt": "a", "n": "two"},
+        {"id": "d", "prompt": "a", "n": 2, "stop": "x"}, {"id": "e", "prompt": "a", "stop": ["y"]},
+        {"id": "f", "prompt": "a", "stop": {"z": 1}},
+    ))  # fmt: skip
+    assert read.ids == ["1", "b", "c", "d", "e", "f"]
+    assert {name: text.split(":")[0] for name, text in read.errors.items()} == {
+        "b": "bad_type", "c": "bad_parameter", "f": "bad_parameter"
+    }  # fmt: skip
+    stops = {item.request_id: item.stop for item in read.made if isinstance(item, Request)}
+    assert stops == {"1": (), "d": ("x",), "e": ("y",)}
+
+
+def test_ids_that_are_the_same_text_are_the_same(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"id '7' is in in\.jsonl row 0 and again in in\.jsonl row 1"):
+        Read(lines(tmp_path / "in.jsonl", {"id": 7, "prompt": "x"}, {"id": "7", "prompt": "y"}))
+
+
+def test_files_of_json_lines_share_their_columns(tmp_path: Path) -> None:
+    lines(tmp_path / "a.jsonl", {"id": "a", "prompt": "x", "k": 1})
+    lines(tmp_path / "b.jsonl", {"id": "b", "prompt": "y", "k": "z", "m": [1]})
+    assert [(row["k"], row["m"]) for row in Read(tmp_path).output()] == [("1", None), ("z", [1])]
