@@ -87,6 +87,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "yaml": ("compose", "report"),
     "flashinfer": ("cache.flash",),
     "matplotlib": ("report.pictures",),
+    "msgspec": ("io",),
     "pyarrow": ("io", "report", "packing", "api", "commands", "work"),
     "polars": ("io", "report", "packing", "api", "commands", "work"),
     "triton": ("kernels",),

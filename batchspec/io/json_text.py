@@ -72,7 +72,7 @@ def members(line: bytes) -> dict[str, bytes | msgspec.Raw]:
 
 def check_depth(data: bytes) -> None:
     """Raise BadJson for text that is nested more than MAX_DEPTH levels deep."""
-    if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
+    if len(data) <= MAX_DEPTH or data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
         return
     brackets = _STRING.sub(b"", data).translate(None, _NO_BRACKETS)
     depth = max(itertools.accumulate(map(_STEP.__getitem__, brackets)), default=0)

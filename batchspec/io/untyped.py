@@ -45,13 +45,14 @@ class Kinds:
                 if len(self._found) == MAX_COLUMNS:
                     raise InputError(f"more than {MAX_COLUMNS:,} different keys: keys hold data; put them below one key")
                 found = self._found[name] = set()
-            kind = _STARTS.get(memoryview(cell)[0], "number")
-            if kind == "text":
+            data = bytes(cell)
+            kind = _STARTS.get(data[0], "number")
+            if kind == "text" or kind == "bool":
                 found.add(kind)
-            elif kind in ("list", "object", "number"):
-                found |= _looked_at(bytes(cell), kind)
-            elif kind != "null":
-                found.add(kind)
+            elif kind == "number":
+                found.add("int" if len(data) < 16 and data.isdigit() else _number(data))
+            elif kind != "null" and (kind not in found or ("tool_calls" not in found and b'"tool_call' in data)):
+                found |= _looked_at(data, kind)
 
     def merge(self, other: Kinds) -> None:
         for name, kinds in other._found.items():
@@ -62,10 +63,8 @@ class Kinds:
 
 
 def _looked_at(cell: bytes, kind: str) -> set[str]:
-    if kind == "number":
-        return {_number(cell)}
     calls = {"tool_calls"} if b'"tool_call' in cell else set()
-    if kind == "object" or cell[1:].lstrip()[:1] in (b"{", b"["):
+    if kind == "object" or cell[1:100].lstrip()[:1] in (b"{", b"["):
         return {kind, *calls}
     try:
         items = _list.decode(cell)

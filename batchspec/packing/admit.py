@@ -239,7 +239,7 @@ class Admission:
         system, tools = row.get("system"), json_cell(row, "tools", list)
         if not chat and (system is not None or tools is not None):
             raise BadRow("bad_parameter", "system and tools need a chat; set input.chat=true or leave them null")
-        kwargs = json_cell(row, "template_kwargs", dict) or {}
+        kwargs = (json_cell(row, "template_kwargs", dict) if chat else None) or {}
         with refused_as("chat template" if chat else "tokenizer"):
             ids = self._encoded(prompt, system, tools, kwargs, room) if chat else self._encoded_text(prompt, room)
         if not ids:
