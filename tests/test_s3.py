@@ -447,9 +447,9 @@ def test_a_footer_is_read_once_a_pass(data: Lab) -> None:
     ("paths", "message"),
     [
         (["in/nowhere.parquet"], "s3://lab/in/nowhere.parquet: does not exist; check the path and the bucket"),
-        (["in/z*.parquet"], "no Parquet or JSON-lines file"),
-        (["nowhere/*"], "no Parquet or JSON-lines file"),
-        (["in/README.md"], "neither Parquet nor JSON lines"),
+        (["in/z*.parquet"], "no data file there"),
+        (["nowhere/*"], "no data file there"),
+        (["in/README.md"], "no data by its name"),
         (["in/a.parquet", "in/a.parquet"], "twice"),
     ],
 )

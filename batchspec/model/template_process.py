@@ -44,7 +44,7 @@ class Limit:
         return size if size > self.max_bytes else None
 
     def said(self, size: int) -> str:
-        return f"{size:,} bytes of prompt, which are more tokens than are left of the context,"
+        return f"{size:,} bytes of prompt (too many to fit, however they are tokenised)"
 
     def facts(self) -> dict[str, Any]:
         return {"max_bytes": self.max_bytes, "left_out": list(self.left_out), "keep_chars": self.keep_chars}
