@@ -77,7 +77,7 @@ def test_a_row_is_located_in_its_file(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_json_lines_widen_their_columns_and_dates_stay_text(tmp_path: Path) -> None:
+def test_json_lines_hold_whole_and_other_numbers_and_dates_stay_text(tmp_path: Path) -> None:
     lines = [{"prompt": "2020-01-01", "k": 1}, {"prompt": "b", "k": 2.5, "tags": ["2021-01-01"]}, {"prompt": None, "n": None}]
     path = tmp_path / "in.jsonl"
     path.write_text("\n\n".join(json.dumps(line) for line in lines) + "\n")

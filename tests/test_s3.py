@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import threading
 import time
 from base64 import b64encode
@@ -427,8 +428,11 @@ def test_names_and_digests_are_those_of_the_same_files_on_a_disk(data: Lab, tmp_
 
 
 def test_json_lines_are_read(lab: Lab) -> None:
-    lab.put("in/x.jsonl", "".join(f'{{"id": "q-{i}", "prompt": "say"}}\n' for i in range(9)).encode())
-    assert ids(source_of("in")) == [f"q-{i}" for i in range(9)]
+    data = "".join(f'{{"id": "q-{i}", "prompt": "say"}}\n' for i in range(9)).encode()
+    lab.put("in/x.jsonl", data)
+    lab.put("packed/x.jsonl.gz", gzip.compress(data))
+    for folder in ("in", "packed"):
+        assert ids(source_of(folder)) == [f"q-{i}" for i in range(9)]
 
 
 def test_a_footer_is_read_once_a_pass(data: Lab) -> None:

@@ -170,8 +170,3 @@ def _digest(place: Place, size: int, most: int) -> str:
             footer_bytes = 8 + int.from_bytes(file.read(4), "little")
             add(size - footer_bytes, size - block)
     return digest.hexdigest()
-
-
-def widen(left: pa.Schema, right: pa.Schema) -> pa.Schema:
-    """The schema that holds rows of both: integers widen to floats, structs gain fields. Raises ArrowException if none does."""
-    return pa.unify_schemas([left, right], promote_options="permissive")

@@ -88,7 +88,10 @@ class TextStream:
 
     def _opened(self) -> BinaryIO:
         if self._codec is not None:
-            return io.BufferedReader(_Decompressed(self._place.open, self._codec), files.BATCH_BYTES)
+            return io.BufferedReader(_Decompressed(self._raw, self._codec), files.BATCH_BYTES)
+        return self._raw()
+
+    def _raw(self) -> BinaryIO:
         file = self._place.open()
         return file if isinstance(self._place, LocalPlace) else io.BufferedReader(file, files.BATCH_BYTES)  # type: ignore[type-var]
 

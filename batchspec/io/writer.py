@@ -143,6 +143,8 @@ def _prompt_turns(shard: InputShard, columns: ColumnMap, input: InputConfig, nam
     system = columns.get("system") if kind == "messages" or input.chat else None
     systems = [None] * table.num_rows if system is None else _values(table, system)
     final = "drop" if input.final_assistant == "drop" else "continue"  # a row that is refused keeps all its turns
+    if kind == "prompt":
+        prompts = [[{"role": "user", "content": text}] if isinstance(text, str) else None for text in prompts]
     return [
         _turns(prompt, text if isinstance(text, str) else None, final, names)
         for prompt, text in zip(prompts, systems, strict=True)
@@ -166,7 +168,7 @@ def _values(table: pa.Table, name: str) -> list[Any]:
 
 def _turns(prompt: Any, system: str | None, final: str, names: Sequence[str]) -> list[Turn] | None:
     try:
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) and len(names) == 2 else messages_of(prompt)
+        messages = messages_of(prompt)
         return None if messages is None else [kept_turn(turn, names) for turn in read_chat(messages, system, final)]
     except BadChat:
         return None
