@@ -16,7 +16,7 @@ import json
 import os
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import groupby, islice
 from operator import itemgetter
@@ -169,7 +169,7 @@ def _requests(source: Path, drop: Sequence[str]) -> Iterator[dict[str, Any]]:
         raise InputError(f"{source}: cannot be read ({why}); give a file of JSON lines in UTF-8") from error
 
 
-def _write_rows(rows: Iterator[Mapping[str, Any]], target: Path, schema: pa.Schema) -> int:
+def _write_rows(rows: Iterator[Line], target: Path, schema: pa.Schema) -> int:
     count = 0
     with _finished(target) as path, pq.ParquetWriter(path, schema, compression="zstd") as writer:
         while group := list(islice(rows, GROUP_ROWS)):
