@@ -53,7 +53,7 @@ def run_job(config: RunConfig, source: Source | None = None) -> None:
     errors = stats.by_status.get("error", 0)
     if errors:
         say(f"{output.path}: {errors} error row{'s' * (errors > 1)}; the column `error` says why")
-    check_errors(job, errors, stats.completions)
+    check_errors(job, stats.error_rows, all_failed=errors == stats.completions)
     say(f"look at it:  batchspec stats {output.path}")
     say(f"             python -c \"import polars; print(polars.read_parquet('{output.path}/data'))\"")
 
@@ -94,7 +94,7 @@ def compute(
         finished = finished - set(retry.shards)
     first_time = not output.is_job() or output.begins_anew(job.config.output.overwrite)
     again = retry is not None or (not first_time and output.generation is not None)
-    num_errors = job_stats(output.path).by_status.get("error", 0) if finished and not again else 0
+    num_errors = job_stats(output.path).error_rows if finished and not again else 0
     check_errors(job, num_errors)
     journaled = Journaled() if first_time or retry is not None else output.journal().read(finished)
     with bar(job, seen, finished, journaled) as progress:

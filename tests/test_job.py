@@ -400,7 +400,7 @@ def test_a_job_of_nothing_but_error_rows_ends_with_exit_code_3_whatever_the_frac
         for _ in range(2):  # the same command again says the same of a complete job
             assert run.main(command) == code, name
         said = capsys.readouterr().err
-        assert ("completions are error rows" in said) == name.startswith(("all", "one of one")), said
+        assert ("every completion of all" in said) == name.startswith(("all", "one of one")), said
         assert pl.read_parquet(out / "data").height == count
 
 

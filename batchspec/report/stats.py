@@ -90,6 +90,8 @@ class JobStats:
     by_status: dict[str, int]
     by_finish_reason: dict[str, int]
     by_error: dict[str, int]
+    error_rows: int
+    """Input rows of which some completion is an error."""
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
@@ -135,6 +137,7 @@ def job_stats(out_dir: Path | str, by: str | None = None) -> JobStats:
         by_status=_counts(tally.by_status),
         by_finish_reason=_counts(tally.by_finish_reason),
         by_error=_counts(tally.by_error),
+        error_rows=tally.error_rows,
         prompt_tokens=tally.tokens["prompt_tokens"],
         completion_tokens=tally.tokens["tokens"],
         cached_tokens=tally.tokens["cached_tokens"],
@@ -161,7 +164,7 @@ class _Tally:
     """What all rows read so far add up to."""
 
     def __init__(self) -> None:
-        self.completions = self.reasoning_truncated = 0
+        self.completions = self.reasoning_truncated = self.error_rows = 0
         self.tokens: Counter[str] = Counter()
         self.by_status: Counter[str] = Counter()
         self.by_finish_reason: Counter[str] = Counter()
@@ -176,6 +179,7 @@ class _Tally:
         spec = rows.filter(pl.col("drafter").is_not_null())
         self.completions += rows.height
         self.reasoning_truncated += int(rows["reasoning_truncated"].sum())
+        self.error_rows += rows.filter(pl.col("status") == "error")["row_index"].n_unique()  # a row is in one shard
         self.tokens.update({name: int(rows[name].sum()) for name in USAGE})
         for name in ("status", "finish_reason", "error"):
             getattr(self, f"by_{name}").update(dict(rows[name].drop_nulls().value_counts().iter_rows()))

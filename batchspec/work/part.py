@@ -33,7 +33,7 @@ class Part:
     """What is known of one run while it works.
 
     journaled   what earlier runs did of the shards to come
-    num_errors  error rows that are committed already
+    num_errors  committed input rows of which some completion is an error
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class Part:
         self._claims.forget(shard.index)
         self._watchdog.beat()
         self._adaptation.committed(completions)
-        bad = sum(completion.status == "error" for completion in completions)
-        self.num_errors += bad
-        self.progress.update(shards=1, errors=bad)
+        errors = [completion.row_index for completion in completions if completion.status == "error"]
+        self.num_errors += len(set(errors))
+        self.progress.update(shards=1, errors=len(errors))
         check_errors(self.job, self.num_errors)
 
     def _decoded(self, others: set[int], reporter: Reporter) -> Iterator[tuple[InputShard, list[Completion]]]:
@@ -160,9 +160,10 @@ def check_whole(left: set[int], num_shards: int) -> None:
         )
 
 
-def check_errors(job: Job, num_errors: int, num_completions: int = 0) -> None:
-    """Raises TooManyErrors when a larger share of the rows than input.max_error_fraction turned out bad, or every completion of
-    a job that has `num_completions`.
+def check_errors(job: Job, num_errors: int, *, all_failed: bool = False) -> None:
+    """Raises TooManyErrors when a larger share of the rows than input.max_error_fraction has errors, or every completion is one.
+
+    num_errors  input rows of which some completion is an error
     """
     fraction, rows = job.config.input.max_error_fraction, job.source.num_rows
     if num_errors > fraction * rows + 1e-9:  # 0.29 * 100 is a little less than 29
@@ -170,9 +171,9 @@ def check_errors(job: Job, num_errors: int, num_completions: int = 0) -> None:
             f"{num_errors} of {rows} rows are error rows, more than input.max_error_fraction={fraction:g} allows; "
             "look at the `error` column of the output, then mend the input or raise the fraction"
         )
-    if num_errors == num_completions > 0:
+    if all_failed:
         raise TooManyErrors(
-            f"all {num_errors} completions are error rows; look at the `error` column of the output, then mend the input, "
+            f"every completion of all {rows} rows is an error; look at the `error` column of the output, then mend the input, "
             "input.columns or the chat template"
         )
 
