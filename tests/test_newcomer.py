@@ -345,7 +345,7 @@ def test_half_a_surrogate_pair_costs_the_row_only_where_it_is_the_prompt(tmp_pat
         (b'[\n{"prompt": "a"}\n]', "is one JSON array"),
         (b'{\n "prompt": "a"\n}', "no line is a JSON object"),
         (b"id,prompt\n1,a\n", "no line is a JSON object"),
-        (gzip.compress(b'{"prompt": "a"}'), "holds gzip data; let its name end in .gz"),
+        (gzip.compress(b'{"prompt": "a"}', mtime=0), "holds gzip data; let its name end in .gz"),
         (b"PAR1....", "holds Parquet"),
     ],
 )

@@ -19,6 +19,7 @@ import pytest
 from batchspec import run
 from batchspec.errors import OutputError, StorageError
 from batchspec.io.claims import FOLDER, STALE_S, Claims
+from batchspec.io.generations import Generation
 from batchspec.io.local import LocalStore
 from batchspec.io.manifest import MANIFEST
 from batchspec.io.overwrite import CREW, this_command
@@ -373,3 +374,17 @@ def test_a_run_that_was_stopped_and_comes_back_mixes_no_row_into_the_job_that_to
     assert list(OutputFolder(out).damage()) == []
     assert run.main([*command, "decode.max_new_tokens=2"]) == 0
     assert "already complete" in capsys.readouterr().err
+
+
+def test_a_card_from_before_a_retry_is_not_the_retry_s(out: Any) -> None:
+    """A run that dies between the last new shard and the card leaves the old card: the next run writes it anew."""
+    first = new_folder(out, 6, 2)
+    first.finish("card")
+    assert OutputFolder(first.path).has_card()
+    wanted = {**first.manifest.fingerprint, "decode.max_new_tokens": "9"}
+    retry = Generation(number=1, retry="error", again=1, fingerprint=wanted, config={}, shards=(0,), job=first.manifest.job)
+    OutputFolder(first.path).retry(retry)
+    second = OutputFolder(first.path)
+    assert not second.has_card()
+    second.finish("card of the retry")
+    assert OutputFolder(first.path).has_card()
