@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -208,7 +208,7 @@ class Progress:
         request = self.request
         assert self.finish_reason is not None
         if self.finish_reason == "error":
-            return self._failure()
+            return self._failure(self._stats(drafter, slot, now, nodes))
         count = len(self.tokens)
         text, reasoning, parts = self._texts(decode)
         stop_id = None if self.stop_id is None or self.stop_id in eos_ids else str(self.stop_id)
@@ -237,8 +237,9 @@ class Progress:
             stats=self._stats(drafter, slot, now, nodes),
         )
 
-    def _failure(self) -> Completion:
+    def _failure(self, stats: RowStats) -> Completion:
         """The row ended where nothing could be chosen. Its tokens are dropped: what led to such numbers is not to be trusted."""
+        emitted_in_all = stats.num_prefills + stats.num_accepted + stats.num_rounds
         request, emitted = self.request, len(self.tokens)
         return Completion(
             request_id=request.request_id,
@@ -249,6 +250,9 @@ class Progress:
             finish_reason="error",
             prompt_ids=request.prompt_ids,
             seed=request.seed,
+            predicted_tokens=request.predicted_tokens,
+            cached_tokens=self.cached_tokens,
+            stats=replace(stats, num_discarded=emitted_in_all),
             error=RowError(
                 code=NON_FINITE,
                 stage="decode",
