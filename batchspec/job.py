@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 
 from batchspec import terminal
 from batchspec.config import RunConfig
+from batchspec.errors import TooManyErrors
 from batchspec.io.generations import Generation
 from batchspec.io.journal import Journaled, saved_rows
 from batchspec.io.reader import Source
@@ -44,7 +45,11 @@ def run_job(config: RunConfig, source: Source | None = None) -> None:
     if complete:
         say(f"{output.path}: already complete: {job.source.num_rows} rows in {output.num_shards} shards{nothing_left(config)}")
     else:
-        compute(job, output, finished, retry=retry)
+        try:
+            compute(job, output, finished, retry=retry)
+        except TooManyErrors:
+            if output.missing():
+                raise  # with the last shard the job is complete all the same: its card and report come first
         if others := output.missing():
             say(f"{output.path}: this run's part is done; other runs work on {len(others)} of {output.num_shards} shards")
             return

@@ -136,8 +136,6 @@ def _draw(x: Tensor, word0: Tensor, word1: Tensor, heat: Tensor, cutoff: Tensor)
     """
     top = x.amax(1, keepdim=True)  # amax hands every NaN up
     finite = top.isfinite()
-    if not finite.all():
-        x, top = torch.where(finite, x, 0.0), torch.where(finite, top, 0.0)
     can_win = torch.ge(x, torch.maximum(cutoff, top - SPREAD * heat), out=torch.empty_like(x))
     if float(can_win.sum()) * 8 < x.numel():
         rows, ids = can_win.nonzero(as_tuple=True)

@@ -128,7 +128,13 @@ def test_a_key_that_is_not_finite_reaches_the_queries_that_see_it_and_no_others(
         at = torch.arange(keys)
         owned[batch.page_table[row, at // PAGE_SIZE].long(), at % PAGE_SIZE] = True
     kv[0, ~owned] = float("nan")
-    torch.testing.assert_close(attend(q, kv, batch, scale=0.3, window=window), expected, atol=0, rtol=0)
+    torch.testing.assert_close(
+        attend(q, kv, batch, scale=0.3, window=window), expected, atol=1e-12 if dtype == torch.float64 else 1e-6, rtol=0
+    )
+    kv[0, ~owned] = torch.finfo(dtype).max  # its score overflows
+    again = attend(q, kv, batch, scale=0.3, window=window)
+    torch.testing.assert_close(again, expected, atol=1e-12 if dtype == torch.float64 else 1e-6, rtol=0)
+    kv[0, ~owned] = float("nan")
     bad = {0: 4, 1: 29, 2: 10, 3: 2, 5: 0}  # positions by row: its own token, a draft, in a prefill, before it
     for row, position in bad.items():
         kv[0, batch.page_table[row, position // PAGE_SIZE].long(), position % PAGE_SIZE, 1] = float("nan")

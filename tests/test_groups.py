@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from batchspec.decode.engine import Engine
 from batchspec.decode.groups import MIN_PAGES, Groups, shared_beginnings
 from batchspec.decode.output import Progress
 from batchspec.decode.scheduler import Row
-from tests.engines import request
+from batchspec.draft.base import NoDrafter
+from tests.engines import DEVICE, VOCAB, packed, request, tiny_target
 
 
 def row(slot: int, pages: list[int]) -> Row:
@@ -73,6 +75,14 @@ def test_rows_that_move_or_enter_renew_the_tables_and_rows_that_die_do_not() -> 
     rows: list[Row | None] = [None, row(1, [*COMMON, 50]), row(2, [*COMMON, 60]), None]
     assert groups.renew(rows, owners(rows), 4)
     assert groups.first(4).row_group.tolist() == [-1, 0, 0, -1]
+    now = owners(rows)
+    assert groups.renew(rows, now, 4)
+    now[3] = 99  # the scheduler's own array goes on changing
+    other = row(3, list(range(101, 110)))
+    assert groups.renew([*rows[:3], other], now, 4)
+    assert groups.first(4).row_group.tolist() == [-1, 0, 0, -1]
+    now[1] = 100
+    assert not groups.renew([None, row(1, list(range(201, 210))), rows[2], other], now, 4)
     moved: list[Row | None] = [rows[2], rows[1], None, None]
     assert moved[0] is not None
     moved[0].slot = 0
@@ -87,3 +97,37 @@ def test_a_live_row_beyond_the_bucket_is_an_error_of_ours() -> None:
     rows = [row(0, COMMON), row(1, COMMON)]
     with pytest.raises(AssertionError):
         Groups(2, 16, torch.device("cpu")).renew(rows, owners(rows), 1)
+
+
+@pytest.mark.parametrize(("count", "buckets"), [(24, (1, 2, 4)), (4, (4,))], ids=["many rows", "as many as slots"])
+def test_the_tables_fit_the_rows_of_every_round_of_several_runs(count: int, buckets: tuple[int, ...]) -> None:
+    """Rows enter, die and move; a second run of the engine counts its refills from 0 again."""
+    rng = np.random.default_rng(0)
+    families = [rng.integers(0, VOCAB, 40).tolist() for _ in range(3)]
+    batch = packed(4, row_buckets=buckets, max_len=90, run_ahead=1)
+    engine = Engine(tiny_target(), NoDrafter(), batch, device=DEVICE)
+    launch, shared = engine._launch_round, 0
+
+    def checked() -> None:
+        nonlocal shared
+        launch()
+        rows = [row for row in engine._scheduler.slots if row is not None]
+        tables = engine.groups.first(engine._bucket)
+        for one in rows:
+            group = int(tables.row_group[one.slot])
+            if not (engine.groups.any and group >= 0):
+                continue
+            shared += 1
+            start, end = tables.group_start[group : group + 2].tolist()
+            members = tables.row_order[start:end].tolist()
+            pages = int(tables.shared_len[group]) // batch.page_size
+            assert one.slot in members
+            assert max(members) < engine._bucket
+            assert all(other.pages[:pages] == one.pages[:pages] for other in rows if other.slot in members)
+
+    engine._launch_round = checked  # type: ignore[method-assign]
+    for _ in range(6):
+        order = rng.integers(0, 3, count).tolist()
+        asked = [request(i, [*families[kind], i], cap=int(rng.integers(3, 9)), predicted=4) for i, kind in enumerate(order)]
+        assert len(list(engine.run(iter(asked)))) == count
+    assert shared > 4 * count

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any, cast
 
@@ -469,3 +470,10 @@ def test_files_of_json_lines_share_their_columns(tmp_path: Path) -> None:
     lines(tmp_path / "a.jsonl", {"id": "a", "prompt": "x", "k": 1})
     lines(tmp_path / "b.jsonl", {"id": "b", "prompt": "y", "k": "z", "m": [1]})
     assert [(row["k"], row["m"]) for row in Read(tmp_path).output()] == [("1", None), ("z", [1])]
+
+
+def test_a_file_name_that_is_no_text_is_one_line(tmp_path: Path) -> None:
+    lines(tmp_path / "good.jsonl", {"prompt": "a"})
+    (tmp_path / os.fsdecode(b"bad\xff.jsonl")).write_bytes((tmp_path / "good.jsonl").read_bytes())
+    with pytest.raises(InputError, match=r"the name of 'bad\\udcff\.jsonl' is not valid Unicode; rename the file"):
+        open_source(InputConfig(path=str(tmp_path)))

@@ -114,6 +114,7 @@ def check(done: dict[str, Completion], requests: list[Request]) -> None:
         assert (found.status, found.finish_reason, found.error.code) == ("error", "error", NON_FINITE)
         assert f"position {len(one.prompt_ids) + failure} (output token {failure})" in found.error.message
         assert (found.token_ids, found.text, found.logprobs) == (None, None, None)
+        assert (found.seed, list(found.prompt_ids)) == (one.seed, list(one.prompt_ids))  # type: ignore[arg-type]
         assert found.stats is not None, "the engine has had it"
         assert found.stats.num_discarded == found.stats.num_prefills + found.stats.num_accepted + found.stats.num_rounds
     assert 0 < failed < len(requests)

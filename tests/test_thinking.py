@@ -211,6 +211,20 @@ def test_forced_tokens_have_no_logprobs_and_the_others_keep_theirs() -> None:
     np.testing.assert_allclose(runs[0], runs[1], rtol=1e-5)
 
 
+@pytest.mark.parametrize("num_top", [0, 2])
+def test_forced_tokens_before_the_model_s_first_one_have_no_logprobs_either(num_top: int) -> None:
+    """A budget of 0: the closing tokens come first, and logprob i is that of token i all the same."""
+    req = replace(request(0, [7, 9], cap=8), thinking=thinking(0, opened=True, closing=(11,)))
+    engine = Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE, options=RoundOptions(logprobs=num_top))
+    (done,) = engine.run(iter([req]))
+    assert done.token_ids is not None
+    assert done.logprobs is not None
+    assert np.isnan(done.logprobs).tolist() == [place < 2 for place in range(len(done.token_ids))]
+    if num_top:
+        assert done.top_logprobs is not None
+        assert (done.top_logprobs[0] < 0).any(1).tolist() == [place < 2 for place in range(len(done.token_ids))]
+
+
 @pytest.mark.parametrize(
     ("tokens", "opened", "thoughts", "answer", "inside"),
     [

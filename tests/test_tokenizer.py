@@ -292,6 +292,29 @@ def test_tools_and_calls_are_rendered_as_transformers_does(arguments: Any, folde
     assert tokenizer.encode_chat(chat, tools=TOOLS) == tokenizer.encode_part(str(expected))
 
 
+@pytest.mark.parametrize(
+    ("written", "rendered"),
+    [
+        ("{{ c.function.arguments | tojson }}", '{"city": "Paris"}'),
+        ("{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}", "city=Paris"),
+        ("{% for k, v in c.function.arguments|items %}{{ k }}={{ v }}{% endfor %}", "city=Paris"),
+        ("{{ c.function.arguments }}", '{ "city":"Paris"}'),
+        (
+            "{% set f = c.function %}{% if f.arguments is string %}{{ f.arguments }}{% else %}{{ f.arguments | tojson }}"
+            "{% endif %}",
+            '{ "city":"Paris"}',
+        ),
+    ],
+)
+def test_arguments_that_are_json_text_are_encoded_once(written: str, rendered: str, folder: Path) -> None:
+    """OpenAI writes them as text. A template that makes JSON of them itself gets the object, any other one the text."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{ "city":"Paris"}'}}
+    chat: list[dict[str, Any]] = [CHAT[1], {"role": "assistant", "content": None, "tool_calls": [call]}, CHAT[1]]
+    template = "{% for m in messages %}{% for c in m.tool_calls or [] %}" + written + "{% endfor %}{% endfor %}"
+    tokenizer = set_template(folder, template)
+    assert tokenizer.render_chat(chat) == rendered
+
+
 def test_a_template_without_a_place_for_tools_refuses_them(folder: Path) -> None:
     tokenizer = Tokenizer(folder)
     with pytest.raises(ValueError, match="no place for tools"):

@@ -85,20 +85,16 @@ def _gather(kv: Tensor, pages: Tensor, out: Tensor) -> Tensor:
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """q [..., Q, D] over k, v [..., keys, D]; mask [..., Q, keys] of 0 and -inf, None: causal.
 
-    torch adds its mask to the scores, so that a hidden key that holds NaN (`kv_write`: one that is not finite) would reach every
-    query. Only queries that see such a key get NaN.
+    torch adds its mask to the scores. A hidden key that holds NaN (`kv_write`: one that is not finite), or whose score overflows,
+    would then give NaN to every query: what comes out as NaN is computed again with scores that are selected.
     """
-
-    def attended(k: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
-
-    out = attended(k)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
     if not math.isnan(float(out.sum())):
         return out
-    lost = k.isnan().any(-1)
+    wide = torch.promote_types(q.dtype, torch.float32)
     seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril() if mask is None else mask == 0
-    touched = (seen & lost.unsqueeze(-2)).any(-1, keepdim=True)
-    return attended(k.masked_fill(lost.unsqueeze(-1), 0.0)).masked_fill(touched, float("nan"))
+    scores = (q.to(wide) @ k.to(wide).mT).mul_(scale).masked_fill_(~seen, float("-inf"))
+    return torch.where(out.isnan(), (scores.softmax(-1) @ v.to(wide)).to(out.dtype), out)
 
 
 class _LongRow:

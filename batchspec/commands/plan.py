@@ -60,7 +60,11 @@ class Plan:
             f"bad rows     {self.survey.num_bad:,} of {read:,}",
         ]
         bad = ((code, count, one_line(example, MESSAGE_CHARS)) for code, (count, example) in sorted(self.survey.bad.items()))
-        return lines + [f"  {code:<15}{count:>7,}  {example}" for code, count, example in bad]
+        lines += [f"  {code:<15}{count:>7,}  {example}" for code, count, example in bad]
+        fraction = self.job.config.input.max_error_fraction
+        if self.survey.num_bad and (self.survey.num_bad == read or self.survey.num_bad > fraction * read):
+            lines.append(f"  a run ends with exit code 3: more than input.max_error_fraction={fraction:g} of these rows, or all")
+        return lines
 
     def _lengths(self) -> list[str]:
         lengths = self.survey.lengths("prompt_tokens")

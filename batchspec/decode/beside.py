@@ -95,8 +95,10 @@ class Beside:
         rounds = torch.cuda.current_stream()
         if self._running is not None:
             rounds.wait_event(self._running[1])
-        yield
-        self._stream.wait_stream(rounds)
+        try:
+            yield
+        finally:
+            self._stream.wait_stream(rounds)
 
     def call_off(self) -> None:
         """Forget the passes that have not begun."""

@@ -171,10 +171,12 @@ class Engine:
 
         Its acceptance is forgotten, and new rows share no K/V with old ones.
         """
-        with self._entrance.paused():
-            yield
-        self.pool.forget()
-        self._launcher.forget()
+        try:
+            with self._entrance.paused():
+                yield
+        finally:  # where memory ran out some weights are others already
+            self.pool.forget()
+            self._launcher.forget()
 
     @property
     def stopping(self) -> bool:
@@ -198,7 +200,7 @@ class Engine:
         """The requests' accounts. A row that ends with what its thinking budget forces at once needs no slot."""
         for request in requests:
             finder = StopFinder(self._decode, request.stop) if request.stop and self._decode else None
-            progress = Progress.of(request, self.drafter.max_len, finder)
+            progress = Progress.of(request, self.drafter.max_len, finder, num_top=self.options.logprobs)
             if progress.finish_reason is None:
                 yield progress
             else:

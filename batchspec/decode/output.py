@@ -23,6 +23,8 @@ class Progress:
     request: Request
     draft_len: int
     finder: StopFinder | None
+    num_top: int | None = None
+    """Likeliest tokens that are told beside each token's logprob; None: no logprobs are asked for."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
@@ -56,11 +58,11 @@ class Progress:
         self.accepted_at = [0] * self.draft_len
 
     @classmethod
-    def of(cls, request: Request, draft_len: int, finder: StopFinder | None) -> Progress:
+    def of(cls, request: Request, draft_len: int, finder: StopFinder | None, *, num_top: int | None = None) -> Progress:
         """A request's account at its start, or where an earlier run left it; that run may have drafted more a round."""
         resumed = request.resumed
         longest = draft_len if resumed is None else max(draft_len, len(resumed.accepted) - 1)
-        progress = cls(request=request, draft_len=longest, finder=finder)
+        progress = cls(request=request, draft_len=longest, finder=finder, num_top=num_top)
         if resumed is not None:
             progress.num_prefills, progress.cached_tokens = resumed.num_prefills, resumed.cached_tokens
             progress.num_discarded, progress.num_forced = resumed.num_discarded, resumed.num_forced
@@ -162,11 +164,12 @@ class Progress:
 
     def _lose_logprobs(self, stands: int, count: int) -> None:
         """Nobody asked the model for forced tokens: they have none."""
-        if self.logprobs:
-            self.logprobs[stands:] = [float("nan")] * (count - stands)
-        if self.top:
-            ids, values = self.top[0]
-            self.top[stands:] = [(np.full_like(ids, -1), np.full_like(values, np.nan))] * (count - stands)
+        if self.num_top is None:
+            return
+        self.logprobs[stands:] = [float("nan")] * (count - stands)
+        if self.num_top:
+            forced = np.full(self.num_top, -1, np.int32), np.full(self.num_top, np.nan, np.float32)
+            self.top[stands:] = [forced] * (count - stands)
 
     def _emit(self, tokens: Sequence[int]) -> None:
         request = self.request
@@ -210,6 +213,7 @@ class Progress:
         if self.finish_reason == "error":
             return self._failure(self._stats(drafter, slot, now, nodes))
         count = len(self.tokens)
+        assert self.num_top is None or len(self.logprobs) >= count, (len(self.logprobs), count)
         text, reasoning, parts = self._texts(decode)
         stop_id = None if self.stop_id is None or self.stop_id in eos_ids else str(self.stop_id)
         top = None

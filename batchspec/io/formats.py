@@ -24,6 +24,7 @@ _MAGIC = {
     b"\x1f\x8b": "gzip data; let its name end in .gz",
     b"\x28\xb5\x2f\xfd": "zstd data; let its name end in .zst",
     b"PAR1": "Parquet; let its name end in .parquet",
+    b"\xff\xfe\x00\x00": "UTF-32 text; write it as UTF-8: iconv -f UTF-32 -t UTF-8 FILE > NEW",
     b"\xff\xfe": "UTF-16 text; write it as UTF-8: iconv -f UTF-16 -t UTF-8 FILE > NEW",
     b"\xfe\xff": "UTF-16 text; write it as UTF-8: iconv -f UTF-16 -t UTF-8 FILE > NEW",
 }

@@ -3,7 +3,8 @@
 message   {"role", "content"} and whatever the template reads beside them: name, tool_calls, tool_call_id ...
 ShareGPT  {"from": human|gpt|system|tool, "value"}
 
-Values of JSON reach the template as they were written, arguments of tool calls as object or as text. A null field of an Arrow
+Values of JSON reach the template as they were written. Arguments of tool calls, which OpenAI writes as JSON text, become objects
+for a template that makes JSON of them itself (model/tokenizer.py). A null field of an Arrow
 struct is one that the message does not have: every struct of a column has the fields of all of them.
 """
 

@@ -255,11 +255,23 @@ def _find(entries: list[Any]) -> dict[str, Place]:
         raise InputError(f"input.path names files on {' and on '.join(kinds)}; name those of one file system, or run two jobs")
     shared = os.path.commonpath(roots) if len(set(map(_first_part, roots))) == 1 else ""
     names = {place.path.relative_to(shared).as_posix(): place for place in found}
+    for name in names:
+        if not _is_text(name):
+            raise InputError(f"input.path: the name of {name!r} is not valid Unicode; rename the file, in UTF-8")
     if len(names) < len(found):
         paths = [place.path for place in found]
         twice = next(path for path in paths if paths.count(path) > 1)
         raise InputError(f"input.path names {twice} twice; name each file once")
     return dict(sorted(names.items()))
+
+
+def _is_text(name: str) -> bool:
+    """Whether a file's name can be written as UTF-8: Python keeps bytes that are not as lone surrogates."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _first_part(path: str) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ END_CHARS = 1 << 20
 """A text with more of them is tokenised from its end where only its end is wanted."""
 _SPARE_TOKENS = 64
 """Tokens beyond the wanted ones: a cut changes the few right after it."""
+_WRITES_ARGUMENTS = re.compile(r"\barguments\s*\|\s*(tojson|items|dictsort)|\barguments\.(items|keys)\b")
 _MARK = "BATCHSPECTHEANSWERGOESONHERE"
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -123,6 +126,8 @@ class Tokenizer:
         if continue_final:
             final = messages[-1]
             messages = [*messages[:-1], {**final, "content": f"{final['content']}{_MARK}"}]
+        if self._takes_objects(name):
+            messages = [_with_objects(message) for message in messages]
         fixed = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": not continue_final}
         variables = {**self._variables, **fixed, **(template_kwargs or {})}
         text = self._templates.render(name, variables, limit)
@@ -135,6 +140,11 @@ class Tokenizer:
 
     def _template_for(self, tools: Any) -> str:
         return "tool_use" if tools is not None and "tool_use" in self._templates else "default"
+
+    def _takes_objects(self, name: str) -> bool:
+        """Whether the template writes the arguments of a tool call as JSON itself: OpenAI's text would be encoded twice."""
+        source = self._templates.source(name) if name in self._templates else ""
+        return bool(_WRITES_ARGUMENTS.search(source)) and "is string" not in source
 
     def _check_tools(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> None:
         """Raise ValueError where the template would leave tools or tool calls out without a word."""
@@ -173,6 +183,23 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of ids; bytes that are not (yet) valid UTF-8 become U+FFFD."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
+
+
+def _with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with arguments of tool calls that are JSON text of an object as that object."""
+    calls = message.get("tool_calls")
+    return message if not calls else {**message, "tool_calls": [_opened(call) for call in calls]}
+
+
+def _opened(call: Mapping[str, Any]) -> dict[str, Any]:
+    opened = dict(call)
+    if isinstance(call.get("function"), dict):
+        opened["function"] = _opened(call["function"])
+    if isinstance(text := call.get("arguments"), str):
+        with suppress(ValueError, RecursionError):  # what is no JSON stays text
+            found = json.loads(text)
+            opened["arguments"] = found if isinstance(found, dict) else text
+    return opened
 
 
 def _special_tokens(config: Json) -> dict[str, Any]:

@@ -155,6 +155,12 @@ def test_a_draft_that_was_not_confirmed_or_comes_after_a_stop_may_fail_as_it_lik
     assert (log[2:4], after.tokens) == ([2, 1], [1, 2, 3, 10, 11])
 
 
+def test_made_up_acceptance_fails_where_the_target_has_no_choice_before_a_stop(interpret: bool, device: torch.device) -> None:
+    row = Row([10, 11], [NO_TOKEN, 5, 6], stop_ids=(11,))
+    log, after = one(row, interpret, device, rates=[1.0, 1.0, 1.0, 1.0])
+    assert (log[2], log[3], after.tokens, after.live) == (0, FAILED, [1, 2, 3], 0)
+
+
 def test_no_draft_confirms_a_choice_that_is_none(interpret: bool, device: torch.device) -> None:
     log, after = one(Row([10, NO_TOKEN, 12], [10, NO_TOKEN, 12, 13]), interpret, device)
     assert log[:4] == [1, 3, 1, FAILED]

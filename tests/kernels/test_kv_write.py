@@ -101,6 +101,17 @@ def test_wrong_arguments_are_refused() -> None:
         kv_write(torch.zeros(3, 8, 2).transpose(1, 2), k, kv, slots)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("fault", [0, 1], ids=["K", "V"])
+def test_one_number_of_k_or_v_is_enough(fault: int, value: float, interpret: bool, device: torch.device) -> None:
+    both = torch.randn(2, 2, 3, 8, device=device)
+    both[fault, 1, 2, 7] = value
+    kv = make_cache(2, 5, 3, 8, torch.float32, device)
+    kv_write(*both, kv, torch.arange(5, 7, device=device), interpret=interpret)
+    assert kv[0, 1, :2].isnan().all(-1).tolist() == [[False] * 3, [False, False, True]]
+    assert bool(kv[1].isfinite().all())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_key_that_is_not_finite_is_marked_in_k_and_mended_in_v(
     dtype: torch.dtype, interpret: bool, device: torch.device

@@ -212,3 +212,18 @@ def test_a_key_that_is_not_finite_is_marked_in_k_and_mended_in_v(
     mended = healthy[1].clone()
     mended[1, 0, 23] = mended[2, 2, 0] = 0
     assert torch.equal(v, mended)
+
+
+@pytest.mark.parametrize("half", [0, 1], ids=["low", "high"])
+def test_a_key_that_only_its_rounding_makes_infinite_is_marked_too(half: int, interpret: bool, device: torch.device) -> None:
+    """fp16 ends at 65,504: a turn by some angle makes more of two numbers near it."""
+    case = Case.make(1, 1, 1, 8, torch.float16, device, norms=False)
+    case.positions.fill_(1)
+    case.freqs.fill_(0.8)
+    heads = case.qkv.view(3, 8)
+    heads[1] = 0
+    heads[1, 1], heads[1, 5] = (60000, -60000) if half == 0 else (60000, 60000)
+    case.run(interpret)
+    k, v = case.kv.flatten(1, 2)[:, case.slots]
+    assert bool(k.isnan().all())
+    assert torch.equal(v[0], heads[2:])
