@@ -121,6 +121,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 @example({**LLAMA, "rope_scaling": {}, "rope_parameters": YARN})
 @example({**LLAMA, "rope_parameters": {**YARN, "truncate": None}, "original_max_position_embeddings": 2048})
 @example({**LLAMA, "model_type": "qwen2", "num_attention_heads": 32})
+@example({**LLAMA, "model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 0})
+@example({**LLAMA, "model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 2})
 @given(CONFIGS)
 def test_what_is_read_is_what_transformers_reads(config: dict[str, Any]) -> None:
     spec, theirs = ours(config), rotary(config)

@@ -72,8 +72,8 @@ class ModelSpec:
 # What a missing key means: the defaults of transformers 5 (models/*/configuration_*.py).
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "qwen2": {"num_key_value_heads": 32},
-    "qwen3": {"head_dim": 128, "num_key_value_heads": 32},
+    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen3": {"head_dim": 128, "num_key_value_heads": 32, "sliding_window": 4096},
     "mistral": {"sliding_window": 4096, "num_key_value_heads": 8},
 }
 _ARCHITECTURES = {
