@@ -399,6 +399,7 @@ def test_a_job_of_nothing_but_error_rows_ends_with_exit_code_3_whatever_the_frac
         command = [f"model.path={model}", f"input.path={data}", f"output.dir={out}", "decode.max_new_tokens=2", *more]
         for _ in range(2):  # the same command again says the same of a complete job
             assert run.main(command) == code, name
+            assert {"README.md", "report.html"} <= {path.name for path in out.iterdir()}, "whatever its exit code"
         said = capsys.readouterr().err
         assert ("every completion of all" in said) == name.startswith(("all", "one of one")), said
         assert pl.read_parquet(out / "data").height == count

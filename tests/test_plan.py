@@ -131,7 +131,7 @@ from batchspec.commands.plan import plan
 from batchspec.config import RunConfig
 class Words:
     eos_ids, special_ids, added_ids, fingerprint = (2,), {}, {}, "words"
-    def encode(self, text): return [len(word) for word in text.split()]
+    def encode(self, text, **_): return [len(word) for word in text.split()]
 for path in sys.argv[2:]:
     config = RunConfig(device="cpu")
     config.model.path, config.input.path = sys.argv[1], path
