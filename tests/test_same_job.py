@@ -74,6 +74,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "input.columns": ({"stop": None}, "input.columns"),
     "input.chat": (True, "input.chat"),
     "input.overlong": ("skip", "input.overlong"),
+    "input.final_assistant": ("drop", "input.final_assistant"),
     "input.limit": (7, "input.rows"),
     "input.template_kwargs": ({"x": 1}, "input.template_kwargs"),
     "output.shard_rows": (4, "output.shard_rows"),
@@ -87,7 +88,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
 """Keys that make another job -> another value, and what the refusal names."""
 NO_PART = re.compile(
     r"(packing|resume|cluster|decode\.opt)\..*|draft\.(?!synthetic).*|model\.(path|revision)|input\.max_error_fraction"
-    r"|output\.(dir|overwrite)|device|requires_gpu"
+    r"|output\.(dir|overwrite|license)|device|requires_gpu"
 )
 """Keys that say where a job lies and how it is run."""
 

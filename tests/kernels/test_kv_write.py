@@ -107,7 +107,8 @@ def test_one_number_of_k_or_v_is_enough(fault: int, value: float, interpret: boo
     both = torch.randn(2, 2, 3, 8, device=device)
     both[fault, 1, 2, 7] = value
     kv = make_cache(2, 5, 3, 8, torch.float32, device)
-    kv_write(*both, kv, torch.arange(5, 7, device=device), interpret=interpret)
+    k, v = both
+    kv_write(k, v, kv, torch.arange(5, 7, device=device), interpret=interpret)
     assert kv[0, 1, :2].isnan().all(-1).tolist() == [[False] * 3, [False, False, True]]
     assert bool(kv[1].isfinite().all())
 
