@@ -137,7 +137,9 @@ def test_a_kill_at_every_kind_of_put_leaves_every_row_once(
 ) -> None:
     """Before the first of a kind is done, and behind a later one that is done and not answered; then the other way round."""
     kinds = Counter(puts)
-    steps = [((kind, 1 + turn % count), SIDES[turn % 2]) for turn, (kind, count) in enumerate(kinds.items())]
+    # How often progress is written goes by the clock: at the beginning and at the end at least.
+    counts = {kind: min(count, 2) if "progress" in kind else count for kind, count in kinds.items()}
+    steps = [((kind, 1 + turn % count), SIDES[turn % 2]) for turn, (kind, count) in enumerate(counts.items())]
     steps += [(("data/part-N.parquet", 3), side) for side in SIDES]
     met = [killed_and_resumed(server, lab, step, side, expected) for step, side in steps]
     assert met == [*kinds, "data/part-N.parquet", "data/part-N.parquet"]

@@ -26,7 +26,7 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
     _acc = "fp64" if _dtype == "fp64" else "fp32"
     for _map in (None, PI32, PI64):
         _case(f"argmax_kernel {_dtype}, map {_map}", "argmax", 32, logits=f"*{_dtype}", map_ids=_map, out_ids=PI32,
-              stride_row=I32, out_stride=I32, vocab=I32, ACC=_acc, BLOCK=4096)  # fmt: skip
+              stride_row=I32, out_stride=I32, vocab=I32, FLAG=_map is None, ACC=_acc, BLOCK=4096)  # fmt: skip
     _case(f"distil_kernel {_dtype}", "distil", 8, logits=f"*{_dtype}", probs=f"*{_acc}", weights=f"*{_acc}", best_ids=PI64,
           out_nats=f"*{_acc}", out_hits=f"*{_acc}", vocab=I32, ACC=_acc, BLOCK=4096)  # fmt: skip
     _case(f"turn_kernel {_dtype}", "turn", 4, x=f"*{_dtype}", cos=f"*{_acc}", sin=f"*{_acc}", out=f"*{_dtype}", num_heads=I32,
@@ -42,7 +42,7 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
           BLOCK=1024)  # fmt: skip
     _case(f"kv_write_kernel {_dtype}", "kv_write", 4, k=f"*{_dtype}", v=f"*{_dtype}", kv=f"*{_dtype}", slots=PI64,
           k_stride_t=I32, k_stride_h=I32, v_stride_t=I32, v_stride_h=I32, kv_stride_part=I64, kv_stride_slot=I32,
-          NUM_VALUES=192, HEAD_DIM=64, BLOCK=256)  # fmt: skip
+          NUM_HEADS=3, HEAD_DIM=64, HEADS=4, DIM=64)  # fmt: skip
 _OWN = {"num_places": I32, "length": I32, "step_stride": I32, "scale": "fp32", "HEADS": 9, "KEY_HEADS": 3, "D": 64, "LANES": 64,
         "PLACES": 16}  # fmt: skip
 for _dtype in ("bf16", "fp16"):
@@ -162,10 +162,10 @@ for _dtype, _tma in (("bf16", True), ("fp32", False)):
     _x = f"tensordesc<{_dtype}[64, 64]>" if _tma else f"*{_dtype}"
     _case(f"lm_head_kernel {_dtype}", "lm_head", 4, x=_x, w=_x, top=PF32, top_ids=PI32, num_tokens=I32, width=I32, vocab=I32,
           num_parts=I32, k=I32, stride_x=I32, stride_w=I32, BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, TMA=_tma, EVEN_K=True,
-          INTERPRETED=False)  # fmt: skip
+          FLAG=True, INTERPRETED=False)  # fmt: skip
 for _map in (None, PI32, PI64):
     _case(f"first_top_kernel map {_map}", "lm_head", 4, top=PF32, top_ids=PI32, map_ids=_map, out_ids=PI32, out_stride=I32,
-          num_parts=I32, BLOCK=1024)  # fmt: skip
+          num_parts=I32, FLAG=_map is None, BLOCK=1024)  # fmt: skip
 # (dtype, D, tile, block, warps, window, grouped, tree, early)
 for _dtype, _dim, _tile, _block, _warps, _window, _grouped, _tree, _early in (
     ("bf16", 128, 16, 64, 4, 0, False, False, False), ("bf16", 96, 64, 64, 4, 0, True, False, False),
