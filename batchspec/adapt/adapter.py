@@ -10,8 +10,8 @@ what      The completions of committed shards, taken up every `draft.adapt.every
 better    Tokens a round of an exact replay (`train/evaluate.py`) over the newest rows kept out, of the head that drafts and of
           the copy that learns, both on the same rows. A copy half a percent better is written into the drafter; one that much
           worse begins again from it, at half the learning rate.
-swap      Numbers change where they lie, between two rounds and beside no prefill, so captured graphs go on; the concatenated and
-          reordered copies that the drafter keeps change with them. K/V that the old head left stay with their rows: guesses made
+swap      Weights are overwritten in place, between two rounds and not during a prefill, so captured graphs stay valid; the
+          concatenated and reordered copies that the drafter keeps change with them. K/V that the old head left stay with their rows: guesses made
           from them are worse at most. Beginnings that rows have in common are prefilled anew. What is known of acceptance by
           draft length is forgotten, not the times.
 memory    The copy in fp32, its gradients and an optimiser, the drafting weights once more, and a slice: taken from the pages
@@ -67,7 +67,7 @@ class Adapter:
     ) -> None:
         """
         batch_tokens  of a slice, padding included; rows with more are left out
-        changing      what the drafter gets other weights within
+        changing      context in which new weights are written into the drafter
         """
         self.learner, self.num_swaps, self.num_learnt = learner, 0, 0
         self._device, self._every, self._batch_tokens = device, every_shards, batch_tokens

@@ -91,7 +91,9 @@ class Beside:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Work that the current stream gets within runs neither beside the pass on its way nor beside the next one."""
+        """What is launched on the current stream within this block overlaps no prefill: it waits for the running pass, and the
+        next pass waits for it.
+        """
         rounds = torch.cuda.current_stream()
         if self._running is not None:
             rounds.wait_event(self._running[1])

@@ -167,9 +167,9 @@ class Engine:
 
     @contextmanager
     def changing_drafter(self) -> Iterator[None]:
-        """Within, the drafter gets other weights, while no prefill reads them, in the stream of the rounds.
+        """Write the drafter's new weights within this block: in the stream of the rounds, and while no prefill reads them.
 
-        Its acceptance is forgotten, and new rows share no K/V with old ones.
+        At its end the measured acceptance is discarded, and new rows share no K/V with rows prefilled before.
         """
         try:
             with self._entrance.paused():

@@ -53,7 +53,7 @@ class Entrance:
         return nullcontext() if self._beside is None else torch.cuda.stream(self._beside.rounds)
 
     def paused(self) -> AbstractContextManager[object]:
-        """Work that the device gets within runs beside no prefill."""
+        """What is launched in the rounds' stream within this block overlaps no prefill."""
         return nullcontext() if self._beside is None else self._beside.paused()
 
     def clear(self) -> None:

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from batchspec.errors import InputError
 from batchspec.io import files
-from batchspec.io.files import Part, changed, check_same, reading
+from batchspec.io.files import Part, check_same, reading
 from batchspec.io.formats import TextStream
 from batchspec.io.places import Place
 from batchspec.io.untyped import CSV_MARK, text_array
@@ -49,12 +49,7 @@ class CsvFile:
         self.schema = pa.schema([pa.field(column, pa.string(), metadata=mark) for column in names])
 
     def read(self, part: Part, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        with reading(self.name):
-            block = self._text.at(part.place).read(part.size_bytes)
-            if part is self.parts[-1] or not self._text.compressed:
-                self._text.close()
-        if hashlib.sha256(block).digest() != part.digest:
-            raise changed(self.name, f"other text at byte {part.place:,}")
+        block = self._text.block(self.name, part, last=part is self.parts[-1])
         places = [self.schema.get_field_index(name) for name in columns]
         schema = pa.schema([self.schema.field(name) for name in columns])
         good: list[list[bytes]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 from collections.abc import Callable
 from contextlib import suppress
@@ -71,6 +72,18 @@ class TextStream:
             self._start = len(UTF8_BOM) if _peek(self._file).startswith(UTF8_BOM) else 0
         self._file.seek(offset + self._start)
         return self._file
+
+    def block(self, name: str, part: files.Part, *, last: bool) -> bytes:
+        """The text of a part of the file `name`, with the digest that it had when the file was opened. Raises as `files.reading`,
+        and InputError for other text.
+        """
+        with files.reading(name):
+            block = self.at(part.place).read(part.size_bytes)
+            if last or not self.compressed:
+                self.close()
+        if hashlib.sha256(block).digest() != part.digest:
+            raise files.changed(name, f"other text at byte {part.place:,}")
+        return block
 
     def check(self, name: str) -> None:
         """Raise InputError for a file that is another kind of data, by its first bytes."""
