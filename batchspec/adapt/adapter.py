@@ -11,9 +11,9 @@ better    Tokens a round of an exact replay (`train/evaluate.py`) over the newes
           the copy that learns, both on the same rows. A copy half a percent better is written into the drafter; one that much
           worse begins again from it, at half the learning rate.
 swap      Weights are overwritten in place, between two rounds and not during a prefill, so captured graphs stay valid; the
-          concatenated and reordered copies that the drafter keeps change with them. K/V that the old head left stay with their rows: guesses made
-          from them are worse at most. Beginnings that rows have in common are prefilled anew. What is known of acceptance by
-          draft length is forgotten, not the times.
+          concatenated and reordered copies that the drafter keeps change with them. K/V that the old head left stay with their
+          rows: guesses made from them are worse at most. Beginnings that rows have in common are prefilled anew. What is known
+          of acceptance by draft length is forgotten, not the times.
 memory    The copy in fp32, its gradients and an optimiser, the drafting weights once more, and a slice: taken from the pages
           before the job begins (`packing/memory.py`). Where it is short all the same, learning ends and the job goes on.
 kept      The head that drafts, at commits, once a minute at most, and when a run ends: `stored.py`.
