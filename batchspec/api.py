@@ -8,17 +8,17 @@ from typing import Any
 import polars as pl
 import pyarrow as pa
 
-from batchspec.compose import compose
+from batchspec.config.compose import compose
+from batchspec.dataset.reader import table_source
 from batchspec.errors import ConfigError
-from batchspec.io.reader import table_source
-from batchspec.io.shards import OutputFolder
-from batchspec.io.store import scanning
 from batchspec.job import run_job
 from batchspec.prepare import make_engine, open_job, survey_first
 from batchspec.report.progress import Progress
-from batchspec.work.part import check_errors
-from batchspec.work.passes import decode_job, shard_table
-from batchspec.work.reporter import Reporter
+from batchspec.runner.part import check_errors
+from batchspec.runner.passes import decode_job, shard_table
+from batchspec.runner.reporter import Reporter
+from batchspec.runstate.shards import OutputFolder
+from batchspec.storage.store import scanning
 
 
 def generate(data: Any, *, job: str | None = None, overrides: Sequence[str] = ()) -> pl.DataFrame:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from batchspec.adapt.limits import check_spec, check_weights
-from batchspec.config import RunConfig
+from batchspec.config.schema import RunConfig
 from batchspec.draft.base import Drafter, NoDrafter
 from batchspec.draft.corpus import Corpus, usual_lengths
 from batchspec.draft.eagle3 import Eagle3Drafter

@@ -12,12 +12,9 @@ import time
 from dataclasses import asdict, replace
 
 from batchspec import terminal
-from batchspec.config import RunConfig
+from batchspec.config.schema import RunConfig
+from batchspec.dataset.reader import Source
 from batchspec.errors import TooManyErrors
-from batchspec.io.generations import Generation
-from batchspec.io.journal import Journaled, saved_rows
-from batchspec.io.reader import Source
-from batchspec.io.shards import OutputFolder
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, job_fingerprint, make_engine, open_job, recorded_facts, survey_first
 from batchspec.report.card import dataset_card
@@ -25,10 +22,13 @@ from batchspec.report.page import NEEDS_EXTRA, can_draw, write_report
 from batchspec.report.progress import Progress
 from batchspec.report.stats import JobStats, job_stats
 from batchspec.report.summary import RunSummary
-from batchspec.work.adaptation import Adaptation
-from batchspec.work.fitted import FittedEngine, MakeEngine
-from batchspec.work.part import Part, check_errors
-from batchspec.work.rebuild import MAY_DIFFER, Rebuild, new_retry
+from batchspec.runner.adaptation import Adaptation
+from batchspec.runner.fitted import FittedEngine, MakeEngine
+from batchspec.runner.part import Part, check_errors
+from batchspec.runner.retries import MAY_DIFFER, Rebuild, new_retry
+from batchspec.runstate.generations import Generation
+from batchspec.runstate.journal import Journaled, saved_rows
+from batchspec.runstate.shards import OutputFolder
 
 
 def run_job(config: RunConfig, source: Source | None = None) -> None:

@@ -12,10 +12,10 @@ import torch
 
 from batchspec import __version__
 from batchspec.adapt.limits import memory_bytes
-from batchspec.config import RunConfig
-from batchspec.decode.engine import Engine
-from batchspec.decode.round import RoundOptions
-from batchspec.decode.sampling import SamplingMode
+from batchspec.config.schema import RunConfig
+from batchspec.dataset.columns import ColumnMap, check_ids, map_columns
+from batchspec.dataset.reader import Source, open_source
+from batchspec.dataset.schema import output_schema
 from batchspec.draft.corpus import corpus_bytes
 from batchspec.draft.formats import HeadSpec
 from batchspec.draft.pard import PardSpec
@@ -29,12 +29,10 @@ from batchspec.drafters import (
     open_head,
     tree_shape,
 )
+from batchspec.engine.engine import Engine
+from batchspec.engine.round import RoundOptions
+from batchspec.engine.sampling import SamplingMode
 from batchspec.errors import CapacityError, ConfigError
-from batchspec.io.columns import ColumnMap, check_ids, map_columns
-from batchspec.io.folder import default_shard_rows
-from batchspec.io.manifest import fingerprint
-from batchspec.io.reader import Source, open_source
-from batchspec.io.schema import output_schema
 from batchspec.model.hub import find_model
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target, resolve_dtype
@@ -46,6 +44,8 @@ from batchspec.packing.planner import Demand, choose_batch, free_memory
 from batchspec.packing.survey import Survey
 from batchspec.records import PackedBatch, SamplingParams
 from batchspec.report.progress import Progress
+from batchspec.runstate.folder import default_shard_rows
+from batchspec.runstate.manifest import fingerprint
 
 SURVEY_ROWS = 512
 """Rows looked at to choose the shape of the batch."""

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from batchspec.errors import ConfigError, Interrupted
 
 if TYPE_CHECKING:
-    from batchspec.config import RunConfig
+    from batchspec.config.schema import RunConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job that Hydra's command line describes; returns the exit code (see errors.py)."""
-    from batchspec.compose import launch
+    from batchspec.config.compose import launch
 
     overrides = sys.argv[1:] if argv is None else argv
     return launch(run, overrides, require=("model.path", "input.path", "output.dir"))

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import strategies as st
 from torch import Tensor
 
+from batchspec.batch.device_batch import Rows
 from batchspec.cache.pages import KVCache
-from batchspec.decode import scheduler
-from batchspec.decode.engine import Engine
-from batchspec.decode.round import RoundOptions
-from batchspec.decode.rows import Rows
 from batchspec.draft.base import Drafter, Usual
 from batchspec.draft.weights import Head, load_head
+from batchspec.engine import scheduler
+from batchspec.engine.engine import Engine
+from batchspec.engine.round import RoundOptions
 from batchspec.records import Completion, PackedBatch, Request, SamplingParams
 from tests.eagle_reference import Design
 from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request, tiny_target

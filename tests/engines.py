@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchspec.cache.batch import FlatBatch
+from batchspec.batch.device_batch import Rows
+from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.pages import KVCache
-from batchspec.decode.rows import Rows
 from batchspec.draft.base import NoFeatures
-from batchspec.kernels.sample import gumbel_reference
+from batchspec.kernels.sampling.sample import gumbel_reference
 from batchspec.model.spec import ModelSpec, RopeSpec
 from batchspec.model.target import Target
 from batchspec.records import PackedBatch, Request, SamplingParams

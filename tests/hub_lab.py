@@ -34,7 +34,7 @@ _REFUSED = """
 import json, sys
 from batchspec.errors import BatchspecError
 from batchspec.prepare import open_job
-from batchspec.typed import from_dict
+from batchspec.config.typed import from_dict
 for name, values in json.loads(sys.argv[1]).items():
     try:
         open_job(from_dict(values))

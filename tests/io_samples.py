@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from batchspec.config import InputConfig, OutputConfig
-from batchspec.io.columns import ColumnMap, map_columns
-from batchspec.io.reader import InputShard, table_source
-from batchspec.io.shards import OutputFolder
-from batchspec.io.writer import build_table
+from batchspec.config.schema import InputConfig, OutputConfig
+from batchspec.dataset.columns import ColumnMap, map_columns
+from batchspec.dataset.reader import InputShard, table_source
+from batchspec.dataset.writer import build_table
 from batchspec.records import Completion, RowError, RowStats
+from batchspec.runstate.shards import OutputFolder
 
 
 def stats(accepted: list[int], drafted: list[int] | None = None, *, k: int = 3, **changes: Any) -> RowStats:

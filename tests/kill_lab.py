@@ -24,14 +24,15 @@ import pyarrow.parquet as pq
 import torch
 
 from batchspec import job, prepare
-from batchspec.compose import compose
-from batchspec.config import RunConfig
+from batchspec.config.compose import compose
+from batchspec.config.schema import RunConfig
 from batchspec.errors import BatchspecError
-from batchspec.io import claims, folder
-from batchspec.io.backends import open_store
-from batchspec.io.claims import Claims
 from batchspec.packing.cost import H200
-from batchspec.work import part, passes, suspects
+from batchspec.runner import part, passes
+from batchspec.runstate import claims, folder
+from batchspec.runstate.claims import Claims
+from batchspec.storage.backends import open_store
+from batchspec.supervise import poison_rows as suspects
 from tests.models import make_checkpoint, make_tokenizer
 
 ROWS, SHARD_ROWS = 12, 2

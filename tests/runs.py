@@ -13,7 +13,7 @@ import polars as pl
 import torch
 
 from batchspec import run
-from batchspec.work import suspects
+from batchspec.supervise import poison_rows as suspects
 from tests.models import make_checkpoint, make_tokenizer
 
 Patch = Callable[[], None]

@@ -19,12 +19,12 @@ from batchspec.adapt.adapter import FEWEST, FEWEST_STEPS, WAITING, Adapter, kept
 from batchspec.adapt.budget import LEAST, SAVED_S, Budget
 from batchspec.adapt.learner import WARM_STEPS, Comparison, Learner
 from batchspec.cache.pages import PagePool
-from batchspec.decode.engine import Engine
 from batchspec.draft.base import Drafter, NoDrafter
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.tree import TreeDrafter, TreeShape
 from batchspec.draft.weights import Head, head_bytes, load_head, normalised
+from batchspec.engine.engine import Engine
 from batchspec.model.target import Target
 from batchspec.packing.memory import learning_bytes
 from batchspec.records import Completion

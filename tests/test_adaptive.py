@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchspec.decode.adaptive import PROBE_EVERY, PROBE_SHARE, DraftLengths, candidates
-from batchspec.decode.launched import Launched, RoundClock
+from batchspec.engine.draft_lengths import PROBE_EVERY, PROBE_SHARE, DraftLengths, candidates
+from batchspec.engine.launched import Launched, RoundClock
 
 ROWS = 64
 

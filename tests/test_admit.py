@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchspec.config import RunConfig
+from batchspec.config.schema import RunConfig
+from batchspec.dataset.columns import map_columns
+from batchspec.dataset.reader import table_source
 from batchspec.errors import ConfigError
-from batchspec.io.columns import map_columns
-from batchspec.io.reader import table_source
 from batchspec.packing.admit import Admission, hash64
 from batchspec.packing.predict import PRIOR_ROWS, SHORT_TOKENS, LengthPredictor
 from batchspec.records import Completion, Request

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from batchspec.batch.flat_batch import FlatBatch, HostLayout, TreeTail
 from batchspec.cache import flash
 from batchspec.cache.attention import attend, plan_attention
-from batchspec.cache.batch import FlatBatch, HostLayout, TreeTail
 from tests.kernels.trees import random_parents, way_up
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from batchspec import cli, run
-from batchspec.checks import check
-from batchspec.compose import compose
-from batchspec.config import DecodeConfig, InputConfig, ModelConfig, OutputConfig, RunConfig
+from batchspec.config.checks import check
+from batchspec.config.compose import compose
+from batchspec.config.schema import DecodeConfig, InputConfig, ModelConfig, OutputConfig, RunConfig
+from batchspec.config.typed import from_json, to_json
 from batchspec.report.card import _yaml
-from batchspec.typed import from_json, to_json
 from tests.models import make_checkpoint, make_tokenizer
 
 ROWS = 7

@@ -16,13 +16,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchspec import run
-from batchspec.config import InputConfig
+from batchspec.config.schema import InputConfig
+from batchspec.dataset import files
+from batchspec.dataset.reader import InputShard, Source, open_source, table_source
 from batchspec.errors import InputError
-from batchspec.io import files
-from batchspec.io.places import LocalPlace
-from batchspec.io.reader import InputShard, Source, open_source, table_source
-from batchspec.io.shards import OutputFolder
-from batchspec.work import passes
+from batchspec.runner import passes
+from batchspec.runstate.shards import OutputFolder
+from batchspec.storage.paths import LocalPlace
 from tests.runs import make_model, run_apart
 from tests.s3_lab import BUCKET, running_lab
 
@@ -122,7 +122,7 @@ def test_the_commit_looks_at_the_input_once_more(model: Path, tmp_path: Path, mo
         path.write_bytes(as_parquet("Bye"))
         commit(*rest)
 
-    monkeypatch.setattr("batchspec.work.part.commit", late)
+    monkeypatch.setattr("batchspec.runner.part.commit", late)
     assert run.main([*arguments(model, path, tmp_path / "out"), "output.shard_rows=100"]) == 2
     assert not (tmp_path / "out/data").exists()
 
@@ -196,7 +196,7 @@ class Forgetful:
 
 @pytest.mark.parametrize("keeps", [0, 3])
 def test_shards_that_no_pass_gives_end_the_run(model: Path, tmp_path: Path, keeps: int) -> None:
-    from batchspec.compose import compose
+    from batchspec.config.compose import compose
     from batchspec.job import run_job
 
     config = compose(arguments(model, "unused", tmp_path / "out"))

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from batchspec.io import claims as module
-from batchspec.io.claims import BEAT_S, FOLDER, STALE_S, Claims, _started, is_gone, whoami
-from batchspec.io.local import LocalStore
+from batchspec.runstate import claims as module
+from batchspec.runstate.claims import BEAT_S, FOLDER, STALE_S, Claims, _started, is_gone, whoami
+from batchspec.storage.local import LocalStore
 
 ROOT = Path(__file__).parents[1]
 

@@ -14,12 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchspec.errors import ConfigError, OutputError, StorageError
-from batchspec.io import retry
-from batchspec.io.backends import open_store
-from batchspec.io.cloud_store import CloudStore
-from batchspec.io.shards import OutputFolder
-from batchspec.io.store import Tail
 from batchspec.report.stats import job_stats
+from batchspec.runstate.shards import OutputFolder
+from batchspec.storage import retry
+from batchspec.storage.backends import open_store
+from batchspec.storage.cloud_store import CloudStore
+from batchspec.storage.store import Tail
 from tests.cloud_lab import ACCOUNT_KEY, BUCKET, TOKEN, CloudLab, Faults, running_azure, running_gcs
 from tests.io_samples import built, dataset, new_folder, shards_of
 from tests.s3_lab import Proxy, running_proxy

@@ -9,7 +9,7 @@ from contextlib import closing
 
 import pytest
 
-from batchspec.io.commits import WAITING, commit_beside
+from batchspec.runstate.commits import WAITING, commit_beside
 
 
 def test_shards_come_back_in_order_when_they_are_committed_and_the_next_ones_are_decoded_meanwhile() -> None:

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from batchspec.checks import READ_BY, check
-from batchspec.compose import compose
-from batchspec.config import RunConfig
+from batchspec.config.checks import READ_BY, check
+from batchspec.config.compose import compose
+from batchspec.config.schema import RunConfig
+from batchspec.config.typed import from_dict, from_hydra, from_json, keys, suggest, to_json
+from batchspec.config.values import CHOICES, RANGES, violation
 from batchspec.errors import ConfigError
-from batchspec.typed import from_dict, from_hydra, from_json, keys, suggest, to_json
-from batchspec.values import CHOICES, RANGES, violation
 
 
 def config(**values: Any) -> RunConfig:
@@ -264,5 +264,5 @@ def test_every_group_of_keys_refuses_attributes_it_does_not_have() -> None:
 
 
 def test_reading_a_configuration_needs_no_torch() -> None:
-    code = "import sys, batchspec.config, batchspec.compose; assert 'torch' not in sys.modules"
+    code = "import sys, batchspec.config.schema, batchspec.config.compose; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from batchspec.decode.engine import Engine
 from batchspec.draft import corpus as corpus_module
 from batchspec.draft.corpus import ROOM, Corpus, build_table, corpus_bytes, usual_entries, usual_lengths
 from batchspec.draft.lookup import LookupDrafter
+from batchspec.engine.engine import Engine
 from tests.engines import DEVICE, packed, request, tiny_target
 
 LENGTHS = (2, 3)

@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchspec.decode.engine import Engine
-from batchspec.decode.round import RoundOptions
 from batchspec.draft.base import Drafter, NoDrafter
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.hybrid import HybridDrafter
@@ -22,6 +20,8 @@ from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
 from batchspec.draft.tree import TreeDrafter, TreeShape
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
+from batchspec.engine.engine import Engine
+from batchspec.engine.round import RoundOptions
 from batchspec.records import Completion, Request, SamplingParams
 from tests.engines import DEVICE, VOCAB, full_logits, packed, request, tiny_target
 

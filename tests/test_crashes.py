@@ -21,18 +21,18 @@ import pytest
 import torch
 
 from batchspec import run
-from batchspec.config import PackingConfig
-from batchspec.decode.engine import Engine
-from batchspec.decode.round import Round
+from batchspec.config.schema import PackingConfig
+from batchspec.engine.engine import Engine
+from batchspec.engine.round import Round
 from batchspec.errors import Interrupted
-from batchspec.io.attempts import Attempts
-from batchspec.io.claims import Claims
-from batchspec.io.journal import Journal
-from batchspec.io.local import LocalStore
 from batchspec.records import PackedBatch
-from batchspec.work import suspects
-from batchspec.work.fitted import smaller
-from batchspec.work.suspects import leaving
+from batchspec.runner.fitted import smaller
+from batchspec.runstate.attempts import Attempts
+from batchspec.runstate.claims import Claims
+from batchspec.runstate.journal import Journal
+from batchspec.storage.local import LocalStore
+from batchspec.supervise import poison_rows as suspects
+from batchspec.supervise.poison_rows import leaving
 from tests.runs import Patch, make_model, make_prompts, run_apart
 
 ROWS = 12

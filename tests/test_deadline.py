@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from batchspec.work.deadline import PREFILLS, Deadline
+from batchspec.supervise.deadline import PREFILLS, Deadline
 
 
 @dataclass

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchspec.compose import compose
-from batchspec.io.columns import check_ids, map_columns
-from batchspec.io.reader import open_source
+from batchspec.config.compose import compose
+from batchspec.dataset.columns import check_ids, map_columns
+from batchspec.dataset.reader import open_source
 from batchspec.packing.admit import Admission
 from batchspec.records import Completion
 from tests.stand_ins import ByteTokenizer, small_spec

@@ -16,7 +16,7 @@ from batchspec.commands import doctor
 from batchspec.commands.workloads import shape_spec
 from batchspec.draft.head import products as head_products
 from batchspec.draft.weights import dummy_spec
-from batchspec.kernels.tiles import Tile
+from batchspec.kernels.gemm.tiles import Tile
 from batchspec.model import tuning
 from batchspec.model.tuning import Product, products, save
 

@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from batchspec.batch.device_batch import Rows
 from batchspec.cache.pages import KVCache, page_keys
-from batchspec.decode.round import Round, RoundOptions, RoundResult
-from batchspec.decode.rows import Rows
-from batchspec.decode.sampling import SamplingMode
 from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.engine.round import Round, RoundOptions, RoundResult
+from batchspec.engine.sampling import SamplingMode
 from batchspec.records import SamplingParams
 from tests.drafting import (
     TARGET,

@@ -14,13 +14,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from batchspec.cache.attention import AttentionPlan, plan_attention
-from batchspec.decode.engine import Engine
-from batchspec.decode.round import RoundOptions
 from batchspec.draft import eagle3, head, parallel, reader, tree
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.tree import TreeDrafter, TreeShape
 from batchspec.draft.weights import Head, load_head
+from batchspec.engine.engine import Engine
+from batchspec.engine.round import RoundOptions
 from batchspec.model import layers
 from batchspec.model.target import Target
 from tests.engines import DEVICE, packed, request, tiny_target

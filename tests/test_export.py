@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchspec.commands.export import main
+from batchspec.dataset.columns import map_columns
+from batchspec.dataset.openai import TURN_KEYS, parse_request
 from batchspec.errors import ConfigError, InputError, OutputError
-from batchspec.io.columns import map_columns
-from batchspec.io.openai import TURN_KEYS, parse_request
 from tests.io_samples import built, completion, dataset, failed, new_folder, shards_of
 
 

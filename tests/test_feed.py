@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchspec.config import RunConfig
-from batchspec.io.columns import map_columns
-from batchspec.io.reader import InputShard, table_source
+from batchspec.config.schema import RunConfig
+from batchspec.dataset.columns import map_columns
+from batchspec.dataset.reader import InputShard, table_source
 from batchspec.packing.admit import Admission
 from batchspec.packing.feed import Feed
 from batchspec.records import Completion, Request

@@ -17,13 +17,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchspec.errors import BatchspecError, OutputError, StorageError
-from batchspec.io import footers
-from batchspec.io.footers import read_shard_file
-from batchspec.io.generations import Generation
-from batchspec.io.local import LocalStore
-from batchspec.io.manifest import MANIFEST
-from batchspec.io.s3 import S3Store
-from batchspec.io.shards import OutputFolder
+from batchspec.runstate import footers
+from batchspec.runstate.footers import read_shard_file
+from batchspec.runstate.generations import Generation
+from batchspec.runstate.manifest import MANIFEST
+from batchspec.runstate.shards import OutputFolder
+from batchspec.storage.local import LocalStore
+from batchspec.storage.s3 import S3Store
 from tests.io_samples import new_folder
 from tests.s3_lab import BUCKET, Lab, running_lab
 from tests.test_shards import tables

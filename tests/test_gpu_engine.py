@@ -13,10 +13,6 @@ import pytest
 import torch
 
 from batchspec.cache.pages import PagePool
-from batchspec.decode import prefill, scheduler
-from batchspec.decode.engine import Engine
-from batchspec.decode.round import RoundOptions
-from batchspec.decode.sampling import SamplingMode
 from batchspec.draft.base import Drafter, NoDrafter
 from batchspec.draft.corpus import Corpus
 from batchspec.draft.eagle3 import Eagle3Drafter
@@ -26,6 +22,10 @@ from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
 from batchspec.draft.tree import PRODUCTS, TreeDrafter, TreeShape
 from batchspec.draft.weights import load_head
 from batchspec.draft.window import WindowDrafter
+from batchspec.engine import prefill, scheduler
+from batchspec.engine.engine import Engine
+from batchspec.engine.round import RoundOptions
+from batchspec.engine.sampling import SamplingMode
 from batchspec.model.spec import ModelSpec, RopeSpec
 from batchspec.model.target import Target
 from batchspec.model.weights import expected_shapes

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from batchspec.decode.engine import Engine
-from batchspec.decode.groups import MIN_PAGES, Groups, shared_beginnings
-from batchspec.decode.output import Progress
-from batchspec.decode.scheduler import Row
 from batchspec.draft.base import NoDrafter
+from batchspec.engine.engine import Engine
+from batchspec.engine.request_state import Progress
+from batchspec.engine.scheduler import Row
+from batchspec.engine.shared_prefix import MIN_PAGES, Groups, shared_beginnings
 from tests.engines import DEVICE, VOCAB, packed, request, tiny_target
 
 

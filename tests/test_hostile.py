@@ -236,7 +236,7 @@ def test_secrets_reach_no_output_and_no_message(
 
 
 def crash() -> None:
-    from batchspec.decode.engine import Engine
+    from batchspec.engine.engine import Engine
 
     def broken(*_: Any) -> None:
         raise RuntimeError("an illegal memory access was encountered")

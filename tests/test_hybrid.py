@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from batchspec.batch.device_batch import Rows
 from batchspec.cache.pages import KVCache
-from batchspec.decode.engine import Engine
-from batchspec.decode.rows import Rows
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.hybrid import HybridDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
+from batchspec.engine.engine import Engine
 from batchspec.records import PackedBatch, Request
 from tests.engines import DEVICE, packed, plain_tokens, request, tiny_target
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from batchspec.commands.inspect import main
+from batchspec.dataset.reader import InputFile
 from batchspec.errors import OutputError
-from batchspec.io.reader import InputFile
 from tests.io_samples import built, completion, dataset, failed, new_folder, shards_of, stats
 
 

@@ -59,7 +59,7 @@ def test_the_demo_is_composed_from_the_wheel_in_any_folder(unpacked: Path, tmp_p
 
 
 def test_the_prompts_are_found_in_the_wheel(unpacked: Path, tmp_path: Path) -> None:
-    code = "from batchspec.compose import compose; print(compose(['+job=demo']).input.path)"
+    code = "from batchspec.config.compose import compose; print(compose(['+job=demo']).input.path)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(unpacked)}, check=True, capture_output=True, text=True
     )

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 import batchspec
 from batchspec import prepare, run
 from batchspec.commands import verify
-from batchspec.decode.engine import Engine
+from batchspec.engine.engine import Engine
 from batchspec.errors import ConfigError
 from tests.models import make_checkpoint, make_tokenizer
 
@@ -158,7 +158,7 @@ def test_tokens_do_not_depend_on_the_order_of_the_input(model: Path, data: Path,
 def run_until_second_commit(command: list[str], signal_name: str) -> subprocess.CompletedProcess[str]:
     """The job in a process of its own, which gets a real signal when its second shard is committed."""
     program = (
-        "import os, signal, sys; from batchspec import run; from batchspec.io.shards import OutputFolder as O\n"
+        "import os, signal, sys; from batchspec import run; from batchspec.runstate.shards import OutputFolder as O\n"
         "commit = O.commit\n"
         "def then_signalled(self, *rest):\n"
         "    commit(self, *rest)\n"
@@ -197,7 +197,7 @@ def test_ctrl_c_says_how_to_go_on_and_exits_75(model: Path, data: Path, finished
 def run_until_round(command: list[str], signal_name: str, count: int) -> subprocess.CompletedProcess[str]:
     """The job in a process of its own, which gets a real signal in the middle of a round."""
     program = (
-        "import os, signal, sys; from batchspec import run; from batchspec.decode.round import Round\n"
+        "import os, signal, sys; from batchspec import run; from batchspec.engine.round import Round\n"
         "run_round, seen = Round.run, []\n"
         "def signalled(self, *rest, **named):\n"
         "    seen.append(1)\n"

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchspec.io.journal import FOLDER, VERSION, Journal
-from batchspec.io.local import LocalStore
 from batchspec.records import Completion, RowError, RowStats, Snapshot
+from batchspec.runstate.journal import FOLDER, VERSION, Journal
+from batchspec.storage.local import LocalStore
 
 STATS = RowStats(
     drafter="lookup", draft_len=2, num_prefills=1, num_rounds=2, num_drafted=3, num_accepted=1, num_discarded=0,

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from batchspec.decode import launcher as launcher_module
-from batchspec.decode import prefill
-from batchspec.decode.engine import Engine
-from batchspec.decode.graphs import Shape
-from batchspec.decode.launched import Launched
-from batchspec.decode.launcher import Launcher
-from batchspec.decode.prefill import rehearse
-from batchspec.decode.sampling import SamplingMode
-from batchspec.decode.scheduler import PassCost
 from batchspec.draft.base import NoDrafter
+from batchspec.engine import launcher as launcher_module
+from batchspec.engine import prefill
+from batchspec.engine.engine import Engine
+from batchspec.engine.graphs import Shape
+from batchspec.engine.launched import Launched
+from batchspec.engine.launcher import Launcher
+from batchspec.engine.prefill import rehearse
+from batchspec.engine.sampling import SamplingMode
+from batchspec.engine.scheduler import PassCost
 from batchspec.records import PackedBatch
 from tests.engines import DEVICE, packed, request, tiny_target
 

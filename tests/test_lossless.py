@@ -17,12 +17,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchspec.decode import scheduler
-from batchspec.decode.accounts import EngineTotals
-from batchspec.decode.engine import Engine
-from batchspec.decode.graphs import Shape
-from batchspec.decode.round import RoundOptions, RoundResult
-from batchspec.decode.sampling import SamplingMode
 from batchspec.draft import corpus as corpus_module
 from batchspec.draft.base import Drafter, NoDrafter
 from batchspec.draft.corpus import Corpus
@@ -34,6 +28,12 @@ from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
 from batchspec.draft.tree import PRODUCTS, SUMS, TreeDrafter, TreeShape
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
+from batchspec.engine import scheduler
+from batchspec.engine.engine import Engine
+from batchspec.engine.graphs import Shape
+from batchspec.engine.output_processor import EngineTotals
+from batchspec.engine.round import RoundOptions, RoundResult
+from batchspec.engine.sampling import SamplingMode
 from batchspec.records import Completion, PackedBatch, Request, SamplingParams
 from tests.engines import DEVICE, VOCAB, ForcedDrafter, decode, full_logits, packed, plain_tokens, request, tiny_target
 

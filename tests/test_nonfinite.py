@@ -19,9 +19,6 @@ from safetensors.torch import load_file, save_file
 
 from batchspec import cli
 from batchspec import run as run_module
-from batchspec.decode.engine import Engine
-from batchspec.decode.output import NON_FINITE
-from batchspec.decode.round import RoundOptions
 from batchspec.draft.base import Drafter, NoDrafter
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.lookup import LookupDrafter
@@ -30,6 +27,9 @@ from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
 from batchspec.draft.tree import SUMS, TreeDrafter, TreeShape
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
+from batchspec.engine.engine import Engine
+from batchspec.engine.request_state import NON_FINITE
+from batchspec.engine.round import RoundOptions
 from batchspec.model.target import Target
 from batchspec.records import Completion, Request, SamplingParams
 from tests.engines import DEVICE, VOCAB, ForcedDrafter, decode, packed, plain_tokens, request, tiny_target

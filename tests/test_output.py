@@ -10,9 +10,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchspec.decode.output import Progress
-from batchspec.decode.stops import StopFinder
-from batchspec.kernels.accept import FULL
+from batchspec.engine.request_state import Progress
+from batchspec.engine.stop_strings import StopFinder
+from batchspec.kernels.rounds.accept import FULL
 from batchspec.records import Request, SamplingParams, Thinking
 
 PIECES = [b"a", b"b", b"ab", b"\n", b"END", b"E", b"ND", b"\xe4", b"\xbd", b"\xa0", b"", b" x"]

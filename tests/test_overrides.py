@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from batchspec.compose import compose, composed
+from batchspec.config.compose import compose, composed
+from batchspec.config.overrides import LISTS, for_hydra
+from batchspec.config.values import value_of
 from batchspec.errors import ConfigError
-from batchspec.overrides import LISTS, for_hydra
 from batchspec.train.settings import TrainRun
-from batchspec.values import value_of
 
 HOME = Path("~").expanduser()
 

@@ -18,12 +18,12 @@ import pytest
 
 from batchspec import run
 from batchspec.errors import OutputError, StorageError
-from batchspec.io.claims import FOLDER, STALE_S, Claims
-from batchspec.io.generations import Generation
-from batchspec.io.local import LocalStore
-from batchspec.io.manifest import MANIFEST
-from batchspec.io.overwrite import CREW, this_command
-from batchspec.io.shards import OutputFolder
+from batchspec.runstate.claims import FOLDER, STALE_S, Claims
+from batchspec.runstate.generations import Generation
+from batchspec.runstate.manifest import MANIFEST
+from batchspec.runstate.overwrite import CREW, this_command
+from batchspec.runstate.shards import OutputFolder
+from batchspec.storage.local import LocalStore
 from tests.io_samples import completion, new_folder
 from tests.runs import make_model, make_prompts, start_apart
 from tests.s3_lab import BUCKET, Lab, running_lab

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from batchspec import drafters
 from batchspec import run as job_run
+from batchspec.batch.device_batch import Rows
 from batchspec.cache.pages import KVCache
 from batchspec.commands.workloads import COMMON, make_job
-from batchspec.config import DraftConfig, RunConfig
-from batchspec.decode.engine import Engine
-from batchspec.decode.round import Round, RoundOptions
-from batchspec.decode.rows import Rows
+from batchspec.config.schema import DraftConfig, RunConfig
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec, load_head
+from batchspec.engine.engine import Engine
+from batchspec.engine.round import Round, RoundOptions
 from batchspec.errors import ConfigError
 from batchspec.records import SamplingParams
 from tests.drafting import (

@@ -14,11 +14,11 @@ import torch
 
 from batchspec import drafters
 from batchspec import run as job_run
-from batchspec.config import DraftConfig, RunConfig
-from batchspec.decode import scheduler
-from batchspec.decode.engine import Engine
-from batchspec.decode.round import Round, RoundOptions
+from batchspec.config.schema import DraftConfig, RunConfig
 from batchspec.draft.pard import PardDrafter, PardModel, load_pard, read_pard
+from batchspec.engine import scheduler
+from batchspec.engine.engine import Engine
+from batchspec.engine.round import Round, RoundOptions
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target

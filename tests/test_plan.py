@@ -15,7 +15,7 @@ import pytest
 
 from batchspec.commands import plan as command
 from batchspec.commands.plan import histogram, plan
-from batchspec.config import RunConfig
+from batchspec.config.schema import RunConfig
 from batchspec.errors import CapacityError, ConfigError, InputError
 from tests.models import write_weights
 from tests.stand_ins import ByteTokenizer
@@ -128,7 +128,7 @@ def test_the_command_prints_the_plan(job: RunConfig, capsys: pytest.CaptureFixtu
 PEAK = """
 import resource, sys
 from batchspec.commands.plan import plan
-from batchspec.config import RunConfig
+from batchspec.config.schema import RunConfig
 class Words:
     eos_ids, special_ids, added_ids, fingerprint = (2,), {}, {}, "words"
     def encode(self, text, **_): return [len(word) for word in text.split()]

@@ -14,9 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchspec.config import PackingConfig
-from batchspec.decode.adaptive import candidates
-from batchspec.decode.rows import Rows
+from batchspec.batch.device_batch import Rows
+from batchspec.config.schema import PackingConfig
+from batchspec.engine.draft_lengths import candidates
 from batchspec.errors import CapacityError
 from batchspec.model.spec import ModelSpec
 from batchspec.packing import planner

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchspec.config import InputConfig
+from batchspec.config.schema import InputConfig
+from batchspec.dataset.columns import ColumnMap, check_ids, map_columns, request_ids
+from batchspec.dataset.reader import Source, locate, open_source, table_source
+from batchspec.dataset.untyped import as_text
 from batchspec.errors import ConfigError, InputError
-from batchspec.io.columns import ColumnMap, check_ids, map_columns, request_ids
-from batchspec.io.reader import Source, locate, open_source, table_source
-from batchspec.io.untyped import as_text
 
 
 def write(path: Path, table: pa.Table, **options: Any) -> Path:
@@ -91,7 +91,7 @@ def test_json_lines_hold_whole_and_other_numbers_and_dates_stay_text(tmp_path: P
 
 
 def test_json_lines_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchspec.io.files.BATCH_BYTES", 64)
+    monkeypatch.setattr("batchspec.dataset.files.BATCH_BYTES", 64)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(50)))
     (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "say 50", "late": 1}))
     source = source_of(str(tmp_path))
@@ -109,7 +109,7 @@ def test_lines_that_are_bad_cost_their_rows_and_keep_what_can_be_read(tmp_path: 
     lines[39] = '{"id": "q39", "prompt": ["say 39"]}'
     (tmp_path / "in.jsonl").write_text("\n\n".join(lines))
     for block_bytes in (100, 1 << 20):
-        monkeypatch.setattr("batchspec.io.files.BATCH_BYTES", block_bytes)
+        monkeypatch.setattr("batchspec.dataset.files.BATCH_BYTES", block_bytes)
         source = source_of(str(tmp_path))
         columns = map_columns(source.schema, {})
         check_ids(source, columns)
@@ -221,8 +221,8 @@ def test_row_groups_of_skipped_shards_are_not_read(tmp_path: Path) -> None:
 
 MEASURE = """
 import resource, sys
-from batchspec.config import InputConfig
-from batchspec.io.reader import open_source
+from batchspec.config.schema import InputConfig
+from batchspec.dataset.reader import open_source
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 rows = sum(shard.table.num_rows for shard in open_source(InputConfig(path=sys.argv[1])).shards(256))
 print(rows, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
@@ -315,7 +315,7 @@ def test_duplicates_are_found_exactly_when_a_set_finds_them(ids: list[str], chun
 def test_meeting_hashes_are_compared_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     import numpy as np
 
-    monkeypatch.setattr("batchspec.io.columns._hash", lambda array: np.zeros(len(array), np.uint64))
+    monkeypatch.setattr("batchspec.dataset.columns._hash", lambda array: np.zeros(len(array), np.uint64))
     source = table_source(numbered(0, 50))
     check_ids(source, id_columns(source))
 

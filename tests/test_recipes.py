@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from batchspec.commands import bench
-from batchspec.compose import compose, composed
+from batchspec.config.compose import compose, composed
 from batchspec.train.settings import TrainRun
 from tests.models import make_checkpoint, make_tokenizer
 

@@ -12,13 +12,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchspec.checks import URLS
-from batchspec.config import InputConfig, RunConfig
+from batchspec.config.checks import URLS
+from batchspec.config.schema import InputConfig, RunConfig
+from batchspec.config.values import check_credentials
+from batchspec.dataset.reader import Source, open_source
 from batchspec.errors import BatchspecError, ConfigError, InputError, StorageError
-from batchspec.io import retry
-from batchspec.io.cloud import ANSWERED, Bucket, Passing
-from batchspec.io.reader import Source, open_source
-from batchspec.values import check_credentials
+from batchspec.storage import retry
+from batchspec.storage.cloud import ANSWERED, Bucket, Passing
 from tests.cloud_lab import ACCOUNT_KEY, BUCKET, TOKEN, CloudLab, Faults, running_azure, running_gcs
 from tests.dataset_hub_lab import TOKEN as HUB_TOKEN
 from tests.dataset_hub_lab import Hub, running_hub

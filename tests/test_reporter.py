@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from batchspec.decode.accounts import EngineTotals
+from batchspec.engine.output_processor import EngineTotals
 from batchspec.records import Completion
 from batchspec.report.progress import Progress
-from batchspec.work.reporter import Reporter
+from batchspec.runner.reporter import Reporter
 
 
 def done(num_tokens: int) -> Completion:

@@ -22,12 +22,12 @@ import torch
 
 from batchspec import run
 from batchspec.commands import verify
-from batchspec.decode.engine import Engine
-from batchspec.decode.round import Round
+from batchspec.engine.engine import Engine
+from batchspec.engine.round import Round
 from batchspec.errors import OutputError
-from batchspec.io.generations import Generations
-from batchspec.io.shards import OutputFolder
 from batchspec.records import Completion, Request, RowError
+from batchspec.runstate.generations import Generations
+from batchspec.runstate.shards import OutputFolder
 from tests.models import make_checkpoint, make_thinking_tokenizer
 from tests.runs import run_apart
 from tests.s3_lab import BUCKET, Lab, running_lab

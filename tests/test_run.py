@@ -11,8 +11,8 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from batchspec import run
-from batchspec.compose import _sweep_folder, compose
-from batchspec.config import RunConfig
+from batchspec.config.compose import _sweep_folder, compose
+from batchspec.config.schema import RunConfig
 from batchspec.errors import ConfigError, InputError, Interrupted
 
 GIVEN = ["model.path=m", "input.path=i.parquet", "output.dir=o"]

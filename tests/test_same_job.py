@@ -16,13 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from batchspec import run
-from batchspec.compose import compose
-from batchspec.config import RunConfig
-from batchspec.decode.engine import Engine
+from batchspec.config.compose import compose
+from batchspec.config.schema import RunConfig
+from batchspec.config.typed import keys
+from batchspec.engine.engine import Engine
 from batchspec.errors import OutputError
 from batchspec.job import check_output
 from batchspec.prepare import job_fingerprint, open_job
-from batchspec.typed import keys
 from tests.models import CHAT_TEMPLATE, make_checkpoint, make_thinking_tokenizer, make_tokenizer
 from tests.test_job import arguments, prompts
 

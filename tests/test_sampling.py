@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from batchspec.decode.rows import Rows
-from batchspec.decode.sampling import Places, SamplingMode, apply_penalties, choose, cutoffs, forbid_stop_ids, mark_output
-from batchspec.kernels import cutoff
+from batchspec.batch.device_batch import Rows
+from batchspec.engine.sampling import Places, SamplingMode, apply_penalties, choose, cutoffs, forbid_stop_ids, mark_output
+from batchspec.kernels.sampling import cutoff
 from batchspec.records import LEAST_TEMPERATURE, PackedBatch, SamplingParams
 
 VOCAB = 700  # more than QUICK_TOP, so that both the quick and the full sort run

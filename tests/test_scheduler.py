@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchspec.cache.pages import PagePool, page_keys
-from batchspec.decode.output import Progress
-from batchspec.decode.scheduler import PassCost, Row, Scheduler
+from batchspec.engine.request_state import Progress
+from batchspec.engine.scheduler import PassCost, Row, Scheduler
 from batchspec.errors import CapacityError
 from batchspec.packing.planner import order_requests
 from batchspec.packing.predict import LengthPredictor

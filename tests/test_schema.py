@@ -5,10 +5,10 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
-from batchspec.config import OutputConfig
+from batchspec.config.schema import OutputConfig
+from batchspec.dataset.columns import map_columns
+from batchspec.dataset.schema import output_schema
 from batchspec.errors import ConfigError
-from batchspec.io.columns import map_columns
-from batchspec.io.schema import output_schema
 
 ALWAYS = [
     "request_id", "row_index", "sample_index", "status", "messages", "completion", "reasoning", "reasoning_truncated",

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import batchspec.model.target as target_module
+from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.attention import AttentionPlan, plan_attention
-from batchspec.cache.batch import FlatBatch
 from batchspec.cache.pages import PagePool
 from batchspec.cache.verify import fits_verify, plan_verify
-from batchspec.decode import groups as groups_module
-from batchspec.decode.engine import Engine
 from batchspec.draft.base import NoDrafter
+from batchspec.engine import shared_prefix as groups_module
+from batchspec.engine.engine import Engine
 from batchspec.packing.planner import row_buckets
 from batchspec.records import Request
 from tests.engines import DEVICE, VOCAB, packed, request, tiny_target

@@ -23,11 +23,11 @@ from batchspec import run
 from batchspec.commands import status as command
 from batchspec.commands.status import render
 from batchspec.errors import ConfigError, Interrupted, OutputError, StorageError
-from batchspec.io import progress as progress_module
-from batchspec.io.claims import whoami
-from batchspec.io.progress import FOLDER, Beacon, RunProgress
-from batchspec.io.shards import OutputFolder
 from batchspec.report.status import JobStatus, Watcher
+from batchspec.runstate import progress as progress_module
+from batchspec.runstate.claims import whoami
+from batchspec.runstate.progress import FOLDER, Beacon, RunProgress
+from batchspec.runstate.shards import OutputFolder
 from tests.io_samples import built, dataset, new_folder, shards_of
 from tests.models import make_checkpoint, make_tokenizer
 
@@ -288,7 +288,7 @@ def started(words: list[str]) -> subprocess.Popen[str]:
     """The job in a process of its own, at 20 rounds a second and with a progress file every tenth of one."""
     program = (
         "import sys, time; from batchspec import run; from batchspec.io import progress\n"
-        "from batchspec.decode.round import Round\n"
+        "from batchspec.engine.round import Round\n"
         "progress.BEAT_S, step = 0.1, Round.run\n"
         "Round.run = lambda self, *rest, **named: (time.sleep(0.05), step(self, *rest, **named))[1]\n"
         "sys.exit(run.main(sys.argv[1:]))"

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from batchspec.errors import ConfigError, OutputError, StorageError
-from batchspec.io.local import LocalStore
-from batchspec.io.s3 import S3Store
-from batchspec.io.store import STALE_S, Store, Tail
+from batchspec.storage.local import LocalStore
+from batchspec.storage.s3 import S3Store
+from batchspec.storage.store import STALE_S, Store, Tail
 
 METHODS = ["link", "rename"]
 

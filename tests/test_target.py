@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchspec.cache.batch import FlatBatch
+from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.pages import KVCache
 from batchspec.errors import ConfigError
 from batchspec.model.spec import load_spec

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 from batchspec import run
 from batchspec.commands import plan, stats, verify
-from batchspec.decode import scheduler
-from batchspec.decode.accounts import EngineTotals
-from batchspec.decode.budget import Budgets
-from batchspec.decode.engine import Engine
-from batchspec.decode.output import Progress
-from batchspec.decode.round import RoundOptions
-from batchspec.decode.thinking import split_thoughts
 from batchspec.draft.base import Drafter, NoDrafter
 from batchspec.draft.lookup import LookupDrafter
+from batchspec.engine import scheduler
+from batchspec.engine.engine import Engine
+from batchspec.engine.output_processor import EngineTotals
+from batchspec.engine.request_state import Progress
+from batchspec.engine.round import RoundOptions
+from batchspec.engine.thinking import split_thoughts
+from batchspec.engine.thinking_budget import Budgets
 from batchspec.errors import ConfigError
 from batchspec.model.thinking import find_think_tokens
 from batchspec.model.tokenizer import Tokenizer

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from batchspec import cli, run
-from batchspec.config import InputConfig
+from batchspec.config.schema import InputConfig
+from batchspec.dataset.reader import open_source
 from batchspec.draft.weights import load_head
 from batchspec.errors import BatchspecError, ConfigError, InputError, Interrupted, OutputError, StorageError
-from batchspec.io.reader import open_source
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
 from batchspec.train.data import read_rows

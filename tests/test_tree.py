@@ -17,20 +17,20 @@ from torch import Tensor
 
 from batchspec import drafters
 from batchspec import run as job_run
-from batchspec.cache.batch import FlatBatch
+from batchspec.batch.device_batch import Rows
+from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.pages import KVCache
 from batchspec.commands import plan
 from batchspec.commands.workloads import COMMON, make_job
-from batchspec.config import DraftConfig, RunConfig, TreeConfig
-from batchspec.decode import graphs
-from batchspec.decode.engine import Engine
-from batchspec.decode.round import RoundOptions, RoundResult
-from batchspec.decode.rows import Rows
-from batchspec.decode.tree import TreeRound
+from batchspec.config.schema import DraftConfig, RunConfig, TreeConfig
 from batchspec.draft.base import Drafter, NoDrafter
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.tree import PRODUCTS, SUMS, TreeDrafter, TreeShape
 from batchspec.draft.weights import Head, load_head
+from batchspec.engine import graphs
+from batchspec.engine.engine import Engine
+from batchspec.engine.round import RoundOptions, RoundResult
+from batchspec.engine.tree_round import TreeRound
 from batchspec.errors import CapacityError, ConfigError
 from batchspec.records import SamplingParams
 from tests import drafting

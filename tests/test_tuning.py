@@ -16,8 +16,8 @@ from batchspec.commands.workloads import SHAPES, shape_spec
 from batchspec.draft.head import products as head_products
 from batchspec.draft.weights import dummy_spec
 from batchspec.errors import ConfigError
-from batchspec.kernels import trial
-from batchspec.kernels.tiles import Tile
+from batchspec.kernels.gemm import autotune as trial
+from batchspec.kernels.gemm.tiles import Tile
 from batchspec.model import tuning
 from batchspec.model.layers import Linear
 from batchspec.model.spec import ModelSpec, RopeSpec

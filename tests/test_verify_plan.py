@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from batchspec.batch.flat_batch import FlatBatch, TreeTail
 from batchspec.cache.attention import plan_attention
-from batchspec.cache.batch import FlatBatch, TreeTail
 from batchspec.cache.verify import fits_verify, plan_verify
-from batchspec.kernels.attention_list import SharedPrefixes
+from batchspec.kernels.attention.work_list import SharedPrefixes
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGE_SIZE, HEADS, KV_HEADS, DIM, SCALE = 16, 4, 2, 32, 0.2

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from batchspec.batch.device_batch import Rows
 from batchspec.cache.pages import KVCache
-from batchspec.decode.engine import Engine
-from batchspec.decode.rows import Rows
 from batchspec.draft.window import WindowDrafter
+from batchspec.engine.engine import Engine
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
 from batchspec.records import Completion

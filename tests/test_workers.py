@@ -20,7 +20,7 @@ import torch
 
 from batchspec import run
 from batchspec.cluster import workers
-from batchspec.config import RunConfig
+from batchspec.config.schema import RunConfig
 from batchspec.errors import ConfigError
 from tests.models import make_checkpoint, make_tokenizer
 

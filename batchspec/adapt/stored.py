@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 import safetensors.torch
 
 from batchspec.adapt.learner import Learner
-from batchspec.io.heads import HeadFiles
 from batchspec.model.target import Target
+from batchspec.runstate.heads import HeadFiles
 from batchspec.train.data import Numbers
 from batchspec.train.head import published_network
 from batchspec.train.network import HeadNetwork

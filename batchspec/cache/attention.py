@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from batchspec.cache.batch import FlatBatch
+from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.flash import fits_flash, plan_flash
 from batchspec.cache.padded import TorchPlan
 from batchspec.cache.verify import fits_verify, plan_verify

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchspec.kernels.slots import ragged_slots
+from batchspec.kernels.kv_cache.slot_mapping import ragged_slots
 
 if TYPE_CHECKING:
-    from batchspec.cache.batch import FlatBatch
+    from batchspec.batch.flat_batch import FlatBatch
 
 WORKSPACE_BYTES = 256 << 20
 RING = 8

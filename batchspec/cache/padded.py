@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from batchspec.cache.batch import FlatBatch
+    from batchspec.batch.flat_batch import FlatBatch
 
 _SHORT = 16
 """Rows of at most this many queries are attended together, padded; longer ones row by row."""

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from batchspec.kernels.attention_list import AttentionWork, SharedPrefixes
-from batchspec.kernels.attention_merge import partials_of
-from batchspec.kernels.attention_settings import DTYPES, MAX_QUERIES, work_shape
-from batchspec.kernels.attention_work import attention_work
-from batchspec.kernels.verify_attention import verify_attention
+from batchspec.kernels.attention.merge_states import partials_of
+from batchspec.kernels.attention.settings import DTYPES, MAX_QUERIES, work_shape
+from batchspec.kernels.attention.split_kv_schedule import attention_work
+from batchspec.kernels.attention.verify_attention import verify_attention
+from batchspec.kernels.attention.work_list import AttentionWork, SharedPrefixes
 
 if TYPE_CHECKING:
-    from batchspec.cache.batch import FlatBatch
+    from batchspec.batch.flat_batch import FlatBatch
 
 
 def fits_verify(batch: FlatBatch, dtype: torch.dtype) -> bool:

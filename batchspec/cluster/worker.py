@@ -12,9 +12,9 @@ import sys
 import threading
 
 from batchspec.cli import guarded
-from batchspec.compose import reported
+from batchspec.config.compose import reported
+from batchspec.config.typed import from_json
 from batchspec.run import run_here
-from batchspec.typed import from_json
 
 
 def main() -> int:

@@ -22,12 +22,12 @@ from types import FrameType
 from typing import IO
 
 from batchspec import terminal
-from batchspec.config import RunConfig
+from batchspec.config.schema import RunConfig
+from batchspec.config.typed import to_json
 from batchspec.errors import BatchspecError, ConfigError, Interrupted, StorageError, TooManyErrors
-from batchspec.io.overwrite import CREW
-from batchspec.io.shards import OutputFolder
-from batchspec.typed import to_json
-from batchspec.work.signals import SIGNALS
+from batchspec.runstate.overwrite import CREW
+from batchspec.runstate.shards import OutputFolder
+from batchspec.supervise.signals import SIGNALS
 
 PROGRAM = ("-m", "batchspec.cluster.worker")
 POLL_S = 0.1

@@ -29,8 +29,8 @@ from batchspec.commands.bench_engines import HEAD_DRAFTERS, OPTIONS, Bench, pars
 from batchspec.commands.bench_variants import Record, TransformersVariant, Variant, engine_variants
 from batchspec.commands.doctor import versions
 from batchspec.commands.workloads import SHAPES, make_job, make_workload
+from batchspec.config.values import violation
 from batchspec.errors import ConfigError
-from batchspec.values import violation
 
 JOB_ROWS = 192
 

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 
 from batchspec.commands.workloads import Workload
-from batchspec.decode.engine import Engine
-from batchspec.decode.round import RoundOptions
 from batchspec.draft.base import Drafter, NoDrafter
 from batchspec.draft.corpus import Corpus, usual_lengths
 from batchspec.draft.eagle3 import Eagle3Drafter
@@ -23,6 +21,8 @@ from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.tree import PRODUCTS, SUMS, TreeDrafter, TreeShape, usual_nodes
 from batchspec.draft.weights import Head, dummy_head, dummy_spec, load_head
 from batchspec.draft.window import WindowDrafter
+from batchspec.engine.engine import Engine
+from batchspec.engine.round import RoundOptions
 from batchspec.errors import ConfigError
 from batchspec.packing.planner import CPU_PREFILL, GPU_PREFILL, GPU_RUN_AHEAD, PAGE_SIZE, row_buckets
 from batchspec.records import PackedBatch

@@ -29,11 +29,9 @@ import pyarrow.parquet as pq
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.commands.workloads import COMMON, SHAPES
-from batchspec.compose import compose
-from batchspec.decode.accounts import EngineTotals
-from batchspec.decode.engine import Engine
-from batchspec.io.journal import Journal
-from batchspec.io.local import LocalStore
+from batchspec.config.compose import compose
+from batchspec.engine.engine import Engine
+from batchspec.engine.output_processor import EngineTotals
 from batchspec.job import check_output, compute
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.feed import WINDOW_SHARDS
@@ -41,7 +39,9 @@ from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, open_job
 from batchspec.records import Completion, Request, RowStats, Snapshot
 from batchspec.report.progress import Progress
-from batchspec.work.passes import JOURNAL_S
+from batchspec.runner.passes import JOURNAL_S
+from batchspec.runstate.journal import Journal
+from batchspec.storage.local import LocalStore
 
 TOKENS = 512
 """Of a prompt, and of an output."""

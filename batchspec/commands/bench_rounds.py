@@ -17,9 +17,9 @@ from batchspec import terminal
 from batchspec.commands.bench_engines import Bench, Way, ways
 from batchspec.commands.bench_variants import Record, clock
 from batchspec.commands.profile import PROFILED_ROUNDS, profile_calls
-from batchspec.decode.engine import Engine
-from batchspec.decode.graphs import Shape
-from batchspec.decode.sampling import SamplingMode
+from batchspec.engine.engine import Engine
+from batchspec.engine.graphs import Shape
+from batchspec.engine.sampling import SamplingMode
 from batchspec.errors import ConfigError
 
 WARM_ROUNDS = 3

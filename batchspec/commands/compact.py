@@ -20,9 +20,9 @@ import pyarrow.parquet as pq
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.errors import OutputError, StorageError
-from batchspec.io.footers import part_name
-from batchspec.io.shards import OutputFolder
-from batchspec.io.store import storing
+from batchspec.runstate.footers import part_name
+from batchspec.runstate.shards import OutputFolder
+from batchspec.storage.store import storing
 
 FILE_MB = 500
 GROUP_BYTES = 128 << 20

@@ -20,7 +20,7 @@ from batchspec.commands.workloads import SHAPES, shape_spec
 from batchspec.draft.head import products as head_products
 from batchspec.draft.weights import dummy_spec, judge_head
 from batchspec.errors import ConfigError
-from batchspec.kernels.pdl import supported
+from batchspec.kernels.common.pdl import supported
 from batchspec.model.hub import find_model, resolve_model
 from batchspec.model.spec import load_spec
 from batchspec.model.tuning import Product, products, save, tune, tuned_products

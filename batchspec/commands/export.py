@@ -28,10 +28,10 @@ import pyarrow.parquet as pq
 
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
+from batchspec.dataset.openai import Line, filled, parse_request, request_row, request_schema, response_line
 from batchspec.errors import ConfigError, InputError, OutputError
-from batchspec.io.openai import Line, filled, parse_request, request_row, request_schema, response_line
-from batchspec.io.shards import OutputFolder
-from batchspec.io.store import scanning, storing
+from batchspec.runstate.shards import OutputFolder
+from batchspec.storage.store import scanning, storing
 
 FORMATS = ("chat", "prompt_completion", "openai")
 SUFFIXES = {

@@ -10,12 +10,12 @@ import polars as pl
 
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
+from batchspec.dataset.reader import locate
 from batchspec.errors import OutputError
-from batchspec.io.footers import part_name
-from batchspec.io.manifest import Manifest
-from batchspec.io.reader import locate
-from batchspec.io.shards import OutputFolder
-from batchspec.io.store import scanning
+from batchspec.runstate.footers import part_name
+from batchspec.runstate.manifest import Manifest
+from batchspec.runstate.shards import OutputFolder
+from batchspec.storage.store import scanning
 from batchspec.text import one_line
 
 Row = Mapping[str, Any]

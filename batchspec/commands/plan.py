@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from batchspec import terminal
-from batchspec.compose import launch
-from batchspec.config import RunConfig
+from batchspec.config.compose import launch
+from batchspec.config.schema import RunConfig
 from batchspec.drafters import draft_kv_width, tree_shape
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.cost import Rates, device_rates, num_multiplied, page_bytes, weight_bytes

@@ -15,19 +15,19 @@ from pathlib import Path
 
 import numpy as np
 
-from batchspec.config import DecodeConfig, DraftConfig, InputConfig, ModelConfig, RunConfig
-from batchspec.decode.engine import Engine
+from batchspec.config.schema import DecodeConfig, DraftConfig, InputConfig, ModelConfig, RunConfig
+from batchspec.config.typed import shipped_prompts
 from batchspec.draft.base import NoDrafter
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.formats import HeadSpec
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.weights import Head, load_head, read_head_spec
+from batchspec.engine.engine import Engine
 from batchspec.errors import CheckpointError, InputError
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.prepare import Job, open_job
 from batchspec.records import Completion, PackedBatch, Request, SamplingParams
-from batchspec.typed import shipped_prompts
 
 DRAFT_LEN = 3
 SLOTS, PAGE_SIZE, PREFILL_TOKENS = 16, 16, 8192

@@ -27,9 +27,9 @@ import pyarrow.parquet as pq
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.commands.export import target_file
-from batchspec.config import InputConfig
+from batchspec.config.schema import InputConfig
+from batchspec.dataset.reader import open_source
 from batchspec.errors import CheckpointError, ConfigError, InputError, OutputError
-from batchspec.io.reader import open_source
 from batchspec.model.hub import find_model
 from batchspec.model.tokenizer import Tokenizer
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
-from batchspec.io.shards import OutputFolder
 from batchspec.report.page import write_report
+from batchspec.runstate.shards import OutputFolder
 
 
 def main(argv: Sequence[str] | None = None) -> int:

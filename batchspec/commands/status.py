@@ -11,9 +11,9 @@ from tqdm import tqdm
 
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
-from batchspec.io.progress import BEAT_S
-from batchspec.io.shards import OutputFolder
 from batchspec.report.status import JobStatus, RunStatus, Watcher
+from batchspec.runstate.progress import BEAT_S
+from batchspec.runstate.shards import OutputFolder
 from batchspec.text import MESSAGE_CHARS, one_line
 
 MAX_LIVING = 40

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from batchspec import terminal
-from batchspec.compose import launch
-from batchspec.config import ClusterConfig, RunConfig
+from batchspec.config.compose import launch
+from batchspec.config.schema import ClusterConfig, RunConfig
 from batchspec.errors import ConfigError
 
 TIMEOUT_S = 60.0

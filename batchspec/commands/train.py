@@ -15,17 +15,18 @@ from typing import Any
 import torch
 
 from batchspec import terminal
-from batchspec.compose import composed
-from batchspec.config import InputConfig
+from batchspec.config.compose import composed
+from batchspec.config.schema import InputConfig
+from batchspec.dataset.reader import Source, open_source
 from batchspec.draft.formats import HeadSpec
 from batchspec.draft.weights import head_bytes, judge_head
 from batchspec.errors import ConfigError
-from batchspec.io.reader import Source, open_source
 from batchspec.model.hub import find_model, resolve_model
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target, resolve_dtype
 from batchspec.model.weights import judge_model, weight_files
 from batchspec.prepare import choose_device
+from batchspec.supervise.signals import ending
 from batchspec.train.data import Numbers, Row, course, frequent_ids, read_rows, split_rows, unused_id
 from batchspec.train.folder import HeadFolder
 from batchspec.train.head import new_network, new_spec, published_network
@@ -34,7 +35,6 @@ from batchspec.train.network import HeadNetwork
 from batchspec.train.save import save_head
 from batchspec.train.settings import TrainRun, check_training
 from batchspec.train.teacher import Teacher
-from batchspec.work.signals import ending
 
 
 def main(argv: Sequence[str]) -> int:

@@ -20,21 +20,21 @@ from torch import Tensor
 
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
-from batchspec.config import DraftConfig
-from batchspec.decode.engine import Engine
-from batchspec.decode.prefill import Segment, flat_batch
-from batchspec.decode.sampling import Places, apply_penalties, forbid_stop_ids
+from batchspec.config.schema import DraftConfig
+from batchspec.config.typed import from_dict
 from batchspec.draft.base import NoDrafter
+from batchspec.engine.engine import Engine
+from batchspec.engine.prefill import Segment, flat_batch
+from batchspec.engine.sampling import Places, apply_penalties, forbid_stop_ids
 from batchspec.errors import OutputError, StorageError
-from batchspec.io.shards import OutputFolder
-from batchspec.io.store import scanning
-from batchspec.kernels.sample import gumbel_reference
+from batchspec.kernels.sampling.sample import gumbel_reference
 from batchspec.packing.planner import PAGE_SIZE
 from batchspec.prepare import Job, job_fingerprint, make_engine, open_job, survey_first
 from batchspec.records import Request
 from batchspec.report.progress import Progress
+from batchspec.runstate.shards import OutputFolder
+from batchspec.storage.store import scanning
 from batchspec.text import MESSAGE_CHARS, one_line
-from batchspec.typed import from_dict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

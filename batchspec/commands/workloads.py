@@ -14,12 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from batchspec.config.typed import from_dict
 from batchspec.errors import ConfigError
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target, resolve_dtype
 from batchspec.prepare import open_job
 from batchspec.records import Ids, Request, SamplingParams
-from batchspec.typed import from_dict
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama8b": {

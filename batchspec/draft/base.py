@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from batchspec.cache.batch import FlatBatch
+    from batchspec.batch.device_batch import Rows
+    from batchspec.batch.flat_batch import FlatBatch
     from batchspec.cache.pages import KVCache
-    from batchspec.decode.rows import Rows
-    from batchspec.decode.sampling import SamplingMode
+    from batchspec.engine.sampling import SamplingMode
 
 
 class Drafter(Protocol):

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from batchspec.kernels.corpus import SEED, next_hash, pack_entries
+from batchspec.kernels.drafting.corpus import SEED, next_hash, pack_entries
 
 Tokens = NDArray[np.int32]
 ENTRIES_A_TOKEN = 4

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from batchspec.kernels.argmax import argmax
-from batchspec.kernels.cutoff import cutoff
-from batchspec.kernels.noise import add_noise
+from batchspec.kernels.sampling.argmax import argmax
+from batchspec.kernels.sampling.cutoff import cutoff
+from batchspec.kernels.sampling.noise import add_noise
 
 if TYPE_CHECKING:
-    from batchspec.decode.rows import Rows
-    from batchspec.decode.sampling import SamplingMode
+    from batchspec.batch.device_batch import Rows
+    from batchspec.engine.sampling import SamplingMode
 
 
 @dataclass(frozen=True, slots=True, eq=False)

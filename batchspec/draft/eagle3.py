@@ -22,19 +22,19 @@ from typing import TYPE_CHECKING, Unpack
 import torch
 from torch import Tensor
 
+from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.attention import AttentionPlan
-from batchspec.cache.batch import FlatBatch
 from batchspec.draft.coupled import Draws, draws_of
 from batchspec.draft.head import Place
 from batchspec.draft.reader import HeadReader, Reading, zeros_on
 from batchspec.draft.weights import Head
-from batchspec.kernels.draft_steps import draft_steps
-from batchspec.kernels.live_rows import live_rows
+from batchspec.kernels.drafting.live_rows import live_rows
+from batchspec.kernels.drafting.prepare_chain_draft_inputs import draft_steps
 from batchspec.model.target import Target
 
 if TYPE_CHECKING:
+    from batchspec.batch.device_batch import Rows
     from batchspec.cache.pages import KVCache
-    from batchspec.decode.rows import Rows
 
 
 class Eagle3Drafter(HeadReader):

@@ -12,11 +12,11 @@ from batchspec.cache.attention import AttentionPlan
 from batchspec.draft.coupled import Draws
 from batchspec.draft.formats import HeadSpec
 from batchspec.draft.weights import Head
-from batchspec.kernels.argmax import argmax
-from batchspec.kernels.head_input import head_input
-from batchspec.kernels.lm_head import lm_head
-from batchspec.kernels.norm import rms_norm as tap_norm
-from batchspec.kernels.tiles import NORM_MAX_K, Tile
+from batchspec.kernels.drafting.head_input import head_input
+from batchspec.kernels.gemm.lm_head import lm_head
+from batchspec.kernels.gemm.tiles import NORM_MAX_K, Tile
+from batchspec.kernels.norm_rope.norm import rms_norm as tap_norm
+from batchspec.kernels.sampling.argmax import argmax
 from batchspec.model.fused import add_norm, rms_norm, rope_write
 from batchspec.model.layers import Linear
 from batchspec.model.rope import Rope

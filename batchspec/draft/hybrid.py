@@ -16,17 +16,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from batchspec.cache.batch import FlatBatch
+from batchspec.batch.flat_batch import FlatBatch
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.reader import zeros_on
-from batchspec.kernels.draft_choice import observe_drafts, pick_drafts
+from batchspec.kernels.drafting.draft_choice import observe_drafts, pick_drafts
 
 if TYPE_CHECKING:
+    from batchspec.batch.device_batch import Rows
     from batchspec.cache.pages import KVCache
-    from batchspec.decode.rows import Rows
-    from batchspec.decode.sampling import SamplingMode
+    from batchspec.engine.sampling import SamplingMode
 
 HEAD_PRIOR, LOOKUP_PRIOR = (4.8, 8.0), (4.0, 8.0)
 """Drafts kept and tried that head and lookup begin with, whatever the match length."""

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from batchspec.draft.base import NoFeatures
 from batchspec.draft.corpus import Corpus
-from batchspec.kernels.corpus import corpus_lookup
-from batchspec.kernels.ngram import ngram
+from batchspec.kernels.drafting.corpus import corpus_lookup
+from batchspec.kernels.drafting.ngram import ngram
 
 if TYPE_CHECKING:
+    from batchspec.batch.device_batch import Rows
     from batchspec.cache.pages import KVCache
-    from batchspec.decode.rows import Rows
 
 
 class LookupDrafter(NoFeatures):

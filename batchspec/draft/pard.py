@@ -19,20 +19,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from batchspec.cache.batch import FlatBatch
+from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import Usual
 from batchspec.draft.coupled import draws_of
 from batchspec.draft.formats import read_mask_token
 from batchspec.draft.window import WindowDrafter
-from batchspec.kernels.round_inputs import round_inputs
+from batchspec.kernels.rounds.prepare_verify_inputs import round_inputs
 from batchspec.model.config_values import ConfigReader, read_json, shown
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import weight_files
 
 if TYPE_CHECKING:
-    from batchspec.decode.rows import Rows
+    from batchspec.batch.device_batch import Rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

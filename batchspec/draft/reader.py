@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 from torch import Tensor
 
+from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.attention import AttentionPlan, plan_attention
-from batchspec.cache.batch import FlatBatch
 from batchspec.draft.base import Usual
 from batchspec.draft.head import EagleHead, Place
 from batchspec.draft.weights import Head

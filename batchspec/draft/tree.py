@@ -20,19 +20,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from batchspec.cache.batch import FlatBatch, TreeTail
+from batchspec.batch.flat_batch import FlatBatch, TreeTail
 from batchspec.draft.coupled import Draws, draws_of
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.head import Place
 from batchspec.draft.weights import Head
-from batchspec.kernels.tree_level import Frontier, tree_level
-from batchspec.kernels.tree_places import MAX_NODES, tree_places
-from batchspec.kernels.tree_select import tree_select
+from batchspec.kernels.tree.tree_level import Frontier, tree_level
+from batchspec.kernels.tree.tree_places import MAX_NODES, tree_places
+from batchspec.kernels.tree.tree_select import tree_select
 from batchspec.model.target import Target
 
 if TYPE_CHECKING:
+    from batchspec.batch.device_batch import Rows
     from batchspec.cache.pages import KVCache
-    from batchspec.decode.rows import Rows
 
 SUMS, PRODUCTS = "sums", "products"
 USUAL_NODES = 60

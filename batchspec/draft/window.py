@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from batchspec.cache.batch import FlatBatch
+from batchspec.batch.flat_batch import FlatBatch
 from batchspec.draft.base import NoFeatures
 from batchspec.draft.coupled import draws_of
-from batchspec.kernels.draft_steps import draft_steps
+from batchspec.kernels.drafting.prepare_chain_draft_inputs import draft_steps
 from batchspec.model.target import Target
 
 if TYPE_CHECKING:
+    from batchspec.batch.device_batch import Rows
     from batchspec.cache.pages import KVCache
-    from batchspec.decode.rows import Rows
 
 
 class WindowDrafter(NoFeatures):

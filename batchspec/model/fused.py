@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchspec.kernels import activation, norm
-from batchspec.kernels import rope_write as rope
-from batchspec.kernels.kv_write import kv_write
+from batchspec.kernels.gemm import activation
+from batchspec.kernels.kv_cache.kv_write import kv_write
+from batchspec.kernels.norm_rope import norm
+from batchspec.kernels.norm_rope import rope_write as rope
 from batchspec.model.rope import Rope
 
 

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchspec.cache.attention import AttentionPlan
-from batchspec.kernels import linear as kernels
-from batchspec.kernels.tiles import Tile
+from batchspec.kernels.gemm import linear as kernels
+from batchspec.kernels.gemm.tiles import Tile
 from batchspec.model.fused import add_norm, rms_norm, rope_write, silu_and_mul
 from batchspec.model.rope import Rope
 from batchspec.model.spec import ModelSpec

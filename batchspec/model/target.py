@@ -9,12 +9,12 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
+from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.attention import plan_attention
-from batchspec.cache.batch import FlatBatch
 from batchspec.cache.pages import KVCache
 from batchspec.errors import ConfigError
-from batchspec.kernels.argmax import argmax
-from batchspec.kernels.lm_head import lm_head
+from batchspec.kernels.gemm.lm_head import lm_head
+from batchspec.kernels.sampling.argmax import argmax
 from batchspec.model.fused import add_norm, rms_norm
 from batchspec.model.layers import DecoderLayer, Linear
 from batchspec.model.rope import rope_frequencies, rope_of

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from batchspec.errors import ConfigError
-from batchspec.kernels.tiles import NORM_MAX_K, Tile
-from batchspec.kernels.trial import run_trials
+from batchspec.kernels.gemm.autotune import run_trials
+from batchspec.kernels.gemm.tiles import NORM_MAX_K, Tile
 from batchspec.model.spec import ModelSpec
 
 TOKEN_COUNTS = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 576, 640, 768, 1024)

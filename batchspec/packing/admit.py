@@ -30,18 +30,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from batchspec.config import RunConfig
+from batchspec.config.schema import RunConfig
+from batchspec.config.values import violation
+from batchspec.dataset.columns import ColumnMap, request_ids
+from batchspec.dataset.messages import BadChat, read_chat
+from batchspec.dataset.reader import InputShard, Source, locate
+from batchspec.dataset.untyped import json_kinds
 from batchspec.errors import ConfigError
-from batchspec.io.columns import ColumnMap, request_ids
-from batchspec.io.messages import BadChat, read_chat
-from batchspec.io.reader import InputShard, Source, locate
-from batchspec.io.untyped import json_kinds
 from batchspec.model.text_bytes import LongText
 from batchspec.model.thinking import find_think_tokens
 from batchspec.packing.cells import BadRow, json_cell, number_cell, plain_cell, prompt_cell, row_values, synthetic_len_cell
 from batchspec.packing.predict import LengthPredictor
 from batchspec.records import MAX_STOP_IDS, Completion, Ids, Request, RowError, SamplingParams, Thinking
-from batchspec.values import violation
 
 if TYPE_CHECKING:
     from batchspec.model.spec import ModelSpec

@@ -7,9 +7,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchspec.io.json_text import BadJson, BadText, called, parse
-from batchspec.io.messages import BadChat, messages_of, without_nulls
-from batchspec.io.untyped import is_csv, json_kinds, value_of
+from batchspec.dataset.json_text import BadJson, BadText, called, parse
+from batchspec.dataset.messages import BadChat, messages_of, without_nulls
+from batchspec.dataset.untyped import is_csv, json_kinds, value_of
 from batchspec.records import Ids
 
 NUMBERS = (

@@ -6,11 +6,11 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 
-from batchspec.io.journal import Journaled
-from batchspec.io.reader import InputShard
+from batchspec.dataset.reader import InputShard
 from batchspec.packing.admit import Admission
 from batchspec.packing.planner import order_requests
 from batchspec.records import Completion, Request
+from batchspec.runstate.journal import Journaled
 
 WINDOW_SHARDS = 4
 """Shards in flight at least: requests are ordered inside a window of this many."""

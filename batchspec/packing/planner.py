@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from batchspec.config import PackingConfig
+from batchspec.config.schema import PackingConfig
 from batchspec.errors import CapacityError
 from batchspec.model.spec import ModelSpec
 from batchspec.packing.cost import Rates, page_bytes, prefill_seconds, round_seconds

@@ -8,12 +8,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from batchspec.io.manifest import Manifest
+from batchspec.config.values import literal
 from batchspec.report.about import is_local, last_part, sampling
 from batchspec.report.columns import meaning
 from batchspec.report.stats import JobStats
+from batchspec.runstate.manifest import Manifest
 from batchspec.text import for_markdown, for_terminal, one_line
-from batchspec.values import literal
 
 CARD = """---
 configs:

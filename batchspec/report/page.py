@@ -6,8 +6,6 @@ import importlib.util
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from batchspec.errors import ConfigError
-from batchspec.io.manifest import Manifest
-from batchspec.io.shards import OutputFolder
 from batchspec.report import html
 from batchspec.report.about import last_part, sampling, when
 from batchspec.report.requests import Requests, Shown, read_requests
@@ -15,6 +13,8 @@ from batchspec.report.stats import Acceptance, JobStats, job_stats
 from batchspec.report.status import RunStatus, Watcher
 from batchspec.report.style import STYLE
 from batchspec.report.timeline import Course, course, parse_run
+from batchspec.runstate.manifest import Manifest
+from batchspec.runstate.shards import OutputFolder
 from batchspec.text import MESSAGE_CHARS, for_terminal
 
 MAX_GROUPS = 12

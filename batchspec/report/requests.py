@@ -10,8 +10,8 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from batchspec.io.shards import OutputFolder
-from batchspec.io.store import scanning
+from batchspec.runstate.shards import OutputFolder
+from batchspec.storage.store import scanning
 from batchspec.text import MESSAGE_CHARS
 
 Counts = NDArray[np.int64]

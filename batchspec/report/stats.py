@@ -11,9 +11,9 @@ from typing import Any
 import polars as pl
 
 from batchspec.errors import OutputError
-from batchspec.io.shards import OutputFolder
-from batchspec.io.store import scanning
 from batchspec.report.columns import type_names
+from batchspec.runstate.shards import OutputFolder
+from batchspec.storage.store import scanning
 
 PROMPT_EDGES = (128, 512, 2048, 8192, 32768)
 PROMPT_BUCKETS = [

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from batchspec.io.claims import is_gone, whoami
-from batchspec.io.progress import ProgressFiles, RunProgress
-from batchspec.io.shards import OutputFolder
+from batchspec.runstate.claims import is_gone, whoami
+from batchspec.runstate.progress import ProgressFiles, RunProgress
+from batchspec.runstate.shards import OutputFolder
 
 STUCK_S = 120.0
 """Without a round, though it has rows."""

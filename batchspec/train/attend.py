@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from batchspec.kernels.own_keys import merge_own_keys, own_keys_backward
+from batchspec.kernels.train.draft_step_attention import merge_own_keys, own_keys_backward
 
 _aten = torch.ops.aten
 _NARROW = (torch.bfloat16, torch.float16)

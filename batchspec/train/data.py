@@ -9,8 +9,8 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
+from batchspec.dataset.reader import Source
 from batchspec.errors import InputError
-from batchspec.io.reader import Source
 from batchspec.records import Ids
 
 Numbers = npt.NDArray[np.int64]

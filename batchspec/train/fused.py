@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchspec.kernels.gate import gate, gate_backward
-from batchspec.kernels.turn import turn
+from batchspec.kernels.train.rope_train import turn
+from batchspec.kernels.train.swiglu_train import gate, gate_backward
 
 
 class Turn(torch.autograd.Function):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchspec.kernels.distil import distil
+from batchspec.kernels.train.distil import distil
 from batchspec.train.network import HeadNetwork
 from batchspec.train.teacher import Lesson
 

@@ -6,9 +6,9 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from batchspec.config import DraftConfig, ModelConfig
+from batchspec.config.schema import DraftConfig, ModelConfig
+from batchspec.config.values import check_choices, check_credentials, check_given, check_ranges, check_saved, value_of
 from batchspec.errors import ConfigError
-from batchspec.values import check_choices, check_credentials, check_given, check_ranges, check_saved, value_of
 
 
 @dataclass(slots=True, kw_only=True)

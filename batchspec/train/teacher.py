@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchspec.cache.batch import FlatBatch, HostLayout
+from batchspec.batch.flat_batch import FlatBatch, HostLayout
 from batchspec.cache.pages import KVCache
 from batchspec.model.target import Target
 from batchspec.train.data import Row

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchspec.kernels.attention_list import AttentionWork, SharedPrefixes, WorkShape
-from batchspec.kernels.attention_merge import partials_of
-from batchspec.kernels.attention_work import attention_work
-from batchspec.kernels.verify_attention import verify_attention, verify_attention_reference
+from batchspec.kernels.attention.merge_states import partials_of
+from batchspec.kernels.attention.split_kv_schedule import attention_work
+from batchspec.kernels.attention.verify_attention import verify_attention, verify_attention_reference
+from batchspec.kernels.attention.work_list import AttentionWork, SharedPrefixes, WorkShape
 
 PAGE_SIZE = 16
 SMALL = {"tile": 16, "block": 16, "min_chunk": 16, "short": 16, "max_whole": 0, "group_tile": 32, "group_block": 32}

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.kernels.accept import FAILED, MAX_DRAFT_LEN, accept
-from batchspec.kernels.argmax import NO_TOKEN
-from batchspec.kernels.mix import uniform_reference
+from batchspec.kernels.rounds.accept import FAILED, MAX_DRAFT_LEN, accept
+from batchspec.kernels.sampling.argmax import NO_TOKEN
+from batchspec.kernels.sampling.mix import uniform_reference
 
 POISON = -7
 L = 40

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.kernels.activation import BLOCK, silu_and_mul, silu_and_mul_reference
+from batchspec.kernels.gemm.activation import BLOCK, silu_and_mul, silu_and_mul_reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Two roundings of the dtype; the interpreter cuts bf16 off instead of rounding it.

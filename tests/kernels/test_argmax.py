@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.kernels.argmax import BLOCK, NO_TOKEN, argmax
+from batchspec.kernels.sampling.argmax import BLOCK, NO_TOKEN, argmax
 
 POISON = -7
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -122,7 +122,7 @@ def test_equals_a_plain_loop(rows: list[list[float]], interpret: bool, device: t
 def test_cpu_tensors_take_the_reference_unless_interpreting_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.cuda.is_available() or os.environ["TRITON_INTERPRET"] == "1"
     shapes: list[torch.Size] = []
-    monkeypatch.setattr("batchspec.kernels.argmax.argmax_reference", lambda logits, **_: shapes.append(logits.shape))
+    monkeypatch.setattr("batchspec.kernels.sampling.argmax.argmax_reference", lambda logits, **_: shapes.append(logits.shape))
     argmax(torch.zeros(1, 4), out_ids=torch.zeros(1, dtype=torch.int32))
     assert shapes == [(1, 4)]
 

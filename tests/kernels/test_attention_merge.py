@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from batchspec.kernels.attention_merge import PARTS, merge_parts
+from batchspec.kernels.attention.merge_states import PARTS, merge_parts
 
 
 @pytest.mark.parametrize("num_parts", [2, PARTS, 2 * PARTS + 3])

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchspec.kernels.attention_list import AttentionWork, WorkShape
-from batchspec.kernels.attention_settings import work_shape
-from batchspec.kernels.attention_work import attention_work
+from batchspec.kernels.attention.settings import work_shape
+from batchspec.kernels.attention.split_kv_schedule import attention_work
+from batchspec.kernels.attention.work_list import AttentionWork, WorkShape
 from tests.kernels.attention_cases import PAGE_SIZE, make_case, share
 
 

@@ -7,8 +7,10 @@ import re
 import pytest
 import torch
 
-from batchspec.kernels import accept, compact, ngram, slots
-from batchspec.kernels.bench import Bench, wall_us
+from batchspec.kernels.benchmarks.timing import Bench, wall_us
+from batchspec.kernels.drafting import ngram
+from batchspec.kernels.kv_cache import slot_mapping as slots
+from batchspec.kernels.rounds import accept, compact
 
 
 @pytest.mark.parametrize(("module", "name"), [(accept, "accept"), (slots, "slots"), (ngram, "ngram"), (compact, "compact")])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchspec.draft.corpus import build_table
-from batchspec.kernels.corpus import corpus_lookup, pack_entries
+from batchspec.kernels.drafting.corpus import corpus_lookup, pack_entries
 
 POISON = 9
 Proposal = tuple[list[int], int]

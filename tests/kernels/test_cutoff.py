@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.kernels import cutoff as module
-from batchspec.kernels.cutoff import cutoff
+from batchspec.kernels.sampling import cutoff as module
+from batchspec.kernels.sampling.cutoff import cutoff
 
 INF, NAN = float("inf"), float("nan")
 

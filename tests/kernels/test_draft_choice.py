@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.kernels.draft_choice import BLOCK, MEMORY, observe_drafts, pick_drafts
+from batchspec.kernels.drafting.draft_choice import BLOCK, MEMORY, observe_drafts, pick_drafts
 
 POISON = -7
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchspec.kernels.draft_places import draft_places
+from batchspec.kernels.drafting.prepare_parallel_draft_inputs import draft_places
 
 POISON = -7
 PAGE_SIZE = 4

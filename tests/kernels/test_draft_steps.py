@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchspec.kernels.draft_steps import draft_steps
+from batchspec.kernels.drafting.prepare_chain_draft_inputs import draft_steps
 
 POISON = -7
 PAGE_SIZE = 4

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchspec.kernels.gate import BLOCK, gate, gate_backward, gate_backward_reference, gate_reference
+from batchspec.kernels.train.swiglu_train import BLOCK, gate, gate_backward, gate_backward_reference, gate_reference
 
 # Two roundings of the dtype; the interpreter cuts bf16 off instead of rounding it.
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float64: 1e-12}

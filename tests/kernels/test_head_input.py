@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.kernels.head_input import head_input, head_input_reference
+from batchspec.kernels.drafting.head_input import head_input, head_input_reference
 
 # Three roundings of the dtype; the interpreter cuts bf16 off instead of rounding it.
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2**-5, torch.float16: 2**-8, torch.float64: 1e-12}

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchspec.kernels.kv_move import kv_move
+from batchspec.kernels.kv_cache.kv_move import kv_move
 from tests.kernels.trees import ints
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from batchspec.kernels.kv_write import kv_write
+from batchspec.kernels.kv_cache.kv_write import kv_write
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 POISON = 77.0

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.kernels.linear import (
+from batchspec.kernels.gemm.linear import (
     linear,
     linear_add,
     norm_linear,
@@ -18,8 +18,8 @@ from batchspec.kernels.linear import (
     swiglu,
     swiglu_reference,
 )
-from batchspec.kernels.parts import counters
-from batchspec.kernels.tiles import BLOCKS, SHARED_BYTES, WHOLE, Tile, candidates
+from batchspec.kernels.gemm.split_k import counters
+from batchspec.kernels.gemm.tiles import BLOCKS, SHARED_BYTES, WHOLE, Tile, candidates
 
 DTYPES = [torch.float32, torch.bfloat16]
 WHOLE_TILE = Tile(16, 32, 32, 2, 4, False)

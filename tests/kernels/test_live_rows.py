@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.kernels.live_rows import live_rows
+from batchspec.kernels.drafting.live_rows import live_rows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 POISON = -7

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.kernels.argmax import NO_TOKEN
-from batchspec.kernels.lm_head import BLOCK, lm_head, lm_head_reference
-from batchspec.kernels.tiles import Tile
+from batchspec.kernels.gemm.lm_head import BLOCK, lm_head, lm_head_reference
+from batchspec.kernels.gemm.tiles import Tile
+from batchspec.kernels.sampling.argmax import NO_TOKEN
 
 POISON = -7
 INF, NAN = float("inf"), float("nan")

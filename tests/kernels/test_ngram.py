@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchspec.kernels.ngram import BLOCK, ngram
+from batchspec.kernels.drafting.ngram import BLOCK, ngram
 
 POISON = -7
 Proposals = list[list[int]]

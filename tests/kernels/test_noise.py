@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from batchspec.kernels.noise import BLOCK, add_noise
-from batchspec.kernels.sample import gumbel_reference, sample
+from batchspec.kernels.sampling.noise import BLOCK, add_noise
+from batchspec.kernels.sampling.sample import gumbel_reference, sample
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.kernels.norm import add_norm, add_norm_reference, rms_norm
+from batchspec.kernels.norm_rope.norm import add_norm, add_norm_reference, rms_norm
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Three roundings of the dtype; the interpreter cuts bf16 off instead of rounding it.

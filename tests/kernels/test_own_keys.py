@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.kernels.own_keys import (
+from batchspec.kernels.train.draft_step_attention import (
     merge_own_keys,
     merge_own_keys_reference,
     own_keys_backward,

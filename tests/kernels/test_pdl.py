@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from batchspec.kernels import pdl
-from batchspec.kernels.norm import add_norm, rms_norm
+from batchspec.kernels.common import pdl
+from batchspec.kernels.norm_rope.norm import add_norm, rms_norm
 
 
 def test_launches_overlap_where_the_card_can(device: torch.device) -> None:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.kernels import rope_write as module
-from batchspec.kernels.rope_write import rope_write
+from batchspec.kernels.norm_rope import rope_write as module
+from batchspec.kernels.norm_rope.rope_write import rope_write
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Roundings of cos, sin, a product and the sum; the interpreter cuts bf16 off instead of rounding it.

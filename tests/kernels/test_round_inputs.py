@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchspec.kernels.round_inputs import round_inputs
+from batchspec.kernels.rounds.prepare_verify_inputs import round_inputs
 
 POISON = -7
 PAGE_SIZE = 4

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.kernels.argmax import NO_TOKEN, argmax
-from batchspec.kernels.mix import (
+from batchspec.kernels.sampling.argmax import NO_TOKEN, argmax
+from batchspec.kernels.sampling.mix import (
     mix32,
     mix32_reference,
     mix64_reference,
@@ -23,7 +23,7 @@ from batchspec.kernels.mix import (
     uniform,
     uniform_reference,
 )
-from batchspec.kernels.sample import BLOCK, gumbel, gumbel_reference, sample, words_reference
+from batchspec.kernels.sampling.sample import BLOCK, gumbel, gumbel_reference, sample, words_reference
 
 POISON = -7
 INF, NAN = float("inf"), float("nan")

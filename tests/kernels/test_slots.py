@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchspec.kernels.slots import BLOCK, ragged_slots
+from batchspec.kernels.kv_cache.slot_mapping import BLOCK, ragged_slots
 
 POISON = -7
 PAGE_SIZE = 4

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.kernels.tree_level import Frontier, tree_level
+from batchspec.kernels.tree.tree_level import Frontier, tree_level
 from tests.kernels.trees import ints
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.kernels.tree_places import tree_places
+from batchspec.kernels.tree.tree_places import tree_places
 from tests.kernels.trees import ints, random_parents, way_up
 
 PAGE_SIZE = 4

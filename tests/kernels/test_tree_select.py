@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchspec.kernels.tree_select import tree_select
+from batchspec.kernels.tree.tree_select import tree_select
 from tests.kernels.trees import ints
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchspec.kernels.tree_walk import tree_walk
+from batchspec.kernels.tree.tree_walk import tree_walk
 from tests.kernels.trees import ints, random_parents, way_up
 
 Walked = tuple[list[list[int]], list[list[int]], list[list[int]], list[int]]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.kernels.turn import turn, turn_reference
+from batchspec.kernels.train.rope_train import turn, turn_reference
 
 # The interpreter cuts bf16 off instead of rounding it.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float64: 1e-14}

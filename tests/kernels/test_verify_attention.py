@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.kernels.attention_merge import partials_of
-from batchspec.kernels.attention_settings import config_of, tile_of
-from batchspec.kernels.verify_attention import verify_attention
+from batchspec.kernels.attention.merge_states import partials_of
+from batchspec.kernels.attention.settings import config_of, tile_of
+from batchspec.kernels.attention.verify_attention import verify_attention
 from tests.kernels.attention_cases import PAGE_SIZE, Case, make_case, share
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}

@@ -1,0 +1,79 @@
+"""The flat tokens that one forward reads, and where their keys lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from batchspec.kernels.attention.work_list import SharedPrefixes
+
+
+@dataclass(slots=True, kw_only=True)
+class FlatBatch:
+    """Tokens of several rows laid end to end: T tokens of R rows, what one forward of a model reads.
+
+    Row r owns the flat places q_start[r] .. q_start[r+1]-1, at consecutive positions that end at kv_len[r]-1; its keys
+    are positions 0 .. kv_len[r]-1 in the pages of page_table[r]. A row may own no place (a dead row). Places behind
+    q_start[R] are padding of a fixed budget: row 0, position 0, scratch slot.
+    """
+
+    token_ids: Tensor
+    """int32 [T]"""
+    row_ids: Tensor
+    """int32 [T] the row each token belongs to"""
+    positions: Tensor
+    """int64 [T] position in the row, which is also its RoPE position"""
+    slots: Tensor
+    """int64 [T] cache location page * page_size + offset where its K/V is written; page 0 is scratch"""
+    q_start: Tensor
+    """int32 [R+1]"""
+    kv_len: Tensor
+    """int32 [R] keys that the row's last token sees, itself included; 0 for a dead row"""
+    page_table: Tensor
+    """int32 [R, max pages a row]"""
+    max_q: int
+    """No row owns more places than this (host bound)."""
+    max_kv: int
+    """No kv_len is larger than this (host bound)."""
+    shared: SharedPrefixes | None = None
+    """Rows that begin with the same pages, for attention that reads those once; None where nothing is known of it."""
+    host: HostLayout | None = None
+    """What the host knows of the rows: of a prefill everything, of a round nothing."""
+    tree: TreeTail | None = None
+    """The last keys of each row are nodes of a tree: keys go by node, positions by depth, so several queries may share one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TreeTail:
+    """Who sees which of a row's last keys, where these are nodes of a tree. Before them every key is seen, as in any row."""
+
+    ancestors: Tensor
+    """int64 [T] bit j: the query sees key start[row] + j, its own or that of a node above it"""
+    start: Tensor
+    """int32 [R] key of node 0, whose position is that of depth 0"""
+    max_depth: int
+    """No node is deeper (host bound)."""
+    depths: Tensor | None = None
+    """int64 [S] depth of each node, the same in all rows; None: the batch's own places are the nodes, S of each row."""
+
+    def within(self, window: int | None, batch: FlatBatch) -> Tensor:
+        """The ancestors int64 [T] that a window leaves in sight."""
+        if window is None or window > self.max_depth:
+            return self.ancestors
+        depth = batch.positions - self.start[batch.row_ids]
+        depths = depth.view(self.start.shape[0], -1)[batch.row_ids] if self.depths is None else self.depths
+        near = depths > (depth - window).unsqueeze(1)
+        return self.ancestors & (near.long() << torch.arange(near.shape[1], device=near.device)).sum(1)
+
+
+@dataclass(frozen=True, slots=True)
+class HostLayout:
+    """q_len and kv_len of each row of a FlatBatch."""
+
+    q_len: Sequence[int]
+    kv_len: Sequence[int]

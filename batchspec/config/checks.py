@@ -1,0 +1,209 @@
+"""Every check of the configuration: what cannot run is refused in one line - key, value, limit, what to do."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+from batchspec.config.schema import DraftConfig, RunConfig
+from batchspec.config.values import (
+    CHOICES,
+    MAX_TREE_NODES,
+    MAX_TREE_PLACES,
+    RANGES,
+    check_choices,
+    check_credentials,
+    check_given,
+    check_ranges,
+    check_saved,
+    value_of,
+)
+from batchspec.errors import ConfigError
+
+URLS = ("input.path", "output.dir", "model.path", "model.revision", "model.chat_template", "draft.path")
+
+# Keys that not every drafter reads -> who does.
+READ_BY: dict[str, tuple[str, ...]] = {
+    "draft.min_ngram": ("lookup", "hybrid"),
+    "draft.max_ngram": ("lookup", "hybrid"),
+    "draft.growth": ("lookup", "hybrid"),
+    "draft.corpus_tokens": ("lookup", "hybrid"),
+    "draft.table_entries": ("lookup", "hybrid"),
+    "draft.head_len": ("hybrid",),
+    "draft.path": ("eagle3", "hybrid", "pard"),
+    "draft.aux_layers": ("eagle3", "hybrid"),
+    "draft.window": ("eagle3", "hybrid", "window"),
+    "draft.sink": ("eagle3", "hybrid", "window"),
+    "draft.parallel": ("eagle3", "hybrid", "pard"),
+    "draft.coupled": ("eagle3", "hybrid", "pard", "window"),
+    "draft.tree.topk": ("eagle3",),
+    "draft.tree.depth": ("eagle3",),
+    "draft.tree.nodes": ("eagle3",),
+    "draft.tree.rank": ("eagle3",),
+    "draft.adapt.every_shards": ("eagle3", "hybrid"),
+    "draft.adapt.time_share": ("eagle3", "hybrid"),
+    "draft.adapt.lr": ("eagle3", "hybrid"),
+    "decode.opt.dead_positions": ("eagle3", "hybrid"),
+}
+
+REQUIRED: dict[str, str] = {
+    "model.path": "a Hugging Face folder, a hub id or smollm2-135m; `+job=demo` is a job that has everything",
+    "input.path": "a Parquet or JSON-lines file, folder, glob or a list of them",
+    "output.dir": "the folder that the output goes to",
+}
+
+
+def check(config: RunConfig, *, require: Iterable[str] = ()) -> None:
+    """Refuse what cannot run, before any work. `require` names the keys that the caller cannot do without.
+
+    Raises ConfigError naming key, value, limit and what to do.
+    """
+    check_credentials(config, URLS)
+    check_saved(config)
+    check_given(config, {key: REQUIRED[key] for key in require})
+    check_choices(config, CHOICES)
+    _drafter(config)
+    check_ranges(config, RANGES)
+    _decode(config)
+    _thinking(config)
+    _names(config)
+    if config.resume.retry != "none" and config.output.overwrite:
+        raise ConfigError("output.overwrite=true leaves resume.retry nothing to retry; remove one of them")
+
+
+def _drafter(config: RunConfig) -> None:
+    draft = config.draft
+    defaults = RunConfig()
+    for key, readers in READ_BY.items():
+        value = value_of(config, key)
+        if draft.name not in readers and value != value_of(defaults, key):
+            who = " or ".join(f"draft={name}" for name in readers)
+            raise ConfigError(f"{key}={value} is not used by draft={draft.name}, only by {who}; remove the key")
+    for name, value in (("coupled", draft.coupled), ("parallel", draft.parallel)):
+        if value != "auto" and not isinstance(value, bool):
+            raise ConfigError(f"draft.{name}={value} must be one of auto, true, false")
+    if draft.name in ("eagle3", "hybrid") and draft.path is None and config.model.load != "dummy":
+        raise ConfigError(f"draft={draft.name} needs draft.path: the folder or hub id of an EAGLE-3 head made for the model")
+    if draft.name == "pard" and draft.path is None:
+        raise ConfigError("draft=pard needs draft.path: the folder or hub id of a small model with the target's tokenizer")
+    if draft.name == "window" and draft.window is None:
+        raise ConfigError(
+            "draft=window needs draft.window: how many of its newest keys the model drafts with; 512 to 2048 works well"
+        )
+    if draft.sink and draft.window is None:
+        raise ConfigError(f"draft.sink={draft.sink} without draft.window: all keys are read anyway; give a window or remove it")
+    if draft.min_ngram > draft.max_ngram:
+        raise ConfigError(f"draft.min_ngram={draft.min_ngram} exceeds draft.max_ngram={draft.max_ngram}; swap them")
+    if draft.table_entries is not None and not draft.corpus_tokens:
+        raise ConfigError(
+            f"draft.table_entries={draft.table_entries} without draft.corpus_tokens: there is no corpus to index; give both or "
+            "remove it"
+        )
+    _tree(config)
+    _adapt(config)
+    if draft.synthetic is not None:
+        _synthetic(draft, draft.synthetic)
+
+
+def _synthetic(draft: DraftConfig, rates: list[float]) -> None:
+    if draft.name == "none":
+        raise ConfigError(f"draft.synthetic={rates} is not used by draft=none; remove the key or choose draft=lookup")
+    key, depth = ("draft.tree.depth", draft.tree.depth) if draft.tree.depth else ("draft.max_len", draft.max_len)
+    if len(rates) != depth:
+        raise ConfigError(f"draft.synthetic={rates} has {len(rates)} rates; {key}={depth} needs as many")
+    falling = all(earlier >= later for earlier, later in itertools.pairwise(rates))
+    if not falling or not all(0.0 <= rate <= 1.0 for rate in rates):
+        raise ConfigError(f"draft.synthetic={rates} must be in 0 .. 1 and non-increasing: a draft counts only behind kept ones")
+
+
+def _tree(config: RunConfig) -> None:
+    draft, tree = config.draft, config.draft.tree
+    if tree.topk == 1:
+        for name, value, unused in (("depth", tree.depth, None), ("nodes", tree.nodes, None), ("rank", tree.rank, "sums")):
+            if value != unused:
+                raise ConfigError(
+                    f"draft.tree.{name}={value} is not used with draft.tree.topk=1, a chain; set topk or remove the key"
+                )
+        return
+    if draft.parallel is True:
+        raise ConfigError(
+            f"draft.tree.topk={tree.topk} grows a tree level by level, draft.parallel=true drafts all at once; remove one of them"
+        )
+    depth = tree.depth or draft.max_len
+    places, grown = (depth - 1) * tree.topk, tree.topk + (depth - 1) * tree.topk**2
+    if places > MAX_TREE_PLACES:
+        raise ConfigError(
+            f"draft.tree.topk={tree.topk} at {depth} levels takes {places} places to grow, more than {MAX_TREE_PLACES}; "
+            "lower it or draft.tree.depth"
+        )
+    if tree.nodes is not None and grown < tree.nodes <= MAX_TREE_NODES:
+        raise ConfigError(
+            f"draft.tree.nodes={tree.nodes} exceeds the {grown} nodes that draft.tree.topk={tree.topk} grows at {depth} levels; "
+            "lower it or remove the key"
+        )
+
+
+def _adapt(config: RunConfig) -> None:
+    draft, usual = config.draft, RunConfig().draft.adapt
+    if not draft.adapt.every_shards:
+        for name in ("time_share", "lr"):
+            if (value := getattr(draft.adapt, name)) != getattr(usual, name):
+                raise ConfigError(
+                    f"draft.adapt.{name}={value} without draft.adapt.every_shards: nothing learns; set it, 4 is usual"
+                )
+        return
+    asked = f"draft.adapt.every_shards={draft.adapt.every_shards}"
+    if draft.path is None:
+        raise ConfigError(f"{asked} needs draft.path: the head that learns; noise of model.load=dummy has nothing to learn")
+    if draft.synthetic is not None:
+        raise ConfigError(f"{asked} and draft.synthetic, which makes up what is accepted: nothing would come of it; remove one")
+    if config.decode.opt.overlap:
+        raise ConfigError(f"{asked} and decode.opt.overlap=true: learning and prefill would share a workspace; remove one")
+
+
+def _decode(config: RunConfig) -> None:
+    decode, max_len = config.decode, config.model.max_len
+    if decode.min_new_tokens > decode.max_new_tokens:
+        raise ConfigError(
+            f"decode.min_new_tokens={decode.min_new_tokens} exceeds decode.max_new_tokens={decode.max_new_tokens}; lower it"
+        )
+    if max_len is not None and decode.max_new_tokens >= max_len:
+        raise ConfigError(
+            f"decode.max_new_tokens={decode.max_new_tokens} leaves no room for a prompt in model.max_len={max_len}; "
+            "lower it or raise model.max_len"
+        )
+    if "" in decode.stop:
+        raise ConfigError(f"decode.stop={decode.stop} holds an empty string, which ends every output at once; remove it")
+    if any(token < 0 for token in decode.stop_ids):
+        raise ConfigError(f"decode.stop_ids={decode.stop_ids} must be token ids, at least 0; remove the negative ones")
+
+
+def _thinking(config: RunConfig) -> None:
+    decode, tokens = config.decode, config.model.think_tokens
+    listed = (
+        isinstance(tokens, list) and len(tokens) in (1, 2) and all(isinstance(item, str | int) and item != "" for item in tokens)
+    )
+    if not listed and tokens not in ("auto", "none"):
+        raise ConfigError(f"model.think_tokens={tokens!r} must be auto, none, [begin,end] or [end]; write [<think>,</think>]")
+    if decode.thinking_closing and decode.thinking_token_budget is None:
+        raise ConfigError(
+            "decode.thinking_closing without decode.thinking_token_budget is never written; set it or remove the key"
+        )
+    if decode.thinking_token_budget is not None and config.draft.synthetic is not None:
+        raise ConfigError("decode.thinking_token_budget says nothing where draft.synthetic makes up what is accepted; remove one")
+
+
+def _names(config: RunConfig) -> None:
+    path, copied = config.input.path, config.output.passthrough
+    if path is not None and not (path and (isinstance(path, str) or _is_names(path))):
+        raise ConfigError(f"input.path={path!r} must be a path or a list of paths; write input.path=[a.parquet,b.parquet]")
+    workers = config.cluster.workers
+    if workers != "auto" and not (type(workers) is int and workers > 0):
+        raise ConfigError(f"cluster.workers={workers} must be auto or at least 1; auto is one a GPU, and one on a CPU")
+    if copied not in ("all", "none") and not _is_names(copied):
+        raise ConfigError(f"output.passthrough={copied!r} must be all, none or a list of columns; write [a,b]")
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)

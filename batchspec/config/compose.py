@@ -1,0 +1,201 @@
+"""Where Hydra is called: overrides in, a checked RunConfig out, and every complaint of Hydra's as one line."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+from yaml import MarkedYAMLError, YAMLError  # type: ignore[import-untyped]
+
+from batchspec import terminal
+from batchspec.arguments import ArgumentParser
+from batchspec.config.checks import check
+from batchspec.config.overrides import for_hydra
+from batchspec.config.schema import RunConfig
+from batchspec.config.typed import from_hydra, register, suggest, type_error, typed, unknown_key
+from batchspec.errors import BatchspecError, ConfigError, Interrupted
+
+Schema = TypeVar("Schema")
+CONF = "batchspec.conf"
+GROUPS = ("model", "draft", "decode", "packing", "input", "output", "cluster", "resume")
+SWEEP_DIR = "hydra.sweep.dir="
+SUBMITIT = (f"{SWEEP_DIR}.submitit", "hydra.launcher.submitit_folder=.submitit/%j")
+"""Submitit hands its jobs over in a folder, and the nodes of a cluster do not see the temporary ones of this machine."""
+
+
+def compose(overrides: Sequence[str], *, require: Iterable[str] = ()) -> RunConfig:
+    """The configuration that the command line `overrides` would give, checked; leaves Hydra's global state as it was.
+
+    overrides   Hydra override strings, e.g. ("+job=demo", "decode.n=2")
+    require     keys that must be set, see `checks.check`
+    Raises ConfigError in one line for whatever is wrong.
+    """
+    register()
+    config = from_hydra(_composed("run", overrides, RunConfig()))
+    check(config, require=require)
+    return config
+
+
+def composed(name: str, overrides: Sequence[str], *, schema: type[Schema]) -> Schema:
+    """What conf/NAME.yaml, which starts from NAME_schema, gives with these overrides: a `schema`, unknown keys refused.
+
+    Raises ConfigError in one line for whatever is wrong but the values, which the caller checks.
+    """
+    flags = [word for word in overrides if word.startswith("-")]
+    if flags:
+        raise ConfigError(
+            f"{flags[0]} is no option of {name}; keys are written without dashes, `batchspec {name} --help` lists them"
+        )
+    register(f"{name}_schema", schema)
+    return typed(_composed(name, overrides, schema()), schema)
+
+
+def _composed(name: str, overrides: Sequence[str], known: Any) -> DictConfig:
+    """conf/NAME.yaml with these overrides; leaves Hydra's global state as it was. `known`: an instance that has every key."""
+    state = GlobalHydra.instance().hydra
+    try:
+        GlobalHydra.instance().clear()
+        with hydra.initialize_config_module(CONF, version_base="1.3"):
+            return hydra.compose(name, for_hydra(overrides))
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(one_line(error, known)) from error
+    finally:
+        GlobalHydra.instance().hydra = state
+
+
+def launch(task: Callable[[RunConfig], int | None], overrides: Sequence[str], *, require: Iterable[str]) -> int:
+    """Compose the configuration through Hydra's own command line (`--cfg`, `--help`, `-m`, `--config-dir`), check it,
+    call `task`; returns the exit code, which is the one that `task` returns where it returns one.
+
+    An error of batchspec or Hydra is one line on stderr; anything else is a crash and keeps its traceback. In a sweep
+    (`-m`) a failed job does not end the others and the code is 0, a signal ends it.
+    """
+    codes = [0]
+
+    def body(cfg: DictConfig) -> None:
+        code = reported(lambda: _checked(task, cfg, require))
+        if HydraConfig.get().mode == RunMode.RUN:
+            codes.append(code)
+        elif code == Interrupted.exit_code:
+            sys.exit(code)
+
+    try:
+        options = _check_options(overrides)
+    except ConfigError as error:
+        return _report(error)
+    register()
+    before, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises instead of printing its own report
+    try:
+        with _sweep_folder(overrides, sweep=options.multirun) as more:
+            sys.argv = ["batchspec", *for_hydra(overrides), *more]
+            hydra.main(version_base="1.3", config_path=f"pkg://{CONF}", config_name="run")(body)()
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        if full == "1":
+            raise
+        return _report(ConfigError(one_line(error)))
+    finally:
+        sys.argv = before
+        if full is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+    return codes[-1]
+
+
+def _check_options(words: Sequence[str]) -> Namespace:
+    """The options of Hydra's command line. Raises ConfigError for one that it does not have, or whose value it does not take."""
+    parser = ArgumentParser(prog="batchspec run", parents=[get_args_parser()], add_help=False)
+    options, unknown = parser.parse_known_args(list(words))
+    flags = [word for word in unknown if word.startswith("-")]
+    if flags:
+        raise ConfigError(f"{flags[0]} is no option; keys are written without dashes, `--help` lists options and keys")
+    return options
+
+
+def _checked(task: Callable[[RunConfig], int | None], cfg: DictConfig, require: Iterable[str]) -> int | None:
+    config = from_hydra(cfg)
+    check(config, require=require)
+    return task(config)
+
+
+def reported(task: Callable[[], int | None]) -> int:
+    """The exit code of a task: its own, or that of the error it ended with, which is said on stderr."""
+    try:
+        return task() or 0
+    except BatchspecError as error:
+        return _report(error)
+    except Exception:
+        terminal.trouble(traceback.format_exc())
+        return 1
+
+
+def _report(error: BatchspecError) -> int:
+    terminal.fail(error)
+    return error.exit_code
+
+
+@contextmanager
+def _sweep_folder(overrides: Sequence[str], *, sweep: bool) -> Iterator[list[str]]:
+    """Overrides that say where Hydra keeps the files of a sweep, unless the user does: a new folder that only the user may
+    write to and whose name nobody can know before; it is gone when the sweep ends."""
+    if any(item.startswith(SWEEP_DIR) for item in overrides):
+        yield []
+    elif "hydra/launcher=submitit_slurm" in overrides:
+        keys = {item.partition("=")[0] for item in overrides}
+        yield [item for item in SUBMITIT if item.partition("=")[0] not in keys]
+    elif sweep or any(item.startswith("hydra.mode=") for item in overrides):
+        with TemporaryDirectory(prefix="batchspec-sweep-", ignore_cleanup_errors=True) as folder:
+            yield [SWEEP_DIR + QuotedString(folder, Quote.single).with_quotes()]
+    else:
+        yield []
+
+
+def one_line(error: Exception, known: Any = None) -> str:
+    """What is wrong and what to do, from an exception of Hydra, omegaconf or the YAML parser. `known` as of `unknown_key`."""
+    text = str(error)
+    if isinstance(error, MissingConfigException) and error.options is not None and error.missing_cfg_file:
+        return _missing_option(error.missing_cfg_file, list(error.options))
+    if isinstance(error, OverrideParseException):
+        return f"cannot read the override '{error.override}'; write key=value, and quote what holds spaces or brackets"
+    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"{mark.name} line {mark.line + 1} is not YAML: {error.problem}"
+    override = re.search(r"Could not override '([^']+)'", text)
+    if override and "No match in the defaults list" in text:
+        group = override[1]
+        hint = suggest(group, GROUPS)
+        return f"{group} is no group of choices that has a default; {hint if hint else f'write +{group}=...'}"
+    said = f"{text}\n{error.__cause__}"  # hydra gives a key's full name in its own text or in its cause's
+    full_key = override or re.search(r"full_key: (\S+)", said)
+    recipe = re.search(r"^In '([^']+)': \w+ raised while composing config:\n(.*)", text)
+    where = f"{recipe[1]}: " if recipe else ""
+    if full_key and re.search(r"Key '[^']+' (is )?not in", said):
+        return f"{where}{unknown_key(full_key[1], known)}"
+    if isinstance(error, OmegaConfBaseException):
+        return type_error(error)
+    if isinstance(error.__cause__, OmegaConfBaseException) and not recipe:
+        return type_error(error.__cause__)
+    if recipe and full_key:
+        return f"{where}{full_key[1]}: {recipe[2]}"
+    return "; ".join(line.strip() for line in text.splitlines()[:2] if line.strip())
+
+
+def _missing_option(missing: str, options: list[str]) -> str:
+    group, _, name = missing.rpartition("/")
+    hint = suggest(name, options)
+    return f"{group}={name} is no choice of the group {group}; {hint + ' ' if hint else ''}choices: {', '.join(sorted(options))}"

@@ -1,0 +1,74 @@
+"""Overrides as users write them, in the form that Hydra reads: text that its grammar has no place for is quoted, one value where
+a list is expected becomes a list, and dictionaries that take any key need no `+`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, get_type_hints
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from batchspec.config.schema import RunConfig
+
+OPEN = ("input.columns", "input.template_kwargs")
+"""Dictionaries that take any key."""
+_PLAIN_LIST = re.compile(r"\[([^\[\]{}'\"]*)\]")
+
+
+def for_hydra(overrides: Sequence[str]) -> list[str]:
+    """The same overrides as Hydra reads them; options, and what has no `=`, stay as they are."""
+    return [item if item.startswith("-") or "=" not in item else _one(item) for item in overrides]
+
+
+def _one(override: str) -> str:
+    key, _, value = override.partition("=")
+    bare = key.lstrip("+~")
+    if bare in OPEN or bare.startswith(tuple(f"{name}." for name in OPEN)):
+        key = f"++{bare}" if not key.startswith("~") else key
+    if not _reads(f"{key}={value}"):
+        value = _quoted(value)
+    if bare in LISTS and value and value != "null" and not value.startswith(("[", "${")):
+        value = f"[{value}]"
+    return f"{key}={value}"
+
+
+def _reads(override: str) -> bool:
+    try:
+        OverridesParser.create().parse_override(override)
+    except HydraException:
+        return False
+    return True
+
+
+def _quoted(value: str) -> str:
+    """Text in quotes, and a list of text as a list of it. What is quoted, nested or an interpolation stays as it is: Hydra says
+    what is wrong with it.
+    """
+    listed = _PLAIN_LIST.fullmatch(value)
+    if listed:
+        return f"[{','.join(_quoted(item.strip()) for item in listed[1].split(','))}]"
+    if value.startswith(("'", '"', "[", "{")) or "${" in value:
+        return value
+    # Backslashes before a quote, the closing one too, count twice.
+    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
+    return f"'{escaped}'"
+
+
+def _lists(config: Any, prefix: str = "") -> list[str]:
+    """Keys whose value is a list."""
+    found: list[str] = []
+    hints = get_type_hints(type(config))
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if is_dataclass(value):
+            found += _lists(value, f"{prefix}{item.name}.")
+        elif str(hints[item.name]).startswith("list["):
+            found.append(prefix + item.name)
+    return found
+
+
+LISTS = frozenset(_lists(RunConfig()))

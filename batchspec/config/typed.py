@@ -1,0 +1,118 @@
+"""From what a user wrote to the dataclasses of `config.py`: unknown keys and wrong types end here, and Hydra's own types too."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields, is_dataclass
+from typing import Any, TypeVar
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from batchspec.config.schema import RunConfig
+from batchspec.config.values import PATHS, SHIPPED, expand_home, literal, shipped
+from batchspec.errors import ConfigError
+
+Schema = TypeVar("Schema")
+
+
+def keys(config: Any = None, prefix: str = "") -> list[str]:
+    """Every key of the configuration, dotted, groups left out."""
+    found: list[str] = []
+    node = RunConfig() if config is None else config
+    for item in fields(node):
+        value = getattr(node, item.name)
+        found += keys(value, f"{prefix}{item.name}.") if is_dataclass(value) else [prefix + item.name]
+    return found
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """'did you mean ...?' for a mistyped dotted name, or an empty string. A right last part in a wrong group counts."""
+    known = list(known)
+    leaves = {item.rsplit(".", 1)[-1]: item for item in reversed(known)}
+    close = difflib.get_close_matches(name, known, 1, 0.75)
+    close = close or [leaves[leaf] for leaf in difflib.get_close_matches(name.rsplit(".", 1)[-1], leaves, 1, 0.7)]
+    return f"did you mean {close[0]}?" if close else ""
+
+
+def unknown_key(key: str, config: Any = None) -> ConfigError:
+    """The error for a key that the configuration does not have. `config`: an instance that has them all, by default RunConfig."""
+    node = RunConfig() if config is None else config
+    known = [*keys(node), *(item.name for item in fields(node))]
+    return ConfigError(f"{key} is no key of the configuration; {suggest(key, known) or '`--help` lists them'}")
+
+
+def from_hydra(cfg: DictConfig) -> RunConfig:
+    """The composed configuration as plain dataclasses; `pkg://demo` becomes the path of the shipped prompts.
+
+    Raises ConfigError in one line for unknown keys, wrong types and values that are missing or cannot be resolved.
+    """
+    config = typed(cfg, RunConfig)
+    config.input.path = shipped_prompts(config.input.path)
+    return config
+
+
+def from_dict(values: Mapping[str, Any]) -> RunConfig:
+    """The configuration with these values in place of its defaults, group by group. Raises ConfigError as `from_hydra`.
+
+    Values are what they are: they come from a manifest or another process, and `${...}` in them is text.
+    """
+    return from_hydra(OmegaConf.create(literal(values)))
+
+
+def typed(cfg: DictConfig, schema: type[Schema]) -> Schema:
+    """A composed configuration as dataclasses of type `schema`, `~` in paths replaced. Raises ConfigError as `from_hydra`."""
+    known = schema()
+    _refuse_unknown(cfg, known, "", known)
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), cfg))
+    except OmegaConfBaseException as error:
+        raise ConfigError(type_error(error)) from error
+    assert isinstance(config, schema)
+    expand_home(config, PATHS)
+    return config
+
+
+def to_json(config: RunConfig) -> str:
+    """A checked configuration in one line, for another process."""
+    return json.dumps(asdict(config))
+
+
+def from_json(text: str) -> RunConfig:
+    """What `to_json` was given."""
+    return from_dict(json.loads(text))
+
+
+def type_error(error: OmegaConfBaseException) -> str:
+    """What omegaconf says about a wrong value in one line, the key first."""
+    said = (error.msg or str(error)).splitlines()[0]
+    if "is not a ListConfig" in said:
+        said = "it must be a list; write [value]"
+    return f"{error.full_key}: {said}" if error.full_key else said
+
+
+def _refuse_unknown(cfg: DictConfig, schema: Any, prefix: str, root: Any) -> None:
+    known = {item.name: getattr(schema, item.name) for item in fields(schema)}
+    for name in map(str, cfg):
+        if name not in known:
+            raise unknown_key(f"{prefix}{name}", root)
+        if is_dataclass(known[name]) and isinstance(cfg[name], DictConfig):
+            _refuse_unknown(cfg[name], known[name], f"{prefix}{name}.", root)
+
+
+def shipped_prompts(path: Any) -> Any:
+    """The path of prompts that batchspec ships, for `pkg://NAME`; any other path as it is. Raises ConfigError for other names."""
+    if not (isinstance(path, str) and path.startswith(SHIPPED)):
+        return path
+    name, found = path.removeprefix(SHIPPED), shipped("prompts", ".parquet")
+    if name not in found:
+        raise ConfigError(f"input.path={path} is not shipped with batchspec; shipped: {', '.join(found)}")
+    return str(found[name])
+
+
+def register(name: str = "run_schema", schema: type = RunConfig) -> None:
+    """Make a schema known to Hydra under the name that a file of conf starts from."""
+    ConfigStore.instance().store(name=name, node=schema)

@@ -1,0 +1,272 @@
+"""Which column of the dataset means what: the mapping, its types, and the ids of the rows."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+
+from batchspec.dataset.reader import InputShard, Source, derived_id, locate
+from batchspec.dataset.untyped import as_text, is_csv, json_kinds
+from batchspec.errors import ConfigError, InputError
+
+PROMPTS = ("messages", "prompt", "prompt_ids")
+TURNS = (("role", "content"), ("from", "value"))
+"""Fields of a message, OpenAI's and ShareGPT's."""
+CHAT_NAMES = ("messages", "conversations", "conversation", "chat", "dialog", "dialogue", "turns")
+PROMPT_NAMES = ("prompt", "question", "instruction", "text", "input", "query", "content")
+"""What columns of data sets are called that hold chats and prompts, for what is advised."""
+_JSON = {
+    "id": ("text", "number"), "messages": ("list", "text"), "prompt": ("text",), "prompt_ids": ("list",),
+    "stop": ("text", "list"), "system": ("text",), "tools": ("text", "list", "object"), "template_kwargs": ("object", "text"),
+}  # fmt: skip
+"""Which kinds of JSON values may be in a column of JSON text; all others take numbers."""
+
+
+def is_text(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return kind in (pa.string(), pa.large_string(), pa.string_view())
+
+
+def is_list(kind: pa.DataType) -> bool:
+    return any(test(kind) for test in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
+
+
+def _is_id(kind: pa.DataType) -> bool:
+    return is_text(kind) or bool(pa.types.is_integer(kind))
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    # Whole numbers too may come as floats: that is what pandas makes of a column with gaps. Admission checks the values.
+    return any(test(kind) for test in (pa.types.is_integer, pa.types.is_floating))
+
+
+def _is_messages(kind: pa.DataType) -> bool:
+    if is_text(kind):  # JSON text: told cell by cell
+        return True
+    if not is_list(kind) or not pa.types.is_struct(kind.value_type):
+        return False
+    fields = {field.name: field.type for field in kind.value_type}
+    return any(all(name in fields and is_text(fields[name]) for name in pair[:1]) and pair[1] in fields for pair in TURNS)
+
+
+def _is_token_ids(kind: pa.DataType) -> bool:
+    return is_list(kind) and bool(pa.types.is_integer(kind.value_type))
+
+
+def _is_stop(kind: pa.DataType) -> bool:
+    return is_text(kind) or (is_list(kind) and is_text(kind.value_type))
+
+
+def _is_object(kind: pa.DataType) -> bool:
+    return is_text(kind) or bool(pa.types.is_struct(kind))
+
+
+def _is_tools(kind: pa.DataType) -> bool:
+    return _is_object(kind) or (is_list(kind) and _is_object(kind.value_type))
+
+
+TYPES: Mapping[str, tuple[Callable[[pa.DataType], bool], str]] = {
+    "id": (_is_id, "string or integer"),
+    "messages": (_is_messages, "list<struct<role: string, content: string>>, ShareGPT's list<struct<from, value>>, JSON text"),
+    "prompt": (is_text, "string"),
+    "prompt_ids": (_is_token_ids, "list of integers"),
+    "max_new_tokens": (_is_number, "integer"),
+    "temperature": (_is_number, "float or integer"),
+    "top_p": (_is_number, "float or integer"),
+    "top_k": (_is_number, "integer"),
+    "min_p": (_is_number, "float or integer"),
+    "seed": (_is_number, "integer"),
+    "n": (_is_number, "integer"),
+    "thinking_token_budget": (_is_number, "integer"),
+    "stop": (_is_stop, "list of strings, or string"),
+    "system": (is_text, "string"),
+    "tools": (_is_tools, "JSON string, struct or list of structs"),
+    "template_kwargs": (_is_object, "JSON string or struct"),
+    "synthetic_len": (_is_number, "integer"),
+}
+"""batchspec's names, which column types each takes, and how an error calls them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnMap:
+    """batchspec's names and the dataset's columns behind them."""
+
+    names: Mapping[str, str]
+    prompt_kind: str
+    """messages, prompt or prompt_ids: the one that is mapped."""
+
+    def get(self, name: str) -> str | None:
+        """The dataset's column for one of batchspec's names; None where the dataset has none."""
+        return self.names.get(name)
+
+    @property
+    def prompt_column(self) -> str:
+        return self.names[self.prompt_kind]
+
+
+def map_columns(schema: pa.Schema, columns: Mapping[str, str | None]) -> ColumnMap:
+    """Map batchspec's names to columns: those of the same name by themselves, `columns` (input.columns) over them.
+
+    A name mapped to None is left out. Optional columns may have the null type (all rows empty). Raises ConfigError for a
+    name that batchspec does not know, InputError for a column that is not there, a wrong type, or not exactly one prompt.
+    """
+    for name in columns:
+        if name not in TYPES:
+            near = difflib.get_close_matches(name, TYPES, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the names are {', '.join(TYPES)}"
+            raise ConfigError(f"input.columns.{name}: batchspec has no column of that name; {hint}")
+    taken = set(columns.values())
+    there = set(schema.names)
+    names = {name: name for name in TYPES if name in there and name not in columns and name not in taken}
+    names |= {name: column for name, column in columns.items() if column is not None}
+    for name, column in names.items():
+        if column not in there:
+            raise InputError(
+                f"input.columns.{name}={column}: the input has no such column; its columns are {', '.join(schema.names[:50])}"
+            )
+        field = schema.field(column)
+        fits, allowed = TYPES[name]
+        if not (_fits(field, name, fits) or (pa.types.is_null(field.type) and name not in ("id", *PROMPTS))):
+            kinds = json_kinds(field)
+            kind = f"no type that fits: each cell is {' or '.join(sorted(kinds))}" if kinds else f"type {field.type}"
+            raise InputError(
+                f"column {column!r} is mapped to {name} but has {kind}; allowed: {allowed}; "
+                f"cast it or set input.columns.{name}=null"
+            )
+    return ColumnMap(names=names, prompt_kind=_only_prompt(names, schema))
+
+
+def _fits(field: pa.Field, name: str, fits: Callable[[pa.DataType], bool]) -> bool:
+    kinds = json_kinds(field)
+    if kinds:
+        return any(kind in kinds for kind in _JSON.get(name, ("number",)))
+    return fits(field.type) or (is_csv(field) and name != "prompt_ids")
+
+
+def _only_prompt(names: Mapping[str, str], schema: pa.Schema) -> str:
+    prompts = [name for name in PROMPTS if name in names]
+    if not prompts:
+        raise InputError(_no_prompt(schema))
+    if len(prompts) > 1:
+        listed = " and ".join(f"{name} (column {names[name]!r})" for name in prompts)
+        raise InputError(
+            f"exactly one prompt column is allowed but {listed} are mapped; set input.columns.{prompts[-1]}=null, or the other"
+        )
+    return prompts[0]
+
+
+def _no_prompt(schema: pa.Schema) -> str:
+    """What to say of an input that has no prompt column by its name: the line that maps the likely one."""
+    names = set(schema.names)
+    if {"custom_id", "body"} <= names:
+        return (
+            "the input holds OpenAI's batch requests; make an input of them, "
+            "batchspec export --from-openai REQUESTS.jsonl INPUT.parquet, and run that"
+        )
+    chats = [name for name in CHAT_NAMES if name in names and _fits(schema.field(name), "messages", _is_messages)]
+    texts = [name for name in PROMPT_NAMES if name in names and _fits(schema.field(name), "prompt", is_text)]
+    advice = f"messages={chats[0]}" if chats else f"prompt={texts[0] if texts else 'COLUMN'}"
+    listed = ", ".join(schema.names[:50]) + (f" and {len(schema) - 50:,} more" if len(schema) > 50 else "")
+    return (
+        f"no column is mapped to messages, prompt or prompt_ids; the input's columns are {listed}; "
+        f"name one, e.g. input.columns.{advice}"
+    )
+
+
+def check_ids(source: Source, columns: ColumnMap) -> None:
+    """One pass over the id column: every row has an id and no two rows share one.
+
+    Holds a 64-bit hash a row; rows whose hashes meet are read again and compared in full. Does nothing where ids are derived
+    from file and row. Raises InputError with the row of a missing id, or both rows of a repeated one.
+    """
+    name = columns.get("id")
+    if name is None:
+        return
+    hashes = np.empty(source.num_rows, np.uint64)
+    row = 0
+    for array in _id_arrays(source, name):
+        bad = _first_bad_id(array)
+        if bad is not None:
+            at, why = bad
+            raise InputError(
+                f"{_place(source, row + at)}: the id (column {name!r}) {why}; give every row an id or set input.columns.id=null"
+            )
+        hashes[row : row + len(array)] = _hash(array)
+        row += len(array)
+    hashes.sort()
+    met = np.unique(hashes[1:][hashes[1:] == hashes[:-1]])
+    for start in range(0, len(met), 1024):  # bounded memory, however many ids repeat
+        _compare_ids(source, name, met[start : start + 1024])
+
+
+def _id_arrays(source: Source, name: str) -> Iterator[pa.Array]:
+    field = source.schema.field(name)
+    return (as_text(array, field) for array in source.column(name))
+
+
+def _first_bad_id(array: pa.Array) -> tuple[int, str] | None:
+    if array.null_count:
+        return array.is_null().index(True).as_py(), "is null"
+    try:
+        array.validate(full=True)
+    except pa.ArrowInvalid:
+        for at, value in enumerate(array):
+            try:
+                value.as_py()
+            except UnicodeDecodeError:
+                return at, "is not valid UTF-8"
+    return None
+
+
+def _compare_ids(source: Source, name: str, met: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:
+    seen: dict[str, int] = {}
+    row = 0
+    for array in _id_arrays(source, name):
+        for at in np.flatnonzero(np.isin(_hash(array), met)):
+            value = str(array[int(at)].as_py())
+            first = seen.setdefault(value, row + int(at))
+            if first != row + at:
+                raise InputError(
+                    f"id {value!r} is in {_place(source, first)} and again in {_place(source, row + int(at))}; "
+                    "ids must be unique: change one or set input.columns.id=null to number the rows"
+                )
+        row += len(array)
+
+
+def _hash(array: pa.Array) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    series = pl.from_arrow(array)
+    assert isinstance(series, pl.Series)
+    return series.hash().to_numpy()
+
+
+def _place(source: Source, row: int) -> str:
+    file, at = locate(source.files, row)
+    return f"{file} row {at}"
+
+
+def request_ids(source: Source, columns: ColumnMap, shard: InputShard) -> list[str]:
+    """The id of every row of a shard: the id column as text, else `<file>:<row in the file>`."""
+    name = columns.get("id")
+    if name is not None:
+        ids = as_text(shard.table.column(name), source.schema.field(name)).to_pylist()
+        for row in shard.bad:
+            if ids[row - shard.first_row] is None:
+                ids[row - shard.first_row] = derived_id(source.files, row)
+        return [str(value) for value in ids]
+    return list(_derived_ids(source, shard.first_row, shard.first_row + shard.table.num_rows))
+
+
+def _derived_ids(source: Source, first: int, stop: int) -> Iterator[str]:
+    start = 0
+    for file in source.files:
+        for row in range(max(first - start, 0), min(stop - start, file.num_rows)):
+            yield f"{file.name}:{row}"
+        start += file.num_rows

@@ -1,0 +1,173 @@
+"""One input file as parts that can be read by themselves: the row groups of Parquet (blocks of JSON lines: jsonlines.py)."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchspec.errors import InputError, StorageError
+from batchspec.storage.paths import LocalPlace, Place
+from batchspec.storage.remote import Stamp
+
+PARQUET = (".parquet", ".pq")
+JSON_LINES = (".jsonl", ".ndjson", ".json")
+BATCH_BYTES = 4 << 20
+"""Rows are decoded in batches of about this size: what a reader holds beyond the tables it has given out."""
+BATCH_ROWS = 4096
+DIGEST_BYTES = 256 << 20
+"""Of the whole input, read to tell its Parquet files from others: all of a smaller one."""
+DIGEST_BLOCKS = 8
+SMALLEST_BLOCK = 64 << 10
+PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    num_rows: int
+    size_bytes: int
+    """Decoded (Parquet) or as it lies in the file (JSON lines)."""
+    place: int
+    """Number of the row group, or byte offset of the block."""
+    digest: bytes = b""
+    """sha256 of the block; a row group has none."""
+
+
+class DataFile(Protocol):
+    name: str
+    size_bytes: int
+    digest: str
+    """sha256 that tells two contents of the file apart."""
+    schema: pa.Schema
+    parts: Sequence[Part]
+
+    def read(self, part: Part, columns: list[str]) -> Iterator[pa.RecordBatch]:
+        """The part's rows. A bad one is a batch of its own whose metadata say why: `code` and `message`."""
+
+    def check(self) -> None:
+        """Raise InputError where the file is not the one that was opened, as far as that is told without reading it."""
+
+
+@contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Raise what a reader raises as one line: StorageError where the disk or network failed, InputError where the file is bad."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
+        if isinstance(error, OSError) and error.errno in PASSING:
+            raise StorageError(f"{name}: reading failed: {reason}; run the same command again after the repair") from error
+        raise InputError(f"{name}: cannot be read: {reason}; repair the file or leave it out of input.path") from error
+
+
+def check_same(place: Place, name: str, opened: Stamp) -> None:
+    """Raise InputError where another file, or the file with other contents, has taken the place of the one that was opened."""
+    with reading(name):
+        now = place.stamp()
+    if now != opened:
+        same_size = now.size_bytes == opened.size_bytes
+        raise changed(name, "it was written anew" if same_size else f"{opened.size_bytes:,} bytes -> {now.size_bytes:,}")
+
+
+def changed(name: str, told: str) -> InputError:
+    return InputError(
+        f"{name} changed while the job runs ({told}): nothing more of it is committed; put the old file back and run the same "
+        "command again, or start anew with output.overwrite=true"
+    )
+
+
+class ParquetFile:
+    """Pages are read and decoded as they are needed: a row group of any size costs a few MB.
+
+    digest_bytes  to read of the file to tell it from others
+    """
+
+    def __init__(self, place: Place, name: str, digest_bytes: int = DIGEST_BYTES) -> None:
+        self.place, self.name = place, name
+        self._footer: pq.FileMetaData | None = None
+        """While a pass over the file lasts, so that its row groups do not each read it."""
+        with reading(name):
+            self._stamp = place.stamp()
+            self.size_bytes = self._stamp.size_bytes
+            with self._open() as file:
+                footer = file.metadata
+                self.schema = file.schema_arrow
+                groups = [footer.row_group(i) for i in range(footer.num_row_groups)]
+            self.digest = _digest(place, self.size_bytes, digest_bytes)
+        self.parts: Sequence[Part] = tuple(
+            Part(num_rows=group.num_rows, size_bytes=group.total_byte_size, place=i) for i, group in enumerate(groups)
+        )
+
+    def read(self, part: Part, columns: list[str]) -> Iterator[pa.RecordBatch]:
+        rows = max(1, min(BATCH_ROWS, BATCH_BYTES * part.num_rows // max(part.size_bytes, 1)))
+        with reading(self.name), self._open() as file:
+            self._footer = None if part is self.parts[-1] else file.metadata
+            yield from file.iter_batches(batch_size=rows, row_groups=[part.place], columns=columns, use_threads=False)
+
+    def check(self) -> None:
+        check_same(self.place, self.name, self._stamp)
+
+    def _open(self) -> pq.ParquetFile:
+        # A buffer size makes Arrow stream the pages; without it a whole column chunk is read at once.
+        source = str(self.place.path) if isinstance(self.place, LocalPlace) else self.place.open()
+        return pq.ParquetFile(
+            source,
+            metadata=self._footer,
+            memory_map=False,
+            pre_buffer=False,
+            buffer_size=1 << 20,
+            page_checksum_verification=True,
+        )
+
+
+class MemoryFile:
+    """A table that is already in memory."""
+
+    def __init__(self, table: pa.Table, name: str) -> None:
+        self.name, self.table = name, table
+        self.schema = table.schema
+        self.size_bytes = table.nbytes
+        digest = hashlib.sha256()
+        for batch in table.to_batches():
+            digest.update(batch.serialize())
+        self.digest = digest.hexdigest()
+        self.parts: Sequence[Part] = (Part(num_rows=table.num_rows, size_bytes=table.nbytes, place=0),)
+
+    def read(self, part: Part, columns: list[str]) -> Iterator[pa.RecordBatch]:
+        yield from self.table.select(columns).to_batches(max_chunksize=BATCH_ROWS)
+
+    def check(self) -> None:
+        pass
+
+
+def _digest(place: Place, size: int, most: int) -> str:
+    """Of about `most` bytes: the whole file, or blocks from its first to its last byte, evenly spread, and the whole footer,
+    which has the sizes, places and statistics of all column chunks.
+    """
+    block = max(most // DIGEST_BLOCKS, SMALLEST_BLOCK)
+    digest = hashlib.sha256()
+
+    def add(start: int, stop: int) -> None:
+        file.seek(start)
+        while start < stop and (data := file.read(min(BATCH_BYTES, stop - start))):
+            digest.update(data)
+            start += len(data)
+
+    with place.open() as file:
+        if size <= DIGEST_BLOCKS * block:
+            add(0, size)
+        else:
+            for i in range(DIGEST_BLOCKS):
+                start = i * (size - block) // (DIGEST_BLOCKS - 1)
+                add(start, start + block)
+            file.seek(size - 8)
+            footer_bytes = 8 + int.from_bytes(file.read(4), "little")
+            add(size - footer_bytes, size - block)
+    return digest.hexdigest()

@@ -1,0 +1,106 @@
+"""JSON lines as parts that can be read by themselves. Each line is parsed alone: no row depends on another one.
+
+What type a column has is told by all lines of all files (untyped.py). A line that is no JSON object costs its row: the batch that
+holds it alone says what is wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import pyarrow as pa
+
+from batchspec.dataset import files
+from batchspec.dataset.files import Part, check_same, reading
+from batchspec.dataset.formats import TextStream
+from batchspec.dataset.json_text import BadJson, BadText, members
+from batchspec.dataset.untyped import Cell, Kinds, build
+from batchspec.errors import InputError
+from batchspec.storage.paths import Place
+
+BAD_JSON, BAD_TEXT = "bad_json", "bad_text"
+ONE_LINE = "python -c \"import json; [print(json.dumps(row)) for row in json.load(open('FILE'))]\" > FILE.jsonl"
+MAX_LINE_BYTES = 1 << 28
+
+
+class JsonLinesFile:
+    """One JSON object a line. The file is read once to find its rows and columns: a key that a line lacks is null."""
+
+    def __init__(self, place: Place, name: str, codec: str | None = None) -> None:
+        self.place, self.name = place, name
+        parts: list[Part] = []
+        digest = hashlib.sha256()
+        self.kinds = Kinds()
+        first_line, first_problem, num_objects = b"", "", 0
+        with reading(name):
+            self._stamp = place.stamp()
+            self.size_bytes = self._stamp.size_bytes
+            self._text = TextStream(place, codec)
+            self._text.check(name)
+            for offset, block in self._blocks():
+                digest.update(block)
+                num_rows = 0
+                for line in _lines(block):
+                    num_rows += 1
+                    first_line = first_line or line
+                    try:
+                        self.kinds.add(members(line))
+                        num_objects += 1
+                    except BadJson as error:
+                        first_problem = first_problem or str(error)
+                own = hashlib.sha256(block).digest()
+                parts.append(Part(num_rows=num_rows, size_bytes=len(block), place=offset, digest=own))
+            self._text.close()
+        num_rows = sum(part.num_rows for part in parts)
+        if _is_array(first_line, num_rows):
+            raise InputError(f"{name} is one JSON array, and JSON lines hold an object a line; convert it: {ONE_LINE}")
+        if num_rows and not num_objects:
+            raise InputError(f"{name}: no line is a JSON object (the first: {first_problem}); write one object a line")
+        self.schema = self.kinds.schema()
+        self.digest = digest.hexdigest()
+        self.parts: Sequence[Part] = tuple(parts)
+
+    def read(self, part: Part, columns: list[str]) -> Iterator[pa.RecordBatch]:
+        block = self._text.block(self.name, part, last=part is self.parts[-1])
+        schema = pa.schema([self.schema.field(name) for name in columns])
+        good: list[Mapping[str, Cell]] = []
+        for line in _lines(block):
+            try:
+                good.append(members(line))
+                continue
+            except BadJson as error:
+                code = BAD_TEXT if isinstance(error, BadText) else BAD_JSON
+                marks = {"code": code, "message": f"{error}; correct the line"}
+            if good:
+                yield _batch(good, schema)
+                good = []
+            yield _batch([{}], schema.with_metadata(marks))
+        if good:
+            yield _batch(good, schema)
+
+    def check(self) -> None:
+        check_same(self.place, self.name, self._stamp)
+
+    def _blocks(self) -> Iterator[tuple[int, bytes]]:
+        file, offset = self._text.at(0), 0
+        while block := file.read(files.BATCH_BYTES):
+            if not block.endswith(b"\n"):
+                block += file.readline(MAX_LINE_BYTES)
+                if len(block) > MAX_LINE_BYTES and not block.endswith(b"\n"):
+                    raise InputError(f"{self.name}: a line behind byte {offset:,} exceeds {MAX_LINE_BYTES >> 20} MiB; split it")
+            yield offset, block
+            offset += len(block)
+
+
+def _lines(block: bytes) -> Iterator[bytes]:
+    return filter(None, map(bytes.strip, block.split(b"\n")))
+
+
+def _batch(rows: Sequence[Mapping[str, Cell]], schema: pa.Schema) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays([build([row.get(field.name) for row in rows], field) for field in schema], schema=schema)
+
+
+def _is_array(first_line: bytes, num_lines: int) -> bool:
+    """Whether lines that begin so are those of one JSON array."""
+    return first_line.startswith(b"[") and (num_lines == 1 or first_line == b"[" or first_line.endswith((b",", b"{")))

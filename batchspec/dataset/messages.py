@@ -1,0 +1,153 @@
+"""A row's chat as the chat template gets it and as the output keeps it: OpenAI's messages, or ShareGPT's turns.
+
+message   {"role", "content"} and whatever the template reads beside them: name, tool_calls, tool_call_id ...
+ShareGPT  {"from": human|gpt|system|tool, "value"}
+
+Values of JSON reach the template as they were written. Arguments of tool calls, which OpenAI writes as JSON text, become objects
+for a template that makes JSON of them itself (model/tokenizer.py). A null field of an Arrow
+struct is one that the message does not have: every struct of a column has the fields of all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+
+from batchspec.dataset.json_text import BadJson, called, parse
+from batchspec.dataset.untyped import json_kinds
+
+Message = dict[str, Any]
+
+FINAL = ("error", "continue", "drop")
+"""What becomes of a chat that ends with the assistant's turn: input.final_assistant."""
+TOOL_FIELDS = ("name", "tool_calls", "tool_call_id")
+"""Of a message in the output, beside role and content, where the input's messages may have them; tool_calls is JSON text."""
+_ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "model": "assistant",
+    "system": "system", "tool": "tool", "observation": "tool",
+}  # fmt: skip
+
+
+class BadChat(ValueError):
+    """What is wrong with a chat, in one line."""
+
+
+def read_chat(prompt: Any, system: str | None = None, final: str = "error") -> list[Message]:
+    """The turns of a prompt: text, messages, or JSON text of messages. Raises BadChat.
+
+    system  replaces the system turn at the beginning, or goes before the first turn
+    final   error: refuse a chat that ends with the assistant's turn; drop: leave that turn out; continue: keep it
+    """
+    turns = [_turn(place, message) for place, message in enumerate(prompt)]
+    if system is not None:
+        turns = [{"role": "system", "content": system}, *(turns[1:] if turns and turns[0]["role"] == "system" else turns)]
+    if not turns or turns[-1]["role"] != "assistant":
+        return turns
+    if final == "drop":
+        while turns and turns[-1]["role"] == "assistant":
+            turns.pop()
+        if not any(turn["role"] != "system" for turn in turns):
+            raise BadChat("the chat holds no turn but the assistant's; drop the row")
+    elif turns[-1].get("tool_calls"):
+        raise BadChat("the chat ends with tool calls; add the messages of role tool that answer them")
+    elif final == "error":
+        raise BadChat(
+            "the chat ends with an assistant's turn; set input.final_assistant=continue to have the model go on with it, or drop "
+            "to have it answer the turns before"
+        )
+    return turns
+
+
+def messages_of(cell: Any) -> list[Any] | None:
+    """The messages of a cell: a list, or JSON text of one. Raises BadChat."""
+    if isinstance(cell, str) and cell.strip():
+        try:
+            cell = parse(cell)
+        except BadJson as error:
+            raise BadChat(f"messages hold text, and {error}; write a JSON list of messages") from None
+    if cell is None or cell == "":
+        return cell if cell is None else []
+    if not isinstance(cell, list):
+        raise BadChat(f"messages are {called(cell)}, not a list of messages; correct the row")
+    return cell
+
+
+def without_nulls(value: Any) -> Any:
+    """An Arrow value without the fields that are null."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _turn(place: int, message: Any) -> Message:
+    if not isinstance(message, dict):
+        raise BadChat(f"message {place} is {called(message)}, not an object with role and content; correct it or drop the row")
+    if "role" not in message and "from" in message:
+        message = _from_sharegpt(place, message)
+    turn: Message = {key: value for key, value in message.items() if value is not None or key == "content"}
+    role = turn.get("role")
+    if not isinstance(role, str) or not role:
+        raise BadChat(f"message {place} has role {message.get('role')!r}, which must be text; correct it or drop the row")
+    if "tool_calls" in turn:
+        turn["tool_calls"] = _tool_calls(place, turn["tool_calls"])
+    if turn.get("content") is None:
+        if not turn.get("tool_calls"):
+            raise BadChat(f"message {place} has content None, which must be text; correct it or drop the row")
+    else:
+        turn["content"] = _content(place, turn["content"])
+    return turn
+
+
+def _from_sharegpt(place: int, message: Mapping[str, Any]) -> Message:
+    role = _ROLES.get(str(message["from"]).lower())
+    if role is None:
+        said = f"message {place} is from {str(message['from'])[:40]!r}; ShareGPT has {', '.join(sorted(_ROLES))}"
+        raise BadChat(f"{said}: correct it or drop the row")
+    return {"role": role, "content": message.get("value")}
+
+
+def _content(place: int, content: Any) -> str:
+    """Text as it is; of a list of OpenAI's text parts their text."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        texts = [part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else None for part in content]
+        if all(isinstance(text, str) for text in texts):
+            return "".join(map(str, texts))
+        other = next(part for part, text in zip(content, texts, strict=True) if not isinstance(text, str))
+        kind = other.get("type") if isinstance(other, dict) else called(other)
+        raise BadChat(f"message {place} holds a part of type {str(kind)[:40]!r}, and batchspec takes text alone; drop the row")
+    raise BadChat(f"message {place} has content that is {called(content)}, which must be text; correct it or drop the row")
+
+
+def _tool_calls(place: int, calls: Any) -> list[Any]:
+    if isinstance(calls, str):
+        try:
+            calls = parse(calls)
+        except BadJson as error:
+            raise BadChat(f"message {place} has tool_calls that are text, and {error}; correct it or drop the row") from None
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise BadChat(f"message {place} has tool_calls that are not a list of objects; correct it or drop the row")
+    return calls
+
+
+def kept_turn(turn: Mapping[str, Any], fields: Sequence[str]) -> Message:
+    """A message as the output's column `messages` holds it."""
+    kept = {name: turn.get(name) for name in fields}
+    if kept.get("tool_calls") is not None:
+        kept["tool_calls"] = msgspec.json.encode(kept["tool_calls"]).decode()
+    return kept
+
+
+def may_call_tools(field: pa.Field) -> bool:
+    """Whether messages of this input column may have more than role and content, as far as its type tells."""
+    kinds = json_kinds(field)
+    if kinds:
+        return bool(kinds & {"tool_calls", "text"})
+    kind = field.type
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return pa.types.is_struct(kind.value_type) and any(item.name.startswith("tool_call") for item in kind.value_type)
+    return True

@@ -1,0 +1,183 @@
+"""OpenAI's batch files: lines of requests as rows of a batchspec input, output rows as lines of responses.
+
+A request line    {"custom_id", "method", "url": "/v1/chat/completions", "body": {"messages", "temperature", ...}}
+A response line   {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}
+Source: https://platform.openai.com/docs/api-reference/batch, and vLLM's names for what OpenAI does not have.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+
+from batchspec.dataset.json_text import parse
+from batchspec.dataset.messages import BadChat, Message, read_chat
+from batchspec.errors import InputError
+
+Line = Mapping[str, Any]
+
+URLS = ("/v1/chat/completions", "/chat/completions")
+COLUMNS = {
+    "id": pa.string(),
+    "messages": pa.list_(pa.struct([("role", pa.string()), ("content", pa.large_string())])),
+    "max_new_tokens": pa.int64(),
+    "temperature": pa.float64(),
+    "top_p": pa.float64(),
+    "top_k": pa.int64(),
+    "min_p": pa.float64(),
+    "seed": pa.int64(),
+    "n": pa.int64(),
+    "stop": pa.list_(pa.string()),
+    "tools": pa.string(),
+    "template_kwargs": pa.string(),
+}
+"""Columns of a batchspec input that a request line may fill."""
+NUMBERS = {
+    "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "temperature": "temperature", "top_p": "top_p",
+    "top_k": "top_k", "min_p": "min_p", "seed": "seed", "n": "n",
+}  # fmt: skip
+"""Key of a body -> column."""
+TURN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+"""Keys of a message that chat templates read."""
+JSON_TEXT = {"tools": "tools", "chat_template_kwargs": "template_kwargs"}
+WITHOUT_EFFECT = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+"""Keys of a body that change no token."""
+NEUTRAL = {
+    "stream": False, "frequency_penalty": 0, "presence_penalty": 0, "logprobs": False, "top_logprobs": 0, "tool_choice": "auto",
+    "parallel_tool_calls": True, "response_format": {"type": "text"},
+}  # fmt: skip
+"""Keys of a body that batchspec has no column for, and the value that asks for nothing."""
+
+
+def parse_request(text: str, where: str, drop: Sequence[str] = ()) -> dict[str, Any]:
+    """The row of a request line: only the columns of COLUMNS that it fills.
+
+    `where` begins an error message (file and line). Raises InputError for a line that is not JSON, another endpoint, content that
+    is not text, a message that no template could see whole, a value of the wrong type, and a key that batchspec cannot honour,
+    unless `drop` names it.
+    """
+    try:
+        line = parse(text)
+        custom_id, body, url = line["custom_id"], line["body"], line.get("url") or URLS[0]
+        messages = body["messages"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise InputError(f"{where}: no batch request ({reason}); a line is an object with custom_id and body.messages") from error
+    if url not in URLS:
+        raise InputError(f"{where}: url {url!r} is not {URLS[0]}, the one endpoint that batchspec takes; leave the line out")
+    row: dict[str, Any] = {"id": str(custom_id), "messages": _messages(messages, where)}
+    for key, value in body.items():
+        if value is None or key in ("messages", *WITHOUT_EFFECT, *drop):
+            continue
+        if key in NUMBERS:
+            row[NUMBERS[key]] = _number(value, COLUMNS[NUMBERS[key]], f"{where}: body.{key}")
+        elif key in JSON_TEXT:
+            row[JSON_TEXT[key]] = json.dumps(value, ensure_ascii=False)
+        elif key == "stop":
+            row["stop"] = _strings(value, f"{where}: body.stop")
+        elif key not in NEUTRAL or value != NEUTRAL[key]:
+            raise InputError(
+                f"{where}: body.{key}={json.dumps(value)[:60]} has no column in a batchspec input; "
+                f"set it for the whole job if there is a key for it, and pass --drop {key}"
+            )
+    return row
+
+
+def _messages(turns: Any, where: str) -> list[Message]:
+    if not isinstance(turns, list):
+        raise InputError(f"{where}: body.messages is no list of messages")
+    for i, turn in enumerate(turns):
+        other = [key for key in turn if key not in TURN_KEYS and turn[key] is not None] if isinstance(turn, dict) else []
+        if other:
+            raise InputError(
+                f"{where}: body.messages[{i}].{other[0]} has no place in a batchspec input; leave the line out or rewrite it"
+            )
+    try:
+        return read_chat(turns, final="continue")
+    except BadChat as error:
+        raise InputError(f"{where}: body.messages: {error}") from None
+
+
+def filled(row: Line) -> set[str]:
+    """The columns that a request's row fills; `messages.json` too where role and content do not hold its messages."""
+    more = any(turn.keys() - {"role", "content"} or turn.get("content") is None for turn in row["messages"])
+    return {*row, "messages.json"} if more else set(row)
+
+
+def request_schema(used: set[str]) -> pa.Schema:
+    """Of the input file of requests whose rows fill these columns: messages that call tools are JSON text, just as they came."""
+    kinds = COLUMNS | ({"messages": pa.large_string()} if "messages.json" in used else {})
+    return pa.schema([(name, kind) for name, kind in kinds.items() if name in used])
+
+
+def request_row(row: Line, schema: pa.Schema) -> Line:
+    """The row as the file of this schema has it."""
+    if not pa.types.is_large_string(schema.field("messages").type):
+        return row
+    return {**row, "messages": msgspec.json.encode(row["messages"]).decode()}
+
+
+def _number(value: Any, kind: pa.DataType, where: str) -> int | float:
+    whole = pa.types.is_integer(kind)
+    if isinstance(value, bool) or not isinstance(value, int | float) or (whole and not float(value).is_integer()):
+        raise InputError(f"{where}={json.dumps(value)[:60]} is not {'a whole number' if whole else 'a number'}; correct the line")
+    if whole and not -(1 << 63) <= value < 1 << 63:
+        raise InputError(f"{where}={value} does not fit in 64 bits; correct the line")
+    return int(value) if whole else float(value)
+
+
+def _strings(value: Any, where: str) -> list[str]:
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list) or not all(isinstance(item, str) for item in strings):
+        raise InputError(f"{where} is neither a string nor a list of strings; correct the line")
+    return strings
+
+
+def response_line(samples: Sequence[Line], model: str) -> dict[str, Any]:
+    """The response to one request from the output rows of its samples, which share a row_index.
+
+    A choice for each sample that has a completion; `error`, and no response, where none has. Tokens are summed over the choices,
+    the prompt's counted once, as OpenAI does.
+    """
+    first = samples[0]
+    good = [row for row in samples if row["completion"] is not None]
+    line = {"id": f"batch_req_{first['row_index']}", "custom_id": first["request_id"], "response": None, "error": None}
+    if not good:
+        error = first["error"] or {"code": first["status"], "message": f"the row was {first['status']}"}
+        return line | {"error": {"code": error["code"], "message": error["message"]}}
+    body = {
+        "id": f"chatcmpl-{first['row_index']}",
+        "object": "chat.completion",
+        "created": _created(good[0]),
+        "model": model,
+        "choices": [_choice(row) for row in good],
+        "usage": _usage([row["usage"] for row in good]),
+    }
+    return line | {"response": {"status_code": 200, "request_id": f"req_{first['row_index']}", "body": body}}
+
+
+def _created(row: Line) -> int | None:
+    when = (row["perf"] or {}).get("finished_at")
+    return int(when.timestamp()) if isinstance(when, datetime) else None
+
+
+def _choice(row: Line) -> dict[str, Any]:
+    message = {"role": "assistant", "content": row["completion"]}
+    if row["reasoning"] is not None:
+        message["reasoning_content"] = row["reasoning"]
+    return {"index": row["sample_index"], "message": message, "logprobs": None, "finish_reason": row["finish_reason"]}
+
+
+def _usage(usages: Sequence[Line]) -> dict[str, Any]:
+    prompt, answer = usages[0]["prompt_tokens"], sum(usage["completion_tokens"] for usage in usages)
+    usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+    usage["prompt_tokens_details"] = {"cached_tokens": usages[0]["cached_tokens"]}
+    thought = [item["reasoning_tokens"] for item in usages if item["reasoning_tokens"] is not None]
+    if thought:
+        usage["completion_tokens_details"] = {"reasoning_tokens": sum(thought)}
+    return usage

@@ -1,0 +1,326 @@
+"""The input dataset as a stream of shards: files in order of name, rows in order, memory bounded whatever the row groups."""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import os
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath, PurePosixPath
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from batchspec.config.schema import InputConfig
+from batchspec.dataset.csvfile import CsvFile
+from batchspec.dataset.files import DIGEST_BYTES, DataFile, MemoryFile, ParquetFile, Part, changed
+from batchspec.dataset.formats import KNOWN, format_of
+from batchspec.dataset.jsonlines import JsonLinesFile
+from batchspec.dataset.untyped import Kinds, json_kinds, mark_of
+from batchspec.errors import ConfigError, InputError
+from batchspec.storage.paths import LocalPlace, Place, RemotePlace, place_of
+
+OPENED_AT_ONCE = 16
+"""Remote files: their answers are what opening waits for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputFile:
+    name: str
+    """Relative to the folder that input.path names (or to the folder that all its entries share)."""
+    size_bytes: int
+    num_rows: int
+    digest: str
+    """Two contents of one name, size and row count have different ones (see files.py)."""
+
+    @property
+    def identity(self) -> tuple[str, int, int, str]:
+        """What a job or a training that read it compares it by."""
+        return self.name, self.size_bytes, self.num_rows, self.digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unreadable:
+    """Why the reader gives nulls for some cells of a row, or for all of them."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class InputShard:
+    """The input rows that are committed as one output file."""
+
+    index: int
+    first_row: int
+    """Place of the table's first row in the whole input."""
+    table: pa.Table
+    """All columns of the input."""
+    bad: Mapping[int, Unreadable] = field(default_factory=dict)
+    """By their place in the whole input."""
+
+
+class Source(Protocol):
+    """A dataset that can be read again and again, in the same order."""
+
+    num_rows: int
+    """Rows that the job takes: input.limit is applied."""
+    files: tuple[InputFile, ...]
+    schema: pa.Schema
+
+    def shards(self, shard_rows: int, skip: Container[int] = ()) -> Iterator[InputShard]:
+        """Shard i holds rows i * shard_rows up to the next shard's first; shards in `skip` are left out.
+
+        A row group is not read when all its rows lie in skipped shards. Raises InputError at a damaged page, and where a file
+        of the shard is not the one that was opened any more, or gives fewer rows.
+        """
+
+    def check(self, first: int, stop: int) -> None:
+        """Raise InputError where a file with rows of first .. stop - 1 is not the one that was opened: one `stat` or HEAD a
+        file. StorageError.
+        """
+
+    def column(self, name: str) -> Iterator[pa.Array]:
+        """The column in pieces; only its bytes are read. An unreadable row has `derived_id` as text where it has nothing."""
+
+
+def open_source(config: InputConfig) -> Source:
+    """The dataset at `config.path`: a Parquet, JSON-lines or CSV file, a folder, a glob, or a list of them, local or remote.
+
+    Reads footers only (JSON lines and CSV: the file once). Raises ConfigError without a path, and InputError where a path does
+    not exist or matches nothing, a file cannot be read, two files disagree about a column, or there are no rows.
+    """
+    if not config.path:
+        raise ConfigError("input.path is not set; give a Parquet, JSON-lines or CSV file, a folder, a glob or a list of them")
+    entries = [config.path] if isinstance(config.path, str | os.PathLike) else list(config.path)
+    found = _find(entries)
+    remote = any(isinstance(place, RemotePlace) for place in found.values())
+    with ThreadPoolExecutor(OPENED_AT_ONCE if remote else 1) as pool:
+        share = DIGEST_BYTES // len(found)
+        return _FileSource(list(pool.map(lambda name, place: _open(name, place, share), found, found.values())), config.limit)
+
+
+def _open(name: str, place: Place, digest_bytes: int) -> DataFile:
+    form = format_of(place.path)
+    if form is None or form.kind == "parquet":
+        return ParquetFile(place, name, digest_bytes)
+    return (JsonLinesFile if form.kind == "jsonl" else CsvFile)(place, name, form.codec)
+
+
+def table_source(table: pa.Table, limit: int | None = None) -> Source:
+    """A table in memory as a dataset of one file, `table`. Raises InputError when it has no rows."""
+    return _FileSource([MemoryFile(table, "table")], limit)
+
+
+def locate(files: Sequence[InputFile], row: int) -> tuple[str, int]:
+    """File name and place in that file of a row of the whole input."""
+    for file in files:
+        if row < file.num_rows:
+            return file.name, row
+        row -= file.num_rows
+    raise IndexError(f"the input has no row {row}")
+
+
+def derived_id(files: Sequence[InputFile], row: int) -> str:
+    """What names a row of the whole input that has no id: `<file>:<row in the file>`."""
+    name, place = locate(files, row)
+    return f"{name}:{place}"
+
+
+class _FileSource:
+    def __init__(self, files: Sequence[DataFile], limit: int | None) -> None:
+        self.files = tuple(
+            InputFile(
+                name=file.name,
+                size_bytes=file.size_bytes,
+                num_rows=sum(part.num_rows for part in file.parts),
+                digest=file.digest,
+            )
+            for file in files
+        )
+        rows = sum(file.num_rows for file in self.files)
+        self.num_rows = rows if limit is None else min(rows, limit)
+        if not self.num_rows:
+            names = ", ".join(file.name for file in self.files[:3])
+            raise InputError(f"the input has no rows: {rows} in {names}, input.limit {limit}; check input.path and input.limit")
+        self._files = [data for data, file in zip(files, self.files, strict=True) if file.num_rows]
+        self.schema = _common_schema(self._files)
+        self._stops = list(itertools.accumulate(file.num_rows for file in self.files if file.num_rows))
+
+    def shards(self, shard_rows: int, skip: Container[int] = ()) -> Iterator[InputShard]:
+        def wanted(first: int, stop: int) -> bool:
+            return any(index not in skip for index in range(first // shard_rows, (stop - 1) // shard_rows + 1))
+
+        pieces: list[pa.RecordBatch] = []
+        bad: dict[int, Unreadable] = {}
+        for batch_first, batch, why in self._batches(self.schema.names, wanted):
+            first, rest = batch_first, batch
+            while rest.num_rows:
+                index = first // shard_rows
+                stop = min((index + 1) * shard_rows, self.num_rows)
+                piece = rest.slice(0, stop - first)
+                rest = rest.slice(piece.num_rows)
+                first += piece.num_rows
+                if index in skip:
+                    continue
+                pieces.append(piece)
+                if why is not None:
+                    bad[batch_first] = why
+                if first == stop:
+                    table = pa.Table.from_batches(pieces, self.schema)
+                    pieces.clear()
+                    self.check(index * shard_rows, stop)
+                    yield InputShard(index=index, first_row=index * shard_rows, table=table, bad=bad)
+                    bad = {}
+                    del table
+
+    def check(self, first: int, stop: int) -> None:
+        for file in self._files[bisect_right(self._stops, first) : bisect_left(self._stops, stop) + 1]:
+            file.check()
+
+    def column(self, name: str) -> Iterator[pa.Array]:
+        for first, batch, why in self._batches([name], lambda first, stop: True):
+            unnamed = why is not None and batch.column(0).null_count
+            yield pa.array([derived_id(self.files, first)]) if unnamed else batch.column(0)
+
+    def _batches(
+        self, names: list[str], wanted: Callable[[int, int], bool]
+    ) -> Iterator[tuple[int, pa.RecordBatch, Unreadable | None]]:
+        """Batches with the place of their first row, up to the limit, of the parts that hold a wanted row; bad rows apart."""
+        schema = pa.schema([self.schema.field(name) for name in names])
+        part_first = 0
+        for file in self._files:
+            for part in file.parts:
+                stop = min(part_first + part.num_rows, self.num_rows)
+                first = part_first
+                if first < stop and wanted(first, stop):
+                    for batch in _whole(file, part, names):
+                        batch = batch.slice(0, stop - first)
+                        if batch.num_rows:
+                            columns = [batch.column(name) for name in names]
+                            marks = batch.schema.metadata or {}
+                            why = None
+                            if b"code" in marks:
+                                why = Unreadable(code=marks[b"code"].decode(), message=marks[b"message"].decode())
+                            yield first, pa.RecordBatch.from_arrays(columns, schema=schema), why
+                        first += batch.num_rows
+                part_first += part.num_rows
+
+
+def _whole(file: DataFile, part: Part, names: list[str]) -> Iterator[pa.RecordBatch]:
+    """The rows of a part, as many as there were when the file was opened."""
+    num_rows = 0
+    try:
+        for batch in file.read(part, names):
+            num_rows += batch.num_rows
+            yield batch
+    except InputError:
+        file.check()  # which can say why
+        raise
+    if num_rows != part.num_rows:
+        file.check()
+        raise changed(file.name, f"{num_rows:,} rows where {part.num_rows:,} were")
+
+
+def _find(entries: list[Any]) -> dict[str, Place]:
+    """Relative name -> place of every file that the entries of input.path name, in order of name."""
+    found: list[Place] = []
+    roots: list[str] = []
+    for entry in entries:
+        place = place_of(str(entry))
+        if place.is_file():
+            if format_of(place.path) is None:
+                raise InputError(f"input.path {entry}: no data by its name; names end in one of {KNOWN}")
+            root, files = place.path.parent, [place]
+        elif place.is_dir():
+            root, files = place.path, _data_files(place.path, place.files())
+        elif glob.has_magic(str(entry)):
+            above, matching = place.glob()
+            root, files = above.path, _data_files(above.path, matching)
+        else:
+            place.check_bucket()
+            where = f" (the working folder is {Path.cwd()})" if isinstance(place, LocalPlace) else " and the bucket"
+            raise InputError(f"input.path {entry}: does not exist; check the path{where}")
+        if not files:
+            place.check_bucket()
+            raise InputError(f"input.path {entry}: no data file there; names end in one of {KNOWN}")
+        found += files
+        roots.append(str(root))
+    kinds = sorted({str(entry).partition("://")[0] if "://" in str(entry) else "local" for entry in entries})
+    if len(kinds) > 1:
+        raise InputError(f"input.path names files on {' and on '.join(kinds)}; name those of one file system, or run two jobs")
+    shared = os.path.commonpath(roots) if len(set(map(_first_part, roots))) == 1 else ""
+    names = {place.path.relative_to(shared).as_posix(): place for place in found}
+    for name in names:
+        if not _is_text(name):
+            raise InputError(f"input.path: the name of {name!r} is not valid Unicode; rename the file, in UTF-8")
+    if len(names) < len(found):
+        paths = [place.path for place in found]
+        twice = next(path for path in paths if paths.count(path) > 1)
+        raise InputError(f"input.path names {twice} twice; name each file once")
+    return dict(sorted(names.items()))
+
+
+def _is_text(name: str) -> bool:
+    """Whether a file's name can be written as UTF-8: Python keeps bytes that are not as lone surrogates."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _first_part(path: str) -> str:
+    """Of a path that is absolute `/`, of one on S3 its bucket."""
+    return PurePosixPath(path).parts[0]
+
+
+def _data_files(root: PurePath, places: Iterator[Place]) -> list[Place]:
+    """As Arrow's datasets do: what begins with a dot or an underscore is not data."""
+    return [
+        place
+        for place in places
+        if format_of(place.path) is not None
+        and not any(part.startswith((".", "_")) for part in place.path.relative_to(root).parts)
+    ]
+
+
+def _common_schema(files: Sequence[DataFile]) -> pa.Schema:
+    """The columns that every file has. JSON lines carry no types of their own: theirs fit the rows of all of them."""
+    lines = [file for file in files if isinstance(file, JsonLinesFile)]
+    if len(lines) > 1:
+        kinds = Kinds()
+        for file in lines:
+            kinds.merge(file.kinds)
+        common = kinds.schema()
+        for file in lines:
+            file.schema = common
+    first, wanted = files[0], _by_name(files[0])
+    for other in files[1:]:
+        found = wanted if other.schema is first.schema else _by_name(other)
+        for name in dict.fromkeys((*wanted, *found)) if found is not wanted else ():
+            here, there = found.get(name), wanted.get(name)
+            if here is None or there is None or mark_of(here) != mark_of(there):
+                raise InputError(
+                    f"{other.name} disagrees with {first.name} about column {name!r}: {_kind(here)} against {_kind(there)}; make "
+                    "the files alike or run them as two jobs"
+                )
+    marked = isinstance(first, JsonLinesFile | CsvFile)
+    return pa.schema([pa.field(field.name, field.type, metadata=field.metadata if marked else None) for field in first.schema])
+
+
+def _by_name(file: DataFile) -> dict[str, pa.Field]:
+    found = {field.name: field for field in file.schema}
+    if len(found) < len(file.schema):
+        names = Counter(file.schema.names)
+        twice = next(name for name, count in names.items() if count > 1)
+        raise InputError(f"{file.name} has two columns named {twice!r}; rename one")
+    return found
+
+
+def _kind(field: pa.Field | None) -> str:
+    return "not there" if field is None else "JSON of any kind" if json_kinds(field) else f"{field.type}"

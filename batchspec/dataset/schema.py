@@ -1,0 +1,131 @@
+"""The columns of an output file: always the same, in the same order, with types that never depend on the values."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+import pyarrow as pa
+
+from batchspec.config.schema import OutputConfig
+from batchspec.dataset.columns import ColumnMap
+from batchspec.dataset.messages import TOOL_FIELDS, may_call_tools
+from batchspec.errors import ConfigError
+
+TURN = (("role", pa.string()), ("content", pa.large_string()))
+MESSAGES = pa.list_(pa.struct(TURN))
+TOOL_MESSAGES = pa.list_(pa.struct([*TURN, *((name, pa.large_string()) for name in TOOL_FIELDS)]))
+"""Of an input whose messages may call tools; tool_calls is the JSON text of OpenAI's list."""
+TOP_LOGPROBS = pa.list_(pa.list_(pa.struct([("id", pa.int32()), ("logprob", pa.float32())])))
+USAGE = pa.struct([(f"{name}_tokens", pa.int32()) for name in ("prompt", "completion", "reasoning", "cached", "total")])
+ERROR = pa.struct([("code", pa.string()), ("stage", pa.string()), ("message", pa.string()), ("retryable", pa.bool_())])
+SPEC_DECODE = pa.struct(
+    [
+        ("drafter", pa.string()),
+        ("num_spec_steps", pa.int32()),
+        ("num_draft_tokens", pa.int32()),
+        ("num_accepted_draft_tokens", pa.int32()),
+        ("num_spec_tokens", pa.int32()),
+        ("num_prefills", pa.int32()),
+        ("num_discarded_tokens", pa.int32()),
+        ("num_forced_tokens", pa.int32()),
+        ("mean_acceptance_length", pa.float32()),
+        ("draft_acceptance_rate", pa.float32()),
+        ("acceptance_histogram", pa.list_(pa.int32())),
+        ("acceptance_per_position", pa.list_(pa.float32())),
+        # Sums over rows need the counts: a ratio of 0 does not tell how often the position was drafted.
+        ("drafted_per_position", pa.list_(pa.int32())),
+    ]
+)
+PERF = pa.struct(
+    [
+        ("prefill_s", pa.float32()),
+        ("decode_s", pa.float32()),
+        ("rounds", pa.int32()),
+        ("batch_id", pa.int32()),
+        ("slot", pa.int32()),
+        ("predicted_tokens", pa.int32()),
+        ("attempt", pa.string()),
+        ("finished_at", pa.timestamp("us", tz="UTC")),
+    ]
+)
+
+
+def output_schema(input_schema: pa.Schema, columns: ColumnMap, output: OutputConfig) -> pa.Schema:
+    """The schema of every output file of a job: its own columns, then the input's columns that output.passthrough copies.
+
+    A mapped input column `messages`, `prompt_ids` or `seed` gives way to the output's column of that name, which carries it.
+    Raises ConfigError where another input column has the name of an output column, or output.passthrough names no input column.
+    """
+    own = _own_fields(output, messages_type(input_schema, columns))
+    copied = _passthrough(input_schema, columns, output.passthrough, {field.name for field in own})
+    return pa.schema([*own, *(pa.field(name, _plain(input_schema.field(name).type)) for name in copied)])
+
+
+def messages_type(input_schema: pa.Schema, columns: ColumnMap) -> pa.DataType:
+    """Of the column `messages`: role and content, and what tool calls need where the input's messages may have them."""
+    calls = columns.prompt_kind == "messages" and may_call_tools(input_schema.field(columns.prompt_column))
+    return TOOL_MESSAGES if calls else MESSAGES
+
+
+def _own_fields(output: OutputConfig, messages: pa.DataType) -> list[pa.Field]:
+    ids = pa.list_(pa.int32())
+    optional = {
+        "messages": output.messages != "none",
+        "prompt_ids": output.prompt_ids,
+        "token_ids": output.token_ids,
+        "logprobs": output.logprobs is not None,
+        "top_logprobs": bool(output.logprobs),
+    }
+    fields = [
+        pa.field("request_id", pa.string(), nullable=False),
+        pa.field("row_index", pa.int64(), nullable=False),
+        pa.field("sample_index", pa.int32(), nullable=False),
+        pa.field("status", pa.string(), nullable=False),
+        pa.field("messages", messages),
+        pa.field("completion", pa.large_string()),
+        pa.field("reasoning", pa.large_string()),
+        pa.field("reasoning_truncated", pa.bool_()),
+        pa.field("finish_reason", pa.string()),
+        pa.field("stop_reason", pa.string()),
+        pa.field("prompt_ids", ids),
+        pa.field("token_ids", ids),
+        pa.field("logprobs", pa.list_(pa.float32())),
+        pa.field("top_logprobs", TOP_LOGPROBS),
+        pa.field("usage", USAGE),
+        pa.field("seed", pa.int64()),
+        pa.field("error", ERROR),
+        pa.field("spec_decode", SPEC_DECODE),
+        pa.field("perf", PERF),
+    ]
+    return [field for field in fields if optional.get(field.name, True)]
+
+
+def _passthrough(input_schema: pa.Schema, columns: ColumnMap, wish: str | Sequence[str], own: set[str]) -> list[str]:
+    if wish == "none":
+        return []
+    everything = wish == "all"
+    there = list(input_schema.names)
+    names = there if everything else list(dict.fromkeys(wish))
+    known = set(there)
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, there, n=1) or there[:50]
+            raise ConfigError(f"output.passthrough: the input has no column {name!r}; did you mean {', '.join(near)}?")
+    if everything:
+        names = [name for name in names if not (name in own and columns.get(name) == name)]
+    for name in names:
+        if name in own:
+            others = ",".join(other for other in names if other not in own)
+            raise ConfigError(
+                f"output.passthrough: the input's column {name!r} has the name of an output column; rename it in the input "
+                f"or leave it out: output.passthrough=[{others}]"
+            )
+    return names
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """Types that every reader knows: polars makes a Categorical of a dictionary, others refuse string views."""
+    if pa.types.is_dictionary(kind):
+        return _plain(kind.value_type)
+    return pa.large_string() if pa.types.is_string_view(kind) else kind

@@ -1,0 +1,259 @@
+"""Completions of a shard as an Arrow table, and the table as a Parquet file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchspec.config.schema import InputConfig, OutputConfig
+from batchspec.dataset.columns import ColumnMap, is_list, is_text
+from batchspec.dataset.json_text import BadJson
+from batchspec.dataset.messages import BadChat, Message, kept_turn, messages_of, read_chat, without_nulls
+from batchspec.dataset.reader import InputShard
+from batchspec.dataset.schema import messages_type, output_schema
+from batchspec.dataset.untyped import as_text, json_kinds, value_of
+from batchspec.records import Completion, RowStats
+
+GROUP_BYTES = 128 << 20
+GROUP_ROWS = 8192
+
+Turn = Message
+
+
+def build_table(
+    shard: InputShard,
+    completions: Sequence[Completion],
+    *,
+    columns: ColumnMap,
+    input: InputConfig,
+    output: OutputConfig,
+    attempt: str,
+    think_tokens: tuple[str, str] = ("<think>", "</think>"),
+    finished_at: datetime | None = None,
+) -> pa.Table:
+    """The output rows of a shard, by (row_index, sample_index), in the schema of `output_schema`.
+
+    `messages` is the prompt's turns and the answer as the assistant's turn; a plain `prompt` becomes a user turn whether or not
+    a chat template wrapped it, because a user/assistant pair is what training on the output needs. Rows given as prompt_ids have
+    no messages. `think_tokens` stand around a thought there, if output.reasoning_in_messages asks for it. Copied columns come
+    from `shard.table`; text that is not valid UTF-8 gets U+FFFD, so that every reader can open the file. `attempt` is the uuid of
+    the run, `finished_at` (default now) the time of the build.
+    """
+    completions = sorted(completions, key=lambda c: (c.row_index, c.sample_index))
+    schema = output_schema(shard.table.schema, columns, output)
+    input_fields = {field.name: field for field in shard.table.schema}
+    rows = pa.array([c.row_index - shard.first_row for c in completions], pa.int64())
+    names = [field.name for field in messages_type(shard.table.schema, columns).value_type]
+    turns = _prompt_turns(shard, columns, input, names) if output.messages != "none" else []
+    when = finished_at or datetime.now(UTC)
+
+    def turns_of(completion: Completion) -> list[Turn] | None:
+        answer = completion.text
+        if answer is not None and output.reasoning_in_messages and completion.reasoning is not None:
+            answer = _with_thought(completion, think_tokens)
+        prompt = turns[completion.row_index - shard.first_row]
+        return _messages(prompt, answer if output.messages == "full" else None, input.final_assistant == "continue")
+
+    values: dict[str, Callable[[Completion], Any]] = {
+        "messages": turns_of,
+        "completion": attrgetter("text"),
+        "logprobs": _logprobs,
+        "top_logprobs": _top_logprobs,
+        "usage": _usage,
+        "error": _error,
+        "spec_decode": lambda completion: _spec_decode(completion.stats),
+        "perf": lambda completion: _perf(completion, attempt, when),
+    }
+    num_own = schema.get_field_index("perf") + 1
+    arrays = []
+    for field in list(schema)[:num_own]:
+        value = values.get(field.name, attrgetter(field.name))
+        arrays.append(pa.array([value(completion) for completion in completions], field.type))
+    for field in list(schema)[num_own:]:
+        column = shard.table.column(field.name)
+        column = valid_text(as_text(column.combine_chunks(), input_fields[field.name]))
+        arrays.append(column.cast(field.type).take(rows))
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def write_parquet(table: pa.Table, path: Path, metadata: Mapping[str, str]) -> None:
+    """Write a new file and fsync it: zstd 3, row groups of at most 128 MiB and 8192 rows, page checksums and page index.
+
+    `metadata` becomes the file's key-value metadata. Raises OSError; a file that was begun stays behind.
+    """
+    schema = table.schema.with_metadata(dict(metadata))
+    with path.open("xb") as file:
+        with pq.ParquetWriter(
+            file, schema, compression="zstd", compression_level=3, write_page_checksum=True, write_page_index=True
+        ) as writer:
+            for group in _row_groups(table):
+                writer.write_table(group.replace_schema_metadata(schema.metadata), row_group_size=GROUP_ROWS)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def valid_text(array: pa.Array) -> pa.Array:
+    """The same values, with U+FFFD for bytes that are not UTF-8; the array itself where there are none."""
+    try:
+        array.validate(full=True)
+        return array
+    except pa.ArrowInvalid:
+        pass
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        return valid_text(array.dictionary_decode())
+    if is_text(kind):
+        raw = array.cast(pa.large_binary()).to_pylist()
+        return pa.array([None if item is None else item.decode("utf-8", "replace") for item in raw], kind)
+    if pa.types.is_struct(kind):
+        fields = [valid_text(item) for item in array.flatten()]
+        return pa.StructArray.from_arrays(fields, fields=list(kind), mask=array.is_null())
+    if is_list(kind):
+        lengths = array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        make = pa.LargeListArray if pa.types.is_large_list(kind) else pa.ListArray
+        width = pa.int64() if pa.types.is_large_list(kind) else pa.int32()
+        return make.from_arrays(pa.array(offsets, width), valid_text(array.flatten()), mask=array.is_null())
+    return array
+
+
+def _row_groups(table: pa.Table) -> Iterator[pa.Table]:
+    if table.num_rows <= 1 or (table.num_rows <= GROUP_ROWS and table.nbytes <= GROUP_BYTES):
+        yield table
+        return
+    half = table.num_rows // 2
+    yield from _row_groups(table.slice(0, half))
+    yield from _row_groups(table.slice(half))
+
+
+def _prompt_turns(shard: InputShard, columns: ColumnMap, input: InputConfig, names: Sequence[str]) -> list[list[Turn] | None]:
+    """The turns of every row's prompt; None where it has none, or none that can be read."""
+    table, kind = shard.table, columns.prompt_kind
+    if kind == "prompt_ids":
+        return [None] * table.num_rows
+    prompts = _values(table, columns.prompt_column)
+    system = columns.get("system") if kind == "messages" or input.chat else None
+    systems = [None] * table.num_rows if system is None else _values(table, system)
+    final = "drop" if input.final_assistant == "drop" else "continue"  # a row that is refused keeps all its turns
+    if kind == "prompt":
+        prompts = [[{"role": "user", "content": text}] if isinstance(text, str) else None for text in prompts]
+    return [
+        _turns(prompt, text if isinstance(text, str) else None, final, names)
+        for prompt, text in zip(prompts, systems, strict=True)
+    ]
+
+
+def _values(table: pa.Table, name: str) -> list[Any]:
+    """The cells of a text or messages column, with U+FFFD for what is no text; None for JSON text that has no value."""
+    field = table.schema.field(name)
+    cells = valid_text(table.column(name).combine_chunks()).to_pylist()
+    if not json_kinds(field):
+        return [without_nulls(cell) for cell in cells] if pa.types.is_nested(field.type) else cells
+    values: list[Any] = []
+    for cell in cells:
+        try:
+            values.append(value_of(cell, field))
+        except BadJson:
+            values.append(None)
+    return values
+
+
+def _turns(prompt: Any, system: str | None, final: str, names: Sequence[str]) -> list[Turn] | None:
+    try:
+        messages = messages_of(prompt)
+        return None if messages is None else [kept_turn(turn, names) for turn in read_chat(messages, system, final)]
+    except BadChat:
+        return None
+
+
+def _messages(prompt: list[Turn] | None, answer: str | None, goes_on: bool) -> list[Turn] | None:
+    if prompt is None or answer is None:
+        return prompt
+    if goes_on and prompt and prompt[-1]["role"] == "assistant":
+        return [*prompt[:-1], {**prompt[-1], "content": f"{prompt[-1]['content']}{answer}"}]
+    return [*prompt, {"role": "assistant", "content": answer}]
+
+
+def _with_thought(completion: Completion, think_tokens: tuple[str, str]) -> str:
+    """The thought between its tokens, then the answer, with the line breaks that chat templates put there."""
+    thought = f"{think_tokens[0]}\n{completion.reasoning}\n"
+    unfinished = completion.finish_reason == "length" and not completion.text
+    return thought if unfinished else f"{thought}{think_tokens[1]}\n\n{completion.text}"
+
+
+def _logprobs(completion: Completion) -> list[float | None] | None:
+    values = completion.logprobs
+    return None if values is None else [None if value != value else value for value in values.tolist()]
+
+
+def _top_logprobs(completion: Completion) -> list[list[dict[str, Any]]] | None:
+    if completion.top_logprobs is None:
+        return None
+    ids, logprobs = completion.top_logprobs
+    return [
+        [{"id": token, "logprob": value} for token, value in zip(*place, strict=True) if token >= 0]
+        for place in zip(ids.tolist(), logprobs.tolist(), strict=True)
+    ]
+
+
+def _usage(completion: Completion) -> dict[str, int | None] | None:
+    if completion.prompt_ids is None:
+        return None
+    prompt = len(completion.prompt_ids)
+    answer = 0 if completion.token_ids is None else len(completion.token_ids)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": answer,
+        "reasoning_tokens": completion.reasoning_tokens,
+        "cached_tokens": completion.cached_tokens,
+        "total_tokens": prompt + answer,
+    }
+
+
+def _error(completion: Completion) -> dict[str, Any] | None:
+    error = completion.error
+    if error is None:
+        return None
+    return {"code": error.code, "stage": error.stage, "message": error.message, "retryable": error.retryable}
+
+
+def _spec_decode(stats: RowStats | None) -> dict[str, Any] | None:
+    if stats is None or stats.drafter == "none":
+        return None
+    return {
+        "drafter": stats.drafter,
+        "num_spec_steps": stats.num_rounds,
+        "num_draft_tokens": stats.num_drafted,
+        "num_accepted_draft_tokens": stats.num_accepted,
+        "num_spec_tokens": stats.draft_len,
+        "num_prefills": stats.num_prefills,
+        "num_discarded_tokens": stats.num_discarded,
+        "num_forced_tokens": stats.num_forced,
+        "mean_acceptance_length": 1 + stats.num_accepted / stats.num_rounds if stats.num_rounds else None,
+        "draft_acceptance_rate": _ratio(stats.num_accepted, stats.num_drafted),
+        "acceptance_histogram": stats.histogram,
+        "acceptance_per_position": [_ratio(*pair) for pair in zip(stats.accepted_at, stats.drafted_at, strict=True)],
+        "drafted_per_position": stats.drafted_at,
+    }
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def _perf(completion: Completion, attempt: str, finished_at: datetime) -> dict[str, Any]:
+    perf: dict[str, Any] = {
+        "predicted_tokens": completion.predicted_tokens, "attempt": attempt, "finished_at": finished_at
+    }  # fmt: skip
+    if (stats := completion.stats) is not None:
+        perf |= {"prefill_s": stats.prefill_s, "decode_s": stats.decode_s, "rounds": stats.num_rounds}
+        perf |= {"batch_id": stats.batch_id, "slot": stats.slot}
+    return perf

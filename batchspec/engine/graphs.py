@@ -1,0 +1,102 @@
+"""Rounds as CUDA graphs: one launch by the host instead of some hundred kernels. On a CPU the same calls run as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from batchspec.batch.device_batch import Rows
+from batchspec.engine.round import Round, RoundResult
+from batchspec.engine.sampling import SamplingMode
+from batchspec.engine.shared_prefix import Groups
+
+GRAPH_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""fp64, for tests, has no verify attention that plans on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a graph is captured for: R rows, K drafts a row at most, how tokens are chosen, whether rows share beginnings.
+
+    lead  the round behind it may draft
+    """
+
+    num_rows: int
+    draft_len: int
+    mode: SamplingMode
+    shared: bool = False
+    lead: bool = True
+
+
+class Graphs:
+    """Runs rounds, captured where the device can. A shape that was not prepared is captured when it is first asked for."""
+
+    def __init__(self, round_: Round, rows: Rows, groups: Groups) -> None:
+        self._round, self._rows, self._groups = round_, rows, groups
+        self.captures = rows.tokens.is_cuda and round_.target.dtype in GRAPH_DTYPES
+        self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, RoundResult]] = {}
+        self._pool: Any = None
+
+    def run(self, shape: Shape) -> RoundResult:
+        """One round over the first slots. The result's tensors are those of the graph: copy them before the next round."""
+        if not self.captures:
+            return self._run(shape)
+        if shape not in self._graphs:
+            self._capture(shape)
+        graph, result = self._graphs[shape]
+        graph.replay()
+        return result
+
+    @property
+    def num_captured(self) -> int:
+        return len(self._graphs)
+
+    def replay_all(self) -> None:
+        """Every captured round once, for traces; only while no row is live."""
+        for graph, _ in self._graphs.values():
+            graph.replay()
+
+    def prepare(self, shapes: Iterable[Shape]) -> None:
+        """Capture ahead of time, the largest first: later ones live in its memory."""
+        for shape in sorted(shapes, key=lambda shape: (-shape.num_rows, -shape.draft_len)):
+            if self.captures and shape not in self._graphs:
+                self._capture(shape)
+
+    def seconds(self, shape: Shape, repeats: int = 5) -> float:
+        """Time of the round over dead rows: everything but attention. Synchronises; only while no row is live."""
+        if not self.captures:
+            return 0.0
+        self.run(shape)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(repeats):
+            self.run(shape)
+        end.record()
+        end.synchronize()
+        seconds: float = start.elapsed_time(end) / 1e3 / repeats
+        return seconds
+
+    def _run(self, shape: Shape) -> RoundResult:
+        shared = self._groups.first(shape.num_rows) if shape.shared else None
+        return self._round.run(self._rows.first(shape.num_rows), shape.mode, shape.draft_len, shared, shape.lead)
+
+    def _capture(self, shape: Shape) -> None:
+        """The warm-up compiles kernels; it runs over dead rows, and what a drafter carries is put back behind it."""
+        state: Sequence[torch.Tensor] = (self._rows.live, *self._round.drafter.state)
+        before = [tensor.clone() for tensor in state]
+        self._rows.live.zero_()
+        self._run(shape)
+        graph = torch.cuda.CUDAGraph()
+        # The kernels of a graph keep the priority of the stream it was captured on.
+        current = torch.cuda.current_stream()
+        stream = None if current == torch.cuda.default_stream() else current
+        # Of this thread alone: the one that builds a corpus pins memory meanwhile, which would spoil a capture of all threads.
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            result = self._run(shape)
+        self._pool = self._pool or graph.pool()
+        for tensor, value in zip(state, before, strict=True):
+            tensor.copy_(value)
+        self._graphs[shape] = (graph, result)

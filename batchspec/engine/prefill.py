@@ -1,0 +1,153 @@
+"""Prefill: the known tokens of newly placed rows through the target in chunks, many rows at once, one token emitted each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from batchspec.batch.device_batch import Rows, upload
+from batchspec.batch.flat_batch import FlatBatch, HostLayout
+from batchspec.draft.base import Drafter
+from batchspec.engine.round import Drafts, Round, RoundResult
+from batchspec.engine.sampling import Places, SamplingMode
+from batchspec.engine.scheduler import PassCost
+from batchspec.kernels.kv_cache.slot_mapping import ragged_slots
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens begin .. end-1 of the row in `slot`; `last` when the row's known tokens end there."""
+
+    slot: int
+    begin: int
+    end: int
+    last: bool
+
+
+def chunks(spans: Sequence[tuple[int, int, int]], max_tokens: int) -> Iterator[list[Segment]]:
+    """Cut (slot, begin, end) spans into passes of at most `max_tokens` tokens, in order.
+
+    In order matters: a row that shares pages with one before it finds their K/V written in an earlier pass or in the same
+    one, where every layer writes all K/V before it reads any.
+    """
+    chunk: list[Segment] = []
+    room = max_tokens
+    for slot, begin, end in spans:
+        while begin < end:
+            stop = min(end, begin + room)
+            chunk.append(Segment(slot, begin, stop, stop == end))
+            room -= stop - begin
+            begin = stop
+            if room == 0:
+                yield chunk
+                chunk, room = [], max_tokens
+    if chunk:
+        yield chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A pass that has run. Its rows are in nobody's way until `go_live`: rounds may run beside it on another stream."""
+
+    result: RoundResult | None
+    """None if no row's tokens ended in it; else its log is that of a round that drafted nothing."""
+    mask: Tensor | None
+    """int32 [slots] 1 for the rows that go on behind their first token."""
+    slot_ids: Tensor
+    carried: tuple[Tensor, ...]
+    """What the drafter carries of each row of the pass, as its `state`."""
+
+    def go_live(self, rows: Rows, drafter: Drafter) -> None:
+        """In the order of the rounds: the rows that ended in this pass decode from the next one on."""
+        for state, value in zip(drafter.state, self.carried, strict=True):
+            state.index_copy_(0, self.slot_ids, value)
+        if self.mask is not None:
+            rows.live.bitwise_or_(self.mask)
+
+    def hold_for(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory until `stream` has used it: the pass was launched on another one."""
+        result = () if self.result is None else self.result.tensors
+        for tensor in (self.slot_ids, *self.carried, *result, *(() if self.mask is None else (self.mask,))):
+            tensor.record_stream(stream)
+
+
+def prefill_chunk(round_: Round, rows: Rows, segments: Sequence[Segment], mode: SamplingMode) -> Prefilled:
+    """One pass over `segments`; rows whose tokens end in it emit their next token. Does not synchronise.
+
+    Of `rows` it writes the lines of these rows alone, without penalties: then it may run beside rounds.
+    """
+    device = rows.tokens.device
+    batch, slot_ids = flat_batch(rows, segments, round_.cache.page_size)
+    hidden, taps = round_.target.forward(batch, round_.cache, round_.drafter.tap_layers, ends_only=True)
+    # The rows that end here, in slot order: `accept` finds the choice of slot r at the r-th place of a prefix sum.
+    ending = sorted((s.slot, i) for i, s in enumerate(segments) if s.last)
+    result, mask = None, None
+    if ending:
+        slots = upload([slot for slot, _ in ending], torch.int64, device)
+        segment = upload([i for _, i in ending], torch.int64, device)
+        mask = torch.zeros_like(rows.live)
+        mask[slots] = 1
+        q_start = torch.zeros(mask.shape[0] + 1, dtype=torch.int32, device=device)
+        torch.cumsum(mask, 0, dtype=torch.int32, out=q_start[1:])
+        places = Places(slots.int(), batch.kv_len[segment].long())
+        drafts = Drafts(rows.tokens[:, :0], torch.zeros_like(rows.live))
+        result = round_.commit(hidden[segment], places, q_start, drafts, rows, mask, mode, torch.empty_like(mask))
+    round_.couple(mode)
+    carried = round_.drafter.prefill(batch, slot_ids, taps, rows, round_.cache)
+    return Prefilled(result, mask, slot_ids, carried)
+
+
+def rehearse(round_: Round, rows: Rows, *, max_tokens: int, longest: int, mode: SamplingMode) -> PassCost:
+    """A pass of `max_tokens` and a short one, over rows that nobody owns yet and in page 0, which nobody reads; their seconds.
+
+    longest  tokens of a row of the pass: attention of long rows is another one, compiled for a minute the first time
+    Kernels are compiled and the largest pass has its memory before the first request comes. Only while no row is live, on a GPU.
+    """
+    rows.page_table.zero_()
+    longest = min(max_tokens, longest)
+    slots = range(min(rows.live.shape[0], -(-max_tokens // longest)))
+    largest = next(chunks([(slot, 0, longest) for slot in slots], max_tokens))
+    seconds = []
+    for segments in (largest, [Segment(0, 0, min(17, longest), True)]):
+        for _ in range(2):  # the first compiles
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            prefill_chunk(round_, rows, segments, mode)
+            torch.cuda.synchronize()
+            took = time.perf_counter() - began
+        seconds.append(took)
+    return PassCost(least=seconds[1], token=seconds[0] / sum(s.end - s.begin for s in largest))
+
+
+def flat_batch(rows: Rows, segments: Sequence[Segment], page_size: int) -> tuple[FlatBatch, Tensor]:
+    """The segments end to end, and the slot of each, int64 [segments]."""
+    device = rows.tokens.device
+    lengths = [s.end - s.begin for s in segments]
+    count, num_tokens = len(segments), sum(lengths)
+    slot_ids, begins, ends, q_len = upload(
+        [[s.slot for s in segments], [s.begin for s in segments], [s.end for s in segments], lengths], torch.int64, device
+    )
+    page_table = rows.page_table[slot_ids]
+    q_start, row_ids = (torch.empty(size, dtype=torch.int32, device=device) for size in (count + 1, num_tokens))
+    positions, slots = (torch.empty(num_tokens, dtype=torch.int64, device=device) for _ in range(2))
+    ragged_slots(
+        begins.int(), q_len.int(), page_table, page_size=page_size,
+        out_q_start=q_start, out_row_ids=row_ids, out_positions=positions, out_slots=slots,
+    )  # fmt: skip
+    batch = FlatBatch(
+        token_ids=rows.tokens[slot_ids[row_ids], positions],
+        row_ids=row_ids,
+        positions=positions,
+        slots=slots,
+        q_start=q_start,
+        kv_len=ends.int(),
+        page_table=page_table,
+        max_q=max(lengths),
+        max_kv=max(s.end for s in segments),
+        host=HostLayout(lengths, [s.end for s in segments]),
+    )
+    return batch, slot_ids

@@ -1,0 +1,284 @@
+"""One round: draft, verify, accept, commit, catch up. Written once, on device tensors, for every drafter and device.
+
+Nothing is read back to the host. Legend: R rows, K draft_len, S = K + 1, T flat positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from batchspec.batch.device_batch import Rows
+from batchspec.batch.flat_batch import FlatBatch
+from batchspec.cache.pages import KVCache
+from batchspec.draft.base import Drafter
+from batchspec.engine.draft_lengths import candidates
+from batchspec.engine.sampling import Places, SamplingMode, choose, likeliest, mark_output
+from batchspec.kernels.attention.work_list import SharedPrefixes
+from batchspec.kernels.kv_cache.slot_mapping import ragged_slots
+from batchspec.kernels.rounds.accept import accept
+from batchspec.kernels.rounds.prepare_verify_inputs import round_inputs
+from batchspec.model.target import Target
+from batchspec.records import PackedBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundOptions:
+    """What a whole job does in every round."""
+
+    logprobs: int | None = None
+    """null: none; 0: of the emitted tokens; N: of the N likeliest too."""
+    coupled: bool = True
+    """Drafts of sampled rows share the noise of the target's draws."""
+    synthetic: tuple[float, ...] | None = None
+    """Unconditional acceptance rates per position; for benchmarks."""
+    argmax: bool = True
+    uniform_slots: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RoundResult:
+    """What the host reads of a round, on the device still.
+
+    log           int32 [R, 5+K] accepted_len (-1: dead row), draft_len, kept, finish, then the emitted tokens, -1 behind them
+    logprobs      float32 [R, S] of the emitted tokens
+    top_ids       int32 [R, S, N] and top_logprobs float32 [R, S, N], likeliest first
+    """
+
+    log: Tensor
+    logprobs: Tensor | None = None
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those that are there."""
+        fields = (self.log, self.logprobs, self.top_ids, self.top_logprobs)
+        return tuple(field for field in fields if field is not None)
+
+    def to_host(self) -> RoundResult:
+        """Copies in pinned host memory, in stream order: complete only once an event recorded behind this call has passed."""
+        fields = (self.log, self.logprobs, self.top_ids, self.top_logprobs)
+        return RoundResult(*(None if field is None else field.to("cpu", non_blocking=True) for field in fields))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """What a round verifies: ids int32 [R, K], length int32 [R], rates float32 [K] of synthetic acceptance or None."""
+
+    ids: Tensor
+    length: Tensor
+    rates: Tensor | None = None
+
+
+class Round:
+    """The buffers of a round and the round itself. One object serves every row bucket and draft length: views of its buffers."""
+
+    def __init__(
+        self, target: Target, drafter: Drafter, cache: KVCache, batch: PackedBatch, options: RoundOptions, device: torch.device
+    ) -> None:
+        self.target, self.drafter, self.cache, self.options = target, drafter, cache, options
+        slots, width = batch.slots, drafter.max_len + 1
+        self.width = width
+        self.room = width
+        """Places from the newest token on that a round takes in K/V."""
+        self.draft_lens = candidates(drafter.max_len)
+        """Draft lengths worth a graph."""
+        self.beyond = 0
+        """Places behind a row's end that a round may write K/V to and read."""
+        self.nodes: int | None = None
+        """Nodes that a round with drafts verifies, whatever its draft length: of a tree."""
+        self._fixed = options.uniform_slots and drafter.fixed_len
+        self._draft_len, self._kv_len, self._accepted_len, self._q_start, self._row_ids = (
+            torch.zeros(size, dtype=torch.int32, device=device) for size in (slots, slots, slots, slots + 1, slots * width)
+        )
+        self._positions, self._slots = torch.zeros(2, slots * width, dtype=torch.int64, device=device)
+        self._widths = [_Width.allocate(slots, place, options, device) for place in range(1, width + 1)]
+
+    def run(
+        self, rows: Rows, mode: SamplingMode, draft_len: int, shared: SharedPrefixes | None = None, lead: bool = True
+    ) -> RoundResult:
+        """One round over all of `rows` with at most `draft_len` drafts each; dead rows cost nothing that changes a result.
+
+        shared  rows with common beginnings, which attention on a GPU then reads once
+        lead    the next round may draft; else the drafter keeps its K/V warm and prepares nothing
+        """
+        self.couple(mode)
+        num_rows, width = rows.live.shape[0], self._widths[draft_len]
+        ids, lengths = width.ids[:num_rows], self._draft_len[:num_rows]
+        if draft_len:
+            self.drafter.propose(rows, ids[:, 1:], lengths, self.cache)
+        batch = self._uniform(rows, width, lengths) if self._fixed else self._ragged(rows, width, lengths)
+        if not batch.token_ids.shape[0]:  # ragged, on a CPU: every row died since the host looked
+            return RoundResult(torch.full((num_rows, 5 + draft_len), -1, dtype=torch.int32))
+        batch.shared = shared
+        hidden, taps = self.target.forward(batch, self.cache, self.drafter.tap_layers)
+        places = None
+        if not mode.greedy or self.options.logprobs is not None:
+            place = batch.positions - (rows.num_tokens - 1)[batch.row_ids]
+            places = Places(batch.row_ids, batch.positions + 1, ids[:, 1:], place)
+        drafts = Drafts(ids[:, 1:], lengths, width.rates)
+        accepted_len = self._accepted_len[:num_rows]
+        result = self.commit(hidden, places, batch.q_start, drafts, rows, rows.live, mode, accepted_len)
+        self.drafter.catch_up(batch, taps, accepted_len, rows, self.cache, lead=lead)
+        return result
+
+    def couple(self, mode: SamplingMode) -> None:
+        """Tell the drafter how the rows of the pass or round to come are sampled."""
+        self.drafter.mode = mode if mode.random and self.options.coupled else None
+
+    def _uniform(self, rows: Rows, width: _Width, draft_len: Tensor) -> FlatBatch:
+        """S places for every row, dead or not: no prefix sum, one launch."""
+        num_rows, num_places = len(draft_len), len(draft_len) * width.ids.shape[1]
+        ids, kv_len = width.ids[:num_rows], self._kv_len[:num_rows]
+        positions, slots = self._positions[:num_places], self._slots[:num_places]
+        round_inputs(
+            rows.tokens, rows.num_tokens, rows.limit, rows.live, rows.page_table, page_size=self.cache.page_size,
+            out_ids=ids, out_draft_len=draft_len, out_positions=positions, out_slots=slots, out_kv_len=kv_len,
+        )  # fmt: skip
+        return FlatBatch(
+            token_ids=ids.view(-1),
+            row_ids=width.row_ids[:num_places],
+            positions=positions,
+            slots=slots,
+            q_start=width.q_start[: num_rows + 1],
+            kv_len=kv_len,
+            page_table=rows.page_table,
+            max_q=ids.shape[1],
+            max_kv=rows.tokens.shape[1],
+        )
+
+    def _ragged(self, rows: Rows, width: _Width, draft_len: Tensor) -> FlatBatch:
+        """The newest token and the drafts of every live row, end to end.
+
+        On a CPU, where reading a length costs nothing, T is exact; on a GPU it is R * S, the rest padding.
+        """
+        num_rows, num_places = len(draft_len), len(draft_len) * width.ids.shape[1]
+        ids, start = width.ids[:num_rows], rows.num_tokens - 1
+        torch.gather(rows.tokens, 1, start.clamp(min=0).long().unsqueeze(1), out=ids[:, :1])
+        if width.rates is not None:
+            draft_len.fill_(len(width.rates))
+        if ids.shape[1] == 1:
+            draft_len.zero_()
+        torch.minimum(draft_len, rows.limit - rows.num_tokens - 1, out=draft_len)
+        q_len = draft_len.clamp_(min=0).mul_(rows.live).add(1).mul_(rows.live)
+        if not q_len.is_cuda:
+            num_places = int(q_len.sum())
+        q_start, row_ids = self._q_start[: num_rows + 1], self._row_ids[:num_places]
+        positions, slots = self._positions[:num_places], self._slots[:num_places]
+        ragged_slots(
+            start, q_len, rows.page_table, page_size=self.cache.page_size,
+            out_q_start=q_start, out_row_ids=row_ids, out_positions=positions, out_slots=slots,
+        )  # fmt: skip
+        kv_len = (rows.num_tokens + draft_len).mul_(rows.live)
+        return FlatBatch(
+            token_ids=ids[row_ids, (positions - start[row_ids]).clamp_(min=0, max=ids.shape[1] - 1)],
+            row_ids=row_ids,
+            positions=positions,
+            slots=slots,
+            q_start=q_start,
+            kv_len=kv_len,
+            page_table=rows.page_table,
+            max_q=ids.shape[1],
+            max_kv=rows.tokens.shape[1] if kv_len.is_cuda else int(kv_len.max()),
+        )
+
+    def commit(
+        self, hidden: Tensor, places: Places | None, q_start: Tensor, drafts: Drafts, rows: Rows, live: Tensor,
+        mode: SamplingMode, out_accepted_len: Tensor,
+    ) -> RoundResult:  # fmt: skip
+        """The target's choices behind `hidden` [T, H], the drafts they confirm, and the commit of what is emitted.
+
+        places  None where nobody asks for them: greedy, no logprobs
+        live    int32 [R] says which rows take part and is cleared where one of them ends
+        out_accepted_len  int32 [R]
+        """
+        target_ids, raw = self._choose(hidden, places, rows, mode)
+        return self._settle(target_ids, raw, places, q_start, drafts, rows, live, mode, out_accepted_len)
+
+    def _settle(
+        self, target_ids: Tensor, raw: Tensor | None, places: Places | None, q_start: Tensor, drafts: Drafts, rows: Rows,
+        live: Tensor, mode: SamplingMode, out_accepted_len: Tensor,
+    ) -> RoundResult:  # fmt: skip
+        """The second half of `commit`, from the target's choices on."""
+        log = torch.empty((live.shape[0], 5 + drafts.ids.shape[1]), dtype=torch.int32, device=live.device)
+        accept(
+            drafts.ids, drafts.length, target_ids, q_start, rows.stop_ids, rows.limit, drafts.rates, rows.keys,
+            tokens=rows.tokens, num_tokens=rows.num_tokens, live=live, finish=rows.finish,
+            out_accepted_len=out_accepted_len, out_log=log,
+        )  # fmt: skip
+        if mode.penalties:
+            mark_output(rows, log[:, 4:], log[:, 2])
+        if raw is None or places is None:
+            return RoundResult(log)
+        return self._with_logprobs(log, raw, target_ids, places)
+
+    def _choose(self, hidden: Tensor, places: Places | None, rows: Rows, mode: SamplingMode) -> tuple[Tensor, Tensor | None]:
+        """Target ids int32 [T], NO_TOKEN where the logits are not finite; and the raw logits where logprobs are asked for."""
+        if places is None:
+            if self.options.argmax:
+                return self.target.likeliest(hidden, flag_nonfinite=True), None
+            return likeliest(self.target.logits(hidden), fast=False), None
+        logits = self.target.logits(hidden)
+        raw = None
+        if self.options.logprobs is not None:
+            raw = logits.clone() if mode.penalties or mode.min_tokens else logits
+        return choose(logits, places, rows, mode, fast_argmax=self.options.argmax), raw
+
+    def _with_logprobs(self, log: Tensor, raw: Tensor, target_ids: Tensor, places: Places) -> RoundResult:
+        """Log-softmax of the raw logits at every place, laid out by row and place."""
+        num_rows, width, num_top = log.shape[0], log.shape[1] - 4, self.options.logprobs or 0
+        normaliser = torch.logsumexp(raw, 1, keepdim=True)
+        chosen = (raw.gather(1, target_ids.clamp(min=0).long().unsqueeze(1)) - normaliser).squeeze(1).float()
+        place = torch.zeros_like(places.positions) if places.place is None else places.place
+        # Padding and dead rows have no place of their own: what they say goes to a column that is cut off.
+        place = torch.where((place >= 0) & (place < width), place, width)
+        where = (places.row_ids.long(), place)
+
+        def by_row(values: Tensor) -> Tensor:
+            laid_out = values.new_zeros((num_rows, width + 1, *values.shape[1:]))
+            laid_out[where] = values
+            return laid_out[:, :width]
+
+        if not num_top:
+            return RoundResult(log, by_row(chosen))
+        best = raw.topk(num_top, dim=1)
+        return RoundResult(log, by_row(chosen), by_row(best.indices.int()), by_row((best.values - normaliser).float()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Width:
+    """The buffers of rounds with S places a row.
+
+    ids      int32 [slots, S] newest token, then the drafts: verified as they lie
+    q_start  int32 [slots+1] and row_ids int32 [slots * S] of the uniform layout
+    rates    float32 [S-1] or None
+    """
+
+    ids: Tensor
+    q_start: Tensor
+    row_ids: Tensor
+    rates: Tensor | None
+
+    @classmethod
+    def allocate(cls, slots: int, width: int, options: RoundOptions, device: torch.device) -> _Width:
+        return cls(
+            torch.zeros(slots, width, dtype=torch.int32, device=device),
+            torch.arange(0, slots * width + 1, width, dtype=torch.int32, device=device),
+            torch.arange(slots * width, device=device).div_(width, rounding_mode="floor").int(),
+            conditional_rates(options.synthetic, width - 1, device) if width > 1 else None,
+        )
+
+
+def conditional_rates(synthetic: tuple[float, ...] | None, draft_len: int, device: torch.device) -> Tensor | None:
+    """Rates float32 [K] of accepting place j given all before it, from unconditional ones."""
+    if synthetic is None:
+        return None
+    rates, before = [], 1.0
+    for rate in synthetic[:draft_len]:
+        rates.append(rate / before if before > 0 else 0.0)
+        before = rate
+    rates += [0.0] * (draft_len - len(rates))
+    return torch.tensor(rates, dtype=torch.float32, device=device)

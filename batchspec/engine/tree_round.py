@@ -1,0 +1,153 @@
+"""A round that verifies a tree of drafts: one forward over all nodes, the path that the target walks, then the round of a chain.
+
+Nodes stand behind the row's last committed token in the order of their numbers, at positions by depth, each seeing its own path.
+The target chooses at every node with the noise of its position; the path from the root along its choices stands. Its K/V moves to
+where a chain's would lie, and commit and catch-up see a chain of `depth` drafts.
+Legend: R rows, N nodes beside the root, S = N + 1, D depth, T = R * S flat positions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from batchspec.batch.device_batch import Rows
+from batchspec.batch.flat_batch import FlatBatch, TreeTail
+from batchspec.cache.pages import KVCache
+from batchspec.draft.base import Drafter
+from batchspec.draft.tree import TreeDrafter
+from batchspec.engine.round import Drafts, Round, RoundOptions, RoundResult
+from batchspec.engine.sampling import Places, SamplingMode
+from batchspec.kernels.attention.work_list import SharedPrefixes
+from batchspec.kernels.kv_cache.kv_move import kv_move
+from batchspec.kernels.tree.tree_places import tree_places
+from batchspec.kernels.tree.tree_walk import tree_walk
+from batchspec.model.target import Target
+from batchspec.records import PackedBatch
+
+
+def round_for(
+    target: Target, drafter: Drafter, cache: KVCache, batch: PackedBatch, options: RoundOptions, device: torch.device
+) -> Round:
+    """The round that goes with a drafter."""
+    if isinstance(drafter, TreeDrafter):
+        return TreeRound(target, drafter, cache, batch, options, device)
+    return Round(target, drafter, cache, batch, options, device)
+
+
+class TreeRound(Round):
+    """A round asks for the whole tree or for no drafts at all."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: TreeDrafter,
+        cache: KVCache,
+        batch: PackedBatch,
+        options: RoundOptions,
+        device: torch.device,
+    ) -> None:
+        super().__init__(target, drafter, cache, batch, options, device)
+        self._tree, shape = drafter, drafter.shape
+        slots, places = batch.slots, shape.nodes + 1
+        self.room = shape.places
+        self.beyond = shape.beyond
+        self.nodes = shape.nodes
+        self.draft_lens = (0, shape.depth)
+        self._node_ids = torch.zeros(slots, places, dtype=torch.int32, device=device)
+        self._node_rows = torch.arange(slots, dtype=torch.int32, device=device).repeat_interleave(places)
+        self._node_start = torch.arange(0, slots * places + 1, places, dtype=torch.int32, device=device)
+        self._node_kv_len = torch.zeros(slots, dtype=torch.int32, device=device)
+        self._node_positions, self._node_slots, self._ancestors = torch.zeros(3, slots * places, dtype=torch.int64, device=device)
+        self._path = torch.zeros(slots, shape.depth + 1, dtype=torch.int32, device=device)
+        self._path_places = torch.zeros(slots, shape.depth + 1, dtype=torch.int64, device=device)
+
+    def run(
+        self, rows: Rows, mode: SamplingMode, draft_len: int, shared: SharedPrefixes | None = None, lead: bool = True
+    ) -> RoundResult:
+        """As of every round; draft_len is 0 or the depth."""
+        if not draft_len:
+            return super().run(rows, mode, 0, shared, lead)
+        self.couple(mode)
+        num_rows, width = rows.live.shape[0], self._widths[draft_len]
+        drafts = Drafts(width.ids[:num_rows, 1:], self._draft_len[:num_rows], width.rates)
+        ids, parents = self._node_ids[:num_rows], self._tree.parents[:num_rows]
+        self._tree.propose(rows, ids[:, 1:], drafts.length, self.cache)
+        chain = self._uniform(rows, width, drafts.length)
+        ids[:, 0] = width.ids[:num_rows, 0]
+        batch = self._nodes(rows, ids, parents)
+        batch.shared = shared
+        hidden, taps = self.target.forward(batch, self.cache, self._tree.tap_layers)
+        places = self._places(batch, parents, mode, rows)
+        target_ids, raw = self._choose(hidden, places, rows, mode)
+        path, at = self._path[:num_rows], self._path_places[:num_rows]
+        tree_walk(
+            ids, parents, target_ids, whole=drafts.rates is not None, draft_len=drafts.length, out_path=path, out_places=at,
+            out_draft_ids=drafts.ids,
+        )  # fmt: skip
+        at = at.view(-1)
+        accepted_len = self._accepted_len[:num_rows]
+        on_path = None if places is None else Places(chain.row_ids, chain.positions + 1, place=self._place_of(chain, rows))
+        raw = None if raw is None else raw.index_select(0, at)
+        result = self._settle(
+            target_ids.index_select(0, at), raw, on_path, chain.q_start, drafts, rows, rows.live, mode, accepted_len
+        )
+        kv_move(self.cache.kv, batch.slots, path, chain.slots, accepted_len)
+        assert taps is not None
+        self._tree.catch_up(chain, taps.index_select(0, at), accepted_len, rows, self.cache, lead=lead)
+        return result
+
+    def _nodes(self, rows: Rows, ids: Tensor, parents: Tensor) -> FlatBatch:
+        """S places for every row, dead or not: the newest token and the nodes."""
+        (num_rows, places), page_size = ids.shape, self.cache.page_size
+        count = num_rows * places
+        positions, slots, ancestors = (x[:count] for x in (self._node_positions, self._node_slots, self._ancestors))
+        kv_len = self._node_kv_len[:num_rows]
+        tree_places(
+            parents, rows.num_tokens, rows.live, rows.page_table, page_size=page_size, max_depth=self._tree.max_len,
+            out_positions=positions, out_slots=slots, out_ancestors=ancestors, out_kv_len=kv_len,
+        )  # fmt: skip
+        return FlatBatch(
+            token_ids=ids.view(-1),
+            row_ids=self._node_rows[:count],
+            positions=positions,
+            slots=slots,
+            q_start=self._node_start[: num_rows + 1],
+            kv_len=kv_len,
+            page_table=rows.page_table,
+            max_q=places,
+            max_kv=rows.page_table.shape[1] * page_size,
+            tree=TreeTail(ancestors=ancestors, start=rows.num_tokens - 1, max_depth=self._tree.max_len),
+        )
+
+    def _places(self, batch: FlatBatch, parents: Tensor, mode: SamplingMode, rows: Rows) -> Places | None:
+        """Which row and position each node's choice belongs to; under penalties the tokens above it too."""
+        if mode.greedy and self.options.logprobs is None:
+            return None
+        if not mode.penalties:
+            return Places(batch.row_ids, batch.positions + 1)
+        return Places(
+            batch.row_ids,
+            batch.positions + 1,
+            drafts=self._above(batch.token_ids.view_as(parents), parents),
+            place=self._place_of(batch, rows),
+            lines=torch.arange(parents.numel(), device=parents.device),
+        )
+
+    def _above(self, ids: Tensor, parents: Tensor) -> Tensor:
+        """int32 [T, D] tokens of levels 1..D on the way from the root to each node, its own included; others behind its depth."""
+        (num_rows, places), depth = ids.shape, self._tree.max_len
+        node = torch.arange(places, device=ids.device).expand(num_rows, -1)
+        upwards = []
+        for _ in range(depth):
+            upwards.append(torch.where(node > 0, ids.gather(1, node), -1))
+            node = parents.gather(1, node).clamp_(min=0).long()
+        found = torch.stack(upwards[::-1], 2).view(-1, depth)
+        # The root's level is the last to be reached: what was climbed beyond it stands in front and goes behind.
+        missing = (found < 0).sum(1, keepdim=True)
+        order = (torch.arange(depth, device=ids.device) + missing) % depth
+        return found.gather(1, order).clamp_(min=0)
+
+    def _place_of(self, batch: FlatBatch, rows: Rows) -> Tensor:
+        """Level of each place; only before the commit."""
+        return batch.positions - (rows.num_tokens - 1)[batch.row_ids]

@@ -1,0 +1,142 @@
+"""Online adaptation in a run: the adapter of the run's engine, the completions it gets, and the head that it leaves behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from batchspec.adapt import stored
+from batchspec.adapt.adapter import Adapter
+from batchspec.adapt.budget import Budget
+from batchspec.adapt.learner import Learner
+from batchspec.adapt.limits import slice_tokens, steps_learnt
+from batchspec.draft.hybrid import HybridDrafter
+from batchspec.draft.reader import HeadReader
+from batchspec.drafters import head_folder
+from batchspec.engine.engine import Engine
+from batchspec.errors import CheckpointError, OutputError, StorageError
+from batchspec.model.weights import weight_files
+from batchspec.prepare import Job
+from batchspec.records import Completion
+from batchspec.report.progress import Progress
+from batchspec.runstate.shards import OutputFolder
+from batchspec.train.data import Numbers
+from batchspec.train.head import published_network
+from batchspec.train.network import HeadNetwork
+
+SAVE_S, SAVE_SHARE = 60.0, 0.02
+"""A head is saved this often at most, and no oftener than takes this share of the time."""
+
+
+class Adaptation:
+    """Does nothing in a job without draft.adapt.every_shards."""
+
+    def __init__(self, job: Job, output: OutputFolder, progress: Progress) -> None:
+        self._job, self._output, self._progress = job, output, progress
+        self._adapter: Adapter | None = None
+        self._engine: Engine | None = None
+        self._num_saved, self._save_at, self._where = 0, 0.0, ""
+        self.on = job.config.draft.adapt.every_shards > 0
+        if self.on:
+            folder = head_folder(job.config)
+            assert folder is not None
+            self._folder, self._files = folder, output.head(weight_files(folder).fingerprint[:16])
+
+    def serve(self, engine: Engine) -> None:
+        """Let the head of this engine learn, from the one that an earlier run has left where there is one."""
+        if not self.on:
+            return
+        draft, target = self._job.config.draft, engine.target
+        reader = engine.drafter.head if isinstance(engine.drafter, HybridDrafter) else engine.drafter
+        assert isinstance(reader, HeadReader)
+        self._progress.phase(f"draft.adapt: making a copy of {draft.path} that learns")
+        found = None if self._output.begins_anew(self._job.config.output.overwrite) else self._earlier(engine)
+        network, ids = found or published_network(self._folder, target, aux_layers=draft.aux_layers, mask_id=None, seed=0)
+        tokens = slice_tokens(self._job.device, engine.batch.max_len)
+        try:
+            learner = Learner(network, ids, target, reader, lr=draft.adapt.lr, steps=steps_learnt(draft), batch_tokens=tokens)
+            learner.rehearse()
+        except torch.OutOfMemoryError as error:
+            self._end(error)
+            return
+        if found is not None:
+            learner.adopt()
+        self._adapter = Adapter(
+            learner,
+            device=self._job.device,
+            every_shards=draft.adapt.every_shards,
+            batch_tokens=tokens,
+            budget=Budget(draft.adapt.time_share),
+            say=self._progress.phase,
+            changing=engine.changing_drafter,
+        )
+        self._engine, self._num_saved = engine, 0
+        engine.between = self._turn
+
+    def _earlier(self, engine: Engine) -> tuple[HeadNetwork, Numbers] | None:
+        try:
+            found = stored.load(self._files, engine.target)
+        except CheckpointError as error:
+            self._progress.phase(f"draft.adapt: the head of an earlier run is left alone: {error}")
+            return None
+        if found is not None:
+            self._progress.phase(f"draft.adapt: going on from {self._files.folder}, which an earlier run left")
+        return found
+
+    def _turn(self) -> bool:
+        assert self._adapter is not None
+        try:
+            return self._adapter.turn()
+        except torch.OutOfMemoryError as error:
+            self._end(error)
+            return True
+
+    def _end(self, error: Exception) -> None:
+        self.leave()
+        self.on = False
+        self._progress.phase(f"draft.adapt: {str(error).splitlines()[0]}: the head stays as it is now")
+
+    def leave(self) -> None:
+        """Save the head, let go of the engine and of all memory; `serve` may follow, with another one."""
+        self.save()
+        if self._engine is not None:
+            self._engine.between = None
+        self._adapter = self._engine = None
+
+    def committed(self, completions: Iterable[Completion]) -> None:
+        """A shard is committed: learn from it in time, and save what was learnt."""
+        if self._adapter is not None:
+            self._adapter.learn(completions)
+            if time.monotonic() >= self._save_at:
+                self.save()
+
+    def save(self) -> None:
+        """Save the head that drafts if it is new. A failure is said: no row of the job depends on it."""
+        if self._adapter is None or self._engine is None or self._adapter.num_swaps == self._num_saved:
+            return
+        began = time.monotonic()
+        try:
+            self._output.check_own()
+            stored.save(self._files, self._adapter.learner, self._engine.target)
+            self._where = f"; it is in {self._files.folder} of the output folder"
+        except (StorageError, OutputError) as error:
+            self._progress.phase(f"draft.adapt: the head is not saved: {error}")
+        took = time.monotonic() - began
+        self._num_saved, self._save_at = self._adapter.num_swaps, time.monotonic() + max(SAVE_S, took / SAVE_SHARE)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Within, the run works; however it ends, the head is saved."""
+        try:
+            yield
+        finally:
+            adapter = self._adapter
+            self.leave()
+            if adapter is not None:
+                self._progress.phase(
+                    f"draft.adapt: learnt from {adapter.num_learnt:,} completions, changed the head {adapter.num_swaps} times"
+                    f"{self._where}"
+                )

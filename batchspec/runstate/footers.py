@@ -1,0 +1,235 @@
+"""Whose rows a shard's file holds, by its own footer: what counts as committed, at a resume and at the end of a job.
+
+Key-value metadata of every file that a run of this job writes, and of which the footer's own statistics must tell the same:
+
+batchspec.job         id of the job, as its manifest has it: a folder may have held another job before
+batchspec.generation  0, or the number of the retry that wrote the file
+batchspec.shard       number of the shard
+batchspec.rows        first and last input row: `84-167`
+batchspec.attempt     uuid of the run that wrote it
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchspec.errors import BatchspecError, OutputError, StorageError
+from batchspec.runstate.manifest import Manifest
+from batchspec.storage.store import Store, for_each
+
+TAIL_BYTES = 64 << 10
+"""Holds the footers of most files, so that one request reads one."""
+MOST_BYTES = 1 << 28
+READS = 3
+"""Of a footer: once more where it is longer than TAIL_BYTES, and once more where it reads damaged."""
+PREFIX = b"batchspec."
+ANEW = "delete the file and run the same command again, which computes its rows anew"
+
+log = logging.getLogger(__name__)
+
+_KNOWN: dict[tuple[str, str], dict[int, tuple[str, int]]] = {}
+"""By folder and job: the shards whose files are the job's, with the version and the generation of each. The end of a job looks at
+its files several times, and a version of a file does not change."""
+
+
+def part_name(index: int) -> str:
+    return f"part-{index:05d}.parquet"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardFile:
+    """What the footer of one file says."""
+
+    version: str
+    """Of the store, as of the moment when the footer was read."""
+    job: str | None
+    """None in a file that batchspec wrote before files named their job, or that another program wrote."""
+    generation: int
+    shard: int | None
+    attempt: str
+    rows: str
+    """First and last input row as the run that wrote it says; empty in a file without `job`."""
+    found: str
+    """The same by the statistics of the column row_index; empty where there are none."""
+
+
+def identity(manifest: Manifest, generation: int, index: int, attempt: str) -> dict[str, str]:
+    """The key-value metadata of a shard's file, without PREFIX."""
+    rows = manifest.rows_of(index)
+    return {
+        "version": str(manifest.version), "job": manifest.job, "generation": str(generation), "shard": str(index),
+        "rows": f"{rows.start}-{rows.stop - 1}", "attempt": attempt,
+    }  # fmt: skip
+
+
+def read_shard_file(store: Store, name: str) -> ShardFile | None:
+    """What the file's footer says; None where there is no such file. Raises StorageError where the footer cannot be read."""
+    count, reason = TAIL_BYTES, "it is no Parquet file"
+    for _ in range(READS):
+        tail = store.tail(name, count)
+        if tail is None:
+            return None
+        data = tail.data
+        length = int.from_bytes(data[-8:-4], "little") + 8
+        if data[-4:] == b"PAR1" and len(data) == count < length < MOST_BYTES:
+            count = length
+            continue
+        try:
+            return _parsed(pq.read_metadata(pa.BufferReader(data)), tail.version)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    raise StorageError(f"{store.where}/{name}: its footer cannot be read ({reason}); {ANEW}")
+
+
+def _parsed(footer: pq.FileMetaData, version: str) -> ShardFile:
+    metadata: Mapping[bytes, bytes] = footer.metadata or {}
+    facts = {
+        key.removeprefix(PREFIX).decode(errors="replace"): value.decode(errors="replace")
+        for key, value in metadata.items() if key.startswith(PREFIX)
+    }  # fmt: skip
+    numbers = {key: int(facts[key]) for key in ("generation", "shard") if facts.get(key, "").isdecimal()}
+    return ShardFile(
+        version=version,
+        job=facts.get("job"),
+        generation=numbers.get("generation", 0),
+        shard=numbers.get("shard"),
+        attempt=facts.get("attempt", ""),
+        rows=facts.get("rows", ""),
+        found=_span(footer),
+    )
+
+
+def _span(footer: pq.FileMetaData) -> str:
+    columns = [place for place in range(footer.num_columns) if footer.schema.column(place).path == "row_index"]
+    if len(columns) != 1 or not footer.num_row_groups:
+        return ""
+    groups = [footer.row_group(number).column(columns[0]).statistics for number in range(footer.num_row_groups)]
+    if not all(group is not None and group.has_min_max for group in groups):
+        return ""
+    return f"{min(group.min for group in groups)}-{max(group.max for group in groups)}"
+
+
+class ShardFiles:
+    """The files in data/ of one job. A process reads a footer once for each version of a file.
+
+    written  for each shard that a retry is known to have written: the retry's number
+    """
+
+    def __init__(self, store: Store, manifest: Manifest, written: Callable[[], Mapping[int, int]] = dict) -> None:
+        self._store, self._manifest, self._written = store, manifest, written
+        self._known = _KNOWN.setdefault((store.where, manifest.job), {})
+        self._said: set[str] = set()
+
+    def listed(self) -> dict[int, str]:
+        """The version of each file that has a shard's name. Raises OutputError for a file that has none; reads no file."""
+        found = {}
+        for name, version in self._store.versions("data").items():
+            match = re.fullmatch(r"part-(\d{5,18})\.parquet", name)
+            index = int(match[1]) if match else -1
+            if not (0 <= index < self._manifest.num_shards and name == part_name(index)):
+                raise OutputError(
+                    f"{self._store.where}/data/{name} is no shard of this job, and readers would take it; move it away"
+                )
+            if not version:
+                raise OutputError(f"{self._path(index)} is a folder and no file; move it away and run the same command again")
+            found[index] = version
+        return found
+
+    def committed(self) -> set[int]:
+        """Shards whose files hold exactly their rows, for this job. On S3 a file of another job is left out, and said once.
+
+        Raises what `faults` gives first.
+        """
+        listed, written = self.listed(), self._written()
+        done = set()
+        for index, fault in self._faults(listed, written):
+            if fault is not None:
+                raise fault
+            if index in self._known:
+                done.add(index)
+        return done
+
+    def faults(self) -> Iterator[tuple[int, BatchspecError]]:
+        """What is wrong with which file, by its footer: an OutputError for one that is another's, a StorageError for damage."""
+        for index, fault in self._faults(self.listed(), self._written()):
+            if fault is None and index not in self._known:
+                fault = OutputError(f"{self._path(index)} is of another job, and the next run of this one replaces it")
+            if fault is not None:
+                yield index, fault
+
+    def is_committed(self, index: int) -> bool:
+        """Whether this one is, by a look at it alone. Raises nothing for a file that is not the job's."""
+        self._known.pop(index, None)
+        return self._fault(index, 0) is None and index in self._known
+
+    def _faults(self, listed: Mapping[int, str], written: Mapping[int, int]) -> Iterator[tuple[int, BatchspecError | None]]:
+        for index in [index for index, known in [*self._known.items()] if listed.get(index) != known[0]]:
+            self._known.pop(index, None)
+        new = [index for index in sorted(listed) if index not in self._known or self._known[index][1] < written.get(index, 0)]
+        yield from ((index, None) for index in sorted(self._known.keys() - set(new)))
+        faults = for_each(self._store, new, lambda index: self._fault(index, written.get(index, 0)))
+        yield from zip(new, faults, strict=True)
+
+    def _fault(self, index: int, generation: int) -> BatchspecError | None:
+        """Why the file is not the job's; None where it is, which is noted, where it is gone, and where it will be replaced."""
+        try:
+            file = self.look(index, generation)
+        except (OutputError, StorageError) as error:
+            return error
+        if file is not None and not self.is_foreign(file):
+            self._known[index] = file.version, file.generation
+        return None
+
+    def look(self, index: int, generation: int = 0) -> ShardFile | None:
+        """The shard's file; None where it is not there. `generation` is the retry that is known to have written it.
+
+        Raises OutputError for one that is not the job's, but on S3 not for one of another job: there, and only there, a run that
+        stood still can publish into the job that took its folder. StorageError where the footer cannot be read.
+        """
+        file = read_shard_file(self._store, f"data/{part_name(index)}")
+        if file is None:
+            return None
+        if self.is_foreign(file) and self._store.method == "put":
+            self._say_once(f"{self._path(index)} was published by a run of another job; it is computed anew and replaced")
+            return file
+        said = self._misfit(index, file, generation)
+        if said:
+            raise OutputError(f"{self._path(index)} {said}")
+        return file
+
+    def is_foreign(self, file: ShardFile) -> bool:
+        """Whether a run of another job wrote it."""
+        return file.job is not None and file.job != self._manifest.job
+
+    def _misfit(self, index: int, file: ShardFile, generation: int) -> str:
+        rows = self._manifest.rows_of(index)
+        wanted = f"{rows.start}-{rows.stop - 1}"
+        if self.is_foreign(file):
+            return "is a shard of another job; move it away and run the same command again, which computes its rows"
+        if file.job is None and self._manifest.names_jobs:
+            return "was not written by a run of this job, or written anew by another program; " + ANEW
+        spans = {span for span in (file.rows, file.found) if span}
+        if file.shard != index or spans != {wanted}:
+            held = " and ".join(f"rows {span.replace('-', ' .. ')}" for span in sorted(spans)) or "no known rows"
+            return f"holds {held} of shard {file.shard}, not rows {wanted.replace('-', ' .. ')} of shard {index}; {ANEW}"
+        if file.generation < generation:
+            return f"is older than retry {generation}, which had written this shard; {ANEW}"
+        if file.job is None:
+            self._say_once(
+                f"{self._store.where}: shards of an earlier version of batchspec name no job: they count by their rows"
+            )
+        return ""
+
+    def _path(self, index: int) -> str:
+        return f"{self._store.where}/data/{part_name(index)}"
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            log.warning("%s", line)

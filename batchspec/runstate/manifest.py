@@ -1,0 +1,97 @@
+"""What a job is: recorded once when its output folder is made, compared whenever the job goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from batchspec.dataset.reader import InputFile
+from batchspec.errors import OutputError
+
+MANIFEST = "_batchspec/manifest.json"
+VERSION = 2
+"""2: every shard's file names its job in its footer; 1: no file does, see footers.py."""
+SHORT = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    version: int = VERSION
+    fingerprint: Mapping[str, str]
+    """What changes results, key by key; another value is another job."""
+    config: Mapping[str, Any]
+    """The resolved configuration of the first run."""
+    recorded: Mapping[str, Any]
+    """Facts that are kept but not compared: versions, the drafter, the machine."""
+    num_rows: int
+    """Input rows."""
+    shard_rows: int
+    """Input rows a shard; shard i holds rows i * shard_rows up to the next shard's first."""
+    publish: str
+    """link, rename or put (S3): how a shard takes its name on this file system."""
+    files: tuple[InputFile, ...]
+    job: str = ""
+    """Tells the job from any other that was or will be in the folder."""
+    began: tuple[str, ...] = ()
+    """The command that began it, see overwrite.py."""
+    ready: bool = True
+    """False while the job that was there before is being deleted."""
+
+    @property
+    def names_jobs(self) -> bool:
+        """Whether every shard's file names its job."""
+        return self.version > 1
+
+    @property
+    def num_shards(self) -> int:
+        return -(-self.num_rows // self.shard_rows)
+
+    def rows_of(self, index: int) -> range:
+        """The input rows of a shard."""
+        return range(index * self.shard_rows, min((index + 1) * self.shard_rows, self.num_rows))
+
+    def to_json(self) -> bytes:
+        return (json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n").encode()
+
+    @classmethod
+    def from_json(cls, data: bytes, where: str) -> Manifest:
+        """Raises OutputError for what is not a manifest of this version or of one before it."""
+        try:
+            values = json.loads(data)
+            if values["version"] not in range(1, VERSION + 1):
+                raise OutputError(
+                    f"{where} has version {values['version']}, this batchspec writes {VERSION}; use another output.dir"
+                )
+            values["files"] = tuple(InputFile(**file) for file in values["files"])
+            values["began"] = tuple(values.get("began", ()))
+            found = cls(**values)
+            if not (found.num_rows >= 0 < found.shard_rows and isinstance(found.job, str) and isinstance(found.ready, bool)):
+                raise ValueError("a number or a name of another kind")
+            return found
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise OutputError(f"{where} is damaged ({error}); restore it or use another output.dir") from error
+
+
+def fingerprint(parts: Mapping[str, object]) -> dict[str, str]:
+    """One short string a key: the value as JSON with sorted keys, or its sha256 where that is longer than 64 characters."""
+    return {key: _short(value) for key, value in sorted(parts.items())}
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return text if len(text) <= SHORT else "sha256:" + hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    """`key: old value -> new value` for every key that differs, values shortened."""
+    keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+    return [f"{key}: {_shown(old.get(key))} -> {_shown(new.get(key))}" for key in keys]
+
+
+def _shown(value: str | None) -> str:
+    if value is None:
+        return "(none)"
+    return value if len(value) <= 24 else value[:21] + "..."

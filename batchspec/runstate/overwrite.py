@@ -1,0 +1,152 @@
+"""Whose job lies in an output folder: what output.overwrite=true may delete, and how a run notices that its job is gone.
+
+_batchspec/manifest.json          `job` is another one in every job; a run publishes nothing where it does not find its own
+_batchspec/overwrite/<key>.json   one process of a command has come to delete the job that was there before
+
+A job is deleted between two manifests: the first says `ready: false`, from which on no run of the old job commits; then its work
+goes; the second begins the new job. Who dies in between leaves a folder that only output.overwrite=true takes.
+
+Tasks of an array, processes of one node and a task that is requeued are one command: the first of them to come deletes the old
+job, the others go on with the new one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import time
+import uuid
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from batchspec.errors import OutputError, StorageError
+from batchspec.runstate.claims import Claims
+from batchspec.runstate.manifest import MANIFEST, Manifest
+from batchspec.storage.store import Store
+
+CREW = "BATCHSPEC_CREW"
+"""In the environment of processes that one command started together: the same in all of them."""
+FOLDER = "_batchspec/overwrite"
+WAIT_S = 150.0
+"""For another process of the command to delete the old job; it is dead then."""
+LOOK_S = 0.2
+READS, AGAIN_S = 3, 0.05
+"""How often a manifest is read before it counts as damaged, and the seconds in between."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What this process belongs to."""
+
+    key: str
+    """The same in every process of the command; empty where there is but this one."""
+    names: tuple[str, ...]
+    """By which a later start of the same task knows it too."""
+
+    def began(self, manifest: Manifest) -> bool:
+        return bool(self.key) and self.key in manifest.began
+
+    def new_job(self) -> str:
+        return (uuid.uuid5(uuid.NAMESPACE_OID, self.key) if self.key else uuid.uuid4()).hex
+
+
+def this_command(env: Mapping[str, str] | None = None) -> Command:
+    """A task alone may run several commands in its allocation; only its later starts are known to run the same one again."""
+    env = os.environ if env is None else env
+    crew, job = env.get(CREW, ""), env.get("SLURM_ARRAY_JOB_ID") or env.get("SLURM_JOB_ID", "")
+    step = f".{env.get('SLURM_STEP_ID')}" if int(env.get("SLURM_STEP_NUM_TASKS") or 1) > 1 else ""
+    slurm = f"slurm {env.get('SLURM_CLUSTER_NAME', '')} {job}{step}" if job else ""
+    shared = "SLURM_ARRAY_JOB_ID" in env or step or int(env.get("SLURM_RESTART_COUNT") or 0) > 0
+    return Command(slurm if slurm and shared else crew, tuple(name for name in (crew, slurm) if name))
+
+
+def read_manifest(store: Store) -> Manifest | None:
+    """The manifest that stands in the folder now; None where there is none. What reads damaged, or not at all, is read again.
+
+    Raises OutputError for one that is damaged each time, StorageError for one that cannot be read each time.
+    """
+    for turn in itertools.count(1):
+        try:
+            return Manifest.from_json(store.read(MANIFEST), f"{store.where}/{MANIFEST}")
+        except StorageError:
+            if not store.exists(MANIFEST):
+                return None
+            if turn == READS:
+                raise
+        except OutputError:
+            if turn == READS:
+                raise
+        time.sleep(AGAIN_S)
+    raise AssertionError
+
+
+def present(store: Store) -> Manifest | None:
+    """As `read_manifest`, None too where nobody can read it."""
+    try:
+        return read_manifest(store)
+    except OutputError:
+        return None
+
+
+def settled(store: Store, command: Command) -> Manifest | None:
+    """`present`, once no other process of the command is about to delete the old job."""
+    until = time.monotonic() + WAIT_S
+    while (found := present(store)) is not None and not found.ready and command.began(found) and time.monotonic() < until:
+        time.sleep(LOOK_S)
+    return found
+
+
+def elected(store: Store, command: Command) -> bool:
+    """Whether this process deletes the old job; False where another one of the command has begun the new one meanwhile."""
+    if not command.key or store.put_if_absent(f"{FOLDER}/{hashlib.sha256(command.key.encode()).hexdigest()}.json", b"{}"):
+        return True
+    until = time.monotonic() + WAIT_S
+    while time.monotonic() < until:
+        found = present(store)
+        if found is not None and found.ready and command.began(found):
+            return False
+        time.sleep(LOOK_S)
+    return True
+
+
+def refuse_living(where: str, claims: Claims, shards: Container[int]) -> None:
+    """Raise OutputError where a run lives that works on these shards, as far as one look can tell. StorageError."""
+    found = sorted(claims.living(shards), key=lambda one: one[2])
+    if not found:
+        return
+    shard, claim, age_s = found[0]
+    others = len({str(other.get("owner")) for _, other, _ in found}) - 1
+    raise OutputError(
+        f"output.overwrite=true would delete the job in {where}, but {_run(claim)} works on it: it renewed its claim on shard "
+        f"{shard} {age_s:.0f} s ago{f', and {others} more runs do' if others else ''}; end it and run this again, or use another "
+        f"output.dir (who is dead counts as gone {claims.stale_s:.0f} s after its last claim)"
+    )
+
+
+def _run(claim: Mapping[str, Any]) -> str:
+    task = f", Slurm task {claim['task']}" if claim.get("task") else ""
+    said = f"run {str(claim.get('owner'))[:8]} on {claim.get('host', '?')} (process {claim.get('pid', '?')}{task})"
+    return " ".join(said.split())
+
+
+def check_own(store: Store, job: str) -> None:
+    """Raise OutputError where the folder's job is not this one any more. Reads the manifest anew. StorageError.
+
+    Nothing is said of the job's end that a second reading does not say too.
+    """
+    for again in (False, True):
+        try:
+            found = read_manifest(store)
+        except OutputError as error:
+            raise StorageError(str(error)) from error
+        if found is not None and found.job == job:
+            return
+        if not again:
+            time.sleep(AGAIN_S)
+            continue
+        raise OutputError(
+            f"the job in {store.where} was {'deleted' if found is None else 'overwritten'} while this run worked on it; the run "
+            "ends and publishes nothing more; take another output.dir if both jobs are wanted"
+        )

@@ -1,0 +1,293 @@
+"""A job's output folder: which shards there are, which are committed, and the one way to commit one.
+
+data/part-00042.parquet   the rows of shard 42; nothing else lies in data/
+README.md                 the dataset card, written at the end; report.html beside it
+_batchspec/manifest.json  what the job is; made first, so that a folder with a manifest is a job
+_batchspec/tmp            files under construction
+_batchspec/logs           run-<attempt>.json: how fast each run was; run-<attempt>.timeline.jsonl: what it did when
+_batchspec/journal        rows of shards that are not committed yet, see journal.py
+_batchspec/claims         which run works on which shard, see claims.py
+_batchspec/attempts       what runs were at when they died, see attempts.py
+_batchspec/sums           sha256 of each shard as a run committed it, in the format of sha256sum
+_batchspec/progress       what every run says of itself, see progress.py
+_batchspec/retry          what was computed again, see generations.py
+_batchspec/overwrite      which process deleted the job that was there before, see overwrite.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchspec.errors import BatchspecError, OutputError, StorageError
+from batchspec.runstate.attempts import FOLDER as ATTEMPTS
+from batchspec.runstate.attempts import Attempts
+from batchspec.runstate.claims import FOLDER as CLAIMS
+from batchspec.runstate.folder import JobFolder
+from batchspec.runstate.footers import identity, part_name, read_shard_file
+from batchspec.runstate.generations import FOLDER as RETRIES
+from batchspec.runstate.generations import unfinished
+from batchspec.runstate.heads import HeadFiles
+from batchspec.runstate.journal import FOLDER as JOURNAL
+from batchspec.runstate.journal import Journal
+from batchspec.runstate.overwrite import read_manifest
+from batchspec.runstate.progress import ProgressFiles
+from batchspec.runstate.verified import write_verified
+from batchspec.storage.store import scanning, storing
+
+SUMS = "_batchspec/sums"
+TURNS = 20
+"""How often a shard is published anew where others published it in between."""
+
+
+class OutputFolder(JobFolder):
+    """The output of one job: its shards, and what its runs keep beside them."""
+
+    def rows_of(self, index: int) -> range:
+        """The input rows of a shard."""
+        return self.manifest.rows_of(index)
+
+    def scan(self, shards: Iterable[int] | None = None) -> pl.LazyFrame:
+        """The rows of committed shards (default all), in the order of the input."""
+        done = sorted(self.committed() if shards is None else shards)
+        if not done:
+            raise OutputError(f"{self.path} has no committed shard yet; run the job first")
+        return self._store.scan([f"data/{part_name(index)}" for index in done])
+
+    def commit(self, index: int, table: pa.Table, metadata: Mapping[str, str] | None = None) -> bool:
+        """Publish a shard's rows, once: False where another attempt was first (its rows are equivalent, ours are dropped).
+
+        The whole file is written aside, fsynced, read back with its checksums and compared before it gets its name. `metadata`
+        is added to its key-value metadata under `batchspec.` names.
+        Raises ValueError unless the table holds exactly the shard's rows, by (row_index, sample_index) with samples from 0 on;
+        StorageError where writing fails, OutputError as `check_own` and for a file of that name that is not the job's.
+
+        A name that is taken is no commit yet: the footer there says whose it is. What a run of another job, or of this one before
+        its retry, published there is replaced, if it is still the same version then.
+        """
+        name = f"data/{part_name(index)}"
+        standing: str | None = None
+        with self._owning():
+            for _ in range(TURNS):
+                path = self._written(index, table, metadata)
+                if self._published(index, path, self._naming(path, name, standing)):
+                    return True
+                file = self.files.look(index)
+                if file is not None and not self.files.is_foreign(file) and file.generation >= self._number:
+                    return False
+                standing = None if file is None else file.version
+        raise StorageError(f"publishing {self.path}/{name} failed: runs of another job publish there again and again; end those")
+
+    def _naming(self, path: Path, name: str, version: str | None) -> Callable[[], bool]:
+        """What gives the file its name: where it is free, or in the place of a version."""
+        if version is None:
+            return lambda: self._store.publish(path, name)
+        return lambda: self._store.replace(path, name, version)
+
+    @property
+    def _number(self) -> int:
+        return 0 if self.generation is None else self.generation.number
+
+    def _written(self, index: int, table: pa.Table, metadata: Mapping[str, str] | None = None) -> Path:
+        path = self._store.scratch() / f"{unfinished(self._number)}{index:05d}.parquet.{self.attempt}"
+        facts = {**(metadata or {}), **identity(self.manifest, self._number, index, self.attempt)}
+        write_verified(table, path, self.rows_of(index), facts)
+        return path
+
+    def written(self, index: int) -> tuple[pa.Table, str]:
+        """The rows of a committed shard, and what `recommit` tells the file by."""
+        name = f"data/{part_name(index)}"
+        version = self._store.version(name)
+        with scanning(f"{self.path}/{name}"):
+            return pq.read_table(io.BytesIO(self._store.read(name))).replace_schema_metadata(None), version
+
+    def recommit(self, index: int, table: pa.Table | None, version: str) -> bool:
+        """A retry's shard is done: `table` takes the place of its file in one step; None keeps the file as it is.
+
+        False where the file is not the one of `version` any more: another run was first. Raises as `commit` does.
+        """
+        assert self.generation is not None
+        if table is not None:
+            with self._owning():
+                path = self._written(index, table)
+                if not self._published(index, path, self._naming(path, f"data/{part_name(index)}", version)):
+                    return False
+        else:
+            self._check_current()
+        file = self.files.look(index)
+        if file is not None and not self.files.is_foreign(file):
+            self._generations.mark(self.generation, index, file.generation)
+        return True
+
+    @contextmanager
+    def _owning(self) -> Iterator[None]:
+        """Who deletes the job deletes the files under construction too: say that, not which one is missing."""
+        try:
+            yield
+        except StorageError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                self._check_current()
+            raise
+
+    def _published(self, index: int, path: Path, publish: Callable[[], bool]) -> bool:
+        """The file's sum is kept before it gets its name; an empty one says that it did not.
+
+        Between a look at the manifest and the publication the run may stand still for as long as it likes: it looks again after.
+        """
+        with storing(f"reading {path}"), path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        sums = f"{SUMS}/{part_name(index)}.{self.attempt}"
+        self._store.put(sums, f"{digest}  data/{part_name(index)}\n".encode())
+        won = False
+        try:
+            self._check_current()
+            won = publish()
+            if won:
+                self._check_current()
+        except OutputError:
+            if won:
+                self._withdraw(index)
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+            self._store.put(sums, b"")
+            raise
+        if not won:
+            self._store.put(sums, b"")
+        return won
+
+    def _check_current(self) -> None:
+        """As `check_own`, and OutputError too where a retry was begun that this run does not belong to."""
+        self.check_own()
+        if self._store.exists(f"{RETRIES}/{self._number + 1:05d}.json") and len(self.retries()) > self._number:
+            raise OutputError(
+                f"the job in {self.path} was complete and a retry of it began while this run worked on it; the run ends and "
+                "publishes nothing more"
+            )
+
+    def _withdraw(self, index: int) -> None:
+        """Take back what this run has just published into the folder of another job that has no such shard: a shard that it has
+        it replaces itself.
+        """
+        with suppress(BatchspecError):
+            name, now = f"data/{part_name(index)}", read_manifest(self._store)
+            file = read_shard_file(self._store, name)
+            if file is not None and file.attempt == self.attempt and (now is None or index >= now.num_shards):
+                self._store.delete(name, file.version)
+
+    def damage(self) -> Iterator[str]:
+        """What is wrong with files in data/, read whole: a line for each that is not the job's, or whose bytes are not those that
+        were committed.
+        """
+        sums = self._store.list(SUMS)
+        faults = dict(self.files.faults())
+        for index in sorted(self.files.listed()):
+            name = part_name(index)
+            known = {self._store.read(f"{SUMS}/{one}").split(b" ")[0] for one in sums if one.startswith(f"{name}.")}
+            data = self._store.read(f"data/{name}")
+            if hashlib.sha256(data).hexdigest().encode() not in known:
+                yield (
+                    f"{self.path}/data/{name}: its {len(data):,} bytes are not those that were committed; delete the file and "
+                    "run the same command again, which computes its rows anew"
+                )
+            elif index in faults:
+                yield str(faults[index])
+
+    def attempts(self) -> Attempts:
+        """Which rows runs died with."""
+        return Attempts(self._work, self.attempt)
+
+    def progress(self) -> ProgressFiles:
+        """What runs say of themselves."""
+        return ProgressFiles(self._store, self.attempt)
+
+    def journal(self) -> Journal:
+        """What runs keep of shards that they do not commit."""
+        manifest = self.manifest
+
+        def holds(shard: int, row: int) -> bool:
+            return 0 <= shard < manifest.num_shards and row in manifest.rows_of(shard)
+
+        return Journal(self._work, self.attempt, manifest.job, self.check_own, holds)
+
+    def head(self, name: str) -> HeadFiles:
+        """A head that runs of this job adapted."""
+        return HeadFiles(self._store, name)
+
+    def log_run(self, facts: Mapping[str, float]) -> None:
+        """Keep what a run says of itself at its end. Raises StorageError, and OutputError where `check_own` does."""
+        self._put_own(f"_batchspec/logs/run-{self.attempt}.json", (json.dumps(dict(facts)) + "\n").encode())
+
+    def log_timeline(self, text: str) -> None:
+        """Keep what a run says of its course so far, but not in the folder of another job. Raises StorageError."""
+        with suppress(OutputError):
+            self._put_own(f"_batchspec/logs/run-{self.attempt}.timeline.jsonl", text.encode())
+
+    def logs(self, ending: str) -> Iterator[str]:
+        """What runs of this job kept under names with this ending: `.timeline.jsonl`, or `.json` for how fast they were."""
+        for name in self._store.list("_batchspec/logs"):
+            if re.fullmatch(r"run-[0-9a-f]+" + re.escape(ending), name):
+                yield self._store.read(f"_batchspec/logs/{name}").decode("utf-8", "replace")
+
+    def put_report(self, page: str) -> None:
+        """Write report.html. Raises as `check_own` does."""
+        self._put_own("report.html", page.encode())
+
+    def _put_own(self, name: str, data: bytes) -> None:
+        """Write a file of the job. Where the run stood still in between and the folder holds another job now, it is taken back:
+        the next run of that job writes a missing card anew. Raises as `check_own` does.
+        """
+        self.check_own()
+        self._store.put(name, data)
+        try:
+            self.check_own()
+        except OutputError:
+            version = self._store.version(name)
+            if self._store.read(name) == data:
+                self._store.delete(name, version)
+            raise
+
+    def tidy(self) -> None:
+        """The job is complete: delete what only a run that is not needs. Raises as `check_own` does."""
+        self.check_own()
+        for store in [self._store, self._work][: 1 if self.generation is None else 2]:
+            for name in (JOURNAL, CLAIMS, ATTEMPTS):
+                store.delete_tree(name)
+        self._settle_sums()
+
+    def _settle_sums(self) -> None:
+        """Where several attempts got a shard's name, the one after the other, the sum of the file that is there stays."""
+        attempts: dict[int, set[str]] = {}
+        for name in self._store.list(SUMS):
+            if match := re.fullmatch(r"part-(\d{5,18})\.parquet\.(\w+)", name):
+                attempts.setdefault(int(match[1]), set()).add(match[2])
+        for index in (index for index, found in attempts.items() if len(found) > 1):
+            file = read_shard_file(self._store, f"data/{part_name(index)}")
+            if file is None or file.attempt not in attempts[index]:
+                continue
+            for attempt in attempts[index] - {file.attempt}:
+                sums = f"{SUMS}/{part_name(index)}.{attempt}"
+                if self._store.read(sums):
+                    self._store.put(sums, b"")
+
+    def has_card(self) -> bool:
+        """Whether the card was written, since the latest retry if there was one."""
+        return self._store.exists("README.md") and (self.generation is None or self._generations.has_card(self.generation))
+
+    def card(self) -> bytes:
+        """README.md as it is. Raises StorageError."""
+        return self._store.read("README.md")
+
+    def finish(self, card: str) -> None:
+        """Write the dataset card, README.md. Raises as `check_own` does."""
+        self._put_own("README.md", card.encode())
+        if self.generation is not None:
+            self._generations.mark_card(self.generation)

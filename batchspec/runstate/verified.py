@@ -1,0 +1,63 @@
+"""A shard's table as a file that is known to be whole: written aside, fsynced, read back with its checksums and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchspec.dataset.writer import write_parquet
+from batchspec.errors import StorageError
+from batchspec.storage.store import storing
+
+
+def write_verified(table: pa.Table, path: Path, rows: range, metadata: Mapping[str, object]) -> None:
+    """Make the file; `metadata` becomes its key-value metadata, under `batchspec.` names.
+
+    Raises ValueError unless the table holds exactly these input rows, by (row_index, sample_index) with samples from 0 on;
+    StorageError where writing fails, and then there is no file.
+    """
+    ids = _row_ids(table)
+    _check_rows(ids, rows)
+    with storing(f"writing {path}"):
+        try:
+            path.unlink(missing_ok=True)
+            write_parquet(table, path, {f"batchspec.{key}": str(value) for key, value in metadata.items()})
+            _verify(path, ids)
+        except BaseException:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+            raise
+
+
+def _row_ids(table: pa.Table) -> list[tuple[int, int, str]]:
+    names = ("row_index", "sample_index", "request_id")
+    return list(zip(*(table.column(name).to_pylist() for name in names), strict=True))
+
+
+def _check_rows(ids: list[tuple[int, int, str]], rows: range) -> None:
+    places = [(row, sample) for row, sample, _ in ids]
+    samples: dict[int, int] = dict.fromkeys(rows, 0)
+    for row, sample in places:
+        if samples.get(row) != sample:
+            raise ValueError(f"row {row}, sample {sample} is out of place in the shard of rows {rows.start} .. {rows.stop - 1}")
+        samples[row] += 1
+    missing = [row for row, count in samples.items() if not count]
+    if missing or places != sorted(places):
+        raise ValueError(f"the shard of rows {rows.start} .. {rows.stop - 1} lacks rows {missing[:3]} or is out of order")
+
+
+def _verify(path: Path, ids: list[tuple[int, int, str]]) -> None:
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            found = [row for i in range(file.num_row_groups) for row in _row_ids(file.read_row_group(i))]
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise
+        reason = str(error).splitlines()[0]
+        raise StorageError(f"{path} reads back damaged ({reason}); check the disk and run the same command again") from error
+    if found != ids:
+        raise StorageError(f"{path} reads back with other rows; check the disk and run the same command again")

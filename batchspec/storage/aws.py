@@ -1,0 +1,185 @@
+"""How S3 is reached: the settings of the AWS tools, the two clients made from them, and what their errors mean.
+
+Credentials, region and endpoint come from where the AWS tools take them: the environment (AWS_PROFILE, AWS_ENDPOINT_URL, ...),
+the profiles in ~/.aws, or the machine's role. They are read here and kept nowhere.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pyarrow.fs as pafs
+
+from batchspec.errors import ConfigError, InputError, StorageError
+from batchspec.storage import retry
+from batchspec.storage.retry import reason
+
+DENIED = ("AccessDenied", "Forbidden", "403", "401", "InvalidAccessKeyId", "SignatureDoesNotMatch")
+SENT_AGAIN = ("SlowDown", "RequestTimeout", "BadDigest", "Throttling", "InternalError", "ConditionalRequestConflict")
+"""Codes that pass, whatever their status: too fast, too slow, damaged on the way, or two conditional requests at once."""
+GONE = "{name} is not there any more; put it back or leave it out of input.path"
+NO_BUCKET = "{where}: there is no bucket {bucket}; make it or name another"
+
+
+SAID = ("ETag", "ContentLength", "IsTruncated", "KeyCount", "Name")
+"""One of these is in every whole answer that is waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What every client of one store must agree on; None is the AWS tools' own choice."""
+
+    endpoint: str | None
+    region: str | None
+    anonymous: bool
+    """For a public bucket: requests are not signed."""
+
+
+def settings() -> Settings:
+    """Endpoint and region of the environment, else of the profile. Raises ConfigError without boto3 or for an unknown profile."""
+    try:
+        import botocore.exceptions
+        import botocore.session
+    except ImportError:
+        raise ConfigError("s3:// paths need boto3, which is not installed; pip install 'boto3>=1.36'") from None
+    try:
+        profile = botocore.session.get_session().get_scoped_config()
+    except botocore.exceptions.BotoCoreError as error:
+        raise ConfigError(f"AWS settings: {reason(error)}; check AWS_PROFILE and ~/.aws/config") from error
+    environ = os.environ
+    return Settings(
+        environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or profile.get("endpoint_url"),
+        environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or profile.get("region"),
+        environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true"),
+    )
+
+
+def filesystem(bucket: str, attempts: int = 1) -> pafs.FileSystem:
+    """Arrow's view of S3, for reading; `attempts` is how often it sends a request by itself.
+
+    Raises InputError where there is no such bucket and its region had to be asked for, ConfigError, StorageError.
+    """
+    place = settings()
+    region = place.region
+    if region is None and place.endpoint is None:
+        try:
+            region = pafs.resolve_s3_region(bucket)
+        except OSError as error:
+            if str(error) == f"Bucket '{bucket}' not found":  # Arrow has no other word for it
+                raise InputError(NO_BUCKET.format(where=f"s3://{bucket}", bucket=bucket)) from error
+            raise StorageError(f"s3://{bucket}: no answer ({reason(error)}); check the bucket's name and the network") from error
+    scheme, mark, host = (place.endpoint or "https://").partition("://")
+    if scheme not in ("http", "https") or not mark:
+        raise ConfigError(
+            f"AWS settings: an endpoint that begins with {scheme[:12]}; let AWS_ENDPOINT_URL be like https://host:port"
+        )
+    return pafs.S3FileSystem(
+        anonymous=place.anonymous,
+        region=region,
+        scheme=scheme,
+        endpoint_override=host.rstrip("/") or None,
+        connect_timeout=retry.CONNECT_S,
+        request_timeout=retry.REQUEST_S,
+        retry_strategy=pafs.AwsStandardS3RetryStrategy(max_attempts=attempts),
+    )
+
+
+def client() -> Any:
+    """boto3's client. It does not try again by itself: `retried` does."""
+    return _made(settings(), os.environ.get("AWS_PROFILE"), retry.CONNECT_S, retry.REQUEST_S)
+
+
+@cache  # making one costs a tenth of a second; any number of threads may share it
+def _made(place: Settings, profile: str | None, connect_s: float, request_s: float) -> Any:
+    import boto3
+    from botocore import UNSIGNED
+    from botocore.config import Config
+
+    signing = {"signature_version": UNSIGNED} if place.anonymous else {}
+    config = Config(
+        **signing,
+        connect_timeout=connect_s,
+        read_timeout=request_s,
+        retries={"total_max_attempts": 1},
+        # Stores other than Amazon's know Content-MD5, and not always the checksums that came later.
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        s3={"addressing_style": "auto" if place.endpoint is None else "path"},
+    )
+    try:
+        session = boto3.session.Session(profile_name=profile)
+        made = session.client("s3", endpoint_url=place.endpoint, region_name=place.region, config=config)
+    except ValueError as error:
+        raise ConfigError(f"AWS settings: {reason(error)}; check AWS_ENDPOINT_URL, such as https://host:port") from error
+    # Where a connection ends within the headers of a `100 Continue`, botocore (1.44, awsrequest.py) reads on for ever.
+    made.meta.events.register("before-call.s3", _without_expect)
+    return made
+
+
+def _without_expect(params: dict[str, Any], **_: Any) -> None:
+    params["headers"].pop("Expect", None)
+
+
+def passing(error: Exception) -> bool:
+    """Whether a request of boto3 that ended so may succeed when it is sent again."""
+    import botocore.exceptions as boto
+    from urllib3.exceptions import HTTPError
+
+    if isinstance(error, boto.ClientError):
+        number, code = status(error) or 0, _code(error)
+        return code in SENT_AGAIN or number in (408, 409, 429) or number >= 500
+    return isinstance(error, boto.HTTPClientError | boto.ConnectionError | boto.IncompleteReadError | HTTPError)
+
+
+def whole(answer: dict[str, Any]) -> dict[str, Any]:
+    """The answer of boto3, which takes one that was cut within its headers for a success that says nothing: it is sent again."""
+    if answer.keys().isdisjoint(SAID):
+        from urllib3.exceptions import ProtocolError
+
+        raise ProtocolError("the answer was cut within its headers")
+    return answer
+
+
+def head(bucket: str, key: str) -> tuple[int, str]:
+    """Bytes and ETag of an object. Raises InputError where there is none, StorageError."""
+    import botocore.exceptions
+
+    what = f"looking for s3://{bucket}/{key}"
+    try:
+        found = retry.retried(what, lambda: whole(client().head_object(Bucket=bucket, Key=key)), passing)
+    except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError) as error:
+        if status(error) == 404:
+            raise InputError(GONE.format(name=f"s3://{bucket}/{key}")) from error
+        raise StorageError(f"{what} failed: {refusal(error)}; run the same command again after that") from error
+    return int(found["ContentLength"]), str(found["ETag"])
+
+
+def no_bucket(error: Exception) -> bool:
+    """Whether boto3 says that there is no such bucket, or that none can have such a name."""
+    import botocore.exceptions as boto
+
+    return isinstance(error, boto.ParamValidationError) or _code(error) == "NoSuchBucket"
+
+
+def status(error: Exception) -> int | None:
+    """Of HTTP, where there was an answer."""
+    response = getattr(error, "response", None) or {}
+    number: int | None = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return number
+
+
+def refusal(error: Exception) -> str:
+    """What the store did not like and what to do about it; never its whole answer, which may quote what was signed."""
+    code = _code(error) or type(error).__name__
+    if code in DENIED or "Credential" in code or "Token" in code:
+        keys = "AWS_PROFILE, AWS_ACCESS_KEY_ID, ...; AWS_SKIP_SIGNATURE=true for a public bucket"
+        return f"access denied ({code}); check the credentials ({keys}) and the bucket's policy"
+    return f"{code}: {reason(error)}; check the bucket and the store"
+
+
+def _code(error: Exception) -> str:
+    """The store's own word for what is wrong; empty where there was no answer."""
+    return str(getattr(error, "response", {}).get("Error", {}).get("Code", ""))

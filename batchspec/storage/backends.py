@@ -1,0 +1,32 @@
+"""The store of an output folder, by what its name says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from batchspec.errors import ConfigError
+from batchspec.storage.cloud import SCHEMES
+from batchspec.storage.local import LocalStore
+from batchspec.storage.store import Store
+
+
+def open_store(root: str | Path, scratch: str) -> Store:
+    """The store of an output folder; `scratch` is the folder inside it where a local store makes its files.
+
+    Raises ConfigError for a file system on which a name cannot be taken exactly once.
+    """
+    scheme, mark, _ = str(root).partition("://")
+    if not mark:
+        return LocalStore(Path(root), scratch)
+    if scheme == "s3":
+        from batchspec.storage.s3 import S3Store
+
+        return S3Store(str(root))
+    if scheme in SCHEMES:
+        from batchspec.storage.cloud_store import CloudStore
+
+        return CloudStore(str(root))
+    raise ConfigError(
+        f"output.dir {scheme}://...: output goes to a local folder, s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or "
+        "abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/FOLDER; name one"
+    )

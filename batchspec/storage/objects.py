@@ -1,0 +1,259 @@
+"""A job's files as objects of a bucket, whatever the store: S3 (s3.py), Google Cloud Storage and Azure (cloud_store.py).
+
+A name is taken by one PUT under the condition that there is no such object, which the store refuses where there is one. An
+answer can get lost, and the request is then sent again and refused: the attempt's uuid in the object's metadata says whose it is.
+One PUT carries a whole object, so that nothing partial is ever visible.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+import uuid
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TypeVar
+
+import polars as pl
+import pyarrow.dataset as ds
+import pyarrow.fs as pafs
+
+from batchspec.errors import OutputError, StorageError
+from batchspec.storage.store import STALE_S, Tail, scanning, storage_errors, storing
+
+ABSENT = ""
+"""The condition that there is no such object; any other is the version that it must have."""
+NO_VERSION = '"0"'
+"""That no object has."""
+DELETED_AT_ONCE = 8
+T = TypeVar("T")
+
+
+class RefusedError(Exception):
+    """The condition of a PUT does not hold."""
+
+
+class InFlightError(Exception):
+    """A PUT was refused though there is no such object: another one is at it. It is sent again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    version: str
+    attempt: str
+    """Of the PUT that made it; empty where something else did."""
+
+
+@storage_errors
+class ObjectStore(ABC):
+    """A prefix of a bucket; see store.py for what each method promises. `method` is always `put`."""
+
+    max_put_bytes = 5 << 30
+    absent_condition, version_condition = "If-None-Match", "If-Match"
+    """What carries a condition of a PUT."""
+    keep_them = "Amazon S3 and MinIO do"
+
+    def __init__(self, where: str, bucket: str, prefix: str) -> None:
+        """where is the root as a user names it."""
+        self.where, self.method = where, "put"
+        self._bucket, self._prefix = bucket, prefix
+        self._folder: Path | None = None
+
+    # --- what each store does by itself: one request each, without retries unless it says otherwise
+
+    @abstractmethod
+    def _send(self, key: str, body: bytes | Path, condition: str | None, attempt: str) -> None:
+        """One PUT. Raises RefusedError where the condition does not hold."""
+
+    @abstractmethod
+    def _find(self, key: str) -> Head | None: ...
+
+    @abstractmethod
+    def _fetch(self, key: str) -> bytes: ...
+
+    @abstractmethod
+    def _fetch_tail(self, key: str, num_bytes: int) -> Tail | None: ...
+
+    @abstractmethod
+    def _remove(self, key: str) -> None:
+        """Also where there is no such object."""
+
+    @abstractmethod
+    def _folder_pages(self, name: str) -> Iterator[dict[str, str]]:
+        """What lies directly in a folder, with versions; folders with an empty one. With retries."""
+
+    @abstractmethod
+    def _key_pages(self, name: str) -> Iterator[list[str]]:
+        """Keys of all objects below a folder. With retries."""
+
+    @abstractmethod
+    def ages_s(self, names: Sequence[str]) -> list[float]: ...
+
+    @abstractmethod
+    def _files(self) -> pafs.FileSystem:
+        """Arrow's view, for reading; paths begin with the bucket."""
+
+    @abstractmethod
+    def _call(self, what: str, act: Callable[[], T]) -> T:
+        """`act` with retries; its errors as a StorageError that names the object, or an OutputError that names the bucket."""
+
+    # --- what they all are
+
+    def check_root(self) -> None:
+        if self.exists(""):
+            raise OutputError(f"output.dir {self.where} is an object and is no batchspec job; choose another folder")
+
+    def check_bucket(self) -> None:
+        self.list("")
+
+    def probe(self) -> None:
+        name = f"_batchspec/tmp/probe-{uuid.uuid4().hex}"
+        taken = self._create(name, b"", ABSENT)
+        taken_twice = self._create(name, b"", ABSENT)
+        self._delete(self._key(name))
+        if not taken or taken_twice:
+            raise OutputError(
+                f"output.dir {self.where}: this store ignores {self.absent_condition} on PUT, without which two runs could "
+                f"overwrite each other's shards; use a store that honours it ({self.keep_them}) or a local folder"
+            )
+
+    def probe_replace(self) -> None:
+        name = f"_batchspec/tmp/probe-{uuid.uuid4().hex}"
+        self._create(name, b"", ABSENT)
+        replaced = self._create(name, b"other", NO_VERSION)
+        self._delete(self._key(name))
+        if replaced:
+            raise OutputError(
+                f"output.dir {self.where}: this store ignores {self.version_condition} on PUT, without which a retry could undo "
+                f"another one's shards; use a store that honours it ({self.keep_them}), or copy the job to a local folder"
+            )
+
+    def clean(self) -> None:
+        for folder in Path(tempfile.gettempdir()).glob(f"{_scratch_prefix()}*"):
+            with suppress(OSError):
+                if time.time() - folder.stat().st_mtime > STALE_S:
+                    shutil.rmtree(folder)
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        return self._create(name, data, ABSENT)
+
+    def put(self, name: str, data: bytes) -> None:
+        key = self._key(name)
+        self._call(f"writing {self._uri(name)}", lambda: self._send(key, data, None, ""))
+
+    def publish(self, path: Path, name: str) -> bool:
+        return self._publish(path, name, ABSENT)
+
+    def replace(self, path: Path, name: str, version: str) -> bool:
+        return self._publish(path, name, version)
+
+    def version(self, name: str) -> str:
+        found = self._head(name)
+        return "" if found is None else found.version
+
+    def versions(self, name: str) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for page in self._folder_pages(name):
+            found |= page
+        found.pop("", None)  # some tools make an empty object for a folder
+        return dict(sorted(found.items()))
+
+    def tail(self, name: str, num_bytes: int) -> Tail | None:
+        key = self._key(name)
+        return self._call(f"reading {self._uri(name)}", lambda: self._fetch_tail(key, num_bytes))
+
+    def delete(self, name: str, version: str) -> None:
+        if self.version(name) == version:
+            self._delete(self._key(name))
+
+    def read(self, name: str) -> bytes:
+        key = self._key(name)
+        return self._call(f"reading {self._uri(name)}", lambda: self._fetch(key))
+
+    def discard(self, prefix: str) -> None:  # noqa: B027
+        """Nothing: a run's unfinished files lie on its own machine."""
+
+    def list(self, name: str) -> list[str]:
+        return [*self.versions(name)]
+
+    def exists(self, name: str) -> bool:
+        return self._head(name) is not None
+
+    def delete_tree(self, name: str) -> None:
+        # One by one, because not every store can delete many by one request; several at once, because there may be thousands.
+        with ThreadPoolExecutor(DELETED_AT_ONCE) as pool:
+            for keys in self._key_pages(name):
+                for _ in pool.map(self._delete, keys):
+                    pass
+
+    def scratch(self) -> Path:
+        if self._folder is None:
+            with storing(f"making a folder in {tempfile.gettempdir()}"):
+                self._folder = Path(tempfile.mkdtemp(prefix=_scratch_prefix()))
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        return self._folder
+
+    def scan(self, names: Sequence[str]) -> pl.LazyFrame:
+        paths = [f"{self._bucket}/{self._key(name)}" for name in names]
+        with scanning(self.where):
+            return pl.scan_pyarrow_dataset(ds.dataset(paths, filesystem=self._arrow, format="parquet"))
+
+    @cached_property
+    def _arrow(self) -> pafs.FileSystem:
+        return self._files()
+
+    def _publish(self, path: Path, name: str, condition: str) -> bool:
+        try:
+            with storing(f"reading {path}"):
+                size = path.stat().st_size
+                if size > self.max_put_bytes:
+                    raise StorageError(
+                        f"publishing {self._uri(name)} failed: {size:,} bytes, and the store takes {self.max_put_bytes:,} in one "
+                        "PUT; start anew with a smaller output.shard_rows"
+                    )
+            return self._create(name, path, condition)
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _create(self, name: str, data: bytes | Path, condition: str) -> bool:
+        """PUT under a condition; False where the store says that it does not hold."""
+        key, attempt = self._key(name), uuid.uuid4().hex
+
+        def act() -> bool:
+            try:
+                self._send(key, data, condition, attempt)
+            except RefusedError:
+                found = self._find(key)
+                if found is None and condition == ABSENT:
+                    raise InFlightError("refused, though there is no such object") from None
+                return found is not None and found.attempt == attempt  # an answer to us may have got lost
+            return True
+
+        return self._call(f"publishing {self._uri(name)}", act)
+
+    def _head(self, name: str) -> Head | None:
+        key = self._key(name)
+        return self._call(f"looking for {self._uri(name)}", lambda: self._find(key))
+
+    def _delete(self, key: str) -> None:
+        self._call(f"deleting {self.where}{key.removeprefix(self._prefix)}", lambda: self._remove(key))
+
+    def _key(self, name: str) -> str:
+        if name and any(part in ("", ".", "..") or "\0" in part for part in name.split("/")):
+            raise OutputError(f"{self.where}/{name}: empty names and .. are refused; take another output.dir")
+        return f"{self._prefix}/{name}" if name else self._prefix
+
+    def _uri(self, name: str) -> str:
+        return f"{self.where}/{name}" if name else self.where
+
+
+def _scratch_prefix() -> str:
+    return f"batchspec-{os.getuid()}-"

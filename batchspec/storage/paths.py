@@ -1,0 +1,217 @@
+"""Where input files lie: the local file system, or a remote one (remote.py, cloud_files.py, hub_files.py)."""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import io
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, Protocol, TypeVar
+
+from batchspec.errors import ConfigError, InputError, StorageError
+from batchspec.storage.aws import GONE, NO_BUCKET
+from batchspec.storage.cloud import SCHEMES
+from batchspec.storage.cloud_files import cloud_files
+from batchspec.storage.hub_files import hub_files
+from batchspec.storage.remote import READ, Kind, RemoteFiles, Stamp, arrow_files, s3_files
+from batchspec.storage.retry import retried
+
+T = TypeVar("T")
+
+
+class Place(Protocol):
+    """A file or a folder."""
+
+    @property
+    def path(self) -> PurePosixPath | Path:
+        """Within its file system."""
+
+    def is_file(self) -> bool: ...
+
+    def is_dir(self) -> bool: ...
+
+    def files(self) -> Iterator[Place]:
+        """Every file below a folder."""
+
+    def glob(self) -> tuple[Place, Iterator[Place]]:
+        """The folder above the first wildcard, and every file that matches. `**` stands for any number of folders."""
+
+    def check_bucket(self) -> None:
+        """Raise InputError where the bucket that it should lie in is not there."""
+
+    def stamp(self) -> Stamp:
+        """Of the file as it is now, by its file system's own word. Raises InputError where it is gone, StorageError."""
+
+    def open(self) -> BinaryIO:
+        """For reading, unbuffered where the file is remote."""
+
+
+def place_of(entry: str) -> Place:
+    """The place that an entry of input.path names. Raises ConfigError for a file system that cannot be set up."""
+    scheme, mark, rest = entry.partition("://")
+    if not mark:
+        return LocalPlace(Path(os.path.abspath(os.path.expanduser(entry))))
+    if scheme == "s3":
+        path = PurePosixPath(rest)
+        if not path.parts:
+            raise ConfigError(f"input.path {entry} must be s3://BUCKET/...; name a bucket")
+        return RemotePlace(s3_files(path.parts[0]), path)
+    if scheme in ("http", "https"):
+        raise ConfigError(
+            f"input.path {scheme}://...: web addresses are not read; download the file, or give {READ} "
+            "(a dataset of the Hugging Face hub is hf://datasets/ORG/NAME)"
+        )
+    files, inner = (cloud_files if scheme in SCHEMES else hub_files if scheme == "hf" else arrow_files)(entry)
+    return RemotePlace(files, PurePosixPath(inner))
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPlace:
+    path: Path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def is_file(self) -> bool:
+        return self.path.is_file()
+
+    def is_dir(self) -> bool:
+        return self.path.is_dir()
+
+    def files(self) -> Iterator[LocalPlace]:
+        return (LocalPlace(path) for path in self.path.rglob("*") if path.is_file())
+
+    def glob(self) -> tuple[LocalPlace, Iterator[LocalPlace]]:
+        root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), self.path.parts))
+        paths = map(Path, glob.iglob(str(self.path), recursive=True))
+        return LocalPlace(root), (LocalPlace(path) for path in paths if path.is_file())
+
+    def check_bucket(self) -> None:
+        pass
+
+    def stamp(self) -> Stamp:
+        try:
+            with self.path.open("rb") as file:  # over NFS what `stat` says may be a minute old, and an open file's is not
+                facts = os.fstat(file.fileno())
+        except FileNotFoundError as error:
+            raise InputError(GONE.format(name=self.path)) from error
+        return Stamp(facts.st_size, str(facts.st_mtime_ns))
+
+    def open(self) -> BinaryIO:
+        return self.path.open("rb")
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePlace:
+    remote: RemoteFiles
+    path: PurePosixPath
+    known_size: int | None = None
+    """As the listing told it."""
+
+    def __str__(self) -> str:
+        return f"{self.remote.scheme}://{str(self.path).lstrip('/')}"
+
+    def is_file(self) -> bool:
+        return self.kind() == "file"
+
+    def is_dir(self) -> bool:
+        return self.kind() == "folder"
+
+    def files(self) -> Iterator[RemotePlace]:
+        found = self.retried("listing", lambda: self.remote.walk(str(self.path)))
+        return (self._at(PurePosixPath(entry.path), entry.size_bytes) for entry in found)
+
+    def glob(self) -> tuple[RemotePlace, Iterator[RemotePlace]]:
+        above = list(itertools.takewhile(lambda part: not glob.has_magic(part), self.path.parts))
+        root, pattern = self._at(PurePosixPath(*above)), self.path.parts[len(above) :]
+        if not root.is_dir():
+            return root, iter(())
+        return root, (file for file in root.files() if _matches(file.path.parts[len(above) :], pattern))
+
+    def check_bucket(self) -> None:
+        with suppress(StorageError):  # who may not look at a bucket may still read what lies in it
+            if not self.retried("looking for", lambda: self.remote.check_bucket(str(self.path))):
+                raise InputError(NO_BUCKET.format(where=f"input.path {self}", bucket=self.path.parts[0]))
+
+    def stamp(self) -> Stamp:
+        return self.retried("looking for", lambda: self.remote.stamp(str(self.path)))
+
+    def open(self) -> BinaryIO:
+        return RemoteFile(self, self.stamp().size_bytes if self.known_size is None else self.known_size)  # type: ignore[return-value]
+
+    def _at(self, path: PurePosixPath, size: int | None = None) -> RemotePlace:
+        return RemotePlace(self.remote, path, size)
+
+    def kind(self) -> Kind:
+        return self.retried("looking for", lambda: self.remote.kind(str(self.path)))
+
+    def retried(self, doing: str, act: Callable[[], T]) -> T:
+        """`act` with retries. Raises InputError where the file is gone, StorageError for everything else."""
+        remote, what = self.remote, f"{doing} {self}"
+        try:
+            return retried(what, act, remote.passing(), remote.explain)
+        except FileNotFoundError as error:
+            raise InputError(GONE.format(name=self)) from error
+        except remote.errors as error:
+            raise StorageError(f"{what} failed: {remote.explain(error)}, and run the same command again") from error
+
+
+class RemoteFile(io.RawIOBase):
+    """A remote file whose reads are tried again; each read is one request for just those bytes."""
+
+    def __init__(self, place: RemotePlace, size: int) -> None:
+        super().__init__()
+        self._place, self._at, self._size = place, 0, size
+        self._file = place.retried("opening", self._opened)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        size = max(0, min(len(buffer), self._size - self._at))
+        if size:
+            buffer[:size] = self._place.retried("reading", lambda: self._read(size))
+            self._at += size
+        return size
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def _opened(self) -> Any:
+        file = self._place.remote.open(str(self._place.path))
+        found = file.size()
+        if found == 0 < self._size:  # Arrow takes an answer that was cut within its headers for a file of 0 bytes
+            raise OSError(f"it has 0 bytes, and {self._size:,} were expected; was it changed?")
+        if found != self._size:
+            raise InputError(f"{self._place} changed: {self._size:,} bytes -> {found:,}; run again when it changes no more")
+        return file
+
+    def _read(self, size: int) -> bytes:
+        data: bytes = self._file.read_at(size, self._at)
+        if len(data) < size:
+            raise OSError(f"{len(data)} of {size} bytes came at {self._at}")
+        return data
+
+
+def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    if not pattern:
+        return not parts
+    if pattern[0] == "**":
+        return any(_matches(parts[i:], pattern[1:]) for i in range(len(parts) + 1))
+    return bool(parts) and fnmatch.fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])

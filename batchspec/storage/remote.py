@@ -1,0 +1,125 @@
+"""Remote file systems that input is read from: what places.py asks of each, and those that Arrow reaches (s3://, hdfs://)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import pyarrow.fs as pafs
+
+from batchspec.errors import ConfigError
+from batchspec.storage.aws import filesystem, head
+from batchspec.storage.retry import arrow_passing, reason
+
+READ = "a local path, s3://BUCKET/..., gs://BUCKET/..., abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/... or hf://datasets/..."
+Kind = Literal["file", "folder", "missing"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """What tells a file from one that takes its place, or from itself when it has been written to, without reading it."""
+
+    size_bytes: int
+    mark: str
+    """The ETag on object stores, the id of the contents on the Hugging Face hub, elsewhere the mtime in ns."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteEntry:
+    path: str
+    size_bytes: int
+
+
+class Opened(Protocol):
+    """A file that is open for reading."""
+
+    def size(self) -> int: ...
+
+    def read_at(self, size: int, offset: int) -> bytes: ...
+
+    def close(self) -> None: ...
+
+
+class RemoteFiles(Protocol):
+    """One remote file system; paths begin with the bucket or the repository. Nothing here tries again: places.py does.
+
+    Every method may raise FileNotFoundError, InputError, and one of `errors`.
+    """
+
+    scheme: str
+    errors: tuple[type[Exception], ...]
+
+    def kind(self, path: str) -> Kind: ...
+
+    def stamp(self, path: str) -> Stamp: ...
+
+    def walk(self, path: str) -> Sequence[RemoteEntry]:
+        """Every file below a folder."""
+
+    def open(self, path: str) -> Opened: ...
+
+    def check_bucket(self, path: str) -> bool:
+        """Whether the bucket of a path is there; True where that cannot be told."""
+
+    def passing(self) -> Callable[[Exception], bool]:
+        """For the tries of one request: whether an error may pass."""
+
+    def explain(self, error: Exception) -> str:
+        """In one line without credentials: what is wrong, and what to check."""
+
+
+class ArrowFiles:
+    """What Arrow reaches by itself."""
+
+    errors: tuple[type[Exception], ...] = (OSError,)
+
+    def __init__(self, scheme: str, files: pafs.FileSystem) -> None:
+        self.scheme, self._files = scheme, files
+
+    def kind(self, path: str) -> Kind:
+        found = self._files.get_file_info(path).type
+        return "file" if found == pafs.FileType.File else "folder" if found == pafs.FileType.Directory else "missing"
+
+    def stamp(self, path: str) -> Stamp:
+        if self.scheme == "s3":
+            bucket, _, key = path.partition("/")
+            return Stamp(*head(bucket, key))
+        info = self._files.get_file_info(path)
+        return Stamp(int(info.size or 0), str(info.mtime_ns))
+
+    def walk(self, path: str) -> Sequence[RemoteEntry]:
+        found = self._files.get_file_info(pafs.FileSelector(path, recursive=True))
+        return [RemoteEntry(info.path, info.size) for info in found if info.type == pafs.FileType.File]
+
+    def open(self, path: str) -> Opened:
+        opened: Opened = self._files.open_input_file(path)
+        return opened
+
+    def check_bucket(self, path: str) -> bool:
+        return self.scheme != "s3" or self.kind(path.partition("/")[0]) != "missing"
+
+    def passing(self) -> Callable[[Exception], bool]:
+        return arrow_passing
+
+    def explain(self, error: Exception) -> str:
+        if self.scheme != "s3":
+            return f"{reason(error)}; check the path"
+        return (
+            f"{reason(error)}; check the credentials (AWS_PROFILE, AWS_ACCESS_KEY_ID, ...), the bucket and its policy, the "
+            "network and the endpoint (AWS_ENDPOINT_URL)"
+        )
+
+
+def s3_files(bucket: str) -> RemoteFiles:
+    return ArrowFiles("s3", filesystem(bucket))
+
+
+def arrow_files(entry: str) -> tuple[RemoteFiles, str]:
+    """The file system of a URL, and the path in it. Raises ConfigError where Arrow knows none."""
+    scheme = entry.partition("://")[0]
+    try:
+        found, inner = pafs.FileSystem.from_uri(entry)
+    except (ValueError, OSError, NotImplementedError) as error:
+        raise ConfigError(f"input.path {scheme}://...: {reason(error)}; give {READ}") from error
+    return ArrowFiles(scheme, found), inner

@@ -1,0 +1,152 @@
+"""Partial results of attention over disjoint sets of keys, merged by log-sum-exp:
+
+    out = sum over parts of 2**(lse[part] - peak) * part_out[part] / sum over parts of 2**(lse[part] - peak),   peak = max lse
+
+with lse = log2 of a part's softmax denominator. Line row_parts[r, 0] + part * n + i is (query, head) pair i of row r's n pairs.
+Bound by launch latency and by reading the partial results, most of which are still in the second-level cache.
+Source: Dao et al. 2023 ("Flash-Decoding for long-context inference"), the second kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchspec.kernels.attention.work_list import AttentionWork
+from batchspec.kernels.benchmarks.timing import Bench
+from batchspec.kernels.common.checks import check
+from batchspec.kernels.common.pdl import await_earlier, launch_args
+
+LINES, PARTS = 4, 4
+"""Lines of a program, and parts that it reads at once: they lie in the registers of one warp, so that no sum crosses warps."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Partials:
+    """Where the items of cut rows leave their results: one buffer serves every layer of a batch."""
+
+    out: Tensor
+    """fp32 [lines, KVH, D]"""
+    lse: Tensor
+    """fp32 [lines, KVH] log2 of the softmax denominator"""
+
+
+def partials_of(work: AttentionWork, head_dim: int) -> Partials:
+    """Room for every partial result of this work list."""
+    size = (max(1, work.num_lines), work.shape.kv_heads)
+    out = torch.empty(*size, head_dim, dtype=torch.float32, device=work.kv_len.device)
+    return Partials(out, torch.empty(size, dtype=torch.float32, device=work.kv_len.device))
+
+
+@triton.jit
+def merge_kernel(
+    part_out, part_lse, row_parts, q_start, out, KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr, TILES: tl.constexpr, LINES: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row, tile of LINES pairs, K/V head); the loads of PARTS parts are in flight at once."""
+    await_earlier(PDL)
+    head = tl.program_id(0) % KV_HEADS
+    row = tl.program_id(0) // KV_HEADS // TILES
+    first = tl.load(row_parts + 2 * row)  # all four before any is looked at: one latency
+    parts = tl.load(row_parts + 2 * row + 1)
+    begin = tl.load(q_start + row)
+    num_lanes = (tl.load(q_start + row + 1) - begin) * HEADS
+    if parts == 0:
+        return
+    lane = tl.program_id(0) // KV_HEADS % TILES * LINES + tl.arange(0, LINES)
+    d = tl.arange(0, DIM)
+    within = (lane < num_lanes)[:, None] & (d < HEAD_DIM)[None, :]
+    peak = tl.full([LINES], -1e30, tl.float32)
+    mass = tl.zeros([LINES], tl.float32)
+    acc = tl.zeros([LINES, DIM], tl.float32)
+    for at in range(0, parts, PARTS):
+        part = at + tl.arange(0, PARTS)
+        line = (first + part[:, None] * num_lanes + lane[None, :]).to(tl.int64) * KV_HEADS + head
+        exists = (part < parts)[:, None] & (lane < num_lanes)[None, :]
+        lse = tl.load(part_lse + line, mask=exists, other=float("-inf"))
+        values = tl.load(
+            part_out + line[:, :, None] * HEAD_DIM + d[None, None, :], mask=exists[:, :, None] & (d < HEAD_DIM)[None, None, :],
+            other=0.0,
+        )  # fmt: skip
+        new_peak = tl.maximum(peak, tl.max(lse, 0))
+        weight = tl.exp2(lse - new_peak[None, :])
+        shrink = tl.exp2(peak - new_peak)
+        mass = mass * shrink + tl.sum(weight, 0)
+        acc = acc * shrink[:, None] + tl.sum(values * weight[:, :, None], 0)
+        peak = new_peak
+    acc = acc / tl.maximum(mass, 1e-30)[:, None]
+    target = (begin + lane // HEADS).to(tl.int64) * (KV_HEADS * HEADS) + head * HEADS + lane % HEADS
+    tl.store(out + target[:, None] * HEAD_DIM + d[None, :], acc.to(out.dtype.element_ty), mask=within)
+
+
+def merge_parts(
+    part_out: Tensor, part_lse: Tensor, row_parts: Tensor, q_start: Tensor, *, max_q: int, out: Tensor, interpret: bool = False
+) -> None:
+    """Write the output of every row that comes in parts; other rows of `out` are left alone.
+
+    part_out   fp32 [lines, KVH, D]
+    part_lse   fp32 [lines, KVH]  log2; a part that saw no key has a huge negative one, never -inf
+    row_parts  int32 [R, 2]       first line of the row, number of parts (0: not in parts)
+    q_start    int32 [R+1]        row r's places in `out`
+    max_q      no row owns more places
+    out        fp32, bf16 or fp16 [T, NH, D]  NH a multiple of KVH: a row has NH / KVH pairs a place and K/V head
+
+    Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
+    """
+    (num_lines, kv_heads, head_dim), num_rows = part_out.shape, row_parts.shape[0]
+    heads = out.shape[1] // kv_heads
+    check("merge_parts: part_out", part_out, (num_lines, kv_heads, head_dim), torch.float32)
+    check("merge_parts: part_lse", part_lse, (num_lines, kv_heads), torch.float32)
+    check("merge_parts: row_parts", row_parts, (num_rows, 2), torch.int32)
+    check("merge_parts: q_start", q_start, (num_rows + 1,), torch.int32)
+    check("merge_parts: out", out, (out.shape[0], heads * kv_heads, head_dim), torch.float32, torch.bfloat16, torch.float16)
+    if not (out.is_cuda or interpret):
+        merge_parts_reference(part_out, part_lse, row_parts, q_start, out=out)
+    elif num_rows:
+        tiles = triton.cdiv(max_q * heads, LINES)
+        merge_kernel[(num_rows * tiles * kv_heads,)](
+            part_out, part_lse, row_parts, q_start, out, KV_HEADS=kv_heads, HEADS=heads, HEAD_DIM=head_dim,
+            DIM=max(16, triton.next_power_of_2(head_dim)), TILES=tiles, LINES=LINES, PARTS=PARTS, num_warps=1,
+            **launch_args(out),
+        )  # fmt: skip
+
+
+def merge_parts_reference(part_out: Tensor, part_lse: Tensor, row_parts: Tensor, q_start: Tensor, *, out: Tensor) -> None:
+    """The same in plain torch."""
+    begins, (kv_heads, head_dim) = q_start.tolist(), part_out.shape[1:]
+    for (first, parts), begin, stop in zip(row_parts.tolist(), begins, begins[1:], strict=False):
+        lines = slice(first, first + parts * (stop - begin) * (out.shape[1] // kv_heads))
+        if parts and stop > begin:
+            weights = part_lse[lines].view(parts, -1, kv_heads, 1).mul(0.6931471805599453).softmax(0)
+            merged = (part_out[lines].view(parts, -1, kv_heads, head_dim) * weights).sum(0)
+            pairs = merged.view(stop - begin, -1, kv_heads, head_dim).transpose(1, 2)
+            out[begin:stop] = pairs.reshape(stop - begin, -1, head_dim).to(out.dtype)
+
+
+def main() -> None:
+    bench = Bench("attention_merge")
+    device = bench.device
+    for rows, tokens, parts in ((64, 1, 5), (64, 4, 5), (4, 4, 33)):
+        lines = rows * parts * tokens * 4
+        out = torch.empty(rows * tokens, 32, 128, dtype=torch.bfloat16, device=device)
+        row_parts = torch.tensor([(row * parts * tokens * 4, parts) for row in range(rows)], dtype=torch.int32, device=device)
+        q_start = torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32, device=device)
+        inputs = [
+            (torch.randn(lines, 8, 128, device=device), torch.randn(lines, 8, device=device), row_parts, q_start)
+            for _ in range(bench.num_copies)
+        ]
+        bench.row(
+            f"R={rows} S={tokens} parts={parts} 32/8 heads D=128",
+            [partial(merge_parts, *x, max_q=tokens, out=out) for x in inputs],
+            [partial(merge_parts_reference, *x, out=out) for x in inputs],
+            num_bytes=inputs[0][0].nbytes + out.nbytes,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""The work list of verify attention in plain Python: what `attention_work.py` lists, as a loop over rows and groups."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import triton
+from torch import Tensor
+
+from batchspec.kernels.attention.work_list import AttentionWork
+
+FIELDS = 8
+"""Of an item."""
+WAVES = 5
+"""Times that the card is filled at most: more items of fewer keys would even out nothing more."""
+
+
+def attention_work_reference(work: AttentionWork, positions: Tensor, targets: tuple[int, int], min_chunk: int) -> None:
+    """Fill items, group_items, counts and row_parts of `work`; targets are the items of a wave, of rows and of groups."""
+    shape, heads, shared = work.shape, work.shape.heads_per_kv, work.shared
+    group_of, common, starts = [-1] * len(work.kv_len), list[int](), [0]
+    if shared is not None:
+        group_of, common, starts = shared.row_group.tolist(), shared.shared_len.tolist(), shared.group_start.tolist()
+    widths = [(stop - start) * shape.max_q * heads for start, stop in pairwise(starts)]
+    group_tiles = [triton.cdiv(width, shape.group_tile) for width in widths]
+    group_cuts = _cut(common, group_tiles, targets[1], shape.chunk, min_chunk, shape.group_block)
+
+    begins, lengths = work.q_start.tolist(), work.kv_len.tolist()
+    places = [stop - begin for begin, stop in pairwise(begins)]
+    lengths = [length if num_q else 0 for length, num_q in zip(lengths, places, strict=True)]
+    first = [common[group] if group >= 0 and length else 0 for group, length in zip(group_of, lengths, strict=True)]
+    if shape.window:
+        lows = [int(positions[begin]) - shape.window + 1 if length else 0 for begin, length in zip(begins, lengths, strict=False)]
+        lows = [max(low, 0) // shape.page_size * shape.page_size for low in lows]
+        first = [low if low > shape.sink else 0 for low in lows]
+    tiles = [triton.cdiv(num_q * heads, shape.tile) for num_q in places]
+    keys = [length - low for length, low in zip(lengths, first, strict=True)]
+
+    line = 0
+    listed: list[list[tuple[int, ...]]] = []
+    for row, cuts in enumerate(_cut(keys, tiles, targets[0], shape.chunk, min_chunk, shape.block)):
+        above = len(group_cuts[group_of[row]]) if group_of[row] >= 0 and lengths[row] else 0
+        parts = above + len(cuts) if above + len(cuts) > 1 else 0
+        work.row_parts[row] = torch.tensor((line, parts))
+        line += parts * places[row] * heads
+        part, sinks = above if parts else -1, shape.sink if shape.window and first[row] else 0
+        owned = (begins[row], places[row])
+        dead: list[tuple[int, ...]] = [(row, 0, 0, 0, -1, 0, *owned)] * min(places[row], 1)
+        listed.append(_unit(row, tiles[row], first[row], cuts, part, sinks, owned) or dead)
+    padding = len(positions) - begins[-1]
+    listed.append([(len(places), 0, 0, 0, -1, 0, begins[-1], padding)] * min(padding, 1))
+    groups = [
+        _unit(group, group_tiles[group], 0, cuts, 0, 0, (starts[group], starts[group + 1] - starts[group]))
+        for group, cuts in enumerate(group_cuts)
+    ]
+    for kind, (out, units) in enumerate(((work.items, listed), (work.group_items, groups))):
+        units.sort(key=lambda unit: -triton.cdiv(unit[0][3] - unit[0][2], shape.block) if unit else 0)
+        lines = [item for unit in units for item in unit]
+        out[: len(lines)] = torch.tensor(lines, dtype=torch.int32).view(-1, FIELDS)
+        work.counts[kind] = len(lines)
+
+
+def _cut(keys: list[int], tiles: list[int], target: int, chunk: int, min_chunk: int, block: int) -> list[list[tuple[int, int]]]:
+    """(begin, end) of the items of each unit."""
+    share = triton.cdiv(sum(num * times for num, times in zip(keys, tiles, strict=True)), target)
+    waves = min(max(share // chunk, 1), WAVES)
+    length = triton.cdiv(max(triton.cdiv(share, waves), min_chunk), block) * block
+    sizes = [triton.cdiv(triton.cdiv(num, max(num // length, 1)), block) * block for num in keys]
+    return [
+        [(begin, min(begin + size, num)) for begin in range(0, num, max(size, 1))] for num, size in zip(keys, sizes, strict=True)
+    ]
+
+
+def _unit(
+    unit: int, tiles: int, first: int, cuts: list[tuple[int, int]], part: int, sinks: int, owned: tuple[int, int]
+) -> list[tuple[int, ...]]:
+    return [
+        (unit, tile, first + begin, first + end, part if part < 0 else part + number, 0 if number else sinks, *owned)
+        for number, (begin, end) in enumerate(cuts)
+        for tile in range(tiles)
+    ]

@@ -1,0 +1,76 @@
+"""How verify attention runs on a card, by shape: tiles, blocks, warps, stages, and how finely the work is cut.
+
+Nothing here changes a result beyond rounding. `python -m batchspec.kernels.attention.verify_attention` times these choices beside others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from batchspec.kernels.attention.work_list import WorkShape
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_QUERIES = 64
+"""Of a row; longer rows are a prefill."""
+SAMPLES = 8
+"""Rows that a group with a common beginning is expected to have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How the card runs a shape: keys read at once, warps of a program, stages of the pipeline, programs an SM holds."""
+
+    block: int
+    num_warps: int
+    num_stages: int
+    per_sm: int = 3
+
+
+def config_of(head_dim: int, tile: int, dtype: torch.dtype) -> Config:
+    """What runs fastest by head size and (query, head) pairs of a tile; `main` prints others beside it.
+
+    Programs an SM holds go by the registers and the shared memory that Triton 3.9 gives these kernels on sm_90.
+    """
+    if dtype == torch.float32:  # products without tensor cores: all registers
+        return Config(32, 8, 2, 4) if head_dim <= 128 else Config(16, 8, 2, 3)
+    if head_dim > 128:
+        return Config(32, 4, 3, 3 if tile <= 16 else 2) if tile <= 32 else Config(32, 8, 3, 1)
+    if tile >= 128:
+        return Config(64, 8, 3, 2 if head_dim <= 64 else 1)
+    if head_dim > 64:
+        return Config(64, 4, 3, 3 if tile <= 16 else 2)
+    return Config(64, 4, 3, {16: 6, 32: 5}.get(tile, 3))
+
+
+def tile_of(head_dim: int, lanes: int, dtype: torch.dtype) -> int:
+    """(query, head) pairs of one program where a row or a group has `lanes` of them."""
+    most = 16 if dtype == torch.float32 else 128 if head_dim <= 64 else 64
+    return min(most, max(16, 1 << (lanes - 1).bit_length()))
+
+
+def work_shape(
+    *,
+    num_rows: int,
+    max_q: int,
+    max_kv: int,
+    num_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    num_sms: int,
+    window: int = 0,
+    sink: int = 0,
+) -> WorkShape:
+    """How to cut the work of such a batch for a card with this many multiprocessors."""
+    lanes = max_q * (num_heads // kv_heads)
+    tile, group_tile = tile_of(head_dim, lanes, dtype), tile_of(head_dim, min(num_rows, SAMPLES) * lanes, dtype)
+    config, group_config = config_of(head_dim, tile, dtype), config_of(head_dim, group_tile, dtype)
+    return WorkShape(
+        max_q=max_q, max_kv=max_kv, kv_heads=kv_heads, heads_per_kv=num_heads // kv_heads, page_size=page_size,
+        window=window, sink=sink if window else 0, tile=tile, block=config.block,
+        group_tile=group_tile, group_block=group_config.block, programs=num_sms * config.per_sm,
+        group_programs=num_sms * group_config.per_sm,
+    )  # fmt: skip

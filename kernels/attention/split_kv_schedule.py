@@ -1,0 +1,232 @@
+"""Work list of verify attention: which program reads which keys for which queries, built on the device once a round.
+
+An item is (unit, tile, first, end, part, sinks, begin, count): the queries of one tile of a unit attend keys first .. end-1, and
+0 .. sinks-1 too. A unit is a row, which owns `count` places from `begin` on, or a group of rows whose common beginning is read
+once for all of them: its members are `count` entries of row_order from `begin` on. Lengths are cut like this:
+
+    share = sum of keys * tiles / (programs / KVH)                           what a program gets if the card is filled once
+    waves = share / chunk, at least 1 and at most WAVES                      ... or several times, while items stay long
+    item  = a unit's keys in floor(keys / (share / waves)) equal parts       in whole blocks; at least one, at least min_chunk
+
+so few rows fill the card exactly once (a second, partial round of programs would double the time), many rows come in items long
+enough to hide how they begin and end, and many short rows in one item each, which then needs no merge. Items are listed by
+falling length: the card hands them out in that order, so that the last ones to finish are short. A windowed row lists only the
+keys that its first query still sees. Dead rows and padding get an item without keys, which zeroes their output.
+Bound by launch latency: each program ranks its unit among all others, one launch, no host read.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchspec.kernels.attention.schedule_reference import FIELDS, WAVES, attention_work_reference
+from batchspec.kernels.attention.work_list import AttentionWork, SharedPrefixes, WorkShape
+from batchspec.kernels.common.checks import check
+from batchspec.kernels.common.pdl import await_earlier, launch_args
+
+WHOLE = 1 << 30  # a chunk that no row exceeds
+LANES = 64
+
+
+@triton.jit
+def chunk_of(keys, tiles, target, chunk, min_chunk, WAVES: tl.constexpr, BLOCK: tl.constexpr):
+    share = tl.cdiv(tl.sum(keys.to(tl.int64) * tiles, 0), target).to(tl.int32)
+    waves = tl.minimum(tl.maximum(share // chunk, 1), WAVES)
+    return tl.cdiv(tl.maximum(tl.cdiv(share, waves), min_chunk), BLOCK) * BLOCK
+
+
+@triton.jit
+def item_len(keys, chunk, BLOCK: tl.constexpr):
+    """Keys of each item when `keys` are cut evenly, 0 where there are none."""
+    return tl.cdiv(tl.cdiv(keys, tl.maximum(keys // chunk, 1)), BLOCK) * BLOCK
+
+
+@triton.jit
+def pick(values, at_index):
+    return tl.sum(tl.where(at_index, values, 0), 0)
+
+
+@triton.jit
+def list_items(out_items, index, unit, num_items, tiles, first, length, end, first_part, sinks, start, count,
+               LANES: tl.constexpr):  # fmt: skip
+    """Items of one unit from `index` on; the tiles of a part side by side, so that the second finds its keys in the cache."""
+    for at in range(0, num_items, LANES):
+        lane = at + tl.arange(0, LANES)
+        exists = lane < num_items
+        part = lane // tl.maximum(tiles, 1)
+        begin = first + part * length
+        item = out_items + (index + lane) * 8
+        tl.store(item, tl.zeros([LANES], tl.int32) + unit, mask=exists)
+        tl.store(item + 1, lane - part * tiles, mask=exists)
+        tl.store(item + 2, begin, mask=exists)
+        tl.store(item + 3, tl.minimum(begin + length, end), mask=exists)
+        tl.store(item + 4, tl.where(first_part < 0, -1, first_part + part), mask=exists)
+        tl.store(item + 5, tl.where(part == 0, sinks, 0), mask=exists)
+        tl.store(item + 6, tl.zeros([LANES], tl.int32) + start, mask=exists)
+        tl.store(item + 7, tl.zeros([LANES], tl.int32) + count, mask=exists)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_groups", "num_places", "target", "group_target", "chunk", "min_chunk"])
+def work_kernel(
+    q_start, kv_len, positions, row_group, group_start, shared_len, out_items, out_group_items, out_counts, out_row_parts,
+    num_rows, num_groups, num_places, target, group_target, chunk, min_chunk,
+    HEADS: tl.constexpr, MAX_Q: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, GROUP_TILE: tl.constexpr, GROUP_BLOCK: tl.constexpr, WAVES: tl.constexpr,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program r < num_rows lists row r's items, program num_rows the padding behind the last row, the others a group each."""
+    await_earlier(PDL)
+    program = tl.program_id(0)
+    rows = tl.arange(0, ROWS)
+    exists = rows < num_rows
+    begin = tl.load(q_start + rows, mask=rows <= num_rows, other=0)
+    finish = tl.where(rows == num_rows, num_places, tl.load(q_start + rows + 1, mask=exists, other=0))
+    places = tl.maximum(finish - begin, 0)
+    length = tl.load(kv_len + rows, mask=exists, other=0)
+    alive = (length > 0) & (places > 0)
+
+    first = tl.zeros([ROWS], tl.int32)
+    shared_parts = tl.zeros([ROWS], tl.int32)
+    if WINDOW > 0:
+        low = tl.load(positions + begin, mask=alive, other=0).to(tl.int32) - (WINDOW - 1)
+        low = tl.maximum(low, 0) // PAGE_SIZE * PAGE_SIZE
+        first = tl.where(low > SINK, low, 0)
+    if GROUPS > 0:
+        groups = tl.arange(0, GROUPS)
+        common = tl.load(shared_len + groups, mask=groups < num_groups, other=0)
+        member = tl.load(group_start + groups, mask=groups < num_groups, other=0)
+        members = tl.load(group_start + groups + 1, mask=groups < num_groups, other=0) - member
+        group_tiles = tl.cdiv(members * (MAX_Q * HEADS), GROUP_TILE)
+        group_chunk = chunk_of(common, group_tiles, group_target, chunk, min_chunk, WAVES, GROUP_BLOCK)
+        if program > num_rows:
+            unit = program - num_rows - 1
+            group_size = item_len(common, group_chunk, GROUP_BLOCK)
+            listed = tl.cdiv(common, tl.maximum(group_size, 1)) * group_tiles
+            unit_size = pick(group_size, groups == unit)
+            longer = (group_size > unit_size) | ((group_size == unit_size) & (groups < unit))
+            list_items(
+                out_group_items, tl.sum(tl.where(longer, listed, 0), 0), unit, pick(listed, groups == unit),
+                pick(group_tiles, groups == unit), 0, unit_size, pick(common, groups == unit), 0, 0, pick(member, groups == unit),
+                pick(members, groups == unit), LANES,
+            )  # fmt: skip
+            if unit == 0:
+                tl.store(out_counts + 1, tl.sum(listed, 0))
+        group = tl.load(row_group + rows, mask=exists, other=-1)
+        first = tl.load(shared_len + group, mask=alive & (group >= 0), other=0)
+        shared_parts = tl.cdiv(first, tl.maximum(item_len(first, group_chunk, GROUP_BLOCK), 1))
+
+    keys = tl.where(alive, length - first, 0)
+    tiles = tl.where(alive, tl.cdiv(places * HEADS, TILE), tl.minimum(places, 1))
+    size = item_len(keys, chunk_of(keys, tiles, target, chunk, min_chunk, WAVES, BLOCK), BLOCK)
+    parts = tl.where(alive, tl.cdiv(keys, tl.maximum(size, 1)), 1)
+    all_parts = parts + shared_parts
+    if program <= num_rows:
+        mine = rows == program
+        my_size = pick(size, mine)
+        ahead = (size > my_size) | ((size == my_size) & (rows < program))
+        my_parts = pick(all_parts, mine)
+        lines = tl.where(all_parts > 1, all_parts * places * HEADS, 0)
+        my_first = pick(first, mine)
+        first_part = tl.where(my_parts > 1, pick(shared_parts, mine), -1)
+        sinks = 0
+        if WINDOW > 0:
+            sinks = tl.where(my_first > 0, SINK, 0)
+        list_items(
+            out_items, tl.sum(tl.where(ahead, parts * tiles, 0), 0), program, pick(parts * tiles, mine), pick(tiles, mine),
+            my_first, my_size, pick(tl.where(alive, length, 0), mine), first_part, sinks, pick(begin, mine), pick(places, mine),
+            LANES,
+        )  # fmt: skip
+        if program < num_rows:
+            tl.store(out_row_parts + 2 * program, tl.sum(tl.where(rows < program, lines, 0), 0))
+            tl.store(out_row_parts + 2 * program + 1, tl.where(my_parts > 1, my_parts, 0))
+        else:
+            tl.store(out_counts, tl.sum(parts * tiles, 0))
+            if GROUPS == 0:
+                tl.store(out_counts + 1, 0)
+
+
+def attention_work(
+    q_start: Tensor,
+    kv_len: Tensor,
+    positions: Tensor,
+    *,
+    shape: WorkShape,
+    shared: SharedPrefixes | None = None,
+    interpret: bool = False,
+) -> AttentionWork:
+    """The work list of a flat batch of R rows and T places.
+
+    q_start    int32 [R+1]  row r's places are q_start[r] .. q_start[r+1]-1, at most shape.max_q of them
+    kv_len     int32 [R]    keys 0 .. kv_len-1 can be seen; 0 for a dead row
+    positions  int64 [T]    read with a window: a row's first query has its smallest position
+    shared     groups that begin with the same pages, or None
+
+    Allocates its outputs. Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides, and for shared
+    prefixes under a window.
+    """
+    num_rows, num_places = kv_len.shape[0], positions.shape[0]
+    check("attention_work: q_start", q_start, (num_rows + 1,), torch.int32)
+    check("attention_work: kv_len", kv_len, (num_rows,), torch.int32)
+    check("attention_work: positions", positions, (num_places,), torch.int64)
+    if shared is not None:
+        _check_shared(shared, num_rows, shape.window)
+    num_groups = shared.shared_len.shape[0] if shared is not None else 0
+    target, group_target = (max(1, programs // shape.kv_heads) for programs in (shape.programs, shape.group_programs))
+    max_items, max_group_items, num_lines = _bounds(shape, num_rows, num_places, target, group_target, num_groups)
+    min_chunk = shape.min_chunk if num_lines else WHOLE
+
+    def empty(*size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.int32, device=kv_len.device)
+
+    work = AttentionWork(
+        shape=shape, q_start=q_start, kv_len=kv_len, shared=shared, num_lines=num_lines, counts=empty(2),
+        items=empty(max_items, FIELDS), row_parts=empty(num_rows, 2),
+        group_items=empty(max_group_items, FIELDS),
+    )  # fmt: skip
+    if not (kv_len.is_cuda or interpret):
+        attention_work_reference(work, positions, (target, group_target), min_chunk)
+        return work
+    groups = (shared.row_group, shared.group_start, shared.shared_len) if shared is not None else (kv_len, kv_len, kv_len)
+    work_kernel[(num_rows + 1 + num_groups,)](
+        q_start, kv_len, positions, *groups, work.items, work.group_items, work.counts, work.row_parts,
+        num_rows, num_groups, num_places, target, group_target, shape.chunk, min_chunk,
+        HEADS=shape.heads_per_kv, MAX_Q=shape.max_q if num_groups else 1, WINDOW=shape.window, SINK=shape.sink,
+        PAGE_SIZE=shape.page_size, TILE=shape.tile, BLOCK=shape.block, GROUP_TILE=shape.group_tile,
+        GROUP_BLOCK=shape.group_block, WAVES=WAVES, ROWS=triton.next_power_of_2(num_rows + 1),
+        GROUPS=triton.next_power_of_2(num_groups) if num_groups else 0, LANES=LANES, num_warps=4,
+        **launch_args(kv_len),
+    )  # fmt: skip
+    return work
+
+
+def _check_shared(shared: SharedPrefixes, num_rows: int, window: int) -> None:
+    num_groups = shared.shared_len.shape[0]
+    check("attention_work: shared.row_group", shared.row_group, (num_rows,), torch.int32)
+    check("attention_work: shared.row_order", shared.row_order, (num_rows,), torch.int32)
+    check("attention_work: shared.group_start", shared.group_start, (num_groups + 1,), torch.int32)
+    check("attention_work: shared.shared_len", shared.shared_len, (num_groups,), torch.int32)
+    if window:
+        raise ValueError(f"attention_work: shared prefixes with window={window}; pass shared=None, a window reads no prefix")
+
+
+def _bounds(
+    shape: WorkShape, num_rows: int, num_places: int, target: int, group_target: int, num_groups: int
+) -> tuple[int, int, int]:
+    """Most items, padding included, most group items, and most lines of partial results, 0 where no row is to be cut.
+
+    Many rows, none of them much longer than a chunk, fill the card uncut: that saves the launch of a merge.
+    """
+    lanes = num_places * shape.heads_per_kv
+    tiles = min(num_rows * triton.cdiv(shape.max_q * shape.heads_per_kv, shape.tile), lanes // shape.tile + num_rows)
+    read = min(shape.max_kv, shape.window + shape.max_q + shape.page_size) if shape.window else shape.max_kv
+    whole = shape.max_whole if num_rows * shape.kv_heads * 3 >= shape.programs * 2 else shape.short
+    cuts = min(WAVES * target, tiles * triton.cdiv(shape.max_kv, max(shape.min_chunk, shape.block)))
+    if not num_groups:
+        return (tiles + 1, 0, 0) if read <= whole else (tiles + 1 + cuts, 0, cuts * shape.tile + lanes)
+    group_tiles = triton.cdiv(num_rows * shape.max_q * shape.heads_per_kv, shape.group_tile) + num_groups
+    group_cuts = min(WAVES * group_target, group_tiles * triton.cdiv(shape.max_kv, max(shape.min_chunk, shape.group_block)))
+    num_lines = cuts * shape.tile + group_cuts * shape.group_tile + 2 * lanes
+    return tiles + 1 + cuts, group_tiles + group_cuts, num_lines

@@ -1,0 +1,246 @@
+"""Verify attention: the few queries of each row over its long paged context, split over the keys (flash decoding).
+
+    out[t] = softmax over the keys k that t sees of (scale * q[t] . K[k]) @ V,   keys 0 .. position[t], or those in the window
+                                                                                 and the sink, or those in t's ancestor mask
+
+One program an item of the work list (`attention_work.py`) and K/V head: the row's queries, in all heads that share the K/V head,
+are the lines of one tile; softmax runs online in base 2. An item that is a whole row writes its output, the others write partial
+results in fp32, which `attention_merge.py` adds up by log-sum-exp.
+The grid is an upper bound with early exits rather than persistent programs: the card hands out items in the listed order, longest
+first, which balances ragged rows better than any fixed stride, and there is no counter to reset.
+Bound by reading K/V once: 4.3 TB/s at 64 rows x 8448 keys on an H200. Source: Dao et al. 2023 ("Flash-Decoding for long-context
+inference"); prefixes of a group read once: Juravsky et al. 2024 ("Hydragen", arXiv 2402.05099).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchspec.kernels.attention.merge_states import Partials, merge_parts
+from batchspec.kernels.attention.settings import DTYPES, Config, config_of
+from batchspec.kernels.attention.softmax_step import attend_keys, page_of
+from batchspec.kernels.attention.tile import lanes_of, write_lines, zero_places
+from batchspec.kernels.attention.work_list import AttentionWork
+from batchspec.kernels.common.checks import check
+from batchspec.kernels.common.pdl import await_earlier, launch_args
+
+
+@triton.jit(do_not_specialize=["max_pages", "max_q"])
+def verify_kernel(
+    q, kv, page_table, positions, q_start, kv_len, row_order, items, num_items, row_parts, ancestors, tail_start,
+    out, part_out, part_lse, scale, max_pages, max_q, q_stride_t, q_stride_h, kv_stride_part, kv_stride_page,
+    KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, SINK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr,
+    WIDE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if not EARLY:
+        await_earlier(PDL)
+    index = tl.program_id(0) // KV_HEADS
+    head = tl.program_id(0) % KV_HEADS
+    item = items + index * 8
+    unit = tl.load(item)
+    tile = tl.load(item + 1)
+    first = tl.load(item + 2)
+    end = tl.load(item + 3)
+    part = tl.load(item + 4)
+    begin = tl.load(item + 6)
+    count = tl.load(item + 7)
+    if index >= tl.load(num_items):  # behind the other loads, which exist for every program: one latency instead of two
+        await_earlier(EARLY)
+        return
+    if end == 0:  # a dead row, or the padding behind the last row
+        await_earlier(EARLY)
+        zero_places(out, begin, begin + count, head, HEADS, KV_HEADS, TILE, HEAD_DIM, DIM)
+        return
+
+    lane, row, first_place, num_lanes, inside = lanes_of(
+        tile, unit, begin, count, q_start, kv_len, row_order, max_q, HEADS, TILE, GROUPED
+    )
+    table_row = unit
+    if GROUPED:
+        table_row = tl.max(tl.where(inside, row, -1), 0)  # every live member's table begins with the same pages
+        if table_row < 0:
+            await_earlier(EARLY)
+            return
+    table = page_table + table_row.to(tl.int64) * max_pages
+    key = tl.arange(0, BLOCK)
+    page = page_of(table, first + key, end, PAGE_SIZE)  # before all that depends on the places: their latencies overlap
+    token = (first_place + lane // HEADS).to(tl.int64)
+    position = tl.load(positions + token, mask=inside, other=-1).to(tl.int32)
+    await_earlier(EARLY)
+
+    q_head = head * HEADS + lane % HEADS
+    d = tl.arange(0, DIM)
+    within = inside[:, None] & (d < HEAD_DIM)[None, :]
+    query = tl.load(q + (token * q_stride_t + q_head * q_stride_h)[:, None] + d[None, :], mask=within, other=0.0)
+    if WIDE:
+        query = query.to(tl.float32)
+    listed = end
+    if ancestors is not None:
+        start = tl.load(tail_start + row) + tl.zeros([TILE], tl.int32)
+        bits = tl.load(ancestors + token, mask=inside, other=0)
+    else:
+        start = position
+        bits = position
+        end = tl.minimum(end, tl.max(position, 0) + 1)
+    TREE: tl.constexpr = ancestors is not None
+
+    base = kv + head * HEAD_DIM
+    peak = tl.full([TILE], -1e30, tl.float32)  # finite, so that a query which sees no key of this item gets no NaN
+    mass = tl.zeros([TILE], tl.float32)
+    acc = tl.zeros([TILE, DIM], tl.float32)
+    if SINK > 0:
+        sinks = tl.load(item + 5)
+        for at in range(0, sinks, BLOCK):
+            peak, mass, acc = attend_keys(
+                query, peak, mass, acc, page_of(table, at + key, sinks, PAGE_SIZE), at + key, sinks, base, d, position, start,
+                bits, scale, kv_stride_part, kv_stride_page, TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, WIDE,
+            )  # fmt: skip
+    for at in range(first, end, BLOCK):
+        # Page ids a step ahead in registers: as a load that K and V wait for they would take a stage of the pipeline for
+        # themselves, and only one block of K and V would be on its way at a time.
+        next_page = page_of(table, at + BLOCK + key, listed, PAGE_SIZE)
+        peak, mass, acc = attend_keys(
+            query, peak, mass, acc, page, at + key, end, base, d, position, start, bits, scale, kv_stride_part, kv_stride_page,
+            TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, WIDE,
+        )  # fmt: skip
+        page = next_page
+
+    if TILE > 16:  # read again, for the addresses of a large tile would take registers from the loop
+        lane, row, first_place, num_lanes, inside = lanes_of(
+            tl.load(item + 1, volatile=True), unit, begin, count, q_start, kv_len, row_order, max_q, HEADS, TILE, GROUPED
+        )
+        token = (first_place + lane // HEADS).to(tl.int64)
+        q_head = head * HEADS + lane % HEADS
+        within = inside[:, None] & (d < HEAD_DIM)[None, :]
+    write_lines(
+        out, part_out, part_lse, row_parts, peak, mass, acc, part, token, q_head, lane, row, num_lanes, head, d, inside, within,
+        KV_HEADS, HEADS, HEAD_DIM,
+    )  # fmt: skip
+
+
+def verify_attention(
+    q: Tensor,
+    kv: Tensor,
+    page_table: Tensor,
+    positions: Tensor,
+    work: AttentionWork,
+    partials: Partials,
+    *,
+    scale: float,
+    out: Tensor,
+    ancestors: Tensor | None = None,
+    tail_start: Tensor | None = None,
+    config: Config | None = None,
+    group_config: Config | None = None,
+    early: bool = False,
+    interpret: bool = False,
+) -> None:
+    """Attention of T queries over the pages of their rows, for one layer.
+
+    q           fp32, bf16 or fp16 [T, NH, D]  any strides over T and NH: a slice of a fused product is fine
+    kv          [2, P, page_size, KVH, D] of the same dtype, the queries' own K/V written already; contiguous but for the first
+                dimension. Unwritten places in pages of a row are never read
+    page_table  int32 [R, max pages a row]
+    positions   int64 [T]  a query sees keys 0 .. its position, below kv_len, within the work list's window. They may be later
+                ones than the list was made with, while kv_len bounds them
+    work        from `attention_work`, which says how rows and places lie
+    partials    from `partials_of`
+    out         [T, NH, D] contiguous, of q's dtype; dead rows and padding get zeros
+    ancestors   int64 [T]  a tree: bit j says that the query sees key tail_start[row] + j; below tail_start it sees every key.
+                A window leaves the tail alone
+    tail_start  int32 [R]  with ancestors
+    early       the launch before this one has written none of work, page_table, positions: with programmatic launches (`pdl.py`)
+                they are read before it has ended
+    config, group_config  warps and stages other than `config_of`'s, for measurements; the blocks are those of work.shape
+
+    Products and sums in fp32 (fp32 inputs: no TF32), weights rounded to the dtype of kv. Does not synchronise on a GPU. Raises
+    ValueError for other shapes, dtypes or strides.
+    """
+    shape = work.shape
+    num_places, num_heads, head_dim = q.shape
+    num_rows = work.kv_len.shape[0]
+    check("verify_attention: q", q, (num_places, shape.kv_heads * shape.heads_per_kv, head_dim), *DTYPES, rows=True)
+    check("verify_attention: kv[0]", kv[0], (kv.shape[1], shape.page_size, shape.kv_heads, head_dim), q.dtype)
+    check("verify_attention: page_table", page_table, (num_rows, page_table.shape[1]), torch.int32)
+    check("verify_attention: positions", positions, (num_places,), torch.int64)
+    check("verify_attention: out", out, (num_places, num_heads, head_dim), q.dtype)
+    if (ancestors is None) != (tail_start is None):
+        raise ValueError("verify_attention: ancestors and tail_start go together; pass both or neither")
+    if ancestors is not None and tail_start is not None:
+        check("verify_attention: ancestors", ancestors, (num_places,), torch.int64)
+        check("verify_attention: tail_start", tail_start, (num_rows,), torch.int32)
+    if not (q.is_cuda or interpret):
+        verify_attention_reference(
+            q, kv, page_table, positions, work, scale=scale, out=out, ancestors=ancestors, tail_start=tail_start
+        )
+        return
+    heads = {
+        "KV_HEADS": shape.kv_heads, "HEADS": shape.heads_per_kv, "HEAD_DIM": head_dim,
+        "DIM": max(16, triton.next_power_of_2(head_dim)),
+    }  # fmt: skip
+
+    args = launch_args(q)
+
+    def launch(items: Tensor, kind: int, tile: int, block: int, choice: Config) -> None:
+        row_order = work.shared.row_order if kind and work.shared else work.q_start
+        verify_kernel[(items.shape[0] * shape.kv_heads,)](
+            q, kv, page_table, positions, work.q_start, work.kv_len, row_order, items,
+            work.counts[kind:], work.row_parts, ancestors, tail_start, out, partials.out, partials.lse,
+            scale * math.log2(math.e), page_table.shape[1], shape.max_q, q.stride(0), q.stride(1), kv.stride(0), kv.stride(1),
+            **heads, PAGE_SIZE=shape.page_size, WINDOW=shape.window, SINK=shape.sink, TILE=tile, BLOCK=block, GROUPED=bool(kind),
+            WIDE=not q.is_cuda and q.dtype == torch.bfloat16, num_warps=choice.num_warps, num_stages=choice.num_stages,
+            EARLY=early and args["PDL"], **args,
+        )  # fmt: skip
+
+    if len(work.group_items):
+        choice = group_config or config_of(head_dim, shape.group_tile, q.dtype)
+        launch(work.group_items, 1, shape.group_tile, shape.group_block, choice)
+    launch(work.items, 0, shape.tile, shape.block, config or config_of(head_dim, shape.tile, q.dtype))
+    if work.num_lines:
+        merge_parts(partials.out, partials.lse, work.row_parts, work.q_start, max_q=shape.max_q, out=out, interpret=interpret)
+
+
+def verify_attention_reference(
+    q: Tensor,
+    kv: Tensor,
+    page_table: Tensor,
+    positions: Tensor,
+    work: AttentionWork,
+    *,
+    scale: float,
+    out: Tensor,
+    ancestors: Tensor | None = None,
+    tail_start: Tensor | None = None,
+) -> None:
+    """The same in plain torch, row by row: every key gathered, softmax over the whole row in fp32."""
+    shape, begins = work.shape, work.q_start.tolist()
+    out.zero_()
+    for row, (begin, stop, length) in enumerate(zip(begins, begins[1:], work.kv_len.tolist(), strict=False)):
+        if not (length and stop > begin):
+            continue
+        keys = torch.arange(length, device=q.device)
+        where = page_table[row, keys // shape.page_size].long(), keys % shape.page_size
+        k, v = (part[where].float().repeat_interleave(shape.heads_per_kv, 1) for part in kv)
+        position = positions[begin:stop, None]
+        seen = keys <= position
+        if shape.window:
+            seen = seen & ((keys > position - shape.window) | (keys < shape.sink))
+        if ancestors is not None and tail_start is not None:
+            tail = keys - tail_start[row]
+            bits = (ancestors[begin:stop, None] >> tail.clamp(0, 63)) & 1
+            seen = torch.where(tail < 0, seen, (bits != 0) & (tail < 64))
+        scores = torch.einsum("thd,khd->htk", q[begin:stop].float(), k) * scale
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(2)
+        out[begin:stop] = torch.einsum("htk,khd->thd", weights, v).to(out.dtype)
+
+
+if __name__ == "__main__":
+    from batchspec.kernels.benchmarks.attention_bench import main
+
+    main()

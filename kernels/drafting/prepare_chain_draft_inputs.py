@@ -1,0 +1,155 @@
+"""What a chain of K drafts reads, in one launch: its first token, draft lengths, and where each of the K - 1 steps lies.
+
+    step k = 0..K-2:  position = num_tokens - 1 + k     slot = page_table[row, position // page_size] * page_size + the rest
+    draft_len = K     kv_len = num_tokens + K - 2, what the last step sees: one attention work list serves all of them
+
+Positions and slots lie step after step, so that a step's are contiguous. One program a row; dead rows get position 0, the scratch
+slot 0 and no keys. Bound by launch latency: a hundred bytes a row.
+Source: the uniform cache locations of https://github.com/lightseekorg/tokenspeed/pull/142 (no cumsum, fills or casts).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchspec.kernels.benchmarks.attempt import attempt
+from batchspec.kernels.benchmarks.timing import Bench
+from batchspec.kernels.common.checks import check
+from batchspec.kernels.common.pdl import await_earlier, launch_args
+from batchspec.kernels.kv_cache.slot_mapping import slot_of
+
+
+@triton.jit(do_not_specialize=["num_rows", "max_tokens", "max_pages"])
+def draft_steps_kernel(
+    first_ids, num_tokens, live, page_table, out_ids, out_draft_len, out_positions, out_slots, out_kv_len,
+    num_rows, ids_stride, max_tokens, max_pages, WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, LANES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    await_earlier(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    alive = tl.load(live + row) != 0
+    num = tl.load(num_tokens + row)
+    tl.store(out_ids + row * ids_stride, tl.load(first_ids + row))
+    tl.store(out_draft_len + row, tl.where(alive, WIDTH, 0))
+    tl.store(out_kv_len + row, tl.where(alive, tl.minimum(num + WIDTH - 2, max_tokens), 0))
+    step = tl.arange(0, LANES)
+    position = tl.where(alive, num - 1 + step, 0).to(tl.int64)
+    exists = step < WIDTH - 1
+    slot = slot_of(page_table, row, position, step < tl.where(alive, WIDTH - 1, 0), max_pages, PAGE_SIZE)
+    place = step.to(tl.int64) * num_rows + row
+    tl.store(out_positions + place, position, mask=exists)
+    tl.store(out_slots + place, slot, mask=exists)
+
+
+def draft_steps(
+    first_ids: Tensor,
+    num_tokens: Tensor,
+    live: Tensor,
+    page_table: Tensor,
+    *,
+    page_size: int,
+    max_tokens: int,
+    out_ids: Tensor,
+    out_draft_len: Tensor,
+    out_positions: Tensor,
+    out_slots: Tensor,
+    out_kv_len: Tensor,
+    interpret: bool = False,
+) -> None:
+    """Write what R rows draft from, dead or not.
+
+    first_ids      int32 [R]       the first draft token of each row
+    num_tokens     int32 [R]       committed tokens; the newest is not in K/V yet
+    live           int32 [R]
+    page_table     int32 [R, max pages a row]
+    max_tokens     tokens of a row at most: no key lies behind them
+    out_ids        int32 [R, K]    column 0: the first draft token; the rest is left alone; rows may be slices of wider ones
+    out_draft_len  int32 [R]       K; 0 for dead rows
+    out_positions  int64 [K-1, R]
+    out_slots      int64 [K-1, R]  0 for dead rows and for positions past the page table
+    out_kv_len     int32 [R]       keys that the last step sees, at most max_tokens; 0 for dead rows
+
+    Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
+    """
+    num_rows, width = out_ids.shape
+    for name, vector in (
+        ("first_ids", first_ids), ("num_tokens", num_tokens), ("live", live), ("out_draft_len", out_draft_len),
+        ("out_kv_len", out_kv_len),
+    ):  # fmt: skip
+        check(f"draft_steps: {name}", vector, (num_rows,), torch.int32)
+    check("draft_steps: page_table", page_table, (num_rows, page_table.shape[1]), torch.int32)
+    check("draft_steps: out_ids", out_ids, (num_rows, width), torch.int32, rows=True)
+    check("draft_steps: out_positions", out_positions, (width - 1, num_rows), torch.int64)
+    check("draft_steps: out_slots", out_slots, (width - 1, num_rows), torch.int64)
+    if not (first_ids.is_cuda or interpret):
+        draft_steps_reference(
+            first_ids, num_tokens, live, page_table, page_size=page_size, max_tokens=max_tokens, out_ids=out_ids,
+            out_draft_len=out_draft_len, out_positions=out_positions, out_slots=out_slots, out_kv_len=out_kv_len,
+        )  # fmt: skip
+    elif num_rows:
+        draft_steps_kernel[(num_rows,)](
+            first_ids, num_tokens, live, page_table, out_ids, out_draft_len, out_positions, out_slots, out_kv_len,
+            num_rows, out_ids.stride(0), max_tokens, page_table.shape[1],
+            WIDTH=width, PAGE_SIZE=page_size, LANES=triton.next_power_of_2(max(1, width - 1)), num_warps=1,
+            **launch_args(num_tokens),
+        )  # fmt: skip
+
+
+def draft_steps_reference(
+    first_ids: Tensor,
+    num_tokens: Tensor,
+    live: Tensor,
+    page_table: Tensor,
+    *,
+    page_size: int,
+    max_tokens: int,
+    out_ids: Tensor,
+    out_draft_len: Tensor,
+    out_positions: Tensor,
+    out_slots: Tensor,
+    out_kv_len: Tensor,
+) -> None:
+    """The same in plain torch."""
+    width = out_ids.shape[1]
+    alive = live != 0
+    out_ids[:, 0] = first_ids
+    out_draft_len.copy_(alive * width)
+    out_kv_len.copy_((num_tokens + width - 2).clamp(max=max_tokens) * alive)
+    positions = (num_tokens - 1 + torch.arange(width - 1, device=live.device)[:, None]) * alive
+    page = positions // page_size
+    table = page_table.t().gather(0, page.clamp(max=page_table.shape[1] - 1).long()).long()
+    out_positions.copy_(positions)
+    out_slots.copy_(torch.where(alive & (page < page_table.shape[1]), table * page_size + positions % page_size, 0))
+
+
+def main() -> None:
+    bench = Bench("draft_steps")
+    for rows, width, length in ((64, 3, 11264), (256, 1, 1024), (1024, 3, 1024)):
+        with attempt(f"R={rows} K={width}"):
+            bench_shape(bench, rows, width, length)
+
+
+def bench_shape(bench: Bench, rows: int, width: int, length: int) -> None:
+    ints = partial(torch.randint, dtype=torch.int32, device=bench.device)
+    inputs = (ints(0, 32000, (rows,)), ints(1, length + 1, (rows,)), ints(0, 2, (rows,)), ints(1, 1000, (rows, length // 16)))
+    outs: list[dict[str, Any]] = []
+    for _ in range(2):
+        wide = torch.full((rows, width + 1), -7, dtype=torch.int32, device=bench.device)
+        lengths = torch.full((2, rows), -7, dtype=torch.int32, device=bench.device)
+        places = torch.full((2, width - 1, rows), -7, dtype=torch.int64, device=bench.device)
+        outs.append({
+            "page_size": 16, "max_tokens": length, "out_ids": wide[:, 1:], "out_draft_len": lengths[0], "out_kv_len": lengths[1],
+            "out_positions": places[0], "out_slots": places[1],
+        })  # fmt: skip
+    num_bytes = rows * (24 + 20 * (width - 1))
+    bench.same_row(f"R={rows} K={width}", draft_steps, draft_steps_reference, [inputs], outs, num_bytes=num_bytes)
+
+
+if __name__ == "__main__":
+    main()

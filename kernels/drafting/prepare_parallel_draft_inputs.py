@@ -1,0 +1,193 @@
+"""What K parallel drafts of a row read, in one launch: its newest token with its feature, and K - 1 masks behind it.
+
+    place j = 0..K-1:  position = num_tokens - 2 + j      slot = page_table[row, position // page_size] * page_size + the rest
+    j = 0              the newest token, the carried feature of the place before it
+    j > 0              the mask token, the mask's feature
+    draft_len = K      kv_len = num_tokens + K - 2
+
+A position is never wrapped: what lies behind the page table goes to the scratch slot 0 and is no key. Dead rows get position 0,
+slot 0 and no keys. One program a place. Bound by launch latency: 4 * H bytes a place, one launch for a gather, two fills and the
+inputs of attention. Source: the input preparation of https://github.com/vllm-project/vllm/pull/32628 and its review.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchspec.kernels.benchmarks.attempt import attempt
+from batchspec.kernels.benchmarks.timing import Bench
+from batchspec.kernels.common.checks import FLOATS, check
+from batchspec.kernels.common.pdl import await_earlier, launch_args
+from batchspec.kernels.kv_cache.slot_mapping import slot_of
+
+VALUES_PER_THREAD = 16
+
+
+@triton.jit(do_not_specialize=["mask_id", "max_tokens", "max_pages"])
+def draft_places_kernel(
+    tokens, num_tokens, live, page_table, hidden, mask_hidden, out_ids, out_hidden, out_positions, out_slots, out_kv_len,
+    out_draft_len, mask_id, token_stride, max_tokens, max_pages, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    await_earlier(PDL)
+    row, j = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    num = tl.load(num_tokens + row)
+    alive = (tl.load(live + row) != 0) & (num > 1)
+    place = row * K + j
+    position = tl.where(alive, num - 2 + j, 0).to(tl.int64)
+    tl.store(out_positions + place, position)
+    tl.store(out_slots + place, slot_of(page_table, row, position, alive, max_pages, PAGE_SIZE))
+    lane = tl.arange(0, BLOCK)
+    exists = lane < WIDTH
+    if j == 0:
+        tl.store(out_ids + place, tl.load(tokens + row * token_stride + tl.maximum(num - 1, 0)))
+        tl.store(out_kv_len + row, tl.where(alive, tl.minimum(num + K - 2, max_tokens), 0))
+        tl.store(out_draft_len + row, tl.where(alive, K, 0))
+        tl.store(out_hidden + place * WIDTH + lane, tl.load(hidden + row * WIDTH + lane, mask=exists), mask=exists)
+    else:
+        tl.store(out_ids + place, mask_id)
+        tl.store(out_hidden + place * WIDTH + lane, tl.load(mask_hidden + lane, mask=exists), mask=exists)
+
+
+def draft_places(
+    tokens: Tensor,
+    num_tokens: Tensor,
+    live: Tensor,
+    page_table: Tensor,
+    hidden: Tensor,
+    mask_hidden: Tensor,
+    *,
+    mask_id: int,
+    page_size: int,
+    out_ids: Tensor,
+    out_hidden: Tensor,
+    out_positions: Tensor,
+    out_slots: Tensor,
+    out_kv_len: Tensor,
+    out_draft_len: Tensor,
+    interpret: bool = False,
+) -> None:
+    """Write the K places that R rows draft from, dead or not; row r owns places r * K .. r * K + K - 1.
+
+    tokens         int32 [R, L]    rows may be slices of wider ones; no key lies behind position L - 1
+    num_tokens     int32 [R]       committed tokens, at least 2 of a live row: the newest has no feature yet
+    live           int32 [R]
+    page_table     int32 [R, max pages a row]
+    hidden         fp32, bf16, fp16 or fp64 [R, H]  the feature of each row's last place that has one
+    mask_hidden    [H] of hidden's dtype
+    out_ids        int32 [R * K], K >= 1
+    out_hidden     [R * K, H] of hidden's dtype
+    out_positions  int64 [R * K]
+    out_slots      int64 [R * K]   0 for dead rows and for positions past the page table
+    out_kv_len     int32 [R]       keys that the last place sees, at most L; 0 for dead rows
+    out_draft_len  int32 [R]       K; 0 for dead rows
+
+    Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
+    """
+    (num_rows, width), num_places = hidden.shape, out_ids.shape[0]
+    k = num_places // max(1, num_rows)
+    check("draft_places: tokens", tokens, (num_rows, tokens.shape[1]), torch.int32, rows=True)
+    for name, vector in (
+        ("num_tokens", num_tokens), ("live", live), ("out_kv_len", out_kv_len), ("out_draft_len", out_draft_len),
+    ):  # fmt: skip
+        check(f"draft_places: {name}", vector, (num_rows,), torch.int32)
+    check("draft_places: page_table", page_table, (num_rows, page_table.shape[1]), torch.int32)
+    check("draft_places: hidden", hidden, (num_rows, width), *FLOATS)
+    check("draft_places: mask_hidden", mask_hidden, (width,), hidden.dtype)
+    check("draft_places: out_ids", out_ids, (num_rows * max(1, k),), torch.int32)
+    check("draft_places: out_hidden", out_hidden, (num_places, width), hidden.dtype)
+    check("draft_places: out_positions", out_positions, (num_places,), torch.int64)
+    check("draft_places: out_slots", out_slots, (num_places,), torch.int64)
+    if not (tokens.is_cuda or interpret):
+        draft_places_reference(
+            tokens, num_tokens, live, page_table, hidden, mask_hidden, mask_id=mask_id, page_size=page_size, out_ids=out_ids,
+            out_hidden=out_hidden, out_positions=out_positions, out_slots=out_slots, out_kv_len=out_kv_len,
+            out_draft_len=out_draft_len,
+        )  # fmt: skip
+    elif num_rows:
+        block = triton.next_power_of_2(width)
+        draft_places_kernel[(num_rows, k)](
+            tokens, num_tokens, live, page_table, hidden, mask_hidden, out_ids, out_hidden, out_positions, out_slots, out_kv_len,
+            out_draft_len, mask_id, tokens.stride(0), tokens.shape[1], page_table.shape[1], K=k, WIDTH=width, BLOCK=block,
+            PAGE_SIZE=page_size, num_warps=min(16, max(1, block // (32 * VALUES_PER_THREAD))), **launch_args(hidden),
+        )  # fmt: skip
+
+
+def draft_places_reference(
+    tokens: Tensor,
+    num_tokens: Tensor,
+    live: Tensor,
+    page_table: Tensor,
+    hidden: Tensor,
+    mask_hidden: Tensor,
+    *,
+    mask_id: int,
+    page_size: int,
+    out_ids: Tensor,
+    out_hidden: Tensor,
+    out_positions: Tensor,
+    out_slots: Tensor,
+    out_kv_len: Tensor,
+    out_draft_len: Tensor,
+) -> None:
+    """The same in plain torch."""
+    num_rows = live.shape[0]
+    k = out_ids.shape[0] // max(1, num_rows)
+    alive = (live != 0) & (num_tokens > 1)
+    ids, fed = out_ids.view(num_rows, k), out_hidden.view(num_rows, k, -1)
+    ids.fill_(mask_id)
+    ids[:, :1] = tokens.gather(1, (num_tokens - 1).clamp(min=0).long().unsqueeze(1))
+    fed[:, 1:] = mask_hidden
+    fed[:, 0] = hidden
+    positions = (num_tokens[:, None] - 2 + torch.arange(k, device=live.device)) * alive[:, None]
+    page = positions // page_size
+    known = alive[:, None] & (page < page_table.shape[1])
+    location = page_table.gather(1, page.clamp(max=page_table.shape[1] - 1).long()).long() * page_size + positions % page_size
+    out_positions.copy_(positions.flatten())
+    out_slots.copy_(torch.where(known, location, 0).flatten())
+    out_kv_len.copy_((num_tokens + k - 2).clamp(max=tokens.shape[1]) * alive)
+    out_draft_len.copy_(alive * k)
+
+
+def main() -> None:
+    bench = Bench("draft_places")
+    for rows, k, width, length in ((64, 5, 4096, 11264), (256, 3, 4096, 1024), (1024, 5, 576, 1024)):
+        with attempt(f"R={rows} K={k} H={width}"):
+            bench_shape(bench, rows, k, width, length)
+
+
+def bench_shape(bench: Bench, rows: int, k: int, width: int, length: int) -> None:
+    device = bench.device
+    ints = partial(torch.randint, dtype=torch.int32, device=device)
+    state = (
+        ints(0, 32000, (rows, length)), ints(2, length + 1, (rows,)), ints(0, 2, (rows,)), ints(1, 1000, (rows, length // 16))
+    )  # fmt: skip
+    mask = torch.randn(width, device=device).bfloat16()
+    features = [torch.randn(rows, width, device=device).bfloat16() for _ in range(bench.num_copies)]
+    outs: list[dict[str, Any]] = [
+        {
+            "mask_id": 7,
+            "page_size": 16,
+            "out_ids": torch.full((rows * k,), -7, dtype=torch.int32, device=device),
+            "out_hidden": torch.full((rows * k, width), float("nan"), dtype=torch.bfloat16, device=device),
+            "out_positions": torch.full((rows * k,), -7, device=device),
+            "out_slots": torch.full((rows * k,), -7, device=device),
+            "out_kv_len": torch.full((rows,), -7, dtype=torch.int32, device=device),
+            "out_draft_len": torch.full((rows,), -7, dtype=torch.int32, device=device),
+        }
+        for _ in range(2)
+    ]
+    bench.same_row(
+        f"R={rows} K={k} H={width} bfloat16", draft_places, draft_places_reference, [(*state, x, mask) for x in features], outs,
+        num_bytes=2 * rows * (k + 1) * width,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""The gate of a SwiGLU: out = round(silu(gate)) * up of a fused product gate_up [T, 2 * I] (Shazeer 2020, arXiv 2002.05202).
+
+silu(x) = x / (1 + exp(-x)), in fp32 (fp64 for fp64), rounded to the tensors' dtype before the product, as torch's path does.
+Bound by memory at prefill sizes (bytes: 3 * T * I * itemsize), by launch latency at decode sizes.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchspec.kernels.benchmarks.attempt import attempt
+from batchspec.kernels.benchmarks.timing import Bench
+from batchspec.kernels.common.checks import FLOATS, check
+from batchspec.kernels.common.pdl import await_earlier, launch_args
+
+BLOCK = 2048
+VALUES_PER_THREAD = 8  # a 16-byte load of bf16
+
+
+@triton.jit
+def silu_and_mul_kernel(
+    gate_up, out, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    lane = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    exists = lane < WIDTH
+    await_earlier(PDL)
+    gate = tl.load(gate_up + row * stride + lane, mask=exists, other=0.0).to(ACC)
+    up = tl.load(gate_up + row * stride + WIDTH + lane, mask=exists, other=0.0).to(ACC)
+    opened = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(ACC)
+    tl.store(out + row * WIDTH + lane, opened * up, mask=exists)
+
+
+def silu_and_mul(gate_up: Tensor, *, out: Tensor, interpret: bool = False) -> None:
+    """Write silu(first half) * second half of each row.
+
+    gate_up  fp32, bf16, fp16 or fp64 [T, 2 * I]  rows may be slices of wider ones
+    out      [T, I] of the same dtype, contiguous
+
+    Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
+    """
+    num_places, width = out.shape
+    check("silu_and_mul: gate_up", gate_up, (num_places, 2 * width), *FLOATS, rows=True)
+    check("silu_and_mul: out", out, (num_places, width), gate_up.dtype)
+    if not (gate_up.is_cuda or interpret):
+        silu_and_mul_reference(gate_up, out=out)
+    elif num_places:
+        block = min(BLOCK, max(16, triton.next_power_of_2(width)))
+        silu_and_mul_kernel[(num_places * triton.cdiv(width, block),)](
+            gate_up, out, gate_up.stride(0), WIDTH=width, BLOCK=block,
+            ACC=tl.float64 if gate_up.dtype == torch.float64 else tl.float32,
+            num_warps=max(1, block // (32 * VALUES_PER_THREAD)), **launch_args(gate_up),
+        )  # fmt: skip
+
+
+def silu_and_mul_reference(gate_up: Tensor, *, out: Tensor) -> None:
+    """The same in plain torch."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    torch.mul(F.silu(gate), up, out=out)
+
+
+def main() -> None:
+    bench = Bench("activation")
+    for places, width in ((64, 14336), (256, 14336), (16384, 14336), (256, 1536), (1024, 1536)):
+        shape = f"T={places} I={width} bfloat16"
+        with attempt(shape):
+            inputs = [torch.randn(places, 2 * width, device=bench.device).bfloat16() for _ in range(bench.num_copies)]
+            out, expected = (torch.full_like(inputs[0][:, :width], float("nan")) for _ in range(2))
+            silu_and_mul(inputs[0], out=out)
+            silu_and_mul_reference(inputs[0], out=expected)
+            torch.testing.assert_close(out, expected, rtol=2**-6, atol=1e-3)
+            bench.row(
+                shape,
+                [partial(silu_and_mul, x, out=out) for x in inputs],
+                [partial(silu_and_mul_reference, x, out=expected) for x in inputs],
+                num_bytes=3 * out.nbytes,
+            )
+
+
+if __name__ == "__main__":
+    main()

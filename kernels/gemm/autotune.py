@@ -1,0 +1,280 @@
+"""Times the ways to compute a matrix product against the library's, and checks them: `batchspec doctor --tune`, and the benchmark
+of `linear` and `lm_head`.
+
+Every way is captured in a CUDA graph that cycles over several copies of the weight, because a model's layers never find theirs
+in the second-level cache. Weights and inputs are random: a GPU multiplies zeros faster, at less power. The few fastest ways are
+timed again, next to the library. A way that fails here (too much shared memory) is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from batchspec.kernels.benchmarks.timing import MAX_COPIES, Call, GraphClock
+from batchspec.kernels.gemm.activation import silu_and_mul
+from batchspec.kernels.gemm.linear import launch, norm_reference, num_sms
+from batchspec.kernels.gemm.lm_head import lm_head, lm_head_reference
+from batchspec.kernels.gemm.split_k import counters
+from batchspec.kernels.gemm.tiles import Tile, candidates
+from batchspec.kernels.norm_rope.norm import rms_norm
+
+COPIES_BYTES = 1 << 28
+DTYPE = torch.bfloat16
+FINALISTS = 4
+EPS = 1e-5
+TOLERANCE = 0.02
+"""Largest error allowed, as a share of the largest value: two to three roundings to bf16."""
+
+# (op, weight rows, K) of the target shapes
+MODELS: dict[str, tuple[tuple[str, int, int], ...]] = {
+    "llama8b": (
+        ("linear", 6144, 4096), ("linear", 4096, 4096), ("linear", 28672, 4096), ("linear", 4096, 14336), ("swiglu", 28672, 4096),
+    ),
+    "llama1b": (
+        ("linear", 3072, 2048), ("linear", 2048, 2048), ("linear", 16384, 2048), ("linear", 2048, 8192), ("swiglu", 16384, 2048),
+        ("norm_linear", 3072, 2048), ("norm_swiglu", 16384, 2048), ("linear_add", 2048, 2048), ("linear_add", 2048, 8192),
+    ),
+    "smol135m": (
+        ("linear", 960, 576), ("linear", 576, 576), ("linear", 3072, 576), ("linear", 576, 1536), ("swiglu", 3072, 576),
+        ("norm_linear", 960, 576), ("norm_swiglu", 3072, 576), ("linear_add", 576, 576), ("linear_add", 576, 1536),
+    ),
+}  # fmt: skip
+LM_HEADS = {
+    "llama8b": ("lm_head", 128256, 4096), "llama1b": ("lm_head", 128256, 2048), "smol135m": ("lm_head", 49152, 576),
+}  # fmt: skip
+
+
+class Result(NamedTuple):
+    """The fastest tile for one product and number of tokens; None where no candidate beat the library."""
+
+    op: str
+    tokens: int
+    rows: int
+    k: int
+    tile: Tile | None
+    us: float
+    library_us: float
+    candidate: Tile | None
+    """The fastest tile even where the library is faster."""
+    candidate_us: float
+    error: float
+    """Of the candidate against fp32, as a share of the largest value; for lm_head the share of tokens that differ."""
+
+    def as_json(self) -> dict[str, Any]:
+        values = self._asdict()
+        for field in ("tile", "candidate"):
+            values[field] = None if values[field] is None else values[field]._asdict()
+        return {name: round(value, 5) if isinstance(value, float) else value for name, value in values.items()}
+
+
+class Trial:
+    """One op with random weights [copies, rows, k] on a GPU, for any number of tokens."""
+
+    def __init__(self, op: str, rows: int, k: int, device: torch.device) -> None:
+        self.op, self.rows, self.k = op, rows, k
+        self.gated = op.endswith("swiglu")
+        copies = min(MAX_COPIES, -(-COPIES_BYTES // (rows * k * DTYPE.itemsize)))
+        self.weights = torch.empty(copies, rows, k, dtype=DTYPE, device=device).normal_(std=k**-0.5)
+        self.device = self.weights.device  # with its index
+        self.norm = torch.rand(k, device=device).add_(0.5).to(DTYPE)
+        self._clock = GraphClock(self.device)
+
+    def inputs(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """x [T, K] and where the result goes: [T, N], ids [T] for lm_head."""
+        x = torch.randn(tokens, self.k, device=self.device).to(DTYPE)
+        if self.op == "lm_head":
+            return x, torch.zeros(tokens, dtype=torch.int32, device=self.device)
+        return x, x.new_zeros(tokens, self.rows // 2 if self.gated else self.rows)
+
+    def calls(self, tile: Tile, x: Tensor, out: Tensor, *, compile_only: bool = False) -> list[Call]:
+        """The kernel on each copy of the weight."""
+        if self.op == "lm_head":
+            return [partial(lm_head, x, w, out_ids=out, tile=tile, compile_only=compile_only) for w in self.weights]
+        options: dict[str, Any] = {"out": out, "tile": tile, "gated": self.gated, "compile_only": compile_only}
+        if self.op == "linear_add":
+            options["residual"] = out
+        if self.op.startswith("norm"):
+            options |= {"norm": self.norm, "eps": EPS}
+        return [partial(launch, x, w, **options) for w in self.weights]
+
+    def library(self, x: Tensor, out: Tensor) -> list[Call]:
+        """What runs instead, in separate kernels; of linear_add the product alone: the sum is part of the next norm's kernel."""
+        if self.op == "lm_head":
+            return [partial(lm_head_reference, x, w, out_ids=out) for w in self.weights]
+
+        normed = torch.empty_like(x) if self.op.startswith("norm") else None
+
+        def run(w: Tensor) -> None:
+            if normed is not None:
+                rms_norm(x, self.norm, EPS, out=normed)
+            y = F.linear(x if normed is None else normed, w)
+            if self.gated:
+                silu_and_mul(y, out=out)
+
+        return [partial(run, w) for w in self.weights]
+
+    def error(self, tile: Tile, x: Tensor, out: Tensor) -> float:
+        """See `Result.error`. Runs the kernel twice on poisoned outputs: a difference between the runs is an infinite error."""
+        if self.op == "linear_add":
+            start = torch.randn_like(out)
+        else:
+            start = torch.full_like(out, -7 if self.op == "lm_head" else torch.nan)
+        runs = []
+        for _ in range(2):
+            out.copy_(start)
+            self.calls(tile, x, out)[0]()
+            runs.append(out.clone())
+        if not torch.equal(*runs):
+            return float("inf")
+        if self.op == "lm_head":
+            lm_head_reference(x, self.weights[0], out_ids=out)
+            return float((out != runs[0]).float().mean())
+        wanted = self._wide(x, start.float())
+        return float((runs[0].float() - wanted).abs().max() / wanted.abs().max())
+
+    def _wide(self, x: Tensor, start: Tensor) -> Tensor:
+        """The result in fp32, products with fp32 inputs (not TF32, which is off unless someone turned it on)."""
+        wide = norm_reference(x, self.norm, EPS).float() if self.op.startswith("norm") else x.float()
+        y = wide @ self.weights[0].float().t()
+        if self.gated:
+            gate, up = y.chunk(2, dim=-1)
+            y = F.silu(gate) * up
+        return start + y if self.op == "linear_add" else y
+
+    def run(self, tokens: int) -> Result:
+        """Time every candidate and the library for this many tokens."""
+        x, out = self.inputs(tokens)
+        library = self.library(x, out)
+        library_us = self._clock.us(library)
+        times: dict[Tile, float] = {}
+        for tile in candidates(self.op, tokens, self.rows, self.k, num_sms(self.device)):
+            try:
+                times[tile] = self._clock.us(self.calls(tile, x, out))
+            except Exception as failure:
+                print(f"{self.op} {tokens}x{self.rows}x{self.k} {tile}: {_line(failure)}", flush=True)
+        finals: list[tuple[float, Tile | None, float]] = [(float("inf"), None, float("nan"))]
+        for tile in sorted(times, key=times.__getitem__)[:FINALISTS]:
+            error = self.error(tile, x, out)
+            if error > TOLERANCE:
+                print(f"{self.op} {tokens}x{self.rows}x{self.k} {tile}: WRONG, error {error:.3g}", flush=True)
+            else:
+                finals.append((self._clock.us(self.calls(tile, x, out), repeats=9), tile, error))
+        library_us = min(library_us, self._clock.us(library, repeats=9))
+        torch.cuda.empty_cache()  # partial sums of dead graphs
+        us, winner, error = min(finals, key=lambda final: final[0])
+        tile_or_library = winner if us < library_us else None
+        fastest_us = min(us, library_us)
+        return Result(self.op, tokens, self.rows, self.k, tile_or_library, fastest_us, library_us, winner, us, error)
+
+
+def compile_ahead(trial: Trial, token_counts: Iterable[int]) -> None:
+    """Compile the kernels of all candidates, several at once: a kernel does not depend on tokens, rows or the number of cuts."""
+    todo: dict[tuple[Any, ...], Call] = {}
+    for tokens in token_counts:
+        x, out = trial.inputs(tokens)
+        for tile in candidates(trial.op, tokens, trial.rows, trial.k, num_sms(trial.device)):
+            n = trial.rows // 2 if trial.gated else trial.rows
+            split = tile.work(tokens, n, trial.k, num_sms(trial.device)).split
+            todo[(*tile[:6], split)] = trial.calls(tile, x, out, compile_only=True)[0]
+    counters(trial.device)  # allocated here, not in several threads at once
+
+    def attempt(call: Call) -> None:
+        torch.cuda.set_device(trial.device.index or 0)  # the current device is a thread's own
+        try:
+            call()
+        except Exception as failure:
+            print(f"{trial.op}: not compiled: {_line(failure)}", flush=True)
+
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        list(pool.map(attempt, todo.values()))
+
+
+def run_trials(
+    products: Iterable[tuple[str, int, int]], token_counts: Sequence[int], device: torch.device, out: str | None = None
+) -> list[Result]:
+    """Time all products (op, weight rows, K), print a line each, and append them to `out` as JSON lines."""
+    results: list[Result] = []
+    print(f"{'product':<44} {'library us':>11} {'TFLOP/s':>8} {'tile us':>9} {'TFLOP/s':>8} {'ratio':>6} {'error':>8}  tile")
+    for op, rows, k in products:
+        begin = time.perf_counter()
+        trial = Trial(op, rows, k, device)
+        compile_ahead(trial, token_counts)
+        compiled_s = time.perf_counter() - begin
+        for tokens in token_counts:
+            result = trial.run(tokens)
+            results.append(result)
+            print(_row(result), flush=True)
+            if out is not None:
+                with open(out, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(result.as_json()) + "\n")
+        print(f"  {op} {rows}x{k}: {time.perf_counter() - begin:.1f} s, {compiled_s:.1f} of it to compile", flush=True)
+        del trial
+    return results
+
+
+def _row(result: Result) -> str:
+    flop = 2e-6 * result.tokens * result.rows * result.k
+    tile = result.candidate
+    cut = "-" if tile is None else "x".join(map(str, tile[:3])) + f" {tile.stages} stages {tile.warps} warps"
+    if tile is not None:
+        cut += (" tma" if tile.tma else " ptr") + (f" split {tile.split}" if tile.split > 1 else "")
+        cut += f" stream {tile.per_sm}" if tile.per_sm else ""
+    name = f"{result.op} T={result.tokens} {result.rows}x{result.k}"
+    library = f"{result.library_us:>11.2f} {flop / result.library_us:>8.1f}"
+    own = f"{result.candidate_us:>9.2f} {flop / result.candidate_us:>8.1f} {result.library_us / result.candidate_us:>5.2f}x"
+    return f"{name:<44} {library} {own} {result.error:>8.4f}  {cut}"
+
+
+def _line(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:200]}"
+
+
+def _arguments(name: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"python -m batchspec.kernels.{name}")
+    parser.add_argument("--quick", action="store_true", help="the 8B shape at two token counts only")
+    parser.add_argument("--out", help="append each line as JSON to this file")
+    return parser.parse_args()
+
+
+def main_linear() -> None:
+    arguments = _arguments("linear")
+    if not torch.cuda.is_available():
+        print("linear: no GPU here, nothing to time")
+        return
+    counts = (64, 256) if arguments.quick else (64, 128, 192, 256, 512, 768)
+    for model in ("llama8b",) if arguments.quick else tuple(MODELS):
+        results = run_trials(MODELS[model], counts, torch.device("cuda"), arguments.out)
+        if model == "llama8b":
+            _summary(results, counts)
+
+
+def _summary(results: Sequence[Result], counts: Sequence[int]) -> None:
+    """The four products of a layer together: what the whole forward would reach, and the bandwidth of its weights."""
+    plain = [result for result in results if result.op == "linear"]
+    for tokens in counts:
+        layer = [result for result in plain if result.tokens == tokens]
+        weights = sum(result.rows * result.k for result in layer)
+        for name, us in (("library", sum(r.library_us for r in layer)), ("best", sum(r.us for r in layer))):
+            rates = f"{2e-6 * tokens * weights / us:.0f} TFLOP/s, weights at {2e-6 * weights / us:.2f} TB/s"
+            print(f"layer T={tokens} {name}: {us:.1f} us, {rates}")
+
+
+def main_lm_head() -> None:
+    arguments = _arguments("lm_head")
+    if not torch.cuda.is_available():
+        print("lm_head: no GPU here, nothing to time")
+        return
+    heads = [LM_HEADS["llama8b"]] if arguments.quick else [*LM_HEADS.values(), ("lm_head", 32000, 4096)]
+    counts = (256, 512) if arguments.quick else (256, 512, 1024)
+    run_trials(heads, counts, torch.device("cuda"), arguments.out)

@@ -1,0 +1,110 @@
+"""How a matrix product is cut into programs, and which cuts are worth timing (`batchspec.kernels.gemm.autotune` does)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Work(NamedTuple):
+    """A product as a list of units (one K block of one output tile each), dealt out to programs in equal runs."""
+
+    num_tiles: int
+    units_per_program: int
+    num_programs: int
+    split: bool
+    """Some tile is shared by several programs."""
+
+    @property
+    def num_slots(self) -> int:
+        """Places for partial sums: one for each value of tile + program."""
+        return self.num_tiles + self.num_programs
+
+
+class Tile(NamedTuple):
+    """One way to compute a product: block sizes, pipeline depth, warps, loads by descriptor (TMA) or by pointer, cuts along K."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    stages: int
+    warps: int
+    tma: bool
+    split: int = 1
+    """Programs a tile."""
+    per_sm: int = 0
+    """0: as `split` says; else all units are dealt out to this many programs an SM, whatever tiles they belong to."""
+
+    def work(self, num_tokens: int, n: int, k: int, num_sms: int) -> Work:
+        k_blocks = -(-k // self.block_k)
+        num_tiles = -(-num_tokens // self.block_m) * -(-n // self.block_n)
+        units = num_tiles * k_blocks
+        per_program = -(-units // (num_sms * self.per_sm)) if self.per_sm else -(-k_blocks // self.split)
+        return Work(num_tiles, per_program, -(-units // per_program), per_program % k_blocks > 0)
+
+
+# block_m, block_n, block_k, stages, warps. A gated product holds two blocks of weights; a norm passes x through registers.
+PLAIN = (
+    (64, 64, 128, 4, 4), (64, 128, 64, 5, 4), (64, 128, 128, 4, 4), (64, 256, 64, 4, 4), (64, 256, 64, 4, 8),
+    (128, 64, 64, 5, 4), (128, 128, 64, 3, 4), (128, 128, 64, 5, 8), (128, 128, 128, 3, 8), (128, 256, 64, 4, 8),
+    (256, 64, 64, 4, 8), (256, 128, 64, 3, 8), (256, 128, 64, 4, 8),
+)  # fmt: skip
+GATED = (
+    (64, 64, 64, 4, 4), (64, 64, 128, 3, 4), (64, 128, 64, 5, 4), (64, 128, 64, 5, 8), (128, 64, 64, 3, 4), (128, 64, 64, 5, 8),
+    (128, 128, 64, 3, 8), (128, 128, 64, 4, 8), (256, 64, 64, 4, 8),
+)  # fmt: skip
+SMALL = (
+    (64, 32, 64, 4, 4), (64, 64, 64, 4, 4), (64, 64, 128, 3, 4), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (128, 128, 64, 4, 8),
+)  # fmt: skip
+HEAD = (
+    (64, 128, 64, 4, 4), (64, 256, 64, 3, 4), (128, 128, 64, 3, 4), (128, 128, 64, 4, 8), (128, 256, 64, 4, 8),
+    (256, 128, 64, 4, 8),
+)  # fmt: skip
+BLOCKS = {
+    "linear": PLAIN, "linear_add": (*PLAIN, (64, 64, 64, 4, 4)), "swiglu": GATED,
+    "norm_linear": SMALL, "norm_swiglu": SMALL[:-1], "lm_head": HEAD,
+}  # fmt: skip
+WHOLE = ("norm_linear", "norm_swiglu", "lm_head")
+"""Products that cannot be cut along K."""
+NORM_MAX_K = 2048
+"""A fused norm passes every x through registers once per column of tiles: worth it where launches cost more."""
+SHARED_BYTES, REGISTERS = 227 << 10, 1 << 16
+
+
+def candidates(op: str, tokens: int, rows: int, k: int, num_sms: int) -> list[Tile]:
+    """Ways worth timing to compute `op` for this many tokens with a weight [rows, k], bf16, on a GPU like an H100."""
+    if op.startswith("norm") and k > NORM_MAX_K:
+        return []
+    gated = op.endswith("swiglu")
+    n = rows // 2 if gated else rows
+    found: dict[Tile, float] = {}
+    for block_m, block_n, block_k, stages, warps in BLOCKS[op]:
+        if block_m > max(64, 1 << (tokens - 1).bit_length()):
+            continue
+        shared = (block_m + block_n * (2 if gated else 1)) * block_k * 2 * stages
+        registers = 32 * warps * (128 if block_m * block_n * (2 if gated else 1) // (32 * warps) <= 64 else 256)
+        resident = num_sms * max(1, min(SHARED_BYTES // shared, REGISTERS // registers))
+        base = Tile(block_m, block_n, block_k, stages, warps, True)
+        for cut, fill in _cuts(base, tokens, n, k, num_sms, resident, whole=op in WHOLE):
+            found[cut] = fill
+            found[cut._replace(tma=False)] = fill
+    best = max(found.values())
+    return [tile for tile, fill in found.items() if fill > best / 2]
+
+
+def _cuts(tile: Tile, tokens: int, n: int, k: int, num_sms: int, resident: int, *, whole: bool) -> list[tuple[Tile, float]]:
+    """The tile uncut and cut along K where that fills more SMs, with the share of the resident programs' time that is work."""
+    num_tiles, k_blocks = tile.work(tokens, n, k, num_sms).num_tiles, -(-k // tile.block_k)
+    fills = [(tile, _fill(num_tiles, resident))]
+    if whole or num_tiles > 8 * resident:
+        return fills
+    for split in (2, 3, 4, 6, 8, 12, 16):
+        fill = _fill(num_tiles * split, resident)
+        if k_blocks // split >= 4 and num_tiles * split <= 2 * resident and fill > fills[-1][1] + 0.03:
+            fills.append((tile._replace(split=split), fill))
+    if fills[-1][1] < 0.95 and num_tiles * k_blocks >= 4 * resident:
+        fills.append((tile._replace(per_sm=resident // num_sms), 1.0))
+    return fills
+
+
+def _fill(num_programs: int, resident: int) -> float:
+    return num_programs / (-(-num_programs // resident) * resident)

@@ -1,0 +1,126 @@
+"""K/V of the accepted path of a draft tree, moved to where a chain's would stand, in all layers by one launch.
+
+    kv[l, 0 | 1, chain_slots[r, d]] = kv[l, 0 | 1, tree_slots[r, path[r, d]]],   d = 1..accepted_len[r]
+
+A node's number is at least its depth, and numbers grow along a path: a place that is written is no source of a deeper level. A
+program still reads all of its levels before it writes one, for its threads do not run in step.
+Bound by launch latency at few rows, else by memory (bytes read + written: 4 * sum(accepted) * L * KVH * D * itemsize).
+Source: the moves of accepted tokens in https://github.com/sgl-project/sglang (spec_utils).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchspec.kernels.benchmarks.attempt import attempt
+from batchspec.kernels.benchmarks.timing import Bench
+from batchspec.kernels.common.checks import FLOATS, check
+from batchspec.kernels.common.pdl import await_earlier, launch_args
+from batchspec.kernels.rounds.compact import WORDS
+
+VALUES = 2048
+"""Values that a program holds."""
+
+
+@triton.jit
+def kv_move_kernel(
+    kv, tree_slots, path, chain_slots, accepted_len, stride_part, NODES: tl.constexpr, DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    await_earlier(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    accepted = tl.load(accepted_len + row)
+    if accepted > 0:
+        level = tl.arange(0, LEVELS)
+        moves = (level > 0) & (level <= accepted)
+        node = tl.load(path + row * (DEPTH + 1) + level, mask=moves, other=0)
+        source = tl.load(tree_slots + row * NODES + node, mask=moves, other=0)
+        target = tl.load(chain_slots + row * (DEPTH + 1) + level, mask=moves, other=0)
+        column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+        inside = (moves & (source != target))[:, None] & (column < WIDTH)[None, :]
+        part = kv + tl.program_id(1).to(tl.int64) * stride_part
+        values = tl.load(part + source[:, None] * WIDTH + column[None, :], mask=inside)
+        tl.debug_barrier()
+        tl.store(part + target[:, None] * WIDTH + column[None, :], values, mask=inside)
+
+
+def kv_move(
+    kv: Tensor, tree_slots: Tensor, path: Tensor, chain_slots: Tensor, accepted_len: Tensor, *, interpret: bool = False
+) -> None:
+    """Move K and V of R rows' accepted nodes, in place; S nodes a row, at most D levels.
+
+    kv            fp32, bf16, fp16 or fp64 [L, 2, P, page_size, KVH, D]
+    tree_slots    int64 [R * S]      cache location of each node
+    path          int32 [R, D+1]     node of each level, rising; 0 of level 0
+    chain_slots   int64 [R * (D+1)]  where each level is to stand: the locations of nodes 0..D
+    accepted_len  int32 [R]          levels that move, 0..D
+
+    Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
+    """
+    num_rows, levels = path.shape
+    check("kv_move: kv", kv, tuple(kv.shape), *FLOATS)
+    check("kv_move: tree_slots", tree_slots, (tree_slots.numel(),), torch.int64)
+    check("kv_move: path", path, (num_rows, levels), torch.int32)
+    check("kv_move: chain_slots", chain_slots, (num_rows * levels,), torch.int64)
+    check("kv_move: accepted_len", accepted_len, (num_rows,), torch.int32)
+    if kv.dim() != 6 or kv.shape[1] != 2:
+        raise ValueError(f"kv_move: kv is {list(kv.shape)}; must be [layers, 2, pages, page_size, heads, head_dim]")
+    if num_rows and tree_slots.numel() % num_rows:
+        raise ValueError(f"kv_move: {tree_slots.numel()} tree_slots for {num_rows} rows; every row has as many nodes")
+    if not (kv.is_cuda or interpret):
+        kv_move_reference(kv, tree_slots, path, chain_slots, accepted_len)
+    elif num_rows and kv.numel():
+        width, lanes = kv.shape[4] * kv.shape[5], triton.next_power_of_2(levels)
+        block = min(triton.next_power_of_2(width), max(32, VALUES // lanes))
+        kv_move_kernel[(num_rows, 2 * kv.shape[0], triton.cdiv(width, block))](
+            kv.view(WORDS[kv.itemsize]), tree_slots, path, chain_slots, accepted_len, kv.stride(1),
+            NODES=tree_slots.numel() // num_rows, DEPTH=levels - 1, WIDTH=width, LEVELS=lanes, BLOCK=block, num_warps=4,
+            **launch_args(kv),
+        )  # fmt: skip
+
+
+def kv_move_reference(kv: Tensor, tree_slots: Tensor, path: Tensor, chain_slots: Tensor, accepted_len: Tensor) -> None:
+    """The same in plain torch."""
+    num_rows, levels = path.shape
+    level = torch.arange(levels, device=kv.device)
+    moves = (level > 0) & (level <= accepted_len[:, None])
+    source = tree_slots.view(num_rows, -1).gather(1, path.long())[moves]
+    flat = kv.flatten(2, 3)
+    flat[:, :, chain_slots.view(num_rows, levels)[moves]] = flat[:, :, source]
+
+
+def main() -> None:
+    bench = Bench("kv_move")
+    for rows, layers, heads, dim in ((1, 32, 8, 128), (32, 32, 8, 128), (32, 30, 3, 64)):
+        with attempt(f"R={rows} L={layers} KVH={heads} D={dim}"):
+            bench_shape(bench, rows, layers, heads, dim)
+
+
+def bench_shape(bench: Bench, rows: int, layers: int, heads: int, dim: int) -> None:
+    device, nodes, depth, accepted = bench.device, 61, 6, 3
+    pages = -(-rows * nodes // 16) + 1
+    before = torch.randn(layers, 2, pages, 16, heads, dim, device=device).bfloat16()
+    tree_slots = torch.randperm(rows * nodes, device=device) + 16
+    path = torch.tensor([0, 3, 14, 30, 30, 30, 30], dtype=torch.int32, device=device).repeat(rows, 1)
+    chain_slots = tree_slots.view(rows, nodes)[:, : depth + 1].flatten()
+    lengths = torch.full((rows,), accepted, dtype=torch.int32, device=device)
+    found = [before.clone(), before.clone()]
+    where = (tree_slots, path, chain_slots, lengths)
+    kv_move(found[0], *where)
+    kv_move_reference(found[1], *where)
+    torch.testing.assert_close(found[0], found[1], atol=0, rtol=0)
+    bench.row(
+        f"R={rows} L={layers} KVH={heads} D={dim} bfloat16",
+        [partial(kv_move, found[0], *where)],
+        [partial(kv_move_reference, found[1], *where)],
+        num_bytes=4 * rows * accepted * layers * heads * dim * 2,
+    )
+
+
+if __name__ == "__main__":
+    main()

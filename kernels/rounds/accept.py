@@ -1,0 +1,243 @@
+"""Accept and commit, one launch a round: which draft tokens stand, what the row emits, where it ends.
+
+With y_j the target's own choice behind the last committed token and j draft tokens, j = 0..draft_len:
+
+    a = length of the longest prefix with draft_ids[j] == y_j     emitted = y_0 .. y_a     kept = emitted up to its first stop id
+
+A choice of NO_TOKEN (logits that are not finite) confirms no draft and is never kept: the row ends there, FAILED, with the tokens
+before it.
+
+Lossless when y is a draw from the target's distribution that depends on prefix and position alone, whatever drafted (Leviathan
+et al. 2023, arXiv 2211.17192; coupled noise instead of rejection). With `rates` the test is made up for benchmarks: draft token j
+is accepted with probability rates[j] given the ones before it, and the accepted draft tokens are what the row emits.
+Bound by launch latency: a few hundred bytes a row, one program each.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchspec.kernels.benchmarks.timing import Bench
+from batchspec.kernels.common.checks import check
+from batchspec.kernels.common.pdl import await_earlier, launch_args
+from batchspec.kernels.sampling.mix import position_words, uniform, uniform_reference
+
+MAX_DRAFT_LEN = 64
+STOPPED, FULL, FAILED = 1, 2, 3
+"""How a row ends: with a stop id, at its limit, or where the target has no choice."""
+
+
+@triton.jit
+def accept_kernel(
+    draft_ids, draft_len, target_ids, q_start, stop_ids, limit, rates, keys,
+    tokens, num_tokens, live, finish, out_accepted_len, out_log, draft_stride, token_stride, max_tokens,
+    K: tl.constexpr, NUM_STOPS: tl.constexpr, LANES: tl.constexpr, STOP_LANES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, LANES)
+    await_earlier(PDL)
+    alive = tl.load(live + row) != 0
+    length = tl.load(draft_len + row, mask=alive, other=0)
+    num = tl.load(num_tokens + row)
+    drafts = tl.load(draft_ids + row * draft_stride + lane, mask=lane < length, other=-1)
+    has_choice = lane <= tl.where(alive, length, -1)
+    emitted = tl.load(target_ids + tl.load(q_start + row) + lane, mask=has_choice, other=-1)
+    fails = has_choice & (emitted < 0)
+    if rates is not None:
+        word0, word1 = position_words(tl.load(keys + row), (num + lane).to(tl.int64))
+        stands = uniform(word0, word1) < tl.load(rates + lane, mask=lane < length, other=0.0)
+    else:
+        stands = (drafts == emitted) & (emitted >= 0)
+    accepted = tl.min(tl.where(stands & (lane < length), LANES, lane), 0)
+    if rates is not None:
+        emitted = tl.where(lane < accepted, drafts, emitted)
+
+    stop_lane = tl.arange(0, STOP_LANES)
+    stops = tl.load(stop_ids + row * NUM_STOPS + stop_lane, mask=stop_lane < NUM_STOPS, other=-1)
+    hits = tl.max(((emitted[:, None] == stops[None, :]) & (stops[None, :] >= 0)).to(tl.int32), 1)
+    first_stop = tl.min(tl.where((hits > 0) & (lane <= accepted), lane, LANES), 0)
+    kept = tl.minimum(first_stop, accepted) + 1
+    first_failure = tl.min(tl.where(fails & (lane <= accepted), lane, LANES), 0)
+    failed = first_failure < kept
+    kept = tl.minimum(kept, first_failure)
+    place = num + lane
+    committed = (lane < tl.where(alive, kept, 0)) & (place < max_tokens)
+    tl.store(tokens + row * token_stride + place, emitted, mask=committed)
+
+    full = tl.where(num + kept >= tl.load(limit + row), 2, 0)
+    ending = tl.where(first_stop <= accepted, 1, full)
+    ending = tl.where(failed, 3, ending)
+    tl.store(num_tokens + row, num + kept, mask=alive)
+    tl.store(finish + row, ending, mask=alive)
+    tl.store(live + row, 0, mask=alive & (ending > 0))
+
+    tl.store(out_accepted_len + row, tl.where(alive, accepted, 0))
+    log = out_log + row * (K + 5)
+    logged = tl.where(alive, accepted, -1)
+    tl.store(log, logged)
+    tl.store(log + 1, length)
+    tl.store(log + 2, tl.where(alive, kept, 0))
+    tl.store(log + 3, tl.where(alive, ending, 0))
+    tl.store(log + 4 + lane, tl.where(lane <= logged, emitted, -1), mask=lane <= K)
+
+
+def accept(
+    draft_ids: Tensor,
+    draft_len: Tensor,
+    target_ids: Tensor,
+    q_start: Tensor,
+    stop_ids: Tensor,
+    limit: Tensor,
+    rates: Tensor | None,
+    keys: Tensor,
+    *,
+    tokens: Tensor,
+    num_tokens: Tensor,
+    live: Tensor,
+    finish: Tensor,
+    out_accepted_len: Tensor,
+    out_log: Tensor,
+    interpret: bool = False,
+) -> None:
+    """Verify a round's draft tokens and commit what stands. Dead rows: their outputs say so, nothing else is touched.
+
+    draft_ids         int32 [R, K]     proposals, K <= 64; rows may be slices of wider ones
+    draft_len         int32 [R]        how many of them count, 0..K
+    target_ids        int32 [T]        y: row r's own are target_ids[q_start[r] + j], j = 0..draft_len[r]; NO_TOKEN: no choice
+    q_start           int32 [R+1]
+    stop_ids          int32 [R, N]     -1: unused
+    limit             int32 [R]        a row with this many tokens is full; drafts are capped so that it is not passed
+    rates             fp32 [K] | None  made-up acceptance of each draft token, given the ones before it
+    keys              int64 [R]        noise key of each row, read with `rates` only
+    tokens            int32 [R, L]     in/out: kept tokens are appended; rows may be slices of wider ones
+    num_tokens        int32 [R]        in/out: committed tokens
+    live              int32 [R]        in/out: 0 once a row is finished
+    finish            int32 [R]        out, live rows only: 0 running, 1 a stop id was kept, 2 limit reached, 3 no choice
+    out_accepted_len  int32 [R]        a; 0 for dead rows
+    out_log           int32 [R, K+5]   a, draft_len, kept, finish, the emitted tokens, then -1; dead rows: -1, 0, 0, 0, -1 ...
+
+    Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
+    """
+    num_rows, width = draft_ids.shape
+    num_stops = stop_ids.shape[1]
+    if width > MAX_DRAFT_LEN:
+        raise ValueError(f"accept: draft_ids has {width} columns; at most {MAX_DRAFT_LEN} draft tokens a row are supported")
+    for name, vector in (
+        ("draft_len", draft_len), ("limit", limit), ("num_tokens", num_tokens), ("live", live), ("finish", finish),
+        ("out_accepted_len", out_accepted_len),
+    ):  # fmt: skip
+        check(f"accept: {name}", vector, (num_rows,), torch.int32)
+    check("accept: draft_ids", draft_ids, (num_rows, width), torch.int32, rows=True)
+    check("accept: target_ids", target_ids, (target_ids.numel(),), torch.int32)
+    check("accept: q_start", q_start, (num_rows + 1,), torch.int32)
+    check("accept: stop_ids", stop_ids, (num_rows, num_stops), torch.int32)
+    check("accept: keys", keys, (num_rows,), torch.int64)
+    check("accept: tokens", tokens, (num_rows, tokens.shape[1]), torch.int32, rows=True)
+    check("accept: out_log", out_log, (num_rows, width + 5), torch.int32)
+    if rates is not None:
+        check("accept: rates", rates, (width,), torch.float32)
+    if not (draft_ids.is_cuda or interpret):
+        accept_reference(
+            draft_ids, draft_len, target_ids, q_start, stop_ids, limit, rates, keys, tokens=tokens, num_tokens=num_tokens,
+            live=live, finish=finish, out_accepted_len=out_accepted_len, out_log=out_log,
+        )  # fmt: skip
+    elif num_rows:
+        accept_kernel[(num_rows,)](
+            draft_ids, draft_len, target_ids, q_start, stop_ids, limit, rates, keys,
+            tokens, num_tokens, live, finish, out_accepted_len, out_log,
+            draft_ids.stride(0), tokens.stride(0), tokens.shape[1],
+            K=width, NUM_STOPS=num_stops, LANES=max(2, triton.next_power_of_2(width + 1)),
+            STOP_LANES=max(2, triton.next_power_of_2(num_stops)), num_warps=1, **launch_args(draft_ids),
+        )  # fmt: skip
+
+
+def accept_reference(
+    draft_ids: Tensor,
+    draft_len: Tensor,
+    target_ids: Tensor,
+    q_start: Tensor,
+    stop_ids: Tensor,
+    limit: Tensor,
+    rates: Tensor | None,
+    keys: Tensor,
+    *,
+    tokens: Tensor,
+    num_tokens: Tensor,
+    live: Tensor,
+    finish: Tensor,
+    out_accepted_len: Tensor,
+    out_log: Tensor,
+) -> None:
+    """The same in plain torch."""
+    width = draft_ids.shape[1]
+    lane = torch.arange(width + 1, device=draft_ids.device)
+    alive = live != 0
+    places = (q_start[:-1, None] + torch.minimum(lane, draft_len[:, None])).clamp_(max=len(target_ids) - 1)
+    emitted = target_ids[places]
+    fails = (emitted < 0) & (lane <= draft_len[:, None])
+    if rates is None:
+        stands = (draft_ids == emitted[:, :width]) & (draft_ids >= 0)
+    else:
+        stands = uniform_reference(keys[:, None], num_tokens[:, None] + lane[:width]) < rates
+    accepted = (stands & (lane[:width] < draft_len[:, None])).cumprod(1).sum(1)
+    if rates is not None:
+        emitted[:, :width] = torch.where(lane[:width] < accepted[:, None], draft_ids, emitted[:, :width])
+
+    is_stop = ((emitted[:, :, None] == stop_ids[:, None, :]) & (stop_ids >= 0)[:, None, :]).any(2)
+    first_stop = torch.where(is_stop & (lane <= accepted[:, None]), lane, width + 1).amin(1)
+    kept = torch.minimum(first_stop, accepted) + 1
+    first_failure = torch.where(fails & (lane <= accepted[:, None]), lane, width + 1).amin(1)
+    failed = first_failure < kept
+    kept = torch.minimum(kept, first_failure)
+    committed = num_tokens[:, None] + lane
+    fits = alive[:, None] & (lane < kept[:, None]) & (committed < tokens.shape[1])
+    rows, lanes = fits.nonzero(as_tuple=True)
+    tokens[rows, committed[rows, lanes]] = emitted[rows, lanes]
+
+    num_tokens += torch.where(alive, kept, 0).to(torch.int32)
+    ending = torch.where(first_stop <= accepted, STOPPED, torch.where(num_tokens >= limit, FULL, 0))
+    ending = torch.where(failed, FAILED, ending)
+    finish.copy_(torch.where(alive, ending, finish))
+    live *= ending == 0
+
+    out_accepted_len.copy_(torch.where(alive, accepted, 0))
+    out_log[:, 0] = torch.where(alive, accepted, -1)
+    out_log[:, 1] = torch.where(alive, draft_len, 0)
+    out_log[:, 2] = torch.where(alive, kept, 0)
+    out_log[:, 3] = torch.where(alive, ending, 0)
+    out_log[:, 4:] = torch.where(alive[:, None] & (lane <= accepted[:, None]), emitted, -1)
+
+
+def main() -> None:
+    bench = Bench("accept")
+    for rows, width in ((8, 4), (16, 8), (256, 3)):
+        device = bench.device
+        length = 1024
+        ints = partial(torch.full, dtype=torch.int32, device=device)
+        drafts = ints((rows, width), 7)
+        inputs = (
+            drafts, ints((rows,), width), ints((rows * (width + 1),), 7),
+            torch.arange(0, rows * (width + 1) + 1, width + 1, dtype=torch.int32, device=device),
+            ints((rows, 4), 2), ints((rows,), length), None, torch.arange(rows, device=device),
+        )  # fmt: skip
+        state: dict[str, Any] = {
+            "tokens": ints((rows, length), 0), "num_tokens": ints((rows,), 1), "live": ints((rows,), 1),
+            "finish": ints((rows,), 0), "out_accepted_len": ints((rows,), 0), "out_log": ints((rows, width + 5), 0),
+        }  # fmt: skip
+        num_bytes = rows * (4 * (4 * width + 16) + 8)
+        bench.row(
+            f"R={rows} K={width}",
+            [partial(accept, *inputs, **state)],
+            [partial(accept_reference, *inputs, **state)],
+            num_bytes=num_bytes,
+        )
+
+
+if __name__ == "__main__":
+    main()

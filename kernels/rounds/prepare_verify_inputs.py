@@ -1,0 +1,151 @@
+"""What a round of a fixed draft length reads, in one launch: newest token, draft lengths, positions, cache locations, key counts.
+
+    position = num_tokens - 1 + j,  j = 0..K      slot = page_table[row, position // page_size] * page_size + position % page_size
+    draft_len = min(K, limit - num_tokens - 1)     kv_len = num_tokens + K
+
+One program a row; dead rows get position 0, the scratch slot 0 and no keys. Bound by launch latency: a few hundred bytes a row.
+Source: the fused input preparation of https://github.com/lightseekorg/tokenspeed/pull/142 (no cumsum, fills or casts).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchspec.kernels.benchmarks.timing import Bench
+from batchspec.kernels.common.checks import check
+from batchspec.kernels.common.pdl import await_earlier, launch_args
+from batchspec.kernels.kv_cache.slot_mapping import slot_of
+
+
+@triton.jit(do_not_specialize=["max_pages", "max_tokens"])
+def round_inputs_kernel(
+    tokens, num_tokens, limit, live, page_table, out_ids, out_draft_len, out_positions, out_slots, out_kv_len,
+    token_stride, max_tokens, max_pages, WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, LANES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    await_earlier(PDL)
+    alive = tl.load(live + row) != 0
+    num = tl.load(num_tokens + row)
+    newest = tl.load(tokens + row * token_stride + tl.maximum(num - 1, 0))
+    tl.store(out_ids + row * WIDTH, newest)
+    room = tl.minimum(tl.load(limit + row) - num, WIDTH) - 1
+    tl.store(out_draft_len + row, tl.where(alive, tl.maximum(room, 0), 0))
+    tl.store(out_kv_len + row, tl.where(alive, tl.minimum(num + WIDTH - 1, max_tokens), 0))
+    lane = tl.arange(0, LANES)
+    position = tl.where(alive, num - 1 + lane, 0).to(tl.int64)
+    exists = lane < WIDTH
+    slot = slot_of(page_table, row, position, lane < tl.where(alive, WIDTH, 0), max_pages, PAGE_SIZE)
+    tl.store(out_positions + row * WIDTH + lane, position, mask=exists)
+    tl.store(out_slots + row * WIDTH + lane, slot, mask=exists)
+
+
+def round_inputs(
+    tokens: Tensor,
+    num_tokens: Tensor,
+    limit: Tensor,
+    live: Tensor,
+    page_table: Tensor,
+    *,
+    page_size: int,
+    out_ids: Tensor,
+    out_draft_len: Tensor,
+    out_positions: Tensor,
+    out_slots: Tensor,
+    out_kv_len: Tensor,
+    interpret: bool = False,
+) -> None:
+    """Write what R rows verify: the newest token and up to K drafts each, S = K + 1 places a row, dead or not.
+
+    tokens         int32 [R, L]      rows may be slices of wider ones
+    num_tokens     int32 [R]         committed tokens; the newest is not in K/V yet
+    limit          int32 [R]         no row may pass it: a round emits one token more than it accepts
+    live           int32 [R]
+    page_table     int32 [R, max pages a row]
+    out_ids        int32 [R, S]      column 0: the newest token; the rest is left alone
+    out_draft_len  int32 [R]         0..K; 0 for dead rows
+    out_positions  int64 [R * S]
+    out_slots      int64 [R * S]     0 for dead rows and for positions past the page table
+    out_kv_len     int32 [R]         keys that the last place sees, at most L; 0 for dead rows
+
+    Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
+    """
+    num_rows, width = out_ids.shape
+    check("round_inputs: tokens", tokens, (num_rows, tokens.shape[1]), torch.int32, rows=True)
+    for name, vector in (
+        ("num_tokens", num_tokens), ("limit", limit), ("live", live), ("out_draft_len", out_draft_len),
+        ("out_kv_len", out_kv_len),
+    ):  # fmt: skip
+        check(f"round_inputs: {name}", vector, (num_rows,), torch.int32)
+    check("round_inputs: page_table", page_table, (num_rows, page_table.shape[1]), torch.int32)
+    check("round_inputs: out_ids", out_ids, (num_rows, width), torch.int32)
+    check("round_inputs: out_positions", out_positions, (num_rows * width,), torch.int64)
+    check("round_inputs: out_slots", out_slots, (num_rows * width,), torch.int64)
+    if not (tokens.is_cuda or interpret):
+        round_inputs_reference(
+            tokens, num_tokens, limit, live, page_table, page_size=page_size, out_ids=out_ids, out_draft_len=out_draft_len,
+            out_positions=out_positions, out_slots=out_slots, out_kv_len=out_kv_len,
+        )  # fmt: skip
+    elif num_rows:
+        round_inputs_kernel[(num_rows,)](
+            tokens, num_tokens, limit, live, page_table, out_ids, out_draft_len, out_positions, out_slots, out_kv_len,
+            tokens.stride(0), tokens.shape[1], page_table.shape[1],
+            WIDTH=width, PAGE_SIZE=page_size, LANES=triton.next_power_of_2(width), num_warps=1, **launch_args(tokens),
+        )  # fmt: skip
+
+
+def round_inputs_reference(
+    tokens: Tensor,
+    num_tokens: Tensor,
+    limit: Tensor,
+    live: Tensor,
+    page_table: Tensor,
+    *,
+    page_size: int,
+    out_ids: Tensor,
+    out_draft_len: Tensor,
+    out_positions: Tensor,
+    out_slots: Tensor,
+    out_kv_len: Tensor,
+) -> None:
+    """The same in plain torch."""
+    width = out_ids.shape[1]
+    newest = (num_tokens - 1).clamp(min=0).long().unsqueeze(1)
+    out_ids[:, :1] = tokens.gather(1, newest)
+    out_draft_len.copy_((limit - num_tokens - 1).clamp(min=0, max=width - 1) * live)
+    out_kv_len.copy_((num_tokens + width - 1).clamp(max=tokens.shape[1]) * live)
+    places = (num_tokens[:, None] - 1 + torch.arange(width, device=tokens.device)) * live[:, None]
+    page = places // page_size
+    known = (page < page_table.shape[1]) & (live[:, None] != 0)
+    location = page_table.gather(1, page.clamp(max=page_table.shape[1] - 1).long()).long() * page_size + places % page_size
+    out_positions.copy_(places.flatten())
+    out_slots.copy_(torch.where(known, location, 0).flatten())
+
+
+def main() -> None:
+    bench = Bench("round_inputs")
+    for rows, width, length in ((64, 4, 11264), (256, 1, 1024), (1024, 4, 1024)):
+        ints = partial(torch.full, dtype=torch.int32, device=bench.device)
+        state = (ints((rows, length), 1), ints((rows,), length // 2), ints((rows,), length), ints((rows,), 1))
+        table = torch.randint(1, 1000, (rows, length // 16), dtype=torch.int32, device=bench.device)
+        out: dict[str, Any] = {
+            "page_size": 16, "out_ids": ints((rows, width), 0), "out_draft_len": ints((rows,), 0), "out_kv_len": ints((rows,), 0),
+            "out_positions": torch.zeros(rows * width, dtype=torch.int64, device=bench.device),
+            "out_slots": torch.zeros(rows * width, dtype=torch.int64, device=bench.device),
+        }  # fmt: skip
+        bench.row(
+            f"R={rows} S={width}",
+            [partial(round_inputs, *state, table, **out)],
+            [partial(round_inputs_reference, *state, table, **out)],
+            num_bytes=rows * (28 + 20 * width),
+        )
+
+
+if __name__ == "__main__":
+    main()
