@@ -125,7 +125,7 @@ def compute(
         rounds=totals.rounds,
         row_rounds=totals.row_rounds,
         accepted=totals.accepted,
-        set_back=totals.set_back,
+        preempted=totals.preempted,
     )
     say(summary.line())
     output.log_run(summary.facts())

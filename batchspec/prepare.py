@@ -183,7 +183,7 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
         device=job.device,
         dtype=job.dtype,
         draft_len=draft_len(job.config),
-        beyond=0 if shape is None else shape.beyond,
+        num_lookahead_slots=0 if shape is None else shape.num_lookahead_slots,
         draft_kv_width=draft_kv_width(job.head),
         free_bytes=free_memory(job.device, weights=beside + (0 if loaded else weights)),
     )
@@ -209,9 +209,9 @@ def make_engine(job: Job, seen: Survey, progress: Progress) -> Engine:
     target = Target.load(job.folder, job.spec, dtype=job.dtype, device=job.device, dummy=config.model.load == "dummy")
     head = load_drafter(config, job.head, job.spec, dtype=job.dtype, device=job.device)
     batch = plan_batch(job, demand, device_rates(job.device, job.dtype), loaded=True)
-    drafter = make_drafter(config, head, target, slots=batch.slots)
+    drafter = make_drafter(config, head, target, slots=batch.num_slots)
     progress.phase(
-        f"{batch.slots} slots, {batch.num_pages} pages of {batch.page_size} tokens, rows of at most {batch.max_len} tokens, "
+        f"{batch.num_slots} slots, {batch.num_pages} pages of {batch.page_size} tokens, rows of at most {batch.max_len} tokens, "
         f"draft={drafter.name} K={drafter.max_len}"
     )
     opt, decode = config.decode.opt, config.decode

@@ -207,7 +207,7 @@ class Completion:
 class PackedBatch:
     """The static shape that requests stream through: planned once, then fixed."""
 
-    slots: int
+    num_slots: int
     """Rows that decode side by side."""
     row_buckets: tuple[int, ...]
     """Ascending row counts that a round may run with; the last equals `slots`."""

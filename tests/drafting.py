@@ -12,7 +12,7 @@ import pytest
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.batch.device_batch import Rows
+from batchspec.batch.device_batch import DeviceBatch
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import Drafter, Usual
 from batchspec.draft.weights import Head, load_head
@@ -29,7 +29,7 @@ Proposals = list[tuple[tuple[int, ...], list[int]]]
 """The committed tokens of a row, and its drafts as far as they may count."""
 
 
-def proposals(rows: Rows, draft_ids: Tensor, draft_len: Tensor) -> Proposals:
+def proposals(rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor) -> Proposals:
     """What a drafter that fills every round proposed for the live rows."""
     assert draft_len.tolist() == [draft_ids.shape[1] if alive else 0 for alive in rows.live.tolist()]
     found = []
@@ -46,7 +46,7 @@ class Recording(Usual):
         super().__init__(*args, **options)
         self.seen: Proposals = []
 
-    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+    def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
         super().propose(rows, draft_ids, draft_len, cache)  # type: ignore[misc]
         self.seen += proposals(rows, draft_ids, draft_len)
 
@@ -99,11 +99,13 @@ def synthetic(max_len: int) -> RoundOptions:
     return RoundOptions(synthetic=tuple(0.8 ** (j + 1) for j in range(max_len)))
 
 
-def drawn_batch(data: st.DataObject, requests: Sequence[Request], slots: int, *, draft_len: int, beyond: int = 0) -> PackedBatch:
-    """Any page size, pages scarce or plenty, prefill passes and run-ahead; rows take pages `beyond` their end too."""
+def drawn_batch(
+    data: st.DataObject, requests: Sequence[Request], slots: int, *, draft_len: int, num_lookahead_slots: int = 0
+) -> PackedBatch:
+    """Any page size, pages scarce or plenty, prefill passes and run-ahead; rows take pages `num_lookahead_slots` their end too."""
     page_size = data.draw(st.sampled_from([2, 4]), label="page_size")
     longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
-    scarce = 3 + -(-(longest + beyond) // page_size)
+    scarce = 3 + -(-(longest + num_lookahead_slots) // page_size)
     return packed(
         slots,
         row_buckets=tuple(b for b in (1, 2, 4) if b <= slots),

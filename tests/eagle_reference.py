@@ -129,12 +129,12 @@ def target_taps(target: Target, ids: Sequence[int], taps: tuple[int, ...]) -> Te
 
     positions = torch.arange(count, device=device)
     batch = FlatBatch(
-        token_ids=ints(list(ids)), row_ids=ints([0] * count), positions=positions, slots=positions + count,
-        q_start=ints([0, count]), kv_len=ints([count]), page_table=ints([[1]]), max_q=count, max_kv=count,
+        token_ids=ints(list(ids)), row_ids=ints([0] * count), positions=positions, slot_mapping=positions + count,
+        cu_seqlens_q=ints([0, count]), kv_len=ints([count]), page_table=ints([[1]]), max_q=count, max_kv=count,
     )  # fmt: skip
-    _, tapped = target.forward(batch, cache, taps)
-    assert tapped is not None
-    return tapped.cpu().clone()
+    _, found = target.forward(batch, cache, taps)
+    assert found is not None
+    return found.cpu().clone()
 
 
 def target_head(design: Design, target: Target) -> Tensor | None:

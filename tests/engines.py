@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchspec.batch.device_batch import Rows
+from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import NoFeatures
@@ -82,7 +82,7 @@ def request(
 
 def packed(slots: int = 4, **changes: object) -> PackedBatch:
     batch = PackedBatch(
-        slots=slots,
+        num_slots=slots,
         row_buckets=tuple(sorted({1, 2, slots})) if slots > 1 else (1,),
         num_pages=400,
         page_size=4,
@@ -116,8 +116,8 @@ def full_logits(target: Target, ids: Sequence[int]) -> Tensor:
         token_ids=ints(ids),
         row_ids=ints([0] * count),
         positions=positions,
-        slots=positions + count,
-        q_start=ints([0, count]),
+        slot_mapping=positions + count,
+        cu_seqlens_q=ints([0, count]),
         kv_len=ints([count]),
         page_table=ints([[1]]),
         max_q=count,
@@ -175,7 +175,7 @@ class ForcedDrafter(NoFeatures):
     def __init__(self, max_len: int, outputs: dict[int, list[int]], *, right: bool, fixed_len: bool) -> None:
         self.max_len, self.outputs, self.right, self.fixed_len = max_len, outputs, right, fixed_len
 
-    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+    def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
         draft_ids.zero_()
         draft_len.fill_(self.max_len)
         for slot in range(len(draft_len)):

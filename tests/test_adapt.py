@@ -100,7 +100,7 @@ def test_a_drafter_with_other_weights_drafts_as_one_that_was_made_with_them(name
     batch: list[list[torch.Tensor]] = []
     for drafter in (changed, made):
         rng = torch.Generator().manual_seed(0)
-        taps = torch.randn(5, len(drafter.tap_layers) * 16, dtype=torch.float64, generator=rng).to(DEVICE)
+        taps = torch.randn(5, len(drafter.aux_layer_ids) * 16, dtype=torch.float64, generator=rng).to(DEVICE)
         hidden = drafter.head.features(taps.clone())
         entered, residual = drafter.head.enter(torch.arange(5, dtype=torch.int32, device=DEVICE), hidden.clone())
         products = [p(entered) for p in (drafter.head._layers[0].qkv, drafter.head._layers[0].kv)]
@@ -325,7 +325,7 @@ def test_a_measurement_comes_after_every_few_steps_and_is_not_interrupted(monkey
 
 def test_the_memory_of_learning_is_what_the_formula_says() -> None:
     target = tiny_target(torch.float32)
-    spec = new_spec(target.spec, draft_vocab=19, taps=[0, 1, 2])
+    spec = new_spec(target.spec, draft_vocab=19, aux_layer_ids=[0, 1, 2])
     hot = torch.arange(19)
     network = new_network(spec, target, hot, seed=0)
     drafter = SimpleNamespace()
@@ -347,11 +347,11 @@ def test_the_memory_of_learning_is_what_the_formula_says() -> None:
 
 def test_a_step_on_the_job_is_one_of_training_at_a_rate_that_rises() -> None:
     target, hot, usual = tiny_target(torch.float32), torch.arange(19), TrainConfig()
-    spec = new_spec(target.spec, draft_vocab=19, taps=[0, 1, 2])
+    spec = new_spec(target.spec, draft_vocab=19, aux_layer_ids=[0, 1, 2])
     network, other = (new_network(spec, target, hot, seed=0) for _ in range(2))
     learner = Learner(network, hot.numpy(), target, SimpleNamespace(), lr=1e-2, steps=3, batch_tokens=64)  # type: ignore[arg-type]
     optimiser = Optimiser(other, lr=1e-2, muon=usual.muon, fused=False)
-    teacher = Teacher(target, spec.tap_layers, hot, torch.float32)
+    teacher = Teacher(target, spec.aux_layer_ids, hot, torch.float32)
     rows = [Row(ids=np.arange(20, dtype=np.int32), prompt_len=2)]
     for done in range(1, WARM_STEPS + 3):
         learner.learn(rows)
@@ -369,7 +369,7 @@ def test_a_step_on_the_job_is_one_of_training_at_a_rate_that_rises() -> None:
 
 def test_a_rehearsal_teaches_nothing() -> None:
     target = tiny_target(torch.float32)
-    network = new_network(new_spec(target.spec, draft_vocab=19, taps=[0, 1, 2]), target, torch.arange(19), seed=0)
+    network = new_network(new_spec(target.spec, draft_vocab=19, aux_layer_ids=[0, 1, 2]), target, torch.arange(19), seed=0)
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     learner = Learner(network, np.arange(19), target, SimpleNamespace(), lr=1e-3, steps=3, batch_tokens=64)  # type: ignore[arg-type]
     learner.rehearse()
@@ -393,7 +393,7 @@ def test_a_copy_that_has_learnt_measures_better_until_it_drafts(kind: str) -> No
     engine = Engine(target, NoDrafter(), packed(4, page_size=16, num_pages=40), device=device)
     done = list(engine.run(request(i, [i, 2 * i, 3], cap=24) for i in range(12)))
     rows = [row for one in done if (row := row_of(one)) is not None]
-    spec, hot = new_spec(target.spec, draft_vocab=31, taps=[0, 1, 2]), torch.arange(31)
+    spec, hot = new_spec(target.spec, draft_vocab=31, aux_layer_ids=[0, 1, 2]), torch.arange(31)
     network = new_network(spec, target, hot, seed=0)
     first = {normalised(name): tensor.detach().to(dtype, copy=True) for name, tensor in network.state_dict().items()}
     drafter = Eagle3Drafter(Head(spec, first, None), target, 3, slots=2)

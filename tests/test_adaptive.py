@@ -297,8 +297,8 @@ def test_a_round_without_drafts_that_prepares_one_is_not_taken_for_one_that_does
     lengths = DraftLengths(1)
     for k, cost in enumerate((1.0, 1.5)):
         lengths.set_base(ROWS, k, cost)
-    lengths.set_base(ROWS, 0, 1.3, lead=True)
-    lengths.timed(ROWS, 0, 1000, 1.3 + 0.2, lead=True)
+    lengths.set_base(ROWS, 0, 1.3, prepare_next=True)
+    lengths.timed(ROWS, 0, 1000, 1.3 + 0.2, prepare_next=True)
     assert lengths.scores(ROWS, 1000)[0] == pytest.approx(1 / 1.2)
 
 

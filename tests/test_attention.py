@@ -33,8 +33,8 @@ def make_batch(rows: list[tuple[int, int]], generator: torch.Generator) -> FlatB
         token_ids=torch.zeros(len(positions), dtype=torch.int32),
         row_ids=row_ids.int(),
         positions=positions,
-        slots=table[row_ids, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE,
-        q_start=torch.tensor([0, *q_len]).cumsum(0).int(),
+        slot_mapping=table[row_ids, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE,
+        cu_seqlens_q=torch.tensor([0, *q_len]).cumsum(0).int(),
         kv_len=torch.tensor(kv_len, dtype=torch.int32),
         page_table=table,
         max_q=max(q_len),
@@ -223,7 +223,7 @@ def test_places_of_rows_without_keys_and_padding_are_zero() -> None:
     """The uniform layout gives a dead row its places, and a fixed token budget ends in padding."""
     generator = torch.Generator().manual_seed(0)
     batch = make_batch([(2, 5), (2, 9), (2, 2)], generator)
-    batch = replace(batch, kv_len=torch.tensor([5, 0, 2]).int(), q_start=torch.tensor([0, 2, 4, 5]).int())
+    batch = replace(batch, kv_len=torch.tensor([5, 0, 2]).int(), cu_seqlens_q=torch.tensor([0, 2, 4, 5]).int())
     q, kv = make_tensors(batch, (4, 2), torch.float32, generator)
     out = attend(q, kv, batch, scale=1.0, window=None)
     assert out[2:4].eq(0).all()

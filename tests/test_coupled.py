@@ -33,7 +33,7 @@ SLOTS, K = 8, 3
 @cache
 def head() -> Head:
     """So small that its logits are nearly the same for all tokens: what it drafts is the noise alone."""
-    spec = replace(dummy_spec(tiny_target().spec, draft_vocab_size=VOCAB, parallel=True), tap_layers=(0, 1, 2))
+    spec = replace(dummy_spec(tiny_target().spec, draft_vocab_size=VOCAB, parallel=True), aux_layer_ids=(0, 1, 2))
     return dummy_head(spec, dtype=torch.float64, device=DEVICE)
 
 

@@ -357,7 +357,7 @@ def test_memory_that_runs_out_twice_ends_the_run_with_what_is_done_kept(
 
 def test_a_smaller_batch_has_room_for_a_longest_row_still() -> None:
     batch = PackedBatch(
-        slots=4, row_buckets=(4,), num_pages=100, page_size=16, max_len=290, draft_len=0, prefill_tokens=2048, run_ahead=0
+        num_slots=4, row_buckets=(4,), num_pages=100, page_size=16, max_len=290, draft_len=0, prefill_tokens=2048, run_ahead=0
     )
     for num_pages, left in ((100, 75), (20, 20)):
         packing = smaller(PackingConfig(memory_gb=1.0), replace(batch, num_pages=num_pages))

@@ -118,6 +118,6 @@ def test_greedy_text_is_that_of_transformers_on_20_prompts(demo: tuple[pl.DataFr
         count = len(row["prompt_ids"])
         with torch.inference_mode():
             logits = network(torch.tensor([row["prompt_ids"] + row["token_ids"]])).logits[0]
-        likeliest = logits[count - 1 : -1].argmax(-1).tolist()
-        assert likeliest == row["token_ids"], row["request_id"]
-        assert tokenizer.decode(likeliest, skip_special_tokens=True) == row["completion"]
+        greedy_sample = logits[count - 1 : -1].argmax(-1).tolist()
+        assert greedy_sample == row["token_ids"], row["request_id"]
+        assert tokenizer.decode(greedy_sample, skip_special_tokens=True) == row["completion"]

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.batch.device_batch import Rows
-from batchspec.cache.pages import KVCache, page_keys
+from batchspec.batch.device_batch import DeviceBatch
+from batchspec.cache.pages import KVCache, prefix_hashes
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.engine.round import Round, RoundOptions, RoundResult
 from batchspec.engine.sampling import SamplingMode
@@ -44,7 +44,7 @@ class Recorded(Recording, Eagle3Drafter):
         super().__init__(*args, **options)
         self.carried: list[Tensor] = []
 
-    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+    def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
         self.carried += self.state[1][: len(draft_len)][rows.live != 0].clone()
         super().propose(rows, draft_ids, draft_len, cache)
 
@@ -142,7 +142,7 @@ def test_rows_that_are_set_back_find_their_drafts_again(tmp_path: Path) -> None:
     requests = [request(i, [i, 5, 7], cap=60, predicted=4) for i in range(4)]
     drafter = make_drafter(tmp_path, design, tensors, 3, slots=4)
     tokens, _, engine = run(requests, packed(4, num_pages=32, max_len=63, draft_len=3), drafter, short_cap=2)
-    assert engine.totals.set_back > 0
+    assert engine.totals.preempted > 0
     assert tokens == expected_tokens(requests)
     check_drafts(drafter, design, tensors)
 
@@ -164,11 +164,11 @@ def in_turn(pattern: tuple[int, ...], leads: list[bool], *, always: bool) -> Cal
     """Round.run with these draft lengths in turn; `leads` notes whether each round was told that drafts may follow."""
     run_round, turns = Round.run, cycle(zip(pattern, pattern[1:] + pattern[:1], strict=True))
 
-    def run_next(self: Round, rows: Rows, mode: SamplingMode, *_: Any) -> RoundResult:
+    def run_next(self: Round, rows: DeviceBatch, mode: SamplingMode, *_: Any) -> RoundResult:
         now, following = next(turns)
         leads.append(always or now > 0 or following > 0)
         before = [tensor.clone() for tensor in self.drafter.state]
-        result = run_round(self, rows, mode, now, lead=leads[-1])
+        result = run_round(self, rows, mode, now, prepare_next=leads[-1])
         assert leads[-1] or all(torch.equal(*pair) for pair in zip(self.drafter.state, before, strict=True))
         return result
 
@@ -249,8 +249,8 @@ def test_page_keys_of_a_drafter_with_kv_cover_the_token_behind_the_page() -> Non
     ids = np.arange(9, dtype=np.int32)
     other = ids.copy()
     other[4] = 77
-    assert len(page_keys(ids, 4)) == 2
-    assert len(page_keys(ids, 4, lookahead=1)) == 2
-    assert len(page_keys(ids[:8], 4, lookahead=1)) == 1  # the token behind the second page is not known
-    assert page_keys(ids[:8], 4)[:1] == page_keys(other[:8], 4)[:1]
-    assert page_keys(ids, 4, lookahead=1)[0] != page_keys(other, 4, lookahead=1)[0]
+    assert len(prefix_hashes(ids, 4)) == 2
+    assert len(prefix_hashes(ids, 4, lookahead=1)) == 2
+    assert len(prefix_hashes(ids[:8], 4, lookahead=1)) == 1  # the token behind the second page is not known
+    assert prefix_hashes(ids[:8], 4)[:1] == prefix_hashes(other[:8], 4)[:1]
+    assert prefix_hashes(ids, 4, lookahead=1)[0] != prefix_hashes(other, 4, lookahead=1)[0]

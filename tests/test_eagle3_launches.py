@@ -27,8 +27,8 @@ from tests.engines import DEVICE, packed, request, tiny_target
 from tests.heads import random_tensors, tiny_design, write_head
 
 OWN_KERNELS = {
-    eagle3: ("draft_steps", "live_rows"),
-    parallel: ("draft_places", "live_rows"),
+    eagle3: ("prepare_chain_draft_inputs", "live_rows"),
+    parallel: ("prepare_parallel_draft_inputs", "live_rows"),
     tree: ("tree_places", "tree_level", "tree_select"),
     reader: ("rope_of",),
     head: ("head_input", "lm_head", "argmax", "add_norm", "rms_norm", "tap_norm", "rope_write"),
@@ -107,9 +107,9 @@ class Watched:
     def propose(self, *args: Any, **options: Any) -> None:
         self._watch("propose", partial(super().propose, *args, **options))  # type: ignore[misc]
 
-    def catch_up(self, *args: Any, lead: bool, **options: Any) -> None:
-        catch_up = partial(super().catch_up, *args, lead=lead, **options)  # type: ignore[misc]
-        self._watch("catch_up" if lead else "keep warm", catch_up)
+    def catch_up(self, *args: Any, prepare_next: bool, **options: Any) -> None:
+        catch_up = partial(super().catch_up, *args, prepare_next=prepare_next, **options)  # type: ignore[misc]
+        self._watch("catch_up" if prepare_next else "keep warm", catch_up)
 
 
 class WatchedChain(Watched, Eagle3Drafter):
@@ -126,7 +126,13 @@ class WatchedTree(Watched, TreeDrafter):
 
 
 def launches(
-    folder: Path, max_len: int, design: dict[str, Any], *, lead: bool = True, drafter: type[Any] = WatchedChain, **options: Any
+    folder: Path,
+    max_len: int,
+    design: dict[str, Any],
+    *,
+    prepare_next: bool = True,
+    drafter: type[Any] = WatchedChain,
+    **options: Any,
 ) -> list[Any]:
     """(part of the round, torch's operations, own kernels) of every part of some rounds."""
     target = tiny_target(torch.float32)
@@ -135,9 +141,9 @@ def launches(
     loaded = load_head(checkpoint, target.spec, dtype=target.dtype, device=DEVICE, aux_layers="input")
     watched = drafter(loaded, target, max_len, slots=2, **options)
     engine = Engine(target, watched, packed(2, draft_len=max_len), device=DEVICE, options=RoundOptions())
-    if not lead:
+    if not prepare_next:
         run_round = engine.round.run
-        engine.round.run = lambda rows, mode, *_: run_round(rows, mode, 0, lead=False)  # type: ignore[method-assign]
+        engine.round.run = lambda rows, mode, *_: run_round(rows, mode, 0, prepare_next=False)  # type: ignore[method-assign]
     assert len(list(engine.run(iter([request(i, [i, 2, 3], cap=9) for i in range(3)])))) == 3
     found: list[Any] = watched.found
     return found
@@ -165,7 +171,7 @@ def test_the_fast_path_launches_products_and_own_kernels_only(name: str, tmp_pat
     for part, of_torch, own in found:
         assert set(of_torch) <= PRODUCTS, (part, of_torch)
         if part == "propose":
-            assert own["draft_steps"] == 1
+            assert own["prepare_chain_draft_inputs"] == 1
             assert own["plan_attention"] == num_layers  # one for each window, none for each step
             assert own["attend"] == 2 * num_layers
             assert own["head_input"] == own["argmax"] == 2
@@ -177,7 +183,7 @@ def test_the_fast_path_launches_products_and_own_kernels_only(name: str, tmp_pat
 @pytest.mark.parametrize("name", DESIGNS)
 def test_a_round_without_drafts_behind_it_computes_k_and_v_only(name: str, tmp_path: Path) -> None:
     num_layers = DESIGNS[name].get("layers", 1)
-    for part, of_torch, own in launches(tmp_path, 3, DESIGNS[name], lead=False):
+    for part, of_torch, own in launches(tmp_path, 3, DESIGNS[name], prepare_next=False):
         assert part == "keep warm"
         assert set(of_torch) <= PRODUCTS
         assert sum(of_torch.values()) == 2 + 4 * (num_layers - 1)  # fc, K and V of the last layer, all of those before it
@@ -210,7 +216,7 @@ def test_parallel_drafts_take_one_forward_whatever_their_number(name: str, max_l
         if part == "propose":
             assert set(of_torch) <= PRODUCTS | {"copy_"}
             assert of_torch["copy_"] == 1  # the draft ids to where they are verified
-            assert own["draft_places"] == own["head_input"] == own["argmax"] == 1
+            assert own["prepare_parallel_draft_inputs"] == own["head_input"] == own["argmax"] == 1
             assert own["attend"] == own["plan_attention"] == num_layers
         else:
             assert set(of_torch) <= PRODUCTS

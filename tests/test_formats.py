@@ -87,7 +87,7 @@ def test_one_head_is_the_same_in_every_layout(changes: dict[str, Any], tmp_path:
         head = load_head(folder, TARGET, dtype=torch.float64, device=CPU, aux_layers="input")
         spec = head.spec
         assert spec.layout == ("speculators" if layout == "speculators" else "flat")
-        assert spec.tap_layers == design.taps
+        assert spec.aux_layer_ids == design.taps
         assert spec.windows == design.windows
         assert (spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.intermediate_size) == (32, 4, 2, 6, 20)
         assert (spec.rms_eps, spec.rope.theta, spec.num_layers) == (design.eps, design.theta, design.layers)
@@ -134,7 +134,7 @@ def test_layer_ids_of_both_conventions_become_boundaries(
     changes: dict[str, Any] = {key: {"layer_ids": ids, "use_aux_hidden_state": True} if key == "eagle_config" else ids}
     if ids is not None:
         configure(folder, **changes)
-    assert spec_of(folder, DEEP, aux_layers).tap_layers == taps
+    assert spec_of(folder, DEEP, aux_layers).aux_layer_ids == taps
 
 
 @pytest.mark.parametrize("ids", [[1, 17, 32], [1, 2, 3], [2, 18, 33], [0, 1, 36], [5, 1, 9]])
@@ -143,10 +143,10 @@ def test_ids_of_the_speculators_layout_are_boundaries_whatever_the_first_one_is(
     ids: list[int], mask_id: int | None, tmp_path: Path
 ) -> None:
     folder = configure(written(tmp_path / "head", "speculators", mask_id=mask_id), eagle_aux_hidden_state_layer_ids=ids)
-    assert spec_of(folder, DEEP).tap_layers == tuple(ids)
-    assert spec_of(folder, DEEP, "input").tap_layers == tuple(ids)
+    assert spec_of(folder, DEEP).aux_layer_ids == tuple(ids)
+    assert spec_of(folder, DEEP, "input").aux_layer_ids == tuple(ids)
     if 36 not in ids:
-        assert spec_of(folder, DEEP, "output").tap_layers == tuple(i + 1 for i in ids)
+        assert spec_of(folder, DEEP, "output").aux_layer_ids == tuple(i + 1 for i in ids)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_the_features_of_layer_ids_are_transformers_hidden_states(
     model = make_checkpoint(tmp_path / "model", "llama", vocab=40, num_hidden_layers=4, hidden_size=32)
     target = Target.load(model, load_spec(model), dtype=torch.float32, device=CPU)
     folder = configure(written(tmp_path / "head", layout), eagle_aux_hidden_state_layer_ids=ids)
-    taps = spec_of(folder, target.spec).tap_layers
+    taps = spec_of(folder, target.spec).aux_layer_ids
     tokens = [3, 9, 1, 22, 17]
     auto: Any = AutoModelForCausalLM
     states = auto.from_pretrained(model)(torch.tensor([tokens]), output_hidden_states=True).hidden_states
@@ -278,7 +278,7 @@ def test_any_value_of_any_key_is_read_or_refused_in_one_line(layout: str, tmp_pa
             except CheckpointError as error:
                 assert str(error).startswith(str(path)) and "\n" not in str(error)  # noqa: PT017, PT018
             else:
-                assert len(spec.tap_layers) == len(set(spec.tap_layers)) > 0
+                assert len(spec.aux_layer_ids) == len(set(spec.aux_layer_ids)) > 0
                 assert rope_frequencies(spec.rope, spec.head_dim).isfinite().all()
         inner[key] = before
         if missing:
@@ -338,7 +338,7 @@ def test_the_kind_of_a_parallel_head_asks_for_a_mask_and_a_mask_has_the_width_of
 
 @pytest.mark.parametrize("layers", range(1, 9))
 def test_a_dummy_head_of_a_shallow_target_reads_different_boundaries(layers: int) -> None:
-    taps = dummy_spec(replace(DEEP, num_layers=layers, windows=(None,) * layers)).tap_layers
+    taps = dummy_spec(replace(DEEP, num_layers=layers, windows=(None,) * layers)).aux_layer_ids
     assert len(set(taps)) == len(taps)
     assert set(taps) <= set(range(layers + 1))
 
@@ -379,7 +379,7 @@ def test_what_is_no_head_is_refused(tmp_path: Path) -> None:
 
 def test_a_dummy_head_has_the_shapes_of_the_usual_one() -> None:
     spec = dummy_spec(LLAMA_8B)
-    assert spec.tap_layers == (2, 16, 29)
+    assert spec.aux_layer_ids == (2, 16, 29)
     assert expected_shapes(spec)["fc.weight"] == (4096, 12288)
     assert expected_shapes(spec)["layers.0.self_attn.q_proj.weight"] == (4096, 8192)
     assert head_bytes(spec, torch.bfloat16) == pytest.approx(0.85e9, rel=0.02)

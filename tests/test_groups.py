@@ -10,14 +10,14 @@ import torch
 
 from batchspec.draft.base import NoDrafter
 from batchspec.engine.engine import Engine
-from batchspec.engine.request_state import Progress
+from batchspec.engine.request_state import RequestState
 from batchspec.engine.scheduler import Row
-from batchspec.engine.shared_prefix import MIN_PAGES, Groups, shared_beginnings
+from batchspec.engine.shared_prefix import MIN_PAGES, SharedPrefixGroups, shared_beginnings
 from tests.engines import DEVICE, VOCAB, packed, request, tiny_target
 
 
 def row(slot: int, pages: list[int]) -> Row:
-    return Row(Progress(request=request(slot, [1], cap=1), draft_len=0, finder=None), slot=slot, pages=pages, order=10 + slot)
+    return Row(RequestState(request=request(slot, [1], cap=1), draft_len=0, finder=None), slot=slot, pages=pages, order=10 + slot)
 
 
 COMMON = list(range(1, 11))
@@ -43,7 +43,7 @@ def owners(rows: Sequence[Row | None]) -> np.ndarray:
 
 
 def test_the_device_learns_members_side_by_side_and_lengths_in_tokens() -> None:
-    groups = Groups(6, 16, torch.device("cpu"))
+    groups = SharedPrefixGroups(6, 16, torch.device("cpu"))
     other = list(range(101, 110))
     rows = [row(0, [*other, 7]), row(1, [*COMMON, 50]), None, row(3, [*COMMON, 60]), row(4, [*other, 8]), None]
     assert groups.renew(rows, owners(rows), 6)
@@ -59,7 +59,7 @@ def test_the_device_learns_members_side_by_side_and_lengths_in_tokens() -> None:
 
 def test_a_smaller_bucket_lists_no_dead_member_beyond_it_and_keeps_every_group_that_a_row_names() -> None:
     """Rows 2 and 3 have died where they were: nothing moves, and yet the tables of four rows are wrong for two."""
-    groups = Groups(4, 16, torch.device("cpu"))
+    groups = SharedPrefixGroups(4, 16, torch.device("cpu"))
     other = list(range(101, 110))
     rows: list[Row | None] = [row(0, [*COMMON, 1]), row(1, [*other, 2]), row(2, [*COMMON, 3]), row(3, [*other, 4])]
     groups.renew(rows, owners(rows), 4)
@@ -71,7 +71,7 @@ def test_a_smaller_bucket_lists_no_dead_member_beyond_it_and_keeps_every_group_t
 
 
 def test_rows_that_move_or_enter_renew_the_tables_and_rows_that_die_do_not() -> None:
-    groups = Groups(4, 16, torch.device("cpu"))
+    groups = SharedPrefixGroups(4, 16, torch.device("cpu"))
     rows: list[Row | None] = [None, row(1, [*COMMON, 50]), row(2, [*COMMON, 60]), None]
     assert groups.renew(rows, owners(rows), 4)
     assert groups.first(4).row_group.tolist() == [-1, 0, 0, -1]
@@ -96,7 +96,7 @@ def test_rows_that_move_or_enter_renew_the_tables_and_rows_that_die_do_not() -> 
 def test_a_live_row_beyond_the_bucket_is_an_error_of_ours() -> None:
     rows = [row(0, COMMON), row(1, COMMON)]
     with pytest.raises(AssertionError):
-        Groups(2, 16, torch.device("cpu")).renew(rows, owners(rows), 1)
+        SharedPrefixGroups(2, 16, torch.device("cpu")).renew(rows, owners(rows), 1)
 
 
 @pytest.mark.parametrize(("count", "buckets"), [(24, (1, 2, 4)), (4, (4,))], ids=["many rows", "as many as slots"])

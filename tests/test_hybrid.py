@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchspec.batch.device_batch import Rows
+from batchspec.batch.device_batch import DeviceBatch
 from batchspec.cache.pages import KVCache
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.hybrid import HybridDrafter
@@ -27,7 +27,7 @@ SLOTS = 4
 def head() -> Head:
     """With a mask, which a chain makes no use of."""
     spec = dummy_spec(tiny_target().spec, draft_vocab_size=19, parallel=True)
-    return dummy_head(replace(spec, tap_layers=(0, 1, 2)), dtype=torch.float64, device=DEVICE)
+    return dummy_head(replace(spec, aux_layer_ids=(0, 1, 2)), dtype=torch.float64, device=DEVICE)
 
 
 def hybrid(kind: type[Eagle3Drafter] | type[ParallelDrafter], *, head_len: int = 2, max_len: int = 5) -> HybridDrafter:
@@ -39,7 +39,7 @@ def favour(drafter: HybridDrafter, lookup: bool, monkeypatch: pytest.MonkeyPatch
     """Let the head be expected to give nothing, or everything, whatever was seen of it."""
     propose = drafter.propose
 
-    def with_odds(rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+    def with_odds(rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
         drafter._head_odds[:, 0] = 1e-6 if lookup else 1e6
         propose(rows, draft_ids, draft_len, cache)
 

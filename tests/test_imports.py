@@ -11,67 +11,93 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-EVERYONE = {"records", "errors", "config", "checks", "values", "text", "terminal", "__version__"}
+EVERYONE = {"records", "errors", "config.schema", "config.values", "config.checks", "text", "terminal", "__version__"}
 
 # Package (or top module) -> what of batchspec it may import, besides itself and what everyone may.
 MAY_IMPORT: dict[str, set[str]] = {
-    "run": {"compose", "job", "cli", "cluster"},
-    "cluster": {"io", "cli", "compose", "typed", "run", "packing", "work.signals"},
+    "run": {"config", "job", "cli", "cluster"},
     "cli": {"arguments", "commands"},
-    "api": {"compose", "job", "prepare", "work", "io", "packing", "model", "draft", "decode", "report", "commands"},
-    "compose": {"arguments", "overrides", "typed"},
-    "arguments": set(),
-    "overrides": set(),
-    "typed": set(),
-    "drafters": {"adapt.limits", "packing.cost", "model", "draft"},
-    "job": {"prepare", "work", "io", "packing", "report"},
-    "work": {
-        "prepare",
-        "drafters",
-        "adapt",
-        "train",
-        "io",
-        "packing",
-        "model.weights",
-        "draft",
-        "decode",
-        "report",
-        "cluster.slurm",
-    },
-    "adapt": {"train", "io", "draft", "model", "decode", "packing.memory"},
-    "prepare": {"drafters", "adapt.limits", "io", "packing", "model", "draft", "decode", "report"},
-    "commands": {
-        "arguments",
-        "compose",
-        "typed",
+    "api": {
+        "config",
         "job",
         "prepare",
-        "drafters",
-        "work.passes",
-        "work.signals",
-        "cluster.slurm",
-        "io",
+        "runner",
+        "dataset",
+        "runstate",
+        "storage",
         "packing",
         "model",
         "draft",
-        "decode",
-        "cache",
+        "engine",
         "report",
-        "train",
-        "kernels",
+        "commands",
     },
-    "packing": {"io", "model.spec", "model.text_bytes", "model.thinking", "model.tokenizer", "cache.pages"},
-    "train": {"io.reader", "draft", "model", "cache", "kernels"},
-    "decode": {"draft", "model", "cache", "kernels"},
-    "draft": {"model", "cache", "kernels"},
-    "model": {"cache", "kernels"},
-    "cache": {"kernels"},
-    "io": set(),
-    "report": {"io"},
+    "job": {"prepare", "runner", "dataset", "runstate", "packing", "report"},
+    "prepare": {"drafters", "adapt.limits", "dataset", "runstate", "packing", "model", "draft", "engine", "report"},
+    "drafters": {"adapt.limits", "packing.cost", "model", "draft"},
+    "cluster": {"cli", "config", "packing", "run", "runstate", "storage", "supervise.signals"},
+    "runner": {
+        "adapt",
+        "cluster.slurm",
+        "dataset",
+        "draft",
+        "drafters",
+        "engine",
+        "model.weights",
+        "packing",
+        "prepare",
+        "report",
+        "runstate",
+        "storage",
+        "supervise",
+        "train",
+    },
+    "supervise": {"dataset", "engine", "prepare", "runner", "runstate", "storage"},
+    "commands": {
+        "arguments",
+        "cache",
+        "cluster.slurm",
+        "config",
+        "dataset",
+        "draft",
+        "drafters",
+        "engine",
+        "batch",
+        "job",
+        "kernels",
+        "model",
+        "packing",
+        "prepare",
+        "report",
+        "runner",
+        "runstate",
+        "storage",
+        "supervise",
+        "train",
+    },
+    "packing": {
+        "dataset",
+        "model.spec",
+        "model.text_bytes",
+        "model.thinking",
+        "model.tokenizer",
+        "cache.pages",
+        "runstate.journal",
+    },
+    "adapt": {"train", "runstate.heads", "draft", "model", "engine", "packing.memory"},
+    "train": {"dataset.reader", "draft", "model", "cache", "batch", "kernels"},
+    "engine": {"draft", "model", "cache", "batch", "kernels"},
+    "draft": {"model", "cache", "batch", "kernels"},
+    "model": {"cache", "batch", "kernels"},
+    "cache": {"batch", "kernels"},
+    "batch": {"kernels"},
+    "report": {"runstate", "storage"},
+    "runstate": {"dataset", "storage"},
+    "dataset": {"storage"},
+    "storage": set(),
+    "config": {"arguments"},
     "kernels": set(),
-    "config": set(),
-    "checks": set(),
-    "values": set(),
+    "arguments": set(),
     "records": set(),
     "errors": set(),
     "text": set(),
@@ -82,14 +108,14 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 # Third party -> the packages and modules that may import it.
 ONLY_IN: dict[str, tuple[str, ...]] = {
-    "hydra": ("run", "compose", "overrides", "typed"),
-    "omegaconf": ("compose", "typed"),
-    "yaml": ("compose", "report"),
+    "hydra": ("run", "config"),
+    "omegaconf": ("config.compose", "config.typed"),
+    "yaml": ("config.compose", "report"),
     "flashinfer": ("cache.flash",),
     "matplotlib": ("report.pictures",),
-    "msgspec": ("io",),
-    "pyarrow": ("io", "report", "packing", "api", "commands", "work"),
-    "polars": ("io", "report", "packing", "api", "commands", "work"),
+    "msgspec": ("dataset", "runstate", "storage"),
+    "pyarrow": ("dataset", "storage", "runstate", "report", "packing", "api", "commands", "runner"),
+    "polars": ("dataset", "storage", "runstate", "report", "packing", "api", "commands", "runner"),
     "triton": ("kernels",),
 }
 
@@ -103,7 +129,7 @@ def _behind_link(path: Path) -> bool:
 
 
 def module_of(path: Path) -> str:
-    """batchspec/io/reader.py -> io.reader, kernels/argmax.py -> kernels.argmax."""
+    """batchspec/dataset/reader.py -> dataset.reader, kernels/gemm/linear.py -> kernels.gemm.linear."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     parts = parts[1:] if parts[0] == "batchspec" else parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
@@ -145,7 +171,7 @@ def test_a_module_imports_only_what_its_place_allows(path: Path) -> None:
 
 def test_records_and_io_can_be_read_without_torch() -> None:
     modules = [module_of(path) for path in sources()]
-    light = ("io", "records", "errors", "config", "checks", "values", "typed", "compose")
+    light = ("dataset", "storage", "runstate", "records", "errors", "config")
     names = [f"batchspec.{module}" for module in modules if within(module, light)]
     assert len(names) >= 6
     code = f"import importlib, sys; [importlib.import_module(name) for name in {names}]; assert 'torch' not in sys.modules"

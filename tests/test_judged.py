@@ -221,7 +221,7 @@ def test_tensors_of_a_head_have_the_dtypes_that_they_need(
 ) -> None:
     design = Design(hidden=64, target_hidden=64, vocab=320, draft_vocab=40, taps=(0, 1))
     head = write_head(tmp_path / "head", design, random_tensors(design))
-    assert read_head_spec(head, judge_model(LocalFiles(model)), aux_layers="input").tap_layers == (0, 1)
+    assert read_head_spec(head, judge_model(LocalFiles(model)), aux_layers="input").aux_layer_ids == (0, 1)
     rewritten(head, lambda tensors: {**tensors, tensor: tensors[tensor].to(dtype)})
     config = job(model, prompts(tmp_path))
     config.draft = DraftConfig(name="eagle3", path=str(head), aux_layers="input")

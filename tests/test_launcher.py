@@ -40,14 +40,14 @@ def launcher(
     """Of rounds that take what `base` says, in proportion to their rows. An earlier run has left rows alive."""
     drafter = SimpleNamespace(max_len=max_len, refresh=lambda: None)
     round_: Any = SimpleNamespace(drafter=drafter, draft_lens=draft_lens, target=SimpleNamespace(dtype=dtype))
-    rows: Any = SimpleNamespace(tokens=SimpleNamespace(is_cuda=True), live=torch.ones(batch.slots, dtype=torch.int32))
+    rows: Any = SimpleNamespace(tokens=SimpleNamespace(is_cuda=True), live=torch.ones(batch.num_slots, dtype=torch.int32))
     groups: Any = SimpleNamespace(renew=lambda *_: False)
     made = Launcher(round_, rows, groups, batch, adaptive=adaptive)
     prepared: list[Shape] = []
 
     def seconds(shape: Shape) -> float:
         assert shape in prepared
-        taken: float = base[shape.draft_len, shape.lead] * shape.num_rows / batch.slots
+        taken: float = base[shape.draft_len, shape.prepare_next] * shape.num_rows / batch.num_slots
         return taken
 
     graphs: Any = SimpleNamespace(
@@ -78,10 +78,10 @@ def test_every_kind_of_round_is_charged_with_what_such_rounds_take(accepted: int
     for _ in range(100):
         launched = one.launch(4, slots(np.array([0, 1, -1, 3]), np.array([300, 300, 5000, 400])), MODE, beside=False)
         shape: Shape = launched.result.shape
-        now += BASE[shape.draft_len, shape.lead] + ATTENTION
+        now += BASE[shape.draft_len, shape.prepare_next] + ATTENTION
         launched.arrived = now
         one.learn(launched, np.full(3, min(accepted, shape.draft_len), np.int32))
-        seen.add((shape.draft_len, shape.lead))
+        seen.add((shape.draft_len, shape.prepare_next))
     assert seen == (set(BASE) if accepted == 0 else {(0, True), (1, True)})
     assert one._lengths is not None
     scores = one._lengths.scores(4, 1000)
@@ -125,9 +125,9 @@ def test_just_the_graphs_that_the_job_may_launch_are_prepared(
     one: Any = launcher(packed(4), max_len, draft_lens=(0, max_len), adaptive=adaptive, base=base)
     one.prepare(MODE, shared=shared)
     wanted = [
-        Shape(num_rows, k, MODE, common, lead)
+        Shape(num_rows, k, MODE, common, prepare_next)
         for num_rows in (1, 2, 4)
-        for k, lead in kinds
+        for k, prepare_next in kinds
         for common in ((False, True) if shared else (False,))
     ]
     assert len(one.graphs.prepared) == len(wanted)

@@ -94,7 +94,7 @@ def expected_tokens(requests: list[Request]) -> dict[str, list[int]]:
 @cache
 def parallel_head() -> Head:
     spec = dummy_spec(tiny_target(window=5).spec, draft_vocab_size=19, parallel=True)
-    return dummy_head(replace(spec, tap_layers=(0, 1, 2)), dtype=torch.float64, device=DEVICE)
+    return dummy_head(replace(spec, aux_layer_ids=(0, 1, 2)), dtype=torch.float64, device=DEVICE)
 
 
 @cache
@@ -184,8 +184,8 @@ def test_every_packing_and_drafter_gives_the_tokens_of_plain_decoding(requests: 
         drafter = ForcedDrafter(draft_len, outputs, right=kind == "right", fixed_len=data.draw(st.booleans()))
     page_size = data.draw(st.sampled_from([2, 4, 8]), label="page_size")
     longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
-    beyond = drafter.shape.places if isinstance(drafter, TreeDrafter) else 0
-    scarce = 1 + -(-(longest + beyond) // page_size) + data.draw(st.integers(0, 6))
+    num_lookahead_slots = drafter.shape.places if isinstance(drafter, TreeDrafter) else 0
+    scarce = 1 + -(-(longest + num_lookahead_slots) // page_size) + data.draw(st.integers(0, 6))
     batch = packed(
         slots,
         row_buckets=tuple(b for b in (1, 2, 4, 8, 16) if b <= slots),
@@ -264,7 +264,7 @@ def test_pages_that_run_out_set_rows_back_and_change_nothing(run_ahead: int) -> 
     requests = [request(i, [i, 5, 7], cap=90, predicted=4) for i in range(4)]
     batch = packed(4, num_pages=40, max_len=93, run_ahead=run_ahead)
     tokens, done, engine = run(requests, batch, LookupDrafter(4, min_ngram=1, max_ngram=2), short_cap=2)
-    assert engine.totals.set_back > 0
+    assert engine.totals.preempted > 0
     assert max(c.stats.num_prefills for c in done.values() if c.stats) > 1
     assert tokens == expected_tokens(requests)
 
@@ -436,7 +436,7 @@ def test_a_run_that_is_stopped_keeps_every_token_that_it_has_read(run_ahead: int
     engine = Engine(tiny_target(), LookupDrafter(4, min_ngram=1, max_ngram=3), batch, device=DEVICE)
 
     def stop_behind_a_set_back(totals: EngineTotals) -> None:
-        if totals.set_back:
+        if totals.preempted:
             engine.stop()
 
     engine.on_round = stop_behind_a_set_back

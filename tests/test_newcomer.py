@@ -106,9 +106,7 @@ class Read:
                 text="ok",
             ) for item in self.made
         ]  # fmt: skip
-        table = build_table(
-            shard, done, columns=self.columns, input=self.config.input, output=self.config.output, attempt="a"
-        )
+        table = build_table(shard, done, columns=self.columns, input=self.config.input, output=self.config.output, attempt="a")
         rows: list[Json] = table.to_pylist()
         return rows
 

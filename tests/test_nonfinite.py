@@ -52,7 +52,7 @@ def broken_target() -> Target:
 @cache
 def head() -> Head:
     spec = dummy_spec(tiny_target(window=5).spec, draft_vocab_size=19, parallel=True)
-    return dummy_head(replace(spec, tap_layers=(0, 1, 2)), dtype=torch.float64, device=DEVICE)
+    return dummy_head(replace(spec, aux_layer_ids=(0, 1, 2)), dtype=torch.float64, device=DEVICE)
 
 
 def drafter(name: str, requests: list[Request]) -> Drafter:

@@ -26,7 +26,7 @@ def moved(network: HeadNetwork, *, muon: bool) -> dict[str, Tensor]:
 @pytest.fixture
 def network() -> HeadNetwork:
     target = tiny_target()
-    spec = new_spec(target.spec, draft_vocab=12, taps=None, layers=2, mask_id=1)
+    spec = new_spec(target.spec, draft_vocab=12, aux_layer_ids=None, layers=2, mask_id=1)
     return new_network(spec, target, torch.arange(12), seed=1).cpu().float()
 
 

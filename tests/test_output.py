@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchspec.engine.request_state import Progress
+from batchspec.engine.request_state import RequestState
 from batchspec.engine.stop_strings import StopFinder
 from batchspec.kernels.rounds.accept import FULL
 from batchspec.records import Request, SamplingParams, Thinking
@@ -23,7 +23,7 @@ def decode(ids: Sequence[int]) -> str:
     return b"".join(PIECES[i] for i in ids).decode("utf-8", errors="replace")
 
 
-def make(stop: tuple[str, ...] = (), stop_ids: tuple[int, ...] = (), cap: int = 100, draft_len: int = 3) -> Progress:
+def make(stop: tuple[str, ...] = (), stop_ids: tuple[int, ...] = (), cap: int = 100, draft_len: int = 3) -> RequestState:
     request = Request(
         request_id="q",
         row_index=0,
@@ -38,10 +38,10 @@ def make(stop: tuple[str, ...] = (), stop_ids: tuple[int, ...] = (), cap: int = 
         seed=0,
         predicted_tokens=cap,
     )
-    return Progress(request=request, draft_len=draft_len, finder=StopFinder(decode, stop) if stop else None)
+    return RequestState(request=request, draft_len=draft_len, finder=StopFinder(decode, stop) if stop else None)
 
 
-def finish(progress: Progress) -> tuple[str | None, str, str | None]:
+def finish(progress: RequestState) -> tuple[str | None, str, str | None]:
     done = progress.completion(decode=decode, drafter="lookup", eos_ids=frozenset({10}), slot=0, now=1.0)
     return done.text, done.finish_reason, done.stop_reason
 
@@ -74,7 +74,7 @@ def test_a_thought_that_is_cut_at_its_budget_shows_the_stop_strings_no_text_twic
     begin, end = 12, 13
     progress = make(stop=("abab",))
     thinking = Thinking(begin_id=begin, end_id=end, opened=False, budget=2, closing=(end,))
-    progress = Progress(request=replace(progress.request, thinking=thinking), draft_len=3, finder=progress.finder)
+    progress = RequestState(request=replace(progress.request, thinking=thinking), draft_len=3, finder=progress.finder)
     progress.add_prefill([2])
     progress.add_round(3, 3, 4, [begin, 0, 0, 0])
     assert progress.hold_to_budget()
@@ -139,7 +139,7 @@ def test_seconds_are_those_of_all_prefills_and_from_the_first_token_on_and_of_ea
         progress.add_prefill([0])
         progress.note_prefill(seconds, now)
     resumed = replace(progress.request, resumed=progress.snapshot(30.0))
-    progress = Progress.of(resumed, 3, None)
+    progress = RequestState.of(resumed, 3, None)
     assert progress.snapshot(90.0).decode_s == 20.0  # nothing has happened in this run yet
     progress.add_prefill([0])
     progress.note_prefill(1.0, 100.0)

@@ -57,7 +57,7 @@ def test_overrides_that_hydra_reads_stay_as_they_are() -> None:
     assert "decode.stop" in LISTS
 
 
-@pytest.mark.parametrize("override", ["decode.stop=[a,b", "input.columns={prompt:q", "decode.stop=\"a"])
+@pytest.mark.parametrize("override", ["decode.stop=[a,b", "input.columns={prompt:q", 'decode.stop="a'])
 def test_a_bracket_or_quote_that_is_not_closed_is_no_text(override: str) -> None:
     with pytest.raises(ConfigError, match="cannot read the override"):
         compose([override])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from batchspec import drafters
 from batchspec import run as job_run
-from batchspec.batch.device_batch import Rows
+from batchspec.batch.device_batch import DeviceBatch
 from batchspec.cache.pages import KVCache
 from batchspec.commands.workloads import COMMON, make_job
 from batchspec.config.schema import DraftConfig, RunConfig
@@ -171,7 +171,7 @@ def test_rejected_places_are_never_read_nor_counted(tmp_path: Path, monkeypatch:
     for poisons in (False, True):
         drafter = make_drafter(tmp_path, design, tensors, 4, slots=3)
 
-        def poisoned(self: Any, rows: Rows, ids: Tensor, lengths: Tensor, cache: KVCache, poisons: bool = poisons) -> None:
+        def poisoned(self: Any, rows: DeviceBatch, ids: Tensor, lengths: Tensor, cache: KVCache, poisons: bool = poisons) -> None:
             for slot in rows.live.nonzero().flatten().tolist() if poisons else ():
                 for position in range(int(rows.num_tokens[slot]) - 1, rows.tokens.shape[1]):
                     page = int(rows.page_table[slot, position // cache.page_size])
@@ -202,7 +202,7 @@ def test_no_place_wraps_to_position_0(tmp_path: Path, monkeypatch: pytest.Monkey
     drafter = make_drafter(tmp_path, design, tensors, 6, slots=2)
     propose, rounds = Recorded.propose, []
 
-    def guarded(self: Any, rows: Rows, ids: Tensor, lengths: Tensor, cache: KVCache) -> None:
+    def guarded(self: Any, rows: DeviceBatch, ids: Tensor, lengths: Tensor, cache: KVCache) -> None:
         draft_layer = cache.layer(TARGET().spec.num_layers)
         first = rows.page_table[rows.live != 0, 0].long()
         before = draft_layer[:, first].clone()
@@ -223,7 +223,7 @@ def test_buffers_hold_every_place_of_all_slots(tmp_path: Path) -> None:
     assert len(drafter._ids) == len(drafter._positions) == len(drafter._slots) == len(drafter._fed) == 35
     for k in range(1, 8):
         assert drafter._row_ids[k - 1].tolist() == [slot for slot in range(5) for _ in range(k)]
-        assert drafter._q_start[k - 1].tolist()[: 5 + 1] == [slot * k for slot in range(6)]
+        assert drafter._cu_seqlens_q[k - 1].tolist()[: 5 + 1] == [slot * k for slot in range(6)]
     requests = [request(i, [i, 2], cap=12) for i in range(9)]
     tokens, _, _ = run(requests, packed(5, row_buckets=(1, 2, 5), draft_len=7), drafter, options=synthetic(7))
     assert len(tokens) == 9
@@ -257,10 +257,10 @@ def test_rounds_of_any_draft_length_use_the_first_places(kind: str, tmp_path: Pa
     pattern = (4, 0, 1, 0, 0, 3, 2)
     turns, run_round = cycle(zip(pattern, pattern[1:] + pattern[:1], strict=True)), Round.run
 
-    def run_next(self: Round, rows: Rows, mode: Any, *_: Any) -> Any:
+    def run_next(self: Round, rows: DeviceBatch, mode: Any, *_: Any) -> Any:
         now, following = next(turns)
         before = [tensor.clone() for tensor in drafter.state]
-        result = run_round(self, rows, mode, now, lead=following > 0)
+        result = run_round(self, rows, mode, now, prepare_next=following > 0)
         assert following > 0 or all(torch.equal(*pair) for pair in zip(drafter.state, before, strict=True))
         return result
 
@@ -277,7 +277,7 @@ def test_rows_that_are_set_back_find_their_drafts_again(tmp_path: Path) -> None:
     requests = [request(i, [i, 5, 7], cap=60, predicted=4) for i in range(4)]
     drafter = make_drafter(tmp_path, design, tensors, 3, slots=4)
     tokens, _, engine = run(requests, packed(4, num_pages=32, max_len=63, draft_len=3), drafter, short_cap=2)
-    assert engine.totals.set_back > 0
+    assert engine.totals.preempted > 0
     assert tokens == expected_tokens(requests)
     check_drafts(drafter, design, tensors)
 

@@ -64,8 +64,8 @@ def test_the_shape_is_what_the_rows_need(job: RunConfig) -> None:
     made = planned(job)
     assert made.batch is not None
     assert (made.batch.max_len, made.batch.draft_len, made.batch.run_ahead) == (64, 8, 0)
-    assert made.batch.slots <= 2
-    assert made.batch.num_pages == made.batch.slots * 4 + 1
+    assert made.batch.num_slots <= 2
+    assert made.batch.num_pages == made.batch.num_slots * 4 + 1
     assert made.forecast is not None
     assert made.forecast.rounds >= 20
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchspec.batch.device_batch import Rows
+from batchspec.batch.device_batch import DeviceBatch
 from batchspec.config.schema import PackingConfig
 from batchspec.engine.draft_lengths import candidates
 from batchspec.errors import CapacityError
@@ -78,9 +78,9 @@ def test_the_buffers_of_rows_fit_what_is_held_back_for_them() -> None:
     sizes = []
     for max_len in (16, 512):
         batch = PackedBatch(
-            slots=8, row_buckets=(8,), num_pages=2, page_size=16, max_len=max_len, draft_len=3, prefill_tokens=8, run_ahead=0
+            num_slots=8, row_buckets=(8,), num_pages=2, page_size=16, max_len=max_len, draft_len=3, prefill_tokens=8, run_ahead=0
         )
-        rows = Rows.allocate(batch, vocab_size=300, penalties=True, device=CPU)
+        rows = DeviceBatch.allocate(batch, vocab_size=300, penalties=True, device=CPU)
         held = reserve_bytes(
             small_spec(), dtype=torch.float32, slots=8, num_buckets=1, draft_len=3, prefill_tokens=8, max_len=max_len
         )
@@ -92,16 +92,16 @@ def test_the_buffers_of_rows_fit_what_is_held_back_for_them() -> None:
 def test_places_behind_the_end_of_rows_have_pages_too() -> None:
     """A tree of 60 nodes needs 59 places behind a row's last token: four pages more a row, and one row must have them."""
     demand = Demand(num_completions=4, prompt_tokens=90, output_tokens=30, max_tokens=128)
-    sizes = [_small(demand, beyond).num_pages for beyond in (0, 59)]
+    sizes = [_small(demand, num_lookahead_slots).num_pages for num_lookahead_slots in (0, 59)]
     assert sizes == [4 * 8 + 1, 4 * 12 + 1]
     assert _small(demand, 59).max_len == 128
     with pytest.raises(CapacityError, match=r"one row of 187 tokens needs 13"):
         _small(demand, 59, pages=12)
 
 
-def _small(demand: Demand, beyond: int, **packing: Any) -> PackedBatch:
+def _small(demand: Demand, num_lookahead_slots: int, **packing: Any) -> PackedBatch:
     return choose_batch(
-        PackingConfig(**packing), small_spec(), SLOW, demand, device=CPU, dtype=torch.float32, draft_len=60, beyond=beyond,
+        PackingConfig(**packing), small_spec(), SLOW, demand, device=CPU, dtype=torch.float32, draft_len=60, num_lookahead_slots=num_lookahead_slots,
         free_bytes=10**9,
     )  # fmt: skip
 
@@ -115,22 +115,22 @@ def on_cpu(demand: Demand, **packing: Any) -> PackedBatch:
 
 def reserve(batch: PackedBatch, spec: ModelSpec = LLAMA_8B) -> int:
     return reserve_bytes(
-        spec, dtype=torch.bfloat16, slots=batch.slots, num_buckets=len(batch.row_buckets), draft_len=batch.draft_len,
+        spec, dtype=torch.bfloat16, slots=batch.num_slots, num_buckets=len(batch.row_buckets), draft_len=batch.draft_len,
         prefill_tokens=batch.prefill_tokens, max_len=batch.max_len,
     )  # fmt: skip
 
 
 def test_long_prompts_on_one_gpu_take_as_many_rows_as_the_memory_holds() -> None:
     batch = on_gpu(draft_len=0)
-    assert batch.slots == batch.row_buckets[-1] == 88
+    assert batch.num_slots == batch.row_buckets[-1] == 88
     assert batch.num_pages * LLAMA_PAGE <= 120e9 - reserve(batch)
 
 
 def test_rows_fill_the_tiles_of_products() -> None:
     """256 places take two tiles of 128: rows for a third one come only where they nearly fill it."""
     batch = on_gpu()
-    assert batch.slots == batch.row_buckets[-1] == 64
-    assert on_gpu(free_bytes=135 * 10**9).slots == 96
+    assert batch.num_slots == batch.row_buckets[-1] == 64
+    assert on_gpu(free_bytes=135 * 10**9).num_slots == 96
     assert batch.num_pages * LLAMA_PAGE <= 120e9 - reserve(batch)
     assert (batch.page_size, batch.max_len, batch.draft_len) == (16, 11_264, 3)
     assert (batch.prefill_tokens, batch.run_ahead) == (16_384, 2)
@@ -142,7 +142,7 @@ def test_one_h200_holds_75_rows_of_llama_8b_at_their_full_length() -> None:
         job = Demand(num_completions=192, prompt_tokens=8192, output_tokens=output, max_tokens=11_264)
         batch = on_gpu(job, free_bytes=free, draft_kv_width=8 * 128)
         assert batch.num_pages >= 75 * 704 + 1
-        assert batch.slots in (88, 96)
+        assert batch.num_slots in (88, 96)
 
 
 def test_a_small_card_prefills_in_shorter_passes() -> None:
@@ -177,7 +177,7 @@ def test_a_small_model_runs_a_thousand_short_rows_beside_its_logits() -> None:
         PackingConfig(), smol, H200, gsm8k, device=GPU, dtype=torch.bfloat16, draft_len=3, draft_kv_width=192,
         free_bytes=140 * 10**9,
     )  # fmt: skip
-    assert batch.slots == 1024
+    assert batch.num_slots == 1024
     assert batch.num_pages == 1024 * 44 + 1
     logits = 1024 * 4 * 49_152 * 4
     assert reserve(batch, smol) > 3 * logits
@@ -186,13 +186,13 @@ def test_a_small_model_runs_a_thousand_short_rows_beside_its_logits() -> None:
 def test_short_rows_take_the_smallest_batch_near_the_best_speed() -> None:
     demand = Demand(num_completions=10**6, prompt_tokens=200, output_tokens=200, max_tokens=512)
     # 582 TFLOP/s is the best that products reach, at 512 tokens: more rows take as much longer as they bring.
-    assert on_gpu(demand, draft_len=3).slots == 128
-    assert on_gpu(demand, draft_len=0).slots == 512
+    assert on_gpu(demand, draft_len=3).num_slots == 128
+    assert on_gpu(demand, draft_len=0).num_slots == 512
 
 
 def test_a_cpu_runs_at_most_sixteen_rows_one_round_at_a_time() -> None:
     batch = on_cpu(Demand(num_completions=1000, prompt_tokens=50, output_tokens=50, max_tokens=300))
-    assert batch.slots <= 16
+    assert batch.num_slots <= 16
     assert batch.run_ahead == 0
 
 
@@ -239,14 +239,14 @@ def test_prefill_is_prepared_for_the_longest_prompt_that_was_seen() -> None:
 
 def test_a_small_job_gets_no_more_slots_or_pages_than_it_can_use() -> None:
     batch = on_cpu(Demand(num_completions=3, prompt_tokens=10, output_tokens=10, max_tokens=40))
-    assert batch.slots <= 3
-    assert batch.num_pages == batch.slots * 3 + 1
+    assert batch.num_slots <= 3
+    assert batch.num_pages == batch.num_slots * 3 + 1
     assert batch.max_len == 40
 
 
 def test_what_the_job_says_stands() -> None:
     batch = on_gpu(slots=24, pages=5000, prefill_tokens=777, run_ahead=5)
-    assert (batch.slots, batch.num_pages, batch.prefill_tokens, batch.run_ahead) == (24, 5000, 777, 5)
+    assert (batch.num_slots, batch.num_pages, batch.prefill_tokens, batch.run_ahead) == (24, 5000, 777, 5)
     assert batch.row_buckets == (1, 2, 4, 8, 12, 16, 24)
     assert on_gpu(memory_gb=10.0).num_pages == int(10e9) // LLAMA_PAGE
 
@@ -272,7 +272,7 @@ def test_every_chosen_shape_can_run(completions: int, prompt: int, output: int, 
     except CapacityError:
         assert (-(-demand.max_tokens // 16) + 2) * LLAMA_PAGE > free - MOST_RESERVE
         return
-    assert 1 <= batch.slots <= max(1, completions)
+    assert 1 <= batch.num_slots <= max(1, completions)
     assert batch.num_pages - 1 >= -(-demand.max_tokens // 16)
     assert batch.num_pages * LLAMA_PAGE <= free - 2 * 10**9
     assert batch.prefill_tokens >= 1

@@ -122,8 +122,8 @@ def test_acceptance_is_measured_behind_longer_contexts_of_the_same_prompts(model
 
 def found(*accepted: tuple[float, ...], fed: tuple[float, ...] | None = None, contexts: tuple[float, ...] = (0.6,)) -> Probe:
     """A made-up probe: the first way is the stored one, boundaries 2, 4, 5."""
-    spec = replace(dummy_spec(_spec(), draft_vocab_size=9), tap_layers=(2, 4, 5))
-    specs = [spec, replace(spec, norm_before_residual=True), replace(spec, tap_layers=(3, 5, 6))]
+    spec = replace(dummy_spec(_spec(), draft_vocab_size=9), aux_layer_ids=(2, 4, 5))
+    specs = [spec, replace(spec, norm_before_residual=True), replace(spec, aux_layer_ids=(3, 5, 6))]
     return Probe(
         ways=tuple(Found(spec=s, accepted=a, rounds=4000) for s, a in zip(specs, accepted, strict=False)),
         fed=None if fed is None else Found(spec=replace(spec, feed_normed=True), accepted=fed, rounds=4000),

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from batchspec.batch.device_batch import Rows
+from batchspec.batch.device_batch import DeviceBatch
 from batchspec.engine.sampling import Places, SamplingMode, apply_penalties, choose, cutoffs, forbid_stop_ids, mark_output
 from batchspec.kernels.sampling import cutoff
 from batchspec.records import LEAST_TEMPERATURE, PackedBatch, SamplingParams
@@ -21,11 +21,11 @@ from batchspec.records import LEAST_TEMPERATURE, PackedBatch, SamplingParams
 VOCAB = 700  # more than QUICK_TOP, so that both the quick and the full sort run
 
 
-def make_rows(slots: int, vocab: int = VOCAB) -> Rows:
+def make_rows(slots: int, vocab: int = VOCAB) -> DeviceBatch:
     batch = PackedBatch(
-        slots=slots, row_buckets=(slots,), num_pages=2, page_size=4, max_len=32, draft_len=3, prefill_tokens=8, run_ahead=0
+        num_slots=slots, row_buckets=(slots,), num_pages=2, page_size=4, max_len=32, draft_len=3, prefill_tokens=8, run_ahead=0
     )
-    rows = Rows.allocate(batch, vocab_size=vocab, penalties=True, device=torch.device("cpu"))
+    rows = DeviceBatch.allocate(batch, vocab_size=vocab, penalties=True, device=torch.device("cpu"))
     rows.temperature.fill_(1)
     rows.top_p.fill_(1)
     rows.repetition.fill_(1)
@@ -91,7 +91,7 @@ def test_a_kept_set_does_not_depend_on_the_rows_beside_it(monkeypatch: object) -
     assert alone[0] == beside[0]
 
 
-def seen_of(rows: Rows, prompt: list[int], output: list[int]) -> None:
+def seen_of(rows: DeviceBatch, prompt: list[int], output: list[int]) -> None:
     rows.seen.zero_()
     rows.seen[0, prompt] = 1
     rows.seen[0, output] = 3

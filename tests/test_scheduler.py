@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchspec.cache.pages import PagePool, page_keys
-from batchspec.engine.request_state import Progress
+from batchspec.cache.pages import PagePool, prefix_hashes
+from batchspec.engine.request_state import RequestState
 from batchspec.engine.scheduler import PassCost, Row, Scheduler
 from batchspec.errors import CapacityError
 from batchspec.packing.planner import order_requests
@@ -19,13 +19,13 @@ from batchspec.records import PackedBatch, Request
 from tests.engines import request
 
 
-def progress(req: Request) -> Progress:
-    return Progress(request=req, draft_len=0, finder=None)
+def progress(req: Request) -> RequestState:
+    return RequestState(request=req, draft_len=0, finder=None)
 
 
 def shape(slots: int, pages: int, page_size: int = 4, max_len: int = 64) -> PackedBatch:
     return PackedBatch(
-        slots=slots,
+        num_slots=slots,
         row_buckets=(slots,),
         num_pages=pages,
         page_size=page_size,
@@ -50,7 +50,7 @@ def drive(scheduler: Scheduler, lengths: dict[str, int], pool: PagePool) -> Iter
         step = max(1, min(page, *remaining.values()))
         for row in list(scheduler.live):
             while row.slot >= 0 and scheduler.grow(row, row.num_tokens + step) is None:
-                scheduler.set_back(scheduler.youngest())
+                scheduler.preempt(scheduler.youngest())
         alive = scheduler.live
         yield step, alive
         for row in alive:
@@ -138,14 +138,14 @@ def run_8k_job(*, known: bool, longest_first: bool) -> tuple[int, int]:
     pool = PagePool(batch.num_pages)
     stream = map(progress, order_requests(requests) if longest_first else requests)
     scheduler = Scheduler(batch, pool, stream)
-    set_back, num_set_back = scheduler.set_back, 0
+    preempt, num_set_back = scheduler.preempt, 0
 
     def counted(row: Row) -> None:
         nonlocal num_set_back
         num_set_back += 1
-        set_back(row)
+        preempt(row)
 
-    scheduler.set_back = counted  # type: ignore[method-assign]
+    scheduler.preempt = counted  # type: ignore[method-assign]
     by_id = {f"r{i}": int(n) for i, n in enumerate(lengths)}
     rounds, peak = 0, 0
     for step, live in drive(scheduler, by_id, pool):
@@ -180,7 +180,7 @@ def test_scarce_pages_are_never_owned_twice_and_every_row_finishes(data: st.Data
     running = [progress(r) for r in requests]
     scheduler = Scheduler(shape(slots, pool.num_pages), pool, iter(running))
     # Rows with a short cap are promised all their pages: none is set back, whatever they share with whom.
-    scheduler.set_back = lambda row: pytest.fail(f"{row} is set back")  # type: ignore[method-assign]
+    scheduler.preempt = lambda row: pytest.fail(f"{row} is set back")  # type: ignore[method-assign]
     for _, live in drive(scheduler, lengths, pool):
         owners: dict[int, list[Row]] = {}
         for row in live:
@@ -218,7 +218,7 @@ def test_the_last_prompt_token_is_never_shared_because_its_logits_are_needed() -
 def test_a_finished_rows_prefix_is_found_until_its_pages_are_taken() -> None:
     pool = PagePool(7)
     ids = np.arange(8, dtype=np.int32)
-    keys = page_keys(ids, 4)
+    keys = prefix_hashes(ids, 4)
     pages = pool.take(2)
     for page, key in zip(pages, keys, strict=True):
         pool.publish(page, key)
@@ -247,7 +247,7 @@ def test_a_prefix_that_nobody_owns_any_more_counts_as_pages_to_be_taken() -> Non
 
 
 def test_a_page_key_depends_on_everything_before_the_page() -> None:
-    one, other = page_keys(np.array([1, 2, 3, 4], np.int32), 2), page_keys(np.array([9, 2, 3, 4], np.int32), 2)
+    one, other = prefix_hashes(np.array([1, 2, 3, 4], np.int32), 2), prefix_hashes(np.array([9, 2, 3, 4], np.int32), 2)
     assert one[1] != other[1]
 
 
@@ -289,6 +289,6 @@ def test_the_row_that_came_last_is_set_back_and_comes_again_before_any_other() -
     assert (third.slot, second.slot) == (0, 1)
     assert scheduler.youngest() is third
     assert not scheduler.exhausted  # another row has been looked at
-    scheduler.set_back(third)
+    scheduler.preempt(third)
     assert scheduler.youngest() is second
     assert scheduler.refill() == [third]

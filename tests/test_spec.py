@@ -222,7 +222,7 @@ def test_what_is_not_built_is_refused_by_name(changes: dict[str, Any], named: st
 
 def test_every_refused_key_is_named_at_once(folder: Path) -> None:
     message = refusal(folder, {**LLAMA, "num_local_experts": 8, "final_logit_softcapping": 30.0, "hidden_act": "relu"})
-    assert "num_local_experts=8, final_logit_softcapping=30.0, hidden_act=\"relu\"" in message
+    assert 'num_local_experts=8, final_logit_softcapping=30.0, hidden_act="relu"' in message
 
 
 def test_neutral_values_of_those_keys_are_fine(folder: Path) -> None:

@@ -88,16 +88,16 @@ class Runner:
             token_ids=torch.tensor([t for ids in tokens for t in ids], dtype=torch.int32),
             row_ids=torch.tensor(row_ids, dtype=torch.int32),
             positions=torch.tensor(positions),
-            slots=torch.tensor(slots),
-            q_start=torch.tensor([0, *lengths]).cumsum(0).int(),
+            slot_mapping=torch.tensor(slots),
+            cu_seqlens_q=torch.tensor([0, *lengths]).cumsum(0).int(),
             kv_len=torch.tensor(kv_len, dtype=torch.int32),
             page_table=self.page_table,
             max_q=max(lengths),
             max_kv=max(kv_len),
         )
-        hidden, tapped = self.target.forward(batch, self.cache, taps, ends_only=ends_only)
-        tapped = batch.token_ids[:, None][:, :0] if tapped is None else tapped
-        return list(self.target.logits(hidden).split([1] * len(tokens) if ends_only else lengths)), list(tapped.split(lengths))
+        hidden, found = self.target.forward(batch, self.cache, taps, ends_only=ends_only)
+        found = batch.token_ids[:, None][:, :0] if found is None else found
+        return list(self.target.logits(hidden).split([1] * len(tokens) if ends_only else lengths)), list(found.split(lengths))
 
 
 @pytest.mark.parametrize("taps", [(1, 1), (0, 99), (-1,)])
@@ -173,8 +173,8 @@ def test_logits_and_64_greedy_tokens_equal_those_of_transformers(name: str, tmp_
 
 
 def run(target: Target, ids: list[int], taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
-    logits, tapped = Runner.start(target, 1).feed([ids], taps)
-    return logits[0], tapped[0]
+    logits, found = Runner.start(target, 1).feed([ids], taps)
+    return logits[0], found[0]
 
 
 def test_taps_are_the_residual_stream_at_the_boundaries(tmp_path: Path) -> None:
@@ -184,20 +184,20 @@ def test_taps_are_the_residual_stream_at_the_boundaries(tmp_path: Path) -> None:
     model.model.layers[-1].register_forward_hook(lambda _module, _inputs, output: ends.append(output))
     with torch.inference_mode():
         states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
-    _, tapped = run(load(folder), ids, (0, 2, 3))
+    _, taps = run(load(folder), ids, (0, 2, 3))
     # hidden_states[i] is what enters layer i; the last one is normed, so the hook gives what leaves the last layer.
     expected = torch.cat([states[0][0], states[2][0], ends[0].view(len(ids), -1)], -1)
-    torch.testing.assert_close(tapped, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(taps, expected, atol=1e-4, rtol=0)
 
 
 def test_taps_come_in_the_order_asked_for_and_change_no_logits(tmp_path: Path) -> None:
     target, ids = load(make_checkpoint(tmp_path, "qwen3", vocab=64)), prompts([9], 64)[0]
-    logits, tapped = run(target, ids, (3, 1))
+    logits, taps = run(target, ids, (3, 1))
     other, swapped = run(target, ids, (1, 3))
     size = target.spec.hidden_size
     assert torch.equal(logits, other)
-    assert torch.equal(tapped[:, :size], swapped[:, size:])
-    assert torch.equal(tapped[:, size:], swapped[:, :size])
+    assert torch.equal(taps[:, :size], swapped[:, size:])
+    assert torch.equal(taps[:, size:], swapped[:, :size])
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-5), (torch.bfloat16, 0.2)], ids=str)

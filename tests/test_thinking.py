@@ -19,10 +19,10 @@ from batchspec.draft.lookup import LookupDrafter
 from batchspec.engine import scheduler
 from batchspec.engine.engine import Engine
 from batchspec.engine.output_processor import EngineTotals
-from batchspec.engine.request_state import Progress
+from batchspec.engine.request_state import RequestState
 from batchspec.engine.round import RoundOptions
 from batchspec.engine.thinking import split_thoughts
-from batchspec.engine.thinking_budget import Budgets
+from batchspec.engine.thinking_budget import ThinkingBudgets
 from batchspec.errors import ConfigError
 from batchspec.model.thinking import find_think_tokens
 from batchspec.model.tokenizer import Tokenizer
@@ -184,15 +184,15 @@ def test_a_budget_holds_exactly_whatever_drafts_and_packs_the_rows(requests: lis
 
 def test_a_row_that_changes_its_slot_is_looked_at_when_its_budget_or_a_thought_says_so() -> None:
     """Not a token later: at the one that uses the budget up, and at the one that begins a thought, in the new slot alone."""
-    budgets, num_tokens = Budgets(4), np.array([12, 12])
+    budgets, num_tokens = ThinkingBudgets(4), np.array([12, 12])
     for slot, opened in ((2, True), (3, False)):
         how = thinking(2, opened=opened)
-        budgets.enter(slot, 10, Progress.of(replace(request(slot, [7] * 10, cap=9), thinking=how), 0, None))
+        budgets.enter(slot, 10, RequestState.of(replace(request(slot, [7] * 10, cap=9), thinking=how), 0, None))
     budgets.move([(2, 0), (3, 1)])
     slots, begins, ends = np.array([0, 1]), np.array([[7, -1], [7, BEGIN]], np.int32), np.array([[7, -1], [7, END]], np.int32)
     assert budgets.due(slots, num_tokens, begins) == [0, 1]
     assert budgets.due(slots, num_tokens - 1, ends) == []
-    budgets.enter(0, 20, Progress.of(request(0, [7] * 20, cap=9), 0, None))
+    budgets.enter(0, 20, RequestState.of(request(0, [7] * 20, cap=9), 0, None))
     assert budgets.due(slots, num_tokens + 50, ends) == []
 
 

@@ -21,7 +21,7 @@ class Totals:
     tokens: int = 0
     accepted: int = 0
     drafted: int = 0
-    set_back: int = 0
+    preempted: int = 0
     live_rows: int = 0
     prefill_s: float = 0.0
 

@@ -102,7 +102,7 @@ def test_the_replay_counts_the_rounds_that_the_engine_runs(made: Path, tmp_path:
     assert head.hot is None
     network, _ = published_network(tmp_path / "head", target, aux_layers="auto", mask_id=None, seed=0)
     rows = read_rows(open_source(InputConfig(path=str(made / "out"))), vocab_size=spec.vocab_size, max_len=64)
-    teacher = Teacher(target, head.spec.tap_layers, torch.arange(spec.vocab_size), torch.float32)
+    teacher = Teacher(target, head.spec.aux_layer_ids, torch.arange(spec.vocab_size), torch.float32)
     found = acceptance(network, teacher, rows, max_len=max_len, batch_tokens=100, cast=nullcontext())
     assert found.rounds == counts["num_spec_steps"].sum()
     assert found.tokens == sum(len(ids) - 1 for ids in frame["token_ids"])
@@ -311,11 +311,11 @@ def refused(kind: type[BatchspecError], made: Path, out: Path, capfd: Any, *over
         ("draft=lookup", "draft=lookup is nothing that train makes; use draft=eagle3 or draft=parallel"),
         ("draft=eagel3", "draft=eagel3 is no choice of the group draft; did you mean eagle3?"),
         ("draft.window=8", "draft.window=8 is not used by train; remove the key"),
-        ("train.taps=[0,9]", "train.taps=[0, 9] must be different boundaries in 0 .. 3"),
+        ("train.aux_layer_ids=[0,9]", "train.aux_layer_ids=[0, 9] must be different boundaries in 0 .. 3"),
         ("train.mask_token=5", "train.mask_token=5 is of draft=parallel; remove one of them"),
         ("draft.parallel=maybe", "draft.parallel=maybe must be one of auto, true, false"),
         ("train.layers=9", "train.layers=9 must be"),
-        ("train.taps=[1,2]", "readers take ids that begin with 1 for outputs of layers; put another first"),
+        ("train.aux_layer_ids=[1,2]", "readers take ids that begin with 1 for outputs of layers; put another first"),
         ("output.layout=gguf", "output.layout=gguf must be one of flat, speculators"),
         ("output.dir=s3://b/h", "output.dir=s3://b/h: a head is trained into a folder of this machine"),
         ("model.path=null", "model.path is required; give model.path="),
@@ -327,7 +327,7 @@ def test_a_wrong_key_or_value_is_refused_in_one_line(override: str, said: str, m
     assert not (tmp_path / "h").exists()
 
 
-@pytest.mark.parametrize(("key", "value"), [("taps", "[0, 1]"), ("inner", "40")])
+@pytest.mark.parametrize(("key", "value"), [("aux_layer_ids", "[0, 1]"), ("inner", "40")])
 def test_a_head_to_go_on_from_keeps_its_shape(key: str, value: str, made: Path, tmp_path: Path, capfd: Any) -> None:
     said = refused(ConfigError, made, tmp_path / "h", capfd, "draft.path=HEAD", f"train.{key}={value.replace(' ', '')}")
     assert said.endswith(f"train.{key}={value} and draft.path: that head has its own; remove one of them")

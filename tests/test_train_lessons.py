@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from batchspec.draft.weights import usual_taps
+from batchspec.draft.weights import usual_aux_layers
 from batchspec.model.target import Target
 from batchspec.train.attend import Keys, attend, attend_reference
 from batchspec.train.data import Row, course, epoch_batches, frequent_ids, split_rows, unused_id
@@ -32,17 +32,17 @@ def tiny() -> tuple[Target, Teacher, Any, list[Row]]:
     """A head in fp64 over 12 of 31 tokens of a target of two layers, and three rows."""
     target = tiny_target()
     hot = torch.arange(12) * 2 + 3
-    spec = new_spec(target.spec, draft_vocab=12, taps=None)
+    spec = new_spec(target.spec, draft_vocab=12, aux_layer_ids=None)
     network = new_network(spec, target, hot, seed=1)
     rng = np.random.default_rng(3)
     rows = [Row(ids=rng.integers(0, VOCAB, n).astype(np.int32), prompt_len=p) for n, p in ((19, 4), (9, 1), (30, 12))]
-    return target, Teacher(target, spec.tap_layers, hot, torch.float64), network, rows
+    return target, Teacher(target, spec.aux_layer_ids, hot, torch.float64), network, rows
 
 
 def reference_of(network: Any, target: Target) -> tuple[Design, dict[str, Tensor]]:
     spec = network.spec
     design = Design(
-        hidden=spec.hidden_size, target_hidden=spec.target_hidden_size, vocab=VOCAB, draft_vocab=12, taps=spec.tap_layers,
+        hidden=spec.hidden_size, target_hidden=spec.target_hidden_size, vocab=VOCAB, draft_vocab=12, taps=spec.aux_layer_ids,
         layers=spec.num_layers, windows=spec.windows, heads=spec.num_heads, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
         inner=spec.intermediate_size, eps=spec.rms_eps, theta=spec.rope.theta,
     )  # fmt: skip
@@ -129,7 +129,7 @@ def test_in_bf16_products_a_head_learns_nearly_the_same(parallel: bool) -> None:
     target, teacher, chain, rows = tiny()
     spec = replace(chain.spec, mask_token_id=30) if parallel else chain.spec
     network = new_network(spec, target, teacher.hot, seed=2).to(CPU, torch.float32)
-    lesson = Teacher(target, teacher.taps, teacher.hot, torch.float32).lesson(rows)
+    lesson = Teacher(target, teacher.aux_layer_ids, teacher.hot, torch.float32).lesson(rows)
     values = {item.name: getattr(lesson, item.name).to(CPU) for item in fields(lesson)}
     wide = replace(lesson, **{name: x.float() if x.is_floating_point() else x for name, x in values.items()})
     narrow = replace(wide, embedded=wide.embedded.bfloat16(), features=wide.features.bfloat16())
@@ -149,7 +149,7 @@ def test_in_bf16_products_a_head_learns_nearly_the_same(parallel: bool) -> None:
 
 def test_places_of_prompts_are_learnt_where_that_is_asked_for() -> None:
     target, teacher, _, rows = tiny()
-    whole = Teacher(target, teacher.taps, teacher.hot, torch.float64, prompts=True)
+    whole = Teacher(target, teacher.aux_layer_ids, teacher.hot, torch.float64, prompts=True)
     found = [sorted(zip(x.rows.tolist(), x.places.tolist(), strict=True)) for x in (teacher.lesson(rows), whole.lesson(rows))]
     assert found[0] == [(r, t) for r, row in enumerate(rows) for t in range(row.prompt_len - 1, len(row.ids) - 1)]
     assert found[1] == [(r, t) for r, row in enumerate(rows) for t in range(len(row.ids) - 1)]
@@ -158,7 +158,7 @@ def test_places_of_prompts_are_learnt_where_that_is_asked_for() -> None:
 @pytest.mark.parametrize(("missed", "heat"), [(1.0, 1.0), (0.25, 0.5), (0.0, 1.0)])
 def test_the_loss_is_the_weighted_cross_entropy_with_the_targets_own_distributions(missed: float, heat: float) -> None:
     target, plain, network, rows = tiny()
-    teacher = Teacher(target, plain.taps, plain.hot, torch.float64, heat=heat)
+    teacher = Teacher(target, plain.aux_layer_ids, plain.hot, torch.float64, heat=heat)
     lesson, ahead, decay = teacher.lesson(rows), 3, 0.7
     with torch.no_grad():  # so that the head is right at one place at least
         learnt = int(torch.nonzero(lesson.known * (lesson.places > 0))[0])
@@ -279,8 +279,8 @@ def test_the_mask_is_the_highest_token_that_no_row_holds() -> None:
 
 
 @pytest.mark.parametrize(("layers", "taps"), [(30, (2, 15, 27)), (32, (2, 16, 29)), (3, (2, 1, 0)), (4, (2, 3, 4)), (1, (0, 1))])
-def test_the_usual_taps(layers: int, taps: tuple[int, ...]) -> None:
-    assert usual_taps(layers) == taps
+def test_the_usual_aux_layers(layers: int, taps: tuple[int, ...]) -> None:
+    assert usual_aux_layers(layers) == taps
 
 
 def test_the_learning_rate_rises_and_falls_to_nothing() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from batchspec import drafters
 from batchspec import run as job_run
-from batchspec.batch.device_batch import Rows
+from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.pages import KVCache
 from batchspec.commands import plan
@@ -46,7 +46,7 @@ Tree = list[tuple[int, int]]
 class Recorded(TreeDrafter):
     """Keeps the tree of every live row: the committed tokens, then (token, number of the node above) of each node."""
 
-    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+    def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
         super().propose(rows, draft_ids, draft_len, cache)
         assert draft_len.tolist() == [self.shape.depth * alive for alive in rows.live.tolist()]
         for slot in rows.live.nonzero().flatten().tolist():
@@ -153,7 +153,7 @@ def test_any_packing_gives_the_trees_of_the_definition_and_the_tokens_of_plain_d
     )
     sampling = data.draw(st.sampled_from([None, SAMPLED, SamplingParams(temperature=0.8, repetition_penalty=1.3)]))
     requests = mixed_requests(4, cap=data.draw(st.integers(5, 16), label="cap"), sampling=sampling) + known_requests()[:2]
-    batch = drawn_batch(data, requests, slots, draft_len=4, beyond=shape.places)
+    batch = drawn_batch(data, requests, slots, draft_len=4, num_lookahead_slots=shape.places)
     # The definition here is that of a head alone: without the noise of draws.
     options = RoundOptions(uniform_slots=data.draw(st.booleans(), label="uniform layout"), coupled=False)
     tokens, _, _ = run(requests, batch, drafter, short_cap=data.draw(st.sampled_from([2, 512])), options=options)
@@ -220,7 +220,7 @@ def test_kv_of_what_is_committed_is_that_of_a_forward_from_the_start(
     drafter = make_drafter(tmp_path, design, tensors, shape, slots=2)
     kept: dict[tuple[int, ...], Tensor] = {}
 
-    def checked(self: Any, rows: Rows, *args: Any, **options: Any) -> RoundResult:
+    def checked(self: Any, rows: DeviceBatch, *args: Any, **options: Any) -> RoundResult:
         result = run_tree(self, rows, *args, **options)
         for slot in rows.live.nonzero().flatten().tolist():
             count = int(rows.num_tokens[slot]) - 1
@@ -253,7 +253,7 @@ def kv_from_the_start(ids: tuple[int, ...]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
     batch = FlatBatch(
-        token_ids=ints(ids), row_ids=ints([0] * count), positions=positions, slots=positions + count, q_start=ints([0, count]),
+        token_ids=ints(ids), row_ids=ints([0] * count), positions=positions, slot_mapping=positions + count, cu_seqlens_q=ints([0, count]),
         kv_len=ints([count]), page_table=ints([[1]]), max_q=count, max_kv=count,
     )  # fmt: skip
     TARGET().forward(batch, cache)
@@ -308,7 +308,7 @@ def test_rows_that_are_set_back_find_their_trees_again(tmp_path: Path) -> None:
     requests = [request(i, [i, 5, 7], cap=36, predicted=4) for i in range(4)]
     drafter = make_drafter(tmp_path, design, tensors, shape, slots=4)
     tokens, _, engine = run(requests, packed(4, num_pages=24, max_len=39), drafter, short_cap=2)
-    assert engine.totals.set_back > 0
+    assert engine.totals.preempted > 0
     assert tokens == expected_tokens(requests)
     check_trees(design, tensors, shape)
 
@@ -319,9 +319,9 @@ def test_rounds_without_drafts_leave_the_next_tree_as_it_was(tmp_path: Path, mon
     drafter = make_drafter(tmp_path, design, tensors, shape, slots=3)
     turns, run_round = cycle([(3, True), (0, False), (0, True), (3, False), (0, False), (0, True)]), TreeRound.run
 
-    def run_next(self: TreeRound, rows: Rows, mode: Any, *_: Any) -> RoundResult:
-        now, lead = next(turns)
-        return run_round(self, rows, mode, now, lead=lead)
+    def run_next(self: TreeRound, rows: DeviceBatch, mode: Any, *_: Any) -> RoundResult:
+        now, prepare_next = next(turns)
+        return run_round(self, rows, mode, now, prepare_next=prepare_next)
 
     monkeypatch.setattr(TreeRound, "run", run_next)
     requests = mixed_requests(cap=24)

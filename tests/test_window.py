@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchspec.batch.device_batch import Rows
+from batchspec.batch.device_batch import DeviceBatch
 from batchspec.cache.pages import KVCache
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.engine import Engine
@@ -30,7 +30,7 @@ class Recorded(WindowDrafter):
         super().__init__(*args, **options)
         self.seen: list[tuple[list[int], list[int]]] = []
 
-    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+    def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
         super().propose(rows, draft_ids, draft_len, cache)
         assert draft_len.tolist() == [draft_ids.shape[1] if alive else 0 for alive in rows.live.tolist()]
         for slot in rows.live.nonzero().flatten().tolist():

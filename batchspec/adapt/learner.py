@@ -55,7 +55,7 @@ class Learner:
         self._device = target.device.type
         self._narrow = self._device == "cuda" and target.dtype is torch.bfloat16
         dtype = target.dtype if self._narrow else torch.promote_types(target.dtype, torch.float32)
-        self._teacher = Teacher(target, network.spec.tap_layers, self.hot, dtype)
+        self._teacher = Teacher(target, network.spec.aux_layer_ids, self.hot, dtype)
         self.drafting = {name: tensor.detach().to(target.dtype, copy=True) for name, tensor in network.state_dict().items()}
         self._begin()
 

@@ -63,7 +63,7 @@ def memory_bytes(
         dtype=dtype,
         parameters=head_bytes(head, torch.uint8),
         draft_vocab=head.draft_vocab_size,
-        feature_width=len(head.tap_layers) * head.target_hidden_size,
+        feature_width=len(head.aux_layer_ids) * head.target_hidden_size,
         steps=steps_learnt(draft),
         tokens=slice_tokens(device, max_len),
     )

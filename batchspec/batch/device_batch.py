@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchspec.kernels.rounds.compact import move_rows
+from batchspec.kernels.rounds.move_rows import move_rows
 from batchspec.records import MAX_STOP_IDS, PackedBatch, Request
 
 SEEN_PROMPT_OR_OUTPUT = 1
@@ -24,7 +24,7 @@ def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 @dataclass(slots=True, kw_only=True)
-class Rows:
+class DeviceBatch:
     """R slots. A live row has num_tokens - 1 tokens in K/V: its newest token is verified together with the drafts."""
 
     tokens: Tensor
@@ -63,9 +63,11 @@ class Rows:
     """uint8 [R, V] bits SEEN_*; [R, 0] in a job without penalties"""
 
     @classmethod
-    def allocate(cls, batch: PackedBatch, *, vocab_size: int, penalties: bool, device: torch.device, beyond: int = 0) -> Rows:
+    def allocate(
+        cls, batch: PackedBatch, *, vocab_size: int, penalties: bool, device: torch.device, num_lookahead_slots: int = 0
+    ) -> DeviceBatch:
         """beyond: places behind a row's end that a round may write K/V to."""
-        slots = batch.slots
+        slots = batch.num_slots
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -86,13 +88,13 @@ class Rows:
             repetition=zeros(slots, dtype=torch.float32),
             presence=zeros(slots, dtype=torch.float32),
             stop_ids=zeros(slots, MAX_STOP_IDS) - 1,
-            page_table=zeros(slots, -(-(batch.max_len + beyond) // batch.page_size)),
+            page_table=zeros(slots, -(-(batch.max_len + num_lookahead_slots) // batch.page_size)),
             seen=zeros(slots, vocab_size if penalties else 0, dtype=torch.uint8),
         )
 
-    def first(self, num_rows: int) -> Rows:
+    def first(self, num_rows: int) -> DeviceBatch:
         """The first slots as views: what a round of a smaller row bucket works on."""
-        return Rows(**{field.name: getattr(self, field.name)[:num_rows] for field in fields(self)})
+        return DeviceBatch(**{field.name: getattr(self, field.name)[:num_rows] for field in fields(self)})
 
     def begin(self, slots: Sequence[int], requests: Sequence[Request], outputs: Sequence[Sequence[int]]) -> None:
         """Put requests into slots, not live yet; `outputs` are tokens that a row set back had emitted already."""

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchspec.kernels.kv_cache.slot_mapping import ragged_slots
+from batchspec.kernels.kv_cache.slot_mapping import compute_slot_mapping
 
 if TYPE_CHECKING:
     from batchspec.batch.flat_batch import FlatBatch
@@ -57,7 +57,7 @@ class VarlenPlan:
     def __init__(self, batch: FlatBatch, kv: Tensor, *, window: int | None) -> None:
         assert batch.host is not None
         self._key_slots = _key_slots(batch, sum(batch.host.kv_len), kv.shape[2])
-        self._q_start, self._k_start = batch.q_start, F.pad(batch.kv_len.cumsum(0, dtype=torch.int32), (1, 0))
+        self._cu_seqlens_q, self._cu_seqlens_k = batch.cu_seqlens_q, F.pad(batch.kv_len.cumsum(0, dtype=torch.int32), (1, 0))
         self._longest = max(batch.host.q_len), max(batch.host.kv_len)
         self._window = -1 if window is None else window - 1
 
@@ -66,7 +66,7 @@ class VarlenPlan:
         assert positions is None
         k, v = _keys_of(kv, self._key_slots)
         out: Tensor = torch.ops.aten._flash_attention_forward(
-            q, k, v, self._q_start, self._k_start, *self._longest, 0.0, True, False,
+            q, k, v, self._cu_seqlens_q, self._cu_seqlens_k, *self._longest, 0.0, True, False,
             scale=scale, window_size_left=self._window, window_size_right=0,
         )[0]  # fmt: skip
         return out
@@ -115,9 +115,9 @@ def _key_slots(batch: FlatBatch, num_keys: int, page_size: int) -> Tensor:
     device = batch.kv_len.device
     row_ids = torch.empty(num_keys, dtype=torch.int32, device=device)
     positions, slots = (torch.empty(num_keys, dtype=torch.int64, device=device) for _ in range(2))
-    ragged_slots(
+    compute_slot_mapping(
         torch.zeros_like(batch.kv_len), batch.kv_len, batch.page_table, page_size=page_size,
-        out_q_start=torch.empty_like(batch.q_start), out_row_ids=row_ids, out_positions=positions, out_slots=slots,
+        out_cu_seqlens_q=torch.empty_like(batch.cu_seqlens_q), out_row_ids=row_ids, out_positions=positions, out_slot_mapping=slots,
     )  # fmt: skip
     return slots
 

@@ -38,7 +38,7 @@ class TorchPlan:
 
     def _plan(self, batch: FlatBatch, kv: Tensor) -> None:
         page_size, kv_heads = kv.shape[2], kv.shape[3]
-        begins, lengths = batch.q_start.tolist(), batch.kv_len.tolist()
+        begins, lengths = batch.cu_seqlens_q.tolist(), batch.kv_len.tolist()
         skips = self._window is not None and not self._sink
         rows = [
             _Row(r, begin, end, kv_len, int(batch.positions[begin]) if skips else 0, self._window if skips else None, page_size)

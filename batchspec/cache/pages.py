@@ -56,7 +56,7 @@ class KVCache:
         return self.kv[index] if index < len(self.kv) else self.draft_kv[index - len(self.kv)]
 
 
-def page_keys(ids: Ids, page_size: int, lookahead: int = 0) -> list[bytes]:
+def prefix_hashes(ids: Ids, page_size: int, lookahead: int = 0) -> list[bytes]:
     """One key for each whole page of `ids`, made of all tokens up to the page's end: equal keys, equal K/V.
 
     lookahead  tokens behind a page that its K/V depends on too, 1 for an EAGLE head's: the key covers them, and a page without

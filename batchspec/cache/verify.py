@@ -10,7 +10,7 @@ from torch import Tensor
 
 from batchspec.kernels.attention.merge_states import partials_of
 from batchspec.kernels.attention.settings import DTYPES, MAX_QUERIES, work_shape
-from batchspec.kernels.attention.split_kv_schedule import attention_work
+from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
 from batchspec.kernels.attention.verify_attention import verify_attention
 from batchspec.kernels.attention.work_list import AttentionWork, SharedPrefixes
 
@@ -58,7 +58,7 @@ def plan_verify(
         sink=sink,
     )
     shared = None if window else shared
-    work = attention_work(batch.q_start, batch.kv_len, batch.positions, shape=shape, shared=shared, interpret=interpret)
+    work = split_kv_schedule(batch.cu_seqlens_q, batch.kv_len, batch.positions, shape=shape, shared=shared, interpret=interpret)
     ancestors = None if batch.tree is None else batch.tree.within(window, batch)
     return VerifyPlan(batch, work, head_dim, ancestors, interpret)
 

@@ -155,11 +155,14 @@ class Bench:
     def batch(self, drafter: Drafter) -> PackedBatch:
         """A slot for each of --batch rows and pages for all of them to their end: nothing is ever short."""
         longest = max(len(request.prompt_ids) + request.max_new_tokens for request in self.workload.requests)
-        on_cpu, beyond = self.device.type == "cpu", drafter.shape.beyond if isinstance(drafter, TreeDrafter) else 0
+        on_cpu, num_lookahead_slots = (
+            self.device.type == "cpu",
+            drafter.shape.num_lookahead_slots if isinstance(drafter, TreeDrafter) else 0,
+        )
         return PackedBatch(
-            slots=self.args.batch,
+            num_slots=self.args.batch,
             row_buckets=row_buckets(self.args.batch),
-            num_pages=1 + self.args.batch * -(-(longest + beyond) // PAGE_SIZE),
+            num_pages=1 + self.args.batch * -(-(longest + num_lookahead_slots) // PAGE_SIZE),
             page_size=PAGE_SIZE,
             max_len=longest,
             draft_len=drafter.max_len,

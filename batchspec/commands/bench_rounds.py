@@ -66,7 +66,7 @@ def _time(bench: Bench, way: Way, record: Record) -> dict[str, Any]:
     args = bench.args
     engine = bench.engine(way, buckets=(args.batch,))
     draft_len, rows = engine.drafter.max_len if way.draft_len else 0, engine.rows
-    shape = Shape(args.batch, draft_len, SamplingMode(), lead=draft_len > 0)
+    shape = Shape(args.batch, draft_len, SamplingMode(), prepare_next=draft_len > 0)
     engine.graphs.prepare([shape])
     dead_s = engine.graphs.seconds(shape)
     _begin(engine, args.prompt)

@@ -101,7 +101,7 @@ class Plan:
         return [
             f"model        {spec.family}, {spec.num_layers} layers, {num_multiplied(spec) / 1e6:,.0f} M weights a token, "
             f"{_bytes(weight_bytes(spec, job.dtype))} in {dtype} on {job.device.type}",
-            f"shape        {batch.slots} slots, rows up to {batch.max_len:,} tokens, drafter {job.config.draft.name} "
+            f"shape        {batch.num_slots} slots, rows up to {batch.max_len:,} tokens, drafter {job.config.draft.name} "
             f"({_drafts(job.config, batch)}), prefill passes of {batch.prefill_tokens:,} tokens",
             f"pages        {batch.num_pages:,} of {batch.page_size} tokens, {_bytes(kv_bytes)}",
             f"rounds       {ahead.rounds:,} of {ahead.round_s * 1e3:.1f} ms, {_duration(ahead.decode_s)}",

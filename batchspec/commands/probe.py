@@ -131,10 +131,10 @@ def _ways(stored: HeadSpec, target: ModelSpec) -> list[HeadSpec]:
     """The stored way first, then its boundaries one lower and one higher, each with both residual streams."""
     ways = []
     for shift in (0, 1, -1):
-        taps = tuple(tap + shift for tap in stored.tap_layers)
-        if all(0 <= tap <= target.num_layers for tap in taps):
+        aux_layer_ids = tuple(tap + shift for tap in stored.aux_layer_ids)
+        if all(0 <= tap <= target.num_layers for tap in aux_layer_ids):
             residuals = (stored.norm_before_residual, not stored.norm_before_residual)
-            ways += [replace(stored, tap_layers=taps, norm_before_residual=residual) for residual in residuals]
+            ways += [replace(stored, aux_layer_ids=aux_layer_ids, norm_before_residual=residual) for residual in residuals]
     return ways
 
 
@@ -142,7 +142,7 @@ def _readings(folder: Path, target: ModelSpec) -> dict[tuple[int, ...], str]:
     found: dict[tuple[int, ...], str] = {}
     for name in ("auto", "input", "output"):
         try:
-            found.setdefault(read_head_spec(folder, target, aux_layers=name).tap_layers, name)
+            found.setdefault(read_head_spec(folder, target, aux_layers=name).aux_layer_ids, name)
         except CheckpointError:
             continue  # boundaries that the target does not have
     return found
@@ -163,7 +163,7 @@ def _decode(target: Target, head: Head | None, requests: Sequence[Request]) -> l
     longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
     slots = min(SLOTS, len(requests))
     batch = PackedBatch(
-        slots=slots, row_buckets=(slots,), num_pages=1 + slots * -(-(longest + DRAFT_LEN + 1) // PAGE_SIZE), page_size=PAGE_SIZE,
+        num_slots=slots, row_buckets=(slots,), num_pages=1 + slots * -(-(longest + DRAFT_LEN + 1) // PAGE_SIZE), page_size=PAGE_SIZE,
         max_len=longest, draft_len=DRAFT_LEN, prefill_tokens=PREFILL_TOKENS, run_ahead=0,
     )  # fmt: skip
     drafter: NoDrafter | ParallelDrafter | Eagle3Drafter = NoDrafter()
@@ -236,14 +236,14 @@ def lines_of(found: Probe) -> list[str]:
 def _way(spec: HeadSpec) -> str:
     stream = "the normed feature" if spec.norm_before_residual else "the feature as it is"
     fed = "" if spec.mask_token_id is not None else f", fed back {'behind' if spec.feed_normed else 'before'} the final norm"
-    return f"boundaries {', '.join(map(str, spec.tap_layers))}, residual from {stream}{fed}"
+    return f"boundaries {', '.join(map(str, spec.aux_layer_ids))}, residual from {stream}{fed}"
 
 
 def _advice(stored: HeadSpec, best: HeadSpec, readings: dict[tuple[int, ...], str]) -> str:
     changes = []
-    if best.tap_layers != stored.tap_layers:
-        name = readings.get(best.tap_layers)
-        ids = f"eagle_aux_hidden_state_layer_ids {list(best.tap_layers)} in config.json and draft.aux_layers=input"
+    if best.aux_layer_ids != stored.aux_layer_ids:
+        name = readings.get(best.aux_layer_ids)
+        ids = f"eagle_aux_hidden_state_layer_ids {list(best.aux_layer_ids)} in config.json and draft.aux_layers=input"
         changes.append(f"draft.aux_layers={name}" if name else ids)
     if best.norm_before_residual != stored.norm_before_residual:
         changes.append(f"norm_before_residual {str(best.norm_before_residual).lower()} in config.json")

@@ -128,7 +128,7 @@ def _network(run: TrainRun, target: Target, rows: list[Row]) -> tuple[HeadNetwor
 
 def _new_spec(run: TrainRun, target: ModelSpec, rows: list[Row]) -> HeadSpec:
     return new_spec(
-        target, draft_vocab=run.train.draft_vocab, taps=run.train.taps, layers=run.train.layers or 1, inner=run.train.inner,
+        target, draft_vocab=run.train.draft_vocab, aux_layer_ids=run.train.aux_layer_ids, layers=run.train.layers or 1, inner=run.train.inner,
         mask_id=_mask_id(run, target, rows),
     )  # fmt: skip
 
@@ -158,14 +158,14 @@ def _course(
     parameters = sum(tensor.numel() for tensor in network.parameters())
     say(
         f"{len(trained):,} completions of {tokens:,} tokens in {len(batches):,} batches, {len(held_out):,} held out; a head of "
-        f"{parameters:,} weights reads layers {', '.join(map(str, network.spec.tap_layers))} and drafts {len(ids):,} tokens, "
+        f"{parameters:,} weights reads layers {', '.join(map(str, network.spec.aux_layer_ids))} and drafts {len(ids):,} tokens, "
         f"{known / tokens:.1%} of those completions" + ("" if mask is None else f"; its mask is token {mask}")
     )
     # On a GPU a bf16 target's head learns by bf16 products (loop.py), which read features as the target puts them out.
     narrow = target.device.type == "cuda" and target.dtype is torch.bfloat16
     dtype = target.dtype if narrow else torch.promote_types(target.dtype, torch.float32)
     teacher = Teacher(
-        target, network.spec.tap_layers, torch.from_numpy(ids), dtype, prompts=run.train.prompts, heat=run.train.temperature
+        target, network.spec.aux_layer_ids, torch.from_numpy(ids), dtype, prompts=run.train.prompts, heat=run.train.temperature
     )
     return Course(
         config=run.train, network=network, teacher=teacher, rows=trained, held_out=held_out, batches=batches,

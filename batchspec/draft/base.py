@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from batchspec.batch.device_batch import Rows
+    from batchspec.batch.device_batch import DeviceBatch
     from batchspec.batch.flat_batch import FlatBatch
     from batchspec.cache.pages import KVCache
     from batchspec.engine.sampling import SamplingMode
@@ -28,7 +28,7 @@ class Drafter(Protocol):
     """K."""
     fixed_len: bool
     """Every live row gets exactly max_len proposals: the round may take the uniform layout."""
-    tap_layers: tuple[int, ...]
+    aux_layer_ids: tuple[int, ...]
     """Boundaries 0..L of the target whose residual stream it reads (0 is the embedding, i is what enters layer i)."""
     num_kv_layers: int
     """K/V layers of its own, kept in the pages of the row behind the target's layers: `cache.layer(L + i)`."""
@@ -40,14 +40,16 @@ class Drafter(Protocol):
     state: tuple[Tensor, ...]
     """Tensors [slots, ...]: what it carries of each slot's row from round to round; the engine moves lines when it compacts."""
 
-    def prefill(self, batch: FlatBatch, slot_ids: Tensor, taps: Tensor | None, rows: Rows, cache: KVCache) -> tuple[Tensor, ...]:
+    def prefill(
+        self, batch: FlatBatch, slot_ids: Tensor, aux_hidden_states: Tensor | None, rows: DeviceBatch, cache: KVCache
+    ) -> tuple[Tensor, ...]:
         """Read prefilled positions with the target's features at them; returns what to carry of each row, as `state`.
 
-        slot_ids int64 [R'] the slot of each row of `batch`; taps [T, len(tap_layers) * H]. May run beside rounds of other rows
+        slot_ids int64 [R'] the slot of each row of `batch`; taps [T, len(aux_layer_ids) * H]. May run beside rounds of other rows
         on another stream: it writes nothing but K/V of these rows.
         """
 
-    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+    def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
         """Write proposals: draft_ids int32 [R, K], 1 <= K <= max_len, and how many of them count, draft_len int32 [R] in 0..K.
 
         A round may ask for fewer than max_len. `rows` are the first R slots. K/V written on the way, at positions
@@ -55,14 +57,21 @@ class Drafter(Protocol):
         """
 
     def catch_up(
-        self, batch: FlatBatch, taps: Tensor | None, accepted_len: Tensor, rows: Rows, cache: KVCache, *, lead: bool
+        self,
+        batch: FlatBatch,
+        aux_hidden_states: Tensor | None,
+        accepted_len: Tensor,
+        rows: DeviceBatch,
+        cache: KVCache,
+        *,
+        prepare_next: bool,
     ) -> None:
         """Read the positions just verified, with the target's true features; accepted_len int32 [R].
 
         lead  a round that drafts may follow; else nothing but K/V is kept warm and `state` stays as it is
 
         Called behind the commit: rows.num_tokens counts what the round emitted, rows.live is 0 where a row ended. Row r's
-        places are batch.q_start[r] + j, of which j = 0..accepted_len[r] stand; what lies behind them is rejected.
+        places are batch.cu_seqlens_q[r] + j, of which j = 0..accepted_len[r] stand; what lies behind them is rejected.
         """
 
     def learn(self, prompt_ids: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
@@ -87,16 +96,25 @@ class Usual:
 class NoFeatures(Usual):
     """The part of a drafter that reads nothing of the target and keeps no K/V."""
 
-    tap_layers: tuple[int, ...] = ()
+    aux_layer_ids: tuple[int, ...] = ()
     num_kv_layers: int = 0
     kv_shape: tuple[int, int] | None = None
     state: tuple[Tensor, ...] = ()
 
-    def prefill(self, batch: FlatBatch, slot_ids: Tensor, taps: Tensor | None, rows: Rows, cache: KVCache) -> tuple[Tensor, ...]:
+    def prefill(
+        self, batch: FlatBatch, slot_ids: Tensor, aux_hidden_states: Tensor | None, rows: DeviceBatch, cache: KVCache
+    ) -> tuple[Tensor, ...]:
         return ()
 
     def catch_up(
-        self, batch: FlatBatch, taps: Tensor | None, accepted_len: Tensor, rows: Rows, cache: KVCache, *, lead: bool
+        self,
+        batch: FlatBatch,
+        aux_hidden_states: Tensor | None,
+        accepted_len: Tensor,
+        rows: DeviceBatch,
+        cache: KVCache,
+        *,
+        prepare_next: bool,
     ) -> None:
         return None
 
@@ -108,5 +126,5 @@ class NoDrafter(NoFeatures):
     max_len = 0
     fixed_len = True
 
-    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+    def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
         draft_len.zero_()

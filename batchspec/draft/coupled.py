@@ -21,7 +21,7 @@ from batchspec.kernels.sampling.cutoff import cutoff
 from batchspec.kernels.sampling.noise import add_noise
 
 if TYPE_CHECKING:
-    from batchspec.batch.device_batch import Rows
+    from batchspec.batch.device_batch import DeviceBatch
     from batchspec.engine.sampling import SamplingMode
 
 
@@ -33,7 +33,7 @@ class Draws:
     positions  int64 [T] position, in prompt + output, of the token that is drafted
     """
 
-    rows: Rows
+    rows: DeviceBatch
     row_ids: Tensor
     positions: Tensor
     filters: bool
@@ -52,6 +52,6 @@ class Draws:
         argmax(logits, out_ids=out_ids, map_ids=map_ids)
 
 
-def draws_of(mode: SamplingMode | None, rows: Rows, row_ids: Tensor, positions: Tensor, ahead: int = 0) -> Draws | None:
+def draws_of(mode: SamplingMode | None, rows: DeviceBatch, row_ids: Tensor, positions: Tensor, ahead: int = 0) -> Draws | None:
     """For tokens at `positions` + ahead; None where drafts are plain argmaxes."""
     return None if mode is None else Draws(rows, row_ids, positions.long() + ahead, mode.filters)

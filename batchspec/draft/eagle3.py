@@ -29,11 +29,11 @@ from batchspec.draft.head import Place
 from batchspec.draft.reader import HeadReader, Reading, zeros_on
 from batchspec.draft.weights import Head
 from batchspec.kernels.drafting.live_rows import live_rows
-from batchspec.kernels.drafting.prepare_chain_draft_inputs import draft_steps
+from batchspec.kernels.drafting.prepare_chain_draft_inputs import prepare_chain_draft_inputs
 from batchspec.model.target import Target
 
 if TYPE_CHECKING:
-    from batchspec.batch.device_batch import Rows
+    from batchspec.batch.device_batch import DeviceBatch
     from batchspec.cache.pages import KVCache
 
 
@@ -57,66 +57,75 @@ class Eagle3Drafter(HeadReader):
         zeros = partial(zeros_on, device)
         self._first, self._hidden = zeros(slots), zeros(slots, spec.hidden_size, dtype=target.dtype)
         self.state: tuple[Tensor, ...] = (self._first, self._hidden)
-        self._q_start = torch.arange(slots + 1, dtype=torch.int32, device=device)
+        self._cu_seqlens_q = torch.arange(slots + 1, dtype=torch.int32, device=device)
         self._kv_len, self._live_positions = zeros(slots), zeros(slots, dtype=torch.int64)
         self._positions, self._slots = (zeros(steps * slots, dtype=torch.int64) for _ in range(2))
 
     @torch.inference_mode()
-    def prefill(self, batch: FlatBatch, slot_ids: Tensor, taps: Tensor | None, rows: Rows, cache: KVCache) -> tuple[Tensor, ...]:
-        assert taps is not None
-        line, place, last = slot_ids.index_select(0, batch.row_ids), batch.q_start[1:] - 1, self._last
+    def prefill(
+        self, batch: FlatBatch, slot_ids: Tensor, aux_hidden_states: Tensor | None, rows: DeviceBatch, cache: KVCache
+    ) -> tuple[Tensor, ...]:
+        assert aux_hidden_states is not None
+        line, place, last = slot_ids.index_select(0, batch.row_ids), batch.cu_seqlens_q[1:] - 1, self._last
         if self._prune:
             kv = self._kv(cache, last)
-            normed, residual, at = self._read(batch, rows.tokens, line, self.head.features(taps), cache, last)
+            normed, residual, at = self._read(batch, rows.tokens, line, self.head.features(aux_hidden_states), cache, last)
             self.head.keep(last, normed, at, kv)
             # What goes on is as small as a draft step: it may well write its K/V once more.
             ends = self._one_each(batch, batch.positions.index_select(0, place), batch.kv_len)
-            at = Place(self._rope(ends.positions), batch.slots.index_select(0, place))
+            at = Place(self._rope(ends.positions), batch.slot_mapping.index_select(0, place))
             hidden, plan = residual.index_select(0, place), self._plans(ends, cache, [last])[self._windows[last]]
             normed = self.head.layer(last, normed.index_select(0, place), hidden, at, kv, plan)
         else:
-            normed, hidden = self._read_whole(batch, rows.tokens, line, taps, cache, place)
+            normed, hidden = self._read_whole(batch, rows.tokens, line, aux_hidden_states, cache, place)
         first = self._first.new_empty(normed.shape[0], *self._first.shape[1:])
-        self._lead(normed, first, draws_of(self.mode, rows, slot_ids.int(), rows.num_tokens[slot_ids]))
+        self._prepare_next(normed, first, draws_of(self.mode, rows, slot_ids.int(), rows.num_tokens[slot_ids]))
         return first, normed if self._spec.feed_normed else hidden
 
     @torch.inference_mode()
     def catch_up(
-        self, batch: FlatBatch, taps: Tensor | None, accepted_len: Tensor, rows: Rows, cache: KVCache, *, lead: bool
+        self,
+        batch: FlatBatch,
+        aux_hidden_states: Tensor | None,
+        accepted_len: Tensor,
+        rows: DeviceBatch,
+        cache: KVCache,
+        *,
+        prepare_next: bool,
     ) -> None:
-        assert taps is not None
+        assert aux_hidden_states is not None
         num_rows, last = accepted_len.shape[0], self._last
         first, hidden = self._first[:num_rows], self._hidden[:num_rows]
-        if lead and not self._prune:
-            place = (batch.q_start[:-1] + accepted_len).clamp_(max=batch.token_ids.shape[0] - 1)
-            normed, residual = self._read_whole(batch, rows.tokens, batch.row_ids, taps, cache, place)
+        if prepare_next and not self._prune:
+            place = (batch.cu_seqlens_q[:-1] + accepted_len).clamp_(max=batch.token_ids.shape[0] - 1)
+            normed, residual = self._read_whole(batch, rows.tokens, batch.row_ids, aux_hidden_states, cache, place)
             hidden.copy_(normed if self._spec.feed_normed else residual)
-            self._lead(normed, first, self._draws_at_end(rows))
+            self._prepare_next(normed, first, self._draws_at_end(rows))
             return
-        normed, residual, at = self._read(batch, rows.tokens, batch.row_ids, self.head.features(taps), cache, last)
-        if lead:
+        normed, residual, at = self._read(batch, rows.tokens, batch.row_ids, self.head.features(aux_hidden_states), cache, last)
+        if prepare_next:
             q = self.head.queries(last, normed, at, self._kv(cache, last))
             self._go_on(batch, q, residual, accepted_len, rows, cache, first, hidden)
         else:
             self.head.keep(last, normed, at, self._kv(cache, last))
 
-    def _lead(self, normed: Tensor, out: Tensor, draws: Draws | None) -> None:
+    def _prepare_next(self, normed: Tensor, out: Tensor, draws: Draws | None) -> None:
         """What the next round begins with, from the head's output [R, H] at each row's last standing place."""
         self.head.choose(normed, out, draws)
 
-    def _draws_at_end(self, rows: Rows) -> Draws | None:
+    def _draws_at_end(self, rows: DeviceBatch) -> Draws | None:
         """Of the token behind each row's last one."""
-        return draws_of(self.mode, rows, self._q_start[: rows.live.shape[0]], rows.num_tokens)
+        return draws_of(self.mode, rows, self._cu_seqlens_q[: rows.live.shape[0]], rows.num_tokens)
 
     def _read_whole(
-        self, batch: FlatBatch, tokens: Tensor, line: Tensor, taps: Tensor, cache: KVCache, place: Tensor
+        self, batch: FlatBatch, tokens: Tensor, line: Tensor, aux_hidden_states: Tensor, cache: KVCache, place: Tensor
     ) -> tuple[Tensor, Tensor]:
         """All T places to the end of the head; its output and residual stream at place[r]."""
-        normed, residual, _ = self._read(batch, tokens, line, self.head.features(taps), cache, self._last + 1)
+        normed, residual, _ = self._read(batch, tokens, line, self.head.features(aux_hidden_states), cache, self._last + 1)
         return normed.index_select(0, place), residual.index_select(0, place)
 
     def _go_on(
-        self, batch: FlatBatch, q: Tensor, residual: Tensor, accepted_len: Tensor, rows: Rows, cache: KVCache,
+        self, batch: FlatBatch, q: Tensor, residual: Tensor, accepted_len: Tensor, rows: DeviceBatch, cache: KVCache,
         out_first: Tensor, out_hidden: Tensor,
     ) -> None:  # fmt: skip
         """The last layer from its queries on, at the last standing place of each row alone."""
@@ -125,52 +134,52 @@ class Eagle3Drafter(HeadReader):
         stream = torch.empty_like(out_hidden) if feeds_normed else out_hidden
         positions, kv_len = self._live_positions[:num_rows], self._kv_len[:num_rows]
         live_rows(
-            q.flatten(1), residual, batch.q_start, accepted_len, batch.positions, rows.num_tokens, rows.live,
+            q.flatten(1), residual, batch.cu_seqlens_q, accepted_len, batch.positions, rows.num_tokens, rows.live,
             out_q=live_q.view(num_rows, -1), out_residual=stream, out_positions=positions, out_kv_len=kv_len,
         )  # fmt: skip
         plan = self._plans(self._one_each(batch, positions, kv_len), cache, [self._last])[self._windows[self._last]]
         kv, out = self._kv(cache, self._last), out_hidden if feeds_normed else None
-        self._lead(self.head.finish(self._last, live_q, stream, kv, plan, out=out), out_first, self._draws_at_end(rows))
+        self._prepare_next(self.head.finish(self._last, live_q, stream, kv, plan, out=out), out_first, self._draws_at_end(rows))
 
     def _one_each(self, batch: FlatBatch, positions: Tensor, kv_len: Tensor) -> FlatBatch:
         """The same rows with one query each, for attention."""
         num_rows = positions.shape[0]
         return replace(
             batch,
-            token_ids=self._q_start[:num_rows],  # attention asks for their number only
-            row_ids=self._q_start[:num_rows],
+            token_ids=self._cu_seqlens_q[:num_rows],  # attention asks for their number only
+            row_ids=self._cu_seqlens_q[:num_rows],
             positions=positions,
-            q_start=self._q_start[: num_rows + 1],
+            cu_seqlens_q=self._cu_seqlens_q[: num_rows + 1],
             kv_len=kv_len,
             max_q=1,
             host=None,
         )
 
     @torch.inference_mode()
-    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+    def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
         chain = self._uniform_chain if self._uniform else self._general_chain
         chain(rows, draft_ids, draft_len, cache)
 
-    def _uniform_chain(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+    def _uniform_chain(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
         """Cache locations of all steps by one launch, one attention plan, tokens read where the step before wrote them."""
         num_rows, width = draft_ids.shape
         by_step = (width - 1, num_rows)
         positions, slots = (x[: (width - 1) * num_rows].view(by_step) for x in (self._positions, self._slots))
         hidden, kv_len = self._hidden[:num_rows], self._kv_len[:num_rows]
-        draft_steps(
+        prepare_chain_draft_inputs(
             self._first[:num_rows], rows.num_tokens, rows.live, rows.page_table, page_size=cache.page_size,
             max_tokens=rows.tokens.shape[1], out_ids=draft_ids, out_draft_len=draft_len, out_positions=positions,
-            out_slots=slots, out_kv_len=kv_len,
+            out_slot_mapping=slots, out_kv_len=kv_len,
         )  # fmt: skip
         if width == 1:
             return
         steps = list(zip(positions.unbind(), slots.unbind(), strict=True))
-        longest = self._step(rows, *steps[0], self._q_start[: num_rows + 1], kv_len)
+        longest = self._step(rows, *steps[0], self._cu_seqlens_q[: num_rows + 1], kv_len)
         plans = self._plans(longest, cache, range(self._last + 1))
         for k, step in enumerate(steps):
             hidden = self._draft(rows, draft_ids[:, k], hidden, *step, plans, cache, draft_ids[:, k + 1])
 
-    def _general_chain(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+    def _general_chain(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
         """The same by operations that fit any number of places a row: lengths, prefix sums, fills, casts, each step a plan."""
         num_rows, width = draft_ids.shape
         torch.mul(rows.live, width, out=draft_len)
@@ -179,12 +188,12 @@ class Eagle3Drafter(HeadReader):
             batch = self._general_step(rows, k, cache.page_size)
             plans = self._plans(batch, cache, range(self._last + 1))
             out_ids = torch.empty_like(draft_len)
-            hidden = self._draft(rows, drafted[k], hidden, batch.positions, batch.slots, plans, cache, out_ids)
+            hidden = self._draft(rows, drafted[k], hidden, batch.positions, batch.slot_mapping, plans, cache, out_ids)
             drafted.append(out_ids)
         draft_ids.copy_(torch.cat([ids.unsqueeze(1) for ids in drafted], 1))
 
     def _draft(
-        self, rows: Rows, tokens: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor,
+        self, rows: DeviceBatch, tokens: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor,
         plans: dict[int | None, AttentionPlan], cache: KVCache, out_ids: Tensor,
     ) -> Tensor:  # fmt: skip
         """One place further: the draft token behind `tokens`; returns the hidden state that drafted it."""
@@ -193,12 +202,12 @@ class Eagle3Drafter(HeadReader):
         for i, window in enumerate(self._windows):
             normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[window], positions)
         # A place reads the token behind it and drafts the next one.
-        self.head.choose(normed, out_ids, draws_of(self.mode, rows, self._q_start[: positions.shape[0]], positions, ahead=2))
+        self.head.choose(normed, out_ids, draws_of(self.mode, rows, self._cu_seqlens_q[: positions.shape[0]], positions, ahead=2))
         return normed if self._spec.feed_normed else residual
 
-    def _general_step(self, rows: Rows, k: int, page_size: int) -> FlatBatch:
+    def _general_step(self, rows: DeviceBatch, k: int, page_size: int) -> FlatBatch:
         q_len = torch.full_like(rows.live, 1)
-        q_start = torch.cat((torch.zeros_like(q_len[:1]), torch.cumsum(q_len, 0, dtype=torch.int32)))
+        cu_seqlens_q = torch.cat((torch.zeros_like(q_len[:1]), torch.cumsum(q_len, 0, dtype=torch.int32)))
         alive = rows.live != 0
         positions = torch.where(alive, rows.num_tokens.long() - 1 + k, 0)
         page = positions // page_size
@@ -206,16 +215,16 @@ class Eagle3Drafter(HeadReader):
         pages = rows.page_table.gather(1, page.clamp(max=rows.page_table.shape[1] - 1).unsqueeze(1)).squeeze(1)
         slots = torch.where(known, pages.long() * page_size + positions % page_size, 0)
         kv_len = (rows.num_tokens + k).clamp(max=rows.tokens.shape[1]) * rows.live
-        return self._step(rows, positions, slots, q_start, kv_len.int())
+        return self._step(rows, positions, slots, cu_seqlens_q, kv_len.int())
 
-    def _step(self, rows: Rows, positions: Tensor, slots: Tensor, q_start: Tensor, kv_len: Tensor) -> FlatBatch:
-        row_ids = self._q_start[: positions.shape[0]]
+    def _step(self, rows: DeviceBatch, positions: Tensor, slots: Tensor, cu_seqlens_q: Tensor, kv_len: Tensor) -> FlatBatch:
+        row_ids = self._cu_seqlens_q[: positions.shape[0]]
         return FlatBatch(
             token_ids=row_ids,  # attention asks for their number only
             row_ids=row_ids,
             positions=positions,
-            slots=slots,
-            q_start=q_start,
+            slot_mapping=slots,
+            cu_seqlens_q=cu_seqlens_q,
             kv_len=kv_len,
             page_table=rows.page_table,
             max_q=1,

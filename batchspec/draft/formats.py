@@ -31,7 +31,7 @@ class HeadSpec:
     """The target's."""
     draft_vocab_size: int
     """Tokens that it can draft; as many as vocab_size: all."""
-    tap_layers: tuple[int, ...]
+    aux_layer_ids: tuple[int, ...]
     """Boundaries 0..L of the target's residual stream that it reads, in the order in which they are concatenated."""
     rms_eps: float
     rope: RopeSpec
@@ -102,7 +102,7 @@ def _head_spec(source: HeadConfig, tensors: Collection[str], target: ModelSpec, 
         intermediate_size=shape.integer("intermediate_size"),
         vocab_size=vocab_size,
         draft_vocab_size=draft_vocab,
-        tap_layers=_tap_layers(source, target, aux_layers),
+        aux_layer_ids=_aux_layer_ids(source, target, aux_layers),
         rms_eps=shape.number("rms_norm_eps", 1e-6),
         rope=read_rope(shape, shape.integer("max_position_embeddings") if shape.given("max_position_embeddings") else None),
         windows=_windows(shape, family, num_layers),
@@ -145,7 +145,7 @@ def read_mask_token(config: ConfigReader, vocab_size: int) -> int | None:
     return next(iter(given.values()), None)
 
 
-def _tap_layers(source: HeadConfig, target: ModelSpec, aux_layers: str) -> tuple[int, ...]:
+def _aux_layer_ids(source: HeadConfig, target: ModelSpec, aux_layers: str) -> tuple[int, ...]:
     """Boundary indices: 0 is the embedding, i is what enters layer i, which is what leaves layer i-1.
 
     speculators checks its ids against 0 .. num_layers and passes them on as they are (speculators 0.9.0, models/utils.py,
@@ -157,19 +157,21 @@ def _tap_layers(source: HeadConfig, target: ModelSpec, aux_layers: str) -> tuple
     ids = None if named is None else named[0].integers(named[1])
     last = target.num_layers
     if ids is None:
-        taps = [2, last // 2, last - 3]
+        aux_layer_ids = [2, last // 2, last - 3]
     else:
         after = aux_layers == "output" or (aux_layers == "auto" and source.layout == "flat" and ids[:1] == (1,))
-        taps = [i + 1 for i in ids] if after else list(ids)
-    if not taps or len(set(taps)) != len(taps) or not all(0 <= tap <= last for tap in taps):
+        aux_layer_ids = [i + 1 for i in ids] if after else list(ids)
+    if not aux_layer_ids or len(set(aux_layer_ids)) != len(aux_layer_ids) or not all(0 <= tap <= last for tap in aux_layer_ids):
         raise config.refusal(
-            f"reads the target's layers {taps} (ids {None if ids is None else list(ids)}, draft.aux_layers={aux_layers}); "
+            f"reads the target's layers {aux_layer_ids} (ids {None if ids is None else list(ids)}, draft.aux_layers={aux_layers}); "
             f"they must differ and lie in 0 .. {last}"
         )
-    count = config.integer("num_aux_hidden_states", len(taps))
-    if count != len(taps):
-        raise config.refusal(f"num_aux_hidden_states {count} but {len(taps)} layer ids {taps}; correct one of them")
-    return tuple(taps)
+    count = config.integer("num_aux_hidden_states", len(aux_layer_ids))
+    if count != len(aux_layer_ids):
+        raise config.refusal(
+            f"num_aux_hidden_states {count} but {len(aux_layer_ids)} layer ids {aux_layer_ids}; correct one of them"
+        )
+    return tuple(aux_layer_ids)
 
 
 def _windows(shape: ConfigReader, family: str, num_layers: int) -> tuple[int | None, ...]:

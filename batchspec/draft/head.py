@@ -78,7 +78,7 @@ class EagleHead:
         self.spec, self._argmax, self.map_ids = spec, argmax, head.hot
         self._fc = Linear(tensors["fc.weight"], tensors.get("fc.bias"))
         self._input_norm = tensors.get("input_norm.weight")
-        self._tap_norms = [tensors[f"fc_norm.{i}.weight"] for i in range(len(spec.tap_layers))] if spec.fc_norm else []
+        self._tap_norms = [tensors[f"fc_norm.{i}.weight"] for i in range(len(spec.aux_layer_ids))] if spec.fc_norm else []
         self._hidden_norm = tensors["layers.0.hidden_norm.weight"]
         self._norm = tensors["norm.weight"]
         self._layers = [_Layer(head, i) for i in range(spec.num_layers)]
@@ -110,17 +110,17 @@ class EagleHead:
             if self._scores is not None:
                 self._scores.rewrite(self._lm_head.to(self.logits_dtype))
 
-    def features(self, taps: Tensor) -> Tensor:
+    def features(self, aux_hidden_states: Tensor) -> Tensor:
         """taps [T, W] of the target's residual stream -> [T, H]."""
         eps = self.spec.rms_eps
         if self._input_norm is not None:
-            taps = rms_norm(taps, self._input_norm, eps)
+            aux_hidden_states = rms_norm(aux_hidden_states, self._input_norm, eps)
         elif self._tap_norms:
-            normed, size = torch.empty_like(taps), self.spec.target_hidden_size
-            for tap, out, weight in zip(taps.split(size, 1), normed.split(size, 1), self._tap_norms, strict=True):
+            normed, size = torch.empty_like(aux_hidden_states), self.spec.target_hidden_size
+            for tap, out, weight in zip(aux_hidden_states.split(size, 1), normed.split(size, 1), self._tap_norms, strict=True):
                 tap_norm(tap, weight, eps, out=out)
-            taps = normed
-        return self._fc(taps)
+            aux_hidden_states = normed
+        return self._fc(aux_hidden_states)
 
     def enter(
         self, tokens: Tensor, hidden: Tensor, *, row_ids: Tensor | None = None, positions: Tensor | None = None
@@ -229,7 +229,7 @@ def products(spec: HeadSpec) -> list[Product]:
     hidden, inner, heads = spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim
     kv = 2 * spec.num_kv_heads * spec.head_dim
     widths = [2 * hidden] + [hidden] * (spec.num_layers > 1)
-    found = [("linear", hidden, len(spec.tap_layers) * spec.target_hidden_size)]
+    found = [("linear", hidden, len(spec.aux_layer_ids) * spec.target_hidden_size)]
     found += [("linear", rows, width) for width in widths for rows in (heads + kv, kv)]
     found += [("linear", hidden, heads), ("linear", hidden, inner), ("linear", 2 * inner, hidden), ("swiglu", 2 * inner, hidden)]
     found.append(("lm_head", spec.draft_vocab_size, hidden))

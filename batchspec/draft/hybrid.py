@@ -24,7 +24,7 @@ from batchspec.draft.reader import zeros_on
 from batchspec.kernels.drafting.draft_choice import observe_drafts, pick_drafts
 
 if TYPE_CHECKING:
-    from batchspec.batch.device_batch import Rows
+    from batchspec.batch.device_batch import DeviceBatch
     from batchspec.cache.pages import KVCache
     from batchspec.engine.sampling import SamplingMode
 
@@ -42,7 +42,7 @@ class HybridDrafter:
         """max_len is the larger of both; a round of fewer drafts asks either for as many."""
         self.head, self.lookup = head, lookup
         self.max_len = width = max(head.max_len, lookup.max_len)
-        self.tap_layers, self.num_kv_layers, self.kv_shape = head.tap_layers, head.num_kv_layers, head.kv_shape
+        self.aux_layer_ids, self.num_kv_layers, self.kv_shape = head.aux_layer_ids, head.num_kv_layers, head.kv_shape
         zeros = partial(zeros_on, device)
         self._head_ids, self._look_ids = zeros(slots, head.max_len), zeros(slots, width)
         self._head_len, self._look_len, self._match_len, self._picked = (zeros(slots) for _ in range(4))
@@ -61,11 +61,13 @@ class HybridDrafter:
     def mode(self, mode: SamplingMode | None) -> None:
         self.head.mode = mode
 
-    def prefill(self, batch: FlatBatch, slot_ids: Tensor, taps: Tensor | None, rows: Rows, cache: KVCache) -> tuple[Tensor, ...]:
-        return self.head.prefill(batch, slot_ids, taps, rows, cache)
+    def prefill(
+        self, batch: FlatBatch, slot_ids: Tensor, aux_hidden_states: Tensor | None, rows: DeviceBatch, cache: KVCache
+    ) -> tuple[Tensor, ...]:
+        return self.head.prefill(batch, slot_ids, aux_hidden_states, rows, cache)
 
     @torch.inference_mode()
-    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+    def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
         num_rows, width = draft_ids.shape
         head_ids, look_ids, look_len, match_len, picked = self._proposals(num_rows, width)
         self.head.propose(rows, head_ids, self._head_len[:num_rows], cache)
@@ -77,7 +79,14 @@ class HybridDrafter:
 
     @torch.inference_mode()
     def catch_up(
-        self, batch: FlatBatch, taps: Tensor | None, accepted_len: Tensor, rows: Rows, cache: KVCache, *, lead: bool
+        self,
+        batch: FlatBatch,
+        aux_hidden_states: Tensor | None,
+        accepted_len: Tensor,
+        rows: DeviceBatch,
+        cache: KVCache,
+        *,
+        prepare_next: bool,
     ) -> None:
         num_rows, width = len(accepted_len), batch.max_q - 1
         if width:  # else nobody drafted
@@ -86,7 +95,7 @@ class HybridDrafter:
                 head_prior=self._head_prior, look_prior=self._look_prior, head_odds=self._head_odds,
                 look_odds=self._look_odds, counts=self.counts,
             )  # fmt: skip
-        self.head.catch_up(batch, taps, accepted_len, rows, cache, lead=lead)
+        self.head.catch_up(batch, aux_hidden_states, accepted_len, rows, cache, prepare_next=prepare_next)
 
     def _proposals(self, num_rows: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Of a round with `width` drafts: ids of the head and of the lookup, the lookup's lengths and matches, who was picked."""

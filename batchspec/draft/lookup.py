@@ -18,7 +18,7 @@ from batchspec.kernels.drafting.corpus import corpus_lookup
 from batchspec.kernels.drafting.ngram import ngram
 
 if TYPE_CHECKING:
-    from batchspec.batch.device_batch import Rows
+    from batchspec.batch.device_batch import DeviceBatch
     from batchspec.cache.pages import KVCache
 
 
@@ -43,10 +43,10 @@ class LookupDrafter(NoFeatures):
         self.growth = growth
         self.corpus = corpus
 
-    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+    def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
         self.look_up(rows, draft_ids, draft_len, torch.empty_like(draft_len))
 
-    def look_up(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, match_len: Tensor) -> None:
+    def look_up(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, match_len: Tensor) -> None:
         """As `propose`; match_len int32 [R] tokens that matched, 0: none, max_ngram + tokens: in the corpus."""
         ngram(
             rows.tokens,

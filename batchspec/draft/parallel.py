@@ -26,11 +26,11 @@ from batchspec.draft.head import Place
 from batchspec.draft.reader import HeadReader, Reading, zeros_on
 from batchspec.draft.weights import Head
 from batchspec.kernels.drafting.live_rows import live_rows
-from batchspec.kernels.drafting.prepare_parallel_draft_inputs import draft_places
+from batchspec.kernels.drafting.prepare_parallel_draft_inputs import prepare_parallel_draft_inputs
 from batchspec.model.target import Target
 
 if TYPE_CHECKING:
-    from batchspec.batch.device_batch import Rows
+    from batchspec.batch.device_batch import DeviceBatch
     from batchspec.cache.pages import KVCache
 
 
@@ -57,12 +57,12 @@ class ParallelDrafter(HeadReader):
         self._positions, self._slots = zeros(places, dtype=torch.int64), zeros(places, dtype=torch.int64)
         lines = torch.arange(slots, dtype=torch.int32, device=device)
         self._row_ids = [lines.repeat_interleave(k) for k in range(1, max_len + 1)]
-        self._q_start = [torch.arange(0, places + 1, k, dtype=torch.int32, device=device) for k in range(1, max_len + 1)]
+        self._cu_seqlens_q = [torch.arange(0, places + 1, k, dtype=torch.int32, device=device) for k in range(1, max_len + 1)]
 
     @torch.inference_mode()
     def _feature_of(self, mask_hidden: Tensor) -> Tensor:
         """[H] what a mask has for a feature: a checkpoint holds it like taps [1, W] or, once projected, [1, H]."""
-        if mask_hidden.shape[1] == len(self._spec.tap_layers) * self._spec.target_hidden_size:
+        if mask_hidden.shape[1] == len(self._spec.aux_layer_ids) * self._spec.target_hidden_size:
             mask_hidden = self.head.features(mask_hidden)
         return mask_hidden[0]
 
@@ -72,22 +72,31 @@ class ParallelDrafter(HeadReader):
         self._mask_hidden.copy_(self._feature_of(tensors["mask_hidden"]))
 
     @torch.inference_mode()
-    def prefill(self, batch: FlatBatch, slot_ids: Tensor, taps: Tensor | None, rows: Rows, cache: KVCache) -> tuple[Tensor, ...]:
-        assert taps is not None
-        features = self.head.features(taps)
-        carried = features.index_select(0, batch.q_start[1:] - 1)
+    def prefill(
+        self, batch: FlatBatch, slot_ids: Tensor, aux_hidden_states: Tensor | None, rows: DeviceBatch, cache: KVCache
+    ) -> tuple[Tensor, ...]:
+        assert aux_hidden_states is not None
+        features = self.head.features(aux_hidden_states)
+        carried = features.index_select(0, batch.cu_seqlens_q[1:] - 1)
         self._keep(batch, rows.tokens, slot_ids.index_select(0, batch.row_ids), features, cache)
         return (carried,)
 
     @torch.inference_mode()
     def catch_up(
-        self, batch: FlatBatch, taps: Tensor | None, accepted_len: Tensor, rows: Rows, cache: KVCache, *, lead: bool
+        self,
+        batch: FlatBatch,
+        aux_hidden_states: Tensor | None,
+        accepted_len: Tensor,
+        rows: DeviceBatch,
+        cache: KVCache,
+        *,
+        prepare_next: bool,
     ) -> None:
-        assert taps is not None
-        features, num_rows = self.head.features(taps), accepted_len.shape[0]
-        if lead:
+        assert aux_hidden_states is not None
+        features, num_rows = self.head.features(aux_hidden_states), accepted_len.shape[0]
+        if prepare_next:
             live_rows(
-                features, None, batch.q_start, accepted_len, batch.positions, rows.num_tokens, rows.live,
+                features, None, batch.cu_seqlens_q, accepted_len, batch.positions, rows.num_tokens, rows.live,
                 out_q=self._hidden[:num_rows], out_residual=None, out_positions=self._positions[:num_rows],
                 out_kv_len=self._kv_len[:num_rows],
             )  # fmt: skip
@@ -102,22 +111,22 @@ class ParallelDrafter(HeadReader):
         self.head.keep(self._last, normed, at, self._kv(cache, self._last))
 
     @torch.inference_mode()
-    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+    def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
         """K places a row through the whole head. The first one's K/V stand already and are written once more."""
         num_rows, width = draft_ids.shape
         ids, fed, positions, slots = (x[: num_rows * width] for x in (self._ids, self._fed, self._positions, self._slots))
         kv_len = self._kv_len[:num_rows]
-        draft_places(
+        prepare_parallel_draft_inputs(
             rows.tokens, rows.num_tokens, rows.live, rows.page_table, self._hidden[:num_rows], self._mask_hidden,
             mask_id=self._mask_id, page_size=cache.page_size, out_ids=ids, out_hidden=fed, out_positions=positions,
-            out_slots=slots, out_kv_len=kv_len, out_draft_len=draft_len,
+            out_slot_mapping=slots, out_kv_len=kv_len, out_draft_len=draft_len,
         )  # fmt: skip
         batch = FlatBatch(
             token_ids=ids,
             row_ids=self._row_ids[width - 1][: num_rows * width],
             positions=positions,
-            slots=slots,
-            q_start=self._q_start[width - 1][: num_rows + 1],
+            slot_mapping=slots,
+            cu_seqlens_q=self._cu_seqlens_q[width - 1][: num_rows + 1],
             kv_len=kv_len,
             page_table=rows.page_table,
             max_q=width,

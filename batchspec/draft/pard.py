@@ -25,14 +25,14 @@ from batchspec.draft.base import Usual
 from batchspec.draft.coupled import draws_of
 from batchspec.draft.formats import read_mask_token
 from batchspec.draft.window import WindowDrafter
-from batchspec.kernels.rounds.prepare_verify_inputs import round_inputs
+from batchspec.kernels.rounds.prepare_verify_inputs import prepare_verify_inputs
 from batchspec.model.config_values import ConfigReader, read_json, shown
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import weight_files
 
 if TYPE_CHECKING:
-    from batchspec.batch.device_batch import Rows
+    from batchspec.batch.device_batch import DeviceBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class PardDrafter(Usual):
 
     name = "pard"
     fixed_len = True
-    tap_layers: tuple[int, ...] = ()
+    aux_layer_ids: tuple[int, ...] = ()
     state: tuple[Tensor, ...] = ()
 
     def __init__(self, drafter: PardModel, target: ModelSpec, max_len: int, *, slots: int, parallel: bool) -> None:
@@ -94,7 +94,7 @@ class PardDrafter(Usual):
         lines = torch.arange(slots, dtype=torch.int32, device=device)
         self._ids = [torch.full((slots, k), mask_id or 0, dtype=torch.int32, device=device) for k in widths]
         self._row_ids = [lines.repeat_interleave(k) for k in widths]
-        self._q_start = [torch.arange(0, slots * k + 1, k, dtype=torch.int32, device=device) for k in widths]
+        self._cu_seqlens_q = [torch.arange(0, slots * k + 1, k, dtype=torch.int32, device=device) for k in widths]
         self._positions, self._slots = torch.zeros(2, slots * max_len, dtype=torch.int64, device=device)
         self._kv_len, self._room = torch.zeros(2, slots, dtype=torch.int32, device=device)
 
@@ -102,18 +102,27 @@ class PardDrafter(Usual):
         return KVCache(cache.draft_kv, cache.draft_kv[:0], cache.page_size)
 
     @torch.inference_mode()
-    def prefill(self, batch: FlatBatch, slot_ids: Tensor, taps: Tensor | None, rows: Rows, cache: KVCache) -> tuple[Tensor, ...]:
+    def prefill(
+        self, batch: FlatBatch, slot_ids: Tensor, aux_hidden_states: Tensor | None, rows: DeviceBatch, cache: KVCache
+    ) -> tuple[Tensor, ...]:
         self._model.forward(batch, self._own(cache), keys_only=True)
         return ()
 
     @torch.inference_mode()
     def catch_up(
-        self, batch: FlatBatch, taps: Tensor | None, accepted_len: Tensor, rows: Rows, cache: KVCache, *, lead: bool
+        self,
+        batch: FlatBatch,
+        aux_hidden_states: Tensor | None,
+        accepted_len: Tensor,
+        rows: DeviceBatch,
+        cache: KVCache,
+        *,
+        prepare_next: bool,
     ) -> None:
         self._model.forward(batch, self._own(cache), keys_only=True)
 
     @torch.inference_mode()
-    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+    def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
         if self._chain is not None:
             self._chain.mode = self.mode
             self._chain.propose(rows, draft_ids, draft_len, self._own(cache))
@@ -122,16 +131,16 @@ class PardDrafter(Usual):
         ids, kv_len = self._ids[width - 1][:num_rows], self._kv_len[:num_rows]
         positions, slots = (x[: num_rows * width] for x in (self._positions, self._slots))
         # The round's own inputs but for the drafts, one place fewer: masks stand where it will verify.
-        round_inputs(
+        prepare_verify_inputs(
             rows.tokens, rows.num_tokens, rows.limit, rows.live, rows.page_table, page_size=cache.page_size,
-            out_ids=ids, out_draft_len=self._room[:num_rows], out_positions=positions, out_slots=slots, out_kv_len=kv_len,
+            out_ids=ids, out_draft_len=self._room[:num_rows], out_positions=positions, out_slot_mapping=slots, out_kv_len=kv_len,
         )  # fmt: skip
         batch = FlatBatch(
             token_ids=ids.view(-1),
             row_ids=self._row_ids[width - 1][: num_rows * width],
             positions=positions,
-            slots=slots,
-            q_start=self._q_start[width - 1][: num_rows + 1],
+            slot_mapping=slots,
+            cu_seqlens_q=self._cu_seqlens_q[width - 1][: num_rows + 1],
             kv_len=kv_len,
             page_table=rows.page_table,
             max_q=width,
@@ -140,7 +149,7 @@ class PardDrafter(Usual):
         hidden, _ = self._model.forward(batch, self._own(cache))
         draws = draws_of(self.mode, rows, batch.row_ids, positions, ahead=1)
         if draws is None:
-            draft_ids.copy_(self._model.likeliest(hidden, vocab=self._vocab).view(num_rows, width))
+            draft_ids.copy_(self._model.greedy_sample(hidden, vocab=self._vocab).view(num_rows, width))
         else:
             drafted = torch.empty_like(batch.row_ids)
             draws.choose(self._model.logits(hidden)[:, : self._vocab], drafted)

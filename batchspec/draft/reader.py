@@ -47,7 +47,7 @@ class HeadReader(Usual):
         """See `Reading`."""
         spec = head.spec
         self.max_len = max_len
-        self.tap_layers = spec.tap_layers
+        self.aux_layer_ids = spec.aux_layer_ids
         self.num_kv_layers = spec.num_layers
         self.kv_shape: tuple[int, int] | None = (spec.num_kv_heads, spec.head_dim)
         self.head = EagleHead(head, target, argmax=argmax)
@@ -73,7 +73,7 @@ class HeadReader(Usual):
         tokens int32 [lines, M] with line [T] of each place; features [T, H], which the layers may change. A rejected place may
         read any token.
         """
-        at = Place(self._rope(batch.positions), batch.slots)
+        at = Place(self._rope(batch.positions), batch.slot_mapping)
         normed, residual = self.head.enter(tokens, features, row_ids=line, positions=batch.positions)
         plans = self._plans(batch, cache, range(num_layers))
         for i in range(num_layers):

@@ -31,7 +31,7 @@ from batchspec.kernels.tree.tree_select import tree_select
 from batchspec.model.target import Target
 
 if TYPE_CHECKING:
-    from batchspec.batch.device_batch import Rows
+    from batchspec.batch.device_batch import DeviceBatch
     from batchspec.cache.pages import KVCache
 
 SUMS, PRODUCTS = "sums", "products"
@@ -82,7 +82,7 @@ class TreeShape:
         return max(self.nodes + 1, self.drafted_places)
 
     @property
-    def beyond(self) -> int:
+    def num_lookahead_slots(self) -> int:
         """Places behind a row's end that its last rounds take: a row that lives lacks at least one token of its limit, and its
         newest one is the first of the places."""
         return max(0, self.places - 2)
@@ -139,11 +139,11 @@ class TreeDrafter(Eagle3Drafter):
         no_number, no_place = torch.full_like(start, -1, dtype=torch.int32), torch.zeros_like(start, dtype=torch.int64)
         self._root = Frontier(start, no_number, no_place, no_number.flatten(), line)
 
-    def _lead(self, normed: Tensor, out: Tensor, draws: Draws | None) -> None:
+    def _prepare_next(self, normed: Tensor, out: Tensor, draws: Draws | None) -> None:
         out.copy_(normed)
 
     @torch.inference_mode()
-    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+    def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
         """Write nodes 1..N of each row's tree: draft_ids int32 [R, N], what is above them in `parents`; draft_len is the depth.
 
         A parent has a lower number than its children, which stand side by side, the likeliest first.
@@ -169,7 +169,7 @@ class TreeDrafter(Eagle3Drafter):
             frontier = following or frontier
         tree_select(scores, ids, above, out_ids=draft_ids, out_parents=self.parents[:num_rows])
 
-    def _levels(self, rows: Rows, cache: KVCache) -> list[FlatBatch]:
+    def _levels(self, rows: DeviceBatch, cache: KVCache) -> list[FlatBatch]:
         """The places of each level that drafts, topk a row, without tokens and masks yet."""
         num_rows, branches, steps = rows.live.shape[0], self.shape.topk, self.max_len - 1
         if not steps:
@@ -179,7 +179,7 @@ class TreeDrafter(Eagle3Drafter):
         start = rows.num_tokens - 1
         tree_places(
             self._places_above.expand(num_rows, -1), rows.num_tokens, rows.live, rows.page_table, page_size=cache.page_size,
-            max_depth=steps - 1, out_positions=positions, out_slots=slots, out_ancestors=masks,
+            max_depth=steps - 1, out_positions=positions, out_slot_mapping=slots, out_ancestors=masks,
             out_kv_len=self._kv_len[:num_rows],
         )  # fmt: skip
         by_level = [x.view(num_rows, steps, branches).transpose(0, 1).flatten(1).contiguous() for x in (positions, slots)]
@@ -190,8 +190,8 @@ class TreeDrafter(Eagle3Drafter):
                 token_ids=self._branch_rows[: num_rows * branches],
                 row_ids=self._branch_rows[: num_rows * branches],
                 positions=by_level[0][level],
-                slots=by_level[1][level],
-                q_start=self._branch_start[: num_rows + 1],
+                slot_mapping=by_level[1][level],
+                cu_seqlens_q=self._branch_start[: num_rows + 1],
                 kv_len=kv_len[level],
                 page_table=rows.page_table,
                 max_q=branches,
@@ -206,7 +206,7 @@ class TreeDrafter(Eagle3Drafter):
         assert batch.tree is not None
         batch.tree = replace(batch.tree, ancestors=nodes.ancestors.flatten())
         normed, residual = self.head.enter(nodes.token_ids, hidden)
-        at, plans = Place(self._rope(batch.positions), batch.slots), self._plans(batch, cache, range(self._last + 1))
+        at, plans = Place(self._rope(batch.positions), batch.slot_mapping), self._plans(batch, cache, range(self._last + 1))
         for i, window in enumerate(self._windows):
             normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[window])
         return normed, normed if self._spec.feed_normed else residual

@@ -49,14 +49,14 @@ def expected_shapes(spec: HeadSpec) -> Shapes:
 
     mask_hidden may come with more leading dimensions of one, and as wide as the head is instead of as its taps.
     """
-    hidden, taps = spec.hidden_size, len(spec.tap_layers) * spec.target_hidden_size
-    shapes: Shapes = {"fc.weight": (hidden, taps), "norm.weight": (hidden,)}
+    hidden, aux_hidden_states = spec.hidden_size, len(spec.aux_layer_ids) * spec.target_hidden_size
+    shapes: Shapes = {"fc.weight": (hidden, aux_hidden_states), "norm.weight": (hidden,)}
     if spec.fc_bias:
         shapes["fc.bias"] = (hidden,)
     if spec.input_norm:
-        shapes["input_norm.weight"] = (taps,)
+        shapes["input_norm.weight"] = (aux_hidden_states,)
     if spec.fc_norm:
-        shapes |= {f"fc_norm.{i}.weight": (spec.target_hidden_size,) for i in range(len(spec.tap_layers))}
+        shapes |= {f"fc_norm.{i}.weight": (spec.target_hidden_size,) for i in range(len(spec.aux_layer_ids))}
     if spec.own_embedding:
         shapes["embed_tokens.weight"] = (spec.vocab_size, hidden)
     if spec.own_head:
@@ -64,7 +64,7 @@ def expected_shapes(spec: HeadSpec) -> Shapes:
     if spec.mapped:
         shapes["d2t"] = (spec.draft_vocab_size,)
     if spec.mask_token_id is not None:
-        shapes["mask_hidden"] = (1, taps)
+        shapes["mask_hidden"] = (1, aux_hidden_states)
     for i in range(spec.num_layers):
         shapes |= {f"layers.{i}.{name}": shape for name, shape in _layer_shapes(spec, first=i == 0).items()}
     return shapes
@@ -165,14 +165,14 @@ def dummy_spec(target: ModelSpec, *, draft_vocab_size: int = 32000, parallel: bo
         layout="flat", hidden_size=target.hidden_size, target_hidden_size=target.hidden_size, num_layers=1,
         num_heads=target.num_heads, num_kv_heads=target.num_kv_heads, head_dim=target.head_dim,
         intermediate_size=target.intermediate_size, vocab_size=target.vocab_size, draft_vocab_size=vocab,
-        tap_layers=usual_taps(target.num_layers), rms_eps=target.rms_eps, rope=target.rope, windows=(None,),
+        aux_layer_ids=usual_aux_layers(target.num_layers), rms_eps=target.rms_eps, rope=target.rope, windows=(None,),
         qkv_bias=False, o_bias=False, mlp_bias=False, fc_bias=False, qk_norm=False, norm_before_residual=False, input_norm=False,
         fc_norm=False, feed_normed=False, own_embedding=False, own_head=True, mapped=vocab < target.vocab_size,
         mask_token_id=target.vocab_size - 1 if parallel else None,
     )  # fmt: skip
 
 
-def usual_taps(num_layers: int) -> tuple[int, ...]:
+def usual_aux_layers(num_layers: int) -> tuple[int, ...]:
     """Low, middle and high as published heads have them; of a model too shallow for that the last three boundaries."""
     usual = (2, num_layers // 2, num_layers - 3)
     fits = len(set(usual)) == 3 and min(usual) >= 0 and max(usual) <= num_layers
@@ -201,7 +201,7 @@ def _check(where: str, spec: HeadSpec, stored: Mapping[str, Stored]) -> None:
 
 
 def _mask_shapes(spec: HeadSpec) -> set[tuple[int, ...]]:
-    widths = (len(spec.tap_layers) * spec.target_hidden_size, spec.hidden_size)
+    widths = (len(spec.aux_layer_ids) * spec.target_hidden_size, spec.hidden_size)
     return {(*leading, width) for width in widths for leading in ((), (1,), (1, 1))}
 
 

@@ -19,11 +19,11 @@ from torch import Tensor
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.draft.base import NoFeatures
 from batchspec.draft.coupled import draws_of
-from batchspec.kernels.drafting.prepare_chain_draft_inputs import draft_steps
+from batchspec.kernels.drafting.prepare_chain_draft_inputs import prepare_chain_draft_inputs
 from batchspec.model.target import Target
 
 if TYPE_CHECKING:
-    from batchspec.batch.device_batch import Rows
+    from batchspec.batch.device_batch import DeviceBatch
     from batchspec.cache.pages import KVCache
 
 
@@ -46,27 +46,27 @@ class WindowDrafter(NoFeatures):
         self._ids = torch.zeros(slots, max_len + 1, dtype=torch.int32, device=device)
         self._lens, self._kv_len = torch.zeros(2, slots, dtype=torch.int32, device=device)
         self._positions, self._slots = torch.zeros(2, max_len * slots, dtype=torch.int64, device=device)
-        self._q_start = torch.arange(slots + 1, dtype=torch.int32, device=device)
+        self._cu_seqlens_q = torch.arange(slots + 1, dtype=torch.int32, device=device)
 
     @torch.inference_mode()
-    def propose(self, rows: Rows, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+    def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
         num_rows, width = draft_ids.shape
         by_step = (width, num_rows)
         positions, slots = (x[: width * num_rows].view(by_step) for x in (self._positions, self._slots))
         ids, kv_len = self._ids[:num_rows, : width + 1], self._kv_len[:num_rows]
         newest = rows.tokens.gather(1, (rows.num_tokens.long() - 1).clamp_(min=0).unsqueeze(1)).squeeze(1)
         # A chain of K + 1 whose first token is known: the newest one, which has no K/V yet.
-        draft_steps(
+        prepare_chain_draft_inputs(
             newest, rows.num_tokens, rows.live, rows.page_table, page_size=cache.page_size, max_tokens=rows.tokens.shape[1],
-            out_ids=ids, out_draft_len=self._lens[:num_rows], out_positions=positions, out_slots=slots, out_kv_len=kv_len,
+            out_ids=ids, out_draft_len=self._lens[:num_rows], out_positions=positions, out_slot_mapping=slots, out_kv_len=kv_len,
         )  # fmt: skip
         for k in range(width):
             step = FlatBatch(
                 token_ids=ids[:, k].contiguous(),
-                row_ids=self._q_start[:num_rows],
+                row_ids=self._cu_seqlens_q[:num_rows],
                 positions=positions[k],
-                slots=slots[k],
-                q_start=self._q_start[: num_rows + 1],
+                slot_mapping=slots[k],
+                cu_seqlens_q=self._cu_seqlens_q[: num_rows + 1],
                 kv_len=kv_len,
                 page_table=rows.page_table,
                 max_q=1,
@@ -75,7 +75,7 @@ class WindowDrafter(NoFeatures):
             hidden, _ = self._target.forward(step, cache, window=self._window, sink=self._sink)
             draws = draws_of(self.mode, rows, step.row_ids, positions[k], ahead=1)
             if draws is None:
-                ids[:, k + 1] = self._target.likeliest(hidden, vocab=self._vocab)
+                ids[:, k + 1] = self._target.greedy_sample(hidden, vocab=self._vocab)
             else:
                 draws.choose(self._target.logits(hidden)[:, : self._vocab], ids[:, k + 1])
         draft_ids.copy_(ids[:, 1:])

@@ -63,9 +63,9 @@ class DraftLengths:
         """Whether any round was timed."""
         return bool(self._base)
 
-    def set_base(self, num_rows: int, draft_len: int, seconds: float, *, lead: bool = False) -> None:
+    def set_base(self, num_rows: int, draft_len: int, seconds: float, *, prepare_next: bool = False) -> None:
         """Time of a round over `num_rows` dead rows. lead: of one that prepares the next draft, as all that draft do."""
-        self._base[num_rows, draft_len, lead or draft_len > 0] = seconds
+        self._base[num_rows, draft_len, prepare_next or draft_len > 0] = seconds
 
     def choose(self, num_rows: int, context_tokens: int) -> tuple[int, bool]:
         """Draft length of the round to launch now, and whether the one behind it will draft.
@@ -87,10 +87,10 @@ class DraftLengths:
             prior = PRIOR_RATE * PRIOR_ROWS
             self._kept[k] = prior + decay * (self._kept[k] - prior) + (tried & (accepted > k)).sum()
 
-    def timed(self, num_rows: int, draft_len: int, context_tokens: int, seconds: float, *, lead: bool = False) -> None:
+    def timed(self, num_rows: int, draft_len: int, context_tokens: int, seconds: float, *, prepare_next: bool = False) -> None:
         """A round over live rows took `seconds`; lead as for `set_base`."""
         if context_tokens:
-            base = self._base[num_rows, draft_len, lead or draft_len > 0]
+            base = self._base[num_rows, draft_len, prepare_next or draft_len > 0]
             newest = self._token_s.setdefault(num_rows, {}).setdefault(draft_len, deque(maxlen=NUM_TIMES))
             newest.append(max(0.0, seconds - base) / context_tokens)
 

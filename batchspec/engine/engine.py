@@ -15,18 +15,18 @@ from contextlib import contextmanager
 
 import torch
 
-from batchspec.batch.device_batch import Rows
+from batchspec.batch.device_batch import DeviceBatch
 from batchspec.cache.pages import KVCache, PagePool
 from batchspec.draft.base import Drafter
 from batchspec.engine.launched import Launched
 from batchspec.engine.launcher import Launcher
-from batchspec.engine.output_processor import Accounts, EngineTotals
-from batchspec.engine.prefill_runner import Entrance
-from batchspec.engine.request_state import Progress
+from batchspec.engine.output_processor import EngineTotals, OutputProcessor
+from batchspec.engine.prefill_runner import PrefillRunner
+from batchspec.engine.request_state import RequestState
 from batchspec.engine.round import RoundOptions
 from batchspec.engine.sampling import SamplingMode
 from batchspec.engine.scheduler import PassCost, Row, Scheduler
-from batchspec.engine.shared_prefix import Groups
+from batchspec.engine.shared_prefix import SharedPrefixGroups
 from batchspec.engine.stop_strings import Decode, StopFinder
 from batchspec.engine.tree_round import round_for
 from batchspec.model.target import Target
@@ -72,8 +72,14 @@ class Engine:
         )
         self.pool = PagePool(batch.num_pages)
         self.round = round_for(target, drafter, self.cache, batch, self.options, device)
-        self.rows = Rows.allocate(batch, vocab_size=spec.vocab_size, penalties=penalties, device=device, beyond=self.round.beyond)
-        self.groups = Groups(batch.slots, batch.page_size, device)
+        self.rows = DeviceBatch.allocate(
+            batch,
+            vocab_size=spec.vocab_size,
+            penalties=penalties,
+            device=device,
+            num_lookahead_slots=self.round.num_lookahead_slots,
+        )
+        self.groups = SharedPrefixGroups(batch.num_slots, batch.page_size, device)
         self._launcher = Launcher(self.round, self.rows, self.groups, batch, adaptive=adaptive)
         self.graphs = self._launcher.graphs
         self.totals = EngineTotals()
@@ -82,7 +88,7 @@ class Engine:
         """Called before a round, in the stream of the rounds; true where it gave the device work, which the round waits for."""
         self._decode, self._eos_ids, self._refill_dead = decode, eos_ids, refill_dead
         self._launched: deque[Launched] = deque()
-        self._entrance = Entrance(self.round, self.rows, batch, overlap=overlap)
+        self._entrance = PrefillRunner(self.round, self.rows, batch, overlap=overlap)
         self._stopping = self._waits = False
         self._pass_cost: PassCost | None = None
         self._reset(iter(()))
@@ -119,18 +125,18 @@ class Engine:
         self._entrance.clear()
         self.pool = PagePool(self.batch.num_pages)
         self._launched.clear()
-        self._over: list[Progress] = []
+        self._over: list[RequestState] = []
         self.rows.live.zero_()
-        self._bucket = self.batch.slots
+        self._bucket = self.batch.num_slots
         self.groups.clear()
-        self._accounts = Accounts(self.batch.slots, self.batch.max_len, self.drafter.max_len)
+        self._accounts = OutputProcessor(self.batch.num_slots, self.batch.max_len, self.drafter.max_len)
         self._scheduler = Scheduler(
             self.batch,
             self.pool,
             self._begun(requests),
             refill_dead=self._refill_dead,
             lookahead=1 if self.drafter.num_kv_layers else 0,
-            beyond=self.round.beyond,
+            num_lookahead_slots=self.round.num_lookahead_slots,
             pass_cost=self._pass_cost,
         )
         self._launcher.restart()
@@ -193,14 +199,14 @@ class Engine:
         now = time.perf_counter()
         for row in self._scheduler.live:
             self._accounts.settle(row)
-        rows = [*self._scheduler.live, *self._scheduler.set_back_rows]
+        rows = [*self._scheduler.live, *self._scheduler.preempted]
         return [row.progress.snapshot(now) for row in rows if row.progress.tokens]
 
-    def _begun(self, requests: Iterator[Request]) -> Iterator[Progress]:
+    def _begun(self, requests: Iterator[Request]) -> Iterator[RequestState]:
         """The requests' accounts. A row that ends with what its thinking budget forces at once needs no slot."""
         for request in requests:
             finder = StopFinder(self._decode, request.stop) if request.stop and self._decode else None
-            progress = Progress.of(request, self.drafter.max_len, finder, num_top=self.options.logprobs)
+            progress = RequestState.of(request, self.drafter.max_len, finder, num_top=self.options.logprobs)
             if progress.finish_reason is None:
                 yield progress
             else:
@@ -211,7 +217,7 @@ class Engine:
         self._launched += self._entrance.land(wait=False)
         group = self._scheduler.refill(self._launcher.round_s) if self._entrance.takes_more else []
         if group:
-            self._bucket = self.batch.slots
+            self._bucket = self.batch.num_slots
             self._prefill(group)
         while self._entrance.holds_up(len(self._scheduler.live)):
             self._launched += self._entrance.land(wait=True)
@@ -245,8 +251,8 @@ class Engine:
             elif self._entrance.busy:  # nor may a row be set back whose pages are being filled
                 self._launched += self._entrance.land(wait=True)
             else:
-                self._set_back(self._scheduler.youngest())
-                self.totals.set_back += 1
+                self._preempt(self._scheduler.youngest())
+                self.totals.preempted += 1
         if grants:
             self.rows.grant(grants)
 
@@ -282,7 +288,7 @@ class Engine:
         for slot in self._accounts.over_budget(slots, scheduler.num_tokens[slots], lines):
             row = self._row(slot)
             if self._accounts.hold_to_budget(row, int(scheduler.num_tokens[slot])):
-                self._set_back(row)
+                self._preempt(row)
         may_end = (lines[:, 3] != 0) | self._accounts.watched(slots)
         for slot, finish in zip(slots[may_end].tolist(), lines[may_end, 3].tolist(), strict=True):
             row = scheduler.slots[slot]
@@ -291,11 +297,11 @@ class Engine:
         if self.on_round is not None:
             self.on_round(self.totals)
 
-    def _set_back(self, row: Row) -> None:
+    def _preempt(self, row: Row) -> None:
         """The row leaves its slot and waits to be prefilled again, over all its tokens."""
         self.rows.kill([row.slot])
         self._accounts.leave(row)
-        self._scheduler.set_back(row)
+        self._scheduler.preempt(row)
 
     def _row(self, slot: int) -> Row:
         row = self._scheduler.slots[slot]
@@ -313,7 +319,7 @@ class Engine:
             progress.end(finish)
         return self._completed(progress, slot=slot, now=now)
 
-    def _completed(self, progress: Progress, *, slot: int, now: float) -> Completion:
+    def _completed(self, progress: RequestState, *, slot: int, now: float) -> Completion:
         done = progress.completion(
             decode=self._decode, drafter=self.drafter.name, eos_ids=self._eos_ids, slot=slot, now=now, nodes=self.round.nodes
         )

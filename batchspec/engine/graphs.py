@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from batchspec.batch.device_batch import Rows
+from batchspec.batch.device_batch import DeviceBatch
 from batchspec.engine.round import Round, RoundResult
 from batchspec.engine.sampling import SamplingMode
-from batchspec.engine.shared_prefix import Groups
+from batchspec.engine.shared_prefix import SharedPrefixGroups
 
 GRAPH_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """fp64, for tests, has no verify attention that plans on the device."""
@@ -28,13 +28,13 @@ class Shape:
     draft_len: int
     mode: SamplingMode
     shared: bool = False
-    lead: bool = True
+    prepare_next: bool = True
 
 
 class Graphs:
     """Runs rounds, captured where the device can. A shape that was not prepared is captured when it is first asked for."""
 
-    def __init__(self, round_: Round, rows: Rows, groups: Groups) -> None:
+    def __init__(self, round_: Round, rows: DeviceBatch, groups: SharedPrefixGroups) -> None:
         self._round, self._rows, self._groups = round_, rows, groups
         self.captures = rows.tokens.is_cuda and round_.target.dtype in GRAPH_DTYPES
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, RoundResult]] = {}
@@ -81,7 +81,7 @@ class Graphs:
 
     def _run(self, shape: Shape) -> RoundResult:
         shared = self._groups.first(shape.num_rows) if shape.shared else None
-        return self._round.run(self._rows.first(shape.num_rows), shape.mode, shape.draft_len, shared, shape.lead)
+        return self._round.run(self._rows.first(shape.num_rows), shape.mode, shape.draft_len, shared, shape.prepare_next)
 
     def _capture(self, shape: Shape) -> None:
         """The warm-up compiles kernels; it runs over dead rows, and what a drafter carries is put back behind it."""

@@ -25,7 +25,7 @@ class Launched:
     num_rows: int
     """Row bucket of a round."""
     draft_len: int = 0
-    lead: bool = True
+    prepare_next: bool = True
     """The round prepared a draft for the next one."""
     context_tokens: int = 0
     beside: bool = False

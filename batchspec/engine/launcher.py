@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from batchspec.batch.device_batch import Rows
+from batchspec.batch.device_batch import DeviceBatch
 from batchspec.engine.draft_lengths import DraftLengths
 from batchspec.engine.graphs import Graphs, Shape
 from batchspec.engine.launched import Launched, RoundClock
@@ -15,14 +15,16 @@ from batchspec.engine.prefill import rehearse
 from batchspec.engine.round import Round
 from batchspec.engine.sampling import SamplingMode
 from batchspec.engine.scheduler import PassCost, Scheduler
-from batchspec.engine.shared_prefix import Groups
+from batchspec.engine.shared_prefix import SharedPrefixGroups
 from batchspec.records import PackedBatch
 
 
 class Launcher:
     """Its rounds' results are to be collected, and shown to `learn`, in the order of their launches."""
 
-    def __init__(self, round_: Round, rows: Rows, groups: Groups, batch: PackedBatch, *, adaptive: bool) -> None:
+    def __init__(
+        self, round_: Round, rows: DeviceBatch, groups: SharedPrefixGroups, batch: PackedBatch, *, adaptive: bool
+    ) -> None:
         """adaptive: choose the draft length of each round, 0 included, where rounds are timed; else it is the largest."""
         self.graphs = Graphs(round_, rows, groups)
         self._round, self._rows, self._groups, self._batch = round_, rows, groups, batch
@@ -47,8 +49,10 @@ class Launcher:
         """
         batch, lengths = self._batch, self._lengths
         draft_lens = [self._drafter.max_len] if lengths is None else lengths.choices
-        kinds = [(k, lead) for k in draft_lens for lead in ((True,) if k or lengths is None else (True, False))]
-        shapes = [Shape(num_rows, k, mode, lead=lead) for num_rows in batch.row_buckets for k, lead in kinds]
+        kinds = [(k, prepare_next) for k in draft_lens for prepare_next in ((True,) if k or lengths is None else (True, False))]
+        shapes = [
+            Shape(num_rows, k, mode, prepare_next=prepare_next) for num_rows in batch.row_buckets for k, prepare_next in kinds
+        ]
         self._rows.live.zero_()
         cost = None
         if self._timed:
@@ -58,12 +62,12 @@ class Launcher:
         if cost is None:
             return None
         for shape in shapes:
-            whole = shape.num_rows == batch.slots and shape.lead
+            whole = shape.num_rows == batch.num_slots and shape.prepare_next
             seconds = self.graphs.seconds(shape) if whole or lengths is not None else 0.0
             if whole:
                 self._draft_len, self._round_s[shape.draft_len] = shape.draft_len, seconds
             if lengths is not None:
-                lengths.set_base(shape.num_rows, shape.draft_len, seconds, lead=shape.lead)
+                lengths.set_base(shape.num_rows, shape.draft_len, seconds, prepare_next=shape.prepare_next)
         return cost
 
     @property
@@ -79,19 +83,19 @@ class Launcher:
         """
         owner = scheduler.owner
         shared = self._groups.renew(scheduler.slots, owner, num_rows)
-        draft_len, lead, context_tokens = self._drafter.max_len, True, 0
+        draft_len, prepare_next, context_tokens = self._drafter.max_len, True, 0
         if self._lengths is not None:
             context_tokens = int(scheduler.num_tokens[owner >= 0].sum())
             draft_len, next_drafts = self._lengths.choose(num_rows, context_tokens)
-            lead = draft_len > 0 or next_drafts
+            prepare_next = draft_len > 0 or next_drafts
         self._draft_len = draft_len
         self._drafter.refresh()
         return Launched(
-            result=self.graphs.run(Shape(num_rows, draft_len, mode, shared, lead)),
+            result=self.graphs.run(Shape(num_rows, draft_len, mode, shared, prepare_next)),
             owners=owner.copy(),
             num_rows=num_rows,
             draft_len=draft_len,
-            lead=lead,
+            prepare_next=prepare_next,
             context_tokens=context_tokens,
             beside=beside,
         ).send()
@@ -105,7 +109,7 @@ class Launcher:
             self._lengths.observe(launched.draft_len, accepted)
         if seconds is not None:
             tokens = launched.context_tokens
-            self._lengths.timed(launched.num_rows, launched.draft_len, tokens, seconds, lead=launched.lead)
+            self._lengths.timed(launched.num_rows, launched.draft_len, tokens, seconds, prepare_next=launched.prepare_next)
 
     def forget(self) -> None:
         """The drafter drafts otherwise from now on: what was learnt of its acceptance says nothing."""

@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchspec.engine.launched import Launched
-from batchspec.engine.request_state import Progress
+from batchspec.engine.request_state import RequestState
 from batchspec.engine.round import RoundResult
 from batchspec.engine.sampling import SamplingMode
 from batchspec.engine.scheduler import Row
-from batchspec.engine.thinking_budget import Budgets
-from batchspec.engine.token_buffer import Ledger, Log, Slots
+from batchspec.engine.thinking_budget import ThinkingBudgets
+from batchspec.engine.token_buffer import Log, Slots, TokenBuffer
 from batchspec.records import Request
 
 
@@ -33,7 +33,7 @@ class EngineTotals:
     prefill_s: float = 0.0
     """Of prefill passes, from the beginning of a group to its last result."""
     cached_tokens: int = 0
-    set_back: int = 0
+    preempted: int = 0
     live_rows: int = 0
     _group: object = None
     """When the group of the latest prefill result began: its passes share that moment."""
@@ -52,12 +52,12 @@ class EngineTotals:
             self.drafted += int(lines[:, 1].sum())
 
 
-class Accounts:
-    """Rows with stop strings are followed token by token (`Progress`), the others in bulk (`Ledger`)."""
+class OutputProcessor:
+    """Rows with stop strings are followed token by token (`RequestState`), the others in bulk (`TokenBuffer`)."""
 
     def __init__(self, slots: int, max_len: int, draft_len: int) -> None:
-        self._ledger = Ledger(slots, max_len, draft_len)
-        self._budgets = Budgets(slots)
+        self._ledger = TokenBuffer(slots, max_len, draft_len)
+        self._budgets = ThinkingBudgets(slots)
         self._watched = np.zeros(slots, bool)
         self._modes: Counter[SamplingMode] = Counter()
 
@@ -133,13 +133,13 @@ def mode_of(request: Request) -> SamplingMode:
     return SamplingMode.of(request.sampling, request.min_new_tokens)
 
 
-def _progress(rows: Sequence[Row | None], slot: int) -> Progress:
+def _progress(rows: Sequence[Row | None], slot: int) -> RequestState:
     row = rows[slot]
     assert row is not None
     return row.progress
 
 
-def _keep_logprobs(progress: Progress, result: RoundResult, slot: int, count: int) -> None:
+def _keep_logprobs(progress: RequestState, result: RoundResult, slot: int, count: int) -> None:
     if result.logprobs is not None:
         progress.logprobs += result.logprobs[slot, :count].tolist()
     if result.top_ids is not None and result.top_logprobs is not None:

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from batchspec.batch.device_batch import Rows, upload
+from batchspec.batch.device_batch import DeviceBatch, upload
 from batchspec.batch.flat_batch import FlatBatch, HostLayout
 from batchspec.draft.base import Drafter
 from batchspec.engine.round import Drafts, Round, RoundResult
 from batchspec.engine.sampling import Places, SamplingMode
 from batchspec.engine.scheduler import PassCost
-from batchspec.kernels.kv_cache.slot_mapping import ragged_slots
+from batchspec.kernels.kv_cache.slot_mapping import compute_slot_mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Prefilled:
     carried: tuple[Tensor, ...]
     """What the drafter carries of each row of the pass, as its `state`."""
 
-    def go_live(self, rows: Rows, drafter: Drafter) -> None:
+    def go_live(self, rows: DeviceBatch, drafter: Drafter) -> None:
         """In the order of the rounds: the rows that ended in this pass decode from the next one on."""
         for state, value in zip(drafter.state, self.carried, strict=True):
             state.index_copy_(0, self.slot_ids, value)
@@ -75,14 +75,14 @@ class Prefilled:
             tensor.record_stream(stream)
 
 
-def prefill_chunk(round_: Round, rows: Rows, segments: Sequence[Segment], mode: SamplingMode) -> Prefilled:
+def prefill_chunk(round_: Round, rows: DeviceBatch, segments: Sequence[Segment], mode: SamplingMode) -> Prefilled:
     """One pass over `segments`; rows whose tokens end in it emit their next token. Does not synchronise.
 
     Of `rows` it writes the lines of these rows alone, without penalties: then it may run beside rounds.
     """
     device = rows.tokens.device
     batch, slot_ids = flat_batch(rows, segments, round_.cache.page_size)
-    hidden, taps = round_.target.forward(batch, round_.cache, round_.drafter.tap_layers, ends_only=True)
+    hidden, aux_hidden_states = round_.target.forward(batch, round_.cache, round_.drafter.aux_layer_ids, ends_only=True)
     # The rows that end here, in slot order: `accept` finds the choice of slot r at the r-th place of a prefix sum.
     ending = sorted((s.slot, i) for i, s in enumerate(segments) if s.last)
     result, mask = None, None
@@ -91,17 +91,17 @@ def prefill_chunk(round_: Round, rows: Rows, segments: Sequence[Segment], mode: 
         segment = upload([i for _, i in ending], torch.int64, device)
         mask = torch.zeros_like(rows.live)
         mask[slots] = 1
-        q_start = torch.zeros(mask.shape[0] + 1, dtype=torch.int32, device=device)
-        torch.cumsum(mask, 0, dtype=torch.int32, out=q_start[1:])
+        cu_seqlens_q = torch.zeros(mask.shape[0] + 1, dtype=torch.int32, device=device)
+        torch.cumsum(mask, 0, dtype=torch.int32, out=cu_seqlens_q[1:])
         places = Places(slots.int(), batch.kv_len[segment].long())
         drafts = Drafts(rows.tokens[:, :0], torch.zeros_like(rows.live))
-        result = round_.commit(hidden[segment], places, q_start, drafts, rows, mask, mode, torch.empty_like(mask))
+        result = round_.commit(hidden[segment], places, cu_seqlens_q, drafts, rows, mask, mode, torch.empty_like(mask))
     round_.couple(mode)
-    carried = round_.drafter.prefill(batch, slot_ids, taps, rows, round_.cache)
+    carried = round_.drafter.prefill(batch, slot_ids, aux_hidden_states, rows, round_.cache)
     return Prefilled(result, mask, slot_ids, carried)
 
 
-def rehearse(round_: Round, rows: Rows, *, max_tokens: int, longest: int, mode: SamplingMode) -> PassCost:
+def rehearse(round_: Round, rows: DeviceBatch, *, max_tokens: int, longest: int, mode: SamplingMode) -> PassCost:
     """A pass of `max_tokens` and a short one, over rows that nobody owns yet and in page 0, which nobody reads; their seconds.
 
     longest  tokens of a row of the pass: attention of long rows is another one, compiled for a minute the first time
@@ -123,7 +123,7 @@ def rehearse(round_: Round, rows: Rows, *, max_tokens: int, longest: int, mode: 
     return PassCost(least=seconds[1], token=seconds[0] / sum(s.end - s.begin for s in largest))
 
 
-def flat_batch(rows: Rows, segments: Sequence[Segment], page_size: int) -> tuple[FlatBatch, Tensor]:
+def flat_batch(rows: DeviceBatch, segments: Sequence[Segment], page_size: int) -> tuple[FlatBatch, Tensor]:
     """The segments end to end, and the slot of each, int64 [segments]."""
     device = rows.tokens.device
     lengths = [s.end - s.begin for s in segments]
@@ -132,18 +132,18 @@ def flat_batch(rows: Rows, segments: Sequence[Segment], page_size: int) -> tuple
         [[s.slot for s in segments], [s.begin for s in segments], [s.end for s in segments], lengths], torch.int64, device
     )
     page_table = rows.page_table[slot_ids]
-    q_start, row_ids = (torch.empty(size, dtype=torch.int32, device=device) for size in (count + 1, num_tokens))
+    cu_seqlens_q, row_ids = (torch.empty(size, dtype=torch.int32, device=device) for size in (count + 1, num_tokens))
     positions, slots = (torch.empty(num_tokens, dtype=torch.int64, device=device) for _ in range(2))
-    ragged_slots(
+    compute_slot_mapping(
         begins.int(), q_len.int(), page_table, page_size=page_size,
-        out_q_start=q_start, out_row_ids=row_ids, out_positions=positions, out_slots=slots,
+        out_cu_seqlens_q=cu_seqlens_q, out_row_ids=row_ids, out_positions=positions, out_slot_mapping=slots,
     )  # fmt: skip
     batch = FlatBatch(
         token_ids=rows.tokens[slot_ids[row_ids], positions],
         row_ids=row_ids,
         positions=positions,
-        slots=slots,
-        q_start=q_start,
+        slot_mapping=slots,
+        cu_seqlens_q=cu_seqlens_q,
         kv_len=ends.int(),
         page_table=page_table,
         max_q=max(lengths),

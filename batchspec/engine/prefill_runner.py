@@ -10,25 +10,25 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from batchspec.batch.device_batch import Rows
+from batchspec.batch.device_batch import DeviceBatch
 from batchspec.engine.launched import Launched, Moment, now_on
 from batchspec.engine.output_processor import mode_of
 from batchspec.engine.prefill import Prefilled, chunks, prefill_chunk
-from batchspec.engine.prefill_stream import Beside
+from batchspec.engine.prefill_stream import PrefillStream
 from batchspec.engine.round import Round
 from batchspec.engine.sampling import SamplingMode
 from batchspec.engine.scheduler import Row
 from batchspec.records import PackedBatch
 
 
-class Entrance:
+class PrefillRunner:
     """What it launched is to be collected in the order in which it is returned."""
 
-    def __init__(self, round_: Round, rows: Rows, batch: PackedBatch, *, overlap: bool) -> None:
+    def __init__(self, round_: Round, rows: DeviceBatch, batch: PackedBatch, *, overlap: bool) -> None:
         """overlap: prefill beside the rounds, not between them (GPU only)."""
         self._round, self._rows, self._batch = round_, rows, batch
         self._device = rows.tokens.device
-        self._beside = Beside(self._device) if overlap and self._device.type == "cuda" else None
+        self._beside = PrefillStream(self._device) if overlap and self._device.type == "cuda" else None
         if self._beside is not None:
             self._beside.rounds.wait_stream(torch.cuda.current_stream(self._device))
 
@@ -47,7 +47,7 @@ class Entrance:
 
         num_rows  in slots, live or on their way
         """
-        return self._beside is not None and self.busy and 2 * (num_rows - self._beside.num_rows) < self._batch.slots
+        return self._beside is not None and self.busy and 2 * (num_rows - self._beside.num_rows) < self._batch.num_slots
 
     def stream_of_rounds(self) -> AbstractContextManager[object]:
         return nullcontext() if self._beside is None else torch.cuda.stream(self._beside.rounds)
@@ -106,4 +106,4 @@ class Entrance:
         prefilled.go_live(self._rows, self._round.drafter)
         if prefilled.result is None:
             return []
-        return [Launched(result=prefilled.result, owners=owners, num_rows=self._batch.slots, began=began).send()]
+        return [Launched(result=prefilled.result, owners=owners, num_rows=self._batch.num_slots, began=began).send()]

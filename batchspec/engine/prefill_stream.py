@@ -41,7 +41,7 @@ class Landed:
     began: torch.cuda.Event
 
 
-class Beside:
+class PrefillStream:
     """The passes to come, and the one on its way.
 
     One at a time: each has some hundred launches, and what a stream holds is bounded. A host that waits for room in the prefill's

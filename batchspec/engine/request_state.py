@@ -17,7 +17,7 @@ NON_FINITE = "non_finite_logits"
 
 
 @dataclass(slots=True)
-class Progress:
+class RequestState:
     """What the host knows of one request, from its first prefill to its completion; survives being set back."""
 
     request: Request
@@ -58,7 +58,7 @@ class Progress:
         self.accepted_at = [0] * self.draft_len
 
     @classmethod
-    def of(cls, request: Request, draft_len: int, finder: StopFinder | None, *, num_top: int | None = None) -> Progress:
+    def of(cls, request: Request, draft_len: int, finder: StopFinder | None, *, num_top: int | None = None) -> RequestState:
         """A request's account at its start, or where an earlier run left it; that run may have drafted more a round."""
         resumed = request.resumed
         longest = draft_len if resumed is None else max(draft_len, len(resumed.accepted) - 1)

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from batchspec.batch.device_batch import Rows
+from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import Drafter
 from batchspec.engine.draft_lengths import candidates
-from batchspec.engine.sampling import Places, SamplingMode, choose, likeliest, mark_output
+from batchspec.engine.sampling import Places, SamplingMode, choose, greedy_sample, mark_output
 from batchspec.kernels.attention.work_list import SharedPrefixes
-from batchspec.kernels.kv_cache.slot_mapping import ragged_slots
+from batchspec.kernels.kv_cache.slot_mapping import compute_slot_mapping
 from batchspec.kernels.rounds.accept import accept
-from batchspec.kernels.rounds.prepare_verify_inputs import round_inputs
+from batchspec.kernels.rounds.prepare_verify_inputs import prepare_verify_inputs
 from batchspec.model.target import Target
 from batchspec.records import PackedBatch
 
@@ -80,25 +80,30 @@ class Round:
         self, target: Target, drafter: Drafter, cache: KVCache, batch: PackedBatch, options: RoundOptions, device: torch.device
     ) -> None:
         self.target, self.drafter, self.cache, self.options = target, drafter, cache, options
-        slots, width = batch.slots, drafter.max_len + 1
+        slots, width = batch.num_slots, drafter.max_len + 1
         self.width = width
         self.room = width
         """Places from the newest token on that a round takes in K/V."""
         self.draft_lens = candidates(drafter.max_len)
         """Draft lengths worth a graph."""
-        self.beyond = 0
+        self.num_lookahead_slots = 0
         """Places behind a row's end that a round may write K/V to and read."""
         self.nodes: int | None = None
         """Nodes that a round with drafts verifies, whatever its draft length: of a tree."""
         self._fixed = options.uniform_slots and drafter.fixed_len
-        self._draft_len, self._kv_len, self._accepted_len, self._q_start, self._row_ids = (
+        self._draft_len, self._kv_len, self._accepted_len, self._cu_seqlens_q, self._row_ids = (
             torch.zeros(size, dtype=torch.int32, device=device) for size in (slots, slots, slots, slots + 1, slots * width)
         )
         self._positions, self._slots = torch.zeros(2, slots * width, dtype=torch.int64, device=device)
         self._widths = [_Width.allocate(slots, place, options, device) for place in range(1, width + 1)]
 
     def run(
-        self, rows: Rows, mode: SamplingMode, draft_len: int, shared: SharedPrefixes | None = None, lead: bool = True
+        self,
+        rows: DeviceBatch,
+        mode: SamplingMode,
+        draft_len: int,
+        shared: SharedPrefixes | None = None,
+        prepare_next: bool = True,
     ) -> RoundResult:
         """One round over all of `rows` with at most `draft_len` drafts each; dead rows cost nothing that changes a result.
 
@@ -114,43 +119,43 @@ class Round:
         if not batch.token_ids.shape[0]:  # ragged, on a CPU: every row died since the host looked
             return RoundResult(torch.full((num_rows, 5 + draft_len), -1, dtype=torch.int32))
         batch.shared = shared
-        hidden, taps = self.target.forward(batch, self.cache, self.drafter.tap_layers)
+        hidden, aux_hidden_states = self.target.forward(batch, self.cache, self.drafter.aux_layer_ids)
         places = None
         if not mode.greedy or self.options.logprobs is not None:
             place = batch.positions - (rows.num_tokens - 1)[batch.row_ids]
             places = Places(batch.row_ids, batch.positions + 1, ids[:, 1:], place)
         drafts = Drafts(ids[:, 1:], lengths, width.rates)
         accepted_len = self._accepted_len[:num_rows]
-        result = self.commit(hidden, places, batch.q_start, drafts, rows, rows.live, mode, accepted_len)
-        self.drafter.catch_up(batch, taps, accepted_len, rows, self.cache, lead=lead)
+        result = self.commit(hidden, places, batch.cu_seqlens_q, drafts, rows, rows.live, mode, accepted_len)
+        self.drafter.catch_up(batch, aux_hidden_states, accepted_len, rows, self.cache, prepare_next=prepare_next)
         return result
 
     def couple(self, mode: SamplingMode) -> None:
         """Tell the drafter how the rows of the pass or round to come are sampled."""
         self.drafter.mode = mode if mode.random and self.options.coupled else None
 
-    def _uniform(self, rows: Rows, width: _Width, draft_len: Tensor) -> FlatBatch:
+    def _uniform(self, rows: DeviceBatch, width: _Width, draft_len: Tensor) -> FlatBatch:
         """S places for every row, dead or not: no prefix sum, one launch."""
         num_rows, num_places = len(draft_len), len(draft_len) * width.ids.shape[1]
         ids, kv_len = width.ids[:num_rows], self._kv_len[:num_rows]
         positions, slots = self._positions[:num_places], self._slots[:num_places]
-        round_inputs(
+        prepare_verify_inputs(
             rows.tokens, rows.num_tokens, rows.limit, rows.live, rows.page_table, page_size=self.cache.page_size,
-            out_ids=ids, out_draft_len=draft_len, out_positions=positions, out_slots=slots, out_kv_len=kv_len,
+            out_ids=ids, out_draft_len=draft_len, out_positions=positions, out_slot_mapping=slots, out_kv_len=kv_len,
         )  # fmt: skip
         return FlatBatch(
             token_ids=ids.view(-1),
             row_ids=width.row_ids[:num_places],
             positions=positions,
-            slots=slots,
-            q_start=width.q_start[: num_rows + 1],
+            slot_mapping=slots,
+            cu_seqlens_q=width.cu_seqlens_q[: num_rows + 1],
             kv_len=kv_len,
             page_table=rows.page_table,
             max_q=ids.shape[1],
             max_kv=rows.tokens.shape[1],
         )
 
-    def _ragged(self, rows: Rows, width: _Width, draft_len: Tensor) -> FlatBatch:
+    def _ragged(self, rows: DeviceBatch, width: _Width, draft_len: Tensor) -> FlatBatch:
         """The newest token and the drafts of every live row, end to end.
 
         On a CPU, where reading a length costs nothing, T is exact; on a GPU it is R * S, the rest padding.
@@ -166,19 +171,19 @@ class Round:
         q_len = draft_len.clamp_(min=0).mul_(rows.live).add(1).mul_(rows.live)
         if not q_len.is_cuda:
             num_places = int(q_len.sum())
-        q_start, row_ids = self._q_start[: num_rows + 1], self._row_ids[:num_places]
+        cu_seqlens_q, row_ids = self._cu_seqlens_q[: num_rows + 1], self._row_ids[:num_places]
         positions, slots = self._positions[:num_places], self._slots[:num_places]
-        ragged_slots(
+        compute_slot_mapping(
             start, q_len, rows.page_table, page_size=self.cache.page_size,
-            out_q_start=q_start, out_row_ids=row_ids, out_positions=positions, out_slots=slots,
+            out_cu_seqlens_q=cu_seqlens_q, out_row_ids=row_ids, out_positions=positions, out_slot_mapping=slots,
         )  # fmt: skip
         kv_len = (rows.num_tokens + draft_len).mul_(rows.live)
         return FlatBatch(
             token_ids=ids[row_ids, (positions - start[row_ids]).clamp_(min=0, max=ids.shape[1] - 1)],
             row_ids=row_ids,
             positions=positions,
-            slots=slots,
-            q_start=q_start,
+            slot_mapping=slots,
+            cu_seqlens_q=cu_seqlens_q,
             kv_len=kv_len,
             page_table=rows.page_table,
             max_q=ids.shape[1],
@@ -186,7 +191,7 @@ class Round:
         )
 
     def commit(
-        self, hidden: Tensor, places: Places | None, q_start: Tensor, drafts: Drafts, rows: Rows, live: Tensor,
+        self, hidden: Tensor, places: Places | None, cu_seqlens_q: Tensor, drafts: Drafts, rows: DeviceBatch, live: Tensor,
         mode: SamplingMode, out_accepted_len: Tensor,
     ) -> RoundResult:  # fmt: skip
         """The target's choices behind `hidden` [T, H], the drafts they confirm, and the commit of what is emitted.
@@ -196,16 +201,16 @@ class Round:
         out_accepted_len  int32 [R]
         """
         target_ids, raw = self._choose(hidden, places, rows, mode)
-        return self._settle(target_ids, raw, places, q_start, drafts, rows, live, mode, out_accepted_len)
+        return self._settle(target_ids, raw, places, cu_seqlens_q, drafts, rows, live, mode, out_accepted_len)
 
     def _settle(
-        self, target_ids: Tensor, raw: Tensor | None, places: Places | None, q_start: Tensor, drafts: Drafts, rows: Rows,
+        self, target_ids: Tensor, raw: Tensor | None, places: Places | None, cu_seqlens_q: Tensor, drafts: Drafts, rows: DeviceBatch,
         live: Tensor, mode: SamplingMode, out_accepted_len: Tensor,
     ) -> RoundResult:  # fmt: skip
         """The second half of `commit`, from the target's choices on."""
         log = torch.empty((live.shape[0], 5 + drafts.ids.shape[1]), dtype=torch.int32, device=live.device)
         accept(
-            drafts.ids, drafts.length, target_ids, q_start, rows.stop_ids, rows.limit, drafts.rates, rows.keys,
+            drafts.ids, drafts.length, target_ids, cu_seqlens_q, rows.stop_ids, rows.limit, drafts.rates, rows.keys,
             tokens=rows.tokens, num_tokens=rows.num_tokens, live=live, finish=rows.finish,
             out_accepted_len=out_accepted_len, out_log=log,
         )  # fmt: skip
@@ -215,12 +220,14 @@ class Round:
             return RoundResult(log)
         return self._with_logprobs(log, raw, target_ids, places)
 
-    def _choose(self, hidden: Tensor, places: Places | None, rows: Rows, mode: SamplingMode) -> tuple[Tensor, Tensor | None]:
+    def _choose(
+        self, hidden: Tensor, places: Places | None, rows: DeviceBatch, mode: SamplingMode
+    ) -> tuple[Tensor, Tensor | None]:
         """Target ids int32 [T], NO_TOKEN where the logits are not finite; and the raw logits where logprobs are asked for."""
         if places is None:
             if self.options.argmax:
-                return self.target.likeliest(hidden, flag_nonfinite=True), None
-            return likeliest(self.target.logits(hidden), fast=False), None
+                return self.target.greedy_sample(hidden, flag_nonfinite=True), None
+            return greedy_sample(self.target.logits(hidden), fast=False), None
         logits = self.target.logits(hidden)
         raw = None
         if self.options.logprobs is not None:
@@ -253,12 +260,12 @@ class _Width:
     """The buffers of rounds with S places a row.
 
     ids      int32 [slots, S] newest token, then the drafts: verified as they lie
-    q_start  int32 [slots+1] and row_ids int32 [slots * S] of the uniform layout
+    cu_seqlens_q  int32 [slots+1] and row_ids int32 [slots * S] of the uniform layout
     rates    float32 [S-1] or None
     """
 
     ids: Tensor
-    q_start: Tensor
+    cu_seqlens_q: Tensor
     row_ids: Tensor
     rates: Tensor | None
 

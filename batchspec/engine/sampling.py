@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from batchspec.batch.device_batch import SEEN_OUTPUT, SEEN_PROMPT_OR_OUTPUT, Rows
+from batchspec.batch.device_batch import SEEN_OUTPUT, SEEN_PROMPT_OR_OUTPUT, DeviceBatch
 from batchspec.kernels.sampling.argmax import NO_TOKEN, argmax
 from batchspec.kernels.sampling.cutoff import cutoff
 from batchspec.kernels.sampling.sample import sample
@@ -70,7 +70,7 @@ class Places:
     lines: Tensor | None = None
 
 
-def choose(logits: Tensor, places: Places, rows: Rows, mode: SamplingMode, *, fast_argmax: bool = True) -> Tensor:
+def choose(logits: Tensor, places: Places, rows: DeviceBatch, mode: SamplingMode, *, fast_argmax: bool = True) -> Tensor:
     """The target's choice at each place, int32 [T], NO_TOKEN where there is none.
 
     Changes `logits` [T, V] where penalties ask for it. On a GPU nothing synchronises. `fast_argmax=False` takes the general
@@ -85,10 +85,10 @@ def choose(logits: Tensor, places: Places, rows: Rows, mode: SamplingMode, *, fa
         low = cutoffs(logits, places.row_ids, rows) if mode.filters else torch.full_like(logits[:, 0], -torch.inf)
         sample(logits, places.row_ids, places.positions, rows.keys, rows.temperature, low, out_ids=out)
         return out
-    return likeliest(logits, fast=fast_argmax)
+    return greedy_sample(logits, fast=fast_argmax)
 
 
-def likeliest(logits: Tensor, *, fast: bool = True) -> Tensor:
+def greedy_sample(logits: Tensor, *, fast: bool = True) -> Tensor:
     """The greedy choice at each place, int32 [T], NO_TOKEN where there is none.
 
     `fast=False` takes it by softmax and top-k, for comparison.
@@ -101,7 +101,7 @@ def likeliest(logits: Tensor, *, fast: bool = True) -> Tensor:
     return out
 
 
-def apply_penalties(logits: Tensor, places: Places, rows: Rows) -> None:
+def apply_penalties(logits: Tensor, places: Places, rows: DeviceBatch) -> None:
     """Repetition penalty (CTRL, arXiv 1909.05858: tokens of prompt and output) and presence penalty (of the output), in place.
 
     At a place behind drafts the drafts before it count as output: the penalty of a token is the same whether it was
@@ -122,7 +122,7 @@ def apply_penalties(logits: Tensor, places: Places, rows: Rows) -> None:
     logits.sub_(presence * ((seen & SEEN_OUTPUT) > 0))
 
 
-def forbid_stop_ids(logits: Tensor, places: Places, rows: Rows) -> None:
+def forbid_stop_ids(logits: Tensor, places: Places, rows: DeviceBatch) -> None:
     """Stop ids get -inf at places that come before the row's min_tokens, in place."""
     stop_ids = rows.stop_ids[places.row_ids].long()
     early = (places.positions < rows.min_tokens[places.row_ids]).unsqueeze(1) & (stop_ids >= 0)
@@ -132,7 +132,7 @@ def forbid_stop_ids(logits: Tensor, places: Places, rows: Rows) -> None:
     logits.scatter_reduce_(1, ids, value, "amin")
 
 
-def cutoffs(logits: Tensor, row_ids: Tensor, rows: Rows) -> Tensor:
+def cutoffs(logits: Tensor, row_ids: Tensor, rows: DeviceBatch) -> Tensor:
     """Smallest logit of each kept set, [T], in the scale of `logits`: the kept set is every token at or above it.
 
     All filters keep likeliest tokens, so one number describes what they leave, ties included, whatever a sort does
@@ -143,7 +143,7 @@ def cutoffs(logits: Tensor, row_ids: Tensor, rows: Rows) -> Tensor:
     return out
 
 
-def mark_output(rows: Rows, tokens: Tensor, kept: Tensor) -> None:
+def mark_output(rows: DeviceBatch, tokens: Tensor, kept: Tensor) -> None:
     """Note committed tokens as seen: tokens int32 [R, S] of which the first `kept` int32 [R] of each row count."""
     for j in range(tokens.shape[1]):
         ids = tokens[:, j].clamp(min=0).long().unsqueeze(1)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from batchspec.cache.pages import PagePool, page_keys
-from batchspec.engine.request_state import Progress
+from batchspec.cache.pages import PagePool, prefix_hashes
+from batchspec.engine.request_state import RequestState
 from batchspec.errors import CapacityError
 from batchspec.records import PackedBatch
 
@@ -47,7 +47,7 @@ class PassCost:
 class Row:
     """A request on its way through the batch."""
 
-    progress: Progress
+    progress: RequestState
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     num_shared: int = 0
@@ -72,11 +72,11 @@ class Scheduler:
         self,
         batch: PackedBatch,
         pool: PagePool,
-        rows: Iterator[Progress],
+        rows: Iterator[RequestState],
         *,
         refill_dead: bool = True,
         lookahead: int = 0,
-        beyond: int = 0,
+        num_lookahead_slots: int = 0,
         pass_cost: PassCost | None = None,
     ) -> None:
         """
@@ -86,18 +86,18 @@ class Scheduler:
         pass_cost    of a prefill; None: the usual one
         """
         self.batch, self.pool = batch, pool
-        self.slots: list[Row | None] = [None] * batch.slots
+        self.slots: list[Row | None] = [None] * batch.num_slots
         self._stream = rows
         self._waiting: deque[Row] = deque()
         self._num_refills = 0
-        self._refill_dead, self._lookahead, self._beyond = refill_dead, lookahead, beyond
+        self._refill_dead, self._lookahead, self._num_lookahead_slots = refill_dead, lookahead, num_lookahead_slots
         self._pass_cost = pass_cost or PassCost.usual(batch.prefill_tokens)
         self._idle = 0.0
         self._live: list[Row] | None = None
         # What is asked of every row in every round, by slot; `owner` counts refills and is -1 for a free slot.
-        self.owner = np.full(batch.slots, -1, np.int64)
-        self.num_tokens = np.zeros(batch.slots, np.int64)
-        self._num_pages, self._prompt_len, self._limit, self._predicted = np.zeros((4, batch.slots), np.int64)
+        self.owner = np.full(batch.num_slots, -1, np.int64)
+        self.num_tokens = np.zeros(batch.num_slots, np.int64)
+        self._num_pages, self._prompt_len, self._limit, self._predicted = np.zeros((4, batch.num_slots), np.int64)
 
     @property
     def live(self) -> list[Row]:
@@ -112,7 +112,7 @@ class Scheduler:
         return self._peek() is None
 
     @property
-    def set_back_rows(self) -> list[Row]:
+    def preempted(self) -> list[Row]:
         """Rows that had slots and wait for pages."""
         return [row for row in self._waiting if row.progress.tokens]
 
@@ -137,7 +137,7 @@ class Scheduler:
         row set back is not taken in again only to be set back."""
         output = np.maximum(predicted, emitted * 3 // 2 + 4 * self.batch.page_size)
         expected = np.minimum(limit, prompt_len + output)
-        at_end = np.where(limit - prompt_len <= SHORT_CAP_TOKENS, limit, expected) + self._beyond
+        at_end = np.where(limit - prompt_len <= SHORT_CAP_TOKENS, limit, expected) + self._num_lookahead_slots
         return -(-at_end // self.batch.page_size)
 
     def _promised(self) -> int:
@@ -173,11 +173,11 @@ class Scheduler:
 
         Waiting then costs as much as the pass, which is the least of both together (Harris 1913, economic order quantity).
         """
-        if num_free == self.batch.slots:
+        if num_free == self.batch.num_slots:
             return True
         if not self._refill_dead or not num_free or (row := self._peek()) is None:
             return False
-        self._idle += round_s * num_free / self.batch.slots
+        self._idle += round_s * num_free / self.batch.num_slots
         return self._idle >= self._pass_cost.least - self._pass_cost.token * num_free * row.num_tokens
 
     def _place(self, row: Row, slot: int) -> None:
@@ -191,21 +191,21 @@ class Scheduler:
 
     def short_of_pages(self, ahead: int) -> list[Row]:
         """Rows whose pages end before their tokens and `ahead` more, or their limit, oldest first."""
-        wanted = -(-np.minimum(self.num_tokens + ahead, self._limit + self._beyond) // self.batch.page_size)
+        wanted = -(-np.minimum(self.num_tokens + ahead, self._limit + self._num_lookahead_slots) // self.batch.page_size)
         slots = np.flatnonzero((self.owner >= 0) & (wanted > self._num_pages))
         return [row for slot in slots[np.argsort(self.owner[slots])] if (row := self.slots[slot]) is not None]
 
     def _admit(self, row: Row, promised: int) -> bool:
         """Grant pages for the row's tokens and the one its prefill emits, if the rest of its life will find room too."""
         request = row.progress.request
-        most = self.pages_for(row.limit + self._beyond)
+        most = self.pages_for(row.limit + self._num_lookahead_slots)
         if most > self.pool.num_pages - 1:
             raise CapacityError(
                 f"request {request.request_id!r}: prompt and output of {row.limit} tokens need {most} pages,"
                 f" the pool has {self.pool.num_pages - 1}; raise packing.pages or packing.memory_gb"
             )
         if row.keys is None:  # a row that waits for pages asks again every round
-            row.keys = page_keys(request.prompt_ids, self.batch.page_size, lookahead=self._lookahead)
+            row.keys = prefix_hashes(request.prompt_ids, self.batch.page_size, lookahead=self._lookahead)
         keys = row.keys
         # The last prompt token is always computed: its logits give the first output token.
         shared = self.pool.match(keys[: (len(request.prompt_ids) - 1) // self.batch.page_size])
@@ -223,11 +223,11 @@ class Scheduler:
     def grow(self, row: Row, num_tokens: int) -> list[int] | None:
         """Pages so that `num_tokens` (at most the row's limit and what lies beyond) fit: the new ones, or None when the pool has
         too few."""
-        most = row.limit + self._beyond
+        most = row.limit + self._num_lookahead_slots
         missing = self.pages_for(min(num_tokens, most)) - len(row.pages)
         if missing > self.pool.num_free:
             return None
-        if 0 < missing < GROW_PAGES and self.pool.num_free > GROW_PAGES * self.batch.slots:
+        if 0 < missing < GROW_PAGES and self.pool.num_free > GROW_PAGES * self.batch.num_slots:
             missing = min(GROW_PAGES, self.pages_for(most) - len(row.pages))
         pages = self.pool.take(max(0, missing))
         row.pages += pages
@@ -244,7 +244,7 @@ class Scheduler:
         self.owner[row.slot] = -1
         row.pages = []
 
-    def set_back(self, row: Row) -> None:
+    def preempt(self, row: Row) -> None:
         """Take the row's slot and pages away; it comes back before any new request."""
         self.release(row)
         row.slot = -1
@@ -254,7 +254,7 @@ class Scheduler:
         """Move live rows into the first `num_slots` slots; (source, destination) of each move."""
         free = [slot for slot in range(num_slots) if self.slots[slot] is None]
         moves = []
-        for source in range(num_slots, self.batch.slots):
+        for source in range(num_slots, self.batch.num_slots):
             row = self.slots[source]
             if row is not None:
                 row.slot = free.pop(0)

@@ -17,7 +17,7 @@ MIN_PAGES = 8
 """Of a common beginning: reading fewer once saves less than the second pass over the rows costs."""
 
 
-class Groups:
+class SharedPrefixGroups:
     """The device's tables of which rows share a beginning.
 
     They are valid for one row bucket and for the rows that are in its slots: `renew` compares both before every round, so no

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from batchspec.engine.request_state import Progress
+from batchspec.engine.request_state import RequestState
 
 NEVER = 1 << 62
 NO_TOKEN = -2
 
 
-class Budgets:
+class ThinkingBudgets:
     """Of the rows in slots that have a budget. A row outside of a thought is looked at when it begins one."""
 
     def __init__(self, slots: int) -> None:
@@ -21,7 +21,7 @@ class Budgets:
         self._begin_ids = np.full(slots, NO_TOKEN, np.int64)
         self._any = False
 
-    def enter(self, slot: int, num_tokens: int, progress: Progress) -> None:
+    def enter(self, slot: int, num_tokens: int, progress: RequestState) -> None:
         """A row in its slot has this many tokens, prompt included, all of them on the row's own account."""
         thinking = progress.request.thinking
         limited = thinking is not None and thinking.budget is not None

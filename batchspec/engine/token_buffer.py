@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from batchspec.engine.request_state import Progress
+from batchspec.engine.request_state import RequestState
 
 Log = NDArray[np.int32]
 """[R, 5+K] of a round, see `round.RoundResult`."""
 Slots = NDArray[np.intp]
 
 
-class Ledger:
+class TokenBuffer:
     """Output tokens and counts of each slot's row since it was placed; `close` adds them to the row's own account."""
 
     def __init__(self, slots: int, max_len: int, draft_len: int) -> None:
@@ -45,7 +45,7 @@ class Ledger:
             self._tokens[slots[there], before[there] + j] = log[there, 4 + j]
         self._num_tokens[slots] += kept
 
-    def close(self, slot: int, progress: Progress) -> None:
+    def close(self, slot: int, progress: RequestState) -> None:
         """The row leaves its slot: its tokens and counts go to `progress`, the slot's own start anew."""
         progress.tokens += self._tokens[slot, : self._num_tokens[slot]].tolist()
         progress.num_prefills += int(self._num_prefills[slot])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from batchspec.batch.device_batch import Rows
+from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch, TreeTail
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import Drafter
@@ -49,9 +49,9 @@ class TreeRound(Round):
     ) -> None:
         super().__init__(target, drafter, cache, batch, options, device)
         self._tree, shape = drafter, drafter.shape
-        slots, places = batch.slots, shape.nodes + 1
+        slots, places = batch.num_slots, shape.nodes + 1
         self.room = shape.places
-        self.beyond = shape.beyond
+        self.num_lookahead_slots = shape.num_lookahead_slots
         self.nodes = shape.nodes
         self.draft_lens = (0, shape.depth)
         self._node_ids = torch.zeros(slots, places, dtype=torch.int32, device=device)
@@ -63,11 +63,16 @@ class TreeRound(Round):
         self._path_places = torch.zeros(slots, shape.depth + 1, dtype=torch.int64, device=device)
 
     def run(
-        self, rows: Rows, mode: SamplingMode, draft_len: int, shared: SharedPrefixes | None = None, lead: bool = True
+        self,
+        rows: DeviceBatch,
+        mode: SamplingMode,
+        draft_len: int,
+        shared: SharedPrefixes | None = None,
+        prepare_next: bool = True,
     ) -> RoundResult:
         """As of every round; draft_len is 0 or the depth."""
         if not draft_len:
-            return super().run(rows, mode, 0, shared, lead)
+            return super().run(rows, mode, 0, shared, prepare_next)
         self.couple(mode)
         num_rows, width = rows.live.shape[0], self._widths[draft_len]
         drafts = Drafts(width.ids[:num_rows, 1:], self._draft_len[:num_rows], width.rates)
@@ -77,7 +82,7 @@ class TreeRound(Round):
         ids[:, 0] = width.ids[:num_rows, 0]
         batch = self._nodes(rows, ids, parents)
         batch.shared = shared
-        hidden, taps = self.target.forward(batch, self.cache, self._tree.tap_layers)
+        hidden, aux_hidden_states = self.target.forward(batch, self.cache, self._tree.aux_layer_ids)
         places = self._places(batch, parents, mode, rows)
         target_ids, raw = self._choose(hidden, places, rows, mode)
         path, at = self._path[:num_rows], self._path_places[:num_rows]
@@ -90,14 +95,16 @@ class TreeRound(Round):
         on_path = None if places is None else Places(chain.row_ids, chain.positions + 1, place=self._place_of(chain, rows))
         raw = None if raw is None else raw.index_select(0, at)
         result = self._settle(
-            target_ids.index_select(0, at), raw, on_path, chain.q_start, drafts, rows, rows.live, mode, accepted_len
+            target_ids.index_select(0, at), raw, on_path, chain.cu_seqlens_q, drafts, rows, rows.live, mode, accepted_len
         )
-        kv_move(self.cache.kv, batch.slots, path, chain.slots, accepted_len)
-        assert taps is not None
-        self._tree.catch_up(chain, taps.index_select(0, at), accepted_len, rows, self.cache, lead=lead)
+        kv_move(self.cache.kv, batch.slot_mapping, path, chain.slot_mapping, accepted_len)
+        assert aux_hidden_states is not None
+        self._tree.catch_up(
+            chain, aux_hidden_states.index_select(0, at), accepted_len, rows, self.cache, prepare_next=prepare_next
+        )
         return result
 
-    def _nodes(self, rows: Rows, ids: Tensor, parents: Tensor) -> FlatBatch:
+    def _nodes(self, rows: DeviceBatch, ids: Tensor, parents: Tensor) -> FlatBatch:
         """S places for every row, dead or not: the newest token and the nodes."""
         (num_rows, places), page_size = ids.shape, self.cache.page_size
         count = num_rows * places
@@ -105,14 +112,14 @@ class TreeRound(Round):
         kv_len = self._node_kv_len[:num_rows]
         tree_places(
             parents, rows.num_tokens, rows.live, rows.page_table, page_size=page_size, max_depth=self._tree.max_len,
-            out_positions=positions, out_slots=slots, out_ancestors=ancestors, out_kv_len=kv_len,
+            out_positions=positions, out_slot_mapping=slots, out_ancestors=ancestors, out_kv_len=kv_len,
         )  # fmt: skip
         return FlatBatch(
             token_ids=ids.view(-1),
             row_ids=self._node_rows[:count],
             positions=positions,
-            slots=slots,
-            q_start=self._node_start[: num_rows + 1],
+            slot_mapping=slots,
+            cu_seqlens_q=self._node_start[: num_rows + 1],
             kv_len=kv_len,
             page_table=rows.page_table,
             max_q=places,
@@ -120,7 +127,7 @@ class TreeRound(Round):
             tree=TreeTail(ancestors=ancestors, start=rows.num_tokens - 1, max_depth=self._tree.max_len),
         )
 
-    def _places(self, batch: FlatBatch, parents: Tensor, mode: SamplingMode, rows: Rows) -> Places | None:
+    def _places(self, batch: FlatBatch, parents: Tensor, mode: SamplingMode, rows: DeviceBatch) -> Places | None:
         """Which row and position each node's choice belongs to; under penalties the tokens above it too."""
         if mode.greedy and self.options.logprobs is None:
             return None
@@ -148,6 +155,6 @@ class TreeRound(Round):
         order = (torch.arange(depth, device=ids.device) + missing) % depth
         return found.gather(1, order).clamp_(min=0)
 
-    def _place_of(self, batch: FlatBatch, rows: Rows) -> Tensor:
+    def _place_of(self, batch: FlatBatch, rows: DeviceBatch) -> Tensor:
         """Level of each place; only before the commit."""
         return batch.positions - (rows.num_tokens - 1)[batch.row_ids]

@@ -207,4 +207,3 @@ def shown(path: Path) -> str:
         if part.startswith("models--") and parts[i + 1] == "snapshots":
             return "/".join([*part.split("--")[1:], *parts[i + 3 :]])
     return str(path)
-

@@ -30,7 +30,7 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_norm(
-    hidden: Tensor, residual: Tensor, weight: Tensor, eps: float, out_tap: Tensor | None = None, out: Tensor | None = None
+    hidden: Tensor, residual: Tensor, weight: Tensor, eps: float, out_aux: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """Add hidden [T, H] to residual [T, H] in place, copy the sum to out_tap where given, and return its rms_norm [T, H].
 
@@ -38,11 +38,11 @@ def add_norm(
     """
     if hidden.is_cuda:
         out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if out is None else out
-        norm.add_norm(hidden, residual, weight, eps, out=out, out_tap=out_tap)
+        norm.add_norm(hidden, residual, weight, eps, out=out, out_aux=out_aux)
         return out
     residual.add_(hidden)
-    if out_tap is not None:
-        out_tap.copy_(residual)
+    if out_aux is not None:
+        out_aux.copy_(residual)
     normed = rms_norm(residual, weight, eps)
     return normed if out is None else out.copy_(normed)
 

@@ -116,7 +116,7 @@ class DecoderLayer:
         self._down = fused_linear(weights, [f"{prefix}mlp.down_proj"], spec.mlp_bias)
 
     def queries(
-        self, hidden: Tensor | None, residual: Tensor, rope: Rope, kv: Tensor, slots: Tensor, out_tap: Tensor | None
+        self, hidden: Tensor | None, residual: Tensor, rope: Rope, kv: Tensor, slots: Tensor, out_aux: Tensor | None
     ) -> Tensor:
         """The first half, up to q [T, NH, D]; residual [T, H] in place; K/V go to `slots` of kv [2, P, page_size, KVH, D].
 
@@ -124,11 +124,11 @@ class DecoderLayer:
         out_tap  [T, H] gets the stream that enters the layer, or None
         """
         if hidden is None:
-            if out_tap is not None:
-                out_tap.copy_(residual)
+            if out_aux is not None:
+                out_aux.copy_(residual)
             qkv = self._qkv.of_norm(residual, self._attention_norm, self._eps)
         else:
-            qkv = self._qkv(add_norm(hidden, residual, self._attention_norm, self._eps, out_tap))
+            qkv = self._qkv(add_norm(hidden, residual, self._attention_norm, self._eps, out_aux))
         return rope_write(qkv, rope, kv, slots, q_norm=self._q_norm, k_norm=self._k_norm, eps=self._eps)
 
     def finish(self, q: Tensor, residual: Tensor, kv: Tensor, plan: AttentionPlan) -> Tensor | None:

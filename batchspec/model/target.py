@@ -79,7 +79,7 @@ class Target:
         self,
         batch: FlatBatch,
         cache: KVCache,
-        taps: tuple[int, ...] = (),
+        aux_layer_ids: tuple[int, ...] = (),
         *,
         ends_only: bool = False,
         keys_only: bool = False,
@@ -88,43 +88,45 @@ class Target:
     ) -> tuple[Tensor, Tensor | None]:
         """Run T tokens of R rows, writing their K/V to batch.slots of layers 0..L-1 of the cache.
 
-        taps       boundaries 0..L of the residual stream, before any norm: 0 is the embedding, i what enters layer i
+        aux_layer_ids  boundaries 0..L of the residual stream, before any norm: 0 is the embedding, i what enters layer i
         ends_only  only each row's last place is asked for: of the others the last layer makes no more than K/V. No row is empty
         keys_only  nothing but K/V is asked for: the last layer stops there, and what is returned means nothing
         window     newest keys that any layer reads, beside the first `sink` ones; layers with a smaller window keep theirs
-        Returns hidden [T, H], or [R, H] with ends_only, behind the final norm, ready for `logits`, and the taps
-        [T, len(taps) * H], or None without any. Raises ValueError for taps that are no different boundaries.
+        Returns hidden [T, H], or [R, H] with ends_only, behind the final norm, ready for `logits`, and the auxiliary
+        hidden states [T, len(aux_layer_ids) * H], or None without any. Raises ValueError for ids that are no different boundaries.
         """
-        if len(set(taps)) < len(taps) or not all(0 <= tap <= self.spec.num_layers for tap in taps):
-            raise ValueError(f"taps {taps} must be different boundaries in 0 .. {self.spec.num_layers}")
+        if len(set(aux_layer_ids)) < len(aux_layer_ids) or not all(0 <= i <= self.spec.num_layers for i in aux_layer_ids):
+            raise ValueError(f"aux_layer_ids {aux_layer_ids} must be different boundaries in 0 .. {self.spec.num_layers}")
         residual = self._embedding.index_select(0, batch.token_ids)
         rope = rope_of(batch.positions, self._freqs, self.spec.rope.attention_factor, self.dtype)
         kv = cache.layer(0)
         ranges = {own: _narrowed(own, window, sink) for own in set(self.spec.windows)}
         plans = {own: plan_attention(batch, kv, num_heads=self.spec.num_heads, **to_read) for own, to_read in ranges.items()}
-        tapped = residual.new_empty(residual.shape[0], len(taps), residual.shape[1]) if taps else None
+        aux_hidden_states = (
+            residual.new_empty(residual.shape[0], len(aux_layer_ids), residual.shape[1]) if aux_layer_ids else None
+        )
         hidden: Tensor | None = None
         last = len(self._layers) - 1
-        places = batch.q_start[1:] - 1 if ends_only else batch.q_start
+        places = batch.cu_seqlens_q[1:] - 1 if ends_only else batch.cu_seqlens_q
         for i, layer in enumerate(self._layers):
             kv, plan = cache.layer(i), plans[layer.window]
-            q = layer.queries(hidden, residual, rope, kv, batch.slots, _tap(tapped, taps, i))
+            q = layer.queries(hidden, residual, rope, kv, batch.slot_mapping, _aux_at(aux_hidden_states, aux_layer_ids, i))
             if keys_only and i == last:
-                return residual, tapped
-            if ends_only and i == last and last + 1 not in taps:
+                return residual, aux_hidden_states
+            if ends_only and i == last and last + 1 not in aux_layer_ids:
                 q, residual = q.index_select(0, places), residual.index_select(0, places)
                 plan = plan_attention(_ends(batch, places), kv, num_heads=self.spec.num_heads, **ranges[layer.window])
             hidden = layer.finish(q, residual, kv, plan)
-        out_tap = _tap(tapped, taps, last + 1)
+        out_aux = _aux_at(aux_hidden_states, aux_layer_ids, last + 1)
         if hidden is not None:
-            out = add_norm(hidden, residual, self._norm, self.spec.rms_eps, out_tap)
+            out = add_norm(hidden, residual, self._norm, self.spec.rms_eps, out_aux)
         else:
             out = rms_norm(residual, self._norm, self.spec.rms_eps)
-            if out_tap is not None:
-                out_tap.copy_(residual)
-        if ends_only and last + 1 in taps:
+            if out_aux is not None:
+                out_aux.copy_(residual)
+        if ends_only and last + 1 in aux_layer_ids:
             out = out.index_select(0, places)
-        return out, None if tapped is None else tapped.flatten(1)
+        return out, None if aux_hidden_states is None else aux_hidden_states.flatten(1)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -135,7 +137,7 @@ class Target:
         return self._head(hidden.to(self._head_dtype))
 
     @torch.inference_mode()
-    def likeliest(self, hidden: Tensor, vocab: int | None = None, *, flag_nonfinite: bool = False) -> Tensor:
+    def greedy_sample(self, hidden: Tensor, vocab: int | None = None, *, flag_nonfinite: bool = False) -> Tensor:
         """int32 [N]: the token of each row's largest logit, the lowest id of equals. On a GPU the logits are not written out.
 
         vocab           of the first so many tokens, None: of all
@@ -173,13 +175,17 @@ def _ends(batch: FlatBatch, places: Tensor) -> FlatBatch:
         token_ids=batch.token_ids.index_select(0, places),
         row_ids=count[:-1],
         positions=batch.positions.index_select(0, places),
-        slots=batch.slots.index_select(0, places),
-        q_start=count,
+        slot_mapping=batch.slot_mapping.index_select(0, places),
+        cu_seqlens_q=count,
         max_q=1,
         host=None,
     )
 
 
-def _tap(tapped: Tensor | None, taps: tuple[int, ...], boundary: int) -> Tensor | None:
+def _aux_at(aux_hidden_states: Tensor | None, aux_layer_ids: tuple[int, ...], boundary: int) -> Tensor | None:
     """Where the residual stream at this boundary goes, [T, H], or None."""
-    return tapped[:, taps.index(boundary)] if tapped is not None and boundary in taps else None
+    return (
+        None
+        if aux_hidden_states is None or boundary not in aux_layer_ids
+        else aux_hidden_states[:, aux_layer_ids.index(boundary)]
+    )

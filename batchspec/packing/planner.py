@@ -66,7 +66,7 @@ def choose_batch(
     device: torch.device,
     dtype: torch.dtype,
     draft_len: int,
-    beyond: int = 0,
+    num_lookahead_slots: int = 0,
     draft_kv_width: int = 0,
     free_bytes: int,
 ) -> PackedBatch:
@@ -78,7 +78,9 @@ def choose_batch(
     Raises CapacityError where not even one row of demand.max_tokens fits.
     """
     on_cpu = device.type == "cpu"
-    held = replace(demand, prompt_tokens=demand.prompt_tokens + beyond, max_tokens=demand.max_tokens + beyond)
+    held = replace(
+        demand, prompt_tokens=demand.prompt_tokens + num_lookahead_slots, max_tokens=demand.max_tokens + num_lookahead_slots
+    )
     limit = packing.slots or min(CPU_SLOTS if on_cpu else GPU_SLOTS, max(1, demand.num_completions))
     size_bytes = page_bytes(spec, PAGE_SIZE, dtype, draft_kv_width=draft_kv_width)
     if on_cpu:
@@ -97,7 +99,7 @@ def choose_batch(
         pages = min(pages, slots * _pages(held.max_tokens) + 1)  # page 0 is scratch
     prefill_tokens = packing.prefill_tokens or min(pass_tokens, max(PAGE_SIZE, slots * demand.max_tokens))
     return PackedBatch(
-        slots=slots,
+        num_slots=slots,
         row_buckets=row_buckets(slots),
         num_pages=pages,
         page_size=PAGE_SIZE,
@@ -117,10 +119,10 @@ def forecast(
     The last rows run nearly alone: half an output of mean length is added for them.
     """
     row_rounds = demand.output_tokens / (1 + accepted)
-    rounds = demand.num_completions * row_rounds / batch.slots + row_rounds / 2
+    rounds = demand.num_completions * row_rounds / batch.num_slots + row_rounds / 2
     context = demand.prompt_tokens + demand.output_tokens / 2
     round_s = round_seconds(
-        spec, rates, dtype=dtype, rows=batch.slots, context_tokens=context, tokens_per_row=batch.draft_len + 1
+        spec, rates, dtype=dtype, rows=batch.num_slots, context_tokens=context, tokens_per_row=batch.draft_len + 1
     )
     prefill_s = prefill_seconds(spec, rates, dtype=dtype, prompt_tokens=demand.prompt_tokens, pass_tokens=batch.prefill_tokens)
     return Forecast(

@@ -214,7 +214,7 @@ def _over_time(over: Course | None, *, drafted: bool) -> Iterator[str]:
     joined = f" {runs} runs, the pauses between them cut out; a dotted line marks where one began." if runs > 1 else ""
     sums = [float(part.sum()) for part in (over.live_rows, over.prefill, over.waiting, over.ending)]
     share = [part / (sum(sums) or 1) for part in sums]
-    back = f" Rows were set back for want of pages {over.set_back:,} times." if over.set_back else ""
+    back = f" Requests were preempted for want of pages {over.preempted:,} times." if over.preempted else ""
     keys = (
         html.key("first", f"live rows {share[0]:.0%}")
         + html.key("fourth", f"in prefill {share[1]:.0%}")

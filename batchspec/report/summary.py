@@ -19,7 +19,7 @@ class RunSummary:
     row_rounds: int
     """Rounds times the rows that lived in them."""
     accepted: int
-    set_back: int
+    preempted: int
 
     @property
     def tok_s(self) -> float:
@@ -46,5 +46,5 @@ class RunSummary:
         return {
             "seconds": round(self.seconds, 3), "start_up_s": round(self.start_up_s, 3), "tokens": self.tokens,
             "tok_s": round(self.tok_s, 1), "mean_acceptance_length": round(self.mean_acceptance_length, 4),
-            "rounds": self.rounds, "mean_live_rows": round(self.mean_live_rows, 2), "set_back": self.set_back,
+            "rounds": self.rounds, "mean_live_rows": round(self.mean_live_rows, 2), "set_back": self.preempted,
         }  # fmt: skip

@@ -37,7 +37,7 @@ class Totals(Protocol):
     tokens: int
     accepted: int
     drafted: int
-    set_back: int
+    preempted: int
     live_rows: int
     prefill_s: float
 
@@ -86,7 +86,7 @@ class Timeline:
         else:
             self._waiting_s += (seconds - prefill_s) * idle
         t = totals
-        self._latest = [now - self._began, t.tokens, t.rounds, t.row_rounds, t.drafted, t.accepted, t.set_back]
+        self._latest = [now - self._began, t.tokens, t.rounds, t.row_rounds, t.drafted, t.accepted, t.preempted]
         self._latest += [self._live_s, self._ending_s, self._waiting_s, self._prefill_s]
         if now - self._sampled >= max(SAMPLE_S, (now - self._began) / DETAIL):
             self._sampled = now
@@ -159,7 +159,7 @@ class Course:
     """K as it was: draft tokens a row and round (of a tree its levels); NaN where there was no round."""
     acceptance_length: Floats
     """Tokens a row and round; NaN too."""
-    set_back: int
+    preempted: int
 
 
 def course(runs: Sequence[Run]) -> Course | None:
@@ -186,7 +186,7 @@ def course(runs: Sequence[Run]) -> Course | None:
         prefill=sums["prefill_s"] / width,
         draft_len=_ratio(sums["drafted"], sums["row_rounds"]),
         acceptance_length=1 + _ratio(sums["accepted"], sums["row_rounds"]),
-        set_back=round(float(sums["set_back"].sum())),
+        preempted=round(float(sums["set_back"].sum())),
     )
 
 

@@ -55,7 +55,7 @@ class Part:
         Raises Interrupted at a signal or a time limit that asks for the end: finished rows and the tokens of the others are in
         the journal then. However it ends, its claims are free.
         """
-        slots = self.fitted.engine.batch.slots
+        slots = self.fitted.engine.batch.num_slots
         with ExitStack() as stack:
             stack.enter_context(Beacon(self.output.progress(), self.progress.facts, slots=slots))
             timeline = stack.enter_context(closing(Timeline(self.output.log_timeline, slots=slots)))

@@ -44,7 +44,7 @@ def decode_job(
         job.admission,
         num_shards=num_shards,
         shard_rows=job.shard_rows,
-        slots=engine.batch.slots,
+        slots=engine.batch.num_slots,
         journaled=journaled,
     )
     engine.on_round = reporter

@@ -91,7 +91,7 @@ def decode_suspects(
         strikes = attempts.strikes(shard.index)
         crashed = {row: alone for row, alone in strikes.items() if alone >= job.config.resume.row_attempts}
         done = [error for row, alone in crashed.items() for error in _crashed(job, shard, row, alone, journaled)]
-        for group, trial in _groups(shard, strikes, crashed, engine.batch.slots):
+        for group, trial in _groups(shard, strikes, crashed, engine.batch.num_slots):
             if engine.stopping:
                 return
             if trial:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from batchspec.kernels.train.draft_step_attention import merge_own_keys, own_keys_backward
+from batchspec.kernels.train.draft_step_attention import draft_step_attention, draft_step_attention_backward
 
 _aten = torch.ops.aten
 _NARROW = (torch.bfloat16, torch.float16)
@@ -86,7 +86,7 @@ class _Merged(torch.autograd.Function):
     def forward(ctx: Any, own: Tensor, q: Tensor, k: Tensor, v: Tensor, *later: Tensor) -> Tensor:
         out, lse, seeds = _causal(q, k, v)
         if own.shape[1]:
-            merge_own_keys(q, out, lse, own, scale=q.shape[-1] ** -0.5, out=out, out_lse=lse)
+            draft_step_attention(q, out, lse, own, scale=q.shape[-1] ** -0.5, out=out, out_lse=lse)
         ctx.own = own  # later steps write behind it: not a version that autograd need watch
         ctx.save_for_backward(q, k, v, out, lse, *seeds)
         return out
@@ -99,7 +99,7 @@ class _Merged(torch.autograd.Function):
         if not own.shape[1]:
             return None, grad_q, grad_k, grad_v
         grad_own = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=own.device)
-        own_keys_backward(q, grad, out, lse, own, scale=q.shape[-1] ** -0.5, grad_q=grad_q, out_own=grad_own)
+        draft_step_attention_backward(q, grad, out, lse, own, scale=q.shape[-1] ** -0.5, grad_q=grad_q, out_own=grad_own)
         return None, grad_q, grad_k, grad_v, *(grad_own[part, step] for step in range(own.shape[1]) for part in range(2))
 
 

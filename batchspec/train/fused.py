@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchspec.kernels.train.rope_train import turn
-from batchspec.kernels.train.swiglu_train import gate, gate_backward
+from batchspec.kernels.train.rope_train import rope_train
+from batchspec.kernels.train.swiglu_train import swiglu_train, swiglu_train_backward
 
 
 class Turn(torch.autograd.Function):
@@ -28,7 +28,7 @@ class Turn(torch.autograd.Function):
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
-    turn(x.flatten(0, 1), cos, sin, out=out.view(-1, *x.shape[2:]))
+    rope_train(x.flatten(0, 1), cos, sin, out=out.view(-1, *x.shape[2:]))
     return out
 
 
@@ -39,12 +39,12 @@ class Gate(torch.autograd.Function):
     def forward(ctx: Any, opened: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(opened, up)
         out = torch.empty_like(up)
-        gate(opened, up, out=out)
+        swiglu_train(opened, up, out=out)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         opened, up = ctx.saved_tensors
         out_gate, out_up = torch.empty_like(opened), torch.empty_like(up)
-        gate_backward(opened, up, grads[0].contiguous(), out_gate=out_gate, out_up=out_up)
+        swiglu_train_backward(opened, up, grads[0].contiguous(), out_gate=out_gate, out_up=out_up)
         return out_gate, out_up

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from batchspec.draft.formats import HeadSpec
-from batchspec.draft.weights import Head, dummy_spec, load_head, usual_taps
+from batchspec.draft.weights import Head, dummy_spec, load_head, usual_aux_layers
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
@@ -20,10 +20,10 @@ _STD = 0.02
 
 
 def new_spec(
-    target: ModelSpec, *, draft_vocab: int, taps: list[int] | None, layers: int = 1, inner: int | None = None,
+    target: ModelSpec, *, draft_vocab: int, aux_layer_ids: list[int] | None, layers: int = 1, inner: int | None = None,
     mask_id: int | None = None,
 ) -> HeadSpec:  # fmt: skip
-    """Layers of the target's shape over `taps`, of which there is a default; raises ConfigError for taps that cannot be.
+    """Layers of the target's shape over `aux_layer_ids`, of which there is a default; raises ConfigError for ids that cannot be.
 
     inner    width inside the MLP; None: the target's
     mask_id  the mask token of a head that drafts in parallel
@@ -33,16 +33,16 @@ def new_spec(
         spec, num_layers=layers, windows=(None,) * layers, intermediate_size=inner or spec.intermediate_size,
         mask_token_id=mask_id,
     )  # fmt: skip
-    chosen = usual_taps(target.num_layers) if taps is None else tuple(taps)
+    chosen = usual_aux_layers(target.num_layers) if aux_layer_ids is None else tuple(aux_layer_ids)
     if not chosen or len(set(chosen)) < len(chosen) or not all(0 <= tap <= target.num_layers for tap in chosen):
         raise ConfigError(
-            f"train.taps={list(chosen)} must be different boundaries in 0 .. {target.num_layers}; null takes the usual"
+            f"train.aux_layer_ids={list(chosen)} must be different boundaries in 0 .. {target.num_layers}; null takes the usual"
         )
     if chosen[0] == 1:
         raise ConfigError(
-            f"train.taps={list(chosen)}: readers take ids that begin with 1 for outputs of layers; put another first"
+            f"train.aux_layer_ids={list(chosen)}: readers take ids that begin with 1 for outputs of layers; put another first"
         )
-    return replace(spec, tap_layers=chosen)
+    return replace(spec, aux_layer_ids=chosen)
 
 
 def new_network(spec: HeadSpec, target: Target, hot: Tensor, *, seed: int) -> HeadNetwork:
@@ -73,19 +73,19 @@ def _output_rows(target: Target, hot: Tensor) -> Tensor:
 
 def unlearnable(spec: HeadSpec, target: ModelSpec) -> str | None:
     """Why training cannot go on from a head of this shape; None where it can."""
-    plain = replace(new_spec(target, draft_vocab=spec.draft_vocab_size, taps=None), layout=spec.layout, rope=spec.rope)
-    same = ("tap_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "rms_eps", "mapped", "mask_token_id")
+    plain = replace(new_spec(target, draft_vocab=spec.draft_vocab_size, aux_layer_ids=None), layout=spec.layout, rope=spec.rope)
+    same = ("aux_layer_ids", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "rms_eps", "mapped", "mask_token_id")
     plain = replace(plain, num_layers=spec.num_layers, windows=(None,) * spec.num_layers)
     if spec != replace(plain, **{name: getattr(spec, name) for name in same}):
         return "training goes on from plain EAGLE-3 heads with an lm_head and the target's embedding"
-    if spec.tap_layers[0] == 1:
-        return f"it reads the target's layers {list(spec.tap_layers)}, which cannot be written"
+    if spec.aux_layer_ids[0] == 1:
+        return f"it reads the target's layers {list(spec.aux_layer_ids)}, which cannot be written"
     return None
 
 
 def unlearnable_weights(head: Head) -> str | None:
     """The same of what only the tensors say."""
-    width = len(head.spec.tap_layers) * head.spec.target_hidden_size
+    width = len(head.spec.aux_layer_ids) * head.spec.target_hidden_size
     if head.hot is not None and bool((head.hot[1:] <= head.hot[:-1]).any()):
         return "its d2t does not rise, so its draft ids cannot be written again"
     if "mask_hidden" in head.tensors and head.tensors["mask_hidden"].shape[1] != width:

@@ -126,7 +126,7 @@ class HeadNetwork(nn.Module):
     def __init__(self, spec: HeadSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.fc = nn.Linear(len(spec.tap_layers) * spec.target_hidden_size, spec.hidden_size, bias=False)
+        self.fc = nn.Linear(len(spec.aux_layer_ids) * spec.target_hidden_size, spec.hidden_size, bias=False)
         self.midlayer, self.norm = MidLayer(spec), Norm(spec.hidden_size, spec.rms_eps)
         self.layers = nn.ModuleDict({str(i): Layer(spec) for i in range(1, spec.num_layers)})
         self.lm_head = nn.Linear(spec.hidden_size, spec.draft_vocab_size, bias=False)
@@ -165,7 +165,7 @@ class ParallelNetwork(HeadNetwork):
     def __init__(self, spec: HeadSpec, mask_embedding: Tensor) -> None:
         """mask_embedding [H] the target's embedding of the mask token, which does not learn."""
         super().__init__(spec)
-        self.mask_hidden = nn.Parameter(torch.zeros(1, 1, len(spec.tap_layers) * spec.target_hidden_size))
+        self.mask_hidden = nn.Parameter(torch.zeros(1, 1, len(spec.aux_layer_ids) * spec.target_hidden_size))
         self.register_buffer("mask_embedding", mask_embedding.detach().clone().view(1, 1, -1), persistent=False)
 
     def forward(self, embedded: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:

@@ -77,13 +77,13 @@ def head_config(
 ) -> dict[str, Any]:
     """config.json of a head made by `head.new_spec` or read by `head.published_network`."""
     shape = _shape(spec, target)
-    taps, mask_id = list(spec.tap_layers), spec.mask_token_id
+    aux_layer_ids, mask_id = list(spec.aux_layer_ids), spec.mask_token_id
     parallel = mask_id is not None
     own: dict[str, Any] = {"draft_vocab_size": spec.draft_vocab_size, "torch_dtype": str(dtype).removeprefix("torch.")}
     if layout == "flat":
         # Readers know the usual taps, and differ in what they make of ids that are given.
-        usual = taps == [2, target.num_layers // 2, target.num_layers - 3]
-        ids = {} if usual else {"eagle_aux_hidden_state_layer_ids": taps, "num_aux_hidden_states": len(taps)}
+        usual = aux_layer_ids == [2, target.num_layers // 2, target.num_layers - 3]
+        ids = {} if usual else {"eagle_aux_hidden_state_layer_ids": aux_layer_ids, "num_aux_hidden_states": len(aux_layer_ids)}
         mask = {"parallel_drafting": True, "mask_token_id": mask_id, "ptd_token_id": mask_id} if parallel else {}
         return {"architectures": ["LlamaForCausalLMEagle3"], **shape, **own, **ids, **mask, "tie_word_embeddings": False}
     kind = "peagle" if parallel else "eagle3"
@@ -101,7 +101,7 @@ def head_config(
             "verifier": {"name_or_path": verifier, "architectures": [_ARCHITECTURES[target.family]]},
         },
         "transformer_layer_config": shape,
-        "eagle_aux_hidden_state_layer_ids": taps,
+        "eagle_aux_hidden_state_layer_ids": aux_layer_ids,
         "norm_before_residual": False,
         "norm_before_fc": False,
         "target_hidden_size": spec.target_hidden_size,

@@ -33,7 +33,7 @@ class HeadOutputConfig:
 class TrainConfig:
     draft_vocab: int = 32000
     """Tokens that the head can draft: the most frequent ones of the completions, at most the target's vocabulary."""
-    taps: list[int] | None = None
+    aux_layer_ids: list[int] | None = None
     """Boundaries of the target's residual stream that it reads, i is what enters layer i; null: 2, the middle, last but 2."""
     layers: int | None = None
     """Layers of the head: more draft better, and a chain pays for them at each draft token; null: 1, or those of draft.path,
@@ -125,7 +125,7 @@ REQUIRED: dict[str, str] = {
     "output.dir": "the folder that the head goes to",
 }
 _READ = ("draft.name", "draft.path", "draft.aux_layers", "draft.max_len", "draft.parallel")
-_OF_NEW_HEADS = ("taps", "inner")
+_OF_NEW_HEADS = ("aux_layer_ids", "inner")
 _UNREAD = ("model.chat_template", "model.think_tokens")
 
 

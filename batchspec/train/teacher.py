@@ -58,14 +58,14 @@ class Teacher:
     def __init__(
         self,
         target: Target,
-        taps: tuple[int, ...],
+        aux_layer_ids: tuple[int, ...],
         hot: Tensor,
         dtype: torch.dtype,
         *,
         prompts: bool = False,
         heat: float = 1.0,
     ) -> None:
-        self.target, self.taps, self.hot, self.dtype = target, taps, hot.to(target.device), dtype
+        self.target, self.aux_layer_ids, self.hot, self.dtype = target, aux_layer_ids, hot.to(target.device), dtype
         self._prompts, self._heat = prompts, heat
         self._known = torch.zeros(target.spec.vocab_size, device=target.device).index_fill_(0, self.hot, 1.0)
 
@@ -80,13 +80,13 @@ class Teacher:
         tokens, at_rows, at_places, learnt, ends = self._on_device(
             np.concatenate([row.ids for row in rows]), flat_rows, flat_places, where, starts
         )
-        hidden, tapped = _forward(self.target, lengths.tolist(), tokens, at_places, at_rows, ends, self.taps)
+        hidden, aux_hidden_states = _forward(self.target, lengths.tolist(), tokens, at_places, at_rows, ends, self.aux_layer_ids)
         flat = at_rows * length + at_places
-        features = torch.zeros(len(rows) * length, tapped.shape[1], dtype=self.dtype, device=self.target.device)
-        features.index_copy_(0, flat, tapped.to(self.dtype))
+        features = torch.zeros(len(rows) * length, aux_hidden_states.shape[1], dtype=self.dtype, device=self.target.device)
+        features.index_copy_(0, flat, aux_hidden_states.to(self.dtype))
         ids = torch.zeros(len(rows) * length, dtype=torch.int64, device=self.target.device)
         ids = ids.index_copy_(0, flat, tokens).view(len(rows), length)
-        likeliest, distribution = self._distributions(hidden.index_select(0, learnt) if probs else hidden[:0])
+        greedy_sample, distribution = self._distributions(hidden.index_select(0, learnt) if probs else hidden[:0])
         following = F.pad(ids[:, 1:], (0, 1)).flatten()
         return Lesson(
             embedded=self.target.embedding.index_select(0, following).view(len(rows), length, hidden_size).to(self.dtype),
@@ -96,7 +96,7 @@ class Teacher:
             places=at_places.index_select(0, learnt),
             probs=distribution,
             best_ids=distribution.argmax(-1),
-            known=self._known[likeliest],
+            known=self._known[greedy_sample],
         )
 
     def _to_learn(self, row: Row) -> npt.NDArray[np.bool_]:
@@ -115,19 +115,25 @@ class Teacher:
 
     def _distributions(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """int64 [N] likeliest ids of the whole vocabulary, and fp32 [N, V']; a network could save no inference tensors."""
-        likeliest = torch.empty(len(hidden), dtype=torch.int64, device=self.hot.device)
+        greedy_sample = torch.empty(len(hidden), dtype=torch.int64, device=self.hot.device)
         wide = torch.promote_types(self.target.dtype, torch.float32)
         probs = torch.empty(len(hidden), len(self.hot), dtype=wide, device=self.hot.device)
         for at in range(0, len(hidden), _CHUNK):
             part = slice(at, at + _CHUNK)
             logits = self.target.logits(hidden[part])
-            likeliest[part] = logits.argmax(-1)
+            greedy_sample[part] = logits.argmax(-1)
             probs[part] = logits.index_select(1, self.hot).div_(self._heat).softmax(-1)
-        return likeliest, probs
+        return greedy_sample, probs
 
 
 def _forward(
-    target: Target, lengths: list[int], tokens: Tensor, places: Tensor, row_ids: Tensor, starts: Tensor, taps: tuple[int, ...]
+    target: Target,
+    lengths: list[int],
+    tokens: Tensor,
+    places: Tensor,
+    row_ids: Tensor,
+    starts: Tensor,
+    aux_layer_ids: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:
     """hidden [T, H] behind the final norm, and the taps [T, W]."""
     spec, device = target.spec, target.device
@@ -143,14 +149,14 @@ def _forward(
         token_ids=tokens.int(),
         row_ids=row_ids.int(),
         positions=places,
-        slots=PAGE_SIZE * (1 + row_ids * pages) + places,  # a row's pages lie in order, behind the first one
-        q_start=starts.int(),
+        slot_mapping=PAGE_SIZE * (1 + row_ids * pages) + places,  # a row's pages lie in order, behind the first one
+        cu_seqlens_q=starts.int(),
         kv_len=starts.diff().int(),
         page_table=table,
         max_q=max(lengths),
         max_kv=max(lengths),
         host=HostLayout(lengths, lengths),
     )
-    hidden, tapped = target.forward(batch, cache, taps)
-    assert tapped is not None
-    return hidden, tapped
+    hidden, aux_hidden_states = target.forward(batch, cache, aux_layer_ids)
+    assert aux_hidden_states is not None
+    return hidden, aux_hidden_states

@@ -44,8 +44,8 @@ def partials_of(work: AttentionWork, head_dim: int) -> Partials:
 
 
 @triton.jit
-def merge_kernel(
-    part_out, part_lse, row_parts, q_start, out, KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+def merge_states_kernel(
+    part_out, part_lse, row_parts, cu_seqlens_q, out, KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr, TILES: tl.constexpr, LINES: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, tile of LINES pairs, K/V head); the loads of PARTS parts are in flight at once."""
@@ -54,8 +54,8 @@ def merge_kernel(
     row = tl.program_id(0) // KV_HEADS // TILES
     first = tl.load(row_parts + 2 * row)  # all four before any is looked at: one latency
     parts = tl.load(row_parts + 2 * row + 1)
-    begin = tl.load(q_start + row)
-    num_lanes = (tl.load(q_start + row + 1) - begin) * HEADS
+    begin = tl.load(cu_seqlens_q + row)
+    num_lanes = (tl.load(cu_seqlens_q + row + 1) - begin) * HEADS
     if parts == 0:
         return
     lane = tl.program_id(0) // KV_HEADS % TILES * LINES + tl.arange(0, LINES)
@@ -84,15 +84,22 @@ def merge_kernel(
     tl.store(out + target[:, None] * HEAD_DIM + d[None, :], acc.to(out.dtype.element_ty), mask=within)
 
 
-def merge_parts(
-    part_out: Tensor, part_lse: Tensor, row_parts: Tensor, q_start: Tensor, *, max_q: int, out: Tensor, interpret: bool = False
+def merge_states(
+    part_out: Tensor,
+    part_lse: Tensor,
+    row_parts: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    max_q: int,
+    out: Tensor,
+    interpret: bool = False,
 ) -> None:
     """Write the output of every row that comes in parts; other rows of `out` are left alone.
 
     part_out   fp32 [lines, KVH, D]
     part_lse   fp32 [lines, KVH]  log2; a part that saw no key has a huge negative one, never -inf
     row_parts  int32 [R, 2]       first line of the row, number of parts (0: not in parts)
-    q_start    int32 [R+1]        row r's places in `out`
+    cu_seqlens_q    int32 [R+1]        row r's places in `out`
     max_q      no row owns more places
     out        fp32, bf16 or fp16 [T, NH, D]  NH a multiple of KVH: a row has NH / KVH pairs a place and K/V head
 
@@ -100,25 +107,25 @@ def merge_parts(
     """
     (num_lines, kv_heads, head_dim), num_rows = part_out.shape, row_parts.shape[0]
     heads = out.shape[1] // kv_heads
-    check("merge_parts: part_out", part_out, (num_lines, kv_heads, head_dim), torch.float32)
-    check("merge_parts: part_lse", part_lse, (num_lines, kv_heads), torch.float32)
-    check("merge_parts: row_parts", row_parts, (num_rows, 2), torch.int32)
-    check("merge_parts: q_start", q_start, (num_rows + 1,), torch.int32)
-    check("merge_parts: out", out, (out.shape[0], heads * kv_heads, head_dim), torch.float32, torch.bfloat16, torch.float16)
+    check("merge_states: part_out", part_out, (num_lines, kv_heads, head_dim), torch.float32)
+    check("merge_states: part_lse", part_lse, (num_lines, kv_heads), torch.float32)
+    check("merge_states: row_parts", row_parts, (num_rows, 2), torch.int32)
+    check("merge_states: cu_seqlens_q", cu_seqlens_q, (num_rows + 1,), torch.int32)
+    check("merge_states: out", out, (out.shape[0], heads * kv_heads, head_dim), torch.float32, torch.bfloat16, torch.float16)
     if not (out.is_cuda or interpret):
-        merge_parts_reference(part_out, part_lse, row_parts, q_start, out=out)
+        merge_states_reference(part_out, part_lse, row_parts, cu_seqlens_q, out=out)
     elif num_rows:
         tiles = triton.cdiv(max_q * heads, LINES)
-        merge_kernel[(num_rows * tiles * kv_heads,)](
-            part_out, part_lse, row_parts, q_start, out, KV_HEADS=kv_heads, HEADS=heads, HEAD_DIM=head_dim,
+        merge_states_kernel[(num_rows * tiles * kv_heads,)](
+            part_out, part_lse, row_parts, cu_seqlens_q, out, KV_HEADS=kv_heads, HEADS=heads, HEAD_DIM=head_dim,
             DIM=max(16, triton.next_power_of_2(head_dim)), TILES=tiles, LINES=LINES, PARTS=PARTS, num_warps=1,
             **launch_args(out),
         )  # fmt: skip
 
 
-def merge_parts_reference(part_out: Tensor, part_lse: Tensor, row_parts: Tensor, q_start: Tensor, *, out: Tensor) -> None:
+def merge_states_reference(part_out: Tensor, part_lse: Tensor, row_parts: Tensor, cu_seqlens_q: Tensor, *, out: Tensor) -> None:
     """The same in plain torch."""
-    begins, (kv_heads, head_dim) = q_start.tolist(), part_out.shape[1:]
+    begins, (kv_heads, head_dim) = cu_seqlens_q.tolist(), part_out.shape[1:]
     for (first, parts), begin, stop in zip(row_parts.tolist(), begins, begins[1:], strict=False):
         lines = slice(first, first + parts * (stop - begin) * (out.shape[1] // kv_heads))
         if parts and stop > begin:
@@ -129,21 +136,21 @@ def merge_parts_reference(part_out: Tensor, part_lse: Tensor, row_parts: Tensor,
 
 
 def main() -> None:
-    bench = Bench("attention_merge")
+    bench = Bench("merge_states")
     device = bench.device
     for rows, tokens, parts in ((64, 1, 5), (64, 4, 5), (4, 4, 33)):
         lines = rows * parts * tokens * 4
         out = torch.empty(rows * tokens, 32, 128, dtype=torch.bfloat16, device=device)
         row_parts = torch.tensor([(row * parts * tokens * 4, parts) for row in range(rows)], dtype=torch.int32, device=device)
-        q_start = torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32, device=device)
+        cu_seqlens_q = torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32, device=device)
         inputs = [
-            (torch.randn(lines, 8, 128, device=device), torch.randn(lines, 8, device=device), row_parts, q_start)
+            (torch.randn(lines, 8, 128, device=device), torch.randn(lines, 8, device=device), row_parts, cu_seqlens_q)
             for _ in range(bench.num_copies)
         ]
         bench.row(
             f"R={rows} S={tokens} parts={parts} 32/8 heads D=128",
-            [partial(merge_parts, *x, max_q=tokens, out=out) for x in inputs],
-            [partial(merge_parts_reference, *x, out=out) for x in inputs],
+            [partial(merge_states, *x, max_q=tokens, out=out) for x in inputs],
+            [partial(merge_states_reference, *x, out=out) for x in inputs],
             num_bytes=inputs[0][0].nbytes + out.nbytes,
         )
 

@@ -1,4 +1,4 @@
-"""The work list of verify attention in plain Python: what `attention_work.py` lists, as a loop over rows and groups."""
+"""The work list of verify attention in plain Python: what `split_kv_schedule.py` lists, as a loop over rows and groups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WAVES = 5
 """Times that the card is filled at most: more items of fewer keys would even out nothing more."""
 
 
-def attention_work_reference(work: AttentionWork, positions: Tensor, targets: tuple[int, int], min_chunk: int) -> None:
+def split_kv_schedule_reference(work: AttentionWork, positions: Tensor, targets: tuple[int, int], min_chunk: int) -> None:
     """Fill items, group_items, counts and row_parts of `work`; targets are the items of a wave, of rows and of groups."""
     shape, heads, shared = work.shape, work.shape.heads_per_kv, work.shared
     group_of, common, starts = [-1] * len(work.kv_len), list[int](), [0]
@@ -26,7 +26,7 @@ def attention_work_reference(work: AttentionWork, positions: Tensor, targets: tu
     group_tiles = [triton.cdiv(width, shape.group_tile) for width in widths]
     group_cuts = _cut(common, group_tiles, targets[1], shape.chunk, min_chunk, shape.group_block)
 
-    begins, lengths = work.q_start.tolist(), work.kv_len.tolist()
+    begins, lengths = work.cu_seqlens_q.tolist(), work.kv_len.tolist()
     places = [stop - begin for begin, stop in pairwise(begins)]
     lengths = [length if num_q else 0 for length, num_q in zip(lengths, places, strict=True)]
     first = [common[group] if group >= 0 and length else 0 for group, length in zip(group_of, lengths, strict=True)]

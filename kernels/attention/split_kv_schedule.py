@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchspec.kernels.attention.schedule_reference import FIELDS, WAVES, attention_work_reference
+from batchspec.kernels.attention.schedule_reference import FIELDS, WAVES, split_kv_schedule_reference
 from batchspec.kernels.attention.work_list import AttentionWork, SharedPrefixes, WorkShape
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
@@ -70,8 +70,8 @@ def list_items(out_items, index, unit, num_items, tiles, first, length, end, fir
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_groups", "num_places", "target", "group_target", "chunk", "min_chunk"])
-def work_kernel(
-    q_start, kv_len, positions, row_group, group_start, shared_len, out_items, out_group_items, out_counts, out_row_parts,
+def split_kv_schedule_kernel(
+    cu_seqlens_q, kv_len, positions, row_group, group_start, shared_len, out_items, out_group_items, out_counts, out_row_parts,
     num_rows, num_groups, num_places, target, group_target, chunk, min_chunk,
     HEADS: tl.constexpr, MAX_Q: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, PAGE_SIZE: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, GROUP_TILE: tl.constexpr, GROUP_BLOCK: tl.constexpr, WAVES: tl.constexpr,
@@ -82,8 +82,8 @@ def work_kernel(
     program = tl.program_id(0)
     rows = tl.arange(0, ROWS)
     exists = rows < num_rows
-    begin = tl.load(q_start + rows, mask=rows <= num_rows, other=0)
-    finish = tl.where(rows == num_rows, num_places, tl.load(q_start + rows + 1, mask=exists, other=0))
+    begin = tl.load(cu_seqlens_q + rows, mask=rows <= num_rows, other=0)
+    finish = tl.where(rows == num_rows, num_places, tl.load(cu_seqlens_q + rows + 1, mask=exists, other=0))
     places = tl.maximum(finish - begin, 0)
     length = tl.load(kv_len + rows, mask=exists, other=0)
     alive = (length > 0) & (places > 0)
@@ -148,8 +148,8 @@ def work_kernel(
                 tl.store(out_counts + 1, 0)
 
 
-def attention_work(
-    q_start: Tensor,
+def split_kv_schedule(
+    cu_seqlens_q: Tensor,
     kv_len: Tensor,
     positions: Tensor,
     *,
@@ -159,7 +159,7 @@ def attention_work(
 ) -> AttentionWork:
     """The work list of a flat batch of R rows and T places.
 
-    q_start    int32 [R+1]  row r's places are q_start[r] .. q_start[r+1]-1, at most shape.max_q of them
+    cu_seqlens_q    int32 [R+1]  row r's places are cu_seqlens_q[r] .. cu_seqlens_q[r+1]-1, at most shape.max_q of them
     kv_len     int32 [R]    keys 0 .. kv_len-1 can be seen; 0 for a dead row
     positions  int64 [T]    read with a window: a row's first query has its smallest position
     shared     groups that begin with the same pages, or None
@@ -168,9 +168,9 @@ def attention_work(
     prefixes under a window.
     """
     num_rows, num_places = kv_len.shape[0], positions.shape[0]
-    check("attention_work: q_start", q_start, (num_rows + 1,), torch.int32)
-    check("attention_work: kv_len", kv_len, (num_rows,), torch.int32)
-    check("attention_work: positions", positions, (num_places,), torch.int64)
+    check("split_kv_schedule: cu_seqlens_q", cu_seqlens_q, (num_rows + 1,), torch.int32)
+    check("split_kv_schedule: kv_len", kv_len, (num_rows,), torch.int32)
+    check("split_kv_schedule: positions", positions, (num_places,), torch.int64)
     if shared is not None:
         _check_shared(shared, num_rows, shape.window)
     num_groups = shared.shared_len.shape[0] if shared is not None else 0
@@ -182,16 +182,16 @@ def attention_work(
         return torch.empty(size, dtype=torch.int32, device=kv_len.device)
 
     work = AttentionWork(
-        shape=shape, q_start=q_start, kv_len=kv_len, shared=shared, num_lines=num_lines, counts=empty(2),
+        shape=shape, cu_seqlens_q=cu_seqlens_q, kv_len=kv_len, shared=shared, num_lines=num_lines, counts=empty(2),
         items=empty(max_items, FIELDS), row_parts=empty(num_rows, 2),
         group_items=empty(max_group_items, FIELDS),
     )  # fmt: skip
     if not (kv_len.is_cuda or interpret):
-        attention_work_reference(work, positions, (target, group_target), min_chunk)
+        split_kv_schedule_reference(work, positions, (target, group_target), min_chunk)
         return work
     groups = (shared.row_group, shared.group_start, shared.shared_len) if shared is not None else (kv_len, kv_len, kv_len)
-    work_kernel[(num_rows + 1 + num_groups,)](
-        q_start, kv_len, positions, *groups, work.items, work.group_items, work.counts, work.row_parts,
+    split_kv_schedule_kernel[(num_rows + 1 + num_groups,)](
+        cu_seqlens_q, kv_len, positions, *groups, work.items, work.group_items, work.counts, work.row_parts,
         num_rows, num_groups, num_places, target, group_target, shape.chunk, min_chunk,
         HEADS=shape.heads_per_kv, MAX_Q=shape.max_q if num_groups else 1, WINDOW=shape.window, SINK=shape.sink,
         PAGE_SIZE=shape.page_size, TILE=shape.tile, BLOCK=shape.block, GROUP_TILE=shape.group_tile,
@@ -204,12 +204,12 @@ def attention_work(
 
 def _check_shared(shared: SharedPrefixes, num_rows: int, window: int) -> None:
     num_groups = shared.shared_len.shape[0]
-    check("attention_work: shared.row_group", shared.row_group, (num_rows,), torch.int32)
-    check("attention_work: shared.row_order", shared.row_order, (num_rows,), torch.int32)
-    check("attention_work: shared.group_start", shared.group_start, (num_groups + 1,), torch.int32)
-    check("attention_work: shared.shared_len", shared.shared_len, (num_groups,), torch.int32)
+    check("split_kv_schedule: shared.row_group", shared.row_group, (num_rows,), torch.int32)
+    check("split_kv_schedule: shared.row_order", shared.row_order, (num_rows,), torch.int32)
+    check("split_kv_schedule: shared.group_start", shared.group_start, (num_groups + 1,), torch.int32)
+    check("split_kv_schedule: shared.shared_len", shared.shared_len, (num_groups,), torch.int32)
     if window:
-        raise ValueError(f"attention_work: shared prefixes with window={window}; pass shared=None, a window reads no prefix")
+        raise ValueError(f"split_kv_schedule: shared prefixes with window={window}; pass shared=None, a window reads no prefix")
 
 
 def _bounds(

@@ -19,7 +19,7 @@ def zero_places(out, begin, finish, head, HEADS: tl.constexpr, KV_HEADS: tl.cons
 
 
 @triton.jit
-def lanes_of(tile, unit, begin, count, q_start, kv_len, row_order, max_q, HEADS: tl.constexpr, TILE: tl.constexpr,
+def lanes_of(tile, unit, begin, count, cu_seqlens_q, kv_len, row_order, max_q, HEADS: tl.constexpr, TILE: tl.constexpr,
              GROUPED: tl.constexpr):  # fmt: skip
     """Of each line of a tile: its (query, head) pair, its row, that row's first place and pairs, and whether there is one."""
     lane = tile * TILE + tl.arange(0, TILE)
@@ -29,8 +29,8 @@ def lanes_of(tile, unit, begin, count, q_start, kv_len, row_order, max_q, HEADS:
         inside = member < begin + count
         row = tl.load(row_order + member, mask=inside, other=0)
         inside = inside & (tl.load(kv_len + row, mask=inside, other=0) > 0)
-        begin = tl.load(q_start + row)
-        num_lanes = (tl.load(q_start + row + 1) - begin) * HEADS
+        begin = tl.load(cu_seqlens_q + row)
+        num_lanes = (tl.load(cu_seqlens_q + row + 1) - begin) * HEADS
     else:
         row = unit
         inside = lane >= 0

@@ -3,9 +3,9 @@
     out[t] = softmax over the keys k that t sees of (scale * q[t] . K[k]) @ V,   keys 0 .. position[t], or those in the window
                                                                                  and the sink, or those in t's ancestor mask
 
-One program an item of the work list (`attention_work.py`) and K/V head: the row's queries, in all heads that share the K/V head,
+One program an item of the work list (`split_kv_schedule.py`) and K/V head: the row's queries, in all heads that share the K/V head,
 are the lines of one tile; softmax runs online in base 2. An item that is a whole row writes its output, the others write partial
-results in fp32, which `attention_merge.py` adds up by log-sum-exp.
+results in fp32, which `merge_states.py` adds up by log-sum-exp.
 The grid is an upper bound with early exits rather than persistent programs: the card hands out items in the listed order, longest
 first, which balances ragged rows better than any fixed stride, and there is no counter to reset.
 Bound by reading K/V once: 4.3 TB/s at 64 rows x 8448 keys on an H200. Source: Dao et al. 2023 ("Flash-Decoding for long-context
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchspec.kernels.attention.merge_states import Partials, merge_parts
+from batchspec.kernels.attention.merge_states import Partials, merge_states
 from batchspec.kernels.attention.settings import DTYPES, Config, config_of
 from batchspec.kernels.attention.softmax_step import attend_keys, page_of
 from batchspec.kernels.attention.tile import lanes_of, write_lines, zero_places
@@ -32,7 +32,7 @@ from batchspec.kernels.common.pdl import await_earlier, launch_args
 
 @triton.jit(do_not_specialize=["max_pages", "max_q"])
 def verify_kernel(
-    q, kv, page_table, positions, q_start, kv_len, row_order, items, num_items, row_parts, ancestors, tail_start,
+    q, kv, page_table, positions, cu_seqlens_q, kv_len, row_order, items, num_items, row_parts, ancestors, tail_start,
     out, part_out, part_lse, scale, max_pages, max_q, q_stride_t, q_stride_h, kv_stride_part, kv_stride_page,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SINK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr,
@@ -59,7 +59,7 @@ def verify_kernel(
         return
 
     lane, row, first_place, num_lanes, inside = lanes_of(
-        tile, unit, begin, count, q_start, kv_len, row_order, max_q, HEADS, TILE, GROUPED
+        tile, unit, begin, count, cu_seqlens_q, kv_len, row_order, max_q, HEADS, TILE, GROUPED
     )
     table_row = unit
     if GROUPED:
@@ -113,7 +113,7 @@ def verify_kernel(
 
     if TILE > 16:  # read again, for the addresses of a large tile would take registers from the loop
         lane, row, first_place, num_lanes, inside = lanes_of(
-            tl.load(item + 1, volatile=True), unit, begin, count, q_start, kv_len, row_order, max_q, HEADS, TILE, GROUPED
+            tl.load(item + 1, volatile=True), unit, begin, count, cu_seqlens_q, kv_len, row_order, max_q, HEADS, TILE, GROUPED
         )
         token = (first_place + lane // HEADS).to(tl.int64)
         q_head = head * HEADS + lane % HEADS
@@ -149,7 +149,7 @@ def verify_attention(
     page_table  int32 [R, max pages a row]
     positions   int64 [T]  a query sees keys 0 .. its position, below kv_len, within the work list's window. They may be later
                 ones than the list was made with, while kv_len bounds them
-    work        from `attention_work`, which says how rows and places lie
+    work        from `split_kv_schedule`, which says how rows and places lie
     partials    from `partials_of`
     out         [T, NH, D] contiguous, of q's dtype; dead rows and padding get zeros
     ancestors   int64 [T]  a tree: bit j says that the query sees key tail_start[row] + j; below tail_start it sees every key.
@@ -188,9 +188,9 @@ def verify_attention(
     args = launch_args(q)
 
     def launch(items: Tensor, kind: int, tile: int, block: int, choice: Config) -> None:
-        row_order = work.shared.row_order if kind and work.shared else work.q_start
+        row_order = work.shared.row_order if kind and work.shared else work.cu_seqlens_q
         verify_kernel[(items.shape[0] * shape.kv_heads,)](
-            q, kv, page_table, positions, work.q_start, work.kv_len, row_order, items,
+            q, kv, page_table, positions, work.cu_seqlens_q, work.kv_len, row_order, items,
             work.counts[kind:], work.row_parts, ancestors, tail_start, out, partials.out, partials.lse,
             scale * math.log2(math.e), page_table.shape[1], shape.max_q, q.stride(0), q.stride(1), kv.stride(0), kv.stride(1),
             **heads, PAGE_SIZE=shape.page_size, WINDOW=shape.window, SINK=shape.sink, TILE=tile, BLOCK=block, GROUPED=bool(kind),
@@ -203,7 +203,9 @@ def verify_attention(
         launch(work.group_items, 1, shape.group_tile, shape.group_block, choice)
     launch(work.items, 0, shape.tile, shape.block, config or config_of(head_dim, shape.tile, q.dtype))
     if work.num_lines:
-        merge_parts(partials.out, partials.lse, work.row_parts, work.q_start, max_q=shape.max_q, out=out, interpret=interpret)
+        merge_states(
+            partials.out, partials.lse, work.row_parts, work.cu_seqlens_q, max_q=shape.max_q, out=out, interpret=interpret
+        )
 
 
 def verify_attention_reference(
@@ -219,7 +221,7 @@ def verify_attention_reference(
     tail_start: Tensor | None = None,
 ) -> None:
     """The same in plain torch, row by row: every key gathered, softmax over the whole row in fp32."""
-    shape, begins = work.shape, work.q_start.tolist()
+    shape, begins = work.shape, work.cu_seqlens_q.tolist()
     out.zero_()
     for row, (begin, stop, length) in enumerate(zip(begins, begins[1:], work.kv_len.tolist(), strict=False)):
         if not (length and stop > begin):

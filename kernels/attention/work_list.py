@@ -1,4 +1,4 @@
-"""The work list of verify attention as a record: what it is made of, how it is to be cut; `attention_work.py` makes it."""
+"""The work list of verify attention as a record: what it is made of, how it is to be cut; `split_kv_schedule.py` makes it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class AttentionWork:
     """A work list and what it was made of. Good for every layer, and for later positions as long as kv_len bounds them."""
 
     shape: WorkShape
-    q_start: Tensor
+    cu_seqlens_q: Tensor
     kv_len: Tensor
     shared: SharedPrefixes | None
     items: Tensor

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from batchspec.kernels.attention.merge_states import Partials, partials_of
 from batchspec.kernels.attention.settings import Config, work_shape
-from batchspec.kernels.attention.split_kv_schedule import attention_work
+from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
 from batchspec.kernels.attention.verify_attention import verify_attention, verify_attention_reference
 from batchspec.kernels.attention.work_list import AttentionWork, SharedPrefixes, WorkShape
 from batchspec.kernels.benchmarks.timing import graph_us
@@ -60,13 +60,13 @@ class Inputs:
     copies: Tensor
     page_table: Tensor
     positions: Tensor
-    q_start: Tensor
+    cu_seqlens_q: Tensor
     kv_len: Tensor
     shared: SharedPrefixes | None
     num_bytes: int
 
     def work(self, shape: WorkShape) -> AttentionWork:
-        return attention_work(self.q_start, self.kv_len, self.positions, shape=shape, shared=self.shared)
+        return split_kv_schedule(self.cu_seqlens_q, self.kv_len, self.positions, shape=shape, shared=self.shared)
 
     def call(self, work: AttentionWork, partials: Partials, out: Tensor, kv: Tensor, **configs: Config) -> None:
         scale = 1 / math.sqrt(self.q.shape[2])
@@ -124,7 +124,7 @@ def make_inputs(
     )  # fmt: skip
     return Inputs(
         name=name, model=model, shape=shape, q=fused[:, : model.num_heads], copies=copies, page_table=table, positions=positions,
-        q_start=ints(list(range(0, rows * max_q + 1, max_q))), kv_len=kv_len, shared=shared if share else None,
+        cu_seqlens_q=ints(list(range(0, rows * max_q + 1, max_q))), kv_len=kv_len, shared=shared if share else None,
         num_bytes=2 * unique * model.kv_heads * model.head_dim * DTYPE.itemsize,
     )  # fmt: skip
 

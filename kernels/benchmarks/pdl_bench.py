@@ -15,7 +15,7 @@ from torch import Tensor
 
 from batchspec.kernels.attention.merge_states import partials_of
 from batchspec.kernels.attention.settings import work_shape
-from batchspec.kernels.attention.split_kv_schedule import attention_work
+from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
 from batchspec.kernels.attention.verify_attention import verify_attention
 from batchspec.kernels.benchmarks.attempt import attempt
 from batchspec.kernels.benchmarks.timing import graph_us
@@ -57,7 +57,7 @@ class Layers:
         ]
         self.kv = new(layers, 2, rows * pages + 1, PAGE_SIZE, kv_heads, dim)
         self.table = torch.randperm(rows * pages, device="cuda").int().view(rows, pages) + 1
-        self.q_start, self.kv_len = ints(0, places + 1, width), torch.full((rows,), keys, dtype=torch.int32, device="cuda")
+        self.cu_seqlens_q, self.kv_len = ints(0, places + 1, width), torch.full((rows,), keys, dtype=torch.int32, device="cuda")
         positions = keys - width + ints(width).long().expand(rows, width)
         self.positions = positions.flatten()
         self.slots = (self.table.gather(1, positions // PAGE_SIZE) * PAGE_SIZE + positions % PAGE_SIZE).flatten()
@@ -73,7 +73,7 @@ class Layers:
 
     def round(self) -> None:
         torch.neg(self.start, out=self.residual)
-        work = attention_work(self.q_start, self.kv_len, self.positions, shape=self.shape)
+        work = split_kv_schedule(self.cu_seqlens_q, self.kv_len, self.positions, shape=self.shape)
         partials = partials_of(work, self.dim)
         for layer in range(self.layers):
             w_qkv, w_out, w_gate_up, w_down = self.weights[layer]

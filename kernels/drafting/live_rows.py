@@ -1,6 +1,6 @@
 """Where dead positions leave a catch-up, in one launch: of the places just verified, each row's last standing one goes on.
 
-    place[r] = q_start[r] + accepted_len[r]      out_q[r] = q[place], out_residual[r] = residual[place], positions likewise
+    place[r] = cu_seqlens_q[r] + accepted_len[r]      out_q[r] = q[place], out_residual[r] = residual[place], positions likewise
     kv_len[r] = num_tokens[r] - 1                behind the commit: every key up to and with that place's; 0 for dead rows
 
 K/V of all places stand already; what follows (attention, output, MLP, norms, lm_head) runs on R rows instead of R * (K + 1).
@@ -28,7 +28,7 @@ VALUES_PER_THREAD = 16
 
 @triton.jit(do_not_specialize=["num_places"])
 def live_rows_kernel(
-    q, residual, q_start, accepted_len, positions, num_tokens, live, out_q, out_residual, out_positions, out_kv_len,
+    q, residual, cu_seqlens_q, accepted_len, positions, num_tokens, live, out_q, out_residual, out_positions, out_kv_len,
     num_places, q_stride, residual_stride, out_q_stride, out_residual_stride,
     Q_WIDTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -36,7 +36,7 @@ def live_rows_kernel(
     await_earlier(PDL)
     row = tl.program_id(0).to(tl.int64)
     # Packed rows: dead ones at the end may begin behind the last place.
-    place = tl.minimum(tl.load(q_start + row) + tl.load(accepted_len + row), num_places - 1).to(tl.int64)
+    place = tl.minimum(tl.load(cu_seqlens_q + row) + tl.load(accepted_len + row), num_places - 1).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     if tl.program_id(1) == 0:
         values = tl.load(q + place * q_stride + lane, mask=lane < Q_WIDTH)
@@ -51,7 +51,7 @@ def live_rows_kernel(
 def live_rows(
     q: Tensor,
     residual: Tensor | None,
-    q_start: Tensor,
+    cu_seqlens_q: Tensor,
     accepted_len: Tensor,
     positions: Tensor,
     num_tokens: Tensor,
@@ -67,7 +67,7 @@ def live_rows(
 
     q              fp32, bf16, fp16 or fp64 [T, A], T >= 1  rows may be slices of wider ones, here and of the next three
     residual       [T, H] of the same dtype, or None with out_residual: q alone
-    q_start        int32 [R+1]  first place of each row
+    cu_seqlens_q        int32 [R+1]  first place of each row
     accepted_len   int32 [R]    0 for dead rows
     positions      int64 [T]
     num_tokens     int32 [R]    committed tokens, those of this round included
@@ -86,7 +86,7 @@ def live_rows(
         raise ValueError("live_rows: residual and out_residual go together; give both or neither")
     if residual is not None:
         check("live_rows: residual", residual, (num_places, width), q.dtype, rows=True)
-    check("live_rows: q_start", q_start, (num_rows + 1,), torch.int32)
+    check("live_rows: cu_seqlens_q", cu_seqlens_q, (num_rows + 1,), torch.int32)
     for name, vector in (
         ("accepted_len", accepted_len), ("num_tokens", num_tokens), ("live", live), ("out_kv_len", out_kv_len),
     ):  # fmt: skip
@@ -98,14 +98,14 @@ def live_rows(
     check("live_rows: out_positions", out_positions, (num_rows,), torch.int64)
     if not (q.is_cuda or interpret):
         live_rows_reference(
-            q, residual, q_start, accepted_len, positions, num_tokens, live,
+            q, residual, cu_seqlens_q, accepted_len, positions, num_tokens, live,
             out_q=out_q, out_residual=out_residual, out_positions=out_positions, out_kv_len=out_kv_len,
         )  # fmt: skip
     elif num_rows:
         block = triton.next_power_of_2(max(q_width, width))
         strides = (0, 0) if residual is None or out_residual is None else (residual.stride(0), out_residual.stride(0))
         live_rows_kernel[(num_rows, 2 if width else 1)](
-            q, residual, q_start, accepted_len, positions, num_tokens, live, out_q, out_residual, out_positions, out_kv_len,
+            q, residual, cu_seqlens_q, accepted_len, positions, num_tokens, live, out_q, out_residual, out_positions, out_kv_len,
             num_places, q.stride(0), strides[0], out_q.stride(0), strides[1],
             Q_WIDTH=q_width, WIDTH=width, BLOCK=block, num_warps=min(16, max(1, block // (32 * VALUES_PER_THREAD))),
             **launch_args(q),
@@ -115,7 +115,7 @@ def live_rows(
 def live_rows_reference(
     q: Tensor,
     residual: Tensor | None,
-    q_start: Tensor,
+    cu_seqlens_q: Tensor,
     accepted_len: Tensor,
     positions: Tensor,
     num_tokens: Tensor,
@@ -127,7 +127,7 @@ def live_rows_reference(
     out_kv_len: Tensor,
 ) -> None:
     """The same in plain torch."""
-    place = (q_start[:-1] + accepted_len).clamp_(max=q.shape[0] - 1)
+    place = (cu_seqlens_q[:-1] + accepted_len).clamp_(max=q.shape[0] - 1)
     for out, values in ((out_q, q), (out_residual, residual), (out_positions, positions)):
         if out is not None and values is not None:
             out.copy_(values.index_select(0, place))

@@ -26,8 +26,8 @@ from batchspec.kernels.kv_cache.slot_mapping import slot_of
 
 
 @triton.jit(do_not_specialize=["num_rows", "max_tokens", "max_pages"])
-def draft_steps_kernel(
-    first_ids, num_tokens, live, page_table, out_ids, out_draft_len, out_positions, out_slots, out_kv_len,
+def prepare_chain_draft_inputs_kernel(
+    first_ids, num_tokens, live, page_table, out_ids, out_draft_len, out_positions, out_slot_mapping, out_kv_len,
     num_rows, ids_stride, max_tokens, max_pages, WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -44,10 +44,10 @@ def draft_steps_kernel(
     slot = slot_of(page_table, row, position, step < tl.where(alive, WIDTH - 1, 0), max_pages, PAGE_SIZE)
     place = step.to(tl.int64) * num_rows + row
     tl.store(out_positions + place, position, mask=exists)
-    tl.store(out_slots + place, slot, mask=exists)
+    tl.store(out_slot_mapping + place, slot, mask=exists)
 
 
-def draft_steps(
+def prepare_chain_draft_inputs(
     first_ids: Tensor,
     num_tokens: Tensor,
     live: Tensor,
@@ -58,7 +58,7 @@ def draft_steps(
     out_ids: Tensor,
     out_draft_len: Tensor,
     out_positions: Tensor,
-    out_slots: Tensor,
+    out_slot_mapping: Tensor,
     out_kv_len: Tensor,
     interpret: bool = False,
 ) -> None:
@@ -72,7 +72,7 @@ def draft_steps(
     out_ids        int32 [R, K]    column 0: the first draft token; the rest is left alone; rows may be slices of wider ones
     out_draft_len  int32 [R]       K; 0 for dead rows
     out_positions  int64 [K-1, R]
-    out_slots      int64 [K-1, R]  0 for dead rows and for positions past the page table
+    out_slot_mapping      int64 [K-1, R]  0 for dead rows and for positions past the page table
     out_kv_len     int32 [R]       keys that the last step sees, at most max_tokens; 0 for dead rows
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
@@ -82,26 +82,26 @@ def draft_steps(
         ("first_ids", first_ids), ("num_tokens", num_tokens), ("live", live), ("out_draft_len", out_draft_len),
         ("out_kv_len", out_kv_len),
     ):  # fmt: skip
-        check(f"draft_steps: {name}", vector, (num_rows,), torch.int32)
-    check("draft_steps: page_table", page_table, (num_rows, page_table.shape[1]), torch.int32)
-    check("draft_steps: out_ids", out_ids, (num_rows, width), torch.int32, rows=True)
-    check("draft_steps: out_positions", out_positions, (width - 1, num_rows), torch.int64)
-    check("draft_steps: out_slots", out_slots, (width - 1, num_rows), torch.int64)
+        check(f"prepare_chain_draft_inputs: {name}", vector, (num_rows,), torch.int32)
+    check("prepare_chain_draft_inputs: page_table", page_table, (num_rows, page_table.shape[1]), torch.int32)
+    check("prepare_chain_draft_inputs: out_ids", out_ids, (num_rows, width), torch.int32, rows=True)
+    check("prepare_chain_draft_inputs: out_positions", out_positions, (width - 1, num_rows), torch.int64)
+    check("prepare_chain_draft_inputs: out_slot_mapping", out_slot_mapping, (width - 1, num_rows), torch.int64)
     if not (first_ids.is_cuda or interpret):
-        draft_steps_reference(
+        prepare_chain_draft_inputs_reference(
             first_ids, num_tokens, live, page_table, page_size=page_size, max_tokens=max_tokens, out_ids=out_ids,
-            out_draft_len=out_draft_len, out_positions=out_positions, out_slots=out_slots, out_kv_len=out_kv_len,
+            out_draft_len=out_draft_len, out_positions=out_positions, out_slot_mapping=out_slot_mapping, out_kv_len=out_kv_len,
         )  # fmt: skip
     elif num_rows:
-        draft_steps_kernel[(num_rows,)](
-            first_ids, num_tokens, live, page_table, out_ids, out_draft_len, out_positions, out_slots, out_kv_len,
+        prepare_chain_draft_inputs_kernel[(num_rows,)](
+            first_ids, num_tokens, live, page_table, out_ids, out_draft_len, out_positions, out_slot_mapping, out_kv_len,
             num_rows, out_ids.stride(0), max_tokens, page_table.shape[1],
             WIDTH=width, PAGE_SIZE=page_size, LANES=triton.next_power_of_2(max(1, width - 1)), num_warps=1,
             **launch_args(num_tokens),
         )  # fmt: skip
 
 
-def draft_steps_reference(
+def prepare_chain_draft_inputs_reference(
     first_ids: Tensor,
     num_tokens: Tensor,
     live: Tensor,
@@ -112,7 +112,7 @@ def draft_steps_reference(
     out_ids: Tensor,
     out_draft_len: Tensor,
     out_positions: Tensor,
-    out_slots: Tensor,
+    out_slot_mapping: Tensor,
     out_kv_len: Tensor,
 ) -> None:
     """The same in plain torch."""
@@ -125,11 +125,11 @@ def draft_steps_reference(
     page = positions // page_size
     table = page_table.t().gather(0, page.clamp(max=page_table.shape[1] - 1).long()).long()
     out_positions.copy_(positions)
-    out_slots.copy_(torch.where(alive & (page < page_table.shape[1]), table * page_size + positions % page_size, 0))
+    out_slot_mapping.copy_(torch.where(alive & (page < page_table.shape[1]), table * page_size + positions % page_size, 0))
 
 
 def main() -> None:
-    bench = Bench("draft_steps")
+    bench = Bench("prepare_chain_draft_inputs")
     for rows, width, length in ((64, 3, 11264), (256, 1, 1024), (1024, 3, 1024)):
         with attempt(f"R={rows} K={width}"):
             bench_shape(bench, rows, width, length)
@@ -145,10 +145,17 @@ def bench_shape(bench: Bench, rows: int, width: int, length: int) -> None:
         places = torch.full((2, width - 1, rows), -7, dtype=torch.int64, device=bench.device)
         outs.append({
             "page_size": 16, "max_tokens": length, "out_ids": wide[:, 1:], "out_draft_len": lengths[0], "out_kv_len": lengths[1],
-            "out_positions": places[0], "out_slots": places[1],
+            "out_positions": places[0], "out_slot_mapping": places[1],
         })  # fmt: skip
     num_bytes = rows * (24 + 20 * (width - 1))
-    bench.same_row(f"R={rows} K={width}", draft_steps, draft_steps_reference, [inputs], outs, num_bytes=num_bytes)
+    bench.same_row(
+        f"R={rows} K={width}",
+        prepare_chain_draft_inputs,
+        prepare_chain_draft_inputs_reference,
+        [inputs],
+        outs,
+        num_bytes=num_bytes,
+    )
 
 
 if __name__ == "__main__":

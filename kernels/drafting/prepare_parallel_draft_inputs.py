@@ -30,8 +30,8 @@ VALUES_PER_THREAD = 16
 
 
 @triton.jit(do_not_specialize=["mask_id", "max_tokens", "max_pages"])
-def draft_places_kernel(
-    tokens, num_tokens, live, page_table, hidden, mask_hidden, out_ids, out_hidden, out_positions, out_slots, out_kv_len,
+def prepare_parallel_draft_inputs_kernel(
+    tokens, num_tokens, live, page_table, hidden, mask_hidden, out_ids, out_hidden, out_positions, out_slot_mapping, out_kv_len,
     out_draft_len, mask_id, token_stride, max_tokens, max_pages, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -42,7 +42,7 @@ def draft_places_kernel(
     place = row * K + j
     position = tl.where(alive, num - 2 + j, 0).to(tl.int64)
     tl.store(out_positions + place, position)
-    tl.store(out_slots + place, slot_of(page_table, row, position, alive, max_pages, PAGE_SIZE))
+    tl.store(out_slot_mapping + place, slot_of(page_table, row, position, alive, max_pages, PAGE_SIZE))
     lane = tl.arange(0, BLOCK)
     exists = lane < WIDTH
     if j == 0:
@@ -55,7 +55,7 @@ def draft_places_kernel(
         tl.store(out_hidden + place * WIDTH + lane, tl.load(mask_hidden + lane, mask=exists), mask=exists)
 
 
-def draft_places(
+def prepare_parallel_draft_inputs(
     tokens: Tensor,
     num_tokens: Tensor,
     live: Tensor,
@@ -68,7 +68,7 @@ def draft_places(
     out_ids: Tensor,
     out_hidden: Tensor,
     out_positions: Tensor,
-    out_slots: Tensor,
+    out_slot_mapping: Tensor,
     out_kv_len: Tensor,
     out_draft_len: Tensor,
     interpret: bool = False,
@@ -84,7 +84,7 @@ def draft_places(
     out_ids        int32 [R * K], K >= 1
     out_hidden     [R * K, H] of hidden's dtype
     out_positions  int64 [R * K]
-    out_slots      int64 [R * K]   0 for dead rows and for positions past the page table
+    out_slot_mapping      int64 [R * K]   0 for dead rows and for positions past the page table
     out_kv_len     int32 [R]       keys that the last place sees, at most L; 0 for dead rows
     out_draft_len  int32 [R]       K; 0 for dead rows
 
@@ -92,34 +92,34 @@ def draft_places(
     """
     (num_rows, width), num_places = hidden.shape, out_ids.shape[0]
     k = num_places // max(1, num_rows)
-    check("draft_places: tokens", tokens, (num_rows, tokens.shape[1]), torch.int32, rows=True)
+    check("prepare_parallel_draft_inputs: tokens", tokens, (num_rows, tokens.shape[1]), torch.int32, rows=True)
     for name, vector in (
         ("num_tokens", num_tokens), ("live", live), ("out_kv_len", out_kv_len), ("out_draft_len", out_draft_len),
     ):  # fmt: skip
-        check(f"draft_places: {name}", vector, (num_rows,), torch.int32)
-    check("draft_places: page_table", page_table, (num_rows, page_table.shape[1]), torch.int32)
-    check("draft_places: hidden", hidden, (num_rows, width), *FLOATS)
-    check("draft_places: mask_hidden", mask_hidden, (width,), hidden.dtype)
-    check("draft_places: out_ids", out_ids, (num_rows * max(1, k),), torch.int32)
-    check("draft_places: out_hidden", out_hidden, (num_places, width), hidden.dtype)
-    check("draft_places: out_positions", out_positions, (num_places,), torch.int64)
-    check("draft_places: out_slots", out_slots, (num_places,), torch.int64)
+        check(f"prepare_parallel_draft_inputs: {name}", vector, (num_rows,), torch.int32)
+    check("prepare_parallel_draft_inputs: page_table", page_table, (num_rows, page_table.shape[1]), torch.int32)
+    check("prepare_parallel_draft_inputs: hidden", hidden, (num_rows, width), *FLOATS)
+    check("prepare_parallel_draft_inputs: mask_hidden", mask_hidden, (width,), hidden.dtype)
+    check("prepare_parallel_draft_inputs: out_ids", out_ids, (num_rows * max(1, k),), torch.int32)
+    check("prepare_parallel_draft_inputs: out_hidden", out_hidden, (num_places, width), hidden.dtype)
+    check("prepare_parallel_draft_inputs: out_positions", out_positions, (num_places,), torch.int64)
+    check("prepare_parallel_draft_inputs: out_slot_mapping", out_slot_mapping, (num_places,), torch.int64)
     if not (tokens.is_cuda or interpret):
-        draft_places_reference(
+        prepare_parallel_draft_inputs_reference(
             tokens, num_tokens, live, page_table, hidden, mask_hidden, mask_id=mask_id, page_size=page_size, out_ids=out_ids,
-            out_hidden=out_hidden, out_positions=out_positions, out_slots=out_slots, out_kv_len=out_kv_len,
+            out_hidden=out_hidden, out_positions=out_positions, out_slot_mapping=out_slot_mapping, out_kv_len=out_kv_len,
             out_draft_len=out_draft_len,
         )  # fmt: skip
     elif num_rows:
         block = triton.next_power_of_2(width)
-        draft_places_kernel[(num_rows, k)](
-            tokens, num_tokens, live, page_table, hidden, mask_hidden, out_ids, out_hidden, out_positions, out_slots, out_kv_len,
+        prepare_parallel_draft_inputs_kernel[(num_rows, k)](
+            tokens, num_tokens, live, page_table, hidden, mask_hidden, out_ids, out_hidden, out_positions, out_slot_mapping, out_kv_len,
             out_draft_len, mask_id, tokens.stride(0), tokens.shape[1], page_table.shape[1], K=k, WIDTH=width, BLOCK=block,
             PAGE_SIZE=page_size, num_warps=min(16, max(1, block // (32 * VALUES_PER_THREAD))), **launch_args(hidden),
         )  # fmt: skip
 
 
-def draft_places_reference(
+def prepare_parallel_draft_inputs_reference(
     tokens: Tensor,
     num_tokens: Tensor,
     live: Tensor,
@@ -132,7 +132,7 @@ def draft_places_reference(
     out_ids: Tensor,
     out_hidden: Tensor,
     out_positions: Tensor,
-    out_slots: Tensor,
+    out_slot_mapping: Tensor,
     out_kv_len: Tensor,
     out_draft_len: Tensor,
 ) -> None:
@@ -150,13 +150,13 @@ def draft_places_reference(
     known = alive[:, None] & (page < page_table.shape[1])
     location = page_table.gather(1, page.clamp(max=page_table.shape[1] - 1).long()).long() * page_size + positions % page_size
     out_positions.copy_(positions.flatten())
-    out_slots.copy_(torch.where(known, location, 0).flatten())
+    out_slot_mapping.copy_(torch.where(known, location, 0).flatten())
     out_kv_len.copy_((num_tokens + k - 2).clamp(max=tokens.shape[1]) * alive)
     out_draft_len.copy_(alive * k)
 
 
 def main() -> None:
-    bench = Bench("draft_places")
+    bench = Bench("prepare_parallel_draft_inputs")
     for rows, k, width, length in ((64, 5, 4096, 11264), (256, 3, 4096, 1024), (1024, 5, 576, 1024)):
         with attempt(f"R={rows} K={k} H={width}"):
             bench_shape(bench, rows, k, width, length)
@@ -177,14 +177,14 @@ def bench_shape(bench: Bench, rows: int, k: int, width: int, length: int) -> Non
             "out_ids": torch.full((rows * k,), -7, dtype=torch.int32, device=device),
             "out_hidden": torch.full((rows * k, width), float("nan"), dtype=torch.bfloat16, device=device),
             "out_positions": torch.full((rows * k,), -7, device=device),
-            "out_slots": torch.full((rows * k,), -7, device=device),
+            "out_slot_mapping": torch.full((rows * k,), -7, device=device),
             "out_kv_len": torch.full((rows,), -7, dtype=torch.int32, device=device),
             "out_draft_len": torch.full((rows,), -7, dtype=torch.int32, device=device),
         }
         for _ in range(2)
     ]
     bench.same_row(
-        f"R={rows} K={k} H={width} bfloat16", draft_places, draft_places_reference, [(*state, x, mask) for x in features], outs,
+        f"R={rows} K={k} H={width} bfloat16", prepare_parallel_draft_inputs, prepare_parallel_draft_inputs_reference, [(*state, x, mask) for x in features], outs,
         num_bytes=2 * rows * (k + 1) * width,
     )  # fmt: skip
 

@@ -21,7 +21,7 @@ from batchspec.kernels.benchmarks.attempt import attempt
 from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import FLOATS, check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
-from batchspec.kernels.rounds.compact import WORDS
+from batchspec.kernels.rounds.move_rows import WORDS
 
 VALUES = 2048
 """Values that a program holds."""

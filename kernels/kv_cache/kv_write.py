@@ -24,13 +24,13 @@ from batchspec.kernels.common.checks import FLOATS, check
 
 @triton.jit
 def kv_write_kernel(
-    k, v, kv, slots, k_stride_t, k_stride_h, v_stride_t, v_stride_h, kv_stride_part, kv_stride_slot,
+    k, v, kv, slot_mapping, k_stride_t, k_stride_h, v_stride_t, v_stride_h, kv_stride_part, kv_stride_slot,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64)
     head, dim = tl.arange(0, HEADS)[:, None], tl.arange(0, DIM)[None, :]
     exists = (head < NUM_HEADS) & (dim < HEAD_DIM)
-    target = kv + tl.load(slots + place) * kv_stride_slot + head * HEAD_DIM + dim
+    target = kv + tl.load(slot_mapping + place) * kv_stride_slot + head * HEAD_DIM + dim
     key = tl.load(k + place * k_stride_t + head * k_stride_h + dim, mask=exists, other=0.0)
     value = tl.load(v + place * v_stride_t + head * v_stride_h + dim, mask=exists, other=0.0)
     finite = tl.abs(value) < float("inf")
@@ -39,7 +39,7 @@ def kv_write_kernel(
     tl.store(target + kv_stride_part, tl.where(finite, value, 0.0), mask=exists)
 
 
-def kv_write(k: Tensor, v: Tensor, kv: Tensor, slots: Tensor, *, interpret: bool = False) -> None:
+def kv_write(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor, *, interpret: bool = False) -> None:
     """Write T tokens' keys and values into the pages of one layer, in place.
 
     k, v   fp32, bf16, fp16 or fp64 [T, KVH, D]  any strides over T and KVH
@@ -52,26 +52,26 @@ def kv_write(k: Tensor, v: Tensor, kv: Tensor, slots: Tensor, *, interpret: bool
     check("kv_write: k", k, (num_places, num_heads, head_dim), *FLOATS, rows=True)
     check("kv_write: v", v, (num_places, num_heads, head_dim), k.dtype, rows=True)
     check("kv_write: kv[0]", kv[0], (*kv.shape[1:3], num_heads, head_dim), k.dtype)
-    check("kv_write: slots", slots, (num_places,), torch.int64)
+    check("kv_write: slot_mapping", slot_mapping, (num_places,), torch.int64)
     if not (k.is_cuda or interpret):
-        kv_write_reference(k, v, kv, slots)
+        kv_write_reference(k, v, kv, slot_mapping)
     elif num_places:
         kv_write_kernel[(num_places,)](
-            k, v, kv, slots, k.stride(0), k.stride(1), v.stride(0), v.stride(1), kv.stride(0), kv.stride(2),
+            k, v, kv, slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1), kv.stride(0), kv.stride(2),
             NUM_HEADS=num_heads, HEAD_DIM=head_dim, HEADS=triton.next_power_of_2(num_heads),
             DIM=triton.next_power_of_2(head_dim), num_warps=4,
         )  # fmt: skip
 
 
-def kv_write_reference(k: Tensor, v: Tensor, kv: Tensor, slots: Tensor) -> None:
+def kv_write_reference(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
     """The same in plain torch."""
     if k.is_cuda or not math.isfinite(float(k.sum()) + float(v.sum())):  # a sum is cheap on a CPU, and may overflow at worst
         finite = v.isfinite()
         k = k.where((finite & k.isfinite()).all(-1, keepdim=True), float("nan"))
         v = v.where(finite, 0.0)
     flat = kv.flatten(1, 2)
-    flat[0].index_copy_(0, slots, k)
-    flat[1].index_copy_(0, slots, v)
+    flat[0].index_copy_(0, slot_mapping, k)
+    flat[1].index_copy_(0, slot_mapping, v)
 
 
 def main() -> None:
@@ -81,11 +81,11 @@ def main() -> None:
         fused = [torch.randn(places, 3 * heads * dim, device=device).bfloat16() for _ in range(bench.num_copies)]
         parts = [x.view(places, 3, heads, dim) for x in fused]
         kv = torch.zeros(2, places // 16 + 1, 16, heads, dim, dtype=torch.bfloat16, device=device)
-        slots = torch.randperm(places, device=device) + 16
+        slot_mapping = torch.randperm(places, device=device) + 16
         bench.row(
             f"T={places} KVH={heads} D={dim} bfloat16",
-            [partial(kv_write, x[:, 1], x[:, 2], kv, slots) for x in parts],
-            [partial(kv_write_reference, x[:, 1], x[:, 2], kv, slots) for x in parts],
+            [partial(kv_write, x[:, 1], x[:, 2], kv, slot_mapping) for x in parts],
+            [partial(kv_write_reference, x[:, 1], x[:, 2], kv, slot_mapping) for x in parts],
             num_bytes=4 * places * heads * dim * 2,
         )
 

@@ -3,8 +3,8 @@
     position = start[r] + j,   slot = page_table[r, position // page_size] * page_size + position % page_size
 
 Dead rows, padding and positions past the page table get slot 0 of the scratch page 0, never a page that wraps around.
-`ragged_slots` gives row r `q_len[r]` places (prefill, mixed lengths): one program a row sums the lengths before it, one launch.
-Rounds of a fixed draft length need no sum: `round_inputs` and `draft_steps` find their slots with `slot_of`.
+`compute_slot_mapping` gives row r `q_len[r]` places (prefill, mixed lengths): one program a row sums the lengths before it, one launch.
+Rounds of a fixed draft length need no sum: `prepare_verify_inputs` and `prepare_chain_draft_inputs` find their slots with `slot_of`.
 Bound by launch latency: a few KB.
 """
 
@@ -34,15 +34,15 @@ def slot_of(page_table, row, position, inside, max_pages, page_size):
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_places"])
-def ragged_kernel(
-    start, q_len, page_table, out_q_start, out_row_ids, out_positions, out_slots, num_rows, num_places, max_pages,
+def compute_slot_mapping_kernel(
+    start, q_len, page_table, out_cu_seqlens_q, out_row_ids, out_positions, out_slot_mapping, num_rows, num_places, max_pages,
     PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program r < num_rows writes row r's places, program num_rows the padding behind the last row."""
     row = tl.program_id(0)
     rows = tl.arange(0, ROWS)
     begin = tl.sum(tl.load(q_len + rows, mask=rows < row, other=0), 0)
-    tl.store(out_q_start + row, begin)
+    tl.store(out_cu_seqlens_q + row, begin)
     is_row = row < num_rows
     owned = tl.load(q_len + row, mask=is_row, other=0)
     end = tl.minimum(tl.where(is_row, begin + owned, num_places), num_places)
@@ -56,19 +56,19 @@ def ragged_kernel(
         slot = slot_of(page_table, row_id.to(tl.int64), position, inside, max_pages, PAGE_SIZE)
         tl.store(out_row_ids + place, tl.zeros([BLOCK], tl.int32) + row_id, mask=exists)
         tl.store(out_positions + place, position, mask=exists)
-        tl.store(out_slots + place, slot, mask=exists)
+        tl.store(out_slot_mapping + place, slot, mask=exists)
 
 
-def ragged_slots(
+def compute_slot_mapping(
     start: Tensor,
     q_len: Tensor,
     page_table: Tensor,
     *,
     page_size: int,
-    out_q_start: Tensor,
+    out_cu_seqlens_q: Tensor,
     out_row_ids: Tensor,
     out_positions: Tensor,
-    out_slots: Tensor,
+    out_slot_mapping: Tensor,
     interpret: bool = False,
 ) -> None:
     """Write the flat layout of rows of different lengths, in row order.
@@ -76,55 +76,55 @@ def ragged_slots(
     start          int32 [R]    position of each row's first token
     q_len          int32 [R]    places of each row, 0 for dead rows; their sum may stay below T
     page_table     int32 [R, max pages a row]
-    out_q_start    int32 [R+1]  first place of each row, and their sum
+    out_cu_seqlens_q    int32 [R+1]  first place of each row, and their sum
     out_row_ids    int32 [T]    0 for padding, which lies behind the last row
     out_positions  int64 [T]    0 for padding
-    out_slots      int64 [T]    0 for padding and behind the page table
+    out_slot_mapping      int64 [T]    0 for padding and behind the page table
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
     num_rows, max_pages = page_table.shape
-    num_places = out_slots.numel()
-    check("ragged_slots: start", start, (num_rows,), torch.int32)
-    check("ragged_slots: q_len", q_len, (num_rows,), torch.int32)
-    check("ragged_slots: page_table", page_table, (num_rows, max_pages), torch.int32)
-    check("ragged_slots: out_q_start", out_q_start, (num_rows + 1,), torch.int32)
-    check("ragged_slots: out_row_ids", out_row_ids, (num_places,), torch.int32)
-    check("ragged_slots: out_positions", out_positions, (num_places,), torch.int64)
-    check("ragged_slots: out_slots", out_slots, (num_places,), torch.int64)
+    num_places = out_slot_mapping.numel()
+    check("compute_slot_mapping: start", start, (num_rows,), torch.int32)
+    check("compute_slot_mapping: q_len", q_len, (num_rows,), torch.int32)
+    check("compute_slot_mapping: page_table", page_table, (num_rows, max_pages), torch.int32)
+    check("compute_slot_mapping: out_cu_seqlens_q", out_cu_seqlens_q, (num_rows + 1,), torch.int32)
+    check("compute_slot_mapping: out_row_ids", out_row_ids, (num_places,), torch.int32)
+    check("compute_slot_mapping: out_positions", out_positions, (num_places,), torch.int64)
+    check("compute_slot_mapping: out_slot_mapping", out_slot_mapping, (num_places,), torch.int64)
     if not (start.is_cuda or interpret):
-        ragged_slots_reference(
+        compute_slot_mapping_reference(
             start, q_len, page_table, page_size=page_size,
-            out_q_start=out_q_start, out_row_ids=out_row_ids, out_positions=out_positions, out_slots=out_slots,
+            out_cu_seqlens_q=out_cu_seqlens_q, out_row_ids=out_row_ids, out_positions=out_positions, out_slot_mapping=out_slot_mapping,
         )  # fmt: skip
     else:
-        ragged_kernel[(num_rows + 1,)](
-            start, q_len, page_table, out_q_start, out_row_ids, out_positions, out_slots, num_rows, num_places, max_pages,
+        compute_slot_mapping_kernel[(num_rows + 1,)](
+            start, q_len, page_table, out_cu_seqlens_q, out_row_ids, out_positions, out_slot_mapping, num_rows, num_places, max_pages,
             PAGE_SIZE=page_size, ROWS=max(2, triton.next_power_of_2(num_rows)), BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
 
 
-def ragged_slots_reference(
+def compute_slot_mapping_reference(
     start: Tensor,
     q_len: Tensor,
     page_table: Tensor,
     *,
     page_size: int,
-    out_q_start: Tensor,
+    out_cu_seqlens_q: Tensor,
     out_row_ids: Tensor,
     out_positions: Tensor,
-    out_slots: Tensor,
+    out_slot_mapping: Tensor,
 ) -> None:
     """The same in plain torch."""
-    out_q_start[:1] = 0
-    torch.cumsum(q_len, 0, dtype=torch.int32, out=out_q_start[1:])
-    rows = torch.repeat_interleave(torch.arange(len(q_len), device=start.device), q_len.long())[: len(out_slots)]
-    positions = torch.arange(len(rows), device=start.device) + (start - out_q_start[:-1])[rows]
+    out_cu_seqlens_q[:1] = 0
+    torch.cumsum(q_len, 0, dtype=torch.int32, out=out_cu_seqlens_q[1:])
+    rows = torch.repeat_interleave(torch.arange(len(q_len), device=start.device), q_len.long())[: len(out_slot_mapping)]
+    positions = torch.arange(len(rows), device=start.device) + (start - out_cu_seqlens_q[:-1])[rows]
     inside = positions < page_table.shape[1] * page_size
     for out, values in (
         (out_row_ids, rows),
         (out_positions, positions),
-        (out_slots, _slots_reference(page_table, rows, positions, inside, page_size)),
+        (out_slot_mapping, _slots_reference(page_table, rows, positions, inside, page_size)),
     ):
         out[: len(rows)] = values
         out[len(rows) :] = 0
@@ -143,15 +143,15 @@ def main() -> None:
         q_len = torch.full_like(start, tokens)
         page_table = torch.randint(1, 1 << 15, (rows, 512), dtype=torch.int32, device=device)
         positions = torch.empty(rows * tokens, dtype=torch.int64, device=device)
-        flat: dict[str, Any] = {"out_positions": positions, "out_slots": torch.empty_like(positions)}
+        flat: dict[str, Any] = {"out_positions": positions, "out_slot_mapping": torch.empty_like(positions)}
         layout: dict[str, Any] = {
-            "out_q_start": torch.empty(rows + 1, dtype=torch.int32, device=device),
+            "out_cu_seqlens_q": torch.empty(rows + 1, dtype=torch.int32, device=device),
             "out_row_ids": torch.empty(rows * tokens, dtype=torch.int32, device=device),
         }
         bench.row(
             f"ragged R={rows} T={rows * tokens}",
-            [partial(ragged_slots, start, q_len, page_table, page_size=16, **flat, **layout)],
-            [partial(ragged_slots_reference, start, q_len, page_table, page_size=16, **flat, **layout)],
+            [partial(compute_slot_mapping, start, q_len, page_table, page_size=16, **flat, **layout)],
+            [partial(compute_slot_mapping_reference, start, q_len, page_table, page_size=16, **flat, **layout)],
             num_bytes=rows * (12 + tokens * 24),
         )
 

@@ -28,10 +28,10 @@ VALUES_PER_THREAD = 16  # two 16-byte loads of bf16
 
 @triton.jit
 def norm_kernel(
-    hidden, residual, weight, out, out_tap, hidden_stride, residual_stride, out_stride, tap_stride,
+    hidden, residual, weight, out, out_aux, hidden_stride, residual_stride, out_stride, tap_stride,
     EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """With `residual` None the norm of hidden; `out_tap` may be None."""
+    """With `residual` None the norm of hidden; `out_aux` may be None."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     exists = lane < WIDTH
@@ -42,8 +42,8 @@ def norm_kernel(
         place = residual + row * residual_stride + lane
         x = (x + tl.load(place, mask=exists, other=0.0).to(ACC)).to(out.dtype.element_ty)
         tl.store(place, x, mask=exists)
-        if out_tap is not None:
-            tl.store(out_tap + row * tap_stride + lane, x, mask=exists)
+        if out_aux is not None:
+            tl.store(out_aux + row * tap_stride + lane, x, mask=exists)
         x = x.to(ACC)
     normed = (x * (1.0 / tl.sqrt(tl.sum(x * x, 0) * (1.0 / WIDTH) + EPS))).to(out.dtype.element_ty)
     tl.store(out + row * out_stride + lane, normed.to(ACC) * scale.to(ACC), mask=exists)
@@ -75,7 +75,7 @@ def add_norm(
     eps: float,
     *,
     out: Tensor,
-    out_tap: Tensor | None = None,
+    out_aux: Tensor | None = None,
     interpret: bool = False,
 ) -> None:
     """Add hidden to residual in place and write the norm of the sum.
@@ -93,22 +93,22 @@ def add_norm(
     check("add_norm: residual", residual, (num_places, width), hidden.dtype, rows=True)
     check("add_norm: weight", weight, (width,), hidden.dtype)
     check("add_norm: out", out, (num_places, width), hidden.dtype, rows=True)
-    if out_tap is not None:
-        check("add_norm: out_tap", out_tap, (num_places, width), hidden.dtype, rows=True)
+    if out_aux is not None:
+        check("add_norm: out_tap", out_aux, (num_places, width), hidden.dtype, rows=True)
     if not (hidden.is_cuda or interpret):
-        add_norm_reference(hidden, residual, weight, eps, out=out, out_tap=out_tap)
+        add_norm_reference(hidden, residual, weight, eps, out=out, out_aux=out_aux)
     else:
-        _launch(hidden, residual, weight, eps, out, out_tap)
+        _launch(hidden, residual, weight, eps, out, out_aux)
 
 
-def _launch(hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor, out_tap: Tensor | None) -> None:
+def _launch(hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor, out_aux: Tensor | None) -> None:
     num_places, width = hidden.shape
     block = max(16, triton.next_power_of_2(width))
     if num_places:
         norm_kernel[(num_places,)](
-            hidden, residual, weight, out, out_tap,
+            hidden, residual, weight, out, out_aux,
             hidden.stride(0), 0 if residual is None else residual.stride(0), out.stride(0),
-            0 if out_tap is None else out_tap.stride(0),
+            0 if out_aux is None else out_aux.stride(0),
             EPS=eps, WIDTH=width, BLOCK=block, ACC=tl.float64 if hidden.dtype == torch.float64 else tl.float32,
             num_warps=min(16, max(1, block // (32 * VALUES_PER_THREAD))), **launch_args(hidden),
         )  # fmt: skip
@@ -122,12 +122,12 @@ def rms_norm_reference(hidden: Tensor, weight: Tensor, eps: float, *, out: Tenso
 
 
 def add_norm_reference(
-    hidden: Tensor, residual: Tensor, weight: Tensor, eps: float, *, out: Tensor, out_tap: Tensor | None = None
+    hidden: Tensor, residual: Tensor, weight: Tensor, eps: float, *, out: Tensor, out_aux: Tensor | None = None
 ) -> None:
     """The same in plain torch."""
     residual.add_(hidden)
-    if out_tap is not None:
-        out_tap.copy_(residual)
+    if out_aux is not None:
+        out_aux.copy_(residual)
     rms_norm_reference(residual, weight, eps, out=out)
 
 
@@ -147,7 +147,7 @@ def bench_shape(bench: Bench, shape: str, places: int, width: int) -> None:
     tap = torch.full((places, 3 * width), float("nan"), dtype=torch.bfloat16, device=bench.device)[:, width : 2 * width]
     out, expected = torch.full_like(hidden[0], float("nan")), torch.empty_like(hidden[0])
     summed = residual[0].clone()
-    add_norm(hidden[0], residual[0], weight, 1e-5, out=out, out_tap=tap)
+    add_norm(hidden[0], residual[0], weight, 1e-5, out=out, out_aux=tap)
     add_norm_reference(hidden[0], summed, weight, 1e-5, out=expected)
     torch.testing.assert_close(out, expected, rtol=2**-6, atol=1e-3)
     torch.testing.assert_close(residual[0], summed, rtol=0, atol=0)
@@ -155,7 +155,7 @@ def bench_shape(bench: Bench, shape: str, places: int, width: int) -> None:
     cases: list[tuple[str, Call, Call, int]] = [
         ("rms_norm", rms_norm, rms_norm_reference, 2),
         ("add_norm", add_norm, add_norm_reference, 4),
-        ("add_norm + tap", partial(add_norm, out_tap=tap), partial(add_norm_reference, out_tap=tap), 5),
+        ("add_norm + tap", partial(add_norm, out_aux=tap), partial(add_norm_reference, out_aux=tap), 5),
     ]
     for label, call, reference, num_values in cases:
         inputs = [(x,) if label == "rms_norm" else (x, y) for x, y in zip(hidden, residual, strict=True)]

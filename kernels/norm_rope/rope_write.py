@@ -41,7 +41,7 @@ def _magnitude(x):
 
 @triton.jit
 def rope_write_kernel(
-    qkv, positions, freqs, q_norm, k_norm, out_q, kv, slots, qkv_stride, kv_stride_part,
+    qkv, positions, freqs, q_norm, k_norm, out_q, kv, slot_mapping, qkv_stride, kv_stride_part,
     EPS: tl.constexpr, FACTOR: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
     HEADS: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, LANES: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -54,7 +54,7 @@ def rope_write_kernel(
         k_low, k_high = tl.load(k_norm + lane, mask=half)[None, :], tl.load(k_norm + HALF + lane, mask=half)[None, :]
     freq = tl.load(freqs + lane, mask=half, other=0.0)
     await_earlier(PDL)
-    cell = kv + tl.load(slots + place) * (NUM_KV_HEADS * 2 * HALF)
+    cell = kv + tl.load(slot_mapping + place) * (NUM_KV_HEADS * 2 * HALF)
     for block in tl.static_range(BLOCKS_PER_PROGRAM):
         first = (tl.program_id(1) * BLOCKS_PER_PROGRAM + block) * HEADS
         head = first + tl.arange(0, HEADS)[:, None]
@@ -99,7 +99,7 @@ def rope_write(
     positions: Tensor,
     freqs: Tensor,
     kv: Tensor,
-    slots: Tensor,
+    slot_mapping: Tensor,
     *,
     attention_factor: float,
     out_q: Tensor,
@@ -128,7 +128,7 @@ def rope_write(
     check("rope_write: positions", positions, (num_places,), torch.int64)
     check("rope_write: freqs", freqs, (head_dim // 2,), torch.float32)
     check("rope_write: kv[0]", kv[0], (*kv.shape[1:3], num_kv_heads, head_dim), qkv.dtype)
-    check("rope_write: slots", slots, (num_places,), torch.int64)
+    check("rope_write: slot_mapping", slot_mapping, (num_places,), torch.int64)
     check("rope_write: out_q", out_q, (num_places, num_heads, head_dim), qkv.dtype)
     if (q_norm is None) != (k_norm is None):
         raise ValueError("rope_write: one of q_norm and k_norm is None; give both or none")
@@ -137,7 +137,7 @@ def rope_write(
         check("rope_write: k_norm", k_norm, (head_dim,), qkv.dtype)
     if not (qkv.is_cuda or interpret):
         rope_write_reference(
-            qkv, positions, freqs, kv, slots, attention_factor=attention_factor, out_q=out_q,
+            qkv, positions, freqs, kv, slot_mapping, attention_factor=attention_factor, out_q=out_q,
             q_norm=q_norm, k_norm=k_norm, eps=eps,
         )  # fmt: skip
     elif num_places:
@@ -145,7 +145,7 @@ def rope_write(
         per_program = blocks if num_places >= MANY_TOKENS else 1
         lanes = triton.next_power_of_2(head_dim // 2)
         rope_write_kernel[(num_places, blocks // per_program)](
-            qkv, positions, freqs, q_norm, k_norm, out_q, kv, slots, qkv.stride(0), kv.stride(0),
+            qkv, positions, freqs, q_norm, k_norm, out_q, kv, slot_mapping, qkv.stride(0), kv.stride(0),
             EPS=eps, FACTOR=attention_factor, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2,
             HEADS=HEADS, BLOCKS_PER_PROGRAM=per_program, LANES=lanes,
             ACC=tl.float64 if qkv.dtype == torch.float64 else tl.float32, num_warps=2 if lanes >= 64 else 1,
@@ -158,7 +158,7 @@ def rope_write_reference(
     positions: Tensor,
     freqs: Tensor,
     kv: Tensor,
-    slots: Tensor,
+    slot_mapping: Tensor,
     *,
     attention_factor: float,
     out_q: Tensor,
@@ -174,7 +174,7 @@ def rope_write_reference(
     angles = positions.to(torch.float32)[:, None, None] * freqs
     cos, sin = ((f(angles) * attention_factor).to(qkv.dtype) for f in (torch.cos, torch.sin))
     out_q.copy_(_rotated(q, cos, sin))
-    kv_write_reference(_rotated(k, cos, sin), v, kv, slots)
+    kv_write_reference(_rotated(k, cos, sin), v, kv, slot_mapping)
 
 
 def _normed(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -203,11 +203,11 @@ def bench_shape(bench: Bench, shape: str, places: int, heads: int, kv_heads: int
     inputs = [torch.randn(places, (heads + 2 * kv_heads) * dim, device=device).bfloat16() for _ in range(bench.num_copies)]
     positions = torch.randint(0, 131072, (places,), device=device)
     freqs = 500000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
-    slots = torch.randperm(places, device=device) + 16
+    slot_mapping = torch.randperm(places, device=device) + 16
     caches = [torch.zeros(2, places // 16 + 1, 16, kv_heads, dim, dtype=torch.bfloat16, device=device) for _ in range(2)]
     queries = [torch.full((places, heads, dim), float("nan"), dtype=torch.bfloat16, device=device) for _ in range(2)]
     calls = [
-        [partial(call, x, positions, freqs, kv, slots, attention_factor=1.0, out_q=out) for x in inputs]
+        [partial(call, x, positions, freqs, kv, slot_mapping, attention_factor=1.0, out_q=out) for x in inputs]
         for call, kv, out in zip((rope_write, rope_write_reference), caches, queries, strict=True)
     ]
     for call in calls:

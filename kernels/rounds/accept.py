@@ -35,7 +35,7 @@ STOPPED, FULL, FAILED = 1, 2, 3
 
 @triton.jit
 def accept_kernel(
-    draft_ids, draft_len, target_ids, q_start, stop_ids, limit, rates, keys,
+    draft_ids, draft_len, target_ids, cu_seqlens_q, stop_ids, limit, rates, keys,
     tokens, num_tokens, live, finish, out_accepted_len, out_log, draft_stride, token_stride, max_tokens,
     K: tl.constexpr, NUM_STOPS: tl.constexpr, LANES: tl.constexpr, STOP_LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -47,7 +47,7 @@ def accept_kernel(
     num = tl.load(num_tokens + row)
     drafts = tl.load(draft_ids + row * draft_stride + lane, mask=lane < length, other=-1)
     has_choice = lane <= tl.where(alive, length, -1)
-    emitted = tl.load(target_ids + tl.load(q_start + row) + lane, mask=has_choice, other=-1)
+    emitted = tl.load(target_ids + tl.load(cu_seqlens_q + row) + lane, mask=has_choice, other=-1)
     fails = has_choice & (emitted < 0)
     if rates is not None:
         word0, word1 = position_words(tl.load(keys + row), (num + lane).to(tl.int64))
@@ -91,7 +91,7 @@ def accept(
     draft_ids: Tensor,
     draft_len: Tensor,
     target_ids: Tensor,
-    q_start: Tensor,
+    cu_seqlens_q: Tensor,
     stop_ids: Tensor,
     limit: Tensor,
     rates: Tensor | None,
@@ -109,8 +109,8 @@ def accept(
 
     draft_ids         int32 [R, K]     proposals, K <= 64; rows may be slices of wider ones
     draft_len         int32 [R]        how many of them count, 0..K
-    target_ids        int32 [T]        y: row r's own are target_ids[q_start[r] + j], j = 0..draft_len[r]; NO_TOKEN: no choice
-    q_start           int32 [R+1]
+    target_ids        int32 [T]        y: row r's own are target_ids[cu_seqlens_q[r] + j], j = 0..draft_len[r]; NO_TOKEN: no choice
+    cu_seqlens_q           int32 [R+1]
     stop_ids          int32 [R, N]     -1: unused
     limit             int32 [R]        a row with this many tokens is full; drafts are capped so that it is not passed
     rates             fp32 [K] | None  made-up acceptance of each draft token, given the ones before it
@@ -135,7 +135,7 @@ def accept(
         check(f"accept: {name}", vector, (num_rows,), torch.int32)
     check("accept: draft_ids", draft_ids, (num_rows, width), torch.int32, rows=True)
     check("accept: target_ids", target_ids, (target_ids.numel(),), torch.int32)
-    check("accept: q_start", q_start, (num_rows + 1,), torch.int32)
+    check("accept: cu_seqlens_q", cu_seqlens_q, (num_rows + 1,), torch.int32)
     check("accept: stop_ids", stop_ids, (num_rows, num_stops), torch.int32)
     check("accept: keys", keys, (num_rows,), torch.int64)
     check("accept: tokens", tokens, (num_rows, tokens.shape[1]), torch.int32, rows=True)
@@ -144,12 +144,12 @@ def accept(
         check("accept: rates", rates, (width,), torch.float32)
     if not (draft_ids.is_cuda or interpret):
         accept_reference(
-            draft_ids, draft_len, target_ids, q_start, stop_ids, limit, rates, keys, tokens=tokens, num_tokens=num_tokens,
+            draft_ids, draft_len, target_ids, cu_seqlens_q, stop_ids, limit, rates, keys, tokens=tokens, num_tokens=num_tokens,
             live=live, finish=finish, out_accepted_len=out_accepted_len, out_log=out_log,
         )  # fmt: skip
     elif num_rows:
         accept_kernel[(num_rows,)](
-            draft_ids, draft_len, target_ids, q_start, stop_ids, limit, rates, keys,
+            draft_ids, draft_len, target_ids, cu_seqlens_q, stop_ids, limit, rates, keys,
             tokens, num_tokens, live, finish, out_accepted_len, out_log,
             draft_ids.stride(0), tokens.stride(0), tokens.shape[1],
             K=width, NUM_STOPS=num_stops, LANES=max(2, triton.next_power_of_2(width + 1)),
@@ -161,7 +161,7 @@ def accept_reference(
     draft_ids: Tensor,
     draft_len: Tensor,
     target_ids: Tensor,
-    q_start: Tensor,
+    cu_seqlens_q: Tensor,
     stop_ids: Tensor,
     limit: Tensor,
     rates: Tensor | None,
@@ -178,7 +178,7 @@ def accept_reference(
     width = draft_ids.shape[1]
     lane = torch.arange(width + 1, device=draft_ids.device)
     alive = live != 0
-    places = (q_start[:-1, None] + torch.minimum(lane, draft_len[:, None])).clamp_(max=len(target_ids) - 1)
+    places = (cu_seqlens_q[:-1, None] + torch.minimum(lane, draft_len[:, None])).clamp_(max=len(target_ids) - 1)
     emitted = target_ids[places]
     fails = (emitted < 0) & (lane <= draft_len[:, None])
     if rates is None:

@@ -24,8 +24,8 @@ from batchspec.kernels.kv_cache.slot_mapping import slot_of
 
 
 @triton.jit(do_not_specialize=["max_pages", "max_tokens"])
-def round_inputs_kernel(
-    tokens, num_tokens, limit, live, page_table, out_ids, out_draft_len, out_positions, out_slots, out_kv_len,
+def prepare_verify_inputs_kernel(
+    tokens, num_tokens, limit, live, page_table, out_ids, out_draft_len, out_positions, out_slot_mapping, out_kv_len,
     token_stride, max_tokens, max_pages, WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -43,10 +43,10 @@ def round_inputs_kernel(
     exists = lane < WIDTH
     slot = slot_of(page_table, row, position, lane < tl.where(alive, WIDTH, 0), max_pages, PAGE_SIZE)
     tl.store(out_positions + row * WIDTH + lane, position, mask=exists)
-    tl.store(out_slots + row * WIDTH + lane, slot, mask=exists)
+    tl.store(out_slot_mapping + row * WIDTH + lane, slot, mask=exists)
 
 
-def round_inputs(
+def prepare_verify_inputs(
     tokens: Tensor,
     num_tokens: Tensor,
     limit: Tensor,
@@ -57,7 +57,7 @@ def round_inputs(
     out_ids: Tensor,
     out_draft_len: Tensor,
     out_positions: Tensor,
-    out_slots: Tensor,
+    out_slot_mapping: Tensor,
     out_kv_len: Tensor,
     interpret: bool = False,
 ) -> None:
@@ -71,36 +71,36 @@ def round_inputs(
     out_ids        int32 [R, S]      column 0: the newest token; the rest is left alone
     out_draft_len  int32 [R]         0..K; 0 for dead rows
     out_positions  int64 [R * S]
-    out_slots      int64 [R * S]     0 for dead rows and for positions past the page table
+    out_slot_mapping      int64 [R * S]     0 for dead rows and for positions past the page table
     out_kv_len     int32 [R]         keys that the last place sees, at most L; 0 for dead rows
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
     num_rows, width = out_ids.shape
-    check("round_inputs: tokens", tokens, (num_rows, tokens.shape[1]), torch.int32, rows=True)
+    check("prepare_verify_inputs: tokens", tokens, (num_rows, tokens.shape[1]), torch.int32, rows=True)
     for name, vector in (
         ("num_tokens", num_tokens), ("limit", limit), ("live", live), ("out_draft_len", out_draft_len),
         ("out_kv_len", out_kv_len),
     ):  # fmt: skip
-        check(f"round_inputs: {name}", vector, (num_rows,), torch.int32)
-    check("round_inputs: page_table", page_table, (num_rows, page_table.shape[1]), torch.int32)
-    check("round_inputs: out_ids", out_ids, (num_rows, width), torch.int32)
-    check("round_inputs: out_positions", out_positions, (num_rows * width,), torch.int64)
-    check("round_inputs: out_slots", out_slots, (num_rows * width,), torch.int64)
+        check(f"prepare_verify_inputs: {name}", vector, (num_rows,), torch.int32)
+    check("prepare_verify_inputs: page_table", page_table, (num_rows, page_table.shape[1]), torch.int32)
+    check("prepare_verify_inputs: out_ids", out_ids, (num_rows, width), torch.int32)
+    check("prepare_verify_inputs: out_positions", out_positions, (num_rows * width,), torch.int64)
+    check("prepare_verify_inputs: out_slot_mapping", out_slot_mapping, (num_rows * width,), torch.int64)
     if not (tokens.is_cuda or interpret):
-        round_inputs_reference(
+        prepare_verify_inputs_reference(
             tokens, num_tokens, limit, live, page_table, page_size=page_size, out_ids=out_ids, out_draft_len=out_draft_len,
-            out_positions=out_positions, out_slots=out_slots, out_kv_len=out_kv_len,
+            out_positions=out_positions, out_slot_mapping=out_slot_mapping, out_kv_len=out_kv_len,
         )  # fmt: skip
     elif num_rows:
-        round_inputs_kernel[(num_rows,)](
-            tokens, num_tokens, limit, live, page_table, out_ids, out_draft_len, out_positions, out_slots, out_kv_len,
+        prepare_verify_inputs_kernel[(num_rows,)](
+            tokens, num_tokens, limit, live, page_table, out_ids, out_draft_len, out_positions, out_slot_mapping, out_kv_len,
             tokens.stride(0), tokens.shape[1], page_table.shape[1],
             WIDTH=width, PAGE_SIZE=page_size, LANES=triton.next_power_of_2(width), num_warps=1, **launch_args(tokens),
         )  # fmt: skip
 
 
-def round_inputs_reference(
+def prepare_verify_inputs_reference(
     tokens: Tensor,
     num_tokens: Tensor,
     limit: Tensor,
@@ -111,7 +111,7 @@ def round_inputs_reference(
     out_ids: Tensor,
     out_draft_len: Tensor,
     out_positions: Tensor,
-    out_slots: Tensor,
+    out_slot_mapping: Tensor,
     out_kv_len: Tensor,
 ) -> None:
     """The same in plain torch."""
@@ -125,11 +125,11 @@ def round_inputs_reference(
     known = (page < page_table.shape[1]) & (live[:, None] != 0)
     location = page_table.gather(1, page.clamp(max=page_table.shape[1] - 1).long()).long() * page_size + places % page_size
     out_positions.copy_(places.flatten())
-    out_slots.copy_(torch.where(known, location, 0).flatten())
+    out_slot_mapping.copy_(torch.where(known, location, 0).flatten())
 
 
 def main() -> None:
-    bench = Bench("round_inputs")
+    bench = Bench("prepare_verify_inputs")
     for rows, width, length in ((64, 4, 11264), (256, 1, 1024), (1024, 4, 1024)):
         ints = partial(torch.full, dtype=torch.int32, device=bench.device)
         state = (ints((rows, length), 1), ints((rows,), length // 2), ints((rows,), length), ints((rows,), 1))
@@ -137,12 +137,12 @@ def main() -> None:
         out: dict[str, Any] = {
             "page_size": 16, "out_ids": ints((rows, width), 0), "out_draft_len": ints((rows,), 0), "out_kv_len": ints((rows,), 0),
             "out_positions": torch.zeros(rows * width, dtype=torch.int64, device=bench.device),
-            "out_slots": torch.zeros(rows * width, dtype=torch.int64, device=bench.device),
+            "out_slot_mapping": torch.zeros(rows * width, dtype=torch.int64, device=bench.device),
         }  # fmt: skip
         bench.row(
             f"R={rows} S={width}",
-            [partial(round_inputs, *state, table, **out)],
-            [partial(round_inputs_reference, *state, table, **out)],
+            [partial(prepare_verify_inputs, *state, table, **out)],
+            [partial(prepare_verify_inputs_reference, *state, table, **out)],
             num_bytes=rows * (28 + 20 * width),
         )
 

@@ -35,7 +35,7 @@ def _heads_of(tensor, place, head, lane, heads, exists, D: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=SIZES)
-def own_keys_kernel(
+def draft_step_attention_kernel(
     q, causal, causal_lse, own_k, own_v, out, out_lse, steps, num_places, length, step_stride, scale,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
@@ -66,7 +66,7 @@ def own_keys_kernel(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def own_queries_backward_kernel(
+def draft_step_queries_backward_kernel(
     q, grad, out, lse, own_k, own_v, grad_q, steps, num_places, length, step_stride, scale,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
@@ -91,7 +91,7 @@ def own_queries_backward_kernel(
 
 
 @triton.jit(do_not_specialize=SIZES[1:])
-def own_keys_backward_kernel(
+def draft_step_keys_backward_kernel(
     q, grad, out, lse, own_k, own_v, out_k, out_v, num_places, length, step_stride, scale,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
@@ -115,7 +115,7 @@ def own_keys_backward_kernel(
     tl.store(out_v + at, found_v, mask=exists)
 
 
-def merge_own_keys(
+def draft_step_attention(
     q: Tensor, causal: Tensor, causal_lse: Tensor, own: Tensor, *, scale: float, out: Tensor, out_lse: Tensor,
     interpret: bool = False,
 ) -> None:  # fmt: skip
@@ -129,40 +129,40 @@ def merge_own_keys(
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
-    _check("merge_own_keys", q, causal_lse, own, causal=causal, out=out)
-    check("merge_own_keys: out_lse", out_lse, tuple(causal_lse.shape), causal_lse.dtype)
+    _check("draft_step_attention", q, causal_lse, own, causal=causal, out=out)
+    check("draft_step_attention: out_lse", out_lse, tuple(causal_lse.shape), causal_lse.dtype)
     if not (q.is_cuda or interpret):
-        merge_own_keys_reference(q, causal, causal_lse, own, scale=scale, out=out, out_lse=out_lse)
+        draft_step_attention_reference(q, causal, causal_lse, own, scale=scale, out=out, out_lse=out_lse)
     elif q.numel():
-        own_keys_kernel[(triton.cdiv(q.shape[0] * q.shape[1], PLACES), q.shape[2])](
+        draft_step_attention_kernel[(triton.cdiv(q.shape[0] * q.shape[1], PLACES), q.shape[2])](
             q, causal, causal_lse, own[0], own[1], out, out_lse, own.shape[1], *_sizes(q, own), scale, **_shape(q, own)
         )
 
 
-def own_keys_backward(
+def draft_step_attention_backward(
     q: Tensor, grad: Tensor, out: Tensor, lse: Tensor, own: Tensor, *, scale: float, grad_q: Tensor, out_own: Tensor,
     interpret: bool = False,
 ) -> None:  # fmt: skip
     """Add the single keys' part to `grad_q`, and write their own gradients.
 
     grad       like q  of the merged output
-    out, lse   what `merge_own_keys` wrote
+    out, lse   what `draft_step_attention` wrote
     grad_q     like q  holds the causal part's
     out_own    like own, its strides too
     """
-    _check("own_keys_backward", q, lse, own, grad=grad, out=out, grad_q=grad_q)
+    _check("draft_step_attention_backward", q, lse, own, grad=grad, out=out, grad_q=grad_q)
     if out_own.shape != own.shape or out_own.dtype != q.dtype or out_own.stride() != own.stride():
         raise ValueError(
-            f"own_keys_backward: out_own is {list(out_own.shape)}; must be like own, {list(own.shape)}, its strides too"
+            f"draft_step_attention_backward: out_own is {list(out_own.shape)}; must be like own, {list(own.shape)}, its strides too"
         )
     if not (q.is_cuda or interpret):
-        own_keys_backward_reference(q, grad, out, lse, own, scale=scale, grad_q=grad_q, out_own=out_own)
+        draft_step_attention_backward_reference(q, grad, out, lse, own, scale=scale, grad_q=grad_q, out_own=out_own)
     elif q.numel() and own.shape[1]:
         blocks = triton.cdiv(q.shape[0] * q.shape[1], PLACES)
-        own_queries_backward_kernel[(blocks, q.shape[2])](
+        draft_step_queries_backward_kernel[(blocks, q.shape[2])](
             q, grad, out, lse, own[0], own[1], grad_q, own.shape[1], *_sizes(q, own), scale, **_shape(q, own)
         )
-        own_keys_backward_kernel[(blocks, own.shape[4], own.shape[1])](
+        draft_step_keys_backward_kernel[(blocks, own.shape[4], own.shape[1])](
             q, grad, out, lse, own[0], own[1], out_own[0], out_own[1], *_sizes(q, own), scale, **_shape(q, own)
         )
 
@@ -191,7 +191,7 @@ def _shape(q: Tensor, own: Tensor) -> dict[str, int]:
     }  # fmt: skip
 
 
-def merge_own_keys_reference(
+def draft_step_attention_reference(
     q: Tensor, causal: Tensor, causal_lse: Tensor, own: Tensor, *, scale: float, out: Tensor, out_lse: Tensor
 ) -> None:
     """The same in plain torch."""
@@ -204,7 +204,7 @@ def merge_own_keys_reference(
     out_lse.copy_(merged.transpose(1, 2))
 
 
-def own_keys_backward_reference(
+def draft_step_attention_backward_reference(
     q: Tensor, grad: Tensor, out: Tensor, lse: Tensor, own: Tensor, *, scale: float, grad_q: Tensor, out_own: Tensor
 ) -> None:
     """The same in plain torch."""
@@ -240,15 +240,15 @@ def main() -> None:
             given, shape = {"scale": size**-0.5, "out": out, "out_lse": out_lse}, f"{rows}x{length} H={heads} J={steps}"
             bench.row(
                 shape,
-                [partial(merge_own_keys, q, causal, lse, own, **given) for q in qs],
-                [partial(merge_own_keys_reference, q, causal, lse, own, **given) for q in qs],
+                [partial(draft_step_attention, q, causal, lse, own, **given) for q in qs],
+                [partial(draft_step_attention_reference, q, causal, lse, own, **given) for q in qs],
                 num_bytes=3 * out.nbytes + own.nbytes,
             )
             back = {"scale": size**-0.5, "grad_q": grad_q, "out_own": torch.empty_like(own)}
             bench.row(
                 f"{shape}, way back",
-                [partial(own_keys_backward, q, grad, out, lse, own, **back) for q in qs],
-                [partial(own_keys_backward_reference, q, grad, out, lse, own, **back) for q in qs],
+                [partial(draft_step_attention_backward, q, grad, out, lse, own, **back) for q in qs],
+                [partial(draft_step_attention_backward_reference, q, grad, out, lse, own, **back) for q in qs],
                 num_bytes=5 * out.nbytes + 2 * own.nbytes,
             )
 

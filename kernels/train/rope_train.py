@@ -20,7 +20,7 @@ ROWS = 32
 
 
 @triton.jit(do_not_specialize=("num_heads", "length"))
-def turn_kernel(
+def rope_train_kernel(
     x, cos, sin, out, num_heads, length, HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -36,7 +36,7 @@ def turn_kernel(
     tl.store(out + at + D // 2, high * cos_high + low * sin_high, mask=exists)
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor, interpret: bool = False) -> None:
+def rope_train(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor, interpret: bool = False) -> None:
     """Write x turned by the angle of each place.
 
     x    fp32, bf16, fp16 or fp64 [N, H, D]  N a multiple of L: rows of L places end to end
@@ -48,22 +48,24 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor, interpret: bool = 
     """
     places, heads, size = x.shape
     wide = torch.promote_types(x.dtype, torch.float32)
-    check("turn: x", x, (places, heads, size), *FLOATS)
-    check("turn: cos", cos, (len(cos), size), wide)
-    check("turn: sin", sin, (len(cos), size), wide)
-    check("turn: out", out, (places, heads, size), x.dtype)
+    check("rope_train: x", x, (places, heads, size), *FLOATS)
+    check("rope_train: cos", cos, (len(cos), size), wide)
+    check("rope_train: sin", sin, (len(cos), size), wide)
+    check("rope_train: out", out, (places, heads, size), x.dtype)
     if size % 2 or (places % len(cos) if len(cos) else places):
-        raise ValueError(f"turn: {places} places of {size} values are no rows of {len(cos)} places with an even number of values")
+        raise ValueError(
+            f"rope_train: {places} places of {size} values are no rows of {len(cos)} places with an even number of values"
+        )
     if not (x.is_cuda or interpret):
-        turn_reference(x, cos, sin, out=out)
+        rope_train_reference(x, cos, sin, out=out)
     elif places:
-        turn_kernel[(triton.cdiv(places * heads, ROWS),)](
+        rope_train_kernel[(triton.cdiv(places * heads, ROWS),)](
             x, cos, sin, out, places * heads, len(cos), HEADS=heads, D=size, HALF=triton.next_power_of_2(size // 2),
             ACC=tl.float64 if x.dtype == torch.float64 else tl.float32, ROWS=ROWS, num_warps=4,
         )  # fmt: skip
 
 
-def turn_reference(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor) -> None:
+def rope_train_reference(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor) -> None:
     """The same in plain torch."""
     rows = x.view(-1, len(cos), *x.shape[1:]).to(cos.dtype)
     turned = rows * cos.unsqueeze(1) + rows.roll(x.shape[2] // 2, -1) * sin.unsqueeze(1)
@@ -78,8 +80,8 @@ def main() -> None:
         out = torch.empty_like(xs[0])
         bench.row(
             f"N={rows * length} H={heads} D={size} bfloat16",
-            [partial(turn, x, cos, sin, out=out) for x in xs],
-            [partial(turn_reference, x, cos, sin, out=out) for x in xs],
+            [partial(rope_train, x, cos, sin, out=out) for x in xs],
+            [partial(rope_train_reference, x, cos, sin, out=out) for x in xs],
             num_bytes=2 * out.nbytes,
         )
 

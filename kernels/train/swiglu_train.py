@@ -21,7 +21,7 @@ BLOCK = 2048
 
 
 @triton.jit(do_not_specialize=("count",))
-def gate_kernel(gate, up, out, count, ACC: tl.constexpr, BLOCK: tl.constexpr):
+def swiglu_train_kernel(gate, up, out, count, ACC: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     exists = at < count
     opened = tl.load(gate + at, mask=exists, other=0.0).to(ACC)
@@ -30,7 +30,7 @@ def gate_kernel(gate, up, out, count, ACC: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=("count",))
-def gate_backward_kernel(gate, up, grad, out_gate, out_up, count, ACC: tl.constexpr, BLOCK: tl.constexpr):
+def swiglu_train_backward_kernel(gate, up, grad, out_gate, out_up, count, ACC: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     exists = at < count
     opened = tl.load(gate + at, mask=exists, other=0.0).to(ACC)
@@ -41,42 +41,44 @@ def gate_backward_kernel(gate, up, grad, out_gate, out_up, count, ACC: tl.conste
     tl.store(out_up + at, slope * opened * share, mask=exists)
 
 
-def gate(gate: Tensor, up: Tensor, *, out: Tensor, interpret: bool = False) -> None:
+def swiglu_train(gate: Tensor, up: Tensor, *, out: Tensor, interpret: bool = False) -> None:
     """Write silu(gate) * up: three contiguous tensors of one shape and dtype (fp32, bf16, fp16, fp64).
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
-    check("gate: gate", gate, tuple(gate.shape), *FLOATS)
+    check("swiglu_train: gate", gate, tuple(gate.shape), *FLOATS)
     for name, tensor in (("up", up), ("out", out)):
-        check(f"gate: {name}", tensor, tuple(gate.shape), gate.dtype)
+        check(f"swiglu_train: {name}", tensor, tuple(gate.shape), gate.dtype)
     if not (gate.is_cuda or interpret):
-        gate_reference(gate, up, out=out)
+        swiglu_train_reference(gate, up, out=out)
     elif gate.numel():
-        gate_kernel[(triton.cdiv(gate.numel(), BLOCK),)](gate, up, out, gate.numel(), ACC=_wide(gate), BLOCK=BLOCK, num_warps=8)
+        swiglu_train_kernel[(triton.cdiv(gate.numel(), BLOCK),)](
+            gate, up, out, gate.numel(), ACC=_wide(gate), BLOCK=BLOCK, num_warps=8
+        )
 
 
-def gate_backward(
+def swiglu_train_backward(
     gate: Tensor, up: Tensor, grad: Tensor, *, out_gate: Tensor, out_up: Tensor, interpret: bool = False
 ) -> None:  # fmt: skip
     """Write the gradients of gate and up from that of `gate`'s output; tensors as there."""
-    check("gate_backward: gate", gate, tuple(gate.shape), *FLOATS)
+    check("swiglu_train_backward: gate", gate, tuple(gate.shape), *FLOATS)
     for name, tensor in (("up", up), ("grad", grad), ("out_gate", out_gate), ("out_up", out_up)):
-        check(f"gate_backward: {name}", tensor, tuple(gate.shape), gate.dtype)
+        check(f"swiglu_train_backward: {name}", tensor, tuple(gate.shape), gate.dtype)
     if not (gate.is_cuda or interpret):
-        gate_backward_reference(gate, up, grad, out_gate=out_gate, out_up=out_up)
+        swiglu_train_backward_reference(gate, up, grad, out_gate=out_gate, out_up=out_up)
     elif gate.numel():
-        gate_backward_kernel[(triton.cdiv(gate.numel(), BLOCK),)](
+        swiglu_train_backward_kernel[(triton.cdiv(gate.numel(), BLOCK),)](
             gate, up, grad, out_gate, out_up, gate.numel(), ACC=_wide(gate), BLOCK=BLOCK, num_warps=8
         )
 
 
-def gate_reference(gate: Tensor, up: Tensor, *, out: Tensor) -> None:
+def swiglu_train_reference(gate: Tensor, up: Tensor, *, out: Tensor) -> None:
     """The same in plain torch."""
     opened, passed = _widened(gate, up)
     out.copy_(opened * opened.sigmoid() * passed)
 
 
-def gate_backward_reference(gate: Tensor, up: Tensor, grad: Tensor, *, out_gate: Tensor, out_up: Tensor) -> None:
+def swiglu_train_backward_reference(gate: Tensor, up: Tensor, grad: Tensor, *, out_gate: Tensor, out_up: Tensor) -> None:
     """The same in plain torch."""
     opened, passed, slope = _widened(gate, up, grad)
     share = opened.sigmoid()
@@ -101,14 +103,14 @@ def main() -> None:
         shape = f"N={places} I={width} bfloat16"
         bench.row(
             shape,
-            [partial(gate, x, up, out=out) for x in gates],
-            [partial(gate_reference, x, up, out=out) for x in gates],
+            [partial(swiglu_train, x, up, out=out) for x in gates],
+            [partial(swiglu_train_reference, x, up, out=out) for x in gates],
             num_bytes=3 * up.nbytes,
         )
         bench.row(
             f"{shape}, way back",
-            [partial(gate_backward, x, up, grad, out_gate=out, out_up=other) for x in gates],
-            [partial(gate_backward_reference, x, up, grad, out_gate=out, out_up=other) for x in gates],
+            [partial(swiglu_train_backward, x, up, grad, out_gate=out, out_up=other) for x in gates],
+            [partial(swiglu_train_backward_reference, x, up, grad, out_gate=out, out_up=other) for x in gates],
             num_bytes=5 * up.nbytes,
         )
 

@@ -31,7 +31,7 @@ MAX_NODES = 64
 
 @triton.jit(do_not_specialize=["max_pages"])
 def tree_places_kernel(
-    parents, num_tokens, live, page_table, out_positions, out_slots, out_ancestors, out_kv_len, parents_stride, max_pages,
+    parents, num_tokens, live, page_table, out_positions, out_slot_mapping, out_ancestors, out_kv_len, parents_stride, max_pages,
     NODES: tl.constexpr, DEPTH: tl.constexpr, PAGE_SIZE: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_earlier(PDL)
@@ -54,7 +54,7 @@ def tree_places_kernel(
     inside = lane < tl.where(alive, NODES, 0)
     slot = slot_of(page_table, row, (start + lane).to(tl.int64), inside, max_pages, PAGE_SIZE)
     tl.store(out_positions + place, tl.where(inside, start + depth, 0).to(tl.int64), mask=exists)
-    tl.store(out_slots + place, slot, mask=exists)
+    tl.store(out_slot_mapping + place, slot, mask=exists)
     tl.store(out_ancestors + place, tl.where(inside, mask, one << lane.to(tl.int64)), mask=exists)
     tl.store(out_kv_len + row, tl.where(alive, tl.minimum(num - 1 + NODES, max_pages * PAGE_SIZE), 0))
 
@@ -68,7 +68,7 @@ def tree_places(
     page_size: int,
     max_depth: int,
     out_positions: Tensor,
-    out_slots: Tensor,
+    out_slot_mapping: Tensor,
     out_ancestors: Tensor,
     out_kv_len: Tensor,
     interpret: bool = False,
@@ -82,7 +82,7 @@ def tree_places(
     page_table     int32 [R, max pages a row]
     max_depth      no node is deeper
     out_positions  int64 [R * S]
-    out_slots      int64 [R * S]    0 for dead rows and for nodes past the page table
+    out_slot_mapping      int64 [R * S]    0 for dead rows and for nodes past the page table
     out_ancestors  int64 [R * S]    bit j: node j is the node itself or above it
     out_kv_len     int32 [R]        keys up to the last node, at most those of the page table; 0 for dead rows
 
@@ -95,16 +95,20 @@ def tree_places(
     for name, vector in (("num_tokens", num_tokens), ("live", live), ("out_kv_len", out_kv_len)):
         check(f"tree_places: {name}", vector, (num_rows,), torch.int32)
     check("tree_places: page_table", page_table, (num_rows, page_table.shape[1]), torch.int32)
-    for name, vector in (("out_positions", out_positions), ("out_slots", out_slots), ("out_ancestors", out_ancestors)):
+    for name, vector in (
+        ("out_positions", out_positions),
+        ("out_slot_mapping", out_slot_mapping),
+        ("out_ancestors", out_ancestors),
+    ):
         check(f"tree_places: {name}", vector, (num_rows * num_nodes,), torch.int64)
     if not (parents.is_cuda or interpret):
         tree_places_reference(
             parents, num_tokens, live, page_table, page_size=page_size, max_depth=max_depth, out_positions=out_positions,
-            out_slots=out_slots, out_ancestors=out_ancestors, out_kv_len=out_kv_len,
+            out_slot_mapping=out_slot_mapping, out_ancestors=out_ancestors, out_kv_len=out_kv_len,
         )  # fmt: skip
     elif num_rows:
         tree_places_kernel[(num_rows,)](
-            parents, num_tokens, live, page_table, out_positions, out_slots, out_ancestors, out_kv_len, parents.stride(0),
+            parents, num_tokens, live, page_table, out_positions, out_slot_mapping, out_ancestors, out_kv_len, parents.stride(0),
             page_table.shape[1], NODES=num_nodes, DEPTH=max_depth, PAGE_SIZE=page_size,
             LANES=triton.next_power_of_2(max(2, num_nodes)), num_warps=2, **launch_args(parents),
         )  # fmt: skip
@@ -119,7 +123,7 @@ def tree_places_reference(
     page_size: int,
     max_depth: int,
     out_positions: Tensor,
-    out_slots: Tensor,
+    out_slot_mapping: Tensor,
     out_ancestors: Tensor,
     out_kv_len: Tensor,
 ) -> None:
@@ -140,7 +144,7 @@ def tree_places_reference(
     known = alive & (page < page_table.shape[1])
     table = page_table.gather(1, page.clamp(max=page_table.shape[1] - 1)).long()
     out_positions.copy_(((start + depth) * alive).flatten())
-    out_slots.copy_(torch.where(known, table * page_size + place % page_size, 0).flatten())
+    out_slot_mapping.copy_(torch.where(known, table * page_size + place % page_size, 0).flatten())
     out_ancestors.copy_(torch.where(alive, masks, own).flatten())
     out_kv_len.copy_((num_tokens - 1 + num_nodes).clamp(max=page_table.shape[1] * page_size) * (live != 0))
 
@@ -162,7 +166,7 @@ def bench_shape(bench: Bench, rows: int, nodes: int, depth: int) -> None:
     for _ in range(2):
         places = torch.full((3, rows * nodes), -7, dtype=torch.int64, device=device)
         outs.append({
-            "page_size": 16, "max_depth": depth, "out_positions": places[0], "out_slots": places[1], "out_ancestors": places[2],
+            "page_size": 16, "max_depth": depth, "out_positions": places[0], "out_slot_mapping": places[1], "out_ancestors": places[2],
             "out_kv_len": torch.full((rows,), -7, dtype=torch.int32, device=device),
         })  # fmt: skip
     shape, num_bytes = f"R={rows} S={nodes} depth {depth}", rows * (12 + 32 * nodes)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from batchspec.kernels.attention.merge_states import partials_of
-from batchspec.kernels.attention.split_kv_schedule import attention_work
+from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
 from batchspec.kernels.attention.verify_attention import verify_attention, verify_attention_reference
 from batchspec.kernels.attention.work_list import AttentionWork, SharedPrefixes, WorkShape
 
@@ -27,14 +27,16 @@ class Case:
     kv: Tensor
     page_table: Tensor
     positions: Tensor
-    q_start: Tensor
+    cu_seqlens_q: Tensor
     kv_len: Tensor
     shape: WorkShape
     shared: SharedPrefixes | None = None
 
     def work(self, *, interpret: bool, **changes: Any) -> AttentionWork:
         shape = replace(self.shape, **changes)
-        return attention_work(self.q_start, self.kv_len, self.positions, shape=shape, shared=self.shared, interpret=interpret)
+        return split_kv_schedule(
+            self.cu_seqlens_q, self.kv_len, self.positions, shape=shape, shared=self.shared, interpret=interpret
+        )
 
     def run(self, work: AttentionWork, *, interpret: bool, positions: Tensor | None = None, **tree: Any) -> Tensor:
         out = torch.full(self.q.shape, float("nan"), dtype=self.q.dtype, device=self.q.device)
@@ -82,7 +84,7 @@ def make_case(
         kv=kv.to(device, dtype),
         page_table=pages.to(device),
         positions=torch.cat([*ranges, torch.zeros(padding, dtype=torch.int64)]).to(device),
-        q_start=torch.tensor([0, *q_len]).cumsum(0).int().to(device),
+        cu_seqlens_q=torch.tensor([0, *q_len]).cumsum(0).int().to(device),
         kv_len=torch.tensor(kv_len, dtype=torch.int32, device=device),
         shape=WorkShape(
             max_q=max(q_len), max_kv=max(kv_len), kv_heads=kv_heads, heads_per_kv=num_heads // kv_heads, page_size=PAGE_SIZE,

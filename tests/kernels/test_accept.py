@@ -299,7 +299,7 @@ def test_wrong_arguments_are_refused() -> None:
     ints = torch.zeros(2, dtype=torch.int32)
     good: dict[str, Any] = {
         "draft_ids": torch.zeros(2, 3, dtype=torch.int32), "draft_len": ints, "target_ids": torch.zeros(8, dtype=torch.int32),
-        "q_start": torch.zeros(3, dtype=torch.int32), "stop_ids": torch.zeros(2, 1, dtype=torch.int32), "limit": ints,
+        "cu_seqlens_q": torch.zeros(3, dtype=torch.int32), "stop_ids": torch.zeros(2, 1, dtype=torch.int32), "limit": ints,
         "rates": torch.zeros(3), "keys": ints.long(), "tokens": torch.zeros(2, 9, dtype=torch.int32),
         "num_tokens": ints.clone(), "live": ints.clone(), "finish": ints.clone(), "out_accepted_len": ints.clone(),
         "out_log": torch.zeros(2, 8, dtype=torch.int32),

@@ -10,7 +10,8 @@ import torch
 from batchspec.kernels.benchmarks.timing import Bench, wall_us
 from batchspec.kernels.drafting import ngram
 from batchspec.kernels.kv_cache import slot_mapping as slots
-from batchspec.kernels.rounds import accept, compact
+from batchspec.kernels.rounds import accept
+from batchspec.kernels.rounds import move_rows as compact
 
 
 @pytest.mark.parametrize(("module", "name"), [(accept, "accept"), (slots, "slots"), (ngram, "ngram"), (compact, "compact")])

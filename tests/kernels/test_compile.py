@@ -29,42 +29,42 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
               stride_row=I32, out_stride=I32, vocab=I32, FLAG=_map is None, ACC=_acc, BLOCK=4096)  # fmt: skip
     _case(f"distil_kernel {_dtype}", "distil", 8, logits=f"*{_dtype}", probs=f"*{_acc}", weights=f"*{_acc}", best_ids=PI64,
           out_nats=f"*{_acc}", out_hits=f"*{_acc}", vocab=I32, ACC=_acc, BLOCK=4096)  # fmt: skip
-    _case(f"turn_kernel {_dtype}", "turn", 4, x=f"*{_dtype}", cos=f"*{_acc}", sin=f"*{_acc}", out=f"*{_dtype}", num_heads=I32,
+    _case(f"rope_train_kernel {_dtype}", "rope_train", 4, x=f"*{_dtype}", cos=f"*{_acc}", sin=f"*{_acc}", out=f"*{_dtype}", num_heads=I32,
           length=I32, HEADS=9, D=64, HALF=32, ACC=_acc, ROWS=32)  # fmt: skip
-    _case(f"gate_kernel {_dtype}", "gate", 8, gate=f"*{_dtype}", up=f"*{_dtype}", out=f"*{_dtype}", count=I32, ACC=_acc,
+    _case(f"swiglu_train_kernel {_dtype}", "swiglu_train", 8, gate=f"*{_dtype}", up=f"*{_dtype}", out=f"*{_dtype}", count=I32, ACC=_acc,
           BLOCK=2048)  # fmt: skip
-    _case(f"gate_backward_kernel {_dtype}", "gate", 8, gate=f"*{_dtype}", up=f"*{_dtype}", grad=f"*{_dtype}",
+    _case(f"swiglu_train_backward_kernel {_dtype}", "swiglu_train", 8, gate=f"*{_dtype}", up=f"*{_dtype}", grad=f"*{_dtype}",
           out_gate=f"*{_dtype}", out_up=f"*{_dtype}", count=I32, ACC=_acc, BLOCK=2048)  # fmt: skip
     _case(f"sample_kernel {_dtype}", "sample", 16, logits=f"*{_dtype}", row_ids=PI32, positions=PI64, keys=PI64,
           temperature=PF32, cutoff=f"*{_acc}", out_ids=PI32, stride_row=I32, vocab=I32, ACC=_acc, BLOCK=4096)  # fmt: skip
     _case(f"noise_kernel {_dtype}", "noise", 4, logits=f"*{_dtype}", row_ids=PI32, positions=PI64, keys=PI64, temperature=PF32,
           cutoff=f"*{_acc}", map_ids=None if _dtype == "bf16" else PI64, stride_row=I32, vocab=I32, ACC=_acc,
           BLOCK=1024)  # fmt: skip
-    _case(f"kv_write_kernel {_dtype}", "kv_write", 4, k=f"*{_dtype}", v=f"*{_dtype}", kv=f"*{_dtype}", slots=PI64,
+    _case(f"kv_write_kernel {_dtype}", "kv_write", 4, k=f"*{_dtype}", v=f"*{_dtype}", kv=f"*{_dtype}", slot_mapping=PI64,
           k_stride_t=I32, k_stride_h=I32, v_stride_t=I32, v_stride_h=I32, kv_stride_part=I64, kv_stride_slot=I32,
           NUM_HEADS=3, HEAD_DIM=64, HEADS=4, DIM=64)  # fmt: skip
 _OWN = {"num_places": I32, "length": I32, "step_stride": I32, "scale": "fp32", "HEADS": 9, "KEY_HEADS": 3, "D": 64, "LANES": 64,
         "PLACES": 16}  # fmt: skip
 for _dtype in ("bf16", "fp16"):
     _own = f"*{_dtype}"
-    _case(f"own_keys_kernel {_dtype}", "own_keys", 4, q=_own, causal=_own, causal_lse=PF32, own_k=_own, own_v=_own, out=_own,
+    _case(f"draft_step_attention_kernel {_dtype}", "draft_step_attention", 4, q=_own, causal=_own, causal_lse=PF32, own_k=_own, own_v=_own, out=_own,
           out_lse=PF32, steps=I32, **_OWN)  # fmt: skip
-    _case(f"own_queries_backward_kernel {_dtype}", "own_keys", 4, q=_own, grad=_own, out=_own, lse=PF32, own_k=_own, own_v=_own,
+    _case(f"draft_step_queries_backward_kernel {_dtype}", "draft_step_attention", 4, q=_own, grad=_own, out=_own, lse=PF32, own_k=_own, own_v=_own,
           grad_q=_own, steps=I32, **_OWN)  # fmt: skip
-    _case(f"own_keys_backward_kernel {_dtype}", "own_keys", 4, q=_own, grad=_own, out=_own, lse=PF32, own_k=_own, own_v=_own,
+    _case(f"draft_step_keys_backward_kernel {_dtype}", "draft_step_attention", 4, q=_own, grad=_own, out=_own, lse=PF32, own_k=_own, own_v=_own,
           out_k=_own, out_v=_own, **_OWN)  # fmt: skip
 for _tokens in (1, 5):
-    _case(f"round_inputs_kernel S={_tokens}", "round_inputs", 1, tokens=PI32, num_tokens=PI32, limit=PI32, live=PI32,
-          page_table=PI32, out_ids=PI32, out_draft_len=PI32, out_positions=PI64, out_slots=PI64, out_kv_len=PI32,
+    _case(f"prepare_verify_inputs_kernel S={_tokens}", "prepare_verify_inputs", 1, tokens=PI32, num_tokens=PI32, limit=PI32, live=PI32,
+          page_table=PI32, out_ids=PI32, out_draft_len=PI32, out_positions=PI64, out_slot_mapping=PI64, out_kv_len=PI32,
           token_stride=I32, max_tokens=I32, max_pages=I32, WIDTH=_tokens, PAGE_SIZE=16,
           LANES=1 if _tokens == 1 else 8)  # fmt: skip
 for _k in (1, 2, 5):
-    _case(f"draft_steps_kernel K={_k}", "draft_steps", 1, first_ids=PI32, num_tokens=PI32, live=PI32, page_table=PI32,
-          out_ids=PI32, out_draft_len=PI32, out_positions=PI64, out_slots=PI64, out_kv_len=PI32, num_rows=I32, ids_stride=I32,
+    _case(f"prepare_chain_draft_inputs_kernel K={_k}", "prepare_chain_draft_inputs", 1, first_ids=PI32, num_tokens=PI32, live=PI32, page_table=PI32,
+          out_ids=PI32, out_draft_len=PI32, out_positions=PI64, out_slot_mapping=PI64, out_kv_len=PI32, num_rows=I32, ids_stride=I32,
           max_tokens=I32, max_pages=I32, WIDTH=_k, PAGE_SIZE=16, LANES=4 if _k == 5 else 1)  # fmt: skip
 for _rows in (2, 256):
-    _case(f"ragged_kernel R={_rows}", "slots", 4, start=PI32, q_len=PI32, page_table=PI32, out_q_start=PI32, out_row_ids=PI32,
-          out_positions=PI64, out_slots=PI64, num_rows=I32, num_places=I32, max_pages=I32, PAGE_SIZE=16, ROWS=_rows,
+    _case(f"compute_slot_mapping_kernel R={_rows}", "slot_mapping", 4, start=PI32, q_len=PI32, page_table=PI32, out_cu_seqlens_q=PI32, out_row_ids=PI32,
+          out_positions=PI64, out_slot_mapping=PI64, num_rows=I32, num_places=I32, max_pages=I32, PAGE_SIZE=16, ROWS=_rows,
           BLOCK=128)  # fmt: skip
 for _match in (None, PI32):
     _case(f"ngram_kernel match {_match}", "ngram", 8, tokens=PI32, num_tokens=PI32, live=PI32, draft_ids=PI32, draft_len=PI32,
@@ -83,12 +83,12 @@ _case("observe_kernel", "draft_choice", 4, tokens=PI32, num_tokens=PI32, live=PI
 for _rates in (None, PF32):
     for _k in (0, 4, 64):
         _case(f"accept_kernel K={_k}, rates {_rates}", "accept", 1, draft_ids=PI32, draft_len=PI32, target_ids=PI32,
-              q_start=PI32, stop_ids=PI32, limit=PI32, rates=_rates, keys=PI64, tokens=PI32, num_tokens=PI32, live=PI32,
+              cu_seqlens_q=PI32, stop_ids=PI32, limit=PI32, rates=_rates, keys=PI64, tokens=PI32, num_tokens=PI32, live=PI32,
               finish=PI32, out_accepted_len=PI32, out_log=PI32, draft_stride=I32, token_stride=I32, max_tokens=I32,
               K=_k, NUM_STOPS=3, LANES=max(2, 2 * _k), STOP_LANES=4)  # fmt: skip
 for _nodes, _depth, _lanes, _levels in ((61, 6, 64, 8), (3, 1, 4, 2)):
     _case(f"tree_places_kernel S={_nodes}", "tree_places", 2, parents=PI32, num_tokens=PI32, live=PI32, page_table=PI32,
-          out_positions=PI64, out_slots=PI64, out_ancestors=PI64, out_kv_len=PI32, parents_stride=I32, max_pages=I32,
+          out_positions=PI64, out_slot_mapping=PI64, out_ancestors=PI64, out_kv_len=PI32, parents_stride=I32, max_pages=I32,
           NODES=_nodes, DEPTH=_depth, PAGE_SIZE=16, LANES=_lanes)  # fmt: skip
     for _whole in (False, True):
         _case(f"tree_walk_kernel S={_nodes}, whole {_whole}", "tree_walk", 1, ids=PI32, parents=PI32, target_ids=PI32,
@@ -109,39 +109,39 @@ for _word, _width in (("i16", 1024), ("i32", 192), ("i64", 8)):
     _case(f"kv_move_kernel {_word}", "kv_move", 4, kv=f"*{_word}", tree_slots=PI64, path=PI32, chain_slots=PI64,
           accepted_len=PI32, stride_part=I64, NODES=61, DEPTH=6, WIDTH=_width, LEVELS=8, BLOCK=256)  # fmt: skip
 for _word in ("i8", "i16", "i32", "i64"):
-    _case(f"move_rows_kernel {_word}", "compact", 4, state=f"*{_word}", src_ids=PI32, dst_ids=PI32, stride_row=I32, width=I32,
+    _case(f"move_rows_kernel {_word}", "move_rows", 4, state=f"*{_word}", src_ids=PI32, dst_ids=PI32, stride_row=I32, width=I32,
           BLOCK=1024)  # fmt: skip
 for _dtype in ("fp32", "bf16", "fp16", "fp64"):
     _acc, _values = "fp64" if _dtype == "fp64" else "fp32", f"*{_dtype}"
     for _residual, _tap in ((None, None), (_values, None), (_values, _values)):
         _case(f"norm_kernel {_dtype}, residual {_residual}, tap {_tap}", "norm", 2, hidden=_values, residual=_residual,
-              weight=_values, out=_values, out_tap=_tap, hidden_stride=I32, residual_stride=I32, out_stride=I32, tap_stride=I32,
+              weight=_values, out=_values, out_aux=_tap, hidden_stride=I32, residual_stride=I32, out_stride=I32, tap_stride=I32,
               EPS=1e-5, WIDTH=576, BLOCK=1024, ACC=_acc)  # fmt: skip
     for _places in (None, PI64):
         _case(f"head_input_kernel {_dtype}, positions {_places}", "head_input", 2, token_ids=PI32,
               row_ids=None if _places is None else PI32, positions=_places, hidden=_values, embedding=_values,
               embedding_norm=_values, hidden_norm=_values, out=_values, token_stride=I32, hidden_stride=I32, out_stride=I32,
               max_len=I32, num_tokens=I32, EPS=1e-5, WIDTH=576, BLOCK=1024, ACC=_acc)  # fmt: skip
-    _case(f"live_rows_kernel {_dtype}, no residual", "live_rows", 4, q=_values, residual=None, q_start=PI32, accepted_len=PI32,
+    _case(f"live_rows_kernel {_dtype}, no residual", "live_rows", 4, q=_values, residual=None, cu_seqlens_q=PI32, accepted_len=PI32,
           positions=PI64, num_tokens=PI32, live=PI32, out_q=_values, out_residual=None, out_positions=PI64, out_kv_len=PI32,
           num_places=I32, q_stride=I32, residual_stride=I32, out_q_stride=I32, out_residual_stride=I32, Q_WIDTH=576, WIDTH=0,
           BLOCK=1024)  # fmt: skip
-    _case(f"draft_places_kernel {_dtype}", "draft_places", 2, tokens=PI32, num_tokens=PI32, live=PI32, page_table=PI32,
-          hidden=_values, mask_hidden=_values, out_ids=PI32, out_hidden=_values, out_positions=PI64, out_slots=PI64,
+    _case(f"prepare_parallel_draft_inputs_kernel {_dtype}", "prepare_parallel_draft_inputs", 2, tokens=PI32, num_tokens=PI32, live=PI32, page_table=PI32,
+          hidden=_values, mask_hidden=_values, out_ids=PI32, out_hidden=_values, out_positions=PI64, out_slot_mapping=PI64,
           out_kv_len=PI32, out_draft_len=PI32, mask_id=I32, token_stride=I32, max_tokens=I32, max_pages=I32, K=5, WIDTH=576,
           BLOCK=1024, PAGE_SIZE=16)  # fmt: skip
-    _case(f"live_rows_kernel {_dtype}", "live_rows", 4, q=_values, residual=_values, q_start=PI32, accepted_len=PI32,
+    _case(f"live_rows_kernel {_dtype}", "live_rows", 4, q=_values, residual=_values, cu_seqlens_q=PI32, accepted_len=PI32,
           positions=PI64, num_tokens=PI32, live=PI32, out_q=_values, out_residual=_values, out_positions=PI64, out_kv_len=PI32,
           num_places=I32, q_stride=I32, residual_stride=I32, out_q_stride=I32, out_residual_stride=I32, Q_WIDTH=1536, WIDTH=576,
           BLOCK=2048)  # fmt: skip
     _case(f"rope_write_kernel {_dtype}, no queries", "rope_write", 2, qkv=_values, positions=PI64, freqs=PF32, q_norm=_values,
-          k_norm=_values, out_q=_values, kv=_values, slots=PI64, qkv_stride=I32, kv_stride_part=I64, EPS=1e-6, FACTOR=1.0,
+          k_norm=_values, out_q=_values, kv=_values, slot_mapping=PI64, qkv_stride=I32, kv_stride_part=I64, EPS=1e-6, FACTOR=1.0,
           NUM_HEADS=0, NUM_KV_HEADS=8, HALF=64, HEADS=8, BLOCKS_PER_PROGRAM=2, LANES=64, ACC=_acc)  # fmt: skip
     _case(f"silu_and_mul_kernel {_dtype}", "activation", 8, gate_up=_values, out=_values, stride=I32, WIDTH=14336, BLOCK=2048,
           ACC=_acc)  # fmt: skip
     for _gains, _blocks in ((None, 1), (_values, 1), (None, 6)):
         _case(f"rope_write_kernel {_dtype}, norms {_gains}, {_blocks} blocks", "rope_write", 2, qkv=_values, positions=PI64,
-              freqs=PF32, q_norm=_gains, k_norm=_gains, out_q=_values, kv=_values, slots=PI64, qkv_stride=I32, kv_stride_part=I64,
+              freqs=PF32, q_norm=_gains, k_norm=_gains, out_q=_values, kv=_values, slot_mapping=PI64, qkv_stride=I32, kv_stride_part=I64,
               EPS=1e-6, FACTOR=1.0, NUM_HEADS=32, NUM_KV_HEADS=8, HALF=64, HEADS=8, BLOCKS_PER_PROGRAM=_blocks, LANES=64,
               ACC=_acc)  # fmt: skip
 for _op, _dtype, _tma, _m, _n, _warps, _split, _even in (
@@ -173,7 +173,7 @@ for _dtype, _dim, _tile, _block, _warps, _window, _grouped, _tree, _early in (
     ("fp32", 64, 16, 32, 8, 512, False, False, False), ("fp16", 256, 32, 32, 4, 0, False, True, False),
 ):  # fmt: skip
     _case(f"verify_kernel {_dtype} D={_dim}, tile {_tile}, window {_window}, grouped {_grouped}, tree {_tree}, early {_early}",
-          "verify_attention", _warps, q=f"*{_dtype}", kv=f"*{_dtype}", page_table=PI32, positions=PI64, q_start=PI32, kv_len=PI32,
+          "verify_attention", _warps, q=f"*{_dtype}", kv=f"*{_dtype}", page_table=PI32, positions=PI64, cu_seqlens_q=PI32, kv_len=PI32,
           row_order=PI32, items=PI32, num_items=PI32, row_parts=PI32, ancestors=PI64 if _tree else None,
           tail_start=PI32 if _tree else None, out=f"*{_dtype}", part_out=PF32, part_lse=PF32, scale="fp32", max_pages=I32,
           max_q=I32, q_stride_t=I32, q_stride_h=I32, kv_stride_part=I64, kv_stride_page=I32,
@@ -181,13 +181,13 @@ for _dtype, _dim, _tile, _block, _warps, _window, _grouped, _tree, _early in (
           SINK=4 if _window else 0, TILE=_tile, BLOCK=_block, GROUPED=_grouped, WIDE=False,
           EARLY=_early)  # fmt: skip
 for _groups in (0, 64):
-    _case(f"work_kernel groups {_groups}", "attention_work", 4, q_start=PI32, kv_len=PI32, positions=PI64, row_group=PI32,
+    _case(f"split_kv_schedule_kernel groups {_groups}", "split_kv_schedule", 4, cu_seqlens_q=PI32, kv_len=PI32, positions=PI64, row_group=PI32,
           group_start=PI32, shared_len=PI32, out_items=PI32, out_group_items=PI32, out_counts=PI32, out_row_parts=PI32,
           num_rows=I32, num_groups=I32, num_places=I32, target=I32, group_target=I32, chunk=I32, min_chunk=I32, HEADS=4,
           MAX_Q=4,
           WINDOW=0 if _groups else 512, SINK=0 if _groups else 4, PAGE_SIZE=16, TILE=16, BLOCK=64, GROUP_TILE=64,
           GROUP_BLOCK=64, WAVES=5, ROWS=128, GROUPS=_groups, LANES=64)  # fmt: skip
-_case("merge_kernel", "attention_merge", 1, part_out=PF32, part_lse=PF32, row_parts=PI32, q_start=PI32, out="*bf16", KV_HEADS=8,
+_case("merge_states_kernel", "merge_states", 1, part_out=PF32, part_lse=PF32, row_parts=PI32, cu_seqlens_q=PI32, out="*bf16", KV_HEADS=8,
       HEADS=4, HEAD_DIM=96, DIM=128, TILES=4, LINES=4, PARTS=8)  # fmt: skip
 for _stages in (1, 4):
     _case(f"cutoff_kernel {_stages} stages", "cutoff", 32, logits=PF32, row_ids=PI32, temperature=PF32, top_k=PI32, top_p=PF32,
@@ -210,9 +210,10 @@ def compile_all() -> dict[str, int]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    rooms = {path.stem: path.parent.name for path in (ROOT / "kernels").glob("*/*.py")}
     sizes = {}
     for name, (module, kernel, arguments, warps) in CASES.items():
-        function = getattr(import_module(f"batchspec.kernels.{module}"), kernel)
+        function = getattr(import_module(f"batchspec.kernels.{rooms[module]}.{module}"), kernel)
         arguments |= {"PDL": True} if "PDL" in function.arg_names else {}
         signature, constants = {}, {}
         for argument, kind in arguments.items():

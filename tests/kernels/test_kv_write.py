@@ -23,12 +23,12 @@ def test_every_token_lands_at_its_slot(
     num_heads: int, head_dim: int, dtype: torch.dtype, interpret: bool, device: torch.device
 ) -> None:
     kv = make_cache(4, 5, num_heads, head_dim, dtype, device)
-    slots = torch.tensor([7, 19, 5, 12], device=device)
+    slot_mapping = torch.tensor([7, 19, 5, 12], device=device)
     k, v = torch.randn(2, 4, num_heads, head_dim, device=device).to(dtype)
     expected = kv.clone()
-    for t, slot in enumerate(slots.tolist()):
+    for t, slot in enumerate(slot_mapping.tolist()):
         expected[0, slot // 5, slot % 5], expected[1, slot // 5, slot % 5] = k[t], v[t]
-    kv_write(k, v, kv, slots, interpret=interpret)
+    kv_write(k, v, kv, slot_mapping, interpret=interpret)
     assert torch.equal(kv, expected)
 
 
@@ -37,8 +37,8 @@ def test_slices_of_a_fused_product_are_read_in_place(dtype: torch.dtype, interpr
     fused = torch.randn(6, (9 + 3 + 3) * 16, device=device).to(dtype)
     k, v = fused[:, 9 * 16 : 12 * 16].view(6, 3, 16), fused[:, 12 * 16 :].view(6, 3, 16)
     kv = make_cache(3, 4, 3, 16, dtype, device)
-    slots = torch.tensor([4, 5, 6, 7, 8, 9], device=device)
-    kv_write(k, v, kv, slots, interpret=interpret)
+    slot_mapping = torch.tensor([4, 5, 6, 7, 8, 9], device=device)
+    kv_write(k, v, kv, slot_mapping, interpret=interpret)
     assert torch.equal(kv[:, 1:].flatten(1, 2)[:, :6], torch.stack([k, v]))
     assert bool((kv[:, 0] == POISON).all())
     assert bool((kv[:, 2, 2:] == POISON).all())
@@ -84,21 +84,21 @@ def test_no_tokens_is_no_work(interpret: bool, device: torch.device) -> None:
 
 
 def test_wrong_arguments_are_refused() -> None:
-    k, kv, slots = torch.zeros(3, 2, 8), torch.zeros(2, 4, 4, 2, 8), torch.zeros(3, dtype=torch.int64)
+    k, kv, slot_mapping = torch.zeros(3, 2, 8), torch.zeros(2, 4, 4, 2, 8), torch.zeros(3, dtype=torch.int64)
     with pytest.raises(ValueError, match="kv_write: k is int32"):
-        kv_write(k.int(), k, kv, slots)
+        kv_write(k.int(), k, kv, slot_mapping)
     with pytest.raises(ValueError, match=r"kv_write: v is float32 \[3, 1, 8\]"):
-        kv_write(k, k[:, :1], kv, slots)
+        kv_write(k, k[:, :1], kv, slot_mapping)
     with pytest.raises(ValueError, match=r"kv_write: v is float64"):
-        kv_write(k, k.double(), kv, slots)
+        kv_write(k, k.double(), kv, slot_mapping)
     with pytest.raises(ValueError, match=r"kv_write: kv\[0\] is bfloat16"):
-        kv_write(k, k, kv.bfloat16(), slots)
+        kv_write(k, k, kv.bfloat16(), slot_mapping)
     with pytest.raises(ValueError, match=r"kv_write: kv\[0\] .* must be float32 \[4, 4, 2, 8\], contiguous"):
-        kv_write(k, k, torch.zeros(2, 4, 2, 4, 8).transpose(2, 3), slots)
+        kv_write(k, k, torch.zeros(2, 4, 2, 4, 8).transpose(2, 3), slot_mapping)
     with pytest.raises(ValueError, match="kv_write: slots is int32"):
-        kv_write(k, k, kv, slots.int())
+        kv_write(k, k, kv, slot_mapping.int())
     with pytest.raises(ValueError, match=r"kv_write: k .*contiguous in its last dimension"):
-        kv_write(torch.zeros(3, 8, 2).transpose(1, 2), k, kv, slots)
+        kv_write(torch.zeros(3, 8, 2).transpose(1, 2), k, kv, slot_mapping)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

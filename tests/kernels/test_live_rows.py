@@ -17,14 +17,16 @@ POISON = -7
 
 
 def make(q_len: list[int], q_width: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """q and residual as slices of wider rows, and q_start."""
+    """q and residual as slices of wider rows, and cu_seqlens_q."""
     num_places = sum(q_len)
     q = torch.randn(num_places, q_width + 9, device=device).to(dtype)[:, :q_width]
     residual = torch.randn(num_places, 2 * width, device=device).to(dtype)[:, width:]
     return q, residual, torch.tensor([0, *q_len], device=device).cumsum(0).int()
 
 
-def run(q: Tensor, residual: Tensor, q_start: Tensor, rows: list[tuple[int, int, int]], interpret: bool) -> dict[str, Tensor]:
+def run(
+    q: Tensor, residual: Tensor, cu_seqlens_q: Tensor, rows: list[tuple[int, int, int]], interpret: bool
+) -> dict[str, Tensor]:
     """rows: (accepted_len, num_tokens, live); the position of place t is 100 + t."""
     device, count = q.device, len(rows)
     accepted_len, num_tokens, live = (x.contiguous() for x in torch.tensor(rows, dtype=torch.int32, device=device).unbind(1))
@@ -35,7 +37,7 @@ def run(q: Tensor, residual: Tensor, q_start: Tensor, rows: list[tuple[int, int,
         "out_kv_len": torch.full((count,), POISON, dtype=torch.int32, device=device),
     }
     positions = 100 + torch.arange(len(q), device=device)
-    live_rows(q, residual, q_start, accepted_len, positions, num_tokens, live, interpret=interpret, **out)
+    live_rows(q, residual, cu_seqlens_q, accepted_len, positions, num_tokens, live, interpret=interpret, **out)
     return {name.removeprefix("out_"): values for name, values in out.items()}
 
 
@@ -44,8 +46,8 @@ def run(q: Tensor, residual: Tensor, q_start: Tensor, rows: list[tuple[int, int,
 def test_the_last_standing_place_of_each_row(
     q_width: int, width: int, dtype: torch.dtype, interpret: bool, device: torch.device
 ) -> None:
-    q, residual, q_start = make([3, 3, 3], q_width, width, dtype, device)
-    found = run(q, residual, q_start, [(0, 11, 1), (2, 21, 1), (1, 31, 1)], interpret)
+    q, residual, cu_seqlens_q = make([3, 3, 3], q_width, width, dtype, device)
+    found = run(q, residual, cu_seqlens_q, [(0, 11, 1), (2, 21, 1), (1, 31, 1)], interpret)
     assert torch.equal(found["q"], q[[0, 5, 7]])
     assert torch.equal(found["residual"], residual[[0, 5, 7]])
     assert found["positions"].tolist() == [100, 105, 107]
@@ -53,16 +55,16 @@ def test_the_last_standing_place_of_each_row(
 
 
 def test_rows_of_different_lengths(interpret: bool, device: torch.device) -> None:
-    q, residual, q_start = make([1, 4, 2], 8, 8, torch.float32, device)
-    found = run(q, residual, q_start, [(0, 5, 1), (3, 6, 1), (1, 7, 1)], interpret)
+    q, residual, cu_seqlens_q = make([1, 4, 2], 8, 8, torch.float32, device)
+    found = run(q, residual, cu_seqlens_q, [(0, 5, 1), (3, 6, 1), (1, 7, 1)], interpret)
     assert torch.equal(found["q"], q[[0, 4, 6]])
     assert found["positions"].tolist() == [100, 104, 106]
 
 
 def test_dead_rows_have_no_keys_and_read_some_place(interpret: bool, device: torch.device) -> None:
     """Packed, the dead rows at the end own no place and begin behind the last one."""
-    q, residual, q_start = make([2, 0, 0], 8, 4, torch.float32, device)
-    found = run(q, residual, q_start, [(1, 9, 1), (0, 30, 0), (0, 0, 0)], interpret)
+    q, residual, cu_seqlens_q = make([2, 0, 0], 8, 4, torch.float32, device)
+    found = run(q, residual, cu_seqlens_q, [(1, 9, 1), (0, 30, 0), (0, 0, 0)], interpret)
     assert found["kv_len"].tolist() == [8, 0, 0]
     assert torch.equal(found["q"], q[[1, 1, 1]])
     assert torch.equal(found["residual"], residual[[1, 1, 1]])
@@ -73,9 +75,9 @@ def test_dead_rows_have_no_keys_and_read_some_place(interpret: bool, device: tor
 def test_kernel_and_reference_agree(rows: list[tuple[int, int, int]], seed: int) -> None:
     torch.manual_seed(seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    q, residual, q_start = make([4] * len(rows), 12, 20, torch.float32, device)
-    kernel = run(q, residual, q_start, rows, True)
-    reference = run(q.cpu(), residual.cpu(), q_start.cpu(), rows, False)
+    q, residual, cu_seqlens_q = make([4] * len(rows), 12, 20, torch.float32, device)
+    kernel = run(q, residual, cu_seqlens_q, rows, True)
+    reference = run(q.cpu(), residual.cpu(), cu_seqlens_q.cpu(), rows, False)
     for name, values in kernel.items():
         assert torch.equal(values.cpu(), reference[name]), name
 
@@ -83,14 +85,14 @@ def test_kernel_and_reference_agree(rows: list[tuple[int, int, int]], seed: int)
 def test_wrong_arguments_are_refused() -> None:
     ints, q = torch.zeros(2, dtype=torch.int32), torch.zeros(4, 8)
     good: dict[str, Any] = {
-        "q": q, "residual": q[:, :6], "q_start": torch.zeros(3, dtype=torch.int32), "accepted_len": ints,
+        "q": q, "residual": q[:, :6], "cu_seqlens_q": torch.zeros(3, dtype=torch.int32), "accepted_len": ints,
         "positions": torch.zeros(4, dtype=torch.int64), "num_tokens": ints, "live": ints, "out_q": torch.zeros(2, 8),
         "out_residual": torch.zeros(2, 6), "out_positions": torch.zeros(2, dtype=torch.int64), "out_kv_len": ints,
     }  # fmt: skip
     bad: list[tuple[dict[str, Any], str]] = [
         ({"residual": q.double()}, r"live_rows: residual is float64 \[4, 8\].* must be float32"),
         ({"q": q[:0]}, r"live_rows: q is float32 \[0, 8\]"),
-        ({"q_start": ints}, r"live_rows: q_start is int32 \[2\].* must be int32 \[3\]"),
+        ({"cu_seqlens_q": ints}, r"live_rows: cu_seqlens_q is int32 \[2\].* must be int32 \[3\]"),
         ({"accepted_len": ints.long()}, "live_rows: accepted_len is int64"),
         ({"out_q": torch.zeros(3, 8)}, r"live_rows: out_q is float32 \[3, 8\]"),
     ]

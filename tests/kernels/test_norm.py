@@ -52,7 +52,7 @@ def test_the_residual_takes_the_sum_and_the_norm_is_that_of_the_rounded_sum(
     total = (hidden.double() + residual.double()).to(dtype)
     taps = torch.full((4, 3, 576), NAN, dtype=dtype, device=device)
     out = torch.full_like(hidden, NAN)
-    add_norm(hidden, residual, weight, EPS, out=out, out_tap=taps[:, 1] if with_tap else None, interpret=interpret)
+    add_norm(hidden, residual, weight, EPS, out=out, out_aux=taps[:, 1] if with_tap else None, interpret=interpret)
     rounding = 2**-7 if dtype == torch.bfloat16 and interpret else 0
     torch.testing.assert_close(residual, total, rtol=rounding, atol=0)
     assert_near(out, by_hand(residual, weight))

@@ -32,7 +32,7 @@ class Case:
     positions: Tensor
     freqs: Tensor
     kv: Tensor
-    slots: Tensor
+    slot_mapping: Tensor
     out_q: Tensor
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
@@ -52,7 +52,7 @@ class Case:
             positions=torch.randint(0, 9000, (num_places,), device=device),
             freqs=10000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim),
             kv=torch.full((2, num_pages, PAGE_SIZE, num_kv_heads, head_dim), POISON, dtype=dtype, device=device),
-            slots=PAGE_SIZE + torch.randperm(num_places, device=device),
+            slot_mapping=PAGE_SIZE + torch.randperm(num_places, device=device),
             out_q=torch.full((num_places, num_heads, head_dim), POISON, dtype=dtype, device=device),
             q_norm=noise(head_dim) if norms else None,
             k_norm=noise(head_dim) if norms else None,
@@ -60,7 +60,7 @@ class Case:
 
     def run(self, interpret: bool) -> None:
         rope_write(
-            self.qkv, self.positions, self.freqs, self.kv, self.slots, attention_factor=self.attention_factor, out_q=self.out_q,
+            self.qkv, self.positions, self.freqs, self.kv, self.slot_mapping, attention_factor=self.attention_factor, out_q=self.out_q,
             q_norm=self.q_norm, k_norm=self.k_norm, eps=EPS, interpret=interpret,
         )  # fmt: skip
 
@@ -90,10 +90,10 @@ class Case:
         scale = 4 * float(max(x.abs().max() for x in (q, k) if x.numel())) if len(q) else 1.0
         torch.testing.assert_close(self.out_q.double(), q, rtol=0, atol=near * scale)
         cells = self.kv.flatten(1, 2)
-        torch.testing.assert_close(cells[0, self.slots].double(), k, rtol=0, atol=near * scale)
-        assert torch.equal(cells[1, self.slots].double(), v)
+        torch.testing.assert_close(cells[0, self.slot_mapping].double(), k, rtol=0, atol=near * scale)
+        assert torch.equal(cells[1, self.slot_mapping].double(), v)
         untouched = torch.ones(cells.shape[1], dtype=torch.bool, device=cells.device)
-        untouched[self.slots] = False
+        untouched[self.slot_mapping] = False
         assert bool((cells[:, untouched] == POISON).all())
 
 
@@ -137,7 +137,7 @@ def test_position_zero_leaves_heads_as_they_are_and_the_factor_scales_them(inter
     case.run(interpret)
     heads = case.qkv.view(2, 4, 8)
     assert torch.equal(case.out_q, heads[:, :2] * 1.25)
-    assert torch.equal(case.kv.flatten(1, 2)[0, case.slots], heads[:, 2:3] * 1.25)
+    assert torch.equal(case.kv.flatten(1, 2)[0, case.slot_mapping], heads[:, 2:3] * 1.25)
     case.assert_written()
 
 
@@ -169,7 +169,7 @@ def test_any_shape(
 def test_wrong_arguments_are_refused() -> None:
     case = Case.make(2, 2, 1, 8, torch.float32, torch.device("cpu"), norms=True)
     good: dict[str, Any] = {
-        "qkv": case.qkv, "positions": case.positions, "freqs": case.freqs, "kv": case.kv, "slots": case.slots,
+        "qkv": case.qkv, "positions": case.positions, "freqs": case.freqs, "kv": case.kv, "slots": case.slot_mapping,
         "attention_factor": 1.0, "out_q": case.out_q, "q_norm": case.q_norm, "k_norm": case.k_norm, "eps": EPS,
     }  # fmt: skip
     rope_write(**good)
@@ -200,11 +200,11 @@ def test_a_key_that_is_not_finite_is_marked_in_k_and_mended_in_v(
     case = Case.make(4, 9, 3, 24, dtype, device, norms)
     monkeypatch.setattr(module, "MANY_TOKENS", 1 if many else 1000)
     case.run(interpret)
-    healthy = case.kv.flatten(1, 2)[:, case.slots].clone()
+    healthy = case.kv.flatten(1, 2)[:, case.slot_mapping].clone()
     heads = case.qkv.view(4, 15, 24)
     heads[0, 9 + 1, 3], heads[1, 12 + 0, 23], heads[2, 12 + 2, 0] = float("nan"), float("inf"), float("nan")
     case.run(interpret)
-    k, v = case.kv.flatten(1, 2)[:, case.slots]
+    k, v = case.kv.flatten(1, 2)[:, case.slot_mapping]
     marked = torch.zeros(4, 3, dtype=torch.bool, device=device)
     marked[[0, 1, 2], [1, 0, 2]] = True
     assert bool(k[marked].isnan().all())
@@ -224,6 +224,6 @@ def test_a_key_that_only_its_rounding_makes_infinite_is_marked_too(half: int, in
     heads[1] = 0
     heads[1, 1], heads[1, 5] = (60000, -60000) if half == 0 else (60000, 60000)
     case.run(interpret)
-    k, v = case.kv.flatten(1, 2)[:, case.slots]
+    k, v = case.kv.flatten(1, 2)[:, case.slot_mapping]
     assert bool(k.isnan().all())
     assert torch.equal(v[0], heads[2:])

@@ -34,7 +34,7 @@ def by_hand(case: Case, window: int = 0, sink: int = 0) -> Tensor:
     out = torch.zeros(case.q.shape, dtype=torch.float64)
     group = case.shape.heads_per_kv
     for row, length in enumerate(case.kv_len.tolist()):
-        for t in range(int(case.q_start[row]), int(case.q_start[row + 1]) if length else 0):
+        for t in range(int(case.cu_seqlens_q[row]), int(case.cu_seqlens_q[row + 1]) if length else 0):
             position = int(case.positions[t])
             seen = [k for k in range(position + 1) if not window or k > position - window or k < sink]
             pages = [int(case.page_table[row, k // PAGE_SIZE]) for k in seen]
@@ -176,7 +176,7 @@ def test_a_group_whose_first_member_died_reads_a_live_member_s_pages(interpret: 
 def chain_masks(case: Case) -> dict[str, Any]:
     """A chain as a tree: every query sees the tail places up to its own."""
     starts, masks = torch.zeros_like(case.kv_len), torch.zeros_like(case.positions)
-    for row, (begin, end) in enumerate(zip(case.q_start[:-1].tolist(), case.q_start[1:].tolist(), strict=True)):
+    for row, (begin, end) in enumerate(zip(case.cu_seqlens_q[:-1].tolist(), case.cu_seqlens_q[1:].tolist(), strict=True)):
         if end > begin:
             starts[row] = case.positions[begin]
             masks[begin:end] = torch.tensor([(1 << (j + 1)) - 1 if j < 63 else -1 for j in range(end - begin)])

@@ -1,4 +1,4 @@
-"""draft_places: the newest token with its feature and K - 1 masks a row, where they stand, and the keys that they see."""
+"""prepare_parallel_draft_inputs: the newest token with its feature and K - 1 masks a row, where they stand, and the keys that they see."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchspec.kernels.drafting.prepare_parallel_draft_inputs import draft_places
+from batchspec.kernels.drafting.prepare_parallel_draft_inputs import prepare_parallel_draft_inputs
 
 POISON = -7
 PAGE_SIZE = 4
@@ -29,12 +29,12 @@ def run(
         "out_ids": torch.full((count * k,), POISON, **ints),
         "out_hidden": torch.full((count * k, width), float("nan"), device=device),
         "out_positions": torch.full((count * k,), POISON, dtype=torch.int64, device=device),
-        "out_slots": torch.full((count * k,), POISON, dtype=torch.int64, device=device),
+        "out_slot_mapping": torch.full((count * k,), POISON, dtype=torch.int64, device=device),
         "out_kv_len": torch.full((count,), POISON, **ints),
         "out_draft_len": torch.full((count,), POISON, **ints),
     }
     hidden = (torch.arange(count, device=device)[:, None] + 1).float().expand(-1, width).contiguous()
-    draft_places(
+    prepare_parallel_draft_inputs(
         tokens[:, :max_len], num_tokens, live, table.contiguous(), hidden, torch.full((width,), 0.5, device=device),
         mask_id=MASK, page_size=PAGE_SIZE, interpret=interpret, **out,
     )  # fmt: skip
@@ -84,15 +84,15 @@ def test_wrong_arguments_are_refused() -> None:
         "tokens": torch.zeros(2, 9, dtype=torch.int32), "num_tokens": ints, "live": ints, "hidden": torch.zeros(2, 4),
         "page_table": torch.zeros(2, 4, dtype=torch.int32), "mask_hidden": torch.zeros(4), "mask_id": 0, "page_size": 4,
         "out_ids": torch.zeros(6, dtype=torch.int32), "out_hidden": torch.zeros(6, 4), "out_positions": places,
-        "out_slots": places, "out_kv_len": ints, "out_draft_len": ints,
+        "out_slot_mapping": places, "out_kv_len": ints, "out_draft_len": ints,
     }  # fmt: skip
-    draft_places(**good)
+    prepare_parallel_draft_inputs(**good)
     bad: list[tuple[dict[str, Any], str]] = [
-        ({"live": ints.long()}, r"draft_places: live is int64 \[2\].* must be int32 \[2\]"),
-        ({"out_ids": torch.zeros(5, dtype=torch.int32)}, r"draft_places: out_ids is int32 \[5\]"),
-        ({"out_slots": places[:5]}, r"draft_places: out_slots is int64 \[5\]"),
-        ({"mask_hidden": torch.zeros(4).double()}, "draft_places: mask_hidden is float64"),
+        ({"live": ints.long()}, r"prepare_parallel_draft_inputs: live is int64 \[2\].* must be int32 \[2\]"),
+        ({"out_ids": torch.zeros(5, dtype=torch.int32)}, r"prepare_parallel_draft_inputs: out_ids is int32 \[5\]"),
+        ({"out_slot_mapping": places[:5]}, r"prepare_parallel_draft_inputs: out_slot_mapping is int64 \[5\]"),
+        ({"mask_hidden": torch.zeros(4).double()}, "prepare_parallel_draft_inputs: mask_hidden is float64"),
     ]
     for changes, said in bad:
         with pytest.raises(ValueError, match=said):
-            draft_places(**(good | changes))
+            prepare_parallel_draft_inputs(**(good | changes))

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchspec.kernels.train.draft_step_attention import (
-    merge_own_keys,
-    merge_own_keys_reference,
-    own_keys_backward,
-    own_keys_backward_reference,
+    draft_step_attention,
+    draft_step_attention_backward,
+    draft_step_attention_backward_reference,
+    draft_step_attention_reference,
 )  # fmt: skip
 
 NAN = float("nan")
@@ -51,7 +51,7 @@ def test_merged_attention_and_its_gradients_are_those_of_one_softmax(shape: Shap
     q, grad, k, v, own = (x.to(device) for x in noise(shape, 1))
     causal, causal_lse = by_definition(q, k, v, own[:, :0])
     out, lse = torch.full_like(q, NAN), torch.full_like(causal_lse, NAN)
-    merge_own_keys(q, causal, causal_lse, own, scale=SCALE, out=out, out_lse=lse, interpret=interpret)
+    draft_step_attention(q, causal, causal_lse, own, scale=SCALE, out=out, out_lse=lse, interpret=interpret)
     exact = [x.double().requires_grad_() for x in (q, own)]
     expected, expected_lse = by_definition(exact[0], k.double(), v.double(), exact[1])
     torch.testing.assert_close(out.double(), expected.detach(), rtol=1e-5, atol=1e-5)
@@ -64,7 +64,7 @@ def test_merged_attention_and_its_gradients_are_those_of_one_softmax(shape: Shap
     part = torch.einsum("blh,jblh,jblhd->blhd", *_own_scores(q, grad, out, lse, own, q.shape[2] // k.shape[2]))
     grad_q = (exact[0].grad - part.double()).float()
     out_own = torch.full_like(own, NAN)
-    own_keys_backward(q, grad, out, lse, own, scale=SCALE, grad_q=grad_q, out_own=out_own, interpret=interpret)
+    draft_step_attention_backward(q, grad, out, lse, own, scale=SCALE, grad_q=grad_q, out_own=out_own, interpret=interpret)
     torch.testing.assert_close(grad_q.double(), exact[0].grad, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(out_own.double(), exact[1].grad, rtol=1e-4, atol=1e-5)
 
@@ -93,11 +93,11 @@ def test_kernel_and_reference_agree(
     found, wanted = (
         [torch.full_like(q, NAN), torch.full_like(lse, NAN), grad.clone(), torch.full_like(buffer, NAN)] for _ in "ab"
     )
-    merge_own_keys(q, grad, lse, own, scale=SCALE, out=found[0], out_lse=found[1], interpret=interpret)
-    merge_own_keys_reference(q, grad, lse, own, scale=SCALE, out=wanted[0], out_lse=wanted[1])
+    draft_step_attention(q, grad, lse, own, scale=SCALE, out=found[0], out_lse=found[1], interpret=interpret)
+    draft_step_attention_reference(q, grad, lse, own, scale=SCALE, out=wanted[0], out_lse=wanted[1])
     given_ = (q, grad, wanted[0], wanted[1], own)
-    own_keys_backward(*given_, scale=SCALE, grad_q=found[2], out_own=found[3][:, :steps], interpret=interpret)
-    own_keys_backward_reference(*given_, scale=SCALE, grad_q=wanted[2], out_own=wanted[3][:, :steps])
+    draft_step_attention_backward(*given_, scale=SCALE, grad_q=found[2], out_own=found[3][:, :steps], interpret=interpret)
+    draft_step_attention_backward_reference(*given_, scale=SCALE, grad_q=wanted[2], out_own=wanted[3][:, :steps])
     rtol, atol = (1e-4, 1e-4) if dtype == torch.float32 else (2**-5, 2**-4)
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=rtol, atol=atol, equal_nan=True)  # what lies behind the steps stays NaN
@@ -106,9 +106,9 @@ def test_kernel_and_reference_agree(
 def test_wrong_arguments_are_refused() -> None:
     q, _, _, _, own = noise((1, 3, 4, 2, 8, 2), 0)
     lse = torch.zeros(1, 4, 3)
-    with pytest.raises(ValueError, match="merge_own_keys: causal is float64"):
-        merge_own_keys(q, q.double(), lse, own, scale=1.0, out=q, out_lse=lse)
+    with pytest.raises(ValueError, match="draft_step_attention: causal is float64"):
+        draft_step_attention(q, q.double(), lse, own, scale=1.0, out=q, out_lse=lse)
     with pytest.raises(ValueError, match="KVH a divisor of 4 heads"):
-        merge_own_keys(q, q, lse, own[0], scale=1.0, out=q, out_lse=lse)
+        draft_step_attention(q, q, lse, own[0], scale=1.0, out=q, out_lse=lse)
     with pytest.raises(ValueError, match=r"out_own is .* must be like own"):
-        own_keys_backward(q, q, q, lse, own, scale=1.0, grad_q=q, out_own=own[:, :1])
+        draft_step_attention_backward(q, q, q, lse, own, scale=1.0, grad_q=q, out_own=own[:, :1])

@@ -1,4 +1,4 @@
-"""gate: silu(gate) * up of two tensors, and its way back."""
+"""swiglu_train: silu(gate) * up of two tensors, and its way back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchspec.kernels.train.swiglu_train import BLOCK, gate, gate_backward, gate_backward_reference, gate_reference
+from batchspec.kernels.train.swiglu_train import (
+    BLOCK,
+    swiglu_train,
+    swiglu_train_backward,
+    swiglu_train_backward_reference,
+    swiglu_train_reference,
+)
 
 # Two roundings of the dtype; the interpreter cuts bf16 off instead of rounding it.
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float64: 1e-12}
@@ -24,8 +30,8 @@ def test_values_and_gradients_are_those_of_autograd_in_fp64(
     expected = torch.nn.functional.silu(exact[0]) * exact[1]
     expected.backward(grad.double())
     out, out_gate, out_up = (torch.full_like(up, NAN) for _ in range(3))
-    gate(opened, up, out=out, interpret=interpret)
-    gate_backward(opened, up, grad, out_gate=out_gate, out_up=out_up, interpret=interpret)
+    swiglu_train(opened, up, out=out, interpret=interpret)
+    swiglu_train_backward(opened, up, grad, out_gate=out_gate, out_up=out_up, interpret=interpret)
     for found, wanted in ((out, expected), (out_gate, exact[0].grad), (out_up, exact[1].grad)):
         assert wanted is not None
         torch.testing.assert_close(found.double(), wanted.detach(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
@@ -36,16 +42,16 @@ def test_values_and_gradients_are_those_of_autograd_in_fp64(
 def test_kernel_and_reference_agree(count: int, scale: float, seed: int, interpret: bool, device: torch.device) -> None:
     given_ = (torch.randn(3, count, generator=torch.Generator().manual_seed(seed)) * scale).to(device)
     found, wanted = torch.full((2, 3, count), NAN, device=device)
-    gate(given_[0], given_[1], out=found[0], interpret=interpret)
-    gate_backward(*given_, out_gate=found[1], out_up=found[2], interpret=interpret)
-    gate_reference(given_[0], given_[1], out=wanted[0])
-    gate_backward_reference(*given_, out_gate=wanted[1], out_up=wanted[2])
+    swiglu_train(given_[0], given_[1], out=found[0], interpret=interpret)
+    swiglu_train_backward(*given_, out_gate=found[1], out_up=found[2], interpret=interpret)
+    swiglu_train_reference(given_[0], given_[1], out=wanted[0])
+    swiglu_train_backward_reference(*given_, out_gate=wanted[1], out_up=wanted[2])
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_wrong_arguments_are_refused() -> None:
     x = torch.zeros(3, 4)
-    with pytest.raises(ValueError, match=r"gate: up is float32 \[4, 4\]"):
-        gate(x, torch.zeros(4, 4), out=x)
-    with pytest.raises(ValueError, match="gate_backward: grad is float64"):
-        gate_backward(x, x, x.double(), out_gate=x, out_up=x)
+    with pytest.raises(ValueError, match=r"swiglu_train: up is float32 \[4, 4\]"):
+        swiglu_train(x, torch.zeros(4, 4), out=x)
+    with pytest.raises(ValueError, match="swiglu_train_backward: grad is float64"):
+        swiglu_train_backward(x, x, x.double(), out_gate=x, out_up=x)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchspec.kernels.rounds.compact import BLOCK, move_rows
+from batchspec.kernels.rounds.move_rows import BLOCK, move_rows
 
 DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64,

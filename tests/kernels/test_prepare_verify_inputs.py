@@ -1,4 +1,4 @@
-"""round_inputs: the newest token, the drafts that still fit, and where every place of a round lies."""
+"""prepare_verify_inputs: the newest token, the drafts that still fit, and where every place of a round lies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchspec.kernels.rounds.prepare_verify_inputs import round_inputs
+from batchspec.kernels.rounds.prepare_verify_inputs import prepare_verify_inputs
 
 POISON = -7
 PAGE_SIZE = 4
@@ -29,10 +29,10 @@ def run(
         "out_draft_len": torch.full((count,), POISON, **ints),
         "out_kv_len": torch.full((count,), POISON, **ints),
         "out_positions": torch.full((count * width,), POISON, dtype=torch.int64, device=device),
-        "out_slots": torch.full((count * width,), POISON, dtype=torch.int64, device=device),
+        "out_slot_mapping": torch.full((count * width,), POISON, dtype=torch.int64, device=device),
     }
     tokens, pages = wide[:, :max_len], table.contiguous()
-    round_inputs(tokens, num_tokens, limit, live, pages, page_size=PAGE_SIZE, interpret=interpret, **out)
+    prepare_verify_inputs(tokens, num_tokens, limit, live, pages, page_size=PAGE_SIZE, interpret=interpret, **out)
     return {name.removeprefix("out_"): values.tolist() for name, values in out.items()}
 
 
@@ -73,9 +73,9 @@ def test_kernel_and_reference_agree(rows: list[tuple[int, int, int]], width: int
 
 def test_wrong_arguments_are_refused() -> None:
     ints = torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"round_inputs: out_kv_len is int64 \[2\].* must be int32 \[2\]"):
-        round_inputs(
+    with pytest.raises(ValueError, match=r"prepare_verify_inputs: out_kv_len is int64 \[2\].* must be int32 \[2\]"):
+        prepare_verify_inputs(
             torch.zeros(2, 8, dtype=torch.int32), ints, ints, ints, torch.zeros(2, 2, dtype=torch.int32), page_size=4,
             out_ids=torch.zeros(2, 3, dtype=torch.int32), out_draft_len=ints, out_kv_len=ints.long(),
-            out_positions=torch.zeros(6, dtype=torch.int64), out_slots=torch.zeros(6, dtype=torch.int64),
+            out_positions=torch.zeros(6, dtype=torch.int64), out_slot_mapping=torch.zeros(6, dtype=torch.int64),
         )  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchspec.kernels.kv_cache.slot_mapping import BLOCK, ragged_slots
+from batchspec.kernels.kv_cache.slot_mapping import BLOCK, compute_slot_mapping
 
 POISON = -7
 PAGE_SIZE = 4
@@ -33,27 +33,27 @@ def ragged(
     page_size: int = PAGE_SIZE,
 ) -> Lists:  # fmt: skip
     ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
-    q_start = torch.full((len(start) + 1,), POISON, **ints)
+    cu_seqlens_q = torch.full((len(start) + 1,), POISON, **ints)
     row_ids = torch.full((num_places,), POISON, **ints)
     positions = torch.full((num_places,), POISON, dtype=torch.int64, device=device)
     slots = torch.full_like(positions, POISON)
-    ragged_slots(
+    compute_slot_mapping(
         torch.tensor(start, **ints), torch.tensor(q_len, **ints), torch.tensor(table, **ints), page_size=page_size,
-        out_q_start=q_start, out_row_ids=row_ids, out_positions=positions, out_slots=slots, interpret=interpret,
+        out_cu_seqlens_q=cu_seqlens_q, out_row_ids=row_ids, out_positions=positions, out_slot_mapping=slots, interpret=interpret,
     )  # fmt: skip
-    return q_start.tolist(), row_ids.tolist(), positions.tolist(), slots.tolist()
+    return cu_seqlens_q.tolist(), row_ids.tolist(), positions.tolist(), slots.tolist()
 
 
 def ragged_by_hand(start: list[int], q_len: list[int], table: list[list[int]], num_places: int, page_size: int) -> Lists:
-    q_start, row_ids, positions, slots = [0], [], [], []
+    cu_seqlens_q, row_ids, positions, slots = [0], [], [], []
     for row, length in enumerate(q_len):
         for j in range(length):
             row_ids.append(row)
             positions.append(start[row] + j)
             slots.append(slot_by_hand(table[row], start[row] + j, page_size))
-        q_start.append(q_start[-1] + length)
+        cu_seqlens_q.append(cu_seqlens_q[-1] + length)
     padding = [0] * (num_places - len(slots))
-    return q_start, row_ids + padding, positions + padding, slots + padding
+    return cu_seqlens_q, row_ids + padding, positions + padding, slots + padding
 
 
 def test_positions_behind_the_page_table_keep_counting_and_use_the_scratch_page(interpret: bool, device: torch.device) -> None:
@@ -66,8 +66,8 @@ def test_slots_beyond_two_to_the_31_do_not_wrap(interpret: bool, device: torch.d
 
 
 def test_ragged_pads_behind_the_last_row(interpret: bool, device: torch.device) -> None:
-    q_start, row_ids, positions, slots = ragged([2, 9, 4], [3, 0, 1], [[1, 2], [3, 4], [5, 6]], 7, interpret, device)
-    assert q_start == [0, 3, 3, 4]
+    cu_seqlens_q, row_ids, positions, slots = ragged([2, 9, 4], [3, 0, 1], [[1, 2], [3, 4], [5, 6]], 7, interpret, device)
+    assert cu_seqlens_q == [0, 3, 3, 4]
     assert row_ids == [0, 0, 0, 2, 0, 0, 0]
     assert positions == [2, 3, 4, 4, 0, 0, 0]
     assert slots == [6, 7, 8, 24, 0, 0, 0]
@@ -103,10 +103,10 @@ def test_wrong_arguments_are_refused() -> None:
     ints, longs = torch.zeros(2, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
     good: dict[str, Any] = {
         "start": ints, "q_len": ints, "page_table": torch.zeros(2, 3, dtype=torch.int32), "page_size": 4,
-        "out_q_start": torch.zeros(3, dtype=torch.int32), "out_row_ids": torch.zeros(4, dtype=torch.int32),
-        "out_positions": longs, "out_slots": longs.clone(),
+        "out_cu_seqlens_q": torch.zeros(3, dtype=torch.int32), "out_row_ids": torch.zeros(4, dtype=torch.int32),
+        "out_positions": longs, "out_slot_mapping": longs.clone(),
     }  # fmt: skip
-    ragged_slots(**good)
-    for name in ("start", "q_len", "page_table", "out_q_start", "out_row_ids", "out_positions", "out_slots"):
-        with pytest.raises(ValueError, match=f"ragged_slots: {name} is float32"):
-            ragged_slots(**{**good, name: good[name].float()})
+    compute_slot_mapping(**good)
+    for name in ("start", "q_len", "page_table", "out_cu_seqlens_q", "out_row_ids", "out_positions", "out_slot_mapping"):
+        with pytest.raises(ValueError, match=f"compute_slot_mapping: {name} is float32"):
+            compute_slot_mapping(**{**good, name: good[name].float()})

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchspec.kernels.attention.settings import work_shape
-from batchspec.kernels.attention.split_kv_schedule import attention_work
+from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
 from batchspec.kernels.attention.work_list import AttentionWork, WorkShape
 from tests.kernels.attention_cases import PAGE_SIZE, make_case, share
 
@@ -25,9 +25,9 @@ def items_of(work: AttentionWork, group: bool = False) -> list[list[int]]:
 
 
 def equal_work(shape: WorkShape, lengths: list[int], max_q: int = 1) -> AttentionWork:
-    q_start = torch.arange(0, len(lengths) * max_q + 1, max_q, dtype=torch.int32)
+    cu_seqlens_q = torch.arange(0, len(lengths) * max_q + 1, max_q, dtype=torch.int32)
     kv_len = torch.tensor(lengths, dtype=torch.int32)
-    return attention_work(q_start, kv_len, torch.zeros(len(lengths) * max_q, dtype=torch.int64), shape=shape)
+    return split_kv_schedule(cu_seqlens_q, kv_len, torch.zeros(len(lengths) * max_q, dtype=torch.int64), shape=shape)
 
 
 def h200(num_rows: int, max_kv: int, max_q: int = 1) -> WorkShape:
@@ -143,7 +143,7 @@ def test_kernel_equals_the_loop_and_covers_every_key_once(data: st.DataObject, d
 
 
 def covers_every_key_once(work: AttentionWork, positions: list[int], rows: list[tuple[int, int]]) -> None:
-    shape, begins = work.shape, work.q_start.tolist()
+    shape, begins = work.shape, work.cu_seqlens_q.tolist()
     for row, (num_q, length) in enumerate(rows):
         if not (num_q and length):
             continue
@@ -169,10 +169,10 @@ def in_group(work: AttentionWork, row: int) -> bool:
 
 def test_wrong_arguments_are_refused() -> None:
     case = make_case([(1, 20)])
-    with pytest.raises(ValueError, match=r"attention_work: kv_len is int64 \[1\]"):
-        attention_work(case.q_start, case.kv_len.long(), case.positions, shape=case.shape)
-    with pytest.raises(ValueError, match=r"attention_work: q_start is int32 \[1\].* must be int32 \[2\]"):
-        attention_work(case.q_start[:1], case.kv_len, case.positions, shape=case.shape)
+    with pytest.raises(ValueError, match=r"split_kv_schedule: kv_len is int64 \[1\]"):
+        split_kv_schedule(case.cu_seqlens_q, case.kv_len.long(), case.positions, shape=case.shape)
+    with pytest.raises(ValueError, match=r"split_kv_schedule: cu_seqlens_q is int32 \[1\].* must be int32 \[2\]"):
+        split_kv_schedule(case.cu_seqlens_q[:1], case.kv_len, case.positions, shape=case.shape)
     shared = share(case, [([0], 16)])
     with pytest.raises(ValueError, match="shared prefixes with window=8; pass shared=None"):
         replace(shared, shape=replace(case.shape, window=8)).work(interpret=False)

@@ -1,4 +1,4 @@
-"""turn: RoPE of heads as projections leave them, by place, and its way back."""
+"""rope_train: RoPE of heads as projections leave them, by place, and its way back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.kernels.train.rope_train import turn, turn_reference
+from batchspec.kernels.train.rope_train import rope_train, rope_train_reference
 
 # The interpreter cuts bf16 off instead of rounding it.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float64: 1e-14}
@@ -30,7 +30,7 @@ def test_each_pair_of_a_head_turns_by_the_angle_of_its_place(
     x = torch.randn(rows * length, heads, size, device=device).to(dtype)
     cos, sin = tables(length, size, dtype, device)
     out = torch.full_like(x, float("nan"))
-    turn(x, cos, sin, out=out, interpret=interpret)
+    rope_train(x, cos, sin, out=out, interpret=interpret)
     pairs = torch.view_as_complex(torch.stack(x.double().chunk(2, -1), -1).contiguous())
     by = torch.polar(torch.ones(length, size // 2).double(), torch.atan2(sin[:, size // 2 :], cos[:, size // 2 :]).double().cpu())
     turned = torch.view_as_real(pairs * by.repeat(rows, 1).unsqueeze(1).to(device))
@@ -48,8 +48,8 @@ def test_kernel_and_reference_agree_for_any_tables(
     x = torch.randn(rows * length, heads, 2 * half, generator=generator).to(device)
     cos, sin = torch.randn(2, length, 2 * half, generator=generator).to(device)
     out, expected = torch.full((2, *x.shape), float("nan"), device=device)
-    turn_reference(x, cos, sin, out=expected)
-    turn(x, cos, sin, out=out, interpret=interpret)
+    rope_train_reference(x, cos, sin, out=expected)
+    rope_train(x, cos, sin, out=out, interpret=interpret)
     torch.testing.assert_close(out, expected)
 
 
@@ -57,16 +57,16 @@ def test_the_way_back_is_a_turn_with_sin_rolled(interpret: bool, device: torch.d
     x, grad = torch.randn(2, 6, 2, 8, device=device).double()
     cos, sin = torch.randn(2, 3, 8, device=device).double()
     found, out = torch.empty_like(x), torch.empty_like(x)
-    turn(grad, cos, sin.roll(4, -1).contiguous(), out=found, interpret=interpret)
-    turn(x, cos, sin, out=out, interpret=interpret)
+    rope_train(grad, cos, sin.roll(4, -1).contiguous(), out=found, interpret=interpret)
+    rope_train(x, cos, sin, out=out, interpret=interpret)
     assert float((out * grad).sum()) == pytest.approx(float((x * found).sum()))  # the transpose of a linear map
 
 
 def test_wrong_arguments_are_refused() -> None:
     x, table = torch.zeros(6, 2, 8), torch.zeros(3, 8)
-    with pytest.raises(ValueError, match="turn: sin is float64"):
-        turn(x, table, table.double(), out=torch.empty_like(x))
-    with pytest.raises(ValueError, match=r"turn: x is float32 .* contiguous"):
-        turn(x.transpose(0, 1), table, table, out=torch.empty_like(x))
+    with pytest.raises(ValueError, match="rope_train: sin is float64"):
+        rope_train(x, table, table.double(), out=torch.empty_like(x))
+    with pytest.raises(ValueError, match=r"rope_train: x is float32 .* contiguous"):
+        rope_train(x.transpose(0, 1), table, table, out=torch.empty_like(x))
     with pytest.raises(ValueError, match="6 places of 8 values are no rows of 4 places"):
-        turn(x, torch.zeros(4, 8), torch.zeros(4, 8), out=torch.empty_like(x))
+        rope_train(x, torch.zeros(4, 8), torch.zeros(4, 8), out=torch.empty_like(x))

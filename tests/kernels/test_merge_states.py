@@ -1,11 +1,11 @@
-"""merge_parts: attention over pieces of the keys, merged, is attention over all of them."""
+"""merge_states: attention over pieces of the keys, merged, is attention over all of them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from batchspec.kernels.attention.merge_states import PARTS, merge_parts
+from batchspec.kernels.attention.merge_states import PARTS, merge_states
 
 
 @pytest.mark.parametrize("num_parts", [2, PARTS, 2 * PARTS + 3])
@@ -29,10 +29,16 @@ def test_merged_pieces_are_the_whole(
     part_out = torch.einsum("qhpx,hpxd->qhpd", scores.softmax(3).nan_to_num(0.0), wide)
     part_lse = (torch.logsumexp(scores, 3) * 1.4426950408889634).clamp(min=-1e30)
     row_parts = torch.tensor([[0, 0], [2, num_parts], [0, 0]], dtype=torch.int32, device=device)
-    q_start = torch.tensor([0, 2, 2 + num_q, 2 + num_q], dtype=torch.int32, device=device)
+    cu_seqlens_q = torch.tensor([0, 2, 2 + num_q, 2 + num_q], dtype=torch.int32, device=device)
     out = torch.full((6, num_heads, head_dim), 77.0, device=device)
-    merge_parts(
-        lines(part_out).contiguous(), lines(part_lse).contiguous(), row_parts, q_start, max_q=num_q, out=out, interpret=interpret
+    merge_states(
+        lines(part_out).contiguous(),
+        lines(part_lse).contiguous(),
+        row_parts,
+        cu_seqlens_q,
+        max_q=num_q,
+        out=out,
+        interpret=interpret,
     )
     torch.testing.assert_close(out[2 : 2 + num_q], expected, atol=1e-5, rtol=0)
     assert bool((out[:2] == 77).all())  # rows that come whole are left alone, and so is padding
@@ -44,7 +50,7 @@ def test_a_query_that_no_part_saw_gets_finite_values(interpret: bool, device: to
     part_lse = torch.full((2, 1), -1e30, device=device)
     out = torch.full((1, 1, 16), float("nan"), dtype=torch.bfloat16, device=device)
     ints = torch.tensor([[0, 2]], dtype=torch.int32, device=device)
-    merge_parts(
+    merge_states(
         part_out, part_lse, ints, torch.tensor([0, 1], dtype=torch.int32, device=device), max_q=1, out=out, interpret=interpret
     )
     assert not out.any()
@@ -52,8 +58,8 @@ def test_a_query_that_no_part_saw_gets_finite_values(interpret: bool, device: to
 
 def test_wrong_arguments_are_refused() -> None:
     part_out, part_lse, out = torch.zeros(2, 1, 16), torch.zeros(2, 1), torch.zeros(1, 1, 16)
-    row_parts, q_start = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(ValueError, match="merge_parts: part_lse is float64"):
-        merge_parts(part_out, part_lse.double(), row_parts, q_start, max_q=1, out=out)
-    with pytest.raises(ValueError, match=r"merge_parts: row_parts is int32 \[2\]"):
-        merge_parts(part_out, part_lse, q_start, q_start, max_q=1, out=out)
+    row_parts, cu_seqlens_q = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="merge_states: part_lse is float64"):
+        merge_states(part_out, part_lse.double(), row_parts, cu_seqlens_q, max_q=1, out=out)
+    with pytest.raises(ValueError, match=r"merge_states: row_parts is int32 \[2\]"):
+        merge_states(part_out, part_lse, cu_seqlens_q, cu_seqlens_q, max_q=1, out=out)

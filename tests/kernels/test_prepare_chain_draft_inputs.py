@@ -1,4 +1,4 @@
-"""draft_steps: a chain's first token, draft lengths, and the position and cache location of every step, step after step."""
+"""prepare_chain_draft_inputs: a chain's first token, draft lengths, and the position and cache location of every step, step after step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchspec.kernels.drafting.prepare_chain_draft_inputs import draft_steps
+from batchspec.kernels.drafting.prepare_chain_draft_inputs import prepare_chain_draft_inputs
 
 POISON = -7
 PAGE_SIZE = 4
@@ -29,10 +29,10 @@ def run(
         "out_draft_len": torch.full((count,), POISON, **ints),
         "out_kv_len": torch.full((count,), POISON, **ints),
         "out_positions": torch.full((width - 1, count), POISON, dtype=torch.int64, device=device),
-        "out_slots": torch.full((width - 1, count), POISON, dtype=torch.int64, device=device),
+        "out_slot_mapping": torch.full((width - 1, count), POISON, dtype=torch.int64, device=device),
     }
     first_ids = 50 + torch.arange(count, **ints)
-    draft_steps(
+    prepare_chain_draft_inputs(
         first_ids, num_tokens, live, table.contiguous(), page_size=PAGE_SIZE, max_tokens=max_len, interpret=interpret, **out
     )
     assert bool((wide[:, 0] == POISON).all() and (wide[:, -1] == POISON).all())
@@ -79,14 +79,14 @@ def test_wrong_arguments_are_refused() -> None:
     good: dict[str, Any] = {
         "first_ids": ints, "num_tokens": ints, "live": ints, "page_table": torch.zeros(2, 4, dtype=torch.int32), "page_size": 4,
         "max_tokens": 16, "out_ids": torch.zeros(2, 3, dtype=torch.int32), "out_draft_len": ints, "out_positions": places,
-        "out_slots": places, "out_kv_len": ints,
+        "out_slot_mapping": places, "out_kv_len": ints,
     }  # fmt: skip
     bad: list[tuple[dict[str, Any], str]] = [
-        ({"first_ids": ints.long()}, r"draft_steps: first_ids is int64 \[2\].* must be int32 \[2\]"),
-        ({"out_positions": places.t()}, "draft_steps: out_positions .* contiguous"),
-        ({"out_slots": places[:1]}, r"draft_steps: out_slots is int64 \[1, 2\]"),
-        ({"out_ids": torch.zeros(3, 2, dtype=torch.int32).t()}, "draft_steps: out_ids .* last dimension"),
+        ({"first_ids": ints.long()}, r"prepare_chain_draft_inputs: first_ids is int64 \[2\].* must be int32 \[2\]"),
+        ({"out_positions": places.t()}, "prepare_chain_draft_inputs: out_positions .* contiguous"),
+        ({"out_slot_mapping": places[:1]}, r"prepare_chain_draft_inputs: out_slot_mapping is int64 \[1, 2\]"),
+        ({"out_ids": torch.zeros(3, 2, dtype=torch.int32).t()}, "prepare_chain_draft_inputs: out_ids .* last dimension"),
     ]
     for changes, said in bad:
         with pytest.raises(ValueError, match=said):
-            draft_steps(**(good | changes))
+            prepare_chain_draft_inputs(**(good | changes))
