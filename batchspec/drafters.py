@@ -54,7 +54,7 @@ def open_head(config: RunConfig, spec: ModelSpec) -> HeadSpec | PardSpec | None:
 
 def _open_pard(config: RunConfig, files: ModelFiles, spec: ModelSpec) -> PardSpec:
     pard = read_pard(files.folder, spec)
-    if config.model.load != "dummy":
+    if config.model.load_format != "dummy":
         check_tensors(files.where, pard.model, stored_tensors(files))
     if config.draft.parallel is True and pard.mask_token_id is None:
         raise ConfigError(
@@ -65,7 +65,7 @@ def _open_pard(config: RunConfig, files: ModelFiles, spec: ModelSpec) -> PardSpe
 
 
 def head_folder(config: RunConfig) -> Path | None:
-    """The folder of draft.path, its weights fetched; None where there is none, which model.load=dummy allows."""
+    """The folder of draft.path, its weights fetched; None where there is none, which model.load_format=dummy allows."""
     return None if config.draft.path is None else resolve_model(config.draft.path, key="draft.path")
 
 
@@ -78,7 +78,7 @@ def load_drafter(
     folder = head_folder(config)
     if isinstance(spec, PardSpec):
         assert folder is not None
-        return load_pard(folder, spec, dtype=dtype, device=device, dummy=config.model.load == "dummy")
+        return load_pard(folder, spec, dtype=dtype, device=device, dummy=config.model.load_format == "dummy")
     if folder is None:
         return dummy_head(spec, dtype=dtype, device=device)
     head = load_head(folder, target, dtype=dtype, device=device, aux_layers=config.draft.aux_layers)
@@ -88,22 +88,22 @@ def load_drafter(
 
 def make_drafter(config: RunConfig, head: Head | PardModel | None, target: Target, *, slots: int) -> Drafter:
     """The job's drafter for that many slots; `head` from `load_drafter`."""
-    draft, opt = config.draft, config.decode.opt
+    draft, opt = config.draft, config.ablation
     if draft.name == "none":
         return NoDrafter()
     if draft.name == "lookup":
         return make_lookup(config, target.device)
     if draft.name == "window":
         assert draft.window is not None
-        return WindowDrafter(target, draft.max_len, slots=slots, window=draft.window, sink=draft.sink or 0)
+        return WindowDrafter(target, draft.num_speculative_tokens, slots=slots, window=draft.window, sink=draft.sink_tokens or 0)
     if isinstance(head, PardModel):
         parallel = draft.parallel is not False and head.spec.mask_token_id is not None
-        return PardDrafter(head, target.spec, draft.max_len, slots=slots, parallel=parallel)
+        return PardDrafter(head, target.spec, draft.num_speculative_tokens, slots=slots, parallel=parallel)
     assert head is not None
     options: dict[str, Any] = {
         "slots": slots,
         "window": draft.window,
-        "sink": draft.sink or 0,
+        "sink": draft.sink_tokens or 0,
         "dead_positions": opt.dead_positions is not False,
         "argmax": opt.argmax,
     }
@@ -112,7 +112,11 @@ def make_drafter(config: RunConfig, head: Head | PardModel | None, target: Targe
         del options["argmax"]
         return TreeDrafter(head, target, shape, **options)
     own: Eagle3Drafter | ParallelDrafter
-    max_len = draft.max_len if draft.name != "hybrid" else min(draft.head_len or draft.max_len, draft.max_len)
+    max_len = (
+        draft.num_speculative_tokens
+        if draft.name != "hybrid"
+        else min(draft.head_len or draft.num_speculative_tokens, draft.num_speculative_tokens)
+    )
     if draft.parallel is not False and head.spec.mask_token_id is not None:
         own = ParallelDrafter(head, target, max_len, **options)
     else:
@@ -125,9 +129,15 @@ def make_drafter(config: RunConfig, head: Head | PardModel | None, target: Targe
 def make_lookup(config: RunConfig, device: torch.device) -> LookupDrafter:
     draft, corpus = config.draft, None
     if draft.corpus_tokens:
-        lengths = usual_lengths(draft.min_ngram, draft.max_ngram)
+        lengths = usual_lengths(draft.prompt_lookup_min, draft.prompt_lookup_max)
         corpus = Corpus(draft.corpus_tokens, num_entries=draft.table_entries, lengths=lengths, device=device)
-    return LookupDrafter(draft.max_len, min_ngram=draft.min_ngram, max_ngram=draft.max_ngram, growth=draft.growth, corpus=corpus)
+    return LookupDrafter(
+        draft.num_speculative_tokens,
+        min_ngram=draft.prompt_lookup_min,
+        max_ngram=draft.prompt_lookup_max,
+        growth=draft.growth,
+        corpus=corpus,
+    )
 
 
 def tree_shape(config: RunConfig) -> TreeShape | None:
@@ -135,7 +145,7 @@ def tree_shape(config: RunConfig) -> TreeShape | None:
     draft, tree = config.draft, config.draft.tree
     if tree.topk == 1:
         return None
-    depth = tree.depth or draft.max_len
+    depth = tree.depth or draft.num_speculative_tokens
     return TreeShape(topk=tree.topk, depth=depth, nodes=tree.nodes or usual_nodes(tree.topk, depth), rank=tree.rank)
 
 
@@ -144,7 +154,7 @@ def draft_len(config: RunConfig) -> int:
     shape = tree_shape(config)
     if shape is not None:
         return shape.nodes
-    return 0 if config.draft.name == "none" else config.draft.max_len
+    return 0 if config.draft.name == "none" else config.draft.num_speculative_tokens
 
 
 def draft_kv_width(head: HeadSpec | PardSpec | None) -> int:

@@ -65,7 +65,7 @@ class Job:
     dtype: torch.dtype
     admission: Admission
     head: HeadSpec | PardSpec | None
-    """Of draft=eagle3, hybrid and pard: the checkpoint at draft.path, or with model.load=dummy the usual head."""
+    """Of draft=eagle3, hybrid and pard: the checkpoint at draft.path, or with model.load_format=dummy the usual head."""
 
     @property
     def shard_rows(self) -> int:
@@ -87,7 +87,7 @@ def open_job(
     output_schema(source.schema, columns, config.output)
     check_ids(source, columns)
     assert config.model.path is not None
-    model, dummy = find_model(config.model.path, config.model.revision), config.model.load == "dummy"
+    model, dummy = find_model(config.model.path, config.model.revision), config.model.load_format == "dummy"
     spec = load_spec(model.folder) if dummy else judge_model(model)
     device = choose_device(config.device if here else "cpu")
     if here and config.draft.adaptive and device.type == "cpu":
@@ -120,12 +120,11 @@ def open_tokenizer(folder: Path, config: RunConfig, columns: ColumnMap) -> Token
 def job_fingerprint(job: Job) -> dict[str, str]:
     """What changes results. Drafter, slots, pages and versions do not, and may differ between the runs of one job."""
     config, decode = job.config, asdict(job.config.decode)
-    del decode["opt"]
     schema, think = output_schema(job.source.schema, job.columns, config.output), job.admission.think
     return fingerprint(
         {
             "model.config": (job.folder / "config.json").read_text(encoding="utf-8"),
-            "model.weights": "dummy" if config.model.load == "dummy" else weight_files(job.folder).fingerprint,
+            "model.weights": "dummy" if config.model.load_format == "dummy" else weight_files(job.folder).fingerprint,
             "model.tokenizer": None if job.tokenizer is None else job.tokenizer.fingerprint,
             "model.dtype": str(job.dtype).removeprefix("torch."),
             "model.max_len": job.admission.max_len,
@@ -135,7 +134,7 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             "draft.synthetic": config.draft.synthetic,
             "input.files": [file.identity for file in job.source.files],
             "input.columns": dict(sorted(job.columns.names.items())),
-            **{f"input.{key}": getattr(config.input, key) for key in ("chat", "overlong", "limit", "template_kwargs")},
+            **{f"input.{key}": getattr(config.input, key) for key in ("chat", "on_overlong", "limit", "template_kwargs")},
             # A job of before this key was refused nothing: only a choice is a part of what it is.
             **({} if config.input.final_assistant == "error" else {"input.final_assistant": config.input.final_assistant}),
             "output.schema": [(field.name, str(field.type)) for field in schema],
@@ -206,7 +205,7 @@ def make_engine(job: Job, seen: Survey, progress: Progress) -> Engine:
     dtype = str(job.dtype).removeprefix("torch.")
     check_memory(job)
     progress.phase(f"loading {config.model.path} in {dtype} on {job.device.type}")
-    target = Target.load(job.folder, job.spec, dtype=job.dtype, device=job.device, dummy=config.model.load == "dummy")
+    target = Target.load(job.folder, job.spec, dtype=job.dtype, device=job.device, dummy=config.model.load_format == "dummy")
     head = load_drafter(config, job.head, job.spec, dtype=job.dtype, device=job.device)
     batch = plan_batch(job, demand, device_rates(job.device, job.dtype), loaded=True)
     drafter = make_drafter(config, head, target, slots=batch.num_slots)
@@ -214,7 +213,7 @@ def make_engine(job: Job, seen: Survey, progress: Progress) -> Engine:
         f"{batch.num_slots} slots, {batch.num_pages} pages of {batch.page_size} tokens, rows of at most {batch.max_len} tokens, "
         f"draft={drafter.name} K={drafter.max_len}"
     )
-    opt, decode = config.decode.opt, config.decode
+    opt, decode = config.ablation, config.decode
     engine = Engine(
         target,
         drafter,

@@ -69,12 +69,12 @@ figure_window() {
 }
 figure_job() {
     local folder=$out/job8b common
-    common=(draft=eagle3 draft.max_len=3 "draft.synthetic=[$rates]" draft.window=512 draft.sink=4 model.load=dummy)
+    common=(draft=eagle3 draft.num_speculative_tokens=3 "draft.synthetic=[$rates]" draft.window=512 draft.sink_tokens=4 model.load_format=dummy)
     [ -e "$folder" ] || bench --make-job "$folder" --shape llama8b --prompt 8192 --gen 3072
     for lengths in known hidden; do
         run "job-$lengths${SLOTS:+-$SLOTS}" +job=reasoning_8k model.path="$folder/model" model.max_len=11264 decode=greedy \
             decode.ignore_eos=true decode.max_new_tokens=3072 input.path="$folder/$lengths.parquet" "${common[@]}" \
-            ${SLOTS:+packing.slots=$SLOTS}
+            ${SLOTS:+packing.max_num_seqs=$SLOTS}
     done
 }
 figure_gsm8k() { real gsm8k gsm8k_test --batch 1024 --draft none eagle3 --k 3 5 auto --draft-path "$HEADS/eagle3" --runs 3; }
@@ -101,12 +101,12 @@ figure_trees() {
 }
 figure_adapt() {
     local common=(model.path="$model" input.path="$DATA/gsm8k_train.parquet" input.chat=true input.limit=2000 output=training
-        decode.max_new_tokens=256 packing.slots=4 output.shard_rows=64) # few slots: with more the job is over before learning pays
+        decode.max_new_tokens=256 packing.max_num_seqs=4 output.shard_rows=64) # few slots: with more the job is over before learning pays
     run half-input "${common[@]}" draft=none
     "$python" -m batchspec.cli train draft=eagle3 model.path="$model" input.path="$out/half-input" output.dir="$out/half" \
         train.steps=40 train.draft_vocab=16384
-    run fixed "${common[@]}" draft=eagle3 draft.path="$out/half" draft.max_len=3
-    run adapted "${common[@]}" draft=eagle3 draft.path="$out/half" draft.max_len=3 draft.adapt.every_shards=1 \
+    run fixed "${common[@]}" draft=eagle3 draft.path="$out/half" draft.num_speculative_tokens=3
+    run adapted "${common[@]}" draft=eagle3 draft.path="$out/half" draft.num_speculative_tokens=3 draft.adapt.every_shards=1 \
         draft.adapt.lr=3e-3
     "$python" - "$out" <<'PYTHON'
 import sys

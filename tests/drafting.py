@@ -102,7 +102,8 @@ def synthetic(max_len: int) -> RoundOptions:
 def drawn_batch(
     data: st.DataObject, requests: Sequence[Request], slots: int, *, draft_len: int, num_lookahead_slots: int = 0
 ) -> PackedBatch:
-    """Any page size, pages scarce or plenty, prefill passes and run-ahead; rows take pages `num_lookahead_slots` their end too."""
+    """Any page size, pages scarce or plenty, prefill passes and run-ahead; rows take pages `num_lookahead_slots` their end
+    too."""
     page_size = data.draw(st.sampled_from([2, 4]), label="page_size")
     longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
     scarce = 3 + -(-(longest + num_lookahead_slots) // page_size)

@@ -224,7 +224,7 @@ class KillLab:
     def config(self, out: Path | str, *more: str) -> RunConfig:
         overrides = [
             f"model.path={self.model}", "model.dtype=float64", f"input.path={self.data}", f"output.dir={out}",
-            f"output.shard_rows={SHARD_ROWS}", "decode.max_new_tokens=8", "output.token_ids=true", "packing.slots=4",
+            f"output.shard_rows={SHARD_ROWS}", "decode.max_new_tokens=8", "output.token_ids=true", "packing.max_num_seqs=4",
             "packing.memory_gb=0.01", "draft=lookup", *more,
         ]  # fmt: skip
         return compose(overrides)

@@ -79,7 +79,7 @@ def heads(folder: Path, name: str, dtype: torch.dtype) -> list[Head]:
 def drafter_of(name: str, head: Head) -> Eagle3Drafter | ParallelDrafter:
     target = TARGET()
     if name == "as a tree":
-        return TreeDrafter(head, target, TreeShape(topk=3, depth=3, nodes=12, rank="sums"), slots=3)
+        return TreeDrafter(head, target, TreeShape(topk=3, depth=3, nodes=12, rank="logprob"), slots=3)
     return (ParallelDrafter if name == "with a mask" else Eagle3Drafter)(head, target, 3, slots=3)
 
 

@@ -30,10 +30,10 @@ def job(folder: Path, out: Path, *overrides: str) -> int:
     words = [f"model.path={folder / 'model'}", f"input.path={folder / 'prompts.parquet'}", f"output.dir={out}", "device=cpu"]
     words += [
         f"decode.max_new_tokens={CAP}",
-        "packing.slots=32",
+        "packing.max_num_seqs=32",
         "output.shard_rows=8",
         "output.messages=none",
-        "draft.max_len=3",
+        "draft.num_speculative_tokens=3",
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adapter_module, "MEASURE_SHARE", np.inf)  # nothing goes by the clock

@@ -179,8 +179,8 @@ def test_too_long_prompts_are_refused_cut_or_skipped_and_the_cap_is_never_lowere
     refused = one_bad(table)
     assert refused.prompt_ids is not None
     assert len(refused.prompt_ids) == 60
-    assert one_bad(table, input__overlong="skip").status == "skipped"
-    (cut,) = requests(table, input__overlong="truncate")
+    assert one_bad(table, input__on_overlong="skip").status == "skipped"
+    (cut,) = requests(table, input__on_overlong="truncate")
     assert cut.max_new_tokens == 16
     assert bytes(cut.prompt_ids.tolist()).decode() == table["prompt"][0].as_py()[-48:]
 
@@ -278,7 +278,7 @@ row = st.fixed_dictionaries(
 @given(st.lists(row, min_size=1, max_size=5), st.sampled_from(["error", "truncate", "skip"]))
 def test_every_row_comes_out_once_in_order_whatever_it_holds(rows: list[dict[str, Any]], overlong: str) -> None:
     schema = pa.schema({"prompt": pa.string(), "n": pa.int64(), "max_new_tokens": pa.int64(), "temperature": pa.float64()})
-    made = admit(pa.Table.from_pylist(rows, schema), input__overlong=overlong)
+    made = admit(pa.Table.from_pylist(rows, schema), input__on_overlong=overlong)
     places = [(item.row_index, item.sample_index) for item in made]
     assert places == sorted(set(places))
     assert {place for place, _ in places} == set(range(len(rows)))

@@ -225,7 +225,13 @@ def test_the_written_job_runs_with_known_and_with_hidden_lengths(
     assert said[0].startswith("5 prompts of 20 tokens, ")
     for command in said[1:]:
         overrides = command.removeprefix("python -m batchspec.run ").split(" ")
-        more = ["model.dtype=float32", "draft=lookup", "draft.max_len=3", "draft.synthetic=[0.6,0.28,0.12]", "requires_gpu=false"]
+        more = [
+            "model.dtype=float32",
+            "draft=lookup",
+            "draft.num_speculative_tokens=3",
+            "draft.synthetic=[0.6,0.28,0.12]",
+            "requires_gpu=false",
+        ]
         assert run.main([*overrides, *more, "device=cpu"]) == 0
     known, hidden = (pl.read_parquet(job / f"out-{name}/data") for name in ("known", "hidden"))
     lengths = pl.read_parquet(job / "known.parquet")["max_new_tokens"].to_list()

@@ -37,7 +37,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert cli.main(["export", "--from-openai", str(folder / "requests.jsonl"), str(folder / "in.parquet")]) == 0
     words = [
         f"model.path={model}", "model.dtype=float64", f"input.path={folder}/in.parquet", f"output.dir={folder}/out",
-        "output.shard_rows=3", "decode.max_new_tokens=9", "packing.slots=3", "output.token_ids=true",
+        "output.shard_rows=3", "decode.max_new_tokens=9", "packing.max_num_seqs=3", "output.token_ids=true",
         r"decode.stop=['a: b','#','\${draft.name}','\${nothing','\\\${x}']",
     ]  # fmt: skip
     assert run.main(words) == 0

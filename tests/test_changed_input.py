@@ -56,7 +56,7 @@ MAKE = {"in.jsonl": as_lines, "in.parquet": as_parquet}
 def arguments(model: Path, data: Path | str, out: Path | str) -> list[str]:
     return [
         f"model.path={model}", "model.dtype=float64", f"input.path={data}", f"output.dir={out}", "output.shard_rows=2",
-        "decode.max_new_tokens=3", "output.token_ids=true", "packing.slots=2", "input.chat=true",
+        "decode.max_new_tokens=3", "output.token_ids=true", "packing.max_num_seqs=2", "input.chat=true",
     ]  # fmt: skip
 
 

@@ -55,7 +55,7 @@ def lab(server: CloudLab, prompts: dict[str, bytes], monkeypatch: pytest.MonkeyP
 def arguments(model: Path, source: str, out: str) -> list[str]:
     return [
         f"model.path={model}", "model.dtype=float64", f"input.path={source}", f"output.dir={out}", "output.shard_rows=3",
-        "decode.max_new_tokens=12", "output.token_ids=true", "packing.slots=3", "draft=lookup",
+        "decode.max_new_tokens=12", "output.token_ids=true", "packing.max_num_seqs=3", "draft=lookup",
     ]  # fmt: skip
 
 

@@ -109,7 +109,7 @@ def test_the_defaults_can_run_once_the_required_keys_are_given() -> None:
         ({"model__dtype": "float8"}, "model.dtype=float8 must be one of auto, float32"),
         ({"packing__memory_gb": 0.0}, "packing.memory_gb=0.0 must be above 0; null lets the planner choose"),
         ({"packing__pages": 1}, "packing.pages=1 must be in 2 .."),
-        ({"input__overlong": "drop"}, "input.overlong=drop must be one of error, truncate, skip"),
+        ({"input__on_overlong": "drop"}, "input.on_overlong=drop must be one of error, truncate, skip"),
         ({"input__path": 3}, "input.path=3 must be a path"),
         ({"input__path": []}, "input.path=[] must be a path"),
         ({"output__passthrough": "id"}, "output.passthrough='id' must be all, none or a list"),
@@ -129,8 +129,8 @@ def test_a_drafter_must_have_what_it_drafts_with() -> None:
 
 @pytest.mark.parametrize("key", READ_BY)
 def test_a_key_of_another_drafter_is_refused_rather_than_ignored(key: str) -> None:
-    values = {"draft.path": "head", "draft.aux_layers": "output", "draft.min_ngram": 3, "decode.opt.dead_positions": False}
-    values |= {"draft.parallel": True, "draft.tree.rank": "products", "draft.table_entries": 64, "draft.coupled": False}
+    values = {"draft.path": "head", "draft.aux_layers": "output", "draft.prompt_lookup_min": 3, "ablation.dead_positions": False}
+    values |= {"draft.parallel": True, "draft.tree.rank": "prob", "draft.table_entries": 64, "draft.coupled": False}
     values |= {"draft.adapt.time_share": 0.5, "draft.adapt.lr": 0.5}
     readers, value = READ_BY[key], values.get(key, 7)
     changes: dict[str, Any] = {key.replace(".", "__"): value}
@@ -155,9 +155,9 @@ def test_a_head_has_a_checkpoint_and_a_sink_has_a_window() -> None:
     assert refused(draft__name="eagle3") == (
         "draft=eagle3 needs draft.path: the folder or hub id of an EAGLE-3 head made for the model"
     )
-    check(config(draft__name="eagle3", model__load="dummy"))
+    check(config(draft__name="eagle3", model__load_format="dummy"))
     assert "draft=window needs draft.window" in refused(draft__name="window")
-    assert "draft.sink=4 without draft.window" in refused(draft__name="eagle3", draft__path="head", draft__sink=4)
+    assert "draft.sink_tokens=4 without draft.window" in refused(draft__name="eagle3", draft__path="head", draft__sink_tokens=4)
     assert "draft.window=0 must be at least 1" in refused(draft__name="eagle3", draft__path="head", draft__window=0)
     assert "draft.aux_layers=both must be one of" in refused(draft__name="eagle3", draft__path="head", draft__aux_layers="both")
     assert "draft.parallel=1 must be one of auto, true, false" in refused(
@@ -167,24 +167,32 @@ def test_a_head_has_a_checkpoint_and_a_sink_has_a_window() -> None:
 
 def test_a_draft_tree_must_be_one_that_can_be_grown_and_verified() -> None:
     tree: dict[str, Any] = {"draft__name": "eagle3", "draft__path": "head", "draft__tree__topk": 10}
-    check(config(**tree, draft__max_len=6))
-    check(config(**tree, draft__tree__depth=7, draft__tree__nodes=63, draft__tree__rank="products"))
+    check(config(**tree, draft__num_speculative_tokens=6))
+    check(config(**tree, draft__tree__depth=7, draft__tree__nodes=63, draft__tree__rank="prob"))
     assert refused(**tree, draft__tree__depth=8) == (
         "draft.tree.topk=10 at 8 levels takes 70 places to grow, more than 64; lower it or draft.tree.depth"
     )
-    assert "draft.tree.nodes=64 must be in 1 .. 63; a round verifies" in refused(**tree, draft__max_len=6, draft__tree__nodes=64)
+    assert "draft.tree.nodes=64 must be in 1 .. 63; a round verifies" in refused(
+        **tree, draft__num_speculative_tokens=6, draft__tree__nodes=64
+    )
     assert refused(**{**tree, "draft__tree__topk": 2}, draft__tree__depth=3, draft__tree__nodes=11) == (
         "draft.tree.nodes=11 exceeds the 10 nodes that draft.tree.topk=2 grows at 3 levels; lower it or remove the key"
     )
     assert "draft.tree.topk=65 must be in 1 .. 64" in refused(**{**tree, "draft__tree__topk": 65}, draft__tree__depth=1)
-    assert "draft.tree.rank=best must be one of sums, products" in refused(**tree, draft__max_len=6, draft__tree__rank="best")
-    assert "draft.parallel=true drafts all at once; remove one" in refused(**tree, draft__max_len=6, draft__parallel=True)
+    assert "draft.tree.rank=best must be one of logprob, prob" in refused(
+        **tree, draft__num_speculative_tokens=6, draft__tree__rank="best"
+    )
+    assert "draft.parallel=true drafts all at once; remove one" in refused(
+        **tree, draft__num_speculative_tokens=6, draft__parallel=True
+    )
     assert refused(draft__name="eagle3", draft__path="head", draft__tree__depth=5) == (
         "draft.tree.depth=5 is not used with draft.tree.topk=1, a chain; set topk or remove the key"
     )
     rates = [0.6, 0.3, 0.1]
     check(config(**tree, draft__synthetic=rates, draft__tree__depth=3))
-    assert "draft.max_len=6 needs as many" in refused(**tree, draft__synthetic=rates, draft__max_len=6)
+    assert "draft.num_speculative_tokens=6 needs as many" in refused(
+        **tree, draft__synthetic=rates, draft__num_speculative_tokens=6
+    )
     assert "draft.tree.depth=4 needs as many" in refused(**tree, draft__synthetic=rates, draft__tree__depth=4)
 
 
@@ -194,18 +202,20 @@ def test_a_head_that_learns_needs_a_checkpoint_and_real_acceptance() -> None:
     assert refused(draft__name="eagle3", draft__path="head", draft__adapt__lr=0.1) == (
         "draft.adapt.lr=0.1 without draft.adapt.every_shards: nothing learns; set it, 4 is usual"
     )
-    assert "draft.adapt.every_shards=4 needs draft.path" in refused(**{**learns, "draft__path": None}, model__load="dummy")
-    assert "draft.synthetic, which makes up what is accepted" in refused(**learns, draft__synthetic=[0.5], draft__max_len=1)
-    assert "decode.opt.overlap=true: learning and prefill would share" in refused(**learns, decode__opt__overlap=True)
+    assert "draft.adapt.every_shards=4 needs draft.path" in refused(**{**learns, "draft__path": None}, model__load_format="dummy")
+    assert "draft.synthetic, which makes up what is accepted" in refused(
+        **learns, draft__synthetic=[0.5], draft__num_speculative_tokens=1
+    )
+    assert "ablation.overlap=true: learning and prefill would share" in refused(**learns, ablation__overlap=True)
     assert "draft.adapt.time_share=1.5 must be above 0 and at most 1" in refused(**learns, draft__adapt__time_share=1.5)
 
 
 def test_synthetic_acceptance_must_fit_the_draft_length_and_fall() -> None:
-    check(config(draft__synthetic=[0.6, 0.28, 0.12], draft__max_len=3))
-    assert "draft.max_len=4 needs as many" in refused(draft__synthetic=[0.5], draft__max_len=4)
-    assert "non-increasing" in refused(draft__synthetic=[0.1, 0.2], draft__max_len=2)
-    assert "non-increasing" in refused(draft__synthetic=[1.2, 0.2], draft__max_len=2)
-    assert "draft=none" in refused(draft__synthetic=[0.1], draft__max_len=1, draft__name="none")
+    check(config(draft__synthetic=[0.6, 0.28, 0.12], draft__num_speculative_tokens=3))
+    assert "draft.num_speculative_tokens=4 needs as many" in refused(draft__synthetic=[0.5], draft__num_speculative_tokens=4)
+    assert "non-increasing" in refused(draft__synthetic=[0.1, 0.2], draft__num_speculative_tokens=2)
+    assert "non-increasing" in refused(draft__synthetic=[1.2, 0.2], draft__num_speculative_tokens=2)
+    assert "draft=none" in refused(draft__synthetic=[0.1], draft__num_speculative_tokens=1, draft__name="none")
 
 
 def test_every_number_has_a_range_and_every_table_names_real_keys() -> None:

@@ -51,7 +51,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def arguments(model: Path, data: Path, out: Path, *more: str) -> list[str]:
     return [
         f"model.path={model}", "model.dtype=float64", f"input.path={data}", f"output.dir={out}", "output.shard_rows=4",
-        "decode.max_new_tokens=16", "output.token_ids=true", "packing.slots=3", "draft=lookup", *more,
+        "decode.max_new_tokens=16", "output.token_ids=true", "packing.max_num_seqs=3", "draft=lookup", *more,
     ]  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def test_kills_from_outside_make_no_error_of_a_row_that_is_always_alone(
     model: Path, data: Path, finished: dict[str, list[int] | None], tmp_path: Path
 ) -> None:
     """One row a shard, one slot, and no run lives for more than two rounds: each gets further than the one before."""
-    one = arguments(model, data, tmp_path / "out", "output.shard_rows=1", "packing.slots=1", "input.limit=2", "draft=none")
+    one = arguments(model, data, tmp_path / "out", "output.shard_rows=1", "packing.max_num_seqs=1", "input.limit=2", "draft=none")
     deaths = 0
     while (code := run_apart(one, tmp_path / "log", partial(kill_in_round, 3))[0]) != 0:
         assert code == -signal.SIGKILL
@@ -197,7 +197,7 @@ def test_a_row_that_kills_always_at_one_place_is_found_and_its_finished_samples_
 ) -> None:
     rows = [{"id": f"q{i}", "prompt": f"Say word{i}", "n": 1 + i % 2} for i in range(3)]
     pl.DataFrame(rows, schema_overrides={"n": pl.Int32}).write_parquet(tmp_path / "prompts.parquet")
-    settings = ["decode.ignore_eos=true", "packing.slots=1", "resume.row_attempts=2", *more]
+    settings = ["decode.ignore_eos=true", "packing.max_num_seqs=1", "resume.row_attempts=2", *more]
     plain, command = (arguments(model, tmp_path / "prompts.parquet", tmp_path / out, *settings) for out in ("plain", "out"))
     assert run.main(plain) == 0
     deaths = 0
@@ -324,7 +324,7 @@ def test_memory_that_runs_out_once_shrinks_the_batch_and_no_row_begins_anew(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     short_of_memory(monkeypatch, iter([6]))
-    assert run.main(arguments(model, data, tmp_path / "out", "packing.slots=4")) == 0
+    assert run.main(arguments(model, data, tmp_path / "out", "packing.max_num_seqs=4")) == 0
     said = capsys.readouterr().err
     assert re.search(r"out of memory with 4 slots, \d+ pages, .*\(CUDA out of memory.*\): going on with a smaller batch", said)
     assert "2 slots" in said
@@ -343,7 +343,7 @@ def test_memory_that_runs_out_twice_ends_the_run_with_what_is_done_kept(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    command = arguments(model, data, tmp_path / "out", "packing.slots=4", "draft=none")
+    command = arguments(model, data, tmp_path / "out", "packing.max_num_seqs=4", "draft=none")
     with monkeypatch.context() as patch:
         short_of_memory(patch, iter([20, 30]))
         assert run.main(command) == 2
@@ -361,7 +361,7 @@ def test_a_smaller_batch_has_room_for_a_longest_row_still() -> None:
     )
     for num_pages, left in ((100, 75), (20, 20)):
         packing = smaller(PackingConfig(memory_gb=1.0), replace(batch, num_pages=num_pages))
-        assert (packing.slots, packing.pages, packing.memory_gb, packing.prefill_tokens) == (2, left, None, 1024)
+        assert (packing.max_num_seqs, packing.pages, packing.memory_gb, packing.max_num_batched_tokens) == (2, left, None, 1024)
 
 
 def test_a_batch_that_does_not_fit_at_the_start_is_made_smaller_once(
@@ -375,10 +375,10 @@ def test_a_batch_that_does_not_fit_at_the_start_is_made_smaller_once(
         begin(self, target, drafter, batch, **named)
 
     monkeypatch.setattr(Engine, "__init__", short)
-    assert run.main(arguments(model, data, tmp_path / "out", "packing.slots=4")) == 0
+    assert run.main(arguments(model, data, tmp_path / "out", "packing.max_num_seqs=4")) == 0
     assert pl.read_parquet(tmp_path / "out/data").height == ROWS
     fits = 1
-    assert run.main(arguments(model, data, tmp_path / "other", "packing.slots=4")) == 2
+    assert run.main(arguments(model, data, tmp_path / "other", "packing.max_num_seqs=4")) == 2
     assert "out of memory again, with 2 slots" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
 

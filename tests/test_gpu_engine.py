@@ -19,7 +19,7 @@ from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.hybrid import HybridDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
-from batchspec.draft.tree import PRODUCTS, TreeDrafter, TreeShape
+from batchspec.draft.tree import PROB, TreeDrafter, TreeShape
 from batchspec.draft.weights import load_head
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine import prefill, scheduler
@@ -164,9 +164,7 @@ def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, overl
         "eagle3": partial(eagle, tmp_path, "cuda", 3, slots),
         "eagle3 general": partial(eagle, tmp_path, "cuda", 3, slots, **general),
         "tree": partial(eagle, tmp_path, "cuda", 3, slots, tree=TREE),
-        "tree by products": partial(
-            eagle, tmp_path, "cuda", 3, slots, tree=replace(TREE, topk=10, depth=6, nodes=60, rank=PRODUCTS)
-        ),
+        "tree by products": partial(eagle, tmp_path, "cuda", 3, slots, tree=replace(TREE, topk=10, depth=6, nodes=60, rank=PROB)),
     }
     options = RoundOptions(uniform_slots=name != "eagle3 general", argmax=name != "eagle3 general")
     engine, done = run(target("cuda"), drafters[name](), shape(slots), asked, options=options, overlap=overlap)

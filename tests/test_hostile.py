@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def arguments(model: Path, data: Path, out: Path, *more: str) -> list[str]:
     return [
         f"model.path={model}", "model.dtype=float64", f"input.path={data}", f"output.dir={out}", "output.shard_rows=5",
-        "decode.max_new_tokens=6", "output.token_ids=true", "packing.slots=3", "draft=lookup", *more,
+        "decode.max_new_tokens=6", "output.token_ids=true", "packing.max_num_seqs=3", "draft=lookup", *more,
     ]  # fmt: skip
 
 

@@ -66,7 +66,7 @@ def data(tmp_path: Path) -> Path:
 def arguments(model: Path, data: Path, out: Path, *more: str) -> list[str]:
     return [
         f"model.path={model}", "model.dtype=float64", f"input.path={data}", f"output.dir={out}", "output.shard_rows=5",
-        "decode.max_new_tokens=24", "output.token_ids=true", "output.prompt_ids=true", "packing.slots=3", *more,
+        "decode.max_new_tokens=24", "output.token_ids=true", "output.prompt_ids=true", "packing.max_num_seqs=3", *more,
     ]  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output of the plain job: no drafting, one slot."""
     folder = tmp_path_factory.mktemp("plain")
     prompts().write_parquet(folder / "prompts.parquet")
-    assert run.main(arguments(model, folder / "prompts.parquet", folder / "out", "draft=none", "packing.slots=1")) == 0
+    assert run.main(arguments(model, folder / "prompts.parquet", folder / "out", "draft=none", "packing.max_num_seqs=1")) == 0
     return folder / "out"
 
 
@@ -106,11 +106,17 @@ def test_every_row_comes_out_once_in_input_order_with_its_columns(finished: Path
     "settings",
     [
         ["draft=lookup"],
-        ["draft=lookup", "draft.max_len=8", "draft.min_ngram=2", "packing.slots=4", "packing.run_ahead=2"],
-        ["draft=lookup", "draft.max_len=6", "draft.corpus_tokens=3000", "draft.table_entries=500"],
-        ["draft=lookup", "draft.max_len=1", "packing.slots=16", "packing.prefill_tokens=7"],
-        ["draft=none", "packing.slots=16", "output.shard_rows=3", "decode.opt.uniform_slots=false"],
-        ["draft=lookup", "packing.slots=4", "packing.pages=9", "decode.opt.argmax=false", "decode.opt.dead_rows=false"],
+        [
+            "draft=lookup",
+            "draft.num_speculative_tokens=8",
+            "draft.prompt_lookup_min=2",
+            "packing.max_num_seqs=4",
+            "packing.run_ahead=2",
+        ],
+        ["draft=lookup", "draft.num_speculative_tokens=6", "draft.corpus_tokens=3000", "draft.table_entries=500"],
+        ["draft=lookup", "draft.num_speculative_tokens=1", "packing.max_num_seqs=16", "packing.max_num_batched_tokens=7"],
+        ["draft=none", "packing.max_num_seqs=16", "output.shard_rows=3", "ablation.uniform_slots=false"],
+        ["draft=lookup", "packing.max_num_seqs=4", "packing.pages=9", "ablation.argmax=false", "ablation.dead_rows=false"],
     ],
 )
 def test_tokens_do_not_depend_on_drafting_or_packing(
@@ -141,7 +147,7 @@ def test_a_synthetic_end_cuts_a_row_where_it_says_in_any_batch(model: Path, tmp_
     common = ["draft=lookup", "decode.ignore_eos=true", "output.messages=none"]
     for slots in (1, 4):
         out = tmp_path / f"out{slots}"
-        command = arguments(model, tmp_path / "ends.parquet", out, *common, f"packing.slots={slots}")
+        command = arguments(model, tmp_path / "ends.parquet", out, *common, f"packing.max_num_seqs={slots}")
         assert run.main(command) == 0
         frame = pl.read_parquet(out / "data")
         assert frame["token_ids"].list.len().to_list() == [min(end or 24, 24) for end in ends]
@@ -214,7 +220,7 @@ def test_a_signal_saves_finished_and_unfinished_rows_and_the_next_run_goes_on_wi
     model: Path, data: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Three signals in turn, as a batch system sends them; one shard holds everything, so none is committed before the end."""
-    command = arguments(model, data, tmp_path / "out", "draft=lookup", "packing.slots=4", "output.shard_rows=22")
+    command = arguments(model, data, tmp_path / "out", "draft=lookup", "packing.max_num_seqs=4", "output.shard_rows=22")
     rows = r"([1-9]\d* more rows are saved, [1-4] of them unfinished with [1-9]\d* tokens)"
     left, said = list[int](), list[str]()
     for name, rounds in (("SIGTERM", 5), ("SIGUSR1", 8), ("SIGUSR2", 8)):
@@ -248,7 +254,7 @@ def test_runs_at_the_same_time_share_the_shards_and_one_that_is_killed_leaves_it
     model: Path, data: Path, finished: Path, tmp_path: Path
 ) -> None:
     """As tasks of an array, without any index: every row once, and whoever sees the job complete writes the card."""
-    command = arguments(model, data, tmp_path / "out", "draft=lookup", "output.shard_rows=1", "packing.slots=2")
+    command = arguments(model, data, tmp_path / "out", "draft=lookup", "output.shard_rows=1", "packing.max_num_seqs=2")
     runs = [start(command) for _ in range(3)]
     claims = tmp_path / "out/_batchspec/claims"
     while not (claims.is_dir() and list(claims.iterdir())):
@@ -264,7 +270,7 @@ def test_runs_at_the_same_time_share_the_shards_and_one_that_is_killed_leaves_it
 
 
 def test_a_damaged_journal_costs_its_rows_and_nothing_else(model: Path, data: Path, finished: Path, tmp_path: Path) -> None:
-    command = arguments(model, data, tmp_path / "out", "draft=lookup", "packing.slots=4", "output.shard_rows=22")
+    command = arguments(model, data, tmp_path / "out", "draft=lookup", "packing.max_num_seqs=4", "output.shard_rows=22")
     assert run_until_round(command, "SIGTERM", 12).returncode == 75
     for segment in (tmp_path / "out/_batchspec/journal").iterdir():
         data_bytes = bytearray(segment.read_bytes())

@@ -198,7 +198,7 @@ def test_a_shape_that_no_memory_holds_is_refused_before_its_noise_is_made(
     (tmp_path / "model/config.json").write_text(json.dumps({**config, "tie_word_embeddings": True, **shape}))
     pq.write_table(pa.table({"prompt_ids": [[1, 2, 3]]}), tmp_path / "in.parquet")
     words = [f"model.path={tmp_path}/model", f"input.path={tmp_path}/in.parquet", f"output.dir={tmp_path}/out", "device=cpu"]
-    assert cli.main(["run", *words, "model.load=dummy", "draft=none", "decode.max_new_tokens=4"]) == 2
+    assert cli.main(["run", *words, "model.load_format=dummy", "draft=none", "decode.max_new_tokens=4"]) == 2
     assert "the weights take " in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 

@@ -25,7 +25,7 @@ from batchspec.draft.hybrid import HybridDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
-from batchspec.draft.tree import PRODUCTS, SUMS, TreeDrafter, TreeShape
+from batchspec.draft.tree import LOGPROB, PROB, TreeDrafter, TreeShape
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine import scheduler
@@ -176,7 +176,7 @@ def test_every_packing_and_drafter_gives_the_tokens_of_plain_decoding(requests: 
         head_len = data.draw(st.integers(1, draft_len), label="head_len")
         drafter = hybrid(draft_len, head_len, slots, chain=chain, corpus_tokens=data.draw(st.sampled_from([0, 50])))
     elif kind == "tree":
-        topk, rank = data.draw(st.integers(2, 5), label="topk"), data.draw(st.sampled_from([SUMS, PRODUCTS]), label="rank")
+        topk, rank = data.draw(st.integers(2, 5), label="topk"), data.draw(st.sampled_from([LOGPROB, PROB]), label="rank")
         nodes = data.draw(st.integers(1, min(63, topk + (draft_len - 1) * topk**2)), label="nodes")
         shape = TreeShape(topk=topk, depth=draft_len, nodes=nodes, rank=rank)
         drafter = TreeDrafter(parallel_head(), tiny_target(window=5), shape, slots=slots)

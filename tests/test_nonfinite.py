@@ -24,7 +24,7 @@ from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
-from batchspec.draft.tree import SUMS, TreeDrafter, TreeShape
+from batchspec.draft.tree import LOGPROB, TreeDrafter, TreeShape
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.engine import Engine
@@ -66,7 +66,7 @@ def drafter(name: str, requests: list[Request]) -> Drafter:
         "lookup": lambda: LookupDrafter(3, min_ngram=1, max_ngram=3),
         "eagle3": lambda: Eagle3Drafter(head(), target, 3, slots=SLOTS),
         "parallel": lambda: ParallelDrafter(head(), target, 3, slots=SLOTS),
-        "tree": lambda: TreeDrafter(head(), target, TreeShape(topk=2, depth=3, nodes=7, rank=SUMS), slots=SLOTS),
+        "tree": lambda: TreeDrafter(head(), target, TreeShape(topk=2, depth=3, nodes=7, rank=LOGPROB), slots=SLOTS),
         "window": lambda: WindowDrafter(target, 3, window=8, sink=2, slots=SLOTS),
         "pard": lambda: PardDrafter(
             PardModel(PardSpec(model=target.spec, mask_token_id=BAD), target), target.spec, 3, slots=SLOTS, parallel=False
@@ -204,7 +204,7 @@ def test_a_job_writes_the_error_row_and_verify_compares_the_others(tmp_path: Pat
         pl.DataFrame(chosen).write_parquet(data)
         arguments = [
             f"model.path={model}", "model.dtype=float64", f"input.path={data}", f"output.dir={tmp_path / name}", "draft=lookup",
-            "decode.max_new_tokens=6", "output.token_ids=true", "packing.slots=3", "decode.n=2",
+            "decode.max_new_tokens=6", "output.token_ids=true", "packing.max_num_seqs=3", "decode.n=2",
             "input.max_error_fraction=0.2",  # one of eight rows, whose two completions are errors
         ]  # fmt: skip
         assert run_module.main(arguments) == 0

@@ -331,7 +331,7 @@ def command(tmp_path: Path) -> list[str]:
     model, data = make_model(tmp_path / "model"), make_prompts(tmp_path / "in.parquet", 12)
     return [
         f"model.path={model}", "model.dtype=float64", f"input.path={data}", f"output.dir={tmp_path / 'out'}",
-        "output.shard_rows=2", "packing.slots=2", "input.chat=true", "decode.ignore_eos=true",
+        "output.shard_rows=2", "packing.max_num_seqs=2", "input.chat=true", "decode.ignore_eos=true",
     ]  # fmt: skip
 
 

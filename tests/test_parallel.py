@@ -321,7 +321,9 @@ def test_a_job_drafts_in_parallel_where_the_head_can_unless_told_otherwise(tmp_p
     ):
         design = tiny_design(target.spec, mask_id=mask)
         folder = write_head(tmp_path / name, design, random_tensors(design))
-        config = RunConfig(draft=DraftConfig(name="eagle3", path=str(folder), parallel=parallel, max_len=5, aux_layers="input"))
+        config = RunConfig(
+            draft=DraftConfig(name="eagle3", path=str(folder), parallel=parallel, num_speculative_tokens=5, aux_layers="input")
+        )
         drafters.open_head(config, target.spec)
         head = load_head(folder, target.spec, dtype=target.dtype, device=DEVICE, aux_layers="input")
         assert type(drafters.make_drafter(config, head, target, slots=2)) is kind
@@ -339,12 +341,22 @@ def test_a_whole_job_gives_the_tokens_of_one_without_drafts(tmp_path: Path) -> N
     shape.write_text(json.dumps({**COMMON, **sizes}))
     make_job(tmp_path / "job", shape=str(shape), num_requests=4, prompt_len=20, cap=60)
     words = [
-        "+job=reasoning_8k", f"model.path={tmp_path}/job/model", "model.load=dummy", "model.max_len=80", "model.dtype=float32",
-        "decode.ignore_eos=true", "decode.max_new_tokens=60", f"input.path={tmp_path}/job/known.parquet", "requires_gpu=false",
+        "+job=reasoning_8k",
+        f"model.path={tmp_path}/job/model",
+        "model.load_format=dummy",
+        "model.max_len=80",
+        "model.dtype=float32",
+        "decode.ignore_eos=true",
+        "decode.max_new_tokens=60",
+        f"input.path={tmp_path}/job/known.parquet",
+        "requires_gpu=false",
         "device=cpu",
-    ]  # fmt: skip
+    ]
     found = []
-    for name, draft in (("none", ["draft=none"]), ("parallel", ["draft=eagle3", "draft.parallel=true", "draft.max_len=5"])):
+    for name, draft in (
+        ("none", ["draft=none"]),
+        ("parallel", ["draft=eagle3", "draft.parallel=true", "draft.num_speculative_tokens=5"]),
+    ):
         assert job_run.main([*words, *draft, f"output.dir={tmp_path}/{name}"]) == 0
         found.append(pl.read_parquet(tmp_path / name / "data").sort("id"))
     assert found[0]["token_ids"].to_list() == found[1]["token_ids"].to_list()

@@ -183,7 +183,7 @@ def test_drafts_near_the_length_limit_write_nothing_but_scratch(tmp_path: Path) 
 def test_a_job_drafts_in_parallel_where_the_model_can_unless_told_otherwise(tmp_path: Path) -> None:
     target, masked, plain = tiny_target(), write(tmp_path / "masked"), write(tmp_path / "plain", mask=None)
     for folder, parallel, chain in ((masked, "auto", False), (masked, True, False), (masked, False, True), (plain, "auto", True)):
-        config = RunConfig(draft=DraftConfig(name="pard", path=str(folder), parallel=parallel, max_len=3))
+        config = RunConfig(draft=DraftConfig(name="pard", path=str(folder), parallel=parallel, num_speculative_tokens=3))
         assert drafters.draft_kv_width(drafters.open_head(config, target.spec)) == 2 * 2 * 6
         drafter = drafters.make_drafter(config, load(folder), target, slots=2)
         assert isinstance(drafter, PardDrafter)

@@ -101,9 +101,16 @@ def test_places_behind_the_end_of_rows_have_pages_too() -> None:
 
 def _small(demand: Demand, num_lookahead_slots: int, **packing: Any) -> PackedBatch:
     return choose_batch(
-        PackingConfig(**packing), small_spec(), SLOW, demand, device=CPU, dtype=torch.float32, draft_len=60, num_lookahead_slots=num_lookahead_slots,
+        PackingConfig(**packing),
+        small_spec(),
+        SLOW,
+        demand,
+        device=CPU,
+        dtype=torch.float32,
+        draft_len=60,
+        num_lookahead_slots=num_lookahead_slots,
         free_bytes=10**9,
-    )  # fmt: skip
+    )
 
 
 def on_cpu(demand: Demand, **packing: Any) -> PackedBatch:
@@ -149,7 +156,7 @@ def test_a_small_card_prefills_in_shorter_passes() -> None:
     tight = on_gpu(free_bytes=6 * 10**9)
     assert tight.prefill_tokens == 1024
     assert tight.num_pages * LLAMA_PAGE + reserve(tight) <= 6e9
-    assert on_gpu(free_bytes=6 * 10**9, pages=800, prefill_tokens=4096).prefill_tokens == 4096
+    assert on_gpu(free_bytes=6 * 10**9, pages=800, max_num_batched_tokens=4096).prefill_tokens == 4096
 
 
 def test_a_short_job_holds_back_what_its_own_passes_need() -> None:
@@ -164,7 +171,7 @@ def test_a_pass_of_prefill_is_most_of_what_is_held_back() -> None:
     batch = on_gpu()
     gate_up = 16_384 * 28_672 * 2
     assert 4 * gate_up < reserve(batch) < 10 * gate_up
-    assert reserve(batch) - reserve(on_gpu(prefill_tokens=1024)) > 3 * gate_up
+    assert reserve(batch) - reserve(on_gpu(max_num_batched_tokens=1024)) > 3 * gate_up
 
 
 def test_a_small_model_runs_a_thousand_short_rows_beside_its_logits() -> None:
@@ -245,7 +252,7 @@ def test_a_small_job_gets_no_more_slots_or_pages_than_it_can_use() -> None:
 
 
 def test_what_the_job_says_stands() -> None:
-    batch = on_gpu(slots=24, pages=5000, prefill_tokens=777, run_ahead=5)
+    batch = on_gpu(max_num_seqs=24, pages=5000, max_num_batched_tokens=777, run_ahead=5)
     assert (batch.num_slots, batch.num_pages, batch.prefill_tokens, batch.run_ahead) == (24, 5000, 777, 5)
     assert batch.row_buckets == (1, 2, 4, 8, 12, 16, 24)
     assert on_gpu(memory_gb=10.0).num_pages == int(10e9) // LLAMA_PAGE
@@ -287,7 +294,7 @@ def test_row_buckets_ascend_to_the_slots(slots: int) -> None:
 
 
 def test_a_forecast_counts_full_rounds_and_the_tail() -> None:
-    batch = on_gpu(slots=64, draft_len=0)
+    batch = on_gpu(max_num_seqs=64, draft_len=0)
     plain = forecast(batch, LLAMA_8B, H200, REASONING, dtype=torch.bfloat16, accepted=0.0)
     drafted = forecast(batch, LLAMA_8B, H200, REASONING, dtype=torch.bfloat16, accepted=1.0)
     assert plain.rounds == pytest.approx(10_000 * 1500 / 64, rel=0.01)

@@ -117,7 +117,7 @@ def test_acceptance_is_measured_behind_longer_contexts_of_the_same_prompts(model
     assert " behind 5 tokens, " in context
     assert " behind 40 tokens, " in context
     assert context.endswith(" behind 90 tokens")  # the model goes no further
-    assert warning.startswith("warning   first drafts collapse behind long contexts: draft.window=512 draft.sink=4")
+    assert warning.startswith("warning   first drafts collapse in long contexts: draft.window=512 draft.sink_tokens=4")
 
 
 def found(*accepted: tuple[float, ...], fed: tuple[float, ...] | None = None, contexts: tuple[float, ...] = (0.6,)) -> Probe:

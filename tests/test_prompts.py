@@ -24,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def job(model: Path, source: Path, out: Path, *words: str) -> pl.DataFrame:
     common = [f"model.path={model}", f"input.path={source}", f"output.dir={out}", "device=cpu", "draft=none", "output=training"]
-    assert run.main([*common, "decode.temperature=1", "packing.slots=16", *words]) == 0
+    assert run.main([*common, "decode.temperature=1", "packing.max_num_seqs=16", *words]) == 0
     return pl.read_parquet(out / "data" / "*.parquet").sort("row_index")
 
 

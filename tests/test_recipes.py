@@ -81,7 +81,7 @@ def test_the_figure_of_adaptation_compares_two_jobs_over_one_half_trained_head(t
     assert compose(made[2:]).draft.name == "none"
     assert plain.draft.path == learns.draft.path == str(tmp_path / "out" / "half")
     assert (plain.draft.adapt.every_shards, learns.draft.adapt.every_shards) == (0, 1)
-    assert plain.packing.slots == learns.packing.slots
+    assert plain.packing.max_num_seqs == learns.packing.max_num_seqs
 
 
 def test_an_unknown_figure_is_no_success(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def job(
 ) -> OutputFolder:
     """A finished job with a completion for each row."""
     shards, columns = shards_of(dataset(len(rows)), shard_rows)
-    decode = decode or {"stop": ["</pre>"], "opt": {"argmax": None}}
+    decode = decode or {"stop": ["</pre>"]}
     config = {"model": {"path": "tiny"}, "decode": decode, "output": {"messages": "full", **output}}
     folder = new_folder(path, len(rows), shard_rows, config=config, recorded={"torch": "2.x"})
     for shard in shards:
@@ -160,7 +160,7 @@ def test_the_page_says_what_the_job_did(tmp_path: Path) -> None:
         "error: overlong",
         "<h3>Tokens a second</h3>", "<h3>What the slots did</h3>", "<h3>K and acceptance length</h3>",
         'var(--second)"></i>draft tokens a round (K)<', 'var(--first)"></i>tokens a round (acceptance length)<',
-        "<dt>opt.argmax</dt><dd>null</dd>", "<dt>torch</dt><dd>2.x</dd>", "&lt;/pre&gt;",
+        "<dt>torch</dt><dd>2.x</dd>", "&lt;/pre&gt;",
     ):  # fmt: skip
         assert said in text, said
 
@@ -315,7 +315,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("model")
     model = make_tokenizer(make_checkpoint(folder, "llama"))
     pl.DataFrame({"prompt": [f"say {i}" for i in range(6)]}).write_parquet(folder / "in.parquet")
-    return [f"model.path={model}", f"input.path={folder}/in.parquet", "decode.max_new_tokens=8", "packing.slots=2"]
+    return [f"model.path={model}", f"input.path={folder}/in.parquet", "decode.max_new_tokens=8", "packing.max_num_seqs=2"]
 
 
 def test_a_job_ends_with_its_page(tmp_path: Path, command: list[str]) -> None:

@@ -66,10 +66,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def arguments(folder: Path, out: Path | str, cap: int, *more: str) -> list[str]:
     return [
-        f"model.path={folder / 'model'}", "model.dtype=float64", f"input.path={folder / 'prompts.parquet'}", f"output.dir={out}",
-        "output.shard_rows=2", "output.token_ids=true", f"decode.max_new_tokens={cap}", "decode.temperature=1", "packing.slots=3",
-        "decode.thinking_token_budget=5", "decode.thinking_closing=' So then:'", *more,
-    ]  # fmt: skip
+        f"model.path={folder / 'model'}",
+        "model.dtype=float64",
+        f"input.path={folder / 'prompts.parquet'}",
+        f"output.dir={out}",
+        "output.shard_rows=2",
+        "output.token_ids=true",
+        f"decode.max_new_tokens={cap}",
+        "decode.temperature=1",
+        "packing.max_num_seqs=3",
+        "decode.thinking_token_budget=5",
+        "decode.thinking_closing=' So then:'",
+        *more,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +234,7 @@ def test_without_stored_tokens_or_with_logprobs_rows_are_computed_anew(
 
 def test_a_prompt_that_the_larger_cap_cuts_shorter_is_computed_anew(folder: Path, tmp_path: Path, ran: list[Request]) -> None:
     """What it had goes on from another prompt than the one that is left of it."""
-    cut = ["input.overlong=truncate", "model.max_len=50", "output.prompt_ids=false"]
+    cut = ["input.on_overlong=truncate", "model.max_len=50", "output.prompt_ids=false"]
     for out in ("out", "wanted"):
         assert run.main(arguments(folder, tmp_path / out, CAPS[out == "wanted"], *cut)) == 0
     ran.clear()
@@ -344,7 +353,7 @@ def test_a_row_that_kills_its_retry_stays_as_it_was(folder: Path, out: Path, tmp
 
 def test_runs_at_the_same_time_share_a_retry(folder: Path, out: Path, tmp_path: Path, wanted: pl.DataFrame) -> None:
     with ThreadPool(3) as pool:
-        ends = pool.map(lambda i: run_apart(retry(folder, out, "packing.slots=1"), tmp_path / f"log{i}"), range(3))
+        ends = pool.map(lambda i: run_apart(retry(folder, out, "packing.max_num_seqs=1"), tmp_path / f"log{i}"), range(3))
     assert [code for code, _ in ends] == [0, 0, 0], ends
     assert rows_of(out).select(SAME).equals(wanted.select(SAME))
     assert sorted(path.name for path in (out / "_batchspec/retry").iterdir()) == ["00001", "00001.json"]
@@ -380,7 +389,7 @@ def test_rows_whose_error_may_pass_are_computed_again(
     assert [request.request_id for request in ran] == ["q8"]
     assert rows_of(out).select(SAME).equals(rows_of(base).select(SAME))
     capsys.readouterr()
-    for again in ("resume=error", "resume.retry=error", "resume.again=2"):
+    for again in ("resume=error", "resume.retry=error", "resume.retry_id=2"):
         assert run.main(arguments(folder, out, CAPS[0], "resume=error", again)) == 0
         assert "already complete: 14 rows in 7 shards; nothing left for resume=error\n" in capsys.readouterr().err
     assert len(ran) == 1

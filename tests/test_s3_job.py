@@ -52,7 +52,7 @@ def lab(server: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Lab:
 def arguments(model: Path, *, source: str = IN, out: str = OUT) -> list[str]:
     return [
         f"model.path={model}", "model.dtype=float64", f"input.path={source}", f"output.dir={out}", "output.shard_rows=3",
-        "decode.max_new_tokens=12", "output.token_ids=true", "packing.slots=3", "draft=lookup",
+        "decode.max_new_tokens=12", "output.token_ids=true", "packing.max_num_seqs=3", "draft=lookup",
     ]  # fmt: skip
 
 

@@ -44,14 +44,14 @@ def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output of the plain job: no drafting, one slot."""
     folder = tmp_path_factory.mktemp("plain")
     prompts().write_parquet(folder / "prompts.parquet")
-    assert run.main(arguments(model, folder / "prompts.parquet", folder / "out", "draft=none", "packing.slots=1")) == 0
+    assert run.main(arguments(model, folder / "prompts.parquet", folder / "out", "draft=none", "packing.max_num_seqs=1")) == 0
     return folder / "out"
 
 
 CHANGES: dict[str, tuple[Any, str]] = {
     "model.dtype": ("float32", "model.dtype"),
     "model.max_len": (128, "model.max_len"),
-    "model.load": ("dummy", "model.weights"),
+    "model.load_format": ("dummy", "model.weights"),
     "model.chat_template": ("{folder}/other.jinja", "model.tokenizer"),
     "model.think_tokens": ("none", "model.think_tokens"),
     "draft.synthetic": ([0.5], "draft.synthetic"),
@@ -73,7 +73,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "input.path": ("{folder}/other.parquet", "input.files"),
     "input.columns": ({"stop": None}, "input.columns"),
     "input.chat": (True, "input.chat"),
-    "input.overlong": ("skip", "input.overlong"),
+    "input.on_overlong": ("skip", "input.on_overlong"),
     "input.final_assistant": ("drop", "input.final_assistant"),
     "input.limit": (7, "input.rows"),
     "input.template_kwargs": ({"x": 1}, "input.template_kwargs"),
@@ -87,7 +87,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
 }
 """Keys that make another job -> another value, and what the refusal names."""
 NO_PART = re.compile(
-    r"(packing|resume|cluster|decode\.opt)\..*|draft\.(?!synthetic).*|model\.(path|revision)|input\.max_error_fraction"
+    r"(packing|resume|cluster|ablation)\..*|draft\.(?!synthetic).*|model\.(path|revision)|input\.max_error_fraction"
     r"|output\.(dir|overwrite|license)|device|requires_gpu"
 )
 """Keys that say where a job lies and how it is run."""
@@ -189,7 +189,13 @@ def test_how_a_job_is_run_is_no_part_of_what_it_is(
     task = {"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "64"}
     for name, value in task.items():
         monkeypatch.setenv(name, value)
-    ways = ["draft=lookup", "draft.max_len=5", "packing.slots=7", "packing.pages=50", "packing.prefill_tokens=9"]
+    ways = [
+        "draft=lookup",
+        "draft.num_speculative_tokens=5",
+        "packing.max_num_seqs=7",
+        "packing.pages=50",
+        "packing.max_num_batched_tokens=9",
+    ]
     assert run.main(arguments(model, finished.parent / "prompts.parquet", finished, *ways, "cluster.max_restarts=3")) == 0
     assert "already complete: 22 rows" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
@@ -209,7 +215,13 @@ def test_slots_stay_full_from_shard_to_shard(model: Path, tmp_path: Path, monkey
         launch(self)
 
     monkeypatch.setattr(Engine, "_launch_round", noted)
-    settings = ["decode.ignore_eos=true", "output.messages=none", "output.shard_rows=3", f"packing.slots={slots}", "draft=lookup"]
+    settings = [
+        "decode.ignore_eos=true",
+        "output.messages=none",
+        "output.shard_rows=3",
+        f"packing.max_num_seqs={slots}",
+        "draft=lookup",
+    ]
     assert run.main(arguments(model, tmp_path / "in.parquet", tmp_path / "out", *settings)) == 0
     steady = [(live, committed) for live, exhausted, committed in courses if not exhausted]
     assert {live for live, _ in steady} == {slots}

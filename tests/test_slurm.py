@@ -81,7 +81,7 @@ def test_an_array_loses_no_row_to_requeueing_cancelling_and_running_out_of_resta
     """Three tasks. The last one, whose SLURM_JOB_ID is the array's, gets the signal twice and may requeue itself once; another
     is cancelled for good; the third is left alone and must not notice."""
     overrides = job_of(model, tmp_path, 160)
-    out, slow = tmp_path / "out", "packing.slots=2"
+    out, slow = tmp_path / "out", "packing.max_num_seqs=2"
     cluster = ["cluster.tasks=3", "cluster.max_restarts=1", "cluster.time_h=0.2"]
     job = submit(lab, tmp_path, *overrides, slow, f"output.dir={out}", *cluster)
     log = tmp_path / "task-2.log"
@@ -156,7 +156,7 @@ def test_four_nodes_lose_no_row_to_preemption_time_limit_dead_nodes_and_another_
     with running_slurm(nodes=4, cpus=2) as lab:
         words = '["--partition=grace","--cpus-per-task=2"]'
         common = [*overrides, f"output.dir={out}", f"cluster.signal_s={GRACE_S}", f"cluster.sbatch={words}"]
-        first = submit(lab, tmp_path, *common, "packing.slots=2", "cluster.tasks=4", "cluster.time_h=0.0167")
+        first = submit(lab, tmp_path, *common, "packing.max_num_seqs=2", "cluster.tasks=4", "cluster.time_h=0.0167")
         tasks = [f"{first}_{i}" for i in range(4)]
         wait_for(lambda: all(claims_of(out, str(i)) for i in range(4)), 120, "claims of all tasks")
         node = {task: lab.job(task)["NodeList"] for task in tasks}
@@ -199,7 +199,7 @@ def test_a_task_whose_time_runs_out_untold_ends_by_itself_saves_and_requeues(mod
         (tmp_path / name).write_text(f"#!/bin/sh\n{says}\n")
         (tmp_path / name).chmod(0o755)
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "ENVIRONMENT": "BATCH"}
-    words = [*job_of(model, tmp_path, 4000), "packing.slots=2", f"output.dir={tmp_path / 'out'}", "cluster.signal_s=2"]
+    words = [*job_of(model, tmp_path, 4000), "packing.max_num_seqs=2", f"output.dir={tmp_path / 'out'}", "cluster.signal_s=2"]
     command = [sys.executable, "-m", "batchspec.run", *words]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 75, done.stderr

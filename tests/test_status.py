@@ -280,7 +280,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     pl.DataFrame({"prompt": [f"say {i}" for i in range(24)]}).write_parquet(folder / "in.parquet")
     return [
         f"model.path={model}", "model.dtype=float64", f"input.path={folder}/in.parquet", "decode.max_new_tokens=40",
-        "packing.slots=3", "output.shard_rows=4", "draft=lookup",
+        "packing.max_num_seqs=3", "output.shard_rows=4", "draft=lookup",
     ]  # fmt: skip
 
 

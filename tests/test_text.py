@@ -118,7 +118,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     pl.DataFrame(rows).write_parquet(folder / name)
     words = [
         f"model.path={model}", f'input.path="{folder}/in*.parquet"', f"output.dir={folder}/out", "output.token_ids=true",
-        "decode.max_new_tokens=6", "packing.slots=2", "output.shard_rows=2", 'decode.stop=["```\\n# Owned"]',
+        "decode.max_new_tokens=6", "packing.max_num_seqs=2", "output.shard_rows=2", 'decode.stop=["```\\n# Owned"]',
     ]  # fmt: skip
     assert run.main(words) == 0
     said = {"host": f"node{HEADING}", "pid": 7, "end": "failed", "said": HEADING, "task": RED, "at": 5.0}

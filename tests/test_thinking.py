@@ -295,7 +295,7 @@ BUDGET = 6
 def arguments(model: Path, folder: Path, out: str, *more: str) -> list[str]:
     return [
         f"model.path={model}", "model.dtype=float64", f"input.path={folder / 'prompts.parquet'}", f"output.dir={folder / out}",
-        "output.shard_rows=4", "decode.max_new_tokens=20", "output.token_ids=true", "packing.slots=3",
+        "output.shard_rows=4", "decode.max_new_tokens=20", "output.token_ids=true", "packing.max_num_seqs=3",
         f"decode.thinking_token_budget={BUDGET}", "decode.thinking_closing=' So:'", *more,
     ]  # fmt: skip
 
@@ -324,7 +324,7 @@ def test_a_job_of_a_reasoning_model_has_thoughts_and_answers_apart(
     said = capsys.readouterr().out
     assert "from <think> (300) to </think> (301); 8 of 9 prompts end inside one; at most 6 tokens, then " in said
     assert run.main(command) == 0
-    assert run.main(arguments(model, tmp_path, "drafted", "draft=lookup", "packing.slots=2", "packing.run_ahead=2")) == 0
+    assert run.main(arguments(model, tmp_path, "drafted", "draft=lookup", "packing.max_num_seqs=2", "packing.run_ahead=2")) == 0
     frame, drafted = (pl.read_parquet(tmp_path / out / "data") for out in ("plain", "drafted"))
     alike = ["request_id", "status", "messages", "completion", "reasoning", "reasoning_truncated", "finish_reason", "token_ids"]
     assert frame.select(alike).equals(drafted.select(alike))

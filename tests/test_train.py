@@ -37,7 +37,7 @@ QUICK = ["device=cpu", "train.steps=40", "train.held_out=2", "train.batch_tokens
 def job(model: Path, out: Path, *overrides: str) -> pl.DataFrame:
     """The output of a job over the prompts that lie beside the model."""
     words = [f"model.path={model}", f"input.path={model.parent / 'prompts.parquet'}", f"output.dir={out}", "device=cpu"]
-    words += [f"decode.max_new_tokens={CAP}", "packing.slots=8", *overrides]
+    words += [f"decode.max_new_tokens={CAP}", "packing.max_num_seqs=8", *overrides]
     assert run.main(words) == 0
     return pl.read_parquet(out / "data" / "*.parquet")
 
@@ -94,7 +94,9 @@ def test_the_replay_counts_the_rounds_that_the_engine_runs(made: Path, tmp_path:
     """A half-trained head, so that rounds keep 0 .. K drafts."""
     assert train(made, tmp_path / "head", "train.steps=45", "train.lr=1e-2", "train.held_out=0", *words) == 0
     max_len = 4
-    frame = job(made / "model", tmp_path / "o", words[0], f"draft.path={tmp_path / 'head'}", f"draft.max_len={max_len}")
+    frame = job(
+        made / "model", tmp_path / "o", words[0], f"draft.path={tmp_path / 'head'}", f"draft.num_speculative_tokens={max_len}"
+    )
     counts = frame["spec_decode"].struct.unnest()
     spec = load_spec(made / "model")
     target = Target.load(made / "model", spec, dtype=torch.float32, device=CPU)
@@ -218,9 +220,9 @@ def test_a_parallel_head_is_written_as_published_ones_are(made: Path, tmp_path: 
 
 def test_a_parallel_head_learns_what_masks_stand_for(made: Path, tmp_path: Path) -> None:
     """Drafts behind the first one are made of masks alone, and stand."""
-    words = ["draft=parallel", "draft.max_len=3", "train.steps=150", "train.lr=1e-2", "train.held_out=0"]
+    words = ["draft=parallel", "draft.num_speculative_tokens=3", "train.steps=150", "train.lr=1e-2", "train.held_out=0"]
     assert train(made, tmp_path / "h", *words) == 0
-    drafts = ["draft=parallel", "draft.max_len=3", f"draft.path={tmp_path / 'h'}"]
+    drafts = ["draft=parallel", "draft.num_speculative_tokens=3", f"draft.path={tmp_path / 'h'}"]
     frame = job(made / "model", tmp_path / "o", *drafts)
     assert mean_length(frame) > 2.0
     counts = frame["spec_decode"].struct.unnest()

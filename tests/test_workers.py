@@ -39,7 +39,7 @@ def command(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     pl.DataFrame({"id": [f"q{i}" for i in range(ROWS)], "prompt": [f"{i} and {i * i}" for i in range(ROWS)]}).write_parquet(data)
     return [
         f"model.path={model}", f"input.path={data}", "decode.max_new_tokens=60", "decode.ignore_eos=true", "draft=none",
-        "output.shard_rows=4", "output.token_ids=true", "packing.slots=2",
+        "output.shard_rows=4", "output.token_ids=true", "packing.max_num_seqs=2",
     ]  # fmt: skip
 
 

@@ -26,7 +26,7 @@ def slice_tokens(device: torch.device, max_len: int) -> int:
 
 def steps_learnt(draft: DraftConfig) -> int:
     """Draft steps: those that the job drafts, up to a few."""
-    return min(MOST_STEPS, draft.tree.depth or min(draft.head_len or draft.max_len, draft.max_len))
+    return min(MOST_STEPS, draft.tree.depth or min(draft.head_len or draft.num_speculative_tokens, draft.num_speculative_tokens))
 
 
 def check_spec(draft: DraftConfig, head: HeadSpec, target: ModelSpec) -> None:

@@ -116,9 +116,15 @@ def _key_slots(batch: FlatBatch, num_keys: int, page_size: int) -> Tensor:
     row_ids = torch.empty(num_keys, dtype=torch.int32, device=device)
     positions, slots = (torch.empty(num_keys, dtype=torch.int64, device=device) for _ in range(2))
     compute_slot_mapping(
-        torch.zeros_like(batch.kv_len), batch.kv_len, batch.page_table, page_size=page_size,
-        out_cu_seqlens_q=torch.empty_like(batch.cu_seqlens_q), out_row_ids=row_ids, out_positions=positions, out_slot_mapping=slots,
-    )  # fmt: skip
+        torch.zeros_like(batch.kv_len),
+        batch.kv_len,
+        batch.page_table,
+        page_size=page_size,
+        out_cu_seqlens_q=torch.empty_like(batch.cu_seqlens_q),
+        out_row_ids=row_ids,
+        out_positions=positions,
+        out_slot_mapping=slots,
+    )
     return slots
 
 

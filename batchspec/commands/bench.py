@@ -167,7 +167,7 @@ def _make_job(args: argparse.Namespace) -> None:
     rows = args.requests or JOB_ROWS
     total, longest = make_job(args.make_job, shape=args.shape, num_requests=rows, prompt_len=args.prompt, cap=args.gen)
     common = (
-        f"python -m batchspec.run +job=reasoning_8k model.path={args.make_job}/model model.load=dummy "
+        f"python -m batchspec.run +job=reasoning_8k model.path={args.make_job}/model model.load_format=dummy "
         f"model.max_len={args.prompt + args.gen} decode=greedy decode.ignore_eos=true decode.max_new_tokens={args.gen}"
     )
     terminal.show(f"{rows} prompts of {args.prompt} tokens, {total:,} output tokens, the longest {longest:,}")

@@ -18,7 +18,7 @@ from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.hybrid import HybridDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.parallel import ParallelDrafter
-from batchspec.draft.tree import PRODUCTS, SUMS, TreeDrafter, TreeShape, usual_nodes
+from batchspec.draft.tree import LOGPROB, PROB, TreeDrafter, TreeShape, usual_nodes
 from batchspec.draft.weights import Head, dummy_head, dummy_spec, load_head
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.engine import Engine
@@ -28,7 +28,7 @@ from batchspec.packing.planner import CPU_PREFILL, GPU_PREFILL, GPU_RUN_AHEAD, P
 from batchspec.records import PackedBatch
 
 OPTIONS = ("coupled", "dead_positions", "uniform_slots", "argmax", "dead_rows", "overlap", "sharing")
-TREES = {"tree": SUMS, "tree-products": PRODUCTS}
+TREES = {"tree": LOGPROB, "tree-products": PROB}
 HEAD_DRAFTERS = ("eagle3", "parallel", "hybrid", *TREES)
 DRAFT_VOCAB = {"smol135m": 16384}
 USUAL_DRAFT_VOCAB = 32000

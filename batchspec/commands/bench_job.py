@@ -116,7 +116,7 @@ def make_job(folder: Path, num_rows: int, texts: Sequence[str]) -> Job:
     write_input(folder / "input.parquet", num_rows, texts)
     config = compose(
         [
-            f"model.path={folder}/model", "model.load=dummy", "model.dtype=float32", f"input.path={folder}/input.parquet",
+            f"model.path={folder}/model", "model.load_format=dummy", "model.dtype=float32", f"input.path={folder}/input.parquet",
             f"output.dir={folder}/out", "output.overwrite=true", "output.token_ids=true", "output.prompt_ids=true",
             f"output.shard_rows={SHARD_ROWS}", f"decode.max_new_tokens={TOKENS}", "device=cpu",
         ]

@@ -110,7 +110,7 @@ def _job(model: str, prompts: str, num_rows: int, num_tokens: int) -> Job:
         model=ModelConfig(path=model),
         input=InputConfig(path=shipped_prompts(prompts), limit=num_rows),
         decode=DecodeConfig(max_new_tokens=num_tokens),
-        draft=DraftConfig(name="none", max_len=DRAFT_LEN),
+        draft=DraftConfig(name="none", num_speculative_tokens=DRAFT_LEN),
     )
     return open_job(config)
 
@@ -163,9 +163,15 @@ def _decode(target: Target, head: Head | None, requests: Sequence[Request]) -> l
     longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
     slots = min(SLOTS, len(requests))
     batch = PackedBatch(
-        num_slots=slots, row_buckets=(slots,), num_pages=1 + slots * -(-(longest + DRAFT_LEN + 1) // PAGE_SIZE), page_size=PAGE_SIZE,
-        max_len=longest, draft_len=DRAFT_LEN, prefill_tokens=PREFILL_TOKENS, run_ahead=0,
-    )  # fmt: skip
+        num_slots=slots,
+        row_buckets=(slots,),
+        num_pages=1 + slots * -(-(longest + DRAFT_LEN + 1) // PAGE_SIZE),
+        page_size=PAGE_SIZE,
+        max_len=longest,
+        draft_len=DRAFT_LEN,
+        prefill_tokens=PREFILL_TOKENS,
+        run_ahead=0,
+    )
     drafter: NoDrafter | ParallelDrafter | Eagle3Drafter = NoDrafter()
     if head is not None:
         kind = Eagle3Drafter if head.spec.mask_token_id is None else ParallelDrafter
@@ -228,7 +234,8 @@ def lines_of(found: Probe) -> list[str]:
     last = found.contexts[-1]
     if last.accepted < COLLAPSED * found.contexts[0].accepted:
         lines.append(
-            "warning   first drafts collapse behind long contexts: draft.window=512 draft.sink=4 keeps the head to what it knows"
+            "warning   first drafts collapse in long contexts: draft.window=512 draft.sink_tokens=4 limits the head to the context "
+            "lengths that it knows"
         )
     return lines
 

@@ -64,7 +64,7 @@ def train(run: TrainRun) -> Path:
     assert run.output.dir is not None
     say, kind = _say, "parallel" if run.draft.parallel is True else "eagle3"
     sources = _sources(run)
-    model, dummy = find_model(run.model.path, run.model.revision), run.model.load == "dummy"
+    model, dummy = find_model(run.model.path, run.model.revision), run.model.load_format == "dummy"
     folder, spec = model.folder, load_spec(model.folder) if dummy else judge_model(model)
     if run.draft.path is not None:
         judge_head(find_model(run.draft.path, key="draft.path"), spec, aux_layers=run.draft.aux_layers)
@@ -91,7 +91,7 @@ def train(run: TrainRun) -> Path:
     stored = _stored_dtype(spec)
     save_head(
         out.path, network, torch.from_numpy(ids), spec, layout=run.output.layout, dtype=stored, verifier=run.model.path,
-        draft_len=run.draft.max_len,
+        draft_len=run.draft.num_speculative_tokens,
     )  # fmt: skip
     out.finish(made.curves)
     say(f"{out.path}: {head_bytes(network.spec, stored) / 1e6:,.1f} MB; draft={kind} draft.path={out.path} drafts with it")
@@ -128,9 +128,13 @@ def _network(run: TrainRun, target: Target, rows: list[Row]) -> tuple[HeadNetwor
 
 def _new_spec(run: TrainRun, target: ModelSpec, rows: list[Row]) -> HeadSpec:
     return new_spec(
-        target, draft_vocab=run.train.draft_vocab, aux_layer_ids=run.train.aux_layer_ids, layers=run.train.layers or 1, inner=run.train.inner,
+        target,
+        draft_vocab=run.train.draft_vocab,
+        aux_layer_ids=run.train.aux_layer_ids,
+        layers=run.train.layers or 1,
+        inner=run.train.inner,
         mask_id=_mask_id(run, target, rows),
-    )  # fmt: skip
+    )
 
 
 def _mask_id(run: TrainRun, target: ModelSpec, rows: list[Row]) -> int | None:
@@ -169,7 +173,7 @@ def _course(
     )
     return Course(
         config=run.train, network=network, teacher=teacher, rows=trained, held_out=held_out, batches=batches,
-        draft_len=run.draft.max_len, folder=out, say=say, curves={"loss": [], "acceptance": []},
+        draft_len=run.draft.num_speculative_tokens, folder=out, say=say, curves={"loss": [], "acceptance": []},
     )  # fmt: skip
 
 
@@ -180,10 +184,10 @@ def _stored_dtype(spec: ModelSpec) -> torch.dtype:
 def _facts(run: TrainRun, spec: ModelSpec, folder: Path, sources: list[Source]) -> dict[str, Any]:
     """What the head depends on. Where it is trained, and how often it is saved, may change between two runs of one training."""
     keys = {f"train.{key}": value for key, value in asdict(run.train).items() if key != "save_s"}
-    weights = "dummy" if run.model.load == "dummy" else weight_files(folder).fingerprint
+    weights = "dummy" if run.model.load_format == "dummy" else weight_files(folder).fingerprint
     files = [file for source in sources for file in source.files]
     content = json.dumps([file.identity for file in files])
-    draft = {f"draft.{key}": getattr(run.draft, key) for key in ("path", "aux_layers", "max_len", "parallel")}
+    draft = {f"draft.{key}": getattr(run.draft, key) for key in ("path", "aux_layers", "num_speculative_tokens", "parallel")}
     model = {
         "model.dtype": run.model.dtype,
         "model": f"{spec.family} of {spec.num_layers} layers, {spec.hidden_size} wide",

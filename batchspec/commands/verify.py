@@ -118,7 +118,7 @@ def _job_of(out: str | Path, dtype: str | None, device: str | None) -> Job:
     )  # fmt: skip
     config.draft = DraftConfig(name="none")
     config.model.dtype, config.device = dtype or config.model.dtype, device or config.device
-    config.packing.slots, config.packing.run_ahead = 1, None
+    config.packing.max_num_seqs, config.packing.run_ahead = 1, None
     config.packing.pages = config.packing.memory_gb = None
     return open_job(config)
 

@@ -64,7 +64,7 @@ def make_workload(args: argparse.Namespace, device: torch.device) -> Workload:
 def make_job(folder: Path, *, shape: str, num_requests: int, prompt_len: int, cap: int) -> tuple[int, int]:
     """Write a job of random prompts whose outputs have lognormal lengths; returns their sum and the longest.
 
-    folder/model/config.json  the shape: run it with model.load=dummy
+    folder/model/config.json  the shape: run it with model.load_format=dummy
     folder/known.parquet      id, prompt_ids and each row's length as max_new_tokens
     folder/hidden.parquet     id, prompt_ids and each row's length as synthetic_len: give decode.max_new_tokens=`cap`
     """

@@ -25,8 +25,8 @@ URLS = ("input.path", "output.dir", "model.path", "model.revision", "model.chat_
 
 # Keys that not every drafter reads -> who does.
 READ_BY: dict[str, tuple[str, ...]] = {
-    "draft.min_ngram": ("lookup", "hybrid"),
-    "draft.max_ngram": ("lookup", "hybrid"),
+    "draft.prompt_lookup_min": ("lookup", "hybrid"),
+    "draft.prompt_lookup_max": ("lookup", "hybrid"),
     "draft.growth": ("lookup", "hybrid"),
     "draft.corpus_tokens": ("lookup", "hybrid"),
     "draft.table_entries": ("lookup", "hybrid"),
@@ -34,7 +34,7 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "draft.path": ("eagle3", "hybrid", "pard"),
     "draft.aux_layers": ("eagle3", "hybrid"),
     "draft.window": ("eagle3", "hybrid", "window"),
-    "draft.sink": ("eagle3", "hybrid", "window"),
+    "draft.sink_tokens": ("eagle3", "hybrid", "window"),
     "draft.parallel": ("eagle3", "hybrid", "pard"),
     "draft.coupled": ("eagle3", "hybrid", "pard", "window"),
     "draft.tree.topk": ("eagle3",),
@@ -44,7 +44,7 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "draft.adapt.every_shards": ("eagle3", "hybrid"),
     "draft.adapt.time_share": ("eagle3", "hybrid"),
     "draft.adapt.lr": ("eagle3", "hybrid"),
-    "decode.opt.dead_positions": ("eagle3", "hybrid"),
+    "ablation.dead_positions": ("eagle3", "hybrid"),
 }
 
 REQUIRED: dict[str, str] = {
@@ -83,7 +83,7 @@ def _drafter(config: RunConfig) -> None:
     for name, value in (("coupled", draft.coupled), ("parallel", draft.parallel)):
         if value != "auto" and not isinstance(value, bool):
             raise ConfigError(f"draft.{name}={value} must be one of auto, true, false")
-    if draft.name in ("eagle3", "hybrid") and draft.path is None and config.model.load != "dummy":
+    if draft.name in ("eagle3", "hybrid") and draft.path is None and config.model.load_format != "dummy":
         raise ConfigError(f"draft={draft.name} needs draft.path: the folder or hub id of an EAGLE-3 head made for the model")
     if draft.name == "pard" and draft.path is None:
         raise ConfigError("draft=pard needs draft.path: the folder or hub id of a small model with the target's tokenizer")
@@ -91,10 +91,15 @@ def _drafter(config: RunConfig) -> None:
         raise ConfigError(
             "draft=window needs draft.window: how many of its newest keys the model drafts with; 512 to 2048 works well"
         )
-    if draft.sink and draft.window is None:
-        raise ConfigError(f"draft.sink={draft.sink} without draft.window: all keys are read anyway; give a window or remove it")
-    if draft.min_ngram > draft.max_ngram:
-        raise ConfigError(f"draft.min_ngram={draft.min_ngram} exceeds draft.max_ngram={draft.max_ngram}; swap them")
+    if draft.sink_tokens and draft.window is None:
+        raise ConfigError(
+            f"draft.sink_tokens={draft.sink_tokens} without draft.window: all keys are read anyway; give a window or remove it"
+        )
+    if draft.prompt_lookup_min > draft.prompt_lookup_max:
+        raise ConfigError(
+            f"draft.prompt_lookup_min={draft.prompt_lookup_min} exceeds "
+            f"draft.prompt_lookup_max={draft.prompt_lookup_max}; swap them"
+        )
     if draft.table_entries is not None and not draft.corpus_tokens:
         raise ConfigError(
             f"draft.table_entries={draft.table_entries} without draft.corpus_tokens: there is no corpus to index; give both or "
@@ -109,7 +114,11 @@ def _drafter(config: RunConfig) -> None:
 def _synthetic(draft: DraftConfig, rates: list[float]) -> None:
     if draft.name == "none":
         raise ConfigError(f"draft.synthetic={rates} is not used by draft=none; remove the key or choose draft=lookup")
-    key, depth = ("draft.tree.depth", draft.tree.depth) if draft.tree.depth else ("draft.max_len", draft.max_len)
+    key, depth = (
+        ("draft.tree.depth", draft.tree.depth)
+        if draft.tree.depth
+        else ("draft.num_speculative_tokens", draft.num_speculative_tokens)
+    )
     if len(rates) != depth:
         raise ConfigError(f"draft.synthetic={rates} has {len(rates)} rates; {key}={depth} needs as many")
     falling = all(earlier >= later for earlier, later in itertools.pairwise(rates))
@@ -120,7 +129,7 @@ def _synthetic(draft: DraftConfig, rates: list[float]) -> None:
 def _tree(config: RunConfig) -> None:
     draft, tree = config.draft, config.draft.tree
     if tree.topk == 1:
-        for name, value, unused in (("depth", tree.depth, None), ("nodes", tree.nodes, None), ("rank", tree.rank, "sums")):
+        for name, value, unused in (("depth", tree.depth, None), ("nodes", tree.nodes, None), ("rank", tree.rank, "logprob")):
             if value != unused:
                 raise ConfigError(
                     f"draft.tree.{name}={value} is not used with draft.tree.topk=1, a chain; set topk or remove the key"
@@ -130,7 +139,7 @@ def _tree(config: RunConfig) -> None:
         raise ConfigError(
             f"draft.tree.topk={tree.topk} grows a tree level by level, draft.parallel=true drafts all at once; remove one of them"
         )
-    depth = tree.depth or draft.max_len
+    depth = tree.depth or draft.num_speculative_tokens
     places, grown = (depth - 1) * tree.topk, tree.topk + (depth - 1) * tree.topk**2
     if places > MAX_TREE_PLACES:
         raise ConfigError(
@@ -155,11 +164,13 @@ def _adapt(config: RunConfig) -> None:
         return
     asked = f"draft.adapt.every_shards={draft.adapt.every_shards}"
     if draft.path is None:
-        raise ConfigError(f"{asked} needs draft.path: the head that learns; noise of model.load=dummy has nothing to learn")
+        raise ConfigError(
+            f"{asked} needs draft.path: the head that learns; noise of model.load_format=dummy has nothing to learn"
+        )
     if draft.synthetic is not None:
         raise ConfigError(f"{asked} and draft.synthetic, which makes up what is accepted: nothing would come of it; remove one")
-    if config.decode.opt.overlap:
-        raise ConfigError(f"{asked} and decode.opt.overlap=true: learning and prefill would share a workspace; remove one")
+    if config.ablation.overlap:
+        raise ConfigError(f"{asked} and ablation.overlap=true: learning and prefill would share a workspace; remove one")
 
 
 def _decode(config: RunConfig) -> None:

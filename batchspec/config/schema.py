@@ -16,7 +16,7 @@ class ModelConfig:
     """auto (the checkpoint's; float32 where the CPU has no fast bfloat16), float32, bfloat16, float64."""
     max_len: int | None = None
     """Longest prompt + output, in tokens; null is the model's own limit."""
-    load: str = "auto"
+    load_format: str = "auto"
     """auto reads the weights; dummy fills them with noise, for benchmarks."""
     chat_template: str | None = None
     """Path of a Jinja file to use instead of the checkpoint's template."""
@@ -30,11 +30,12 @@ class TreeConfig:
     topk: int = 1
     """eagle3: branches of each node of a draft tree, and nodes of a level that branch; 1 drafts a chain."""
     depth: int | None = None
-    """eagle3: levels of a draft tree; null: draft.max_len."""
+    """eagle3: levels of a draft tree; null: draft.num_speculative_tokens."""
     nodes: int | None = None
     """eagle3: nodes that are verified a row and round, the newest token not counted; null: 60, or all that grow."""
-    rank: str = "sums"
-    """eagle3: paths are ranked by sums of log-probabilities, or by products of probabilities (for comparison: they underflow)."""
+    rank: str = "logprob"
+    """eagle3: paths are ranked by the sum of log-probabilities (logprob), or by their product (prob, for comparison: it
+    underflows)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,14 +53,14 @@ class AdaptConfig:
 class DraftConfig:
     name: str = "lookup"
     """none, lookup, eagle3, hybrid, pard, window."""
-    max_len: int = 8
+    num_speculative_tokens: int = 8
     """K: draft tokens a row and round at most. With adaptive the largest that is tried."""
-    min_ngram: int = 2
+    prompt_lookup_min: int = 2
     """lookup, hybrid: shortest run of tokens that must repeat."""
-    max_ngram: int = 6
+    prompt_lookup_max: int = 6
     """lookup, hybrid: longest run that is looked for first."""
     head_len: int | None = None
-    """hybrid: draft tokens of the head a row and round at most; null: draft.max_len, as the lookup's."""
+    """hybrid: draft tokens of the head a row and round at most; null: draft.num_speculative_tokens, as the lookup's."""
     growth: int = 2
     """lookup, hybrid: draft tokens for each token of the matched run, at most."""
     corpus_tokens: int = 0
@@ -72,7 +73,8 @@ class DraftConfig:
     synthetic: list[float] | None = None
     """Benchmarks only: accept position j with this (unconditional, non-increasing) probability, whatever the tokens."""
     path: str | None = None
-    """eagle3, hybrid: folder or hub id of the head; null only with model.load=dummy, which makes one of noise. pard: of the
+    """eagle3, hybrid: folder or hub id of the head; null only with model.load_format=dummy, which makes one of noise. pard: of
+    the
     model that drafts."""
     aux_layers: str = "auto"
     """eagle3, hybrid: what the head's layer ids mean. input: what enters the layer; output: what leaves it; auto: input,
@@ -84,13 +86,15 @@ class DraftConfig:
     tree: TreeConfig = field(default_factory=TreeConfig)
     window: int | None = None
     """eagle3, hybrid: newest keys that the head reads; null: all of them. window: newest keys that the model drafts with."""
-    sink: int | None = None
+    sink_tokens: int | None = None
     """eagle3, hybrid, window: first keys that are read beside the window."""
     adapt: AdaptConfig = field(default_factory=AdaptConfig)
 
 
 @dataclass(slots=True, kw_only=True)
-class OptConfig:
+class AblationConfig:
+    """Optimisations switched off one by one, to measure what each is worth. No token depends on them."""
+
     dead_rows: bool = True
     """false: dead rows stay in the batch until all rows are dead (for comparison)."""
     argmax: bool = True
@@ -135,18 +139,17 @@ class DecodeConfig:
     """Text put in front of the forced end of a thought, e.g. '\\nTime is up, so I answer now.\\n'."""
     ignore_eos: bool = False
     """Go on behind the model's EOS ids; the user's stop ids and strings still count."""
-    opt: OptConfig = field(default_factory=OptConfig)
 
 
 @dataclass(slots=True, kw_only=True)
 class PackingConfig:
-    slots: int | None = None
+    max_num_seqs: int | None = None
     """Rows that decode side by side; null: the planner chooses."""
     pages: int | None = None
     """K/V pages of 16 tokens; null: as many as memory_gb holds and the job can use."""
     memory_gb: float | None = None
     """Memory for K/V pages, in GB of 1e9 bytes; null: what a GPU has left, 60 % of what a CPU has free."""
-    prefill_tokens: int | None = None
+    max_num_batched_tokens: int | None = None
     """Tokens of one prefill pass at most; null: the planner chooses."""
     run_ahead: int | None = None
     """Rounds launched before the first one's results are looked at; null: 2 on a GPU, 0 on a CPU."""
@@ -160,7 +163,7 @@ class InputConfig:
     """batchspec's name -> the dataset's column, e.g. {id: question_id, prompt: text}; null leaves a column of that name alone."""
     chat: bool = False
     """Wrap a `prompt` in the chat template as one user turn."""
-    overlong: str = "error"
+    on_overlong: str = "error"
     """A prompt that leaves no room for max_new_tokens: error (an error row), truncate (keep its end), skip."""
     final_assistant: str = "error"
     """A chat that ends with the assistant's turn: error (an error row), continue (the answer goes on with that turn's text), drop
@@ -204,7 +207,7 @@ class ResumeConfig:
     retry: str = "none"
     """Of a complete job compute anew: error (rows whose error may pass), length (rows cut off, with a larger
     decode.max_new_tokens), none. Their shards are replaced one by one; all other rows stay as they are."""
-    again: int = 1
+    retry_id: int = 1
     """The same retry is done once; a higher number does it again."""
     row_attempts: int = 3
     """Deaths of runs at one place of a row that they computed alone, after which it becomes an error row (code crash)."""
@@ -250,6 +253,7 @@ class RunConfig:
     output: OutputConfig = field(default_factory=OutputConfig)
     resume: ResumeConfig = field(default_factory=ResumeConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    ablation: AblationConfig = field(default_factory=AblationConfig)
     device: str = "auto"
     """auto (a GPU where there is one), cpu, cuda."""
     requires_gpu: bool = False

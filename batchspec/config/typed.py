@@ -12,6 +12,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from batchspec.config.renamed import renamed
 from batchspec.config.schema import RunConfig
 from batchspec.config.values import PATHS, SHIPPED, expand_home, literal, shipped
 from batchspec.errors import ConfigError
@@ -40,6 +41,8 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 def unknown_key(key: str, config: Any = None) -> ConfigError:
     """The error for a key that the configuration does not have. `config`: an instance that has them all, by default RunConfig."""
+    if new := renamed(key):
+        return ConfigError(f"{key} is called {new} since version 0.2; write {new}=...")
     node = RunConfig() if config is None else config
     known = [*keys(node), *(item.name for item in fields(node))]
     return ConfigError(f"{key} is no key of the configuration; {suggest(key, known) or '`--help` lists them'}")

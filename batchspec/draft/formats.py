@@ -163,8 +163,8 @@ def _aux_layer_ids(source: HeadConfig, target: ModelSpec, aux_layers: str) -> tu
         aux_layer_ids = [i + 1 for i in ids] if after else list(ids)
     if not aux_layer_ids or len(set(aux_layer_ids)) != len(aux_layer_ids) or not all(0 <= tap <= last for tap in aux_layer_ids):
         raise config.refusal(
-            f"reads the target's layers {aux_layer_ids} (ids {None if ids is None else list(ids)}, draft.aux_layers={aux_layers}); "
-            f"they must differ and lie in 0 .. {last}"
+            f"reads the target's layers {aux_layer_ids} (ids {None if ids is None else list(ids)}, "
+            f"draft.aux_layers={aux_layers}); they must differ and lie in 0 .. {last}"
         )
     count = config.integer("num_aux_hidden_states", len(aux_layer_ids))
     if count != len(aux_layer_ids):

@@ -2,7 +2,7 @@
 
     root           the newest token; its children: the `topk` likeliest tokens behind the row's last verified place
     level l+1      the topk best nodes of level l, by path score, go through the head; topk tokens each are their children
-    path score     sum of log-probabilities from the root on (rank=products: their product, for comparison: it underflows)
+    path score     sum of log-probabilities from the root on (rank=prob: their product, for comparison: it underflows)
     verified       the `nodes` best of all children of all levels; no score is above that of the parent, which is among them too
 
 Equal scores go to the node that was drafted first, hence parents before children. What a level drafts from stands in the K/V of
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from batchspec.batch.device_batch import DeviceBatch
     from batchspec.cache.pages import KVCache
 
-SUMS, PRODUCTS = "sums", "products"
+LOGPROB, PROB = "logprob", "prob"
 USUAL_NODES = 60
 """EAGLE-2's: many paths for one row, and a forward over so few tokens is still bound by its weights."""
 
@@ -49,7 +49,7 @@ class TreeShape:
     topk: int
     depth: int
     nodes: int
-    rank: str = SUMS
+    rank: str = LOGPROB
 
     def __post_init__(self) -> None:
         if self.topk < 2 or self.depth < 1:
@@ -63,8 +63,8 @@ class TreeShape:
                 f"TreeShape: nodes={self.nodes} must be in 1 .. {min(MAX_NODES - 1, self.candidates)}: topk={self.topk} and "
                 f"depth={self.depth} grow {self.candidates}, and at most {MAX_NODES - 1} are verified"
             )
-        if self.rank not in (SUMS, PRODUCTS):
-            raise ValueError(f"TreeShape: rank={self.rank!r} must be {SUMS} or {PRODUCTS}")
+        if self.rank not in (LOGPROB, PROB):
+            raise ValueError(f"TreeShape: rank={self.rank!r} must be {LOGPROB} or {PROB}")
 
     @property
     def candidates(self) -> int:
@@ -135,7 +135,7 @@ class TreeDrafter(Eagle3Drafter):
         self._ids, self._numbers_above = torch.zeros(2, slots, shape.candidates, dtype=torch.int32, device=device)
         line = torch.arange(slots, device=device)
         # A path begins with the root: log 1, or 1.
-        start = torch.full((slots, 1), 0.0 if shape.rank == SUMS else 1.0, dtype=self._scores.dtype, device=device)
+        start = torch.full((slots, 1), 0.0 if shape.rank == LOGPROB else 1.0, dtype=self._scores.dtype, device=device)
         no_number, no_place = torch.full_like(start, -1, dtype=torch.int32), torch.zeros_like(start, dtype=torch.int64)
         self._root = Frontier(start, no_number, no_place, no_number.flatten(), line)
 
@@ -162,7 +162,7 @@ class TreeDrafter(Eagle3Drafter):
                 hidden = hidden.index_select(0, frontier.lines)
                 normed, hidden = self._through(batch, frontier, hidden, cache)
             following = tree_level(
-                *self.head.branches(normed, branches, draws), self.head.map_ids, frontier, logs=self.shape.rank == SUMS,
+                *self.head.branches(normed, branches, draws), self.head.map_ids, frontier, logs=self.shape.rank == LOGPROB,
                 first_number=grown_nodes(branches, level), first_bit=level * branches if level + 1 < depth else None,
                 all_scores=scores, all_ids=ids, all_above=above,
             )  # fmt: skip

@@ -204,9 +204,17 @@ class Round:
         return self._settle(target_ids, raw, places, cu_seqlens_q, drafts, rows, live, mode, out_accepted_len)
 
     def _settle(
-        self, target_ids: Tensor, raw: Tensor | None, places: Places | None, cu_seqlens_q: Tensor, drafts: Drafts, rows: DeviceBatch,
-        live: Tensor, mode: SamplingMode, out_accepted_len: Tensor,
-    ) -> RoundResult:  # fmt: skip
+        self,
+        target_ids: Tensor,
+        raw: Tensor | None,
+        places: Places | None,
+        cu_seqlens_q: Tensor,
+        drafts: Drafts,
+        rows: DeviceBatch,
+        live: Tensor,
+        mode: SamplingMode,
+        out_accepted_len: Tensor,
+    ) -> RoundResult:
         """The second half of `commit`, from the target's choices on."""
         log = torch.empty((live.shape[0], 5 + drafts.ids.shape[1]), dtype=torch.int32, device=live.device)
         accept(

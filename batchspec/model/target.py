@@ -93,7 +93,8 @@ class Target:
         keys_only  nothing but K/V is asked for: the last layer stops there, and what is returned means nothing
         window     newest keys that any layer reads, beside the first `sink` ones; layers with a smaller window keep theirs
         Returns hidden [T, H], or [R, H] with ends_only, behind the final norm, ready for `logits`, and the auxiliary
-        hidden states [T, len(aux_layer_ids) * H], or None without any. Raises ValueError for ids that are no different boundaries.
+        hidden states [T, len(aux_layer_ids) * H], or None without any. Raises ValueError for ids that are no different
+        boundaries.
         """
         if len(set(aux_layer_ids)) < len(aux_layer_ids) or not all(0 <= i <= self.spec.num_layers for i in aux_layer_ids):
             raise ValueError(f"aux_layer_ids {aux_layer_ids} must be different boundaries in 0 .. {self.spec.num_layers}")

@@ -16,7 +16,7 @@ template_error the chat template refuses the messages (order of roles, missing v
 too_long       prompt + max_new_tokens exceed model.max_len
 
 max_new_tokens is never lowered in silence: a prompt that fits only with a smaller max_new_tokens is too_long as well.
-input.overlong=truncate keeps the end of such a prompt, skip gives the row the status `skipped`.
+input.on_overlong=truncate keeps the end of such a prompt, skip gives the row the status `skipped`.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ class Admission:
     def _encoded_text(self, prompt: str, room: int) -> list[int]:
         assert self.tokenizer is not None
         try:
-            return self.tokenizer.encode(prompt, room=room, keep_end=self.input.overlong == "truncate")
+            return self.tokenizer.encode(prompt, room=room, keep_end=self.input.on_overlong == "truncate")
         except LongText as error:
             raise self._too_long(str(error), room) from None
 
@@ -263,7 +263,7 @@ class Admission:
         try:
             return self.tokenizer.encode_chat(
                 turns, tools=tools, template_kwargs={**self.input.template_kwargs, **kwargs},
-                continue_final=turns[-1]["role"] == "assistant", room=room, keep_end=self.input.overlong == "truncate",
+                continue_final=turns[-1]["role"] == "assistant", room=room, keep_end=self.input.on_overlong == "truncate",
             )  # fmt: skip
         except LongText as error:
             raise self._too_long(str(error), room) from None
@@ -284,7 +284,7 @@ class Admission:
         room = self.max_len - max_new_tokens
         if len(prompt_ids) <= room:
             return prompt_ids
-        if self.input.overlong == "truncate":
+        if self.input.on_overlong == "truncate":
             return prompt_ids[-room:]
         raise self._too_long(f"{len(prompt_ids)} prompt tokens", room, prompt_ids)
 
@@ -292,9 +292,9 @@ class Admission:
         return BadRow(
             "too_long",
             f"{prompt} + {self.max_len - room} new tokens exceed model.max_len={self.max_len}; "
-            "shorten the prompt, lower max_new_tokens or set input.overlong=truncate",
+            "shorten the prompt, lower max_new_tokens or set input.on_overlong=truncate",
             prompt_ids=prompt_ids,
-            status="skipped" if self.input.overlong == "skip" else "error",
+            status="skipped" if self.input.on_overlong == "skip" else "error",
         )
 
 

@@ -81,10 +81,10 @@ def choose_batch(
     held = replace(
         demand, prompt_tokens=demand.prompt_tokens + num_lookahead_slots, max_tokens=demand.max_tokens + num_lookahead_slots
     )
-    limit = packing.slots or min(CPU_SLOTS if on_cpu else GPU_SLOTS, max(1, demand.num_completions))
+    limit = packing.max_num_seqs or min(CPU_SLOTS if on_cpu else GPU_SLOTS, max(1, demand.num_completions))
     size_bytes = page_bytes(spec, PAGE_SIZE, dtype, draft_kv_width=draft_kv_width)
     if on_cpu:
-        pass_tokens = packing.prefill_tokens or CPU_PREFILL
+        pass_tokens = packing.max_num_batched_tokens or CPU_PREFILL
         budget, source = int(free_bytes * CPU_SHARE), f"{CPU_SHARE:.0%} of the free {free_bytes / 1e9:.2f} GB"
     else:
         most = min(limit, max(1, free_bytes // size_bytes // _pages(_expected_tokens(held))))
@@ -94,10 +94,10 @@ def choose_batch(
         budget = max(0, free_bytes - reserve)
         source = f"the GPU's free {free_bytes / 1e9:.2f} GB less {reserve / 1e9:.2f} GB for passes, rounds and graphs"
     pages = _available_pages(packing, size_bytes, budget, source, held.max_tokens)
-    slots = packing.slots or _choose_slots(spec, rates, held, limit=limit, dtype=dtype, draft_len=draft_len, pages=pages)
+    slots = packing.max_num_seqs or _choose_slots(spec, rates, held, limit=limit, dtype=dtype, draft_len=draft_len, pages=pages)
     if packing.pages is None:
         pages = min(pages, slots * _pages(held.max_tokens) + 1)  # page 0 is scratch
-    prefill_tokens = packing.prefill_tokens or min(pass_tokens, max(PAGE_SIZE, slots * demand.max_tokens))
+    prefill_tokens = packing.max_num_batched_tokens or min(pass_tokens, max(PAGE_SIZE, slots * demand.max_tokens))
     return PackedBatch(
         num_slots=slots,
         row_buckets=row_buckets(slots),
@@ -213,7 +213,7 @@ def _held_back(
     packing: PackingConfig, spec: ModelSpec, demand: Demand, *, dtype: torch.dtype, slots: int, draft_len: int, free_bytes: int
 ) -> tuple[int, int]:
     """Tokens of a prefill pass, and bytes that the pages must leave free; on a small card passes get shorter first."""
-    tokens = packing.prefill_tokens or GPU_PREFILL
+    tokens = packing.max_num_batched_tokens or GPU_PREFILL
     while True:
         reserve = reserve_bytes(
             spec,
@@ -224,7 +224,7 @@ def _held_back(
             prefill_tokens=min(tokens, slots * demand.max_tokens),
             max_len=demand.max_tokens,
         )
-        if packing.prefill_tokens or tokens <= CPU_PREFILL or reserve <= free_bytes // 4:
+        if packing.max_num_batched_tokens or tokens <= CPU_PREFILL or reserve <= free_bytes // 4:
             return tokens, reserve
         tokens //= 2
 

@@ -90,8 +90,8 @@ class FittedEngine:
         shape = f"{batch.num_slots} slots, {batch.num_pages} pages, prefill passes of {batch.prefill_tokens} tokens"
         if self._shrunk:
             raise CapacityError(
-                f"out of memory again, with {shape} ({said}); free the machine's memory or set packing.memory_gb, packing.slots "
-                "or packing.prefill_tokens lower, and run the same command again: what is done is kept"
+                f"out of memory again, with {shape} ({said}); free the machine's memory or set packing.memory_gb, "
+                "packing.max_num_seqs or packing.max_num_batched_tokens lower, and run the same command again: finished rows stay"
             )
         self._shrunk = True
         packing = smaller(self._job.config.packing, batch)
@@ -103,4 +103,6 @@ def smaller(packing: PackingConfig, batch: PackedBatch) -> PackingConfig:
     """Half the slots, three quarters of the pages, prefill passes half as long; a longest row has room still."""
     pages = max(batch.num_pages * 3 // 4, -(-batch.max_len // PAGE_SIZE) + 1)
     prefill = max(batch.prefill_tokens // 2, min(batch.prefill_tokens, FEWEST_PREFILL))
-    return replace(packing, slots=max(1, batch.num_slots // 2), pages=pages, memory_gb=None, prefill_tokens=prefill)
+    return replace(
+        packing, max_num_seqs=max(1, batch.num_slots // 2), pages=pages, memory_gb=None, max_num_batched_tokens=prefill
+    )

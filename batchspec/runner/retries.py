@@ -47,10 +47,10 @@ def new_retry(job: Job, output: OutputFolder) -> Generation | None:
         raise OutputError(f"{output.path}: no job was run there that resume={kind} could retry; check output.dir")
     manifest, past = output.manifest, output.retries()
     config = asdict(job.config)
-    config["resume"]["retry"], config["resume"]["again"] = "none", 1
+    config["resume"]["retry"], config["resume"]["retry_id"] = "none", 1
     fingerprint = dict(manifest.fingerprint) | {CAP: job_fingerprint(job)[CAP]}
     wanted = Generation(
-        number=len(past) + 1, retry=kind, again=job.config.resume.again, fingerprint=fingerprint, config=config, shards=()
+        number=len(past) + 1, retry=kind, again=job.config.resume.retry_id, fingerprint=fingerprint, config=config, shards=()
     )
     if any(begun.identity == wanted.identity for begun in past):
         if fingerprint != manifest.fingerprint:
@@ -179,7 +179,7 @@ def _num_tokens(row: Row) -> int:
 
 
 def _snapshot(request: Request, row: Row) -> Snapshot | None:
-    """Where the output left the row; None where it does not tell, or tells of another prompt (input.overlong=truncate)."""
+    """Where the output left the row; None where it does not tell, or tells of another prompt (input.on_overlong=truncate)."""
     tokens, prompt, usage = row.get("token_ids"), row.get("prompt_ids"), row["usage"]
     if not tokens or row.get("logprobs") is not None or usage["prompt_tokens"] != len(request.prompt_ids):
         return None

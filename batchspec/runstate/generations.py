@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from batchspec.config.renamed import upgraded, upgraded_keys
 from batchspec.errors import OutputError
 from batchspec.runstate.manifest import Manifest
 from batchspec.storage.store import Store
@@ -38,7 +39,7 @@ class Generation:
     retry: str
     """error or length."""
     again: int
-    """resume.again: the same retry is done once for each."""
+    """resume.retry_id: the same retry is done once for each."""
     fingerprint: Mapping[str, str]
     """The job's, with what the retry changed."""
     config: Mapping[str, Any]
@@ -58,7 +59,7 @@ class Generation:
 
     def __str__(self) -> str:
         """The words of its command that ask for it."""
-        again = "" if self.again == 1 else f" resume.again={self.again}"
+        again = "" if self.again == 1 else f" resume.retry_id={self.again}"
         return f"resume={self.retry} decode.max_new_tokens={self.identity[2]}{again}"
 
     def of(self, first: Manifest) -> Manifest:
@@ -115,6 +116,7 @@ class Generations:
     def _read(self, name: str) -> Generation:
         try:
             values = json.loads(self._store.read(name))
+            values["config"], values["fingerprint"] = upgraded(values["config"]), upgraded_keys(values["fingerprint"])
             found = Generation(**(values | {"shards": tuple(map(int, values["shards"]))}))
             assert found.identity  # its parts are there
             return found

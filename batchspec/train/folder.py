@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from batchspec.config.renamed import upgraded_keys
 from batchspec.errors import OutputError, StorageError
 from batchspec.train.save import CONFIG, WEIGHTS, write_text
 
@@ -37,7 +38,7 @@ class HeadFolder:
             if path.is_dir() and any(path.iterdir()):
                 raise OutputError(f"output.dir={path} holds files that no training has left there; give an empty folder")
         elif not overwrite:
-            self._same(record.get("facts", {}))
+            self._same(upgraded_keys(record.get("facts", {})))
             self.complete = bool(record.get("complete"))
 
     def begin(self) -> None:

@@ -91,7 +91,7 @@ class TrainRun:
 
 
 RANGES: dict[str, tuple[float, float, str]] = {
-    "draft.max_len": (1, 64, "it is the K of the acceptance curves"),
+    "draft.num_speculative_tokens": (1, 64, "it is the K of the acceptance curves"),
     "input.limit": (1, math.inf, "null takes every completion"),
     "train.draft_vocab": (2, math.inf, "32000 is usual"),
     "train.layers": (1, 4, "1 is usual, 2 for a small target, 4 for draft=parallel"),
@@ -114,7 +114,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
 }
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("auto", "float32", "bfloat16", "float64"),
-    "model.load": ("auto", "dummy"),
+    "model.load_format": ("auto", "dummy"),
     "draft.aux_layers": ("auto", "input", "output"),
     "output.layout": ("flat", "speculators"),
     "device": ("auto", "cpu", "cuda"),
@@ -124,7 +124,7 @@ REQUIRED: dict[str, str] = {
     "input.path": "the output folder of a job that this target ran, or a list of them",
     "output.dir": "the folder that the head goes to",
 }
-_READ = ("draft.name", "draft.path", "draft.aux_layers", "draft.max_len", "draft.parallel")
+_READ = ("draft.name", "draft.path", "draft.aux_layers", "draft.num_speculative_tokens", "draft.parallel")
 _OF_NEW_HEADS = ("aux_layer_ids", "inner")
 _UNREAD = ("model.chat_template", "model.think_tokens")
 

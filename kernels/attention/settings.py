@@ -1,6 +1,7 @@
 """How verify attention runs on a card, by shape: tiles, blocks, warps, stages, and how finely the work is cut.
 
-Nothing here changes a result beyond rounding. `python -m batchspec.kernels.attention.verify_attention` times these choices beside others.
+Nothing here changes a result beyond rounding. `python -m batchspec.kernels.attention.verify_attention` times these choices
+beside others.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     out[t] = softmax over the keys k that t sees of (scale * q[t] . K[k]) @ V,   keys 0 .. position[t], or those in the window
                                                                                  and the sink, or those in t's ancestor mask
 
-One program an item of the work list (`split_kv_schedule.py`) and K/V head: the row's queries, in all heads that share the K/V head,
+One program an item of the work list (`split_kv_schedule.py`) and K/V head: the row's queries, in all heads that share the K/V
+head,
 are the lines of one tile; softmax runs online in base 2. An item that is a whole row writes its output, the others write partial
 results in fp32, which `merge_states.py` adds up by log-sum-exp.
 The grid is an upper bound with early exits rather than persistent programs: the card hands out items in the listed order, longest

@@ -1,4 +1,5 @@
-"""Benchmark of verify attention: `python -m batchspec.kernels.attention.verify_attention [8b] [ragged] [1b] [135m] [shared]`, all if none.
+"""Benchmark of verify attention: `python -m batchspec.kernels.attention.verify_attention [8b] [ragged] [1b] [135m] [shared]`,
+all if none.
 
 For every shape: the error against the reference, then the time of attention and merge from a captured graph, for the default
 settings and for the best of a few others, so that `config_of` and `work_shape` can be set by what a card shows.

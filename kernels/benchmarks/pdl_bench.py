@@ -1,4 +1,5 @@
-"""Benchmark of programmatic launches, `python -m batchspec.kernels.common.pdl`: layers of small models, one graph without, one with.
+"""Benchmark of programmatic launches, `python -m batchspec.kernels.common.pdl`: layers of small models, one graph without, one
+with.
 
 One layer is norm, QKV, RoPE and K/V write, attention, O with the residual sum, norm, gate-up with SwiGLU, down with the residual
 sum, each kernel reading what the one before it wrote. Results must be the same bits.

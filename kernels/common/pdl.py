@@ -14,7 +14,8 @@ Every kernel that takes part keeps two rules, which `await_earlier` is for:
 A CUDA graph captured from such launches keeps the edges. Kernels of libraries neither wait nor start others early: a launch
 behind one gains little. Measured on one H200, whole rounds: 1.2 to 1.9 % less time for a model of 135M, nothing for one of 8B.
 So it is on where a card and Triton can; `switch` turns it off for kernels launched from then on, to compare.
-Source: CUDA Programming Guide, "Programmatic Dependent Launch and Synchronization". `python -m batchspec.kernels.common.pdl` times it.
+Source: CUDA Programming Guide, "Programmatic Dependent Launch and Synchronization". `python -m batchspec.kernels.common.pdl`
+times it.
 """
 
 from __future__ import annotations

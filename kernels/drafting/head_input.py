@@ -1,7 +1,8 @@
 """What layer 0 of an EAGLE-3 head reads: out[t] = norm(embedding[token]) beside norm(hidden[t]), in one launch.
 
 The token of a place is given, or it is the one behind its position in its line, token_ids[row_ids[t], positions[t] + 1].
-Roundings are those of `batchspec.kernels.norm_rope.norm`: the normed value, then its product with the weight; fp32 inside (fp64 for fp64).
+Roundings are those of `batchspec.kernels.norm_rope.norm`: the normed value, then its product with the weight; fp32 inside (fp64
+for fp64).
 Bound by memory at prefill sizes (4 * H * itemsize bytes a place), by launch latency at decode sizes, where it stands for a
 gather, two norms and two copies. Source: Li et al. 2025, EAGLE-3 (arXiv 2503.01840).
 """

@@ -113,10 +113,29 @@ def prepare_parallel_draft_inputs(
     elif num_rows:
         block = triton.next_power_of_2(width)
         prepare_parallel_draft_inputs_kernel[(num_rows, k)](
-            tokens, num_tokens, live, page_table, hidden, mask_hidden, out_ids, out_hidden, out_positions, out_slot_mapping, out_kv_len,
-            out_draft_len, mask_id, tokens.stride(0), tokens.shape[1], page_table.shape[1], K=k, WIDTH=width, BLOCK=block,
-            PAGE_SIZE=page_size, num_warps=min(16, max(1, block // (32 * VALUES_PER_THREAD))), **launch_args(hidden),
-        )  # fmt: skip
+            tokens,
+            num_tokens,
+            live,
+            page_table,
+            hidden,
+            mask_hidden,
+            out_ids,
+            out_hidden,
+            out_positions,
+            out_slot_mapping,
+            out_kv_len,
+            out_draft_len,
+            mask_id,
+            tokens.stride(0),
+            tokens.shape[1],
+            page_table.shape[1],
+            K=k,
+            WIDTH=width,
+            BLOCK=block,
+            PAGE_SIZE=page_size,
+            num_warps=min(16, max(1, block // (32 * VALUES_PER_THREAD))),
+            **launch_args(hidden),
+        )
 
 
 def prepare_parallel_draft_inputs_reference(
@@ -184,9 +203,13 @@ def bench_shape(bench: Bench, rows: int, k: int, width: int, length: int) -> Non
         for _ in range(2)
     ]
     bench.same_row(
-        f"R={rows} K={k} H={width} bfloat16", prepare_parallel_draft_inputs, prepare_parallel_draft_inputs_reference, [(*state, x, mask) for x in features], outs,
+        f"R={rows} K={k} H={width} bfloat16",
+        prepare_parallel_draft_inputs,
+        prepare_parallel_draft_inputs_reference,
+        [(*state, x, mask) for x in features],
+        outs,
         num_bytes=2 * rows * (k + 1) * width,
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

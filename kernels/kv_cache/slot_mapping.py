@@ -3,8 +3,10 @@
     position = start[r] + j,   slot = page_table[r, position // page_size] * page_size + position % page_size
 
 Dead rows, padding and positions past the page table get slot 0 of the scratch page 0, never a page that wraps around.
-`compute_slot_mapping` gives row r `q_len[r]` places (prefill, mixed lengths): one program a row sums the lengths before it, one launch.
-Rounds of a fixed draft length need no sum: `prepare_verify_inputs` and `prepare_chain_draft_inputs` find their slots with `slot_of`.
+`compute_slot_mapping` gives row r `q_len[r]` places (prefill, mixed lengths): one program a row sums the lengths before it, one
+launch.
+Rounds of a fixed draft length need no sum: `prepare_verify_inputs` and `prepare_chain_draft_inputs` find their slots with
+`slot_of`.
 Bound by launch latency: a few KB.
 """
 
@@ -94,14 +96,32 @@ def compute_slot_mapping(
     check("compute_slot_mapping: out_slot_mapping", out_slot_mapping, (num_places,), torch.int64)
     if not (start.is_cuda or interpret):
         compute_slot_mapping_reference(
-            start, q_len, page_table, page_size=page_size,
-            out_cu_seqlens_q=out_cu_seqlens_q, out_row_ids=out_row_ids, out_positions=out_positions, out_slot_mapping=out_slot_mapping,
-        )  # fmt: skip
+            start,
+            q_len,
+            page_table,
+            page_size=page_size,
+            out_cu_seqlens_q=out_cu_seqlens_q,
+            out_row_ids=out_row_ids,
+            out_positions=out_positions,
+            out_slot_mapping=out_slot_mapping,
+        )
     else:
         compute_slot_mapping_kernel[(num_rows + 1,)](
-            start, q_len, page_table, out_cu_seqlens_q, out_row_ids, out_positions, out_slot_mapping, num_rows, num_places, max_pages,
-            PAGE_SIZE=page_size, ROWS=max(2, triton.next_power_of_2(num_rows)), BLOCK=BLOCK, num_warps=4,
-        )  # fmt: skip
+            start,
+            q_len,
+            page_table,
+            out_cu_seqlens_q,
+            out_row_ids,
+            out_positions,
+            out_slot_mapping,
+            num_rows,
+            num_places,
+            max_pages,
+            PAGE_SIZE=page_size,
+            ROWS=max(2, triton.next_power_of_2(num_rows)),
+            BLOCK=BLOCK,
+            num_warps=4,
+        )
 
 
 def compute_slot_mapping_reference(

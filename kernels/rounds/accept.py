@@ -109,7 +109,8 @@ def accept(
 
     draft_ids         int32 [R, K]     proposals, K <= 64; rows may be slices of wider ones
     draft_len         int32 [R]        how many of them count, 0..K
-    target_ids        int32 [T]        y: row r's own are target_ids[cu_seqlens_q[r] + j], j = 0..draft_len[r]; NO_TOKEN: no choice
+    target_ids        int32 [T]        y: row r's own are target_ids[cu_seqlens_q[r] + j], j = 0..draft_len[r]; NO_TOKEN: no
+    choice
     cu_seqlens_q           int32 [R+1]
     stop_ids          int32 [R, N]     -1: unused
     limit             int32 [R]        a row with this many tokens is full; drafts are capped so that it is not passed
@@ -129,9 +130,13 @@ def accept(
     if width > MAX_DRAFT_LEN:
         raise ValueError(f"accept: draft_ids has {width} columns; at most {MAX_DRAFT_LEN} draft tokens a row are supported")
     for name, vector in (
-        ("draft_len", draft_len), ("limit", limit), ("num_tokens", num_tokens), ("live", live), ("finish", finish),
+        ("draft_len", draft_len),
+        ("limit", limit),
+        ("num_tokens", num_tokens),
+        ("live", live),
+        ("finish", finish),
         ("out_accepted_len", out_accepted_len),
-    ):  # fmt: skip
+    ):
         check(f"accept: {name}", vector, (num_rows,), torch.int32)
     check("accept: draft_ids", draft_ids, (num_rows, width), torch.int32, rows=True)
     check("accept: target_ids", target_ids, (target_ids.numel(),), torch.int32)

@@ -153,7 +153,8 @@ def draft_step_attention_backward(
     _check("draft_step_attention_backward", q, lse, own, grad=grad, out=out, grad_q=grad_q)
     if out_own.shape != own.shape or out_own.dtype != q.dtype or out_own.stride() != own.stride():
         raise ValueError(
-            f"draft_step_attention_backward: out_own is {list(out_own.shape)}; must be like own, {list(own.shape)}, its strides too"
+            f"draft_step_attention_backward: out_own is {list(out_own.shape)}; must be like own, {list(own.shape)}, "
+            "its strides too"
         )
     if not (q.is_cuda or interpret):
         draft_step_attention_backward_reference(q, grad, out, lse, own, scale=scale, grad_q=grad_q, out_own=out_own)

@@ -165,10 +165,16 @@ def bench_shape(bench: Bench, rows: int, nodes: int, depth: int) -> None:
     outs: list[dict[str, Any]] = []
     for _ in range(2):
         places = torch.full((3, rows * nodes), -7, dtype=torch.int64, device=device)
-        outs.append({
-            "page_size": 16, "max_depth": depth, "out_positions": places[0], "out_slot_mapping": places[1], "out_ancestors": places[2],
-            "out_kv_len": torch.full((rows,), -7, dtype=torch.int32, device=device),
-        })  # fmt: skip
+        outs.append(
+            {
+                "page_size": 16,
+                "max_depth": depth,
+                "out_positions": places[0],
+                "out_slot_mapping": places[1],
+                "out_ancestors": places[2],
+                "out_kv_len": torch.full((rows,), -7, dtype=torch.int32, device=device),
+            }
+        )
     shape, num_bytes = f"R={rows} S={nodes} depth {depth}", rows * (12 + 32 * nodes)
     bench.same_row(shape, tree_places, tree_places_reference, [inputs], outs, num_bytes=num_bytes)
 

@@ -1,4 +1,5 @@
-"""prepare_chain_draft_inputs: a chain's first token, draft lengths, and the position and cache location of every step, step after step."""
+"""prepare_chain_draft_inputs: a chain's first token, draft lengths, and the position and cache location of every step, step
+after step."""
 
 from __future__ import annotations
 

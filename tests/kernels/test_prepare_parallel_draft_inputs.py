@@ -1,4 +1,5 @@
-"""prepare_parallel_draft_inputs: the newest token with its feature and K - 1 masks a row, where they stand, and the keys that they see."""
+"""prepare_parallel_draft_inputs: the newest token with its feature and K - 1 masks a row, where they stand, and the keys that
+they see."""
 
 from __future__ import annotations
 

@@ -60,9 +60,18 @@ class Case:
 
     def run(self, interpret: bool) -> None:
         rope_write(
-            self.qkv, self.positions, self.freqs, self.kv, self.slot_mapping, attention_factor=self.attention_factor, out_q=self.out_q,
-            q_norm=self.q_norm, k_norm=self.k_norm, eps=EPS, interpret=interpret,
-        )  # fmt: skip
+            self.qkv,
+            self.positions,
+            self.freqs,
+            self.kv,
+            self.slot_mapping,
+            attention_factor=self.attention_factor,
+            out_q=self.out_q,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            eps=EPS,
+            interpret=interpret,
+        )
 
     def by_hand(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v float64 [T, heads, D]; the angle is the fp32 product that the formula names."""
