@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from batchspec.adapt.limits import check_spec, check_weights
+from batchspec.cache.layout import KVLayout
 from batchspec.config.schema import RunConfig
 from batchspec.draft.base import Drafter, NoDrafter
 from batchspec.draft.corpus import Corpus, usual_lengths
@@ -157,10 +158,10 @@ def draft_len(config: RunConfig) -> int:
     return 0 if config.draft.name == "none" else config.draft.num_speculative_tokens
 
 
-def draft_kv_width(head: HeadSpec | PardSpec | None) -> int:
-    """Numbers of K that the drafter keeps of a token, over its layers."""
+def draft_kv_layouts(head: HeadSpec | PardSpec | None, dtype: torch.dtype, page_size: int) -> tuple[KVLayout, ...]:
+    """K/V layout of each of the drafter's layers."""
     shape = head.model if isinstance(head, PardSpec) else head
-    return 0 if shape is None else shape.num_layers * shape.num_kv_heads * shape.head_dim
+    return () if shape is None else (shape.kv_layout(dtype, page_size),) * shape.num_layers
 
 
 def drafter_bytes(head: HeadSpec | PardSpec | None, dtype: torch.dtype) -> int:

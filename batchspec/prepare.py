@@ -20,7 +20,7 @@ from batchspec.draft.corpus import corpus_bytes
 from batchspec.draft.formats import HeadSpec
 from batchspec.draft.pard import PardSpec
 from batchspec.drafters import (
-    draft_kv_width,
+    draft_kv_layouts,
     draft_len,
     drafter_bytes,
     head_folder,
@@ -40,7 +40,7 @@ from batchspec.model.tokenizer import Tokenizer
 from batchspec.model.weights import judge_model, weight_files
 from batchspec.packing.admit import Admission
 from batchspec.packing.cost import Rates, device_rates, weight_bytes
-from batchspec.packing.planner import Demand, choose_batch, free_memory
+from batchspec.packing.planner import PAGE_SIZE, Demand, choose_batch, free_memory
 from batchspec.packing.survey import Survey
 from batchspec.records import PackedBatch, SamplingParams
 from batchspec.report.progress import Progress
@@ -183,7 +183,7 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
         dtype=job.dtype,
         draft_len=draft_len(job.config),
         num_lookahead_slots=0 if shape is None else shape.num_lookahead_slots,
-        draft_kv_width=draft_kv_width(job.head),
+        draft_layers=draft_kv_layouts(job.head, job.dtype, PAGE_SIZE),
         free_bytes=free_memory(job.device, weights=beside + (0 if loaded else weights)),
     )
 

@@ -119,10 +119,7 @@ def run_head(
 def target_taps(target: Target, ids: Sequence[int], taps: tuple[int, ...]) -> Tensor:
     """[len(ids), len(taps) * H] of the residual stream, computed from the first token in one pass."""
     count, spec, device = len(ids), target.spec, target.device
-    cache = KVCache.allocate(
-        num_layers=spec.num_layers, num_pages=2, page_size=count, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
-        dtype=target.dtype, device=device,
-    )  # fmt: skip
+    cache = KVCache.allocate(spec.kv_layout(target.dtype, count), num_layers=spec.num_layers, num_pages=2, device=device)
 
     def ints(values: object) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)

@@ -103,10 +103,7 @@ def full_logits(target: Target, ids: Sequence[int]) -> Tensor:
     """Logits [V] behind `ids`, computed anew from the first token in one pass, with a cache of its own."""
     count = len(ids)
     spec = target.spec
-    cache = KVCache.allocate(
-        num_layers=spec.num_layers, num_pages=2, page_size=count, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
-        dtype=target.dtype, device=DEVICE,
-    )  # fmt: skip
+    cache = KVCache.allocate(spec.kv_layout(target.dtype, count), num_layers=spec.num_layers, num_pages=2, device=DEVICE)
 
     def ints(values: object) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=DEVICE)

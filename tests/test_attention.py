@@ -16,6 +16,7 @@ from batchspec.batch.flat_batch import FlatBatch, HostLayout, TreeTail
 from batchspec.cache import flash
 from batchspec.cache.attention import attend, plan_attention
 from tests.kernels.trees import random_parents, way_up
+from tests.kv_pages import layer_kv
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 PAGE_SIZE = 4
@@ -75,7 +76,7 @@ def check(
     generator = torch.Generator().manual_seed(seed)
     batch = make_batch(rows, generator)
     q, kv = make_tensors(batch, heads, dtype, generator)
-    out = attend(q, kv, batch, scale=1 / math.sqrt(8), window=window, sink=sink)
+    out = attend(q, layer_kv(kv), batch, scale=1 / math.sqrt(8), window=window, sink=sink)
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), by_hand(q, kv, batch, 1 / math.sqrt(8), window, sink), atol=TOLERANCE[dtype], rtol=0)
 
@@ -122,23 +123,23 @@ def test_a_key_that_is_not_finite_reaches_the_queries_that_see_it_and_no_others(
     generator = torch.Generator().manual_seed(1)
     batch = make_batch(rows, generator)
     q, kv = make_tensors(batch, (4, 2), dtype, generator)
-    expected = attend(q, kv, batch, scale=0.3, window=window)
+    expected = attend(q, layer_kv(kv), batch, scale=0.3, window=window)
     owned = torch.zeros(kv.shape[1:3], dtype=torch.bool)
     for row, (_, keys) in enumerate(rows):
         at = torch.arange(keys)
         owned[batch.page_table[row, at // PAGE_SIZE].long(), at % PAGE_SIZE] = True
     kv[0, ~owned] = float("nan")
     torch.testing.assert_close(
-        attend(q, kv, batch, scale=0.3, window=window), expected, atol=1e-12 if dtype == torch.float64 else 1e-6, rtol=0
+        attend(q, layer_kv(kv), batch, scale=0.3, window=window), expected, atol=1e-12 if dtype == torch.float64 else 1e-6, rtol=0
     )
     kv[0, ~owned] = torch.finfo(dtype).max  # its score overflows
-    again = attend(q, kv, batch, scale=0.3, window=window)
+    again = attend(q, layer_kv(kv), batch, scale=0.3, window=window)
     torch.testing.assert_close(again, expected, atol=1e-12 if dtype == torch.float64 else 1e-6, rtol=0)
     kv[0, ~owned] = float("nan")
     bad = {0: 4, 1: 29, 2: 10, 3: 2, 5: 0}  # positions by row: its own token, a draft, in a prefill, before it
     for row, position in bad.items():
         kv[0, batch.page_table[row, position // PAGE_SIZE].long(), position % PAGE_SIZE, 1] = float("nan")
-    out = attend(q, kv, batch, scale=0.3, window=window)
+    out = attend(q, layer_kv(kv), batch, scale=0.3, window=window)
     at = torch.tensor([bad.get(int(row), 0) for row in batch.row_ids])
     sees = (at <= batch.positions) & (at > batch.positions - (window or 10**6))
     assert 0 < int(sees.sum()) < len(sees)
@@ -162,7 +163,7 @@ def test_nodes_of_a_tree_see_what_stands_before_it_and_their_own_path(num_nodes:
         start=torch.tensor(starts).int(), max_depth=5,
     )  # fmt: skip
     q, kv = make_tensors(batch, (4, 2), torch.float64, generator)
-    out = attend(q, kv, batch, scale=0.3, window=window)
+    out = attend(q, layer_kv(kv), batch, scale=0.3, window=window)
     for t, way in enumerate(ways):
         row, start = t // num_nodes, starts[t // num_nodes]
         path = [*range(start), *(start + node for node in way[::-1])]
@@ -186,12 +187,12 @@ def test_prefill_on_a_gpu_is_that_of_the_cpu(longest: int, way: str, window: int
     batch = make_batch(rows, generator)
     batch.host = HostLayout([q for q, _ in rows], [n for _, n in rows])
     q, kv = make_tensors(batch, (6, 2), torch.bfloat16, generator, head_dim=64)
-    expected = attend(q, kv, batch, scale=1 / 8, window=window)
+    expected = attend(q, layer_kv(kv), batch, scale=1 / 8, window=window)
     there = {field.name: getattr(batch, field.name) for field in fields(batch)}
     there = {name: value.cuda() if isinstance(value, Tensor) else value for name, value in there.items()}
-    plan = plan_attention(FlatBatch(**there), kv.cuda(), num_heads=6, window=window)
+    plan = plan_attention(FlatBatch(**there), layer_kv(kv.cuda()), num_heads=6, window=window)
     assert type(plan) is (flash.VarlenPlan if way == "torch alone" or longest <= flash.SHORT else flash.FlashPlan)
-    torch.testing.assert_close(plan.attend(q.cuda(), kv.cuda(), 1 / 8).cpu(), expected, atol=2e-2, rtol=0)
+    torch.testing.assert_close(plan.attend(q.cuda(), layer_kv(kv.cuda()), 1 / 8).cpu(), expected, atol=2e-2, rtol=0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -209,11 +210,11 @@ def test_a_key_that_is_not_finite_stays_with_its_row_in_a_prefill_on_a_gpu(longe
     kv[0, 0] = float("nan")  # the scratch page
     there = {field.name: getattr(batch, field.name) for field in fields(batch)}
     there = {name: value.cuda() if isinstance(value, Tensor) else value for name, value in there.items()}
-    plan = plan_attention(FlatBatch(**there), kv.cuda(), num_heads=6, window=window)
-    healthy = plan.attend(q.cuda(), kv.cuda(), 1 / 8).cpu()
+    plan = plan_attention(FlatBatch(**there), layer_kv(kv.cuda()), num_heads=6, window=window)
+    healthy = plan.attend(q.cuda(), layer_kv(kv.cuda()), 1 / 8).cpu()
     assert bool(healthy.isfinite().all())
     kv[0, batch.page_table[0, 60 // PAGE_SIZE].long(), 60 % PAGE_SIZE] = float("nan")
-    out = plan.attend(q.cuda(), kv.cuda(), 1 / 8).cpu()
+    out = plan.attend(q.cuda(), layer_kv(kv.cuda()), 1 / 8).cpu()
     sees = (batch.row_ids == 0) & (batch.positions >= 60) & (batch.positions < 60 + (window or 1000))
     assert bool(out[sees].isnan().all())
     assert torch.equal(out[~sees], healthy[~sees])
@@ -225,7 +226,7 @@ def test_places_of_rows_without_keys_and_padding_are_zero() -> None:
     batch = make_batch([(2, 5), (2, 9), (2, 2)], generator)
     batch = replace(batch, kv_len=torch.tensor([5, 0, 2]).int(), cu_seqlens_q=torch.tensor([0, 2, 4, 5]).int())
     q, kv = make_tensors(batch, (4, 2), torch.float32, generator)
-    out = attend(q, kv, batch, scale=1.0, window=None)
+    out = attend(q, layer_kv(kv), batch, scale=1.0, window=None)
     assert out[2:4].eq(0).all()
     assert out[5].eq(0).all()
     assert out[[0, 1, 4]].ne(0).all()
@@ -235,17 +236,18 @@ def test_page_table_entries_behind_a_row_are_never_read() -> None:
     generator = torch.Generator().manual_seed(0)
     batch = make_batch([(1, 30), (1, 3), (20, 22)], generator)
     q, kv = make_tensors(batch, (4, 2), torch.float32, generator)
-    expected = attend(q, kv, batch, scale=1.0, window=None)
+    expected = attend(q, layer_kv(kv), batch, scale=1.0, window=None)
     table = batch.page_table.clone()
     for row_id, num_keys in enumerate(batch.kv_len.tolist()):
         table[row_id, -(-num_keys // PAGE_SIZE) :] = 2**30
-    torch.testing.assert_close(attend(q, kv, replace(batch, page_table=table), scale=1.0, window=None), expected, atol=0, rtol=0)
+    out = attend(q, layer_kv(kv), replace(batch, page_table=table), scale=1.0, window=None)
+    torch.testing.assert_close(out, expected, atol=0, rtol=0)
 
 
 def test_one_plan_serves_every_layer() -> None:
     generator = torch.Generator().manual_seed(0)
     batch = make_batch([(1, 30), (3, 3), (20, 22)], generator)
     layers = [make_tensors(batch, (4, 2), torch.float32, generator) for _ in range(3)]
-    plan = plan_attention(batch, layers[0][1], num_heads=4, window=5)
+    plan = plan_attention(batch, layer_kv(layers[0][1]), num_heads=4, window=5)
     for q, kv in layers:
-        assert torch.equal(plan.attend(q, kv, 0.5), attend(q, kv, batch, scale=0.5, window=5))
+        assert torch.equal(plan.attend(q, layer_kv(kv), 0.5), attend(q, layer_kv(kv), batch, scale=0.5, window=5))

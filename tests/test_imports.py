@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "job": {"prepare", "runner", "dataset", "runstate", "packing", "report"},
     "prepare": {"drafters", "adapt.limits", "dataset", "runstate", "packing", "model", "draft", "engine", "report"},
-    "drafters": {"adapt.limits", "packing.cost", "model", "draft"},
+    "drafters": {"adapt.limits", "packing.cost", "model", "draft", "cache.layout"},
     "cluster": {"cli", "config", "packing", "run", "runstate", "storage", "supervise.signals"},
     "runner": {
         "adapt",
@@ -91,6 +91,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "model.text_bytes",
         "model.thinking",
         "model.tokenizer",
+        "cache.layout",
         "cache.pages",
         "runstate.journal",
     },

@@ -184,7 +184,8 @@ def test_a_job_drafts_in_parallel_where_the_model_can_unless_told_otherwise(tmp_
     target, masked, plain = tiny_target(), write(tmp_path / "masked"), write(tmp_path / "plain", mask=None)
     for folder, parallel, chain in ((masked, "auto", False), (masked, True, False), (masked, False, True), (plain, "auto", True)):
         config = RunConfig(draft=DraftConfig(name="pard", path=str(folder), parallel=parallel, num_speculative_tokens=3))
-        assert drafters.draft_kv_width(drafters.open_head(config, target.spec)) == 2 * 2 * 6
+        layouts = drafters.draft_kv_layouts(drafters.open_head(config, target.spec), torch.float32, 4)
+        assert [layout.token_bytes for layout in layouts] == [2 * 2 * 6 * 4] * 2
         drafter = drafters.make_drafter(config, load(folder), target, slots=2)
         assert isinstance(drafter, PardDrafter)
         assert (drafter._chain is not None) == chain

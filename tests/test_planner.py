@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchspec.batch.device_batch import DeviceBatch
+from batchspec.cache.layout import KVLayout
 from batchspec.config.schema import PackingConfig
 from batchspec.engine.draft_lengths import candidates
 from batchspec.errors import CapacityError
@@ -35,11 +36,15 @@ LLAMA_PAGE = page_bytes(LLAMA_8B, 16, torch.bfloat16)
 
 
 def on_gpu(
-    demand: Demand = REASONING, free_bytes: int = 120 * 10**9, draft_len: int = 3, draft_kv_width: int = 0, **packing: Any
+    demand: Demand = REASONING,
+    free_bytes: int = 120 * 10**9,
+    draft_len: int = 3,
+    draft_layers: tuple[KVLayout, ...] = (),
+    **packing: Any,
 ) -> PackedBatch:
     return choose_batch(
         PackingConfig(**packing), LLAMA_8B, H200, demand, device=GPU, dtype=torch.bfloat16, draft_len=draft_len,
-        draft_kv_width=draft_kv_width, free_bytes=free_bytes,
+        draft_layers=draft_layers, free_bytes=free_bytes,
     )  # fmt: skip
 
 
@@ -147,7 +152,7 @@ def test_one_h200_holds_75_rows_of_llama_8b_at_their_full_length() -> None:
     free = 143_771 * 2**20 - 18_500_000_000  # what the card has, less weights, a one-layer head and the driver's own
     for output in (1063, 1536):
         job = Demand(num_completions=192, prompt_tokens=8192, output_tokens=output, max_tokens=11_264)
-        batch = on_gpu(job, free_bytes=free, draft_kv_width=8 * 128)
+        batch = on_gpu(job, free_bytes=free, draft_layers=(LLAMA_8B.kv_layout(torch.bfloat16, 16),))
         assert batch.num_pages >= 75 * 704 + 1
         assert batch.num_slots in (88, 96)
 
@@ -181,8 +186,8 @@ def test_a_small_model_runs_a_thousand_short_rows_beside_its_logits() -> None:
     )  # fmt: skip
     gsm8k = Demand(num_completions=1319, prompt_tokens=150, output_tokens=128, max_tokens=700)
     batch = choose_batch(
-        PackingConfig(), smol, H200, gsm8k, device=GPU, dtype=torch.bfloat16, draft_len=3, draft_kv_width=192,
-        free_bytes=140 * 10**9,
+        PackingConfig(), smol, H200, gsm8k, device=GPU, dtype=torch.bfloat16, draft_len=3,
+        draft_layers=(smol.kv_layout(torch.bfloat16, 16),), free_bytes=140 * 10**9,
     )  # fmt: skip
     assert batch.num_slots == 1024
     assert batch.num_pages == 1024 * 44 + 1

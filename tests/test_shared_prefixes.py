@@ -15,6 +15,7 @@ import torch
 import batchspec.model.target as target_module
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.attention import AttentionPlan, plan_attention
+from batchspec.cache.layout import LayerKV
 from batchspec.cache.pages import PagePool
 from batchspec.cache.verify import fits_verify, plan_verify
 from batchspec.draft.base import NoDrafter
@@ -34,8 +35,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rounds attend by the GPU's plan; the row buckets of those that read shared beginnings."""
     seen: list[int] = []
 
-    def plan(batch: FlatBatch, kv: torch.Tensor, **options: Any) -> AttentionPlan:
-        if batch.host is not None or not fits_verify(batch, kv.dtype):
+    def plan(batch: FlatBatch, kv: LayerKV, **options: Any) -> AttentionPlan:
+        if batch.host is not None or not fits_verify(batch, kv.layout.dtype):
             return plan_attention(batch, kv, **options)
         if batch.shared is not None:
             seen.append(len(batch.kv_len))

@@ -61,12 +61,9 @@ class Runner:
     def start(cls, target: Target, num_rows: int, max_len: int = 128) -> Runner:
         spec, per_row = target.spec, max_len // PAGE_SIZE
         cache = KVCache.allocate(
+            spec.kv_layout(target.dtype, PAGE_SIZE),
             num_layers=spec.num_layers,
             num_pages=num_rows * per_row + 1,
-            page_size=PAGE_SIZE,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            dtype=target.dtype,
             device=CPU,
         )
         pages = list(range(1, num_rows * per_row + 1))

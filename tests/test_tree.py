@@ -243,10 +243,7 @@ def test_kv_of_what_is_committed_is_that_of_a_forward_from_the_start(
 def kv_from_the_start(ids: tuple[int, ...]) -> Tensor:
     """K/V [layers, 2, len(ids), heads, D] of the target over these tokens, in one pass."""
     spec, count = TARGET().spec, len(ids)
-    cache = KVCache.allocate(
-        num_layers=spec.num_layers, num_pages=2, page_size=count, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim,
-        dtype=torch.float64, device=DEVICE,
-    )  # fmt: skip
+    cache = KVCache.allocate(spec.kv_layout(torch.float64, count), num_layers=spec.num_layers, num_pages=2, device=DEVICE)
     positions = torch.arange(count, device=DEVICE)
 
     def ints(values: object) -> Tensor:

@@ -11,6 +11,7 @@ from batchspec.batch.flat_batch import FlatBatch, TreeTail
 from batchspec.cache.attention import plan_attention
 from batchspec.cache.verify import fits_verify, plan_verify
 from batchspec.kernels.attention.work_list import SharedPrefixes
+from tests.kv_pages import layer_kv
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGE_SIZE, HEADS, KV_HEADS, DIM, SCALE = 16, 4, 2, 32, 0.2
@@ -42,13 +43,13 @@ def test_the_kernel_s_plan_equals_torch_s(window: int | None, sink: int, dtype: 
     kv = torch.randn(2, 80, PAGE_SIZE, KV_HEADS, DIM, device=DEVICE).to(dtype)
     fused = torch.randn(11, HEADS + 2 * KV_HEADS, DIM, device=DEVICE).to(dtype)
     q = fused[:, :HEADS]
-    plan = plan_verify(batch, kv, num_heads=HEADS, window=window, sink=sink, interpret=True)
+    plan = plan_verify(batch, layer_kv(kv), num_heads=HEADS, window=window, sink=sink, interpret=True)
     # fp64 stays with torch on every device.
-    exact = plan_attention(batch, kv.double(), num_heads=HEADS, window=window, sink=sink)
-    expected = exact.attend(q.double(), kv.double(), SCALE)
+    exact = plan_attention(batch, layer_kv(kv.double()), num_heads=HEADS, window=window, sink=sink)
+    expected = exact.attend(q.double(), layer_kv(kv.double()), SCALE)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     for _layer in range(2):
-        out = plan.attend(q, kv, SCALE)
+        out = plan.attend(q, layer_kv(kv), SCALE)
         assert out.dtype == dtype
         torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=0)
 
@@ -70,9 +71,11 @@ def test_the_kernel_s_plan_of_a_tree_equals_torch_s(window: int | None, sink: in
     found = []
     for masks in (leaves, chain):
         batch.tree = replace(batch.tree, ancestors=torch.tensor([*masks, 1, 1, 1, *masks, 1, 1], device=DEVICE))
-        out = plan_verify(batch, kv, num_heads=HEADS, window=window, sink=sink, interpret=True).attend(q, kv, SCALE)
-        exact = plan_attention(batch, kv.double(), num_heads=HEADS, window=window, sink=sink)
-        torch.testing.assert_close(out.double(), exact.attend(q.double(), kv.double(), SCALE), atol=1e-5, rtol=0)
+        out = plan_verify(batch, layer_kv(kv), num_heads=HEADS, window=window, sink=sink, interpret=True).attend(
+            q, layer_kv(kv), SCALE
+        )
+        exact = plan_attention(batch, layer_kv(kv.double()), num_heads=HEADS, window=window, sink=sink)
+        torch.testing.assert_close(out.double(), exact.attend(q.double(), layer_kv(kv.double()), SCALE), atol=1e-5, rtol=0)
         found.append(out)
     assert not torch.allclose(found[0][2], found[1][2])
 
@@ -83,11 +86,13 @@ def test_later_positions_need_no_new_plan() -> None:
     q = torch.randn(11, HEADS, DIM, device=DEVICE)
     alive = (batch.kv_len > 0).int()
     longest = replace(batch, kv_len=batch.kv_len + 5 * alive)
-    plan = plan_verify(longest, kv, num_heads=HEADS, window=20, interpret=True)
+    plan = plan_verify(longest, layer_kv(kv), num_heads=HEADS, window=20, interpret=True)
     for step in (0, 3, 5):
         later = replace(batch, positions=batch.positions + step, kv_len=batch.kv_len + step * alive)
-        expected = plan_attention(later, kv.double(), num_heads=HEADS, window=20).attend(q.double(), kv.double(), SCALE)
-        out = plan.attend(q, kv, SCALE, positions=later.positions)
+        expected = plan_attention(later, layer_kv(kv.double()), num_heads=HEADS, window=20).attend(
+            q.double(), layer_kv(kv.double()), SCALE
+        )
+        out = plan.attend(q, layer_kv(kv), SCALE, positions=later.positions)
         torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)
 
 
@@ -103,7 +108,9 @@ def test_a_shared_beginning_changes_nothing(window: int | None) -> None:
 
     shared = SharedPrefixes(row_group=ints(0, -1, -1, 0), row_order=ints(0, 3, 1, 2), group_start=ints(0, 2), shared_len=ints(32))
     outs = [
-        plan_verify(batch, kv, num_heads=HEADS, window=window, shared=groups, interpret=True).attend(q, kv, SCALE)
+        plan_verify(batch, layer_kv(kv), num_heads=HEADS, window=window, shared=groups, interpret=True).attend(
+            q, layer_kv(kv), SCALE
+        )
         for groups in (shared, None)
     ]
     torch.testing.assert_close(outs[0], outs[1], atol=1e-5, rtol=0)

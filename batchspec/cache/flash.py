@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchspec.cache.layout import LayerKV
 from batchspec.kernels.kv_cache.slot_mapping import compute_slot_mapping
 
 if TYPE_CHECKING:
@@ -37,13 +38,14 @@ def flashinfer() -> Any:
     return module
 
 
-def fits_flash(batch: FlatBatch, kv: Tensor, sink: int) -> bool:
-    """Whether a pass over these pages [2, P, page_size, KVH, D] can go one of the two ways."""
-    fits = batch.host is not None and kv.is_cuda and kv.dtype in (torch.bfloat16, torch.float16) and not sink
-    return fits and kv.shape[-1] <= _MAX_HEAD_DIM and kv.shape[-1] % 8 == 0
+def fits_flash(batch: FlatBatch, kv: LayerKV, sink: int) -> bool:
+    """Whether one of the two serves a pass over these pages."""
+    layout = kv.layout
+    fits = batch.host is not None and kv.pages.is_cuda and layout.dtype in (torch.bfloat16, torch.float16) and not sink
+    return fits and layout.head_dim <= _MAX_HEAD_DIM and layout.head_dim % 8 == 0
 
 
-def plan_flash(batch: FlatBatch, kv: Tensor, *, num_heads: int, window: int | None) -> FlashPlan | VarlenPlan:
+def plan_flash(batch: FlatBatch, kv: LayerKV, *, num_heads: int, window: int | None) -> FlashPlan | VarlenPlan:
     """Attention of one prefill pass; the same in every layer with this window. The batch is one that `fits_flash` takes."""
     assert batch.host is not None
     if flashinfer() is None or max(batch.host.kv_len) <= SHORT:
@@ -54,14 +56,14 @@ def plan_flash(batch: FlatBatch, kv: Tensor, *, num_heads: int, window: int | No
 class VarlenPlan:
     """torch's FlashAttention 2 over rows of any length end to end. Its public call takes no group of heads before torch 2.12."""
 
-    def __init__(self, batch: FlatBatch, kv: Tensor, *, window: int | None) -> None:
+    def __init__(self, batch: FlatBatch, kv: LayerKV, *, window: int | None) -> None:
         assert batch.host is not None
-        self._key_slots = _key_slots(batch, sum(batch.host.kv_len), kv.shape[2])
+        self._key_slots = _key_slots(batch, sum(batch.host.kv_len), kv.layout.page_size)
         self._cu_seqlens_q, self._cu_seqlens_k = batch.cu_seqlens_q, F.pad(batch.kv_len.cumsum(0, dtype=torch.int32), (1, 0))
         self._longest = max(batch.host.q_len), max(batch.host.kv_len)
         self._window = -1 if window is None else window - 1
 
-    def attend(self, q: Tensor, kv: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
+    def attend(self, q: Tensor, kv: LayerKV, scale: float, positions: Tensor | None = None) -> Tensor:
         """As `AttentionPlan.attend`; for the positions of the batch alone."""
         assert positions is None
         k, v = _keys_of(kv, self._key_slots)
@@ -79,24 +81,24 @@ class FlashPlan:
     table made the attention itself a quarter slower (2.4 ms instead of 1.9, 2 x 8192 tokens, H200).
     """
 
-    def __init__(self, batch: FlatBatch, kv: Tensor, *, num_heads: int, window: int | None) -> None:
+    def __init__(self, batch: FlatBatch, kv: LayerKV, *, num_heads: int, window: int | None) -> None:
         assert batch.host is not None
-        page_size, kv_heads, head_dim = kv.shape[2:]
-        self._key_slots = _key_slots(batch, sum(batch.host.kv_len), page_size)
-        self._wrapper = _ring(kv.device).take()
+        layout = kv.layout
+        self._key_slots = _key_slots(batch, sum(batch.host.kv_len), layout.page_size)
+        self._wrapper = _ring(kv.pages.device).take()
         self._wrapper.plan(
             _before(batch.host.q_len),
             _before(batch.host.kv_len),
             num_heads,
-            kv_heads,
-            head_dim,
+            layout.num_kv_heads,
+            layout.head_dim,
             causal=True,
             window_left=-1 if window is None else window - 1,
-            q_data_type=kv.dtype,
-            kv_data_type=kv.dtype,
+            q_data_type=layout.dtype,
+            kv_data_type=layout.dtype,
         )
 
-    def attend(self, q: Tensor, kv: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
+    def attend(self, q: Tensor, kv: LayerKV, scale: float, positions: Tensor | None = None) -> Tensor:
         """As `AttentionPlan.attend`; for the positions of the batch alone."""
         assert positions is None
         assert math.isclose(scale, q.shape[-1] ** -0.5), scale
@@ -104,9 +106,10 @@ class FlashPlan:
         return out
 
 
-def _keys_of(kv: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+def _keys_of(kv: LayerKV, slots: Tensor) -> tuple[Tensor, Tensor]:
     """K and V [keys, KVH, D], end to end."""
-    k, v = (part.view(-1, *kv.shape[3:]).index_select(0, slots) for part in kv)
+    layout = kv.layout
+    k, v = (part.view(-1, layout.num_kv_heads, layout.head_dim).index_select(0, slots) for part in kv.pages)
     return k, v
 
 

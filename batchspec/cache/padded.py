@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchspec.cache.layout import LayerKV
+
 if TYPE_CHECKING:
     from batchspec.batch.flat_batch import FlatBatch
 
@@ -26,7 +28,7 @@ class TorchPlan:
         self._parts: list[_Part] = []
         self._covers = False
 
-    def attend(self, q: Tensor, kv: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
+    def attend(self, q: Tensor, kv: LayerKV, scale: float, positions: Tensor | None = None) -> Tensor:
         positions = self._batch.positions if positions is None else positions
         if positions is not self._at:
             self._plan(replace(self._batch, positions=positions), kv)
@@ -36,8 +38,8 @@ class TorchPlan:
             part.attend(q, kv, scale, out)
         return out
 
-    def _plan(self, batch: FlatBatch, kv: Tensor) -> None:
-        page_size, kv_heads = kv.shape[2], kv.shape[3]
+    def _plan(self, batch: FlatBatch, kv: LayerKV) -> None:
+        page_size, kv_heads = kv.layout.page_size, kv.layout.num_kv_heads
         begins, lengths = batch.cu_seqlens_q.tolist(), batch.kv_len.tolist()
         skips = self._window is not None and not self._sink
         rows = [
@@ -45,7 +47,7 @@ class TorchPlan:
             for r, (begin, end, kv_len) in enumerate(zip(begins, begins[1:], lengths, strict=False))
             if end > begin and kv_len > 0
         ]
-        sees = _Sight(batch, self._window, self._sink, kv.dtype)
+        sees = _Sight(batch, self._window, self._sink, kv.layout.dtype)
         self._parts = [_LongRow(row, batch, kv, sees) for row in rows if row.num_q > _SHORT]
         short = sorted((row for row in rows if row.num_q <= _SHORT), key=lambda row: (-row.num_pages, row.index))
         for group in _similar(short):
@@ -54,7 +56,7 @@ class TorchPlan:
 
 
 class _Part(Protocol):
-    def attend(self, q: Tensor, kv: Tensor, scale: float, out: Tensor) -> None: ...
+    def attend(self, q: Tensor, kv: LayerKV, scale: float, out: Tensor) -> None: ...
 
 
 class _Row:
@@ -77,9 +79,9 @@ def _similar(rows: list[_Row]) -> list[list[_Row]]:
     return groups
 
 
-def _gather(kv: Tensor, pages: Tensor, out: Tensor) -> Tensor:
+def _gather(kv: LayerKV, pages: Tensor, out: Tensor) -> Tensor:
     """K and V of `pages` (their ids, then their ids + P) in one copy: out [2 * n, page_size * KVH * D]."""
-    return torch.index_select(kv.view(-1, out.shape[1]), 0, pages, out=out)
+    return torch.index_select(kv.pages.view(-1, out.shape[1]), 0, pages, out=out)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -100,27 +102,27 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) 
 class _LongRow:
     """One row of a prefill: scaled_dot_product_attention over its gathered keys."""
 
-    def __init__(self, row: _Row, batch: FlatBatch, kv: Tensor, sees: _Sight) -> None:
+    def __init__(self, row: _Row, batch: FlatBatch, kv: LayerKV, sees: _Sight) -> None:
         self._place = slice(row.begin, row.begin + row.num_q)
         pages = batch.page_table[row.index, row.first_page : row.first_page + row.num_pages].long()
-        self._pages = torch.cat((pages, pages + kv.shape[1]))
-        first_key = row.first_page * kv.shape[2]
+        self._pages = torch.cat((pages, pages + kv.pages.shape[1]))
+        first_key = row.first_page * kv.layout.page_size
         self._num_keys = row.kv_len - first_key
-        self._buffer = kv.new_empty(2 * row.num_pages, kv[0, 0].numel())
+        self._buffer = kv.pages.new_empty(2 * row.num_pages, kv.pages[0, 0].numel())
         self._mask = None
         # Drafts behind a row's end are no keys: a round may have as many keys as places and not begin at position 0.
         if sees.narrow or row.kv_len > row.num_q or int(batch.positions[row.begin]):
-            keys = torch.arange(first_key, row.kv_len, device=kv.device)
-            q_ids = torch.arange(row.begin, row.begin + row.num_q, device=kv.device)[:, None]
+            keys = torch.arange(first_key, row.kv_len, device=kv.pages.device)
+            q_ids = torch.arange(row.begin, row.begin + row.num_q, device=kv.pages.device)[:, None]
             self._mask = sees.mask(keys, batch.positions[q_ids], q_ids)
 
-    def attend(self, q: Tensor, kv: Tensor, scale: float, out: Tensor) -> None:
-        kv_heads, head_dim = kv.shape[3:]
+    def attend(self, q: Tensor, kv: LayerKV, scale: float, out: Tensor) -> None:
+        kv_heads, head_dim = kv.layout.num_kv_heads, kv.layout.head_dim
         keys, values = _gather(kv, self._pages, self._buffer).view(2, -1, kv_heads, 1, head_dim)[:, : self._num_keys]
         # The heads that share K/V are a dimension over which K and V do not move: on a CPU nothing is repeated in memory.
         q = q[self._place].view(-1, kv_heads, q.shape[1] // kv_heads, head_dim).permute(1, 2, 0, 3)
         k, v = (x.permute(1, 2, 0, 3).expand(-1, q.shape[1], -1, -1) for x in (keys, values))
-        if kv.is_cuda:  # torch 2.11's memory-efficient kernel reads past a dimension that does not move, under a mask
+        if kv.pages.is_cuda:  # torch 2.11's memory-efficient kernel reads past a dimension that does not move, under a mask
             k, v = k.contiguous(), v.contiguous()
         o = _attend(q, k, v, self._mask, scale)
         out[self._place] = o.permute(2, 0, 1, 3).flatten(1, 2)
@@ -129,8 +131,8 @@ class _LongRow:
 class _ShortRows:
     """Rows of a round, padded to the same number of queries and pages; the heads that share K/V are further queries."""
 
-    def __init__(self, rows: list[_Row], batch: FlatBatch, kv: Tensor, heads_per_kv: int, sees: _Sight) -> None:
-        device, page_size = kv.device, kv.shape[2]
+    def __init__(self, rows: list[_Row], batch: FlatBatch, kv: LayerKV, heads_per_kv: int, sees: _Sight) -> None:
+        device, page_size = kv.pages.device, kv.layout.page_size
         self._num_rows, self._num_q = len(rows), max(row.num_q for row in rows)
         begin, num_q, kv_len, first, num_pages, index = (
             torch.tensor(
@@ -145,8 +147,8 @@ class _ShortRows:
         page = torch.arange(max(row.num_pages for row in rows), device=device)
         table = batch.page_table[index, (first + page).clamp(max=batch.page_table.shape[1] - 1)].long()
         pages = torch.where(page < num_pages, table, 0).flatten()
-        self._pages = torch.cat((pages, pages + kv.shape[1]))
-        self._buffer = kv.new_empty(2 * pages.shape[0], kv[0, 0].numel())
+        self._pages = torch.cat((pages, pages + kv.pages.shape[1]))
+        self._buffer = kv.pages.new_empty(2 * pages.shape[0], kv.pages[0, 0].numel())
         keys = first * page_size + torch.arange(page.shape[0] * page_size, device=device)
         positions = torch.minimum(batch.positions[q_ids], kv_len - 1)
         mask = sees.mask(keys[:, None], positions[:, :, None], q_ids[:, :, None])
@@ -156,8 +158,8 @@ class _ShortRows:
         self._q_ids = None if in_order else flat
         self._kept = None if in_order else (place < num_q).flatten().nonzero().squeeze(1)
 
-    def attend(self, q: Tensor, kv: Tensor, scale: float, out: Tensor) -> None:
-        (num_heads, head_dim), kv_heads = q.shape[1:], kv.shape[3]
+    def attend(self, q: Tensor, kv: LayerKV, scale: float, out: Tensor) -> None:
+        (num_heads, head_dim), kv_heads = q.shape[1:], kv.layout.num_kv_heads
         gathered = _gather(kv, self._pages, self._buffer).view(2, self._num_rows, -1, kv_heads, head_dim).transpose(2, 3)
         padded = q if self._q_ids is None else q.index_select(0, self._q_ids)
         shape = (self._num_rows, self._num_q, kv_heads, num_heads // kv_heads, head_dim)

@@ -10,7 +10,9 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from batchspec.cache.layout import KVLayout, LayerKV
 from batchspec.errors import CapacityError
+from batchspec.kernels.kv_cache.kv_move import kv_move
 from batchspec.records import Ids
 
 SCRATCH_PAGE = 0
@@ -19,41 +21,57 @@ SCRATCH_PAGE = 0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVCache:
-    """K/V of all layers in pages; a drafter's layers stand behind the target's and share their page ids.
+    """K/V of all layers in pages: the target's layers first, then the drafter's. A page id names a page of every layer.
 
-    kv        [layers, 2 (K, V), P, page_size, num_kv_heads, head_dim]
-    draft_kv  the same of the drafter's layers, whose heads may differ
+    kv        [layers, 2 (K, V), P, page_size, num_kv_heads, head_dim] in `layout`
+    draft_kv  the same of the drafter's layers, in `draft_layout`
     """
 
     kv: Tensor
+    layout: KVLayout
     draft_kv: Tensor
-    page_size: int
+    draft_layout: KVLayout
 
     @classmethod
     def allocate(
         cls,
+        layout: KVLayout,
         *,
         num_layers: int,
         num_pages: int,
-        page_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
         device: torch.device,
         num_draft_layers: int = 0,
-        draft_shape: tuple[int, int] | None = None,
+        draft_layout: KVLayout | None = None,
     ) -> KVCache:
-        """All pages zero, so that masked reads of unwritten places are finite. `draft_shape`: (num_kv_heads, head_dim)."""
+        """Zeroed pages. draft_layout: of the drafter's layers; None: the target's."""
+        draft_layout = draft_layout or layout
+        assert draft_layout.page_size == layout.page_size, (layout, draft_layout)  # they share page ids
+        kv, draft_kv = layout.allocate(num_layers, num_pages, device), draft_layout.allocate(num_draft_layers, num_pages, device)
+        return cls(kv, layout, draft_kv, draft_layout)
 
-        def zeros(layers: int, heads: tuple[int, int]) -> Tensor:
-            return torch.zeros(layers, 2, num_pages, page_size, *heads, dtype=dtype, device=device)
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.layout.page_size
 
-        heads = (num_kv_heads, head_dim)
-        return cls(zeros(num_layers, heads), zeros(num_draft_layers, draft_shape or heads), page_size)
+    def layer(self, index: int) -> LayerKV:
+        """The target's layers are 0 .. L-1, the drafter's follow."""
+        if index < len(self.kv):
+            return LayerKV(self.kv[index], self.layout)
+        return LayerKV(self.draft_kv[index - len(self.kv)], self.draft_layout)
 
-    def layer(self, index: int) -> Tensor:
-        """[2, P, page_size, num_kv_heads, head_dim]; the target's layers first, then the drafter's."""
-        return self.kv[index] if index < len(self.kv) else self.draft_kv[index - len(self.kv)]
+    def drafter_part(self) -> KVCache:
+        """The drafter's layers as 0 .. : what a drafter that is a whole model reads and writes."""
+        return KVCache(self.draft_kv, self.draft_layout, self.draft_kv[:0], self.draft_layout)
+
+    def fill_with_noise(self, generator: torch.Generator) -> None:
+        """Keys and values that mean nothing, for a benchmark of rounds without a prefill."""
+        for kv in (self.kv, self.draft_kv):
+            kv.normal_(generator=generator)
+
+    def move(self, tree_slots: Tensor, path: Tensor, chain_slots: Tensor, accepted_len: Tensor) -> None:
+        """Move the K/V of accepted tree nodes to where a chain's would be, in the target's layers: see the kernel `kv_move`."""
+        kv_move(self.kv, tree_slots, path, chain_slots, accepted_len)
 
 
 def prefix_hashes(ids: Ids, page_size: int, lookahead: int = 0) -> list[bytes]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from batchspec.cache.layout import LayerKV
 from batchspec.kernels.attention.merge_states import partials_of
 from batchspec.kernels.attention.settings import DTYPES, MAX_QUERIES, work_shape
 from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
@@ -25,7 +26,7 @@ def fits_verify(batch: FlatBatch, dtype: torch.dtype) -> bool:
 
 def plan_verify(
     batch: FlatBatch,
-    kv: Tensor,
+    kv: LayerKV,
     *,
     num_heads: int,
     window: int | None,
@@ -35,7 +36,7 @@ def plan_verify(
 ) -> VerifyPlan:
     """The work list of a batch whose rows own at most 64 places, with room for partial results.
 
-    kv          [2, P, page_size, KVH, D] any layer's
+    kv          any layer's with this window
     window      a query at position p sees keys p-window+1 .. p; None: 0 .. p
     sink        with a window: keys 0 .. sink-1 are seen too
     shared      groups of rows with a common beginning, read once for all of a group; left out under a window
@@ -43,24 +44,24 @@ def plan_verify(
     batch.kv_len may be larger than the first positions need: `attend` then takes later positions without a new plan.
     Does not synchronise on a GPU; on a CPU it is the plain reference unless `interpret`.
     """
-    page_size, kv_heads, head_dim = kv.shape[2:]
+    layout = kv.layout
     shape = work_shape(
         num_rows=batch.kv_len.shape[0],
         max_q=batch.max_q,
         max_kv=batch.max_kv,
         num_heads=num_heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        page_size=page_size,
-        dtype=kv.dtype,
-        num_sms=_num_sms(kv.device),
+        kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        page_size=layout.page_size,
+        dtype=layout.dtype,
+        num_sms=_num_sms(kv.pages.device),
         window=window or 0,
         sink=sink,
     )
     shared = None if window else shared
     work = split_kv_schedule(batch.cu_seqlens_q, batch.kv_len, batch.positions, shape=shape, shared=shared, interpret=interpret)
     ancestors = None if batch.tree is None else batch.tree.within(window, batch)
-    return VerifyPlan(batch, work, head_dim, ancestors, interpret)
+    return VerifyPlan(batch, work, layout.head_dim, ancestors, interpret)
 
 
 class VerifyPlan:
@@ -80,16 +81,16 @@ class VerifyPlan:
         self._tail_start = None if batch.tree is None else batch.tree.start
         self._listed = False  # whether other launches stand between the work list and the next attention
 
-    def attend(self, q: Tensor, kv: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
+    def attend(self, q: Tensor, kv: LayerKV, scale: float, positions: Tensor | None = None) -> Tensor:
         """q [T, NH, D], rows may be slices of wider ones -> [T, NH, D]; zeros for dead rows and padding.
 
-        kv          [2, P, page_size, KVH, D] this layer's, the queries' own K/V written already
+        kv          this layer's, the queries' own K/V written already
         positions   int64 [T] instead of the batch's, each row's below its kv_len
         """
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         verify_attention(
             q,
-            kv,
+            kv.pages,
             self._batch.page_table,
             self._batch.positions if positions is None else positions,
             self._work,

@@ -100,9 +100,7 @@ def _begin(engine: Engine, past: int) -> None:
     rows.page_table[:, :width] = 1 + torch.randperm(slots * width, device=device, generator=noise).view(slots, width).int()
     rows.keys.copy_(torch.arange(slots, device=device))
     rows.limit.fill_(engine.batch.max_len)
-    for kv in (engine.cache.kv, engine.cache.draft_kv):
-        if kv is not None:
-            kv.normal_(generator=noise)
+    engine.cache.fill_with_noise(noise)
     rows.num_tokens.fill_(past)
     rows.prompt_len.fill_(past)
     rows.live.fill_(1)

@@ -10,7 +10,7 @@ import numpy as np
 from batchspec import terminal
 from batchspec.config.compose import launch
 from batchspec.config.schema import RunConfig
-from batchspec.drafters import draft_kv_width, tree_shape
+from batchspec.drafters import draft_kv_layouts, tree_shape
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.cost import Rates, device_rates, num_multiplied, page_bytes, weight_bytes
 from batchspec.packing.planner import Forecast, forecast
@@ -94,7 +94,8 @@ class Plan:
         if batch is None or ahead is None:
             return []
         spec = job.spec
-        kv_bytes = batch.num_pages * page_bytes(spec, batch.page_size, job.dtype, draft_kv_width=draft_kv_width(job.head))
+        draft_layers = draft_kv_layouts(job.head, job.dtype, batch.page_size)
+        kv_bytes = batch.num_pages * page_bytes(spec, batch.page_size, job.dtype, draft_layers=draft_layers)
         dtype, accepted = str(job.dtype).removeprefix("torch."), ASSUMED_ACCEPTED[job.config.draft.name]
         output = float(self.survey.lengths("predicted_tokens").mean()) * self.num_completions
         total_s = ahead.prefill_s + ahead.decode_s

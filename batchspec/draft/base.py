@@ -11,6 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from batchspec.batch.device_batch import DeviceBatch
     from batchspec.batch.flat_batch import FlatBatch
+    from batchspec.cache.layout import KVLayout
     from batchspec.cache.pages import KVCache
     from batchspec.engine.sampling import SamplingMode
 
@@ -32,13 +33,14 @@ class Drafter(Protocol):
     """Boundaries 0..L of the target whose residual stream it reads (0 is the embedding, i is what enters layer i)."""
     num_kv_layers: int
     """K/V layers of its own, kept in the pages of the row behind the target's layers: `cache.layer(L + i)`."""
-    kv_shape: tuple[int, int] | None
-    """(num_kv_heads, head_dim) of those layers; None where there are none."""
     mode: SamplingMode | None
     """How the rows of the pass or round in work are sampled, set before its calls, where drafts are to share the noise of the
     target's draws; None: drafts are argmaxes."""
     state: tuple[Tensor, ...]
     """Tensors [slots, ...]: what it carries of each slot's row from round to round; the engine moves lines when it compacts."""
+
+    def kv_layout(self, page_size: int) -> KVLayout | None:
+        """How those layers keep K/V; None where there are none."""
 
     def prefill(
         self, batch: FlatBatch, slot_ids: Tensor, aux_hidden_states: Tensor | None, rows: DeviceBatch, cache: KVCache
@@ -98,8 +100,10 @@ class NoFeatures(Usual):
 
     aux_layer_ids: tuple[int, ...] = ()
     num_kv_layers: int = 0
-    kv_shape: tuple[int, int] | None = None
     state: tuple[Tensor, ...] = ()
+
+    def kv_layout(self, page_size: int) -> KVLayout | None:
+        return None
 
     def prefill(
         self, batch: FlatBatch, slot_ids: Tensor, aux_hidden_states: Tensor | None, rows: DeviceBatch, cache: KVCache

@@ -9,6 +9,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from batchspec.cache.layout import KVLayout
 from batchspec.draft.layouts import MASK_KEYS, SPECFORGE, HeadConfig, read_config
 from batchspec.model.config_values import ConfigReader
 from batchspec.model.spec import ModelSpec, RopeSpec, read_heads, read_rope, read_windows
@@ -58,6 +61,10 @@ class HeadSpec:
     """It has d2t: draft ids are not target ids."""
     mask_token_id: int | None = None
     """What stands for a token that is not known yet: it can draft in parallel. None: chains only."""
+
+    def kv_layout(self, dtype: torch.dtype, page_size: int) -> KVLayout:
+        """How each of its layers keeps keys and values, computed in `dtype`."""
+        return KVLayout(dtype=dtype, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, page_size=page_size)
 
 
 def read_head(folder: Path, tensors: Collection[str], target: ModelSpec, *, aux_layers: str = "auto") -> HeadSpec:

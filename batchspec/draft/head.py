@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from batchspec.cache.attention import AttentionPlan
+from batchspec.cache.layout import LayerKV
 from batchspec.draft.coupled import Draws
 from batchspec.draft.formats import HeadSpec
 from batchspec.draft.weights import Head
@@ -139,7 +140,7 @@ class EagleHead:
         return normed, normed[:, size:] if self.spec.norm_before_residual else hidden
 
     def layer(
-        self, index: int, normed: Tensor, residual: Tensor, at: Place, kv: Tensor, plan: AttentionPlan,
+        self, index: int, normed: Tensor, residual: Tensor, at: Place, kv: LayerKV, plan: AttentionPlan,
         positions: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Layer `index` on normed [T, 2H] (layer 0) or [T, H]; writes K/V of all T places, adds to residual [T, H] in place.
@@ -149,21 +150,21 @@ class EagleHead:
         """
         return self.finish(index, self.queries(index, normed, at, kv), residual, kv, plan, positions)
 
-    def queries(self, index: int, normed: Tensor, at: Place, kv: Tensor) -> Tensor:
+    def queries(self, index: int, normed: Tensor, at: Place, kv: LayerKV) -> Tensor:
         """The first half of `layer`: q [T, NH, D], and K/V of all T places in their pages."""
         layer = self._layers[index]
         return self._rotate(layer, layer.qkv(normed), at, kv)
 
-    def keep(self, index: int, normed: Tensor, at: Place, kv: Tensor) -> None:
+    def keep(self, index: int, normed: Tensor, at: Place, kv: LayerKV) -> None:
         """K/V alone of all T places: what layer `index` needs of places that nothing goes on from."""
         layer = self._layers[index]
         self._rotate(layer, layer.kv(normed), at, kv)
 
-    def _rotate(self, layer: _Layer, product: Tensor, at: Place, kv: Tensor) -> Tensor:
+    def _rotate(self, layer: _Layer, product: Tensor, at: Place, kv: LayerKV) -> Tensor:
         return rope_write(product, at.rope, kv, at.slots, q_norm=layer.q_norm, k_norm=layer.k_norm, eps=self.spec.rms_eps)
 
     def finish(
-        self, index: int, q: Tensor, residual: Tensor, kv: Tensor, plan: AttentionPlan, positions: Tensor | None = None,
+        self, index: int, q: Tensor, residual: Tensor, kv: LayerKV, plan: AttentionPlan, positions: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """The second half of `layer`, from q [T, NH, D]; out [T, H]: where the result goes, or None."""

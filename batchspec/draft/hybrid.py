@@ -25,6 +25,7 @@ from batchspec.kernels.drafting.draft_choice import observe_drafts, pick_drafts
 
 if TYPE_CHECKING:
     from batchspec.batch.device_batch import DeviceBatch
+    from batchspec.cache.layout import KVLayout
     from batchspec.cache.pages import KVCache
     from batchspec.engine.sampling import SamplingMode
 
@@ -42,7 +43,7 @@ class HybridDrafter:
         """max_len is the larger of both; a round of fewer drafts asks either for as many."""
         self.head, self.lookup = head, lookup
         self.max_len = width = max(head.max_len, lookup.max_len)
-        self.aux_layer_ids, self.num_kv_layers, self.kv_shape = head.aux_layer_ids, head.num_kv_layers, head.kv_shape
+        self.aux_layer_ids, self.num_kv_layers = head.aux_layer_ids, head.num_kv_layers
         zeros = partial(zeros_on, device)
         self._head_ids, self._look_ids = zeros(slots, head.max_len), zeros(slots, width)
         self._head_len, self._look_len, self._match_len, self._picked = (zeros(slots) for _ in range(4))
@@ -60,6 +61,9 @@ class HybridDrafter:
     @mode.setter
     def mode(self, mode: SamplingMode | None) -> None:
         self.head.mode = mode
+
+    def kv_layout(self, page_size: int) -> KVLayout | None:
+        return self.head.kv_layout(page_size)
 
     def prefill(
         self, batch: FlatBatch, slot_ids: Tensor, aux_hidden_states: Tensor | None, rows: DeviceBatch, cache: KVCache

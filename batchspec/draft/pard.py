@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from batchspec.batch.flat_batch import FlatBatch
+from batchspec.cache.layout import KVLayout
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import Usual
 from batchspec.draft.coupled import draws_of
@@ -87,7 +88,6 @@ class PardDrafter(Usual):
         device = model.device
         self.max_len = max_len
         self.num_kv_layers = model.spec.num_layers
-        self.kv_shape: tuple[int, int] | None = (model.spec.num_kv_heads, model.spec.head_dim)
         self._model, self._vocab = model, min(model.spec.vocab_size, target.vocab_size)
         self._chain = None if parallel else WindowDrafter(model, max_len, slots=slots, window=None, vocab=self._vocab)
         widths = range(1, max_len + 1) if parallel else ()
@@ -98,14 +98,14 @@ class PardDrafter(Usual):
         self._positions, self._slots = torch.zeros(2, slots * max_len, dtype=torch.int64, device=device)
         self._kv_len, self._room = torch.zeros(2, slots, dtype=torch.int32, device=device)
 
-    def _own(self, cache: KVCache) -> KVCache:
-        return KVCache(cache.draft_kv, cache.draft_kv[:0], cache.page_size)
+    def kv_layout(self, page_size: int) -> KVLayout | None:
+        return self._model.spec.kv_layout(self._model.dtype, page_size)
 
     @torch.inference_mode()
     def prefill(
         self, batch: FlatBatch, slot_ids: Tensor, aux_hidden_states: Tensor | None, rows: DeviceBatch, cache: KVCache
     ) -> tuple[Tensor, ...]:
-        self._model.forward(batch, self._own(cache), keys_only=True)
+        self._model.forward(batch, cache.drafter_part(), keys_only=True)
         return ()
 
     @torch.inference_mode()
@@ -119,13 +119,13 @@ class PardDrafter(Usual):
         *,
         prepare_next: bool,
     ) -> None:
-        self._model.forward(batch, self._own(cache), keys_only=True)
+        self._model.forward(batch, cache.drafter_part(), keys_only=True)
 
     @torch.inference_mode()
     def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
         if self._chain is not None:
             self._chain.mode = self.mode
-            self._chain.propose(rows, draft_ids, draft_len, self._own(cache))
+            self._chain.propose(rows, draft_ids, draft_len, cache.drafter_part())
             return
         num_rows, width = draft_ids.shape
         ids, kv_len = self._ids[width - 1][:num_rows], self._kv_len[:num_rows]
@@ -146,7 +146,7 @@ class PardDrafter(Usual):
             max_q=width,
             max_kv=rows.tokens.shape[1],
         )
-        hidden, _ = self._model.forward(batch, self._own(cache))
+        hidden, _ = self._model.forward(batch, cache.drafter_part())
         draws = draws_of(self.mode, rows, batch.row_ids, positions, ahead=1)
         if draws is None:
             draft_ids.copy_(self._model.greedy_sample(hidden, vocab=self._vocab).view(num_rows, width))

@@ -20,6 +20,7 @@ from batchspec.model.rope import Rope, rope_frequencies, rope_of
 from batchspec.model.target import Target
 
 if TYPE_CHECKING:
+    from batchspec.cache.layout import KVLayout, LayerKV
     from batchspec.cache.pages import KVCache
 
 
@@ -49,7 +50,6 @@ class HeadReader(Usual):
         self.max_len = max_len
         self.aux_layer_ids = spec.aux_layer_ids
         self.num_kv_layers = spec.num_layers
-        self.kv_shape: tuple[int, int] | None = (spec.num_kv_heads, spec.head_dim)
         self.head = EagleHead(head, target, argmax=argmax)
         self._spec, self._first_layer, self._dtype = spec, target.spec.num_layers, target.dtype
         self._windows = [own if window is None else min(window, own or window) for own in spec.windows]
@@ -80,10 +80,13 @@ class HeadReader(Usual):
             normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[self._windows[i]])
         return normed, residual, at
 
+    def kv_layout(self, page_size: int) -> KVLayout | None:
+        return self._spec.kv_layout(self._dtype, page_size)
+
     def _rope(self, positions: Tensor) -> Rope:
         return rope_of(positions, self._freqs, self._spec.rope.attention_factor, self._dtype)
 
-    def _kv(self, cache: KVCache, index: int) -> Tensor:
+    def _kv(self, cache: KVCache, index: int) -> LayerKV:
         return cache.layer(self._first_layer + index)
 
     def _plans(self, batch: FlatBatch, cache: KVCache, layers: Iterable[int]) -> dict[int | None, AttentionPlan]:

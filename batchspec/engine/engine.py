@@ -59,16 +59,14 @@ class Engine:
         spec = target.spec
         self.target = target
         self.batch, self.drafter, self.options = batch, drafter, options or RoundOptions()
+        layout = spec.kv_layout(target.dtype, batch.page_size)
         self.cache = KVCache.allocate(
+            layout,
             num_layers=spec.num_layers,
             num_pages=batch.num_pages,
-            page_size=batch.page_size,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            dtype=target.dtype,
             device=device,
             num_draft_layers=drafter.num_kv_layers,
-            draft_shape=drafter.kv_shape,
+            draft_layout=drafter.kv_layout(batch.page_size),
         )
         self.pool = PagePool(batch.num_pages)
         self.round = round_for(target, drafter, self.cache, batch, self.options, device)

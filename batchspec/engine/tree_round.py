@@ -19,7 +19,6 @@ from batchspec.draft.tree import TreeDrafter
 from batchspec.engine.round import Drafts, Round, RoundOptions, RoundResult
 from batchspec.engine.sampling import Places, SamplingMode
 from batchspec.kernels.attention.work_list import SharedPrefixes
-from batchspec.kernels.kv_cache.kv_move import kv_move
 from batchspec.kernels.tree.tree_places import tree_places
 from batchspec.kernels.tree.tree_walk import tree_walk
 from batchspec.model.target import Target
@@ -97,7 +96,7 @@ class TreeRound(Round):
         result = self._settle(
             target_ids.index_select(0, at), raw, on_path, chain.cu_seqlens_q, drafts, rows, rows.live, mode, accepted_len
         )
-        kv_move(self.cache.kv, batch.slot_mapping, path, chain.slot_mapping, accepted_len)
+        self.cache.move(batch.slot_mapping, path, chain.slot_mapping, accepted_len)
         assert aux_hidden_states is not None
         self._tree.catch_up(
             chain, aux_hidden_states.index_select(0, at), accepted_len, rows, self.cache, prepare_next=prepare_next

@@ -6,10 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchspec.cache.layout import LayerKV
 from batchspec.kernels.gemm import activation
-from batchspec.kernels.kv_cache.kv_write import kv_write
 from batchspec.kernels.norm_rope import norm
-from batchspec.kernels.norm_rope import rope_write as rope
 from batchspec.model.rope import Rope
 
 
@@ -64,28 +63,26 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rope_write(
-    qkv: Tensor, at: Rope, kv: Tensor, slots: Tensor, *, q_norm: Tensor | None, k_norm: Tensor | None, eps: float
+    qkv: Tensor, at: Rope, kv: LayerKV, slot_mapping: Tensor, *, q_norm: Tensor | None, k_norm: Tensor | None, eps: float
 ) -> Tensor:
     """What attention reads, from the fused product: q normed and rotated, k the same and v in their pages.
 
     qkv             [T, (NH + 2 * KVH) * D]
-    kv              [2, P, page_size, KVH, D] of the same dtype, written at `slots` int64 [T]
+    kv              this layer's, written at the slots int64 [T]
     q_norm, k_norm  [D] weights of the norm of each head, or None
     Returns q [T, NH, D].
     """
-    num_kv_heads, head_dim = kv.shape[3:]
-    heads = qkv.view(qkv.shape[0], -1, head_dim)
-    num_heads = heads.shape[1] - 2 * num_kv_heads
     if at.angles is None:
-        out_q = qkv.new_empty(qkv.shape[0], num_heads, head_dim)
-        rope.rope_write(
-            qkv, at.positions, at.freqs, kv, slots, attention_factor=at.attention_factor, out_q=out_q,
+        return kv.rope_write(
+            qkv, at.positions, at.freqs, slot_mapping, attention_factor=at.attention_factor,
             q_norm=q_norm, k_norm=k_norm, eps=eps,
         )  # fmt: skip
-        return out_q
+    num_kv_heads, head_dim = kv.layout.num_kv_heads, kv.layout.head_dim
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    num_heads = heads.shape[1] - 2 * num_kv_heads
     qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
     if q_norm is not None and k_norm is not None:
         qk = torch.cat((rms_norm(qk[:, :num_heads], q_norm, eps), rms_norm(qk[:, num_heads:], k_norm, eps)), 1)
     qk = rotate(qk, *at.angles)
-    kv_write(qk[:, num_heads:], v, kv, slots)
+    kv.write(qk[:, num_heads:], v, slot_mapping)
     return qk[:, :num_heads]

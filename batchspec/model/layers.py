@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchspec.cache.attention import AttentionPlan
+from batchspec.cache.layout import LayerKV
 from batchspec.kernels.gemm import linear as kernels
 from batchspec.kernels.gemm.tiles import Tile
 from batchspec.model.fused import add_norm, rms_norm, rope_write, silu_and_mul
@@ -116,9 +117,9 @@ class DecoderLayer:
         self._down = fused_linear(weights, [f"{prefix}mlp.down_proj"], spec.mlp_bias)
 
     def queries(
-        self, hidden: Tensor | None, residual: Tensor, rope: Rope, kv: Tensor, slots: Tensor, out_aux: Tensor | None
+        self, hidden: Tensor | None, residual: Tensor, rope: Rope, kv: LayerKV, slot_mapping: Tensor, out_aux: Tensor | None
     ) -> Tensor:
-        """The first half, up to q [T, NH, D]; residual [T, H] in place; K/V go to `slots` of kv [2, P, page_size, KVH, D].
+        """The first half, up to q [T, NH, D]; residual [T, H] in place; K/V go to the slots int64 [T] of kv.
 
         hidden   [T, H] what the layer before left to add, or None
         out_tap  [T, H] gets the stream that enters the layer, or None
@@ -129,9 +130,9 @@ class DecoderLayer:
             qkv = self._qkv.of_norm(residual, self._attention_norm, self._eps)
         else:
             qkv = self._qkv(add_norm(hidden, residual, self._attention_norm, self._eps, out_aux))
-        return rope_write(qkv, rope, kv, slots, q_norm=self._q_norm, k_norm=self._k_norm, eps=self._eps)
+        return rope_write(qkv, rope, kv, slot_mapping, q_norm=self._q_norm, k_norm=self._k_norm, eps=self._eps)
 
-    def finish(self, q: Tensor, residual: Tensor, kv: Tensor, plan: AttentionPlan) -> Tensor | None:
+    def finish(self, q: Tensor, residual: Tensor, kv: LayerKV, plan: AttentionPlan) -> Tensor | None:
         """The rest, residual [T, H] in place; returns what is left to add to it, or None."""
         attended = plan.attend(q, kv, self._scale).flatten(1)
         hidden = self._out.add_to(residual, attended, when=self._gate_up.tile("norm_swiglu", residual) is not None)

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from batchspec.cache.layout import KVLayout
 from batchspec.errors import CheckpointError
 from batchspec.model.config_values import ConfigReader, Json, read_json, short_json, shown
 
@@ -67,6 +70,10 @@ class ModelSpec:
     """The checkpoint's: float32, bfloat16, float64 or float16."""
     generation: Json
     """Sampling defaults of generation_config.json, those that are set."""
+
+    def kv_layout(self, dtype: torch.dtype, page_size: int) -> KVLayout:
+        """How each of its layers keeps keys and values, computed in `dtype`."""
+        return KVLayout(dtype=dtype, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, page_size=page_size)
 
 
 # What a missing key means: the defaults of transformers 5 (models/*/configuration_*.py).

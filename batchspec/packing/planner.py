@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from batchspec.cache.layout import KVLayout
 from batchspec.config.schema import PackingConfig
 from batchspec.errors import CapacityError
 from batchspec.model.spec import ModelSpec
@@ -67,13 +68,13 @@ def choose_batch(
     dtype: torch.dtype,
     draft_len: int,
     num_lookahead_slots: int = 0,
-    draft_kv_width: int = 0,
+    draft_layers: Sequence[KVLayout] = (),
     free_bytes: int,
 ) -> PackedBatch:
     """The shape with the highest predicted tokens/s that fits the memory; what `packing` says explicitly stands.
 
     draft_len       draft tokens that a round verifies, of a tree its nodes; beyond: places behind a row's end that it takes
-    draft_kv_width  numbers of K that the drafter keeps of a token, over its layers
+    draft_layers    K/V layout of each of the drafter's layers, with pages of PAGE_SIZE tokens
     free_bytes      memory that is free once the weights are loaded
     Raises CapacityError where not even one row of demand.max_tokens fits.
     """
@@ -82,7 +83,7 @@ def choose_batch(
         demand, prompt_tokens=demand.prompt_tokens + num_lookahead_slots, max_tokens=demand.max_tokens + num_lookahead_slots
     )
     limit = packing.max_num_seqs or min(CPU_SLOTS if on_cpu else GPU_SLOTS, max(1, demand.num_completions))
-    size_bytes = page_bytes(spec, PAGE_SIZE, dtype, draft_kv_width=draft_kv_width)
+    size_bytes = page_bytes(spec, PAGE_SIZE, dtype, draft_layers=draft_layers)
     if on_cpu:
         pass_tokens = packing.max_num_batched_tokens or CPU_PREFILL
         budget, source = int(free_bytes * CPU_SHARE), f"{CPU_SHARE:.0%} of the free {free_bytes / 1e9:.2f} GB"

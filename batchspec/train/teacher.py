@@ -139,12 +139,10 @@ def _forward(
     spec, device = target.spec, target.device
     pages = -(-max(lengths) // PAGE_SIZE)
     table = 1 + torch.arange(len(lengths) * pages, dtype=torch.int32, device=device).view(len(lengths), pages)
-    one = KVCache.allocate(
-        num_layers=1, num_pages=1 + len(lengths) * pages, page_size=PAGE_SIZE, num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim, dtype=target.dtype, device=device,
-    )  # fmt: skip
+    layout = spec.kv_layout(target.dtype, PAGE_SIZE)
+    kv = layout.allocate(1, 1 + len(lengths) * pages, device)
     # Nothing is read of a layer's K/V once the next one runs: all layers write to the same pages.
-    cache = KVCache(one.kv.expand(spec.num_layers, *one.kv.shape[1:]), one.draft_kv, PAGE_SIZE)
+    cache = KVCache(kv.expand(spec.num_layers, *kv.shape[1:]), layout, kv[:0], layout)
     batch = FlatBatch(
         token_ids=tokens.int(),
         row_ids=row_ids.int(),
