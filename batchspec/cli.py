@@ -41,6 +41,10 @@ COMMANDS = {
 }
 
 
+TAKE_KEYS = ("run", "plan", "submit", "train")
+"""Commands that take keys: their help lists them, and is shown without the imports of the command."""
+
+
 def guarded(command: Callable[[], int]) -> int:
     """The exit code of a whole process: one line at Ctrl-C before a job has begun, silence when the reader of a pipe leaves."""
     try:
@@ -71,6 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(words: list[str]) -> int:
+    if words and words[0] in TAKE_KEYS:
+        from batchspec.commands.reference import asks_for_help, help_text
+
+        if asks_for_help(words[1:]):
+            terminal.show(help_text(words[0]))
+            return 0
     if words and words[0] in COMMANDS:
         module, _ = COMMANDS[words[0]]
         code: int = importlib.import_module(module).main(words[1:])

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from batchspec import terminal
 from batchspec.errors import ConfigError, Interrupted
 
 if TYPE_CHECKING:
@@ -14,9 +15,14 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job that Hydra's command line describes; returns the exit code (see errors.py)."""
-    from batchspec.config.compose import launch
+    from batchspec.commands.reference import asks_for_help, help_text
 
     overrides = sys.argv[1:] if argv is None else argv
+    if asks_for_help(overrides):
+        terminal.show(help_text("run"))
+        return 0
+    from batchspec.config.compose import launch
+
     return launch(run, overrides, require=("model.path", "input.path", "output.dir"))
 
 

@@ -25,7 +25,7 @@ EVERYONE = {
 
 # Package (or top module) -> what of batchspec it may import, besides itself and what everyone may.
 MAY_IMPORT: dict[str, set[str]] = {
-    "run": {"config", "job", "cli", "cluster"},
+    "run": {"config", "commands.reference", "job", "cli", "cluster"},
     "cli": {"arguments", "commands"},
     "api": {
         "config",
@@ -121,7 +121,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "hydra": ("run", "config"),
     "omegaconf": ("config.compose", "config.typed"),
-    "yaml": ("config.compose", "report"),
+    "yaml": ("config.compose", "config.reference", "report"),
     "flashinfer": ("cache.flash",),
     "matplotlib": ("report.pictures",),
     "msgspec": ("dataset", "runstate", "storage"),

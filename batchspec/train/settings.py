@@ -13,83 +13,96 @@ from batchspec.errors import ConfigError
 
 @dataclass(slots=True, kw_only=True)
 class CompletionsConfig:
+    """The completions that the head learns from."""
+
     path: Any = None
-    """Output folder of a job, a glob, or a list of them: Parquet with prompt_ids and token_ids. Required."""
+    """Output folder of a job, or a glob or list of them: Parquet with prompt_ids and token_ids (required)."""
     limit: int | None = None
-    """Take the first N completions only."""
+    """Maximum number of completions, from the first on. null is all of them."""
 
 
 @dataclass(slots=True, kw_only=True)
 class HeadOutputConfig:
+    """Where the head is written."""
+
     dir: str | None = None
-    """Folder of the head, on this machine. Required."""
+    """Folder of the head, on this machine (required)."""
     layout: str = "flat"
-    """flat (SafeAILab, SpecForge, SGLang, vLLM) or speculators (vLLM)."""
+    """Layout of the head's files: flat (SafeAILab, SpecForge, SGLang, vLLM) or speculators (vLLM)."""
     overwrite: bool = False
-    """Delete the head that an earlier training has left there and start anew."""
+    """Delete the head that an earlier training left in output.dir and start anew."""
 
 
 @dataclass(slots=True, kw_only=True)
 class TrainConfig:
+    """The training itself."""
+
     draft_vocab: int = 32000
-    """Tokens that the head can draft: the most frequent ones of the completions, at most the target's vocabulary."""
+    """Maximum number of tokens that the head can draft: the most frequent ones of the completions."""
     aux_layer_ids: list[int] | None = None
-    """Boundaries of the target's residual stream that it reads, i is what enters layer i; null: 2, the middle, last but 2."""
+    """Layers of the target whose input hidden states the head reads. null is layer 2, the middle one and the last but two."""
     layers: int | None = None
-    """Layers of the head: more draft better, and a chain pays for them at each draft token; null: 1, or those of draft.path,
-    which gets the ones that it lacks."""
+    """Number of layers of the head. More layers draft better, but a chain runs them for each draft token. null is 1, or the
+    number that draft.path has; a larger number adds layers to that head."""
     inner: int | None = None
-    """Width inside the MLP of its layers; null: the target's."""
+    """Intermediate size of the MLPs of the head. null is the target's."""
     mask_token: int | None = None
-    """draft=parallel: id of the token that stands for those not known yet; null: the highest one that no row holds."""
+    """Id of the mask token of a parallel head. null is the highest id that occurs in no completion."""
     prompts: bool = False
     """Learn the tokens of the prompts too, not of the completions alone."""
     ahead: int = 6
-    """Draft steps that are trained: of a chain each on the head's own states of the one before (test-time training), of a
-    parallel head each behind one mask more. At least the K that jobs will draft with."""
+    """Number of draft steps that are trained. It should be at least the K that jobs will draft with. A chain trains each step
+    on its own hidden states of the step before (test-time training), a parallel head trains each after one more mask."""
     decay: float = 0.8
-    """Weight of each draft step relative to the one before."""
+    """Weight of each draft step relative to the step before."""
     missed: float = 1.0
-    """What a place counts behind a wrong draft of an earlier step, which a round would throw away; 0 leaves it out."""
+    """Weight of positions after a wrong draft of an earlier step, which a decode round would discard. 0 leaves them out."""
     temperature: float = 1.0
-    """Of the target's distributions that are learnt; below 1 the likeliest token counts for more, as in greedy jobs."""
+    """Temperature of the target's distributions that the head learns. Below 1 the most likely token counts more, as in greedy
+    jobs."""
     lr: float = 3e-3
-    """Highest learning rate: reached after 2 % of the steps, then a straight line down to nothing."""
+    """Highest learning rate. It is reached after 2 % of the steps and then falls linearly to zero."""
     muon: bool = True
-    """The matrices of the layers learn by Muon, what is left by AdamW; false: all by AdamW."""
+    """Train the matrices of the layers with Muon and the rest with AdamW. false trains all with AdamW."""
     clip: float = 0.5
-    """Norm that gradients are clipped to."""
+    """Norm to which gradients are clipped."""
     epochs: int = 4
-    """Passes over the completions."""
+    """Number of passes over the completions."""
     steps: int | None = None
-    """Batches altogether, instead of epochs."""
+    """Number of batches in total, instead of epochs."""
     batch_tokens: int = 32768
-    """Tokens of a batch at most, padding included; rows of like length make a batch."""
+    """Maximum number of tokens of a batch, padding included. Completions of similar length form a batch."""
     max_len: int = 2048
-    """Tokens of a row, prompt included; what is longer is cut at its end."""
+    """Maximum number of tokens of a sequence, prompt included; longer ones are cut at the end."""
     held_out: int = 64
-    """Completions kept out of the training, with all others of their prompts: the acceptance curves are theirs."""
+    """Number of completions kept out of the training, together with all others of their prompts. Acceptance is measured on
+    them."""
     eval_steps: int = 500
-    """Batches between two points of the acceptance curves; 0: at the end alone."""
+    """Number of batches between two measurements of acceptance. 0 measures at the end only."""
     save_s: float = 60.0
-    """Seconds between checkpoints: what a kill can cost."""
+    """Seconds between two checkpoints, which is what a kill can cost."""
     seed: int = 0
-    """Of the first weights, the rows held out and the order of the batches."""
+    """Seed of the initial weights, the choice of held-out completions and the order of the batches."""
 
 
 @dataclass(slots=True, kw_only=True)
 class TrainRun:
     model: ModelConfig = field(default_factory=ModelConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
-    """name; parallel: the head learns to draft in parallel; max_len: K of the acceptance curves; path, aux_layers: a head to go
-    on from."""
     input: CompletionsConfig = field(default_factory=CompletionsConfig)
     output: HeadOutputConfig = field(default_factory=HeadOutputConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     device: str = "auto"
-    """auto (a GPU where there is one), cpu, cuda."""
+    """Device that the models run on. auto is a GPU if there is one."""
 
 
+DESCRIPTIONS: dict[str, str] = {
+    "draft.name": "The kind of head. draft=eagle3 is a chain; draft=parallel drafts all tokens in one forward pass.",
+    "draft.num_speculative_tokens": "K of the acceptance curves, and the default K in the head's config (layout speculators).",
+    "draft.path": "Folder or hub id of a head whose training goes on. null trains a new one.",
+    "draft.parallel": "true trains the head to draft all tokens in one forward pass (draft=parallel).",
+}
+"""Keys that mean something else here than in a job."""
 RANGES: dict[str, tuple[float, float, str]] = {
     "draft.num_speculative_tokens": (1, 64, "it is the K of the acceptance curves"),
     "input.limit": (1, math.inf, "null takes every completion"),
@@ -124,9 +137,11 @@ REQUIRED: dict[str, str] = {
     "input.path": "the output folder of a job that this target ran, or a list of them",
     "output.dir": "the folder that the head goes to",
 }
-_READ = ("draft.name", "draft.path", "draft.aux_layers", "draft.num_speculative_tokens", "draft.parallel")
+READ = ("draft.name", "draft.path", "draft.aux_layers", "draft.num_speculative_tokens", "draft.parallel")
+"""Keys of `draft` that train reads."""
 _OF_NEW_HEADS = ("aux_layer_ids", "inner")
-_UNREAD = ("model.chat_template", "model.think_tokens")
+UNREAD = ("model.chat_template", "model.think_tokens")
+"""Keys of `model` that train does not read."""
 
 
 def check_training(run: TrainRun) -> None:
@@ -154,8 +169,8 @@ def _drafter(run: TrainRun) -> None:
     if run.train.mask_token is not None and run.draft.parallel is not True:
         raise ConfigError(f"train.mask_token={run.train.mask_token} is of draft=parallel; remove one of them")
     usual = TrainRun()
-    for key in (*(f"draft.{name}" for name in asdict(run.draft)), *_UNREAD):
-        if key not in _READ and value_of(run, key) != value_of(usual, key):
+    for key in (*(f"draft.{name}" for name in asdict(run.draft)), *UNREAD):
+        if key not in READ and value_of(run, key) != value_of(usual, key):
             raise ConfigError(f"{key}={value_of(run, key)} is not used by train; remove the key")
     for name in _OF_NEW_HEADS if run.draft.path is not None else ():
         if (value := getattr(run.train, name)) != getattr(usual.train, name):
