@@ -13,10 +13,10 @@ from batchspec.dataset.reader import table_source
 from batchspec.errors import ConfigError
 from batchspec.job import run_job
 from batchspec.prepare import make_engine, open_job, survey_first
-from batchspec.report.progress import Progress
-from batchspec.runner.part import check_errors
-from batchspec.runner.passes import decode_job, shard_table
-from batchspec.runner.reporter import Reporter
+from batchspec.report.progress_bar import ProgressBar
+from batchspec.runner.decode_shards import decode_shards, shard_table
+from batchspec.runner.run_monitor import RunMonitor
+from batchspec.runner.run_shards import check_errors
 from batchspec.runstate.shards import OutputFolder
 from batchspec.storage.store import scanning
 
@@ -47,11 +47,11 @@ def generate(data: Any, *, job: str | None = None, overrides: Sequence[str] = ()
         )
     opened = open_job(config, source)
     seen = survey_first(opened)
-    with Progress(seen.num_outputs(source.num_rows)) as progress:
+    with ProgressBar(seen.num_outputs(source.num_rows)) as progress:
         engine = make_engine(opened, seen, progress)
         tables = {
-            shard.index: shard_table(opened, shard, completions, attempt="in-process")
-            for shard, completions in decode_job(opened, engine, Reporter(progress, seen.mean_output, engine.totals))
+            done.shard.index: shard_table(opened, done, attempt="in-process")
+            for done in decode_shards(opened, engine, RunMonitor(progress, seen.mean_output, engine.totals))
         }
     frame = pl.from_arrow(pa.concat_tables([tables[index] for index in sorted(tables)]))
     assert isinstance(frame, pl.DataFrame)

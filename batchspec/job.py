@@ -1,55 +1,67 @@
 """run_job: read -> admit -> plan -> decode -> write. The page to read first.
 
-job = open_job(config)             every check; nothing is written before all have passed
-output = check_output(job)         the output folder: new, or that of a run of the same job
-compute(job, output, ...)          an engine, and this run's part of the shards: claimed, decoded, committed once (`work/part.py`)
-output.finish(...)                 the card and the report, once no shard is missing
+open_job(config)        every check; nothing is written before all have passed                       prepare.py, dataset/, model/
+check_output(job)       the output folder: new, or that of an earlier run of this job                 runstate/
+new_retry(job, output)  the retry that resume.retry asks for, if any                                  runner/new_retry.py
+compute(job, ...)       one run:
+  survey_first(job)       read and admit the first rows                                               dataset/, packing/
+  EngineWithFallback      choose the batch's shape, load the model, make the engine                     packing/, model/, engine/
+  create_output(job, ..)  the manifest: from here on the folder is a job                              runstate/
+  work_plan(job, ..)      which rows are computed and which are carried over                          runner/
+  ShardRunner.run()       claim shards, decode them, commit each once, until none is left             runner/, supervise/
+finish(output)          the card and the report, once no shard is missing                             report/
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from batchspec import terminal
 from batchspec.config.schema import RunConfig
 from batchspec.dataset.reader import Source
+from batchspec.engine.output_processor import EngineTotals
 from batchspec.errors import TooManyErrors
 from batchspec.packing.survey import Survey
+from batchspec.packing.work_plan import WorkPlan
 from batchspec.prepare import Job, job_fingerprint, make_engine, open_job, recorded_facts, survey_first
 from batchspec.report.card import dataset_card
 from batchspec.report.page import NEEDS_EXTRA, can_draw, write_report
-from batchspec.report.progress import Progress
+from batchspec.report.progress_bar import ProgressBar
 from batchspec.report.stats import JobStats, job_stats
 from batchspec.report.summary import RunSummary
 from batchspec.runner.adaptation import Adaptation
-from batchspec.runner.fitted import FittedEngine, MakeEngine
-from batchspec.runner.part import Part, check_errors
-from batchspec.runner.retries import MAY_DIFFER, Rebuild, new_retry
+from batchspec.runner.compute_all import ComputeAll
+from batchspec.runner.new_retry import MAY_DIFFER, new_retry
+from batchspec.runner.oom_fallback import EngineWithFallback, MakeEngine
+from batchspec.runner.retry_plan import RetryPlan
+from batchspec.runner.run_shards import ShardRunner, check_errors
 from batchspec.runstate.generations import Generation
 from batchspec.runstate.journal import Journaled, saved_rows
 from batchspec.runstate.shards import OutputFolder
 
 
 def run_job(config: RunConfig, source: Source | None = None) -> None:
-    """Run a job to its end, or go on with it where an earlier run of the same command stopped.
+    """Run a job to its end, or continue it where an earlier run of the same command stopped.
 
     `source` replaces the dataset at input.path.
     """
     job = open_job(config, source)
     output = check_output(job)
     retry = new_retry(job, output)
-    goes_on = output.is_job() and not output.begins_anew(config.output.overwrite)
-    finished = output.finished() if goes_on else set()
-    complete = retry is None and goes_on and len(finished) == output.num_shards
+    resumes = output.is_job() and not output.begins_anew(config.output.overwrite)
+    finished = output.finished() if resumes else set()
+    complete = retry is None and resumes and len(finished) == output.num_shards
     if complete:
-        say(f"{output.path}: already complete: {job.source.num_rows} rows in {output.num_shards} shards{nothing_left(config)}")
+        say(
+            f"{output.path}: already complete: {job.source.num_rows} rows in {output.num_shards} shards{nothing_to_retry(config)}"
+        )
     else:
         try:
             compute(job, output, finished, retry=retry)
         except TooManyErrors:
             if output.missing():
-                raise  # with the last shard the job is complete all the same: its card and report come first
+                raise  # raised after the last shard, the job is complete all the same: its card and report come first
         if others := output.missing():
             say(f"{output.path}: this run's part is done; other runs work on {len(others)} of {output.num_shards} shards")
             return
@@ -63,63 +75,60 @@ def run_job(config: RunConfig, source: Source | None = None) -> None:
     say(f"             python -c \"import polars; print(polars.read_parquet('{output.path}/data'))\"")
 
 
-def nothing_left(config: RunConfig) -> str:
-    """What a complete job says to a retry that was done, or that no row needs."""
+def nothing_to_retry(config: RunConfig) -> str:
+    """What a complete job adds when resume.retry asks for a retry that was done before, or that no row needs."""
     if config.resume.retry == "length":
         cap = config.decode.max_new_tokens
         return f"; nothing left for resume=length decode.max_new_tokens={cap}: a row that is still cut off there needs more"
     return "" if config.resume.retry == "none" else f"; nothing left for resume={config.resume.retry}"
 
 
-def finish(output: OutputFolder, *, again: bool) -> JobStats:
-    """Card and report of a job without a missing shard, where they are not there or `again`; what its rows are."""
-    stats = job_stats(output.path)
-    output.tidy()  # a run may have died since the last commit, or have gone on after another one had completed the job
-    if again or not output.has_card():
-        output.finish(dataset_card(output.manifest, stats))
-        if can_draw():
-            write_report(output, stats=stats)
-            say(f"{output.path}/report.html: the job in pictures")
-        else:
-            say(NEEDS_EXTRA.format(out=output.path))
-    return stats
-
-
 def compute(
     job: Job, output: OutputFolder, finished: set[int], make: MakeEngine = make_engine, retry: Generation | None = None
 ) -> None:
-    """Decode and commit every shard that is not `finished` and that no other run works on, and say how fast.
+    """Decode and commit every shard that is not `finished` and that no other run works on; prints and logs the speed.
 
-    `make` is called when every check has passed. `retry` begins then, and its shards alone are computed.
-    Raises what `Part.run` raises.
+    make   makes the engine; called when every check has passed
+    retry  begins a retry: only its shards are computed
+    Raises what `ShardRunner.run` raises.
     """
     began = time.perf_counter()
     seen = survey_first(job)
     if retry is not None:
         finished = finished - set(retry.shards)
-    first_time = not output.is_job() or output.begins_anew(job.config.output.overwrite)
-    again = retry is not None or (not first_time and output.generation is not None)
-    num_errors = job_stats(output.path).error_rows if finished and not again else 0
+    new_job = not output.is_job() or output.begins_anew(job.config.output.overwrite)
+    is_retry = retry is not None or (not new_job and output.generation is not None)
+    num_errors = job_stats(output.path).error_rows if finished and not is_retry else 0
     check_errors(job, num_errors)
-    journaled = Journaled() if first_time or retry is not None else output.journal().read(finished)
-    with bar(job, seen, finished, journaled) as progress:
+    journaled = Journaled() if new_job or retry is not None else output.journal().read(finished)
+    with progress_bar(job, seen, finished, journaled) as progress:
         loading = time.perf_counter()
-        fitted = FittedEngine(job, seen, progress, make)
+        holder = EngineWithFallback(job, seen, progress, make)
         adaptation = Adaptation(job, output, progress)
-        adaptation.serve(fitted.engine)
+        adaptation.serve(holder.engine)
         start_up_s = time.perf_counter() - loading
-        create_output(job, output, retry)  # nothing can be refused from here on
-        if again and output.generation is not None:
+        create_output(job, output, retry)  # no check can refuse the job from here on
+        plan = work_plan(job, output, is_retry=is_retry)
+        if is_retry:
             progress.phase(f"{len(output.missing())} of {output.num_shards} shards are written anew; the other rows stay")
-            job = replace(job, admission=Rebuild(job, output, output.generation))
         elif finished or journaled.num_rows:
             saved = saved_rows(journaled.num_rows, journaled.snapshots.values())
             progress.phase(f"{len(finished)} of {output.num_shards} shards are committed already, {saved}; the rest is computed")
-        part = Part(job, output, fitted, seen, progress, journaled, num_errors, adaptation)
-        part.run()
-    totals = fitted.engine.totals
+        ShardRunner(job, output, plan, holder, seen, progress, journaled, num_errors, adaptation).run()
+    report_speed(output, holder.engine.totals, seconds=time.perf_counter() - began - start_up_s, start_up_s=start_up_s)
+
+
+def work_plan(job: Job, output: OutputFolder, *, is_retry: bool) -> WorkPlan:
+    """Which rows of a shard are computed: all of them, or those that the present retry is for."""
+    if is_retry and output.generation is not None:
+        return RetryPlan(job.admission, output, output.generation)
+    return ComputeAll(job.admission, output)
+
+
+def report_speed(output: OutputFolder, totals: EngineTotals, *, seconds: float, start_up_s: float) -> None:
+    """Print one line about the run that has ended, and keep it in the output folder's logs."""
     summary = RunSummary(
-        seconds=time.perf_counter() - began - start_up_s,
+        seconds=seconds,
         start_up_s=start_up_s,
         tokens=totals.tokens,
         rounds=totals.rounds,
@@ -131,10 +140,24 @@ def compute(
     output.log_run(summary.facts())
 
 
-def bar(job: Job, seen: Survey, finished: set[int], journaled: Journaled) -> Progress:
-    """The progress bar over the output rows of the whole job."""
+def finish(output: OutputFolder, *, again: bool) -> JobStats:
+    """Write the card and the report of a complete job if they are missing, or `again`; returns the statistics of its rows."""
+    stats = job_stats(output.path)
+    output.tidy()  # needed even if this run wrote nothing: the run that committed the last shard may have died before its own
+    if again or not output.has_card():
+        output.finish(dataset_card(output.manifest, stats))
+        if can_draw():
+            write_report(output, stats=stats)
+            say(f"{output.path}/report.html: the job in pictures")
+        else:
+            say(NEEDS_EXTRA.format(out=output.path))
+    return stats
+
+
+def progress_bar(job: Job, seen: Survey, finished: set[int], journaled: Journaled) -> ProgressBar:
+    """A progress bar over the output rows of the whole job."""
     done = seen.num_outputs(len(finished) * job.shard_rows) + len(journaled.completions)
-    return Progress(seen.num_outputs(job.source.num_rows), done=done)
+    return ProgressBar(seen.num_outputs(job.source.num_rows), done=done)
 
 
 def say(line: str) -> None:
@@ -142,14 +165,13 @@ def say(line: str) -> None:
 
 
 def check_output(job: Job) -> OutputFolder:
-    """The output folder: not there yet, or that of the job being resumed. Raises OutputError for another job's; makes nothing."""
+    """The output folder: absent, or that of this job. Writes nothing; raises OutputError when it holds another job."""
     config = job.config.output
     assert config.dir is not None
     output = OutputFolder(config.dir)
-    rows = job.source.num_rows
     output.check(
         fingerprint=job_fingerprint(job),
-        num_rows=rows,
+        num_rows=job.source.num_rows,
         shard_rows=config.shard_rows,
         overwrite=config.overwrite,
         may_differ=MAY_DIFFER[job.config.resume.retry],
@@ -158,7 +180,7 @@ def check_output(job: Job) -> OutputFolder:
 
 
 def create_output(job: Job, output: OutputFolder, retry: Generation | None = None) -> None:
-    """Make the folder and its manifest where they are not there; begin the retry."""
+    """Make the folder and its manifest if they are missing; begin the retry."""
     if retry is not None:
         output.retry(retry)
     output.create(

@@ -43,7 +43,7 @@ from batchspec.packing.cost import Rates, device_rates, weight_bytes
 from batchspec.packing.planner import PAGE_SIZE, Demand, choose_batch, free_memory
 from batchspec.packing.survey import Survey
 from batchspec.records import PackedBatch, SamplingParams
-from batchspec.report.progress import Progress
+from batchspec.report.progress_bar import ProgressBar
 from batchspec.runstate.folder import default_shard_rows
 from batchspec.runstate.manifest import fingerprint
 
@@ -198,7 +198,7 @@ def survey_first(job: Job) -> Survey:
     return seen
 
 
-def make_engine(job: Job, seen: Survey, progress: Progress) -> Engine:
+def make_engine(job: Job, seen: Survey, progress: ProgressBar) -> Engine:
     """Load the weights, choose the shape from the memory that is left, set up the engine; says each step on the progress line."""
     config = job.config
     demand = seen.demand(job.source.num_rows, job.admission.max_len)

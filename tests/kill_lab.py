@@ -28,7 +28,7 @@ from batchspec.config.compose import compose
 from batchspec.config.schema import RunConfig
 from batchspec.errors import BatchspecError
 from batchspec.packing.cost import H200
-from batchspec.runner import part, passes
+from batchspec.runner import decode_shards, run_shards
 from batchspec.runstate import claims, folder
 from batchspec.runstate.claims import Claims
 from batchspec.storage.backends import open_store
@@ -81,7 +81,7 @@ def work(config: RunConfig, said: Path, conduct: Conduct) -> None:
     put(prepare, "device_rates", lambda *_: H200)
     put(suspects, "STILL_S", STILL_S)
     if conduct.journal_s is not None:
-        put(passes, "JOURNAL_S", conduct.journal_s)
+        put(decode_shards, "JOURNAL_S", conduct.journal_s)
     if conduct.stale_s is not None:
         shorten_claims(conduct.stale_s)
     if not conduct.claims:
@@ -115,7 +115,7 @@ def shorten_claims(stale_s: float) -> None:
     Claims.__init__ = begun  # type: ignore[method-assign]
     put(claims, "STALE_S", stale_s)
     put(claims, "BEAT_S", stale_s / 5)
-    put(part, "BEAT_S", stale_s / 5)
+    put(run_shards, "BEAT_S", stale_s / 5)
 
 
 def put(module: Any, name: str, value: Any) -> None:

@@ -20,7 +20,7 @@ from batchspec.config.schema import InputConfig
 from batchspec.dataset import files
 from batchspec.dataset.reader import InputShard, Source, open_source, table_source
 from batchspec.errors import InputError
-from batchspec.runner import passes
+from batchspec.runner import decode_shards
 from batchspec.runstate.shards import OutputFolder
 from batchspec.storage.paths import LocalPlace
 from tests.runs import make_model, run_apart
@@ -116,13 +116,13 @@ def test_the_commit_looks_at_the_input_once_more(model: Path, tmp_path: Path, mo
     """All is read in one piece and right; the file changes behind that, before anything is committed."""
     path = tmp_path / "in.parquet"
     path.write_bytes(as_parquet())
-    commit = passes.commit
+    commit = decode_shards.commit_shard
 
     def late(*rest: Any) -> None:
         path.write_bytes(as_parquet("Bye"))
         commit(*rest)
 
-    monkeypatch.setattr("batchspec.runner.part.commit", late)
+    monkeypatch.setattr("batchspec.runner.run_shards.commit_shard", late)
     assert run.main([*arguments(model, path, tmp_path / "out"), "output.shard_rows=100"]) == 2
     assert not (tmp_path / "out/data").exists()
 

@@ -9,7 +9,7 @@ from contextlib import closing
 
 import pytest
 
-from batchspec.runstate.commits import WAITING, commit_beside
+from batchspec.runner.background_commit import WAITING, commit_in_background
 
 
 def test_shards_come_back_in_order_when_they_are_committed_and_the_next_ones_are_decoded_meanwhile() -> None:
@@ -28,7 +28,7 @@ def test_shards_come_back_in_order_when_they_are_committed_and_the_next_ones_are
         assert third.wait(60)  # the first commit takes until so many more are decoded
         events.append(f"committed {shard}")
 
-    for shard in commit_beside(decoded(), commit):
+    for shard in commit_in_background(decoded(), commit):
         assert f"committed {shard}" in events
         assert f"committed {shard + WAITING + 1}" not in events
     assert [event for event in events if event.startswith("committed")] == [f"committed {shard}" for shard in range(6)]
@@ -42,7 +42,7 @@ def test_a_failed_commit_is_raised_and_no_shard_behind_it_is_given_back() -> Non
 
     given: list[int] = []
     with pytest.raises(OSError, match="full"):
-        given.extend(commit_beside(range(6), commit))
+        given.extend(commit_in_background(range(6), commit))
     assert given == [0, 1]
 
 
@@ -57,6 +57,6 @@ def test_leaving_in_the_middle_waits_for_what_was_begun() -> None:
         yield from range(2)
         raise MemoryError
 
-    with pytest.raises(MemoryError), closing(commit_beside(decoded(), commit)) as commits:
+    with pytest.raises(MemoryError), closing(commit_in_background(decoded(), commit)) as commits:
         list(commits)
     assert over == [0, 1]

@@ -26,7 +26,7 @@ from batchspec.engine.engine import Engine
 from batchspec.engine.round import Round
 from batchspec.errors import Interrupted
 from batchspec.records import PackedBatch
-from batchspec.runner.fitted import smaller
+from batchspec.runner.oom_fallback import smaller
 from batchspec.runstate.attempts import Attempts
 from batchspec.runstate.claims import Claims
 from batchspec.runstate.journal import Journal

@@ -23,6 +23,12 @@ from tests.stand_ins import ByteTokenizer, small_spec
 
 
 def feed(caps: list[int], *, shard_rows: int, slots: int, clock: Callable[[], float] = time.monotonic) -> Feed:
+    return feed_and_admission(caps, shard_rows=shard_rows, slots=slots, clock=clock)[0]
+
+
+def feed_and_admission(
+    caps: list[int], *, shard_rows: int, slots: int, clock: Callable[[], float] = time.monotonic
+) -> tuple[Feed, Admission]:
     source = table_source(pa.table({"prompt": ["x"] * len(caps), "max_new_tokens": caps}))
     config = RunConfig()
     config.decode.max_new_tokens = 500
@@ -30,7 +36,11 @@ def feed(caps: list[int], *, shard_rows: int, slots: int, clock: Callable[[], fl
         config, source=source, columns=map_columns(source.schema, {}), spec=small_spec(), tokenizer=cast(Any, ByteTokenizer())
     )
     num_shards = -(-len(caps) // shard_rows)
-    return Feed(source.shards(shard_rows), admission, num_shards=num_shards, shard_rows=shard_rows, slots=slots, clock=clock)
+    made = Feed(
+        source.shards(shard_rows), admission.admit, predicted=admission.predicted, num_shards=num_shards, shard_rows=shard_rows,
+        slots=slots, clock=clock,
+    )  # fmt: skip
+    return made, admission
 
 
 def done(request: Request, num_tokens: int = 1) -> Completion:
@@ -61,12 +71,12 @@ def test_what_is_left_behind_the_last_whole_window_belongs_to_it() -> None:
 
 
 def test_a_request_is_predicted_by_the_rows_that_ended_before_it_was_handed_out() -> None:
-    made = feed([400] * 8, shard_rows=4, slots=2)
+    made, admission = feed_and_admission([400] * 8, shard_rows=4, slots=2)
     requests = made.requests()
     first = next(requests)
     assert first.predicted_tokens == 200
     for _ in range(16):
-        made._admission.observe(done(first, num_tokens=100))
+        admission.observe(done(first, num_tokens=100))
     assert next(requests).predicted_tokens == 150
 
 
@@ -118,7 +128,7 @@ def test_every_shard_comes_back_once_when_its_last_row_is_done(num_rows: int, sh
     back = []
     for request in made.requests():
         made.add(done(request))
-        for shard, completions in made.complete():
-            assert len(completions) == shard.table.num_rows
-            back.append(shard.index)
+        for decoded in made.complete():
+            assert len(decoded.completions) == decoded.shard.table.num_rows
+            back.append(decoded.shard.index)
     assert sorted(back) == list(range(-(-num_rows // shard_rows)))

@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "report",
         "commands",
     },
-    "job": {"prepare", "runner", "dataset", "runstate", "packing", "report"},
+    "job": {"prepare", "runner", "dataset", "engine.output_processor", "runstate", "packing", "report"},
     "prepare": {"drafters", "adapt.limits", "dataset", "runstate", "packing", "model", "draft", "engine", "report"},
     "drafters": {"adapt.limits", "packing.cost", "model", "draft", "cache.layout"},
     "cluster": {"cli", "config", "packing", "run", "runstate", "storage", "supervise.signals"},
@@ -62,7 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "supervise",
         "train",
     },
-    "supervise": {"dataset", "engine", "prepare", "runner", "runstate", "storage"},
+    "supervise": {"dataset", "engine", "packing.work_plan", "prepare", "runstate", "storage"},
     "commands": {
         "arguments",
         "cache",

@@ -13,8 +13,8 @@ import time
 
 import pytest
 
-from batchspec.report import progress as progress_module
-from batchspec.report.progress import Progress
+from batchspec.report import progress_bar as progress_module
+from batchspec.report.progress_bar import ProgressBar
 
 
 class Clock:
@@ -31,7 +31,7 @@ class Terminal(io.StringIO):
 
 def test_a_log_file_gets_a_line_every_30_seconds_and_one_at_the_end() -> None:
     clock, stream = Clock(), io.StringIO()
-    with Progress(100, done=40, stream=stream, clock=clock) as progress:
+    with ProgressBar(100, done=40, stream=stream, clock=clock) as progress:
         progress.phase("loading the model")
         for _ in range(70):
             clock.now += 1
@@ -46,7 +46,7 @@ def test_a_log_file_gets_a_line_every_30_seconds_and_one_at_the_end() -> None:
 
 def test_the_time_left_comes_from_expected_tokens_where_they_are_known() -> None:
     clock, stream = Clock(), io.StringIO()
-    progress = Progress(10, stream=stream, clock=clock, interval_s=1)
+    progress = ProgressBar(10, stream=stream, clock=clock, interval_s=1)
     clock.now += 10
     progress.update(completions=2, tokens=1000, live_rows=4)
     progress.update(mean_output=800, in_flight_tokens=400)
@@ -59,7 +59,7 @@ def test_the_time_left_comes_from_expected_tokens_where_they_are_known() -> None
 
 def test_the_rate_is_that_of_the_last_minute() -> None:
     clock, stream = Clock(), io.StringIO()
-    progress = Progress(10, stream=stream, clock=clock, interval_s=120)
+    progress = ProgressBar(10, stream=stream, clock=clock, interval_s=120)
     for second in range(120):
         clock.now += 1
         progress.update(tokens=10 if second < 60 else 500, rounds=1)
@@ -68,7 +68,7 @@ def test_the_rate_is_that_of_the_last_minute() -> None:
 
 def test_a_terminal_gets_a_bar_and_notes_above_it() -> None:
     clock, stream = Clock(), Terminal()
-    with Progress(4, stream=stream, clock=clock) as progress:
+    with ProgressBar(4, stream=stream, clock=clock) as progress:
         clock.now += 2
         progress.phase("half way\x1b[31m")
         progress.update(completions=4, tokens=300, accepted=1, rounds=4, live_rows=3, mean_output=9)
@@ -93,7 +93,7 @@ def test_a_terminal_gets_a_bar_and_notes_above_it() -> None:
 )
 def test_the_bar_fits_its_terminal_and_what_matters_most_stays(columns: int, said: str) -> None:
     clock = Clock()
-    progress = Progress(1000, stream=Terminal(), clock=clock)
+    progress = ProgressBar(1000, stream=Terminal(), clock=clock)
     clock.now += 694
     progress.update()
     clock.now += 60
@@ -104,7 +104,7 @@ def test_the_bar_fits_its_terminal_and_what_matters_most_stays(columns: int, sai
 
 def test_time_goes_on_while_no_round_ends() -> None:
     clock = Clock()
-    progress = Progress(10, stream=Terminal(), clock=clock)
+    progress = ProgressBar(10, stream=Terminal(), clock=clock)
     progress.update(completions=1, tokens=10, rounds=5)
     clock.now += 95
     assert ", 01:35, 0 tok/s, no round for 95 s" in progress.bar(100)
@@ -113,7 +113,7 @@ def test_time_goes_on_while_no_round_ends() -> None:
 def test_the_bar_is_drawn_without_anybody_s_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_module, "TICK_S", 0.01)
     stream, clock = Terminal(), Clock()
-    with Progress(10, stream=stream, clock=clock):
+    with ProgressBar(10, stream=stream, clock=clock):
         clock.now += 61
         deadline = time.monotonic() + 30
         while "01:01" not in stream.getvalue() and time.monotonic() < deadline:
@@ -124,7 +124,7 @@ def test_the_bar_is_drawn_without_anybody_s_call(monkeypatch: pytest.MonkeyPatch
 def test_a_log_file_hears_of_a_long_prefill_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_module, "TICK_S", 0.01)
     stream, clock = io.StringIO(), Clock()
-    with Progress(10, stream=stream, clock=clock) as progress:
+    with ProgressBar(10, stream=stream, clock=clock) as progress:
         progress.update(completions=1, rounds=1)
         clock.now += 31
         deadline = time.monotonic() + 30
@@ -148,7 +148,7 @@ def on_terminal(columns: int) -> str:
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     with os.fdopen(theirs, "w", encoding="utf-8") as stream:
         clock = Clock()
-        with Progress(1000, stream=stream, clock=clock) as progress:
+        with ProgressBar(1000, stream=stream, clock=clock) as progress:
             for _ in range(5):
                 clock.now += 10
                 progress.update(completions=150, tokens=700, accepted=5, rounds=20, live_rows=8)
@@ -158,6 +158,6 @@ def on_terminal(columns: int) -> str:
 
 
 def test_an_empty_rate_shows_no_time_left(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(3, clock=Clock()):
+    with ProgressBar(3, clock=Clock()):
         pass
     assert capsys.readouterr().err == "0/3 completions (0.0%), 0 tok/s, 0 live rows\n"

@@ -186,7 +186,7 @@ def test_error_rows_are_listed_by_code_with_their_reasons(tmp_path: Path, monkey
 def test_the_top_says_which_model_how_it_was_sampled_when_and_how_long(tmp_path: Path) -> None:
     folder = job(tmp_path, mixed(), decode={"temperature": 0.5, "seed": 3})
     record(folder)
-    folder.progress().write({"host": "a", "pid": 7, "began_at": 1_000_000.0, "at": 1_000_100.0, "end": "done"})
+    folder.heartbeats().write({"host": "a", "pid": 7, "began_at": 1_000_000.0, "at": 1_000_100.0, "end": "done"})
     head = report(tmp_path).split("<header>")[1].split("</header>")[0]
     for fact in (
         "<dt>Model</dt><dd>tiny</dd>", "<dt>Sampling</dt><dd>temperature 0.5, seed 3</dd>", "<dt>Wall time</dt><dd>40.0 s</dd>",
@@ -277,7 +277,7 @@ def test_a_browser_shows_all_of_it_on_a_phone_and_on_a_desk_light_and_dark(tmp_p
 def test_what_became_of_every_run_is_shown(tmp_path: Path) -> None:
     folder = job(tmp_path, mixed())
     said = {"host": "node<1>", "pid": 7, "began_at": 100.0, "at": 110.0, "tokens": 500, "shards": 6, "end": "interrupted"}
-    folder.progress().write(said)
+    folder.heartbeats().write(said)
     text = report(tmp_path)
     assert "<tr><td>node&lt;1&gt;:7</td><td>interrupted</td><td>6</td><td>0</td><td>50</td><td>-</td></tr>" in text
 

@@ -136,7 +136,7 @@ def test_a_store_that_fails_in_the_middle_ends_the_run_with_74_and_the_same_comm
         return (503, "SlowDown") if committed and environ["REQUEST_METHOD"] == "PUT" else None
 
     program = (
-        "import sys; from batchspec import run; from batchspec.io import retry; retry.DEADLINE_S = 0.5\n"
+        "import sys; from batchspec import run; from batchspec.storage import retry; retry.DEADLINE_S = 0.5\n"
         "sys.exit(run.main(sys.argv[1:]))"
     )
     lab.faults.before = fail

@@ -219,7 +219,7 @@ def test_a_file_that_reads_back_with_other_rows_is_not_published(
     def forgetful(table: pa.Table, path: Path, metadata: dict[str, str]) -> None:
         write_parquet(other(table), path, metadata)
 
-    monkeypatch.setattr("batchspec.runstate.verified.write_parquet", forgetful)
+    monkeypatch.setattr("batchspec.runstate.shard_writer.write_parquet", forgetful)
     folder = new_folder(tmp_path, 6, 2)
     with pytest.raises(StorageError, match="reads back with other rows"):
         folder.commit(0, tables()[0])
@@ -258,7 +258,7 @@ def test_a_disk_that_keeps_other_bytes_is_found_before_publishing(
         data[place] ^= 0x55
         path.write_bytes(data)
 
-    monkeypatch.setattr("batchspec.runstate.verified.write_parquet", rotten)
+    monkeypatch.setattr("batchspec.runstate.shard_writer.write_parquet", rotten)
     folder = new_folder(tmp_path, 6, 2)
     with pytest.raises(StorageError, match="reads back"):
         folder.commit(0, tables()[0])

@@ -24,9 +24,9 @@ from batchspec.commands import status as command
 from batchspec.commands.status import render
 from batchspec.errors import ConfigError, Interrupted, OutputError, StorageError
 from batchspec.report.status import JobStatus, Watcher
-from batchspec.runstate import progress as progress_module
+from batchspec.runstate import heartbeats as heartbeats_module
 from batchspec.runstate.claims import whoami
-from batchspec.runstate.progress import FOLDER, Beacon, RunProgress
+from batchspec.runstate.heartbeats import FOLDER, HeartbeatWriter, RunHeartbeat
 from batchspec.runstate.shards import OutputFolder
 from tests.io_samples import built, dataset, new_folder, shards_of
 from tests.models import make_checkpoint, make_tokenizer
@@ -98,7 +98,7 @@ def test_what_a_signal_saved_counts_until_others_go_on_with_it(tmp_path: Path) -
 
 def test_a_young_run_speaks_soon_and_then_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
-    beacon = Beacon(SimpleNamespace(write=lambda facts: None, beat_s=10.0), dict, slots=1)  # type: ignore[arg-type]
+    beacon = HeartbeatWriter(SimpleNamespace(write=lambda facts: None, beat_s=10.0), dict, slots=1)  # type: ignore[arg-type]
 
     def wait(seconds: float) -> None:
         waited.append(seconds)
@@ -180,7 +180,7 @@ def test_a_torn_or_foreign_file_is_counted_and_passed_over(tmp_path: Path, text:
 
 
 def test_fields_that_a_later_version_adds_or_drops_are_no_fault() -> None:
-    got = RunProgress.parse(b'{"attempt": "a", "tokens": 5.0, "new": [1]}')
+    got = RunHeartbeat.parse(b'{"attempt": "a", "tokens": 5.0, "new": [1]}')
     assert got is not None
     assert (got.tokens, got.slots) == (5, 0)
 
@@ -224,7 +224,7 @@ def test_json_says_all_of_it_and_watching_ends_with_the_job(
 
 
 class Files:
-    """Stands for ProgressFiles; a store that answers as `act` does."""
+    """Stands for HeartbeatFiles; a store that answers as `act` does."""
 
     beat_s = 0.01
 
@@ -248,7 +248,7 @@ class Files:
 )
 def test_the_last_word_of_a_run_says_how_it_ended(error: BaseException | None, end: str, said: str) -> None:
     files: Any = Files()
-    with suppress(BaseException), Beacon(files, lambda: {"tokens": 7}, slots=4):
+    with suppress(BaseException), HeartbeatWriter(files, lambda: {"tokens": 7}, slots=4):
         if error is not None:
             raise error
     last = files.written[-1]
@@ -261,14 +261,14 @@ def test_a_store_that_fails_or_hangs_keeps_no_run_from_working_or_ending(monkeyp
         raise StorageError("down")
 
     failing: Any = Files(fail)
-    with Beacon(failing, dict, slots=1):
+    with HeartbeatWriter(failing, dict, slots=1):
         while len(failing.written) < 3:
             time.sleep(0.01)
     assert failing.written[-1]["end"] == "done"
-    monkeypatch.setattr(progress_module, "LAST_WORD_S", 0.1)
+    monkeypatch.setattr(heartbeats_module, "LAST_WORD_S", 0.1)
     hanging: Any = Files(lambda: time.sleep(5))
     began = time.monotonic()
-    with Beacon(hanging, dict, slots=1):
+    with HeartbeatWriter(hanging, dict, slots=1):
         pass
     assert time.monotonic() - began < 2
 
@@ -287,9 +287,9 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def started(words: list[str]) -> subprocess.Popen[str]:
     """The job in a process of its own, at 20 rounds a second and with a progress file every tenth of one."""
     program = (
-        "import sys, time; from batchspec import run; from batchspec.io import progress\n"
+        "import sys, time; from batchspec import run; from batchspec.runstate import heartbeats\n"
         "from batchspec.engine.round import Round\n"
-        "progress.BEAT_S, step = 0.1, Round.run\n"
+        "heartbeats.BEAT_S, step = 0.1, Round.run\n"
         "Round.run = lambda self, *rest, **named: (time.sleep(0.05), step(self, *rest, **named))[1]\n"
         "sys.exit(run.main(sys.argv[1:]))"
     )

@@ -122,7 +122,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     ]  # fmt: skip
     assert run.main(words) == 0
     said = {"host": f"node{HEADING}", "pid": 7, "end": "failed", "said": HEADING, "task": RED, "at": 5.0}
-    OutputFolder(folder / "out").progress().write(said)
+    OutputFolder(folder / "out").heartbeats().write(said)
     return folder, words
 
 

@@ -38,8 +38,8 @@ from batchspec.packing.feed import WINDOW_SHARDS
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, open_job
 from batchspec.records import Completion, Request, RowStats, Snapshot
-from batchspec.report.progress import Progress
-from batchspec.runner.passes import JOURNAL_S
+from batchspec.report.progress_bar import ProgressBar
+from batchspec.runner.decode_shards import JOURNAL_S
 from batchspec.runstate.journal import Journal
 from batchspec.storage.local import LocalStore
 
@@ -162,7 +162,7 @@ class StandInEngine:
         self.on_round: Callable[[EngineTotals], None] | None = None
         self.last: deque[Completion] = deque(maxlen=1024)
 
-    def made(self, job: Job, seen: Survey, progress: Progress) -> Engine:
+    def made(self, job: Job, seen: Survey, progress: ProgressBar) -> Engine:
         return cast(Engine, self)
 
     def stop(self) -> None:

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.report.status import JobStatus, RunStatus, Watcher
-from batchspec.runstate.progress import BEAT_S
+from batchspec.runstate.heartbeats import BEAT_S
 from batchspec.runstate.shards import OutputFolder
 from batchspec.text import MESSAGE_CHARS, one_line
 

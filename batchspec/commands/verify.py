@@ -31,7 +31,7 @@ from batchspec.kernels.sampling.sample import gumbel_reference
 from batchspec.packing.planner import PAGE_SIZE
 from batchspec.prepare import Job, job_fingerprint, make_engine, open_job, survey_first
 from batchspec.records import Request
-from batchspec.report.progress import Progress
+from batchspec.report.progress_bar import ProgressBar
 from batchspec.runstate.shards import OutputFolder
 from batchspec.storage.store import scanning
 from batchspec.text import MESSAGE_CHARS, one_line
@@ -124,7 +124,7 @@ def _job_of(out: str | Path, dtype: str | None, device: str | None) -> Job:
 
 
 def _plain_engine(job: Job) -> Engine:
-    with Progress(0) as progress:
+    with ProgressBar(0) as progress:
         engine = make_engine(job, survey_first(job), progress)
     assert isinstance(engine.drafter, NoDrafter)
     return engine

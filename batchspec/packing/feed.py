@@ -1,68 +1,85 @@
-"""The stream of requests: shards admitted a window at a time, and what each of them still owes."""
+"""The stream of requests to the engine: shards are admitted a window at a time, and handed back when their last row is done."""
 
 from __future__ import annotations
 
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from batchspec.dataset.reader import InputShard
-from batchspec.packing.admit import Admission
 from batchspec.packing.planner import order_requests
+from batchspec.packing.work_plan import DecodedShard, PlanRows
 from batchspec.records import Completion, Request
 from batchspec.runstate.journal import Journaled
 
 WINDOW_SHARDS = 4
-"""Shards in flight at least: requests are ordered inside a window of this many."""
+"""A window holds at least this many shards. Requests are ordered by length inside a window."""
 WINDOW_SLOTS = 2
-"""Input rows of a window at least, for each slot of the batch."""
+"""A window holds at least this many input rows for each slot of the batch."""
 EARLY_S = 5.0
-"""How long before a window ends the next one begins to be admitted, a few rows with each request that is handed out. Admitted at
-once, 2,000 chats would keep the card waiting for half a second. No earlier: until then other runs may take its shards."""
+"""Admission of the next window begins this long before the present one is used up, a few rows with each request handed out.
+Admitting 2,000 chats at once would keep the GPU waiting for half a second. It does not begin earlier, because other runs may
+still claim the next shards."""
+
+
+@dataclass(slots=True)
+class _OpenShard:
+    shard: InputShard
+    num_outputs: int = 0
+    num_carried: int = 0
+    completions: list[Completion] = field(default_factory=list)
+
+    @property
+    def num_done(self) -> int:
+        return len(self.completions) + self.num_carried
 
 
 class Feed:
-    """Admits shards a window at a time, hands out their requests longest first, and knows what each shard still owes.
+    """Admits shards a window at a time, hands out their requests longest first, and tracks what each shard lacks.
 
-    num_shards  that `shards` will give
-    shard_rows  input rows of each, the last one aside
-    slots       of the batch that the requests run through
-    journaled   what earlier runs did: finished rows are not asked for again, the others go on where they were
+    rows        what to do with each output row of a shard
+    predicted   gives a request the output length that is expected now
+    num_shards  how many shards `shards` will give
+    shard_rows  input rows of a shard; the last shard may have fewer
+    slots       slots of the batch that the requests run through
+    journaled   what earlier runs did: finished rows are not decoded again, the others go on from their saved tokens
 
-    Longest first pays where a window holds more rows than the batch: in 800 rows of 8K whose lengths are known, through 88
-    slots, windows of 64 rows take 5,454 rounds, of 176 rows 4,853. What is left behind the last whole window belongs to it:
-    a short last window would begin anew with long rows, and they would end alone.
+    Longest first pays when a window holds more rows than the batch: for 800 rows of 8K whose lengths are known, through 88 slots,
+    windows of 64 rows take 5,454 rounds and windows of 176 rows take 4,853. The remainder of the input is merged into the last
+    window: otherwise its longest requests would become a tail that leaves most slots empty.
     """
 
     def __init__(
         self,
         shards: Iterator[InputShard],
-        admission: Admission,
+        rows: PlanRows,
         *,
+        predicted: Callable[[Request], Request],
         num_shards: int,
         shard_rows: int,
         slots: int,
         journaled: Journaled | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._shards, self._admission, self._clock = shards, admission, clock
+        self._shards, self._rows, self._predicted, self._clock = shards, rows, predicted, clock
         self._num_shards, self._shard_rows, self._slots = num_shards, shard_rows, slots
         self._window = max(WINDOW_SHARDS, -(-WINDOW_SLOTS * slots // shard_rows))
         self._num_windows = max(1, num_shards // self._window)
         self._journaled = journaled or Journaled()
-        self._open: dict[int, tuple[InputShard, int, list[Completion]]] = {}
+        self._open: dict[int, _OpenShard] = {}
         self._handed_out, self._filled_at = 0, 0.0
 
     def requests(self) -> Iterator[Request]:
-        """Requests in decoding order: those of a window longest first."""
+        """Requests in decoding order: window by window, the longest of a window first."""
         coming = self._admitted(0)
         for window in range(1, self._num_windows + 1):
             requests = order_requests(list(itertools.chain.from_iterable(coming)))
             coming, ahead, rows = self._admitted(window), list[list[Request]](), self._num_rows(window)
-            for place, request in enumerate(requests, 1):
-                # Rows that ended since the window was read say more about output lengths than was known then.
-                yield self._admission.predicted(request)
-                left = len(requests) - place
+            for number, request in enumerate(requests, 1):
+                # Rows that finished since the window was admitted tell more about output lengths than was known then.
+                yield self._predicted(request)
+                left = len(requests) - number
                 if self._ends_soon(left):
                     some = list(itertools.islice(coming, -(-rows // (left + 1))))
                     rows -= len(some)
@@ -70,7 +87,7 @@ class Feed:
             coming = itertools.chain(ahead, coming)
 
     def _ends_soon(self, left: int) -> bool:
-        """Whether `left` requests more go out within EARLY_S, by the pace of all behind the first ones, which fill the slots."""
+        """Whether the `left` last requests will be handed out within EARLY_S, by the pace since the slots were filled."""
         self._handed_out += 1
         if self._handed_out <= self._slots:
             self._filled_at = self._clock()
@@ -85,26 +102,31 @@ class Feed:
         return shards * self._shard_rows
 
     def _admitted(self, window: int) -> Iterator[list[Request]]:
-        """The requests of each input row of a window, admitted when they are asked for."""
+        """The requests of each output row of a window, none or one; a row is admitted when it is asked for."""
         if window >= self._num_windows:
             return
         for shard in itertools.islice(self._shards, None if window == self._num_windows - 1 else self._window):
-            entries = []
-            for entry in map(self._journaled.known, self._admission.admit(shard)):
-                entries.append(entry)
+            opened = _OpenShard(shard)
+            for planned in self._rows(shard):
+                entry = None if planned is None else self._journaled.known(planned)
+                opened.num_outputs += 1
+                opened.num_carried += entry is None
+                if isinstance(entry, Completion):
+                    opened.completions.append(entry)
                 yield [entry] if isinstance(entry, Request) else []
-            self._open[shard.index] = (shard, len(entries), [e for e in entries if isinstance(e, Completion)])
+            self._open[shard.index] = opened
 
     def add(self, completion: Completion) -> None:
-        self._open[completion.shard][2].append(completion)
+        """A request of an open shard has finished."""
+        self._open[completion.shard].completions.append(completion)
 
     @property
     def open_shards(self) -> list[tuple[int, int]]:
-        """Shards that still owe completions, and how many are there already."""
-        return [(index, len(done)) for index, (_, _, done) in self._open.items()]
+        """Shards that lack completions, each with the number of output rows that it has already."""
+        return [(index, opened.num_done) for index, opened in self._open.items()]
 
-    def complete(self) -> Iterator[tuple[InputShard, list[Completion]]]:
-        """Shards whose every row is there; each comes once."""
-        for index in [index for index, (_, count, done) in self._open.items() if len(done) == count]:
-            shard, _, completions = self._open.pop(index)
-            yield shard, completions
+    def complete(self) -> Iterator[DecodedShard]:
+        """Shards that lack nothing any more; each is given once."""
+        for index in [index for index, opened in self._open.items() if opened.num_done == opened.num_outputs]:
+            done = self._open.pop(index)
+            yield DecodedShard(shard=done.shard, completions=done.completions, num_carried=done.num_carried)

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from batchspec.runstate.claims import is_gone, whoami
-from batchspec.runstate.progress import ProgressFiles, RunProgress
+from batchspec.runstate.heartbeats import HeartbeatFiles, RunHeartbeat
 from batchspec.runstate.shards import OutputFolder
 
 STUCK_S = 120.0
@@ -24,7 +24,7 @@ MIN_RUNS = 3
 class RunStatus:
     """One run and what can be told of it from outside."""
 
-    run: RunProgress
+    run: RunHeartbeat
     state: str
     """running; waiting: has no shard, for others still work on the last ones; stuck: has rows, and no round for STUCK_S;
     silent: no sign of life for as long as a claim
@@ -82,14 +82,14 @@ class Watcher:
 
     def __init__(self, output: OutputFolder, clock: Callable[[], float] = time.time) -> None:
         self._output, self._clock = output, clock
-        self._files: ProgressFiles | None = None
+        self._files: HeartbeatFiles | None = None
 
     def look(self) -> JobStatus:
         """Raises OutputError where there is something, but no job; StorageError."""
         output = self._output
         if output.is_untouched():
             return _not_begun(output.path)
-        self._files = self._files or output.progress()
+        self._files = self._files or output.heartbeats()
         runs, unreadable = self._files.read()  # before the claims: a run that ends in between leaves none behind
         missing = output.missing()
         claims = output.claims()
@@ -126,7 +126,7 @@ def _not_begun(path: str) -> JobStatus:
     )  # fmt: skip
 
 
-def _judged(runs: Sequence[RunProgress], owners: dict[int, str], now: float, stale_s: float) -> list[RunStatus]:
+def _judged(runs: Sequence[RunHeartbeat], owners: dict[int, str], now: float, stale_s: float) -> list[RunStatus]:
     """What can be told of every run; `owners` are the claims on shards that are not committed."""
     starts: dict[str, int] = {}
     for run in runs:
@@ -148,7 +148,7 @@ def _judged(runs: Sequence[RunProgress], owners: dict[int, str], now: float, sta
     ]
 
 
-def _state(run: RunProgress, held: tuple[int, ...], last_start: int, who: dict[str, Any], now: float, stale_s: float) -> str:
+def _state(run: RunHeartbeat, held: tuple[int, ...], last_start: int, who: dict[str, Any], now: float, stale_s: float) -> str:
     if run.end:
         return run.end
     if is_gone(asdict(run), who) or (run.task and run.restart < last_start):
@@ -161,7 +161,7 @@ def _state(run: RunProgress, held: tuple[int, ...], last_start: int, who: dict[s
 
 
 def _left(
-    looked: Sequence[RunStatus], runs: Sequence[RunProgress], missing: set[int], output: OutputFolder
+    looked: Sequence[RunStatus], runs: Sequence[RunHeartbeat], missing: set[int], output: OutputFolder
 ) -> tuple[float, float, float, float | None]:
     """Completions done and to be done in all, the share of the job that is done, and seconds left."""
     lives = [status for status in looked if status.lives]

@@ -21,7 +21,7 @@ from batchspec.errors import CheckpointError, OutputError, StorageError
 from batchspec.model.weights import weight_files
 from batchspec.prepare import Job
 from batchspec.records import Completion
-from batchspec.report.progress import Progress
+from batchspec.report.progress_bar import ProgressBar
 from batchspec.runstate.shards import OutputFolder
 from batchspec.train.data import Numbers
 from batchspec.train.head import published_network
@@ -34,7 +34,7 @@ SAVE_S, SAVE_SHARE = 60.0, 0.02
 class Adaptation:
     """Does nothing in a job without draft.adapt.every_shards."""
 
-    def __init__(self, job: Job, output: OutputFolder, progress: Progress) -> None:
+    def __init__(self, job: Job, output: OutputFolder, progress: ProgressBar) -> None:
         self._job, self._output, self._progress = job, output, progress
         self._adapter: Adapter | None = None
         self._engine: Engine | None = None

@@ -37,11 +37,11 @@ from batchspec.runstate.footers import identity, part_name, read_shard_file
 from batchspec.runstate.generations import FOLDER as RETRIES
 from batchspec.runstate.generations import unfinished
 from batchspec.runstate.heads import HeadFiles
+from batchspec.runstate.heartbeats import HeartbeatFiles
 from batchspec.runstate.journal import FOLDER as JOURNAL
 from batchspec.runstate.journal import Journal
 from batchspec.runstate.overwrite import read_manifest
-from batchspec.runstate.progress import ProgressFiles
-from batchspec.runstate.verified import write_verified
+from batchspec.runstate.shard_writer import write_verified
 from batchspec.storage.store import scanning, storing
 
 SUMS = "_batchspec/sums"
@@ -205,9 +205,9 @@ class OutputFolder(JobFolder):
         """Which rows runs died with."""
         return Attempts(self._work, self.attempt)
 
-    def progress(self) -> ProgressFiles:
+    def heartbeats(self) -> HeartbeatFiles:
         """What runs say of themselves."""
-        return ProgressFiles(self._store, self.attempt)
+        return HeartbeatFiles(self._store, self.attempt)
 
     def journal(self) -> Journal:
         """What runs keep of shards that they do not commit."""

@@ -24,9 +24,9 @@ from batchspec.dataset.reader import InputShard, locate
 from batchspec.engine.engine import Engine
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.errors import BatchspecError, StorageError
+from batchspec.packing.work_plan import DecodedShard, WorkPlan
 from batchspec.prepare import Job
 from batchspec.records import Completion, Request, RowError
-from batchspec.runner.retries import Rebuild
 from batchspec.runstate.attempts import Attempts
 from batchspec.runstate.claims import Claims
 from batchspec.runstate.journal import Journal, Journaled
@@ -78,6 +78,7 @@ def taken(
 
 def decode_suspects(
     job: Job,
+    plan: WorkPlan,
     engine: Engine,
     shards: Iterator[InputShard],
     attempts: Attempts,
@@ -85,12 +86,13 @@ def decode_suspects(
     journaled: Journaled,
     *,
     finished: Callable[[Completion], None],
-) -> Iterator[tuple[InputShard, list[Completion]]]:
-    """Each shard with its completions, as `decode_job` gives them; nothing more once the engine is asked to stop."""
+) -> Iterator[DecodedShard]:
+    """Each shard, as `decode_shards` gives them; nothing more once the engine is asked to stop."""
     for shard in shards:
         strikes = attempts.strikes(shard.index)
         crashed = {row: alone for row, alone in strikes.items() if alone >= job.config.resume.row_attempts}
-        done = [error for row, alone in crashed.items() for error in _crashed(job, shard, row, alone, journaled)]
+        done = [error for row, alone in crashed.items() for error in _crashed(job, plan, shard, row, alone, journaled)]
+        num_carried = 0
         for group, trial in _groups(shard, strikes, crashed, engine.batch.num_slots):
             if engine.stopping:
                 return
@@ -101,10 +103,15 @@ def decode_suspects(
                 attempts.enter_trial(shard.index, group[0])
             else:
                 attempts.enter(shard.index, group)
-            entries = [entry for row in group for entry in _admitted(job, shard, row, journaled)]
+            entries = [entry for row in group for entry in _planned(plan, shard, row, journaled)]
+            num_carried += entries.count(None)
             requests = [entry for entry in entries if isinstance(entry, Request)]
             done += [entry for entry in entries if isinstance(entry, Completion)]
-            with _followed(engine, entries, attempts, journal) if trial else nullcontext():
+            with (
+                _followed(engine, [entry for entry in entries if entry is not None], attempts, journal)
+                if trial
+                else nullcontext()
+            ):
                 for completion in engine.run(iter(requests)):
                     job.admission.observe(completion)
                     finished(completion)
@@ -116,7 +123,7 @@ def decode_suspects(
         if engine.stopping:
             return
         attempts.clear()
-        yield shard, done
+        yield DecodedShard(shard=shard, completions=done, num_carried=num_carried)
 
 
 def _groups(
@@ -189,17 +196,18 @@ def _one(shard: InputShard, row: int) -> InputShard:
     return InputShard(index=shard.index, first_row=row, table=shard.table.slice(row - shard.first_row, 1), bad=bad)
 
 
-def _admitted(job: Job, shard: InputShard, row: int, journaled: Journaled) -> Iterator[Request | Completion]:
-    for entry in job.admission.admit(_one(shard, row)):
-        yield journaled.known(entry)
+def _planned(plan: WorkPlan, shard: InputShard, row: int, journaled: Journaled) -> Iterator[Request | Completion | None]:
+    """As `WorkPlan.rows` for one row, with what earlier runs did of it."""
+    for entry in plan.rows(_one(shard, row)):
+        yield None if entry is None else journaled.known(entry)
 
 
-def _crashed(job: Job, shard: InputShard, row: int, alone: int, journaled: Journaled) -> Iterator[Completion]:
+def _crashed(job: Job, plan: WorkPlan, shard: InputShard, row: int, alone: int, journaled: Journaled) -> Iterator[Completion]:
     """One error row; where some of its samples are journaled, those and an error for each of the others.
 
     None in a retry: the row stays as it was.
     """
-    if isinstance(job.admission, Rebuild) and job.admission.has(shard.index):
+    if plan.carries_over(shard.index):
         return
     file, place = locate(job.source.files, row)
     (request_id,) = request_ids(job.source, job.columns, _one(shard, row))
@@ -209,7 +217,7 @@ def _crashed(job: Job, shard: InputShard, row: int, alone: int, journaled: Journ
     )
     samples = [0]
     if any(key[0] == row for key in journaled.completions):  # to admit it does not kill
-        entries = list(_admitted(job, shard, row, journaled))
+        entries = list(_planned(plan, shard, row, journaled))
         yield from (entry for entry in entries if isinstance(entry, Completion))
         samples = [entry.sample_index for entry in entries if isinstance(entry, Request)]
     for sample in samples:

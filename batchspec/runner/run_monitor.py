@@ -1,29 +1,32 @@
-"""What a run tells while it goes on: to the progress bar, the time line, the claims, the watchdog and the deadline."""
+"""What a run reports after each round: to the progress bar, the timeline, its claims, the watchdog and the deadline."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from batchspec.dataset.reader import InputShard
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.packing.feed import Feed
+from batchspec.packing.work_plan import DecodedShard
 from batchspec.records import Completion, Request
-from batchspec.report.progress import Progress
+from batchspec.report.progress_bar import ProgressBar
 from batchspec.report.timeline import Timeline
 from batchspec.runstate.claims import Claims
 from batchspec.supervise.deadline import Deadline
 
+PRIOR_ROWS = 8
+"""The predicted output length weighs as much as this many finished rows."""
 
-class Reporter:
-    """Hands the engine's running totals to the time line, and to the progress bar as what happened since the last call.
 
-    The tokens still to come are the rows still to come at their mean output: at first the predicted one, which weighs as
-    much as 8 finished rows.
+class RunMonitor:
+    """Called with the engine's running totals after each round; hands the progress bar the difference to the last call.
+
+    The tokens still to come are the rows still to come times their mean output: that of the finished rows, and of PRIOR_ROWS rows
+    of the predicted length.
     """
 
     def __init__(
         self,
-        progress: Progress,
+        progress: ProgressBar,
         predicted_output: float,
         totals: EngineTotals,
         timeline: Timeline | None = None,
@@ -31,27 +34,29 @@ class Reporter:
         beat: Callable[[], None] = lambda: None,
         deadline: Deadline | None = None,
     ) -> None:
-        """`totals` are the engine's so far; `beat` is called whenever the run goes on; `deadline` is asked before every row."""
+        """`totals` are the engine's so far; `beat` is called whenever the run makes progress; `deadline` judges every row before
+        it begins.
+        """
         self.deadline = deadline or Deadline(lambda: None, 0.0, keeps_tokens=True)
-        self._progress, self._timeline, self._begun = progress, timeline, totals.tokens
+        self._progress, self._timeline, self._tokens_at_start = progress, timeline, totals.tokens
         self._before = totals.tokens, totals.accepted, totals.row_rounds
         self._claims, self._beat = claims, beat
-        self._rows, self._tokens, self._finished = 8, 8 * predicted_output, 0
+        self._rows, self._tokens, self._finished_tokens = PRIOR_ROWS, PRIOR_ROWS * predicted_output, 0
         self._feed: Feed | None = None
         self.exhausted = False
 
     def watch(self, feed: Feed) -> Iterator[Request]:
-        """The feed's requests; `exhausted` once there are no more."""
+        """The feed's requests that the deadline leaves time for; sets `exhausted` when there are no more."""
         self._feed = feed
         for request in self.deadline.requests(feed.requests()):
             self._beat()
             yield request
         self.exhausted = True
 
-    def admitted(self, done: tuple[InputShard, list[Completion]]) -> tuple[InputShard, list[Completion]]:
-        """The same shard; its bad rows, which no engine saw, are done."""
-        bad = sum(completion.stats is None for completion in done[1])
-        self._progress.update(completions=bad, open_shards=self._open_shards)
+    def decoded(self, done: DecodedShard) -> DecodedShard:
+        """The same shard; counts its rows that no engine saw: bad rows and rows carried over."""
+        no_engine = sum(completion.stats is None for completion in done.completions) + done.num_carried
+        self._progress.update(completions=no_engine, open_shards=self._open_shards)
         return done
 
     @property
@@ -59,8 +64,10 @@ class Reporter:
         return self._feed.open_shards if self._feed is not None else []
 
     def finished(self, completion: Completion) -> None:
-        count = 0 if completion.token_ids is None else len(completion.token_ids)
-        self._rows, self._tokens, self._finished = self._rows + 1, self._tokens + count, self._finished + count
+        """A row has finished in the engine."""
+        num_tokens = 0 if completion.token_ids is None else len(completion.token_ids)
+        self._rows, self._tokens = self._rows + 1, self._tokens + num_tokens
+        self._finished_tokens += num_tokens
         self._progress.update(completions=1)
         self.deadline.observe(completion)
 
@@ -73,7 +80,7 @@ class Reporter:
             live_rows=totals.live_rows,
             open_shards=self._open_shards,
             mean_output=self._tokens / self._rows,
-            in_flight_tokens=max(0, totals.tokens - self._begun - self._finished),
+            in_flight_tokens=max(0, totals.tokens - self._tokens_at_start - self._finished_tokens),
         )
         self._beat()
         self.deadline.check()

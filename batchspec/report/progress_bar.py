@@ -26,7 +26,7 @@ QUIET_S = 30.0
 MIN_BAR, MAX_BAR = 4, 40
 
 
-class Progress:
+class ProgressBar:
     """Completions done, tokens a second, mean acceptance length, live rows and the time left.
 
     total_completions  of the whole job, `done` of them committed by earlier runs
@@ -131,7 +131,7 @@ class Progress:
         terminal.say(note, stream=self.stream)
 
     def facts(self) -> dict[str, Any]:
-        """For the run's progress file, see io.progress.RunProgress. Any thread may ask."""
+        """For the run's progress file, see io.progress.RunHeartbeat. Any thread may ask."""
         quiet_s = self.clock() - self._round_at
         return {
             "expected": self.total,

@@ -1,4 +1,4 @@
-"""The engine of a run, fitted to the memory there is: where memory runs out the batch shrinks, once, and the run goes on."""
+"""The engine of a run, with one fallback: when memory runs out, a smaller batch takes over and the run goes on."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from batchspec.packing.planner import PAGE_SIZE
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, make_engine, plan_batch
 from batchspec.records import PackedBatch
-from batchspec.report.progress import Progress
+from batchspec.report.progress_bar import ProgressBar
 
-MakeEngine = Callable[[Job, Survey, Progress], Engine]
+MakeEngine = Callable[[Job, Survey, ProgressBar], Engine]
 SIGNS = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
-"""In what torch, CUDA and its libraries say where memory runs out."""
+"""Parts of the messages of torch, CUDA and its libraries when memory runs out."""
 FEWEST_PREFILL = 512
 
 
 @dataclass(slots=True)
-class Shortage:
-    """Within `with`, running out of memory ends the block in silence; `said` tells it then. Other errors pass."""
+class OutOfMemoryGuard:
+    """A `with` block that running out of memory ends without an exception; other exceptions pass."""
 
-    said: str = ""
+    message: str = ""
+    """First line of the error; empty when memory did not run out."""
 
     def __enter__(self) -> Self:
         return self
@@ -38,22 +39,22 @@ class Shortage:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
         short = isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS))
         if short:
-            self.said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            self.message = (str(error).strip() or type(error).__name__).splitlines()[0]
         return short
 
 
-class FittedEngine:
-    """Makes the engine, or where it does not fit a smaller one. Raises CapacityError where that does not fit either."""
+class EngineWithFallback:
+    """Makes the engine; if it does not fit, a smaller one, once. Raises CapacityError when that does not fit either."""
 
     engine: Engine
 
-    def __init__(self, job: Job, seen: Survey, progress: Progress, make: MakeEngine = make_engine) -> None:
+    def __init__(self, job: Job, seen: Survey, progress: ProgressBar, make: MakeEngine = make_engine) -> None:
         self._job, self._seen, self._progress, self._engine_of = job, seen, progress, make
         self._shrunk = self._stopping = False
         self._make()
 
     def stop(self) -> None:
-        """As `Engine.stop`, of whatever engine there is. A signal handler may call it."""
+        """`Engine.stop` of the present engine and of any later one. A signal handler may call it."""
         self._stopping = True
         if hasattr(self, "engine"):
             self.engine.stop()
@@ -63,44 +64,44 @@ class FittedEngine:
         """`stop` was called."""
         return self._stopping
 
-    def shrink(self, said: str) -> None:
-        """Put an engine with a smaller batch in the place of this one, which ran out of memory. Its totals go on."""
+    def shrink(self, message: str) -> None:
+        """Replace the engine, which ran out of memory, by one with a smaller batch. Its totals are kept."""
         batch, totals = self.engine.batch, self.engine.totals
         del self.engine
-        self._fall_back(batch, said)
+        self._fall_back(batch, message)
         self._make()
         self.engine.totals = totals
 
     def _make(self) -> None:
-        with Shortage() as short:
+        with OutOfMemoryGuard() as guard:
             self.engine = self._engine_of(self._job, self._seen, self._progress)
-        if short.said:
+        if guard.message:
             gc.collect()
             job = self._job
             demand = self._seen.demand(job.source.num_rows, job.admission.max_len)
-            self._fall_back(plan_batch(job, demand, device_rates(job.device, job.dtype)), short.said)
+            self._fall_back(plan_batch(job, demand, device_rates(job.device, job.dtype)), guard.message)
             self._make()
         elif self._stopping:
             self.engine.stop()
 
-    def _fall_back(self, batch: PackedBatch, said: str) -> None:
-        gc.collect()  # the failed engine's tensors hang in cycles
+    def _fall_back(self, batch: PackedBatch, message: str) -> None:
+        gc.collect()  # tensors of the failed engine are held by reference cycles
         if self._job.device.type == "cuda":
             torch.cuda.empty_cache()
         shape = f"{batch.num_slots} slots, {batch.num_pages} pages, prefill passes of {batch.prefill_tokens} tokens"
         if self._shrunk:
             raise CapacityError(
-                f"out of memory again, with {shape} ({said}); free the machine's memory or set packing.memory_gb, "
+                f"out of memory again, with {shape} ({message}); free the machine's memory or set packing.memory_gb, "
                 "packing.max_num_seqs or packing.max_num_batched_tokens lower, and run the same command again: finished rows stay"
             )
         self._shrunk = True
         packing = smaller(self._job.config.packing, batch)
         self._job = replace(self._job, config=replace(self._job.config, packing=packing))
-        self._progress.phase(f"out of memory with {shape} ({said}): going on with a smaller batch")
+        self._progress.phase(f"out of memory with {shape} ({message}): going on with a smaller batch")
 
 
 def smaller(packing: PackingConfig, batch: PackedBatch) -> PackingConfig:
-    """Half the slots, three quarters of the pages, prefill passes half as long; a longest row has room still."""
+    """Half the slots, three quarters of the pages, prefill passes half as long; the longest row still fits."""
     pages = max(batch.num_pages * 3 // 4, -(-batch.max_len // PAGE_SIZE) + 1)
     prefill = max(batch.prefill_tokens // 2, min(batch.prefill_tokens, FEWEST_PREFILL))
     return replace(

@@ -1,4 +1,4 @@
-"""Commits beside the decoding: compressing, reading back and publishing a shard of long rows takes a second, a PUT to S3 more."""
+"""Commit shards in a thread while the next ones are decoded: to compress, read back and publish one takes a second or more."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import TypeVar
 T = TypeVar("T")
 
 WAITING = 2
-"""Shards that are being committed or wait for it; with more the decoding waits, so that memory stays bounded."""
+"""At most this many shards are being committed or wait for it; beyond that decoding waits, so that memory stays bounded."""
 
 
-def commit_beside(shards: Iterable[T], commit: Callable[[T], object]) -> Generator[T]:
-    """Every shard, in order, once it is committed: one at a time, in a thread, while the next ones are decoded.
+def commit_in_background(shards: Iterable[T], commit: Callable[[T], object]) -> Generator[T]:
+    """Every shard, in order, once it is committed. One at a time is committed, in a thread, while the next ones are decoded.
 
-    What `commit` raises is raised here, at the latest behind the last shard. However this is left, what was begun is over then.
+    What `commit` raises is raised here, after the last shard at the latest. However the generator is left, commits that have
+    begun are over then.
     """
     under_way: deque[tuple[T, Future[object]]] = deque()
 

@@ -10,8 +10,8 @@ import pytest
 
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.records import Completion
-from batchspec.report.progress import Progress
-from batchspec.runner.reporter import Reporter
+from batchspec.report.progress_bar import ProgressBar
+from batchspec.runner.run_monitor import RunMonitor
 
 
 def done(num_tokens: int) -> Completion:
@@ -23,9 +23,9 @@ def done(num_tokens: int) -> Completion:
 
 def test_the_progress_counts_each_round_once_and_nothing_of_earlier_passes() -> None:
     """An engine that has made 50 tokens before; a mean of 100 is predicted, which weighs as much as 8 finished rows."""
-    progress = Progress(10, stream=io.StringIO())
+    progress = ProgressBar(10, stream=io.StringIO())
     totals = EngineTotals(tokens=50, accepted=10, row_rounds=20)
-    reporter = Reporter(progress, 100.0, totals)
+    reporter = RunMonitor(progress, 100.0, totals)
     totals.tokens, totals.accepted, totals.row_rounds, totals.live_rows = 150, 40, 70, 3
     reporter(totals)
     facts = progress.facts()
@@ -42,8 +42,8 @@ def test_the_progress_counts_each_round_once_and_nothing_of_earlier_passes() -> 
 
 
 def test_tokens_that_rows_had_from_earlier_runs_are_not_in_flight() -> None:
-    progress, totals = Progress(10, stream=io.StringIO()), EngineTotals()
-    reporter = Reporter(progress, 100.0, totals)
+    progress, totals = ProgressBar(10, stream=io.StringIO()), EngineTotals()
+    reporter = RunMonitor(progress, 100.0, totals)
     totals.tokens = 20
     reporter.finished(done(90))
     reporter(totals)

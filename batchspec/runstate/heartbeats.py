@@ -1,6 +1,6 @@
 """What every run of a job says of itself while it lasts, for `batchspec status`: one small file a run, written anew now and then.
 
-_batchspec/progress/<attempt>.json   one JSON object, see RunProgress; replaced in one step
+_batchspec/progress/<attempt>.json   one JSON object, see RunHeartbeat; replaced in one step
 
 A file is advice: nothing that a run computes depends on one. A run that cannot write its file goes on, a file that cannot be read
 is counted and passed over. Ended runs keep theirs, so that a job tells what became of each.
@@ -38,7 +38,7 @@ SAID_CHARS = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunProgress:
+class RunHeartbeat:
     """One run, as it last said. Counts are of this run alone; times are of its machine's clock."""
 
     attempt: str = ""
@@ -92,7 +92,7 @@ class RunProgress:
         return " ".join(name.split()) + (f" start {self.restart + 1}" if self.restart else "")
 
     @classmethod
-    def parse(cls, data: bytes) -> RunProgress | None:
+    def parse(cls, data: bytes) -> RunHeartbeat | None:
         """None for what no run wrote: not JSON, another type somewhere, a number out of any range."""
         try:
             values = json.loads(data)
@@ -115,19 +115,19 @@ def _typed(value: Any, like: object) -> Any:
     return number if isinstance(like, float) else int(value)
 
 
-class ProgressFiles:
+class HeartbeatFiles:
     """The progress files of one job; `attempt` names the one that this run writes."""
 
     def __init__(self, store: Store, attempt: str) -> None:
         self._store, self._attempt = store, attempt
         self.beat_s = REMOTE_BEAT_S if store.method == "put" else BEAT_S
-        self._ended: dict[str, RunProgress] = {}
+        self._ended: dict[str, RunHeartbeat] = {}
 
     def write(self, facts: Mapping[str, Any]) -> None:
         """Raises StorageError."""
         self._store.put(f"{FOLDER}/{self._attempt}.json", json.dumps({"attempt": self._attempt, **facts}).encode())
 
-    def read(self) -> tuple[list[RunProgress], int]:
+    def read(self) -> tuple[list[RunHeartbeat], int]:
         """Every run that left a readable file, and how many files are not readable. Ended runs are read once."""
         try:
             names = [name for name in self._store.list(FOLDER) if re.fullmatch(r"[0-9a-f]{32}\.json", name)]
@@ -137,27 +137,27 @@ class ProgressFiles:
             found = list(pool.map(self._read, names))
         return [run for run in found if run is not None], sum(run is None for run in found)
 
-    def _read(self, name: str) -> RunProgress | None:
+    def _read(self, name: str) -> RunHeartbeat | None:
         if name in self._ended:
             return self._ended[name]
         run = None
         with suppress(BatchspecError):  # it may be gone since it was listed, or be no file at all
-            run = RunProgress.parse(self._store.read(f"{FOLDER}/{name}"))
+            run = RunHeartbeat.parse(self._store.read(f"{FOLDER}/{name}"))
         if run is not None and run.end:
             self._ended[name] = run
         return run
 
 
-class Beacon:
+class HeartbeatWriter:
     """Writes a run's progress file while the block lasts, soon at first, then every `files.beat_s` s, and how it ended.
 
     From a thread of its own: a slow store delays no round, and a run that is stuck still says so (`quiet_s`).
 
-    facts  what to say, called in that thread: fields of RunProgress
+    facts  what to say, called in that thread: fields of RunHeartbeat
     slots  places of the batch
     """
 
-    def __init__(self, files: ProgressFiles, facts: Callable[[], Mapping[str, Any]], *, slots: int) -> None:
+    def __init__(self, files: HeartbeatFiles, facts: Callable[[], Mapping[str, Any]], *, slots: int) -> None:
         self._files, self._facts = files, facts
         self._who = {**whoami(), "job": _job(), "began_at": round(time.time(), 3), "slots": slots}
         self._over = threading.Event()

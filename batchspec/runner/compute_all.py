@@ -1,0 +1,32 @@
+"""The plan of a new or resumed job: every row of every shard is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pyarrow as pa
+
+from batchspec.dataset.reader import InputShard
+from batchspec.packing.admit import Admission
+from batchspec.records import Completion, Request
+from batchspec.runstate.shards import OutputFolder
+
+
+class ComputeAll:
+    """The `WorkPlan` of a job that is not a retry."""
+
+    def __init__(self, admission: Admission, output: OutputFolder) -> None:
+        self._admission, self._output = admission, output
+
+    def rows(self, shard: InputShard) -> Iterator[Request | Completion]:
+        """As `WorkPlan.rows`; no row is carried over."""
+        return self._admission.admit(shard)
+
+    def carries_over(self, shard: int) -> bool:
+        """Never: the output has no row of the shard."""
+        return False
+
+    def commit(self, shard: int, completions: Sequence[Completion], table: pa.Table | None) -> None:
+        """As `WorkPlan.commit`."""
+        if table is not None:
+            self._output.commit(shard, table)

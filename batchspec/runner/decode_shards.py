@@ -1,0 +1,87 @@
+"""Decode shards: their rows through the engine, and each shard out when its last row is done, with its table and its commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import closing
+
+import pyarrow as pa
+
+from batchspec.dataset.reader import InputShard
+from batchspec.dataset.writer import build_table
+from batchspec.engine.engine import Engine
+from batchspec.packing.feed import Feed
+from batchspec.packing.work_plan import DecodedShard, PlanRows, WorkPlan
+from batchspec.prepare import Job
+from batchspec.runner.run_monitor import RunMonitor
+from batchspec.runstate.journal import Journal, Journaled
+
+JOURNAL_S = 60.0
+"""A killed run loses at most the rows that finished in this many seconds."""
+
+
+def decode_shards(
+    job: Job,
+    engine: Engine,
+    monitor: RunMonitor,
+    *,
+    rows: PlanRows | None = None,
+    journal: Journal | None = None,
+    journaled: Journaled | None = None,
+    claim: Callable[[Iterator[InputShard]], Iterator[InputShard]] = iter,
+    skip: Container[int] = (),
+) -> Iterator[DecodedShard]:
+    """One pass over the input: every shard that is not in `skip`, as soon as its last row is done.
+
+    rows       what is done with each output row; default: all are admitted and decoded
+    journal    gets every row as it finishes; the caller removes the rows of shards that are committed
+    journaled  what earlier runs did of these shards
+    claim      leaves out shards as they are read: those of other runs
+    """
+    num_shards = sum(index not in skip for index in range(-(-job.source.num_rows // job.shard_rows)))
+    feed = Feed(
+        claim(job.source.shards(job.shard_rows, skip)),
+        rows or job.admission.admit,
+        predicted=job.admission.predicted,
+        num_shards=num_shards,
+        shard_rows=job.shard_rows,
+        slots=engine.batch.num_slots,
+        journaled=journaled,
+    )
+    engine.on_round = monitor
+    with closing(engine.run(monitor.watch(feed))) as completions:
+        for completion in completions:
+            job.admission.observe(completion)
+            feed.add(completion)
+            monitor.finished(completion)
+            if journal is not None:
+                journal.add(completion)
+                journal.flush_every(JOURNAL_S)
+            yield from map(monitor.decoded, feed.complete())
+    yield from map(monitor.decoded, feed.complete())  # shards without one good row
+
+
+def with_tables(job: Job, attempt: str, decoded: Iterable[DecodedShard]) -> Iterator[tuple[DecodedShard, pa.Table | None]]:
+    """The same, each with the table of its completions; None where every row is carried over."""
+    for done in decoded:
+        yield done, shard_table(job, done, attempt) if done.completions else None
+
+
+def commit_shard(job: Job, plan: WorkPlan, done: DecodedShard, table: pa.Table | None) -> None:
+    """Publish the shard's file. Raises InputError where the shard's input has changed since it was read."""
+    job.source.check(done.shard.first_row, done.shard.first_row + done.shard.table.num_rows)
+    plan.commit(done.shard.index, done.completions, table)
+
+
+def shard_table(job: Job, done: DecodedShard, attempt: str) -> pa.Table:
+    """The completions as output rows; `attempt` names the run in their column `perf`."""
+    think = job.admission.think
+    return build_table(
+        done.shard,
+        done.completions,
+        columns=job.columns,
+        input=job.config.input,
+        output=job.config.output,
+        attempt=attempt,
+        think_tokens=(think.begin, think.end) if think else ("", ""),
+    )

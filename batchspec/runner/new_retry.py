@@ -1,0 +1,73 @@
+"""Begin a retry: which shards of a complete job hold a row that the command asks to compute again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import polars as pl
+
+from batchspec.errors import OutputError
+from batchspec.prepare import Job, job_fingerprint
+from batchspec.runstate.generations import Generation
+from batchspec.runstate.shards import OutputFolder
+from batchspec.storage.store import scanning
+
+CAP = "decode.max_new_tokens"
+MAY_DIFFER = {"length": (CAP,), "error": (), "none": ()}
+"""Keys of the fingerprint that a retry of this kind may change."""
+TRUNCATED = pl.col("status") == "truncated"
+
+
+def new_retry(job: Job, output: OutputFolder) -> Generation | None:
+    """The retry that the job's command asks for; None where there is nothing to begin: it was begun before, or no row needs it.
+
+    Raises OutputError where there is no job, where it, or the retry before this one, is not complete, and where the cap is not
+    larger.
+    """
+    kind = job.config.resume.retry
+    if kind == "none":
+        return None
+    if not output.is_job():
+        raise OutputError(f"{output.path}: no job was run there that resume={kind} could retry; check output.dir")
+    manifest, past = output.manifest, output.retries()
+    config = asdict(job.config)
+    config["resume"]["retry"], config["resume"]["retry_id"] = "none", 1
+    fingerprint = dict(manifest.fingerprint) | {CAP: job_fingerprint(job)[CAP]}
+    wanted = Generation(
+        number=len(past) + 1, retry=kind, again=job.config.resume.retry_id, fingerprint=fingerprint, config=config, shards=()
+    )
+    if any(begun.identity == wanted.identity for begun in past):
+        if fingerprint != manifest.fingerprint:
+            raise OutputError(
+                f"{output.path}: the retry with {wanted} was done, and the one with {past[-1]} came after it; "
+                f"run the command with {CAP}={manifest.fingerprint[CAP]}"
+            )
+        return None
+    old, new = (json.loads(known[CAP]) for known in (manifest.fingerprint, fingerprint))
+    if missing := output.missing():
+        before = f"with {past[-1]}" if past else f"with {CAP}={old} and without resume={kind}"
+        raise OutputError(f"{output.path}: {len(missing)} shards are not done; run the command {before} to its end, then retry")
+    if kind == "length" and (new < old or (new == old and _has_rows_cut_off_at(output, old))):
+        raise OutputError(
+            f"{output.path}: resume=length {CAP}={new} gives no row more tokens: rows were cut off at {old}; "
+            f"run the command with a larger {CAP}"
+        )
+    shards = _shards_with(output, kind) if kind == "error" or new > old else ()
+    return replace(wanted, shards=shards) if shards else None
+
+
+def _shards_with(output: OutputFolder, kind: str) -> tuple[int, ...]:
+    """Shards that may hold a row to retry."""
+    failed = (pl.col("status") == "error") & pl.col("error").struct.field("retryable")
+    rows = output.scan().filter(failed if kind == "error" else TRUNCATED).select("row_index")
+    with scanning(output.path):
+        found = rows.collect()["row_index"] // output.manifest.shard_rows
+    return tuple(sorted(found.unique().to_list()))
+
+
+def _has_rows_cut_off_at(output: OutputFolder, cap: int) -> bool:
+    """Rows with a smaller cap of their own aside."""
+    rows = output.scan().filter(TRUNCATED & (pl.col("usage").struct.field("completion_tokens") == cap)).select("row_index")
+    with scanning(output.path):
+        return not rows.head(1).collect().is_empty()

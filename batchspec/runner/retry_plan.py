@@ -1,0 +1,144 @@
+"""A retry as a plan: which rows are computed anew, from which tokens they go on, and which rows are carried over.
+
+resume=error   computes rows anew whose error may pass: a crash, not a bad prompt
+resume=length  computes rows that decode.max_new_tokens cut off, where it is larger now. They go on from their stored tokens, with
+               which a run under the larger cap would have begun too; rows without stored tokens are computed from the start.
+
+Every other row is carried over: the new file of its shard holds the old row.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchspec.dataset.reader import InputShard
+from batchspec.packing.admit import Admission
+from batchspec.records import Completion, Request, Snapshot
+from batchspec.runstate.generations import Generation
+from batchspec.runstate.shards import OutputFolder
+
+READ = (
+    "row_index", "sample_index", "status", "error", "usage", "token_ids", "prompt_ids", "logprobs", "spec_decode", "perf",
+)  # fmt: skip
+"""Columns of the output that decide what happens to a row."""
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class OldShard:
+    """A shard's file as the retry found it."""
+
+    table: pa.Table
+    version: str
+    """What the store tells this file by, see `OutputFolder.recommit`."""
+
+
+class RetryPlan:
+    """The `WorkPlan` of one retry."""
+
+    def __init__(self, admission: Admission, output: OutputFolder, generation: Generation) -> None:
+        self._admission, self._output, self._kind = admission, output, generation.retry
+        self._committed = output.committed()
+        self._old: dict[int, OldShard] = {}
+
+    def carries_over(self, shard: int) -> bool:
+        """Whether the output has the shard's old rows; False where somebody deleted its file: all rows are computed then."""
+        return shard in self._committed
+
+    def _old_shard(self, shard: int) -> OldShard:
+        if shard not in self._old:
+            self._old[shard] = OldShard(*self._output.written(shard))
+        return self._old[shard]
+
+    def rows(self, shard: InputShard) -> Iterator[Request | Completion | None]:
+        """As `WorkPlan.rows`."""
+        admitted = self._admission.admit(shard)
+        if not self.carries_over(shard.index):
+            yield from admitted
+            return
+        old = self._old_rows(shard)
+        for entry in admitted:
+            yield self._planned(entry, old.get((entry.row_index, entry.sample_index)))
+
+    def _old_rows(self, shard: InputShard) -> dict[tuple[int, int], Row]:
+        """Output rows of these input rows, by row and sample."""
+        first, last = shard.first_row, shard.first_row + shard.table.num_rows - 1
+        table = self._old_shard(shard.index).table
+        row_index = table["row_index"]
+        here = table.filter(pc.and_(pc.greater_equal(row_index, first), pc.less_equal(row_index, last)))
+        rows = here.select([name for name in READ if name in here.column_names]).to_pylist()
+        return {(row["row_index"], row["sample_index"]): row for row in rows}
+
+    def _planned(self, entry: Request | Completion, row: Row | None) -> Request | Completion | None:
+        """What becomes of one output row; None carries it over."""
+        if row is None:  # the old row 0 is an error for all samples of the prompt
+            return entry
+        if self._kind == "error":
+            anew = row["status"] == "error" and bool(row["error"]["retryable"])
+        else:  # a prompt that leaves no room for more tokens under the larger cap keeps what it has
+            anew = isinstance(entry, Request) and row["status"] == "truncated" and entry.device_limit > _num_tokens(row)
+        if not anew:
+            return None
+        return replace(entry, resumed=_snapshot(entry, row)) if isinstance(entry, Request) else entry
+
+    def commit(self, shard: int, completions: Sequence[Completion], table: pa.Table | None) -> None:
+        """As `WorkPlan.commit`: `table` and, of all other rows, the old ones replace the old file in one step."""
+        if not self.carries_over(shard):
+            assert table is not None
+            self._output.commit(shard, table)
+            return
+        old = self._old_shard(shard)
+        del self._old[shard]
+        merged = None if table is None else _merged(old.table, completions, table)
+        self._output.recommit(shard, merged, old.version)
+
+
+def _merged(old: pa.Table, completions: Sequence[Completion], new: pa.Table) -> pa.Table:
+    """The new rows and, of all others, the old ones, in input order."""
+    anew = {(done.row_index, done.sample_index) for done in completions}
+    keys = zip(old["row_index"].to_pylist(), old["sample_index"].to_pylist(), strict=True)
+    kept = old.filter(pa.array([key not in anew for key in keys], pa.bool_()))
+    table = pa.concat_tables([kept, new.replace_schema_metadata(None)])
+    return table.take(pc.sort_indices(table, [("row_index", "ascending"), ("sample_index", "ascending")]))
+
+
+def _num_tokens(row: Row) -> int:
+    return int(row["usage"]["completion_tokens"])
+
+
+def _snapshot(request: Request, row: Row) -> Snapshot | None:
+    """The row as a state to go on from; None where it has no tokens or is of another prompt (input.on_overlong=truncate)."""
+    tokens, prompt, usage = row.get("token_ids"), row.get("prompt_ids"), row["usage"]
+    if not tokens or row.get("logprobs") is not None or usage["prompt_tokens"] != len(request.prompt_ids):
+        return None
+    if prompt is not None and prompt != request.prompt_ids.tolist():
+        return None
+    spec, perf = row["spec_decode"], row["perf"]
+    if spec is None:  # nothing drafted: every token has a prefill or a round of its own
+        rounds = min(perf["rounds"] or 0, len(tokens) - 1)
+        counts: dict[str, Any] = {"num_prefills": len(tokens) - rounds, "accepted": (rounds,), "drafted": (rounds,)}
+    else:
+        at_least = [spec["num_spec_steps"], *spec["drafted_per_position"], 0]
+        counts = {
+            "num_prefills": spec["num_prefills"],
+            "accepted": tuple(spec["acceptance_histogram"]),
+            "drafted": tuple(more - fewer for more, fewer in itertools.pairwise(at_least)),
+            "num_discarded": spec["num_discarded_tokens"],
+            "num_forced": spec["num_forced_tokens"],
+        }
+    return Snapshot(
+        row_index=request.row_index,
+        sample_index=request.sample_index,
+        shard=request.shard,
+        tokens=tuple(tokens),
+        cached_tokens=usage["cached_tokens"],
+        prefill_s=perf["prefill_s"] or 0.0,
+        decode_s=perf["decode_s"] or 0.0,
+        **counts,
+    )
