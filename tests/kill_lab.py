@@ -32,14 +32,14 @@ from batchspec.runner import decode_shards, run_shards
 from batchspec.runstate import claims, folder
 from batchspec.runstate.claims import Claims
 from batchspec.storage.backends import open_store
-from batchspec.supervise import poison_rows as suspects
+from batchspec.supervise import poison_rows
 from tests.models import make_checkpoint, make_tokenizer
 
 ROWS, SHARD_ROWS = 12, 2
 SHARDS = ROWS // SHARD_ROWS
 CALLS = ("link", "replace", "rename", "fsync", "unlink", "rmdir")
 """Of module os: every way in which batchspec changes what a folder shows, or makes it last."""
-STILL_S = 0.5
+COOLDOWN_S = 0.5
 """Beside a few milliseconds for a row, what ten seconds are beside a real one's; about as long as a run here lives."""
 DIED = "died before "
 """In front of the last line of a log, where the process kills itself."""
@@ -79,7 +79,7 @@ def work(config: RunConfig, said: Path, conduct: Conduct) -> None:
     torch.set_num_threads(1)
     put(job, "can_draw", lambda: False)  # drawing and measuring this machine take longer than the job
     put(prepare, "device_rates", lambda *_: H200)
-    put(suspects, "STILL_S", STILL_S)
+    put(poison_rows, "COOLDOWN_S", COOLDOWN_S)
     if conduct.journal_s is not None:
         put(decode_shards, "JOURNAL_S", conduct.journal_s)
     if conduct.stale_s is not None:
@@ -114,8 +114,8 @@ def shorten_claims(stale_s: float) -> None:
 
     Claims.__init__ = begun  # type: ignore[method-assign]
     put(claims, "STALE_S", stale_s)
-    put(claims, "BEAT_S", stale_s / 5)
-    put(run_shards, "BEAT_S", stale_s / 5)
+    put(claims, "RENEW_S", stale_s / 5)
+    put(run_shards, "RENEW_S", stale_s / 5)
 
 
 def put(module: Any, name: str, value: Any) -> None:

@@ -13,7 +13,7 @@ import polars as pl
 import torch
 
 from batchspec import run
-from batchspec.supervise import poison_rows as suspects
+from batchspec.supervise import poison_rows
 from tests.models import make_checkpoint, make_tokenizer
 
 Patch = Callable[[], None]
@@ -40,7 +40,7 @@ def _child(arguments: list[str], log: Path, patch: Patch, environ: dict[str, str
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
-    suspects.STILL_S = 0.1  # ten seconds in earnest
+    poison_rows.COOLDOWN_S = 0.1  # ten seconds in earnest
     patch()
     code = run.main(arguments)
     sys.stderr.flush()

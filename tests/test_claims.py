@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from batchspec.runstate import claims as module
-from batchspec.runstate.claims import BEAT_S, FOLDER, STALE_S, Claims, _started, is_gone, whoami
+from batchspec.runstate.claims import FOLDER, RENEW_S, STALE_S, Claims, _started, owner_is_gone, this_process
 from batchspec.storage.local import LocalStore
 
 ROOT = Path(__file__).parents[1]
@@ -31,7 +31,7 @@ def open_claims(root: Path, attempt: str, clock: Clock | None = None, **who: Any
     store = LocalStore(root, "tmp")
     store.probe()
     claims = Claims(store, attempt, clock=clock or Clock())
-    claims._who |= who
+    claims._process |= who
     return claims
 
 
@@ -51,8 +51,8 @@ def test_an_owner_that_beats_keeps_its_shard_and_a_silent_one_loses_it(tmp_path:
     one, other = open_claims(tmp_path, "a", clock, **ELSEWHERE), open_claims(tmp_path, "b", clock)
     assert one.take(0)
     for _ in range(20):
-        clock.now += BEAT_S
-        one.beat()
+        clock.now += RENEW_S
+        one.renew()
         assert not other.take(0)
     clock.now += STALE_S - 1
     assert not other.take(0)
@@ -67,7 +67,7 @@ def test_who_was_stopped_and_comes_back_sees_that_its_shard_is_gone(tmp_path: Pa
     assert not other.take(0)
     clock.now += STALE_S
     assert other.take(0)
-    one.beat()
+    one.renew()
     assert json.loads((tmp_path / FOLDER / "00000.json").read_text())["owner"] == "b"
     assert not one.take(0)
 
@@ -111,37 +111,37 @@ def test_a_process_of_another_container_on_this_machine_counts_as_gone_only_when
 
 
 def test_a_process_is_judged_only_where_its_number_means_the_same() -> None:
-    here = whoami()
+    here = this_process()
     assert here["space"].count(":") == 2  # boot, kind and number of the namespace
     gone = {**here, "started": "1"}
-    assert is_gone(gone, here)
+    assert owner_is_gone(gone, here)
     for other in ({"host": "another"}, {"space": "another boot:pid:[1]"}, {"space": ""}):
-        assert not is_gone({**gone, **other}, here)
-        assert not is_gone(gone, {**here, **other})
-    assert not is_gone({**gone, "space": ""}, {**here, "space": ""})
+        assert not owner_is_gone({**gone, **other}, here)
+        assert not owner_is_gone(gone, {**here, **other})
+    assert not owner_is_gone({**gone, "space": ""}, {**here, "space": ""})
 
 
 def test_a_process_that_ended_and_that_nobody_waited_for_is_gone() -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
-        claim = {**whoami(), "pid": process.pid, "started": _started(process.pid)}
-        assert not is_gone(claim, whoami())
+        claim = {**this_process(), "pid": process.pid, "started": _started(process.pid)}
+        assert not owner_is_gone(claim, this_process())
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert is_gone(claim, whoami())
+        assert owner_is_gone(claim, this_process())
 
 
 def test_an_earlier_start_of_the_same_task_is_known_to_be_gone() -> None:
-    task = {**whoami(), "host": "node1", "pid": 7, "started": "1", "task": "99/3/0", "restart": 0}
-    again = {**whoami(), "host": "node2", "pid": 9, "started": "2", "task": "99/3/0", "restart": 1}
-    assert is_gone(task, again)
-    assert not is_gone(task, {**again, "task": "99/4/0"})
-    assert not is_gone(again, {**again, "host": "node3"})
+    task = {**this_process(), "host": "node1", "pid": 7, "started": "1", "task": "99/3/0", "restart": 0}
+    again = {**this_process(), "host": "node2", "pid": 9, "started": "2", "task": "99/3/0", "restart": 1}
+    assert owner_is_gone(task, again)
+    assert not owner_is_gone(task, {**again, "task": "99/4/0"})
+    assert not owner_is_gone(again, {**again, "host": "node3"})
 
 
 def test_this_process_is_not_gone_and_a_reused_process_number_is() -> None:
-    assert not is_gone(whoami(), whoami())
-    assert is_gone({**whoami(), "started": "1"}, whoami())
-    assert whoami()["pid"] == os.getpid()
+    assert not owner_is_gone(this_process(), this_process())
+    assert owner_is_gone({**this_process(), "started": "1"}, this_process())
+    assert this_process()["pid"] == os.getpid()
 
 
 FOREIGN = ("note.json", "1.json", "00001.json.bak", "\u0661" * 5 + ".json", "9" * 40 + ".json")
@@ -151,7 +151,7 @@ FOREIGN = ("note.json", "1.json", "00001.json.bak", "\u0661" * 5 + ".json", "9" 
     "data",
     [b"", b"{", b"[]", b"7", b"[" * 100_000, b'{"owner": "x"}', b'{"owner": "../../x"}', b'{"owner": 5}']
     + [b'{"owner": "x", "%s": %s}' % pair for pair in ((b"counter", b"null"), (b"counter", b'"1"'), (b"restart", b"[1]"))]
-    + [json.dumps({"owner": "x", **whoami(), "pid": pid}).encode() for pid in (None, "1", [1], 0.5)],
+    + [json.dumps({"owner": "x", **this_process(), "pid": pid}).encode() for pid in (None, "1", [1], 0.5)],
 )
 def test_a_damaged_claim_goes_stale_like_any_other_and_foreign_files_are_passed_over(tmp_path: Path, data: bytes) -> None:
     clock = Clock()
@@ -164,7 +164,7 @@ def test_a_damaged_claim_goes_stale_like_any_other_and_foreign_files_are_passed_
     clock.now += STALE_S
     assert claims.held({0, 1, 2}) == set()
     assert claims.take(1)
-    assert set(claims.died.values()) <= {"x"}
+    assert set(claims.crashed_owners.values()) <= {"x"}
     claims.release()
     assert sorted(os.listdir(tmp_path / FOLDER)) == sorted(("00001.json", *FOREIGN))
 
@@ -188,7 +188,7 @@ def test_of_two_that_take_over_at_once_the_one_that_stands_there_has_the_shard(
     monkeypatch.setattr(LocalStore, "put", both)
     assert not one.take(0)
     assert (one.own, owner_of(tmp_path, 0)) == ([], "c")
-    assert (one.died, one.inherited) == ({}, False)
+    assert (one.crashed_owners, one.inherited) == ({}, False)
 
 
 def test_who_ends_frees_its_own_shards_and_none_that_another_run_took(tmp_path: Path) -> None:
@@ -216,9 +216,9 @@ def test_a_run_writes_its_claims_no_more_often_than_a_beat(tmp_path: Path, monke
 
     monkeypatch.setattr(LocalStore, "put", noted)
     for _ in range(10 * 3):
-        clock.now += BEAT_S / 10
-        one.beat()
-    assert written == pytest.approx([BEAT_S, 2 * BEAT_S, 3 * BEAT_S])
+        clock.now += RENEW_S / 10
+        one.renew()
+    assert written == pytest.approx([RENEW_S, 2 * RENEW_S, 3 * RENEW_S])
 
 
 def test_claims_that_are_deleted_while_another_run_looks_belong_to_nobody(

@@ -31,8 +31,8 @@ from batchspec.runstate.attempts import Attempts
 from batchspec.runstate.claims import Claims
 from batchspec.runstate.journal import Journal
 from batchspec.storage.local import LocalStore
-from batchspec.supervise import poison_rows as suspects
-from batchspec.supervise.poison_rows import leaving
+from batchspec.supervise import poison_rows
+from batchspec.supervise.leases import released_at_end
 from tests.runs import Patch, make_model, make_prompts, run_apart
 
 ROWS = 12
@@ -83,7 +83,7 @@ def test_a_row_that_kills_the_process_is_found_and_its_neighbours_come_out_whole
     model: Path, data: Path, finished: dict[str, list[int] | None], tmp_path: Path
 ) -> None:
     command = arguments(model, data, tmp_path / "out", "resume.row_attempts=2")
-    # It dies with its shards, with the last group of its shard, where it is alone by chance, and twice in a trial.
+    # It dies with its shards, with the last group of its shard, where it is alone by chance, and in two isolated retries.
     for turn, number in enumerate([signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGKILL]):
         code, said = run_apart(command, tmp_path / "log", partial(poison, "q7", number))
         assert code == -number, said
@@ -138,13 +138,13 @@ def kill_in_time() -> None:
 
     Claims.take = taken  # type: ignore[method-assign]
     Engine._prefill = lambda self, group: time.sleep(60)  # type: ignore[method-assign]
-    suspects.STILL_S = 60.0
+    poison_rows.COOLDOWN_S = 60.0
 
 
 def test_kills_at_the_same_time_of_each_run_make_no_error_of_the_row_that_is_alone_then(
     model: Path, data: Path, finished: dict[str, list[int] | None], tmp_path: Path
 ) -> None:
-    """Every second trial is met by a run that stands still when its time is over: the row is not to blame."""
+    """Every second isolated retry has a cooldown, and the kill comes in it: the row is not to blame."""
     command = arguments(model, data, tmp_path / "out", "input.limit=1", "resume.row_attempts=2")
     for _ in range(1 + 1 + 2 * 2):
         assert run_apart(command, tmp_path / "log", kill_in_time)[0] == -signal.SIGKILL
@@ -153,11 +153,11 @@ def test_kills_at_the_same_time_of_each_run_make_no_error_of_the_row_that_is_alo
     assert tokens(tmp_path / "out") == {"q0": finished["q0"]}
 
 
-@pytest.mark.parametrize(("still_s", "stopped_at", "rounds"), [(0.25, None, 3), (60.0, 4, 4)], ids=["to its end", "stopped"])
-def test_a_run_that_stands_still_is_seen_to_live_and_ends_when_it_is_asked_to(
-    still_s: float, stopped_at: int | None, rounds: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("cooldown_s", "stopped_at", "rounds"), [(0.25, None, 3), (60.0, 4, 4)], ids=["to its end", "stopped"])
+def test_a_run_in_a_cooldown_is_seen_to_live_and_ends_when_it_is_asked_to(
+    cooldown_s: float, stopped_at: int | None, rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suspects, "STILL_S", still_s)
+    monkeypatch.setattr(poison_rows, "COOLDOWN_S", cooldown_s)
     seen: list[Any] = []
     engine: Any = SimpleNamespace(totals=object(), stopping=False)
 
@@ -167,8 +167,8 @@ def test_a_run_that_stands_still_is_seen_to_live_and_ends_when_it_is_asked_to(
 
     engine.on_round = on_round
     began = time.monotonic()
-    suspects._stand_still(engine)
-    assert min(still_s, 0.3) <= time.monotonic() - began < 30
+    poison_rows.cool_down(engine)
+    assert min(cooldown_s, 0.3) <= time.monotonic() - began < 30
     assert seen == [engine.totals] * rounds
 
 
@@ -236,52 +236,52 @@ def attempts(folder: Path, *names: str) -> dict[str, Attempts]:
     return {name: Attempts(LocalStore(folder, "tmp"), name) for name in names}
 
 
-def test_a_row_is_struck_by_trials_that_died_where_none_got_further(tmp_path: Path) -> None:
+def test_the_crash_count_is_of_isolated_retries_that_crashed_at_the_furthest_position(tmp_path: Path) -> None:
     runs = attempts(tmp_path, *"abcdefghij", "me")
-    runs["a"].enter(3, [12, 13, 14])
-    runs["b"].enter(3, [15])  # alone by chance
+    runs["a"].begin_batch_retry(3, [12, 13, 14])
+    runs["b"].begin_batch_retry(3, [15])  # alone by chance
     for name, reached in (("c", 0), ("d", 7), ("e", 7)):
-        runs[name].enter_trial(3, 13)
+        runs[name].begin_isolated_retry(3, 13)
         runs[name].reached(reached)
-    runs["f"].enter_trial(3, 12)
+    runs["f"].begin_isolated_retry(3, 12)
     runs["f"].clear()  # it ended by itself
-    runs["g"].enter_trial(3, 14)  # it lives: nobody found it dead
-    runs["h"].enter_trial(7, 13)
-    runs["i"].stand_still(3, 14)
-    runs["j"].stand_still(3, 13)
-    runs["j"].enter_trial(3, 13)  # nobody killed it while it stood still
+    runs["g"].begin_isolated_retry(3, 14)  # it lives: nobody found it dead
+    runs["h"].begin_isolated_retry(7, 13)
+    runs["i"].begin_cooldown(3, 14)
+    runs["j"].begin_cooldown(3, 13)
+    runs["j"].begin_isolated_retry(3, 13)  # it was not killed in the cooldown
     runs["j"].reached(7)
-    runs["me"].enter_trial(3, 14)
-    assert runs["me"].strikes(3) == {}
+    runs["me"].begin_isolated_retry(3, 14)
+    assert runs["me"].crash_counts(3) == {}
     for name in "abcdefhij":
         for _ in range(2):
-            runs["me"].suspect(3, name)
-    runs["me"].suspect(3, "me")
-    runs["me"].suspect(7, "x")
-    assert runs["me"].strikes(3) == {12: 0, 13: 3, 14: 0, 15: 0}
-    assert runs["me"].strikes(2) == {}
-    assert runs["a"].suspected() == {3, 7}
-    (still,) = attempts(tmp_path, "k").values()
-    still.stand_still(3, 13)
-    runs["me"].suspect(3, "k")
-    assert runs["me"].strikes(3)[13] == 2, "a kill before the row was touched takes a death off it"
+            runs["me"].add_crash(3, name)
+    runs["me"].add_crash(3, "me")
+    runs["me"].add_crash(7, "x")
+    assert runs["me"].crash_counts(3) == {12: 0, 13: 3, 14: 0, 15: 0}
+    assert runs["me"].crash_counts(2) == {}
+    assert runs["a"].suspect_shards() == {3, 7}
+    (cooling,) = attempts(tmp_path, "k").values()
+    cooling.begin_cooldown(3, 13)
+    runs["me"].add_crash(3, "k")
+    assert runs["me"].crash_counts(3)[13] == 2, "a kill in the cooldown takes one off the crash count"
 
 
 @pytest.mark.parametrize(
-    ("error", "struck"), [(None, False), (Interrupted(), False), (KeyboardInterrupt(), False), (RuntimeError(), True)]
+    ("error", "counted"), [(None, False), (Interrupted(), False), (KeyboardInterrupt(), False), (RuntimeError(), True)]
 )
-def test_what_ends_a_run_is_no_death_unless_it_is_a_crash(tmp_path: Path, error: BaseException | None, struck: bool) -> None:
+def test_a_run_that_ends_by_itself_counts_as_no_crash(tmp_path: Path, error: BaseException | None, counted: bool) -> None:
     store = LocalStore(tmp_path, "tmp")
     claims, run_attempts, next_ones = Claims(store, "a"), Attempts(store, "a"), Attempts(store, "b")
     assert claims.take(3)
-    with suppress(Interrupted, KeyboardInterrupt, RuntimeError), leaving(claims, run_attempts):
-        run_attempts.enter_trial(3, 7)
+    with suppress(Interrupted, KeyboardInterrupt, RuntimeError), released_at_end(claims, run_attempts):
+        run_attempts.begin_isolated_retry(3, 7)
         if error is not None:
             raise error
     assert Claims(store, "b").take(3), "its claims are free"
-    assert next_ones.suspected() == ({3} if struck else set())
-    next_ones.suspect(3, "a")
-    assert next_ones.strikes(3) == ({7: 1} if struck else {})
+    assert next_ones.suspect_shards() == ({3} if counted else set())
+    next_ones.add_crash(3, "a")
+    assert next_ones.crash_counts(3) == ({7: 1} if counted else {})
 
 
 @pytest.mark.parametrize(
@@ -293,13 +293,13 @@ def test_what_ends_a_run_is_no_death_unless_it_is_a_crash(tmp_path: Path, error:
 def test_a_record_of_other_bytes_counts_for_nothing(tmp_path: Path, data: bytes) -> None:
     runs = attempts(tmp_path, "a", "b", "me")
     for name in ("a", "b"):
-        runs[name].enter_trial(3, 5)
-        runs["me"].suspect(3, name)
+        runs[name].begin_isolated_retry(3, 5)
+        runs["me"].add_crash(3, name)
     (tmp_path / "_batchspec/attempts/rows-a.json").write_bytes(data)
     for name in ("shard-x-a.json", "shard-00003-a", "rows-.json", "note.json"):
         (tmp_path / "_batchspec/attempts" / name).write_bytes(b"{}")
-    assert runs["me"].strikes(3) == {5: 1}
-    assert runs["me"].suspected() == {3}
+    assert runs["me"].crash_counts(3) == {5: 1}
+    assert runs["me"].suspect_shards() == {3}
 
 
 def short_of_memory(monkeypatch: pytest.MonkeyPatch, rounds: Iterator[int]) -> None:
@@ -407,3 +407,30 @@ def test_a_round_that_hangs_ends_the_run_with_75_its_stacks_and_the_finished_row
     assert re.search(r"no round ended for 2 s .* [1-9]\d* more rows are saved; run the same command again", said)
     assert run.main(command) == 0
     assert tokens(tmp_path / "out") == finished
+
+
+@pytest.mark.parametrize(
+    ("crash_counts", "batches", "isolated"),
+    [
+        ({}, [[0, 1], [2, 3], [4]], []),
+        ({1: 0, 3: 0}, [[0, 2], [4]], [(1, False), (3, False)]),
+        ({0: 1, 1: 0, 2: 1, 3: 2, 4: 7}, [], [(1, False), (0, True), (2, True)]),
+        (dict.fromkeys(range(5), 2), [], []),
+    ],
+    ids=["all untried", "suspects follow in isolation", "fewest crashes first, poison rows never", "nothing but poison rows"],
+)
+def test_retries_of_a_suspect_shard(
+    crash_counts: dict[int, int], batches: list[list[int]], isolated: list[tuple[int, bool]]
+) -> None:
+    """Five rows, two slots, resume.row_attempts=2: what is retried, in which order, and which isolated retry has a cooldown."""
+    found = [*poison_rows.planned_retries(range(5), crash_counts, row_attempts=2, num_slots=2)]
+    assert [retry.rows for retry in found if not retry.isolated] == batches
+    assert [(*retry.rows, retry.cooldown) for retry in found if retry.isolated] == isolated
+    assert [retry.isolated for retry in found] == sorted(retry.isolated for retry in found)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 31, 32, 33, 34, 500, 8191])
+def test_checkpoints_are_the_same_in_every_run_and_a_16th_apart_at_most(num_tokens: int) -> None:
+    reached = poison_rows.checkpoint(num_tokens)
+    assert reached <= num_tokens < reached + max(1, reached // 16)
+    assert poison_rows.checkpoint(reached) == reached

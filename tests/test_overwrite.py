@@ -52,7 +52,7 @@ def out(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 
 def elsewhere(claims: Claims) -> Claims:
     """A run of a machine whose processes nobody here can look at."""
-    claims._who |= {"host": "node7", "pid": 123, "task": "17/3/0"}
+    claims._process |= {"host": "node7", "pid": 123, "task": "17/3/0"}
     return claims
 
 

@@ -25,7 +25,7 @@ from batchspec.commands.status import render
 from batchspec.errors import ConfigError, Interrupted, OutputError, StorageError
 from batchspec.report.status import JobStatus, Watcher
 from batchspec.runstate import heartbeats as heartbeats_module
-from batchspec.runstate.claims import whoami
+from batchspec.runstate.claims import this_process
 from batchspec.runstate.heartbeats import FOLDER, HeartbeatWriter, RunHeartbeat
 from batchspec.runstate.shards import OutputFolder
 from tests.io_samples import built, dataset, new_folder, shards_of
@@ -110,7 +110,7 @@ def test_a_young_run_speaks_soon_and_then_less_often(monkeypatch: pytest.MonkeyP
 
 def test_what_became_of_every_run_is_told(tmp_path: Path) -> None:
     job(tmp_path)
-    here = {**whoami(), "restart": 0}
+    here = {**this_process(), "restart": 0}
     say(tmp_path, 1)
     say(tmp_path, 2, end="done")
     say(tmp_path, 3, end="interrupted", said="SIGTERM: 4 of 10 shards are committed")

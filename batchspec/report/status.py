@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from batchspec.runstate.claims import is_gone, whoami
+from batchspec.runstate.claims import owner_is_gone, this_process
 from batchspec.runstate.heartbeats import HeartbeatFiles, RunHeartbeat
 from batchspec.runstate.shards import OutputFolder
 
@@ -132,7 +132,7 @@ def _judged(runs: Sequence[RunHeartbeat], owners: dict[int, str], now: float, st
     for run in runs:
         starts[run.task] = max(run.restart, starts.get(run.task, 0))
     held = {run.attempt: tuple(sorted(n for n, owner in owners.items() if owner == run.attempt)) for run in runs}
-    who = whoami()
+    who = this_process()
     states = {run.attempt: _state(run, held[run.attempt], starts[run.task], who, now, stale_s) for run in runs}
     settled = [run for run in runs if states[run.attempt] == "running" and run.at - run.began_at >= 60]
     usual = median(run.tok_s for run in settled) if len(settled) >= MIN_RUNS else 0.0
@@ -151,7 +151,7 @@ def _judged(runs: Sequence[RunHeartbeat], owners: dict[int, str], now: float, st
 def _state(run: RunHeartbeat, held: tuple[int, ...], last_start: int, who: dict[str, Any], now: float, stale_s: float) -> str:
     if run.end:
         return run.end
-    if is_gone(asdict(run), who) or (run.task and run.restart < last_start):
+    if owner_is_gone(asdict(run), who) or (run.task and run.restart < last_start):
         return "gone"
     if now - run.at >= stale_s:
         return "silent"

@@ -85,7 +85,7 @@ class RunMonitor:
         self._beat()
         self.deadline.check()
         if self._claims is not None:
-            self._claims.beat()
+            self._claims.renew()
         if self._timeline is not None:
             self._timeline.observe(totals, exhausted=self.exhausted)
         self._before = totals.tokens, totals.accepted, totals.row_rounds

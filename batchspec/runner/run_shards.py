@@ -19,12 +19,13 @@ from batchspec.runner.background_commit import commit_in_background
 from batchspec.runner.decode_shards import commit_shard, decode_shards, with_tables
 from batchspec.runner.oom_fallback import EngineWithFallback, OutOfMemoryGuard
 from batchspec.runner.run_monitor import RunMonitor
-from batchspec.runstate.claims import BEAT_S
+from batchspec.runstate.claims import RENEW_S
 from batchspec.runstate.heartbeats import HeartbeatWriter
 from batchspec.runstate.journal import Journaled, saved_rows
 from batchspec.runstate.shards import OutputFolder
 from batchspec.supervise.deadline import Deadline
-from batchspec.supervise.poison_rows import decode_suspects, leaving, taken
+from batchspec.supervise.leases import claim_shards, released_at_end
+from batchspec.supervise.poison_rows import SuspectShards
 from batchspec.supervise.signals import ending
 from batchspec.supervise.watchdog import Watchdog
 
@@ -62,7 +63,7 @@ class ShardRunner:
             stack.enter_context(HeartbeatWriter(self.output.heartbeats(), self.progress.facts, slots=slots))
             timeline = stack.enter_context(closing(Timeline(self.output.log_timeline, slots=slots)))
             asked = stack.enter_context(ending(self.holder.stop))
-            stack.enter_context(leaving(self._claims, self._attempts))
+            stack.enter_context(released_at_end(self._claims, self._attempts))
             stack.enter_context(self._watchdog.watching())
             stack.enter_context(self._adaptation.kept())
             try:
@@ -112,12 +113,12 @@ class ShardRunner:
     def _decoded(self, others: set[int], monitor: RunMonitor) -> Iterator[DecodedShard]:
         """One pass over the shards that are neither done nor another run's; those that a run crashed with come last."""
         job, engine, journal, journaled, attempts = self.job, self.holder.engine, self._journal, self._journaled, self._attempts
-        skip = others | attempts.suspected()
+        skip = others | attempts.suspect_shards()
         self._unread = set(range(self.output.num_shards)) - skip
 
         def ours(shards: Iterator[InputShard]) -> Iterator[tuple[InputShard, bool]]:
             came = self._deadline.shards(map(self._read, shards))
-            return taken(came, self._claims, attempts, journal, journaled, self.output.is_done)
+            return claim_shards(came, self._claims, attempts, journal, journaled, self.output.is_done)
 
         def without_suspects(shards: Iterator[InputShard]) -> Iterator[InputShard]:
             return (shard for shard, suspect in ours(shards) if not suspect)
@@ -125,13 +126,13 @@ class ShardRunner:
         yield from decode_shards(
             job, engine, monitor, rows=self.plan.rows, journal=journal, journaled=journaled, claim=without_suspects, skip=skip
         )
-        suspects = attempts.suspected() & set(range(self.output.num_shards)) - others
+        suspects = attempts.suspect_shards() & set(range(self.output.num_shards)) - others
         if suspects and not engine.stopping:
-            self.progress.phase(f"{len(suspects)} shards were in work when a run died: their rows are computed apart")
+            self.progress.phase(f"{len(suspects)} shards were in flight when a run crashed: their rows are retried apart")
             shards = ours(job.source.shards(job.shard_rows, set(range(self.output.num_shards)) - suspects))
             rows = (shard for shard, _ in shards)
-            decoded = decode_suspects(job, self.plan, engine, rows, attempts, journal, journaled, finished=monitor.finished)
-            yield from map(monitor.decoded, decoded)
+            suspect_shards = SuspectShards(job, self.plan, engine, attempts, journal, journaled, finished=monitor.finished)
+            yield from map(monitor.decoded, suspect_shards.decoded(rows))
 
     def _read(self, shard: InputShard) -> InputShard:
         self._unread.discard(shard.index)
@@ -149,7 +150,7 @@ class ShardRunner:
             held = self._claims.held(missing)
             if missing - held:
                 return held | set(range(self.output.num_shards)) - missing
-            if time.monotonic() - waited_from > self._claims.stale_s + BEAT_S:
+            if time.monotonic() - waited_from > self._claims.stale_s + RENEW_S:
                 return None
             time.sleep(max(1.0, took_s))  # listing thousands of files is work for the file system
             looked_from = time.monotonic()

@@ -1,15 +1,15 @@
-"""What runs were at when they died: how a row that kills its process is found.
+"""What runs were computing when they crashed: the records from which rows that crash their process (poison rows) are found.
 
-_batchspec/attempts/shard-00042-<attempt>.json  that run died while it held shard 42, says the one that took the shard over
-_batchspec/attempts/rows-<attempt>.json         rows of such a shard that this run computes now, or computed when it died
+_batchspec/attempts/shard-00042-<attempt>.json  run <attempt> ended without a word while it held shard 42: the shard is suspect.
+                                                Written by the run that took the shard over, or by the crashing run itself.
+_batchspec/attempts/rows-<attempt>.json         what run <attempt> computes of a suspect shard, or computed when it crashed:
+    {"shard": 42, "rows": [84, 85]}                 a batch retry of these input rows
+    {"shard": 42, "rows": [84], "still": true}      the cooldown before an isolated retry: nothing is computed
+    {"shard": 42, "rows": [84], "reached": 16}      an isolated retry that has got to 16 output tokens
+    {}                                              nothing: the run ended by itself
 
-A healthy run records nothing: its claims tell which shards it held. Only the rows of those shards are recorded, by the run that
-computes them again, each before it is touched; a run ends by clearing its record, unless it dies. A record counts once its run
-is known to have died with the shard: those of living runs do not.
-
-A row that is suspect is tried: computed alone, on purpose, and its record says how far it got. Kills from outside come at any
-moment, and the row is further the next time; one that kills its process never gets beyond that place. A run that stands still
-before such a row says that too: who dies then was killed from outside.
+A run on shards that are not suspect records nothing: its claims tell which shards it held. A record counts only if its run is
+known to have crashed with the shard, so records of living runs do not count. `supervise/poison_rows.py` has the rules.
 """
 
 from __future__ import annotations
@@ -26,57 +26,59 @@ FOLDER = "_batchspec/attempts"
 
 
 class Attempts:
-    """The records of one job as one run, `attempt`, sees and writes them. Every method may raise StorageError."""
+    """The records of one job, as the run `attempt` reads and writes them. Every method may raise StorageError."""
 
     def __init__(self, store: Store, attempt: str) -> None:
         self._store, self._attempt = store, attempt
         self._record: dict[str, Any] = {}
 
-    def suspect(self, shard: int, died: str) -> None:
-        """The run `died` ended without a word while it held the shard."""
-        self._store.put_if_absent(f"{FOLDER}/shard-{shard:05d}-{died}.json", b"{}")
+    def add_crash(self, shard: int, attempt: str) -> None:
+        """Run `attempt` ended without a word while it held the shard."""
+        self._store.put_if_absent(f"{FOLDER}/shard-{shard:05d}-{attempt}.json", b"{}")
 
-    def suspected(self) -> set[int]:
-        """Shards that a run died with; committed ones may be among them."""
+    def suspect_shards(self) -> set[int]:
+        """Shards that a run crashed with; some of them may be committed by now."""
         found = (re.fullmatch(r"shard-(\d+)-\w+\.json", name) for name in self._store.list(FOLDER))
         return {int(match[1]) for match in found if match}
 
-    def enter(self, shard: int, rows: Sequence[int]) -> None:
-        """From now on just these input rows of the shard are computed."""
+    def begin_batch_retry(self, shard: int, rows: Sequence[int]) -> None:
+        """From now on this run computes these input rows of the shard and no others."""
         self._put({"shard": shard, "rows": list(rows)})
 
-    def stand_still(self, shard: int, row: int) -> None:
-        """From now on nothing is computed: this input row will be tried."""
+    def begin_cooldown(self, shard: int, row: int) -> None:
+        """From now on this run computes nothing; an isolated retry of this input row follows."""
         self._put({"shard": shard, "rows": [row], "still": True})
 
-    def enter_trial(self, shard: int, row: int) -> None:
-        """From now on this input row is computed, alone because it is suspect."""
+    def begin_isolated_retry(self, shard: int, row: int) -> None:
+        """From now on this run computes this input row alone."""
         self._put({"shard": shard, "rows": [row], "reached": 0})
 
-    def reached(self, tokens: int) -> None:
-        """The row that is tried has so many output tokens."""
-        self._put(self._record | {"reached": tokens})
+    def reached(self, num_tokens: int) -> None:
+        """The isolated row has so many output tokens, all its samples together."""
+        self._put(self._record | {"reached": num_tokens})
 
     def clear(self) -> None:
-        """No row is computed any more."""
+        """This run computes no row of a suspect shard any more."""
         if self._record:
             self._put({})
 
-    def strikes(self, shard: int) -> dict[int, int]:
-        """Rows of a shard that runs died with; how many of those that tried a row died at the furthest place that any got to,
-        less those that died while they stood still before it.
+    def crash_counts(self, shard: int) -> dict[int, int]:
+        """The crash count of each input row of the shard that a run crashed with.
+
+        It is the number of isolated retries of the row that crashed at the furthest output position that any of them reached,
+        less the crashes during its cooldowns, at least 0.
         """
-        tried: dict[int, list[int]] = {}
-        still: Counter[int] = Counter()
+        positions: dict[int, list[int]] = {}
+        cooldowns: Counter[int] = Counter()
         names = self._store.list(FOLDER)
-        dead = (match[1] for name in names if (match := re.fullmatch(rf"shard-{shard:05d}-(\w+)\.json", name)))
-        for name in (f"rows-{attempt}.json" for attempt in dead if attempt != self._attempt):
+        crashed = (match[1] for name in names if (match := re.fullmatch(rf"shard-{shard:05d}-(\w+)\.json", name)))
+        for name in (f"rows-{attempt}.json" for attempt in crashed if attempt != self._attempt):
             record = _parse(self._store.read(f"{FOLDER}/{name}")) if name in names else {}
             if record.get("shard") == shard:
                 for row in record["rows"]:
-                    tried.setdefault(row, []).extend([record["reached"]] if "reached" in record else [])
-                    still[row] += "still" in record
-        return {row: max(0, places.count(max(places, default=0)) - still[row]) for row, places in tried.items()}
+                    positions.setdefault(row, []).extend([record["reached"]] if "reached" in record else [])
+                    cooldowns[row] += "still" in record
+        return {row: max(0, found.count(max(found, default=0)) - cooldowns[row]) for row, found in positions.items()}
 
     def _put(self, record: dict[str, Any]) -> None:
         self._record = record
@@ -84,7 +86,7 @@ class Attempts:
 
 
 def _parse(data: bytes) -> dict[str, Any]:
-    """A record; an empty one where a disk kept other bytes, which costs another death at worst."""
+    """A record; {} if its bytes were damaged, which costs one more crash at worst."""
     try:
         record = json.loads(data)
         sound = all(isinstance(number, int) for number in [*record["rows"], record.get("reached", 0)])

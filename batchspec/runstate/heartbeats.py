@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from batchspec.errors import BatchspecError, Interrupted
-from batchspec.runstate.claims import whoami
+from batchspec.runstate.claims import this_process
 from batchspec.storage.store import Store
 
 FOLDER = "_batchspec/progress"
@@ -159,7 +159,7 @@ class HeartbeatWriter:
 
     def __init__(self, files: HeartbeatFiles, facts: Callable[[], Mapping[str, Any]], *, slots: int) -> None:
         self._files, self._facts = files, facts
-        self._who = {**whoami(), "job": _job(), "began_at": round(time.time(), 3), "slots": slots}
+        self._who = {**this_process(), "job": _job(), "began_at": round(time.time(), 3), "slots": slots}
         self._over = threading.Event()
         self._last_word: dict[str, Any] = {}
         self._thread = threading.Thread(target=self._beat, name="progress", daemon=True)

@@ -1,227 +1,248 @@
-"""Shards that a run died with: computed apart from all others, so that a row that kills its process is found and costs itself.
+"""Poison rows: rows that crash the process that computes them. They are found by isolated retries, and cost only themselves.
 
-A death is not told from a kill by what is left, so every row in flight is suspect. Of a shard that a run died with, rows are
-computed in groups of a batch, each recorded before it is admitted. Who dies with a group leaves its rows struck; a struck row is
-tried: computed alone, with its tokens kept as it goes. One that resume.row_attempts runs died with so, none of them further than
-another, becomes an error row. A row that was only near comes through alone and is done: no death of another row makes an error of
-it.
+A crashed run leaves no evidence of which row crashed it, so every shard that it held is suspect, with all in-flight rows. Suspect
+shards are computed after all others: first in batch retries, then each row that a run crashed with in an isolated retry, alone.
+Each retry is recorded before it begins (runstate/attempts.py), so that the next run knows what this one was doing. A row is only
+found guilty alone: no crash of another row makes an error row of it.
 
-Nor should kills from outside: between them a row gets further each time, unless they come while one and the same place of it is
-computed. So a run stands still for STILL_S before it tries a row again that one died with alone. Kills at random moments, or at a
-set time after the start, come then rather than in the short trial, and each takes a death off the row. The limit of what can be
-known: runs that are killed in the trial itself, so many times, leave the same behind as a row that kills.
+A kill from outside looks like a crash. Two rules tell them apart. An isolated row is saved as it goes and continues where it was
+(`checkpoint`): between kills at random moments it gets further, while a poison row never gets beyond one position. And a run
+waits COOLDOWN_S before it retries a row that has crashed alone: kills at random moments, or at a set time after the start, mostly
+come during that wait, and each takes one off the row's crash count. What remains: resume.row_attempts kills that all hit the
+isolated retries themselves are indistinguishable from a poison row.
+
+The state of a row of a suspect shard is never stored: it follows from the records of crashed runs and from the journal.
+
+state            how it is told
+untried          no record of a crashed run names the row
+in-flight        this run's record names it: in a batch retry, a cooldown or an isolated retry
+suspect, n       records of crashed runs name it, and its crash count is n < resume.row_attempts
+poison           its crash count is at least resume.row_attempts
+done             its completions are in the journal, or its shard is committed
+
+state            event                                          next state              written
+untried          its batch retry begins                         in a batch retry        rows-<attempt>.json: the rows of the batch
+in a batch       the batch completes                            done                    a journal segment
+  retry          the run crashes or is killed                   suspect, 0              shard-...json, by the shard's next owner
+suspect, 0       its isolated retry begins                      in an isolated retry    rows-...: the row, "reached": 0
+suspect, n > 0   its isolated retry is due                      in a cooldown           rows-...: the row, "still": true
+in a cooldown    COOLDOWN_S have passed                         in an isolated retry    rows-...: the row, "reached": 0
+                 the run is killed                              suspect, n - 1          shard-...json
+in an isolated   it gets to another checkpoint                  in an isolated retry    a journal segment, "reached": position
+  retry          a sample of it, or the row, completes          the same, or done       a journal segment
+                 crash or kill before the furthest position     suspect, n              shard-...json
+                   at the furthest position so far              suspect, n + 1, poison  shard-...json
+                   beyond it                                    suspect, 1              shard-...json (less its crashed cooldowns)
+any in-flight    the run ends by itself (signal, own error)     what it was before      rows-...: {}
+poison           its shard is computed                          done                    an error row, code "crash"; in a retry
+                                                                                        (resume=...) the row is carried over
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
 from batchspec.dataset.columns import request_ids
 from batchspec.dataset.reader import InputShard, locate
 from batchspec.engine.engine import Engine
 from batchspec.engine.output_processor import EngineTotals
-from batchspec.errors import BatchspecError, StorageError
 from batchspec.packing.work_plan import DecodedShard, WorkPlan
 from batchspec.prepare import Job
 from batchspec.records import Completion, Request, RowError
 from batchspec.runstate.attempts import Attempts
-from batchspec.runstate.claims import Claims
 from batchspec.runstate.journal import Journal, Journaled
 
-STILL_S = 10.0
-"""Much longer than most rows take from one place to the next, and short beside what it takes to start a run anew."""
-LOOK_S = 0.1
+COOLDOWN_S = 10.0
+"""Much longer than most rows take between two checkpoints, and short beside the start of a run."""
+TICK_S = 0.1
 
 
-@contextmanager
-def leaving(claims: Claims, attempts: Attempts) -> Iterator[None]:
-    """However the run ends, its claims are free at once; where it crashes, the shards that it held are suspect too."""
-    try:
-        yield
-    except (BatchspecError, KeyboardInterrupt):
-        with suppress(StorageError):  # the first error is the one to tell
-            attempts.clear()
-            claims.release()
-        raise
-    except Exception:
-        with suppress(StorageError):
-            for shard in claims.own:
-                attempts.suspect(shard, claims.attempt)
-            claims.release()
-        raise
-    attempts.clear()
-    claims.release()
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """One step of computing a suspect shard."""
+
+    rows: Sequence[int]
+    """Input rows that are in flight together."""
+    isolated: bool = False
+    cooldown: bool = False
+    """The run waits COOLDOWN_S before it: the row has crashed alone."""
 
 
-def taken(
-    shards: Iterator[InputShard], claims: Claims, attempts: Attempts, journal: Journal, journaled: Journaled,
-    is_done: Callable[[int], bool] = lambda shard: False,
-) -> Iterator[tuple[InputShard, bool]]:  # fmt: skip
-    """The shards that are this run's now, with what others journaled of them, and whether their last owner died with them.
+def planned_retries(rows: range, crash_counts: Mapping[int, int], *, row_attempts: int, num_slots: int) -> Iterator[Retry]:
+    """What is retried of a suspect shard, in order: untried rows a batch at a time, then suspect rows alone, those with the
+    lowest crash count first. Poison rows are not.
 
-    is_done  whether another run has committed the shard since the pass began: its claim may be deleted then, and free
+    crash_counts  of the rows that runs crashed with, see `Attempts.crash_counts`
     """
-    for shard in shards:
-        if is_done(shard.index) or not claims.take(shard.index):
-            continue
-        died = claims.died.pop(shard.index, None)
-        if died is not None:
-            attempts.suspect(shard.index, died)
-        if claims.inherited:
-            claims.inherited = False
-            journal.refresh(journaled)
-        yield shard, died is not None
+    untried = (row for row in rows if row not in crash_counts)
+    while batch := list(itertools.islice(untried, num_slots)):
+        yield Retry(batch)
+    suspects = [row for row in rows if crash_counts.get(row, row_attempts) < row_attempts]
+    for row in sorted(suspects, key=lambda row: (crash_counts[row], row)):
+        yield Retry([row], isolated=True, cooldown=crash_counts[row] > 0)
 
 
-def decode_suspects(
-    job: Job,
-    plan: WorkPlan,
-    engine: Engine,
-    shards: Iterator[InputShard],
-    attempts: Attempts,
-    journal: Journal,
-    journaled: Journaled,
-    *,
-    finished: Callable[[Completion], None],
-) -> Iterator[DecodedShard]:
-    """Each shard, as `decode_shards` gives them; nothing more once the engine is asked to stop."""
-    for shard in shards:
-        strikes = attempts.strikes(shard.index)
-        crashed = {row: alone for row, alone in strikes.items() if alone >= job.config.resume.row_attempts}
-        done = [error for row, alone in crashed.items() for error in _crashed(job, plan, shard, row, alone, journaled)]
-        num_carried = 0
-        for group, trial in _groups(shard, strikes, crashed, engine.batch.num_slots):
-            if engine.stopping:
+class SuspectShards:
+    """Computes suspect shards, row by row or batch by batch, and blames rows whose isolated retries crashed too often.
+
+    plan       what is done with each output row
+    attempts   records each retry before it begins
+    journal    gets every finished row, and in an isolated retry every checkpoint
+    journaled  what earlier runs did of these shards
+    finished   called with each row that finishes
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        plan: WorkPlan,
+        engine: Engine,
+        attempts: Attempts,
+        journal: Journal,
+        journaled: Journaled,
+        *,
+        finished: Callable[[Completion], None],
+    ) -> None:
+        self._job, self._plan, self._engine = job, plan, engine
+        self._attempts, self._journal, self._journaled, self._finished = attempts, journal, journaled, finished
+
+    def decoded(self, shards: Iterator[InputShard]) -> Iterator[DecodedShard]:
+        """Each shard when its last row is done; nothing more once the engine is asked to stop. Raises StorageError."""
+        row_attempts, num_slots = self._job.config.resume.row_attempts, self._engine.batch.num_slots
+        for shard in shards:
+            counts = self._attempts.crash_counts(shard.index)
+            rows = range(shard.first_row, shard.first_row + shard.table.num_rows)
+            poison = {row: count for row, count in counts.items() if count >= row_attempts}
+            done = [error for row, count in poison.items() for error in self._error_rows(shard, row, count)]
+            num_carried = 0
+            for retry in planned_retries(rows, counts, row_attempts=row_attempts, num_slots=num_slots):
+                if self._engine.stopping:
+                    return
+                for entry in self._computed(shard, retry):
+                    done += [] if entry is None else [entry]
+                    num_carried += entry is None
+            if self._engine.stopping:
                 return
-            if trial:
-                if strikes[group[0]]:
-                    attempts.stand_still(shard.index, group[0])
-                    _stand_still(engine)
-                attempts.enter_trial(shard.index, group[0])
-            else:
-                attempts.enter(shard.index, group)
-            entries = [entry for row in group for entry in _planned(plan, shard, row, journaled)]
-            num_carried += entries.count(None)
-            requests = [entry for entry in entries if isinstance(entry, Request)]
-            done += [entry for entry in entries if isinstance(entry, Completion)]
-            with (
-                _followed(engine, [entry for entry in entries if entry is not None], attempts, journal)
-                if trial
-                else nullcontext()
-            ):
-                for completion in engine.run(iter(requests)):
-                    job.admission.observe(completion)
-                    finished(completion)
-                    journal.add(completion)
-                    done.append(completion)
-                    if trial:  # a sample that is done need not be done again when the next one kills
-                        journal.flush()
-            journal.flush()
-        if engine.stopping:
+            self._attempts.clear()
+            yield DecodedShard(shard=shard, completions=done, num_carried=num_carried)
+
+    def _computed(self, shard: InputShard, retry: Retry) -> Iterator[Completion | None]:
+        """The completions of one retry; None for a row that is carried over."""
+        self._begin(shard, retry)
+        entries = [entry for row in retry.rows for entry in self._planned(shard, row)]
+        requests = [entry for entry in entries if isinstance(entry, Request)]
+        yield from (entry for entry in entries if not isinstance(entry, Request))
+        with self._checkpointed(entries) if retry.isolated else nullcontext():
+            for completion in self._engine.run(iter(requests)):
+                self._job.admission.observe(completion)
+                self._finished(completion)
+                self._journal.add(completion)
+                yield completion
+                if retry.isolated:  # a sample that is done need not be done again when the next one crashes
+                    self._journal.flush()
+        self._journal.flush()
+
+    def _begin(self, shard: InputShard, retry: Retry) -> None:
+        """Record the retry, after its cooldown if it has one. Nothing of its rows is touched before that."""
+        if not retry.isolated:
+            self._attempts.begin_batch_retry(shard.index, retry.rows)
             return
-        attempts.clear()
-        yield DecodedShard(shard=shard, completions=done, num_carried=num_carried)
+        (row,) = retry.rows
+        if retry.cooldown:
+            self._attempts.begin_cooldown(shard.index, row)
+            cool_down(self._engine)
+        self._attempts.begin_isolated_retry(shard.index, row)
+
+    def _planned(self, shard: InputShard, row: int) -> Iterator[Request | Completion | None]:
+        """`WorkPlan.rows` of one input row, with what earlier runs did of it."""
+        for entry in self._plan.rows(_slice(shard, row)):
+            yield None if entry is None else self._journaled.known(entry)
+
+    @contextmanager
+    def _checkpointed(self, entries: Sequence[Request | Completion | None]) -> Iterator[None]:
+        """Within, the tokens of the isolated row, all its samples together, are saved at every checkpoint that it gets to."""
+        before, tokens_at_start = self._engine.on_round, self._engine.totals.tokens
+        earlier = sum(map(_num_tokens, entries))
+        position = checkpoint(earlier)
+
+        def follow(totals: EngineTotals) -> None:
+            nonlocal position
+            if before is not None:
+                before(totals)
+            now = checkpoint(earlier + totals.tokens - tokens_at_start)
+            if now > position:
+                position = now
+                self._journal.flush(self._engine.unfinished())
+                self._attempts.reached(position)
+
+        if position:
+            self._attempts.reached(position)
+        self._engine.on_round = follow
+        try:
+            yield
+        finally:
+            self._engine.on_round = before
+
+    def _error_rows(self, shard: InputShard, row: int, crash_count: int) -> Iterator[Completion]:
+        """The poison row as one error row; if some of its samples are journaled, those and an error for each of the others.
+
+        None in a retry of the job: the row keeps what the output has.
+        """
+        if self._plan.carries_over(shard.index):
+            return
+        file, place = locate(self._job.source.files, row)
+        (request_id,) = request_ids(self._job.source, self._job.columns, _slice(shard, row))
+        message = (
+            f"{file} row {place} (id {request_id!r}): {crash_count} runs died or hung at the same place of this row, "
+            "computed alone; look at what they said last, and drop the row, or compute it again with resume=error if they were "
+            "killed from outside"
+        )
+        samples = [0]
+        if any(key[0] == row for key in self._journaled.completions):  # so it can be admitted without a crash
+            entries = list(self._planned(shard, row))
+            yield from (entry for entry in entries if isinstance(entry, Completion))
+            samples = [entry.sample_index for entry in entries if isinstance(entry, Request)]
+        for sample in samples:
+            yield Completion(
+                request_id=request_id, row_index=row, sample_index=sample, shard=shard.index, status="error",
+                finish_reason="error", error=RowError(code="crash", stage="decode", message=message, retryable=True),
+            )  # fmt: skip
 
 
-def _groups(
-    shard: InputShard, strikes: Mapping[int, int], crashed: Container[int], slots: int
-) -> Iterator[tuple[Sequence[int], bool]]:
-    """Rows that nobody died with, a batch at a time; then the others, each a trial, those first that died least often in one."""
-    rows = range(shard.first_row, shard.first_row + shard.table.num_rows)
-    calm = (row for row in rows if row not in strikes)
-    while group := list(itertools.islice(calm, slots)):
-        yield group, False
-    for row in sorted((row for row in rows if row in strikes and row not in crashed), key=lambda row: (strikes[row], row)):
-        yield [row], True
-
-
-def _stand_still(engine: Engine) -> None:
-    """STILL_S seconds, or less where the engine is asked to stop."""
-    until = time.monotonic() + STILL_S
+def cool_down(engine: Engine) -> None:
+    """Wait COOLDOWN_S seconds, or until the engine is asked to stop."""
+    until = time.monotonic() + COOLDOWN_S
     while not engine.stopping and (left_s := until - time.monotonic()) > 0:
         if engine.on_round is not None:
-            engine.on_round(engine.totals)  # the run lives: its watchdog, its claims and its deadline must know
-        time.sleep(min(LOOK_S, left_s))
+            engine.on_round(engine.totals)  # watchdog, claims and deadline must see that the run lives
+        time.sleep(min(TICK_S, left_s))
 
 
-@contextmanager
-def _followed(engine: Engine, entries: Sequence[Request | Completion], attempts: Attempts, journal: Journal) -> Iterator[None]:
-    """Within, the tokens of the row that is tried, all its samples together, are kept at every place that it reaches."""
-    before, begun = engine.on_round, engine.totals.tokens
-    earlier = sum(map(_num_tokens, entries))
-    place = _place(earlier)
+def checkpoint(num_tokens: int) -> int:
+    """The last checkpoint at or before so many tokens: 0, 1 ... 32, then each a 16th further.
 
-    def follow(totals: EngineTotals) -> None:
-        nonlocal place
-        if before is not None:
-            before(totals)
-        now = _place(earlier + totals.tokens - begun)
-        if now > place:
-            place = now
-            journal.flush(engine.unfinished())
-            attempts.reached(place)
-
-    if place:
-        attempts.reached(place)
-    engine.on_round = follow
-    try:
-        yield
-    finally:
-        engine.on_round = before
+    The same in every run: a row that crashes its process at one token is always found at the same checkpoint.
+    """
+    position = 0
+    while (following := position + max(1, position // 16)) <= num_tokens:
+        position = following
+    return position
 
 
-def _num_tokens(entry: Request | Completion) -> int:
+def _num_tokens(entry: Request | Completion | None) -> int:
     """Output tokens that earlier runs made."""
+    if entry is None:
+        return 0
     if isinstance(entry, Request):
         return 0 if entry.resumed is None else len(entry.resumed.tokens)
     return 0 if entry.token_ids is None else len(entry.token_ids)
 
 
-def _place(tokens: int) -> int:
-    """The last of the places 0, 1 ... 32, then each a 16th further, that so many tokens have reached.
-
-    The same in every run: wherever a row kills its process, it is found at one place each time.
-    """
-    place = 0
-    while (after := place + max(1, place // 16)) <= tokens:
-        place = after
-    return place
-
-
-def _one(shard: InputShard, row: int) -> InputShard:
+def _slice(shard: InputShard, row: int) -> InputShard:
+    """One input row of the shard."""
     bad = {row: shard.bad[row]} if row in shard.bad else {}
     return InputShard(index=shard.index, first_row=row, table=shard.table.slice(row - shard.first_row, 1), bad=bad)
-
-
-def _planned(plan: WorkPlan, shard: InputShard, row: int, journaled: Journaled) -> Iterator[Request | Completion | None]:
-    """As `WorkPlan.rows` for one row, with what earlier runs did of it."""
-    for entry in plan.rows(_one(shard, row)):
-        yield None if entry is None else journaled.known(entry)
-
-
-def _crashed(job: Job, plan: WorkPlan, shard: InputShard, row: int, alone: int, journaled: Journaled) -> Iterator[Completion]:
-    """One error row; where some of its samples are journaled, those and an error for each of the others.
-
-    None in a retry: the row stays as it was.
-    """
-    if plan.carries_over(shard.index):
-        return
-    file, place = locate(job.source.files, row)
-    (request_id,) = request_ids(job.source, job.columns, _one(shard, row))
-    message = (
-        f"{file} row {place} (id {request_id!r}): {alone} runs died or hung at the same place of this row, computed alone; "
-        "look at what they said last, and drop the row, or compute it again with resume=error if they were killed from outside"
-    )
-    samples = [0]
-    if any(key[0] == row for key in journaled.completions):  # to admit it does not kill
-        entries = list(_planned(plan, shard, row, journaled))
-        yield from (entry for entry in entries if isinstance(entry, Completion))
-        samples = [entry.sample_index for entry in entries if isinstance(entry, Request)]
-    for sample in samples:
-        yield Completion(
-            request_id=request_id, row_index=row, sample_index=sample, shard=shard.index, status="error", finish_reason="error",
-            error=RowError(code="crash", stage="decode", message=message, retryable=True),
-        )  # fmt: skip

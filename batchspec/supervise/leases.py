@@ -1,0 +1,56 @@
+"""A run takes its claims here and gives them back: a claim that was not given back makes its shard suspect.
+
+Claims are leases: see runstate/claims.py. What becomes of suspect shards: see poison_rows.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from batchspec.dataset.reader import InputShard
+from batchspec.errors import BatchspecError, StorageError
+from batchspec.runstate.attempts import Attempts
+from batchspec.runstate.claims import Claims
+from batchspec.runstate.journal import Journal, Journaled
+
+
+def claim_shards(
+    shards: Iterator[InputShard], claims: Claims, attempts: Attempts, journal: Journal, journaled: Journaled,
+    is_done: Callable[[int], bool] = lambda shard: False,
+) -> Iterator[tuple[InputShard, bool]]:  # fmt: skip
+    """The shards that this run could claim, each with whether its last owner crashed with it. Raises StorageError.
+
+    journaled  is brought up to date with what that owner saved
+    is_done    whether another run has committed the shard since the pass began: its claim may be deleted then, and free
+    """
+    for shard in shards:
+        if is_done(shard.index) or not claims.take(shard.index):
+            continue
+        crashed = claims.crashed_owners.pop(shard.index, None)
+        if crashed is not None:
+            attempts.add_crash(shard.index, crashed)
+        if claims.inherited:
+            claims.inherited = False
+            journal.refresh(journaled)
+        yield shard, crashed is not None
+
+
+@contextmanager
+def released_at_end(claims: Claims, attempts: Attempts) -> Iterator[None]:
+    """However the block ends, the run's claims are free at once; if it crashes, the shards that it held become suspect."""
+    try:
+        yield
+    except (BatchspecError, KeyboardInterrupt):
+        with suppress(StorageError):  # the first error is the one to report
+            attempts.clear()
+            claims.release()
+        raise
+    except Exception:
+        with suppress(StorageError):
+            for shard in claims.own:
+                attempts.add_crash(shard, claims.attempt)
+            claims.release()
+        raise
+    attempts.clear()
+    claims.release()
