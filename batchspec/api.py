@@ -17,7 +17,7 @@ from batchspec.report.progress_bar import ProgressBar
 from batchspec.runner.decode_shards import decode_shards, shard_table
 from batchspec.runner.run_monitor import RunMonitor
 from batchspec.runner.run_shards import check_errors
-from batchspec.runstate.shards import OutputFolder
+from batchspec.runstate.output_folder import OutputFolder
 from batchspec.storage.store import scanning
 
 

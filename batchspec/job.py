@@ -38,7 +38,7 @@ from batchspec.runner.retry_plan import RetryPlan
 from batchspec.runner.run_shards import ShardRunner, check_errors
 from batchspec.runstate.generations import Generation
 from batchspec.runstate.journal import Journaled, saved_rows
-from batchspec.runstate.shards import OutputFolder
+from batchspec.runstate.output_folder import OutputFolder
 
 
 def run_job(config: RunConfig, source: Source | None = None) -> None:

@@ -44,7 +44,7 @@ from batchspec.packing.planner import PAGE_SIZE, Demand, choose_batch, free_memo
 from batchspec.packing.survey import Survey
 from batchspec.records import PackedBatch, SamplingParams
 from batchspec.report.progress_bar import ProgressBar
-from batchspec.runstate.folder import default_shard_rows
+from batchspec.runstate.job_folder import default_shard_rows
 from batchspec.runstate.manifest import fingerprint
 
 SURVEY_ROWS = 512

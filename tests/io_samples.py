@@ -13,7 +13,7 @@ from batchspec.dataset.columns import ColumnMap, map_columns
 from batchspec.dataset.reader import InputShard, table_source
 from batchspec.dataset.writer import build_table
 from batchspec.records import Completion, RowError, RowStats
-from batchspec.runstate.shards import OutputFolder
+from batchspec.runstate.output_folder import OutputFolder
 
 
 def stats(accepted: list[int], drafted: list[int] | None = None, *, k: int = 3, **changes: Any) -> RowStats:

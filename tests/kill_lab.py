@@ -29,9 +29,9 @@ from batchspec.config.schema import RunConfig
 from batchspec.errors import BatchspecError
 from batchspec.packing.cost import H200
 from batchspec.runner import decode_shards, run_shards
-from batchspec.runstate import claims, folder
+from batchspec.runstate import claims, job_folder
 from batchspec.runstate.claims import Claims
-from batchspec.storage.backends import open_store
+from batchspec.storage.open_store import open_store
 from batchspec.supervise import poison_rows
 from tests.models import make_checkpoint, make_tokenizer
 
@@ -153,7 +153,7 @@ def stop_before_publishing(number: int) -> None:
         store.publish = published  # type: ignore[method-assign]
         return store
 
-    put(folder, "open_store", opened)
+    put(job_folder, "open_store", opened)
 
 
 def watch_calls(conduct: Conduct) -> None:

@@ -17,7 +17,7 @@ from batchspec import cli, generate, run
 from batchspec.adapt import adapter as adapter_module
 from batchspec.adapt.learner import Learner
 from batchspec.errors import ConfigError, StorageError
-from batchspec.storage.local import LocalStore
+from batchspec.storage.local_store import LocalStore
 from tests.engines import tiny_target
 from tests.heads import random_tensors, tiny_design, write_head
 from tests.models import make_checkpoint

@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 
 from batchspec.commands import bench
-from batchspec.runstate.shards import OutputFolder
+from batchspec.runstate.output_folder import OutputFolder
 
 
 @pytest.mark.parametrize("num_rows", [20_000, pytest.param(1_000_000, marks=pytest.mark.soak)])

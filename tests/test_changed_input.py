@@ -21,8 +21,8 @@ from batchspec.dataset import files
 from batchspec.dataset.reader import InputShard, Source, open_source, table_source
 from batchspec.errors import InputError
 from batchspec.runner import decode_shards
-from batchspec.runstate.shards import OutputFolder
-from batchspec.storage.paths import LocalPlace
+from batchspec.runstate.output_folder import OutputFolder
+from batchspec.storage.places import LocalPlace
 from tests.runs import make_model, run_apart
 from tests.s3_lab import BUCKET, running_lab
 

@@ -15,7 +15,7 @@ import pytest
 
 from batchspec.runstate import claims as module
 from batchspec.runstate.claims import FOLDER, RENEW_S, STALE_S, Claims, _started, owner_is_gone, this_process
-from batchspec.storage.local import LocalStore
+from batchspec.storage.local_store import LocalStore
 
 ROOT = Path(__file__).parents[1]
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from batchspec import cli, run
-from batchspec.runstate.shards import OutputFolder
+from batchspec.runstate.output_folder import OutputFolder
 from tests.cloud_lab import ACCOUNT_KEY, TOKEN, CloudLab, running_azure, running_gcs
 from tests.dataset_hub_lab import REPO, running_hub
 from tests.dataset_hub_lab import TOKEN as HUB_TOKEN

@@ -15,10 +15,10 @@ import pytest
 
 from batchspec.errors import ConfigError, OutputError, StorageError
 from batchspec.report.stats import job_stats
-from batchspec.runstate.shards import OutputFolder
+from batchspec.runstate.output_folder import OutputFolder
 from batchspec.storage import retry
-from batchspec.storage.backends import open_store
 from batchspec.storage.cloud_store import CloudStore
+from batchspec.storage.open_store import open_store
 from batchspec.storage.store import Tail
 from tests.cloud_lab import ACCOUNT_KEY, BUCKET, TOKEN, CloudLab, Faults, running_azure, running_gcs
 from tests.io_samples import built, dataset, new_folder, shards_of

@@ -14,7 +14,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from batchspec.runstate.shards import OutputFolder
+from batchspec.runstate.output_folder import OutputFolder
 from tests.kill_lab import SHARDS, Conduct, KillLab, Row, check_visible, ended, polled, until_stopped, written
 
 

@@ -30,7 +30,7 @@ from batchspec.runner.oom_fallback import smaller
 from batchspec.runstate.attempts import Attempts
 from batchspec.runstate.claims import Claims
 from batchspec.runstate.journal import Journal
-from batchspec.storage.local import LocalStore
+from batchspec.storage.local_store import LocalStore
 from batchspec.supervise import poison_rows
 from batchspec.supervise.leases import released_at_end
 from tests.runs import Patch, make_model, make_prompts, run_apart
@@ -370,7 +370,7 @@ def test_a_batch_that_does_not_fit_at_the_start_is_made_smaller_once(
     begin, fits = Engine.__init__, 2
 
     def short(self: Engine, target: Any, drafter: Any, batch: Any, **named: Any) -> None:
-        if batch.slots > fits:
+        if batch.num_slots > fits:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         begin(self, target, drafter, batch, **named)
 

@@ -21,9 +21,9 @@ from batchspec.runstate import footers
 from batchspec.runstate.footers import read_shard_file
 from batchspec.runstate.generations import Generation
 from batchspec.runstate.manifest import MANIFEST
-from batchspec.runstate.shards import OutputFolder
-from batchspec.storage.local import LocalStore
-from batchspec.storage.s3 import S3Store
+from batchspec.runstate.output_folder import OutputFolder
+from batchspec.storage.local_store import LocalStore
+from batchspec.storage.s3_store import S3Store
 from tests.io_samples import new_folder
 from tests.s3_lab import BUCKET, Lab, running_lab
 from tests.test_shards import tables

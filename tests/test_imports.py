@@ -95,7 +95,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "cache.pages",
         "runstate.journal",
     },
-    "adapt": {"train", "runstate.heads", "draft", "model", "engine", "packing.memory"},
+    "adapt": {"train", "runstate.adapted_heads", "draft", "model", "engine", "packing.memory"},
     "train": {"dataset.reader", "draft", "model", "cache", "batch", "kernels"},
     "engine": {"draft", "model", "cache", "batch", "kernels"},
     "draft": {"model", "cache", "batch", "kernels"},

@@ -164,7 +164,7 @@ def test_tokens_do_not_depend_on_the_order_of_the_input(model: Path, data: Path,
 def run_until_second_commit(command: list[str], signal_name: str) -> subprocess.CompletedProcess[str]:
     """The job in a process of its own, which gets a real signal when its second shard is committed."""
     program = (
-        "import os, signal, sys; from batchspec import run; from batchspec.runstate.shards import OutputFolder as O\n"
+        "import os, signal, sys; from batchspec import run; from batchspec.runstate.output_folder import OutputFolder as O\n"
         "commit = O.commit\n"
         "def then_signalled(self, *rest):\n"
         "    commit(self, *rest)\n"

@@ -15,7 +15,7 @@ import pytest
 
 from batchspec.records import Completion, RowError, RowStats, Snapshot
 from batchspec.runstate.journal import FOLDER, VERSION, Journal
-from batchspec.storage.local import LocalStore
+from batchspec.storage.local_store import LocalStore
 
 STATS = RowStats(
     drafter="lookup", draft_len=2, num_prefills=1, num_rounds=2, num_drafted=3, num_accepted=1, num_discarded=0,

@@ -409,7 +409,7 @@ def test_many_columns_take_time_and_memory_by_their_number(tmp_path: Path) -> No
 
 
 def test_keys_that_hold_data_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchspec.dataset.untyped.MAX_COLUMNS", 10)
+    monkeypatch.setattr("batchspec.dataset.untyped_columns.MAX_COLUMNS", 10)
     with pytest.raises(InputError, match="more than 10 different keys"):
         Read(lines(tmp_path / "in.jsonl", *({"prompt": "x", f"k{i}": i} for i in range(20))))
 

@@ -21,9 +21,9 @@ from batchspec.errors import OutputError, StorageError
 from batchspec.runstate.claims import FOLDER, STALE_S, Claims
 from batchspec.runstate.generations import Generation
 from batchspec.runstate.manifest import MANIFEST
+from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.overwrite import CREW, this_command
-from batchspec.runstate.shards import OutputFolder
-from batchspec.storage.local import LocalStore
+from batchspec.storage.local_store import LocalStore
 from tests.io_samples import completion, new_folder
 from tests.runs import make_model, make_prompts, start_apart
 from tests.s3_lab import BUCKET, Lab, running_lab

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from batchspec.config.schema import InputConfig
 from batchspec.dataset.columns import ColumnMap, check_ids, map_columns, request_ids
 from batchspec.dataset.reader import Source, locate, open_source, table_source
-from batchspec.dataset.untyped import as_text
+from batchspec.dataset.untyped_columns import as_text
 from batchspec.errors import ConfigError, InputError
 
 

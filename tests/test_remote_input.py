@@ -18,7 +18,7 @@ from batchspec.config.values import check_credentials
 from batchspec.dataset.reader import Source, open_source
 from batchspec.errors import BatchspecError, ConfigError, InputError, StorageError
 from batchspec.storage import retry
-from batchspec.storage.cloud import ANSWERED, Bucket, Passing
+from batchspec.storage.cloud_client import ANSWERED, Bucket, Passing
 from tests.cloud_lab import ACCOUNT_KEY, BUCKET, TOKEN, CloudLab, Faults, running_azure, running_gcs
 from tests.dataset_hub_lab import TOKEN as HUB_TOKEN
 from tests.dataset_hub_lab import Hub, running_hub

@@ -19,7 +19,7 @@ from batchspec.errors import ConfigError, OutputError
 from batchspec.records import Completion, RowError
 from batchspec.report import page, requests
 from batchspec.report.requests import cut, read_requests
-from batchspec.runstate.shards import OutputFolder
+from batchspec.runstate.output_folder import OutputFolder
 from tests.browser import running_browser
 from tests.io_samples import built, completion, dataset, failed, new_folder, shards_of, stats
 from tests.models import make_checkpoint, make_tokenizer

@@ -27,7 +27,7 @@ from batchspec.engine.round import Round
 from batchspec.errors import OutputError
 from batchspec.records import Completion, Request, RowError
 from batchspec.runstate.generations import Generations
-from batchspec.runstate.shards import OutputFolder
+from batchspec.runstate.output_folder import OutputFolder
 from tests.models import make_checkpoint, make_thinking_tokenizer
 from tests.runs import run_apart
 from tests.s3_lab import BUCKET, Lab, running_lab

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from batchspec import cli, run
-from batchspec.runstate.shards import OutputFolder
+from batchspec.runstate.output_folder import OutputFolder
 from tests.models import make_checkpoint, make_tokenizer
 from tests.s3_lab import BUCKET, KEY_ID, SECRET, Faults, Lab, running_lab
 
@@ -67,7 +67,7 @@ def parts(lab: Lab) -> dict[str, bytes]:
 def killed_after_a_commit(command: list[str], count: int) -> int:
     """Exit code of the job in a process of its own that kills itself when so many shards are committed."""
     program = (
-        "import os, signal, sys; from batchspec import run; from batchspec.runstate.shards import OutputFolder as O\n"
+        "import os, signal, sys; from batchspec import run; from batchspec.runstate.output_folder import OutputFolder as O\n"
         "commit = O.commit\n"
         "def then_killed(self, *rest):\n"
         "    commit(self, *rest)\n"

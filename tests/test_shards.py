@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from batchspec.dataset.writer import write_parquet
 from batchspec.errors import ConfigError, OutputError, StorageError
-from batchspec.runstate.folder import default_shard_rows
+from batchspec.runstate.job_folder import default_shard_rows
 from batchspec.runstate.manifest import differences, fingerprint
-from batchspec.runstate.shards import OutputFolder
+from batchspec.runstate.output_folder import OutputFolder
 from tests.io_samples import built, completion, dataset, new_folder, shards_of
 
 

@@ -27,7 +27,7 @@ from batchspec.report.status import JobStatus, Watcher
 from batchspec.runstate import heartbeats as heartbeats_module
 from batchspec.runstate.claims import this_process
 from batchspec.runstate.heartbeats import FOLDER, HeartbeatWriter, RunHeartbeat
-from batchspec.runstate.shards import OutputFolder
+from batchspec.runstate.output_folder import OutputFolder
 from tests.io_samples import built, dataset, new_folder, shards_of
 from tests.models import make_checkpoint, make_tokenizer
 

@@ -12,7 +12,7 @@ import polars as pl
 import pyarrow.parquet as pq
 import pytest
 
-from batchspec.runstate.shards import OutputFolder
+from batchspec.runstate.output_folder import OutputFolder
 from tests.kill_lab import SHARDS, Conduct, KillLab, Row, ended, rows_of, until_stopped
 from tests.s3_lab import BUCKET, Lab, running_lab
 

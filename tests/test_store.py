@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from batchspec.errors import ConfigError, OutputError, StorageError
-from batchspec.storage.local import LocalStore
-from batchspec.storage.s3 import S3Store
+from batchspec.storage.local_store import LocalStore
+from batchspec.storage.s3_store import S3Store
 from batchspec.storage.store import STALE_S, Store, Tail
 
 METHODS = ["link", "rename"]

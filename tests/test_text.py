@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchspec import cli, run, terminal
-from batchspec.runstate.shards import OutputFolder
+from batchspec.runstate.output_folder import OutputFolder
 from batchspec.text import for_markdown, for_terminal, one_line
 from tests.models import make_checkpoint, make_tokenizer
 from tests.test_imports import module_of, sources

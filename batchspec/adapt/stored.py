@@ -15,7 +15,7 @@ import safetensors.torch
 
 from batchspec.adapt.learner import Learner
 from batchspec.model.target import Target
-from batchspec.runstate.heads import HeadFiles
+from batchspec.runstate.adapted_heads import HeadFiles
 from batchspec.train.data import Numbers
 from batchspec.train.head import published_network
 from batchspec.train.network import HeadNetwork

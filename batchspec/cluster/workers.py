@@ -25,8 +25,8 @@ from batchspec import terminal
 from batchspec.config.schema import RunConfig
 from batchspec.config.typed import to_json
 from batchspec.errors import BatchspecError, ConfigError, Interrupted, StorageError, TooManyErrors
+from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.overwrite import CREW
-from batchspec.runstate.shards import OutputFolder
 from batchspec.supervise.signals import SIGNALS
 
 PROGRAM = ("-m", "batchspec.cluster.worker")

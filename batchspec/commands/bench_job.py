@@ -41,7 +41,7 @@ from batchspec.records import Completion, Request, RowStats, Snapshot
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.runner.decode_shards import JOURNAL_S
 from batchspec.runstate.journal import Journal
-from batchspec.storage.local import LocalStore
+from batchspec.storage.local_store import LocalStore
 
 TOKENS = 512
 """Of a prompt, and of an output."""

@@ -21,7 +21,7 @@ from batchspec import terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.errors import OutputError, StorageError
 from batchspec.runstate.footers import part_name
-from batchspec.runstate.shards import OutputFolder
+from batchspec.runstate.output_folder import OutputFolder
 from batchspec.storage.store import storing
 
 FILE_MB = 500

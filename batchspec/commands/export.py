@@ -30,7 +30,7 @@ from batchspec import terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.dataset.openai import Line, filled, parse_request, request_row, request_schema, response_line
 from batchspec.errors import ConfigError, InputError, OutputError
-from batchspec.runstate.shards import OutputFolder
+from batchspec.runstate.output_folder import OutputFolder
 from batchspec.storage.store import scanning, storing
 
 FORMATS = ("chat", "prompt_completion", "openai")

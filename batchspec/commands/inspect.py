@@ -14,7 +14,7 @@ from batchspec.dataset.reader import locate
 from batchspec.errors import OutputError
 from batchspec.runstate.footers import part_name
 from batchspec.runstate.manifest import Manifest
-from batchspec.runstate.shards import OutputFolder
+from batchspec.runstate.output_folder import OutputFolder
 from batchspec.storage.store import scanning
 from batchspec.text import one_line
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.report.page import write_report
-from batchspec.runstate.shards import OutputFolder
+from batchspec.runstate.output_folder import OutputFolder
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from batchspec import terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.report.status import JobStatus, RunStatus, Watcher
 from batchspec.runstate.heartbeats import BEAT_S
-from batchspec.runstate.shards import OutputFolder
+from batchspec.runstate.output_folder import OutputFolder
 from batchspec.text import MESSAGE_CHARS, one_line
 
 MAX_LIVING = 40

@@ -32,7 +32,7 @@ from batchspec.packing.planner import PAGE_SIZE
 from batchspec.prepare import Job, job_fingerprint, make_engine, open_job, survey_first
 from batchspec.records import Request
 from batchspec.report.progress_bar import ProgressBar
-from batchspec.runstate.shards import OutputFolder
+from batchspec.runstate.output_folder import OutputFolder
 from batchspec.storage.store import scanning
 from batchspec.text import MESSAGE_CHARS, one_line
 

@@ -11,7 +11,7 @@ import polars as pl
 import pyarrow as pa
 
 from batchspec.dataset.reader import InputShard, Source, derived_id, locate
-from batchspec.dataset.untyped import as_text, is_csv, json_kinds
+from batchspec.dataset.untyped_columns import as_text, is_csv, json_kinds
 from batchspec.errors import ConfigError, InputError
 
 PROMPTS = ("messages", "prompt", "prompt_ids")

@@ -1,4 +1,4 @@
-"""One input file as parts that can be read by themselves: the row groups of Parquet (blocks of JSON lines: jsonlines.py)."""
+"""One input file as parts that can be read by themselves: the row groups of Parquet (blocks of JSON lines: json_lines.py)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchspec.errors import InputError, StorageError
-from batchspec.storage.paths import LocalPlace, Place
-from batchspec.storage.remote import Stamp
+from batchspec.storage.places import LocalPlace, Place
+from batchspec.storage.remote_files import Stamp
 
 PARQUET = (".parquet", ".pq")
 JSON_LINES = (".jsonl", ".ndjson", ".json")

@@ -15,7 +15,7 @@ import pyarrow as pa
 from batchspec.dataset import files
 from batchspec.dataset.files import JSON_LINES, PARQUET
 from batchspec.errors import InputError
-from batchspec.storage.paths import LocalPlace, Place
+from batchspec.storage.places import LocalPlace, Place
 
 CSV = (".csv",)
 CODECS = {".gz": "gzip", ".zst": "zstd"}

@@ -17,7 +17,7 @@ import msgspec
 import pyarrow as pa
 
 from batchspec.dataset.json_text import BadJson, called, parse
-from batchspec.dataset.untyped import json_kinds
+from batchspec.dataset.untyped_columns import json_kinds
 
 Message = dict[str, Any]
 

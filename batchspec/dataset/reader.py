@@ -16,13 +16,13 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from batchspec.config.schema import InputConfig
-from batchspec.dataset.csvfile import CsvFile
+from batchspec.dataset.csv_file import CsvFile
 from batchspec.dataset.files import DIGEST_BYTES, DataFile, MemoryFile, ParquetFile, Part, changed
 from batchspec.dataset.formats import KNOWN, format_of
-from batchspec.dataset.jsonlines import JsonLinesFile
-from batchspec.dataset.untyped import Kinds, json_kinds, mark_of
+from batchspec.dataset.json_lines import JsonLinesFile
+from batchspec.dataset.untyped_columns import Kinds, json_kinds, mark_of
 from batchspec.errors import ConfigError, InputError
-from batchspec.storage.paths import LocalPlace, Place, RemotePlace, place_of
+from batchspec.storage.places import LocalPlace, Place, RemotePlace, place_of
 
 OPENED_AT_ONCE = 16
 """Remote files: their answers are what opening waits for."""

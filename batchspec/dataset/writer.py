@@ -19,7 +19,7 @@ from batchspec.dataset.json_text import BadJson
 from batchspec.dataset.messages import BadChat, Message, kept_turn, messages_of, read_chat, without_nulls
 from batchspec.dataset.reader import InputShard
 from batchspec.dataset.schema import messages_type, output_schema
-from batchspec.dataset.untyped import as_text, json_kinds, value_of
+from batchspec.dataset.untyped_columns import as_text, json_kinds, value_of
 from batchspec.records import Completion, RowStats
 
 GROUP_BYTES = 128 << 20

@@ -35,7 +35,7 @@ from batchspec.config.values import violation
 from batchspec.dataset.columns import ColumnMap, request_ids
 from batchspec.dataset.messages import BadChat, read_chat
 from batchspec.dataset.reader import InputShard, Source, locate
-from batchspec.dataset.untyped import json_kinds
+from batchspec.dataset.untyped_columns import json_kinds
 from batchspec.errors import ConfigError
 from batchspec.model.text_bytes import LongText
 from batchspec.model.thinking import find_think_tokens

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from batchspec.dataset.json_text import BadJson, BadText, called, parse
 from batchspec.dataset.messages import BadChat, messages_of, without_nulls
-from batchspec.dataset.untyped import is_csv, json_kinds, value_of
+from batchspec.dataset.untyped_columns import is_csv, json_kinds, value_of
 from batchspec.records import Ids
 
 NUMBERS = (

@@ -14,7 +14,7 @@ from batchspec.report.status import RunStatus, Watcher
 from batchspec.report.style import STYLE
 from batchspec.report.timeline import Course, course, parse_run
 from batchspec.runstate.manifest import Manifest
-from batchspec.runstate.shards import OutputFolder
+from batchspec.runstate.output_folder import OutputFolder
 from batchspec.text import MESSAGE_CHARS, for_terminal
 
 MAX_GROUPS = 12

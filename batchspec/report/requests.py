@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from batchspec.runstate.shards import OutputFolder
+from batchspec.runstate.output_folder import OutputFolder
 from batchspec.storage.store import scanning
 from batchspec.text import MESSAGE_CHARS
 

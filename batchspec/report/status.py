@@ -11,7 +11,7 @@ from typing import Any
 
 from batchspec.runstate.claims import owner_is_gone, this_process
 from batchspec.runstate.heartbeats import HeartbeatFiles, RunHeartbeat
-from batchspec.runstate.shards import OutputFolder
+from batchspec.runstate.output_folder import OutputFolder
 
 STUCK_S = 120.0
 """Without a round, though it has rows."""

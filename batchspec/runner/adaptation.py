@@ -22,7 +22,7 @@ from batchspec.model.weights import weight_files
 from batchspec.prepare import Job
 from batchspec.records import Completion
 from batchspec.report.progress_bar import ProgressBar
-from batchspec.runstate.shards import OutputFolder
+from batchspec.runstate.output_folder import OutputFolder
 from batchspec.train.data import Numbers
 from batchspec.train.head import published_network
 from batchspec.train.network import HeadNetwork

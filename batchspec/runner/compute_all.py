@@ -9,7 +9,7 @@ import pyarrow as pa
 from batchspec.dataset.reader import InputShard
 from batchspec.packing.admit import Admission
 from batchspec.records import Completion, Request
-from batchspec.runstate.shards import OutputFolder
+from batchspec.runstate.output_folder import OutputFolder
 
 
 class ComputeAll:

@@ -10,7 +10,7 @@ import polars as pl
 from batchspec.errors import OutputError
 from batchspec.prepare import Job, job_fingerprint
 from batchspec.runstate.generations import Generation
-from batchspec.runstate.shards import OutputFolder
+from batchspec.runstate.output_folder import OutputFolder
 from batchspec.storage.store import scanning
 
 CAP = "decode.max_new_tokens"

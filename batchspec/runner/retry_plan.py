@@ -21,7 +21,7 @@ from batchspec.dataset.reader import InputShard
 from batchspec.packing.admit import Admission
 from batchspec.records import Completion, Request, Snapshot
 from batchspec.runstate.generations import Generation
-from batchspec.runstate.shards import OutputFolder
+from batchspec.runstate.output_folder import OutputFolder
 
 READ = (
     "row_index", "sample_index", "status", "error", "usage", "token_ids", "prompt_ids", "logprobs", "spec_decode", "perf",

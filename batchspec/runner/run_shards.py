@@ -22,7 +22,7 @@ from batchspec.runner.run_monitor import RunMonitor
 from batchspec.runstate.claims import RENEW_S
 from batchspec.runstate.heartbeats import HeartbeatWriter
 from batchspec.runstate.journal import Journaled, saved_rows
-from batchspec.runstate.shards import OutputFolder
+from batchspec.runstate.output_folder import OutputFolder
 from batchspec.supervise.deadline import Deadline
 from batchspec.supervise.leases import claim_shards, released_at_end
 from batchspec.supervise.poison_rows import SuspectShards

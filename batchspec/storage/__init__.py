@@ -1,0 +1,22 @@
+"""Storage: files and objects by name, on this machine or in a bucket. Changes when a store or a remote file system is added.
+
+Nothing here knows what a job, a shard or a row is; nothing here imports dataset/ or runstate/.
+
+Where a job's output folder is (read and write; a name is taken exactly once):
+  store.py          what every store promises (`Store`), and what they share
+  open_store.py     the store of an output.dir
+  local_store.py    a folder of a local or shared file system
+  object_store.py   a prefix of a bucket, whatever the service
+  s3_store.py       its requests to S3, by boto3
+  cloud_store.py    its requests to Google Cloud Storage and Azure, by obstore
+Where input files are (read only):
+  places.py         what an entry of input.path names: local or remote
+  remote_files.py   what every remote file system offers (`RemoteFiles`), and those that Arrow reaches
+  cloud_files.py    Google Cloud Storage and Azure
+  hub_files.py      datasets of the Hugging Face hub
+  arrow_view.py     a remote file system as Arrow's readers take it
+For both:
+  s3_client.py      settings, clients and errors of S3
+  cloud_client.py   URLs, clients and errors of Google Cloud Storage and Azure
+  retry.py          how often and how long a request is tried again
+"""

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from batchspec.errors import InputError, StorageError
-from batchspec.storage.paths import RemotePlace
-from batchspec.storage.remote import RemoteFiles
+from batchspec.storage.places import RemotePlace
+from batchspec.storage.remote_files import RemoteFiles
 
 TYPES = {"file": pafs.FileType.File, "folder": pafs.FileType.Directory, "missing": pafs.FileType.NotFound}
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from batchspec.errors import InputError
-from batchspec.storage.aws import NO_BUCKET
-from batchspec.storage.cloud import ANSWERED, Bucket, CutAnswer, Passing, bucket_of, errors, explain, failure
-from batchspec.storage.remote import Kind, Opened, RemoteEntry, RemoteFiles, Stamp
+from batchspec.storage.cloud_client import ANSWERED, Bucket, CutAnswer, Passing, bucket_of, errors, explain, failure
+from batchspec.storage.remote_files import Kind, Opened, RemoteEntry, RemoteFiles, Stamp
+from batchspec.storage.s3_client import NO_BUCKET
 
 
 class CloudFiles:

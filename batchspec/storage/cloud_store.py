@@ -1,4 +1,4 @@
-"""Files of a job on Google Cloud Storage or Azure Blob Storage, by obstore; objects.py says how a name is taken once."""
+"""Files of a job on Google Cloud Storage or Azure Blob Storage, by obstore; object_store.py says how a name is taken once."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pyarrow.fs as pafs
 
 from batchspec.errors import ConfigError, OutputError, StorageError
 from batchspec.storage.arrow_view import arrow_view
-from batchspec.storage.aws import NO_BUCKET
-from batchspec.storage.cloud import ANSWERED, GCS, Passing, bucket_of, errors, explain, failure
+from batchspec.storage.cloud_client import ANSWERED, GCS, Passing, bucket_of, errors, explain, failure
 from batchspec.storage.cloud_files import CloudFiles, is_folder_mark
-from batchspec.storage.objects import ABSENT, NO_VERSION, Head, InFlightError, ObjectStore, RefusedError
+from batchspec.storage.object_store import ABSENT, NO_VERSION, Head, InFlightError, ObjectStore, RefusedError
 from batchspec.storage.retry import retried
+from batchspec.storage.s3_client import NO_BUCKET
 from batchspec.storage.store import Tail, for_each, storage_errors
 
 ATTEMPT = "batchspec_attempt"

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 from batchspec.errors import ConfigError, InputError
 from batchspec.storage import retry
-from batchspec.storage.remote import Kind, Opened, RemoteEntry, RemoteFiles, Stamp
+from batchspec.storage.remote_files import Kind, Opened, RemoteEntry, RemoteFiles, Stamp
 
 FORM = "hf://datasets/ORG/NAME[@REVISION]/PATH"
 ENDPOINT = "the endpoint (HF_ENDPOINT where it is set)"

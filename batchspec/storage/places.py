@@ -1,4 +1,4 @@
-"""Where input files lie: the local file system, or a remote one (remote.py, cloud_files.py, hub_files.py)."""
+"""Where input files lie: the local file system, or a remote one (remote_files.py, cloud_files.py, hub_files.py)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 from batchspec.errors import ConfigError, InputError, StorageError
-from batchspec.storage.aws import GONE, NO_BUCKET
-from batchspec.storage.cloud import SCHEMES
+from batchspec.storage.cloud_client import SCHEMES
 from batchspec.storage.cloud_files import cloud_files
 from batchspec.storage.hub_files import hub_files
-from batchspec.storage.remote import READ, Kind, RemoteFiles, Stamp, arrow_files, s3_files
+from batchspec.storage.remote_files import READ, Kind, RemoteFiles, Stamp, arrow_files, s3_files
 from batchspec.storage.retry import retried
+from batchspec.storage.s3_client import GONE, NO_BUCKET
 
 T = TypeVar("T")
 

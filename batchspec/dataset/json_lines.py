@@ -1,7 +1,7 @@
 """JSON lines as parts that can be read by themselves. Each line is parsed alone: no row depends on another one.
 
-What type a column has is told by all lines of all files (untyped.py). A line that is no JSON object costs its row: the batch that
-holds it alone says what is wrong.
+What type a column has is told by all lines of all files (untyped_columns.py). A line that is no JSON object costs its row: the
+batch that holds it alone says what is wrong.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from batchspec.dataset import files
 from batchspec.dataset.files import Part, check_same, reading
 from batchspec.dataset.formats import TextStream
 from batchspec.dataset.json_text import BadJson, BadText, members
-from batchspec.dataset.untyped import Cell, Kinds, build
+from batchspec.dataset.untyped_columns import Cell, Kinds, build
 from batchspec.errors import InputError
-from batchspec.storage.paths import Place
+from batchspec.storage.places import Place
 
 BAD_JSON, BAD_TEXT = "bad_json", "bad_text"
 ONE_LINE = "python -c \"import json; [print(json.dumps(row)) for row in json.load(open('FILE'))]\" > FILE.jsonl"

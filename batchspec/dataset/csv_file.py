@@ -16,9 +16,9 @@ import pyarrow as pa
 from batchspec.dataset import files
 from batchspec.dataset.files import Part, check_same, reading
 from batchspec.dataset.formats import TextStream
-from batchspec.dataset.untyped import CSV_MARK, text_array
+from batchspec.dataset.untyped_columns import CSV_MARK, text_array
 from batchspec.errors import InputError
-from batchspec.storage.paths import Place
+from batchspec.storage.places import Place
 
 BAD_CSV = "bad_csv"
 MAX_CELL_CHARS = 1 << 26

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from batchspec.errors import ConfigError
-from batchspec.storage.cloud import SCHEMES
-from batchspec.storage.local import LocalStore
+from batchspec.storage.cloud_client import SCHEMES
+from batchspec.storage.local_store import LocalStore
 from batchspec.storage.store import Store
 
 
@@ -19,7 +19,7 @@ def open_store(root: str | Path, scratch: str) -> Store:
     if not mark:
         return LocalStore(Path(root), scratch)
     if scheme == "s3":
-        from batchspec.storage.s3 import S3Store
+        from batchspec.storage.s3_store import S3Store
 
         return S3Store(str(root))
     if scheme in SCHEMES:

@@ -1,4 +1,4 @@
-"""Files of a job on S3, or on a store that speaks its protocol, by boto3; objects.py says how a name is taken once."""
+"""Files of a job on S3, or on a store that speaks its protocol, by boto3; object_store.py says how a name is taken once."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import pyarrow.fs as pafs
 
 from batchspec.errors import ConfigError, OutputError, StorageError
-from batchspec.storage.aws import NO_BUCKET, client, filesystem, no_bucket, passing, refusal, status, whole
-from batchspec.storage.objects import ABSENT, Head, InFlightError, ObjectStore, RefusedError
+from batchspec.storage.object_store import ABSENT, Head, InFlightError, ObjectStore, RefusedError
 from batchspec.storage.retry import retried
+from batchspec.storage.s3_client import NO_BUCKET, client, filesystem, no_bucket, passing, refusal, status, whole
 from batchspec.storage.store import Tail, for_each, storage_errors
 
 SCHEME = "s3://"

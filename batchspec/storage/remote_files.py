@@ -9,8 +9,8 @@ from typing import Literal, Protocol
 import pyarrow.fs as pafs
 
 from batchspec.errors import ConfigError
-from batchspec.storage.aws import filesystem, head
 from batchspec.storage.retry import arrow_passing, reason
+from batchspec.storage.s3_client import filesystem, head
 
 READ = "a local path, s3://BUCKET/..., gs://BUCKET/..., abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/... or hf://datasets/..."
 Kind = Literal["file", "folder", "missing"]

@@ -7,9 +7,9 @@ _batchspec/tmp            files under construction
 _batchspec/logs           run-<attempt>.json: how fast each run was; run-<attempt>.timeline.jsonl: what it did when
 _batchspec/journal        rows of shards that are not committed yet, see journal.py
 _batchspec/claims         which run works on which shard, see claims.py
-_batchspec/attempts       what runs were at when they died, see attempts.py
+_batchspec/attempts       what runs were computing when they crashed, see attempts.py
 _batchspec/sums           sha256 of each shard as a run committed it, in the format of sha256sum
-_batchspec/progress       what every run says of itself, see progress.py
+_batchspec/progress       what every run says of itself, see heartbeats.py
 _batchspec/retry          what was computed again, see generations.py
 _batchspec/overwrite      which process deleted the job that was there before, see overwrite.py
 """
@@ -29,15 +29,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchspec.errors import BatchspecError, OutputError, StorageError
+from batchspec.runstate.adapted_heads import HeadFiles
 from batchspec.runstate.attempts import FOLDER as ATTEMPTS
 from batchspec.runstate.attempts import Attempts
 from batchspec.runstate.claims import FOLDER as CLAIMS
-from batchspec.runstate.folder import JobFolder
 from batchspec.runstate.footers import identity, part_name, read_shard_file
 from batchspec.runstate.generations import FOLDER as RETRIES
 from batchspec.runstate.generations import unfinished
-from batchspec.runstate.heads import HeadFiles
 from batchspec.runstate.heartbeats import HeartbeatFiles
+from batchspec.runstate.job_folder import JobFolder
 from batchspec.runstate.journal import FOLDER as JOURNAL
 from batchspec.runstate.journal import Journal
 from batchspec.runstate.overwrite import read_manifest

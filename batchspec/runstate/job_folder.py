@@ -16,7 +16,7 @@ from batchspec.runstate.footers import ShardFiles
 from batchspec.runstate.generations import Generation, Generations
 from batchspec.runstate.manifest import MANIFEST, Manifest, differences
 from batchspec.runstate.overwrite import READS, check_own, elected, read_manifest, refuse_living, settled, this_command
-from batchspec.storage.backends import open_store
+from batchspec.storage.open_store import open_store
 from batchspec.storage.store import Store
 
 TMP = "_batchspec/tmp"

@@ -1,4 +1,4 @@
-"""A job's files as objects of a bucket, whatever the store: S3 (s3.py), Google Cloud Storage and Azure (cloud_store.py).
+"""A job's files as objects of a bucket, whatever the store: S3 (s3_store.py), Google Cloud Storage and Azure (cloud_store.py).
 
 A name is taken by one PUT under the condition that there is no such object, which the store refuses where there is one. An
 answer can get lost, and the request is then sent again and refused: the attempt's uuid in the object's metadata says whose it is.
