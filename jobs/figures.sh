@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# Measures the tables of the README on this machine's GPU, section by section.
+# Measures the tables of jobs/README.md on this machine's GPU, section by section.
 #
 #   jobs/figures.sh OUT SECTION...        OUT gets a file of JSON lines a section, profiles and jobs
 #
 # long short small   decode tok/s of dummy shapes            opt     each option of the engine turned off
-# floor              the same with drafts that hardly stand (HEADS and DATA too, see below)
+# floor              the same at low acceptance rates (HEADS and DATA too, see below)
 # lengths window     round time by K; by K and window        job     192 prompts of 8K with lognormal outputs, Parquet to Parquet
 # Of SmolLM2-135M, with HEADS=folder (eagle3/, parallel/: jobs/train_head.sh) and DATA=folder (gsm8k_test, gsm8k_train, specbench
-# .parquet: a user's turn a row in the column `prompt`; the last without the questions that are of GSM8K):
+# .parquet: one user turn per row in the column `prompt`; the last without the questions that are of GSM8K):
 # gsm8k              the test questions, with and without a head    drafters  acceptance of every drafter
 # rows               K = 3..8 at 1, 2, 4, 8 rows                    draws     by temperature, with and without coupled drafts
-# trees              sums against products of probabilities         adapt     a half-trained head that learns on the job
+# trees              sums against products of probabilities         adapt     a half-trained head that learns during the job
 set -euo pipefail
-out=${1:?OUT SECTION..., such as out/figures long; the sections stand at the top of this file}
+out=${1:?OUT SECTION..., such as out/figures long; the sections are listed at the top of this file}
 shift
-for section in "${@:?SECTION..., such as long short; they stand at the top of this file}"; do
-    grep -q "^figure_$section()" "$0" || { echo "$0: no section $section; they stand at the top of this file" >&2; exit 2; }
+for section in "${@:?SECTION..., such as long short; they are listed at the top of this file}"; do
+    grep -q "^figure_$section()" "$0" || { echo "$0: no section $section; they are listed at the top of this file" >&2; exit 2; }
 done
 mkdir -p "$out"
 python=${PYTHON:-python} model=${MODEL:-smollm2-135m}
@@ -41,7 +41,7 @@ figure_short() {
     dummy llama1b --batch 256 --prompt 1024 --gen 512 --draft none eagle3 --k auto --runs 3
 }
 figure_small() { dummy smol135m --batch 256 --prompt 512 --gen 512 --draft none eagle3 --k auto --runs 3 --profile "$out/small.txt"; }
-figure_floor() { # drafts that hardly ever stand: no slower than without
+figure_floor() { # low acceptance rates: no slower than without drafts
     local rates=.1,.02,.01
     dummy llama8b --batch 64 --prompt 8192 --gen 512 --draft none eagle3 --k auto --runs 3
     dummy llama8b --batch 256 --prompt 1024 --gen 512 --draft none eagle3 --k auto --runs 3

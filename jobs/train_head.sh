@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# A draft head for a chat model from nothing but the model: it writes questions and texts, answers them, and a head learns.
+# A draft head for a chat model from nothing but the model: the model writes questions and texts and answers them, the head learns from that.
 #
 #   jobs/train_head.sh MODEL WORK [train overrides, such as draft=parallel train.steps=4000]
 #
-# Leaves WORK/head (HEAD=NAME: WORK/NAME); the same command goes on where it was stopped. Files of prompts of your own, one user's
-# turn a row in a column `prompt`, are answered too: PROMPTS='a.parquet b.parquet'. Sizes are those of a small model on one GPU.
+# Makes WORK/head (HEAD=NAME: WORK/NAME); the same command resumes it. Files of prompts of your own, one user turn per row in a
+# column `prompt`, are answered too: PROMPTS='a.parquet b.parquet'. The sizes are for a small model on one GPU.
 set -euo pipefail
 model=${1:?MODEL WORK [overrides], such as smollm2-135m out/head} work=${2:?WORK: a folder for prompts, answers and the head}
 shift 2
 python=${PYTHON:-python}
-turns=${TURNS:-22000} texts=${TEXTS:-16000} cap=${CAP:-288} # rows, rows, tokens of an answer: small models end in loops
+turns=${TURNS:-22000} texts=${TEXTS:-16000} cap=${CAP:-288} # rows, rows, tokens of an answer: small models repeat themselves in long ones
 mkdir -p "$work"
 
 spec() { "$python" -m batchspec.cli "$@"; }
-answer() { # NAME INPUT overrides: a job of the model; done jobs say so at once
+answer() { # NAME INPUT overrides: a job of the model; a finished job says so at once
     "$python" -m batchspec.run model.path="$model" draft=none output=training output.dir="$work/$1" input.path="$2" "${@:3}"
 }
-once() { [ -e "$1" ] || "${@:2}" "$1"; } # FILE command: makes FILE where it is missing
+once() { [ -e "$1" ] || "${@:2}" "$1"; } # FILE command: makes FILE if it is missing
 
 once "$work/openings.parquet" spec prompts --open "$model" --rows "$turns" --texts "$texts"
 answer turns "$work/openings.parquet" decode.temperature=1 decode.max_new_tokens=384

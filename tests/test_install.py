@@ -1,10 +1,13 @@
-"""What a wheel holds: recipes, groups, kernels and the demo's prompts work from it, wherever it is unpacked."""
+"""What is built: the source distribution can run its tests; recipes, groups, kernels and the demo's prompts work from its wheel,
+wherever that is unpacked."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -12,39 +15,90 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 NOT_PACKED = {"conf/prompts/make_demo.py"}
+SUFFIXES = (".py", ".yaml", ".parquet", ".json", ".txt", ".safetensors")
+
+
+def built(kind: str, source: Path, folder: Path) -> Path:
+    """The file that setuptools makes of a source tree: kind is sdist or wheel. The network is not used."""
+    folder.mkdir()
+    code = f"import sys; from setuptools.build_meta import build_{kind}; build_{kind}(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], cwd=source, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (made,) = folder.iterdir()
+    return made
 
 
 @pytest.fixture(scope="module")
-def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel's content, built from a copy of the tracked and untracked sources."""
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The unpacked source distribution, built from a copy of the tracked and untracked sources."""
     if importlib.util.find_spec("setuptools") is None:
-        pytest.skip("setuptools is not installed: a wheel cannot be built without the network")
-    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    names = ["pyproject.toml", "README.md", "LICENSE", "batchspec", "kernels", "conf", "jobs"]
+        pytest.skip("setuptools is not installed: nothing can be built without the network")
+    copy, folder = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("sources")
+    names = ["pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "batchspec", "kernels", "conf", "jobs", "tests", ".ci"]
     present = [name for name in names if (ROOT / name).exists()]
-    subprocess.run(["cp", "-a", *present, str(source)], cwd=ROOT, check=True)
-    if not (source / "README.md").exists():
-        (source / "README.md").write_text("batchspec\n")
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source)]
-    subprocess.run(build, check=True, capture_output=True)
-    (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
+    subprocess.run(["cp", "-a", *present, str(copy)], cwd=ROOT, check=True)
+    with tarfile.open(built("sdist", copy, copy / "dist")) as archive:
+        archive.extractall(folder, filter="data")
+    (unpacked,) = folder.iterdir()
+    return unpacked
+
+
+@pytest.fixture(scope="module")
+def unpacked(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the content of the wheel that is built from the source distribution."""
+    folder = tmp_path_factory.mktemp("wheel")
+    with zipfile.ZipFile(built("wheel", sources, folder / "dist")) as archive:
         archive.extractall(folder / "site")
     return folder / "site"
 
 
-def test_every_module_recipe_and_prompt_file_is_inside(unpacked: Path) -> None:
+def files(folder: Path) -> set[str]:
+    """Paths below a folder whose content matters, symlinks left out."""
+    found = (path for path in folder.rglob("*") if path.suffix in SUFFIXES and "__pycache__" not in path.parts)
+    return {path.relative_to(folder).as_posix() for path in found}
+
+
+def test_every_source_test_recipe_and_script_is_in_the_source_distribution(sources: Path) -> None:
+    wanted = {f"{top}/{name}" for top in ("batchspec", "kernels", "conf", "jobs", "tests") for name in files(ROOT / top)}
+    wanted |= {f"batchspec/{top}/{name}" for top in ("kernels", "conf") for name in files(ROOT / top)}
+    wanted |= {"README.md", "conf/README.md", "jobs/README.md", "kernels/README.md", "batchspec/README.md", "LICENSE", ".ci/run"}
+    wanted |= {"jobs/figures.sh", "jobs/train_head.sh", "jobs/submit.sbatch", "jobs/report.png", "batchspec/py.typed"}
+    once = {f"conf/heads/{name}" for name in files(ROOT / "conf/heads")}
+    assert {name for name in wanted - once if not (sources / name).is_file()} == set()
+    assert not any(path.is_symlink() for path in sources.rglob("*"))
+
+
+def test_the_source_distribution_runs_its_tests(sources: Path) -> None:
+    """A few of them: of the pages, of a module, of a kernel. test_tree.py is only imported, with most of the tests' helpers."""
+    some = [
+        "test_pages.py",
+        "test_schema.py",
+        "test_groups.py",
+        "kernels/test_argmax.py::test_no_rows_is_no_work",
+        "test_tree.py",
+    ]
+    words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "not test_tree.py"]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")} | {"PYTHONPATH": str(sources)}
+    done = subprocess.run(
+        [*words, *(f"tests/{name}" for name in some)],
+        cwd=sources,
+        env=env,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "deselected" in done.stdout
+
+
+def test_every_module_recipe_and_prompt_file_is_in_the_wheel(unpacked: Path) -> None:
     package = unpacked / "batchspec"
-    wanted = {
-        path.relative_to(ROOT / top).as_posix() if top == "batchspec" else path.relative_to(ROOT).as_posix()
-        for top in ("batchspec", "kernels", "conf")
-        for path in (ROOT / top).rglob("*")
-        if path.suffix in (".py", ".yaml", ".parquet", ".json", ".txt", ".safetensors") and "__pycache__" not in path.parts
-    } - NOT_PACKED
-    wanted |= {f"conf/job/{path.name}" for path in (ROOT / "jobs").glob("*.yaml")}
-    missing = {name for name in wanted if not (package / name).is_file()}
-    assert not missing
-    assert (package / "py.typed").is_file()
+    wanted = files(ROOT / "batchspec") | {f"{top}/{name}" for top in ("kernels", "conf") for name in files(ROOT / top)}
+    wanted |= {f"conf/job/{path.name}" for path in (ROOT / "jobs").glob("*.yaml")} | {"py.typed", "conf/job/submit.sbatch"}
+    assert {name for name in wanted - NOT_PACKED if not (package / name).is_file()} == set()
+    assert not (unpacked / "tests").exists()
+    assert not (unpacked / "kernels").exists()
 
 
 @pytest.mark.parametrize("words", [["batchspec.run"], ["batchspec.cli", "run"]], ids=["module", "command"])
@@ -56,6 +110,12 @@ def test_the_demo_is_composed_from_the_wheel_in_any_folder(unpacked: Path, tmp_p
     assert "path: smollm2-135m" in done.stdout
     assert "path: pkg://demo" in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+def test_help_works_from_the_wheel(unpacked: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "batchspec.cli", "train", "--help"]
+    done = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(unpacked)}, check=True, capture_output=True, text=True)
+    assert "train.draft_vocab=32000" in done.stdout
 
 
 def test_the_prompts_are_found_in_the_wheel(unpacked: Path, tmp_path: Path) -> None:

@@ -33,7 +33,9 @@ from batchspec.errors import BatchspecError, ConfigError, Interrupted
 
 Schema = TypeVar("Schema")
 CONF = "batchspec.conf"
-GROUPS = ("model", "draft", "decode", "packing", "input", "output", "cluster", "resume")
+GROUPS = ("model", "draft", "decode", "packing", "input", "output", "cluster", "resume", "ablation")
+PATH_KEYS = {"model": "model.path", "draft": "draft.path", "input": "input.path", "output": "output.dir"}
+"""Group -> its key for a path, which a path given to the group itself was meant for."""
 SWEEP_DIR = "hydra.sweep.dir="
 SUBMITIT = (f"{SWEEP_DIR}.submitit", "hydra.launcher.submitit_folder=.submitit/%j")
 """Submitit hands its jobs over in a folder, and the nodes of a cluster do not see the temporary ones of this machine."""
@@ -96,7 +98,7 @@ def launch(task: Callable[[RunConfig], int | None], overrides: Sequence[str], *,
             sys.exit(code)
 
     try:
-        options = _check_options(overrides)
+        options, words = _check_options(overrides), for_hydra(overrides)
     except ConfigError as error:
         return _report(error)
     register()
@@ -104,7 +106,7 @@ def launch(task: Callable[[RunConfig], int | None], overrides: Sequence[str], *,
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises instead of printing its own report
     try:
         with _sweep_folder(overrides, sweep=options.multirun) as more:
-            sys.argv = ["batchspec", *for_hydra(overrides), *more]
+            sys.argv = ["batchspec", *words, *more]
             hydra.main(version_base="1.3", config_path=f"pkg://{CONF}", config_name="run")(body)()
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         if full == "1":
@@ -175,11 +177,15 @@ def one_line(error: Exception, known: Any = None) -> str:
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"{mark.name} line {mark.line + 1} is not YAML: {error.problem}"
+    if problem := _grammar(text):
+        return problem
     override = re.search(r"Could not override '([^']+)'", text)
     if override and "No match in the defaults list" in text:
         group = override[1]
         hint = suggest(group, GROUPS)
         return f"{group} is no group of choices that has a default; {hint if hint else f'write +{group}=...'}"
+    if deleted := re.search(r"Could not delete from config\. '([^']+)' does not exist", text):
+        return str(unknown_key(deleted[1], known))
     said = f"{text}\n{error.__cause__}"  # hydra gives a key's full name in its own text or in its cause's
     full_key = override or re.search(r"full_key: (\S+)", said)
     recipe = re.search(r"^In '([^']+)': \w+ raised while composing config:\n(.*)", text)
@@ -195,7 +201,23 @@ def one_line(error: Exception, known: Any = None) -> str:
     return "; ".join(line.strip() for line in text.splitlines()[:2] if line.strip())
 
 
+def _grammar(text: str) -> str | None:
+    """A complaint of Hydra's about how an override is written, as one line; None for any other text."""
+    if found := re.search(r"Ambiguous value for argument '([^=']+)=([^']*)'", text):
+        key, value = found.groups()
+        listed = f"; a list is {key}=[{value}]" if "." in key else ""
+        return f"{key}={value} gives several values; `-m` runs one job for each{listed}"
+    if found := re.search(r"An item is already at '([^']+)'", text):
+        return f"{found[1]} is a key of the configuration; write {found[1]}=... without the +"
+    if found := re.search(r"(\S+)(?: appears more than once in the final defaults list|\. To override a value use)", text):
+        return f"{found[1]} is given twice; write {found[1]}=... without the +"
+    return None
+
+
 def _missing_option(missing: str, options: list[str]) -> str:
-    group, _, name = missing.rpartition("/")
+    """`missing`: the path of an option that no folder of conf holds, such as model/Qwen/Qwen3-8B."""
+    group, _, name = missing.rpartition("/") if missing.startswith("hydra/") else missing.partition("/")
     hint = suggest(name, options)
+    if group in PATH_KEYS and re.search(r"[/.]", name):
+        hint = f"a path is {PATH_KEYS[group]}={name};"
     return f"{group}={name} is no choice of the group {group}; {hint + ' ' if hint else ''}choices: {', '.join(sorted(options))}"

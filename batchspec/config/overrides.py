@@ -12,7 +12,9 @@ from typing import Any, get_type_hints
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from batchspec.config.reference import options
 from batchspec.config.schema import RunConfig
+from batchspec.errors import ConfigError
 
 OPEN = ("input.columns", "input.template_kwargs")
 """Dictionaries that take any key."""
@@ -20,13 +22,20 @@ _PLAIN_LIST = re.compile(r"\[([^\[\]{}'\"]*)\]")
 
 
 def for_hydra(overrides: Sequence[str]) -> list[str]:
-    """The same overrides as Hydra reads them; options, and what has no `=`, stay as they are."""
+    """The same overrides as Hydra reads them; options, and what has no `=`, stay as they are.
+
+    Raises ConfigError for an override without a key, and for a group that is given something else than an option's name.
+    """
     return [item if item.startswith("-") or "=" not in item else _one(item) for item in overrides]
 
 
 def _one(override: str) -> str:
     key, _, value = override.partition("=")
     bare = key.lstrip("+~")
+    if not bare:
+        raise ConfigError(f"cannot read the override '{override}'; write key=value")
+    if bare in OPTIONS and (value == "null" or value.startswith(("[", "{"))):
+        raise ConfigError(f"{override} is no choice of the group {bare}; choices: {', '.join(OPTIONS[bare])}")
     if bare in OPEN or bare.startswith(tuple(f"{name}." for name in OPEN)):
         key = f"++{bare}" if not key.startswith("~") else key
     if not _reads(f"{key}={value}"):
@@ -71,4 +80,6 @@ def _lists(config: Any, prefix: str = "") -> list[str]:
     return found
 
 
+OPTIONS = options()
+"""Group -> its options."""
 LISTS = frozenset(_lists(RunConfig()))

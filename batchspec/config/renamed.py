@@ -1,6 +1,7 @@
-"""Keys that had other names in earlier versions: refused with their new name where a user writes them, translated where a
-manifest
-holds them."""
+"""Keys and values that had other names before version 0.2.
+
+Where a user writes one it is refused with its present name. Where a manifest of an earlier version holds one it is translated.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +21,15 @@ RENAMED: dict[str, str] = {
     "resume.again": "resume.retry_id",
     "train.taps": "train.aux_layer_ids",
 }
-"""Old key or group -> its name today."""
+"""Old key or group -> its present name."""
+GROUPS_RENAMED = ("decode.opt",)
+"""Those that are groups of keys."""
 RENAMED_VALUES: dict[str, dict[Any, str]] = {"draft.tree.rank": {"sums": "logprob", "products": "prob"}}
-"""Key -> old value -> its name today."""
+"""Key -> old value -> its present name."""
 
 
 def renamed(key: str) -> str | None:
-    """The name today of a dotted key, or of a key inside a group, that had another one; None of all others."""
+    """The present name of a dotted key, or of a key inside a group, that was renamed; None for all other keys."""
     for old, new in RENAMED.items():
         if key == old or key.startswith(old + "."):
             return new + key.removeprefix(old)
@@ -34,8 +37,7 @@ def renamed(key: str) -> str | None:
 
 
 def upgraded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration that an earlier version saved, group by group, with the names of today. New names win where both are
-    given."""
+    """A saved configuration, group by group, with present names for old ones. A key that is there by both keeps its new one."""
     out = _copied(values)
     for old, new in RENAMED.items():
         *path, last = old.split(".")
@@ -59,7 +61,7 @@ def upgraded(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def upgraded_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same values under the dotted names of today."""
+    """The same values with present names for old dotted ones."""
     return {renamed(key) or key: value for key, value in values.items()}
 
 

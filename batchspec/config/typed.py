@@ -12,7 +12,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from batchspec.config.renamed import renamed
+from batchspec.config.renamed import GROUPS_RENAMED, renamed
 from batchspec.config.schema import RunConfig
 from batchspec.config.values import PATHS, SHIPPED, expand_home, literal, shipped
 from batchspec.errors import ConfigError
@@ -42,7 +42,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
 def unknown_key(key: str, config: Any = None) -> ConfigError:
     """The error for a key that the configuration does not have. `config`: an instance that has them all, by default RunConfig."""
     if new := renamed(key):
-        return ConfigError(f"{key} is called {new} since version 0.2; write {new}=...")
+        return ConfigError(f"{key} is called {new} since version 0.2; write {f'{new}.KEY' if key in GROUPS_RENAMED else new}=...")
     node = RunConfig() if config is None else config
     known = [*keys(node), *(item.name for item in fields(node))]
     return ConfigError(f"{key} is no key of the configuration; {suggest(key, known) or '`--help` lists them'}")
@@ -94,6 +94,12 @@ def type_error(error: OmegaConfBaseException) -> str:
     said = (error.msg or str(error)).splitlines()[0]
     if "is not a ListConfig" in said:
         said = "it must be a list; write [value]"
+    elif said.startswith(("Cannot assign", "Cannot merge DictConfig")):
+        said = "it must be a map; write {name:value}"
+    elif "does not support deletion" in said:
+        said = f"it cannot be removed; write {error.full_key}=..."
+    elif "is not a subclass of" in said:
+        said = f"it is a group of keys; write {error.full_key}.KEY=..."
     return f"{error.full_key}: {said}" if error.full_key else said
 
 

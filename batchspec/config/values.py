@@ -14,6 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from batchspec.config.renamed import RENAMED_VALUES
 from batchspec.errors import ConfigError
 
 PATHS = ("input.path", "output.dir", "model.path", "model.chat_template", "draft.path", "cluster.log")
@@ -114,9 +115,9 @@ def violation(key: str, value: float, ranges: Mapping[str, tuple[float, float, s
 
 
 def check_given(config: Any, keys: Mapping[str, str]) -> None:
-    """`keys`, with what to give for each, must not be null. Raises ConfigError, like all of these."""
+    """`keys`, with what to give for each, must not be null or empty. Raises ConfigError, like all of these."""
     for key, advice in keys.items():
-        if value_of(config, key) is None:
+        if value_of(config, key) in (None, ""):
             raise ConfigError(f"{key} is required; give {key}=..., {advice}")
 
 
@@ -205,6 +206,8 @@ def check_choices(config: Any, choices: Mapping[str, tuple[str, ...]]) -> None:
     """Each key's value must be one of its choices."""
     for key, allowed in choices.items():
         value = value_of(config, key)
+        if isinstance(value, str) and (new := RENAMED_VALUES.get(key, {}).get(value)):
+            raise ConfigError(f"{key}={value} is called {new} since version 0.2; write {key}={new}")
         if value not in allowed:
             raise ConfigError(f"{key}={value} must be one of {', '.join(allowed)}")
 

@@ -1,0 +1,93 @@
+"""The pages say what is there: their links, keys, columns and modules exist, and the README stays short."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from batchspec import cli
+from batchspec.config.reference import options
+from batchspec.config.schema import OutputConfig
+from batchspec.config.typed import keys
+from batchspec.dataset.columns import map_columns
+from batchspec.dataset.schema import output_schema
+from batchspec.train.settings import TrainRun
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / name for name in ("README.md", "conf/README.md", "jobs/README.md", "batchspec/README.md", "kernels/README.md")]
+KEYS = {*keys(), *keys(TrainRun())}
+GROUPS = {key.rpartition(".")[0] for key in KEYS} | {"draft.tree", "draft.adapt"}
+KEY = re.compile(
+    r"(?<![\w./-])((?:model|draft|decode|packing|input|output|resume|cluster|ablation|train)(?:\.[a-z_]+)+)(?![\w/(])"
+)
+NOT_KEYS = {"input.columns.messages", "train.py"}
+
+
+def page_ids(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def anchors(path: Path) -> set[str]:
+    """The names that a page's headings have in links."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_has_at_most_200_lines() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_ids)
+def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    for link in (link for link in links if "://" not in link):
+        path, _, heading = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not heading or heading in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_ids)
+def test_every_key_and_option_that_a_page_names_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = {
+        name for name in KEY.findall(text) if not name.endswith((".py", ".md", ".yaml", ".parquet", ".safetensors", ".json"))
+    }
+    assert named - KEYS - GROUPS - NOT_KEYS == set()
+    chosen = re.findall(
+        r"(?<![\w.-])(model|draft|decode|packing|input|output|resume|ablation|\+job)=([a-z][\w-]*)(?![\w./*])", text
+    )
+    known = {group.replace("job", "+job"): names for group, names in options().items()}
+    own = {("+job", "mine")}
+    assert {(group, name) for group, name in chosen if name not in known[group]} <= own
+
+
+def test_every_column_of_the_output_is_in_the_readme() -> None:
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split("\n## Output\n")[1].split("\n## ")[0]
+    output = OutputConfig(messages="full", token_ids=True, prompt_ids=True, logprobs=2, passthrough="none")
+    given = pa.schema([("prompt", pa.string())])
+    schema = output_schema(given, map_columns(given, {}), output)
+    for field in schema:
+        assert re.search(rf"\| (`\w+`, )?`{field.name}`", section), field.name
+    for name in ("usage", "error", "spec_decode", "perf"):
+        for inner in schema.field(name).type:
+            assert re.search(rf"`\.?{inner.name}`", section), f"{name}.{inner.name}"
+
+
+def test_every_module_that_a_page_runs_or_names_exists() -> None:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for module in re.findall(r"python -m (batchspec(?:\.[a-z_]+)*)\b(?!\.)", text):
+            assert importlib.util.find_spec(module), f"{page_ids(page)}: {module}"
+        for command in re.findall(r"`batchspec ([a-z]+)[ `]", text):
+            assert command in cli.COMMANDS, f"{page_ids(page)}: batchspec {command}"
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "batchspec/README.md"], ids=page_ids)
+def test_every_source_file_that_a_page_names_exists(page: Path) -> None:
+    for name in re.findall(r"`([\w/]+/[\w]+\.(?:py|sh|sbatch|yaml))`", page.read_text(encoding="utf-8")):
+        assert name.startswith("mine/") or (ROOT / name).exists() or (ROOT / "batchspec" / name).exists(), name
