@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import cache
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: threads of two workers would wait for each other
 
@@ -33,6 +34,27 @@ LONG = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first: where workers take whole files, none is left alone with one at the end."""
     items.sort(key=lambda item: item.path.name not in LONG)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_jobs() -> Iterator[None]:
+    """Jobs in this process draw no report, and measure the machine once: both take longer than a tiny model's rows."""
+    from batchspec import job
+    from batchspec.packing import cost
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job, "can_draw", lambda: False)
+        patch.setattr(cost, "calibrate", cache(cost.calibrate))
+        yield
+
+
+@pytest.fixture
+def draws() -> Iterator[None]:
+    """Jobs of this test draw their reports."""
+    from tests.runs import drawing
+
+    with drawing():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -124,25 +124,37 @@ def full_logits(target: Target, ids: Sequence[int]) -> Tensor:
     return target.logits(hidden[-1:])[0].cpu()
 
 
-@torch.inference_mode()
+_PLAIN: dict[tuple[Hashable, ...], list[int]] = {}
+"""What `plain_tokens` found for a target and a request, as far as any cap asked for it: many tests ask for the same rows."""
+
+
 def plain_tokens(target: Target, req: Request) -> list[int]:
     """The definition of a request's output: one token at a time, filters by a sort, noise by the row key, no cache, no batch."""
+    ends = (req.stop_ids, req.stop, req.min_new_tokens)
+    found = _PLAIN.setdefault((target, req.prompt_ids.tobytes(), req.sampling, req.seed, *ends), [])
     out: list[int] = []
-    prompt = req.prompt_ids.tolist()
-    params = req.sampling
     while True:
-        logits = full_logits(target, prompt + out).clone()
-        for token in set(prompt + out):
-            value = logits[token]
-            logits[token] = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
-        for token in set(out):
-            logits[token] -= params.presence_penalty
-        if len(out) < req.min_new_tokens:
-            logits[list(req.stop_ids)] = -torch.inf
-        out.append(_draw(logits, params, req.seed, len(prompt) + len(out)))
+        if len(out) == len(found):
+            found.append(_next_token(target, req, out))
+        out.append(found[len(out)])
         text = decode(out)
         if out[-1] in req.stop_ids or any(stop in text for stop in req.stop) or len(out) == req.max_new_tokens:
             return out
+
+
+@torch.inference_mode()
+def _next_token(target: Target, req: Request, out: Sequence[int]) -> int:
+    """The token after the prompt and `out`."""
+    prompt, params = req.prompt_ids.tolist(), req.sampling
+    logits = full_logits(target, [*prompt, *out]).clone()
+    for token in {*prompt, *out}:
+        value = logits[token]
+        logits[token] = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+    for token in set(out):
+        logits[token] -= params.presence_penalty
+    if len(out) < req.min_new_tokens:
+        logits[list(req.stop_ids)] = -torch.inf
+    return _draw(logits, params, req.seed, len(prompt) + len(out))
 
 
 def _draw(logits: Tensor, params: SamplingParams, seed: int, position: int) -> int:

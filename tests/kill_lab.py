@@ -34,6 +34,7 @@ from batchspec.runstate.claims import Claims
 from batchspec.storage.open_store import open_store
 from batchspec.supervise import poison_rows
 from tests.models import make_checkpoint, make_tokenizer
+from tests.runs import put
 
 ROWS, SHARD_ROWS = 12, 2
 SHARDS = ROWS // SHARD_ROWS
@@ -116,12 +117,6 @@ def shorten_claims(stale_s: float) -> None:
     put(claims, "STALE_S", stale_s)
     put(claims, "RENEW_S", stale_s / 5)
     put(run_shards, "RENEW_S", stale_s / 5)
-
-
-def put(module: Any, name: str, value: Any) -> None:
-    """Change what a module has where it is read; one that has moved must not pass for changed."""
-    assert hasattr(module, name), f"{module.__name__} has no {name}"
-    setattr(module, name, value)
 
 
 def refuse_links(method: str) -> None:

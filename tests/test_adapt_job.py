@@ -37,7 +37,6 @@ def job(folder: Path, out: Path, *overrides: str) -> int:
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adapter_module, "MEASURE_SHARE", np.inf)  # nothing goes by the clock
-        patch.setattr("batchspec.job.can_draw", lambda: False)  # a report takes a second
         return run.main([*words, *overrides])
 
 

@@ -95,7 +95,6 @@ RESIZED, REPLACED, GONE = (
 def test_an_input_that_changes_ends_the_run_before_a_row_of_it_is_committed(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, change: str, said: str
 ) -> None:
-    monkeypatch.setattr("batchspec.job.can_draw", lambda: False)
     make, path, out = MAKE[name], tmp_path / name, tmp_path / "out"
     path.write_bytes(make())
     after = {"shrinks": make(count=6), "is replaced": make("Bye"), "is gone": None}[change]

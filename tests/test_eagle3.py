@@ -61,10 +61,19 @@ def check_drafts(drafter: Recorded, design: Design, tensors: Tensors, *, window:
         assert drafts == expected_drafts(design, tensors, prefix, len(drafts), window, sink)
 
 
+_EXPECTED: dict[tuple[int, tuple[int, ...], int | None, int], tuple[Tensors, list[int]]] = {}
+"""By the identity of a head's tensors, which are kept so that no others get it, and what follows the prefix: as far as asked."""
+
+
 def expected_drafts(
     design: Design, tensors: Tensors, prefix: tuple[int, ...], count: int, window: int | None, sink: int
 ) -> list[int]:
-    return reference_drafts(design, tensors, TARGET(), prefix, count, window=window, sink=sink)
+    key = (id(tensors), prefix, window, sink)
+    _, found = _EXPECTED.get(key, (tensors, []))
+    if len(found) < count:
+        found = reference_drafts(design, tensors, TARGET(), prefix, count, window=window, sink=sink)
+        _EXPECTED[key] = tensors, found
+    return found[:count]
 
 
 DESIGNS: dict[str, dict[str, Any]] = {
@@ -120,7 +129,7 @@ def design_and_tensors(kind: str) -> tuple[Design, Tensors]:
     return design, distilled_tensors(TARGET(), design, rows)
 
 
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_packing_gives_the_drafts_of_the_definition_and_the_tokens_of_plain_decoding(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

@@ -388,6 +388,7 @@ def test_too_many_error_rows_end_the_job_with_exit_code_3(
     assert "already complete" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("draws")
 def test_a_job_of_nothing_but_error_rows_ends_with_exit_code_3_whatever_the_fraction(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -353,7 +353,6 @@ def test_a_run_that_was_stopped_and_comes_back_mixes_no_row_into_the_job_that_to
     command: list[str], stopped: ForkServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("batchspec.job.can_draw", lambda: False)
     out, anew = tmp_path / "out", [*command, "decode.max_new_tokens=2", "output.overwrite=true"]
     capsys.readouterr()
     assert run.main(anew) == 2  # it is there, and its claims are young

@@ -318,6 +318,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [f"model.path={model}", f"input.path={folder}/in.parquet", "decode.max_new_tokens=8", "packing.max_num_seqs=2"]
 
 
+@pytest.mark.usefixtures("draws")
 def test_a_job_ends_with_its_page(tmp_path: Path, command: list[str]) -> None:
     pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
     assert run.main([*command, f"output.dir={tmp_path}/out"]) == 0
