@@ -16,9 +16,10 @@ from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import NoFeatures
 from batchspec.kernels.sampling.sample import gumbel_reference
-from batchspec.model.spec import ModelSpec, RopeSpec
+from batchspec.model.rope_config import RopeSpec
 from batchspec.model.target import Target
 from batchspec.records import PackedBatch, Request, SamplingParams
+from tests.stand_ins import dense_spec
 
 VOCAB = 31
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -28,9 +29,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 @cache
 def tiny_target(dtype: torch.dtype = torch.float64, window: int | None = None) -> Target:
     """Two layers of noise, scaled up so that the distribution is not flat and greedy output neither loops at once nor never."""
-    spec = ModelSpec(
+    spec = dense_spec(
         family="llama",
-        num_layers=2,
         hidden_size=16,
         num_heads=4,
         num_kv_heads=2,
@@ -41,10 +41,6 @@ def tiny_target(dtype: torch.dtype = torch.float64, window: int | None = None) -
         rope=RopeSpec(type="default", theta=100.0),
         windows=(window, None),
         tie=False,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
         eos_ids=(),
         max_len=256,
         dtype="float64",

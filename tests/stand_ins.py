@@ -5,22 +5,43 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from batchspec.model.spec import ModelSpec, RopeSpec
+from batchspec.model.blocks.attention import AttentionSpec
+from batchspec.model.blocks.gated_mlp import GatedMlpSpec
+from batchspec.model.families.base import dense_layers
+from batchspec.model.rope_config import RopeSpec
+from batchspec.model.spec import ModelSpec
+
+
+def dense_spec(
+    *, num_heads: int, num_kv_heads: int, head_dim: int, intermediate_size: int, windows: Sequence[int | None],
+    qkv_bias: bool = False, o_bias: bool = False, mlp_bias: bool = False, qk_norm: bool = False, **shared: Any,
+) -> ModelSpec:  # fmt: skip
+    """A dense decoder, all layers alike but for the window; `shared`: fields of ModelSpec."""
+    hidden, eps = shared["hidden_size"], shared["rms_eps"]
+    attentions = [
+        AttentionSpec(
+            hidden_size=hidden, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, eps=eps, window=window,
+            qkv_bias=qkv_bias, o_bias=o_bias, qk_norm=qk_norm,
+        )
+        for window in windows
+    ]  # fmt: skip
+    mlp = GatedMlpSpec(hidden_size=hidden, inner_size=intermediate_size, eps=eps, bias=mlp_bias)
+    return ModelSpec(layers=dense_layers(attentions, mlp), **shared)
 
 
 def small_spec(**changes: Any) -> ModelSpec:
     """Two layers, 300 tokens, 512 positions."""
     shape: dict[str, Any] = {
-        "family": "llama", "num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
+        "family": "llama", "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
         "intermediate_size": 64, "vocab_size": 300, "rms_eps": 1e-5, "rope": RopeSpec(type="default", theta=1e4),
-        "windows": (None, None), "tie": True, "qkv_bias": False, "o_bias": False, "mlp_bias": False, "qk_norm": False,
+        "windows": (None, None), "tie": True,
         "eos_ids": (257,), "max_len": 512, "dtype": "float32", "generation": {},
     }  # fmt: skip
-    return ModelSpec(**(shape | changes))
+    return dense_spec(**(shape | changes))
 
 
 LLAMA_8B = small_spec(
-    num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, intermediate_size=14336, vocab_size=128256,
+    hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, intermediate_size=14336, vocab_size=128256,
     windows=(None,) * 32, tie=False, max_len=131_072, dtype="bfloat16",
 )  # fmt: skip
 

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from batchspec.errors import CheckpointError
 from batchspec.model import config_values
+from batchspec.model.blocks.attention import AttentionSpec
+from batchspec.model.blocks.gated_mlp import GatedMlpSpec
 from batchspec.model.config_values import ConfigReader, read_json, short_json, shown
 from batchspec.model.rope import rope_frequencies
 from batchspec.model.spec import ModelSpec, load_spec, read_spec
@@ -133,8 +135,11 @@ def test_what_is_read_is_what_transformers_reads(config: dict[str, Any]) -> None
     # Qwen2 knows no head_dim of its own but takes it from the file where it is there.
     assert spec.head_dim == (getattr(made, "head_dim", None) or made.hidden_size // made.num_attention_heads)
     assert (spec.rms_eps, spec.tie, spec.max_len) == (made.rms_norm_eps, made.tie_word_embeddings, made.max_position_embeddings)
-    assert spec.o_bias == getattr(made, "attention_bias", False) or spec.family in ("qwen2", "mistral")
-    assert spec.mlp_bias == (getattr(made, "mlp_bias", False) and spec.family == "llama")
+    attention, mlp = spec.layers[0].blocks
+    assert isinstance(attention, AttentionSpec)
+    assert isinstance(mlp, GatedMlpSpec)
+    assert attention.o_bias == getattr(made, "attention_bias", False) or spec.family in ("qwen2", "mistral")
+    assert mlp.bias == (getattr(made, "mlp_bias", False) and spec.family == "llama")
     assert spec.dtype == str(made.dtype or "float32").removeprefix("torch.")
     ends = made.eos_token_id if "eos_token_id" in config else None
     assert spec.eos_ids == (() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,))

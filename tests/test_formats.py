@@ -25,7 +25,7 @@ from tests.stand_ins import LLAMA_8B, small_spec
 
 CPU = torch.device("cpu")
 TARGET = small_spec(vocab_size=40)
-DEEP = small_spec(vocab_size=40, num_layers=36)
+DEEP = small_spec(vocab_size=40, windows=(None,) * 36)
 
 
 def written(folder: Path, layout: str = "flat", *, prefix: str = "", **changes: Any) -> Path:
@@ -338,7 +338,7 @@ def test_the_kind_of_a_parallel_head_asks_for_a_mask_and_a_mask_has_the_width_of
 
 @pytest.mark.parametrize("layers", range(1, 9))
 def test_a_dummy_head_of_a_shallow_target_reads_different_boundaries(layers: int) -> None:
-    taps = dummy_spec(replace(DEEP, num_layers=layers, windows=(None,) * layers)).aux_layer_ids
+    taps = dummy_spec(small_spec(vocab_size=40, windows=(None,) * layers)).aux_layer_ids
     assert len(set(taps)) == len(taps)
     assert set(taps) <= set(range(layers + 1))
 

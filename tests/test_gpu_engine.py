@@ -26,12 +26,14 @@ from batchspec.engine import prefill, scheduler
 from batchspec.engine.engine import Engine
 from batchspec.engine.round import RoundOptions
 from batchspec.engine.sampling import SamplingMode
-from batchspec.model.spec import ModelSpec, RopeSpec
+from batchspec.model.rope_config import RopeSpec
+from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.model.weights import expected_shapes
 from batchspec.records import Completion, PackedBatch, Request, SamplingParams
 from tests.engines import decode, packed, request
 from tests.heads import distilled_tensors, random_tensors, tiny_design, write_head
+from tests.stand_ins import dense_spec
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 VOCAB, MAX_LEN = 89, 256
@@ -59,11 +61,10 @@ class _Noise:
 
 @cache
 def target(kind: str, window: int | None = None, num_layers: int = 2) -> Target:
-    spec = ModelSpec(
-        family="llama", num_layers=num_layers, hidden_size=48, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=64,
+    spec = dense_spec(
+        family="llama", hidden_size=48, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=64,
         vocab_size=VOCAB, rms_eps=1e-6, rope=RopeSpec(type="default", theta=1000.0), windows=(window, *[None] * (num_layers - 1)),
-        tie=False,
-        qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=True, eos_ids=(), max_len=512, dtype="float32", generation={},
+        tie=False, qk_norm=True, eos_ids=(), max_len=512, dtype="float32", generation={},
     )  # fmt: skip
     device = torch.device(kind)
     return Target(spec, _Noise(spec, device), device)

@@ -181,7 +181,7 @@ def test_a_pass_of_prefill_is_most_of_what_is_held_back() -> None:
 
 def test_a_small_model_runs_a_thousand_short_rows_beside_its_logits() -> None:
     smol = small_spec(
-        num_layers=30, hidden_size=576, num_heads=9, num_kv_heads=3, head_dim=64, intermediate_size=1536, vocab_size=49_152,
+        hidden_size=576, num_heads=9, num_kv_heads=3, head_dim=64, intermediate_size=1536, vocab_size=49_152,
         windows=(None,) * 30, max_len=8192,
     )  # fmt: skip
     gsm8k = Demand(num_completions=1319, prompt_tokens=150, output_tokens=128, max_tokens=700)

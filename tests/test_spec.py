@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from batchspec.errors import CheckpointError
+from batchspec.model.blocks.gated_mlp import GatedMlpSpec
 from batchspec.model.rope import rope_angles, rope_frequencies
 from batchspec.model.spec import ModelSpec, load_spec
 from tests.models import make_checkpoint
@@ -59,20 +60,29 @@ def refusal(folder: Path, config: dict[str, Any]) -> str:
 # --- shapes
 
 
+def flags(spec: ModelSpec) -> dict[str, bool]:
+    """What the blocks of all layers have in common."""
+    (attention,), (mlp,) = set(spec.attentions), {layer.mlp for layer in spec.layers}
+    assert isinstance(mlp, GatedMlpSpec)
+    names = ("qkv_bias", "o_bias", "qk_norm")
+    return {name: getattr(attention, name) for name in names} | {"mlp_bias": mlp.bias}
+
+
 def test_a_plain_llama(folder: Path) -> None:
     spec = spec_of(folder, {**LLAMA, "torch_dtype": "bfloat16", "tie_word_embeddings": True})
     assert (spec.family, spec.num_layers, spec.head_dim, spec.num_kv_heads) == ("llama", 4, 16, 2)
     assert (spec.dtype, spec.tie, spec.max_len, spec.rms_eps) == ("bfloat16", True, 4096, 1e-5)
     assert spec.windows == (None,) * 4
-    assert (spec.qkv_bias, spec.o_bias, spec.mlp_bias, spec.qk_norm) == (False,) * 4
+    assert flags(spec) == {"qkv_bias": False, "o_bias": False, "mlp_bias": False, "qk_norm": False}
 
 
 def test_families_differ_in_biases_and_norms(folder: Path) -> None:
     llama = spec_of(folder, {**LLAMA, "attention_bias": True, "mlp_bias": True})
     qwen2, qwen3 = spec_of(folder, QWEN2), spec_of(folder, QWEN3)
-    assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias) == (True, True, True)
-    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm) == (True, False, False)
-    assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.qk_norm, qwen3.head_dim) == (False, False, True, 128)
+    assert flags(llama) == {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "qk_norm": False}
+    assert flags(qwen2) == {"qkv_bias": True, "o_bias": False, "mlp_bias": False, "qk_norm": False}
+    assert flags(qwen3) == {"qkv_bias": False, "o_bias": False, "mlp_bias": False, "qk_norm": True}
+    assert qwen3.head_dim == 128
 
 
 def test_missing_keys_mean_what_transformers_means_by_them(folder: Path) -> None:

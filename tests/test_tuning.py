@@ -20,8 +20,9 @@ from batchspec.kernels.gemm import autotune as trial
 from batchspec.kernels.gemm.tiles import Tile
 from batchspec.model import tuning
 from batchspec.model.layers import Linear
-from batchspec.model.spec import ModelSpec, RopeSpec
+from batchspec.model.rope_config import RopeSpec
 from batchspec.model.tuning import best, products, save, tune
+from tests.stand_ins import dense_spec
 
 GPU = "NVIDIA H200"
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -91,10 +92,10 @@ def test_a_broken_table_is_named(text: str, cache_folder: Path) -> None:
 
 
 def test_the_products_of_a_model() -> None:
-    spec = ModelSpec(
-        family="llama", num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=96,
+    spec = dense_spec(
+        family="llama", hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=96,
         vocab_size=500, rms_eps=1e-5, rope=RopeSpec(type="default", theta=1e4), windows=(None, None), tie=True,
-        qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False, eos_ids=(1,), max_len=128, dtype="bfloat16", generation={},
+        eos_ids=(1,), max_len=128, dtype="bfloat16", generation={},
     )  # fmt: skip
     assert set(products(spec)) == {
         ("linear", 256, 64), ("linear", 64, 128), ("linear", 192, 64), ("linear", 64, 96), ("swiglu", 192, 64),
@@ -115,7 +116,7 @@ def test_the_products_of_an_eagle_head() -> None:
         ("linear", 16384, 2048), ("swiglu", 16384, 2048), ("linear_add", 2048, 2048), ("norm_swiglu", 16384, 2048),
         ("lm_head", 32000, 2048),
     }  # fmt: skip
-    assert ("linear", 3072, 2048) in head_products(replace(small, num_layers=2))
+    assert ("linear", 3072, 2048) in head_products(replace(small, num_layers=2, windows=(None, None)))
     large = head_products(dummy_spec(shape_spec("llama8b")))
     assert {op for op, _, _ in large} == {"linear", "swiglu", "lm_head"}
 

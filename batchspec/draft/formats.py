@@ -14,7 +14,10 @@ import torch
 from batchspec.cache.layout import KVLayout
 from batchspec.draft.layouts import MASK_KEYS, SPECFORGE, HeadConfig, read_config
 from batchspec.model.config_values import ConfigReader
-from batchspec.model.spec import ModelSpec, RopeSpec, read_heads, read_rope, read_windows
+from batchspec.model.families.base import read_heads, read_windows
+from batchspec.model.families.registry import has_window_switch
+from batchspec.model.rope_config import RopeSpec, read_rope
+from batchspec.model.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,10 +189,11 @@ def _windows(shape: ConfigReader, family: str, num_layers: int) -> tuple[int | N
     types = shape.texts("layer_types")
     if types and len(types) > num_layers and len(set(types)) == 1:
         types = types[:num_layers]
+    switch = has_window_switch(family)
     if not types:
-        return read_windows(shape.replaced(layer_types=None), family, num_layers)
+        return read_windows(shape.replaced(layer_types=None), num_layers, switch=switch)
     # Where layers are named sliding the switch of the Qwen configs says nothing more.
-    return read_windows(shape.replaced(layer_types=list(types), use_sliding_window=True), family, num_layers)
+    return read_windows(shape.replaced(layer_types=list(types), use_sliding_window=True), num_layers, switch=switch)
 
 
 def _check_target(head: HeadSpec, target: ModelSpec, config: ConfigReader) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,17 +12,18 @@ from batchspec.cache.attention import AttentionPlan
 from batchspec.cache.layout import LayerKV
 from batchspec.draft.coupled import Draws
 from batchspec.draft.formats import HeadSpec
-from batchspec.draft.weights import Head
+from batchspec.draft.weights import Head, fc_product, head_layers
 from batchspec.kernels.drafting.head_input import head_input
 from batchspec.kernels.gemm.lm_head import lm_head
-from batchspec.kernels.gemm.tiles import NORM_MAX_K, Tile
+from batchspec.kernels.gemm.tiles import Tile
 from batchspec.kernels.norm_rope.norm import rms_norm as tap_norm
 from batchspec.kernels.sampling.argmax import argmax
+from batchspec.model.blocks.base import Gemm
 from batchspec.model.fused import add_norm, rms_norm, rope_write
 from batchspec.model.layers import Linear
 from batchspec.model.rope import Rope
 from batchspec.model.target import Target
-from batchspec.model.tuning import Product, best
+from batchspec.model.tuning import Product, best, gemm_products
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,14 +227,11 @@ class EagleHead:
 
 
 def products(spec: HeadSpec) -> list[Product]:
-    """The products of a head, as `batchspec.model.tuning.products` of a model: R * S tokens of fc, qkv and K/V, R of the rest."""
-    hidden, inner, heads = spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim
-    kv = 2 * spec.num_kv_heads * spec.head_dim
-    widths = [2 * hidden] + [hidden] * (spec.num_layers > 1)
-    found = [("linear", hidden, len(spec.aux_layer_ids) * spec.target_hidden_size)]
-    found += [("linear", rows, width) for width in widths for rows in (heads + kv, kv)]
-    found += [("linear", hidden, heads), ("linear", hidden, inner), ("linear", 2 * inner, hidden), ("swiglu", 2 * inner, hidden)]
-    found.append(("lm_head", spec.draft_vocab_size, hidden))
-    if hidden <= NORM_MAX_K:
-        found += [("linear_add", hidden, heads), ("norm_swiglu", 2 * inner, hidden)]
-    return found
+    """The products that drafting could use: R * S tokens of fc, qkv and K/V, R of the rest."""
+    gemms = [Gemm(product=fc_product(spec), ops=("linear",))]
+    for layer in head_layers(spec):
+        attention, (_, out), (gate_up, down) = layer.attention, layer.attention.gemms(1), layer.mlp.gemms(1)
+        # The head norms what its layers read, so no product norms its input and none adds to the stream for such a one.
+        gemms += [Gemm(product=product, ops=("linear",)) for product in (attention.qkv, attention.kv)]
+        gemms += [out, gate_up, replace(down, ops=("linear",))]
+    return [*gemm_products(gemms, spec.hidden_size), ("lm_head", spec.draft_vocab_size, spec.hidden_size)]

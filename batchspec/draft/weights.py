@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 import torch
@@ -13,11 +14,18 @@ from torch import Tensor
 
 from batchspec.draft.formats import HeadSpec, read_head
 from batchspec.errors import CheckpointError
+from batchspec.model.blocks.attention import AttentionSpec
+from batchspec.model.blocks.base import ProductSpec, Projection, TensorSpec
+from batchspec.model.blocks.gated_mlp import GatedMlpSpec
+from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.config_values import shown
 from batchspec.model.files import LocalFiles, ModelFiles, Stored, listed, stored_tensors, weight_names
-from batchspec.model.spec import ModelSpec
-from batchspec.model.weights import Shapes, misfits
+from batchspec.model.quant.plain import PLAIN
+from batchspec.model.spec import ModelSpec, block_tensors
+from batchspec.model.weights import Shapes, misfits, shapes_of
 
+HIDDEN_NORM = "layers.0.hidden_norm.weight"
+"""The norm of the feature that layer 0 reads."""
 _TABLES = {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.uint8, "U8": torch.uint8}
 _IGNORED = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
 
@@ -44,51 +52,71 @@ def normalised(name: str) -> str:
     return name
 
 
-def expected_shapes(spec: HeadSpec) -> Shapes:
-    """Every tensor that the spec asks for, by normalised name; the vocabulary tables d2t and t2d are checked for themselves.
+def expected_tensors(spec: HeadSpec) -> list[TensorSpec]:
+    """Every tensor that the spec asks for, by normalised name, in the order in which `dummy_head` draws them.
 
-    mask_hidden may come with more leading dimensions of one, and as wide as the head is instead of as its taps.
+    mask_hidden may come with more leading dimensions of one, and as wide as the head is instead of as its aux hidden states.
+    The vocabulary tables d2t and t2d are checked for themselves.
     """
-    hidden, aux_hidden_states = spec.hidden_size, len(spec.aux_layer_ids) * spec.target_hidden_size
-    shapes: Shapes = {"fc.weight": (hidden, aux_hidden_states), "norm.weight": (hidden,)}
-    if spec.fc_bias:
-        shapes["fc.bias"] = (hidden,)
+    fc, hidden = fc_product(spec).parts[0], spec.hidden_size
+    width = fc.k
+    tensors = [*PLAIN.tensors(fc), TensorSpec("norm.weight", (hidden,), "norm")]
     if spec.input_norm:
-        shapes["input_norm.weight"] = (aux_hidden_states,)
+        tensors.append(TensorSpec("input_norm.weight", (width,), "norm"))
     if spec.fc_norm:
-        shapes |= {f"fc_norm.{i}.weight": (spec.target_hidden_size,) for i in range(len(spec.aux_layer_ids))}
+        names = (f"fc_norm.{i}.weight" for i in range(len(spec.aux_layer_ids)))
+        tensors += [TensorSpec(name, (spec.target_hidden_size,), "norm") for name in names]
     if spec.own_embedding:
-        shapes["embed_tokens.weight"] = (spec.vocab_size, hidden)
+        tensors.append(TensorSpec("embed_tokens.weight", (spec.vocab_size, hidden), "weight"))
     if spec.own_head:
-        shapes["lm_head.weight"] = (spec.draft_vocab_size, hidden)
+        tensors.append(TensorSpec("lm_head.weight", (spec.draft_vocab_size, hidden), "weight"))
     if spec.mapped:
-        shapes["d2t"] = (spec.draft_vocab_size,)
+        tensors.append(TensorSpec("d2t", (spec.draft_vocab_size,), "table", ("I64", "I32")))
     if spec.mask_token_id is not None:
-        shapes["mask_hidden"] = (1, aux_hidden_states)
-    for i in range(spec.num_layers):
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in _layer_shapes(spec, first=i == 0).items()}
-    return shapes
+        tensors.append(TensorSpec("mask_hidden", (1, width), "weight"))
+    for i, layer in enumerate(head_layers(spec)):
+        found = [tensor for block in layer.blocks for tensor in block_tensors(block, head_prefix(i))]
+        tensors += sorted(found, key=lambda tensor: ("weight", "bias", "norm").index(tensor.role))
+    tensors.append(TensorSpec(HIDDEN_NORM, (hidden,), "norm"))
+    return tensors
 
 
-def _layer_shapes(spec: HeadSpec, *, first: bool) -> Shapes:
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    width = 2 * hidden if first else hidden
-    linears = [
-        ("self_attn.q_proj", (q, width), spec.qkv_bias),
-        ("self_attn.k_proj", (kv, width), spec.qkv_bias),
-        ("self_attn.v_proj", (kv, width), spec.qkv_bias),
-        ("self_attn.o_proj", (hidden, q), spec.o_bias),
-        ("mlp.gate_proj", (inner, hidden), spec.mlp_bias),
-        ("mlp.up_proj", (inner, hidden), spec.mlp_bias),
-        ("mlp.down_proj", (hidden, inner), spec.mlp_bias),
+def expected_shapes(spec: HeadSpec) -> Shapes:
+    """Names and shapes of `expected_tensors`."""
+    return shapes_of(expected_tensors(spec))
+
+
+def fc_product(spec: HeadSpec) -> ProductSpec:
+    """Aux hidden states end to end -> the feature [H]."""
+    return ProductSpec((Projection("fc", spec.hidden_size, len(spec.aux_layer_ids) * spec.target_hidden_size, spec.fc_bias),))
+
+
+def head_layers(spec: HeadSpec) -> tuple[LayerSpec, ...]:
+    """The decoder layers of a head. What layer 0 reads is made by the head: embedding and feature, each normed, end to end."""
+    mlp = GatedMlpSpec(
+        hidden_size=spec.hidden_size, inner_size=spec.intermediate_size, eps=spec.rms_eps, bias=spec.mlp_bias
+    )  # fmt: skip
+    attentions = [
+        AttentionSpec(
+            hidden_size=spec.hidden_size,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            eps=spec.rms_eps,
+            window=window,
+            input_size=None if index else 2 * spec.hidden_size,
+            qkv_bias=spec.qkv_bias,
+            o_bias=spec.o_bias,
+            qk_norm=spec.qk_norm,
+        )
+        for index, window in enumerate(spec.windows)
     ]
-    norms = [("input_layernorm", hidden), ("post_attention_layernorm", hidden)]
-    norms += [("hidden_norm", hidden)] if first else []
-    norms += [(f"self_attn.{x}_norm", spec.head_dim) for x in "qk"] if spec.qk_norm else []
-    shapes: Shapes = {f"{name}.weight": shape for name, shape, _ in linears}
-    shapes |= {f"{name}.bias": shape[:1] for name, shape, bias in linears if bias}
-    return shapes | {f"{name}.weight": (size,) for name, size in norms}
+    return tuple(LayerSpec(attention, mlp) for attention in attentions)
+
+
+def head_prefix(index: int) -> str:
+    """What the normalised names of a layer's tensors begin with."""
+    return f"layers.{index}."
 
 
 def read_head_spec(folder: Path, target: ModelSpec, *, aux_layers: str = "auto") -> HeadSpec:
@@ -130,13 +158,12 @@ def load_head(folder: Path, target: ModelSpec, *, dtype: torch.dtype, device: to
     Raises CheckpointError for what `judge_head` refuses.
     """
     spec = read_head_spec(folder, target, aux_layers=aux_layers)
-    expected = expected_shapes(spec)
     tensors: dict[str, Tensor] = {}
     for file_name in weight_names(LocalFiles(folder)):
         with safe_open(folder / file_name, framework="pt") as file:
             tensors |= {normalised(name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     hot = _hot(shown(folder), spec, tensors) if spec.mapped else None
-    kept = {name: tensors[name].to(device=device, dtype=dtype) for name in expected if name != "d2t"}
+    kept = {name: tensors[name].to(device=device, dtype=dtype) for name in expected_shapes(spec) if name != "d2t"}
     if spec.mask_token_id is not None:
         kept["mask_hidden"] = kept["mask_hidden"].view(1, -1)
     return Head(spec, kept, None if hot is None else hot.to(device))
@@ -146,11 +173,10 @@ def dummy_head(spec: HeadSpec, *, dtype: torch.dtype, device: torch.device) -> H
     """Noise of the right shapes, the same in every run on one kind of device; the draft vocabulary spreads over the target's."""
     generator = torch.Generator(device).manual_seed(1)
     tensors = {}
-    for name, shape in expected_shapes(spec).items():
-        if name != "d2t":
-            out = torch.empty(shape, dtype=dtype, device=device)
-            is_norm = len(shape) == 1 and not name.endswith(".bias")
-            tensors[name] = out.fill_(1.0) if is_norm else out.normal_(0.0, 0.02, generator=generator)
+    for tensor in expected_tensors(spec):
+        if tensor.role != "table":
+            out = torch.empty(tensor.shape, dtype=dtype, device=device)
+            tensors[tensor.name] = out.fill_(1.0) if tensor.role == "norm" else out.normal_(0.0, 0.02, generator=generator)
     hot = torch.arange(spec.draft_vocab_size, device=device) * spec.vocab_size // spec.draft_vocab_size
     return Head(spec, tensors, hot.int() if spec.mapped else None)
 
@@ -181,21 +207,19 @@ def usual_aux_layers(num_layers: int) -> tuple[int, ...]:
 
 def head_bytes(spec: HeadSpec, dtype: torch.dtype) -> int:
     """Bytes of the head's weights in memory."""
-    return sum(torch.Size(shape).numel() for name, shape in expected_shapes(spec).items() if name != "d2t") * dtype.itemsize
+    return sum(prod(tensor.shape) for tensor in expected_tensors(spec) if tensor.role != "table") * dtype.itemsize
 
 
 def _check(where: str, spec: HeadSpec, stored: Mapping[str, Stored]) -> None:
-    expected = expected_shapes(spec)
+    expected = {tensor.name: tensor for tensor in expected_tensors(spec)}
     optional = {"t2d", *(["d2t"] if spec.own_head else [])}
     if "mask_hidden" in expected and "mask_hidden" in stored and stored["mask_hidden"].shape in _mask_shapes(spec):
-        expected["mask_hidden"] = stored["mask_hidden"].shape
-    problems = misfits(expected, stored, stored.keys() - expected.keys() - optional, tables=("d2t",))
+        expected["mask_hidden"] = replace(expected["mask_hidden"], shape=stored["mask_hidden"].shape)
+    problems = misfits(expected.values(), stored, stored.keys() - expected.keys() - optional)
     if "t2d" in stored and stored["t2d"].shape != (spec.vocab_size,):
         problems.append(f"t2d is {list(stored['t2d'].shape)}, config.json says {[spec.vocab_size]}")
-    allowed = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8")}
-    for name in sorted({"d2t", "t2d"} & stored.keys()):
-        if stored[name].dtype not in allowed[name]:
-            problems.append(f"{name} is {stored[name].dtype}, it must be {' or '.join(allowed[name])}")
+    if "t2d" in stored and stored["t2d"].dtype not in ("BOOL", "U8"):
+        problems.append(f"t2d is {stored['t2d'].dtype}, it must be BOOL or U8")
     if problems:
         raise CheckpointError(f"{where}: the head's weights do not fit config.json: {'; '.join(problems)}")
 

@@ -10,11 +10,12 @@ from batchspec.cache.attention import AttentionPlan
 from batchspec.cache.layout import LayerKV
 from batchspec.kernels.gemm import linear as kernels
 from batchspec.kernels.gemm.tiles import Tile
+from batchspec.model.blocks.gated_mlp import GatedMlpSpec
 from batchspec.model.fused import add_norm, rms_norm, rope_write, silu_and_mul
+from batchspec.model.quant.base import Weights
 from batchspec.model.rope import Rope
 from batchspec.model.spec import ModelSpec
 from batchspec.model.tuning import best
-from batchspec.model.weights import Weights
 
 
 class Linear:
@@ -105,16 +106,18 @@ class DecoderLayer:
     def __init__(self, spec: ModelSpec, weights: Weights, index: int) -> None:
         prefix = f"model.layers.{index}."
         attention = f"{prefix}self_attn."
-        self.window = spec.windows[index]
-        self._eps, self._scale = spec.rms_eps, spec.head_dim**-0.5
+        own, mlp = spec.layers[index].attention, spec.layers[index].mlp
+        assert isinstance(mlp, GatedMlpSpec)
+        self.window = own.window
+        self._eps, self._scale = own.eps, own.head_dim**-0.5
         self._attention_norm = weights.tensor(f"{prefix}input_layernorm.weight")
-        self._qkv = fused_linear(weights, [f"{attention}{x}_proj" for x in "qkv"], spec.qkv_bias)
-        self._q_norm = weights.tensor(f"{attention}q_norm.weight") if spec.qk_norm else None
-        self._k_norm = weights.tensor(f"{attention}k_norm.weight") if spec.qk_norm else None
-        self._out = fused_linear(weights, [f"{attention}o_proj"], spec.o_bias)
+        self._qkv = fused_linear(weights, [f"{attention}{x}_proj" for x in "qkv"], own.qkv_bias)
+        self._q_norm = weights.tensor(f"{attention}q_norm.weight") if own.qk_norm else None
+        self._k_norm = weights.tensor(f"{attention}k_norm.weight") if own.qk_norm else None
+        self._out = fused_linear(weights, [f"{attention}o_proj"], own.o_bias)
         self._mlp_norm = weights.tensor(f"{prefix}post_attention_layernorm.weight")
-        self._gate_up = fused_linear(weights, [f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"], spec.mlp_bias)
-        self._down = fused_linear(weights, [f"{prefix}mlp.down_proj"], spec.mlp_bias)
+        self._gate_up = fused_linear(weights, [f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"], mlp.bias)
+        self._down = fused_linear(weights, [f"{prefix}mlp.down_proj"], mlp.bias)
 
     def queries(
         self, hidden: Tensor | None, residual: Tensor, rope: Rope, kv: LayerKV, slot_mapping: Tensor, out_aux: Tensor | None

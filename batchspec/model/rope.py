@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from batchspec.model.spec import RopeSpec
+from batchspec.model.rope_config import RopeSpec
 
 
 def rope_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:

@@ -17,10 +17,11 @@ from batchspec.kernels.gemm.lm_head import lm_head
 from batchspec.kernels.sampling.argmax import argmax
 from batchspec.model.fused import add_norm, rms_norm
 from batchspec.model.layers import DecoderLayer, Linear
+from batchspec.model.quant.base import Weights
 from batchspec.model.rope import rope_frequencies, rope_of
 from batchspec.model.spec import ModelSpec
 from batchspec.model.tuning import best
-from batchspec.model.weights import Checkpoint, DummyWeights, Weights
+from batchspec.model.weights import Checkpoint, DummyWeights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 

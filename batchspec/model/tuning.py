@@ -20,11 +20,13 @@ import torch
 from batchspec.errors import ConfigError
 from batchspec.kernels.gemm.autotune import run_trials
 from batchspec.kernels.gemm.tiles import NORM_MAX_K, Tile
+from batchspec.model.blocks.base import Gemm
 from batchspec.model.spec import ModelSpec
 
 TOKEN_COUNTS = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 576, 640, 768, 1024)
 Product = tuple[str, int, int]
 """op, rows of the weight, K; ops: linear, linear_add, swiglu, norm_linear, norm_swiglu, lm_head (batchspec.kernels)."""
+_FUSED = ("linear_add", "norm_linear", "norm_swiglu")
 Table = dict[Product, list[tuple[int, Tile | None]]]
 """Choices of a product by number of tokens, ascending; None where the library won."""
 
@@ -48,15 +50,15 @@ def tuned_products(device: torch.device) -> frozenset[Product]:
 
 
 def products(spec: ModelSpec) -> list[Product]:
-    """The products of a model that its decode rounds could use; those with a fused norm or sum only where H is small."""
-    hidden, inner, heads = spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim
-    qkv = heads + 2 * spec.num_kv_heads * spec.head_dim
-    found = [("linear", qkv, hidden), ("linear", hidden, heads), ("linear", 2 * inner, hidden), ("linear", hidden, inner)]
-    found += [("swiglu", 2 * inner, hidden), ("lm_head", spec.vocab_size, hidden)]
-    if hidden <= NORM_MAX_K:
-        found += [("linear_add", hidden, heads), ("linear_add", hidden, inner)]
-        found += [("norm_linear", qkv, hidden), ("norm_swiglu", 2 * inner, hidden)]
-    return list(dict.fromkeys(found))
+    """The products that a model's decode rounds could use."""
+    gemms = (gemm for _, gemm in spec.gemms(tokens=1))
+    return [*gemm_products(gemms, spec.hidden_size), ("lm_head", spec.vocab_size, spec.hidden_size)]
+
+
+def gemm_products(gemms: Iterable[Gemm], hidden_size: int) -> list[Product]:
+    """Each way to compute each of them once; those with a fused norm or sum only where H is small."""
+    found = [(op, gemm.product.rows, gemm.product.k) for gemm in gemms for op in gemm.ops]
+    return list(dict.fromkeys(product for product in found if product[0] not in _FUSED or hidden_size <= NORM_MAX_K))
 
 
 def tune(shapes: Iterable[Product], device: torch.device, *, token_counts: Sequence[int] = TOKEN_COUNTS) -> list[dict[str, Any]]:

@@ -2,62 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from batchspec.errors import CheckpointError
+from batchspec.model.blocks.base import FLOATS, TensorSpec
 from batchspec.model.config_values import shown
 from batchspec.model.files import MAX_HEADER_BYTES, LocalFiles, ModelFiles, Stored, listed, stored_tensors, weight_names
-from batchspec.model.spec import ModelSpec, load_spec
+from batchspec.model.spec import EMBEDDING, OUTPUT, ModelSpec, load_spec
 
 Shapes = dict[str, tuple[int, ...]]
-FLOATS = ("F64", "F32", "F16", "BF16")
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 14
 
 
-class Weights(Protocol):
-    """Where a model's tensors come from."""
-
-    def tensor(self, name: str) -> Tensor:
-        """The tensor of that Hugging Face name, in the model's dtype, on its device."""
-
-
 def expected_shapes(spec: ModelSpec) -> Shapes:
-    """Every tensor of the checkpoint by its Hugging Face name; lm_head.weight only where it is not tied."""
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    shapes: Shapes = {"model.embed_tokens.weight": (spec.vocab_size, hidden), "model.norm.weight": (hidden,)}
-    if not spec.tie:
-        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
-    linears = [
-        ("self_attn.q_proj", (q, hidden), spec.qkv_bias),
-        ("self_attn.k_proj", (kv, hidden), spec.qkv_bias),
-        ("self_attn.v_proj", (kv, hidden), spec.qkv_bias),
-        ("self_attn.o_proj", (hidden, q), spec.o_bias),
-        ("mlp.gate_proj", (inner, hidden), spec.mlp_bias),
-        ("mlp.up_proj", (inner, hidden), spec.mlp_bias),
-        ("mlp.down_proj", (hidden, inner), spec.mlp_bias),
-    ]
-    norms = [("input_layernorm", hidden), ("post_attention_layernorm", hidden)]
-    if spec.qk_norm:
-        norms += [("self_attn.q_norm", spec.head_dim), ("self_attn.k_norm", spec.head_dim)]
-    for i in range(spec.num_layers):
-        prefix = f"model.layers.{i}."
-        for name, shape, bias in linears:
-            shapes[f"{prefix}{name}.weight"] = shape
-            if bias:
-                shapes[f"{prefix}{name}.bias"] = shape[:1]
-        for name, size in norms:
-            shapes[f"{prefix}{name}.weight"] = (size,)
-    return shapes
+    """Every tensor of the checkpoint by its name; lm_head.weight only where it is not tied."""
+    return shapes_of(spec.tensors())
+
+
+def shapes_of(tensors: Iterable[TensorSpec]) -> Shapes:
+    return {tensor.name: tensor.shape for tensor in tensors}
 
 
 def judge_model(files: ModelFiles) -> ModelSpec:
@@ -75,19 +47,18 @@ def check_tensors(where: str, spec: ModelSpec, stored: Mapping[str, Stored]) -> 
 
     Raises CheckpointError, in one line: how many are missing, unexpected, misshapen and of a wrong dtype, the first ones by name.
     """
-    expected = expected_shapes(spec)
-    if spec.tie and "lm_head.weight" in stored:
-        expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
+    expected = {tensor.name: tensor for tensor in spec.tensors()}
+    if spec.tie and OUTPUT in stored:
+        expected[OUTPUT] = replace(expected[EMBEDDING], name=OUTPUT)
     unexpected = [name for name in stored.keys() - expected.keys() if not name.endswith("rotary_emb.inv_freq")]
-    if problems := misfits(expected, stored, unexpected):
+    if problems := misfits(expected.values(), stored, unexpected):
         raise CheckpointError(f"{where}: the weights do not fit config.json: {'; '.join(problems)}")
 
 
-def misfits(
-    expected: Shapes, stored: Mapping[str, Stored], unexpected: Collection[str], *, tables: Collection[str] = ()
-) -> list[str]:
-    """What is missing, unexpected, of another shape, and no floating-point numbers although it is none of the `tables`."""
-    missing, common = sorted(expected.keys() - stored.keys()), sorted(expected.keys() & stored.keys())
+def misfits(expected: Iterable[TensorSpec], stored: Mapping[str, Stored], unexpected: Collection[str]) -> list[str]:
+    """What is missing, unexpected, of another shape or of a dtype that is not read."""
+    by_name = {tensor.name: tensor for tensor in expected}
+    missing, common = sorted(by_name.keys() - stored.keys()), sorted(by_name.keys() & stored.keys())
     problems = [
         f"{len(names)} {title} tensors: {listed(sorted(names))}"
         for title, names in (("missing", missing), ("unexpected", unexpected))
@@ -95,15 +66,23 @@ def misfits(
     ]
     problems += _wrapper(missing, unexpected)
     shapes = [
-        f"{name} is {list(stored[name].shape)}, config.json says {list(expected[name])}"
+        f"{name} is {list(stored[name].shape)}, config.json says {list(by_name[name].shape)}"
         for name in common
-        if stored[name].shape != expected[name]
+        if stored[name].shape != by_name[name].shape
     ]
-    dtypes = [f"{name} is {stored[name].dtype}" for name in common if name not in tables and stored[name].dtype not in FLOATS]
+    floats = [name for name in common if by_name[name].dtypes == FLOATS and stored[name].dtype not in FLOATS]
+    others = [
+        f"{name} is {stored[name].dtype}, it must be {' or '.join(by_name[name].dtypes)}"
+        for name in common
+        if by_name[name].dtypes != FLOATS and stored[name].dtype not in by_name[name].dtypes
+    ]
     if shapes:
         problems.append(listed(shapes))
-    if dtypes:
-        problems.append(f"{listed(dtypes)}: {', '.join(FLOATS)} are supported, quantized weights are not")
+    if floats:
+        found = listed([f"{name} is {stored[name].dtype}" for name in floats])
+        problems.append(f"{found}: {', '.join(FLOATS)} are supported, quantized weights are not")
+    if others:
+        problems.append(listed(others))
     return problems
 
 
@@ -156,7 +135,7 @@ class Checkpoint:
             raise CheckpointError(f"{shown(path)}: cannot be read as safetensors ({error}); download the file again") from None
 
     def _check_tied(self, spec: ModelSpec) -> None:
-        names = ("lm_head.weight", "model.embed_tokens.weight")
+        names = (OUTPUT, EMBEDDING)
         if spec.tie and names[0] in self._files:
             head, embedding = (self._files[name].get_tensor(name) for name in names)
             if not torch.equal(head, embedding):
@@ -169,12 +148,14 @@ class DummyWeights:
     """Noise of the right shapes from the spec alone: N(0, 0.02^2), norms 1; the same in every run on one kind of device."""
 
     def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
-        self._shapes, self._dtype, self._device = expected_shapes(spec), dtype, device
+        self._tensors = {tensor.name: tensor for tensor in spec.tensors()}
+        self._dtype, self._device = dtype, device
         self._generator = torch.Generator(device).manual_seed(0)
 
     def tensor(self, name: str) -> Tensor:
-        out = torch.empty(self._shapes[name], dtype=self._dtype, device=self._device)
-        if name.endswith("norm.weight"):
+        tensor = self._tensors[name]
+        out = torch.empty(tensor.shape, dtype=self._dtype, device=self._device)
+        if tensor.role == "norm":
             return out.fill_(1.0)
         return out.normal_(0.0, 0.02, generator=self._generator)
 

@@ -1,12 +1,13 @@
 """What a shape costs: seconds of a round and of a prefill, bytes of weights and K/V pages.
 
-A forward over T flat tokens reads every weight once and multiplies by T rows; attention reads each row's K/V once, whatever
-the number of its query tokens. Each part takes as long as its slower side, memory or arithmetic:
+A forward over T flat tokens reads every weight once (of experts those that its tokens choose) and multiplies by T rows;
+attention reads each row's K/V once, whatever the number of its query tokens. Each part takes as long as its slower side, memory
+or arithmetic:
 
-    round_s = max(W / bytes_s, 2 P T / flop_s(T), L layer_s) + max(R C kv / bytes_s, 4 A L T C / flop_s(T)) + overhead
+    round_s = max(W(T) / bytes_s, 2 P T / flop_s(T), L layer_s) + max(R C kv / bytes_s, 4 A L T C / flop_s(T)) + overhead
 
-W bytes and P number of the weights that are multiplied (embedding rows are gathered, not read), R rows, C context tokens
-a row, T = R * tokens_per_row, kv bytes of K/V a token, A query heads * head_dim, L layers.
+W(T) bytes of the weights that are read (embedding rows are gathered), P weights that a token is multiplied with, R rows, C
+context tokens a row, T = R * tokens_per_row, kv bytes of K/V a token, A query heads * head_dim, L layers.
 """
 
 from __future__ import annotations
@@ -108,16 +109,21 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def num_multiplied(spec: ModelSpec) -> int:
-    """Weights that every token is multiplied with: all layers and the output matrix."""
-    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    layer = spec.hidden_size * (heads + spec.num_heads * spec.head_dim + 3 * spec.intermediate_size)
-    return spec.num_layers * layer + spec.vocab_size * spec.hidden_size
+    """Weights that every token is multiplied with: the active ones of all layers, and the output matrix."""
+    return sum(gemm.active * gemm.size for _, gemm in spec.gemms(1)) + spec.vocab_size * spec.hidden_size
 
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
     """Bytes of all weights in memory; norms and biases are too few to count."""
-    embedding = 0 if spec.tie else spec.vocab_size * spec.hidden_size
-    return (num_multiplied(spec) + embedding) * dtype.itemsize
+    matrices = (1 if spec.tie else 2) * spec.vocab_size * spec.hidden_size  # output matrix and embedding
+    stored = sum(gemm.stored * spec.gemm_bytes(prefix, gemm, dtype) for prefix, gemm in spec.gemms(1))
+    return stored + matrices * dtype.itemsize
+
+
+def read_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: float) -> float:
+    """Bytes of weights that a forward over `tokens` tokens reads: of experts those that a token of them chooses, on average."""
+    layers = sum(gemm.read * spec.gemm_bytes(prefix, gemm, dtype) for prefix, gemm in spec.gemms(tokens))
+    return layers + spec.vocab_size * spec.hidden_size * dtype.itemsize
 
 
 def page_bytes(spec: ModelSpec, page_size: int, dtype: torch.dtype, *, draft_layers: Sequence[KVLayout] = ()) -> int:
@@ -144,12 +150,12 @@ def prefill_seconds(spec: ModelSpec, rates: Rates, *, dtype: torch.dtype, prompt
 
 
 def _products_s(spec: ModelSpec, rates: Rates, dtype: torch.dtype, tokens: float) -> float:
-    weights = num_multiplied(spec)
+    read_s = read_bytes(spec, dtype, tokens) / rates.bytes_s
     if tokens > 2 * rates.tile:
         tokens = -(-tokens // rates.tile) * rates.tile
-    arithmetic_s = 2.0 * weights * tokens / rates.flop_s(tokens)
-    return max(weights * dtype.itemsize / rates.bytes_s, arithmetic_s, spec.num_layers * rates.layer_s)
+    arithmetic_s = 2.0 * num_multiplied(spec) * tokens / rates.flop_s(tokens)
+    return max(read_s, arithmetic_s, spec.num_layers * rates.layer_s)
 
 
 def _attention_flop(spec: ModelSpec, tokens: float, context_tokens: float) -> float:
-    return 4.0 * spec.num_heads * spec.head_dim * spec.num_layers * tokens * context_tokens
+    return 4.0 * sum(attention.inner_size for attention in spec.attentions) * tokens * context_tokens

@@ -46,7 +46,7 @@ def reserve_bytes(
     passes = _activation_bytes(spec, dtype, prefill_tokens) + _activation_bytes(spec, dtype, verified)
     logits = 4 * LOGIT_COPIES * verified * spec.vocab_size
     chunks = slots * -(-max_len // CHUNK_TOKENS)
-    partials = 4 * chunks * (draft_len + 1) * spec.num_heads * (spec.head_dim + 2)
+    partials = 4 * chunks * (draft_len + 1) * max(a.inner_size + 2 * a.num_heads for a in spec.attentions)
     state = slots * (5 * max_len + spec.vocab_size)
     graphs = GRAPH_BYTES * num_buckets * min(draft_len + 1, MOST_LENGTHS)
     return round(passes) + logits + partials + state + graphs + FIXED_BYTES
@@ -61,7 +61,8 @@ def learning_bytes(
     tokens         of a slice
     """
     hidden, size = spec.hidden_size, dtype.itemsize
-    step = 5 * hidden + 8 * spec.num_heads * spec.head_dim + 4 * spec.intermediate_size
+    attention, mlp = spec.layers[0].blocks
+    step = 5 * hidden + 8 * attention.inner_size + 4 * mlp.inner_size
     lessons = tokens * (4 * draft_vocab + size * feature_width)
     teaching = _activation_bytes(spec, dtype, tokens) + 4 * LOGIT_COPIES * min(tokens, LESSON_TOKENS) * spec.vocab_size
     back = steps * (draft_vocab * hidden * (size + 4) + ODD_BLOCKS * size * tokens * step)
@@ -70,7 +71,5 @@ def learning_bytes(
 
 def _activation_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: int) -> float:
     """Of one forward over `tokens` tokens, the drafter's share included."""
-    heads = spec.num_heads * spec.head_dim
-    attention = 2 * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim + heads
     stream = (3 + NUM_TAPS) * spec.hidden_size
-    return ODD_BLOCKS * dtype.itemsize * tokens * (2 * stream + max(3 * spec.intermediate_size, attention))
+    return ODD_BLOCKS * dtype.itemsize * tokens * (2 * stream + max(block.activation_size for _, block in spec.blocks()))

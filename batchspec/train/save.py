@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from batchspec.draft.formats import HeadSpec
-from batchspec.model.spec import ModelSpec, RopeSpec
+from batchspec.model.rope_config import RopeSpec
+from batchspec.model.spec import ModelSpec
 from batchspec.train.network import HeadNetwork
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"

@@ -1,0 +1,111 @@
+"""What a decoder is made of, as pure shapes: blocks, their matrix products and their vectors. No weights and no torch here.
+
+A decoder layer is two blocks, attention and MLP, each entered through a norm of the residual stream. A block names its
+projections and vectors relative to the layer (`self_attn.q_proj`); everything that must know shapes sums over the blocks: the
+loader, dummy weights, the tuner, the cost model, the memory plan and `plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Floating-point dtypes of a file that any model dtype is made of, as safetensors calls them."""
+
+Role = Literal["weight", "bias", "norm", "scale", "table"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a checkpoint file."""
+
+    name: str
+    shape: tuple[int, ...]
+    role: Role
+    dtypes: tuple[str, ...] = FLOATS
+    """What the file may hold, as safetensors calls it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """y = x W' + b with W [rows, k]. Which tensors a file holds for it depends on the weight format (`batchspec.model.quant`)."""
+
+    name: str
+    """relative to the layer, without `.weight`"""
+    rows: int
+    k: int
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ProductSpec:
+    """Projections of one input that are multiplied as one matrix [rows, k], their rows one after another."""
+
+    parts: tuple[Projection, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def k(self) -> int:
+        return self.parts[0].k
+
+    @property
+    def bias(self) -> bool:
+        return self.parts[0].bias
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemm:
+    """A matrix product of a forward over T tokens: how it can be computed, and how often its weight is there, read and used."""
+
+    product: ProductSpec
+    ops: tuple[str, ...]
+    """Kernels that can compute it (`batchspec.kernels.gemm`); those with a fused norm or sum only where H is small."""
+    stored: int = 1
+    """Weights of this shape in memory: the experts of an MoE."""
+    read: float = 1
+    """Weights that T tokens read, on average."""
+    active: int = 1
+    """Weights that each token is multiplied with."""
+
+    @property
+    def size(self) -> int:
+        """Numbers of one weight."""
+        return self.product.rows * self.product.k
+
+
+class BlockSpec(Protocol):
+    """The shape of a block. Instances are frozen dataclasses; `model/decoder.py` builds the block that computes."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Width H of the residual stream."""
+
+    @property
+    def products(self) -> tuple[ProductSpec, ...]:
+        """All matrix products whose weights are in the checkpoint, in the order in which they are loaded."""
+
+    @property
+    def vectors(self) -> tuple[TensorSpec, ...]:
+        """Norms and other small tensors, relative to the layer. They are kept in the model's dtype."""
+
+    @property
+    def inner_size(self) -> int:
+        """Width of what a token goes through inside: heads * head_dim, or the numbers between the MLP's two products."""
+
+    @property
+    def activation_size(self) -> int:
+        """Numbers of one token that are in memory at once inside the block, the residual stream not counted."""
+
+    def gemms(self, tokens: float) -> tuple[Gemm, ...]:
+        """The products of a forward over so many tokens."""
+
+
+def projections(block: BlockSpec) -> Iterator[Projection]:
+    """All projections of a block, in the order in which they are loaded."""
+    for product in block.products:
+        yield from product.parts

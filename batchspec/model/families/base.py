@@ -1,0 +1,119 @@
+"""What a model family says about itself, and what most families read alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from batchspec.model.blocks.attention import AttentionSpec
+from batchspec.model.blocks.gated_mlp import GatedMlpSpec
+from batchspec.model.blocks.layer import LayerSpec
+from batchspec.model.config_values import ConfigReader, Json, short_json
+
+# Keys of other models' computation that are refused unless null or false, and those that are unless 1.
+NOT_BUILT = (
+    "compression_config", "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok",
+    "moe_intermediate_size", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "clip_qkv",
+    "attention_chunk_size", "dual_chunk_attention_config", "no_rope_layers", "no_rope_layer_interval", "kv_lora_rank",
+    "q_lora_rank", "rope_local_base_freq", "layer_block_types", "block_configs", "vision_config", "text_config", "alibi",
+    "parallel_attn", "use_parallel_residual", "use_qk_norm", "qk_layernorm", "use_mrope", "is_encoder_decoder",
+)  # fmt: skip
+NOT_BUILT_SCALES = (
+    "logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "scale_emb",
+    "scale_depth", "partial_rotary_factor", "rotary_pct",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One model_type: what its keys mean, the blocks that they describe, and what of them is not built."""
+
+    name: str
+    """model_type of config.json."""
+    architecture: str
+    """The only entry of `architectures` that is read."""
+    layers: Callable[[ConfigReader], tuple[LayerSpec, ...]]
+    """The blocks of every layer. Raises CheckpointError for malformed values."""
+    defaults: Json = field(default_factory=dict)
+    """What a missing key means: the defaults of transformers 5 (models/*/configuration_*.py)."""
+    computes: frozenset[str] = frozenset()
+    """Keys among NOT_BUILT that this family's blocks compute."""
+    refuses: Callable[[ConfigReader], list[str]] = lambda config: []
+    """What this family refuses beyond NOT_BUILT, as `key=value`."""
+    window_switch: bool = False
+    """Windows count only with use_sliding_window, from layer max_window_layers on."""
+
+    def check(self, config: ConfigReader, not_built: Sequence[str] = ()) -> None:
+        """Raises CheckpointError that names every key whose computation is not built, `not_built` among them."""
+        found = [config.shown(key) for key in not_built]
+        found += [config.shown(key) for key in NOT_BUILT if key not in self.computes and config.differs(key, None, False)]
+        found += [config.shown(key) for key in NOT_BUILT_SCALES if config.differs(key, None, 1.0)]
+        if config.text("hidden_act", "silu") not in ("silu", "swish"):
+            found.append(config.shown("hidden_act"))
+        found += self.refuses(config)
+        if found:
+            raise config.refusal(f"not supported: {', '.join(found)}; use a dense, unquantized checkpoint without them")
+
+
+def read_attentions(
+    config: ConfigReader, *, bias: bool = False, qkv_bias: bool = False, qk_norm: bool = False, window_switch: bool = False
+) -> list[AttentionSpec]:
+    """The attention of every layer, all of one shape but for the window; `bias`: of all four projections."""
+    num_kv_heads, head_dim = read_heads(config)
+    windows = read_windows(config, config.integer("num_hidden_layers"), switch=window_switch)
+    return [
+        AttentionSpec(
+            hidden_size=config.integer("hidden_size"),
+            num_heads=config.integer("num_attention_heads"),
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            eps=config.number("rms_norm_eps", 1e-6),
+            window=window,
+            qkv_bias=bias or qkv_bias,
+            o_bias=bias,
+            qk_norm=qk_norm,
+        )
+        for window in windows
+    ]
+
+
+def read_mlp(config: ConfigReader, *, bias: bool = False) -> GatedMlpSpec:
+    return GatedMlpSpec(
+        hidden_size=config.integer("hidden_size"),
+        inner_size=config.integer("intermediate_size"),
+        eps=config.number("rms_norm_eps", 1e-6),
+        bias=bias,
+    )
+
+
+def dense_layers(attentions: Sequence[AttentionSpec], mlp: GatedMlpSpec) -> tuple[LayerSpec, ...]:
+    """The same gated MLP in every layer."""
+    return tuple(LayerSpec(attention, mlp) for attention in attentions)
+
+
+def read_heads(config: ConfigReader) -> tuple[int, int]:
+    """num_kv_heads and head_dim: as many as query heads, and the hidden size by them, where none are named."""
+    num_heads = config.integer("num_attention_heads")
+    num_kv_heads = config.integer("num_key_value_heads", num_heads)
+    head_dim = config.integer("head_dim", max(1, config.integer("hidden_size") // num_heads))
+    if num_heads % num_kv_heads:
+        raise config.refusal(f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}")
+    if head_dim % 2:
+        raise config.refusal(f"head_dim {head_dim} is odd; rotary embedding needs pairs")
+    return num_kv_heads, head_dim
+
+
+def read_windows(config: ConfigReader, num_layers: int, *, switch: bool) -> tuple[int | None, ...]:
+    """Keys that a query of each layer sees at most, itself included; None: all. `switch`: see `Family.window_switch`."""
+    switched_off = switch and not config.flag("use_sliding_window")
+    window = config.integer("sliding_window") if config.given("sliding_window") and not switched_off else None
+    types = config.texts("layer_types")
+    if types is None:
+        first = config.integer("max_window_layers", 28) if switch else 0
+        types = tuple("full_attention" if window is None or i < first else "sliding_attention" for i in range(num_layers))
+    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
+    if unknown or len(types) != num_layers or ("sliding_attention" in types and window is None):
+        problem = f"{len(types)} for {num_layers} layers, sliding_window {window}"
+        problem = f"{short_json(unknown)} not supported" if unknown else problem
+        raise config.refusal(f"layer_types: {problem}; full_attention and sliding_attention (with a sliding_window) are")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)

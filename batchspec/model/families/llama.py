@@ -1,0 +1,19 @@
+"""Llama and what is saved as one (SmolLM2). Source: transformers, models/llama."""
+
+from __future__ import annotations
+
+from batchspec.model.blocks.layer import LayerSpec
+from batchspec.model.config_values import ConfigReader
+from batchspec.model.families.base import Family, dense_layers, read_attentions, read_mlp
+
+
+def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
+    attentions = read_attentions(config, bias=config.flag("attention_bias"))
+    return dense_layers(attentions, read_mlp(config, bias=config.flag("mlp_bias")))
+
+
+def _refuses(config: ConfigReader) -> list[str]:
+    return [f"{config.shown('sliding_window')} in a llama"] if config.given("sliding_window") else []
+
+
+LLAMA = Family(name="llama", architecture="LlamaForCausalLM", layers=_layers, refuses=_refuses)

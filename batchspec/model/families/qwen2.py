@@ -1,0 +1,20 @@
+"""Qwen2 and Qwen2.5: q, k and v always have biases. Source: transformers, models/qwen2."""
+
+from __future__ import annotations
+
+from batchspec.model.blocks.layer import LayerSpec
+from batchspec.model.config_values import ConfigReader
+from batchspec.model.families.base import Family, dense_layers, read_attentions, read_mlp
+
+
+def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
+    return dense_layers(read_attentions(config, qkv_bias=True, window_switch=True), read_mlp(config))
+
+
+QWEN2 = Family(
+    name="qwen2",
+    architecture="Qwen2ForCausalLM",
+    layers=_layers,
+    defaults={"num_key_value_heads": 32, "sliding_window": 4096},
+    window_switch=True,
+)

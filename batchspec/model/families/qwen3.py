@@ -1,0 +1,21 @@
+"""Qwen3, dense: every head of q and k is normed. Source: transformers, models/qwen3."""
+
+from __future__ import annotations
+
+from batchspec.model.blocks.layer import LayerSpec
+from batchspec.model.config_values import ConfigReader
+from batchspec.model.families.base import Family, dense_layers, read_attentions, read_mlp
+
+
+def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
+    attentions = read_attentions(config, bias=config.flag("attention_bias"), qk_norm=True, window_switch=True)
+    return dense_layers(attentions, read_mlp(config))
+
+
+QWEN3 = Family(
+    name="qwen3",
+    architecture="Qwen3ForCausalLM",
+    layers=_layers,
+    defaults={"head_dim": 128, "num_key_value_heads": 32, "sliding_window": 4096},
+    window_switch=True,
+)

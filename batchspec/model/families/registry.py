@@ -1,0 +1,36 @@
+"""The model families that are built, one line each."""
+
+from __future__ import annotations
+
+from batchspec.model.config_values import ConfigReader
+from batchspec.model.families.base import Family
+from batchspec.model.families.llama import LLAMA
+from batchspec.model.families.mistral import MISTRAL
+from batchspec.model.families.qwen2 import QWEN2
+from batchspec.model.families.qwen3 import QWEN3
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        LLAMA,
+        QWEN2,
+        QWEN3,
+        MISTRAL,
+    )
+}
+
+
+def family_of(config: ConfigReader) -> Family:
+    """The family of a config.json. Raises CheckpointError for another model_type or architecture."""
+    family = FAMILIES.get(config.text("model_type"))
+    if family is None:
+        raise config.refusal(f"{config.shown('model_type')} is not supported; supported are {', '.join(FAMILIES)}")
+    architectures = config.texts("architectures") or (family.architecture,)
+    if architectures != (family.architecture,):
+        raise config.refusal(f"{config.shown('architectures')} is not supported; {family.name} needs {family.architecture}")
+    return family
+
+
+def has_window_switch(model_type: str) -> bool:
+    """Whether windows of such a model, or of a draft head of its kind, count only with use_sliding_window."""
+    return model_type in FAMILIES and FAMILIES[model_type].window_switch

@@ -1,0 +1,60 @@
+"""A weight format: how a projection lies in the checkpoint's files and in memory, and how it is cut over ranks."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from batchspec.errors import ConfigError
+from batchspec.model.blocks.base import Projection, TensorSpec
+
+Cut = Literal["columns", "rows"]
+"""columns: each rank makes some of the outputs (W is cut along its rows); rows: each rank reads some of the inputs."""
+Slices = dict[str, tuple[slice, ...]]
+"""tensor name -> the part of it that a rank holds, a slice for each dimension; a tensor that it does not need is left out"""
+
+
+class Weights(Protocol):
+    """Where a model's tensors come from."""
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor of that name in the checkpoint, in the model's dtype, on its device."""
+
+
+class WeightFormat(Protocol):
+    """One file of this folder."""
+
+    def tensors(self, part: Projection) -> tuple[TensorSpec, ...]:
+        """What a file holds for one projection: names, shapes and dtypes; the weight first, the bias last."""
+
+    def nbytes(self, rows: int, k: int, dtype: torch.dtype) -> int:
+        """Bytes in memory of a weight [rows, k] of a model that computes in `dtype`."""
+
+    def shard(self, part: Projection, cut: Cut, rank: int, ranks: int) -> Slices:
+        """What `rank` of `ranks` holds. Raises ConfigError where the projection cannot be cut so."""
+
+
+def bias_of(part: Projection) -> tuple[TensorSpec, ...]:
+    """The bias of a projection, which is stored alike in all formats."""
+    return (TensorSpec(f"{part.name}.bias", (part.rows,), "bias"),) if part.bias else ()
+
+
+def share(part: Projection, size: int, rank: int, ranks: int, *, multiple: int = 1) -> slice:
+    """The share of `size` rows or columns that a rank holds. Raises ConfigError unless all ranks get equal ones.
+
+    multiple  shares must be multiples of it: the side of a quantisation block
+    """
+    if size % (ranks * multiple):
+        blocks = f" in blocks of {multiple}" if multiple > 1 else ""
+        raise ConfigError(f"{part.name}: {size} cannot be cut into {ranks} equal parts{blocks}; use fewer GPUs a model")
+    return slice(rank * size // ranks, (rank + 1) * size // ranks)
+
+
+def shard_bias(part: Projection, cut: Cut, rank: int, ranks: int) -> Slices:
+    """Cut along its outputs with the weight; where the inputs are cut, rank 0 alone adds it."""
+    if not part.bias or (cut == "rows" and rank):
+        return {}
+    whole = slice(0, part.rows)
+    return {f"{part.name}.bias": (share(part, part.rows, rank, ranks) if cut == "columns" else whole,)}
