@@ -14,6 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from batchspec.draft.registry import DRAFTERS
 from batchspec.errors import ConfigError
 
 PATHS = ("input.path", "output.dir", "model.path", "model.chat_template", "draft.path", "cluster.log")
@@ -84,7 +85,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "output.messages": ("full", "prompt", "none"),
     "resume.retry": ("none", "error", "length"),
     "device": ("auto", "cpu", "cuda"),
-    "draft.name": ("none", "lookup", "eagle3", "hybrid", "pard", "window"),
+    "draft.name": tuple(DRAFTERS),
 }
 
 CREDENTIALS = re.compile(r"://[^/]*@|[?&](\w*key|\w*token|\w*secret|\w*password|\w*signature|sig|x-amz-[\w-]+)=", re.IGNORECASE)
