@@ -11,24 +11,13 @@ from typing import Any
 import torch
 
 from batchspec import __version__
-from batchspec.adapt.limits import memory_bytes
+from batchspec.adapt.limits import check_head, check_weights, memory_bytes
 from batchspec.config.schema import RunConfig
 from batchspec.dataset.columns import ColumnMap, check_ids, map_columns
 from batchspec.dataset.reader import Source, open_source
 from batchspec.dataset.schema import output_schema
-from batchspec.draft.corpus import corpus_bytes
-from batchspec.draft.formats import HeadSpec
-from batchspec.draft.pard import PardSpec
-from batchspec.drafters import (
-    draft_kv_layouts,
-    draft_len,
-    drafter_bytes,
-    head_folder,
-    load_drafter,
-    make_drafter,
-    open_head,
-    tree_shape,
-)
+from batchspec.draft.base import Drafter
+from batchspec.draft.spec import DrafterSpec, open_drafter
 from batchspec.engine.engine import Engine
 from batchspec.engine.round import RoundOptions
 from batchspec.engine.sampling import SamplingMode
@@ -64,8 +53,8 @@ class Job:
     device: torch.device
     dtype: torch.dtype
     admission: Admission
-    head: HeadSpec | PardSpec | None
-    """Of draft=eagle3, hybrid and pard: the checkpoint at draft.path, or with model.load_format=dummy the usual head."""
+    drafter: DrafterSpec[Any]
+    """Its checkpoint is judged, its weights are not read."""
 
     @property
     def shard_rows(self) -> int:
@@ -93,14 +82,15 @@ def open_job(
     if here and config.draft.adaptive and device.type == "cpu":
         raise ConfigError("draft.adaptive=true goes by times measured on a GPU, and this job runs on the CPU; remove the key")
     dtype = resolve_dtype(config.model.dtype, spec, device)
-    head = open_head(config, spec)
+    drafter = open_drafter(config, spec)
+    check_head(config.draft, drafter.head, spec)
     tokenizer = tokenizer or open_tokenizer(model.folder, config, columns)
     admission = Admission(config, source=source, columns=columns, spec=spec, tokenizer=tokenizer)
     if fetch:
         if not dummy:
             model.fetch()
-        head_folder(config)
-    return Job(config, source, columns, model.folder, spec, tokenizer, device, dtype, admission, head)
+        drafter.fetch()
+    return Job(config, source, columns, model.folder, spec, tokenizer, device, dtype, admission, drafter)
 
 
 def choose_device(name: str) -> torch.device:
@@ -156,13 +146,12 @@ def recorded_facts(job: Job) -> dict[str, Any]:
     }
 
 
-def learnt_bytes(job: Job, max_len: int) -> int:
-    """Bytes of what a drafter learns with while the job runs, whose rows have up to `max_len` tokens."""
-    draft = job.config.draft
-    index = corpus_bytes(draft.corpus_tokens, draft.table_entries)
-    if not isinstance(job.head, HeadSpec):
-        return index
-    return index + memory_bytes(draft, job.head, job.spec, device=job.device, dtype=job.dtype, max_len=max_len)
+def learning_bytes(job: Job, max_len: int) -> int:
+    """Bytes that the drafter needs to learn while the job runs, whose rows have up to `max_len` tokens."""
+    adapting = memory_bytes(
+        job.config.draft, job.drafter.head, job.spec, device=job.device, dtype=job.dtype, max_len=max_len
+    )  # fmt: skip
+    return job.drafter.state_bytes() + adapting
 
 
 def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) -> PackedBatch:
@@ -170,8 +159,8 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
 
     loaded  the weights, a drafter's too, lie in memory already
     """
-    weights, shape = weight_bytes(job.spec, job.dtype) + drafter_bytes(job.head, job.dtype), tree_shape(job.config)
-    beside = learnt_bytes(job, demand.max_tokens)
+    weights, shape = weight_bytes(job.spec, job.dtype) + job.drafter.weight_bytes(job.dtype), job.drafter.shape
+    learning = learning_bytes(job, demand.max_tokens)
     if loaded and job.device.type == "cuda":
         torch.cuda.empty_cache()  # what loading used and gave back counts as free
     return choose_batch(
@@ -181,10 +170,10 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
         demand,
         device=job.device,
         dtype=job.dtype,
-        draft_len=draft_len(job.config),
-        num_lookahead_slots=0 if shape is None else shape.num_lookahead_slots,
-        draft_layers=draft_kv_layouts(job.head, job.dtype, PAGE_SIZE),
-        free_bytes=free_memory(job.device, weights=beside + (0 if loaded else weights)),
+        draft_len=shape.num_verified,
+        num_lookahead_slots=shape.num_lookahead_slots,
+        draft_layers=job.drafter.kv_layouts(job.dtype, PAGE_SIZE),
+        free_bytes=free_memory(job.device, weights=learning + (0 if loaded else weights)),
     )
 
 
@@ -206,42 +195,50 @@ def make_engine(job: Job, seen: Survey, progress: ProgressBar) -> Engine:
     check_memory(job)
     progress.phase(f"loading {config.model.path} in {dtype} on {job.device.type}")
     target = Target.load(job.folder, job.spec, dtype=job.dtype, device=job.device, dummy=config.model.load_format == "dummy")
-    head = load_drafter(config, job.head, job.spec, dtype=job.dtype, device=job.device)
+    weights = job.drafter.load(dtype=job.dtype, device=job.device)
+    check_weights(config.draft, job.drafter.trainable(weights))
     batch = plan_batch(job, demand, device_rates(job.device, job.dtype), loaded=True)
-    drafter = make_drafter(config, head, target, slots=batch.num_slots)
+    drafter = job.drafter.build(weights, target, slots=batch.num_slots)
     progress.phase(
         f"{batch.num_slots} slots, {batch.num_pages} pages of {batch.page_size} tokens, rows of at most {batch.max_len} tokens, "
         f"draft={drafter.name} K={drafter.max_len}"
     )
-    opt, decode = config.ablation, config.decode
-    engine = Engine(
-        target,
-        drafter,
-        batch,
-        device=job.device,
-        options=RoundOptions(
-            logprobs=None if config.output.logprobs is None else min(config.output.logprobs, job.spec.vocab_size),
-            coupled=config.draft.coupled is not False,
-            synthetic=tuple(config.draft.synthetic) if config.draft.synthetic else None,
-            argmax=opt.argmax,
-            uniform_slots=opt.uniform_slots,
-        ),
-        decode=job.tokenizer.decode if job.tokenizer else None,
-        eos_ids=frozenset(job.spec.eos_ids) | frozenset(job.tokenizer.eos_ids if job.tokenizer else ()),
-        penalties=decode.repetition_penalty != 1 or decode.presence_penalty != 0,
-        refill_dead=opt.dead_rows,
-        adaptive=config.draft.adaptive is not False,
-        overlap=opt.overlap,
-    )
+    engine = build_engine(config, target, drafter, batch, tokenizer=job.tokenizer)
     if job.device.type == "cuda":
         progress.phase("compiling kernels and capturing the graphs of the rounds")
         engine.prepare(usual_mode(config), shared=config.decode.n > 1)
     return engine
 
 
+def build_engine(
+    config: RunConfig, target: Target, drafter: Drafter, batch: PackedBatch, *, tokenizer: Tokenizer | None = None
+) -> Engine:
+    """The engine that these settings ask for, on the target's device; nothing is captured yet."""
+    decode, ablation, num_top = config.decode, config.ablation, config.output.logprobs
+    return Engine(
+        target,
+        drafter,
+        batch,
+        device=target.device,
+        options=RoundOptions(
+            logprobs=None if num_top is None else min(num_top, target.spec.vocab_size),
+            coupled=config.draft.coupled is not False,
+            synthetic=tuple(config.draft.synthetic) if config.draft.synthetic else None,
+            argmax=ablation.argmax,
+            uniform_slots=ablation.uniform_slots,
+        ),
+        decode=tokenizer.decode if tokenizer else None,
+        eos_ids=frozenset(target.spec.eos_ids) | frozenset(tokenizer.eos_ids if tokenizer else ()),
+        penalties=decode.repetition_penalty != 1 or decode.presence_penalty != 0,
+        refill_dead=ablation.dead_rows,
+        adaptive=config.draft.adaptive is not False,
+        overlap=ablation.overlap,
+    )
+
+
 def check_memory(job: Job) -> None:
     """Raises CapacityError for weights that the device could not hold if it held nothing else."""
-    weights = weight_bytes(job.spec, job.dtype) + drafter_bytes(job.head, job.dtype)
+    weights = weight_bytes(job.spec, job.dtype) + job.drafter.weight_bytes(job.dtype)
     on_gpu = job.device.type == "cuda"
     memory = torch.cuda.mem_get_info(job.device)[1] if on_gpu else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if weights > memory:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.cache.pages import KVCache
-from batchspec.draft.base import Drafter, Usual
+from batchspec.draft.base import Drafter, DrafterBase
 from batchspec.draft.weights import Head, load_head
 from batchspec.engine import scheduler
 from batchspec.engine.engine import Engine
@@ -39,7 +39,7 @@ def proposals(rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor) -> Propos
     return found
 
 
-class Recording(Usual):
+class Recording(DrafterBase):
     """Keeps what a drafter proposed: `class Recorded(Recording, Eagle3Drafter)`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:

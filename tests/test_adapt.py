@@ -19,10 +19,12 @@ from batchspec.adapt.adapter import FEWEST, FEWEST_STEPS, WAITING, Adapter, kept
 from batchspec.adapt.budget import LEAST, SAVED_S, Budget
 from batchspec.adapt.learner import WARM_STEPS, Comparison, Learner
 from batchspec.cache.pages import PagePool
-from batchspec.draft.base import Drafter, NoDrafter
+from batchspec.draft.base import Drafter
 from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.none import NoDrafter
 from batchspec.draft.parallel import ParallelDrafter
-from batchspec.draft.tree import TreeDrafter, TreeShape
+from batchspec.draft.shapes import TreeShape
+from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, head_bytes, load_head, normalised
 from batchspec.engine.engine import Engine
 from batchspec.model.target import Target
@@ -329,7 +331,7 @@ def test_the_memory_of_learning_is_what_the_formula_says() -> None:
     hot = torch.arange(19)
     network = new_network(spec, target, hot, seed=0)
     drafter = SimpleNamespace()
-    learner = Learner(network, hot.numpy(), target, drafter, lr=1e-3, steps=3, batch_tokens=64)  # type: ignore[arg-type]
+    learner = Learner(network, hot.numpy(), target, drafter, lr=1e-3, steps=3, batch_tokens=64)
     learner._loss([Row(ids=np.arange(20, dtype=np.int32), prompt_len=2)]).backward()
     gradients = sum(p.grad.nbytes for p in network.parameters() if p.grad is not None)
     learner.learn([Row(ids=np.arange(20, dtype=np.int32), prompt_len=2)])
@@ -349,7 +351,7 @@ def test_a_step_on_the_job_is_one_of_training_at_a_rate_that_rises() -> None:
     target, hot, usual = tiny_target(torch.float32), torch.arange(19), TrainConfig()
     spec = new_spec(target.spec, draft_vocab=19, aux_layer_ids=[0, 1, 2])
     network, other = (new_network(spec, target, hot, seed=0) for _ in range(2))
-    learner = Learner(network, hot.numpy(), target, SimpleNamespace(), lr=1e-2, steps=3, batch_tokens=64)  # type: ignore[arg-type]
+    learner = Learner(network, hot.numpy(), target, SimpleNamespace(), lr=1e-2, steps=3, batch_tokens=64)
     optimiser = Optimiser(other, lr=1e-2, muon=usual.muon, fused=False)
     teacher = Teacher(target, spec.aux_layer_ids, hot, torch.float32)
     rows = [Row(ids=np.arange(20, dtype=np.int32), prompt_len=2)]
@@ -362,7 +364,7 @@ def test_a_step_on_the_job_is_one_of_training_at_a_rate_that_rises() -> None:
     learner.begin_again()
     learner.learn(rows)
     first = new_network(spec, target, hot, seed=0)
-    Learner(first, hot.numpy(), target, SimpleNamespace(), lr=5e-3, steps=3, batch_tokens=64).learn(rows)  # type: ignore[arg-type]
+    Learner(first, hot.numpy(), target, SimpleNamespace(), lr=5e-3, steps=3, batch_tokens=64).learn(rows)
     wanted = first.state_dict()
     assert all(torch.allclose(tensor, wanted[name], atol=1e-4) for name, tensor in network.state_dict().items())
 
@@ -371,7 +373,7 @@ def test_a_rehearsal_teaches_nothing() -> None:
     target = tiny_target(torch.float32)
     network = new_network(new_spec(target.spec, draft_vocab=19, aux_layer_ids=[0, 1, 2]), target, torch.arange(19), seed=0)
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    learner = Learner(network, np.arange(19), target, SimpleNamespace(), lr=1e-3, steps=3, batch_tokens=64)  # type: ignore[arg-type]
+    learner = Learner(network, np.arange(19), target, SimpleNamespace(), lr=1e-3, steps=3, batch_tokens=64)
     learner.rehearse()
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
     assert all(parameter.grad is None for parameter in network.parameters())

@@ -17,7 +17,8 @@ from batchspec.cache.attention import AttentionPlan, plan_attention
 from batchspec.draft import eagle3, head, parallel, reader, tree
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.parallel import ParallelDrafter
-from batchspec.draft.tree import TreeDrafter, TreeShape
+from batchspec.draft.shapes import TreeShape
+from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, load_head
 from batchspec.engine.engine import Engine
 from batchspec.engine.round import RoundOptions
@@ -99,13 +100,14 @@ class Watched:
         super().__init__(*args, **options)
         self.found: list[tuple[str, Counter[str], Counter[str]]] = []
 
-    def _watch(self, name: str, call: Callable[[], None]) -> None:
+    def _watch(self, name: str, call: Callable[[], Any]) -> Any:
         with own_kernels() as calls, Launches() as torch_calls:
-            call()
+            result = call()
         self.found.append((name, torch_calls.counts, calls))
+        return result
 
-    def propose(self, *args: Any, **options: Any) -> None:
-        self._watch("propose", partial(super().propose, *args, **options))  # type: ignore[misc]
+    def propose(self, *args: Any, **options: Any) -> Any:
+        return self._watch("propose", partial(super().propose, *args, **options))  # type: ignore[misc]
 
     def catch_up(self, *args: Any, prepare_next: bool, **options: Any) -> None:
         catch_up = partial(super().catch_up, *args, prepare_next=prepare_next, **options)  # type: ignore[misc]

@@ -13,13 +13,15 @@ import pytest
 import torch
 
 from batchspec.cache.pages import PagePool
-from batchspec.draft.base import Drafter, NoDrafter
+from batchspec.draft.base import Drafter
 from batchspec.draft.corpus import Corpus
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.hybrid import HybridDrafter
 from batchspec.draft.lookup import LookupDrafter
+from batchspec.draft.none import NoDrafter
 from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
-from batchspec.draft.tree import PROB, TreeDrafter, TreeShape
+from batchspec.draft.shapes import PROB, TreeShape
+from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import load_head
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine import prefill, scheduler

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchspec.draft.base import NoDrafter
+from batchspec.draft.none import NoDrafter
 from batchspec.engine.engine import Engine
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.scheduler import Row

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchspec.draft.base import NoDrafter
+from batchspec.draft.none import NoDrafter
 from batchspec.engine import launcher as launcher_module
 from batchspec.engine import prefill
 from batchspec.engine.engine import Engine

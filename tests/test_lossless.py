@@ -18,14 +18,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchspec.draft import corpus as corpus_module
-from batchspec.draft.base import Drafter, NoDrafter
+from batchspec.draft.base import Drafter
 from batchspec.draft.corpus import Corpus
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.hybrid import HybridDrafter
 from batchspec.draft.lookup import LookupDrafter
+from batchspec.draft.none import NoDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
-from batchspec.draft.tree import LOGPROB, PROB, TreeDrafter, TreeShape
+from batchspec.draft.shapes import LOGPROB, PROB, TreeShape
+from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine import scheduler
@@ -184,7 +186,7 @@ def test_every_packing_and_drafter_gives_the_tokens_of_plain_decoding(requests: 
         drafter = ForcedDrafter(draft_len, outputs, right=kind == "right", fixed_len=data.draw(st.booleans()))
     page_size = data.draw(st.sampled_from([2, 4, 8]), label="page_size")
     longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
-    num_lookahead_slots = drafter.shape.places if isinstance(drafter, TreeDrafter) else 0
+    num_lookahead_slots = drafter.shape.kv_per_round if isinstance(drafter, TreeDrafter) else 0
     scarce = 1 + -(-(longest + num_lookahead_slots) // page_size) + data.draw(st.integers(0, 6))
     batch = packed(
         slots,

@@ -96,7 +96,8 @@ FIGURES: dict[str, dict[str, Any]] = {
         "head": 62784,
     },
 }
-"""By the closed formulas: num_multiplied, weight_bytes, seconds of three rounds and a prefill, bytes reserved and for learning."""
+"""By the closed formulas: num_multiplied, weight_bytes, seconds of three rounds and a prefill, bytes reserved and for
+learning."""
 NAMES = {
     "llama8b": "44e7cc22e3f676db",
     "llama1b": "51f6a3c5aab40e65",

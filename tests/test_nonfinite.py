@@ -19,12 +19,14 @@ from safetensors.torch import load_file, save_file
 
 from batchspec import cli
 from batchspec import run as run_module
-from batchspec.draft.base import Drafter, NoDrafter
+from batchspec.draft.base import Drafter
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.lookup import LookupDrafter
+from batchspec.draft.none import NoDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
-from batchspec.draft.tree import LOGPROB, TreeDrafter, TreeShape
+from batchspec.draft.shapes import LOGPROB, TreeShape
+from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.engine import Engine

@@ -15,7 +15,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec import drafters
 from batchspec import run as job_run
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.cache.pages import KVCache
@@ -23,7 +22,8 @@ from batchspec.commands.workloads import COMMON, make_job
 from batchspec.config.schema import DraftConfig, RunConfig
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.parallel import ParallelDrafter
-from batchspec.draft.weights import dummy_head, dummy_spec, load_head
+from batchspec.draft.spec import open_drafter
+from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.engine.engine import Engine
 from batchspec.engine.round import Round, RoundOptions
 from batchspec.errors import ConfigError
@@ -324,12 +324,14 @@ def test_a_job_drafts_in_parallel_where_the_head_can_unless_told_otherwise(tmp_p
         config = RunConfig(
             draft=DraftConfig(name="eagle3", path=str(folder), parallel=parallel, num_speculative_tokens=5, aux_layers="input")
         )
-        drafters.open_head(config, target.spec)
-        head = load_head(folder, target.spec, dtype=target.dtype, device=DEVICE, aux_layers="input")
-        assert type(drafters.make_drafter(config, head, target, slots=2)) is kind
+        spec = open_drafter(config, target.spec)
+        drafter = spec.build(spec.load(dtype=target.dtype, device=DEVICE), target, slots=2)
+        assert type(drafter) is kind
+        assert drafter.shape == spec.shape
+        assert (drafter.kv_layout(4),) * drafter.num_kv_layers == spec.kv_layouts(target.dtype, 4)
     config.draft.parallel = True
     with pytest.raises(ConfigError, match=r"draft.parallel=true, but the head .*chain has no mask token: it drafts a chain"):
-        drafters.open_head(config, target.spec)
+        open_drafter(config, target.spec)
 
 
 def test_a_whole_job_gives_the_tokens_of_one_without_drafts(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ import polars as pl
 import pytest
 import torch
 
-from batchspec import drafters
 from batchspec import run as job_run
 from batchspec.config.schema import DraftConfig, RunConfig
 from batchspec.draft.pard import PardDrafter, PardModel, load_pard, read_pard
+from batchspec.draft.spec import open_drafter
 from batchspec.engine import scheduler
 from batchspec.engine.engine import Engine
 from batchspec.engine.round import Round, RoundOptions
@@ -184,14 +184,16 @@ def test_a_job_drafts_in_parallel_where_the_model_can_unless_told_otherwise(tmp_
     target, masked, plain = tiny_target(), write(tmp_path / "masked"), write(tmp_path / "plain", mask=None)
     for folder, parallel, chain in ((masked, "auto", False), (masked, True, False), (masked, False, True), (plain, "auto", True)):
         config = RunConfig(draft=DraftConfig(name="pard", path=str(folder), parallel=parallel, num_speculative_tokens=3))
-        layouts = drafters.draft_kv_layouts(drafters.open_head(config, target.spec), torch.float32, 4)
-        assert [layout.token_bytes for layout in layouts] == [2 * 2 * 6 * 4] * 2
-        drafter = drafters.make_drafter(config, load(folder), target, slots=2)
+        spec = open_drafter(config, target.spec)
+        assert [layout.token_bytes for layout in spec.kv_layouts(torch.float32, 4)] == [2 * 2 * 6 * 4] * 2
+        drafter = spec.build(load(folder), target, slots=2)
         assert isinstance(drafter, PardDrafter)
+        assert drafter.shape == spec.shape
+        assert (drafter.kv_layout(4),) * drafter.num_kv_layers == spec.kv_layouts(target.dtype, 4)
         assert (drafter._chain is not None) == chain
     config.draft.parallel = True
     with pytest.raises(ConfigError, match=r"draft.parallel=true, but .*plain names no mask token"):
-        drafters.open_head(config, target.spec)
+        open_drafter(config, target.spec)
     with pytest.raises(ValueError, match="the model has no mask token"):
         PardDrafter(load(plain), target.spec, 3, slots=1, parallel=True)
 

@@ -18,7 +18,7 @@ from batchspec.cache.attention import AttentionPlan, plan_attention
 from batchspec.cache.layout import LayerKV
 from batchspec.cache.pages import PagePool
 from batchspec.cache.verify import fits_verify, plan_verify
-from batchspec.draft.base import NoDrafter
+from batchspec.draft.none import NoDrafter
 from batchspec.engine import shared_prefix as groups_module
 from batchspec.engine.engine import Engine
 from batchspec.packing.planner import row_buckets

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from batchspec import run
 from batchspec.commands import plan, stats, verify
-from batchspec.draft.base import Drafter, NoDrafter
+from batchspec.draft.base import Drafter
 from batchspec.draft.lookup import LookupDrafter
+from batchspec.draft.none import NoDrafter
 from batchspec.engine import scheduler
 from batchspec.engine.engine import Engine
 from batchspec.engine.output_processor import EngineTotals

@@ -15,7 +15,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec import drafters
 from batchspec import run as job_run
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
@@ -23,9 +22,12 @@ from batchspec.cache.pages import KVCache
 from batchspec.commands import plan
 from batchspec.commands.workloads import COMMON, make_job
 from batchspec.config.schema import DraftConfig, RunConfig, TreeConfig
-from batchspec.draft.base import Drafter, NoDrafter
+from batchspec.draft.base import Drafter
 from batchspec.draft.eagle3 import Eagle3Drafter
-from batchspec.draft.tree import LOGPROB, PROB, TreeDrafter, TreeShape
+from batchspec.draft.none import NoDrafter
+from batchspec.draft.shapes import LOGPROB, PROB, ChainShape, TreeShape
+from batchspec.draft.spec import open_drafter
+from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, load_head
 from batchspec.engine import graphs
 from batchspec.engine.engine import Engine
@@ -46,14 +48,15 @@ Tree = list[tuple[int, int]]
 class Recorded(TreeDrafter):
     """Keeps the tree of every live row: the committed tokens, then (token, number of the node above) of each node."""
 
-    def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
-        super().propose(rows, draft_ids, draft_len, cache)
+    def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> Tensor:
+        parents = super().propose(rows, draft_ids, draft_len, cache)
         assert draft_len.tolist() == [self.shape.depth * alive for alive in rows.live.tolist()]
         for slot in rows.live.nonzero().flatten().tolist():
             prefix = tuple(rows.tokens[slot, : int(rows.num_tokens[slot])].tolist())
-            parents = self.parents[slot].tolist()
-            assert parents[0] == -1
-            seen.append((prefix, list(zip(draft_ids[slot].tolist(), parents[1:], strict=True))))
+            above = parents[slot].tolist()
+            assert above[0] == -1
+            seen.append((prefix, list(zip(draft_ids[slot].tolist(), above[1:], strict=True))))
+        return parents
 
 
 seen: list[tuple[tuple[int, ...], Tree]] = []
@@ -153,7 +156,7 @@ def test_any_packing_gives_the_trees_of_the_definition_and_the_tokens_of_plain_d
     )
     sampling = data.draw(st.sampled_from([None, SAMPLED, SamplingParams(temperature=0.8, repetition_penalty=1.3)]))
     requests = mixed_requests(4, cap=data.draw(st.integers(5, 16), label="cap"), sampling=sampling) + known_requests()[:2]
-    batch = drawn_batch(data, requests, slots, draft_len=4, num_lookahead_slots=shape.places)
+    batch = drawn_batch(data, requests, slots, draft_len=4, num_lookahead_slots=shape.kv_per_round)
     # The definition here is that of a head alone: without the noise of draws.
     options = RoundOptions(uniform_slots=data.draw(st.booleans(), label="uniform layout"), coupled=False)
     tokens, _, _ = run(requests, batch, drafter, short_cap=data.draw(st.sampled_from([2, 512])), options=options)
@@ -298,7 +301,7 @@ def test_rows_end_where_they_should_with_whole_trees_to_the_end(tmp_path: Path) 
     drafter = make_drafter(tmp_path, design, tensors, shape, slots=2)
     requests = [request(i, [i, 2, 3], cap=13) for i in range(3)]
     tokens, done, engine = run(requests, packed(2, max_len=16, num_pages=31), drafter, options=synthetic(6))
-    assert engine.rows.page_table.shape[1] * 4 >= 16 - 2 + shape.places
+    assert engine.rows.page_table.shape[1] * 4 >= 16 - 2 + shape.kv_per_round
     assert all(len(output) == 13 for output in tokens.values())
     assert all(c.stats.num_accepted + c.stats.num_rounds + 1 == 13 for c in done.values() if c.stats)
     check_trees(design, tensors, shape)
@@ -385,7 +388,7 @@ def test_more_branches_than_draft_tokens_are_refused(tmp_path: Path) -> None:
         make_drafter(tmp_path, design, tensors, shape_of(20, 3), slots=1)
     draft = DraftConfig(name="eagle3", path=str(tmp_path), tree=TreeConfig(topk=20, depth=3), aux_layers="input")
     with pytest.raises(ConfigError, match=r"draft.tree.topk=20 exceeds the 19 draft tokens of the head .*; lower it"):
-        drafters.open_head(RunConfig(draft=draft), TARGET().spec)
+        open_drafter(RunConfig(draft=draft), TARGET().spec)
 
 
 def test_one_branch_is_a_chain_and_more_are_a_tree_of_the_nodes_asked_for(tmp_path: Path) -> None:
@@ -394,10 +397,12 @@ def test_one_branch_is_a_chain_and_more_are_a_tree_of_the_nodes_asked_for(tmp_pa
     shapes = []
     for tree in (TreeConfig(), TreeConfig(topk=3), TreeConfig(topk=10, depth=6, rank=PROB), TreeConfig(topk=4, nodes=7)):
         config = RunConfig(draft=DraftConfig(name="eagle3", path=str(tmp_path), num_speculative_tokens=4, tree=tree))
-        drafter = drafters.make_drafter(config, head, TARGET(), slots=2)
+        spec = open_drafter(config, TARGET().spec)
+        drafter = spec.build(head, TARGET(), slots=2)
         assert type(drafter) is (Eagle3Drafter if tree.topk == 1 else TreeDrafter)
-        shapes.append((drafter.max_len, drafters.draft_len(config), drafters.tree_shape(config)))
-    assert shapes[0] == (4, 4, None)
+        assert drafter.shape == spec.shape
+        shapes.append((drafter.max_len, spec.shape.num_verified, spec.shape))
+    assert shapes[0] == (4, 4, ChainShape(4))
     assert shapes[1] == (4, 30, TreeShape(topk=3, depth=4, nodes=30))
     assert shapes[2] == (6, 60, TreeShape(topk=10, depth=6, nodes=60, rank=PROB))
     assert shapes[3] == (4, 7, TreeShape(topk=4, depth=4, nodes=7))

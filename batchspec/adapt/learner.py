@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchspec.draft.reader import HeadReader
+from batchspec.draft.base import Rewritable
 from batchspec.draft.weights import normalised
 from batchspec.model.target import Target
 from batchspec.train.data import Numbers, Row
@@ -44,7 +44,7 @@ class Learner:
     """Nothing here may be called in inference mode but `adopt`, which writes to tensors that may have been made in it."""
 
     def __init__(
-        self, network: HeadNetwork, ids: Numbers, target: Target, drafter: HeadReader, *, lr: float, steps: int, batch_tokens: int
+        self, network: HeadNetwork, ids: Numbers, target: Target, drafter: Rewritable, *, lr: float, steps: int, batch_tokens: int
     ) -> None:
         """
         network  the head that `drafter` drafts with, ids int64 [V'] its target ids

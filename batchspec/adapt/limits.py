@@ -29,10 +29,11 @@ def steps_learnt(draft: DraftConfig) -> int:
     return min(MOST_STEPS, draft.tree.depth or min(draft.head_len or draft.num_speculative_tokens, draft.num_speculative_tokens))
 
 
-def check_spec(draft: DraftConfig, head: HeadSpec, target: ModelSpec) -> None:
+def check_head(draft: DraftConfig, head: HeadSpec | None, target: ModelSpec) -> None:
     """Raises ConfigError for a head that is to learn and cannot."""
     if not draft.adapt.every_shards:
         return
+    assert head is not None, "a drafter that reads draft.adapt has a head"
     problem = unlearnable(head, target)
     if head.mask_token_id is not None and (draft.parallel is False or draft.tree.topk > 1):
         problem = "it would learn to draft in parallel, and this job makes it draft otherwise"
@@ -40,10 +41,12 @@ def check_spec(draft: DraftConfig, head: HeadSpec, target: ModelSpec) -> None:
         raise _refusal(draft, problem)
 
 
-def check_weights(draft: DraftConfig, head: Head) -> None:
-    """The same of what only the tensors say."""
-    problem = unlearnable_weights(head) if draft.adapt.every_shards else None
-    if problem:
+def check_weights(draft: DraftConfig, head: Head | None) -> None:
+    """As `check_head`, by what only the tensors tell."""
+    if not draft.adapt.every_shards:
+        return
+    assert head is not None, "a drafter that reads draft.adapt has a head"
+    if problem := unlearnable_weights(head):
         raise _refusal(draft, problem)
 
 
@@ -53,11 +56,15 @@ def _refusal(draft: DraftConfig, problem: str) -> ConfigError:
 
 
 def memory_bytes(
-    draft: DraftConfig, head: HeadSpec, target: ModelSpec, *, device: torch.device, dtype: torch.dtype, max_len: int
+    draft: DraftConfig, head: HeadSpec | None, target: ModelSpec, *, device: torch.device, dtype: torch.dtype, max_len: int
 ) -> int:
-    """What learning needs beside weights, pages and rounds; 0 where nothing learns. max_len: tokens of the job's longest row."""
+    """Bytes that learning needs in addition to weights, pages and rounds; 0 if nothing learns.
+
+    max_len  tokens of the job's longest row
+    """
     if not draft.adapt.every_shards:
         return 0
+    assert head is not None, "a drafter that reads draft.adapt has a head"
     return learning_bytes(
         target,
         dtype=dtype,

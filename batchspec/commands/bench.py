@@ -25,7 +25,7 @@ import torch
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.commands import bench_job, bench_rounds
-from batchspec.commands.bench_engines import HEAD_DRAFTERS, OPTIONS, Bench, parse_options
+from batchspec.commands.bench_engines import DRAFTS, OPTIONS, TREES, Bench, parse_options
 from batchspec.commands.bench_variants import Record, TransformersVariant, Variant, engine_variants
 from batchspec.commands.doctor import versions
 from batchspec.commands.workloads import SHAPES, make_job, make_workload
@@ -105,8 +105,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     add("--requests", type=int, default=0, help="this many requests; with --shape their output is lognormal, as in a job")
     add("--samples", type=int, default=1, help="with --shape: requests that have one prompt in common")
-    add("--draft", nargs="+", default=["none"], choices=["none", "lookup", "window", *HEAD_DRAFTERS])
-    add("--draft-path", help="folder of an EAGLE-3 head; without it the head is noise of the shape's size")
+    add("--draft", nargs="+", default=["none"], choices=DRAFTS)
+    add("--draft-path", help="folder or hub id of the head, or of pard's model; without it a head is noise of the shape's size")
     add("--k", nargs="+", default=[8], type=_draft_len, help="draft tokens a round; auto: the engine chooses, 0 included")
     add("--topk", type=int, default=10, help="branches of a draft tree, whose levels are --k")
     add("--nodes", type=int, help="nodes of a draft tree that are verified; 60, or all that grow")
@@ -138,6 +138,10 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("bench needs OUT.jsonl and NAME, or --make-job DIR")
     if "window" in args.draft and args.window is None:
         raise ConfigError("--draft window needs --window: how many newest keys the model drafts with")
+    if "pard" in args.draft and args.draft_path is None:
+        raise ConfigError("--draft pard needs --draft-path: a small model with the target's tokenizer")
+    if args.topk < 2 and not TREES.keys().isdisjoint(args.draft):
+        raise ConfigError(f"--topk {args.topk} must be at least 2 for a tree; --draft eagle3 is a chain")
     if any(k is not None and k < (0 if args.rounds else 1) for k in args.k):
         raise ConfigError("--k counts from 1, with --rounds from 0; --draft none is the way without drafts")
     if args.accept is not None and list(args.accept) != sorted(args.accept, reverse=True):

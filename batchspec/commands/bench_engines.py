@@ -1,37 +1,41 @@
-"""The ways in which `batchspec bench` runs a workload - drafter, draft length, temperature, options - and the engine of each."""
+"""The ways in which `batchspec bench` runs a workload: a drafter, a draft length, a temperature and options, as a job's config.
+
+Drafters and engines are made from that config as a job makes them (`draft/spec.py`, `prepare.build_engine`).
+"""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from batchspec.commands.workloads import Workload
-from batchspec.draft.base import Drafter, NoDrafter
-from batchspec.draft.corpus import Corpus, usual_lengths
-from batchspec.draft.eagle3 import Eagle3Drafter
-from batchspec.draft.hybrid import HybridDrafter
-from batchspec.draft.lookup import LookupDrafter
-from batchspec.draft.parallel import ParallelDrafter
-from batchspec.draft.tree import LOGPROB, PROB, TreeDrafter, TreeShape, usual_nodes
-from batchspec.draft.weights import Head, dummy_head, dummy_spec, load_head
-from batchspec.draft.window import WindowDrafter
+from batchspec.config.schema import AblationConfig, DraftConfig, ModelConfig, RunConfig, TreeConfig
+from batchspec.draft.base import Drafter
+from batchspec.draft.registry import DRAFTERS
+from batchspec.draft.shapes import LOGPROB, PROB
+from batchspec.draft.spec import USUAL_DRAFT_VOCAB, open_drafter
 from batchspec.engine.engine import Engine
-from batchspec.engine.round import RoundOptions
 from batchspec.errors import ConfigError
 from batchspec.packing.planner import CPU_PREFILL, GPU_PREFILL, GPU_RUN_AHEAD, PAGE_SIZE, row_buckets
+from batchspec.prepare import build_engine
 from batchspec.records import PackedBatch
 
 OPTIONS = ("coupled", "dead_positions", "uniform_slots", "argmax", "dead_rows", "overlap", "sharing")
 TREES = {"tree": LOGPROB, "tree-products": PROB}
-HEAD_DRAFTERS = ("eagle3", "parallel", "hybrid", *TREES)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "eagle3": {"parallel": False},
+    "hybrid": {"parallel": False},
+    "parallel": {"name": "eagle3", "parallel": True},
+    **{name: {"name": "eagle3", "parallel": False} for name in TREES},
+}
+"""Names of --draft -> keys of `draft` that they set; a drafter without an entry is its own name."""
+DRAFTS = tuple(dict.fromkeys([*DRAFTERS, *SETTINGS]))
+"""Choices of --draft."""
 DRAFT_VOCAB = {"smol135m": 16384}
-USUAL_DRAFT_VOCAB = 32000
 LONGEST_DRAFT = 5
 """K of --k auto without --accept, at most."""
 
@@ -55,10 +59,11 @@ class Way:
 def ways(args: argparse.Namespace) -> Iterator[Way]:
     """Every drafter with every draft length and temperature, and that again with each set of --opt that says something to it."""
     for draft in args.draft:
+        reads = DRAFTERS[SETTINGS.get(draft, {}).get("name", draft)].reads
         for length in [0] if draft == "none" else args.k:
             for temperature in args.temperature:
                 for options in [{}, *args.opt]:
-                    fits = draft in HEAD_DRAFTERS or "dead_positions" not in options
+                    fits = "ablation.dead_positions" in reads or "dead_positions" not in options
                     if fits and (temperature or "coupled" not in options):
                         yield Way(draft, length, options, temperature)
 
@@ -74,91 +79,75 @@ def parse_options(text: str) -> dict[str, bool]:
     return found
 
 
+def config_of(args: argparse.Namespace, way: Way) -> RunConfig:
+    """What a job would be told for a way to run the workload."""
+    on, length = way.options, _draft_len(args, way)
+    accept = list(args.accept[:length]) if args.accept and way.draft != "none" else None
+    tree = TreeConfig()
+    if way.draft in TREES:
+        tree = TreeConfig(topk=args.topk, depth=length, nodes=args.nodes, rank=TREES[way.draft])
+    draft = DraftConfig(
+        **{"name": way.draft, **SETTINGS.get(way.draft, {})},
+        path=args.draft_path,
+        num_speculative_tokens=length,
+        corpus_tokens=args.corpus_tokens,
+        window=args.window,
+        sink_tokens=args.sink,
+        tree=tree,
+        synthetic=accept,
+        coupled=on.get("coupled", True),
+        adaptive=way.draft_len is None,
+    )
+    ablation = AblationConfig(
+        dead_rows=on.get("dead_rows", True),
+        argmax=on.get("argmax", True),
+        uniform_slots=on.get("uniform_slots", True),
+        dead_positions=on.get("dead_positions", True),
+        overlap=on.get("overlap", False),
+    )
+    return RunConfig(model=ModelConfig(load_format="auto" if args.draft_path else "dummy"), draft=draft, ablation=ablation)
+
+
+def _draft_len(args: argparse.Namespace, way: Way) -> int:
+    """K of the drafter; a way without drafts keeps the drafter's K/V up to date all the same."""
+    return max(1, way.draft_len) if way.draft_len is not None else len(args.accept or ()) or LONGEST_DRAFT
+
+
 @dataclass
 class Bench:
-    """What the engine variants of one process share: the target, the requests, and one head."""
+    """What the engine variants of one process share: the target, the requests, and the drafters' weights."""
 
     args: argparse.Namespace
     workload: Workload
     device: torch.device
+    _weights: dict[Any, Any] = field(default_factory=dict)
 
-    @cached_property
-    def head(self) -> Head:
-        """One for every drafter that has one; of noise with a mask, which a chain makes no use of."""
+    def drafter(self, way: Way, config: RunConfig) -> Drafter:
+        """As a job has it; drafters with the same checkpoint share its weights."""
         target, args = self.workload.target, self.args
-        if args.draft_path:
-            return load_head(Path(args.draft_path), target.spec, dtype=target.dtype, device=self.device)
-        spec = dummy_spec(target.spec, draft_vocab_size=DRAFT_VOCAB.get(args.shape, USUAL_DRAFT_VOCAB), parallel=True)
-        return dummy_head(spec, dtype=target.dtype, device=self.device)
-
-    def drafter(self, way: Way) -> Drafter:
-        args = self.args
-        length = max(1, way.draft_len) if way.draft_len is not None else len(args.accept or ()) or LONGEST_DRAFT
-        if way.draft == "none":
-            return NoDrafter()
-        if way.draft == "lookup":
-            return self._lookup(length)
-        if way.draft == "window":
-            return WindowDrafter(self.workload.target, length, slots=args.batch, window=args.window, sink=args.sink)
-        on: dict[str, Any] = {key: way.options.get(key, True) for key in ("dead_positions", "argmax")}
-        on |= {"slots": args.batch, "window": args.window, "sink": args.sink}
-        if way.draft == "parallel":
-            return ParallelDrafter(self.head, self.workload.target, length, **on)
-        if way.draft in TREES:
-            del on["argmax"]
-            return self._tree(way.draft, length, on)
-        uniform = way.options.get("uniform_slots", True)
-        chain = Eagle3Drafter(self.head, self.workload.target, length, uniform_slots=uniform, **on)
-        if way.draft == "hybrid":
-            return HybridDrafter(chain, self._lookup(length), slots=args.batch, device=self.device)
-        return chain
-
-    def _lookup(self, length: int) -> LookupDrafter:
-        """With the runs of a job's defaults."""
-        drafter = LookupDrafter(length)
-        if self.args.corpus_tokens:
-            lengths = usual_lengths(drafter.min_ngram, drafter.max_ngram)
-            drafter.corpus = Corpus(self.args.corpus_tokens, lengths=lengths, device=self.device)
-        return drafter
-
-    def _tree(self, draft: str, depth: int, on: dict[str, Any]) -> TreeDrafter:
-        topk = self.args.topk
-        nodes = self.args.nodes or usual_nodes(topk, depth)
+        vocab = DRAFT_VOCAB.get(args.shape, USUAL_DRAFT_VOCAB)
+        spec = open_drafter(config, target.spec, draft_vocab=vocab)
+        if spec.checkpoint not in self._weights:
+            self._weights[spec.checkpoint] = spec.load(dtype=target.dtype, device=self.device)
         try:
-            return TreeDrafter(
-                self.head, self.workload.target, TreeShape(topk=topk, depth=depth, nodes=nodes, rank=TREES[draft]), **on
-            )
+            return spec.build(self._weights[spec.checkpoint], target, slots=args.batch)
         except ValueError as error:
-            raise ConfigError(f"--draft {draft} with --k {depth}, --topk, --nodes: {error}") from None
+            length = config.draft.num_speculative_tokens
+            raise ConfigError(f"--draft {way.draft} with --k {length}, --topk, --nodes: {error}") from None
 
     def engine(self, way: Way, buckets: tuple[int, ...] | None = None) -> Engine:
         """As a job would have it; `buckets` are the row buckets if not the usual ones."""
-        drafter = self.drafter(way)
-        accept = self.args.accept[: drafter.max_len] if self.args.accept and drafter.max_len else None
+        config = config_of(self.args, way)
+        drafter = self.drafter(way, config)
         batch = self.batch(drafter)
-        return Engine(
-            self.workload.target,
-            drafter,
-            batch if buckets is None else replace(batch, row_buckets=buckets),
-            device=self.device,
-            options=RoundOptions(
-                coupled=way.options.get("coupled", True),
-                synthetic=accept,
-                argmax=way.options.get("argmax", True),
-                uniform_slots=way.options.get("uniform_slots", True),
-            ),
-            refill_dead=way.options.get("dead_rows", True),
-            adaptive=way.draft_len is None,
-            overlap=way.options.get("overlap", False),
+        return build_engine(
+            config, self.workload.target, drafter, batch if buckets is None else replace(batch, row_buckets=buckets)
         )
 
     def batch(self, drafter: Drafter) -> PackedBatch:
         """A slot for each of --batch rows and pages for all of them to their end: nothing is ever short."""
         longest = max(len(request.prompt_ids) + request.max_new_tokens for request in self.workload.requests)
-        on_cpu, num_lookahead_slots = (
-            self.device.type == "cpu",
-            drafter.shape.num_lookahead_slots if isinstance(drafter, TreeDrafter) else 0,
-        )
+        on_cpu, num_lookahead_slots = self.device.type == "cpu", drafter.shape.num_lookahead_slots
         return PackedBatch(
             num_slots=self.args.batch,
             row_buckets=row_buckets(self.args.batch),

@@ -12,7 +12,7 @@ import torch
 
 from batchspec.commands.bench_engines import Bench, Way, ways
 from batchspec.commands.profile import Profile, profile_rounds
-from batchspec.draft.base import NoDrafter
+from batchspec.draft.none import NoDrafter
 from batchspec.engine.engine import Engine
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.engine.sampling import SamplingMode

@@ -14,10 +14,11 @@ import torch
 from batchspec import __version__, terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.cache.flash import SHORT, flashinfer
-from batchspec.commands.bench_engines import DRAFT_VOCAB, USUAL_DRAFT_VOCAB
+from batchspec.commands.bench_engines import DRAFT_VOCAB
 from batchspec.commands.probe import CONTEXTS, lines_of, probe
 from batchspec.commands.workloads import SHAPES, shape_spec
 from batchspec.draft.head import products as head_products
+from batchspec.draft.spec import USUAL_DRAFT_VOCAB
 from batchspec.draft.weights import dummy_spec, judge_head
 from batchspec.errors import ConfigError
 from batchspec.kernels.common.pdl import supported

@@ -10,7 +10,6 @@ import numpy as np
 from batchspec import terminal
 from batchspec.config.compose import launch
 from batchspec.config.schema import RunConfig
-from batchspec.drafters import draft_kv_layouts, tree_shape
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.cost import Rates, device_rates, num_multiplied, page_bytes, weight_bytes
 from batchspec.packing.planner import Forecast, forecast
@@ -23,10 +22,6 @@ from batchspec.text import MESSAGE_CHARS, one_line
 SAMPLE_ROWS = 10_000
 SHARD_ROWS = 500
 BAR = 40
-ASSUMED_ACCEPTED = {"none": 0.0, "lookup": 0.8, "eagle3": 1.0, "hybrid": 1.2, "pard": 1.5, "window": 1.5}
-"""Draft tokens kept a row and round: lookup with K=4 over 88 mixed prompts of a small model (Spec-Bench), replayed; eagle3 as
-published heads do on mixed prompts (a mean acceptance length of 2); pard and window: three drafts of which each is kept in four
-of five rounds that kept those before it."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -94,16 +89,16 @@ class Plan:
         if batch is None or ahead is None:
             return []
         spec = job.spec
-        draft_layers = draft_kv_layouts(job.head, job.dtype, batch.page_size)
-        kv_bytes = batch.num_pages * page_bytes(spec, batch.page_size, job.dtype, draft_layers=draft_layers)
-        dtype, accepted = str(job.dtype).removeprefix("torch."), ASSUMED_ACCEPTED[job.config.draft.name]
+        layers = job.drafter.kv_layouts(job.dtype, batch.page_size)
+        kv_bytes = batch.num_pages * page_bytes(spec, batch.page_size, job.dtype, draft_layers=layers)
+        dtype, accepted = str(job.dtype).removeprefix("torch."), job.drafter.assumed_accepted
         output = float(self.survey.lengths("predicted_tokens").mean()) * self.num_completions
         total_s = ahead.prefill_s + ahead.decode_s
         return [
             f"model        {spec.family}, {spec.num_layers} layers, {num_multiplied(spec) / 1e6:,.0f} M weights a token, "
             f"{_bytes(weight_bytes(spec, job.dtype))} in {dtype} on {job.device.type}",
             f"shape        {batch.num_slots} slots, rows up to {batch.max_len:,} tokens, drafter {job.config.draft.name} "
-            f"({_drafts(job.config, batch)}), prefill passes of {batch.prefill_tokens:,} tokens",
+            f"({job.drafter.shape}), prefill passes of {batch.prefill_tokens:,} tokens",
             f"pages        {batch.num_pages:,} of {batch.page_size} tokens, {_bytes(kv_bytes)}",
             f"rounds       {ahead.rounds:,} of {ahead.round_s * 1e3:.1f} ms, {_duration(ahead.decode_s)}",
             f"prefill      {_duration(ahead.prefill_s)}",
@@ -127,7 +122,7 @@ def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = 
     batch, ahead = None, None
     if demand.num_completions:
         batch = plan_batch(job, demand, rates)
-        ahead = forecast(batch, job.spec, rates, demand, dtype=job.dtype, accepted=ASSUMED_ACCEPTED[config.draft.name])
+        ahead = forecast(batch, job.spec, rates, demand, dtype=job.dtype, accepted=job.drafter.assumed_accepted)
     return Plan(
         job=job, survey=seen, rates=rates, num_completions=demand.num_completions, batch=batch, forecast=ahead
     )  # fmt: skip
@@ -150,11 +145,6 @@ class _AllBut:
 
     def __contains__(self, index: object) -> bool:
         return isinstance(index, int) and index % self.stride != 0
-
-
-def _drafts(config: RunConfig, batch: PackedBatch) -> str:
-    tree = tree_shape(config)
-    return f"K={batch.draft_len}" if tree is None else f"trees of {tree.nodes} nodes, {tree.depth} levels"
 
 
 def histogram(lengths: Ids) -> list[str]:

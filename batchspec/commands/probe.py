@@ -17,16 +17,15 @@ import numpy as np
 
 from batchspec.config.schema import DecodeConfig, DraftConfig, InputConfig, ModelConfig, RunConfig
 from batchspec.config.typed import shipped_prompts
-from batchspec.draft.base import NoDrafter
-from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.base import Drafter
 from batchspec.draft.formats import HeadSpec
-from batchspec.draft.parallel import ParallelDrafter
+from batchspec.draft.heads import build_chain
+from batchspec.draft.none import NoDrafter
 from batchspec.draft.weights import Head, load_head, read_head_spec
-from batchspec.engine.engine import Engine
 from batchspec.errors import CheckpointError, InputError
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
-from batchspec.prepare import Job, open_job
+from batchspec.prepare import Job, build_engine, open_job
 from batchspec.records import Completion, PackedBatch, Request, SamplingParams
 
 DRAFT_LEN = 3
@@ -172,11 +171,9 @@ def _decode(target: Target, head: Head | None, requests: Sequence[Request]) -> l
         prefill_tokens=PREFILL_TOKENS,
         run_ahead=0,
     )
-    drafter: NoDrafter | ParallelDrafter | Eagle3Drafter = NoDrafter()
-    if head is not None:
-        kind = Eagle3Drafter if head.spec.mask_token_id is None else ParallelDrafter
-        drafter = kind(head, target, DRAFT_LEN, slots=slots)
-    engine = Engine(target, drafter, batch, device=target.device)
+    config = RunConfig(draft=DraftConfig(adaptive=False))
+    drafter: Drafter = NoDrafter() if head is None else build_chain(config, head, target, DRAFT_LEN, slots=slots)
+    engine = build_engine(config, target, drafter, batch)
     return sorted(engine.run(iter(requests)), key=lambda c: c.row_index)
 
 
@@ -234,8 +231,8 @@ def lines_of(found: Probe) -> list[str]:
     last = found.contexts[-1]
     if last.accepted < COLLAPSED * found.contexts[0].accepted:
         lines.append(
-            "warning   first drafts collapse in long contexts: draft.window=512 draft.sink_tokens=4 limits the head to the context "
-            "lengths that it knows"
+            "warning   first drafts collapse in long contexts: draft.window=512 draft.sink_tokens=4 limits the head to the "
+            "context lengths that it knows"
         )
     return lines
 

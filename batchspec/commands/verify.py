@@ -22,7 +22,7 @@ from batchspec import terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.config.schema import DraftConfig
 from batchspec.config.typed import from_dict
-from batchspec.draft.base import NoDrafter
+from batchspec.draft.none import NoDrafter
 from batchspec.engine.engine import Engine
 from batchspec.engine.prefill import Segment, flat_batch
 from batchspec.engine.sampling import Places, apply_penalties, forbid_stop_ids

@@ -125,7 +125,7 @@ def _config_json(name: str) -> bytes:
 
 
 def _real(args: argparse.Namespace, device: torch.device) -> Workload:
-    source = {"path": args.input} | ({"chat": True, "overlong": "truncate"} if args.chat else {})
+    source = {"path": args.input} | ({"chat": True, "on_overlong": "truncate"} if args.chat else {})
     given = {"model": {"path": args.model}, "input": source, "decode": {"max_new_tokens": args.gen}, "device": device.type}
     config = from_dict(given)
     job = open_job(config)

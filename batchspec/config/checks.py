@@ -19,33 +19,13 @@ from batchspec.config.values import (
     check_saved,
     value_of,
 )
+from batchspec.draft.registry import DRAFTERS, readers
 from batchspec.errors import ConfigError
 
 URLS = ("input.path", "output.dir", "model.path", "model.revision", "model.chat_template", "draft.path")
 
-# Keys that not every drafter reads -> who does.
-READ_BY: dict[str, tuple[str, ...]] = {
-    "draft.prompt_lookup_min": ("lookup", "hybrid"),
-    "draft.prompt_lookup_max": ("lookup", "hybrid"),
-    "draft.growth": ("lookup", "hybrid"),
-    "draft.corpus_tokens": ("lookup", "hybrid"),
-    "draft.table_entries": ("lookup", "hybrid"),
-    "draft.head_len": ("hybrid",),
-    "draft.path": ("eagle3", "hybrid", "pard"),
-    "draft.aux_layers": ("eagle3", "hybrid"),
-    "draft.window": ("eagle3", "hybrid", "window"),
-    "draft.sink_tokens": ("eagle3", "hybrid", "window"),
-    "draft.parallel": ("eagle3", "hybrid", "pard"),
-    "draft.coupled": ("eagle3", "hybrid", "pard", "window"),
-    "draft.tree.topk": ("eagle3",),
-    "draft.tree.depth": ("eagle3",),
-    "draft.tree.nodes": ("eagle3",),
-    "draft.tree.rank": ("eagle3",),
-    "draft.adapt.every_shards": ("eagle3", "hybrid"),
-    "draft.adapt.time_share": ("eagle3", "hybrid"),
-    "draft.adapt.lr": ("eagle3", "hybrid"),
-    "ablation.dead_positions": ("eagle3", "hybrid"),
-}
+READ_BY = readers()
+"""Keys that not every drafter reads -> the drafters that do."""
 
 REQUIRED: dict[str, str] = {
     "model.path": "a Hugging Face folder, a hub id or smollm2-135m; `+job=demo` is a job that has everything",
@@ -75,22 +55,19 @@ def check(config: RunConfig, *, require: Iterable[str] = ()) -> None:
 def _drafter(config: RunConfig) -> None:
     draft = config.draft
     defaults = RunConfig()
-    for key, readers in READ_BY.items():
+    for key, names in READ_BY.items():
         value = value_of(config, key)
-        if draft.name not in readers and value != value_of(defaults, key):
-            who = " or ".join(f"draft={name}" for name in readers)
+        if draft.name not in names and value != value_of(defaults, key):
+            who = " or ".join(f"draft={name}" for name in names)
             raise ConfigError(f"{key}={value} is not used by draft={draft.name}, only by {who}; remove the key")
     for name, value in (("coupled", draft.coupled), ("parallel", draft.parallel)):
         if value != "auto" and not isinstance(value, bool):
             raise ConfigError(f"draft.{name}={value} must be one of auto, true, false")
-    if draft.name in ("eagle3", "hybrid") and draft.path is None and config.model.load_format != "dummy":
-        raise ConfigError(f"draft={draft.name} needs draft.path: the folder or hub id of an EAGLE-3 head made for the model")
-    if draft.name == "pard" and draft.path is None:
-        raise ConfigError("draft=pard needs draft.path: the folder or hub id of a small model with the target's tokenizer")
-    if draft.name == "window" and draft.window is None:
-        raise ConfigError(
-            "draft=window needs draft.window: how many of its newest keys the model drafts with; 512 to 2048 works well"
-        )
+    entry = DRAFTERS[draft.name]
+    for key, what in entry.needs.items():
+        made_up = key == "draft.path" and entry.dummy and config.model.load_format == "dummy"
+        if value_of(config, key) is None and not made_up:
+            raise ConfigError(f"draft={draft.name} needs {key}: {what}")
     if draft.sink_tokens and draft.window is None:
         raise ConfigError(
             f"draft.sink_tokens={draft.sink_tokens} without draft.window: all keys are read anyway; give a window or remove it"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from batchspec.config.renamed import RENAMED_VALUES
+from batchspec.draft.registry import DRAFTERS
 from batchspec.errors import ConfigError
 
 PATHS = ("input.path", "output.dir", "model.path", "model.chat_template", "draft.path", "cluster.log")
@@ -85,7 +86,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "output.messages": ("full", "prompt", "none"),
     "resume.retry": ("none", "error", "length"),
     "device": ("auto", "cpu", "cuda"),
-    "draft.name": ("none", "lookup", "eagle3", "hybrid", "pard", "window"),
+    "draft.name": tuple(DRAFTERS),
 }
 
 CREDENTIALS = re.compile(r"://[^/]*@|[?&](\w*key|\w*token|\w*secret|\w*password|\w*signature|sig|x-amz-[\w-]+)=", re.IGNORECASE)

@@ -1,61 +1,86 @@
-"""What a drafter is: something that proposes tokens, and may read the target's features to do so."""
+"""The Drafter protocol: something that proposes tokens, and may read the target's hidden states to do so."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from batchspec.batch.device_batch import DeviceBatch
+from batchspec.batch.flat_batch import FlatBatch
+from batchspec.cache.layout import KVLayout
+from batchspec.cache.pages import KVCache
+from batchspec.draft.shapes import ChainShape, TreeShape
+
 if TYPE_CHECKING:
-    from batchspec.batch.device_batch import DeviceBatch
-    from batchspec.batch.flat_batch import FlatBatch
-    from batchspec.cache.layout import KVLayout
-    from batchspec.cache.pages import KVCache
     from batchspec.engine.sampling import SamplingMode
+
+
+class Rewritable(Protocol):
+    """A network whose weights may be replaced while it drafts."""
+
+    def rewrite(self, tensors: Mapping[str, Tensor]) -> None:
+        """Draft with these weights from now on, by name, in the dtype and on the device of the old ones.
+
+        They are copied to where the old ones lie, in stream order: captured graphs read them. Does not synchronise.
+        """
 
 
 class Drafter(Protocol):
     """Proposes up to `max_len` tokens a row and round; the round verifies whatever it proposes, so any proposal is lossless.
 
-    The round calls `propose` first and `catch_up` last, inside the captured graph on a GPU: both work on device tensors,
-    write to the buffers they are given and never read back to the host. `prefill` follows every prefill pass, when the
-    tokens that the pass drew are committed: the token behind each position stands in rows.tokens.
+    A round calls `propose` first and `catch_up` last, inside the captured graph on a GPU: both work on device tensors, write to
+    the buffers they are given and never read back to the host. `prefill` runs after every prefill pass, when the tokens that the
+    pass drew are committed: rows.tokens holds the token after each position. R rows, T flat positions, K draft_len, H hidden.
     """
 
     name: str
     max_len: int
-    """K."""
+    """K; of a tree its depth."""
     fixed_len: bool
     """Every live row gets exactly max_len proposals: the round may take the uniform layout."""
     aux_layer_ids: tuple[int, ...]
     """Boundaries 0..L of the target whose residual stream it reads (0 is the embedding, i is what enters layer i)."""
     num_kv_layers: int
-    """K/V layers of its own, kept in the pages of the row behind the target's layers: `cache.layer(L + i)`."""
+    """K/V layers of its own, kept in the row's pages after the target's layers: `cache.layer(L + i)`."""
     mode: SamplingMode | None
-    """How the rows of the pass or round in work are sampled, set before its calls, where drafts are to share the noise of the
+    """How the rows of the current pass or round are sampled, set before its calls, if drafts are to share the noise of the
     target's draws; None: drafts are argmaxes."""
     state: tuple[Tensor, ...]
-    """Tensors [slots, ...]: what it carries of each slot's row from round to round; the engine moves lines when it compacts."""
+    """Tensors [slots, ...]: what it carries of each slot's row from round to round; compaction moves their rows."""
+
+    @property
+    def shape(self) -> ChainShape | TreeShape:
+        """What a round verifies."""
+
+    @property
+    def rewritable(self) -> Rewritable | None:
+        """The network that online adaptation may rewrite; None: none."""
 
     def kv_layout(self, page_size: int) -> KVLayout | None:
-        """How those layers keep K/V; None where there are none."""
+        """The K/V format of those layers; None: there are none."""
 
     def prefill(
         self, batch: FlatBatch, slot_ids: Tensor, aux_hidden_states: Tensor | None, rows: DeviceBatch, cache: KVCache
     ) -> tuple[Tensor, ...]:
-        """Read prefilled positions with the target's features at them; returns what to carry of each row, as `state`.
+        """Read prefilled positions with the target's hidden states there; returns what to carry of each row, as `state`.
 
-        slot_ids int64 [R'] the slot of each row of `batch`; taps [T, len(aux_layer_ids) * H]. May run beside rounds of other rows
-        on another stream: it writes nothing but K/V of these rows.
+        slot_ids           int64 [R] the slot of each row of `batch`
+        aux_hidden_states  [T, len(aux_layer_ids) * H]; None for a drafter that reads none
+        May run concurrently with rounds of other rows, on another stream: it writes nothing but K/V of these rows.
         """
 
-    def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
-        """Write proposals: draft_ids int32 [R, K], 1 <= K <= max_len, and how many of them count, draft_len int32 [R] in 0..K.
+    def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> Tensor | None:
+        """Write proposals for the first R slots, which are `rows`; a round may ask for fewer than max_len.
 
-        A round may ask for fewer than max_len. `rows` are the first R slots. K/V written on the way, at positions
-        num_tokens - 1 and on, is made of guesses: `catch_up` writes over all of it.
+        draft_ids  out int32 [R, K], 1 <= K <= max_len; of a tree [R, N], nodes 1..N of each row, a parent before its children
+        draft_len  out int32 [R] how many of a chain count, 0..K; of a tree the longest path
+        Returns the parents of a tree, int32 [R, N+1]: the node above each, -1 of the root, node 0; None for a chain.
+
+        It may write K/V at positions num_tokens - 1 and on. They are made of guesses: `catch_up` writes over all of them.
         """
 
     def catch_up(
@@ -68,25 +93,35 @@ class Drafter(Protocol):
         *,
         prepare_next: bool,
     ) -> None:
-        """Read the positions just verified, with the target's true features; accepted_len int32 [R].
+        """The drafter's pass over the positions that the target has just verified, with the target's true hidden states.
 
-        lead  a round that drafts may follow; else nothing but K/V is kept warm and `state` stays as it is
+        accepted_len  int32 [R] draft tokens accepted
+        prepare_next  the next round may draft; False: only K/V is kept up to date, and `state` stays as it is
 
-        Called behind the commit: rows.num_tokens counts what the round emitted, rows.live is 0 where a row ended. Row r's
-        places are batch.cu_seqlens_q[r] + j, of which j = 0..accepted_len[r] stand; what lies behind them is rejected.
+        Called after the commit: rows.num_tokens counts what the round emitted, rows.live is 0 for a row that ended. Row r's
+        positions are batch.cu_seqlens_q[r] + j; j = 0..accepted_len[r] are accepted, later ones rejected.
         """
 
     def learn(self, prompt_ids: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
-        """A row has ended with these tokens. On the host, between rounds."""
+        """A row has ended with these tokens. Called on the host, between rounds."""
 
     def refresh(self) -> None:
-        """The next round is about to be launched, on the current stream: the place to renew what captured rounds read."""
+        """Renew buffers that captured rounds read. Called before every round is launched, with its stream current."""
 
 
-class Usual:
-    """The part of a drafter that learns nothing while a job runs."""
+class DrafterBase:
+    """Defaults: chains, nothing learnt while a job runs, nothing that could be rewritten."""
 
     mode: SamplingMode | None = None
+    max_len: int
+
+    @property
+    def shape(self) -> ChainShape | TreeShape:
+        return ChainShape(self.max_len)
+
+    @property
+    def rewritable(self) -> Rewritable | None:
+        return None
 
     def learn(self, prompt_ids: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
         return None
@@ -95,8 +130,8 @@ class Usual:
         return None
 
 
-class NoFeatures(Usual):
-    """The part of a drafter that reads nothing of the target and keeps no K/V."""
+class NoFeatures(DrafterBase):
+    """A drafter that reads no hidden states of the target and keeps no K/V."""
 
     aux_layer_ids: tuple[int, ...] = ()
     num_kv_layers: int = 0
@@ -121,14 +156,3 @@ class NoFeatures(Usual):
         prepare_next: bool,
     ) -> None:
         return None
-
-
-class NoDrafter(NoFeatures):
-    """Plain decoding: a round verifies the newest token alone."""
-
-    name = "none"
-    max_len = 0
-    fixed_len = True
-
-    def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
-        draft_len.zero_()

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from batchspec.batch.device_batch import DeviceBatch
 from batchspec.kernels.sampling.argmax import argmax
 from batchspec.kernels.sampling.cutoff import cutoff
 from batchspec.kernels.sampling.noise import add_noise
 
 if TYPE_CHECKING:
-    from batchspec.batch.device_batch import DeviceBatch
     from batchspec.engine.sampling import SamplingMode
 
 

@@ -17,13 +17,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
+from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.attention import AttentionPlan
+from batchspec.cache.pages import KVCache
 from batchspec.draft.coupled import Draws, draws_of
 from batchspec.draft.head import Place
 from batchspec.draft.reader import HeadReader, Reading, zeros_on
@@ -31,10 +33,6 @@ from batchspec.draft.weights import Head
 from batchspec.kernels.drafting.live_rows import live_rows
 from batchspec.kernels.drafting.prepare_chain_draft_inputs import prepare_chain_draft_inputs
 from batchspec.model.target import Target
-
-if TYPE_CHECKING:
-    from batchspec.batch.device_batch import DeviceBatch
-    from batchspec.cache.pages import KVCache
 
 
 class Eagle3Drafter(HeadReader):
@@ -156,9 +154,10 @@ class Eagle3Drafter(HeadReader):
         )
 
     @torch.inference_mode()
-    def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
+    def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> Tensor | None:
         chain = self._uniform_chain if self._uniform else self._general_chain
         chain(rows, draft_ids, draft_len, cache)
+        return None
 
     def _uniform_chain(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
         """Cache locations of all steps by one launch, one attention plan, tokens read where the step before wrote them."""

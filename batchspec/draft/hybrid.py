@@ -16,17 +16,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
+from batchspec.cache.layout import KVLayout
+from batchspec.cache.pages import KVCache
+from batchspec.draft.base import Rewritable
+from batchspec.draft.corpus import corpus_bytes
 from batchspec.draft.eagle3 import Eagle3Drafter
-from batchspec.draft.lookup import LookupDrafter
+from batchspec.draft.heads import HeadDrafterSpec, build_chain
+from batchspec.draft.lookup import LookupDrafter, build_lookup
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.reader import zeros_on
+from batchspec.draft.shapes import ChainShape
+from batchspec.draft.weights import Head
 from batchspec.kernels.drafting.draft_choice import observe_drafts, pick_drafts
+from batchspec.model.target import Target
 
 if TYPE_CHECKING:
-    from batchspec.batch.device_batch import DeviceBatch
-    from batchspec.cache.layout import KVLayout
-    from batchspec.cache.pages import KVCache
     from batchspec.engine.sampling import SamplingMode
 
 HEAD_PRIOR, LOOKUP_PRIOR = (4.8, 8.0), (4.0, 8.0)
@@ -53,6 +59,14 @@ class HybridDrafter:
         self.counts = zeros(4, dtype=torch.int64)
         """int64 [4] rounds of rows with the head's drafts, with the lookup's; drafts accepted of the two."""
         self.state: tuple[Tensor, ...] = head.state
+
+    @property
+    def shape(self) -> ChainShape:
+        return ChainShape(self.max_len)
+
+    @property
+    def rewritable(self) -> Rewritable:
+        return self.head
 
     @property
     def mode(self) -> SamplingMode | None:
@@ -116,3 +130,25 @@ class HybridDrafter:
 
     def refresh(self) -> None:
         self.lookup.refresh()
+
+
+class HybridDrafterSpec(HeadDrafterSpec):
+    """draft=hybrid: the head drafts up to draft.head_len tokens, the lookup up to K."""
+
+    assumed_accepted = 1.2
+
+    @property
+    def shape(self) -> ChainShape:
+        return ChainShape(self.config.draft.num_speculative_tokens)
+
+    def state_bytes(self) -> int:
+        return corpus_bytes(self.config.draft.corpus_tokens, self.config.draft.table_entries)
+
+    def build(self, weights: Head, target: Target, *, slots: int) -> HybridDrafter:
+        draft = self.config.draft
+        head_len = min(draft.head_len or draft.num_speculative_tokens, draft.num_speculative_tokens)
+        head = build_chain(self.config, weights, target, head_len, slots=slots)
+        return HybridDrafter(head, build_lookup(draft, target.device), slots=slots, device=target.device)
+
+
+SPEC = HybridDrafterSpec

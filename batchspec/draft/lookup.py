@@ -5,21 +5,20 @@ Source of the idea: Saxena 2023, "Prompt Lookup Decoding" (github.com/apoorvuman
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from batchspec.batch.device_batch import DeviceBatch
+from batchspec.cache.pages import KVCache
+from batchspec.config.schema import DraftConfig
 from batchspec.draft.base import NoFeatures
-from batchspec.draft.corpus import Corpus
+from batchspec.draft.corpus import Corpus, corpus_bytes, usual_lengths
+from batchspec.draft.spec import Weightless
 from batchspec.kernels.drafting.corpus import corpus_lookup
 from batchspec.kernels.drafting.ngram import ngram
-
-if TYPE_CHECKING:
-    from batchspec.batch.device_batch import DeviceBatch
-    from batchspec.cache.pages import KVCache
+from batchspec.model.target import Target
 
 
 class LookupDrafter(NoFeatures):
@@ -85,3 +84,34 @@ class LookupDrafter(NoFeatures):
     def refresh(self) -> None:
         if self.corpus is not None:
             self.corpus.refresh()
+
+
+class LookupDrafterSpec(Weightless):
+    """draft=lookup."""
+
+    assumed_accepted = 0.8
+    """With K = 4 over 88 mixed prompts of a small model (Spec-Bench), replayed."""
+
+    def state_bytes(self) -> int:
+        return corpus_bytes(self.config.draft.corpus_tokens, self.config.draft.table_entries)
+
+    def build(self, weights: None, target: Target, *, slots: int) -> LookupDrafter:
+        return build_lookup(self.config.draft, target.device)
+
+
+def build_lookup(draft: DraftConfig, device: torch.device) -> LookupDrafter:
+    """The lookup of these settings, with a corpus where they ask for one."""
+    corpus = None
+    if draft.corpus_tokens:
+        lengths = usual_lengths(draft.prompt_lookup_min, draft.prompt_lookup_max)
+        corpus = Corpus(draft.corpus_tokens, num_entries=draft.table_entries, lengths=lengths, device=device)
+    return LookupDrafter(
+        draft.num_speculative_tokens,
+        min_ngram=draft.prompt_lookup_min,
+        max_ngram=draft.prompt_lookup_max,
+        growth=draft.growth,
+        corpus=corpus,
+    )
+
+
+SPEC = LookupDrafterSpec

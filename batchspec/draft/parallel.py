@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
+from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
+from batchspec.cache.pages import KVCache
 from batchspec.draft.coupled import draws_of
 from batchspec.draft.head import Place
 from batchspec.draft.reader import HeadReader, Reading, zeros_on
@@ -28,10 +30,6 @@ from batchspec.draft.weights import Head
 from batchspec.kernels.drafting.live_rows import live_rows
 from batchspec.kernels.drafting.prepare_parallel_draft_inputs import prepare_parallel_draft_inputs
 from batchspec.model.target import Target
-
-if TYPE_CHECKING:
-    from batchspec.batch.device_batch import DeviceBatch
-    from batchspec.cache.pages import KVCache
 
 
 class ParallelDrafter(HeadReader):

@@ -14,26 +14,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.layout import KVLayout
 from batchspec.cache.pages import KVCache
-from batchspec.draft.base import Usual
+from batchspec.config.schema import RunConfig
+from batchspec.draft.base import DrafterBase
 from batchspec.draft.coupled import draws_of
 from batchspec.draft.formats import read_mask_token
+from batchspec.draft.spec import USUAL_DRAFT_VOCAB, DrafterSpec
 from batchspec.draft.window import WindowDrafter
+from batchspec.errors import ConfigError
 from batchspec.kernels.rounds.prepare_verify_inputs import prepare_verify_inputs
 from batchspec.model.config_values import ConfigReader, read_json, shown
+from batchspec.model.files import stored_tensors
+from batchspec.model.hub import find_model, resolve_model
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target
-from batchspec.model.weights import weight_files
-
-if TYPE_CHECKING:
-    from batchspec.batch.device_batch import DeviceBatch
+from batchspec.model.weights import check_tensors, weight_files
+from batchspec.packing.cost import weight_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +75,7 @@ def load_pard(folder: Path, spec: PardSpec, *, dtype: torch.dtype, device: torch
     return PardModel(spec, Target.load(folder, spec.model, dtype=dtype, device=device, dummy=dummy))
 
 
-class PardDrafter(Usual):
+class PardDrafter(DrafterBase):
     """Carries nothing of a slot from round to round but K/V: a round with it can be captured in a CUDA graph."""
 
     name = "pard"
@@ -155,3 +158,54 @@ class PardDrafter(Usual):
             draws.choose(self._model.logits(hidden)[:, : self._vocab], drafted)
             draft_ids.copy_(drafted.view(num_rows, width))
         torch.mul(rows.live, width, out=draft_len)
+
+
+class PardDrafterSpec(DrafterSpec[PardModel]):
+    """draft=pard."""
+
+    assumed_accepted = 1.5
+    """Of three drafts each is accepted in four of five rounds that accepted those before it."""
+
+    def __init__(self, config: RunConfig, target: ModelSpec, *, draft_vocab: int = USUAL_DRAFT_VOCAB) -> None:
+        super().__init__(config, target, draft_vocab=draft_vocab)
+        self.checkpoint = self.pard = _judged(config, target)
+
+    @property
+    def _path(self) -> str:
+        assert self.config.draft.path is not None
+        return self.config.draft.path
+
+    def kv_layouts(self, dtype: torch.dtype, page_size: int) -> tuple[KVLayout, ...]:
+        return (self.pard.model.kv_layout(dtype, page_size),) * self.pard.model.num_layers
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        return weight_bytes(self.pard.model, dtype)
+
+    def fetch(self) -> None:
+        resolve_model(self._path, key="draft.path")
+
+    def load(self, *, dtype: torch.dtype, device: torch.device) -> PardModel:
+        folder, dummy = resolve_model(self._path, key="draft.path"), self.config.model.load_format == "dummy"
+        return load_pard(folder, self.pard, dtype=dtype, device=device, dummy=dummy)
+
+    def build(self, weights: PardModel, target: Target, *, slots: int) -> PardDrafter:
+        draft = self.config.draft
+        parallel = draft.parallel is not False and self.pard.mask_token_id is not None
+        return PardDrafter(weights, target.spec, draft.num_speculative_tokens, slots=slots, parallel=parallel)
+
+
+def _judged(config: RunConfig, target: ModelSpec) -> PardSpec:
+    path = config.draft.path
+    assert path is not None
+    files = find_model(path, key="draft.path")
+    pard = read_pard(files.folder, target)
+    if config.model.load_format != "dummy":
+        check_tensors(files.where, pard.model, stored_tensors(files))
+    if config.draft.parallel is True and pard.mask_token_id is None:
+        raise ConfigError(
+            f"draft.parallel=true, but {path} names no mask token (pard_token): it drafts a chain; use draft.parallel=auto"
+        )
+    return pard
+
+
+SPEC = PardDrafterSpec

@@ -6,22 +6,20 @@ Legend: T flat places, H hidden, W taps * target hidden.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.attention import AttentionPlan, plan_attention
-from batchspec.draft.base import Usual
+from batchspec.cache.layout import KVLayout, LayerKV
+from batchspec.cache.pages import KVCache
+from batchspec.draft.base import DrafterBase, Rewritable
 from batchspec.draft.head import EagleHead, Place
 from batchspec.draft.weights import Head
 from batchspec.model.rope import Rope, rope_frequencies, rope_of
 from batchspec.model.target import Target
-
-if TYPE_CHECKING:
-    from batchspec.cache.layout import KVLayout, LayerKV
-    from batchspec.cache.pages import KVCache
 
 
 class Reading(TypedDict, total=False):
@@ -36,7 +34,7 @@ class Reading(TypedDict, total=False):
     """False: drafts by softmax and top-k."""
 
 
-class HeadReader(Usual):
+class HeadReader(DrafterBase):
     """A head bound to a target, its K/V in the pages behind the target's layers."""
 
     fixed_len = True
@@ -56,6 +54,10 @@ class HeadReader(Usual):
         self._sink = sink if window is not None else 0
         self._prune, self._last = dead_positions, spec.num_layers - 1
         self._freqs = rope_frequencies(spec.rope, spec.head_dim).to(target.device)
+
+    @property
+    def rewritable(self) -> Rewritable:
+        return self
 
     @torch.inference_mode()
     def rewrite(self, tensors: Mapping[str, Tensor]) -> None:

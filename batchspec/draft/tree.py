@@ -14,88 +14,23 @@ Legend: R rows, B topk, D depth, N nodes, C candidates B + (D - 1) B^2, H hidden
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch, TreeTail
+from batchspec.cache.pages import KVCache
 from batchspec.draft.coupled import Draws, draws_of
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.head import Place
+from batchspec.draft.shapes import LOGPROB, TreeShape, num_grown
 from batchspec.draft.weights import Head
 from batchspec.kernels.tree.tree_level import Frontier, tree_level
-from batchspec.kernels.tree.tree_places import MAX_NODES, tree_places
+from batchspec.kernels.tree.tree_places import tree_places
 from batchspec.kernels.tree.tree_select import tree_select
 from batchspec.model.target import Target
-
-if TYPE_CHECKING:
-    from batchspec.batch.device_batch import DeviceBatch
-    from batchspec.cache.pages import KVCache
-
-LOGPROB, PROB = "logprob", "prob"
-USUAL_NODES = 60
-"""EAGLE-2's: many paths for one row, and a forward over so few tokens is still bound by its weights."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TreeShape:
-    """How trees grow: topk branches a node, depth levels, nodes verified (the root not counted), how paths are ranked.
-
-    Raises ValueError for a shape that no mask of 64 bits describes, and for more nodes than grow.
-    """
-
-    topk: int
-    depth: int
-    nodes: int
-    rank: str = LOGPROB
-
-    def __post_init__(self) -> None:
-        if self.topk < 2 or self.depth < 1:
-            raise ValueError(f"TreeShape: topk={self.topk}, depth={self.depth}; a tree has at least 2 branches and 1 level")
-        if self.drafted_places > MAX_NODES:
-            raise ValueError(
-                f"TreeShape: topk={self.topk} at {self.depth - 1} levels are {self.drafted_places} places; at most {MAX_NODES}"
-            )
-        if not 1 <= self.nodes <= min(MAX_NODES - 1, self.candidates):
-            raise ValueError(
-                f"TreeShape: nodes={self.nodes} must be in 1 .. {min(MAX_NODES - 1, self.candidates)}: topk={self.topk} and "
-                f"depth={self.depth} grow {self.candidates}, and at most {MAX_NODES - 1} are verified"
-            )
-        if self.rank not in (LOGPROB, PROB):
-            raise ValueError(f"TreeShape: rank={self.rank!r} must be {LOGPROB} or {PROB}")
-
-    @property
-    def candidates(self) -> int:
-        """C."""
-        return grown_nodes(self.topk, self.depth)
-
-    @property
-    def drafted_places(self) -> int:
-        """Places behind the last verified one that growing a tree takes in the head's K/V."""
-        return (self.depth - 1) * self.topk
-
-    @property
-    def places(self) -> int:
-        """Places from the newest token on that a round takes in K/V: of all nodes, or of all that drafted."""
-        return max(self.nodes + 1, self.drafted_places)
-
-    @property
-    def num_lookahead_slots(self) -> int:
-        """Places behind a row's end that its last rounds take: a row that lives lacks at least one token of its limit, and its
-        newest one is the first of the places."""
-        return max(0, self.places - 2)
-
-
-def grown_nodes(topk: int, depth: int) -> int:
-    """Nodes that a tree of so many levels has before the best are kept."""
-    return topk + (depth - 1) * topk**2 if depth else 0
-
-
-def usual_nodes(topk: int, depth: int) -> int:
-    """Nodes that are kept where nobody says how many."""
-    return min(USUAL_NODES, grown_nodes(topk, depth))
 
 
 class TreeDrafter(Eagle3Drafter):
@@ -116,12 +51,11 @@ class TreeDrafter(Eagle3Drafter):
         super().__init__(
             head, target, shape.depth, slots=slots, window=window, sink=sink, dead_positions=dead_positions
         )  # fmt: skip
-        device, branches, places = target.device, shape.topk, shape.drafted_places
-        self.shape = shape
+        device, branches, places = target.device, shape.topk, shape.num_drafted
+        self._shape = shape
         self._first = torch.zeros_like(self._hidden)
         self.state = (self._first, self._hidden)
-        self.parents = torch.full((slots, shape.nodes + 1), -1, dtype=torch.int32, device=device)
-        """int32 [slots, N+1] the node above each, of the last `propose`; -1 of the root, which is node 0."""
+        self._parents = torch.full((slots, shape.nodes + 1), -1, dtype=torch.int32, device=device)
         place = torch.arange(places, dtype=torch.int32, device=device)
         self._depths = (place // branches).long()
         self._places_above = torch.where(place < branches, -1, place - branches).unsqueeze(0)
@@ -131,24 +65,25 @@ class TreeDrafter(Eagle3Drafter):
         self._grown_positions, self._grown_slots, self._grown_masks = torch.zeros(
             3, slots * places, dtype=torch.int64, device=device
         )
-        self._scores = torch.zeros(slots, shape.candidates, dtype=self.head.logits_dtype, device=device)
-        self._ids, self._numbers_above = torch.zeros(2, slots, shape.candidates, dtype=torch.int32, device=device)
+        self._scores = torch.zeros(slots, shape.num_candidates, dtype=self.head.logits_dtype, device=device)
+        self._ids, self._numbers_above = torch.zeros(2, slots, shape.num_candidates, dtype=torch.int32, device=device)
         line = torch.arange(slots, device=device)
         # A path begins with the root: log 1, or 1.
         start = torch.full((slots, 1), 0.0 if shape.rank == LOGPROB else 1.0, dtype=self._scores.dtype, device=device)
         no_number, no_place = torch.full_like(start, -1, dtype=torch.int32), torch.zeros_like(start, dtype=torch.int64)
         self._root = Frontier(start, no_number, no_place, no_number.flatten(), line)
 
+    @property
+    def shape(self) -> TreeShape:
+        return self._shape
+
     def _prepare_next(self, normed: Tensor, out: Tensor, draws: Draws | None) -> None:
         out.copy_(normed)
 
     @torch.inference_mode()
-    def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
-        """Write nodes 1..N of each row's tree: draft_ids int32 [R, N], what is above them in `parents`; draft_len is the depth.
-
-        A parent has a lower number than its children, which stand side by side, the likeliest first.
-        """
-        num_rows, branches, depth = draft_ids.shape[0], self.shape.topk, self.max_len
+    def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> Tensor:
+        """Nodes 1..N of each row's tree; siblings are adjacent, the likeliest first. draft_len is the depth."""
+        num_rows, branches, depth = draft_ids.shape[0], self._shape.topk, self.max_len
         torch.mul(rows.live, depth, out=draft_len)
         root, levels = self._root, self._levels(rows, cache)
         frontier = Frontier(*(x[:num_rows] for x in (root.scores, root.numbers, root.ancestors, root.token_ids, root.lines)))
@@ -162,19 +97,21 @@ class TreeDrafter(Eagle3Drafter):
                 hidden = hidden.index_select(0, frontier.lines)
                 normed, hidden = self._through(batch, frontier, hidden, cache)
             following = tree_level(
-                *self.head.branches(normed, branches, draws), self.head.map_ids, frontier, logs=self.shape.rank == LOGPROB,
-                first_number=grown_nodes(branches, level), first_bit=level * branches if level + 1 < depth else None,
+                *self.head.branches(normed, branches, draws), self.head.map_ids, frontier, logs=self._shape.rank == LOGPROB,
+                first_number=num_grown(branches, level), first_bit=level * branches if level + 1 < depth else None,
                 all_scores=scores, all_ids=ids, all_above=above,
             )  # fmt: skip
             frontier = following or frontier
-        tree_select(scores, ids, above, out_ids=draft_ids, out_parents=self.parents[:num_rows])
+        parents = self._parents[:num_rows]
+        tree_select(scores, ids, above, out_ids=draft_ids, out_parents=parents)
+        return parents
 
     def _levels(self, rows: DeviceBatch, cache: KVCache) -> list[FlatBatch]:
         """The places of each level that drafts, topk a row, without tokens and masks yet."""
-        num_rows, branches, steps = rows.live.shape[0], self.shape.topk, self.max_len - 1
+        num_rows, branches, steps = rows.live.shape[0], self._shape.topk, self.max_len - 1
         if not steps:
             return []
-        count = num_rows * self.shape.drafted_places
+        count = num_rows * self._shape.num_drafted
         positions, slots, masks = (x[:count] for x in (self._grown_positions, self._grown_slots, self._grown_masks))
         start = rows.num_tokens - 1
         tree_places(

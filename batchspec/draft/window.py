@@ -11,20 +11,17 @@ Source: Zhang et al. 2024, "Draft & Verify" (arXiv 2309.08168), a model that dra
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
+from batchspec.cache.pages import KVCache
 from batchspec.draft.base import NoFeatures
 from batchspec.draft.coupled import draws_of
+from batchspec.draft.spec import Weightless
 from batchspec.kernels.drafting.prepare_chain_draft_inputs import prepare_chain_draft_inputs
 from batchspec.model.target import Target
-
-if TYPE_CHECKING:
-    from batchspec.batch.device_batch import DeviceBatch
-    from batchspec.cache.pages import KVCache
 
 
 class WindowDrafter(NoFeatures):
@@ -80,3 +77,18 @@ class WindowDrafter(NoFeatures):
                 draws.choose(self._target.logits(hidden)[:, : self._vocab], ids[:, k + 1])
         draft_ids.copy_(ids[:, 1:])
         torch.mul(rows.live, width, out=draft_len)
+
+
+class WindowDrafterSpec(Weightless):
+    """draft=window."""
+
+    assumed_accepted = 1.5
+    """Of three drafts each is accepted in four of five rounds that accepted those before it."""
+
+    def build(self, weights: None, target: Target, *, slots: int) -> WindowDrafter:
+        draft = self.config.draft
+        assert draft.window is not None
+        return WindowDrafter(target, draft.num_speculative_tokens, slots=slots, window=draft.window, sink=draft.sink_tokens or 0)
+
+
+SPEC = WindowDrafterSpec

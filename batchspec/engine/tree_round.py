@@ -15,7 +15,7 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch, TreeTail
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import Drafter
-from batchspec.draft.tree import TreeDrafter
+from batchspec.draft.shapes import TreeShape
 from batchspec.engine.round import Drafts, Round, RoundOptions, RoundResult
 from batchspec.engine.sampling import Places, SamplingMode
 from batchspec.kernels.attention.work_list import SharedPrefixes
@@ -28,9 +28,9 @@ from batchspec.records import PackedBatch
 def round_for(
     target: Target, drafter: Drafter, cache: KVCache, batch: PackedBatch, options: RoundOptions, device: torch.device
 ) -> Round:
-    """The round that goes with a drafter."""
-    if isinstance(drafter, TreeDrafter):
-        return TreeRound(target, drafter, cache, batch, options, device)
+    """The round that verifies what this drafter proposes: a tree or a chain."""
+    if isinstance(drafter.shape, TreeShape):
+        return TreeRound(target, drafter, drafter.shape, cache, batch, options, device)
     return Round(target, drafter, cache, batch, options, device)
 
 
@@ -40,16 +40,16 @@ class TreeRound(Round):
     def __init__(
         self,
         target: Target,
-        drafter: TreeDrafter,
+        drafter: Drafter,
+        shape: TreeShape,
         cache: KVCache,
         batch: PackedBatch,
         options: RoundOptions,
         device: torch.device,
     ) -> None:
         super().__init__(target, drafter, cache, batch, options, device)
-        self._tree, shape = drafter, drafter.shape
         slots, places = batch.num_slots, shape.nodes + 1
-        self.room = shape.places
+        self.room = shape.kv_per_round
         self.num_lookahead_slots = shape.num_lookahead_slots
         self.nodes = shape.nodes
         self.draft_lens = (0, shape.depth)
@@ -75,13 +75,14 @@ class TreeRound(Round):
         self.couple(mode)
         num_rows, width = rows.live.shape[0], self._widths[draft_len]
         drafts = Drafts(width.ids[:num_rows, 1:], self._draft_len[:num_rows], width.rates)
-        ids, parents = self._node_ids[:num_rows], self._tree.parents[:num_rows]
-        self._tree.propose(rows, ids[:, 1:], drafts.length, self.cache)
+        ids = self._node_ids[:num_rows]
+        parents = self.drafter.propose(rows, ids[:, 1:], drafts.length, self.cache)
+        assert parents is not None
         chain = self._uniform(rows, width, drafts.length)
         ids[:, 0] = width.ids[:num_rows, 0]
         batch = self._nodes(rows, ids, parents)
         batch.shared = shared
-        hidden, aux_hidden_states = self.target.forward(batch, self.cache, self._tree.aux_layer_ids)
+        hidden, aux_hidden_states = self.target.forward(batch, self.cache, self.drafter.aux_layer_ids)
         places = self._places(batch, parents, mode, rows)
         target_ids, raw = self._choose(hidden, places, rows, mode)
         path, at = self._path[:num_rows], self._path_places[:num_rows]
@@ -98,7 +99,7 @@ class TreeRound(Round):
         )
         self.cache.move(batch.slot_mapping, path, chain.slot_mapping, accepted_len)
         assert aux_hidden_states is not None
-        self._tree.catch_up(
+        self.drafter.catch_up(
             chain, aux_hidden_states.index_select(0, at), accepted_len, rows, self.cache, prepare_next=prepare_next
         )
         return result
@@ -110,7 +111,7 @@ class TreeRound(Round):
         positions, slots, ancestors = (x[:count] for x in (self._node_positions, self._node_slots, self._ancestors))
         kv_len = self._node_kv_len[:num_rows]
         tree_places(
-            parents, rows.num_tokens, rows.live, rows.page_table, page_size=page_size, max_depth=self._tree.max_len,
+            parents, rows.num_tokens, rows.live, rows.page_table, page_size=page_size, max_depth=self.drafter.max_len,
             out_positions=positions, out_slot_mapping=slots, out_ancestors=ancestors, out_kv_len=kv_len,
         )  # fmt: skip
         return FlatBatch(
@@ -123,7 +124,7 @@ class TreeRound(Round):
             page_table=rows.page_table,
             max_q=places,
             max_kv=rows.page_table.shape[1] * page_size,
-            tree=TreeTail(ancestors=ancestors, start=rows.num_tokens - 1, max_depth=self._tree.max_len),
+            tree=TreeTail(ancestors=ancestors, start=rows.num_tokens - 1, max_depth=self.drafter.max_len),
         )
 
     def _places(self, batch: FlatBatch, parents: Tensor, mode: SamplingMode, rows: DeviceBatch) -> Places | None:
@@ -142,7 +143,7 @@ class TreeRound(Round):
 
     def _above(self, ids: Tensor, parents: Tensor) -> Tensor:
         """int32 [T, D] tokens of levels 1..D on the way from the root to each node, its own included; others behind its depth."""
-        (num_rows, places), depth = ids.shape, self._tree.max_len
+        (num_rows, places), depth = ids.shape, self.drafter.max_len
         node = torch.arange(places, device=ids.device).expand(num_rows, -1)
         upwards = []
         for _ in range(depth):

@@ -1,12 +1,12 @@
 """One run of a job: from an opened job to committed shards. Changes when the course of a run changes.
 
-  new_retry.py           the retry that resume.retry asks for: its shards
-  compute_all.py         the plan of a job: every row is computed
-  retry_plan.py          the plan of a retry: which rows are computed anew, which are carried over
-  run_shards.py          claim, decode and commit shards until none is left (`ShardRunner`)
-  decode_shards.py       one pass: rows through the engine, whole shards out
-  background_commit.py   commits in a thread while the next shards are decoded
-  oom_fallback.py        the run's engine, and a smaller one when memory runs out
-  run_monitor.py         what is reported after each round
-  adaptation.py          a draft head that learns during the run
+new_retry.py           the retry that resume.retry asks for: its shards
+compute_all.py         the plan of a job: every row is computed
+retry_plan.py          the plan of a retry: which rows are computed anew, which are carried over
+run_shards.py          claim, decode and commit shards until none is left (`ShardRunner`)
+decode_shards.py       one pass: rows through the engine, whole shards out
+background_commit.py   commits in a thread while the next shards are decoded
+oom_fallback.py        the run's engine, and a smaller one when memory runs out
+run_monitor.py         what is reported after each round
+adaptation.py          a draft head that learns during the run
 """

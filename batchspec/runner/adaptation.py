@@ -13,11 +13,9 @@ from batchspec.adapt.adapter import Adapter
 from batchspec.adapt.budget import Budget
 from batchspec.adapt.learner import Learner
 from batchspec.adapt.limits import slice_tokens, steps_learnt
-from batchspec.draft.hybrid import HybridDrafter
-from batchspec.draft.reader import HeadReader
-from batchspec.drafters import head_folder
 from batchspec.engine.engine import Engine
 from batchspec.errors import CheckpointError, OutputError, StorageError
+from batchspec.model.hub import resolve_model
 from batchspec.model.weights import weight_files
 from batchspec.prepare import Job
 from batchspec.records import Completion
@@ -41,8 +39,8 @@ class Adaptation:
         self._num_saved, self._save_at, self._where = 0, 0.0, ""
         self.on = job.config.draft.adapt.every_shards > 0
         if self.on:
-            folder = head_folder(job.config)
-            assert folder is not None
+            assert job.config.draft.path is not None
+            folder = resolve_model(job.config.draft.path, key="draft.path")
             self._folder, self._files = folder, output.head(weight_files(folder).fingerprint[:16])
 
     def serve(self, engine: Engine) -> None:
@@ -50,14 +48,14 @@ class Adaptation:
         if not self.on:
             return
         draft, target = self._job.config.draft, engine.target
-        reader = engine.drafter.head if isinstance(engine.drafter, HybridDrafter) else engine.drafter
-        assert isinstance(reader, HeadReader)
+        head = engine.drafter.rewritable
+        assert head is not None, "draft.adapt is read by drafters with a head alone"
         self._progress.phase(f"draft.adapt: making a copy of {draft.path} that learns")
         found = None if self._output.begins_anew(self._job.config.output.overwrite) else self._earlier(engine)
         network, ids = found or published_network(self._folder, target, aux_layers=draft.aux_layers, mask_id=None, seed=0)
         tokens = slice_tokens(self._job.device, engine.batch.max_len)
         try:
-            learner = Learner(network, ids, target, reader, lr=draft.adapt.lr, steps=steps_learnt(draft), batch_tokens=tokens)
+            learner = Learner(network, ids, target, head, lr=draft.adapt.lr, steps=steps_learnt(draft), batch_tokens=tokens)
             learner.rehearse()
         except torch.OutOfMemoryError as error:
             self._end(error)

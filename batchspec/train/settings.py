@@ -8,6 +8,7 @@ from typing import Any
 
 from batchspec.config.schema import DraftConfig, ModelConfig
 from batchspec.config.values import check_choices, check_credentials, check_given, check_ranges, check_saved, value_of
+from batchspec.draft.registry import DRAFTERS
 from batchspec.errors import ConfigError
 
 
@@ -162,7 +163,8 @@ def check_training(run: TrainRun) -> None:
 
 
 def _drafter(run: TrainRun) -> None:
-    if run.draft.name != "eagle3":
+    entry = DRAFTERS.get(run.draft.name)
+    if entry is None or not entry.trained:
         raise ConfigError(f"draft={run.draft.name} is nothing that train makes; use draft=eagle3 or draft=parallel")
     if run.draft.parallel not in ("auto", True, False):
         raise ConfigError(f"draft.parallel={run.draft.parallel} must be one of auto, true, false")

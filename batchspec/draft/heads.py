@@ -1,0 +1,107 @@
+"""draft=eagle3: an EAGLE-3 or P-EAGLE head drafts a chain (`eagle3.py`), a tree (`tree.py`), or K tokens at once (`parallel.py`).
+
+Which of them: a tree where draft.tree.topk is above 1, else in parallel where the head has a mask token, unless draft.parallel
+says otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from batchspec.cache.layout import KVLayout
+from batchspec.config.schema import RunConfig
+from batchspec.draft.base import Drafter
+from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.formats import HeadSpec
+from batchspec.draft.parallel import ParallelDrafter
+from batchspec.draft.shapes import ChainShape, TreeShape, usual_nodes
+from batchspec.draft.spec import USUAL_DRAFT_VOCAB, DrafterSpec
+from batchspec.draft.tree import TreeDrafter
+from batchspec.draft.weights import Head, dummy_head, dummy_spec, head_bytes, judge_head, load_head
+from batchspec.errors import ConfigError
+from batchspec.model.hub import find_model, resolve_model
+from batchspec.model.spec import ModelSpec
+from batchspec.model.target import Target
+
+
+class HeadDrafterSpec(DrafterSpec[Head]):
+    """A drafter with a head: that of draft.path, or with model.load_format=dummy and no path one of noise."""
+
+    head: HeadSpec
+    assumed_accepted = 1.0
+    """A mean acceptance length of 2, as published heads have on mixed prompts."""
+
+    def __init__(self, config: RunConfig, target: ModelSpec, *, draft_vocab: int = USUAL_DRAFT_VOCAB) -> None:
+        super().__init__(config, target, draft_vocab=draft_vocab)
+        self.checkpoint = self.head = _judged(config, target, draft_vocab)
+
+    @property
+    def shape(self) -> ChainShape | TreeShape:
+        draft, tree = self.config.draft, self.config.draft.tree
+        if tree.topk == 1:
+            return ChainShape(draft.num_speculative_tokens)
+        depth = tree.depth or draft.num_speculative_tokens
+        return TreeShape(topk=tree.topk, depth=depth, nodes=tree.nodes or usual_nodes(tree.topk, depth), rank=tree.rank)
+
+    def kv_layouts(self, dtype: torch.dtype, page_size: int) -> tuple[KVLayout, ...]:
+        return (self.head.kv_layout(dtype, page_size),) * self.head.num_layers
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        return head_bytes(self.head, dtype)
+
+    def fetch(self) -> None:
+        if self.config.draft.path is not None:
+            resolve_model(self.config.draft.path, key="draft.path")
+
+    def load(self, *, dtype: torch.dtype, device: torch.device) -> Head:
+        draft = self.config.draft
+        if draft.path is None:
+            return dummy_head(self.head, dtype=dtype, device=device)
+        folder = resolve_model(draft.path, key="draft.path")
+        return load_head(folder, self.target, dtype=dtype, device=device, aux_layers=draft.aux_layers)
+
+    def trainable(self, weights: Head) -> Head:
+        return weights
+
+    def build(self, weights: Head, target: Target, *, slots: int) -> Drafter:
+        shape = self.shape
+        if isinstance(shape, TreeShape):
+            return TreeDrafter(weights, target, shape, slots=slots, **reading(self.config))
+        return build_chain(self.config, weights, target, shape.draft_len, slots=slots)
+
+
+def build_chain(config: RunConfig, head: Head, target: Target, max_len: int, *, slots: int) -> Eagle3Drafter | ParallelDrafter:
+    """A drafter of up to `max_len` tokens: all at once where head and config allow it, else one after another."""
+    argmax, uniform_slots = config.ablation.argmax, config.ablation.uniform_slots
+    if config.draft.parallel is not False and head.spec.mask_token_id is not None:
+        return ParallelDrafter(head, target, max_len, slots=slots, argmax=argmax, **reading(config))
+    return Eagle3Drafter(head, target, max_len, slots=slots, argmax=argmax, uniform_slots=uniform_slots, **reading(config))
+
+
+def reading(config: RunConfig) -> dict[str, Any]:
+    """What a head reads of a row, as arguments of its drafter."""
+    draft = config.draft
+    dead_positions = config.ablation.dead_positions is not False
+    return {"window": draft.window, "sink": draft.sink_tokens or 0, "dead_positions": dead_positions}
+
+
+def _judged(config: RunConfig, target: ModelSpec, draft_vocab: int) -> HeadSpec:
+    draft = config.draft
+    if draft.path is None:
+        return dummy_spec(target, draft_vocab_size=draft_vocab, parallel=draft.parallel is True)
+    head = judge_head(find_model(draft.path, key="draft.path"), target, aux_layers=draft.aux_layers)
+    if draft.tree.topk > head.draft_vocab_size:
+        raise ConfigError(
+            f"draft.tree.topk={draft.tree.topk} exceeds the {head.draft_vocab_size} draft tokens of the head "
+            f"{draft.path}; lower it"
+        )
+    if draft.parallel is True and head.mask_token_id is None:
+        raise ConfigError(
+            f"draft.parallel=true, but the head {draft.path} has no mask token: it drafts a chain; use draft=eagle3"
+        )
+    return head
+
+
+SPEC = HeadDrafterSpec

@@ -1,0 +1,70 @@
+"""The drafters that `draft.name` chooses from: one entry each. Readable without torch, so that the checks of a config share it.
+
+A new drafter is a file of this folder that defines SPEC (a `spec.DrafterSpec`), a `conf/draft/NAME.yaml` and an entry here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_LOOKUP_KEYS = tuple(
+    f"draft.{key}" for key in ("prompt_lookup_min", "prompt_lookup_max", "growth", "corpus_tokens", "table_entries")
+)
+_HEAD_KEYS = (
+    *(f"draft.{key}" for key in ("path", "aux_layers", "window", "sink_tokens", "parallel", "coupled")),
+    *(f"draft.adapt.{key}" for key in ("every_shards", "time_share", "lr")),
+    "ablation.dead_positions",
+)
+_TREE_KEYS = tuple(f"draft.tree.{key}" for key in ("topk", "depth", "nodes", "rank"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What is known of a drafter before its file is imported."""
+
+    module: str
+    """Module of batchspec.draft that defines its SPEC."""
+    reads: tuple[str, ...] = ()
+    """Config keys that it reads and that not every drafter does: the others must keep their defaults."""
+    needs: Mapping[str, str] = field(default_factory=dict)
+    """Config keys that it cannot do without -> what to give."""
+    dummy: bool = False
+    """model.load_format=dummy makes noise of its weights too: draft.path may then be null."""
+    trained: bool = False
+    """`batchspec train` makes the checkpoint that it drafts with."""
+
+
+DRAFTERS: dict[str, Entry] = {
+    "none": Entry(module="none"),
+    "lookup": Entry(module="lookup", reads=_LOOKUP_KEYS),
+    "eagle3": Entry(
+        module="heads",
+        reads=(*_HEAD_KEYS, *_TREE_KEYS),
+        needs={"draft.path": "the folder or hub id of an EAGLE-3 head made for the model"},
+        dummy=True,
+        trained=True,
+    ),
+    "hybrid": Entry(
+        module="hybrid",
+        reads=(*_LOOKUP_KEYS, "draft.head_len", *_HEAD_KEYS),
+        needs={"draft.path": "the folder or hub id of an EAGLE-3 head made for the model"},
+        dummy=True,
+    ),
+    "pard": Entry(
+        module="pard",
+        reads=("draft.path", "draft.parallel", "draft.coupled"),
+        needs={"draft.path": "the folder or hub id of a small model with the target's tokenizer"},
+    ),
+    "window": Entry(
+        module="window",
+        reads=("draft.window", "draft.sink_tokens", "draft.coupled"),
+        needs={"draft.window": "how many of its newest keys the model drafts with; 512 to 2048 works well"},
+    ),
+}
+
+
+def readers() -> dict[str, tuple[str, ...]]:
+    """Each key that not every drafter reads -> the drafters that do."""
+    keys = dict.fromkeys(key for entry in DRAFTERS.values() for key in entry.reads)
+    return {key: tuple(name for name, entry in DRAFTERS.items() if key in entry.reads) for key in keys}

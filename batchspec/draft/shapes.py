@@ -1,0 +1,111 @@
+"""What a round verifies of a row: a chain of K draft tokens, or a tree of them. Numbers alone: plans need no weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batchspec.kernels.tree.tree_places import MAX_NODES
+
+LOGPROB, PROB = "logprob", "prob"
+USUAL_NODES = 60
+"""As in EAGLE-2: many paths for one row, and a forward pass over so few tokens is still bound by reading the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainShape:
+    """Up to `draft_len` tokens, each a guess at what follows the one before; 0: plain decoding."""
+
+    draft_len: int
+    """K, and the longest path that a round can accept."""
+
+    @property
+    def num_verified(self) -> int:
+        """Draft tokens of a row that the target reads in a round."""
+        return self.draft_len
+
+    @property
+    def kv_per_round(self) -> int:
+        """K/V slots of a row, from its newest token on, that a round writes."""
+        return self.draft_len + 1
+
+    @property
+    def num_lookahead_slots(self) -> int:
+        """K/V slots past a row's length limit that its last rounds may write: drafts are cut at the limit."""
+        return 0
+
+    def __str__(self) -> str:
+        return f"K={self.draft_len}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeShape:
+    """How trees grow: topk branches a node, depth levels, nodes verified (the root not counted), how paths are ranked.
+
+    Raises ValueError for a shape that no mask of 64 bits describes, and for more nodes than grow.
+    """
+
+    topk: int
+    depth: int
+    nodes: int
+    rank: str = LOGPROB
+
+    def __post_init__(self) -> None:
+        if self.topk < 2 or self.depth < 1:
+            raise ValueError(f"TreeShape: topk={self.topk}, depth={self.depth}; a tree has at least 2 branches and 1 level")
+        if self.num_drafted > MAX_NODES:
+            raise ValueError(
+                f"TreeShape: topk={self.topk} at {self.depth - 1} levels are {self.num_drafted} places; at most {MAX_NODES}"
+            )
+        if not 1 <= self.nodes <= min(MAX_NODES - 1, self.num_candidates):
+            raise ValueError(
+                f"TreeShape: nodes={self.nodes} must be in 1 .. {min(MAX_NODES - 1, self.num_candidates)}: topk={self.topk} and "
+                f"depth={self.depth} grow {self.num_candidates}, and at most {MAX_NODES - 1} are verified"
+            )
+        if self.rank not in (LOGPROB, PROB):
+            raise ValueError(f"TreeShape: rank={self.rank!r} must be {LOGPROB} or {PROB}")
+
+    @property
+    def draft_len(self) -> int:
+        """The longest path that a round can accept: the depth."""
+        return self.depth
+
+    @property
+    def num_verified(self) -> int:
+        """Draft tokens of a row that the target reads in a round: the nodes."""
+        return self.nodes
+
+    @property
+    def num_candidates(self) -> int:
+        """C: nodes that grow, of which the best are verified."""
+        return num_grown(self.topk, self.depth)
+
+    @property
+    def num_drafted(self) -> int:
+        """Nodes that go through the drafter, topk a level; each takes a slot of its K/V. The last level's do not."""
+        return (self.depth - 1) * self.topk
+
+    @property
+    def kv_per_round(self) -> int:
+        """K/V slots of a row, from its newest token on, that a round writes: of the target's nodes or of the drafter's."""
+        return max(self.nodes + 1, self.num_drafted)
+
+    @property
+    def num_lookahead_slots(self) -> int:
+        """K/V slots past a row's length limit that its last rounds may write.
+
+        A live row lacks at least one token of its limit, and its newest token takes the first of the slots: hence less 2.
+        """
+        return max(0, self.kv_per_round - 2)
+
+    def __str__(self) -> str:
+        return f"trees of {self.nodes} nodes, {self.depth} levels"
+
+
+def num_grown(topk: int, depth: int) -> int:
+    """Nodes that a tree of so many levels has before the best are kept."""
+    return topk + (depth - 1) * topk**2 if depth else 0
+
+
+def usual_nodes(topk: int, depth: int) -> int:
+    """Nodes that are verified unless the config says how many."""
+    return min(USUAL_NODES, num_grown(topk, depth))
