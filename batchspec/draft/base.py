@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -11,9 +12,19 @@ from torch import Tensor
 if TYPE_CHECKING:
     from batchspec.batch.device_batch import DeviceBatch
     from batchspec.batch.flat_batch import FlatBatch
+    from batchspec.batch.sampling_mode import SamplingMode
     from batchspec.cache.layout import KVLayout
     from batchspec.cache.pages import KVCache
-    from batchspec.engine.sampling import SamplingMode
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterUpdate:
+    """What a drafter that learns from finished rows does before a round: decided once for all who execute the round."""
+
+    swap: bool = False
+    """Rounds read the table that was uploaded last."""
+    upload: bool = False
+    """The table that was built last is uploaded."""
 
 
 class Drafter(Protocol):
@@ -79,8 +90,15 @@ class Drafter(Protocol):
     def learn(self, prompt_ids: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
         """A row has ended with these tokens. On the host, between rounds."""
 
-    def refresh(self) -> None:
-        """The next round is about to be launched, on the current stream: the place to renew what captured rounds read."""
+    def next_update(self) -> DrafterUpdate:
+        """What `refresh` may do before the next round without waiting. Changes nothing."""
+
+    def refresh(self, update: DrafterUpdate) -> None:
+        """The next round is about to be launched, on the current stream: renew what captured rounds read. Waits where it must:
+        the update may come from another process."""
+
+
+NO_UPDATE = DrafterUpdate()
 
 
 class Usual:
@@ -91,7 +109,10 @@ class Usual:
     def learn(self, prompt_ids: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
         return None
 
-    def refresh(self) -> None:
+    def next_update(self) -> DrafterUpdate:
+        return NO_UPDATE
+
+    def refresh(self, update: DrafterUpdate) -> None:
         return None
 
 

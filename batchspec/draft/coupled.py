@@ -22,7 +22,7 @@ from batchspec.kernels.sampling.noise import add_noise
 
 if TYPE_CHECKING:
     from batchspec.batch.device_batch import DeviceBatch
-    from batchspec.engine.sampling import SamplingMode
+    from batchspec.batch.sampling_mode import SamplingMode
 
 
 @dataclass(frozen=True, slots=True, eq=False)

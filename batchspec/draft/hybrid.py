@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from batchspec.batch.flat_batch import FlatBatch
+from batchspec.draft.base import DrafterUpdate
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.parallel import ParallelDrafter
@@ -25,9 +26,9 @@ from batchspec.kernels.drafting.draft_choice import observe_drafts, pick_drafts
 
 if TYPE_CHECKING:
     from batchspec.batch.device_batch import DeviceBatch
+    from batchspec.batch.sampling_mode import SamplingMode
     from batchspec.cache.layout import KVLayout
     from batchspec.cache.pages import KVCache
-    from batchspec.engine.sampling import SamplingMode
 
 HEAD_PRIOR, LOOKUP_PRIOR = (4.8, 8.0), (4.0, 8.0)
 """Drafts kept and tried that head and lookup begin with, whatever the match length."""
@@ -114,5 +115,8 @@ class HybridDrafter:
     def learn(self, prompt_ids: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
         self.lookup.learn(prompt_ids, token_ids)
 
-    def refresh(self) -> None:
-        self.lookup.refresh()
+    def next_update(self) -> DrafterUpdate:
+        return self.lookup.next_update()
+
+    def refresh(self, update: DrafterUpdate) -> None:
+        self.lookup.refresh(update)

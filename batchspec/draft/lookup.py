@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from batchspec.draft.base import NoFeatures
+from batchspec.draft.base import NO_UPDATE, DrafterUpdate, NoFeatures
 from batchspec.draft.corpus import Corpus
 from batchspec.kernels.drafting.corpus import corpus_lookup
 from batchspec.kernels.drafting.ngram import ngram
@@ -82,6 +82,9 @@ class LookupDrafter(NoFeatures):
         if self.corpus is not None:
             self.corpus.learn(prompt_ids, token_ids)
 
-    def refresh(self) -> None:
+    def next_update(self) -> DrafterUpdate:
+        return NO_UPDATE if self.corpus is None else self.corpus.next_update()
+
+    def refresh(self, update: DrafterUpdate) -> None:
         if self.corpus is not None:
-            self.corpus.refresh()
+            self.corpus.refresh(update)
