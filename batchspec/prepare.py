@@ -12,6 +12,7 @@ import torch
 
 from batchspec import __version__
 from batchspec.adapt.limits import check_head, check_weights, memory_bytes
+from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.config.schema import RunConfig
 from batchspec.dataset.columns import ColumnMap, check_ids, map_columns
 from batchspec.dataset.reader import Source, open_source
@@ -20,7 +21,6 @@ from batchspec.draft.base import Drafter
 from batchspec.draft.spec import DrafterSpec, open_drafter
 from batchspec.engine.engine import Engine
 from batchspec.engine.round import RoundOptions
-from batchspec.engine.sampling import SamplingMode
 from batchspec.errors import CapacityError, ConfigError
 from batchspec.model.hub import find_model
 from batchspec.model.spec import ModelSpec, load_spec

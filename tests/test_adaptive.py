@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchspec.engine.draft_lengths import PROBE_EVERY, PROBE_SHARE, DraftLengths, candidates
-from batchspec.engine.launched import Launched, RoundClock
+from batchspec.engine.results import PendingResult
+from batchspec.engine.round_planner import Launch, RoundClock
 
 ROWS = 64
 
@@ -366,13 +367,14 @@ def test_it_is_never_much_slower_than_no_drafts(rates: list[float], step: float,
 
 
 def test_a_round_is_timed_from_the_one_before_it_unless_other_work_ran_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Launched, "seconds_since", lambda launched, began: launched.arrived - began)
+    monkeypatch.setattr(PendingResult, "seconds_since", lambda result, began: result.arrived - began)
 
-    def launched(arrived: float, **kind: Any) -> Launched:
-        return Launched(result=None, owners=np.zeros(1, np.int64), num_rows=1, arrived=arrived, **kind)  # type: ignore[arg-type]
+    def launched(arrived: float, **kind: Any) -> tuple[Launch, PendingResult]:
+        result: Any = None
+        at: Any = arrived
+        return Launch(owners=np.zeros(1, np.int64), num_rows=1, **kind), PendingResult(result, arrived=at)
 
     clock = RoundClock()
-    prefill = {"began": 3.0}
-    results = [launched(1.0), launched(3.0), launched(4.0, **prefill), launched(6.0), launched(9.0), launched(10.0, beside=True)]
-    results += [launched(12.0), launched(16.0)]
-    assert [clock.seconds_of(one) for one in results] == [None, 2.0, None, None, 3.0, None, None, 4.0]
+    results = [launched(1.0), launched(3.0), launched(4.0, is_prefill=True), launched(6.0), launched(9.0)]
+    results += [launched(10.0, overlaps=True), launched(12.0), launched(16.0)]
+    assert [clock.seconds_of(*one) for one in results] == [None, 2.0, None, None, 3.0, None, None, 4.0]

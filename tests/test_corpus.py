@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from batchspec.draft import corpus as corpus_module
+from batchspec.draft.base import DrafterUpdate
 from batchspec.draft.corpus import ROOM, Corpus, build_table, corpus_bytes, usual_entries, usual_lengths
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.engine.engine import Engine
@@ -43,14 +44,14 @@ def kept(corpus: Corpus) -> list[int]:
 def test_prompts_and_outputs_are_kept_with_a_border_between_rows() -> None:
     corpus = feed(make(), [1, 2, 3], [4, 5, 6])
     assert kept(corpus) == []
-    corpus.refresh()
+    corpus.refresh(corpus.next_update())
     assert kept(corpus) == [1, 2, 3, -1, 4, 5, 6]
 
 
 def test_a_beginning_in_common_with_the_row_before_comes_once() -> None:
     """But for as much as the longest run needs in front of what is new."""
     corpus = feed(make(), [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 9], [1, 2, 3, 4, 5, 9])
-    corpus.refresh()
+    corpus.refresh(corpus.next_update())
     assert kept(corpus) == [1, 2, 3, 4, 5, 6, -1, 3, 4, 5, 9, -1, 4, 5, 9]
 
 
@@ -58,10 +59,10 @@ def test_the_oldest_rows_make_room_and_a_row_that_is_too_long_keeps_its_end() ->
     corpus = make(12)
     for first in range(10, 90, 10):
         feed(corpus, [first, first + 1, first + 2])
-    corpus.refresh()
+    corpus.refresh(corpus.next_update())
     assert kept(corpus) == [60, 61, 62, -1, 70, 71, 72, -1, 80, 81, 82]
     feed(corpus, list(range(100, 140)))
-    corpus.refresh()
+    corpus.refresh(corpus.next_update())
     assert kept(corpus) == list(range(129, 140))
     assert corpus.tokens.shape == (2, 12 + ROOM)
 
@@ -83,7 +84,7 @@ def test_a_table_follows_from_its_documents_alone() -> None:
     for background in (False, True):
         corpus = feed(make(2048, background=background), *documents)
         while not corpus.table.any() or corpus._arriving is not None:
-            corpus.refresh()
+            corpus.refresh(corpus.next_update())
         tables.append((corpus.table[int(corpus.which)], kept(corpus)))
     assert torch.equal(tables[0][0], tables[1][0])
     assert tables[0][1] == tables[1][1]
@@ -107,7 +108,7 @@ def test_a_table_is_built_anew_when_a_quarter_of_the_corpus_is_new(monkeypatch: 
     monkeypatch.setattr(Corpus, "_build", noted)
     for turn in range(40):
         feed(corpus, [3 * turn, 3 * turn + 1, 3 * turn + 2])
-        corpus.refresh()
+        corpus.refresh(corpus.next_update())
     assert built[:3] == [1, 2, 3]
     assert len(built) < 16
     assert built[-1] >= 30
@@ -124,7 +125,7 @@ def test_rounds_read_the_old_table_until_the_new_one_is_there(monkeypatch: pytes
     corpus = feed(make(background=True), [1, 2, 3])
     monkeypatch.setattr(Corpus, "_build", slowly)
     for _ in range(5):
-        corpus.refresh()
+        corpus.refresh(corpus.next_update())
         assert kept(corpus) == []
     may_build.set()
     seen = list(_states(corpus))
@@ -134,13 +135,13 @@ def test_rounds_read_the_old_table_until_the_new_one_is_there(monkeypatch: pytes
     feed(corpus, [4, 5, 6])
     while int(corpus.which) == in_use:
         assert torch.equal(corpus.table[in_use], before)
-        corpus.refresh()
+        corpus.refresh(corpus.next_update())
     assert kept(corpus) == [1, 2, 3, -1, 4, 5, 6]
 
 
 def _states(corpus: Corpus) -> Iterator[list[int]]:
     while not kept(corpus):
-        corpus.refresh()
+        corpus.refresh(corpus.next_update())
         yield kept(corpus)
 
 
@@ -150,7 +151,7 @@ def test_a_failed_build_ends_the_run_rather_than_going_on_without(monkeypatch: p
 
     monkeypatch.setattr(Corpus, "_build", fail)
     with pytest.raises(MemoryError, match="out of memory"):
-        feed(make(), [1, 2, 3]).refresh()
+        feed(make(), [1, 2, 3]).refresh(DrafterUpdate())
 
 
 def test_a_row_is_drafted_from_one_that_ended_before() -> None:

@@ -23,7 +23,10 @@ import torch
 from batchspec import run
 from batchspec.config.schema import PackingConfig
 from batchspec.engine.engine import Engine
+from batchspec.engine.executor import Executor
 from batchspec.engine.round import Round
+from batchspec.engine.scheduler import Scheduler
+from batchspec.engine.step import ScheduledRound, ScheduledStep
 from batchspec.errors import Interrupted
 from batchspec.records import PackedBatch
 from batchspec.runner.oom_fallback import smaller
@@ -68,15 +71,15 @@ def finished(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 def poison(row: str, number: int, sample: int = 0) -> None:
     """From now on the process dies of a real signal when the prefill of a row's sample begins."""
-    prefill = Engine._prefill
+    execute = Executor.execute
 
-    def deadly(self: Engine, group: Any) -> None:
-        requests = [entry.progress.request for entry in group]
+    def deadly(self: Executor, step: ScheduledStep) -> None:
+        requests = [refill.request for refill in step.prefill.refills] if step.prefill else []
         if any((request.request_id, request.sample_index) == (row, sample) for request in requests):
             os.kill(os.getpid(), number)
-        prefill(self, group)
+        execute(self, step)
 
-    Engine._prefill = deadly  # type: ignore[method-assign]
+    Executor.execute = deadly  # type: ignore[method-assign]
 
 
 def test_a_row_that_kills_the_process_is_found_and_its_neighbours_come_out_whole(
@@ -137,7 +140,7 @@ def kill_in_time() -> None:
         return take(self, shard)
 
     Claims.take = taken  # type: ignore[method-assign]
-    Engine._prefill = lambda self, group: time.sleep(60)  # type: ignore[method-assign]
+    Executor.execute = lambda self, step: time.sleep(60)  # type: ignore[method-assign]
     poison_rows.COOLDOWN_S = 60.0
 
 
@@ -174,17 +177,17 @@ def test_a_run_in_a_cooldown_is_seen_to_live_and_ends_when_it_is_asked_to(
 
 def kill_at_token(row: str, count: int, sample: int = 0) -> None:
     """From now on the process is killed when a row's sample has so many tokens."""
-    launch = Engine._launch_round
+    schedule = Scheduler._schedule_round
 
-    def deadly(self: Engine) -> None:
-        for live in self._scheduler.live:
-            request = live.progress.request
-            num_tokens = self._scheduler.num_tokens[live.slot] - len(request.prompt_ids)
+    def deadly(self: Scheduler, *, overlaps: bool) -> ScheduledRound:
+        for state in self.slots.live:
+            request = state.request
+            num_tokens = self.slots.num_tokens[state.slot] - len(request.prompt_ids)
             if (request.request_id, request.sample_index) == (row, sample) and num_tokens >= count:
                 os.kill(os.getpid(), signal.SIGKILL)
-        launch(self)
+        return schedule(self, overlaps=overlaps)
 
-    Engine._launch_round = deadly  # type: ignore[method-assign]
+    Scheduler._schedule_round = deadly  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
@@ -212,20 +215,20 @@ def test_a_row_that_kills_always_at_one_place_is_found_and_its_finished_samples_
 
 
 def break_row(row: str) -> None:
-    prefill = Engine._prefill
+    execute = Executor.execute
 
-    def broken(self: Engine, group: Any) -> None:
-        if any(entry.progress.request.request_id == row for entry in group):
+    def broken(self: Executor, step: ScheduledStep) -> None:
+        if step.prefill and any(refill.request.request_id == row for refill in step.prefill.refills):
             raise RuntimeError("an illegal memory access was encountered")
-        prefill(self, group)
+        execute(self, step)
 
-    Engine._prefill = broken  # type: ignore[method-assign]
+    Executor.execute = broken  # type: ignore[method-assign]
 
 
 def test_a_row_that_breaks_the_engine_is_found_the_same_way(
     model: Path, data: Path, finished: dict[str, list[int] | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Engine, "_prefill", Engine._prefill)
+    monkeypatch.setattr(Executor, "execute", Executor.execute)
     break_row("q2")
     command = arguments(model, data, tmp_path / "out", "resume.row_attempts=1")
     assert [run.main(command) for _ in range(4)] == [1, 1, 1, 0]

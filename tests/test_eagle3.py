@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
+from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.pages import KVCache, prefix_hashes
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.engine.round import Round, RoundOptions, RoundResult
-from batchspec.engine.sampling import SamplingMode
 from batchspec.records import SamplingParams
 from tests.drafting import (
     TARGET,

@@ -144,8 +144,8 @@ def launches(
     watched = drafter(loaded, target, max_len, slots=2, **options)
     engine = Engine(target, watched, packed(2, draft_len=max_len), device=DEVICE, options=RoundOptions())
     if not prepare_next:
-        run_round = engine.round.run
-        engine.round.run = lambda rows, mode, *_: run_round(rows, mode, 0, prepare_next=False)  # type: ignore[method-assign]
+        run_round = engine.executor.round.run
+        engine.executor.round.run = lambda rows, mode, *_: run_round(rows, mode, 0, prepare_next=False)  # type: ignore[method-assign]
     assert len(list(engine.run(iter([request(i, [i, 2, 3], cap=9) for i in range(3)])))) == 3
     found: list[Any] = watched.found
     return found

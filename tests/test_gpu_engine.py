@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.pages import PagePool
 from batchspec.draft.base import Drafter
 from batchspec.draft.corpus import Corpus
@@ -24,10 +25,9 @@ from batchspec.draft.shapes import PROB, TreeShape
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import load_head
 from batchspec.draft.window import WindowDrafter
-from batchspec.engine import prefill, scheduler
+from batchspec.engine import allocator, prefill
 from batchspec.engine.engine import Engine
 from batchspec.engine.round import RoundOptions
-from batchspec.engine.sampling import SamplingMode
 from batchspec.model.rope_config import RopeSpec
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
@@ -120,7 +120,7 @@ def run(
 ) -> tuple[Engine, list[Completion]]:
     engine = Engine(own, drafter, batch, device=own.device, decode=decode, penalties=True, **options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler, "SHORT_CAP_TOKENS", 4)
+        patch.setattr(allocator, "SHORT_CAP_TOKENS", 4)
         done = list(engine.run(iter(asked)))
     assert engine.pool.num_free == engine.pool.num_pages - 1
     return engine, done
@@ -171,7 +171,7 @@ def test_graphs_give_the_tokens_of_one_row_at_a_time_on_the_cpu(name: str, overl
     }
     options = RoundOptions(uniform_slots=name != "eagle3 general", argmax=name != "eagle3 general")
     engine, done = run(target("cuda"), drafters[name](), shape(slots), asked, options=options, overlap=overlap)
-    assert engine.graphs.num_captured > 0
+    assert engine.executor.graphs.num_captured > 0
     assert tokens(done) == alone(asked)
 
 
@@ -190,7 +190,7 @@ def test_rows_with_a_common_beginning_read_it_once_and_give_the_same_tokens(over
     ]
     engine = Engine(target("cuda"), eagle(tmp_path, "cuda", 2, 8), shape(8), device=torch.device("cuda"), overlap=overlap)
     shared: list[bool] = []
-    engine.on_round = lambda totals: shared.append(engine.groups.any)
+    engine.on_round = lambda totals: shared.append(engine.scheduler.shares_prefixes)
     assert tokens(list(engine.run(iter(asked)))) == alone(asked)
     assert any(shared)
     assert engine.totals.cached_tokens > 20 * 128
@@ -218,7 +218,7 @@ def test_rows_with_common_beginnings_keep_their_tokens_while_the_batch_shrinks(s
     def poison(pool: PagePool, count: int) -> list[int]:
         pages = take(pool, count)
         index = torch.tensor(pages, dtype=torch.int64, device="cuda")
-        for kv in (engine.cache.kv, engine.cache.draft_kv):
+        for kv in (engine.executor.cache.kv, engine.executor.cache.draft_kv):
             kv[:, 0].index_fill_(1, index, float("nan"))
             kv[:, 1].index_fill_(1, index, 1e4)
         return pages
@@ -284,11 +284,11 @@ def test_rounds_that_are_captured_draft_with_what_a_head_has_learnt_since(tmp_pa
     engine = Engine(target("cuda"), drafter, shape(4), device=torch.device("cuda"))
     before = tokens(list(engine.run(iter(asked))))
     drafted = engine.totals.accepted
-    captured = engine.graphs.num_captured
+    captured = engine.executor.graphs.num_captured
     with engine.changing_drafter():
         drafter.rewrite(head.tensors)
     assert tokens(list(engine.run(iter(asked)))) == before == expected
-    assert engine.graphs.num_captured == captured
+    assert engine.executor.graphs.num_captured == captured
     of_learnt, _ = run(target("cuda"), learnt, shape(4), asked)
     assert drafted < of_learnt.totals.accepted == pytest.approx(engine.totals.accepted - drafted, rel=0.02)
 
@@ -361,7 +361,7 @@ def test_graph_of_a_chain_round_holds_no_general_kernel_of_torch(tmp_path: Path)
     drafter = eagle(tmp_path, "cuda", 3, 4, num_layers=5)
     engine, _ = run(target("cuda", num_layers=5), drafter, shape(4), asked)
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        engine.graphs.replay_all()
+        engine.executor.graphs.replay_all()
         torch.cuda.synchronize()
     names = [event.key for event in trace.key_averages()]
     assert any("verify" in name for name in names)

@@ -7,17 +7,33 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.engine import Engine
 from batchspec.engine.request_state import RequestState
-from batchspec.engine.scheduler import Row
-from batchspec.engine.shared_prefix import MIN_PAGES, SharedPrefixGroups, shared_beginnings
+from batchspec.engine.shared_prefix import MIN_PAGES, PrefixGroups, PrefixGroupTables, find_groups
+from batchspec.engine.step import PrefixGroup, ScheduledRound
 from tests.engines import DEVICE, VOCAB, packed, request, tiny_target
 
 
-def row(slot: int, pages: list[int]) -> Row:
-    return Row(RequestState(request=request(slot, [1], cap=1), draft_len=0, finder=None), slot=slot, pages=pages, order=10 + slot)
+def row(slot: int, pages: list[int]) -> RequestState:
+    asked = request(slot, [1], cap=1)
+    return RequestState(request=asked, draft_len=0, finder=None, slot=slot, pages=pages, order=10 + slot)
+
+
+class Groups:
+    """What the scheduler finds and the executor writes, as in a run."""
+
+    def __init__(self, num_slots: int, page_size: int) -> None:
+        self.found, self.tables = PrefixGroups(num_slots), PrefixGroupTables(num_slots, page_size, torch.device("cpu"))
+        self.clear, self.first = self.found.clear, self.tables.first
+
+    def renew(self, requests: Sequence[RequestState | None], owner: NDArray[np.int64], num_rows: int) -> bool:
+        groups = self.found.renew(requests, owner, num_rows)
+        if groups is not None:
+            self.tables.write(groups, num_rows)
+        return self.found.any
 
 
 COMMON = list(range(1, 11))
@@ -25,25 +41,25 @@ COMMON = list(range(1, 11))
 
 def test_rows_that_begin_with_the_same_pages_are_a_group() -> None:
     rows = [row(0, [*COMMON, 50]), None, row(2, [70, 71]), row(3, [*COMMON, 60, 61])]
-    assert shared_beginnings(rows) == [([0, 3], 10)]
+    assert find_groups(rows) == (PrefixGroup((0, 3), 10),)
 
 
 def test_the_beginning_is_what_all_members_have_in_common() -> None:
     rows = [row(0, [*COMMON, 50]), row(1, [*COMMON, 50, 51]), row(2, [*COMMON[:9], 80])]
-    assert shared_beginnings(rows) == [([0, 1, 2], 9)]
+    assert find_groups(rows) == (PrefixGroup((0, 1, 2), 9),)
 
 
 def test_short_beginnings_and_single_rows_are_no_group() -> None:
     short = COMMON[: MIN_PAGES - 1]
-    assert shared_beginnings([row(0, [*short, 50, 51]), row(1, [*short, 60, 61]), row(2, [*COMMON[::-1]])]) == []
+    assert find_groups([row(0, [*short, 50, 51]), row(1, [*short, 60, 61]), row(2, [*COMMON[::-1]])]) == ()
 
 
-def owners(rows: Sequence[Row | None]) -> np.ndarray:
+def owners(rows: Sequence[RequestState | None]) -> np.ndarray:
     return np.array([-1 if row is None else row.order for row in rows])
 
 
 def test_the_device_learns_members_side_by_side_and_lengths_in_tokens() -> None:
-    groups = SharedPrefixGroups(6, 16, torch.device("cpu"))
+    groups = Groups(6, 16)
     other = list(range(101, 110))
     rows = [row(0, [*other, 7]), row(1, [*COMMON, 50]), None, row(3, [*COMMON, 60]), row(4, [*other, 8]), None]
     assert groups.renew(rows, owners(rows), 6)
@@ -59,9 +75,9 @@ def test_the_device_learns_members_side_by_side_and_lengths_in_tokens() -> None:
 
 def test_a_smaller_bucket_lists_no_dead_member_beyond_it_and_keeps_every_group_that_a_row_names() -> None:
     """Rows 2 and 3 have died where they were: nothing moves, and yet the tables of four rows are wrong for two."""
-    groups = SharedPrefixGroups(4, 16, torch.device("cpu"))
+    groups = Groups(4, 16)
     other = list(range(101, 110))
-    rows: list[Row | None] = [row(0, [*COMMON, 1]), row(1, [*other, 2]), row(2, [*COMMON, 3]), row(3, [*other, 4])]
+    rows: list[RequestState | None] = [row(0, [*COMMON, 1]), row(1, [*other, 2]), row(2, [*COMMON, 3]), row(3, [*other, 4])]
     groups.renew(rows, owners(rows), 4)
     rows[2:] = None, None
     assert not groups.renew(rows, owners(rows), 2)
@@ -71,8 +87,8 @@ def test_a_smaller_bucket_lists_no_dead_member_beyond_it_and_keeps_every_group_t
 
 
 def test_rows_that_move_or_enter_renew_the_tables_and_rows_that_die_do_not() -> None:
-    groups = SharedPrefixGroups(4, 16, torch.device("cpu"))
-    rows: list[Row | None] = [None, row(1, [*COMMON, 50]), row(2, [*COMMON, 60]), None]
+    groups = Groups(4, 16)
+    rows: list[RequestState | None] = [None, row(1, [*COMMON, 50]), row(2, [*COMMON, 60]), None]
     assert groups.renew(rows, owners(rows), 4)
     assert groups.first(4).row_group.tolist() == [-1, 0, 0, -1]
     now = owners(rows)
@@ -83,12 +99,12 @@ def test_rows_that_move_or_enter_renew_the_tables_and_rows_that_die_do_not() -> 
     assert groups.first(4).row_group.tolist() == [-1, 0, 0, -1]
     now[1] = 100
     assert not groups.renew([None, row(1, list(range(201, 210))), rows[2], other], now, 4)
-    moved: list[Row | None] = [rows[2], rows[1], None, None]
+    moved: list[RequestState | None] = [rows[2], rows[1], None, None]
     assert moved[0] is not None
     moved[0].slot = 0
     assert groups.renew(moved, owners(moved), 4)
     assert groups.first(4).row_group.tolist() == [0, 0, -1, -1]
-    alone: list[Row | None] = [moved[0], None, None, None]
+    alone: list[RequestState | None] = [moved[0], None, None, None]
     assert groups.renew(alone, owners(alone), 4)  # the member that died stays listed
     assert groups.first(4).row_group.tolist() == [0, 0, -1, -1]
 
@@ -96,7 +112,7 @@ def test_rows_that_move_or_enter_renew_the_tables_and_rows_that_die_do_not() -> 
 def test_a_live_row_beyond_the_bucket_is_an_error_of_ours() -> None:
     rows = [row(0, COMMON), row(1, COMMON)]
     with pytest.raises(AssertionError):
-        SharedPrefixGroups(2, 16, torch.device("cpu")).renew(rows, owners(rows), 1)
+        Groups(2, 16).renew(rows, owners(rows), 1)
 
 
 @pytest.mark.parametrize(("count", "buckets"), [(24, (1, 2, 4)), (4, (4,))], ids=["many rows", "as many as slots"])
@@ -106,26 +122,26 @@ def test_the_tables_fit_the_rows_of_every_round_of_several_runs(count: int, buck
     families = [rng.integers(0, VOCAB, 40).tolist() for _ in range(3)]
     batch = packed(4, row_buckets=buckets, max_len=90, run_ahead=1)
     engine = Engine(tiny_target(), NoDrafter(), batch, device=DEVICE)
-    launch, shared = engine._launch_round, 0
+    launch, shared = engine.executor._launch_round, 0
 
-    def checked() -> None:
+    def checked(scheduled: ScheduledRound) -> None:
         nonlocal shared
-        launch()
-        rows = [row for row in engine._scheduler.slots if row is not None]
-        tables = engine.groups.first(engine._bucket)
+        launch(scheduled)
+        rows = engine.slots.live
+        tables = engine.executor.prefix_groups.first(scheduled.num_rows)
         for one in rows:
             group = int(tables.row_group[one.slot])
-            if not (engine.groups.any and group >= 0):
+            if not (scheduled.shares_prefixes and group >= 0):
                 continue
             shared += 1
             start, end = tables.group_start[group : group + 2].tolist()
             members = tables.row_order[start:end].tolist()
             pages = int(tables.shared_len[group]) // batch.page_size
             assert one.slot in members
-            assert max(members) < engine._bucket
+            assert max(members) < scheduled.num_rows
             assert all(other.pages[:pages] == one.pages[:pages] for other in rows if other.slot in members)
 
-    engine._launch_round = checked  # type: ignore[method-assign]
+    engine.executor._launch_round = checked  # type: ignore[method-assign]
     for _ in range(6):
         order = rng.integers(0, 3, count).tolist()
         asked = [request(i, [*families[kind], i], cap=int(rng.integers(3, 9)), predicted=4) for i, kind in enumerate(order)]

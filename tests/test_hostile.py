@@ -236,9 +236,9 @@ def test_secrets_reach_no_output_and_no_message(
 
 
 def crash() -> None:
-    from batchspec.engine.engine import Engine
+    from batchspec.engine.executor import Executor
 
     def broken(*_: Any) -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
-    Engine._launch_round = broken  # type: ignore[assignment]
+    Executor._launch_round = broken  # type: ignore[assignment]

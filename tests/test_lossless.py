@@ -17,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.draft import corpus as corpus_module
 from batchspec.draft.base import Drafter
 from batchspec.draft.corpus import Corpus
@@ -30,12 +31,12 @@ from batchspec.draft.shapes import LOGPROB, PROB, TreeShape
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
-from batchspec.engine import scheduler
+from batchspec.engine import allocator
 from batchspec.engine.engine import Engine
 from batchspec.engine.graphs import Shape
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.engine.round import RoundOptions, RoundResult
-from batchspec.engine.sampling import SamplingMode
+from batchspec.engine.step import ScheduledRound
 from batchspec.records import Completion, PackedBatch, Request, SamplingParams
 from tests.engines import DEVICE, VOCAB, ForcedDrafter, decode, full_logits, packed, plain_tokens, request, tiny_target
 
@@ -74,16 +75,15 @@ def run(
         penalties=True,
         refill_dead=refill_dead,
     )
-    launch = engine._launch_round
+    launch = engine.executor._launch_round
 
-    def launch_checked() -> None:
-        free = [slot for slot, row in enumerate(engine._scheduler.slots) if row is None]
-        assert not engine.rows.live[free].any(), "a slot without a row is live on the device"
-        launch()
+    def launch_checked(scheduled: ScheduledRound) -> None:
+        assert not engine.executor.rows.live[engine.slots.free()].any(), "a slot without a row is live on the device"
+        launch(scheduled)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler, "SHORT_CAP_TOKENS", short_cap)
-        patch.setattr(engine, "_launch_round", launch_checked)
+        patch.setattr(allocator, "SHORT_CAP_TOKENS", short_cap)
+        patch.setattr(engine.executor, "_launch_round", launch_checked)
         done = {completion.request_id: completion for completion in engine.run(iter(requests))}
     assert engine.pool.num_free == engine.pool.num_pages - 1  # every page came back
     return {name: c.token_ids.tolist() for name, c in done.items() if c.token_ids is not None}, done, engine
@@ -291,13 +291,13 @@ def test_rounds_do_no_more_than_the_rows_in_slots_ask_for(monkeypatch: pytest.Mo
     sampling = SamplingParams(temperature=1.0, top_k=3, repetition_penalty=1.2)
     requests = [request(0, [1], cap=20), request(1, [2], cap=8, sampling=sampling)]
     engine = Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE, penalties=True)
-    run_graph, modes = engine.graphs.run, []
+    run_graph, modes = engine.executor.graphs.run, []
 
     def noted(shape: Shape) -> RoundResult:
         modes.append(shape.mode)
         return run_graph(shape)
 
-    monkeypatch.setattr(engine.graphs, "run", noted)
+    monkeypatch.setattr(engine.executor.graphs, "run", noted)
     assert len(list(engine.run(iter(requests)))) == 2
     assert modes == [SamplingMode(random=True, filters=True, penalties=True)] * 7 + [SamplingMode()] * 12
 
@@ -313,7 +313,7 @@ def test_what_is_drafted_behind_the_end_of_a_row_lies_in_no_page_of_another() ->
 def test_the_tail_is_compacted_into_smaller_buckets() -> None:
     requests = [request(i, [i], cap=4 + 12 * (i == 7)) for i in range(8)]
     tokens, _, engine = run(requests, packed(8, row_buckets=(1, 2, 4, 8)), NoDrafter())
-    assert engine._bucket == 1
+    assert engine.scheduler.num_rows == 1
     assert tokens == expected_tokens(requests)
 
 
@@ -432,7 +432,7 @@ def test_a_run_that_is_stopped_goes_on_in_another_with_the_same_tokens(requests:
 @pytest.mark.parametrize("run_ahead", [0, 2])
 def test_a_run_that_is_stopped_keeps_every_token_that_it_has_read(run_ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rows in slots, and of those that were set back and wait: the next run emits none of them a second time."""
-    monkeypatch.setattr(scheduler, "SHORT_CAP_TOKENS", 2)
+    monkeypatch.setattr(allocator, "SHORT_CAP_TOKENS", 2)
     requests = [request(i, [i, 5, 7], cap=40, predicted=4) for i in range(4)]
     batch = packed(3, num_pages=25, max_len=43, run_ahead=run_ahead)
     engine = Engine(tiny_target(), LookupDrafter(4, min_ngram=1, max_ngram=3), batch, device=DEVICE)

@@ -238,9 +238,9 @@ def test_host_and_device_count_the_same_tokens(tmp_path: Path) -> None:
     checked = []
 
     def compare(_: object) -> None:
-        for row in engine._scheduler.live if not engine._launched else ():
-            checked.append(int(engine._scheduler.num_tokens[row.slot]))
-            assert checked[-1] == int(engine.rows.num_tokens[row.slot])
+        for row in engine.slots.live if not engine.scheduler.in_flight else ():
+            checked.append(int(engine.slots.num_tokens[row.slot]))
+            assert checked[-1] == int(engine.executor.rows.num_tokens[row.slot])
 
     engine.on_round = compare
     done = list(engine.run(iter(known_requests() + mixed_requests(3))))

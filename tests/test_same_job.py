@@ -20,6 +20,8 @@ from batchspec.config.compose import compose
 from batchspec.config.schema import RunConfig
 from batchspec.config.typed import keys
 from batchspec.engine.engine import Engine
+from batchspec.engine.scheduler import Scheduler
+from batchspec.engine.step import ScheduledRound
 from batchspec.errors import OutputError
 from batchspec.job import check_output
 from batchspec.prepare import job_fingerprint, open_job
@@ -207,14 +209,14 @@ def test_slots_stay_full_from_shard_to_shard(model: Path, tmp_path: Path, monkey
     caps = [3 + 7 * i % 11 for i in range(rows)]
     frame = pl.DataFrame({"prompt_ids": [[5 + i, 9, 11] for i in range(rows)], "max_new_tokens": caps})
     frame.write_parquet(tmp_path / "in.parquet")
-    launch, courses = Engine._launch_round, []
+    schedule, courses = Scheduler._schedule_round, []
 
-    def noted(self: Engine) -> None:
+    def noted(self: Scheduler, *, overlaps: bool) -> ScheduledRound:
         committed = len(list((tmp_path / "out/data").glob("*"))) if (tmp_path / "out/data").is_dir() else 0
-        courses.append((len(self._scheduler.live), self._scheduler.exhausted, committed))
-        launch(self)
+        courses.append((len(self.slots.live), self._allocator.exhausted, committed))
+        return schedule(self, overlaps=overlaps)
 
-    monkeypatch.setattr(Engine, "_launch_round", noted)
+    monkeypatch.setattr(Scheduler, "_schedule_round", noted)
     settings = [
         "decode.ignore_eos=true",
         "output.messages=none",

@@ -14,7 +14,8 @@ from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogit
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from batchspec.batch.device_batch import DeviceBatch
-from batchspec.engine.sampling import Places, SamplingMode, apply_penalties, choose, cutoffs, forbid_stop_ids, mark_output
+from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.engine.sampling import Places, apply_penalties, choose, cutoffs, forbid_stop_ids, mark_output
 from batchspec.kernels.sampling import cutoff
 from batchspec.records import LEAST_TEMPERATURE, PackedBatch, SamplingParams
 

@@ -60,7 +60,8 @@ def tokens(requests: list[Request], slots: int, run_ahead: int, patch: pytest.Mo
 
     def poison(pool: PagePool, count: int) -> list[int]:
         pages = take(pool, count)
-        engine.cache.kv[:, 0, pages], engine.cache.kv[:, 1, pages] = float("nan"), 1e4  # what a row that failed leaves
+        kv = engine.executor.cache.kv
+        kv[:, 0, pages], kv[:, 1, pages] = float("nan"), 1e4  # what a row that failed leaves
         return pages
 
     patch.setattr(PagePool, "take", poison)

@@ -17,13 +17,14 @@ from batchspec.commands import plan, stats, verify
 from batchspec.draft.base import Drafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
-from batchspec.engine import scheduler
+from batchspec.engine import allocator
 from batchspec.engine.engine import Engine
 from batchspec.engine.output_processor import EngineTotals
 from batchspec.engine.request_state import RequestState
+from batchspec.engine.results import RoundLog
 from batchspec.engine.round import RoundOptions
+from batchspec.engine.slots import SlotTable
 from batchspec.engine.thinking import split_thoughts
-from batchspec.engine.thinking_budget import ThinkingBudgets
 from batchspec.errors import ConfigError
 from batchspec.model.thinking import find_think_tokens
 from batchspec.model.tokenizer import Tokenizer
@@ -170,7 +171,7 @@ def test_a_budget_holds_exactly_whatever_drafts_and_packs_the_rows(requests: lis
 
         engine.on_round = stop_in_time
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(scheduler, "SHORT_CAP_TOKENS", 2)
+            patch.setattr(allocator, "SHORT_CAP_TOKENS", 2)
             for completion in engine.run(iter(list(left.values()))):
                 assert completion.token_ids is not None
                 tokens[completion.request_id] = completion.token_ids.tolist()
@@ -185,16 +186,21 @@ def test_a_budget_holds_exactly_whatever_drafts_and_packs_the_rows(requests: lis
 
 def test_a_row_that_changes_its_slot_is_looked_at_when_its_budget_or_a_thought_says_so() -> None:
     """Not a token later: at the one that uses the budget up, and at the one that begins a thought, in the new slot alone."""
-    budgets, num_tokens = ThinkingBudgets(4), np.array([12, 12])
+    table = SlotTable(4, 64, 0)
     for slot, opened in ((2, True), (3, False)):
         how = thinking(2, opened=opened)
-        budgets.enter(slot, 10, RequestState.of(replace(request(slot, [7] * 10, cap=9), thinking=how), 0, None))
-    budgets.move([(2, 0), (3, 1)])
-    slots, begins, ends = np.array([0, 1]), np.array([[7, -1], [7, BEGIN]], np.int32), np.array([[7, -1], [7, END]], np.int32)
-    assert budgets.due(slots, num_tokens, begins) == [0, 1]
-    assert budgets.due(slots, num_tokens - 1, ends) == []
-    budgets.enter(0, 20, RequestState.of(request(0, [7] * 20, cap=9), 0, None))
-    assert budgets.due(slots, num_tokens + 50, ends) == []
+        table.place(RequestState.of(replace(request(slot, [7] * 10, cap=9), thinking=how), 0, None), slot, slot)
+    table.move([(2, 0), (3, 1)])
+    slots = np.array([0, 1])
+    begins, ends = (RoundLog.of(np.array([[0, 0, 1, 0, 7, -1], [0, 0, 1, 0, 7, mark]], np.int32)) for mark in (BEGIN, END))
+    table.num_tokens[:2] = 12
+    assert table.budgets_due(slots, begins) == [0, 1]
+    table.num_tokens[:2] = 11
+    assert table.budgets_due(slots, ends) == []
+    table.clear(table.at(0))
+    table.place(RequestState.of(request(0, [7] * 20, cap=9), 0, None), 0, 4)
+    table.num_tokens[:2] = 70
+    assert table.budgets_due(slots, ends) == []
 
 
 def test_forced_tokens_have_no_logprobs_and_the_others_keep_theirs() -> None:

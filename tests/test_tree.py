@@ -301,7 +301,7 @@ def test_rows_end_where_they_should_with_whole_trees_to_the_end(tmp_path: Path) 
     drafter = make_drafter(tmp_path, design, tensors, shape, slots=2)
     requests = [request(i, [i, 2, 3], cap=13) for i in range(3)]
     tokens, done, engine = run(requests, packed(2, max_len=16, num_pages=31), drafter, options=synthetic(6))
-    assert engine.rows.page_table.shape[1] * 4 >= 16 - 2 + shape.kv_per_round
+    assert engine.executor.rows.page_table.shape[1] * 4 >= 16 - 2 + shape.kv_per_round
     assert all(len(output) == 13 for output in tokens.values())
     assert all(c.stats.num_accepted + c.stats.num_rounds + 1 == 13 for c in done.values() if c.stats)
     check_trees(design, tensors, shape)

@@ -31,7 +31,7 @@ import torch
 
 from batchspec.adapt.budget import Budget
 from batchspec.adapt.learner import Comparison, Learner
-from batchspec.engine.launched import Moment, now_on
+from batchspec.engine.results import Moment, now_on
 from batchspec.records import Completion
 from batchspec.train.data import Row, epoch_batches
 

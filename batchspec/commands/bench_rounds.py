@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from batchspec import terminal
+from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.commands.bench_engines import Bench, Way, ways
 from batchspec.commands.bench_variants import Record, clock
 from batchspec.commands.profile import PROFILED_ROUNDS, profile_calls
 from batchspec.engine.engine import Engine
 from batchspec.engine.graphs import Shape
-from batchspec.engine.sampling import SamplingMode
 from batchspec.errors import ConfigError
 
 WARM_ROUNDS = 3
@@ -65,16 +65,16 @@ def time_rounds(bench: Bench) -> list[tuple[Way, dict[str, Any], Record]]:
 def _time(bench: Bench, way: Way, record: Record) -> dict[str, Any]:
     args = bench.args
     engine = bench.engine(way, buckets=(args.batch,))
-    draft_len, rows = engine.drafter.max_len if way.draft_len else 0, engine.rows
+    draft_len, rows = engine.drafter.max_len if way.draft_len else 0, engine.executor.rows
     shape = Shape(args.batch, draft_len, SamplingMode(), prepare_next=draft_len > 0)
-    engine.graphs.prepare([shape])
-    dead_s = engine.graphs.seconds(shape)
+    engine.executor.graphs.prepare([shape])
+    dead_s = engine.executor.graphs.seconds(shape)
     _begin(engine, args.prompt)
     for _ in range(WARM_ROUNDS):
-        engine.graphs.run(shape)
+        engine.executor.graphs.run(shape)
     before, began = int(rows.num_tokens.sum()), clock(bench.device)
     for _ in range(args.rounds):
-        engine.graphs.run(shape)
+        engine.executor.graphs.run(shape)
     seconds = clock(bench.device) - began
     tokens = int(rows.num_tokens.sum()) - before
     assert bool(rows.live.all()), "a row ended: the rounds were not all alike"
@@ -85,22 +85,22 @@ def _time(bench: Bench, way: Way, record: Record) -> dict[str, Any]:
     }  # fmt: skip
     if args.profile:
         _begin(engine, args.prompt)
-        record.profile = profile_calls(lambda: engine.graphs.run(shape), min(args.rounds, PROFILED_ROUNDS))
+        record.profile = profile_calls(lambda: engine.executor.graphs.run(shape), min(args.rounds, PROFILED_ROUNDS))
         row["profile"] = record.profile.summary()
     return row
 
 
 def _begin(engine: Engine, past: int) -> None:
     """Every slot's row has `past` tokens; its pages lie anywhere in the pool."""
-    rows, device = engine.rows, engine.rows.tokens.device
+    rows, device = engine.executor.rows, engine.executor.rows.tokens.device
     slots, width = rows.page_table.shape
     width = min(width, (engine.batch.num_pages - 1) // slots)
     noise = torch.Generator(device).manual_seed(0)
-    rows.tokens.random_(FIRST_ID, engine.round.target.spec.vocab_size, generator=noise)
+    rows.tokens.random_(FIRST_ID, engine.executor.round.target.spec.vocab_size, generator=noise)
     rows.page_table[:, :width] = 1 + torch.randperm(slots * width, device=device, generator=noise).view(slots, width).int()
     rows.keys.copy_(torch.arange(slots, device=device))
     rows.limit.fill_(engine.batch.max_len)
-    engine.cache.fill_with_noise(noise)
+    engine.executor.cache.fill_with_noise(noise)
     rows.num_tokens.fill_(past)
     rows.prompt_len.fill_(past)
     rows.live.fill_(1)

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 import torch
 
+from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.commands.bench_engines import Bench, Way, ways
 from batchspec.commands.profile import Profile, profile_rounds
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.engine import Engine
 from batchspec.engine.output_processor import EngineTotals
-from batchspec.engine.sampling import SamplingMode
 from batchspec.packing.cost import page_bytes
 from batchspec.packing.planner import PAGE_SIZE, free_memory
 from batchspec.records import Request, RowStats, SamplingParams

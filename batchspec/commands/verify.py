@@ -24,8 +24,9 @@ from batchspec.config.schema import DraftConfig
 from batchspec.config.typed import from_dict
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.engine import Engine
-from batchspec.engine.prefill import Segment, flat_batch
+from batchspec.engine.prefill import flat_batch
 from batchspec.engine.sampling import Places, apply_penalties, forbid_stop_ids
+from batchspec.engine.step import Segment
 from batchspec.errors import OutputError, StorageError
 from batchspec.kernels.sampling.sample import gumbel_reference
 from batchspec.packing.planner import PAGE_SIZE
@@ -167,14 +168,14 @@ def _first_difference(engine: Engine, request: Request, written: list[int], plai
 @torch.inference_mode()
 def _scores(engine: Engine, request: Request, output: list[int]) -> Tensor:
     """What the draw behind `output` maximised, for every token [V]: penalised logit + temperature * noise, before filters."""
-    rows, count = engine.rows, len(request.prompt_ids) + len(output)
+    rows, count = engine.executor.rows, len(request.prompt_ids) + len(output)
     pages = engine.pool.take(-(-count // PAGE_SIZE))
     rows.begin([0], [request], [output])
     rows.grant([(0, 0, pages)])
     batch, _ = flat_batch(rows, [Segment(0, 0, count, True)], PAGE_SIZE)
-    hidden, _ = engine.round.target.forward(batch, engine.cache)
+    hidden, _ = engine.executor.round.target.forward(batch, engine.executor.cache)
     engine.pool.release(pages)
-    logits = engine.round.target.logits(hidden[-1:])
+    logits = engine.executor.round.target.logits(hidden[-1:])
     position = torch.tensor([count], device=logits.device)
     places = Places(torch.zeros(1, dtype=torch.int32, device=logits.device), position)
     if rows.seen.shape[1]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,12 +12,20 @@ from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
+from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.layout import KVLayout
 from batchspec.cache.pages import KVCache
 from batchspec.draft.shapes import ChainShape, TreeShape
 
-if TYPE_CHECKING:
-    from batchspec.engine.sampling import SamplingMode
+
+@dataclass(frozen=True, slots=True)
+class DrafterUpdate:
+    """What a drafter that learns from finished rows does before a round: decided once for all who execute the round."""
+
+    swap: bool = False
+    """Rounds read the table that was uploaded last."""
+    upload: bool = False
+    """The table that was built last is uploaded."""
 
 
 class Rewritable(Protocol):
@@ -105,8 +114,15 @@ class Drafter(Protocol):
     def learn(self, prompt_ids: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
         """A row has ended with these tokens. Called on the host, between rounds."""
 
-    def refresh(self) -> None:
-        """Renew buffers that captured rounds read. Called before every round is launched, with its stream current."""
+    def next_update(self) -> DrafterUpdate:
+        """What `refresh` may do before the next round without waiting. Changes nothing."""
+
+    def refresh(self, update: DrafterUpdate) -> None:
+        """The next round is about to be launched, on the current stream: renew what captured rounds read. Waits where it must:
+        the update may come from another process."""
+
+
+NO_UPDATE = DrafterUpdate()
 
 
 class DrafterBase:
@@ -126,7 +142,10 @@ class DrafterBase:
     def learn(self, prompt_ids: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
         return None
 
-    def refresh(self) -> None:
+    def next_update(self) -> DrafterUpdate:
+        return NO_UPDATE
+
+    def refresh(self, update: DrafterUpdate) -> None:
         return None
 
 

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from batchspec.draft.base import DrafterUpdate
 from batchspec.kernels.drafting.corpus import SEED, next_hash, pack_entries
 
 Tokens = NDArray[np.int32]
@@ -130,18 +131,26 @@ class Corpus:
         while self._size > self.num_tokens:
             self._size -= len(self._documents.popleft()) + 1
 
-    def refresh(self) -> None:
-        """One step towards a newer table, between two rounds and on their stream. Waits for nothing (`background`)."""
-        if self._arriving is not None and (self._arriving[1] is None or not self._background or self._arriving[1].query()):
+    def next_update(self) -> DrafterUpdate:
+        """What is ready now: the one decision of `refresh` that depends on a clock. Changes nothing."""
+        arriving, building = self._arriving, self._building
+        swap = arriving is not None and (arriving[1] is None or not self._background or arriving[1].query())
+        upload = building is not None and (arriving is None or swap) and (building.done() or not self._background)
+        return DrafterUpdate(swap=swap, upload=upload)
+
+    def refresh(self, update: DrafterUpdate) -> None:
+        """One step towards a newer table, between two rounds and on their stream. Waits only for what `update` says is ready."""
+        if update.swap:
             self._swap()
-        if self._building is not None and self._arriving is None and (self._building.done() or not self._background):
+        if update.upload:
+            assert self._building is not None
             self._upload(self._building.result())
             self._building = None
         if self._building is None and self._new >= max(FEWEST, self._size // GROWTH):
             self._new = 0
             self._building = self._worker.submit(self._build, list(self._documents))
         if not self._background and (self._building is not None or self._arriving is not None):
-            self.refresh()
+            self.refresh(self.next_update())
 
     def _build(self, documents: Sequence[Tokens]) -> _Built:
         host = torch.full((self.tokens.shape[1],), -1, dtype=torch.int32)

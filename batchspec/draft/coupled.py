@@ -11,18 +11,15 @@ Source: Gumbel-coupled drafts, Daliri et al. 2025, "Coupling without communicati
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
+from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.kernels.sampling.argmax import argmax
 from batchspec.kernels.sampling.cutoff import cutoff
 from batchspec.kernels.sampling.noise import add_noise
-
-if TYPE_CHECKING:
-    from batchspec.engine.sampling import SamplingMode
 
 
 @dataclass(frozen=True, slots=True, eq=False)

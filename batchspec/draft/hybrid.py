@@ -9,7 +9,6 @@ Legend: R rows, K draft_len, KH that of the head.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,9 +17,10 @@ from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
+from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.layout import KVLayout
 from batchspec.cache.pages import KVCache
-from batchspec.draft.base import Rewritable
+from batchspec.draft.base import DrafterUpdate, Rewritable
 from batchspec.draft.corpus import corpus_bytes
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.heads import HeadDrafterSpec, build_chain
@@ -31,9 +31,6 @@ from batchspec.draft.shapes import ChainShape
 from batchspec.draft.weights import Head
 from batchspec.kernels.drafting.draft_choice import observe_drafts, pick_drafts
 from batchspec.model.target import Target
-
-if TYPE_CHECKING:
-    from batchspec.engine.sampling import SamplingMode
 
 HEAD_PRIOR, LOOKUP_PRIOR = (4.8, 8.0), (4.0, 8.0)
 """Drafts kept and tried that head and lookup begin with, whatever the match length."""
@@ -128,8 +125,11 @@ class HybridDrafter:
     def learn(self, prompt_ids: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
         self.lookup.learn(prompt_ids, token_ids)
 
-    def refresh(self) -> None:
-        self.lookup.refresh()
+    def next_update(self) -> DrafterUpdate:
+        return self.lookup.next_update()
+
+    def refresh(self, update: DrafterUpdate) -> None:
+        self.lookup.refresh(update)
 
 
 class HybridDrafterSpec(HeadDrafterSpec):

@@ -13,7 +13,7 @@ from torch import Tensor
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.cache.pages import KVCache
 from batchspec.config.schema import DraftConfig
-from batchspec.draft.base import NoFeatures
+from batchspec.draft.base import NO_UPDATE, DrafterUpdate, NoFeatures
 from batchspec.draft.corpus import Corpus, corpus_bytes, usual_lengths
 from batchspec.draft.spec import Weightless
 from batchspec.kernels.drafting.corpus import corpus_lookup
@@ -81,9 +81,12 @@ class LookupDrafter(NoFeatures):
         if self.corpus is not None:
             self.corpus.learn(prompt_ids, token_ids)
 
-    def refresh(self) -> None:
+    def next_update(self) -> DrafterUpdate:
+        return NO_UPDATE if self.corpus is None else self.corpus.next_update()
+
+    def refresh(self, update: DrafterUpdate) -> None:
         if self.corpus is not None:
-            self.corpus.refresh()
+            self.corpus.refresh(update)
 
 
 class LookupDrafterSpec(Weightless):

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from batchspec.batch.device_batch import DeviceBatch
+from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.round import Round, RoundResult
-from batchspec.engine.sampling import SamplingMode
-from batchspec.engine.shared_prefix import SharedPrefixGroups
+from batchspec.engine.shared_prefix import PrefixGroupTables
 
 GRAPH_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """fp64, for tests, has no verify attention that plans on the device."""
@@ -19,9 +19,9 @@ GRAPH_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a graph is captured for: R rows, K drafts a row at most, how tokens are chosen, whether rows share beginnings.
+    """What a graph is captured for: R rows, K drafts a row at most, how tokens are chosen, whether rows share prefixes.
 
-    lead  the round behind it may draft
+    prepare_next  the next round may draft
     """
 
     num_rows: int
@@ -34,8 +34,8 @@ class Shape:
 class Graphs:
     """Runs rounds, captured where the device can. A shape that was not prepared is captured when it is first asked for."""
 
-    def __init__(self, round_: Round, rows: DeviceBatch, groups: SharedPrefixGroups) -> None:
-        self._round, self._rows, self._groups = round_, rows, groups
+    def __init__(self, round_: Round, rows: DeviceBatch, prefix_groups: PrefixGroupTables) -> None:
+        self._round, self._rows, self._prefix_groups = round_, rows, prefix_groups
         self.captures = rows.tokens.is_cuda and round_.target.dtype in GRAPH_DTYPES
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, RoundResult]] = {}
         self._pool: Any = None
@@ -80,11 +80,11 @@ class Graphs:
         return seconds
 
     def _run(self, shape: Shape) -> RoundResult:
-        shared = self._groups.first(shape.num_rows) if shape.shared else None
+        shared = self._prefix_groups.first(shape.num_rows) if shape.shared else None
         return self._round.run(self._rows.first(shape.num_rows), shape.mode, shape.draft_len, shared, shape.prepare_next)
 
     def _capture(self, shape: Shape) -> None:
-        """The warm-up compiles kernels; it runs over dead rows, and what a drafter carries is put back behind it."""
+        """The warm-up compiles kernels. It runs over dead rows; the drafter's state is restored afterwards."""
         state: Sequence[torch.Tensor] = (self._rows.live, *self._round.drafter.state)
         before = [tensor.clone() for tensor in state]
         self._rows.live.zero_()
@@ -93,7 +93,7 @@ class Graphs:
         # The kernels of a graph keep the priority of the stream it was captured on.
         current = torch.cuda.current_stream()
         stream = None if current == torch.cuda.default_stream() else current
-        # Of this thread alone: the one that builds a corpus pins memory meanwhile, which would spoil a capture of all threads.
+        # Only calls of this thread count: the thread that builds a corpus pins memory meanwhile, which would spoil the capture.
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             result = self._run(shape)
         self._pool = self._pool or graph.pool()

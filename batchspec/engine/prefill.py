@@ -1,9 +1,9 @@
-"""Prefill: the known tokens of newly placed rows through the target in chunks, many rows at once, one token emitted each."""
+"""Chunked prefill: the known tokens of refilled slots go through the target, many rows a pass, and each row emits one token."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,27 +11,19 @@ from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch, upload
 from batchspec.batch.flat_batch import FlatBatch, HostLayout
+from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.draft.base import Drafter
+from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.round import Drafts, Round, RoundResult
-from batchspec.engine.sampling import Places, SamplingMode
-from batchspec.engine.scheduler import PassCost
+from batchspec.engine.sampling import Places
+from batchspec.engine.step import Segment
 from batchspec.kernels.kv_cache.slot_mapping import compute_slot_mapping
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Tokens begin .. end-1 of the row in `slot`; `last` when the row's known tokens end there."""
-
-    slot: int
-    begin: int
-    end: int
-    last: bool
-
-
-def chunks(spans: Sequence[tuple[int, int, int]], max_tokens: int) -> Iterator[list[Segment]]:
+def chunks(spans: Iterable[tuple[int, int, int]], max_tokens: int) -> Iterator[list[Segment]]:
     """Cut (slot, begin, end) spans into passes of at most `max_tokens` tokens, in order.
 
-    In order matters: a row that shares pages with one before it finds their K/V written in an earlier pass or in the same
+    The order matters: a row that shares pages with an earlier one finds their K/V written in an earlier pass or in the same
     one, where every layer writes all K/V before it reads any.
     """
     chunk: list[Segment] = []
@@ -51,25 +43,25 @@ def chunks(spans: Sequence[tuple[int, int, int]], max_tokens: int) -> Iterator[l
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """A pass that has run. Its rows are in nobody's way until `go_live`: rounds may run beside it on another stream."""
+    """A pass that was launched. Its rows stay inactive until `activate`, so the pass may overlap decode rounds."""
 
     result: RoundResult | None
     """None if no row's tokens ended in it; else its log is that of a round that drafted nothing."""
     mask: Tensor | None
-    """int32 [slots] 1 for the rows that go on behind their first token."""
+    """int32 [slots] 1 for the rows that do not end with their first token."""
     slot_ids: Tensor
     carried: tuple[Tensor, ...]
     """What the drafter carries of each row of the pass, as its `state`."""
 
-    def go_live(self, rows: DeviceBatch, drafter: Drafter) -> None:
-        """In the order of the rounds: the rows that ended in this pass decode from the next one on."""
+    def activate(self, rows: DeviceBatch, drafter: Drafter) -> None:
+        """On the stream of the rounds: the rows whose tokens ended in this pass decode from the next round on."""
         for state, value in zip(drafter.state, self.carried, strict=True):
             state.index_copy_(0, self.slot_ids, value)
         if self.mask is not None:
             rows.live.bitwise_or_(self.mask)
 
     def hold_for(self, stream: torch.cuda.Stream) -> None:
-        """Keep the memory until `stream` has used it: the pass was launched on another one."""
+        """Keep the memory until `stream` has used it: the pass was launched on another stream."""
         result = () if self.result is None else self.result.tensors
         for tensor in (self.slot_ids, *self.carried, *result, *(() if self.mask is None else (self.mask,))):
             tensor.record_stream(stream)
@@ -78,7 +70,7 @@ class Prefilled:
 def prefill_chunk(round_: Round, rows: DeviceBatch, segments: Sequence[Segment], mode: SamplingMode) -> Prefilled:
     """One pass over `segments`; rows whose tokens end in it emit their next token. Does not synchronise.
 
-    Of `rows` it writes the lines of these rows alone, without penalties: then it may run beside rounds.
+    Without penalties it writes no other rows of `rows`: it may overlap decode rounds.
     """
     device = rows.tokens.device
     batch, slot_ids = flat_batch(rows, segments, round_.cache.page_size)
@@ -101,10 +93,10 @@ def prefill_chunk(round_: Round, rows: DeviceBatch, segments: Sequence[Segment],
     return Prefilled(result, mask, slot_ids, carried)
 
 
-def rehearse(round_: Round, rows: DeviceBatch, *, max_tokens: int, longest: int, mode: SamplingMode) -> PassCost:
-    """A pass of `max_tokens` and a short one, over rows that nobody owns yet and in page 0, which nobody reads; their seconds.
+def rehearse(round_: Round, rows: DeviceBatch, *, max_tokens: int, longest: int, mode: SamplingMode) -> PrefillCost:
+    """Seconds of a pass of `max_tokens` and of a short one, over free slots and in page 0, which nobody reads.
 
-    longest  tokens of a row of the pass: attention of long rows is another one, compiled for a minute the first time
+    longest  tokens of a row of the pass: long rows take another attention kernel, which compiles for a minute the first time
     Kernels are compiled and the largest pass has its memory before the first request comes. Only while no row is live, on a GPU.
     """
     rows.page_table.zero_()
@@ -120,7 +112,7 @@ def rehearse(round_: Round, rows: DeviceBatch, *, max_tokens: int, longest: int,
             torch.cuda.synchronize()
             took = time.perf_counter() - began
         seconds.append(took)
-    return PassCost(least=seconds[1], token=seconds[0] / sum(s.end - s.begin for s in largest))
+    return PrefillCost(least=seconds[1], token=seconds[0] / sum(s.end - s.begin for s in largest))
 
 
 def flat_batch(rows: DeviceBatch, segments: Sequence[Segment], page_size: int) -> tuple[FlatBatch, Tensor]:

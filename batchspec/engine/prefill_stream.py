@@ -1,9 +1,9 @@
-"""Prefill passes beside the rounds, on a CUDA stream of lower priority: they use what of the card the rounds leave idle.
+"""Concurrent prefill: passes on a CUDA stream of lower priority, which use what the decode rounds leave idle.
 
-A round reads K/V and is bound by memory, a prefill multiplies and is bound by arithmetic: side by side they do about a tenth more
-than in turn (H200, 80 rows x 9,000 tokens beside passes of 16,384: prefill at 0.86 of its speed, rounds at 0.24; a fixed split of
-the SMs gives no more). A pass touches pages and lines of its own rows alone; its rows go live in the order of the rounds, once
-the host has seen that the pass is done.
+A round reads K/V and is bound by memory, a prefill multiplies and is bound by arithmetic: run concurrently they do about a tenth
+more than one after the other (H200, 80 rows x 9,000 tokens beside passes of 16,384: prefill at 0.86 of its speed, rounds at 0.24;
+a fixed split of the SMs gives no more). A pass touches pages and state of its own rows alone; its rows are activated on the
+stream of the rounds, once the host knows that the pass is done.
 """
 
 from __future__ import annotations
@@ -13,81 +13,64 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from batchspec.engine.launched import event_now
 from batchspec.engine.prefill import Prefilled
+from batchspec.engine.results import event_now
 
 ROUNDS_PRIORITY, PREFILL_PRIORITY = -1, 0
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
-    """A pass to come: whose slots it fills (owner by slot, -1 elsewhere), and when its group began."""
+class WaitingPass:
+    """A pass that has not begun, and when its group began."""
 
     run: Callable[[], Prefilled]
-    owners: NDArray[np.int64]
     began: torch.cuda.Event
 
 
 @dataclass(frozen=True, slots=True)
-class Landed:
-    """A pass that is done: its rows may go live."""
+class RunningPass:
+    """A pass that was launched: its rows may be activated after `done`."""
 
     prefilled: Prefilled
-    owners: NDArray[np.int64]
     began: torch.cuda.Event
+    done: torch.cuda.Event
 
 
 class PrefillStream:
-    """The passes to come, and the one on its way.
+    """A queue of passes; the oldest is running.
 
-    One at a time: each has some hundred launches, and what a stream holds is bounded. A host that waits for room in the prefill's
-    stream launches no rounds.
+    One at a time: each has some hundred launches, and what a stream queues is bounded. A host that waits for space in the
+    prefill's stream launches no rounds.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.rounds = torch.cuda.Stream(device, priority=ROUNDS_PRIORITY)
+        self.rounds.wait_stream(torch.cuda.current_stream(device))
         self._stream = torch.cuda.Stream(device, priority=PREFILL_PRIORITY)
-        self._waiting: deque[Pass] = deque()
-        self._running: tuple[Landed, torch.cuda.Event] | None = None
+        self._waiting: deque[WaitingPass] = deque()
+        self._running: RunningPass | None = None
 
-    def __bool__(self) -> bool:
-        return self._running is not None or bool(self._waiting)
-
-    @property
-    def takes_more(self) -> bool:
-        """No pass waits: another group may come."""
-        return not self._waiting
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that are not live yet."""
-        owners = [one.owners for one in self._waiting]
-        if self._running is not None:
-            owners.append(self._running[0].owners)
-        return sum(int((one >= 0).sum()) for one in owners)
-
-    def launch(self, passes: Sequence[tuple[Callable[[], Prefilled], NDArray[np.int64]]]) -> None:
+    def launch(self, passes: Sequence[Callable[[], Prefilled]]) -> None:
         """Queue a group's passes, whose rows' tokens are on their way in the rounds' stream (the current one)."""
         began = event_now()
-        self._waiting.extend(Pass(run, owners, began) for run, owners in passes)
+        self._waiting.extend(WaitingPass(run, began) for run in passes)
         self._start()
 
-    def landed(self, *, wait: bool) -> Landed | None:
-        """The pass on its way if it is done, or with `wait` once it is; the current stream may then use what it left."""
-        if self._running is None:
-            return None
-        landed, done = self._running
-        if not (wait or done.query()):
-            return None
-        done.synchronize()
-        torch.cuda.current_stream().wait_event(done)
+    def oldest_done(self) -> bool:
+        """Whether the running pass has ended. Does not wait."""
+        return self._running is not None and self._running.done.query()
+
+    def take_oldest(self) -> RunningPass:
+        """Wait for the running pass and start the next one; the current stream may then use what it left."""
+        running = self._running
+        assert running is not None
+        running.done.synchronize()
+        torch.cuda.current_stream().wait_event(running.done)
         self._running = None
         self._start()
-        return landed
+        return running
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -96,18 +79,18 @@ class PrefillStream:
         """
         rounds = torch.cuda.current_stream()
         if self._running is not None:
-            rounds.wait_event(self._running[1])
+            rounds.wait_event(self._running.done)
         try:
             yield
         finally:
             self._stream.wait_stream(rounds)
 
-    def call_off(self) -> None:
+    def cancel_waiting(self) -> None:
         """Forget the passes that have not begun."""
         self._waiting.clear()
 
     def clear(self) -> None:
-        """Forget what an earlier run left, once it is off the card."""
+        """Forget what an earlier run left, once the device is done with it."""
         self._waiting.clear()
         self._stream.synchronize()
         self._running = None
@@ -116,8 +99,8 @@ class PrefillStream:
         if self._running is not None or not self._waiting:
             return
         one, rounds = self._waiting.popleft(), torch.cuda.current_stream()
-        self._stream.wait_event(one.began)  # behind the rows' tokens, not behind rounds that came later
+        self._stream.wait_event(one.began)  # after the rows' tokens, not after rounds that were launched later
         with torch.cuda.stream(self._stream):
             prefilled = one.run()
             prefilled.hold_for(rounds)
-            self._running = Landed(prefilled, one.owners, one.began), event_now()
+            self._running = RunningPass(prefilled, one.began, event_now())

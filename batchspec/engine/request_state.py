@@ -1,4 +1,4 @@
-"""The host's side of a row: tokens seen so far, statistics, and the completion made of them."""
+"""What the host knows of one request: tokens read so far, statistics, pages, and the completion made of them."""
 
 from __future__ import annotations
 
@@ -8,24 +8,43 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.engine.stop_strings import Decode, StopFinder
-from batchspec.engine.thinking import Parts, Walk, split_thoughts
+from batchspec.engine.thinking import Kind, Parts, ThinkingBudget, ThoughtTracker, split_thoughts
 from batchspec.kernels.rounds.accept import FAILED, STOPPED
 from batchspec.records import Completion, Request, RowError, RowStats, Snapshot
 
 NON_FINITE = "non_finite_logits"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RequestState:
-    """What the host knows of one request, from its first prefill to its completion; survives being set back."""
+    """One request from its arrival to its completion.
+
+    Preemption takes `slot`, `pages` and `num_shared_pages` away; everything else is kept, and the request is prefilled again over
+    its prompt and all its tokens. While it has a slot, tokens and counts that the host read in bulk are in the `SlotTable`; they
+    come here when the slot is flushed.
+    """
 
     request: Request
     draft_len: int
+    """K: the length of the statistics by draft position."""
     finder: StopFinder | None
+    """None where the request has no stop strings."""
     num_top: int | None = None
-    """Likeliest tokens that are told beside each token's logprob; None: no logprobs are asked for."""
+    """How many top logprobs each token has; None: no logprobs are asked for."""
+    mode: SamplingMode = field(init=False)
+    slot: int = -1
+    """-1 without a slot."""
+    pages: list[int] = field(default_factory=list)
+    num_shared_pages: int = 0
+    """Pages at the front whose K/V another request had prefilled."""
+    order: int = 0
+    """Counts refills: the highest is the youngest request."""
+    prefix_hashes: list[bytes] | None = None
+    """Of the prompt's whole pages; None until they were asked for."""
     tokens: list[int] = field(default_factory=list)
+    """Output tokens that are flushed here."""
     logprobs: list[float] = field(default_factory=list)
     top: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     num_prefills: int = 0
@@ -41,17 +60,18 @@ class RequestState:
     prefill_s: float = 0.0
     first_token_at: float = 0.0
     earlier_s: float = 0.0
-    """Decoding of earlier runs."""
+    """Seconds of decoding in earlier runs."""
     finish_reason: str | None = None
     stop_string: str | None = None
     stop_id: int | None = None
-    walk: Walk | None = field(init=False)
-    _inside: bool = field(init=False)
-    _unsaid: bool = field(init=False)
+    budget: ThinkingBudget | None = field(init=False)
+    _thought: ThoughtTracker | None = field(init=False)
+    """At the last of `tokens`; for stop strings only."""
 
     def __post_init__(self) -> None:
+        self.mode = SamplingMode.of(self.request.sampling, self.request.min_new_tokens)
         thinking = self.request.thinking
-        self.walk = None if thinking is None else Walk(thinking, self.request.stop_ids)
+        self.budget = None if thinking is None else ThinkingBudget(thinking, self.request.stop_ids)
         self._restart()
         self.histogram = [0] * (self.draft_len + 1)
         self.drafted_at = [0] * self.draft_len
@@ -59,18 +79,28 @@ class RequestState:
 
     @classmethod
     def of(cls, request: Request, draft_len: int, finder: StopFinder | None, *, num_top: int | None = None) -> RequestState:
-        """A request's account at its start, or where an earlier run left it; that run may have drafted more a round."""
+        """A request at its start, or where an earlier run left it; that run may have had a larger K."""
         resumed = request.resumed
         longest = draft_len if resumed is None else max(draft_len, len(resumed.accepted) - 1)
-        progress = cls(request=request, draft_len=longest, finder=finder, num_top=num_top)
+        state = cls(request=request, draft_len=longest, finder=finder, num_top=num_top)
         if resumed is not None:
-            progress.num_prefills, progress.cached_tokens = resumed.num_prefills, resumed.cached_tokens
-            progress.num_discarded, progress.num_forced = resumed.num_discarded, resumed.num_forced
-            progress.prefill_s, progress.earlier_s = resumed.prefill_s, resumed.decode_s
-            progress.add_counts(resumed.accepted, resumed.drafted)
-            progress._emit(resumed.tokens)
-        progress.hold_to_budget()
-        return progress
+            state.num_prefills, state.cached_tokens = resumed.num_prefills, resumed.cached_tokens
+            state.num_discarded, state.num_forced = resumed.num_discarded, resumed.num_forced
+            state.prefill_s, state.earlier_s = resumed.prefill_s, resumed.decode_s
+            state.add_counts(resumed.accepted, resumed.drafted)
+            state._emit(resumed.tokens)
+        state.hold_to_budget()
+        return state
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens and `tokens`; a request in a slot may have more: see `SlotTable.num_tokens`."""
+        return len(self.request.prompt_ids) + len(self.tokens)
+
+    @property
+    def max_tokens(self) -> int:
+        """Prompt and output tokens at most."""
+        return len(self.request.prompt_ids) + self.request.max_new_tokens
 
     def snapshot(self, now: float) -> Snapshot:
         """What another run needs to go on; `now` is the host's clock in seconds. Logprobs are not kept."""
@@ -135,21 +165,21 @@ class RequestState:
 
     def thinking_left(self) -> int | None:
         """Tokens until the thinking budget can be used up; None where only the beginning of a thought can change that."""
-        return None if self.walk is None else self.walk.left
+        return None if self.budget is None else self.budget.left
 
     def hold_to_budget(self) -> bool:
-        """Close a thought that has used its budget: what was emitted behind that is dropped, the closing tokens follow.
+        """Close a thought that has used its budget: drop the tokens after that place and append the closing tokens.
 
-        False where the tokens keep to it. With the closing the row may be at its end.
+        False where the tokens keep to the budget. The closing tokens may end the request.
         """
-        forced = None if self.walk is None else self.walk.forced(self.tokens)
+        forced = None if self.budget is None else self.budget.forced(self.tokens)
         if forced is None:
             return False
-        stands, closing = forced
-        tokens = [*self.tokens[:stands], *closing][: self.request.device_limit]
-        self.num_discarded += len(self.tokens) - stands
-        self.num_forced += len(tokens) - stands
-        self._lose_logprobs(stands, len(tokens))
+        num_kept, closing = forced
+        tokens = [*self.tokens[:num_kept], *closing][: self.request.device_limit]
+        self.num_discarded += len(self.tokens) - num_kept
+        self.num_forced += len(tokens) - num_kept
+        self._lose_logprobs(num_kept, len(tokens))
         self._restart()
         self._emit(tokens)
         return True
@@ -157,25 +187,24 @@ class RequestState:
     def _restart(self) -> None:
         thinking = self.request.thinking
         self.tokens, self.finish_reason, self.stop_string, self.stop_id = [], None, None, None
-        self._inside = thinking is not None and thinking.opened is True
-        self._unsaid = thinking is not None and thinking.opened is None
+        self._thought = None if thinking is None else ThoughtTracker(thinking)
         if self.finder is not None:
             self.finder.restart()
 
-    def _lose_logprobs(self, stands: int, count: int) -> None:
-        """Nobody asked the model for forced tokens: they have none."""
+    def _lose_logprobs(self, num_kept: int, count: int) -> None:
+        """The model did not choose the forced tokens, num_kept .. count-1: they have no logprobs."""
         if self.num_top is None:
             return
-        self.logprobs[stands:] = [float("nan")] * (count - stands)
+        self.logprobs[num_kept:] = [float("nan")] * (count - num_kept)
         if self.num_top:
             forced = np.full(self.num_top, -1, np.int32), np.full(self.num_top, np.nan, np.float32)
-            self.top[stands:] = [forced] * (count - stands)
+            self.top[num_kept:] = [forced] * (count - num_kept)
 
     def _emit(self, tokens: Sequence[int]) -> None:
         request = self.request
         for place, token in enumerate(tokens):
             self.tokens.append(token)
-            stop = self._look(token) if self.finder else None
+            stop = self._find_stop(token) if self.finder else None
             if stop is not None:
                 self.finish_reason, self.stop_string = "stop", stop
                 self.num_discarded += len(tokens) - place - 1
@@ -186,16 +215,13 @@ class RequestState:
         if len(self.tokens) >= request.device_limit:
             self.finish_reason = "length"
 
-    def _look(self, token: int) -> str | None:
-        """The stop string that is complete with this token. They are looked for in the answer, not in thoughts."""
-        thinking, finder = self.request.thinking, self.finder
-        assert finder is not None
-        if thinking is not None and token in (thinking.begin_id, thinking.end_id):
-            if self._unsaid and token == thinking.end_id:
-                finder.restart()
-            self._inside, self._unsaid = token == thinking.begin_id, False
-            return None
-        return None if self._inside else finder.push(token)
+    def _find_stop(self, token: int) -> str | None:
+        """The stop string that is complete with this token. Stop strings are searched for in the answer, not in thoughts."""
+        assert self.finder is not None
+        kind = Kind.ANSWER if self._thought is None else self._thought.push(token)
+        if kind is Kind.END_OF_OUTPUT_SO_FAR:
+            self.finder.restart()
+        return self.finder.push(token) if kind is Kind.ANSWER else None
 
     def completion(
         self,
@@ -307,6 +333,6 @@ class RequestState:
 
     def _cut_off(self, parts: Parts) -> bool:
         """Whether a thought ended by its budget, or by the cap in its middle."""
-        assert self.walk is not None
-        self.walk.forced(self.tokens)
-        return self.walk.closed_by_budget or (parts.inside and self.finish_reason == "length")
+        assert self.budget is not None
+        self.budget.forced(self.tokens)
+        return self.budget.closed_a_thought or (parts.inside and self.finish_reason == "length")

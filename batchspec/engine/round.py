@@ -12,10 +12,11 @@ from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
+from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import Drafter
 from batchspec.engine.draft_lengths import candidates
-from batchspec.engine.sampling import Places, SamplingMode, choose, greedy_sample, mark_output
+from batchspec.engine.sampling import Places, choose, greedy_sample, mark_output
 from batchspec.kernels.attention.work_list import SharedPrefixes
 from batchspec.kernels.kv_cache.slot_mapping import compute_slot_mapping
 from batchspec.kernels.rounds.accept import accept
@@ -81,13 +82,14 @@ class Round:
     ) -> None:
         self.target, self.drafter, self.cache, self.options = target, drafter, cache, options
         slots, width = batch.num_slots, drafter.max_len + 1
-        self.width = width
-        self.room = width
-        """Places from the newest token on that a round takes in K/V."""
+        self.max_emitted = width
+        """Tokens that a round emits a row at most: K + 1."""
+        self.kv_per_round = width
+        """K/V positions that a round writes from a row's newest token on."""
         self.draft_lens = candidates(drafter.max_len)
         """Draft lengths worth a graph."""
         self.num_lookahead_slots = 0
-        """Places behind a row's end that a round may write K/V to and read."""
+        """K/V positions after a row's last token that a round may write and read."""
         self.nodes: int | None = None
         """Nodes that a round with drafts verifies, whatever its draft length: of a tree."""
         self._fixed = options.uniform_slots and drafter.fixed_len

@@ -8,49 +8,16 @@ Gumbel-argmax over the kept set. Legend: T flat positions, R rows, V vocabulary,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from batchspec.batch.device_batch import SEEN_OUTPUT, SEEN_PROMPT_OR_OUTPUT, DeviceBatch
+from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.kernels.sampling.argmax import NO_TOKEN, argmax
 from batchspec.kernels.sampling.cutoff import cutoff
 from batchspec.kernels.sampling.sample import sample
-from batchspec.records import SamplingParams
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingMode:
-    """What some live row needs: the host knows, and a round leaves out the rest."""
-
-    random: bool = False
-    filters: bool = False
-    penalties: bool = False
-    min_tokens: bool = False
-
-    @classmethod
-    def of(cls, p: SamplingParams, min_new_tokens: int) -> SamplingMode:
-        """What one row needs."""
-        return cls(
-            random=p.temperature > 0,
-            filters=p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0),
-            penalties=p.repetition_penalty != 1 or p.presence_penalty != 0,
-            min_tokens=min_new_tokens > 0,
-        )
-
-    @classmethod
-    def union(cls, modes: Iterable[SamplingMode]) -> SamplingMode:
-        """What serves all of `modes`."""
-        flags = zip(*((m.random, m.filters, m.penalties, m.min_tokens) for m in modes), strict=True)
-        random, filters, penalties, min_tokens = map(any, flags)
-        return cls(random=random, filters=filters, penalties=penalties, min_tokens=min_tokens)
-
-    @property
-    def greedy(self) -> bool:
-        """Plain argmax of the raw logits for every row."""
-        return not (self.random or self.penalties or self.min_tokens)
 
 
 @dataclass(frozen=True, slots=True)

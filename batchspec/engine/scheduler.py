@@ -1,267 +1,238 @@
-"""Which request is in which slot, and which pages it owns. Host bookkeeping only: no tensor, no model.
+"""Decides every step: refills, prefill and its overlap, page grants, preemption, compaction, the shape of each round.
 
-Requests stream through a fixed set of slots. A free slot is refilled at a round boundary, in groups; a row gets pages
-for what it is expected to need and more as it grows; when pages run out the youngest row is set back: its tokens are
-kept and it is prefilled again later.
+Clocks, free memory and what the host has read are asked about here and nowhere else; the answers are in the `ScheduledStep`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from batchspec.cache.pages import PagePool, prefix_hashes
+from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.engine.allocator import SlotAllocator
+from batchspec.engine.executor import Executor
+from batchspec.engine.output_processor import EngineTotals
+from batchspec.engine.prefill import chunks
 from batchspec.engine.request_state import RequestState
-from batchspec.errors import CapacityError
-from batchspec.records import PackedBatch
-
-SHORT_CAP_TOKENS = 512
-"""Rows that may emit at most this many tokens get pages for all of them at once."""
-GROW_PAGES = 4
-"""Pages a row gets at once where there are plenty: the page table is then written every few rounds, not every round."""
-
-
-Counts = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class PassCost:
-    """What a prefill pass takes: seconds where it was measured, else rounds of all slots."""
-
-    least: float
-    """Of few tokens: its launches, on the host."""
-    token: float
-    """Each token of a full one."""
-
-    @staticmethod
-    def usual(prefill_tokens: int) -> PassCost:
-        """Where nothing is measured: a quarter of a round, and half a full pass has nothing to wait for."""
-        return PassCost(least=0.25, token=0.5 / max(1, prefill_tokens))
-
-
-@dataclass(slots=True, eq=False)
-class Row:
-    """A request on its way through the batch."""
-
-    progress: RequestState
-    slot: int = -1
-    pages: list[int] = field(default_factory=list)
-    num_shared: int = 0
-    """Pages at the front whose K/V another row had prefilled."""
-    order: int = 0
-    """Counts refills: the highest is the youngest row."""
-    keys: list[bytes] | None = None
-    """Of the prompt's whole pages, once they were asked for."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and output tokens on the row's own account; a row in a slot has more in `Scheduler.num_tokens`."""
-        return len(self.progress.request.prompt_ids) + len(self.progress.tokens)
-
-    @property
-    def limit(self) -> int:
-        return len(self.progress.request.prompt_ids) + self.progress.request.max_new_tokens
+from batchspec.engine.round_planner import Launch, RoundPlanner
+from batchspec.engine.shared_prefix import PrefixGroups
+from batchspec.engine.slots import FREE
+from batchspec.engine.step import PageGrant, Prefill, Refill, ScheduledRound, ScheduledStep
+from batchspec.records import Ids
 
 
 class Scheduler:
+    """`schedule` gives the next step; the caller executes it and processes `num_reads` results before it asks again.
+
+    What keeps running ahead of the results safe: the device ends rows at stop ids and limits; a result belongs to the row that
+    owned the slot at launch; pages reach as far as all launched rounds can write; and the next owner of a page writes it after
+    the rounds of the last owner, in their stream or in one that waits for it.
+    """
+
     def __init__(
         self,
-        batch: PackedBatch,
-        pool: PagePool,
-        rows: Iterator[RequestState],
+        allocator: SlotAllocator,
+        planner: RoundPlanner,
+        executor: Executor,
+        totals: EngineTotals,
         *,
-        refill_dead: bool = True,
-        lookahead: int = 0,
-        num_lookahead_slots: int = 0,
-        pass_cost: PassCost | None = None,
+        before_round: Callable[[], bool],
+        refill_dead: bool,
+        finished: list[tuple[Ids, Ids]],
     ) -> None:
         """
-        refill_dead  False: wait until every row is dead before new ones come in
-        lookahead    tokens behind a page that its K/V depends on too: 1 with a drafter that reads the next token
-        beyond       places behind a row's end that it needs pages for too: what a tree of drafts takes
-        pass_cost    of a prefill; None: the usual one
+        executor      asked for shapes, for passes that are done and for what its drafter has ready; never for device data
+        before_round  called before each round is scheduled; true where it gave the device work that the round waits for
+        finished      rows that ended and that no step has named yet; those of an earlier run
         """
-        self.batch, self.pool = batch, pool
-        self.slots: list[Row | None] = [None] * batch.num_slots
-        self._stream = rows
-        self._waiting: deque[Row] = deque()
-        self._num_refills = 0
-        self._refill_dead, self._lookahead, self._num_lookahead_slots = refill_dead, lookahead, num_lookahead_slots
-        self._pass_cost = pass_cost or PassCost.usual(batch.prefill_tokens)
-        self._idle = 0.0
-        self._live: list[Row] | None = None
-        # What is asked of every row in every round, by slot; `owner` counts refills and is -1 for a free slot.
-        self.owner = np.full(batch.num_slots, -1, np.int64)
-        self.num_tokens = np.zeros(batch.num_slots, np.int64)
-        self._num_pages, self._prompt_len, self._limit, self._predicted = np.zeros((4, batch.num_slots), np.int64)
+        self.slots, self.batch = allocator.slots, allocator.batch
+        self._allocator, self._planner, self._executor, self._totals = allocator, planner, executor, totals
+        self._before_round, self._refill_dead = before_round, refill_dead
+        self._prefix_groups = PrefixGroups(self.batch.num_slots)
+        self.in_flight: deque[Launch] = deque()
+        """Launches whose results are not read yet, the oldest first."""
+        self._passes: deque[list[int]] = deque()
+        """Overlapping prefill passes that are not activated, the oldest first: slots of the rows whose tokens end in each."""
+        self._killed: list[int] = []
+        self.finished = finished
+        self.num_rows = self.batch.num_slots
+        """Row bucket of the next round."""
+        self.drafter_version = 0
+        self._steps = self._all_steps()
+
+    def schedule(self) -> ScheduledStep:
+        """The next step; it may be empty. Raises CapacityError for a request that can never fit."""
+        return next(self._steps)
+
+    def drain(self) -> ScheduledStep:
+        """Ends the run instead: nothing more is launched, what is launched is read."""
+        waiting = len(self._passes) > 1
+        while len(self._passes) > 1:
+            self._passes.pop()
+        return self._step(cancels_waiting_passes=waiting, activates_pass=bool(self._passes), read_all=True)
 
     @property
-    def live(self) -> list[Row]:
-        """Rows in slots, by slot."""
-        if self._live is None:
-            self._live = [row for row in self.slots if row is not None]
-        return self._live
+    def shares_prefixes(self) -> bool:
+        """Rows of the newest round share a prefix."""
+        return self._prefix_groups.any
 
     @property
-    def exhausted(self) -> bool:
-        """No request waits and none will come."""
-        return self._peek() is None
+    def idle(self) -> bool:
+        """Nothing is launched that was not read."""
+        return not (self.in_flight or self._passes)
 
-    @property
-    def preempted(self) -> list[Row]:
-        """Rows that had slots and wait for pages."""
-        return [row for row in self._waiting if row.progress.tokens]
+    def end(self, state: RequestState, *, on_device: bool) -> None:
+        """The request leaves its slot. on_device: its row is dead on the device already."""
+        if not on_device:
+            self._killed.append(state.slot)
+        self._allocator.release(state)
 
-    def _peek(self) -> Row | None:
-        if not self._waiting:
-            progress = next(self._stream, None)
-            if progress is not None:
-                self._waiting.append(Row(progress))
-        return self._waiting[0] if self._waiting else None
+    def preempt(self, state: RequestState) -> None:
+        """The request leaves its slot and waits to be prefilled again, over all its tokens."""
+        self._killed.append(state.slot)
+        self._allocator.preempt(state)
 
-    def pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.batch.page_size)
+    def _all_steps(self) -> Iterator[ScheduledStep]:
+        while True:
+            yield from self._refill()
+            yield from self._compact()
+            if self.slots.live:
+                yield from self._round()
+            if not self.slots.live:
+                yield self._step(read_all=True)
 
-    def _expected_pages(self, row: Row) -> int:
-        """Pages a waiting row will hold at its end, as far as anyone knows: see `_pages_at_end`."""
-        request, count = row.progress.request, len(row.progress.tokens)
-        one = [np.array([n]) for n in (len(request.prompt_ids), row.limit, request.predicted_tokens, count)]
-        return int(self._pages_at_end(*one)[0])
+    def _refill(self) -> Iterator[ScheduledStep]:
+        """Activate a pass that is done; fill free slots; delay decoding while few rows are active."""
+        activates = bool(self._passes) and self._executor.prefill_done()
+        takes_more = len(self._passes) - activates <= 1  # no pass waits for the running one
+        group = self._allocator.refill(self._planner.round_s) if takes_more else []
+        prefill = self._prefill(group) if group else None
+        if prefill is not None:
+            self.num_rows = self.batch.num_slots
+            if not prefill.overlaps:  # overlapping passes may write pages that the group shares
+                while self._passes:
+                    yield self._step(activates_pass=True)
+                    activates = False
+        if activates or prefill:
+            yield self._step(activates_pass=activates, prefill=prefill)
+        while self._too_few_active():
+            yield self._step(activates_pass=True)
 
-    def _pages_at_end(self, prompt_len: Counts, limit: Counts, predicted: Counts, emitted: Counts) -> Counts:
-        """All of a short cap; else what is predicted, and for a row that outgrows it half as much output again, so that a
-        row set back is not taken in again only to be set back."""
-        output = np.maximum(predicted, emitted * 3 // 2 + 4 * self.batch.page_size)
-        expected = np.minimum(limit, prompt_len + output)
-        at_end = np.where(limit - prompt_len <= SHORT_CAP_TOKENS, limit, expected) + self._num_lookahead_slots
-        return -(-at_end // self.batch.page_size)
+    def _prefill(self, group: list[RequestState]) -> Prefill:
+        page_size, refills = self.batch.page_size, []
+        for state in group:
+            num_cached = state.num_shared_pages * page_size
+            if state.num_prefills == 0:
+                state.cached_tokens = num_cached
+            self._totals.cached_tokens += num_cached
+            self._totals.prefill_tokens += state.num_tokens - num_cached
+            refills.append(
+                Refill(
+                    slot=state.slot, request=state.request, tokens=tuple(state.tokens), pages=tuple(state.pages),
+                    num_cached=num_cached,
+                )
+            )  # fmt: skip
+        spans = [(refill.slot, refill.num_cached, state.num_tokens) for refill, state in zip(refills, group, strict=True)]
+        mode = SamplingMode.union([state.mode for state in group])
+        return Prefill(
+            refills=tuple(refills),
+            passes=tuple(tuple(segments) for segments in chunks(spans, self.batch.prefill_tokens)),
+            mode=mode,
+            overlaps=self._executor.can_overlap and not mode.penalties,  # penalties count tokens of all rows in one tensor
+        )
 
-    def _promised(self) -> int:
-        """Pages that the rows in slots are expected to ask for still."""
-        emitted = self.num_tokens - self._prompt_len
-        at_end = self._pages_at_end(self._prompt_len, self._limit, self._predicted, emitted)
-        return int(np.maximum(at_end - self._num_pages, 0)[self.owner >= 0].sum())
+    def _too_few_active(self) -> bool:
+        """Delay decoding until half of the slots are active: a small round costs nearly as much as a full one."""
+        num_inactive = sum(map(len, self._passes))
+        return bool(self._passes) and 2 * (len(self.slots.live) - num_inactive) < self.batch.num_slots
 
-    def refill(self, round_s: float = 1.0) -> list[Row]:
-        """Rows to prefill now, before the next round: slots taken, pages for their present tokens granted, whole-page prefixes
-        shared.
+    def _compact(self) -> Iterator[ScheduledStep]:
+        """With an empty stream of requests, shrink to the next smaller row bucket once the live rows fit."""
+        live = self.slots.live
+        if self._passes or not (live and self._refill_dead and self._allocator.exhausted):
+            return
+        num_rows = min(b for b in self.batch.row_buckets if b >= len(live))
+        if num_rows < self.num_rows:
+            if self.in_flight:
+                yield self._step(read_all=True)
+            moves = self._allocator.compact(num_rows)
+            self.num_rows = num_rows
+            if moves:
+                yield self._step(moves=tuple(moves))
 
-        round_s  what a round of all slots takes at present, in the unit of the pass's cost
-        """
-        free = np.flatnonzero(self.owner < 0).tolist()
-        if not self._worth_a_prefill(len(free), round_s):
-            return []
-        self._idle = 0.0
-        group: list[Row] = []
-        promised = self._promised()
-        for slot in free:
-            row = self._peek()
-            if row is None or not self._admit(row, promised):
-                break
-            self._waiting.popleft()
-            self._place(row, slot)
-            group.append(row)
-            promised += max(0, self._expected_pages(row) - len(row.pages))
-        return group
+    def _round(self) -> Iterator[ScheduledStep]:
+        """Pages for all that the launched rounds and the next one may write, preempting the youngest rows if needed; then it."""
+        overlaps = self._before_round()
+        grants: list[PageGrant] = []
+        while not self._grow_all(grants):
+            if self.in_flight:  # unread results may free pages, and the tokens of a preempted row must all be known
+                yield self._step(num_reads=1)
+            elif self._passes:  # no row may be preempted whose pages are being filled
+                yield self._step(activates_pass=True)
+            else:
+                self.preempt(self._allocator.youngest())
+                self._totals.preempted += 1
+        if not self.slots.live:  # all of them ended in the results that were read
+            return
+        yield self._step(grants=tuple(grants), round=self._schedule_round(overlaps=overlaps or bool(self._passes)))
 
-    def _worth_a_prefill(self, num_free: int, round_s: float) -> bool:
-        """Once slots have stood idle for as long as a pass of few tokens takes more than its tokens do.
-
-        Waiting then costs as much as the pass, which is the least of both together (Harris 1913, economic order quantity).
-        """
-        if num_free == self.batch.num_slots:
-            return True
-        if not self._refill_dead or not num_free or (row := self._peek()) is None:
-            return False
-        self._idle += round_s * num_free / self.batch.num_slots
-        return self._idle >= self._pass_cost.least - self._pass_cost.token * num_free * row.num_tokens
-
-    def _place(self, row: Row, slot: int) -> None:
-        request = row.progress.request
-        row.slot, row.order = slot, self._num_refills
-        self._num_refills += 1
-        self.slots[slot], self._live = row, None
-        self.owner[slot], self.num_tokens[slot], self._num_pages[slot] = row.order, row.num_tokens, len(row.pages)
-        self._prompt_len[slot], self._limit[slot] = len(request.prompt_ids), row.limit
-        self._predicted[slot] = request.predicted_tokens
-
-    def short_of_pages(self, ahead: int) -> list[Row]:
-        """Rows whose pages end before their tokens and `ahead` more, or their limit, oldest first."""
-        wanted = -(-np.minimum(self.num_tokens + ahead, self._limit + self._num_lookahead_slots) // self.batch.page_size)
-        slots = np.flatnonzero((self.owner >= 0) & (wanted > self._num_pages))
-        return [row for slot in slots[np.argsort(self.owner[slots])] if (row := self.slots[slot]) is not None]
-
-    def _admit(self, row: Row, promised: int) -> bool:
-        """Grant pages for the row's tokens and the one its prefill emits, if the rest of its life will find room too."""
-        request = row.progress.request
-        most = self.pages_for(row.limit + self._num_lookahead_slots)
-        if most > self.pool.num_pages - 1:
-            raise CapacityError(
-                f"request {request.request_id!r}: prompt and output of {row.limit} tokens need {most} pages,"
-                f" the pool has {self.pool.num_pages - 1}; raise packing.pages or packing.memory_gb"
-            )
-        if row.keys is None:  # a row that waits for pages asks again every round
-            row.keys = prefix_hashes(request.prompt_ids, self.batch.page_size, lookahead=self._lookahead)
-        keys = row.keys
-        # The last prompt token is always computed: its logits give the first output token.
-        shared = self.pool.match(keys[: (len(request.prompt_ids) - 1) // self.batch.page_size])
-        taken_from_free = self.pool.num_idle(shared)
-        expected = self._expected_pages(row) - len(shared) + taken_from_free
-        if any(self.slots) and promised + expected > self.pool.num_free:
-            return False
-        self.pool.share(shared)
-        own = self.pool.take(self.pages_for(row.num_tokens) - len(shared))
-        row.pages, row.num_shared = shared + own, len(shared)
-        for page, key in zip(row.pages, keys, strict=False):
-            self.pool.publish(page, key)
+    def _grow_all(self, grants: list[PageGrant]) -> bool:
+        """Pages for every row that is short of them, oldest first, noted in `grants`; False where the pool ran out."""
+        round_ = self._executor.round
+        ahead = len(self.in_flight) * round_.max_emitted + round_.kv_per_round
+        for state in self._allocator.short_of_pages(ahead):
+            first_column = len(state.pages)
+            pages = self._allocator.grow(state, int(self.slots.num_tokens[state.slot]) + ahead)
+            if pages is None:
+                return False
+            grants.append(PageGrant(state.slot, first_column, tuple(pages)))
         return True
 
-    def grow(self, row: Row, num_tokens: int) -> list[int] | None:
-        """Pages so that `num_tokens` (at most the row's limit and what lies beyond) fit: the new ones, or None when the pool has
-        too few."""
-        most = row.limit + self._num_lookahead_slots
-        missing = self.pages_for(min(num_tokens, most)) - len(row.pages)
-        if missing > self.pool.num_free:
-            return None
-        if 0 < missing < GROW_PAGES and self.pool.num_free > GROW_PAGES * self.batch.num_slots:
-            missing = min(GROW_PAGES, self.pages_for(most) - len(row.pages))
-        pages = self.pool.take(max(0, missing))
-        row.pages += pages
-        self._num_pages[row.slot] = len(row.pages)
-        return pages
+    def _schedule_round(self, *, overlaps: bool) -> ScheduledRound:
+        slots, groups = self.slots, self._prefix_groups
+        new_groups = groups.renew(slots.requests, slots.owner, self.num_rows)
+        launch = self._planner.choose(self.num_rows, slots.num_tokens, slots.owner, overlaps=overlaps)
+        self.in_flight.append(launch)
+        self._totals.rounds += 1
+        return ScheduledRound(
+            num_rows=self.num_rows,
+            draft_len=launch.draft_len,
+            prepare_next=launch.prepare_next,
+            mode=slots.mode,
+            shares_prefixes=groups.any,
+            new_prefix_groups=new_groups,
+            drafter_update=self._executor.drafter.next_update(),
+        )
 
-    def youngest(self) -> Row:
-        return max(self.live, key=lambda row: row.order)
+    def _step(self, *, num_reads: int = 0, read_all: bool = False, **fields: Any) -> ScheduledStep:
+        """A step with what happened since the last one; notes what it launches."""
+        prefill: Prefill | None = fields.get("prefill")
+        if fields.get("activates_pass"):
+            self._note_prefill(self._passes.popleft())
+        if prefill is not None:
+            for segments in prefill.passes:
+                ending = [segment.slot for segment in segments if segment.last]
+                if prefill.overlaps:
+                    self._passes.append(ending)
+                else:
+                    self._note_prefill(ending)
+        if read_all:
+            num_reads = len(self.in_flight)
+        elif fields.get("round") is not None:
+            num_reads = max(0, len(self.in_flight) - self.batch.run_ahead)
+        killed, self._killed = tuple(self._killed), []
+        finished = tuple(self.finished)
+        self.finished.clear()
+        return ScheduledStep(
+            drafter_version=self.drafter_version, finished=finished, killed=killed, num_reads=num_reads, **fields
+        )
 
-    def release(self, row: Row) -> None:
-        """The row is dead: its slot and pages are free for what is launched from now on."""
-        self.pool.release(row.pages)
-        self.slots[row.slot], self._live = None, None
-        self.owner[row.slot] = -1
-        row.pages = []
-
-    def preempt(self, row: Row) -> None:
-        """Take the row's slot and pages away; it comes back before any new request."""
-        self.release(row)
-        row.slot = -1
-        self._waiting.appendleft(row)
-
-    def compact(self, num_slots: int) -> list[tuple[int, int]]:
-        """Move live rows into the first `num_slots` slots; (source, destination) of each move."""
-        free = [slot for slot in range(num_slots) if self.slots[slot] is None]
-        moves = []
-        for source in range(num_slots, self.batch.num_slots):
-            row = self.slots[source]
-            if row is not None:
-                row.slot = free.pop(0)
-                self.slots[row.slot], self.slots[source] = row, None
-                for field in (self.owner, self.num_tokens, self._num_pages, self._prompt_len, self._limit, self._predicted):
-                    field[row.slot] = field[source]
-                self.owner[source] = -1
-                moves.append((source, row.slot))
-        self._live = None
-        return moves
+    def _note_prefill(self, ending: list[int]) -> None:
+        """The result of a pass is on its way, if any row's tokens ended in it."""
+        if ending:
+            owners = np.full_like(self.slots.owner, FREE)
+            owners[ending] = self.slots.owner[ending]
+            self.in_flight.append(Launch(owners=owners, is_prefill=True))

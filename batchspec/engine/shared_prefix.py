@@ -1,4 +1,7 @@
-"""Rows that begin with the same pages: attention reads such a beginning once for all of them."""
+"""Rows whose first pages are the same: attention reads such a prefix once for all of them.
+
+The scheduler finds the groups (`PrefixGroups`), the executor keeps them on the device (`PrefixGroupTables`).
+"""
 
 from __future__ import annotations
 
@@ -10,28 +13,23 @@ import torch
 from numpy.typing import NDArray
 
 from batchspec.batch.device_batch import upload
-from batchspec.engine.scheduler import Row
+from batchspec.engine.request_state import RequestState
+from batchspec.engine.step import PrefixGroup
 from batchspec.kernels.attention.work_list import SharedPrefixes
 
 MIN_PAGES = 8
-"""Of a common beginning: reading fewer once saves less than the second pass over the rows costs."""
+"""Of a shared prefix: reading fewer pages once saves less than a second pass over the rows costs."""
 
 
-class SharedPrefixGroups:
-    """The device's tables of which rows share a beginning.
+class PrefixGroups:
+    """Which rows share a prefix.
 
-    They are valid for one row bucket and for the rows that are in its slots: `renew` compares both before every round, so no
+    Groups hold for one row bucket and for the rows that are in its slots: `renew` compares both before every round, so no
     caller has to remember when rows enter, move, or when the bucket shrinks. A member that dies stays listed and is skipped.
     """
 
-    def __init__(self, slots: int, page_size: int, device: torch.device) -> None:
-        self._page_size, self._most = page_size, max(1, slots // 2)
-        ints = {"dtype": torch.int32, "device": device}
-        self._row_group = torch.full((slots,), -1, **ints)  # type: ignore[call-overload]
-        self._row_order = torch.arange(slots, **ints)  # type: ignore[call-overload]
-        self._group_start = torch.zeros(self._most + 1, **ints)  # type: ignore[call-overload]
-        self._shared_len = torch.zeros(self._most, **ints)  # type: ignore[call-overload]
-        self._num_rows, self._owner = -1, np.full(slots, -1, np.int64)
+    def __init__(self, num_slots: int) -> None:
+        self._num_rows, self._owner = -1, np.full(num_slots, -1, np.int64)
         self.any = False
         """Whether there is a group at all: rounds without one leave its work out."""
 
@@ -39,45 +37,78 @@ class SharedPrefixGroups:
         """No row is in any slot: what follows may count its refills from 0 again."""
         self._num_rows = -1
 
-    def renew(self, rows: Sequence[Row | None], owner: NDArray[np.int64], num_rows: int) -> bool:
-        """Bring the tables up to date for a round over the first `num_rows` slots; whether any of its rows share a beginning.
+    def renew(
+        self, requests: Sequence[RequestState | None], owner: NDArray[np.int64], num_rows: int
+    ) -> tuple[PrefixGroup, ...] | None:
+        """All groups of a round over the first `num_rows` slots; None where the device's tables need no change.
 
-        rows   by slot; owner int64 [slots] counts refills, -1 for a free slot
+        requests  by slot; owner int64 [slots] counts refills, -1 for a free slot
 
-        Nothing is uploaded while no row has entered or moved and the bucket is the same, nor while no rows share anything.
+        Nothing changes while no row has entered or moved and the bucket is the same, nor while no rows share anything.
         """
         if num_rows == self._num_rows and not ((owner != self._owner) & (owner >= 0)).any():
-            return self.any
+            return None
         assert not (owner[num_rows:] >= 0).any(), (num_rows, owner)
         self._num_rows, self._owner = num_rows, owner.copy()
-        found = shared_beginnings(rows[:num_rows])
-        if found or self.any:
-            self._upload(found, num_rows)
-        self.any = bool(found)
-        return self.any
+        found = find_groups(requests[:num_rows])
+        had_any, self.any = self.any, bool(found)
+        return found if found or had_any else None
 
-    def _upload(self, found: list[tuple[list[int], int]], num_rows: int) -> None:
+
+def find_groups(requests: Sequence[RequestState | None]) -> tuple[PrefixGroup, ...]:
+    """Slots whose rows begin with the same pages: groups of at least two rows and MIN_PAGES pages."""
+    by_first: dict[int, list[RequestState]] = {}
+    for state in requests:
+        if state is not None and len(state.pages) >= MIN_PAGES:
+            by_first.setdefault(state.pages[0], []).append(state)
+    found = []
+    for members in by_first.values():
+        if len(members) > 1:
+            columns = zip(*(state.pages for state in members), strict=False)
+            pages = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
+            if pages >= MIN_PAGES:
+                found.append(PrefixGroup(tuple(state.slot for state in members), pages))
+    return tuple(found)
+
+
+class PrefixGroupTables:
+    """The groups on the device, as attention reads them."""
+
+    def __init__(self, num_slots: int, page_size: int, device: torch.device) -> None:
+        self._page_size, self._most = page_size, max(1, num_slots // 2)
+        ints = {"dtype": torch.int32, "device": device}
+        self._row_group = torch.full((num_slots,), -1, **ints)  # type: ignore[call-overload]
+        self._row_order = torch.arange(num_slots, **ints)  # type: ignore[call-overload]
+        self._group_start = torch.zeros(self._most + 1, **ints)  # type: ignore[call-overload]
+        self._shared_len = torch.zeros(self._most, **ints)  # type: ignore[call-overload]
+
+    def write(self, groups: Sequence[PrefixGroup], num_rows: int) -> None:
+        """Replace all groups, those of a round over the first `num_rows` slots, in stream order."""
         slots = len(self._row_group)
-        group, start, length = np.full(slots, -1, np.int32), np.zeros(self._most + 1, np.int32), np.zeros(self._most, np.int32)
+        row_group, start, length = (
+            np.full(slots, -1, np.int32),
+            np.zeros(self._most + 1, np.int32),
+            np.zeros(self._most, np.int32),
+        )
         order: list[int] = []
-        for index, (members, pages) in enumerate(found):
-            group[members] = index
-            order += members
+        for index, group in enumerate(groups):
+            row_group[list(group.slots)] = index
+            order += group.slots
             start[index + 1 :] = len(order)
-            length[index] = pages * self._page_size
+            length[index] = group.num_pages * self._page_size
         # Rows of no group come after the members, in order: a round of fewer rows reads the first entries only.
-        order += np.flatnonzero(group < 0).tolist()
+        order += np.flatnonzero(row_group < 0).tolist()
         assert sorted(order[:num_rows]) == list(range(num_rows)), (num_rows, order)  # no member beyond the bucket
-        assert len(found) <= max(1, num_rows // 2), (num_rows, found)  # `first` cuts no group off
+        assert len(groups) <= max(1, num_rows // 2), (num_rows, groups)  # `first` cuts no group off
         for field, values in zip(
             (self._row_group, self._row_order, self._group_start, self._shared_len),
-            (group, np.array(order, np.int32), start, length),
+            (row_group, np.array(order, np.int32), start, length),
             strict=True,
         ):
             field.copy_(upload(values, torch.int32, field.device))
 
     def first(self, num_rows: int) -> SharedPrefixes:
-        """Views for rounds over the first slots: a captured graph reads what `renew` has written to them last."""
+        """Views for rounds over the first slots: a captured graph reads what was written to them last."""
         most = max(1, num_rows // 2)
         return SharedPrefixes(
             row_group=self._row_group[:num_rows],
@@ -85,19 +116,3 @@ class SharedPrefixGroups:
             group_start=self._group_start[: most + 1],
             shared_len=self._shared_len[:most],
         )
-
-
-def shared_beginnings(rows: Sequence[Row | None]) -> list[tuple[list[int], int]]:
-    """Slots whose rows begin with the same pages, and how many of them: groups of at least two rows and MIN_PAGES pages."""
-    by_first: dict[int, list[Row]] = {}
-    for row in rows:
-        if row is not None and len(row.pages) >= MIN_PAGES:
-            by_first.setdefault(row.pages[0], []).append(row)
-    found = []
-    for members in by_first.values():
-        if len(members) > 1:
-            columns = zip(*(row.pages for row in members), strict=False)
-            pages = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
-            if pages >= MIN_PAGES:
-                found.append(([row.slot for row in members], pages))
-    return found

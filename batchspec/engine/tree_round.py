@@ -13,11 +13,12 @@ from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch, TreeTail
+from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import Drafter
 from batchspec.draft.shapes import TreeShape
 from batchspec.engine.round import Drafts, Round, RoundOptions, RoundResult
-from batchspec.engine.sampling import Places, SamplingMode
+from batchspec.engine.sampling import Places
 from batchspec.kernels.attention.work_list import SharedPrefixes
 from batchspec.kernels.tree.tree_places import tree_places
 from batchspec.kernels.tree.tree_walk import tree_walk
@@ -49,7 +50,7 @@ class TreeRound(Round):
     ) -> None:
         super().__init__(target, drafter, cache, batch, options, device)
         slots, places = batch.num_slots, shape.nodes + 1
-        self.room = shape.kv_per_round
+        self.kv_per_round = shape.kv_per_round
         self.num_lookahead_slots = shape.num_lookahead_slots
         self.nodes = shape.nodes
         self.draft_lens = (0, shape.depth)

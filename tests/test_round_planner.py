@@ -1,24 +1,25 @@
-"""What a launcher prepares before the first round, and what it makes of the rounds' times; on a GPU's behalf, without one."""
+"""What a planner prepares before the first round, and what it makes of the rounds' times; on a GPU's behalf, without one."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.draft.none import NoDrafter
-from batchspec.engine import launcher as launcher_module
+from batchspec.engine import executor as executor_module
 from batchspec.engine import prefill
 from batchspec.engine.engine import Engine
-from batchspec.engine.graphs import Shape
-from batchspec.engine.launched import Launched
-from batchspec.engine.launcher import Launcher
+from batchspec.engine.executor import Executor
+from batchspec.engine.graphs import GRAPH_DTYPES, Shape
 from batchspec.engine.prefill import rehearse
-from batchspec.engine.sampling import SamplingMode
-from batchspec.engine.scheduler import PassCost
+from batchspec.engine.prefill_cost import PrefillCost
+from batchspec.engine.results import PendingResult
+from batchspec.engine.round_planner import Launch, RoundPlanner
 from batchspec.records import PackedBatch
 from tests.engines import DEVICE, packed, request, tiny_target
 
@@ -28,7 +29,7 @@ ATTENTION = 0.5
 MODE = SamplingMode(random=True)
 
 
-def launcher(
+def planner(
     batch: PackedBatch,
     max_len: int,
     *,
@@ -36,13 +37,16 @@ def launcher(
     adaptive: bool = True,
     base: Any = BASE,
     dtype: torch.dtype = torch.float32,
-) -> Launcher:
+) -> RoundPlanner:
     """Of rounds that take what `base` says, in proportion to their rows. An earlier run has left rows alive."""
-    drafter = SimpleNamespace(max_len=max_len, refresh=lambda: None)
-    round_: Any = SimpleNamespace(drafter=drafter, draft_lens=draft_lens, target=SimpleNamespace(dtype=dtype))
-    rows: Any = SimpleNamespace(tokens=SimpleNamespace(is_cuda=True), live=torch.ones(batch.num_slots, dtype=torch.int32))
-    groups: Any = SimpleNamespace(renew=lambda *_: False)
-    made = Launcher(round_, rows, groups, batch, adaptive=adaptive)
+    drafter = SimpleNamespace(max_len=max_len)
+    executor: Any = SimpleNamespace(
+        drafter=drafter,
+        round=SimpleNamespace(drafter=drafter, draft_lens=draft_lens),
+        rows=SimpleNamespace(live=torch.ones(batch.num_slots, dtype=torch.int32)),
+        batch=batch,
+    )
+    executor.rehearse = MethodType(Executor.rehearse, executor)
     prepared: list[Shape] = []
 
     def seconds(shape: Shape) -> float:
@@ -51,37 +55,41 @@ def launcher(
         return taken
 
     graphs: Any = SimpleNamespace(
+        captures=dtype in GRAPH_DTYPES,
         prepared=prepared,
         prepare=prepared.extend,
         seconds=seconds,
-        run=lambda shape: SimpleNamespace(log=torch.zeros(1), shape=shape),
     )
-    made.graphs = graphs
-    return made
+    executor.graphs = graphs
+    return RoundPlanner(executor, batch, adaptive=adaptive)
 
 
-def slots(owner: Any, num_tokens: Any) -> Any:
-    """A scheduler with these rows in its slots."""
-    return SimpleNamespace(slots=[None] * len(owner), owner=owner, num_tokens=num_tokens)
+def chosen(planner: RoundPlanner, num_rows: int, owners: Any, num_tokens: Any) -> Launch:
+    """The next round, of rows that these slots have."""
+    return planner.choose(num_rows, num_tokens, owners, overlaps=False)
+
+
+def arrived(at: float) -> PendingResult:
+    result: Any = None
+    event: Any = at
+    return PendingResult(result, arrived=event)
 
 
 @pytest.mark.parametrize("accepted", [0, 1])
 def test_every_kind_of_round_is_charged_with_what_such_rounds_take(accepted: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where drafts pay the rounds without any are looks that prepare the next draft; where they do not, most prepare none."""
-    monkeypatch.setattr(launcher_module, "rehearse", lambda *_, **__: PassCost(least=0.0, token=0.0))
-    monkeypatch.setattr(Launched, "seconds_since", lambda launched, began: launched.arrived - began)
-    one = launcher(packed(4), 1)
+    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
+    monkeypatch.setattr(PendingResult, "seconds_since", lambda result, began: result.arrived - began)
+    one = planner(packed(4), 1)
     assert not one.ready
     one.prepare(MODE)
     assert one.ready
     now, seen = 0.0, set[tuple[int, bool]]()
     for _ in range(100):
-        launched = one.launch(4, slots(np.array([0, 1, -1, 3]), np.array([300, 300, 5000, 400])), MODE, beside=False)
-        shape: Shape = launched.result.shape
-        now += BASE[shape.draft_len, shape.prepare_next] + ATTENTION
-        launched.arrived = now
-        one.learn(launched, np.full(3, min(accepted, shape.draft_len), np.int32))
-        seen.add((shape.draft_len, shape.prepare_next))
+        launch = chosen(one, 4, np.array([0, 1, -1, 3]), np.array([300, 300, 5000, 400]))
+        now += BASE[launch.draft_len, launch.prepare_next] + ATTENTION
+        one.learn(launch, arrived(now), np.full(3, min(accepted, launch.draft_len), np.int32))
+        seen.add((launch.draft_len, launch.prepare_next))
     assert seen == (set(BASE) if accepted == 0 else {(0, True), (1, True)})
     assert one._lengths is not None
     scores = one._lengths.scores(4, 1000)
@@ -96,15 +104,15 @@ def test_prefill_is_rehearsed_with_rows_as_long_as_the_job_has_seen(
     """A row of max_len leaves room for one token."""
     found: dict[str, Any] = {}
 
-    def recorded(_: Any, rows: Any, **values: Any) -> PassCost:
+    def recorded(_: Any, rows: Any, **values: Any) -> PrefillCost:
         assert not rows.live.any()
         found.update(values)
-        return PassCost(least=3.0, token=0.5)
+        return PrefillCost(least=3.0, token=0.5)
 
-    monkeypatch.setattr(launcher_module, "rehearse", recorded)
-    cost = launcher(packed(4, longest_prompt=longest, max_len=128, prefill_tokens=400), 1).prepare(MODE)
+    monkeypatch.setattr(executor_module, "rehearse", recorded)
+    cost = planner(packed(4, longest_prompt=longest, max_len=128, prefill_tokens=400), 1).prepare(MODE)
     assert (found["longest"], found["max_tokens"]) == (rehearsed, 400)
-    assert cost == PassCost(least=3.0, token=0.5)
+    assert cost == PrefillCost(least=3.0, token=0.5)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -120,9 +128,9 @@ def test_just_the_graphs_that_the_job_may_launch_are_prepared(
     adaptive: bool, max_len: int, kinds: set[tuple[int, bool]], shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tree is verified as a whole or not at all."""
-    monkeypatch.setattr(launcher_module, "rehearse", lambda *_, **__: PassCost(least=0.0, token=0.0))
+    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
     base = dict.fromkeys(kinds, 1.0)
-    one: Any = launcher(packed(4), max_len, draft_lens=(0, max_len), adaptive=adaptive, base=base)
+    one: Any = planner(packed(4), max_len, draft_lens=(0, max_len), adaptive=adaptive, base=base)
     one.prepare(MODE, shared=shared)
     wanted = [
         Shape(num_rows, k, MODE, common, prepare_next)
@@ -130,26 +138,25 @@ def test_just_the_graphs_that_the_job_may_launch_are_prepared(
         for k, prepare_next in kinds
         for common in ((False, True) if shared else (False,))
     ]
-    assert len(one.graphs.prepared) == len(wanted)
-    assert set(one.graphs.prepared) == set(wanted)
+    assert len(one._executor.graphs.prepared) == len(wanted)
+    assert set(one._executor.graphs.prepared) == set(wanted)
 
 
 def test_a_result_speaks_of_the_round_that_it_came_from_however_many_were_launched_since(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five rounds over two of four slots, every other one without drafts, are launched before the first result is there."""
-    monkeypatch.setattr(launcher_module, "rehearse", lambda *_, **__: PassCost(least=0.0, token=0.0))
-    monkeypatch.setattr(Launched, "seconds_since", lambda launched, began: launched.arrived - began)
-    one = launcher(packed(4), 1)
+    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
+    monkeypatch.setattr(PendingResult, "seconds_since", lambda result, began: result.arrived - began)
+    one = planner(packed(4), 1)
     one.prepare(MODE)
     assert one._lengths is not None
     lens = [0, 1, 0, 1, 0]
-    chosen = iter(lens)
-    monkeypatch.setattr(one._lengths, "choose", lambda *_: (next(chosen), True))
-    launched = [one.launch(2, slots(np.array([0, 1, -1, -1]), np.full(4, 500)), MODE, beside=False) for _ in lens]
+    following = iter(lens)
+    monkeypatch.setattr(one._lengths, "choose", lambda *_: (next(following), True))
+    launched = [chosen(one, 2, np.array([0, 1, -1, -1]), np.full(4, 500)) for _ in lens]
     now = 0.0
-    for k, result in zip(lens, launched, strict=True):
+    for k, launch in zip(lens, launched, strict=True):
         now += BASE[k, True] / 2 + ATTENTION * (1 + k)
-        result.arrived = now  # type: ignore[assignment]
-        one.learn(result, np.full(16, k, np.int32))
+        one.learn(launch, arrived(now), np.full(16, k, np.int32))
     tokens, seconds = np.array([1.0, 1 + (0.7 * 32 + 32) / (32 + 32)]), np.array([1.0 / 2 + ATTENTION, 1.5 / 2 + 2 * ATTENTION])
     assert one._lengths.scores(2, 1000) == pytest.approx(tokens / seconds, rel=0.002)
 
@@ -158,16 +165,16 @@ def test_a_result_speaks_of_the_round_that_it_came_from_however_many_were_launch
 def test_drafts_that_pay_among_few_rows_are_not_made_among_many(
     num_rows: int, draft_len: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher_module, "rehearse", lambda *_, **__: PassCost(least=0.0, token=0.0))
-    one: Any = launcher(packed(4), 1)
-    one.graphs.seconds = lambda shape: 2.0 if shape.draft_len and shape.num_rows == 4 else 1.0
+    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
+    one: Any = planner(packed(4), 1)
+    one._executor.graphs.seconds = lambda shape: 2.0 if shape.draft_len and shape.num_rows == 4 else 1.0
     one.prepare(MODE)
-    assert one.launch(num_rows, slots(np.arange(4), np.full(4, 300)), MODE, beside=False).draft_len == draft_len
+    assert chosen(one, num_rows, np.arange(4), np.full(4, 300)).draft_len == draft_len
 
 
 def test_of_another_head_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher_module, "rehearse", lambda *_, **__: PassCost(least=0.0, token=0.0))
-    one = launcher(packed(4), 1)
+    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
+    one = planner(packed(4), 1)
     one.prepare(MODE)
     assert one._lengths is not None
     before = one._lengths.scores(4, 0)
@@ -178,30 +185,30 @@ def test_of_another_head_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("draft_len", [0, 1])
 def test_free_slots_wait_by_what_rounds_of_the_present_draft_length_take(draft_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher_module, "rehearse", lambda *_, **__: PassCost(least=0.0, token=0.0))
-    one = launcher(packed(4), 1)
+    monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
+    one = planner(packed(4), 1)
     assert one.round_s == 1.0
     one.prepare(MODE)
     assert one.round_s == BASE[1, True]
     monkeypatch.setattr(one._lengths, "choose", lambda *_: (draft_len, False))
-    one.launch(4, slots(np.arange(4), np.full(4, 300)), MODE, beside=False)
+    chosen(one, 4, np.arange(4), np.full(4, 300))
     assert one.round_s == BASE[draft_len, True]
 
 
 def test_where_rounds_are_no_graphs_nothing_is_timed_and_nothing_chosen() -> None:
     """Free slots then wait by the usual cost of a pass; a round of no time would have them wait for ever."""
-    one = launcher(packed(4), 1, dtype=torch.float64)
+    one = planner(packed(4), 1, dtype=torch.float64)
     assert one.prepare(MODE) is None
     assert one.round_s == 1.0
-    assert one.launch(4, slots(np.arange(4), np.full(4, 300)), MODE, beside=False).draft_len == 1
+    assert chosen(one, 4, np.arange(4), np.full(4, 300)).draft_len == 1
 
 
 @pytest.mark.parametrize(("round_s", "rounds"), [(0.01, 5), (1.0, 4)])
 def test_the_engine_refills_by_what_rounds_take(round_s: float, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two slots, rows of 2 and 5 tokens, then one of 2: where rounds are short, a pass of half a second waits for both slots."""
-    monkeypatch.setattr(Launcher, "round_s", round_s)
+    monkeypatch.setattr(RoundPlanner, "round_s", round_s)
     engine = Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE)
-    engine._pass_cost = PassCost(least=0.5, token=0.0)
+    engine._prefill_cost = PrefillCost(least=0.5, token=0.0)
     done = list(engine.run(request(i, [1, 2], cap=cap) for i, cap in enumerate((2, 5, 2))))
     assert len(done) == 3
     assert engine.totals.rounds == rounds

@@ -1,4 +1,4 @@
-"""The scheduler alone: rows in and out of slots, pages, set-backs, and how close refilled slots come to the ideal."""
+"""The allocator alone: rows in and out of slots, pages, set-backs, and how close refilled slots come to the ideal."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchspec.cache.pages import PagePool, prefix_hashes
+from batchspec.engine.allocator import SlotAllocator
+from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.request_state import RequestState
-from batchspec.engine.scheduler import PassCost, Row, Scheduler
 from batchspec.errors import CapacityError
 from batchspec.packing.planner import order_requests
 from batchspec.packing.predict import LengthPredictor
@@ -36,28 +37,28 @@ def shape(slots: int, pages: int, page_size: int = 4, max_len: int = 64) -> Pack
     )
 
 
-def drive(scheduler: Scheduler, lengths: dict[str, int], pool: PagePool) -> Iterator[tuple[int, list[Row]]]:
+def drive(allocator: SlotAllocator, lengths: dict[str, int], pool: PagePool) -> Iterator[tuple[int, list[RequestState]]]:
     """Run rows to their true lengths without a device; yields (rounds of this step, live rows) after each step."""
-    page = scheduler.batch.page_size
+    page = allocator.batch.page_size
     while True:
-        for row in scheduler.refill():
-            row.progress.tokens.append(0)  # the prefill's token
-            scheduler.num_tokens[row.slot] += 1
-        if not scheduler.live:
-            assert scheduler.exhausted
+        for row in allocator.refill():
+            row.tokens.append(0)  # the prefill's token
+            allocator.slots.num_tokens[row.slot] += 1
+        if not allocator.slots.live:
+            assert allocator.exhausted
             return
-        remaining = {row.slot: lengths[row.progress.request.request_id] - len(row.progress.tokens) for row in scheduler.live}
+        remaining = {row.slot: lengths[row.request.request_id] - len(row.tokens) for row in allocator.slots.live}
         step = max(1, min(page, *remaining.values()))
-        for row in list(scheduler.live):
-            while row.slot >= 0 and scheduler.grow(row, row.num_tokens + step) is None:
-                scheduler.preempt(scheduler.youngest())
-        alive = scheduler.live
+        for row in list(allocator.slots.live):
+            while row.slot >= 0 and allocator.grow(row, row.num_tokens + step) is None:
+                allocator.preempt(allocator.youngest())
+        alive = allocator.slots.live
         yield step, alive
         for row in alive:
-            row.progress.tokens.extend([0] * min(step, remaining[row.slot]))
-            scheduler.num_tokens[row.slot] += min(step, remaining[row.slot])
-            if len(row.progress.tokens) >= lengths[row.progress.request.request_id]:
-                scheduler.release(row)
+            row.tokens.extend([0] * min(step, remaining[row.slot]))
+            allocator.slots.num_tokens[row.slot] += min(step, remaining[row.slot])
+            if len(row.tokens) >= lengths[row.request.request_id]:
+                allocator.release(row)
 
 
 def test_refilled_slots_take_at_most_five_percent_more_rounds_than_the_ideal_knowing_only_the_cap() -> None:
@@ -68,8 +69,8 @@ def test_refilled_slots_take_at_most_five_percent_more_rounds_than_the_ideal_kno
     slots = 128
     batch = shape(slots, 1 + slots * 513, page_size=16, max_len=8208)
     pool = PagePool(batch.num_pages)
-    scheduler = Scheduler(batch, pool, map(progress, requests))
-    rounds = sum(step for step, _ in drive(scheduler, by_id, pool))
+    allocator = SlotAllocator(batch, pool, map(progress, requests))
+    rounds = sum(step for step, _ in drive(allocator, by_id, pool))
     ideal = (lengths.sum() - len(lengths)) / slots  # a prefill emits the first token
     print(f"rounds / ideal = {rounds / ideal:.4f}")
     assert rounds <= 1.05 * ideal, rounds / ideal
@@ -84,7 +85,7 @@ def test_draining_static_batches_would_take_several_times_as_many_rounds() -> No
         batch = shape(64, 1 + 64 * 60, page_size=16, max_len=900)
         pool = PagePool(batch.num_pages)
         stream = (progress(request(i, [1], cap=820)) for i in range(len(lengths)))
-        return sum(step for step, _ in drive(Scheduler(batch, pool, stream, refill_dead=refill_dead), by_id, pool))
+        return sum(step for step, _ in drive(SlotAllocator(batch, pool, stream, refill_dead=refill_dead), by_id, pool))
 
     assert rounds(refill_dead=False) > 2 * rounds(refill_dead=True)
 
@@ -94,15 +95,15 @@ def test_free_slots_wait_until_they_have_idled_as_long_as_a_short_pass_takes(pro
     """A pass takes 2 s, less a sixteenth for each of its tokens: one free slot of eight waits for 16 rounds of 1 s."""
     pool = PagePool(200)
     stream = (progress(request(i, [i] * prompt, cap=4)) for i in range(20))
-    scheduler = Scheduler(shape(8, 200), pool, stream, pass_cost=PassCost(least=2.0, token=0.0625))
-    first = scheduler.refill()
+    allocator = SlotAllocator(shape(8, 200), pool, stream, prefill_cost=PrefillCost(least=2.0, token=0.0625))
+    first = allocator.refill()
     for ended in (first[3], first[5]):
         slot = ended.slot
-        scheduler.release(ended)
-        turns = [scheduler.refill(round_s) for _ in range(rounds)]
+        allocator.release(ended)
+        turns = [allocator.refill(round_s) for _ in range(rounds)]
         assert turns[:-1] == [[]] * (rounds - 1)
         assert [row.slot for row in turns[-1]] == [slot]
-        assert scheduler.refill() == []
+        assert allocator.refill() == []
 
 
 @pytest.mark.parametrize(("num_free", "rounds"), [(1, 12), (2, 4), (4, 1)])
@@ -110,19 +111,19 @@ def test_the_more_slots_are_free_the_sooner_a_pass_is_worth_its_launches(num_fre
     """2 s, less half a second for each row of eight tokens; each free slot of eight idles an eighth of a second a round."""
     pool = PagePool(200)
     stream = (progress(request(i, [i] * 8, cap=4)) for i in range(20))
-    scheduler = Scheduler(shape(8, 200), pool, stream, pass_cost=PassCost(least=2.0, token=0.0625))
-    for row in scheduler.refill()[:num_free]:
-        scheduler.release(row)
-    assert [len(scheduler.refill()) for _ in range(rounds)] == [0] * (rounds - 1) + [num_free]
+    allocator = SlotAllocator(shape(8, 200), pool, stream, prefill_cost=PrefillCost(least=2.0, token=0.0625))
+    for row in allocator.refill()[:num_free]:
+        allocator.release(row)
+    assert [len(allocator.refill()) for _ in range(rounds)] == [0] * (rounds - 1) + [num_free]
 
 
 @pytest.mark.parametrize(("prompt", "rounds"), [(1, 4), (16, 2), (32, 1)])
 def test_where_no_pass_was_timed_half_a_full_one_waits_for_nothing(prompt: int, rounds: int) -> None:
     """And one of few tokens until slots have idled for a quarter of a round; a full one has 64 tokens."""
     pool = PagePool(400)
-    scheduler = Scheduler(shape(16, 400), pool, (progress(request(i, [i] * prompt, cap=4)) for i in range(20)))
-    scheduler.release(scheduler.refill()[0])
-    assert [len(scheduler.refill()) for _ in range(rounds)] == [0] * (rounds - 1) + [1]
+    allocator = SlotAllocator(shape(16, 400), pool, (progress(request(i, [i] * prompt, cap=4)) for i in range(20)))
+    allocator.release(allocator.refill()[0])
+    assert [len(allocator.refill()) for _ in range(rounds)] == [0] * (rounds - 1) + [1]
 
 
 def run_8k_job(*, known: bool, longest_first: bool) -> tuple[int, int]:
@@ -137,18 +138,18 @@ def run_8k_job(*, known: bool, longest_first: bool) -> tuple[int, int]:
     batch = shape(88, 850_000 // 16, page_size=16, max_len=11_264)
     pool = PagePool(batch.num_pages)
     stream = map(progress, order_requests(requests) if longest_first else requests)
-    scheduler = Scheduler(batch, pool, stream)
-    preempt, num_set_back = scheduler.preempt, 0
+    allocator = SlotAllocator(batch, pool, stream)
+    preempt, num_set_back = allocator.preempt, 0
 
-    def counted(row: Row) -> None:
+    def counted(state: RequestState) -> None:
         nonlocal num_set_back
         num_set_back += 1
-        preempt(row)
+        preempt(state)
 
-    scheduler.preempt = counted  # type: ignore[method-assign]
+    allocator.preempt = counted  # type: ignore[method-assign]
     by_id = {f"r{i}": int(n) for i, n in enumerate(lengths)}
     rounds, peak = 0, 0
-    for step, live in drive(scheduler, by_id, pool):
+    for step, live in drive(allocator, by_id, pool):
         rounds, peak = rounds + step, max(peak, len(live))
     assert peak >= 75
     return rounds, num_set_back
@@ -178,11 +179,11 @@ def test_scarce_pages_are_never_owned_twice_and_every_row_finishes(data: st.Data
     biggest = max(-(-(len(r.prompt_ids) + r.max_new_tokens) // 4) for r in requests)
     pool = PagePool(1 + biggest + data.draw(st.integers(0, 20)))
     running = [progress(r) for r in requests]
-    scheduler = Scheduler(shape(slots, pool.num_pages), pool, iter(running))
+    allocator = SlotAllocator(shape(slots, pool.num_pages), pool, iter(running))
     # Rows with a short cap are promised all their pages: none is set back, whatever they share with whom.
-    scheduler.preempt = lambda row: pytest.fail(f"{row} is set back")  # type: ignore[method-assign]
-    for _, live in drive(scheduler, lengths, pool):
-        owners: dict[int, list[Row]] = {}
+    allocator.preempt = lambda state: pytest.fail(f"{state} is preempted")  # type: ignore[method-assign]
+    for _, live in drive(allocator, lengths, pool):
+        owners: dict[int, list[RequestState]] = {}
         for row in live:
             assert len(row.pages) * 4 >= row.num_tokens
             assert 0 not in row.pages
@@ -192,8 +193,8 @@ def test_scarce_pages_are_never_owned_twice_and_every_row_finishes(data: st.Data
             for row in sharing:  # only a whole page of the same prompt beginning has several owners
                 if len(sharing) > 1:
                     end = 4 * (row.pages.index(page) + 1)
-                    assert end <= len(row.progress.request.prompt_ids)
-                    assert list(row.progress.request.prompt_ids[:end]) == list(sharing[0].progress.request.prompt_ids[:end])
+                    assert end <= len(row.request.prompt_ids)
+                    assert list(row.request.prompt_ids[:end]) == list(sharing[0].request.prompt_ids[:end])
         assert pool.num_free + len(owners) == pool.num_pages - 1
     assert pool.num_free == pool.num_pages - 1
     assert {p.request.request_id: len(p.tokens) for p in running} == lengths
@@ -202,8 +203,8 @@ def test_scarce_pages_are_never_owned_twice_and_every_row_finishes(data: st.Data
 def test_samples_of_a_row_share_its_whole_prompt_pages() -> None:
     pool = PagePool(40)
     stream = (progress(request(0, list(range(10)), cap=4)) for _ in range(3))
-    group = Scheduler(shape(3, 40), pool, stream).refill()
-    assert [row.num_shared for row in group] == [0, 2, 2]
+    group = SlotAllocator(shape(3, 40), pool, stream).refill()
+    assert [row.num_shared_pages for row in group] == [0, 2, 2]
     assert group[0].pages[:2] == group[1].pages[:2] == group[2].pages[:2]
     assert len({row.pages[2] for row in group}) == 3
 
@@ -211,8 +212,8 @@ def test_samples_of_a_row_share_its_whole_prompt_pages() -> None:
 def test_the_last_prompt_token_is_never_shared_because_its_logits_are_needed() -> None:
     pool = PagePool(40)
     stream = (progress(request(0, list(range(8)), cap=4)) for _ in range(2))
-    group = Scheduler(shape(2, 40), pool, stream).refill()
-    assert group[1].num_shared == 1
+    group = SlotAllocator(shape(2, 40), pool, stream).refill()
+    assert group[1].num_shared_pages == 1
 
 
 def test_a_finished_rows_prefix_is_found_until_its_pages_are_taken() -> None:
@@ -235,15 +236,15 @@ def test_a_prefix_that_nobody_owns_any_more_counts_as_pages_to_be_taken() -> Non
     """Nine pages: one row is promised six, of which it has one; another needs four, two of which lie there and are free."""
     pool, prompt = PagePool(1 + 9), list(range(12))
     requests = [request(0, prompt, cap=4), request(1, [50, 51, 52, 53], cap=20), request(2, prompt, cap=4)]
-    scheduler = Scheduler(shape(2, 10), pool, map(progress, requests), pass_cost=PassCost(least=0.0, token=0.0))
-    (first,) = scheduler.refill()
-    scheduler.release(first)
-    (long,) = scheduler.refill()
-    assert long.progress.request.request_id == "r1"
-    assert scheduler.refill() == []
-    scheduler.release(long)
-    (last,) = scheduler.refill()
-    assert last.num_shared == 2
+    allocator = SlotAllocator(shape(2, 10), pool, map(progress, requests), prefill_cost=PrefillCost(least=0.0, token=0.0))
+    (first,) = allocator.refill()
+    allocator.release(first)
+    (long,) = allocator.refill()
+    assert long.request.request_id == "r1"
+    assert allocator.refill() == []
+    allocator.release(long)
+    (last,) = allocator.refill()
+    assert last.num_shared_pages == 2
 
 
 def test_a_page_key_depends_on_everything_before_the_page() -> None:
@@ -253,42 +254,44 @@ def test_a_page_key_depends_on_everything_before_the_page() -> None:
 
 def test_a_row_that_can_never_fit_is_refused_with_the_numbers() -> None:
     pool = PagePool(5)
-    scheduler = Scheduler(shape(2, 5), pool, iter([progress(request(0, [1] * 10, cap=20))]))
+    allocator = SlotAllocator(shape(2, 5), pool, iter([progress(request(0, [1] * 10, cap=20))]))
     with pytest.raises(CapacityError, match=r"30 tokens need 8 pages, the pool has 4"):
-        scheduler.refill()
+        allocator.refill()
 
 
 def test_compaction_moves_only_rows_behind_the_bucket() -> None:
     pool = PagePool(40)
-    scheduler = Scheduler(shape(4, 40), pool, (progress(request(i, [i], cap=4)) for i in range(4)))
-    rows = scheduler.refill()
-    scheduler.release(rows[0])
-    scheduler.release(rows[2])
-    assert scheduler.compact(2) == [(3, 0)]
-    assert [row.slot for row in scheduler.live] == [0, 1]
-    assert scheduler.owner.tolist() == [3, 1, -1, -1]
+    allocator = SlotAllocator(shape(4, 40), pool, (progress(request(i, [i], cap=4)) for i in range(4)))
+    rows = allocator.refill()
+    allocator.release(rows[0])
+    allocator.release(rows[2])
+    assert allocator.compact(2) == [(3, 0)]
+    assert [row.slot for row in allocator.slots.live] == [0, 1]
+    assert allocator.slots.owner.tolist() == [3, 1, -1, -1]
 
 
 def test_a_long_row_is_promised_what_is_predicted_for_as_long_as_it_lives() -> None:
     """Of 160 pages one row has few as yet and will have 101; another, which will have 76, waits in every round."""
     pool = PagePool(1 + 160)
     requests = [request(0, [1] * 4, cap=600, predicted=400), request(1, [2] * 4, cap=600, predicted=300)]
-    scheduler = Scheduler(shape(2, 161), pool, map(progress, requests), pass_cost=PassCost(least=0.0, token=0.0))
-    (first,) = scheduler.refill()
-    assert scheduler.refill() == []
-    scheduler.release(first)
-    assert len(scheduler.refill()) == 1
+    allocator = SlotAllocator(shape(2, 161), pool, map(progress, requests), prefill_cost=PrefillCost(least=0.0, token=0.0))
+    (first,) = allocator.refill()
+    assert allocator.refill() == []
+    allocator.release(first)
+    assert len(allocator.refill()) == 1
 
 
 def test_the_row_that_came_last_is_set_back_and_comes_again_before_any_other() -> None:
     pool = PagePool(40)
-    scheduler = Scheduler(shape(2, 40), pool, (progress(request(i, [i], cap=4)) for i in range(5)), pass_cost=PassCost(0.0, 0.0))
-    first, second = scheduler.refill()
-    scheduler.release(first)
-    (third,) = scheduler.refill()
+    allocator = SlotAllocator(
+        shape(2, 40), pool, (progress(request(i, [i], cap=4)) for i in range(5)), prefill_cost=PrefillCost(0.0, 0.0)
+    )
+    first, second = allocator.refill()
+    allocator.release(first)
+    (third,) = allocator.refill()
     assert (third.slot, second.slot) == (0, 1)
-    assert scheduler.youngest() is third
-    assert not scheduler.exhausted  # another row has been looked at
-    scheduler.preempt(third)
-    assert scheduler.youngest() is second
-    assert scheduler.refill() == [third]
+    assert allocator.youngest() is third
+    assert not allocator.exhausted  # another row has been looked at
+    allocator.preempt(third)
+    assert allocator.youngest() is second
+    assert allocator.refill() == [third]

@@ -1,0 +1,40 @@
+"""Which steps of sampling the rows of a pass need, so that a round leaves out the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from batchspec.records import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingMode:
+    """The host knows what each row asks for: a flag is set where at least one row of the pass needs the step."""
+
+    random: bool = False
+    filters: bool = False
+    penalties: bool = False
+    min_tokens: bool = False
+
+    @classmethod
+    def of(cls, p: SamplingParams, min_new_tokens: int) -> SamplingMode:
+        """What one request needs."""
+        return cls(
+            random=p.temperature > 0,
+            filters=p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0),
+            penalties=p.repetition_penalty != 1 or p.presence_penalty != 0,
+            min_tokens=min_new_tokens > 0,
+        )
+
+    @classmethod
+    def union(cls, modes: Iterable[SamplingMode]) -> SamplingMode:
+        """What serves all of `modes`."""
+        flags = zip(*((m.random, m.filters, m.penalties, m.min_tokens) for m in modes), strict=True)
+        random, filters, penalties, min_tokens = map(any, flags)
+        return cls(random=random, filters=filters, penalties=penalties, min_tokens=min_tokens)
+
+    @property
+    def greedy(self) -> bool:
+        """Plain argmax of the raw logits for every row."""
+        return not (self.random or self.penalties or self.min_tokens)

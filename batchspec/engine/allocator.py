@@ -1,0 +1,204 @@
+"""Which request gets which slot and which pages. Host bookkeeping only: no tensor, no model, no clock.
+
+Requests stream through a fixed set of slots. A free slot is refilled at a round boundary, in groups; a request gets pages
+for what it is expected to need and more as it grows; when pages run out the youngest request is preempted: its tokens are
+kept and it is prefilled again later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchspec.cache.pages import PagePool, prefix_hashes
+from batchspec.engine.prefill_cost import PrefillCost
+from batchspec.engine.request_state import RequestState
+from batchspec.engine.slots import SlotTable
+from batchspec.errors import CapacityError
+from batchspec.records import PackedBatch
+
+SHORT_CAP_TOKENS = 512
+"""Requests that may emit at most this many tokens are promised pages for all of them at once."""
+GROW_PAGES = 4
+"""Pages a row gets at once where there are plenty: the page table is then written every few rounds, not every round."""
+
+
+Counts = NDArray[np.int64]
+
+
+class SlotAllocator:
+    def __init__(
+        self,
+        batch: PackedBatch,
+        pool: PagePool,
+        requests: Iterator[RequestState],
+        *,
+        slots: SlotTable | None = None,
+        refill_dead: bool = True,
+        lookahead: int = 0,
+        num_lookahead_slots: int = 0,
+        prefill_cost: PrefillCost | None = None,
+    ) -> None:
+        """
+        slots                None: an empty table
+        refill_dead          False: wait until every row is dead before new ones come in
+        lookahead            tokens after a page that its K/V depends on too: 1 with a drafter that reads the next token
+        num_lookahead_slots  K/V positions after a row's last token that it needs pages for too: what a tree of drafts takes
+        prefill_cost         None: the default one
+        """
+        self.batch, self.pool = batch, pool
+        self.slots = slots or SlotTable(batch.num_slots, batch.max_len, batch.draft_len)
+        self._stream = requests
+        self._waiting: deque[RequestState] = deque()
+        self._num_refills = 0
+        self._refill_dead, self._lookahead, self._num_lookahead_slots = refill_dead, lookahead, num_lookahead_slots
+        self._prefill_cost = prefill_cost or PrefillCost.default(batch.prefill_tokens)
+        self._idle = 0.0
+
+    @property
+    def exhausted(self) -> bool:
+        """No request waits and none will come."""
+        return self._peek() is None
+
+    @property
+    def preempted(self) -> list[RequestState]:
+        """Requests that had slots and wait for pages."""
+        return [state for state in self._waiting if state.tokens]
+
+    def _peek(self) -> RequestState | None:
+        if not self._waiting:
+            state = next(self._stream, None)
+            if state is not None:
+                self._waiting.append(state)
+        return self._waiting[0] if self._waiting else None
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.batch.page_size)
+
+    def _expected_pages(self, state: RequestState) -> int:
+        """Pages that a waiting request will hold at its end, as far as anyone knows: see `_pages_at_end`."""
+        request = state.request
+        one = [np.array([n]) for n in (len(request.prompt_ids), state.max_tokens, request.predicted_tokens, len(state.tokens))]
+        return int(self._pages_at_end(*one)[0])
+
+    def _pages_at_end(self, prompt_len: Counts, max_tokens: Counts, predicted: Counts, emitted: Counts) -> Counts:
+        """All pages of a request with a short limit. Else those of the predicted length; a request that outgrows it is expected
+        to emit half as much again, so that a preempted request does not come back only to be preempted."""
+        output = np.maximum(predicted, emitted * 3 // 2 + 4 * self.batch.page_size)
+        expected = np.minimum(max_tokens, prompt_len + output)
+        at_end = np.where(max_tokens - prompt_len <= SHORT_CAP_TOKENS, max_tokens, expected) + self._num_lookahead_slots
+        return -(-at_end // self.batch.page_size)
+
+    def _promised(self) -> int:
+        """Pages that the requests in slots are expected to ask for still."""
+        slots = self.slots
+        emitted = slots.num_tokens - slots.prompt_len
+        at_end = self._pages_at_end(slots.prompt_len, slots.max_tokens, slots.predicted_tokens, emitted)
+        return int(np.maximum(at_end - slots.num_pages, 0)[slots.owner >= 0].sum())
+
+    def refill(self, round_s: float = 1.0) -> list[RequestState]:
+        """Requests to prefill now, before the next round: slots taken, pages of their present tokens granted, whole-page prefixes
+        shared.
+
+        round_s  seconds that a round of all slots takes at present, in the unit of the prefill cost
+        """
+        free = self.slots.free()
+        if not self._worth_a_prefill(len(free), round_s):
+            return []
+        self._idle = 0.0
+        group: list[RequestState] = []
+        promised = self._promised()
+        for slot in free:
+            state = self._peek()
+            if state is None or not self._admit(state, promised):
+                break
+            self._waiting.popleft()
+            self.slots.place(state, slot, self._num_refills)
+            self._num_refills += 1
+            group.append(state)
+            promised += max(0, self._expected_pages(state) - len(state.pages))
+        return group
+
+    def _worth_a_prefill(self, num_free: int, round_s: float) -> bool:
+        """Once slots have been idle for as long as a pass of few tokens takes, less what the waiting tokens take.
+
+        Waiting then costs as much as the pass, which is the least of both together (Harris 1913, economic order quantity).
+        """
+        if num_free == self.batch.num_slots:
+            return True
+        if not self._refill_dead or not num_free or (state := self._peek()) is None:
+            return False
+        self._idle += round_s * num_free / self.batch.num_slots
+        return self._idle >= self._prefill_cost.least - self._prefill_cost.token * num_free * state.num_tokens
+
+    def short_of_pages(self, ahead: int) -> list[RequestState]:
+        """Requests whose pages end before their tokens and `ahead` more, or their limit, oldest first."""
+        slots = self.slots
+        wanted = np.minimum(slots.num_tokens + ahead, slots.max_tokens + self._num_lookahead_slots)
+        short = np.flatnonzero((slots.owner >= 0) & (-(-wanted // self.batch.page_size) > slots.num_pages))
+        return [slots.at(slot) for slot in short[np.argsort(slots.owner[short])]]
+
+    def _admit(self, state: RequestState, promised: int) -> bool:
+        """Grant pages for the request's tokens and the one its prefill emits, if the rest of its output will find pages too."""
+        request = state.request
+        most = self.pages_for(state.max_tokens + self._num_lookahead_slots)
+        if most > self.pool.num_pages - 1:
+            raise CapacityError(
+                f"request {request.request_id!r}: prompt and output of {state.max_tokens} tokens need {most} pages,"
+                f" the pool has {self.pool.num_pages - 1}; raise packing.pages or packing.memory_gb"
+            )
+        if state.prefix_hashes is None:  # a request that waits for pages asks again every round
+            state.prefix_hashes = prefix_hashes(request.prompt_ids, self.batch.page_size, lookahead=self._lookahead)
+        hashes = state.prefix_hashes
+        # The last prompt token is always computed: its logits give the first output token.
+        shared = self.pool.match(hashes[: (len(request.prompt_ids) - 1) // self.batch.page_size])
+        taken_from_free = self.pool.num_idle(shared)
+        expected = self._expected_pages(state) - len(shared) + taken_from_free
+        if self.slots.any_live and promised + expected > self.pool.num_free:
+            return False
+        self.pool.share(shared)
+        own = self.pool.take(self.pages_for(state.num_tokens) - len(shared))
+        state.pages, state.num_shared_pages = shared + own, len(shared)
+        for page, page_hash in zip(state.pages, hashes, strict=False):
+            self.pool.publish(page, page_hash)
+        return True
+
+    def grow(self, state: RequestState, num_tokens: int) -> list[int] | None:
+        """Pages so that `num_tokens` (at most the limit and the lookahead slots) fit: the new ones, or None when the pool has too
+        few."""
+        most = state.max_tokens + self._num_lookahead_slots
+        missing = self.pages_for(min(num_tokens, most)) - len(state.pages)
+        if missing > self.pool.num_free:
+            return None
+        if 0 < missing < GROW_PAGES and self.pool.num_free > GROW_PAGES * self.batch.num_slots:
+            missing = min(GROW_PAGES, self.pages_for(most) - len(state.pages))
+        pages = self.pool.take(max(0, missing))
+        state.pages += pages
+        self.slots.num_pages[state.slot] = len(state.pages)
+        return pages
+
+    def youngest(self) -> RequestState:
+        """The request that entered its slot last."""
+        return max(self.slots.live, key=lambda state: state.order)
+
+    def release(self, state: RequestState) -> None:
+        """The request leaves: its slot and pages are free for what is launched from now on."""
+        self.slots.clear(state)
+        self.pool.release(state.pages)
+        state.pages = []
+
+    def preempt(self, state: RequestState) -> None:
+        """Take slot and pages away; the request comes back before any new one."""
+        self.release(state)
+        state.slot = -1
+        self._waiting.appendleft(state)
+
+    def compact(self, num_slots: int) -> list[tuple[int, int]]:
+        """Move live rows into the first `num_slots` slots; (source, destination) of each move."""
+        free = iter([slot for slot in range(num_slots) if self.slots.requests[slot] is None])
+        moves = [(state.slot, next(free)) for state in self.slots.live if state.slot >= num_slots]
+        self.slots.move(moves)
+        return moves

@@ -1,0 +1,127 @@
+"""Executes scheduled steps: all device state of the engine, and no decision."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import AbstractContextManager
+
+import torch
+
+from batchspec.batch.device_batch import DeviceBatch
+from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.cache.pages import KVCache
+from batchspec.draft.base import Drafter
+from batchspec.engine.graphs import Graphs, Shape
+from batchspec.engine.prefill import rehearse
+from batchspec.engine.prefill_cost import PrefillCost
+from batchspec.engine.prefill_runner import PrefillRunner
+from batchspec.engine.results import PendingResult
+from batchspec.engine.round import RoundOptions
+from batchspec.engine.shared_prefix import PrefixGroupTables
+from batchspec.engine.step import ScheduledRound, ScheduledStep
+from batchspec.engine.tree_round import round_for
+from batchspec.model.target import Target
+from batchspec.records import PackedBatch
+
+
+class Executor:
+    """The state of the slots on the device, K/V, the drafter's state and the captured rounds.
+
+    All of it depends on the steps alone: two executors that execute the same steps hold the same tokens and page tables. Nothing
+    but `read`, and an overlapping prefill pass that a step activates, makes the host wait.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        batch: PackedBatch,
+        *,
+        device: torch.device,
+        options: RoundOptions,
+        penalties: bool = False,
+        overlap: bool = False,
+    ) -> None:
+        """penalties: allocate their state; overlap: prefill may run concurrently with rounds (GPU only)."""
+        spec = target.spec
+        self.target, self.drafter, self.batch = target, drafter, batch
+        self.cache = KVCache.allocate(
+            spec.kv_layout(target.dtype, batch.page_size),
+            num_layers=spec.num_layers,
+            num_pages=batch.num_pages,
+            device=device,
+            num_draft_layers=drafter.num_kv_layers,
+            draft_layout=drafter.kv_layout(batch.page_size),
+        )
+        self.round = round_for(target, drafter, self.cache, batch, options, device)
+        self.rows = DeviceBatch.allocate(
+            batch,
+            vocab_size=spec.vocab_size,
+            penalties=penalties,
+            device=device,
+            num_lookahead_slots=self.round.num_lookahead_slots,
+        )
+        self.prefix_groups = PrefixGroupTables(batch.num_slots, batch.page_size, device)
+        self.graphs = Graphs(self.round, self.rows, self.prefix_groups)
+        self._prefill = PrefillRunner(self.round, self.rows, overlap=overlap)
+        self._pending: deque[PendingResult] = deque()
+        self.can_overlap = self._prefill.can_overlap
+
+    def execute(self, step: ScheduledStep) -> None:
+        """Launch what the step says, in the order of its fields. Results are read later, in the order of their launches."""
+        for prompt_ids, token_ids in step.finished:
+            self.drafter.learn(prompt_ids, token_ids)
+        if step.killed:
+            self.rows.kill(step.killed)
+        if step.cancels_waiting_passes:
+            self._prefill.cancel_waiting()
+        if step.activates_pass:
+            self._pending += self._prefill.activate_oldest()
+        if step.moves:
+            self.rows.move(step.moves, self.drafter.state)
+        if step.prefill is not None:
+            self._pending += self._prefill.run(step.prefill)
+        if step.grants:
+            self.rows.grant([(grant.slot, grant.first_column, grant.pages) for grant in step.grants])
+        if step.round is not None:
+            self._launch_round(step.round)
+
+    def _launch_round(self, scheduled: ScheduledRound) -> None:
+        if scheduled.new_prefix_groups is not None:
+            self.prefix_groups.write(scheduled.new_prefix_groups, scheduled.num_rows)
+        self.drafter.refresh(scheduled.drafter_update)
+        shape = Shape(scheduled.num_rows, scheduled.draft_len, scheduled.mode, scheduled.shares_prefixes, scheduled.prepare_next)
+        self._pending.append(PendingResult.send(self.graphs.run(shape)))
+
+    def read(self) -> PendingResult:
+        """Wait for the oldest result and take it."""
+        result = self._pending.popleft()
+        result.wait()
+        return result
+
+    def prefill_done(self) -> bool:
+        """Whether the oldest overlapping prefill pass has ended. Does not wait."""
+        return self._prefill.oldest_done()
+
+    def clear(self) -> None:
+        """Begin anew: an earlier run may have been left half-way."""
+        self._prefill.clear()
+        self._pending.clear()
+        self.rows.live.zero_()
+
+    def rehearse(self, mode: SamplingMode) -> PrefillCost | None:
+        """Compile prefill and time it; no row may live. None where rounds are no graphs: nothing is timed."""
+        self.rows.live.zero_()
+        if not self.graphs.captures:
+            return None
+        batch = self.batch
+        longest = min(batch.longest_prompt or batch.max_len, batch.max_len - 1)
+        return rehearse(self.round, self.rows, max_tokens=batch.prefill_tokens, longest=longest, mode=mode)
+
+    def stream_of_rounds(self) -> AbstractContextManager[object]:
+        """The current stream within this block is that of the rounds."""
+        return self._prefill.stream_of_rounds()
+
+    def prefill_paused(self) -> AbstractContextManager[object]:
+        """What is launched in the rounds' stream within this block overlaps no prefill."""
+        return self._prefill.paused()

@@ -1,0 +1,94 @@
+"""What a pass or a round sends to the host: pending while the copies are on their way, then named columns."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from batchspec.engine.round import RoundResult
+
+Moment = float | torch.cuda.Event
+"""Seconds of the host's clock, or an event of the device."""
+Slots = NDArray[np.intp]
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundLog:
+    """One line a row, as views of the log that the kernel `accept` writes.
+
+    accepted_len  int32 [n] draft tokens that the row accepted
+    draft_len     int32 [n] draft tokens that were verified
+    num_kept      int32 [n] tokens that were committed: accepted_len + 1, less what came after a stop id or a failure
+    finish        int32 [n] 0 running, else STOPPED, FULL or FAILED of `kernels/rounds/accept.py`
+    tokens        int32 [n, S] the emitted tokens, -1 after them
+    """
+
+    accepted_len: Ints
+    draft_len: Ints
+    num_kept: Ints
+    finish: Ints
+    tokens: Ints
+
+    @staticmethod
+    def of(log: Ints) -> RoundLog:
+        """log int32 [n, 4+S], columns as in `accept`."""
+        return RoundLog(log[:, 0], log[:, 1], log[:, 2], log[:, 3], log[:, 4:])
+
+    def __getitem__(self, lines: NDArray[np.bool_]) -> RoundLog:
+        return RoundLog(
+            self.accepted_len[lines], self.draft_len[lines], self.num_kept[lines], self.finish[lines], self.tokens[lines]
+        )
+
+
+@dataclass(slots=True)
+class PendingResult:
+    """A result on its way to the host."""
+
+    result: RoundResult
+    began: Moment | None = None
+    """When the group of a prefill pass began; None for a round."""
+    arrived: torch.cuda.Event | None = None
+
+    @staticmethod
+    def send(result: RoundResult, began: Moment | None = None) -> PendingResult:
+        """Start the copies, in stream order: the next round may then write over the device's tensors."""
+        if not result.log.is_cuda:
+            return PendingResult(result, began)
+        return PendingResult(result.to_host(), began, event_now())
+
+    def wait(self) -> None:
+        """Until the copies are complete."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+
+    def rows_of(self, owners: NDArray[np.int64], now: NDArray[np.int64]) -> tuple[Slots, RoundLog]:
+        """Slots whose row took part, alive, and still owns the slot; and their lines of the log. Only after `wait`.
+
+        owners  int64 [slots] the owner of each slot at launch, -1 where the slot took no part; now: the owners at present
+        """
+        log: Ints = self.result.log.numpy()
+        count = len(log)
+        slots = np.flatnonzero((owners[:count] >= 0) & (owners[:count] == now[:count]) & (log[:, 0] >= 0))
+        return slots, RoundLog.of(log[slots])
+
+    def seconds_since(self, began: Moment) -> float:
+        """From `began` until the result arrived. Only after `wait`."""
+        if isinstance(began, torch.cuda.Event):
+            assert self.arrived is not None
+            return float(began.elapsed_time(self.arrived)) / 1e3
+        return time.perf_counter() - began
+
+
+def event_now() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def now_on(device: torch.device) -> Moment:
+    return event_now() if device.type == "cuda" else time.perf_counter()

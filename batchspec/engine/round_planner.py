@@ -1,0 +1,144 @@
+"""Chooses the draft length of each round by measured times and acceptance, and learns from the results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.engine.draft_lengths import DraftLengths
+from batchspec.engine.executor import Executor
+from batchspec.engine.graphs import Shape
+from batchspec.engine.prefill_cost import PrefillCost
+from batchspec.engine.results import Ints, PendingResult
+from batchspec.records import PackedBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What the host remembers of a round or a prefill pass until its result is read."""
+
+    owners: NDArray[np.int64]
+    """The owner of each slot at launch, -1 where the slot took no part."""
+    is_prefill: bool = False
+    num_rows: int = 0
+    """Row bucket of a round."""
+    draft_len: int = 0
+    prepare_next: bool = True
+    context_tokens: int = 0
+    """Tokens in K/V of all rows, where the round's time is learnt from."""
+    overlaps: bool = False
+    """Prefill or other work ran concurrently: the round's time says nothing of other rounds."""
+
+
+class RoundClock:
+    """Seconds of rounds that follow one another."""
+
+    def __init__(self) -> None:
+        self._last: torch.cuda.Event | None = None
+
+    def seconds_of(self, launch: Launch, result: PendingResult) -> float | None:
+        """From the arrival of the previous result; results come in the order of their launches.
+
+        None for a prefill, for the round after one, and for rounds and their successors that overlapped other work.
+        """
+        if launch.is_prefill or launch.overlaps:
+            self._last = None
+            return None
+        last, self._last = self._last, result.arrived
+        return None if last is None else result.seconds_since(last)
+
+
+class RoundPlanner:
+    """Results are to be shown to `learn` in the order of their launches."""
+
+    def __init__(self, executor: Executor, batch: PackedBatch, *, adaptive: bool) -> None:
+        """adaptive: choose the draft length of each round, 0 included, where rounds are timed; else it is the largest."""
+        self._executor, self._batch = executor, batch
+        self._max_len = executor.drafter.max_len
+        self._lengths = None
+        if adaptive and executor.graphs.captures:
+            self._lengths = DraftLengths(self._max_len, choices=executor.round.draft_lens)
+        self._clock = RoundClock()
+        self._round_s: dict[int, float] = {}
+        self._draft_len = 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether `choose` knows enough: to choose draft lengths it needs times, which `prepare` takes."""
+        return self._lengths is None or self._lengths.ready
+
+    def prepare(self, mode: SamplingMode, *, shared: bool = False) -> PrefillCost | None:
+        """Rehearse a prefill, capture the graphs of every row bucket and draft length for `mode`, and time them; no row may live.
+
+        shared  the graphs of rows with shared prefixes too
+        Returns what a prefill pass takes in seconds; None where rounds are no graphs (CPU, float64): nothing is timed.
+        """
+        batch, lengths, graphs = self._batch, self._lengths, self._executor.graphs
+        draft_lens = [self._max_len] if lengths is None else lengths.choices
+        kinds = [(k, prepare_next) for k in draft_lens for prepare_next in ((True,) if k or lengths is None else (True, False))]
+        shapes = [
+            Shape(num_rows, k, mode, prepare_next=prepare_next) for num_rows in batch.row_buckets for k, prepare_next in kinds
+        ]
+        cost = self._executor.rehearse(mode)
+        graphs.prepare([*shapes, *(replace(shape, shared=True) for shape in shapes if shared)])
+        if cost is None:
+            return None
+        for shape in shapes:
+            whole = shape.num_rows == batch.num_slots and shape.prepare_next
+            seconds = graphs.seconds(shape) if whole or lengths is not None else 0.0
+            if whole:
+                self._draft_len, self._round_s[shape.draft_len] = shape.draft_len, seconds
+            if lengths is not None:
+                lengths.set_base(shape.num_rows, shape.draft_len, seconds, prepare_next=shape.prepare_next)
+        return cost
+
+    @property
+    def round_s(self) -> float:
+        """Seconds of a round over all slots with the newest one's draft length, attention left out; 1 where nothing is timed."""
+        return self._round_s.get(self._draft_len, 1.0)
+
+    def choose(self, num_rows: int, num_tokens: NDArray[np.int64], owners: NDArray[np.int64], *, overlaps: bool) -> Launch:
+        """Draft length and preparation of the round to launch now.
+
+        num_tokens, owners  int64 [slots] of the `SlotTable`
+        overlaps            other work runs concurrently, or the round waits for some
+        """
+        draft_len, prepare_next, context_tokens = self._max_len, True, 0
+        if self._lengths is not None:
+            context_tokens = int(num_tokens[owners >= 0].sum())
+            draft_len, next_drafts = self._lengths.choose(num_rows, context_tokens)
+            prepare_next = draft_len > 0 or next_drafts
+        self._draft_len = draft_len
+        return Launch(
+            owners=owners.copy(),
+            num_rows=num_rows,
+            draft_len=draft_len,
+            prepare_next=prepare_next,
+            context_tokens=context_tokens,
+            overlaps=overlaps,
+        )
+
+    def learn(self, launch: Launch, result: PendingResult, accepted_len: Ints) -> None:
+        """A result has arrived, of a round or a prefill; accepted_len int32 [rows] of the round."""
+        if self._lengths is None:
+            return
+        seconds = self._clock.seconds_of(launch, result)
+        if not launch.is_prefill:
+            self._lengths.observe(launch.draft_len, accepted_len)
+        if seconds is not None:
+            self._lengths.timed(
+                launch.num_rows, launch.draft_len, launch.context_tokens, seconds, prepare_next=launch.prepare_next
+            )
+
+    def forget(self) -> None:
+        """The drafter's weights have changed: what was learnt of its acceptance no longer holds."""
+        if self._lengths is not None:
+            self._lengths.forget()
+
+    def restart(self) -> None:
+        """Results of earlier launches are given up: no round follows on them."""
+        self._clock = RoundClock()

@@ -1,0 +1,163 @@
+"""The host's state of every slot, one array a field: a round of a thousand rows is read in a few numpy calls."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.engine.request_state import RequestState
+from batchspec.engine.results import RoundLog, Slots
+
+FREE = -1
+"""Owner of a slot without a request."""
+NEVER = 1 << 62
+NO_TOKEN = -2
+
+
+class SlotTable:
+    """Which request is in which slot, and what the host asks about it in every round.
+
+    Output tokens and counts are added here in bulk; `flush` hands them to the slot's request. Requests with stop strings are the
+    exception: they get every token at once (`watched`). Compaction moves all of it with one `move`.
+    """
+
+    def __init__(self, num_slots: int, max_len: int, draft_len: int) -> None:
+        def zeros(*shape: int) -> NDArray[np.int64]:
+            return np.zeros((num_slots, *shape), np.int64)
+
+        self.requests: list[RequestState | None] = [None] * num_slots
+        self.owner = zeros() + FREE
+        """Number of the refill that filled the slot, FREE without a request."""
+        self.num_tokens = zeros()
+        """Prompt and output tokens that the host has read: the only count of them while the request has a slot."""
+        self.num_pages, self.prompt_len, self.max_tokens, self.predicted_tokens = zeros(), zeros(), zeros(), zeros()
+        self.watched = np.zeros(num_slots, bool)
+        """The host may end the request: it has stop strings, or its thinking budget ended it."""
+        self.budget_due = zeros() + NEVER
+        """Number of tokens at which the thinking budget may be used up."""
+        self.begin_id = zeros() + NO_TOKEN
+        """Token that begins a thought of a request with a thinking budget."""
+        self._any_budget = False
+        self._tokens = np.zeros((num_slots, max_len), np.int32)
+        self._num_buffered, self._num_prefills, self._num_discarded = zeros(), zeros(), zeros()
+        self._accepted, self._drafted = zeros(draft_len + 1), zeros(draft_len + 1)
+        self._counts = (self._num_buffered, self._num_prefills, self._num_discarded, self._accepted, self._drafted)
+        self._arrays: tuple[NDArray[Any], ...] = (
+            self.owner, self.num_tokens, self.num_pages, self.prompt_len, self.max_tokens, self.predicted_tokens, self.watched,
+            self.budget_due, self.begin_id, self._tokens, *self._counts,
+        )  # fmt: skip
+        self._modes: Counter[SamplingMode] = Counter()
+        self._live: list[RequestState] | None = None
+
+    @property
+    def live(self) -> list[RequestState]:
+        """Requests in slots, by slot."""
+        if self._live is None:
+            self._live = [state for state in self.requests if state is not None]
+        return self._live
+
+    @property
+    def any_live(self) -> bool:
+        return bool((self.owner >= 0).any())
+
+    @property
+    def mode(self) -> SamplingMode:
+        """The least that serves all requests in slots."""
+        found = [mode for mode, count in self._modes.items() if count]
+        return found[0] if len(found) == 1 else SamplingMode.union(found)
+
+    def free(self) -> list[int]:
+        """Slots without a request."""
+        found: list[int] = np.flatnonzero(self.owner < 0).tolist()
+        return found
+
+    def at(self, slot: int) -> RequestState:
+        """The request in a slot that has one."""
+        state = self.requests[slot]
+        assert state is not None, slot
+        return state
+
+    def place(self, state: RequestState, slot: int, order: int) -> None:
+        """Put a request, which has its pages, into a free slot; `order` counts refills."""
+        assert self.owner[slot] == FREE, slot
+        request, state.slot, state.order = state.request, slot, order
+        self.requests[slot], self._live = state, None
+        self.owner[slot], self.num_tokens[slot], self.num_pages[slot] = order, state.num_tokens, len(state.pages)
+        self.prompt_len[slot], self.max_tokens[slot] = len(request.prompt_ids), state.max_tokens
+        self.predicted_tokens[slot] = request.predicted_tokens
+        self.watched[slot] = state.finder is not None
+        self._modes[state.mode] += 1
+        self.watch_budget(state)
+
+    def clear(self, state: RequestState) -> None:
+        """The request leaves its slot, flushed."""
+        self.flush(state)
+        self._modes[state.mode] -= 1
+        self.requests[state.slot], self._live = None, None
+        self.owner[state.slot] = FREE
+
+    def flush(self, state: RequestState) -> None:
+        """Add the slot's buffered tokens and counts to its request; the request stays active."""
+        slot = state.slot
+        state.tokens += self._tokens[slot, : self._num_buffered[slot]].tolist()
+        state.num_prefills += int(self._num_prefills[slot])
+        state.num_discarded += int(self._num_discarded[slot])
+        state.add_counts(self._accepted[slot].tolist(), self._drafted[slot].tolist())
+        for field in self._counts:
+            field[slot] = 0
+
+    def move(self, moves: Iterable[tuple[int, int]]) -> None:
+        """Compaction: (source, destination) of each request that changes its slot; destinations are free."""
+        self._live = None
+        for source, destination in moves:
+            state = self.at(source)
+            state.slot = destination
+            self.requests[destination], self.requests[source] = state, None
+            for field in self._arrays:
+                field[destination] = field[source]
+            self.owner[source] = FREE
+            for field in self._counts:
+                field[source] = 0
+
+    def add_prefill(self, slots: Slots, log: RoundLog) -> None:
+        """The token that a prefill emitted for each of `slots`, none where it failed; line i of `log` is that of slots[i]."""
+        self._num_prefills[slots] += 1
+        emitted = log.num_kept > 0
+        there = slots[emitted]
+        self._tokens[there, self._num_buffered[there]] = log.tokens[emitted, 0]
+        self._num_buffered[there] += 1
+
+    def add_round(self, slots: Slots, log: RoundLog) -> None:
+        """One round of live rows; a slot comes once."""
+        kept = log.num_kept
+        self._accepted[slots, log.accepted_len] += 1
+        self._drafted[slots, log.draft_len] += 1
+        self._num_discarded[slots] += log.accepted_len + 1 - kept
+        before = self._num_buffered[slots]
+        for j in range(int(kept.max(initial=0))):
+            there = kept > j
+            self._tokens[slots[there], before[there] + j] = log.tokens[there, j]
+        self._num_buffered[slots] += kept
+
+    def watch_budget(self, state: RequestState) -> None:
+        """Note when the host must check the thinking budget of a request whose tokens are all flushed."""
+        thinking, slot = state.request.thinking, state.slot
+        limited = thinking is not None and thinking.budget is not None
+        self._any_budget = self._any_budget or limited
+        left = state.thinking_left() if limited else None
+        self.budget_due[slot] = NEVER if left is None else self.num_tokens[slot] + left
+        begin_id = thinking.begin_id if limited and thinking is not None else None
+        self.begin_id[slot] = NO_TOKEN if begin_id is None else begin_id
+
+    def budgets_due(self, slots: Slots, log: RoundLog) -> Sequence[int]:
+        """Those of `slots`, whose lines are added, that may have used their thinking budget: by length, or a thought began."""
+        if not self._any_budget:
+            return ()
+        begins = (log.tokens == self.begin_id[slots, None]).any(1)
+        found: list[int] = slots[(self.num_tokens[slots] >= self.budget_due[slots]) | begins].tolist()
+        return found

@@ -1,0 +1,108 @@
+"""What the scheduler decides and the executor does: one `ScheduledStep`, plain host data that can be pickled.
+
+Every decision that depends on a clock, on free memory or on what the host has read (results, stop strings, thinking budgets) is
+in the step. `Executor.execute` needs the step and device state only: a second process that executes the same steps has the same
+tokens and page tables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.draft.base import DrafterUpdate
+from batchspec.records import Ids, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens begin .. end-1 of the row in `slot`; `last` when the row's known tokens end there."""
+
+    slot: int
+    begin: int
+    end: int
+    last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refill:
+    """A request that enters a slot."""
+
+    slot: int
+    request: Request
+    tokens: tuple[int, ...]
+    """Output tokens that it has already: of before a preemption, or of an earlier run."""
+    pages: tuple[int, ...]
+    """Of all its tokens, in order."""
+    num_cached: int
+    """Tokens at the front whose K/V are in its pages already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefill:
+    """A group of refills and the passes that prefill them."""
+
+    refills: tuple[Refill, ...]
+    passes: tuple[tuple[Segment, ...], ...]
+    mode: SamplingMode
+    overlaps: bool
+    """The passes run concurrently with rounds; each is activated by a later step. Else they run now, one after the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageGrant:
+    """New pages of a row: entries first_column, first_column + 1, ... of its page table."""
+
+    slot: int
+    first_column: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixGroup:
+    """Rows whose first `num_pages` pages are the same."""
+
+    slots: tuple[int, ...]
+    num_pages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledRound:
+    """One draft-verify-accept round over the first `num_rows` slots."""
+
+    num_rows: int
+    """Row bucket."""
+    draft_len: int
+    """K of this round; 0: it drafts nothing."""
+    prepare_next: bool
+    """The next round may draft; else the drafter keeps its K/V warm and prepares nothing."""
+    mode: SamplingMode
+    shares_prefixes: bool
+    """Some rows share a prefix: attention reads it once for all of them."""
+    new_prefix_groups: tuple[PrefixGroup, ...] | None
+    """All groups, to be written to the device's tables; None: the tables are up to date, or not read."""
+    drafter_update: DrafterUpdate
+    """What the drafter does before the round with what finished rows taught it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledStep:
+    """What happens on the device, in the order of the fields. Most steps are a prefill or a round."""
+
+    drafter_version: int
+    """Counts the changes of the drafter's weights: whoever executes the step must have received this many."""
+    finished: tuple[tuple[Ids, Ids], ...] = ()
+    """Prompt and output of rows that ended since the last step: the drafter may learn from them."""
+    killed: tuple[int, ...] = ()
+    """Slots whose rows the host has ended: stop string, thinking budget, preemption."""
+    cancels_waiting_passes: bool = False
+    """Forget the overlapping passes that have not begun."""
+    activates_pass: bool = False
+    """The oldest overlapping pass ends here (wait for it): its rows decode from the next round on."""
+    moves: tuple[tuple[int, int], ...] = ()
+    """Compaction: (source, destination) slots."""
+    prefill: Prefill | None = None
+    grants: tuple[PageGrant, ...] = ()
+    round: ScheduledRound | None = None
+    num_reads: int = 0
+    """Results that the host reads, the oldest first, before it schedules the next step."""
