@@ -158,10 +158,18 @@ def draft_len(config: RunConfig) -> int:
     return 0 if config.draft.name == "none" else config.draft.num_speculative_tokens
 
 
-def draft_kv_layouts(head: HeadSpec | PardSpec | None, dtype: torch.dtype, page_size: int) -> tuple[KVLayout, ...]:
-    """K/V layout of each of the drafter's layers."""
-    shape = head.model if isinstance(head, PardSpec) else head
-    return () if shape is None else (shape.kv_layout(dtype, page_size),) * shape.num_layers
+def draft_kv_layers(
+    config: RunConfig, head: HeadSpec | PardSpec | None, dtype: torch.dtype, page_size: int
+) -> tuple[tuple[KVLayout, int | None], ...]:
+    """K/V layout of each of the drafter's layers, and how many of its newest keys it reads, None for all."""
+    if head is None:
+        return ()
+    if isinstance(head, PardSpec):
+        layout, windows = head.model.kv_layout(dtype, page_size), head.model.windows
+    else:
+        layout = head.kv_layout(dtype, page_size)
+        windows = head.kv_windows(config.draft.window, config.draft.sink_tokens or 0)
+    return tuple((layout, window) for window in windows)
 
 
 def drafter_bytes(head: HeadSpec | PardSpec | None, dtype: torch.dtype) -> int:

@@ -21,7 +21,7 @@ from batchspec.draft.corpus import corpus_bytes
 from batchspec.draft.formats import HeadSpec
 from batchspec.draft.pard import PardSpec
 from batchspec.drafters import (
-    draft_kv_layouts,
+    draft_kv_layers,
     draft_len,
     drafter_bytes,
     head_folder,
@@ -183,7 +183,7 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
         dtype=job.dtype,
         draft_len=draft_len(job.config),
         num_lookahead_slots=0 if shape is None else shape.num_lookahead_slots,
-        draft_layers=draft_kv_layouts(job.head, job.dtype, PAGE_SIZE),
+        draft_layers=draft_kv_layers(job.config, job.head, job.dtype, PAGE_SIZE),
         free_bytes=free_memory(job.device, weights=beside + (0 if loaded else weights)),
     )
 

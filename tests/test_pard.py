@@ -99,7 +99,7 @@ def run(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduler, "SHORT_CAP_TOKENS", short_cap)
         done = {c.request_id: c.token_ids.tolist() for c in engine.run(iter(requests)) if c.token_ids is not None}
-    assert engine.pool.num_free == engine.pool.num_pages - 1  # every page came back
+    assert engine.pools.num_free == tuple(pool.num_pages - 1 for pool in engine.pools.pools)  # every page came back
     return done, engine
 
 
@@ -184,8 +184,8 @@ def test_a_job_drafts_in_parallel_where_the_model_can_unless_told_otherwise(tmp_
     target, masked, plain = tiny_target(), write(tmp_path / "masked"), write(tmp_path / "plain", mask=None)
     for folder, parallel, chain in ((masked, "auto", False), (masked, True, False), (masked, False, True), (plain, "auto", True)):
         config = RunConfig(draft=DraftConfig(name="pard", path=str(folder), parallel=parallel, num_speculative_tokens=3))
-        layouts = drafters.draft_kv_layouts(drafters.open_head(config, target.spec), torch.float32, 4)
-        assert [layout.token_bytes for layout in layouts] == [2 * 2 * 6 * 4] * 2
+        layers = drafters.draft_kv_layers(config, drafters.open_head(config, target.spec), torch.float32, 4)
+        assert [(layout.token_bytes, window) for layout, window in layers] == [(2 * 2 * 6 * 4, None)] * 2
         drafter = drafters.make_drafter(config, load(folder), target, slots=2)
         assert isinstance(drafter, PardDrafter)
         assert (drafter._chain is not None) == chain

@@ -53,6 +53,10 @@ class Drafter(Protocol):
     def kv_layout(self, page_size: int) -> KVLayout | None:
         """How those layers keep K/V; None where there are none."""
 
+    @property
+    def kv_windows(self) -> tuple[int | None, ...]:
+        """[num_kv_layers] newest keys that each of them reads; None: all, or the first ones too."""
+
     def prefill(
         self, batch: FlatBatch, slot_ids: Tensor, aux_hidden_states: Tensor | None, rows: DeviceBatch, cache: KVCache
     ) -> tuple[Tensor, ...]:
@@ -122,6 +126,8 @@ class NoFeatures(Usual):
     aux_layer_ids: tuple[int, ...] = ()
     num_kv_layers: int = 0
     state: tuple[Tensor, ...] = ()
+
+    kv_windows: tuple[int | None, ...] = ()
 
     def kv_layout(self, page_size: int) -> KVLayout | None:
         return None
