@@ -13,6 +13,7 @@ from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
+from batchspec.cache.groups import KVGroups
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import NoFeatures
 from batchspec.kernels.sampling.sample import gumbel_reference
@@ -99,7 +100,9 @@ def full_logits(target: Target, ids: Sequence[int]) -> Tensor:
     """Logits [V] behind `ids`, computed anew from the first token in one pass, with a cache of its own."""
     count = len(ids)
     spec = target.spec
-    cache = KVCache.allocate(spec.kv_layout(target.dtype, count), num_layers=spec.num_layers, num_pages=2, device=DEVICE)
+    cache = KVCache.allocate(
+        spec.kv_layout(target.dtype, count), groups=KVGroups.single(spec.num_layers), num_pages=(2,), device=DEVICE
+    )
 
     def ints(values: object) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=DEVICE)
