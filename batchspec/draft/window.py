@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
-from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import NoFeatures
 from batchspec.draft.coupled import draws_of
 from batchspec.draft.spec import Weightless
+from batchspec.draft.uniform import UniformLayout
 from batchspec.kernels.drafting.prepare_chain_draft_inputs import prepare_chain_draft_inputs
 from batchspec.model.target import Target
 
@@ -43,7 +43,7 @@ class WindowDrafter(NoFeatures):
         self._ids = torch.zeros(slots, max_len + 1, dtype=torch.int32, device=device)
         self._lens, self._kv_len = torch.zeros(2, slots, dtype=torch.int32, device=device)
         self._positions, self._slots = torch.zeros(2, max_len * slots, dtype=torch.int64, device=device)
-        self._cu_seqlens_q = torch.arange(slots + 1, dtype=torch.int32, device=device)
+        self._layout = UniformLayout(slots, 1, device)
 
     @torch.inference_mode()
     def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
@@ -59,17 +59,7 @@ class WindowDrafter(NoFeatures):
             out_ids=ids, out_draft_len=self._lens[:num_rows], out_positions=positions, out_slot_mapping=slots, out_kv_len=kv_len,
         )  # fmt: skip
         for k in range(width):
-            step = FlatBatch(
-                token_ids=ids[:, k].contiguous(),
-                row_ids=self._cu_seqlens_q[:num_rows],
-                positions=positions[k],
-                slot_mapping=slots[k],
-                cu_seqlens_q=self._cu_seqlens_q[: num_rows + 1],
-                kv_len=kv_len,
-                page_table=page_table,
-                max_q=1,
-                max_kv=rows.tokens.shape[1],
-            )
+            step = self._layout.batch(ids[:, k : k + 1].contiguous(), positions[k], slots[k], kv_len, page_table, rows)
             step.add_groups(more_tables, cache.page_size)
             hidden, _ = self._target.forward(step, cache, window=self._window, sink=self._sink)
             draws = draws_of(self.mode, rows, step.row_ids, positions[k], ahead=1)
