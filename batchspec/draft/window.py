@@ -1,10 +1,10 @@
-"""Self-speculation with a window: the target drafts for itself, reading its newest keys and the first few alone.
+"""Self-speculation with a window: the target drafts for itself, attending only to its newest keys and the first few.
 
-    draft k = argmax of the target at place num_tokens - 1 + k, over keys 0 .. sink-1 and the newest `window` ones
+    draft k = argmax of the target at position num_tokens - 1 + k, over keys 0 .. sink-1 and the newest `window` ones
 
-No checkpoint and no copy of K/V: a window is a read range of the same pages. What drafting writes there, at places that the round
-is about to verify, is made of windowed attention; the verification writes over all of it before anything reads it. A draft costs
-a whole pass over the weights, so it pays where attention over the full context takes most of a round.
+No checkpoint and no copy of K/V: a window is a read range of the same pages. Drafting writes K/V from windowed attention at the
+positions that the round then verifies; the verification overwrites all of it before anything reads it. A draft costs a whole pass
+over the weights, so it pays only if attention over the full context takes most of a round.
 Source: Zhang et al. 2024, "Draft & Verify" (arXiv 2309.08168), a model that drafts with less of itself; Xiao et al. 2024,
 "StreamingLLM" (arXiv 2309.17453), what a window and a sink keep.
 """
@@ -25,7 +25,7 @@ from batchspec.model.target import Target
 
 
 class WindowDrafter(NoFeatures):
-    """K tokens a row by K forwards of one place a row each; nothing is carried from round to round."""
+    """K tokens a row by K forward passes over one position a row; nothing is carried from round to round."""
 
     name = "window"
     fixed_len = True
@@ -34,8 +34,9 @@ class WindowDrafter(NoFeatures):
         self, target: Target, max_len: int, *, slots: int, window: int | None, sink: int = 0, vocab: int | None = None
     ) -> None:
         """
-        window  newest keys that a draft reads, its own included, None: all; sink: first keys that it reads beside them
-        vocab   drafts are of the first so many tokens, None: of all
+        window  newest keys that a draft reads, its own included; None: all
+        sink    first keys that it reads besides
+        vocab   number of token ids to draft from, the lowest; None: all
         """
         device = target.device
         self.max_len = max_len
