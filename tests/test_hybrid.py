@@ -91,13 +91,13 @@ def test_what_was_learnt_of_both_is_kept_for_rows_that_follow() -> None:
     drafter = hybrid(Eagle3Drafter)
     assert all(mine is theirs for mine, theirs in zip(drafter.state, drafter.head.state, strict=True))
     run(drafter, jobs(), packed(SLOTS, draft_len=5))
-    known = [odds.clone() for odds in (drafter._head_odds, drafter._look_odds)]
+    known = [odds.clone() for odds in (drafter._head_odds, drafter._lookup_odds)]
     assert not torch.equal(known[0], drafter._head_prior.repeat(len(known[0]), 1))
-    assert not torch.equal(known[1], drafter._look_prior.repeat(len(known[1]), 1))
+    assert not torch.equal(known[1], drafter._lookup_prior.repeat(len(known[1]), 1))
     engine = Engine(tiny_target(), drafter, packed(SLOTS, draft_len=5), device=DEVICE)
     assert len(list(engine.run(iter([request(0, [5, 6], cap=1)])))) == 1
     assert torch.equal(drafter._head_odds, known[0])
-    assert torch.equal(drafter._look_odds, known[1])
+    assert torch.equal(drafter._lookup_odds, known[1])
 
 
 def test_more_drafts_than_the_head_gives_come_from_the_lookup_alone() -> None:

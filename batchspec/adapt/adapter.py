@@ -1,22 +1,22 @@
-"""Online adaptation: the head of a running job goes on learning from the job's own completions.
+"""Online adaptation: the head of a running job learns from the job's own completions.
 
-What comes out of a job never depends on it: drafts are verified, whatever drafted them.
+The output of a job never depends on it: every draft is verified.
 
-when      Between two rounds, one slice at a time: a step over a few thousand tokens, or part of a measurement. They take
-          `draft.adapt.time_share` of the run's time (`budget.py`), on a GPU by its own clock. A head that measures no better
-          halves that share, down to a sixteenth; one that does restores it: where nothing is left to learn little is spent.
-what      The completions of committed shards, taken up every `draft.adapt.every_shards` of them and learnt once, the newest
-          first where there are more than time allows; one row in eight is kept out, with all samples of it.
-better    Tokens a round of an exact replay (`train/evaluate.py`) over the newest rows kept out, of the head that drafts and of
-          the copy that learns, both on the same rows. A copy half a percent better is written into the drafter; one that much
-          worse begins again from it, at half the learning rate.
+when      Between two rounds, one slice at a time: a training step over a few thousand tokens, or part of a measurement. Slices
+          take `draft.adapt.time_share` of the run's time (`budget.py`), on a GPU by CUDA events. A measurement without progress
+          halves that share, down to a sixteenth; one with progress restores it.
+data      The completions of committed shards, read after every `draft.adapt.every_shards` shards, each once. If time is short
+          the newest come first. One row in eight is held out, with all its samples.
+better    Tokens a round in an exact replay (`train/evaluate.py`) of the newest held-out rows, of the drafting head and of the
+          copy that learns. A copy that is half a percent better is written into the drafter; one that is that much worse
+          starts again from the drafter's weights, at half the learning rate.
 swap      Weights are overwritten in place, between two rounds and not during a prefill, so captured graphs stay valid; the
-          concatenated and reordered copies that the drafter keeps change with them. K/V that the old head left stay with their
-          rows: guesses made from them are worse at most. Beginnings that rows have in common are prefilled anew. What is known
-          of acceptance by draft length is forgotten, not the times.
-memory    The copy in fp32, its gradients and an optimiser, the drafting weights once more, and a slice: taken from the pages
-          before the job begins (`packing/memory.py`). Where it is short all the same, learning ends and the job goes on.
-kept      The head that drafts, at commits, once a minute at most, and when a run ends: `stored.py`.
+          concatenated and reordered copies that the drafter keeps change with them. K/V from the old weights stay: they can
+          only make drafts worse. Shared prefixes are prefilled again. Measured acceptance by K is discarded, measured times are
+          kept.
+memory    The copy in fp32, its gradients and optimiser, the drafting weights once more, and a slice: reserved before the job
+          begins (`packing/memory.py`). If memory runs out all the same, learning ends and the job goes on.
+saved     The head that drafts, at commits, at most once a minute, and when a run ends: `stored.py`.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from batchspec.records import Completion
 from batchspec.train.data import Row, epoch_batches
 
 KEPT_OUT = 8
-"""One row in so many is not learnt from."""
+"""One row in so many is held out."""
 FEWEST, MOST = 8, 64
-"""Completions that are measured on, the newest, and fewer than the most where they would take more than so many slices:"""
+"""Number of newest held-out completions that a measurement uses: between these, and no more than fit this many slices."""
 MOST_SLICES = 4
 BETTER = 1.005
-"""A swap makes this many times the tokens a round, at least: less is chance."""
+"""Smallest ratio of tokens a round for a swap: less is chance."""
 FEWEST_STEPS = 8
-"""Steps between two measurements: an optimiser that begins makes a head worse at first."""
+"""Fewest steps between two measurements: a new optimiser makes a head worse at first."""
 MEASURE_SHARE = 0.25
-"""Of the time that learning takes, that measurements may take."""
+"""Largest time of measurements, as a share of the time of training steps."""
 WAITING = 64
-"""Batches that wait to be learnt at most: older ones are dropped."""
+"""Most batches in the queue: older ones are dropped."""
 _USABLE = ("ok", "truncated")
 
 
@@ -66,7 +66,7 @@ class Adapter:
         changing: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """
-        batch_tokens  of a slice, padding included; rows with more are left out
+        batch_tokens  tokens of a slice, padding included; longer rows are left out
         changing      context in which new weights are written into the drafter
         """
         self.learner, self.num_swaps, self.num_learnt = learner, 0, 0
@@ -94,7 +94,7 @@ class Adapter:
             self._cut()
 
     def _cut(self) -> None:
-        """Rows into batches; those of a batch that would be half empty wait for company."""
+        """Pack rows into batches; rows of a batch that would be less than half full wait for more."""
         rows, self._new = self._new, []
         lengths = np.array([len(row.ids) for row in rows])
         for places in epoch_batches(lengths, batch_tokens=self._batch_tokens, seed=0, epoch=self._periods):
@@ -106,7 +106,7 @@ class Adapter:
         self._shards, self._periods = 0, self._periods + 1
 
     def turn(self) -> bool:
-        """A slice, if there is something to do and time for it; whether the device got work."""
+        """Run a slice if there is work and time for it; returns whether the device got work."""
         if self._running is not None and not self._settle():
             return False
         kind = self._next()
@@ -125,7 +125,7 @@ class Adapter:
         return True
 
     def _settle(self) -> bool:
-        """Book the last slice, if the device is done with it."""
+        """Account for the last slice's time; False while the device still works on it."""
         assert self._running is not None
         kind, began, ended = self._running
         if isinstance(began, torch.cuda.Event):
@@ -142,7 +142,7 @@ class Adapter:
         return True
 
     def _next(self) -> str | None:
-        """What is to be done now. A measurement that has begun goes on: nothing is learnt meanwhile."""
+        """What to do now: learn, measure, or nothing. A measurement that has begun is finished before more is learnt."""
         if not self._to_measure and self._num_fresh >= FEWEST_STEPS and len(self._kept_out) >= FEWEST:
             slices = self._slices()
             if len(slices) * self._costs["measure"] <= MEASURE_SHARE * self._learnt_s:
@@ -152,7 +152,7 @@ class Adapter:
         return "learn" if self._batches else None
 
     def _slices(self) -> list[list[Row]]:
-        """The newest rows kept out, cut into slices."""
+        """The newest held-out rows, cut into slices."""
         slices: list[list[Row]] = [[]]
         for count, row in enumerate(reversed(self._kept_out)):
             if padded([*slices[-1], row]) > self._batch_tokens:
@@ -195,7 +195,7 @@ def padded(rows: list[Row]) -> int:
 
 
 def row_of(done: Completion) -> Row | None:
-    """The completion behind its prompt; None where there is nothing to learn from."""
+    """Prompt and completion as a training row; None: nothing can be learnt from it."""
     if done.status not in _USABLE or done.prompt_ids is None or done.token_ids is None or len(done.token_ids) < 2:
         return None
     if not len(done.prompt_ids):
@@ -204,5 +204,5 @@ def row_of(done: Completion) -> Row | None:
 
 
 def kept_out(row_index: int) -> bool:
-    """By a hash: kinds of prompts often come in turn."""
+    """Whether a row is held out: by a hash, because inputs often repeat kinds of prompts in a fixed order."""
     return blake2b(str(row_index).encode(), digest_size=1).digest()[0] % KEPT_OUT == 0

@@ -1,4 +1,4 @@
-"""Time that learning may take from a run: a share of what goes by, saved up a little, cut down while nothing comes of it."""
+"""The time that learning may take from a run: a share of the elapsed time, smaller while learning makes no progress."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable
 
 SAVED_S = 10.0
-"""Time is saved up to this at most: rows in flight then wait no longer than that at a stretch."""
+"""Most unused time that is carried over: rows in flight never wait longer than this at once."""
 LEAST = 1 / 16
-"""The share falls to this part of the one that was asked for."""
+"""The share falls no lower than this part of the configured one."""
 
 
 class Budget:
-    """What is spent stays below the share of the time that has passed, but for first slices, whose cost is not known."""
+    """Keeps the time spent below the share of the elapsed time, except for first slices, whose cost is unknown."""
 
     def __init__(self, share: float, clock: Callable[[], float] = time.monotonic) -> None:
         """share  of the time, in (0, 1]; 1 is no limit; clock: seconds"""
@@ -27,13 +27,13 @@ class Budget:
         return self._asked >= 1 or self._saved >= cost_s
 
     def spend(self, seconds: float) -> None:
-        """It took so long."""
+        """A slice took so long."""
         self._saved -= seconds
 
     def cut(self) -> None:
-        """Nothing came of it: half as much from now on."""
+        """No progress: half the share from now on."""
         self.share = max(self.share / 2, LEAST * self._asked)
 
     def restore(self) -> None:
-        """Something did: the whole share again."""
+        """Progress: the whole share again."""
         self.share = self._asked

@@ -1,7 +1,7 @@
-"""The copy of a job's head that learns, and its way into the drafter.
+"""The copy of a job's head that learns, and how its weights get into the drafter.
 
-Weights of two kinds: those that learn (fp32, with an optimiser's state), and those that draft, kept once more in the target's
-dtype by their published names. The target is the job's own: there is no second one.
+There are two sets of weights: those that learn (fp32, with an optimiser's state), and a copy of those that draft, in the target's
+dtype under their published names. The target is the job's own.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Learner:
                 parameter.data = own[name]
 
     def adopt(self) -> None:
-        """The drafter drafts with what was learnt, from the next round on: numbers change where they lie, in stream order."""
+        """Write what was learnt into the drafter, in place and in stream order: the next round drafts with it."""
         for name, tensor in self.network.state_dict().items():
             self.drafting[name].copy_(tensor)
         self._drafter.rewrite(
@@ -117,7 +117,7 @@ class Learner:
         )
 
     def begin_again(self) -> None:
-        """Forget what was learnt since the last `adopt`, and go on at half the learning rate."""
+        """Discard what was learnt since the last `adopt`, and go on at half the learning rate."""
         with torch.no_grad():
             for name, tensor in self.network.state_dict().items():
                 tensor.copy_(self.drafting[name])

@@ -1,4 +1,4 @@
-"""What online adaptation asks of a job: a head that can learn, memory, and slices short enough to fit between rounds."""
+"""What online adaptation needs of a job: a head that can learn, memory, and slices short enough to fit between rounds."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from batchspec.packing.memory import learning_bytes
 from batchspec.train.head import unlearnable, unlearnable_weights
 
 SLICE_TOKENS, MOST_SLICE_TOKENS, CPU_SLICE_TOKENS = 8192, 16384, 256
-"""Tokens that a head learns from between two rounds: usually, at most where rows are longer, usually on a CPU."""
+"""Tokens of a slice: on a GPU, at most for longer rows, on a CPU."""
 MOST_STEPS = 6
-"""Draft steps that are learnt at most: each one costs as much, and few rounds keep that many drafts."""
+"""Most draft steps to learn: each costs the same, and few rounds accept that many drafts."""
 
 
 def slice_tokens(device: torch.device, max_len: int) -> int:
-    """Tokens between two rounds at most, in a job with rows of up to `max_len`; longer rows are left out."""
+    """Most tokens of a slice in a job with rows of up to `max_len` tokens; longer rows are left out."""
     usual, most = (SLICE_TOKENS, MOST_SLICE_TOKENS) if device.type == "cuda" else (CPU_SLICE_TOKENS, SLICE_TOKENS)
     return min(most, max(usual, max_len))
 
 
 def steps_learnt(draft: DraftConfig) -> int:
-    """Draft steps: those that the job drafts, up to a few."""
+    """Draft steps to learn: as many as the job drafts, up to MOST_STEPS."""
     return min(MOST_STEPS, draft.tree.depth or min(draft.head_len or draft.num_speculative_tokens, draft.num_speculative_tokens))
 
 

@@ -1,8 +1,8 @@
-"""The adapted head in the output folder: what a later run of the job, or another task of it, begins from.
+"""The adapted head in the output folder: a later run of the job, or another of its tasks, starts from it.
 
 It is a head in the flat layout (`draft.path=OUT/_batchspec/heads/...` drafts with it in any job), one for each head that jobs in
-the folder began from. Every task adapts its own and writes it over the last one, whole: the latest stays. Output tokens do not
-depend on which.
+the folder started from. Every task adapts its own and replaces the whole checkpoint: the last writer wins. Output tokens do not
+depend on which one it is.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def save(files: HeadFiles, learner: Learner, target: Target) -> None:
 
 
 def load(files: HeadFiles, target: Target) -> tuple[HeadNetwork, Numbers] | None:
-    """The head that was saved last, and the target ids that it drafts; None where there is none.
+    """The head that was saved last, and the target ids that it drafts; None: none was saved.
 
     Raises CheckpointError for one that cannot be read, StorageError.
     """

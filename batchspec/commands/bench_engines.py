@@ -37,7 +37,7 @@ DRAFTS = tuple(dict.fromkeys([*DRAFTERS, *SETTINGS]))
 """Choices of --draft."""
 DRAFT_VOCAB = {"smol135m": 16384}
 LONGEST_DRAFT = 5
-"""K of --k auto without --accept, at most."""
+"""Largest K of --k auto without --accept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Way:
 
 
 def ways(args: argparse.Namespace) -> Iterator[Way]:
-    """Every drafter with every draft length and temperature, and that again with each set of --opt that says something to it."""
+    """Every drafter with every draft length and temperature, and again with each set of --opt that applies to it."""
     for draft in args.draft:
         reads = DRAFTERS[SETTINGS.get(draft, {}).get("name", draft)].reads
         for length in [0] if draft == "none" else args.k:

@@ -1,9 +1,9 @@
-"""`batchspec doctor MODEL --draft-path HEAD --probe [PROMPTS]`: how a head wants the target's features, by what is accepted.
+"""`batchspec doctor MODEL --draft-path HEAD --probe [PROMPTS]`: which hidden states a head was trained with, by acceptance.
 
-Published configs do not say without doubt which boundaries of the residual stream their layer ids mean, nor where norms stand. So
-each way of reading them drafts for the same prompts, greedily, and the share of accepted first drafts tells: the head was trained
-with the way that wins by far. Then the same prompts stand behind longer and longer contexts, made of the other prompts and their
-answers: a head that was trained on short rows may know nothing there.
+Published configs leave open which boundaries of the residual stream their layer ids mean, and where norms apply. So the head
+drafts for the same prompts, greedily, under each reading of its config; it was trained with the reading whose first drafts are
+accepted far more often. Then the same prompts are put after longer and longer contexts, made of other prompts and their answers:
+a head that was trained on short rows may draft badly there.
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ from batchspec.arguments import ArgumentParser
 from batchspec.cache.page_tables import RowPages
 from batchspec.config.schema import DraftConfig
 from batchspec.config.typed import from_dict
-from batchspec.draft.none import NoDrafter
 from batchspec.engine.engine import Engine
 from batchspec.engine.prefill import flat_batch
 from batchspec.engine.sampling import Places, apply_penalties, forbid_stop_ids
@@ -128,7 +127,7 @@ def _job_of(out: str | Path, dtype: str | None, device: str | None) -> Job:
 def _plain_engine(job: Job) -> Engine:
     with ProgressBar(0) as progress:
         engine = make_engine(job, survey_first(job), progress)
-    assert isinstance(engine.drafter, NoDrafter)
+    assert engine.drafter.max_len == 0
     return engine
 
 

@@ -1,12 +1,12 @@
-"""A job-wide index over finished rows: a table that tells what followed the same tokens in other rows' prompts and outputs.
+"""An index over the finished rows of a job: what followed the same n-gram in other rows' prompts and outputs.
 
-    learn    a row has ended: its tokens, prompt first, are a document of the corpus; the oldest documents make room for it
-    build    off the decoding path, in a thread: the whole table anew, once enough of the corpus is new
-    refresh  between rounds: what was built goes to the buffer that no round reads, and once it is there the next round reads it
+    learn    a row has ended: its tokens, prompt first, become a document of the corpus; the oldest documents are dropped
+    build    in a background thread, once enough of the corpus is new: the whole table is built again
+    refresh  between rounds: a new table is copied to the buffer that no round reads, then the next round switches to it
 
-The table holds, for each n of a few lengths, every run of n tokens that something followed, by the hash of the run: the latest
-place where the token that followed it most often did, `alike` of `count` times; trust is alike / (count + 1). Where runs meet in
-one entry the one with the larger `alike` stays. A table follows from its documents alone.
+The table maps the hash of every n-gram, for a few n, to its most frequent next token: the latest position of it, and the trust
+alike / (count + 1), where `alike` of the n-gram's `count` occurrences have that next token. On a collision the entry with the
+larger `alike` is kept. A table depends on its documents only.
 """
 
 from __future__ import annotations

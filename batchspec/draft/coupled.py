@@ -1,9 +1,10 @@
-"""Drafts for sampled rows that share the noise of the target's own draws: argmax(draft logits / T + the same Gumbel noise).
+"""Drafts of sampled rows that share the noise of the target's own draws: argmax(draft logits / T + the same Gumbel noise).
 
-The target draws the token at a position by noise of (row key, position, token) alone, so a drafter that adds that noise to its
-own logits proposes what the target will draw wherever the two distributions are alike; a plain argmax is right only where the
-likeliest token is drawn. No probability of a draft is kept: drafts are compared with draws, and any draft is lossless.
-Filters narrow the draft's logits as they will narrow the target's; penalties, which depend on the drafts before, are left out.
+The noise of a draw depends on (row key, position, token) alone. A drafter that adds it to its own logits proposes what the target
+will draw if the two distributions are alike; a plain argmax is right only if the most likely token is drawn. No probability of a
+draft is kept: drafts are compared with draws, and any draft is lossless.
+top_k, top_p and min_p narrow the draft's logits as they narrow the target's. Penalties are left out: they depend on the drafts
+before.
 Source: Gumbel-coupled drafts, Daliri et al. 2025, "Coupling without communication and drafter-invariant speculative decoding"
 (arXiv 2408.07978).
 """
@@ -24,10 +25,13 @@ from batchspec.kernels.sampling.noise import add_noise
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draws:
-    """What the target will draw by at each of T places.
+    """What is done to a drafter's logits before it chooses: the noise that the target will draw with at each of T places.
 
-    row_ids    int32 [T] line of `rows`
+    row_ids    int32 [T] row of `rows`
     positions  int64 [T] position, in prompt + output, of the token that is drafted
+    filters    some row has top_k, top_p or min_p
+
+    Nothing else in `draft` changes logits: whatever masks or biases the target's comes in here, for chains and trees alike.
     """
 
     rows: DeviceBatch
@@ -35,20 +39,27 @@ class Draws:
     positions: Tensor
     filters: bool
 
-    def perturb(self, logits: Tensor, map_ids: Tensor | None = None) -> None:
-        """Add the noise to logits [T, V] in place; map_ids [V] the token of each column, None: its number."""
+    def choose(self, logits: Tensor, out_ids: Tensor, map_ids: Tensor | None = None) -> None:
+        """Of a chain: the draft token at each place, int32 [T] of any stride.
+
+        logits   [T, V], changed in place
+        map_ids  int32 [V] token of each column; None: its number
+        """
+        self._perturb(logits, map_ids)
+        argmax(logits, out_ids=out_ids, map_ids=map_ids)
+
+    def branches(self, logits: Tensor, map_ids: Tensor | None = None) -> None:
+        """Of a tree: change logits [T, V] in place; the largest are the children. Siblings share the noise of their position."""
+        self._perturb(logits, map_ids)
+
+    def _perturb(self, logits: Tensor, map_ids: Tensor | None) -> None:
         rows, dtype = self.rows, torch.float64 if logits.dtype == torch.float64 else torch.float32
         low = torch.full_like(logits[:, 0], -torch.inf, dtype=dtype)
         if self.filters:
             cutoff(logits, self.row_ids, rows.temperature, rows.top_k, rows.top_p, rows.min_p, out_cutoff=low)
         add_noise(logits, self.row_ids, self.positions, rows.keys, rows.temperature, low, map_ids)
 
-    def choose(self, logits: Tensor, out_ids: Tensor, map_ids: Tensor | None = None) -> None:
-        """The draft at each place, int32 [T] of any stride. Changes `logits`."""
-        self.perturb(logits, map_ids)
-        argmax(logits, out_ids=out_ids, map_ids=map_ids)
-
 
 def draws_of(mode: SamplingMode | None, rows: DeviceBatch, row_ids: Tensor, positions: Tensor, ahead: int = 0) -> Draws | None:
-    """For tokens at `positions` + ahead; None where drafts are plain argmaxes."""
+    """For tokens at `positions` + ahead; None: drafts are argmaxes of the logits as they are."""
     return None if mode is None else Draws(rows, row_ids, positions.long() + ahead, mode.filters)

@@ -1,16 +1,16 @@
-"""EAGLE-3 as a chain: a small head that reads the target's features drafts K tokens, one after another.
+"""EAGLE-3 as a chain: a small head that reads the target's hidden states drafts K tokens, one after another.
 
-    place p of a row:  e = embed(token[p+1]),  h = fc(taps[p])       RoPE position p: tokens move left by one, positions do not
-    layer 0:           x = attention(cat(norm(e), norm(h))),  residual = h;  then as any decoder layer
-    draft 1            argmax lm_head(norm(residual)) at the row's last verified place
-    draft k+1          the same one place further, with e = embed(draft k) and h = the residual that drafted it
+    position p of a row  e = embed(token[p+1]),  h = fc(aux_hidden_states[p])     RoPE position p: only tokens are shifted by one
+    layer 0              x = attention(cat(norm(e), norm(h))),  residual = h;  then as any decoder layer
+    draft 1              argmax lm_head(norm(residual)) at the row's last verified position
+    draft k+1            the same at the next position, with e = embed(draft k) and h = the residual that drafted it
 
-The head's K/V is always made of true features in the end: what drafting writes, the next catch-up writes over.
+K/V that drafting writes comes from the head's own states. The next catch-up overwrites it with K/V from the target's.
 Source: Li et al. 2025, EAGLE-3 (arXiv 2503.01840). What a round saves: dead positions
 (https://github.com/lightseekorg/tokenspeed/pull/217), uniform slots and persistent buffers
 (https://github.com/lightseekorg/tokenspeed/pull/142), argmax in place of softmax and top-k
 (https://github.com/sgl-project/sglang/pull/26235).
-Legend: R rows, T flat places, K draft_len, H hidden, W taps * target hidden.
+Legend: R rows, T flat positions, K draft_len, H hidden, W = len(aux_layer_ids) * target hidden.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ from batchspec.model.target import Target
 class Eagle3Drafter(HeadReader):
     """Carries of each slot the first draft token of the next round and the hidden state that drafted it.
 
-    Nothing is read back to the host and no shape depends on data: a round with it can be captured in a CUDA graph. `propose`
-    and `catch_up` work on the state of the first R slots and leave it fit for the rows that live: whoever prefills other slots
-    between the two must do so behind `catch_up`.
+    Nothing is read back to the host and no shape depends on data: a round with it can be captured in a CUDA graph. `propose` and
+    `catch_up` write the state of the first R slots; a prefill of other slots may set theirs only after `catch_up`.
     """
 
     name = "eagle3"
@@ -48,7 +47,7 @@ class Eagle3Drafter(HeadReader):
     def __init__(
         self, head: Head, target: Target, max_len: int, *, slots: int, uniform_slots: bool = True, **reading: Unpack[Reading]
     ) -> None:
-        """uniform_slots=False: cache locations of each draft step anew, by the general path."""
+        """uniform_slots=False: each draft step computes its own slot mapping, by the general path (ablation)."""
         super().__init__(head, target, max_len, **reading)
         spec, device, steps = head.spec, target.device, max(0, max_len - 1)
         self._uniform = uniform_slots
@@ -69,7 +68,7 @@ class Eagle3Drafter(HeadReader):
             kv = self._kv(cache, last)
             normed, residual, at = self._read(batch, rows.tokens, line, self.head.features(aux_hidden_states), cache, last)
             self.head.keep(last, normed, at, kv)
-            # What goes on is as small as a draft step: it may well write its K/V once more.
+            # Only the last position of each row goes on, as in a draft step. Its K/V is written a second time.
             ends = self._one_each(batch, batch.positions.index_select(0, place), batch.kv_len)
             at = Place(self._rope(ends.positions), batch.slot_mapping.index_select(0, place))
             hidden, plan = residual.index_select(0, place), self._plans(ends, cache, [last])[self._windows[last]]
@@ -108,17 +107,17 @@ class Eagle3Drafter(HeadReader):
             self.head.keep(last, normed, at, self._kv(cache, last))
 
     def _prepare_next(self, normed: Tensor, out: Tensor, draws: Draws | None) -> None:
-        """What the next round begins with, from the head's output [R, H] at each row's last standing place."""
+        """What the next round starts from, given the head's output [R, H] at each row's last accepted position."""
         self.head.choose(normed, out, draws)
 
     def _draws_at_end(self, rows: DeviceBatch) -> Draws | None:
-        """Of the token behind each row's last one."""
+        """Of the token after each row's last one."""
         return draws_of(self.mode, rows, self._cu_seqlens_q[: rows.live.shape[0]], rows.num_tokens)
 
     def _read_whole(
         self, batch: FlatBatch, tokens: Tensor, line: Tensor, aux_hidden_states: Tensor, cache: KVCache, place: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """All T places to the end of the head; its output and residual stream at place[r]."""
+        """All T positions through the whole head; its output and residual stream at flat position place[r]."""
         normed, residual, _ = self._read(batch, tokens, line, self.head.features(aux_hidden_states), cache, self._last + 1)
         return normed.index_select(0, place), residual.index_select(0, place)
 
@@ -126,7 +125,7 @@ class Eagle3Drafter(HeadReader):
         self, batch: FlatBatch, q: Tensor, residual: Tensor, accepted_len: Tensor, rows: DeviceBatch, cache: KVCache,
         out_first: Tensor, out_hidden: Tensor,
     ) -> None:  # fmt: skip
-        """The last layer from its queries on, at the last standing place of each row alone."""
+        """The rest of the last layer, from its queries on, only at each row's last accepted position."""
         num_rows, feeds_normed = accepted_len.shape[0], self._spec.feed_normed
         live_q = q.new_empty(num_rows, *q.shape[1:])
         stream = torch.empty_like(out_hidden) if feeds_normed else out_hidden
@@ -144,7 +143,7 @@ class Eagle3Drafter(HeadReader):
         num_rows = positions.shape[0]
         return replace(
             batch,
-            token_ids=self._cu_seqlens_q[:num_rows],  # attention asks for their number only
+            token_ids=self._cu_seqlens_q[:num_rows],  # attention only needs their number
             row_ids=self._cu_seqlens_q[:num_rows],
             positions=positions,
             cu_seqlens_q=self._cu_seqlens_q[: num_rows + 1],
@@ -160,7 +159,7 @@ class Eagle3Drafter(HeadReader):
         return None
 
     def _uniform_chain(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
-        """Cache locations of all steps by one launch, one attention plan, tokens read where the step before wrote them."""
+        """One launch computes the slots of all steps; one attention plan; a step reads tokens where the last one wrote them."""
         num_rows, width = draft_ids.shape
         by_step = (width - 1, num_rows)
         positions, slots = (x[: (width - 1) * num_rows].view(by_step) for x in (self._positions, self._slots))
@@ -179,7 +178,7 @@ class Eagle3Drafter(HeadReader):
             hidden = self._draft(rows, draft_ids[:, k], hidden, *step, plans, cache, draft_ids[:, k + 1])
 
     def _general_chain(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
-        """The same by operations that fit any number of places a row: lengths, prefix sums, fills, casts, each step a plan."""
+        """The same by operations for any number of positions a row: lengths, prefix sums, fills, casts, a plan for each step."""
         num_rows, width = draft_ids.shape
         torch.mul(rows.live, width, out=draft_len)
         drafted, hidden = [self._first[:num_rows]], self._hidden[:num_rows]
@@ -195,12 +194,12 @@ class Eagle3Drafter(HeadReader):
         self, rows: DeviceBatch, tokens: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor,
         plans: dict[int | None, AttentionPlan], cache: KVCache, out_ids: Tensor,
     ) -> Tensor:  # fmt: skip
-        """One place further: the draft token behind `tokens`; returns the hidden state that drafted it."""
+        """One position further: the draft token after `tokens`; returns the hidden state that drafted it."""
         normed, residual = self.head.enter(tokens, hidden)
         at = Place(self._rope(positions), slots)
         for i, window in enumerate(self._windows):
             normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[window], positions)
-        # A place reads the token behind it and drafts the next one.
+        # A position reads the token after it and drafts the one after that.
         self.head.choose(normed, out_ids, draws_of(self.mode, rows, self._cu_seqlens_q[: positions.shape[0]], positions, ahead=2))
         return normed if self._spec.feed_normed else residual
 
@@ -222,7 +221,7 @@ class Eagle3Drafter(HeadReader):
     ) -> FlatBatch:
         row_ids = self._cu_seqlens_q[: positions.shape[0]]
         return FlatBatch(
-            token_ids=row_ids,  # attention asks for their number only
+            token_ids=row_ids,  # attention only needs their number
             row_ids=row_ids,
             positions=positions,
             slot_mapping=slots,

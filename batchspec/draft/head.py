@@ -207,8 +207,8 @@ class EagleHead:
         Returns their logits [N, count], the log of the sum of all exponentials [N], and their draft ids int64 [N, count].
         """
         logits = self.logits(normed)
-        if draws is not None:  # siblings share the noise of their position
-            draws.perturb(logits, self.map_ids)
+        if draws is not None:
+            draws.branches(logits, self.map_ids)
         best = logits.topk(count, dim=1)
         return best.values, torch.logsumexp(logits, 1), best.indices
 

@@ -1,9 +1,9 @@
-"""A head and a lookup side by side: per row and round the drafts from which more tokens are expected to stand.
+"""A head and a lookup together: each row verifies the drafts of which more are expected to be accepted in this round.
 
-Both propose in every round; `kernels/draft_choice.py` says how they are compared and what is learnt of both behind it. The head's
-catch-up always runs, whoever proposed, so that its K/V is as if it drafted alone.
+Both propose in every round. `kernels/drafting/draft_choice.py` says how they are compared and what is learnt from the result. The
+head's catch-up always runs, so that its K/V is the same as if it drafted alone.
 Source: the better of n-grams and a head, as an oracle, in "specdecode-bench" (arXiv 2601.11580); the rule is batchspec's own.
-Legend: R rows, K draft_len, KH that of the head.
+Legend: R rows, K draft_len.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from batchspec.kernels.drafting.draft_choice import observe_drafts, pick_drafts
 from batchspec.model.target import Target
 
 HEAD_PRIOR, LOOKUP_PRIOR = (4.8, 8.0), (4.0, 8.0)
-"""Drafts kept and tried that head and lookup begin with, whatever the match length."""
+"""(drafts accepted, drafts tried) that the estimates of head and lookup start with, for every match length."""
 
 
 class HybridDrafter:
-    """Carries of each slot what the head does; how often drafts stood, by the length of the lookup's match, is the job's."""
+    """Carries of each slot what the head does. Acceptance by the length of the lookup's match is counted over all rows."""
 
     name = "hybrid"
     fixed_len = False
 
     def __init__(self, head: Eagle3Drafter | ParallelDrafter, lookup: LookupDrafter, *, slots: int, device: torch.device) -> None:
-        """max_len is the larger of both; a round of fewer drafts asks either for as many."""
+        """max_len is the larger of the two; a round of fewer drafts asks both for as many."""
         self.head, self.lookup = head, lookup
         self.max_len = width = max(head.max_len, lookup.max_len)
         self.aux_layer_ids, self.num_kv_layers = head.aux_layer_ids, head.num_kv_layers
         zeros = partial(zeros_on, device)
-        self._head_ids, self._look_ids = zeros(slots, head.max_len), zeros(slots, width)
-        self._head_len, self._look_len, self._match_len, self._picked = (zeros(slots) for _ in range(4))
-        self._head_prior, self._look_prior = (torch.tensor(prior, device=device) for prior in (HEAD_PRIOR, LOOKUP_PRIOR))
+        self._head_ids, self._lookup_ids = zeros(slots, head.max_len), zeros(slots, width)
+        self._head_len, self._lookup_len, self._match_len, self._picked = (zeros(slots) for _ in range(4))
+        self._head_prior, self._lookup_prior = (torch.tensor(prior, device=device) for prior in (HEAD_PRIOR, LOOKUP_PRIOR))
         kinds = 2 * lookup.max_ngram + 1
-        self._head_odds, self._look_odds = (prior.repeat(kinds, 1) for prior in (self._head_prior, self._look_prior))
+        self._head_odds, self._lookup_odds = (prior.repeat(kinds, 1) for prior in (self._head_prior, self._lookup_prior))
         self.counts = zeros(4, dtype=torch.int64)
         """int64 [4] rounds of rows with the head's drafts, with the lookup's; drafts accepted of the two."""
         self.state: tuple[Tensor, ...] = head.state
@@ -88,11 +88,11 @@ class HybridDrafter:
     @torch.inference_mode()
     def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
         num_rows, width = draft_ids.shape
-        head_ids, look_ids, look_len, match_len, picked = self._proposals(num_rows, width)
+        head_ids, lookup_ids, lookup_len, match_len, picked = self._proposals(num_rows, width)
         self.head.propose(rows, head_ids, self._head_len[:num_rows], cache)
-        self.lookup.look_up(rows, look_ids, look_len, match_len)
+        self.lookup.look_up(rows, lookup_ids, lookup_len, match_len)
         pick_drafts(
-            head_ids, look_ids, look_len, match_len, self._head_odds, self._look_odds, rows.live,
+            head_ids, lookup_ids, lookup_len, match_len, self._head_odds, self._lookup_odds, rows.live,
             out_draft_ids=draft_ids, out_draft_len=draft_len, out_picked=picked,
         )  # fmt: skip
 
@@ -108,20 +108,20 @@ class HybridDrafter:
         prepare_next: bool,
     ) -> None:
         num_rows, width = len(accepted_len), batch.max_q - 1
-        if width:  # else nobody drafted
+        if width:  # else the round had no drafts
             observe_drafts(
                 rows.tokens, rows.num_tokens, rows.live, accepted_len, *self._proposals(num_rows, width),
-                head_prior=self._head_prior, look_prior=self._look_prior, head_odds=self._head_odds,
-                look_odds=self._look_odds, counts=self.counts,
+                head_prior=self._head_prior, lookup_prior=self._lookup_prior, head_odds=self._head_odds,
+                lookup_odds=self._lookup_odds, counts=self.counts,
             )  # fmt: skip
         self.head.catch_up(batch, aux_hidden_states, accepted_len, rows, cache, prepare_next=prepare_next)
 
     def _proposals(self, num_rows: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Of a round with `width` drafts: ids of the head and of the lookup, the lookup's lengths and matches, who was picked."""
+        """Of a round with `width` drafts: head ids, lookup ids, lookup lengths, match lengths, and which of both was picked."""
         return (
             self._head_ids[:num_rows, :width],
-            self._look_ids[:num_rows, :width],
-            self._look_len[:num_rows],
+            self._lookup_ids[:num_rows, :width],
+            self._lookup_len[:num_rows],
             self._match_len[:num_rows],
             self._picked[:num_rows],
         )

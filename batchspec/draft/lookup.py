@@ -1,4 +1,4 @@
-"""Prompt lookup: propose what followed the same n-gram earlier in the row's prompt or output, or in a row that has ended.
+"""Prompt lookup: propose what followed the same n-gram earlier in the row's prompt or output, or in a finished row.
 
 Source of the idea: Saxena 2023, "Prompt Lookup Decoding" (github.com/apoorvumang/prompt-lookup-decoding).
 """
@@ -22,11 +22,11 @@ from batchspec.model.target import Target
 
 
 class LookupDrafter(NoFeatures):
-    """The longest n in max_ngram..min_ngram that occurred before wins; at most `growth` draft tokens for each matched token.
+    """The longest n-gram of max_ngram..min_ngram tokens that occurred before wins; at most `growth` drafts per matched token.
 
-    No checkpoint, any model. Two draft tokens a matched one pay for themselves on text that hardly repeats (README,
-    Performance) and still copy whole passages, where matches grow. Where a corpus of ended rows matches further than the row's
-    own past its drafts stand in their place, the fewer the less its runs agree on what follows (`kernels/corpus.py`).
+    No checkpoint, any model. Two drafts per matched token pay for themselves on text that hardly repeats, and still copy whole
+    passages, because matches grow. If a corpus of finished rows has a longer match than the row's own tokens, its drafts replace
+    theirs: the fewer, the less the corpus agrees on what follows (`kernels/drafting/corpus.py`).
     """
 
     name = "lookup"
@@ -35,7 +35,7 @@ class LookupDrafter(NoFeatures):
     def __init__(
         self, max_len: int, *, min_ngram: int = 2, max_ngram: int = 6, growth: int = 2, corpus: Corpus | None = None
     ) -> None:
-        """corpus: with runs of min_ngram to max_ngram tokens; None: the row's own past alone"""
+        """corpus: one that indexes n-grams of min_ngram to max_ngram tokens; None: only the row's own tokens"""
         self.max_len = max_len
         self.min_ngram = min_ngram
         self.max_ngram = max_ngram
@@ -46,7 +46,7 @@ class LookupDrafter(NoFeatures):
         self.look_up(rows, draft_ids, draft_len, torch.empty_like(draft_len))
 
     def look_up(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, match_len: Tensor) -> None:
-        """As `propose`; match_len int32 [R] tokens that matched, 0: none, max_ngram + tokens: in the corpus."""
+        """As `propose`; match_len out int32 [R] tokens that matched: 0 for none, max_ngram + n for n in the corpus."""
         ngram(
             rows.tokens,
             rows.num_tokens,
@@ -103,7 +103,7 @@ class LookupDrafterSpec(Weightless):
 
 
 def build_lookup(draft: DraftConfig, device: torch.device) -> LookupDrafter:
-    """The lookup of these settings, with a corpus where they ask for one."""
+    """The lookup of these settings, with a corpus if they ask for one."""
     corpus = None
     if draft.corpus_tokens:
         lengths = usual_lengths(draft.prompt_lookup_min, draft.prompt_lookup_max)

@@ -1,14 +1,14 @@
 """Parallel drafting: a head that was trained with masks drafts K tokens in one forward, whatever K is.
 
-    place p of a row:  e = embed(token[p+1]),  h = fc(taps[p])            as in a chain; p = num_tokens - 2 is the last one
-    place p + j:       e = embed(mask token),  h = fc(mask_hidden)        j = 1..K-1, RoPE position p + j, causal
-    draft k            argmax lm_head(norm(residual)) at place p + k - 1
+    position p of a row  e = embed(token[p+1]),  h = fc(aux_hidden_states[p])    as in a chain; p = num_tokens - 2 is the last
+    position p + j       e = embed(mask token),  h = fc(mask_hidden)             j = 1..K-1, RoPE position p + j, causal
+    draft k              argmax lm_head(norm(residual)) at position p + k - 1
 
-Catch-up and prefill make K/V of true features only and carry the feature of the last place; a round's K places then go through
-the head at once, K as long as that round asks for. K/V of masks lie where the places that the round verifies will stand: the
-catch-up writes over them, and until then no key count reaches them.
+Catch-up and prefill write K/V from the target's hidden states only and keep fc of the last position. A round then runs K
+positions through the head at once, for the K of that round. K/V of masks lie in the slots of the positions to verify: the
+catch-up overwrites them, and no kv_len reaches them before.
 Source: P-EAGLE (2026, arXiv 2602.01469), parallel token decoding (https://github.com/vllm-project/vllm/pull/32628).
-Legend: R rows, T flat places, K draft_len, H hidden, W taps * target hidden.
+Legend: R rows, T flat positions, K draft_len, H hidden, W = len(aux_layer_ids) * target hidden.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from batchspec.cache.pages import KVCache
 from batchspec.draft.coupled import draws_of
 from batchspec.draft.head import Place
 from batchspec.draft.reader import HeadReader, Reading, zeros_on
+from batchspec.draft.uniform import UniformLayout
 from batchspec.draft.weights import Head
 from batchspec.kernels.drafting.live_rows import live_rows
 from batchspec.kernels.drafting.prepare_parallel_draft_inputs import prepare_parallel_draft_inputs
@@ -33,7 +34,7 @@ from batchspec.model.target import Target
 
 
 class ParallelDrafter(HeadReader):
-    """Carries of each slot the feature of its row's last verified place.
+    """Carries of each slot fc(aux_hidden_states) at its row's last verified position.
 
     Nothing is read back to the host and no shape depends on data: a round with it can be captured in a CUDA graph.
     """
@@ -53,13 +54,11 @@ class ParallelDrafter(HeadReader):
         self._fed = zeros(places, spec.hidden_size, dtype=target.dtype)
         self._ids, self._kv_len = zeros(places), zeros(slots)
         self._positions, self._slots = zeros(places, dtype=torch.int64), zeros(places, dtype=torch.int64)
-        lines = torch.arange(slots, dtype=torch.int32, device=device)
-        self._row_ids = [lines.repeat_interleave(k) for k in range(1, max_len + 1)]
-        self._cu_seqlens_q = [torch.arange(0, places + 1, k, dtype=torch.int32, device=device) for k in range(1, max_len + 1)]
+        self._layout = UniformLayout(slots, max_len, device)
 
     @torch.inference_mode()
     def _feature_of(self, mask_hidden: Tensor) -> Tensor:
-        """[H] what a mask has for a feature: a checkpoint holds it like taps [1, W] or, once projected, [1, H]."""
+        """[H] h of a mask. A checkpoint stores it before fc, [1, W], or after fc, [1, H]."""
         if mask_hidden.shape[1] == len(self._spec.aux_layer_ids) * self._spec.target_hidden_size:
             mask_hidden = self.head.features(mask_hidden)
         return mask_hidden[0]
@@ -101,7 +100,7 @@ class ParallelDrafter(HeadReader):
         self._keep(batch, rows.tokens, batch.row_ids, features, cache)
 
     def _keep(self, batch: FlatBatch, tokens: Tensor, line: Tensor, features: Tensor, cache: KVCache) -> None:
-        """K/V of all T places: the last layer needs no more of them, and no draft is made here."""
+        """Write K/V of all T positions. Nothing is drafted here, so the last layer stops after its K/V."""
         if not self._prune:
             self._read(batch, tokens, line, features, cache, self._last + 1)
             return
@@ -110,7 +109,7 @@ class ParallelDrafter(HeadReader):
 
     @torch.inference_mode()
     def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
-        """K places a row through the whole head. The first one's K/V stand already and are written once more."""
+        """K positions a row through the whole head. K/V of the first one is there already and is written again."""
         num_rows, width = draft_ids.shape
         ids, fed, positions, slots = (x[: num_rows * width] for x in (self._ids, self._fed, self._positions, self._slots))
         kv_len, page_table = self._kv_len[:num_rows], cache.draft_table(rows)
@@ -119,17 +118,7 @@ class ParallelDrafter(HeadReader):
             mask_id=self._mask_id, page_size=cache.page_size, out_ids=ids, out_hidden=fed, out_positions=positions,
             out_slot_mapping=slots, out_kv_len=kv_len, out_draft_len=draft_len,
         )  # fmt: skip
-        batch = FlatBatch(
-            token_ids=ids,
-            row_ids=self._row_ids[width - 1][: num_rows * width],
-            positions=positions,
-            slot_mapping=slots,
-            cu_seqlens_q=self._cu_seqlens_q[width - 1][: num_rows + 1],
-            kv_len=kv_len,
-            page_table=page_table,
-            max_q=width,
-            max_kv=rows.tokens.shape[1],
-        )
+        batch = self._layout.batch(ids.view(num_rows, width), positions, slots, kv_len, page_table, rows)
         normed, residual = self.head.enter(ids, fed)
         at, plans = Place(self._rope(positions), slots), self._plans(batch, cache, range(self._last + 1))
         for i, window in enumerate(self._windows):

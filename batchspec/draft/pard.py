@@ -1,13 +1,13 @@
-"""PARD: a small language model of its own drafts for the target, K tokens in one forward or one after another.
+"""PARD: a small language model drafts for the target, K tokens in one forward pass or one after another.
 
-    parallel   the newest token and K - 1 masks behind it, at the positions where those tokens will stand; draft k is what the
-               model says at place k - 1
-    chain      K forwards of one place a row, as of any language model that drafts
+    parallel   the newest token, then K - 1 mask tokens at the positions of the drafts; draft k is the model's output at
+               position k - 1 of them
+    chain      K forward passes over one position a row, as with any language model that drafts
 
-The model reads tokens alone, no features of the target. Its K/V lie in the pages of the row behind the target's layers; catch-up
-and prefill make them of true tokens, writing over those of masks and guesses.
+The model reads tokens only, no hidden states of the target. Its K/V layers follow the target's in the row's pages. Catch-up and
+prefill write K/V of committed tokens, over those of masks and guesses.
 Source: An et al. 2025, PARD (arXiv 2504.18583), its checkpoints' `pard_token`; https://github.com/vllm-project/vllm/pull/32887.
-Legend: R rows, T flat places, K draft_len.
+Legend: R rows, T flat positions, K draft_len.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from batchspec.draft.base import DrafterBase
 from batchspec.draft.coupled import draws_of
 from batchspec.draft.formats import read_mask_token
 from batchspec.draft.spec import USUAL_DRAFT_VOCAB, DrafterSpec
+from batchspec.draft.uniform import UniformLayout
 from batchspec.draft.window import WindowDrafter
 from batchspec.errors import ConfigError
 from batchspec.kernels.rounds.prepare_verify_inputs import prepare_verify_inputs
@@ -45,7 +46,7 @@ class PardSpec:
 
     model: ModelSpec
     mask_token_id: int | None
-    """What stands for a token that is not known yet; None: it drafts a chain."""
+    """The token in place of one that is not known yet; None: the model drafts a chain."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,10 +95,8 @@ class PardDrafter(DrafterBase):
         self._model, self._vocab = model, min(model.spec.vocab_size, target.vocab_size)
         self._chain = None if parallel else WindowDrafter(model, max_len, slots=slots, window=None, vocab=self._vocab)
         widths = range(1, max_len + 1) if parallel else ()
-        lines = torch.arange(slots, dtype=torch.int32, device=device)
+        self._layout = UniformLayout(slots, max_len if parallel else 0, device)
         self._ids = [torch.full((slots, k), mask_id or 0, dtype=torch.int32, device=device) for k in widths]
-        self._row_ids = [lines.repeat_interleave(k) for k in widths]
-        self._cu_seqlens_q = [torch.arange(0, slots * k + 1, k, dtype=torch.int32, device=device) for k in widths]
         self._positions, self._slots = torch.zeros(2, slots * max_len, dtype=torch.int64, device=device)
         self._kv_len, self._room = torch.zeros(2, slots, dtype=torch.int32, device=device)
 
@@ -137,22 +136,12 @@ class PardDrafter(DrafterBase):
         num_rows, width = draft_ids.shape
         ids, kv_len, page_table = self._ids[width - 1][:num_rows], self._kv_len[:num_rows], cache.draft_table(rows)
         positions, slots = (x[: num_rows * width] for x in (self._positions, self._slots))
-        # The round's own inputs but for the drafts, one place fewer: masks stand where it will verify.
+        # The inputs of the verification to come, without the last position, and with masks in place of the drafts.
         prepare_verify_inputs(
             rows.tokens, rows.num_tokens, rows.limit, rows.live, page_table, page_size=cache.page_size,
             out_ids=ids, out_draft_len=self._room[:num_rows], out_positions=positions, out_slot_mapping=slots, out_kv_len=kv_len,
         )  # fmt: skip
-        batch = FlatBatch(
-            token_ids=ids.view(-1),
-            row_ids=self._row_ids[width - 1][: num_rows * width],
-            positions=positions,
-            slot_mapping=slots,
-            cu_seqlens_q=self._cu_seqlens_q[width - 1][: num_rows + 1],
-            kv_len=kv_len,
-            page_table=page_table,
-            max_q=width,
-            max_kv=rows.tokens.shape[1],
-        )
+        batch = self._layout.batch(ids, positions, slots, kv_len, page_table, rows)
         hidden, _ = self._model.forward(batch, cache.drafter_part())
         draws = draws_of(self.mode, rows, batch.row_ids, positions, ahead=1)
         if draws is None:

@@ -1,6 +1,6 @@
-"""What every drafter with an EAGLE-3 head shares: the head beside its target, and the reading of places with true features.
+"""What all drafters with an EAGLE-3 head share: the head, its K/V, and the pass over positions with the target's hidden states.
 
-Legend: T flat places, H hidden, W taps * target hidden.
+Legend: T flat positions, H hidden.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class Reading(TypedDict, total=False):
     """Arguments that every drafter with a head takes; each may be left out."""
 
     window: int | None
-    """Newest keys that the head reads at most, beside the first `sink` ones; its own windows count too. None: all keys."""
+    """Newest keys that the head reads at most, besides the first `sink` ones; its own windows count too. None: all keys."""
     sink: int
     dead_positions: bool
-    """False: every place of a catch-up runs to the end of the head."""
+    """False: every position of a catch-up runs through the whole head (ablation)."""
     argmax: bool
-    """False: drafts by softmax and top-k."""
+    """False: drafts are chosen by softmax and top-k (ablation)."""
 
 
 class HeadReader(DrafterBase):
-    """A head bound to a target, its K/V in the pages behind the target's layers."""
+    """A head bound to a target; its K/V layers follow the target's in every page."""
 
     fixed_len = True
 
@@ -62,19 +62,20 @@ class HeadReader(DrafterBase):
 
     @torch.inference_mode()
     def rewrite(self, tensors: Mapping[str, Tensor]) -> None:
-        """Draft with other weights from now on: those of `EagleHead.rewrite`. Rows go on as they are.
+        """As `Rewritable.rewrite`, with the tensors of `EagleHead.rewrite`.
 
-        What the old weights left in the cache and in `state` makes drafts worse at most.
+        K/V and `state` from the old weights stay: they can only make drafts worse.
         """
         self.head.rewrite(tensors)
 
     def _read(
         self, batch: FlatBatch, tokens: Tensor, line: Tensor, features: Tensor, cache: KVCache, num_layers: int
     ) -> tuple[Tensor, Tensor, Place]:
-        """All T places through the first `num_layers` layers: what the next one reads, the residual stream, where they stand.
+        """All T positions through the first `num_layers` layers.
 
-        tokens int32 [lines, M] with line [T] of each place; features [T, H], which the layers may change. A rejected place may
-        read any token.
+        tokens    int32 [rows, M], line [T] the row of each position; a rejected position may read any token
+        features  [T, H] of `EagleHead.features`; the layers may change them
+        Returns what the next layer reads, the residual stream, and rotation and slots of the positions.
         """
         at = Place(self._rope(batch.positions), batch.slot_mapping)
         normed, residual = self.head.enter(tokens, features, row_ids=line, positions=batch.positions)

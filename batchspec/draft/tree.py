@@ -1,13 +1,14 @@
 """An EAGLE-3 head drafts a tree: at each level the best nodes so far branch, and the best of all nodes are verified.
 
-    root           the newest token; its children: the `topk` likeliest tokens behind the row's last verified place
-    level l+1      the topk best nodes of level l, by path score, go through the head; topk tokens each are their children
-    path score     sum of log-probabilities from the root on (rank=prob: their product, for comparison: it underflows)
-    verified       the `nodes` best of all children of all levels; no score is above that of the parent, which is among them too
+    root           the newest token; its children are the `topk` most likely tokens after the row's last verified position
+    level l+1      the topk best nodes of level l, by path score, go through the head; each gets its topk most likely children
+    path score     sum of log-probabilities from the root on (rank=prob: product of probabilities, for comparison: it underflows)
+    verified       the `nodes` best of all children of all levels. A parent's score is never below its child's, so it is verified
+                   too
 
-Equal scores go to the node that was drafted first, hence parents before children. What a level drafts from stands in the K/V of
-the head behind the row's last verified place, topk places a level, each seeing its own path alone; the catch-up writes over it.
-Source: Li et al. 2024, EAGLE-2 (arXiv 2406.16858); sums in place of products: SGLang, "Optimize EAGLE select_top_k_tokens: use
+Of equal scores the node drafted first wins, so parents come before children. The head's K/V of the nodes it reads takes topk
+slots a level after the row's last verified position; each node attends to its own path only. The catch-up overwrites them.
+Source: Li et al. 2024, EAGLE-2 (arXiv 2406.16858); sums of log-probabilities: SGLang, "Optimize EAGLE select_top_k_tokens: use
 logprobs" (2025).
 Legend: R rows, B topk, D depth, N nodes, C candidates B + (D - 1) B^2, H hidden.
 """
@@ -34,7 +35,7 @@ from batchspec.model.target import Target
 
 
 class TreeDrafter(Eagle3Drafter):
-    """Carries of each slot the head's output at its last verified place, from which the root's children come.
+    """Carries of each slot the head's output at its last verified position, which gives the root's children.
 
     max_len is the depth. Nothing is read back to the host and no shape depends on data: a round with it can be captured.
     """
@@ -45,7 +46,7 @@ class TreeDrafter(Eagle3Drafter):
         self, head: Head, target: Target, shape: TreeShape, *, slots: int, window: int | None = None, sink: int = 0,
         dead_positions: bool = True,
     ) -> None:  # fmt: skip
-        """Raises ValueError where topk exceeds the draft vocabulary. The others are those of HeadReader."""
+        """The other arguments are those of HeadReader. Raises ValueError if topk exceeds the draft vocabulary."""
         if shape.topk > head.spec.draft_vocab_size:
             raise ValueError(f"TreeDrafter: topk={shape.topk} exceeds the head's {head.spec.draft_vocab_size} draft tokens")
         super().__init__(
@@ -82,7 +83,7 @@ class TreeDrafter(Eagle3Drafter):
 
     @torch.inference_mode()
     def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> Tensor:
-        """Nodes 1..N of each row's tree; siblings are adjacent, the likeliest first. draft_len is the depth."""
+        """Nodes 1..N of each row's tree; siblings are adjacent, the most likely first. draft_len is the depth."""
         num_rows, branches, depth = draft_ids.shape[0], self._shape.topk, self.max_len
         torch.mul(rows.live, depth, out=draft_len)
         root, levels = self._root, self._levels(rows, cache)
@@ -107,7 +108,7 @@ class TreeDrafter(Eagle3Drafter):
         return parents
 
     def _levels(self, rows: DeviceBatch, cache: KVCache) -> list[FlatBatch]:
-        """The places of each level that drafts, topk a row, without tokens and masks yet."""
+        """The batch of each level that goes through the head, topk nodes a row; tokens and masks are filled in later."""
         num_rows, branches, steps = rows.live.shape[0], self._shape.topk, self.max_len - 1
         if not steps:
             return []
@@ -139,7 +140,7 @@ class TreeDrafter(Eagle3Drafter):
         ]
 
     def _through(self, batch: FlatBatch, nodes: Frontier, hidden: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
-        """One place further from every node of a level: the head's output [R*B, H], and the state that drafts on from it."""
+        """Every node of a level through the head: its output [R*B, H], and the hidden state that drafts its children."""
         assert batch.tree is not None
         batch.tree = replace(batch.tree, ancestors=nodes.ancestors.flatten())
         normed, residual = self.head.enter(nodes.token_ids, hidden)

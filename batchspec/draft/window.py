@@ -1,10 +1,10 @@
-"""Self-speculation with a window: the target drafts for itself, reading its newest keys and the first few alone.
+"""Self-speculation with a window: the target drafts for itself, attending only to its newest keys and the first few.
 
-    draft k = argmax of the target at place num_tokens - 1 + k, over keys 0 .. sink-1 and the newest `window` ones
+    draft k = argmax of the target at position num_tokens - 1 + k, over keys 0 .. sink-1 and the newest `window` ones
 
-No checkpoint and no copy of K/V: a window is a read range of the same pages. What drafting writes there, at places that the round
-is about to verify, is made of windowed attention; the verification writes over all of it before anything reads it. A draft costs
-a whole pass over the weights, so it pays where attention over the full context takes most of a round.
+No checkpoint and no copy of K/V: a window is a read range of the same pages. Drafting writes K/V from windowed attention at the
+positions that the round then verifies; the verification overwrites all of it before anything reads it. A draft costs a whole pass
+over the weights, so it pays only if attention over the full context takes most of a round.
 Source: Zhang et al. 2024, "Draft & Verify" (arXiv 2309.08168), a model that drafts with less of itself; Xiao et al. 2024,
 "StreamingLLM" (arXiv 2309.17453), what a window and a sink keep.
 """
@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
-from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import NoFeatures
 from batchspec.draft.coupled import draws_of
 from batchspec.draft.spec import Weightless
+from batchspec.draft.uniform import UniformLayout
 from batchspec.kernels.drafting.prepare_chain_draft_inputs import prepare_chain_draft_inputs
 from batchspec.model.target import Target
 
 
 class WindowDrafter(NoFeatures):
-    """K tokens a row by K forwards of one place a row each; nothing is carried from round to round."""
+    """K tokens a row by K forward passes over one position a row; nothing is carried from round to round."""
 
     name = "window"
     fixed_len = True
@@ -34,8 +34,9 @@ class WindowDrafter(NoFeatures):
         self, target: Target, max_len: int, *, slots: int, window: int | None, sink: int = 0, vocab: int | None = None
     ) -> None:
         """
-        window  newest keys that a draft reads, its own included, None: all; sink: first keys that it reads beside them
-        vocab   drafts are of the first so many tokens, None: of all
+        window  newest keys that a draft reads, its own included; None: all
+        sink    first keys that it reads besides
+        vocab   number of token ids to draft from, the lowest; None: all
         """
         device = target.device
         self.max_len = max_len
@@ -43,7 +44,7 @@ class WindowDrafter(NoFeatures):
         self._ids = torch.zeros(slots, max_len + 1, dtype=torch.int32, device=device)
         self._lens, self._kv_len = torch.zeros(2, slots, dtype=torch.int32, device=device)
         self._positions, self._slots = torch.zeros(2, max_len * slots, dtype=torch.int64, device=device)
-        self._cu_seqlens_q = torch.arange(slots + 1, dtype=torch.int32, device=device)
+        self._layout = UniformLayout(slots, 1, device)
 
     @torch.inference_mode()
     def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
@@ -59,17 +60,7 @@ class WindowDrafter(NoFeatures):
             out_ids=ids, out_draft_len=self._lens[:num_rows], out_positions=positions, out_slot_mapping=slots, out_kv_len=kv_len,
         )  # fmt: skip
         for k in range(width):
-            step = FlatBatch(
-                token_ids=ids[:, k].contiguous(),
-                row_ids=self._cu_seqlens_q[:num_rows],
-                positions=positions[k],
-                slot_mapping=slots[k],
-                cu_seqlens_q=self._cu_seqlens_q[: num_rows + 1],
-                kv_len=kv_len,
-                page_table=page_table,
-                max_q=1,
-                max_kv=rows.tokens.shape[1],
-            )
+            step = self._layout.batch(ids[:, k : k + 1].contiguous(), positions[k], slots[k], kv_len, page_table, rows)
             step.add_groups(more_tables, cache.page_size)
             hidden, _ = self._target.forward(step, cache, window=self._window, sink=self._sink)
             draws = draws_of(self.mode, rows, step.row_ids, positions[k], ahead=1)

@@ -1,4 +1,4 @@
-"""Online adaptation in a run: the adapter of the run's engine, the completions it gets, and the head that it leaves behind."""
+"""Online adaptation in a run: the adapter of its engine, the completions that it learns from, and the head that it saves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from batchspec.train.head import published_network
 from batchspec.train.network import HeadNetwork
 
 SAVE_S, SAVE_SHARE = 60.0, 0.02
-"""A head is saved this often at most, and no oftener than takes this share of the time."""
+"""Seconds between two saves at least, and the largest share of the run's time that saving may take."""
 
 
 class Adaptation:
@@ -44,7 +44,7 @@ class Adaptation:
             self._folder, self._files = folder, output.head(weight_files(folder).fingerprint[:16])
 
     def serve(self, engine: Engine) -> None:
-        """Let the head of this engine learn, from the one that an earlier run has left where there is one."""
+        """Let the head of this engine learn, starting from the one that an earlier run saved, if any."""
         if not self.on:
             return
         draft, target = self._job.config.draft, engine.target

@@ -184,12 +184,14 @@ for _match in (None, PI32):
 _case("corpus_kernel", "corpus", 1, tokens=PI32, num_tokens=PI32, live=PI32, which=PI32, table=PI64, corpus=PI32,
       draft_ids=PI32, draft_len=PI32, match_len=PI32, stride_row=I32, draft_stride=I32, max_draft_len=I32, growth=I32, width=I32,
       num_entries=I32, corpus_len=I32, LENGTHS=0b1010100, MAX_NGRAM=6, PAST_LANES=8, LANES=8)  # fmt: skip
-_case("pick_kernel", "draft_choice", 1, head_ids=PI32, look_ids=PI32, look_len=PI32, match_len=PI32, head_odds=PF32,
-      look_odds=PF32, live=PI32, draft_ids=PI32, draft_len=PI32, picked=PI32, head_stride=I32, look_stride=I32, draft_stride=I32,
+_case("pick_kernel", "draft_choice", 1, head_ids=PI32, lookup_ids=PI32, lookup_len=PI32, match_len=PI32, head_odds=PF32,
+      lookup_odds=PF32, live=PI32, draft_ids=PI32, draft_len=PI32, picked=PI32, head_stride=I32, lookup_stride=I32,
+      draft_stride=I32,
       head_width=I32, width=I32, LANES=8)  # fmt: skip
 _case("observe_kernel", "draft_choice", 4, tokens=PI32, num_tokens=PI32, live=PI32, accepted_len=PI32, head_ids=PI32,
-      look_ids=PI32, look_len=PI32, match_len=PI32, picked=PI32, head_prior=PF32, look_prior=PF32, head_odds=PF32, look_odds=PF32,
-      counts=PI64, num_rows=I32, token_stride=I32, head_stride=I32, look_stride=I32, head_width=I32, width=I32, num_kinds=I32,
+      lookup_ids=PI32, lookup_len=PI32, match_len=PI32, picked=PI32, head_prior=PF32, lookup_prior=PF32, head_odds=PF32,
+      lookup_odds=PF32,
+      counts=PI64, num_rows=I32, token_stride=I32, head_stride=I32, lookup_stride=I32, head_width=I32, width=I32, num_kinds=I32,
       memory="fp32", LANES=8, KINDS=16, BLOCK=64)  # fmt: skip
 for _rates in (None, PF32):
     for _k in (0, 4, 64):

@@ -24,18 +24,18 @@ def floats(values: object, device: torch.device) -> Tensor:
 
 
 def pick(
-    head_rates: list[float], look_rates: list[float], look_len: list[int], match: list[int], interpret: bool,
+    head_rates: list[float], lookup_rates: list[float], lookup_len: list[int], match: list[int], interpret: bool,
     device: torch.device, *, head_width: int = 3, width: int = 5, live: list[int] | None = None,
 ) -> tuple[list[list[int]], list[int], list[int]]:  # fmt: skip
     """Draft tokens of each row, their number and who was picked. The head proposes 10, 11, .., the lookup 20, 21, .."""
-    rows = len(look_len)
+    rows = len(lookup_len)
     head = ints([[10 + j for j in range(head_width)]] * rows, device).view(rows, head_width)
-    look = ints([[20 + j if j < n else 0 for j in range(width)] for n in look_len], device)
+    look = ints([[20 + j if j < n else 0 for j in range(width)] for n in lookup_len], device)
     wide, lens, picked = (torch.full((rows, size), POISON, dtype=torch.int32, device=device) for size in (width + 1, 1, 1))
     lens, picked = lens.flatten(), picked.flatten()
     pick_drafts(
-        head, look, ints(look_len, device), ints(match, device), floats([[8 * p, 8] for p in head_rates], device),
-        floats([[4 * p, 4] for p in look_rates], device), ints(live or [1] * rows, device), out_draft_ids=wide[:, 1:],
+        head, look, ints(lookup_len, device), ints(match, device), floats([[8 * p, 8] for p in head_rates], device),
+        floats([[4 * p, 4] for p in lookup_rates], device), ints(live or [1] * rows, device), out_draft_ids=wide[:, 1:],
         out_draft_len=lens, out_picked=picked, interpret=interpret,
     )  # fmt: skip
     assert wide[:, 0].tolist() == [POISON] * rows
@@ -71,17 +71,17 @@ def test_no_other_choice_promises_more(data: st.DataObject, interpret: bool, dev
     width, rate = data.draw(st.integers(1, 9)), st.floats(0.05, 0.95)
     head_width = data.draw(st.integers(1, width))
     rows = data.draw(st.integers(1, 5))
-    heads, looks = (data.draw(st.lists(rate, min_size=4, max_size=4)) for _ in range(2))
+    heads, lookups = (data.draw(st.lists(rate, min_size=4, max_size=4)) for _ in range(2))
     lens = data.draw(st.lists(st.integers(0, width), min_size=rows, max_size=rows))
     match = data.draw(st.lists(st.integers(0, 3), min_size=rows, max_size=rows))
-    _, drafted, picked = pick(heads, looks, lens, match, interpret, device, head_width=head_width, width=width)
+    _, drafted, picked = pick(heads, lookups, lens, match, interpret, device, head_width=head_width, width=width)
 
     def expected(p: float, count: int) -> float:
         exactly = [p**k * (1 - p) for k in range(count)] + [p**count]
         return sum(k * chance for k, chance in enumerate(exactly))
 
     for row in range(rows):
-        of_head, of_look = expected(heads[match[row]], head_width), expected(looks[match[row]], lens[row])
+        of_head, of_look = expected(heads[match[row]], head_width), expected(lookups[match[row]], lens[row])
         assert drafted[row] == (lens[row] if picked[row] else head_width)
         assert (of_look, of_head)[picked[row] == 0] >= max(of_head, of_look) - 1e-4
 
@@ -103,21 +103,21 @@ def test_both_proposals_are_judged_by_what_came(data: st.DataObject, interpret: 
     head_width, rows, kinds = data.draw(st.integers(1, width)), data.draw(st.sampled_from([1, 3, BLOCK + 2])), 5
     rng = data.draw(st.randoms(use_true_random=False))
     heads = [[rng.randint(0, 1) for _ in range(head_width)] for _ in range(rows)]
-    looks = [[rng.randint(0, 1) for _ in range(width)] for _ in range(rows)]
-    look_len, match = [rng.randint(0, width) for _ in range(rows)], [rng.randint(0, kinds - 1) for _ in range(rows)]
+    lookups = [[rng.randint(0, 1) for _ in range(width)] for _ in range(rows)]
+    lookup_len, match = [rng.randint(0, width) for _ in range(rows)], [rng.randint(0, kinds - 1) for _ in range(rows)]
     accepted, live = [rng.randint(0, width) for _ in range(rows)], [rng.randint(0, 1) for _ in range(rows)]
     picked, first = [rng.randint(0, 1) for _ in range(rows)], data.draw(token)
     tokens = [[first, *(rng.randint(0, 1) for _ in range(width + 1)), 9] for _ in range(rows)]
     before = [rng.randint(0, 1) for _ in range(rows)]
     old = [[[rng.uniform(0, 4), rng.uniform(4, 9)] for _ in range(kinds)] for _ in range(2)]
     priors = [[1.0, 2.0], [3.0, 4.0]]
-    head_odds, look_odds = (floats(odds, device) for odds in old)
+    head_odds, lookup_odds = (floats(odds, device) for odds in old)
     counts = torch.zeros(4, dtype=torch.int64, device=device)
     observe_drafts(
         ints(tokens, device), ints([b + a + 1 for b, a in zip(before, accepted, strict=True)], device), ints(live, device),
-        ints(accepted, device), ints(heads, device), ints(looks, device), ints(look_len, device), ints(match, device),
-        ints(picked, device), head_prior=floats(priors[0], device), look_prior=floats(priors[1], device), head_odds=head_odds,
-        look_odds=look_odds, counts=counts, interpret=interpret,
+        ints(accepted, device), ints(heads, device), ints(lookups, device), ints(lookup_len, device), ints(match, device),
+        ints(picked, device), head_prior=floats(priors[0], device), lookup_prior=floats(priors[1], device), head_odds=head_odds,
+        lookup_odds=lookup_odds, counts=counts, interpret=interpret,
     )  # fmt: skip
 
     def faded(old: list[float], prior: list[float], kept: float, tried: float) -> list[float]:
@@ -129,12 +129,12 @@ def test_both_proposals_are_judged_by_what_came(data: st.DataObject, interpret: 
         if not live[row]:
             continue
         came = tokens[row][before[row] : before[row] + accepted[row] + 1]
-        for side, ids in enumerate((heads[row], looks[row][: look_len[row]])):
+        for side, ids in enumerate((heads[row], lookups[row][: lookup_len[row]])):
             for at, value in enumerate(judge(ids, came)):
                 sums[side][match[row]][at] += value
         expected_counts[picked[row]] += 1
         expected_counts[2 + picked[row]] += accepted[row]
-    for side, odds in enumerate((head_odds, look_odds)):
+    for side, odds in enumerate((head_odds, lookup_odds)):
         wanted = [faded(before, priors[side], *seen) for before, seen in zip(old[side], sums[side], strict=True)]
         torch.testing.assert_close(odds.cpu(), torch.tensor(wanted, dtype=torch.float32))
     assert counts.tolist() == expected_counts
@@ -144,23 +144,23 @@ def test_a_round_of_more_drafts_than_are_remembered_leaves_none_of_the_older(int
     width = 8
     rows = int(MEMORY) // width + 1
     ones, right = ints([1] * rows, device), ints([[3] * width] * rows, device)
-    head_odds, look_odds, priors = floats([[900, 950]], device), floats([[2, 950]], device), floats([[4, 8], [3, 7]], device)
+    head_odds, lookup_odds, priors = floats([[900, 950]], device), floats([[2, 950]], device), floats([[4, 8], [3, 7]], device)
     observe_drafts(
         ints([[3] * (width + 1)] * rows, device), (width + 1) * ones, ones, width * ones, right, right, width * ones, 0 * ones,
-        ones, head_prior=priors[0], look_prior=priors[1], head_odds=head_odds, look_odds=look_odds,
+        ones, head_prior=priors[0], lookup_prior=priors[1], head_odds=head_odds, lookup_odds=lookup_odds,
         counts=torch.zeros(4, dtype=torch.int64, device=device), interpret=interpret,
     )  # fmt: skip
     all_kept = rows * width
     assert head_odds.tolist() == [[4 + all_kept, 8 + all_kept]]
-    assert look_odds.tolist() == [[3 + all_kept, 7 + all_kept]]
+    assert lookup_odds.tolist() == [[3 + all_kept, 7 + all_kept]]
 
 
 def test_wrong_arguments_are_refused() -> None:
     cpu = torch.device("cpu")
     line, odds = ints([1, 1], cpu), floats([[1, 2], [1, 2]], cpu)
     good: dict[str, Any] = {
-        "head_ids": ints([[1], [2]], cpu), "look_ids": ints([[1, 2], [2, 3]], cpu), "look_len": line, "match_len": line,
-        "head_odds": odds, "look_odds": odds, "live": line, "out_draft_ids": ints([[0, 0], [0, 0]], cpu),
+        "head_ids": ints([[1], [2]], cpu), "lookup_ids": ints([[1, 2], [2, 3]], cpu), "lookup_len": line, "match_len": line,
+        "head_odds": odds, "lookup_odds": odds, "live": line, "out_draft_ids": ints([[0, 0], [0, 0]], cpu),
         "out_draft_len": line.clone(), "out_picked": line.clone(),
     }  # fmt: skip
     pick_drafts(**good)
@@ -169,9 +169,9 @@ def test_wrong_arguments_are_refused() -> None:
             pick_drafts(**{**good, name: good[name].long()})
     with pytest.raises(ValueError, match="pick_drafts: head_ids"):
         pick_drafts(**{**good, "head_ids": ints([[1, 2, 3]] * 2, cpu)})
-    judged: dict[str, Any] = {name: good[name] for name in ("head_ids", "look_ids", "look_len", "match_len", "live")}
-    judged |= {"tokens": good["look_ids"], "num_tokens": line, "accepted_len": line - 1, "picked": line, "head_prior": odds[0]}
-    judged |= {"look_prior": odds[0], "head_odds": odds.clone(), "look_odds": odds.clone()}
+    judged: dict[str, Any] = {name: good[name] for name in ("head_ids", "lookup_ids", "lookup_len", "match_len", "live")}
+    judged |= {"tokens": good["lookup_ids"], "num_tokens": line, "accepted_len": line - 1, "picked": line, "head_prior": odds[0]}
+    judged |= {"lookup_prior": odds[0], "head_odds": odds.clone(), "lookup_odds": odds.clone()}
     counts = torch.zeros(4, dtype=torch.int64)
     observe_drafts(**judged, counts=counts)
     for name in judged:
