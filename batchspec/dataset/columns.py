@@ -20,6 +20,8 @@ TURNS = (("role", "content"), ("from", "value"))
 CHAT_NAMES = ("messages", "conversations", "conversation", "chat", "dialog", "dialogue", "turns")
 PROMPT_NAMES = ("prompt", "question", "instruction", "text", "input", "query", "content")
 """What columns of data sets are called that hold chats and prompts, for what is advised."""
+SEPARATORS = (";", "\t", "|")
+"""Between the cells of files that are called CSV, instead of commas."""
 _JSON = {
     "id": ("text", "number"), "messages": ("list", "text"), "prompt": ("text",), "prompt_ids": ("list",),
     "stop": ("text", "list"), "system": ("text",), "tools": ("text", "list", "object"), "template_kwargs": ("object", "text"),
@@ -168,6 +170,12 @@ def _no_prompt(schema: pa.Schema) -> str:
         return (
             "the input holds OpenAI's batch requests; make an input of them, "
             "batchspec export --from-openai REQUESTS.jsonl INPUT.parquet, and run that"
+        )
+    (only, *others) = schema
+    if not others and is_csv(only) and (mark := next((mark for mark in SEPARATORS if mark in only.name), "")):
+        return (
+            f"the CSV header {only.name!r} is one column, because batchspec reads commas alone and it has {mark!r}; "
+            f"convert the file: polars.read_csv(FILE, separator={mark!r}, infer_schema=False).write_csv(NEW)"
         )
     chats = [name for name in CHAT_NAMES if name in names and _fits(schema.field(name), "messages", _is_messages)]
     texts = [name for name in PROMPT_NAMES if name in names and _fits(schema.field(name), "prompt", is_text)]

@@ -96,7 +96,8 @@ class HubFiles:
             return
         from huggingface_hub import HfApi
 
-        info = HfApi().dataset_info(self._repo, revision=self._revision, files_metadata=True, timeout=retry.REQUEST_S)
+        with retry.noticed(f"asking the Hugging Face hub for hf://datasets/{self._repo}"):
+            info = HfApi().dataset_info(self._repo, revision=self._revision, files_metadata=True, timeout=retry.REQUEST_S)
         self._files = {
             each.rfilename: Stamp(int(each.size or 0), str(each.lfs.sha256 if each.lfs else each.blob_id))
             for each in info.siblings or ()

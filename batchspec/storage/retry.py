@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import random
 import re
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
+from batchspec import terminal
 from batchspec.errors import StorageError
 
 CONNECT_S = 10.0
@@ -19,6 +22,8 @@ DEADLINE_S = 120.0
 """No new try is begun so long after the first."""
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 8.0
+NOTICE_S = 10.0
+"""A request that has failed for so long is reported, once; a run that waits for a store is not silent for two minutes."""
 REFUSALS = (
     "ACCESS_DENIED", "NO_SUCH_BUCKET", "INVALID_ACCESS_KEY", "SIGNATURE_DOES_NOT_MATCH", "INVALID_CLIENT", "HTTP status 403",
     "HTTP status 301",
@@ -37,11 +42,12 @@ def retried(
 ) -> T:
     """What `act` returns; tried again, with growing pauses, while it raises what `passing` says may pass.
 
-    `explain` says of the last error what is wrong and what to check on this store, without credentials.
+    `explain` says of the last error what is wrong and what to check on this store, without credentials. After NOTICE_S one line
+    on stderr says that the request is still tried.
 
     Raises StorageError, beginning with `what`, when that has gone on for DEADLINE_S; any other error of `act` at once.
     """
-    began, pause = time.monotonic(), FIRST_PAUSE_S
+    began, pause, told = time.monotonic(), FIRST_PAUSE_S, False
     while True:
         try:
             return act()
@@ -54,8 +60,25 @@ def retried(
                     f"{what} failed for {waited:.0f} s ({explain(error)}); nothing committed is lost: run the same command again "
                     "after that"
                 ) from error
+            if waited + pause >= NOTICE_S and not told:
+                told = True
+                terminal.say(f"{what} fails ({explain(error)}); it is tried again for up to {DEADLINE_S:.0f} s")
         time.sleep(pause * random.uniform(0.5, 1.0))  # so that the tasks of an array do not come back all at once
         pause = min(2 * pause, LONGEST_PAUSE_S)
+
+
+@contextmanager
+def noticed(what: str) -> Iterator[None]:
+    """A block that waits for one answer; after NOTICE_S without it one line on stderr says so."""
+    notice = threading.Timer(
+        NOTICE_S, lambda: terminal.say(f"{what} has taken {NOTICE_S:.0f} s without an answer; still waiting")
+    )
+    notice.daemon = True
+    notice.start()
+    try:
+        yield
+    finally:
+        notice.cancel()
 
 
 def arrow_passing(error: Exception) -> bool:
