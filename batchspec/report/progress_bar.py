@@ -172,7 +172,7 @@ class ProgressBar:
         return line[:room]
 
     def _share(self) -> float:
-        """Share of the job that is done: finished rows, and tokens of the others as fractions of a row. 1 when nothing is left."""
+        """Share of the job that is done, tokens of unfinished rows as fractions of a row. 1 when nothing is left."""
         if self.done >= self.total:
             return 1.0
         begun = self.in_flight_tokens / self.mean_output if self.mean_output else 0.0

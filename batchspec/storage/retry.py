@@ -1,4 +1,4 @@
-"""How long a remote store is waited for: each request for a time, all tries of one request for another, then a StorageError."""
+"""Retries of requests to remote stores, and their time limits: one for a request, one for all tries of it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from batchspec import terminal
 from batchspec.errors import StorageError
 
 CONNECT_S = 10.0
-"""Until a connection stands."""
+"""Limit for a connection to be made."""
 REQUEST_S = 30.0
-"""Without a byte from the other side."""
+"""Limit without a byte from the store."""
 DEADLINE_S = 120.0
-"""No new try is begun so long after the first."""
+"""No try begins later than this after the first."""
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 8.0
 NOTICE_S = 10.0
@@ -40,7 +40,7 @@ def aws_explained(error: Exception) -> str:
 def retried(
     what: str, act: Callable[[], T], passing: Callable[[Exception], bool], explain: Callable[[Exception], str] = aws_explained
 ) -> T:
-    """What `act` returns; tried again, with growing pauses, while it raises what `passing` says may pass.
+    """The result of `act`, which is tried again, with growing pauses, after errors that may pass by `passing`.
 
     `explain` says of the last error what is wrong and what to check on this store, without credentials. After NOTICE_S one line
     on stderr says that the request is still tried.
@@ -82,14 +82,14 @@ def noticed(what: str) -> Iterator[None]:
 
 
 def arrow_passing(error: Exception) -> bool:
-    """Whether what Arrow's file systems raised may pass. Only their text tells a refusal."""
+    """Whether an error of Arrow's file systems may pass. Only their text tells a refusal."""
     if not isinstance(error, OSError) or isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError):
         return False
     return not any(word in str(error) for word in REFUSALS)
 
 
 def reason(error: Exception) -> str:
-    """What an error says in one line, without credentials."""
+    """The text of an error in one line, without credentials."""
     lines = str(error).strip().splitlines()
     text = re.sub(r"//[^/@\s]*@", "//***@", lines[0] if lines else type(error).__name__)
     for name in SECRETS:
