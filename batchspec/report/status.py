@@ -26,10 +26,13 @@ class RunStatus:
 
     run: RunHeartbeat
     state: str
-    """running; waiting: has no shard, for others still work on the last ones; stuck: has rows, and no round for STUCK_S;
-    silent: no sign of life for as long as a claim
-    keeps, by this machine's clock; gone: killed or crashed, its process or task start is no more;
-    done, interrupted, failed, crashed: as the run itself said at its end."""
+    """running
+    waiting  it has no shard, because other runs work on the last ones
+    stuck    it has rows, and no round for STUCK_S
+    silent   no heartbeat for as long as a claim lasts, by this machine's clock
+    gone     it was killed or crashed: its process, or its start of a batch task, does not exist any more
+    done, interrupted, failed, crashed: as the run itself reported at its end
+    """
     shards: tuple[int, ...]
     """Shards that it has claimed and not committed."""
     straggler: bool
