@@ -1,4 +1,4 @@
-"""One input file as parts that can be read alone (`DataFile`); Parquet files, whose parts are row groups, and tables in memory."""
+"""One input file as parts that can be read alone (`DataFile`): Parquet files, whose parts are row groups; tables in memory."""
 
 from __future__ import annotations
 

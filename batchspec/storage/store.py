@@ -80,7 +80,7 @@ class Store(Protocol):
         """The last bytes of a file, or the whole of a shorter one; None if there is no such file. On S3 one ranged GET."""
 
     def delete(self, name: str, version: str) -> None:
-        """Delete the file if it has this version. On S3 a HEAD compares, so a file published right after the HEAD is deleted too."""
+        """Delete the file if it has this version. On S3 a HEAD compares: a file published right after the HEAD is deleted too."""
 
     def replace(self, path: Path, name: str, version: str) -> bool:
         """Replace that version by a finished file made under `scratch()`, in one atomic step; False if the version is gone.
