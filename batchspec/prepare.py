@@ -1,4 +1,4 @@
-"""A job before it runs: every check, the shape of its batch, its engine. Nothing here writes."""
+"""A job before it runs: all checks, the shape of its batch, its engine. Nothing here writes to the output folder."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from batchspec.runstate.job_folder import default_shard_rows
 from batchspec.runstate.manifest import fingerprint
 
 SURVEY_ROWS = 512
-"""Rows looked at to choose the shape of the batch."""
+"""Number of rows that are surveyed to choose the shape of the batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job whose checks have all passed. Nothing is written, no weight is read."""
+    """A job whose checks have all passed. No weight is read yet."""
 
     config: RunConfig
     source: Source
@@ -64,12 +64,12 @@ class Job:
 def open_job(
     config: RunConfig, source: Source | None = None, *, tokenizer: Tokenizer | None = None, fetch: bool = True, here: bool = True
 ) -> Job:
-    """Judge input, model and drafter, their weights by the headers; ConfigError, InputError, CheckpointError for what cannot run.
+    """Check input, model and drafter, their weights by the files' headers. Raises ConfigError, InputError or CheckpointError.
 
-    source     instead of the dataset at input.path
-    tokenizer  instead of the model folder's own
-    fetch      False: weights that are on the hub stay there; what is refused is refused before they are fetched
-    here       False: the job is to run on another machine, whose devices are not known
+    source     replaces the dataset at input.path
+    tokenizer  replaces the model folder's own
+    fetch      False: weights on the hub are not downloaded. All checks come before a download
+    here       False: the job will run on another machine, whose devices are unknown
     """
     source = source or open_source(config.input)
     columns = map_columns(source.schema, config.input.columns)
@@ -100,7 +100,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def open_tokenizer(folder: Path, config: RunConfig, columns: ColumnMap) -> Tokenizer | None:
-    """The folder's tokenizer; None where it has none and prompt_ids input needs none."""
+    """The folder's tokenizer; None if it has none and the input is prompt_ids."""
     if columns.prompt_kind == "prompt_ids" and not (folder / "tokenizer.json").is_file():
         return None
     template = config.model.chat_template
@@ -108,7 +108,7 @@ def open_tokenizer(folder: Path, config: RunConfig, columns: ColumnMap) -> Token
 
 
 def job_fingerprint(job: Job) -> dict[str, str]:
-    """What changes results. Drafter, slots, pages and versions do not, and may differ between the runs of one job."""
+    """Everything that changes results. Drafter, slots, pages and versions do not; they may differ between the runs of one job."""
     config, decode = job.config, asdict(job.config.decode)
     schema, think = output_schema(job.source.schema, job.columns, config.output), job.admission.think
     return fingerprint(
@@ -125,7 +125,7 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             "input.files": [file.identity for file in job.source.files],
             "input.columns": dict(sorted(job.columns.names.items())),
             **{f"input.{key}": getattr(config.input, key) for key in ("chat", "on_overlong", "limit", "template_kwargs")},
-            # A job of before this key was refused nothing: only a choice is a part of what it is.
+            # Left out at its default, so that jobs begun before this key existed resume.
             **({} if config.input.final_assistant == "error" else {"input.final_assistant": config.input.final_assistant}),
             "output.schema": [(field.name, str(field.type)) for field in schema],
             "output.messages": config.output.messages,
@@ -155,14 +155,14 @@ def learning_bytes(job: Job, max_len: int) -> int:
 
 
 def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) -> PackedBatch:
-    """The shape for the job on this machine; CapacityError where not one row fits.
+    """The shape of the batch on this machine. Raises CapacityError if not even one row fits.
 
-    loaded  the weights, a drafter's too, lie in memory already
+    loaded  the weights, the drafter's included, are in memory already
     """
     weights, shape = weight_bytes(job.spec, job.dtype) + job.drafter.weight_bytes(job.dtype), job.drafter.shape
     learning = learning_bytes(job, demand.max_tokens)
     if loaded and job.device.type == "cuda":
-        torch.cuda.empty_cache()  # what loading used and gave back counts as free
+        torch.cuda.empty_cache()  # memory that loading used and released counts as free
     return choose_batch(
         job.config.packing,
         job.spec,
@@ -178,7 +178,7 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
 
 
 def survey_first(job: Job) -> Survey:
-    """The first rows, taken for all."""
+    """Admit the first SURVEY_ROWS rows, as a sample of all."""
     seen = Survey()
     for shard in job.source.shards(job.shard_rows):
         seen.add(shard.table.num_rows, job.admission.admit(shard))

@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 from typing import Any, cast
 
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -356,6 +357,16 @@ def test_a_file_of_another_kind_is_one_line_that_says_what_to_do(tmp_path: Path,
     assert said in str(caught.value)
     assert "in.jsonl" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("separator", [";", "\t", "|"])
+def test_a_csv_file_without_commas_is_one_line_that_says_how_to_convert_it(tmp_path: Path, separator: str) -> None:
+    (tmp_path / "in.csv").write_text(f"id{separator}prompt\n1{separator}hello, you\n")
+    with pytest.raises(InputError, match="is one column, because batchspec reads commas alone") as caught:
+        Read(tmp_path / "in.csv")
+    assert f"separator={separator!r}" in str(caught.value)
+    pl.read_csv(tmp_path / "in.csv", separator=separator, infer_schema=False).write_csv(tmp_path / "new.csv")
+    assert Read(tmp_path / "new.csv").ids == ["1"]
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -399,6 +400,36 @@ def test_a_hub_that_fails_or_never_answers_is_one_line_in_bounded_time(hub: Hub,
     assert not [line for line in said if HUB_TOKEN in line or any(word in line for word in FOREIGN["hf"])]
     assert "HF_TOKEN" in said[0]
     assert all("HF_ENDPOINT" in line for line in said[1:])
+
+
+def test_a_hub_that_does_not_answer_is_reported_before_the_request_ends(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ten seconds in earnest; then the wait goes on."""
+    set_times(monkeypatch, 1.0, 0.5)
+    monkeypatch.setattr(retry, "NOTICE_S", 0.2)
+    with running_proxy(hub.server_port) as proxy:
+        set_endpoint(monkeypatch, proxy.port)
+        proxy.kind, proxy.faulty, proxy.good_bytes = "black hole", float("inf"), 5
+        refusal(StorageError, f"{NAME}/in")
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(
+        r"asking the Hugging Face hub for hf://datasets/\S+ has taken 0 s without an answer; still waiting", first
+    )
+
+
+def test_a_store_that_fails_for_long_is_reported_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_times(monkeypatch, deadline_s=0.5)
+    monkeypatch.setattr(retry, "NOTICE_S", 0.1)
+
+    def fail() -> None:
+        raise OSError("no route")
+
+    with pytest.raises(StorageError):
+        retry.retried("reading x", fail, lambda error: True, str)
+    assert capsys.readouterr().err.splitlines() == ["reading x fails (no route); it is tried again for up to 0 s"]
 
 
 def test_a_hub_that_is_switched_off_is_said_at_once(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,6 +154,7 @@ def test_a_recipe_of_the_users_own_is_read_from_its_folder(jobs: Jobs, tmp_path:
     [
         ("decode: {max_tokns: 3}\n", "did you mean decode.max_new_tokens?"),
         ("decode: {n: two}\n", "decode.n"),
+        ("decode: {stop: END}\n", "mine: decode.stop must be a list; write stop: [value]"),
         ("decode: {\n", "mine.yaml"),
     ],
 )

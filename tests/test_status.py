@@ -189,8 +189,11 @@ def test_a_job_that_never_began_one_that_nobody_works_on_and_no_job_at_all(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    assert command.main([str(out)]) == 0
-    assert "not begun" in capsys.readouterr().out
+    for words in ([str(out)], [str(out), "--json"]):
+        with pytest.raises(OutputError, match=r"out: no job there; a run makes its output folder") as refused:
+            command.main(words)
+        assert refused.value.exit_code == 2
+    assert capsys.readouterr().out == ""
     assert not out.exists(), "to look changes nothing"
     job(out, committed=1)
     assert command.main([str(out)]) == 0

@@ -1,8 +1,8 @@
-"""What a task of a Slurm job knows of itself, and how it puts itself back into the queue. Without Slurm nothing here is called.
+"""A task of a Slurm job: who it is, how much time it has left, and how it requeues itself. Not used outside Slurm.
 
 Facts, tried on Slurm 22.05: the last task of an array has the array's own id as SLURM_JOB_ID, and `scontrol requeue` of that id
-requeues all tasks; a job that ran out of time, or that ends by itself when it is told to, is not requeued by Slurm; `scancel`
-looks like any other end to the process, and a cancelled job that requeues itself comes back from the dead.
+requeues all tasks. Slurm does not requeue a job that ran out of time or that ends by itself after a signal. To the process
+`scancel` looks like any other end, and a cancelled job that requeues itself runs again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 TIMEOUT_S = 10.0
-"""Clients of Slurm hang where its controller does not answer."""
+"""Limit for Slurm's commands, which hang if the controller does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class Task:
     restarts: int
     """Times it was requeued, by Slurm or by itself."""
     step_tasks: int
-    """Tasks of the `srun` that this process belongs to; 1 where there is none."""
+    """Tasks of the `srun` that this process belongs to; 1 without `srun`."""
     ends_at: float | None
-    """Seconds since 1970; None where Slurm does not tell it by SLURM_JOB_END_TIME."""
+    """Seconds since 1970; None without SLURM_JOB_END_TIME."""
 
 
 def this_task(env: Mapping[str, str] | None = None) -> Task | None:
@@ -49,7 +49,7 @@ def this_task(env: Mapping[str, str] | None = None) -> Task | None:
 
 
 def time_left_s(task: Task) -> float | None:
-    """Seconds until the job's time limit, as the controller says now; infinite without one, None where nobody knows."""
+    """Seconds until the job's time limit, as the controller says now; infinite without a limit, None if unknown."""
     code, said = _ask("squeue", "-h", "-j", task.job, "-o", "%L")
     if code == 0 and (left := parse_time(said)) is not None:
         return left
@@ -91,7 +91,7 @@ def requeue(task: Task, max_restarts: int) -> str:
 
 
 def _ask(*command: str) -> tuple[int, str]:
-    """Exit code and what was said, errors in one line."""
+    """Exit code and output of a command, errors in one line."""
     try:
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -1,6 +1,6 @@
-"""One process of a run that has several: `python -m batchspec.cluster.worker NUMBER SHARING`, which workers.py starts.
+"""One worker process: `python -m batchspec.cluster.worker NUMBER SHARING`, started by workers.py.
 
-NUMBER is for the reader of `ps`; SHARING is how many workers share the main memory that their K/V pages lie in, 1 on GPUs.
+NUMBER is for readers of `ps`; SHARING is the number of workers whose K/V pages share the main memory (1 on GPUs).
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ def main() -> int:
 
 
 def _watch() -> None:
-    """The parent holds the other end open as long as it lives: without it the worker saves what it has and ends."""
-    while os.read(0, 1):  # not sys.stdin, whose lock would be held when the interpreter ends
+    """The parent holds the other end open while it lives; when it is gone the worker saves its work and ends."""
+    while os.read(0, 1):  # not sys.stdin: its lock would be held when the interpreter ends
         pass
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def leave(code: int) -> None:
-    """End the process: all is written, and taking torch and CUDA apart costs seconds of a grace time, or hangs."""
+    """End the process without clean-up: everything is written, and tearing down torch and CUDA takes seconds of a grace time, or
+    hangs.
+    """
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,8 +1,8 @@
 """Several processes for one job, one a GPU, from one command. They share its shards by claims, as tasks of an array do.
 
-The parent computes nothing and does not need torch: it starts the workers, hands signals on, names a worker that died, and ends
-with one exit code. In a Slurm task it stands in front of a single worker too: whatever that dies of, the parent is there to say
-so and to put the task back into the queue.
+The parent computes nothing and does not need torch: it starts the workers, passes signals on, reports a worker that died, and
+ends with one exit code. In a Slurm task it also runs with a single worker: whatever kills that, the parent can report it and
+requeue the task.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from batchspec.supervise.signals import SIGNALS
 PROGRAM = ("-m", "batchspec.cluster.worker")
 POLL_S = 0.1
 SAVING = 0.75
-"""Share of cluster.signal_s that workers have to end in after a signal, before they are killed."""
+"""Workers are killed after this share of cluster.signal_s if a signal has not ended them."""
 DIED_CODES = (ConfigError.exit_code, StorageError.exit_code, 1, Interrupted.exit_code)
-"""What the parent ends with where no worker reached the end, the gravest first."""
+"""Exit codes of the parent if no worker completed, the gravest first."""
 
 
 def devices(config: RunConfig) -> list[str | None]:
@@ -52,13 +52,13 @@ def devices(config: RunConfig) -> list[str | None]:
 
 
 def visible_gpus() -> list[str]:
-    """GPUs that a process started here would see."""
+    """Number of GPUs that a process started here would see."""
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         return []
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return [name.strip() for name in named.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
-    import torch  # counts without starting CUDA here
+    import torch  # counts without initialising CUDA here
 
     return [str(index) for index in range(torch.cuda.device_count())]
 
@@ -69,7 +69,7 @@ class Worker:
     device: str | None
     process: subprocess.Popen[str]
     code: int | None = None
-    """As Popen has it: negative for the signal that ended it."""
+    """Exit code as Popen has it: negative for the signal that ended the worker."""
 
     def name(self) -> str:
         return f"worker {self.number}" + ("" if self.device is None else f" (GPU {self.device})")
@@ -96,7 +96,7 @@ class Crew:
             env["CUDA_VISIBLE_DEVICES"] = device
         elif self._num > 1:
             env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self._num)))
-        # A session of its own: Ctrl-C reaches the workers through the parent, once. Its output is the parent's where it is alone.
+        # A session of its own: Ctrl-C reaches the workers once, through the parent. A single worker has the parent's output.
         process = subprocess.Popen(
             [sys.executable, *PROGRAM, str(number), str(self._num if device is None else 1)],
             env=env,
@@ -110,7 +110,7 @@ class Crew:
         assert process.stdin is not None
         with suppress(BrokenPipeError):
             process.stdin.write(self._text + "\n")
-            process.stdin.flush()  # left open: its end tells the worker that the parent is gone
+            process.stdin.flush()  # left open: when it closes, the worker knows that the parent is gone
         return Worker(number, device, process)
 
     def _follow(self, worker: Worker) -> threading.Thread:
@@ -120,7 +120,7 @@ class Crew:
         return thread
 
     def _print(self, number: int, lines: IO[str]) -> None:
-        """A worker's lines behind its number; an error that all of them meet, and how a job that is done is looked at, once."""
+        """Prints a worker's lines after its number. An error that all workers have, and the closing advice, are printed once."""
         done = False
         for line in lines:
             with self._lock:
@@ -139,7 +139,7 @@ class Crew:
             worker.process.send_signal(number)
 
     def reap(self) -> None:
-        """Look who ended, and name whom nobody told to."""
+        """Note which workers have ended, and report those that were not asked to."""
         for worker in self.live():
             worker.code = worker.process.poll()
             if worker.code is None or worker.code in (0, Interrupted.exit_code) or self.asked is not None:
@@ -166,8 +166,8 @@ class Crew:
 def supervise(config: RunConfig, devices: Sequence[str | None]) -> int:
     """Run the job in one process a device until all have ended; returns the exit code (see errors.py).
 
-    0 where the job is complete, whoever died on the way, or where what is missing is with other runs. A worker that was killed
-    leaves a job that the same command goes on with: 75, unless others completed it.
+    0 if the job is complete, even if workers died, or if other runs work on what is missing. 75 if a worker was killed and the
+    job is not complete: the same command resumes it.
     """
     with crew_of(config, devices) as crew:
         while crew.live():
@@ -187,7 +187,7 @@ def supervise(config: RunConfig, devices: Sequence[str | None]) -> int:
 
 @contextmanager
 def crew_of(config: RunConfig, devices: Sequence[str | None]) -> Iterator[Crew]:
-    """The workers, to which the signals of this process go; none of them lives on behind the block."""
+    """The workers, which get the signals of this process; none of them outlives the block."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     waiting: list[int] = []
     crew: Crew | None = None
@@ -219,7 +219,7 @@ def _ask(crew: Crew, number: int) -> None:
 
 
 def _code(worker: Worker, asked: int | None) -> int:
-    """A worker's exit code. One that a signal ended, sent by whomever, can be gone on with."""
+    """A worker's exit code; 75 if a signal ended it, whoever sent it."""
     assert worker.code is not None
     if worker.code >= 0:
         return worker.code

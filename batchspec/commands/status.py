@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
+from batchspec.errors import OutputError
 from batchspec.report.status import JobStatus, RunStatus, Watcher
 from batchspec.runstate.heartbeats import BEAT_S
 from batchspec.runstate.output_folder import OutputFolder
@@ -19,11 +20,14 @@ from batchspec.text import MESSAGE_CHARS, one_line
 MAX_LIVING = 40
 MAX_ENDED = 8
 WATCH_S = 10.0
+NOT_BEGUN = "{out}: no job there; a run makes its output folder when it has loaded the model: wait for that, or correct the path"
 HEADER = ("run", "state", "shards", "claims", "completions", "tok/s", "acceptance", "rows", "last word")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the status, with --watch until the job is complete. Raises OutputError for what is no job, StorageError."""
+    """Print the status, with --watch until the job is complete. Raises StorageError, and OutputError where there is no job; with
+    --watch the folder may be missing: a run may be about to make it.
+    """
     parser = ArgumentParser(prog="batchspec status", description="How far a job is, over all of its runs.")
     parser.add_argument("out", metavar="OUT", help="the job's output.dir")
     parser.add_argument("--watch", metavar="SECONDS", type=float, nargs="?", const=WATCH_S, help="again and again until the end")
@@ -36,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         while True:
             status = watcher.look()
+            if args.watch is None and status.state == "not begun":
+                raise OutputError(NOT_BEGUN.format(out=status.path))
             if screen:
                 terminal.clear_screen()
             if args.json:
@@ -52,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def render(status: JobStatus) -> str:
     """The status as plain text."""
     if status.state == "not begun":
-        return f"{one_line(status.path)}: not begun; a run makes its output folder when it has loaded the model"
+        return NOT_BEGUN.format(out=one_line(status.path))
     lines = [f"{one_line(status.path)}: {status.state}", *_facts(status)]
     living = [each for each in status.runs if each.lives]
     ended = [each for each in status.runs if not each.lives]

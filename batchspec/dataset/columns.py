@@ -1,4 +1,4 @@
-"""Which column of the dataset means what: the mapping, its types, and the ids of the rows."""
+"""input.columns: which column of the dataset has which meaning, the types allowed, and the ids of the rows."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ TURNS = (("role", "content"), ("from", "value"))
 CHAT_NAMES = ("messages", "conversations", "conversation", "chat", "dialog", "dialogue", "turns")
 PROMPT_NAMES = ("prompt", "question", "instruction", "text", "input", "query", "content")
 """What columns of data sets are called that hold chats and prompts, for what is advised."""
+SEPARATORS = (";", "\t", "|")
+"""Between the cells of files that are called CSV, instead of commas."""
 _JSON = {
     "id": ("text", "number"), "messages": ("list", "text"), "prompt": ("text",), "prompt_ids": ("list",),
     "stop": ("text", "list"), "system": ("text",), "tools": ("text", "list", "object"), "template_kwargs": ("object", "text"),
 }  # fmt: skip
-"""Which kinds of JSON values may be in a column of JSON text; all others take numbers."""
+"""Kinds of JSON values allowed in a column of JSON text; columns that are not listed take numbers."""
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -42,12 +44,12 @@ def _is_id(kind: pa.DataType) -> bool:
 
 
 def _is_number(kind: pa.DataType) -> bool:
-    # Whole numbers too may come as floats: that is what pandas makes of a column with gaps. Admission checks the values.
+    # Whole numbers may come as floats: pandas makes floats of a column with gaps. Admission checks the values.
     return any(test(kind) for test in (pa.types.is_integer, pa.types.is_floating))
 
 
 def _is_messages(kind: pa.DataType) -> bool:
-    if is_text(kind):  # JSON text: told cell by cell
+    if is_text(kind):  # JSON text: each cell is checked at admission
         return True
     if not is_list(kind) or not pa.types.is_struct(kind.value_type):
         return False
@@ -95,14 +97,14 @@ TYPES: Mapping[str, tuple[Callable[[pa.DataType], bool], str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnMap:
-    """batchspec's names and the dataset's columns behind them."""
+    """batchspec's names and the dataset's columns that they are mapped to."""
 
     names: Mapping[str, str]
     prompt_kind: str
     """messages, prompt or prompt_ids: the one that is mapped."""
 
     def get(self, name: str) -> str | None:
-        """The dataset's column for one of batchspec's names; None where the dataset has none."""
+        """The dataset's column for one of batchspec's names; None if it is not mapped."""
         return self.names.get(name)
 
     @property
@@ -169,6 +171,12 @@ def _no_prompt(schema: pa.Schema) -> str:
             "the input holds OpenAI's batch requests; make an input of them, "
             "batchspec export --from-openai REQUESTS.jsonl INPUT.parquet, and run that"
         )
+    (only, *others) = schema
+    if not others and is_csv(only) and (mark := next((mark for mark in SEPARATORS if mark in only.name), "")):
+        return (
+            f"the CSV header {only.name!r} is one column, because batchspec reads commas alone and it has {mark!r}; "
+            f"convert the file: polars.read_csv(FILE, separator={mark!r}, infer_schema=False).write_csv(NEW)"
+        )
     chats = [name for name in CHAT_NAMES if name in names and _fits(schema.field(name), "messages", _is_messages)]
     texts = [name for name in PROMPT_NAMES if name in names and _fits(schema.field(name), "prompt", is_text)]
     advice = f"messages={chats[0]}" if chats else f"prompt={texts[0] if texts else 'COLUMN'}"
@@ -182,8 +190,8 @@ def _no_prompt(schema: pa.Schema) -> str:
 def check_ids(source: Source, columns: ColumnMap) -> None:
     """One pass over the id column: every row has an id and no two rows share one.
 
-    Holds a 64-bit hash a row; rows whose hashes meet are read again and compared in full. Does nothing where ids are derived
-    from file and row. Raises InputError with the row of a missing id, or both rows of a repeated one.
+    Keeps a 64-bit hash a row; rows with equal hashes are read again and compared in full. Does nothing if ids are derived from
+    file and row. Raises InputError with the row of a missing id, or both rows of a repeated one.
     """
     name = columns.get("id")
     if name is None:

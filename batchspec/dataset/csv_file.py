@@ -1,6 +1,7 @@
-"""CSV files as parts that can be read by themselves: a header, commas, double quotes. Cells are text, whatever they look like.
+"""CSV files as parts that can be read alone: a header, commas, double quotes. All cells are text.
 
-A row whose cells do not fit the header, or that is quoted wrongly, costs itself: the batch that holds it alone says so.
+A row that does not fit the header or is quoted wrongly becomes a bad row: a batch with this row alone, whose schema metadata has
+the code and the message.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class CsvFile:
 
     def __init__(self, place: Place, name: str, codec: str | None = None) -> None:
         self.place, self.name = place, name
-        csv.field_size_limit(MAX_CELL_CHARS)  # of the process: csv has no other
+        csv.field_size_limit(MAX_CELL_CHARS)  # a setting of the whole process: the csv module has no other
         with reading(name):
             self._stamp = place.stamp()
             self.size_bytes = self._stamp.size_bytes
@@ -95,7 +96,7 @@ class _Lines:
 
 
 def _parts(lines: _Lines) -> Iterator[Part]:
-    """Of about BATCH_BYTES, each up to the end of a row; `lines` stands behind the header."""
+    """Parts of about BATCH_BYTES, each up to the end of a row. `lines` has been read up to the end of the header."""
     start, num_rows = lines.offset, 0
     lines.part = hashlib.sha256()
     for _ in _rows(lines):

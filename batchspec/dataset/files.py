@@ -1,4 +1,4 @@
-"""One input file as parts that can be read by themselves: the row groups of Parquet (blocks of JSON lines: json_lines.py)."""
+"""One input file as parts that can be read alone (`DataFile`): Parquet files, whose parts are row groups; tables in memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BATCH_BYTES = 4 << 20
 """Rows are decoded in batches of about this size: what a reader holds beyond the tables it has given out."""
 BATCH_ROWS = 4096
 DIGEST_BYTES = 256 << 20
-"""Of the whole input, read to tell its Parquet files from others: all of a smaller one."""
+"""Bytes that are read of the whole input's Parquet files for their digests; smaller inputs are read in full."""
 DIGEST_BLOCKS = 8
 SMALLEST_BLOCK = 64 << 10
 PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN)
@@ -32,7 +32,7 @@ PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN)
 class Part:
     num_rows: int
     size_bytes: int
-    """Decoded (Parquet) or as it lies in the file (JSON lines)."""
+    """Decoded size (Parquet) or size in the file (JSON lines, CSV)."""
     place: int
     """Number of the row group, or byte offset of the block."""
     digest: bytes = b""
@@ -51,12 +51,12 @@ class DataFile(Protocol):
         """The part's rows. A bad one is a batch of its own whose metadata say why: `code` and `message`."""
 
     def check(self) -> None:
-        """Raise InputError where the file is not the one that was opened, as far as that is told without reading it."""
+        """Raise InputError if the file is no longer the one that was opened, judged without reading it."""
 
 
 @contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Raise what a reader raises as one line: StorageError where the disk or network failed, InputError where the file is bad."""
+    """Raise a reader's errors in one line: StorageError if the disk or network failed, InputError if the file is bad."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:
@@ -68,7 +68,7 @@ def reading(name: str) -> Iterator[None]:
 
 
 def check_same(place: Place, name: str, opened: Stamp) -> None:
-    """Raise InputError where another file, or the file with other contents, has taken the place of the one that was opened."""
+    """Raise InputError if the file was replaced or changed since it was opened."""
     with reading(name):
         now = place.stamp()
     if now != opened:
@@ -84,15 +84,15 @@ def changed(name: str, told: str) -> InputError:
 
 
 class ParquetFile:
-    """Pages are read and decoded as they are needed: a row group of any size costs a few MB.
+    """A Parquet file. Pages are read and decoded as they are needed: a row group of any size takes a few MB of memory.
 
-    digest_bytes  to read of the file to tell it from others
+    digest_bytes  number of bytes to read for the digest
     """
 
     def __init__(self, place: Place, name: str, digest_bytes: int = DIGEST_BYTES) -> None:
         self.place, self.name = place, name
         self._footer: pq.FileMetaData | None = None
-        """While a pass over the file lasts, so that its row groups do not each read it."""
+        """The footer, kept during a pass over the file so that it is read once and not for each row group."""
         with reading(name):
             self._stamp = place.stamp()
             self.size_bytes = self._stamp.size_bytes
@@ -148,8 +148,8 @@ class MemoryFile:
 
 
 def _digest(place: Place, size: int, most: int) -> str:
-    """Of about `most` bytes: the whole file, or blocks from its first to its last byte, evenly spread, and the whole footer,
-    which has the sizes, places and statistics of all column chunks.
+    """sha256 of the whole file, or of about `most` bytes of it: evenly spread blocks, the first and last bytes included, and the
+    whole footer, which has the sizes, offsets and statistics of all column chunks.
     """
     block = max(most // DIGEST_BLOCKS, SMALLEST_BLOCK)
     digest = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""Which files are data, by their names, and their bytes, decompressed where the name says that they are compressed."""
+"""Which files are data, by their names, and the text of text files, decompressed if the name says so."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Format:
 
 
 def format_of(path: PurePath) -> Format | None:
-    """Of a file of this name; None where it is no data."""
+    """The format of a file with this name; None if it is not data."""
     codec = CODECS.get(path.suffix)
     suffix = path.with_suffix("").suffix if codec else path.suffix
     for kind, suffixes in (("parquet", PARQUET), ("jsonl", JSON_LINES), ("csv", CSV)):
@@ -52,8 +52,8 @@ def format_of(path: PurePath) -> Format | None:
 
 
 class TextStream:
-    """The bytes of a text file from any place on, decompressed. To go back in a compressed file it is read from its start, so one
-    stream serves all reads of a file.
+    """The bytes of a text file from any offset, decompressed. Going back in a compressed file reads it from its start again, so
+    one stream serves all reads of a file.
     """
 
     def __init__(self, place: Place, codec: str | None) -> None:
@@ -74,8 +74,8 @@ class TextStream:
         return self._file
 
     def block(self, name: str, part: files.Part, *, last: bool) -> bytes:
-        """The text of a part of the file `name`, with the digest that it had when the file was opened. Raises as `files.reading`,
-        and InputError for other text.
+        """The text of a part of the file `name`. Raises as `files.reading`, and InputError if its digest has changed since the
+        file was opened.
         """
         with files.reading(name):
             block = self.at(part.place).read(part.size_bytes)

@@ -1,7 +1,7 @@
-"""JSON lines as parts that can be read by themselves. Each line is parsed alone: no row depends on another one.
+"""JSON-lines files as parts that can be read alone. Each line is parsed alone: no row depends on another one.
 
-What type a column has is told by all lines of all files (untyped_columns.py). A line that is no JSON object costs its row: the
-batch that holds it alone says what is wrong.
+The type of a column follows from all lines of all files (untyped_columns.py). A line that is not a JSON object becomes a bad row:
+a batch with this row alone, whose schema metadata has the code and the message.
 """
 
 from __future__ import annotations

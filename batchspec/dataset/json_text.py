@@ -1,7 +1,8 @@
-"""JSON text that strangers wrote, as Python values: whatever it holds, the answer is a value or one line that says what is wrong.
+"""Untrusted JSON text as Python values: either a value, or an error of one line.
 
-msgspec parses: integers of any size stay exact, and text that is nested too deeply is refused, not a crash. What it refuses, the
-standard library looks at again, which takes NaN and half a surrogate pair, and words its complaints for people.
+msgspec parses: integers of any size stay exact, and text that is nested too deeply is refused instead of crashing. What it
+refuses is parsed again by the standard library, which accepts NaN and lone surrogates and has error messages that people
+understand.
 """
 
 from __future__ import annotations
@@ -81,13 +82,13 @@ def check_depth(data: bytes) -> None:
 
 
 def called(value: Any) -> str:
-    """What kind of value it is, as a message says it."""
+    """The kind of a value, in the words of a message."""
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
     return names.get(type(value), "null")
 
 
 def _slowly(data: bytes) -> Any:
-    """By the standard library. Bytes that are not UTF-8 come out as halves of surrogate pairs, which no encoder takes."""
+    """Parse with the standard library. Bytes that are not UTF-8 become lone surrogates, which no encoder accepts."""
     try:
         return json.loads(data.decode("utf-8", "surrogateescape"))
     except (ValueError, RecursionError) as error:

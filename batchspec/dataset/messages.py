@@ -1,11 +1,11 @@
-"""A row's chat as the chat template gets it and as the output keeps it: OpenAI's messages, or ShareGPT's turns.
+"""A row's chat as the chat template takes it and as the output keeps it: OpenAI's messages, or ShareGPT's turns.
 
-message   {"role", "content"} and whatever the template reads beside them: name, tool_calls, tool_call_id ...
+message   {"role", "content"} and whatever else the template reads: name, tool_calls, tool_call_id ...
 ShareGPT  {"from": human|gpt|system|tool, "value"}
 
-Values of JSON reach the template as they were written. Arguments of tool calls, which OpenAI writes as JSON text, become objects
-for a template that makes JSON of them itself (model/tokenizer.py). A null field of an Arrow
-struct is one that the message does not have: every struct of a column has the fields of all of them.
+JSON values reach the template as they were written. Arguments of tool calls, which OpenAI writes as JSON text, become objects for
+a template that writes JSON itself (model/tokenizer.py). A null field of an Arrow struct counts as missing, because every struct
+of a column has the fields of all of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Message = dict[str, Any]
 FINAL = ("error", "continue", "drop")
 """What becomes of a chat that ends with the assistant's turn: input.final_assistant."""
 TOOL_FIELDS = ("name", "tool_calls", "tool_call_id")
-"""Of a message in the output, beside role and content, where the input's messages may have them; tool_calls is JSON text."""
+"""Fields of a message in the output besides role and content, if the input's messages may have them; tool_calls is JSON text."""
 _ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "model": "assistant",
     "system": "system", "tool": "tool", "observation": "tool",

@@ -55,7 +55,7 @@ NEUTRAL = {
 
 
 def parse_request(text: str, where: str, drop: Sequence[str] = ()) -> dict[str, Any]:
-    """The row of a request line: only the columns of COLUMNS that it fills.
+    """The input row for a request line, with only those of COLUMNS that it fills.
 
     `where` begins an error message (file and line). Raises InputError for a line that is not JSON, another endpoint, content that
     is not text, a message that no template could see whole, a value of the wrong type, and a key that batchspec cannot honour,
@@ -104,13 +104,13 @@ def _messages(turns: Any, where: str) -> list[Message]:
 
 
 def filled(row: Line) -> set[str]:
-    """The columns that a request's row fills; `messages.json` too where role and content do not hold its messages."""
+    """The columns that a request's row fills, and `messages.json` if its messages have more than role and content."""
     more = any(turn.keys() - {"role", "content"} or turn.get("content") is None for turn in row["messages"])
     return {*row, "messages.json"} if more else set(row)
 
 
 def request_schema(used: set[str]) -> pa.Schema:
-    """Of the input file of requests whose rows fill these columns: messages that call tools are JSON text, just as they came."""
+    """The schema of an input file for requests that fill these columns; messages that call tools stay JSON text."""
     kinds = COLUMNS | ({"messages": pa.large_string()} if "messages.json" in used else {})
     return pa.schema([(name, kind) for name, kind in kinds.items() if name in used])
 
@@ -141,8 +141,8 @@ def _strings(value: Any, where: str) -> list[str]:
 def response_line(samples: Sequence[Line], model: str) -> dict[str, Any]:
     """The response to one request from the output rows of its samples, which share a row_index.
 
-    A choice for each sample that has a completion; `error`, and no response, where none has. Tokens are summed over the choices,
-    the prompt's counted once, as OpenAI does.
+    A choice for each sample with a completion; if no sample has one, `error` and no response. As OpenAI does it, tokens are
+    summed over the choices and the prompt's are counted once.
     """
     first = samples[0]
     good = [row for row in samples if row["completion"] is not None]

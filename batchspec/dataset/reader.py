@@ -1,4 +1,4 @@
-"""The input dataset as a stream of shards: files in order of name, rows in order, memory bounded whatever the row groups."""
+"""The input dataset as a stream of shards: files in order of name, rows in order, in bounded memory."""
 
 from __future__ import annotations
 
@@ -75,17 +75,17 @@ class Source(Protocol):
     def shards(self, shard_rows: int, skip: Container[int] = ()) -> Iterator[InputShard]:
         """Shard i holds rows i * shard_rows up to the next shard's first; shards in `skip` are left out.
 
-        A row group is not read when all its rows lie in skipped shards. Raises InputError at a damaged page, and where a file
-        of the shard is not the one that was opened any more, or gives fewer rows.
+        A row group whose rows all belong to skipped shards is not read. Raises InputError at a damaged page, and if a file of the
+        shard was replaced or changed since it was opened, or gives fewer rows.
         """
 
     def check(self, first: int, stop: int) -> None:
-        """Raise InputError where a file with rows of first .. stop - 1 is not the one that was opened: one `stat` or HEAD a
-        file. StorageError.
+        """Raise InputError if a file with rows first .. stop - 1 was replaced or changed since it was opened (one `stat` or HEAD
+        a file); StorageError.
         """
 
     def column(self, name: str) -> Iterator[pa.Array]:
-        """The column in pieces; only its bytes are read. An unreadable row has `derived_id` as text where it has nothing."""
+        """The column in pieces; only its bytes are read. A bad row without a value has `derived_id` as text."""
 
 
 def open_source(config: InputConfig) -> Source:
@@ -275,12 +275,12 @@ def _is_text(name: str) -> bool:
 
 
 def _first_part(path: str) -> str:
-    """Of a path that is absolute `/`, of one on S3 its bucket."""
+    """`/` for an absolute path, the bucket for a path on S3."""
     return PurePosixPath(path).parts[0]
 
 
 def _data_files(root: PurePath, places: Iterator[Place]) -> list[Place]:
-    """As Arrow's datasets do: what begins with a dot or an underscore is not data."""
+    """Whether a path counts as hidden, as in Arrow's datasets: a part of it begins with a dot or an underscore."""
     return [
         place
         for place in places

@@ -1,4 +1,4 @@
-"""The columns of an output file: always the same, in the same order, with types that never depend on the values."""
+"""The schema of an output file: fixed columns in a fixed order, with types that never depend on the values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batchspec.errors import ConfigError
 TURN = (("role", pa.string()), ("content", pa.large_string()))
 MESSAGES = pa.list_(pa.struct(TURN))
 TOOL_MESSAGES = pa.list_(pa.struct([*TURN, *((name, pa.large_string()) for name in TOOL_FIELDS)]))
-"""Of an input whose messages may call tools; tool_calls is the JSON text of OpenAI's list."""
+"""Messages of an input that may call tools; tool_calls is the JSON text of OpenAI's list."""
 TOP_LOGPROBS = pa.list_(pa.list_(pa.struct([("id", pa.int32()), ("logprob", pa.float32())])))
 USAGE = pa.struct([(f"{name}_tokens", pa.int32()) for name in ("prompt", "completion", "reasoning", "cached", "total")])
 ERROR = pa.struct([("code", pa.string()), ("stage", pa.string()), ("message", pa.string()), ("retryable", pa.bool_())])
@@ -33,7 +33,7 @@ SPEC_DECODE = pa.struct(
         ("draft_acceptance_rate", pa.float32()),
         ("acceptance_histogram", pa.list_(pa.int32())),
         ("acceptance_per_position", pa.list_(pa.float32())),
-        # Sums over rows need the counts: a ratio of 0 does not tell how often the position was drafted.
+        # Sums over rows need counts: a ratio of 0 does not tell how often the position was drafted.
         ("drafted_per_position", pa.list_(pa.int32())),
     ]
 )
@@ -54,8 +54,8 @@ PERF = pa.struct(
 def output_schema(input_schema: pa.Schema, columns: ColumnMap, output: OutputConfig) -> pa.Schema:
     """The schema of every output file of a job: its own columns, then the input's columns that output.passthrough copies.
 
-    A mapped input column `messages`, `prompt_ids` or `seed` gives way to the output's column of that name, which carries it.
-    Raises ConfigError where another input column has the name of an output column, or output.passthrough names no input column.
+    A mapped input column `messages`, `prompt_ids` or `seed` is not copied: the output's column of that name has its values.
+    Raises ConfigError if another input column has the name of an output column, or output.passthrough names a missing column.
     """
     own = _own_fields(output, messages_type(input_schema, columns))
     copied = _passthrough(input_schema, columns, output.passthrough, {field.name for field in own})
@@ -63,7 +63,7 @@ def output_schema(input_schema: pa.Schema, columns: ColumnMap, output: OutputCon
 
 
 def messages_type(input_schema: pa.Schema, columns: ColumnMap) -> pa.DataType:
-    """Of the column `messages`: role and content, and what tool calls need where the input's messages may have them."""
+    """Type of the column `messages`: role and content, and the fields of tool calls if the input's messages may have them."""
     calls = columns.prompt_kind == "messages" and may_call_tools(input_schema.field(columns.prompt_column))
     return TOOL_MESSAGES if calls else MESSAGES
 
@@ -125,7 +125,7 @@ def _passthrough(input_schema: pa.Schema, columns: ColumnMap, wish: str | Sequen
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
-    """Types that every reader knows: polars makes a Categorical of a dictionary, others refuse string views."""
+    """A type that every reader knows: polars turns a dictionary into a Categorical, other readers refuse string views."""
     if pa.types.is_dictionary(kind):
         return _plain(kind.value_type)
     return pa.large_string() if pa.types.is_string_view(kind) else kind

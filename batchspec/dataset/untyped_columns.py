@@ -1,8 +1,8 @@
-"""Columns of files that carry no types, JSON lines and CSV: what type a column has is told by all its cells, in no order.
+"""Types of columns in files without types, JSON lines and CSV: a column's type follows from all its cells, in any order.
 
 A JSON-lines column whose cells are all of one scalar kind, or lists of one, has that type. Every other column, such as messages
-or any object, keeps each cell's own JSON text, so that no row changes what another one holds: a mark on the Arrow field says so.
-Cells of CSV are text. What is copied to the output is the JSON text, and for a cell that is text the text itself.
+or objects, keeps each cell's JSON text, so that no row changes another one's value; a mark on the Arrow field says so. Cells of
+CSV are text. The output copies a cell's JSON text, or the text itself if the cell is a string.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Kinds:
         self._found: dict[str, set[str]] = {}
 
     def add(self, row: Mapping[str, Cell]) -> None:
-        """Raises InputError where there are more than MAX_COLUMNS columns."""
+        """Raises InputError for more than MAX_COLUMNS columns."""
         for name, cell in row.items():
             found = self._found.get(name)
             if found is None:
@@ -98,7 +98,7 @@ def _field(name: str, kinds: set[str]) -> pa.Field:
 
 
 def _type(kinds: set[str]) -> pa.DataType | None:
-    """The type that holds cells of these kinds exactly; None where there is none."""
+    """The type that holds cells of these kinds exactly; None if there is none."""
     if not kinds:
         return pa.null()
     if kinds <= {"int", "whole"}:
@@ -115,7 +115,7 @@ def _type(kinds: set[str]) -> pa.DataType | None:
 
 
 def json_kinds(field: pa.Field) -> frozenset[str]:
-    """text, number, bool, list, object, tool_calls: what the cells of a column of JSON text hold; empty for any other column."""
+    """The kinds of cells in a column of JSON text: text, number, bool, list, object, tool_calls. Empty for any other column."""
     mark = (field.metadata or {}).get(JSON_MARK)
     return frozenset(mark.decode().split(",")) if mark else frozenset()
 
@@ -157,7 +157,7 @@ def text_array(values: Sequence[bytes | None]) -> pa.Array:
 
 
 def as_text(column: pa.Array | pa.ChunkedArray, field: pa.Field) -> pa.Array | pa.ChunkedArray:
-    """A column as it is copied and as ids are told: of JSON text the text of a cell that is text, and of any other its JSON."""
+    """A column as it is copied and as ids are read: of JSON text, a string cell's text and any other cell's JSON."""
     if not json_kinds(field):
         return column
     cells = column.cast(pa.binary()).to_pylist()
@@ -165,7 +165,7 @@ def as_text(column: pa.Array | pa.ChunkedArray, field: pa.Field) -> pa.Array | p
 
 
 def value_of(cell: Any, field: pa.Field, *, number: bool = False) -> Any:
-    """What a cell means: of JSON text its value, of CSV text the number where one is wanted. Raises BadJson."""
+    """The value of a cell: JSON text is parsed, and CSV text becomes a number if `number`. Raises BadJson."""
     if cell is None:
         return None
     if json_kinds(field):

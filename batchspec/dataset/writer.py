@@ -43,7 +43,7 @@ def build_table(
 
     `messages` is the prompt's turns and the answer as the assistant's turn; a plain `prompt` becomes a user turn whether or not
     a chat template wrapped it, because a user/assistant pair is what training on the output needs. Rows given as prompt_ids have
-    no messages. `think_tokens` stand around a thought there, if output.reasoning_in_messages asks for it. Copied columns come
+    no messages. `think_tokens` enclose a thought there if output.reasoning_in_messages asks for it. Copied columns come
     from `shard.table`; text that is not valid UTF-8 gets U+FFFD, so that every reader can open the file. `attempt` is the uuid of
     the run, `finished_at` (default now) the time of the build.
     """
@@ -87,7 +87,7 @@ def build_table(
 def write_parquet(table: pa.Table, path: Path, metadata: Mapping[str, str]) -> None:
     """Write a new file and fsync it: zstd 3, row groups of at most 128 MiB and 8192 rows, page checksums and page index.
 
-    `metadata` becomes the file's key-value metadata. Raises OSError; a file that was begun stays behind.
+    `metadata` becomes the file's key-value metadata. Raises OSError; the unfinished file is left then.
     """
     schema = table.schema.with_metadata(dict(metadata))
     with path.open("xb") as file:
@@ -101,7 +101,7 @@ def write_parquet(table: pa.Table, path: Path, metadata: Mapping[str, str]) -> N
 
 
 def valid_text(array: pa.Array) -> pa.Array:
-    """The same values, with U+FFFD for bytes that are not UTF-8; the array itself where there are none."""
+    """The same values, with U+FFFD for bytes that are not UTF-8; the array itself if all are."""
     try:
         array.validate(full=True)
         return array
@@ -135,7 +135,7 @@ def _row_groups(table: pa.Table) -> Iterator[pa.Table]:
 
 
 def _prompt_turns(shard: InputShard, columns: ColumnMap, input: InputConfig, names: Sequence[str]) -> list[list[Turn] | None]:
-    """The turns of every row's prompt; None where it has none, or none that can be read."""
+    """The turns of every row's prompt; None if it has none or they cannot be read."""
     table, kind = shard.table, columns.prompt_kind
     if kind == "prompt_ids":
         return [None] * table.num_rows

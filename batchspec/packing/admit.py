@@ -1,21 +1,21 @@
-"""Admission: every input row becomes requests that the GPU can take as they stand, or one row that says why not.
+"""Admission: every input row becomes requests that are ready for the engine, or one completion that says why not.
 
 A bad row never raises and never reaches the engine. It is checked in this order, and the first problem gives its code
 (stage "admission"; codes are stable, messages are for people):
 
 bad_json       the line is not a JSON object, or is nested too deeply
 bad_csv        the row of a CSV file does not fit the header, or is quoted wrongly
-bad_type       a cell of JSON lines is something else than text where text is wanted
+bad_type       a cell of JSON lines is not text, and the column must be text
 null_prompt    the prompt cell is null
 empty_prompt   no message, no character, no token
 bad_text       a string is not valid Unicode
 bad_messages   a message without role or content, or with a content that is not text; a chat that ends with the assistant's turn
 bad_ids        prompt_ids holds a null or an id outside the vocabulary
-bad_parameter  a per-row value is out of range, or needs what the job does not have
+bad_parameter  a per-row value is out of range, or needs something that the job lacks (a tokenizer, think tokens)
 template_error the chat template refuses the messages (order of roles, missing variables)
 too_long       prompt + max_new_tokens exceed model.max_len
 
-max_new_tokens is never lowered in silence: a prompt that fits only with a smaller max_new_tokens is too_long as well.
+max_new_tokens is never lowered silently: a prompt that fits only with a smaller max_new_tokens is too_long as well.
 input.on_overlong=truncate keeps the end of such a prompt, skip gives the row the status `skipped`.
 """
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 def hash64(*parts: int | str) -> int:
-    """Signed 64-bit BLAKE2b of the parts: the same on every machine, whatever the order in which rows come."""
+    """Signed 64-bit BLAKE2b of the parts: the same on every machine."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         data = str(part).encode("utf-8", "surrogatepass")
@@ -60,8 +60,8 @@ def hash64(*parts: int | str) -> int:
 class Admission:
     """Turns input shards into requests; the rules are in the module's docstring.
 
-    source     the dataset that the shards come from; its file names stand in the messages
-    tokenizer  None is enough for `prompt_ids` input without stop strings
+    source     the dataset that the shards come from; messages name its files
+    tokenizer  may be None for `prompt_ids` input without stop strings
     Raises ConfigError when the configuration does not fit the model or the tokenizer.
     """
 
@@ -74,7 +74,7 @@ class Admission:
         special_ids = tokenizer.special_ids if tokenizer else {}
         self.special_ids: Mapping[str, int] = {text: token for text, token in special_ids.items() if token < self.vocab_size}
         self.think = find_think_tokens(config.model.think_tokens, tokenizer, spec.vocab_size)
-        if self.think is not None:  # as a stop string one would never be found in an answer
+        if self.think is not None:  # think tokens are not part of an answer's text, so a stop string must become a stop id
             marks = {self.think.begin: self.think.begin_id, self.think.end: self.think.end_id}
             self.special_ids |= {text: token for text, token in marks.items() if text and token is not None}
         self.predictor = LengthPredictor()
@@ -82,7 +82,7 @@ class Admission:
         outside = [token for token in self.decode.stop_ids if token >= self.vocab_size]
         if outside:
             raise ConfigError(f"decode.stop_ids={outside} exceed the vocabulary of {self.vocab_size} tokens; remove them")
-        # What the model cannot draw ends nothing: a tokenizer may know more tokens than the model.
+        # A tokenizer may have more tokens than the model; those can never be drawn.
         self.end_ids = {token for token in eos if token < self.vocab_size} | set(self.decode.stop_ids)
         if len(self.end_ids) > MAX_STOP_IDS:
             raise ConfigError(
@@ -99,7 +99,7 @@ class Admission:
             raise ConfigError("a chat needs a template, and the model has none; set model.chat_template, or give plain prompts")
 
     def _closing(self) -> tuple[int, ...]:
-        """The tokens that end a thought which has used its budget."""
+        """The tokens that are forced when a thought has used its budget."""
         text, budget = self.decode.thinking_closing, self.decode.thinking_token_budget
         if self.think is None:
             if budget is not None:
@@ -116,18 +116,18 @@ class Admission:
         return (*ids, self.think.end_id)
 
     def observe(self, completion: Completion) -> None:
-        """Learn from a finished row how long outputs get."""
+        """Update the predicted output length with a finished row."""
         self.predictor.observe(completion)
 
     def predicted(self, request: Request) -> Request:
-        """The request with the output length that is expected now; where nothing can end it early, that is its cap."""
+        """The request with the output length that is expected now; its cap if nothing can end it early."""
         if not request.may_end_early:
             return request
         predicted = self.predictor.predict(request.max_new_tokens)
         return request if predicted == request.predicted_tokens else replace(request, predicted_tokens=predicted)
 
     def admit(self, shard: InputShard) -> Iterator[Request | Completion]:
-        """Requests (samples 0 .. n-1) or one completion without an answer for each row, in input order."""
+        """For each row, in input order: its requests (samples 0 .. n-1), or one completion that says why it has none."""
         ids = request_ids(self.source, self.columns, shard)
         for row_index, (request_id, row) in enumerate(zip(ids, self._rows(shard), strict=True), shard.first_row):
             try:
@@ -205,7 +205,7 @@ class Admission:
         )  # fmt: skip
 
     def _values(self, row: dict[str, Any]) -> dict[str, float]:
-        """The row's own numbers where it has some, else the job's."""
+        """The sampling values of a row: its own, else the job's."""
         values: dict[str, float] = {}
         for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "n"):
             own, usual = row.get(name), getattr(self.decode, name)
@@ -300,19 +300,19 @@ class Admission:
 
 @contextmanager
 def refused_as(who: str) -> Iterator[None]:
-    """Make one error row of whatever the chat template or the tokenizer raises."""
+    """Whatever the chat template or the tokenizer raises becomes a BadRow."""
     try:
         yield
     except BadRow:
         raise
     except UnicodeError as error:
         raise BadRow("bad_text", f"the prompt is not valid Unicode ({error}); correct it") from error
-    except Exception as error:  # a template may raise whatever its author likes
+    except Exception as error:  # a template may raise anything
         code = "template_error" if who == "chat template" else "bad_text"
         said = " ".join(str(error).split()) or type(error).__name__
         raise BadRow(code, f"the {who} refuses the prompt ({said}); correct it") from error
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # a panic of Rust code, which no Exception is
+        if type(error).__name__ != "PanicException":  # a panic in Rust code is not an Exception
             raise
         raise BadRow("bad_text", f"the tokenizer breaks at the prompt ({error}); correct it") from error
 
@@ -320,7 +320,7 @@ def refused_as(who: str) -> Iterator[None]:
 def job_max_len(config: RunConfig, spec: ModelSpec) -> int:
     """Longest prompt + output of the job: model.max_len, or the model's own limit.
 
-    Raises ConfigError where model.max_len or decode.max_new_tokens exceed what the model was made for.
+    Raises ConfigError if model.max_len or decode.max_new_tokens exceeds the model's limit.
     """
     limit = config.model.max_len or spec.max_len
     if limit > spec.max_len:

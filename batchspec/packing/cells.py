@@ -1,4 +1,4 @@
-"""The cells of an input row: what stands in them is checked and made plain here, one error for whatever is wrong."""
+"""The cells of an input row as checked Python values; anything wrong raises BadRow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUMBERS = (
 
 
 class BadRow(Exception):
-    """Why a row has no request; admission catches it."""
+    """Why a row gets no request. Admission catches it."""
 
     def __init__(self, code: str, message: str, *, prompt_ids: Ids | None = None, status: str = "error") -> None:
         super().__init__(message)
@@ -27,11 +27,11 @@ class BadRow(Exception):
 
 
 class _Undecodable:
-    """Stands for a cell whose bytes are not UTF-8."""
+    """Placeholder for a cell whose bytes are not UTF-8."""
 
 
 def plain_cell(scalar: Any) -> Any:
-    """An Arrow scalar as a Python value; text that is not UTF-8 as something that `row_values` refuses."""
+    """An Arrow scalar as a Python value; text that is not UTF-8 as a placeholder that `row_values` refuses."""
     try:
         return scalar.as_py()
     except UnicodeDecodeError:
@@ -39,8 +39,8 @@ def plain_cell(scalar: Any) -> Any:
 
 
 def row_values(cells: Mapping[str, Any], fields: Mapping[str, pa.Field], prompt: str) -> dict[str, Any]:
-    """What a row's cells mean: JSON text as its value, structs without the fields that are null, text of CSV as the number that
-    it is. Raises BadRow, bad_text where a cell is not UTF-8.
+    """The values of a row's cells: JSON text is parsed, null fields of structs are dropped, numbers in CSV text become numbers.
+    Raises BadRow; its code is bad_text if a cell is not UTF-8.
     """
     values: dict[str, Any] = {}
     for name, cell in cells.items():
@@ -70,7 +70,7 @@ def _meant(name: str, cell: Any, field: pa.Field, is_prompt: bool) -> Any:
 
 
 def prompt_cell(row: Mapping[str, Any], column: str) -> Any:
-    """The prompt, which is there and not empty."""
+    """The prompt. Raises BadRow if it is null or empty."""
     prompt = row[column]
     if prompt is None:
         raise BadRow("null_prompt", f"{column} is null; drop the row")
@@ -91,7 +91,7 @@ def ids_cell(cell: Any) -> pa.Array:
 
 
 def synthetic_len_cell(row: Mapping[str, Any]) -> int | None:
-    """The row's synthetic end, at least 1; None where it has none."""
+    """The row's synthetic output length, at least 1; None without one."""
     own = row.get("synthetic_len")
     if own is None:
         return None
@@ -102,7 +102,7 @@ def synthetic_len_cell(row: Mapping[str, Any]) -> int | None:
 
 
 def number_cell(name: str, own: Any, *, whole: bool) -> float:
-    """A cell's number, whole or not."""
+    """The number in a cell; `whole` refuses fractions."""
     if isinstance(own, bool) or not isinstance(own, int | float) or (whole and own != own // 1):
         kind = "a whole number" if whole else "a number"
         raise BadRow("bad_parameter", f"{name}={own!r} must be {kind}; correct it or leave it null")
@@ -112,7 +112,7 @@ def number_cell(name: str, own: Any, *, whole: bool) -> float:
 
 
 def json_cell(row: Mapping[str, Any], name: str, kind: type) -> Any:
-    """A cell that is structured already or JSON text of it."""
+    """The value of a cell that holds a list or object, or JSON text of one."""
     value = row.get(name)
     try:
         if isinstance(value, str):

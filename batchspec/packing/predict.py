@@ -1,4 +1,4 @@
-"""How long an output will get: what packing goes by before a row has run."""
+"""Predicted output lengths, by which packing orders and shapes before rows have run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ PRIOR_ROWS = 16
 class LengthPredictor:
     """Expected output length of a row that may end before its cap, from the cap and the outputs seen so far.
 
-    A cap up to 64 tokens is its own prediction: such rows mostly run into it. Above that the mean output of the rows
-    that finished with a long cap counts, together with 16 imagined rows of half the cap. Wrong predictions cost time, never
-    tokens.
+    A cap of up to 64 tokens is the prediction itself: such rows mostly reach it. Above that it is the mean output of the finished
+    rows with a longer cap and of 16 imagined rows of half the cap. Wrong predictions cost time, never tokens.
     """
 
     def __init__(self) -> None:
@@ -28,7 +27,7 @@ class LengthPredictor:
         return min(max_new_tokens, max(SHORT_TOKENS + 1, round(mean)))
 
     def observe(self, completion: Completion) -> None:
-        """Count a finished row; error rows and rows with a short cap say nothing."""
+        """Count a finished row; error rows and rows with a short cap do not count."""
         if completion.status in ("ok", "truncated") and (completion.predicted_tokens or 0) > SHORT_TOKENS:
             self.num_rows += 1
             self.num_tokens += 0 if completion.token_ids is None else len(completion.token_ids)

@@ -1,4 +1,4 @@
-"""What admission says of rows that were looked at, as lengths only: the shape of the batch is chosen from it."""
+"""The survey: prompt and output lengths of the first rows (or all), from which the shape of the batch is chosen."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from batchspec.records import Completion, Ids, Request
 
 @dataclass(slots=True)
 class Survey:
-    """Grows by 12 bytes a request, whatever the text."""
+    """Lengths and error counts of admitted rows; 12 bytes a request."""
 
     num_rows: int = 0
     prompt_tokens: array[int] = field(default_factory=lambda: array("i"))
     max_new_tokens: array[int] = field(default_factory=lambda: array("i"))
     predicted_tokens: array[int] = field(default_factory=lambda: array("i"))
     num_opened: int = 0
-    """Requests whose prompt ends inside a thought."""
+    """Requests whose prompt ends inside a thought (the template opens it)."""
     bad: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """code -> how many rows, and the first one's message"""
+    """code -> (number of rows, message of the first)"""
 
     def add(self, num_rows: int, admitted: Iterable[Request | Completion]) -> None:
-        """Count the rows of a shard and what admission made of them."""
+        """Count `num_rows` input rows and what admission gave for them."""
         self.num_rows += num_rows
         for item in admitted:
             if isinstance(item, Request):
@@ -49,15 +49,15 @@ class Survey:
 
     @property
     def mean_output(self) -> float:
-        """Predicted tokens of a request."""
+        """Mean predicted output tokens of a request."""
         return float(self.lengths("predicted_tokens").mean()) if self.predicted_tokens else 1.0
 
     def num_outputs(self, num_rows: int) -> int:
-        """Output rows of `num_rows` such rows: a completion for each sample, one for a bad row."""
+        """Output rows for `num_rows` such input rows: one for each sample, one for a bad row."""
         return round((len(self.prompt_tokens) + self.num_bad) * num_rows / self.num_rows)
 
     def demand(self, num_rows: int, max_len: int) -> Demand:
-        """What a job of `num_rows` such rows asks for; the longest row counts only where every row was looked at."""
+        """The demand of a job of `num_rows` such rows. The longest row counts only if every row was surveyed."""
         prompts, caps = self.lengths("prompt_tokens"), self.lengths("max_new_tokens")
         if not len(prompts):
             return Demand(num_completions=0, prompt_tokens=1.0, output_tokens=1.0, max_tokens=2)

@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, one line every 30 seconds in a log file. Both go on while a long prefill lasts."""
+"""The progress of a run: a bar on a terminal, or one line every 30 seconds in a log file, also during a long prefill."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tqdm import tqdm
 from batchspec import terminal
 
 WINDOW_S = 60.0
-"""The rate shown is that of the last minute."""
+"""The rate shown is the mean over this time."""
 TICK_S = 1.0
 DRAW_S = 0.1
-"""Between two drawings of the bar at least."""
+"""Shortest time between two drawings of the bar."""
 QUIET_S = 30.0
-"""Without a round: the line says so."""
+"""After so long without a round the line says so."""
 MIN_BAR, MAX_BAR = 4, 40
 
 
@@ -31,7 +31,7 @@ class ProgressBar:
 
     total_completions  of the whole job, `done` of them committed by earlier runs
     clock              seconds, monotonic
-    The time left comes from the tokens that are expected still where `update` is told of them, else from completions.
+    The time left is computed from the tokens still expected if `update` is given them, else from completions.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class ProgressBar:
             self._line()
 
     def _tick(self) -> None:
-        """Time goes on where no round ends: in a long prefill, or while the model loads."""
-        with suppress(OSError, ValueError):  # the terminal is gone: the run goes on
+        """Redraw while no round ends: in a long prefill, or while the model loads."""
+        with suppress(OSError, ValueError):  # a run does not end because its terminal is gone
             while not self._over.wait(TICK_S):
                 self._show()
 
@@ -127,11 +127,11 @@ class ProgressBar:
             self._show()
 
     def phase(self, note: str) -> None:
-        """Say in one line what is being done."""
+        """Print one line that says what is being done."""
         terminal.say(note, stream=self.stream)
 
     def facts(self) -> dict[str, Any]:
-        """For the run's progress file, see io.progress.RunHeartbeat. Any thread may ask."""
+        """Fields of the run's heartbeat, see runstate.heartbeats.RunHeartbeat. Any thread may call it."""
         quiet_s = self.clock() - self._round_at
         return {
             "expected": self.total,
@@ -155,7 +155,7 @@ class ProgressBar:
         self._bar.draw(self.bar(_columns(self.stream)))
 
     def bar(self, columns: int) -> str:
-        """The line of a terminal that has so many columns: what matters least is left out where it does not fit."""
+        """The bar for a terminal of this width; what matters least is left out if it does not fit."""
         share = self._share()
         left = self._eta_s()
         facts = [f"{self.done}/{self.total}", tqdm.format_interval(self.clock() - self._began_at)]
@@ -163,7 +163,7 @@ class ProgressBar:
         facts += [f"acceptance {1 + self.accepted / self.rounds:.2f}" if self.rounds else "", f"{self.live_rows} live rows"]
         facts = [fact for fact in facts if fact]
         percent = f"{int(100 * share):3}%"
-        room = columns - 1  # a cursor behind the last column wraps
+        room = columns - 1  # a cursor after the last column would wrap
         while len(facts) > 1 and room - len(f"{percent} || {', '.join(facts)}") < MIN_BAR:
             facts.pop()
         said = ", ".join(facts)
@@ -172,7 +172,7 @@ class ProgressBar:
         return line[:room]
 
     def _share(self) -> float:
-        """Of the job: finished rows, and the tokens of the others as parts of a row. 1 when nothing is left."""
+        """Share of the job that is done, tokens of unfinished rows as fractions of a row. 1 when nothing is left."""
         if self.done >= self.total:
             return 1.0
         begun = self.in_flight_tokens / self.mean_output if self.mean_output else 0.0
@@ -220,7 +220,7 @@ class ProgressBar:
 
 
 def _columns(stream: TextIO) -> int:
-    """Of the stream's own terminal, as it is now; 80 where it does not say."""
+    """Present width of the stream's terminal; 80 if it is unknown."""
     try:
         return os.get_terminal_size(stream.fileno()).columns or 80
     except (OSError, ValueError):

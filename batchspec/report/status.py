@@ -1,4 +1,4 @@
-"""Where a job stands, over all of its runs: from the names of its shards, its claims and its progress files. Reads no row."""
+"""The status of a job over all of its runs: from the names of its shards, its claims and heartbeats. Reads no row."""
 
 from __future__ import annotations
 
@@ -14,27 +14,30 @@ from batchspec.runstate.heartbeats import HeartbeatFiles, RunHeartbeat
 from batchspec.runstate.output_folder import OutputFolder
 
 STUCK_S = 120.0
-"""Without a round, though it has rows."""
+"""A run that has rows and has had no round for so long is stuck."""
 SLOW = 0.5
-"""A straggler makes less than this part of the tokens a second that the middle one of at least MIN_RUNS runs makes."""
+"""A straggler is slower than this share of the median tokens a second, of at least MIN_RUNS runs."""
 MIN_RUNS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """One run and what can be told of it from outside."""
+    """One run: its heartbeat, and what can be concluded from it and from its claims."""
 
     run: RunHeartbeat
     state: str
-    """running; waiting: has no shard, for others still work on the last ones; stuck: has rows, and no round for STUCK_S;
-    silent: no sign of life for as long as a claim
-    keeps, by this machine's clock; gone: killed or crashed, its process or task start is no more;
-    done, interrupted, failed, crashed: as the run itself said at its end."""
+    """running
+    waiting  it has no shard, because other runs work on the last ones
+    stuck    it has rows, and no round for STUCK_S
+    silent   no heartbeat for as long as a claim lasts, by this machine's clock
+    gone     it was killed or crashed: its process, or its start of a batch task, does not exist any more
+    done, interrupted, failed, crashed: as the run itself reported at its end
+    """
     shards: tuple[int, ...]
-    """It holds claims on these, none of them committed."""
+    """Shards that it has claimed and not committed."""
     straggler: bool
     age_s: float
-    """Since it last said something; 0 where the clocks of two machines disagree."""
+    """Seconds since its last heartbeat; 0 if the clocks of two machines disagree."""
 
     @property
     def lives(self) -> bool:
@@ -53,24 +56,24 @@ class JobStatus:
     shards_total: int
     completions: float
     completions_total: float
-    """With those of open shards, in the journal or in a running process; estimated where a row may have several."""
+    """Completions, those of open shards in the journal or in a running process included; estimated if a row may have several."""
     share: float
-    """Of the job that is done, 0 to 1: completions, and tokens of unfinished rows as parts of one. 1 is complete."""
+    """Share of the job that is done, 0 to 1, tokens of unfinished rows included. 1 only if complete."""
     errors: int
-    """In shards that runs with a progress file committed."""
+    """Error rows in committed shards, of runs with a heartbeat file."""
     tok_s: float
-    """Of all runs together, over the last minute."""
+    """Tokens a second of all living runs together, over the last minute."""
     tokens: int
-    """Of all runs ever, those among them that had to be made twice."""
+    """Tokens of all runs ever, including those that had to be computed twice."""
     mean_acceptance_length: float | None
     left_s: float | None
-    """At the present speed; None where nothing runs."""
+    """Seconds left at the present speed; None if nothing runs."""
     runs: tuple[RunStatus, ...]
     """Living ones first, then by when they ended, the latest first."""
     stale_claims: dict[int, str]
-    """Shard -> the run that held it and does no more; another run takes it up."""
+    """Shard -> the run that held it and is gone; another run will take it over."""
     unreadable: int
-    """Progress files that are torn or were not written by batchspec."""
+    """Heartbeat files that are damaged or not batchspec's."""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -78,19 +81,19 @@ class JobStatus:
 
 
 class Watcher:
-    """Looks at a job again and again; remembers what cannot change any more."""
+    """Looks at a job repeatedly; keeps what cannot change any more."""
 
     def __init__(self, output: OutputFolder, clock: Callable[[], float] = time.time) -> None:
         self._output, self._clock = output, clock
         self._files: HeartbeatFiles | None = None
 
     def look(self) -> JobStatus:
-        """Raises OutputError where there is something, but no job; StorageError."""
+        """The status now. Raises OutputError for a folder that holds something else than a job; StorageError."""
         output = self._output
         if output.is_untouched():
             return _not_begun(output.path)
         self._files = self._files or output.heartbeats()
-        runs, unreadable = self._files.read()  # before the claims: a run that ends in between leaves none behind
+        runs, unreadable = self._files.read()  # before the claims: a run that ends in between releases them
         missing = output.missing()
         claims = output.claims()
         owners = {shard: str(claim.get("owner")) for shard, claim in claims.owners(missing).items()}
@@ -127,7 +130,7 @@ def _not_begun(path: str) -> JobStatus:
 
 
 def _judged(runs: Sequence[RunHeartbeat], owners: dict[int, str], now: float, stale_s: float) -> list[RunStatus]:
-    """What can be told of every run; `owners` are the claims on shards that are not committed."""
+    """The status of every run; `owners` are the claims on shards that are not committed."""
     starts: dict[str, int] = {}
     for run in runs:
         starts[run.task] = max(run.restart, starts.get(run.task, 0))
@@ -163,7 +166,7 @@ def _state(run: RunHeartbeat, held: tuple[int, ...], last_start: int, who: dict[
 def _left(
     looked: Sequence[RunStatus], runs: Sequence[RunHeartbeat], missing: set[int], output: OutputFolder
 ) -> tuple[float, float, float, float | None]:
-    """Completions done and to be done in all, the share of the job that is done, and seconds left."""
+    """(completions done, completions in all, share of the job that is done, seconds left)."""
     lives = [status for status in looked if status.lives]
     total = float(max(runs, key=lambda run: run.at).expected) if runs else 0.0
     total = total or float(output.manifest.num_rows)

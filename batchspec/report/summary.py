@@ -1,4 +1,4 @@
-"""What one run of a job did, in a line and as facts for a file."""
+"""The summary of one run: one line, and values for a file."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """Of this run alone: a job that was resumed has several."""
+    """One run; a job that was resumed has several."""
 
     seconds: float
     """From the first row read to the last commit, start_up_s left out."""
     start_up_s: float
     """Loading the weights, planning, compiling and capturing."""
     tokens: int
-    """Made in this run: not those that its rows had from earlier ones."""
+    """Tokens made in this run, without those that its rows had from earlier runs."""
     rounds: int
     row_rounds: int
-    """Rounds times the rows that lived in them."""
+    """Rounds, summed over the rows that were live in them."""
     accepted: int
     preempted: int
 
@@ -42,7 +42,7 @@ class RunSummary:
         )
 
     def facts(self) -> dict[str, float]:
-        """What the line says and what it was made of."""
+        """The values of the line and those that they were computed from."""
         return {
             "seconds": round(self.seconds, 3), "start_up_s": round(self.start_up_s, 3), "tokens": self.tokens,
             "tok_s": round(self.tok_s, 1), "mean_acceptance_length": round(self.mean_acceptance_length, 4),

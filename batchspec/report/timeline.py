@@ -1,8 +1,8 @@
-"""What a run did over time: sampled while it runs, read for the pictures of the report.
+"""The timeline of a run: sampled while it runs, read for the pictures of the report.
 
 _batchspec/logs/run-<attempt>.timeline.jsonl   a header, then a line a sample: seconds since the start and running sums
 
-Every sum only grows, so that any two samples say what happened between them, however far apart they are.
+Every value is a running sum, so the difference of any two samples is what happened between them.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Floats = NDArray[np.float64]
 
 SAMPLE_S = 1.0
 DETAIL = 3600
-"""A sample is worth its place when it is this part of the run so far: a day takes about 15,000."""
+"""Samples are at least this share of the run so far apart: a day takes about 15,000."""
 WRITE_S = 60.0
-"""Seconds of samples that a killed run may lose."""
+"""A killed run loses at most the samples of this many seconds."""
 BINS = 120
 NAMES = ("t", "tokens", "rounds", "row_rounds", "drafted", "accepted", "set_back", "live_s", "ending_s", "waiting_s", "prefill_s")
 
 
 class Totals(Protocol):
-    """Of decode.accounts.EngineTotals."""
+    """Fields of engine.output_processor.EngineTotals."""
 
     rounds: int
     row_rounds: int
@@ -43,10 +43,10 @@ class Totals(Protocol):
 
 
 class Timeline:
-    """Samples an engine's totals, at first once a second, later more seldom.
+    """Samples an engine's totals, at first once a second, later less often.
 
-    write  takes the whole file so far; where it raises StorageError nothing more is recorded: no picture is worth a job
-    slots  places of the batch
+    write  stores the whole file so far; after a StorageError nothing more is recorded and the run goes on
+    slots  slots of the batch
     clock, wall  seconds, monotonic and since 1970
     """
 
@@ -70,11 +70,11 @@ class Timeline:
     def observe(self, totals: Totals, *, exhausted: bool) -> None:
         """Called after every round and prefill. `exhausted`: every row has been taken in, so that a free slot stays free.
 
-        Rounds stand still in a prefill: the slots that have a row, or are to get one, are in prefill then, not live or waiting.
+        No rounds run during a prefill: slots that have a row, or will get one, count as in prefill then, not as live or waiting.
         """
         now = self._clock()
         seconds, self._now = now - self._now, now
-        self._owed += totals.prefill_s - self._prefilled  # a result arrives late: what it took may be longer than since the last
+        self._owed += totals.prefill_s - self._prefilled  # a late result may have taken longer than this
         self._prefilled = totals.prefill_s
         prefill_s = min(max(self._owed, 0.0), seconds)
         self._owed -= prefill_s
@@ -125,11 +125,11 @@ class Run:
 
 
 def parse_run(text: str) -> Run | None:
-    """The run of a timeline file; None where it is damaged or was never sampled."""
+    """The run of a timeline file; None if it is damaged or has no sample."""
     try:
         header, *lines = [json.loads(line) for line in text.splitlines()]
         values = np.array(lines, np.float64)
-        if values.ndim == 2 and values.shape[1] == len(NAMES) - 1:  # a version that counted prefill as live or waiting
+        if values.ndim == 2 and values.shape[1] == len(NAMES) - 1:  # written by a version that counted prefill as live or waiting
             values = np.pad(values, ((0, 0), (0, 1)))
         if values.ndim != 2 or values.shape[1] != len(NAMES) or len(values) < 2:
             return None
@@ -140,30 +140,30 @@ def parse_run(text: str) -> Run | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """All runs of a job on one axis, pauses between them cut out; runs side by side are added up. Arrays are [bins]."""
+    """All runs of a job on one time axis without the pauses between them; simultaneous runs are added up. Arrays are [bins]."""
 
     edges_s: Floats
     """[bins + 1] seconds of work since the beginning."""
     starts_s: tuple[float, ...]
-    """Where on the axis each run began."""
+    """Position on the axis at which each run began."""
     tok_s: Floats
     live_rows: Floats
-    """Slots with a row, on average."""
+    """Mean number of slots with a row."""
     ending: Floats
-    """Slots without one because no row was left."""
+    """Slots that are empty because no row was left."""
     waiting: Floats
-    """Slots without one though rows were left: before a refill, or for want of pages."""
+    """Slots that are empty though rows were left: before a refill, or for lack of pages."""
     prefill: Floats
-    """Slots whose row, or the one they are to get, was in a prefill pass or waited for it to end."""
+    """Slots whose row, present or next, was in a prefill pass or waited for one to end."""
     draft_len: Floats
-    """K as it was: draft tokens a row and round (of a tree its levels); NaN where there was no round."""
+    """Draft tokens a row and round (for a tree its levels); NaN without a round."""
     acceptance_length: Floats
-    """Tokens a row and round; NaN too."""
+    """Tokens a row and round; NaN without a round."""
     preempted: int
 
 
 def course(runs: Sequence[Run]) -> Course | None:
-    """The runs over time; None where none lasted."""
+    """The runs over time; None if none has a sample."""
     runs = sorted((run for run in runs if run.seconds > 0), key=lambda run: run.started_at)
     if not runs:
         return None
@@ -195,7 +195,7 @@ def _ratio(part: Floats, whole: Floats) -> Floats:
 
 
 def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Overlapping spans as one; in order."""
+    """The spans in order, overlapping ones merged."""
     joined: list[tuple[float, float]] = []
     for begin, end in sorted(spans):
         if joined and begin <= joined[-1][1]:

@@ -1,4 +1,4 @@
-"""A draft head in the output folder, for all runs of a job: config.json and model.safetensors, each replaced in one step."""
+"""A draft head that runs of a job train, in the output folder: config.json and model.safetensors, each replaced in one step."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 class HeadFiles:
     def __init__(self, store: Store, name: str) -> None:
-        """name  tells heads with different beginnings apart"""
+        """name  of the folder: heads that started from different checkpoints have different names"""
         self._store, self.folder = store, f"_batchspec/heads/{name}"
 
     def put(self, config: bytes, weights: bytes) -> None:
-        """Replace the head. Its config is always the same one: no reader meets two parts that do not belong together."""
+        """Replace the head. Its config never changes, so a reader never gets two parts that do not belong together."""
         self._store.put(f"{self.folder}/{WEIGHTS}", weights)
         self._store.put(f"{self.folder}/{CONFIG}", config)
 
     def read_into(self, folder: Path) -> bool:
-        """Copy the head into a folder of this machine; False where there is none."""
+        """Copy the head into a local folder; False if there is none."""
         if not self._store.exists(f"{self.folder}/{CONFIG}"):
             return False
         for name in (CONFIG, WEIGHTS):

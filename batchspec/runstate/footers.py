@@ -1,6 +1,6 @@
-"""Whose rows a shard's file holds, by its own footer: what counts as committed, at a resume and at the end of a job.
+"""Whether a shard is committed, by the footer of its file: the metadata there says which rows of which job it holds.
 
-Key-value metadata of every file that a run of this job writes, and of which the footer's own statistics must tell the same:
+Key-value metadata of every shard file; the footer's statistics of row_index must agree with it:
 
 batchspec.job         id of the job, as its manifest has it: a folder may have held another job before
 batchspec.generation  0, or the number of the retry that wrote the file
@@ -24,18 +24,18 @@ from batchspec.runstate.manifest import Manifest
 from batchspec.storage.store import Store, for_each
 
 TAIL_BYTES = 64 << 10
-"""Holds the footers of most files, so that one request reads one."""
+"""Most footers are shorter, so that one request reads one."""
 MOST_BYTES = 1 << 28
 READS = 3
-"""Of a footer: once more where it is longer than TAIL_BYTES, and once more where it reads damaged."""
+"""Attempts at a footer: a second one if it is longer than TAIL_BYTES, another one if it reads damaged."""
 PREFIX = b"batchspec."
 ANEW = "delete the file and run the same command again, which computes its rows anew"
 
 log = logging.getLogger(__name__)
 
 _KNOWN: dict[tuple[str, str], dict[int, tuple[str, int]]] = {}
-"""By folder and job: the shards whose files are the job's, with the version and the generation of each. The end of a job looks at
-its files several times, and a version of a file does not change."""
+"""(folder, job) -> committed shard -> (version, generation) of its file. A cache for the process: the end of a job lists its
+files several times, and a version of a file does not change."""
 
 
 def part_name(index: int) -> str:
@@ -44,19 +44,19 @@ def part_name(index: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardFile:
-    """What the footer of one file says."""
+    """What one file's footer holds."""
 
     version: str
-    """Of the store, as of the moment when the footer was read."""
+    """The file's version in the store when the footer was read."""
     job: str | None
-    """None in a file that batchspec wrote before files named their job, or that another program wrote."""
+    """None in a file of an early version of batchspec, or of another program."""
     generation: int
     shard: int | None
     attempt: str
     rows: str
-    """First and last input row as the run that wrote it says; empty in a file without `job`."""
+    """First and last input row by the metadata; empty in a file without `job`."""
     found: str
-    """The same by the statistics of the column row_index; empty where there are none."""
+    """The same by the statistics of the column row_index; empty without statistics."""
 
 
 def identity(manifest: Manifest, generation: int, index: int, attempt: str) -> dict[str, str]:
@@ -69,7 +69,7 @@ def identity(manifest: Manifest, generation: int, index: int, attempt: str) -> d
 
 
 def read_shard_file(store: Store, name: str) -> ShardFile | None:
-    """What the file's footer says; None where there is no such file. Raises StorageError where the footer cannot be read."""
+    """The footer of a file; None if there is no such file. Raises StorageError if the footer cannot be read."""
     count, reason = TAIL_BYTES, "it is no Parquet file"
     for _ in range(READS):
         tail = store.tail(name, count)
@@ -116,9 +116,9 @@ def _span(footer: pq.FileMetaData) -> str:
 
 
 class ShardFiles:
-    """The files in data/ of one job. A process reads a footer once for each version of a file.
+    """The files in data/ of one job. A process reads the footer of each version of a file once.
 
-    written  for each shard that a retry is known to have written: the retry's number
+    written  gives, for each shard that a retry has written, the retry's number
     """
 
     def __init__(self, store: Store, manifest: Manifest, written: Callable[[], Mapping[int, int]] = dict) -> None:
@@ -127,7 +127,7 @@ class ShardFiles:
         self._said: set[str] = set()
 
     def listed(self) -> dict[int, str]:
-        """The version of each file that has a shard's name. Raises OutputError for a file that has none; reads no file."""
+        """Shard -> version of its file, by a listing alone. Raises OutputError for a file whose name is not a shard's."""
         found = {}
         for name, version in self._store.versions("data").items():
             match = re.fullmatch(r"part-(\d{5,18})\.parquet", name)
@@ -142,9 +142,9 @@ class ShardFiles:
         return found
 
     def committed(self) -> set[int]:
-        """Shards whose files hold exactly their rows, for this job. On S3 a file of another job is left out, and said once.
+        """Shards whose files hold exactly their rows of this job. On S3 a file of another job is not counted, with one warning.
 
-        Raises what `faults` gives first.
+        Raises the first error that `faults` gives.
         """
         listed, written = self.listed(), self._written()
         done = set()
@@ -156,7 +156,7 @@ class ShardFiles:
         return done
 
     def faults(self) -> Iterator[tuple[int, BatchspecError]]:
-        """What is wrong with which file, by its footer: an OutputError for one that is another's, a StorageError for damage."""
+        """(shard, error) for each file whose footer is wrong: OutputError for another job's file, StorageError for damage."""
         for index, fault in self._faults(self.listed(), self._written()):
             if fault is None and index not in self._known:
                 fault = OutputError(f"{self._path(index)} is of another job, and the next run of this one replaces it")
@@ -164,7 +164,7 @@ class ShardFiles:
                 yield index, fault
 
     def is_committed(self, index: int) -> bool:
-        """Whether this one is, by a look at it alone. Raises nothing for a file that is not the job's."""
+        """Whether this shard is committed, by its file alone. Raises nothing for a file that is not the job's."""
         self._known.pop(index, None)
         return self._fault(index, 0) is None and index in self._known
 
@@ -177,7 +177,7 @@ class ShardFiles:
         yield from zip(new, faults, strict=True)
 
     def _fault(self, index: int, generation: int) -> BatchspecError | None:
-        """Why the file is not the job's; None where it is, which is noted, where it is gone, and where it will be replaced."""
+        """Why the file is not the job's; None if it is (then it is noted as known), if it is gone, or if it will be replaced."""
         try:
             file = self.look(index, generation)
         except (OutputError, StorageError) as error:
@@ -187,10 +187,10 @@ class ShardFiles:
         return None
 
     def look(self, index: int, generation: int = 0) -> ShardFile | None:
-        """The shard's file; None where it is not there. `generation` is the retry that is known to have written it.
+        """The shard's file; None if there is none. `generation` is the retry that is known to have written it.
 
-        Raises OutputError for one that is not the job's, but on S3 not for one of another job: there, and only there, a run that
-        stood still can publish into the job that took its folder. StorageError where the footer cannot be read.
+        Raises StorageError if the footer cannot be read, OutputError for a file that is not the job's. Except on S3 for a file of
+        another job: only there can a run that was suspended publish into the job that took over its folder.
         """
         file = read_shard_file(self._store, f"data/{part_name(index)}")
         if file is None:
@@ -204,7 +204,7 @@ class ShardFiles:
         return file
 
     def is_foreign(self, file: ShardFile) -> bool:
-        """Whether a run of another job wrote it."""
+        """Whether a run of another job wrote the file."""
         return file.job is not None and file.job != self._manifest.job
 
     def _misfit(self, index: int, file: ShardFile, generation: int) -> str:

@@ -1,14 +1,14 @@
-"""Retries of a job: each is a generation that writes the shards concerned anew, in the place of their files.
+"""Retries of a job (resume.retry): each is a generation, which replaces the files of the shards that it concerns.
 
-_batchspec/retry/00001.json         what the first retry is; made first, by whichever run came first
-_batchspec/retry/00001/done/00042-1-<job>   its shard 42 is done: its file is that of retry 1 (0: of the job before any retry)
-_batchspec/retry/00001/card         so is the card
-_batchspec/retry/00001/_batchspec/  its claims, journal and attempts: those of the job before it mean nothing to it
+_batchspec/retry/00001.json                 what the first retry is; written by the run that begins it
+_batchspec/retry/00001/done/00042-1-<job>   its shard 42 is done: the file is that of retry 1 (0: of the job before any retry)
+_batchspec/retry/00001/card                 its card is written
+_batchspec/retry/00001/_batchspec/          its own claims, journal and attempts
 
-Each names the job: a run of a job that was overwritten since may still write one, which means nothing then.
+Each file names the job: a run of a job that was overwritten since may still write one, which is ignored.
 
-A retry begins when the job, and the retry before it, is complete; its shards are listed once. Whoever dies between a shard's new
-file and its mark leaves a shard in which nothing is left to retry.
+A retry begins when the job, and the retry before it, is complete; its shards are listed once. If a run dies after it published a
+shard's new file and before it wrote the mark, the next run finds nothing to retry in the shard and writes the mark.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FOLDER = "_batchspec/retry"
 
 
 def unfinished(number: int) -> str:
-    """How the names of files begin that runs of a retry are making; 0 is the job before any retry."""
+    """Prefix of the temporary files of a retry's shards; 0 is the job before any retry."""
     return f"part-g{number}-"
 
 
@@ -39,18 +39,18 @@ class Generation:
     retry: str
     """error or length."""
     again: int
-    """resume.retry_id: the same retry is done once for each."""
+    """resume.retry_id: the same retry is done once for each value."""
     fingerprint: Mapping[str, str]
-    """The job's, with what the retry changed."""
+    """The job's fingerprint, with what the retry changed."""
     config: Mapping[str, Any]
     shards: tuple[int, ...]
-    """Those with rows to retry."""
+    """Shards with rows to retry."""
     job: str = ""
-    """Whose retry it is; empty in one that an earlier version of batchspec began."""
+    """The job's id; empty in a retry that an earlier version of batchspec began."""
 
     @property
     def identity(self) -> tuple[str, int, str]:
-        """Two commands with the same one ask for the same retry."""
+        """Two commands with the same identity ask for the same retry."""
         return self.retry, self.again, self.fingerprint["decode.max_new_tokens"]
 
     @property
@@ -58,7 +58,7 @@ class Generation:
         return f"{FOLDER}/{self.number:05d}"
 
     def __str__(self) -> str:
-        """The words of its command that ask for it."""
+        """The words of a command line that ask for it."""
         again = "" if self.again == 1 else f" resume.retry_id={self.again}"
         return f"resume={self.retry} decode.max_new_tokens={self.identity[2]}{again}"
 
@@ -74,32 +74,32 @@ class Generations:
         self._store = store
 
     def all(self, job: str) -> list[Generation]:
-        """Every one that was begun of this job, the latest last. Raises OutputError for a damaged one."""
+        """Every retry that was begun of this job, the latest last. Raises OutputError for a damaged file."""
         names = [name for name in self._store.list(FOLDER) if re.fullmatch(r"\d{5,}\.json", name)]
         return [found for name in sorted(names) if (found := self._read(f"{FOLDER}/{name}")).job in ("", job)]
 
     def begin(self, generation: Generation) -> Generation:
-        """Record it under its number; what another run of this job recorded there first, where one did."""
+        """Record the retry under its number; returns what is recorded there, which another run may have done first."""
         name, data = f"{generation.folder}.json", json.dumps(asdict(generation), indent=1).encode()
         if not self._store.put_if_absent(name, data) and self._read(name).job not in ("", generation.job):
             self._store.put(name, data)
-        self._store.discard(unfinished(generation.number - 1))  # of runs that stood still: they would undo what it writes
+        self._store.discard(unfinished(generation.number - 1))  # suspended runs would publish them later
         return self._read(name)
 
     def missing(self, generation: Generation) -> set[int]:
-        """Its shards that are not done."""
+        """Shards of the retry that are not done."""
         return set(generation.shards) - self._done(generation).keys()
 
     def written(self, job: str) -> dict[int, int]:
-        """Shards that a retry of the job is known to have written, each with the latest one that did."""
+        """Shard -> the latest retry of the job that is known to have written it."""
         return {shard: number for one in self.all(job) for shard, number in self._done(one).items() if number}
 
     def mark(self, generation: Generation, shard: int, number: int) -> None:
-        """The shard is done; its file is that of retry `number`."""
+        """Mark a shard as done; its file is that of retry `number`."""
         self._store.put_if_absent(f"{generation.folder}/done/{shard:05d}-{number}-{generation.job}", b"")
 
     def _done(self, generation: Generation) -> dict[int, int]:
-        """Shards that are done, each with the retry that wrote its file; 0 where none did or nobody says."""
+        """Shard that is done -> the retry that wrote its file; 0 if none did or the mark does not say."""
         names = self._store.list(f"{generation.folder}/done")
         marks = [match for name in names if (match := re.fullmatch(r"(\d{5,18})(?:-(\d{1,9})-(\w*))?", name))]
         return {int(mark[1]): int(mark[2] or 0) for mark in marks if mark[3] in (None, generation.job)}

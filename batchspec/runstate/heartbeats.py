@@ -1,9 +1,9 @@
-"""What every run of a job says of itself while it lasts, for `batchspec status`: one small file a run, written anew now and then.
+"""Heartbeats: what every run of a job reports about itself, for `batchspec status`. One small file a run, rewritten every 10 s.
 
 _batchspec/progress/<attempt>.json   one JSON object, see RunHeartbeat; replaced in one step
 
-A file is advice: nothing that a run computes depends on one. A run that cannot write its file goes on, a file that cannot be read
-is counted and passed over. Ended runs keep theirs, so that a job tells what became of each.
+Nothing that a run computes depends on these files. A run that cannot write its file goes on; a file that cannot be read is
+counted and skipped. The files of ended runs stay, so that a job tells what became of each.
 """
 
 from __future__ import annotations
@@ -27,73 +27,73 @@ from batchspec.storage.store import Store
 
 FOLDER = "_batchspec/progress"
 FIRST_BEAT_S = 1.0
-"""Doubled up to one of the next two: a short job is seen too."""
+"""Doubled each time, up to BEAT_S or REMOTE_BEAT_S, so that a short job is seen too."""
 BEAT_S = 10.0
 REMOTE_BEAT_S = 30.0
 """On S3: 120 PUTs an hour for each run."""
 LAST_WORD_S = 5.0
-"""A store that does not answer must not keep a run from ending."""
+"""A run waits so long at its end to write the last heartbeat."""
 READ_AT_ONCE = 16
 SAID_CHARS = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunHeartbeat:
-    """One run, as it last said. Counts are of this run alone; times are of its machine's clock."""
+    """One run, as it last reported. Counts are of this run alone; times are by its machine's clock."""
 
     attempt: str = ""
     host: str = ""
     pid: int = 0
     space: str = ""
-    """In which the number means that process, as claims name it."""
+    """The namespace in which `pid` is unique, as in claims."""
     started: str = ""
-    """When the process began, as claims name it; empty where the machine does not say."""
+    """When the process began, as in claims; empty if the machine does not tell."""
     task: str = ""
-    """As claims name it; empty outside a batch system."""
+    """The batch system's task, as in claims; empty outside a batch system."""
     job: str = ""
-    """As the batch system lists it: 17_3 is task 3 of array 17."""
+    """The job as the batch system lists it: 17_3 is task 3 of array 17."""
     restart: int = 0
     began_at: float = 0.0
     at: float = 0.0
-    """Seconds since 1970 when it said this."""
+    """When this was written; like `began_at` seconds since 1970."""
     end: str = ""
     """done, interrupted (a signal, the time limit), failed (an error of batchspec's), crashed; empty while it runs."""
     said: str = ""
-    """The message that it ended with."""
+    """The message that the run ended with."""
     expected: int = 0
-    """Completions of the whole job, as it estimates them."""
+    """Completions of the whole job, estimated."""
     shards: int = 0
-    """It committed."""
+    """Shards that it committed."""
     completions: int = 0
-    """It finished, error rows among them."""
+    """Rows that it finished, error rows included."""
     errors: int = 0
-    """Error rows in the shards it committed."""
+    """Error rows in the shards that it committed."""
     open_shards: tuple[tuple[int, int], ...] = ()
-    """Shards that it has not committed, and the completions of each that are there, those of earlier runs among them."""
+    """(shard, completions that it has) for each shard in work; completions of earlier runs are included."""
     tokens: int = 0
     accepted: int = 0
     rounds: int = 0
-    """Rounds times the rows that lived in them."""
+    """Rounds, summed over the rows that were live in them."""
     live_rows: int = 0
     slots: int = 0
     tok_s: float = 0.0
-    """Over the last minute."""
+    """Tokens a second over the last minute."""
     quiet_s: float = 0.0
-    """Since its last round."""
+    """Seconds since its last round."""
     mean_output: float = 0.0
-    """Tokens that it expects of a completion."""
+    """Tokens that it expects in a completion."""
     in_flight_tokens: int = 0
-    """Of rows that are not finished."""
+    """Tokens of rows that are not finished."""
 
     @property
     def name(self) -> str:
-        """For people: the job where a batch system started it, else machine and process."""
+        """For people: the batch system's job, else machine and process."""
         name = f"job {self.job}" if self.job else f"{self.host}:{self.pid}"
         return " ".join(name.split()) + (f" start {self.restart + 1}" if self.restart else "")
 
     @classmethod
     def parse(cls, data: bytes) -> RunHeartbeat | None:
-        """None for what no run wrote: not JSON, another type somewhere, a number out of any range."""
+        """None for bytes that no run wrote: not JSON, a field of another type, a number out of range."""
         try:
             values = json.loads(data)
             known = {item.name: _typed(values[item.name], item.default) for item in fields(cls) if item.name in values}
@@ -116,7 +116,7 @@ def _typed(value: Any, like: object) -> Any:
 
 
 class HeartbeatFiles:
-    """The progress files of one job; `attempt` names the one that this run writes."""
+    """The heartbeat files of one job; the run `attempt` writes its own."""
 
     def __init__(self, store: Store, attempt: str) -> None:
         self._store, self._attempt = store, attempt
@@ -128,10 +128,10 @@ class HeartbeatFiles:
         self._store.put(f"{FOLDER}/{self._attempt}.json", json.dumps({"attempt": self._attempt, **facts}).encode())
 
     def read(self) -> tuple[list[RunHeartbeat], int]:
-        """Every run that left a readable file, and how many files are not readable. Ended runs are read once."""
+        """Every run with a readable file, and the number of unreadable files. Files of ended runs are read once."""
         try:
             names = [name for name in self._store.list(FOLDER) if re.fullmatch(r"[0-9a-f]{32}\.json", name)]
-        except BatchspecError:  # something of another's stands in the place of the folder
+        except BatchspecError:  # the folder's name is taken by something else
             return [], 1
         with ThreadPoolExecutor(READ_AT_ONCE) as pool:
             found = list(pool.map(self._read, names))
@@ -141,7 +141,7 @@ class HeartbeatFiles:
         if name in self._ended:
             return self._ended[name]
         run = None
-        with suppress(BatchspecError):  # it may be gone since it was listed, or be no file at all
+        with suppress(BatchspecError):  # it may have been deleted since the listing, or be no file
             run = RunHeartbeat.parse(self._store.read(f"{FOLDER}/{name}"))
         if run is not None and run.end:
             self._ended[name] = run
@@ -149,12 +149,13 @@ class HeartbeatFiles:
 
 
 class HeartbeatWriter:
-    """Writes a run's progress file while the block lasts, soon at first, then every `files.beat_s` s, and how it ended.
+    """Writes a run's heartbeat while the block lasts: after FIRST_BEAT_S, later every `files.beat_s` s, and at the end how it
+    ended.
 
-    From a thread of its own: a slow store delays no round, and a run that is stuck still says so (`quiet_s`).
+    It has a thread of its own: a slow store delays no round, and a run that hangs still reports so (`quiet_s`).
 
-    facts  what to say, called in that thread: fields of RunHeartbeat
-    slots  places of the batch
+    facts  gives fields of RunHeartbeat; called in that thread
+    slots  slots of the batch
     """
 
     def __init__(self, files: HeartbeatFiles, facts: Callable[[], Mapping[str, Any]], *, slots: int) -> None:
@@ -177,7 +178,7 @@ class HeartbeatWriter:
         wait_s = min(FIRST_BEAT_S, self._files.beat_s)
         while True:
             over = self._over.is_set()
-            with suppress(BatchspecError):  # no status is worth a job; the next beat says it all again
+            with suppress(BatchspecError):  # a heartbeat is not worth failing the job; the next one has it all
                 self._files.write({**self._who, "at": round(time.time(), 3), **self._facts(), **self._last_word})
             if over:
                 return

@@ -1,4 +1,4 @@
-"""Which job an output folder holds: its manifest is made once, compared by every later run, and replaced by output.overwrite."""
+"""Which job an output folder holds: its manifest is written once, compared by every later run, replaced by output.overwrite."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ MAX_SHARD_ROWS = 8192
 
 
 def default_shard_rows(num_rows: int) -> int:
-    """Rows a shard when output.shard_rows is not set: depends on the input alone, so that every run cuts alike.
+    """Rows of a shard when output.shard_rows is not set. It depends on the input alone, so that every run cuts the same shards.
 
-    Shards grow with the input: up to a million rows to 512, then so that there are about MANY_SHARDS of them, up to
-    MAX_SHARD_ROWS, which a run holds in memory several at a time. A kill does not cost a shard: its finished rows are journaled.
+    It grows with the input: up to 512 for a million rows, then so that there are about MANY_SHARDS shards, up to MAX_SHARD_ROWS
+    (a run holds several shards in memory). A kill does not cost a shard: its finished rows are journaled.
     """
     few = min(max(num_rows // 256, 16), 512)
     return max(few, min(-(-num_rows // MANY_SHARDS), MAX_SHARD_ROWS))
 
 
 class JobFolder:
-    """A folder and the job in it. Nothing is made or changed in it before `create`.
+    """A folder and the job in it. Nothing is written before `create`.
 
-    path     the folder, as the user names it
-    attempt  uuid of this run; temporary files carry it
+    path     the folder, as the user wrote it
+    attempt  uuid of this run, part of the names of its files
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -53,7 +53,7 @@ class JobFolder:
 
     @property
     def manifest(self) -> Manifest:
-        """The job's manifest. Raises OutputError where the folder holds no job."""
+        """The job's manifest. Raises OutputError if the folder holds no job."""
         if self._manifest is None:
             first = read_manifest(self._store)
             if first is None:
@@ -80,14 +80,14 @@ class JobFolder:
 
     @property
     def generation(self) -> Generation | None:
-        """The job's latest retry, done or not; None where there was none."""
+        """The job's latest retry, done or not; None if there was none."""
         if self._manifest is None and not self.is_job():
             return None
         return self._generation if self.manifest else None
 
     @property
     def _work(self) -> Store:
-        """Where claims, journal and attempts are: each retry has its own."""
+        """The store of claims, journal and attempts: each retry has its own."""
         if self.generation is None:
             return self._store
         store = open_store(f"{self.path}/{self.generation.folder}", TMP)
@@ -99,8 +99,8 @@ class JobFolder:
         return self._generations.all(self.manifest.job)
 
     def retry(self, generation: Generation) -> None:
-        """Begin a retry, or join in where another run began the same. Raises OutputError where it began another one, and as
-        `check_own`.
+        """Begin a retry, or join it if another run began the same one. Raises OutputError if another run began another one, and
+        as `check_own`.
         """
         self._store.probe_replace()
         self.check_own()
@@ -113,7 +113,7 @@ class JobFolder:
         return self._store.exists(MANIFEST)
 
     def is_untouched(self) -> bool:
-        """Nothing is there: no run has begun."""
+        """Whether no run has begun: the folder is empty or missing."""
         return not self.is_job() and not set(self._store.list("")) - {"_batchspec"}
 
     def check(
@@ -125,11 +125,11 @@ class JobFolder:
         overwrite: bool = False,
         may_differ: Container[str] = (),
     ) -> None:
-        """Raise OutputError where `create` with the same arguments would, or with other values of the keys in `may_differ`;
-        leaves nothing behind.
+        """Raise OutputError if `create` with the same arguments would. Keys in `may_differ` may have other values. Writes
+        nothing.
 
-        The folder may be absent, empty, or a job with the same fingerprint; with `overwrite` any job that no living run works
-        on. What is not a job is never overwritten.
+        The folder may be missing, empty, or hold a job with the same fingerprint; with `overwrite` it may hold any job that no
+        living run works on. A folder that is not a job is never overwritten.
         """
         self._store.check_root()
         self._manifest = None
@@ -142,7 +142,7 @@ class JobFolder:
             self._refuse_living()
             return
         now = _compared(fingerprint, num_rows, shard_rows)
-        for _ in range(READS):  # a bit that flips on the way from a disk is no other job
+        for _ in range(READS):  # a bit that flips on the way from the disk does not make another job
             known = self.manifest.fingerprint
             now |= {key: value for key, value in known.items() if key in may_differ}
             changed = differences(known, now)
@@ -161,7 +161,7 @@ class JobFolder:
             )
 
     def _was_before_a_retry(self, fingerprint: Mapping[str, str]) -> bool:
-        """Whether the job was this one once."""
+        """Whether the job had this fingerprint before its latest retry."""
         first = read_manifest(self._store)
         before = [{} if first is None else first.fingerprint, *(retry.fingerprint for retry in self.retries()[:-1])]
         return any(not differences(one, fingerprint) for one in before)
@@ -177,7 +177,7 @@ class JobFolder:
         files: Sequence[InputFile],
         overwrite: bool = False,
     ) -> Manifest:
-        """Make the folder and its manifest, or go on with the job that is there. Raises as `check` does, and StorageError."""
+        """Make the folder and its manifest, or join the job that is there. Raises as `check` does, and StorageError."""
         self.check(fingerprint=fingerprint, num_rows=num_rows, shard_rows=shard_rows, overwrite=overwrite)
         anew = self.begins_anew(overwrite) and elected(self._store, self._command)
         if anew or not self.is_job():
@@ -198,18 +198,18 @@ class JobFolder:
                 self._delete_work(manifest)
             else:
                 self._store.put_if_absent(MANIFEST, manifest.to_json())
-        self._manifest = None  # another process may have made it first: read what is there
+        self._manifest = None  # another process may have written it first: read what is there
         self.check(fingerprint=fingerprint, num_rows=num_rows, shard_rows=shard_rows)
         self._store.clean()
         return self.manifest
 
     def _delete_work(self, new: Manifest) -> None:
-        """Put a new job in the place of the one that is there. A run of that one which has looked at the manifest before the
-        first `put` publishes a shard before data/ is deleted, or finds the shard's file gone.
+        """Replace the job that is there by a new one. A run of the old job that read the manifest before the first `put` either
+        publishes a shard before data/ is deleted, or finds its temporary file gone.
         """
         self._store.put(MANIFEST, replace(new, ready=False).to_json())
         self._store.discard("part-")
-        check_own(self._store, new.job)  # who stands still here may find the job of another command, and its work
+        check_own(self._store, new.job)  # while this process was suspended, another command may have begun its job here
         self._generations.delete()
         self._store.delete_tree("data")
         for name in self._store.list("_batchspec"):
@@ -219,7 +219,7 @@ class JobFolder:
         self._store.put(MANIFEST, new.to_json())
 
     def begins_anew(self, overwrite: bool) -> bool:
-        """Whether a run with output.overwrite as given deletes a job: there is one, and not of the command that it belongs to."""
+        """Whether a run with this output.overwrite deletes a job: there is one, and this run's own command did not begin it."""
         if not (overwrite and self.is_job()):
             return False
         found = settled(self._store, self._command)
@@ -229,12 +229,12 @@ class JobFolder:
         shards: Container[int] = range(10**12)
         try:
             claims, shards = self.claims(), set(range(self.num_shards)) - self.files.listed().keys() | self._to_retry()
-        except OutputError:  # nobody can read the manifest
+        except OutputError:  # the manifest cannot be read
             claims = self._claims(self._store)
         refuse_living(self.path, claims, shards)
 
     def check_own(self) -> None:
-        """Raise OutputError where the folder's job is not the one that this run began or joined any more. StorageError."""
+        """Raise OutputError if the folder no longer holds the job that this run began or joined; StorageError."""
         check_own(self._store, self.manifest.job)
 
     @property
@@ -242,17 +242,17 @@ class JobFolder:
         return self.manifest.num_shards
 
     def committed(self) -> set[int]:
-        """Shards that are done, as the footers of their files say. Raises OutputError for a file in data/ that is no shard of
+        """Shards that are committed, by the footers of their files. Raises OutputError for a file in data/ that is no shard of
         this job, StorageError for one whose footer cannot be read.
         """
         return self.files.committed()
 
     def missing(self) -> set[int]:
-        """Shards that are not committed, or that a retry has still to write anew. Raises as `committed`."""
+        """Shards that are not committed, or that the present retry has not done yet. Raises as `committed`."""
         return set(range(self.num_shards)) - self.committed() | self._to_retry()
 
     def is_done(self, index: int) -> bool:
-        """Whether the shard needs no work, by a look at it alone."""
+        """Whether the shard needs no work, by its own file and mark alone."""
         return self.files.is_committed(index) and index not in self._to_retry()
 
     def _to_retry(self) -> set[int]:
@@ -263,7 +263,7 @@ class JobFolder:
         return set(range(self.num_shards)) - self.missing()
 
     def claims(self) -> Claims:
-        """Which run works on which shard."""
+        """The leases on shards."""
         return self._claims(self._work)
 
     def _claims(self, store: Store) -> Claims:
@@ -271,13 +271,13 @@ class JobFolder:
 
 
 def _first_job(path: str, compared: Mapping[str, str]) -> str:
-    """The id of a job in a folder that holds none. Runs that begin it at once give it the same one: where names are taken by a
-    rename that replaces, either manifest may stay.
+    """The id of the first job of a folder. Runs that begin it at the same time give it the same id, because with the method
+    `rename` either manifest may be the one that stays.
     """
     return uuid.uuid5(uuid.NAMESPACE_OID, json.dumps([path, compared], sort_keys=True)).hex
 
 
 def _compared(fingerprint: Mapping[str, str], num_rows: int, shard_rows: int | None) -> dict[str, str]:
-    """The fingerprint with the two numbers that decide which rows a shard holds."""
+    """The fingerprint and the two numbers that decide which rows a shard holds."""
     rows = str(shard_rows or default_shard_rows(num_rows))
     return {**fingerprint, "input.rows": str(num_rows), "output.shard_rows": rows}

@@ -1,11 +1,11 @@
-"""What a run had done of shards that it did not commit: finished rows, and where the others stood when a signal ended it.
+"""The journal: rows of shards that are not committed yet, so that a killed run loses at most a minute of finished rows.
 
-_batchspec/journal/<attempt>-<number>.json   an immutable segment: one line of header, then one line of JSON a row
+_batchspec/journal/<attempt>-<number>.json   an immutable segment: one line of header, then one line of JSON a row: a finished row
+                                             (Completion), or the tokens of an unfinished one (Snapshot)
 
-A segment is published whole, its header says how many lines follow and their CRC-32; one that does not fit is left out, and its
-rows are computed again. So is one that fits and holds something else than rows of this job, or that cannot be read: a journal
-saves work, and no segment of it is worth a job. Rows may stand in several segments: any finished one will do, and of unfinished
-ones the longest.
+A segment is published whole. Its header has the number of lines that follow and their CRC-32. A segment that does not match,
+cannot be read or holds anything but rows of this job is ignored, with a warning, and its rows are computed again: the journal
+only saves work. If several segments have the same row, any finished one counts, and of unfinished ones the longest.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Journaled:
-    """What earlier runs left, by row and sample."""
+    """What earlier runs saved of shards that are not committed, by row and sample."""
 
     completions: dict[Key, Completion] = field(default_factory=dict)
     snapshots: dict[Key, Snapshot] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Journaled:
         return len(self.completions) + len(self.snapshots)
 
     def known(self, entry: Request | Completion) -> Request | Completion:
-        """What admission gave, or what earlier runs made of it: the finished row, or the request that goes on where it was."""
+        """The admitted row as earlier runs left it: the finished row, the request with its saved tokens, or else `entry`."""
         if isinstance(entry, Completion):
             return entry
         key = entry.row_index, entry.sample_index
@@ -58,17 +58,17 @@ class Journaled:
 
 
 def saved_rows(num_rows: int, unfinished: Collection[Snapshot]) -> str:
-    """How many rows are saved, in words; `unfinished` are some of them."""
+    """How many rows are saved, in words; `unfinished` are those of them that are not finished."""
     tokens = sum(len(snapshot.tokens) for snapshot in unfinished)
     some = f", {len(unfinished):,} of them unfinished with {tokens:,} tokens" if unfinished else ""
     return f"{num_rows:,} more rows are saved{some}"
 
 
 class Journal:
-    """The segments of one job; `attempt` names those that this run writes.
+    """The segments of one job, as the run `attempt` reads and writes them.
 
-    job        of the manifest: segments of another one that was in the folder before are none of this job's
-    check_own  called before a segment is published; raises where the folder has another job now
+    job        the manifest's: segments of a job that was in the folder before are ignored
+    check_own  called before a segment is published; raises when the folder holds another job now
     holds      whether a shard holds an input row
     """
 
@@ -87,20 +87,22 @@ class Journal:
         self._flushed_at = time.monotonic()
 
     def add(self, completion: Completion) -> None:
-        """A finished row, for the next segment."""
+        """Keep a finished row for the next segment."""
         self._waiting.append(completion)
 
     def forget(self, shard: int) -> None:
-        """The shard is committed: its rows need no segment."""
+        """The shard is committed: its rows need not be saved."""
         self._waiting = [completion for completion in self._waiting if completion.shard != shard]
 
     def flush_every(self, seconds: float) -> None:
-        """`flush` where the last one lies that far back. Raises StorageError."""
+        """`flush` if the last one was at least so long ago. Raises StorageError."""
         if time.monotonic() - self._flushed_at >= seconds:
             self.flush()
 
     def flush(self, snapshots: Iterable[Snapshot] = ()) -> int:
-        """Publish what waits, and where unfinished rows stand, as one segment; how many rows it has. Raises StorageError."""
+        """Publish the rows added since the last time, and these unfinished ones, as a segment; its number of rows. Raises
+        StorageError.
+        """
         self._flushed_at = time.monotonic()
         lines = [json.dumps({"done": _plain(done)}) for done in self._waiting]
         lines += [json.dumps({"left": asdict(snapshot)}) for snapshot in snapshots]
@@ -115,14 +117,14 @@ class Journal:
         return len(lines)
 
     def read(self, skip: Container[int]) -> Journaled:
-        """Rows of all segments whose shards are not in `skip`."""
+        """The rows of all segments, except those of the shards in `skip`."""
         self._known.clear()
         found = Journaled()
         self.refresh(found, skip)
         return found
 
     def refresh(self, found: Journaled, skip: Container[int] = ()) -> None:
-        """Add the rows of segments that came since the journal was last read: another run ended, and its shards are ours now."""
+        """Add the rows of segments published since the last reading: another run ended, and this one took over its shards."""
         new = [name for name in self._store.list(FOLDER) if NAME.fullmatch(name) and name not in self._known]
         self._known.update(new)
         for name, data in zip(new, for_each(self._store, [f"{FOLDER}/{name}" for name in new], self._segment), strict=True):
@@ -137,7 +139,7 @@ class Journal:
             found.snapshots.pop(key, None)
 
     def _row(self, line: bytes) -> Completion | Snapshot:
-        """One line of a segment. Raises one of several errors for what is no row of this job."""
+        """One line of a segment. Raises one of several errors if it is not a row of this job."""
         values = json.loads(line)
         row = _completion(values["done"]) if "done" in values else _snapshot(values["left"])
         if not (fits(row, type(row)) and self._holds(row.shard, row.row_index) and row.sample_index >= 0):
@@ -145,7 +147,7 @@ class Journal:
         return row
 
     def _segment(self, name: str) -> bytes:
-        """A segment; nothing where it is gone, because the run that completed the job deletes them all, or cannot be read."""
+        """A segment; b"" if it cannot be read or was deleted: the run that completes the job deletes them all."""
         try:
             return self._store.read(name)
         except StorageError as error:
@@ -160,7 +162,7 @@ class Journal:
 
 
 def _lines(data: bytes, job: str) -> list[bytes]:
-    """The rows of a segment; none of one that is damaged, of another job or of another version."""
+    """The lines of a segment; none if it is damaged, of another job or of another version."""
     head, _, body = data.partition(b"\n")
     try:
         header = json.loads(head)
@@ -189,7 +191,7 @@ def _snapshot(values: Mapping[str, Any]) -> Snapshot:
 
 
 def fits(value: object, kind: Any) -> bool:
-    """Whether a value is of the kind that a record's annotation says; fields of records are looked into."""
+    """Whether a value has the type that a record's annotation says, fields of nested records included."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return any(fits(value, one) for one in args)
@@ -211,7 +213,7 @@ def _hints(record: type) -> list[tuple[str, Any]]:
 
 
 def _plain(completion: Completion) -> dict[str, Any]:
-    """A completion as JSON takes it: arrays as lists, records as dicts."""
+    """A completion as JSON values: arrays as base64, records as dicts."""
     values = {item.name: getattr(completion, item.name) for item in fields(Completion)}
     for name in ("stats", "error"):
         values[name] = None if values[name] is None else asdict(values[name])
@@ -223,7 +225,7 @@ def _plain(completion: Completion) -> dict[str, Any]:
 
 
 def _packed(array: np.ndarray[Any, Any]) -> str:
-    """The numbers' bytes as text: a hundredth of the time that decimals take."""
+    """The numbers' bytes as base64, in a hundredth of the time that decimals take."""
     return base64.b64encode(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()).decode("ascii")
 
 

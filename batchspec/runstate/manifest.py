@@ -1,4 +1,4 @@
-"""What a job is: recorded once when its output folder is made, compared whenever the job goes on."""
+"""The manifest: what a job is. Written once when its output folder is made, compared by every later run."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ SHORT = 64
 class Manifest:
     version: int = VERSION
     fingerprint: Mapping[str, str]
-    """What changes results, key by key; another value is another job."""
+    """Everything that changes results, key by key; another value means another job."""
     config: Mapping[str, Any]
     """The resolved configuration of the first run."""
     recorded: Mapping[str, Any]
-    """Facts that are kept but not compared: versions, the drafter, the machine."""
+    """Facts that are recorded and not compared: versions, the drafter, the machine."""
     num_rows: int
     """Input rows."""
     shard_rows: int
     """Input rows a shard; shard i holds rows i * shard_rows up to the next shard's first."""
     publish: str
-    """link, rename or put (S3): how a shard takes its name on this file system."""
+    """link, rename or put (S3): how a shard's file gets its name on this file system."""
     files: tuple[InputFile, ...]
     job: str = ""
-    """Tells the job from any other that was or will be in the folder."""
+    """Id of the job: every job that was or will be in the folder has another one."""
     began: tuple[str, ...] = ()
-    """The command that began it, see overwrite.py."""
+    """Names of the command that began it, see overwrite.py."""
     ready: bool = True
     """False while the job that was there before is being deleted."""
 
@@ -59,7 +59,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Manifest:
-        """Raises OutputError for what is not a manifest of this version or of one before it."""
+        """Raises OutputError unless the bytes are a manifest of this version or an earlier one."""
         try:
             values = json.loads(data)
             if values["version"] not in range(1, VERSION + 1):
@@ -79,7 +79,7 @@ class Manifest:
 
 
 def fingerprint(parts: Mapping[str, object]) -> dict[str, str]:
-    """One short string a key: the value as JSON with sorted keys, or its sha256 where that is longer than 64 characters."""
+    """One short string a key: the value as JSON with sorted keys, or its sha256 if that is longer than 64 characters."""
     return {key: _short(value) for key, value in sorted(parts.items())}
 
 

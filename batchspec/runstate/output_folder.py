@@ -1,16 +1,16 @@
-"""A job's output folder: which shards there are, which are committed, and the one way to commit one.
+"""A job's output folder: which shards are committed, and the only way to commit one.
 
-data/part-00042.parquet   the rows of shard 42; nothing else lies in data/
-README.md                 the dataset card, written at the end; report.html beside it
-_batchspec/manifest.json  what the job is; made first, so that a folder with a manifest is a job
+data/part-00042.parquet   the rows of shard 42; data/ holds nothing else
+README.md, report.html    the dataset card and the report, written at the end
+_batchspec/manifest.json  what the job is; written first: a folder with a manifest is a job
 _batchspec/tmp            files under construction
 _batchspec/logs           run-<attempt>.json: how fast each run was; run-<attempt>.timeline.jsonl: what it did when
 _batchspec/journal        rows of shards that are not committed yet, see journal.py
-_batchspec/claims         which run works on which shard, see claims.py
+_batchspec/claims         leases on shards, see claims.py
 _batchspec/attempts       what runs were computing when they crashed, see attempts.py
 _batchspec/sums           sha256 of each shard as a run committed it, in the format of sha256sum
 _batchspec/progress       what every run says of itself, see heartbeats.py
-_batchspec/retry          what was computed again, see generations.py
+_batchspec/retry          retries of the complete job, see generations.py
 _batchspec/overwrite      which process deleted the job that was there before, see overwrite.py
 """
 
@@ -46,11 +46,11 @@ from batchspec.storage.store import scanning, storing
 
 SUMS = "_batchspec/sums"
 TURNS = 20
-"""How often a shard is published anew where others published it in between."""
+"""Tries to publish a shard while runs of another job publish it too."""
 
 
 class OutputFolder(JobFolder):
-    """The output of one job: its shards, and what its runs keep beside them."""
+    """The output of one job: its shards, and the files of its runs under _batchspec/."""
 
     def rows_of(self, index: int) -> range:
         """The input rows of a shard."""
@@ -64,15 +64,15 @@ class OutputFolder(JobFolder):
         return self._store.scan([f"data/{part_name(index)}" for index in done])
 
     def commit(self, index: int, table: pa.Table, metadata: Mapping[str, str] | None = None) -> bool:
-        """Publish a shard's rows, once: False where another attempt was first (its rows are equivalent, ours are dropped).
+        """Publish a shard's rows, once: False if another run was first (its rows are equivalent, these are dropped).
 
-        The whole file is written aside, fsynced, read back with its checksums and compared before it gets its name. `metadata`
-        is added to its key-value metadata under `batchspec.` names.
-        Raises ValueError unless the table holds exactly the shard's rows, by (row_index, sample_index) with samples from 0 on;
-        StorageError where writing fails, OutputError as `check_own` and for a file of that name that is not the job's.
+        The whole file is written under a temporary name, fsynced, read back with its checksums and compared, and only then gets
+        its name. `metadata` is added to its key-value metadata under `batchspec.` names. Raises ValueError unless the table holds
+        exactly the shard's rows, by (row_index, sample_index) with samples from 0 on; StorageError where writing fails,
+        OutputError as `check_own` and for a file of that name that is not the job's.
 
-        A name that is taken is no commit yet: the footer there says whose it is. What a run of another job, or of this one before
-        its retry, published there is replaced, if it is still the same version then.
+        A file under the shard's name is not a commit yet: its footer says whose it is. A file of another job, or of this job
+        before the present retry, is replaced if it is still the same version then.
         """
         name = f"data/{part_name(index)}"
         standing: str | None = None
@@ -88,7 +88,7 @@ class OutputFolder(JobFolder):
         raise StorageError(f"publishing {self.path}/{name} failed: runs of another job publish there again and again; end those")
 
     def _naming(self, path: Path, name: str, version: str | None) -> Callable[[], bool]:
-        """What gives the file its name: where it is free, or in the place of a version."""
+        """The step that gives the file its name: if the name is free, or in place of this version."""
         if version is None:
             return lambda: self._store.publish(path, name)
         return lambda: self._store.replace(path, name, version)
@@ -104,16 +104,16 @@ class OutputFolder(JobFolder):
         return path
 
     def written(self, index: int) -> tuple[pa.Table, str]:
-        """The rows of a committed shard, and what `recommit` tells the file by."""
+        """The rows of a committed shard, and the version of its file for `recommit`."""
         name = f"data/{part_name(index)}"
         version = self._store.version(name)
         with scanning(f"{self.path}/{name}"):
             return pq.read_table(io.BytesIO(self._store.read(name))).replace_schema_metadata(None), version
 
     def recommit(self, index: int, table: pa.Table | None, version: str) -> bool:
-        """A retry's shard is done: `table` takes the place of its file in one step; None keeps the file as it is.
+        """A retry's shard is done: `table` replaces its file in one step; None keeps the file as it is.
 
-        False where the file is not the one of `version` any more: another run was first. Raises as `commit` does.
+        False if the file no longer has this `version`: another run was first. Raises as `commit` does.
         """
         assert self.generation is not None
         if table is not None:
@@ -130,7 +130,7 @@ class OutputFolder(JobFolder):
 
     @contextmanager
     def _owning(self) -> Iterator[None]:
-        """Who deletes the job deletes the files under construction too: say that, not which one is missing."""
+        """If a temporary file has vanished because the job was deleted, raise the error that says so."""
         try:
             yield
         except StorageError as error:
@@ -139,9 +139,9 @@ class OutputFolder(JobFolder):
             raise
 
     def _published(self, index: int, path: Path, publish: Callable[[], bool]) -> bool:
-        """The file's sum is kept before it gets its name; an empty one says that it did not.
+        """Publish the file; its sha256 is stored before, and emptied if the file did not get the name.
 
-        Between a look at the manifest and the publication the run may stand still for as long as it likes: it looks again after.
+        The run may be suspended for any time between the check of the manifest and the publication, so it checks again after.
         """
         with storing(f"reading {path}"), path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -165,7 +165,7 @@ class OutputFolder(JobFolder):
         return won
 
     def _check_current(self) -> None:
-        """As `check_own`, and OutputError too where a retry was begun that this run does not belong to."""
+        """As `check_own`; OutputError also if a retry was begun that this run does not belong to."""
         self.check_own()
         if self._store.exists(f"{RETRIES}/{self._number + 1:05d}.json") and len(self.retries()) > self._number:
             raise OutputError(
@@ -174,8 +174,8 @@ class OutputFolder(JobFolder):
             )
 
     def _withdraw(self, index: int) -> None:
-        """Take back what this run has just published into the folder of another job that has no such shard: a shard that it has
-        it replaces itself.
+        """Delete the file that this run has just published, if the folder is another job's and that job has no such shard. (A
+        shard that it has, that job replaces itself.)
         """
         with suppress(BatchspecError):
             name, now = f"data/{part_name(index)}", read_manifest(self._store)
@@ -184,9 +184,7 @@ class OutputFolder(JobFolder):
                 self._store.delete(name, file.version)
 
     def damage(self) -> Iterator[str]:
-        """What is wrong with files in data/, read whole: a line for each that is not the job's, or whose bytes are not those that
-        were committed.
-        """
+        """Read all files in data/; one line for each that is not the job's, or whose bytes are not those that were committed."""
         sums = self._store.list(SUMS)
         faults = dict(self.files.faults())
         for index in sorted(self.files.listed()):
@@ -202,15 +200,15 @@ class OutputFolder(JobFolder):
                 yield str(faults[index])
 
     def attempts(self) -> Attempts:
-        """Which rows runs died with."""
+        """What runs were computing when they crashed."""
         return Attempts(self._work, self.attempt)
 
     def heartbeats(self) -> HeartbeatFiles:
-        """What runs say of themselves."""
+        """What every run reports about itself."""
         return HeartbeatFiles(self._store, self.attempt)
 
     def journal(self) -> Journal:
-        """What runs keep of shards that they do not commit."""
+        """Rows of shards that are not committed."""
         manifest = self.manifest
 
         def holds(shard: int, row: int) -> bool:
@@ -219,20 +217,20 @@ class OutputFolder(JobFolder):
         return Journal(self._work, self.attempt, manifest.job, self.check_own, holds)
 
     def head(self, name: str) -> HeadFiles:
-        """A head that runs of this job adapted."""
+        """A draft head that runs of this job trained."""
         return HeadFiles(self._store, name)
 
     def log_run(self, facts: Mapping[str, float]) -> None:
-        """Keep what a run says of itself at its end. Raises StorageError, and OutputError where `check_own` does."""
+        """Store the summary of a run that has ended. Raises StorageError, and OutputError as `check_own`."""
         self._put_own(f"_batchspec/logs/run-{self.attempt}.json", (json.dumps(dict(facts)) + "\n").encode())
 
     def log_timeline(self, text: str) -> None:
-        """Keep what a run says of its course so far, but not in the folder of another job. Raises StorageError."""
+        """Store the run's timeline so far, unless the folder holds another job now. Raises StorageError."""
         with suppress(OutputError):
             self._put_own(f"_batchspec/logs/run-{self.attempt}.timeline.jsonl", text.encode())
 
     def logs(self, ending: str) -> Iterator[str]:
-        """What runs of this job kept under names with this ending: `.timeline.jsonl`, or `.json` for how fast they were."""
+        """The logs of all runs with this ending: `.timeline.jsonl`, or `.json` for the summaries."""
         for name in self._store.list("_batchspec/logs"):
             if re.fullmatch(r"run-[0-9a-f]+" + re.escape(ending), name):
                 yield self._store.read(f"_batchspec/logs/{name}").decode("utf-8", "replace")
@@ -242,8 +240,8 @@ class OutputFolder(JobFolder):
         self._put_own("report.html", page.encode())
 
     def _put_own(self, name: str, data: bytes) -> None:
-        """Write a file of the job. Where the run stood still in between and the folder holds another job now, it is taken back:
-        the next run of that job writes a missing card anew. Raises as `check_own` does.
+        """Write a file of the job. If the folder holds another job by then (the run was suspended), the file is deleted again;
+        the next run of that job writes a missing card. Raises as `check_own` does.
         """
         self.check_own()
         self._store.put(name, data)
@@ -256,7 +254,7 @@ class OutputFolder(JobFolder):
             raise
 
     def tidy(self) -> None:
-        """The job is complete: delete what only a run that is not needs. Raises as `check_own` does."""
+        """The job is complete: delete journal, claims and attempts. Raises as `check_own` does."""
         self.check_own()
         for store in [self._store, self._work][: 1 if self.generation is None else 2]:
             for name in (JOURNAL, CLAIMS, ATTEMPTS):
@@ -264,7 +262,7 @@ class OutputFolder(JobFolder):
         self._settle_sums()
 
     def _settle_sums(self) -> None:
-        """Where several attempts got a shard's name, the one after the other, the sum of the file that is there stays."""
+        """If several runs published a shard one after the other, keep only the sum of the file that is there."""
         attempts: dict[int, set[str]] = {}
         for name in self._store.list(SUMS):
             if match := re.fullmatch(r"part-(\d{5,18})\.parquet\.(\w+)", name):
@@ -279,7 +277,7 @@ class OutputFolder(JobFolder):
                     self._store.put(sums, b"")
 
     def has_card(self) -> bool:
-        """Whether the card was written, since the latest retry if there was one."""
+        """Whether the card was written, and after the latest retry if there was one."""
         return self._store.exists("README.md") and (self.generation is None or self._generations.has_card(self.generation))
 
     def card(self) -> bytes:

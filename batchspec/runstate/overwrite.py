@@ -1,13 +1,14 @@
-"""Whose job lies in an output folder: what output.overwrite=true may delete, and how a run notices that its job is gone.
+"""output.overwrite=true: which process deletes the old job, and how a run notices that its own job was deleted.
 
-_batchspec/manifest.json          `job` is another one in every job; a run publishes nothing where it does not find its own
-_batchspec/overwrite/<key>.json   one process of a command has come to delete the job that was there before
+_batchspec/manifest.json          the id `job` is new in every job; a run that does not find its own there publishes nothing
+_batchspec/overwrite/<key>.json   a process of this command has been elected to delete the old job
 
-A job is deleted between two manifests: the first says `ready: false`, from which on no run of the old job commits; then its work
-goes; the second begins the new job. Who dies in between leaves a folder that only output.overwrite=true takes.
+A job is deleted between two writes of the manifest. The first says `ready: false`: from then on no run of the old job commits.
+Then the old job's files are deleted. The second write begins the new job. If the process dies in between, only another run with
+output.overwrite=true can use the folder.
 
-Tasks of an array, processes of one node and a task that is requeued are one command: the first of them to come deletes the old
-job, the others go on with the new one.
+Tasks of an array, processes of one node and a requeued task are one command: the first of them deletes the old job, the others
+join the new one.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ from batchspec.runstate.manifest import MANIFEST, Manifest
 from batchspec.storage.store import Store
 
 CREW = "BATCHSPEC_CREW"
-"""In the environment of processes that one command started together: the same in all of them."""
+"""Environment variable with the same value in all processes that one command started together."""
 FOLDER = "_batchspec/overwrite"
 WAIT_S = 150.0
-"""For another process of the command to delete the old job; it is dead then."""
+"""Another process of the command that takes longer to delete the old job counts as dead."""
 LOOK_S = 0.2
 READS, AGAIN_S = 3, 0.05
-"""How often a manifest is read before it counts as damaged, and the seconds in between."""
+"""Readings of a manifest before it counts as damaged, and the seconds between them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What this process belongs to."""
+    """The command that this process belongs to."""
 
     key: str
-    """The same in every process of the command; empty where there is but this one."""
+    """The same in every process of the command; empty if this is the only one."""
     names: tuple[str, ...]
-    """By which a later start of the same task knows it too."""
+    """Names that a later start of the same task also has."""
 
     def began(self, manifest: Manifest) -> bool:
         return bool(self.key) and self.key in manifest.began
@@ -53,7 +54,9 @@ class Command:
 
 
 def this_command(env: Mapping[str, str] | None = None) -> Command:
-    """A task alone may run several commands in its allocation; only its later starts are known to run the same one again."""
+    """The command by the environment. A single Slurm task may run several commands in its allocation; only its restarts are known
+    to run the same one again.
+    """
     env = os.environ if env is None else env
     crew, job = env.get(CREW, ""), env.get("SLURM_ARRAY_JOB_ID") or env.get("SLURM_JOB_ID", "")
     step = f".{env.get('SLURM_STEP_ID')}" if int(env.get("SLURM_STEP_NUM_TASKS") or 1) > 1 else ""
@@ -63,9 +66,9 @@ def this_command(env: Mapping[str, str] | None = None) -> Command:
 
 
 def read_manifest(store: Store) -> Manifest | None:
-    """The manifest that stands in the folder now; None where there is none. What reads damaged, or not at all, is read again.
+    """The folder's manifest; None if there is none. A damaged or unreadable one is read READS times.
 
-    Raises OutputError for one that is damaged each time, StorageError for one that cannot be read each time.
+    Raises OutputError if it is damaged, StorageError if it cannot be read.
     """
     for turn in itertools.count(1):
         try:
@@ -83,7 +86,7 @@ def read_manifest(store: Store) -> Manifest | None:
 
 
 def present(store: Store) -> Manifest | None:
-    """As `read_manifest`, None too where nobody can read it."""
+    """As `read_manifest`; also None for a damaged one."""
     try:
         return read_manifest(store)
     except OutputError:
@@ -91,7 +94,7 @@ def present(store: Store) -> Manifest | None:
 
 
 def settled(store: Store, command: Command) -> Manifest | None:
-    """`present`, once no other process of the command is about to delete the old job."""
+    """`present`, after waiting for another process of the command that is deleting the old job."""
     until = time.monotonic() + WAIT_S
     while (found := present(store)) is not None and not found.ready and command.began(found) and time.monotonic() < until:
         time.sleep(LOOK_S)
@@ -99,7 +102,7 @@ def settled(store: Store, command: Command) -> Manifest | None:
 
 
 def elected(store: Store, command: Command) -> bool:
-    """Whether this process deletes the old job; False where another one of the command has begun the new one meanwhile."""
+    """Whether this process deletes the old job; False if another process of the command has begun the new one."""
     if not command.key or store.put_if_absent(f"{FOLDER}/{hashlib.sha256(command.key.encode()).hexdigest()}.json", b"{}"):
         return True
     until = time.monotonic() + WAIT_S
@@ -112,7 +115,7 @@ def elected(store: Store, command: Command) -> bool:
 
 
 def refuse_living(where: str, claims: Claims, shards: Container[int]) -> None:
-    """Raise OutputError where a run lives that works on these shards, as far as one look can tell. StorageError."""
+    """Raise OutputError if a claim on these shards looks alive at a single reading; StorageError."""
     found = sorted(claims.living(shards), key=lambda one: one[2])
     if not found:
         return
@@ -132,10 +135,7 @@ def _run(claim: Mapping[str, Any]) -> str:
 
 
 def check_own(store: Store, job: str) -> None:
-    """Raise OutputError where the folder's job is not this one any more. Reads the manifest anew. StorageError.
-
-    Nothing is said of the job's end that a second reading does not say too.
-    """
+    """Read the manifest; raise OutputError if the folder no longer holds this job, by two readings; StorageError."""
     for again in (False, True):
         try:
             found = read_manifest(store)

@@ -1,4 +1,4 @@
-"""A shard's table as a file that is known to be whole: written aside, fsynced, read back with its checksums and compared."""
+"""Write a shard's table as a Parquet file, fsync it, read it back with its checksums and compare: such a file is whole."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from batchspec.storage.store import storing
 
 
 def write_verified(table: pa.Table, path: Path, rows: range, metadata: Mapping[str, object]) -> None:
-    """Make the file; `metadata` becomes its key-value metadata, under `batchspec.` names.
+    """Write the file; `metadata` becomes its key-value metadata, under `batchspec.` names.
 
     Raises ValueError unless the table holds exactly these input rows, by (row_index, sample_index) with samples from 0 on;
-    StorageError where writing fails, and then there is no file.
+    StorageError if writing fails; then there is no file.
     """
     ids = _row_ids(table)
     _check_rows(ids, rows)

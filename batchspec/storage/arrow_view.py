@@ -1,4 +1,4 @@
-"""A remote file system as Arrow's readers see it: for reading, by the same requests and retries as the input."""
+"""A remote file system for Arrow's readers: read only, with the same requests and retries as the input."""
 
 from __future__ import annotations
 

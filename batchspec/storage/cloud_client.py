@@ -1,8 +1,8 @@
 """Google Cloud Storage (gs://) and Azure Blob Storage (az://, abfs://, abfss://): URLs, clients, and what their errors mean.
 
 obstore talks to both. It takes credentials from the environment, from gcloud's and az's log-in, or from the machine's identity.
-They are kept nowhere here. Its error texts are never passed on as they are: they quote URLs, which may be signed. Its own retries
-are off, because `retried` tries again, so that each request ends within the same time on every store.
+They are not stored here. Its error texts are never shown as they are: they quote URLs, which may be signed. Its own retries are
+off: `retried` retries, so that each request ends within the same time on every store.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ENDPOINT = {
 }
 NO_BUCKET_CODES = ("NoSuchBucket", "ContainerNotFound")
 TRIES = 3
-"""Of what hardly passes."""
+"""Tries after an error that a retry hardly ever mends."""
 SENT_AGAIN = (408, 409, 429)
 SLOWEST_BYTES_S = 256 << 10
 """A request's time grows with what it sends, as if the line were this slow."""
@@ -50,7 +50,7 @@ class Bucket:
     name: str
     account: str = ""
     endpoint: str = ""
-    """Of Azure, where the URL tells it."""
+    """Azure's endpoint, if the URL has it."""
 
     def client(self, send_bytes: int = 0) -> Any:
         """obstore's client, with time to send so many bytes. Raises ConfigError without obstore or for unusable settings."""
@@ -60,9 +60,9 @@ class Bucket:
 
 
 def bucket_of(url: str, key: str) -> tuple[Bucket, str, str]:
-    """The bucket of a URL, its authority as it stands in the URL, and the path in the bucket.
+    """(bucket, authority as written in the URL, path in the bucket).
 
-    `key` is the configuration's name of the URL. Raises ConfigError for a URL that names none.
+    `key` is the configuration key of the URL. Raises ConfigError for a URL without a bucket.
     """
     scheme, _, rest = url.partition("://")
     authority, _, path = rest.partition("/")
@@ -123,14 +123,14 @@ def _setting(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What an error of obstore says, which has few types and a long text."""
+    """An error of obstore, parsed: obstore has few error types and a long text."""
 
     status: int | None
-    """Of HTTP, where the other side answered."""
+    """HTTP status, if the store answered."""
     code: str
     """The store's own word."""
     kind: str
-    """Where there was no whole answer: obstore's word, or `Dns`."""
+    """obstore's word for a missing or incomplete answer, or `Dns`."""
     log_in: bool
     """It failed at getting credentials, before the store was asked."""
     host: str
@@ -169,9 +169,9 @@ ANSWERED: set[Bucket] = set()
 
 @dataclass(slots=True)
 class Passing:
-    """For the tries of one request: whether an error of obstore may pass.
+    """Whether an error of obstore may pass, for the tries of one request.
 
-    No credentials and no such host are mistakes in the settings, and said soon, until the bucket has answered once.
+    Missing credentials and unknown hosts are mistakes in the settings and reported soon, until the bucket has answered once.
     """
 
     bucket: Bucket

@@ -1,4 +1,4 @@
-"""Input on Google Cloud Storage and Azure Blob Storage."""
+"""Input files on Google Cloud Storage and Azure Blob Storage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batchspec.storage.s3_client import NO_BUCKET
 
 
 class CloudFiles:
-    """One bucket; paths begin with its name as it stands in the URL."""
+    """One bucket; paths begin with its name as written in the URL."""
 
     def __init__(self, scheme: str, bucket: Bucket, authority: str) -> None:
         self.scheme, self._bucket, self._authority = scheme, bucket, authority

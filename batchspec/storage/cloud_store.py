@@ -1,4 +1,4 @@
-"""Files of a job on Google Cloud Storage or Azure Blob Storage, by obstore; object_store.py says how a name is taken once."""
+"""Output on Google Cloud Storage or Azure Blob Storage, by obstore; object_store.py says how a name is taken exactly once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CloudStore(ObjectStore):
     keep_them = "Google Cloud Storage and Azure Blob Storage do"
 
     def __init__(self, root: str) -> None:
-        """root is gs://bucket/prefix or abfss://container@host/prefix. Raises ConfigError where it names none, or no obstore."""
+        """root is gs://bucket/prefix or abfss://container@host/prefix; raises ConfigError for another form or without obstore."""
         bucket, authority, prefix = bucket_of(root.rstrip("/"), "output.dir")
         if not prefix or "//" in prefix:
             raise ConfigError(f"output.dir={root} names no folder of a bucket; write {root.rstrip('/')}/FOLDER")

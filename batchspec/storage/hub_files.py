@@ -1,4 +1,4 @@
-"""Input in a dataset of the Hugging Face hub: hf://datasets/ORG/NAME[@REVISION]/PATH.
+"""Input files in a dataset of the Hugging Face hub: hf://datasets/ORG/NAME[@REVISION]/PATH.
 
 The revision is resolved to its commit once, and everything is read from that commit: it cannot change under a job. Endpoint
 (HF_ENDPOINT) and token (HF_TOKEN, or the one of `hf auth login`) are those that huggingface_hub uses.
@@ -96,7 +96,8 @@ class HubFiles:
             return
         from huggingface_hub import HfApi
 
-        info = HfApi().dataset_info(self._repo, revision=self._revision, files_metadata=True, timeout=retry.REQUEST_S)
+        with retry.noticed(f"asking the Hugging Face hub for hf://datasets/{self._repo}"):
+            info = HfApi().dataset_info(self._repo, revision=self._revision, files_metadata=True, timeout=retry.REQUEST_S)
         self._files = {
             each.rfilename: Stamp(int(each.size or 0), str(each.lfs.sha256 if each.lfs else each.blob_id))
             for each in info.siblings or ()
@@ -134,7 +135,7 @@ class _HubFile:
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    """What huggingface_hub raises: its own errors, and those of the HTTP library that it uses (requests, httpx, ...)."""
+    """The errors of huggingface_hub and of the HTTP library that it uses (requests, httpx, ...)."""
     from huggingface_hub import errors
 
     return OSError, ValueError, errors.HfHubHTTPError, *_transport_errors()
@@ -161,7 +162,7 @@ def _passing(error: Exception) -> bool:
 
 
 def hub_files(entry: str) -> tuple[RemoteFiles, str]:
-    """The dataset of a URL, and the path in it. Raises ConfigError where the URL names none."""
+    """The dataset of a URL, and the path in it. Raises ConfigError if the URL names no dataset."""
     kind, *parts = entry.partition("://")[2].split("/")
     if kind != "datasets" or len(parts) < 2 or not all(parts[:2]):
         raise ConfigError(f"input.path {entry} must be {FORM}; name a dataset of the hub")

@@ -1,4 +1,4 @@
-"""Files of a job in a folder of a local or shared file system."""
+"""Output in a folder of a local or shared file system."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from batchspec.errors import ConfigError, OutputError, StorageError
 from batchspec.storage.store import STALE_S, Tail, storage_errors, storing
 
 TURNS = 20
-"""One run deletes a folder while another one puts a file there: each tries again, so often."""
+"""Tries when one run deletes a folder while another one puts a file there."""
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES, errno.EXDEV, errno.EINVAL)
 
 BROKEN = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
@@ -38,10 +38,10 @@ T = TypeVar("T")
 
 @storage_errors
 class LocalStore:
-    """Folders are made as they are needed; see store.py for what each method promises.
+    """Folders are made when they are needed; `Store` says what each method promises.
 
-    method  `link` is refused by the file system where the name exists; `rename` replaces a file that came in between, which is
-            right only because every attempt at a name writes an equivalent file.
+    method  with `link` the file system refuses a name that exists; `rename` replaces a file that came in between, which is right
+            only because every run that publishes a name writes an equivalent file.
     """
 
     def __init__(self, root: Path, scratch: str, method: str = "link") -> None:
@@ -55,7 +55,7 @@ class LocalStore:
         try:
             kind = stat.S_IFMT(place.stat().st_mode)
             if kind == stat.S_IFDIR and place != root:
-                # Whether a folder takes another one is not told by its mode: /proc. What stands in the root itself others see.
+                # The mode does not tell whether a folder can be made here (/proc). In the root itself others would see it.
                 os.rmdir(tempfile.mkdtemp(prefix=".batchspec-", dir=place))
                 with suppress(FileNotFoundError):
                     root.stat()  # a name that is too long
@@ -144,7 +144,9 @@ class LocalStore:
         return won
 
     def _into(self, name: str, act: Callable[[Path], T]) -> T:
-        """`act` on the path of a name, whose folder is there then and on the disk; another run may delete it at the same time."""
+        """`act` on the path of a name after its folder was made and synced. Another run may delete the folder meanwhile: it tries
+        again.
+        """
         for turn in itertools.count(1):
             try:
                 target = self._path(name, make_parent=True)
@@ -217,7 +219,7 @@ class LocalStore:
             for turn in itertools.count(1):
                 try:
                     return shutil.rmtree(self._path(name))
-                except OSError as error:  # another run, which does not know yet, put a file there
+                except OSError as error:  # another run that does not know of the deletion yet put a file there
                     if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or turn == TURNS:
                         raise
 
@@ -257,7 +259,7 @@ class LocalStore:
 
 
 def _is_there(path: Path) -> bool:
-    """As os.path.lexists, which takes a broken disk for an empty place."""
+    """As os.path.lexists, which reports a broken disk as an absent file; raises OSError for that."""
     try:
         path.lstat()
     except OSError as error:

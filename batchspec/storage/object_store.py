@@ -1,8 +1,8 @@
-"""A job's files as objects of a bucket, whatever the store: S3 (s3_store.py), Google Cloud Storage and Azure (cloud_store.py).
+"""Output as objects of a bucket, common to S3 (s3_store.py) and to Google Cloud Storage and Azure (cloud_store.py).
 
-A name is taken by one PUT under the condition that there is no such object, which the store refuses where there is one. An
-answer can get lost, and the request is then sent again and refused: the attempt's uuid in the object's metadata says whose it is.
-One PUT carries a whole object, so that nothing partial is ever visible.
+A name is taken by one PUT on the condition that there is no such object; the store refuses it otherwise. If the answer gets lost,
+the request is sent again and refused: the uuid in the object's metadata says whether the first PUT was ours. One PUT carries a
+whole object, so that nothing partial is ever visible.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from batchspec.errors import OutputError, StorageError
 from batchspec.storage.store import STALE_S, Tail, scanning, storage_errors, storing
 
 ABSENT = ""
-"""The condition that there is no such object; any other is the version that it must have."""
+"""The condition that there is no such object; any other condition is the version that the object must have."""
 NO_VERSION = '"0"'
-"""That no object has."""
+"""A version that no object has."""
 DELETED_AT_ONCE = 8
 T = TypeVar("T")
 
@@ -42,36 +42,36 @@ class RefusedError(Exception):
 
 
 class InFlightError(Exception):
-    """A PUT was refused though there is no such object: another one is at it. It is sent again."""
+    """A PUT was refused although there is no such object: another PUT is in flight. It is sent again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
     version: str
     attempt: str
-    """Of the PUT that made it; empty where something else did."""
+    """The uuid of the PUT that made the object; empty if something else made it."""
 
 
 @storage_errors
 class ObjectStore(ABC):
-    """A prefix of a bucket; see store.py for what each method promises. `method` is always `put`."""
+    """A prefix of a bucket; `Store` says what each method promises. `method` is always `put`."""
 
     max_put_bytes = 5 << 30
     absent_condition, version_condition = "If-None-Match", "If-Match"
-    """What carries a condition of a PUT."""
+    """Headers with the condition of a PUT."""
     keep_them = "Amazon S3 and MinIO do"
 
     def __init__(self, where: str, bucket: str, prefix: str) -> None:
-        """where is the root as a user names it."""
+        """where  the root as the user wrote it"""
         self.where, self.method = where, "put"
         self._bucket, self._prefix = bucket, prefix
         self._folder: Path | None = None
 
-    # --- what each store does by itself: one request each, without retries unless it says otherwise
+    # --- what each store implements: one request each, without retries unless said otherwise
 
     @abstractmethod
     def _send(self, key: str, body: bytes | Path, condition: str | None, attempt: str) -> None:
-        """One PUT. Raises RefusedError where the condition does not hold."""
+        """One PUT. Raises RefusedError if the condition does not hold."""
 
     @abstractmethod
     def _find(self, key: str) -> Head | None: ...
@@ -84,11 +84,11 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def _remove(self, key: str) -> None:
-        """Also where there is no such object."""
+        """Delete the object; no error if there is none."""
 
     @abstractmethod
     def _folder_pages(self, name: str) -> Iterator[dict[str, str]]:
-        """What lies directly in a folder, with versions; folders with an empty one. With retries."""
+        """Names directly in a folder with their versions (empty for a folder). With retries."""
 
     @abstractmethod
     def _key_pages(self, name: str) -> Iterator[list[str]]:
@@ -105,7 +105,7 @@ class ObjectStore(ABC):
     def _call(self, what: str, act: Callable[[], T]) -> T:
         """`act` with retries; its errors as a StorageError that names the object, or an OutputError that names the bucket."""
 
-    # --- what they all are
+    # --- what all of them share
 
     def check_root(self) -> None:
         if self.exists(""):
@@ -179,7 +179,7 @@ class ObjectStore(ABC):
         return self._call(f"reading {self._uri(name)}", lambda: self._fetch(key))
 
     def discard(self, prefix: str) -> None:  # noqa: B027
-        """Nothing: a run's unfinished files lie on its own machine."""
+        """Nothing to do: a run's unfinished files are on its own machine."""
 
     def list(self, name: str) -> list[str]:
         return [*self.versions(name)]
@@ -224,7 +224,7 @@ class ObjectStore(ABC):
             path.unlink(missing_ok=True)
 
     def _create(self, name: str, data: bytes | Path, condition: str) -> bool:
-        """PUT under a condition; False where the store says that it does not hold."""
+        """PUT under a condition; False if the condition does not hold."""
         key, attempt = self._key(name), uuid.uuid4().hex
 
         def act() -> bool:

@@ -1,4 +1,4 @@
-"""The store of an output folder, by what its name says."""
+"""The store of an output folder, chosen by the form of its name."""
 
 from __future__ import annotations
 

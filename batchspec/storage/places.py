@@ -1,4 +1,4 @@
-"""Where input files lie: the local file system, or a remote one (remote_files.py, cloud_files.py, hub_files.py)."""
+"""The places that input.path names: files and folders, local or remote (remote_files.py, cloud_files.py, hub_files.py)."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class Place(Protocol):
         """The folder above the first wildcard, and every file that matches. `**` stands for any number of folders."""
 
     def check_bucket(self) -> None:
-        """Raise InputError where the bucket that it should lie in is not there."""
+        """Raise InputError if its bucket does not exist."""
 
     def stamp(self) -> Stamp:
-        """Of the file as it is now, by its file system's own word. Raises InputError where it is gone, StorageError."""
+        """What identifies the file's present contents, without reading it. Raises InputError if it is gone; StorageError."""
 
     def open(self) -> BinaryIO:
-        """For reading, unbuffered where the file is remote."""
+        """Open for reading; unbuffered if remote."""
 
 
 def place_of(entry: str) -> Place:
@@ -96,7 +96,7 @@ class LocalPlace:
 
     def stamp(self) -> Stamp:
         try:
-            with self.path.open("rb") as file:  # over NFS what `stat` says may be a minute old, and an open file's is not
+            with self.path.open("rb") as file:  # over NFS `stat` may be a minute old, but not for an open file
                 facts = os.fstat(file.fileno())
         except FileNotFoundError as error:
             raise InputError(GONE.format(name=self.path)) from error
@@ -111,7 +111,7 @@ class RemotePlace:
     remote: RemoteFiles
     path: PurePosixPath
     known_size: int | None = None
-    """As the listing told it."""
+    """Its size by the listing; None if it was not listed."""
 
     def __str__(self) -> str:
         return f"{self.remote.scheme}://{str(self.path).lstrip('/')}"
@@ -134,7 +134,7 @@ class RemotePlace:
         return root, (file for file in root.files() if _matches(file.path.parts[len(above) :], pattern))
 
     def check_bucket(self) -> None:
-        with suppress(StorageError):  # who may not look at a bucket may still read what lies in it
+        with suppress(StorageError):  # access to objects is possible without access to the bucket
             if not self.retried("looking for", lambda: self.remote.check_bucket(str(self.path))):
                 raise InputError(NO_BUCKET.format(where=f"input.path {self}", bucket=self.path.parts[0]))
 
@@ -151,7 +151,7 @@ class RemotePlace:
         return self.retried("looking for", lambda: self.remote.kind(str(self.path)))
 
     def retried(self, doing: str, act: Callable[[], T]) -> T:
-        """`act` with retries. Raises InputError where the file is gone, StorageError for everything else."""
+        """`act` with retries. Raises InputError if the file is gone, StorageError for everything else."""
         remote, what = self.remote, f"{doing} {self}"
         try:
             return retried(what, act, remote.passing(), remote.explain)

@@ -1,4 +1,4 @@
-"""Remote file systems that input is read from: what places.py asks of each, and those that Arrow reaches (s3://, hdfs://)."""
+"""Remote file systems of the input: their interface (`RemoteFiles`), and those that Arrow reaches (s3://, hdfs://)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Kind = Literal["file", "folder", "missing"]
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """What tells a file from one that takes its place, or from itself when it has been written to, without reading it."""
+    """Identifies the contents of a file without reading it: a replaced or rewritten file has another stamp."""
 
     size_bytes: int
     mark: str
@@ -42,7 +42,7 @@ class Opened(Protocol):
 
 
 class RemoteFiles(Protocol):
-    """One remote file system; paths begin with the bucket or the repository. Nothing here tries again: places.py does.
+    """One remote file system; paths begin with the bucket or the repository. There are no retries here: places.py does them.
 
     Every method may raise FileNotFoundError, InputError, and one of `errors`.
     """
@@ -60,17 +60,17 @@ class RemoteFiles(Protocol):
     def open(self, path: str) -> Opened: ...
 
     def check_bucket(self, path: str) -> bool:
-        """Whether the bucket of a path is there; True where that cannot be told."""
+        """Whether the bucket of a path exists; True if that is unknown."""
 
     def passing(self) -> Callable[[Exception], bool]:
-        """For the tries of one request: whether an error may pass."""
+        """A function for the tries of one request that tells whether an error may pass."""
 
     def explain(self, error: Exception) -> str:
         """In one line without credentials: what is wrong, and what to check."""
 
 
 class ArrowFiles:
-    """What Arrow reaches by itself."""
+    """A file system that Arrow reaches by itself."""
 
     errors: tuple[type[Exception], ...] = (OSError,)
 
@@ -116,7 +116,7 @@ def s3_files(bucket: str) -> RemoteFiles:
 
 
 def arrow_files(entry: str) -> tuple[RemoteFiles, str]:
-    """The file system of a URL, and the path in it. Raises ConfigError where Arrow knows none."""
+    """The file system of a URL, and the path in it. Raises ConfigError if Arrow does not know it."""
     scheme = entry.partition("://")[0]
     try:
         found, inner = pafs.FileSystem.from_uri(entry)

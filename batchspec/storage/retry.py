@@ -1,24 +1,29 @@
-"""How long a remote store is waited for: each request for a time, all tries of one request for another, then a StorageError."""
+"""Retries of requests to remote stores, and their time limits: one for a request, one for all tries of it."""
 
 from __future__ import annotations
 
 import os
 import random
 import re
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
+from batchspec import terminal
 from batchspec.errors import StorageError
 
 CONNECT_S = 10.0
-"""Until a connection stands."""
+"""Limit for a connection to be made."""
 REQUEST_S = 30.0
-"""Without a byte from the other side."""
+"""Limit without a byte from the store."""
 DEADLINE_S = 120.0
-"""No new try is begun so long after the first."""
+"""No try begins later than this after the first."""
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 8.0
+NOTICE_S = 10.0
+"""A request that has failed for so long is reported, once; a run that waits for a store is not silent for two minutes."""
 REFUSALS = (
     "ACCESS_DENIED", "NO_SUCH_BUCKET", "INVALID_ACCESS_KEY", "SIGNATURE_DOES_NOT_MATCH", "INVALID_CLIENT", "HTTP status 403",
     "HTTP status 301",
@@ -35,13 +40,14 @@ def aws_explained(error: Exception) -> str:
 def retried(
     what: str, act: Callable[[], T], passing: Callable[[Exception], bool], explain: Callable[[Exception], str] = aws_explained
 ) -> T:
-    """What `act` returns; tried again, with growing pauses, while it raises what `passing` says may pass.
+    """The result of `act`, which is tried again, with growing pauses, after errors that may pass by `passing`.
 
-    `explain` says of the last error what is wrong and what to check on this store, without credentials.
+    `explain` says of the last error what is wrong and what to check on this store, without credentials. After NOTICE_S one line
+    on stderr says that the request is still tried.
 
     Raises StorageError, beginning with `what`, when that has gone on for DEADLINE_S; any other error of `act` at once.
     """
-    began, pause = time.monotonic(), FIRST_PAUSE_S
+    began, pause, told = time.monotonic(), FIRST_PAUSE_S, False
     while True:
         try:
             return act()
@@ -54,19 +60,36 @@ def retried(
                     f"{what} failed for {waited:.0f} s ({explain(error)}); nothing committed is lost: run the same command again "
                     "after that"
                 ) from error
+            if waited + pause >= NOTICE_S and not told:
+                told = True
+                terminal.say(f"{what} fails ({explain(error)}); it is tried again for up to {DEADLINE_S:.0f} s")
         time.sleep(pause * random.uniform(0.5, 1.0))  # so that the tasks of an array do not come back all at once
         pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
+@contextmanager
+def noticed(what: str) -> Iterator[None]:
+    """A block that waits for one answer; after NOTICE_S without it one line on stderr says so."""
+    notice = threading.Timer(
+        NOTICE_S, lambda: terminal.say(f"{what} has taken {NOTICE_S:.0f} s without an answer; still waiting")
+    )
+    notice.daemon = True
+    notice.start()
+    try:
+        yield
+    finally:
+        notice.cancel()
+
+
 def arrow_passing(error: Exception) -> bool:
-    """Whether what Arrow's file systems raised may pass. Only their text tells a refusal."""
+    """Whether an error of Arrow's file systems may pass. Only their text tells a refusal."""
     if not isinstance(error, OSError) or isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError):
         return False
     return not any(word in str(error) for word in REFUSALS)
 
 
 def reason(error: Exception) -> str:
-    """What an error says in one line, without credentials."""
+    """The text of an error in one line, without credentials."""
     lines = str(error).strip().splitlines()
     text = re.sub(r"//[^/@\s]*@", "//***@", lines[0] if lines else type(error).__name__)
     for name in SECRETS:

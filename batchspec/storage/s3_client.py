@@ -1,7 +1,7 @@
-"""How S3 is reached: the settings of the AWS tools, the two clients made from them, and what their errors mean.
+"""S3: the settings of the AWS tools, the two clients made from them (boto3 and Arrow), and the meaning of their errors.
 
 Credentials, region and endpoint come from where the AWS tools take them: the environment (AWS_PROFILE, AWS_ENDPOINT_URL, ...),
-the profiles in ~/.aws, or the machine's role. They are read here and kept nowhere.
+the profiles in ~/.aws, or the machine's role. They are not stored here.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from batchspec.storage.retry import reason
 
 DENIED = ("AccessDenied", "Forbidden", "403", "401", "InvalidAccessKeyId", "SignatureDoesNotMatch")
 SENT_AGAIN = ("SlowDown", "RequestTimeout", "BadDigest", "Throttling", "InternalError", "ConditionalRequestConflict")
-"""Codes that pass, whatever their status: too fast, too slow, damaged on the way, or two conditional requests at once."""
+"""Codes that may pass, whatever their status: too fast, too slow, damaged in transit, or two conditional requests at once."""
 GONE = "{name} is not there any more; put it back or leave it out of input.path"
 NO_BUCKET = "{where}: there is no bucket {bucket}; make it or name another"
 
 
 SAID = ("ETag", "ContentLength", "IsTruncated", "KeyCount", "Name")
-"""One of these is in every whole answer that is waited for."""
+"""Every complete answer has one of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,9 @@ def settings() -> Settings:
 
 
 def filesystem(bucket: str, attempts: int = 1) -> pafs.FileSystem:
-    """Arrow's view of S3, for reading; `attempts` is how often it sends a request by itself.
+    """Arrow's file system for S3, for reading; `attempts` is how often it sends a request by itself.
 
-    Raises InputError where there is no such bucket and its region had to be asked for, ConfigError, StorageError.
+    Raises InputError if the bucket does not exist and its region had to be looked up; ConfigError, StorageError.
     """
     place = settings()
     region = place.region
@@ -135,7 +135,9 @@ def passing(error: Exception) -> bool:
 
 
 def whole(answer: dict[str, Any]) -> dict[str, Any]:
-    """The answer of boto3, which takes one that was cut within its headers for a success that says nothing: it is sent again."""
+    """An answer of boto3. boto3 takes an answer that was cut within its headers for an empty success: such a request is sent
+    again.
+    """
     if answer.keys().isdisjoint(SAID):
         from urllib3.exceptions import ProtocolError
 
@@ -144,7 +146,7 @@ def whole(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def head(bucket: str, key: str) -> tuple[int, str]:
-    """Bytes and ETag of an object. Raises InputError where there is none, StorageError."""
+    """(size in bytes, ETag) of an object. Raises InputError if there is none; StorageError."""
     import botocore.exceptions
 
     what = f"looking for s3://{bucket}/{key}"
@@ -165,7 +167,7 @@ def no_bucket(error: Exception) -> bool:
 
 
 def status(error: Exception) -> int | None:
-    """Of HTTP, where there was an answer."""
+    """HTTP status, if there was an answer."""
     response = getattr(error, "response", None) or {}
     number: int | None = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
     return number
@@ -181,5 +183,5 @@ def refusal(error: Exception) -> str:
 
 
 def _code(error: Exception) -> str:
-    """The store's own word for what is wrong; empty where there was no answer."""
+    """The store's error code; empty if there was no answer."""
     return str(getattr(error, "response", {}).get("Error", {}).get("Code", ""))

@@ -1,4 +1,4 @@
-"""Files of a job on S3, or on a store that speaks its protocol, by boto3; object_store.py says how a name is taken once."""
+"""Output on S3, or a store with its protocol, by boto3; object_store.py says how a name is taken exactly once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class S3Store(ObjectStore):
     """A version is an ETag, in its quotes."""
 
     def __init__(self, root: str) -> None:
-        """root is s3://bucket/prefix. Raises ConfigError where there is no bucket or no boto3."""
+        """root is s3://bucket/prefix. Raises ConfigError for another form, or without boto3."""
         bucket, _, prefix = root.removeprefix(SCHEME).rstrip("/").partition("/")
         if not bucket or not prefix or "//" in prefix:
             raise ConfigError(f"output.dir={root} must be s3://BUCKET/FOLDER; name a folder of a bucket")
@@ -132,5 +132,5 @@ class S3Store(ObjectStore):
 
 
 def _md5(body: io.BytesIO | io.BufferedReader) -> str:
-    """As the header Content-MD5 wants it: the store refuses what was damaged on the way."""
+    """The value of the header Content-MD5: the store refuses a body that was damaged in transit."""
     return base64.b64encode(hashlib.file_digest(body, lambda: hashlib.md5(usedforsecurity=False)).digest()).decode()

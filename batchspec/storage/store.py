@@ -1,4 +1,4 @@
-"""Where a job's files live. What must happen once happens once here: a name is published whole, and never twice."""
+"""The interface of an output store (`Store`): a name is published whole and at most once. And what all stores share."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from batchspec.errors import StorageError
 from batchspec.storage.retry import reason
 
 STALE_S = 24 * 3600
-"""A file is written in seconds: a temporary one untouched for this long has no writer any more."""
+"""A temporary file that was not written to for so long is abandoned: writing one takes seconds."""
 AT_ONCE = 16
 IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR)
-"""Something of another's has a name of ours."""
+"""Errors when something else has the name of a file or folder."""
 
 Item = TypeVar("Item")
 T = TypeVar("T")
@@ -39,75 +39,75 @@ class Tail:
 class Store(Protocol):
     """Files under one root, by names such as `data/part-00042.parquet`.
 
-    Every method may raise StorageError, and OutputError where the root's bucket is not there.
+    Every method may raise StorageError, and OutputError if the root's bucket does not exist.
     """
 
     method: str
-    """How a name is taken; every process that works on one job uses the same."""
+    """How a name is taken: link, rename or put. The same in every process of a job."""
     where: str
-    """The root, as a user names it."""
+    """The root, as the user wrote it."""
 
     def check_root(self) -> None:
-        """Raise ConfigError where the root cannot become a folder to write to, StorageError where a job lies in it and it is
-        not to be written now. Leaves nothing behind.
+        """Raise ConfigError if the root cannot become a folder to write to, StorageError if it holds a job and cannot be written
+        now. Leaves nothing in it.
         """
 
     def check_bucket(self) -> None:
-        """Raise OutputError where the root's bucket is not there, which `exists` does not tell from a missing file."""
+        """Raise OutputError if the root's bucket does not exist; `exists` does not tell that from a missing file."""
 
     def probe(self) -> None:
         """Try what the file system can do and set `method`."""
 
     def clean(self) -> None:
-        """Delete what runs that ended long ago left behind unfinished."""
+        """Delete unfinished files of runs that ended long ago."""
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        """Publish the bytes under a name nobody has taken; False, and nothing changes, where somebody has."""
+        """Publish the bytes under a free name; False, and nothing changes, if the name is taken."""
 
     def put(self, name: str, data: bytes) -> None:
-        """Replace what stands under the name, in one atomic step."""
+        """Write the bytes under the name, replacing what is there, in one atomic step."""
 
     def publish(self, path: Path, name: str) -> bool:
         """Publish a finished file made under `scratch()`, as `put_if_absent` does bytes. The file is gone afterwards."""
 
     def version(self, name: str) -> str:
-        """What tells the present file under the name from any other that was or will be there. On S3 the ETag."""
+        """Identifies the present file of this name: no earlier or later one has the same version. On S3 the ETag."""
 
     def versions(self, name: str) -> dict[str, str]:
-        """As `list`, each name with its `version`, of a folder any text. On S3 one request lists 1,000 of them."""
+        """As `list`, each name with its `version` (any text for a folder). On S3 one request lists 1,000."""
 
     def tail(self, name: str, num_bytes: int) -> Tail | None:
-        """The last bytes of a file, all of it where it is shorter; None where there is no such file. On S3 one ranged GET."""
+        """The last bytes of a file, or the whole of a shorter one; None if there is no such file. On S3 one ranged GET."""
 
     def delete(self, name: str, version: str) -> None:
-        """Delete the file where it is of that version. On S3 a HEAD compares, and a file that comes right after it is deleted."""
+        """Delete the file if it has this version. On S3 a HEAD compares: a file published right after the HEAD is deleted too."""
 
     def replace(self, path: Path, name: str, version: str) -> bool:
-        """Put a finished file made under `scratch()` in the place of that version, in one atomic step; False where that is gone.
+        """Replace that version by a finished file made under `scratch()`, in one atomic step; False if the version is gone.
 
-        The file is gone afterwards. On S3 the store compares and replaces at once. Elsewhere two runs may both find the version
-        they read, and the later one stays: each attempt of a retry writes an equivalent file.
+        The file is gone afterwards. S3 compares and replaces in one step. Elsewhere two runs may both find the version that they
+        read, and the later file stays: all runs of a retry write equivalent files.
         """
 
     def probe_replace(self) -> None:
-        """Raise OutputError where `replace` would not keep what it promises."""
+        """Raise OutputError if this store cannot keep the promise of `replace`."""
 
     def read(self, name: str) -> bytes:
         """The bytes under the name."""
 
     def ages_s(self, names: Sequence[str]) -> list[float]:
-        """Seconds since each was written, by the store's own clock; infinite for what is gone."""
+        """Seconds since each file was written, by the store's own clock; infinite for a missing one."""
 
     def discard(self, prefix: str) -> None:
-        """Delete unfinished files of all runs whose names begin so: they can be published no more."""
+        """Delete all runs' unfinished files with this prefix, so that they can no longer be published."""
 
     def list(self, name: str) -> list[str]:
-        """Names of what lies directly in a folder ("" is the root), sorted; none where the folder is not there."""
+        """Names directly in a folder ("" is the root), sorted; none if there is no such folder."""
 
     def exists(self, name: str) -> bool: ...
 
     def delete_tree(self, name: str) -> None:
-        """Delete a folder and all in it, where it is there."""
+        """Delete a folder with everything in it; no error if there is none."""
 
     def scratch(self) -> Path:
         """A folder of the local file system from which `publish` takes files."""
@@ -130,9 +130,9 @@ def storing(what: str) -> Iterator[None]:
 
 
 def storage_errors(store: type[T]) -> type[T]:
-    """Decorator of a store's class: an OSError that leaves any of its public methods is a StorageError, by construction.
+    """Decorator of a store's class: its public methods raise StorageError instead of OSError.
 
-    A method that has better words for what failed says them itself, by `storing`.
+    A method with a better message uses `storing` itself.
     """
     for name, method in [*vars(store).items()]:
         if not name.startswith("_") and inspect.isfunction(method):
@@ -152,7 +152,7 @@ def _guarded(method: Callable[..., T]) -> Callable[..., T]:
 
 @contextmanager
 def scanning(where: str) -> Iterator[None]:
-    """Raise what polars and Arrow say of the files under a root as a StorageError in one line."""
+    """Raise errors of polars and Arrow about files under a root as a StorageError in one line."""
     try:
         yield
     except (pl.exceptions.ComputeError, pa.ArrowException, OSError) as error:
@@ -160,10 +160,10 @@ def scanning(where: str) -> Iterator[None]:
 
 
 def for_each(store: Store, items: Sequence[Item], act: Callable[[Item], T]) -> Iterator[T]:
-    """What `act` gives for each item, in order; on S3 several at a time, because its answers are what such work waits for."""
+    """`act` of each item, in order; on S3 several at a time, because such work waits for answers."""
     if store.method != "put":
         yield from map(act, items)
         return
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for first in range(0, len(items), AT_ONCE):  # so that no more than these are in memory
+        for first in range(0, len(items), AT_ONCE):  # bounds what is in memory
             yield from pool.map(act, items[first : first + AT_ONCE])

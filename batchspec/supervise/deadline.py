@@ -1,4 +1,4 @@
-"""Which rows are begun before the batch system ends the job, and when the run ends by itself to save what it has."""
+"""The time limit of the batch system: which rows are still begun before it, and when the run ends by itself to save its work."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from batchspec.dataset.reader import InputShard
 from batchspec.records import Completion, Request
 
 PREFILLS = 10
-"""A row whose tokens are kept is begun when this many times its prefill is left: doing that again costs a tenth at most."""
+"""A row whose tokens are kept is begun if at least this many times its prefill time is left: its second prefill costs a tenth."""
 SHARE = 0.25
-"""Of the time that the run had when it began, at most this much is left unused at the end."""
+"""The reserve is at most this share of the time that the run had when it began."""
 
 
 class Deadline:
-    """The end of the job, and what rows have taken so far.
+    """The end of the job, and how long rows have taken so far.
 
-    left_s       asks the batch system for the seconds that are left; None where it does not say: what it said before stands
+    left_s       asks the batch system for the seconds that are left; after None the last answer counts
     reserve_s    the run ends by itself when no more than this is left
-    keeps_tokens unfinished rows go on later where they are now
-    stop         ends the engine's run; called once
+    keeps_tokens whether unfinished rows continue from their tokens in the next run
+    stop         stops the engine; called once
 
-    The estimate: rows that ended in this run tell the wall seconds of a prefill and of an output token, their waits included,
-    because they ran in the same batch. Where tokens are kept, an unfinished row costs its prefill once more and nothing else, and
-    slots that idle cost more than that: rows are begun almost to the end. Where they are not, only rows whose predicted output
-    will be done in time are begun. Predictions may be wrong; that costs time, never a row.
+    The estimate: rows that finished in this run give the wall time of a prefill and of an output token, waiting included, because
+    they ran in the same batch. If tokens are kept, an unfinished row costs only a second prefill, less than an idle slot: rows
+    are begun almost to the end. Otherwise only rows are begun whose predicted output will be done in time. A wrong prediction
+    costs time, never a row.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Deadline:
         self._reserve_s = 0.0 if self._ends_at is None else min(reserve_s, SHARE * (self._ends_at - clock()))
         self._rows, self._tokens, self._prefill_s, self._decode_s = 0, 0, 0.0, 0.0
         self.reached = False
-        """A row was refused or the run was ended: no shard is taken any more."""
+        """A row was refused or the engine was stopped: no more shards are claimed."""
 
     def _ask(self) -> None:
         left = self._left_s()
@@ -52,15 +52,15 @@ class Deadline:
             self._ends_at = self._clock() + left
 
     def shards(self, shards: Iterator[InputShard]) -> Iterator[InputShard]:
-        """The same shards until the end is reached."""
+        """The same shards, until the end is reached."""
         return itertools.takewhile(lambda _: not self.reached, shards)
 
     def requests(self, requests: Iterator[Request]) -> Iterator[Request]:
-        """The requests that are worth beginning."""
+        """The requests that there is time for."""
         return (request for request in requests if self._reaches(self.need_s(request)))
 
     def check(self) -> None:
-        """Stop the engine when the end is there."""
+        """Stop the engine when the reserve is reached."""
         if not self._reaches(0.0):
             self._stop()
 
@@ -73,14 +73,16 @@ class Deadline:
             self._decode_s += completion.stats.decode_s
 
     def need_s(self, request: Request) -> float:
-        """Seconds that have to be left for the row; 0 before one has ended."""
+        """Seconds that the row needs; 0 before any row has finished."""
         prefill_s = self._prefill_s / max(1, self._rows)
         if self._keeps_tokens:
             return PREFILLS * prefill_s
         return prefill_s + request.predicted_tokens * self._decode_s / max(1, self._tokens)
 
     def _reaches(self, need_s: float) -> bool:
-        """Whether so many seconds are left before the reserve. Before the first no, the limit may have been moved: asks again."""
+        """Whether so many seconds are left before the reserve. Before the first no it asks again: the limit may have been
+        extended.
+        """
         if self._enough(need_s):
             return True
         if not self.reached:

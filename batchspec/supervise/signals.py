@@ -1,4 +1,4 @@
-"""Signals that ask a run to end: the first one lets it finish its round and save what it has, a second Ctrl-C ends it at once."""
+"""Signals that ask a run to end: after the first it finishes its round and saves its work; a second Ctrl-C ends it at once."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
-"""What batch systems send before they kill, and Ctrl-C."""
+"""Sent by batch systems before they kill, and by Ctrl-C."""
 
 
 @dataclass(slots=True)
 class Asked:
-    """The first signal that came, or None."""
+    """Why the run is asked to end: the first signal that came; None if none did."""
 
     name: str | None = None
 

@@ -1,4 +1,4 @@
-"""A watch over the rounds: where none ends for long, the process says where it hangs, saves what it has, and ends with 75."""
+"""The watchdog: when no round ends for a long time, the process prints its stacks, saves its work and exits with 75."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from batchspec import terminal
 from batchspec.errors import BatchspecError, Interrupted
 
 LOOKS = 20
-"""How often it looks while the limit passes."""
+"""Checks during the limit."""
 SAVE_S = 180.0
-"""Longer than a store is waited for: saving may hang as well."""
+"""Longer than a store is waited for. Saving may hang as well: then the process ends without it."""
 
 
 class Watchdog:
-    """`beat` says that the run goes on. From the thread that hangs nothing can be had: another one ends the process."""
+    """`beat` reports that the run makes progress. A hanging thread cannot end itself, so another thread ends the process."""
 
     def __init__(self, limit_s: float, save: Callable[[], object]) -> None:
-        """save  called before the end, while the hanging thread stands still; 0 as limit_s is off"""
+        """save     called before the end, while the other thread hangs
+        limit_s  seconds without `beat`; 0 is off
+        """
         self._limit_s, self._save = limit_s, save
         self._beaten_at = math.inf
 
@@ -31,7 +33,7 @@ class Watchdog:
         self._beaten_at = time.monotonic()
 
     def pause(self) -> None:
-        """Nothing is expected until the next beat."""
+        """Do not expect a beat until the next one."""
         self._beaten_at = math.inf
 
     @contextmanager
@@ -49,7 +51,7 @@ class Watchdog:
             thread.join()
 
     def _watch(self, over: threading.Event) -> None:
-        # Code that hangs with Python's lock held lets no thread run: faulthandler's own timer, put off at each look, ends that.
+        # Code that hangs with the GIL held stops this thread too; faulthandler's own timer, reset at each check, ends that.
         late_s = self._limit_s + self._limit_s / LOOKS + SAVE_S
         while not over.wait(self._limit_s / LOOKS):
             faulthandler.dump_traceback_later(late_s, exit=True)
