@@ -16,24 +16,24 @@ from batchspec.errors import BatchspecError, ConfigError, Interrupted
 
 COMMANDS = {
     "run": ("batchspec.run", "run a job: Hydra overrides, e.g. +job=demo"),
-    "plan": ("batchspec.commands.plan", "what a run would do, without running it: the overrides of run, --full for every row"),
-    "status": ("batchspec.commands.status", "OUT [--watch] [--json]: how far a job is, over all of its runs"),
+    "plan": ("batchspec.commands.plan", "what a run would do, without running it: the words of run; --full reads every row"),
+    "status": ("batchspec.commands.status", "OUT [--watch] [--json]: progress of a job, over all of its runs"),
     "stats": ("batchspec.commands.stats", "OUT [--by COLUMN] [--json]: acceptance and speed of a finished job"),
     "verify": (
         "batchspec.commands.verify",
-        "OUT: rows again without speculation, the first difference; --files: checksums",
+        "OUT: decode rows again without speculation and show the first difference; --files: checksums",
     ),
     "bench": ("batchspec.commands.bench", "OUT.jsonl NAME --shape SHAPE ...: measure speed with random weights"),
     "doctor": (
         "batchspec.commands.doctor",
-        "[MODEL]: what this machine has and lacks; --tune MODEL times its products, --probe tries a head",
+        "[MODEL]: what this machine has and lacks; --tune MODEL times matrix products, --probe tries a head",
     ),
-    "report": ("batchspec.commands.report", "OUT [--by COLUMN]: write report.html anew, the job in pictures"),
+    "report": ("batchspec.commands.report", "OUT [--by COLUMN]: write report.html, the job in pictures"),
     "inspect": ("batchspec.commands.inspect", "OUT ID [--sample N]: one request in full"),
     "export": ("batchspec.commands.export", "OUT --to FORMAT FILE, or --from-openai FILE.jsonl OUT.parquet"),
     "compact": ("batchspec.commands.compact", "OUT FOLDER: the rows of a finished job in few large Parquet files"),
     "prompts": ("batchspec.commands.prompts", "--open MODEL | --from OUT FILE.parquet: prompts that a chat model writes itself"),
-    "submit": ("batchspec.commands.submit", "a job as a Slurm array: prints the sbatch line, --go runs it; the overrides of run"),
+    "submit": ("batchspec.commands.submit", "a job as a Slurm array: prints the sbatch command, --go runs it; the words of run"),
     "train": (
         "batchspec.commands.train",
         "draft=eagle3|parallel model.path= input.path= output.dir=: a head from a job's completions",
@@ -46,7 +46,7 @@ TAKE_KEYS = ("run", "plan", "submit", "train")
 
 
 def guarded(command: Callable[[], int]) -> int:
-    """The exit code of a whole process: one line at Ctrl-C before a job has begun, silence when the reader of a pipe leaves."""
+    """The exit code of a whole process: one line at Ctrl-C before a job has begun, silence when the reader closes a pipe."""
     try:
         return command()
     except KeyboardInterrupt:
@@ -66,7 +66,7 @@ def console() -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Hand the words behind the command to its module; returns the exit code."""
+    """Pass the words after the command to its module; returns the exit code."""
     try:
         return _command(list(sys.argv[1:] if argv is None else argv))
     except BatchspecError as error:

@@ -27,8 +27,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(config: RunConfig) -> int:
-    """Run one checked job; returns the exit code. In this process, or where it is to have several or runs in a task of Slurm, in
-    processes of their own; a Slurm task that can go on is put back into the queue."""
+    """Run one checked job; returns the exit code.
+
+    A run of one process outside Slurm is this process; all others start processes of their own. A Slurm task that can be resumed
+    is requeued.
+    """
     from batchspec.cluster import slurm, workers
 
     task, devices = slurm.this_task(), workers.devices(config)

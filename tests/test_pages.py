@@ -91,3 +91,24 @@ def test_every_module_that_a_page_runs_or_names_exists() -> None:
 def test_every_source_file_that_a_page_names_exists(page: Path) -> None:
     for name in re.findall(r"`([\w/]+/[\w]+\.(?:py|sh|sbatch|yaml))`", page.read_text(encoding="utf-8")):
         assert name.startswith("mine/") or (ROOT / name).exists() or (ROOT / "batchspec" / name).exists(), name
+
+
+def test_the_kernels_page_lists_every_kernel_with_a_wrapper_that_exists() -> None:
+    listed: dict[str, list[str]] = {}
+    room = ""
+    for line in (ROOT / "kernels/README.md").read_text(encoding="utf-8").splitlines():
+        if found := re.match(r"\| \*\*(\w+)\*\*", line):
+            room = found[1]
+        elif (found := re.match(r"\| (\w+) \| (`.*)", line)) and found[1] != "room":
+            listed[f"{room}/{found[1]}.py"] = re.findall(r"`(\w+)\(", found[2])
+    assert listed
+    for name, wrappers in listed.items():
+        source = (ROOT / "kernels" / name).read_text(encoding="utf-8")
+        assert wrappers, name
+        assert all(f"def {wrapper}(" in source for wrapper in wrappers), name
+    with_reference = {
+        f"{path.parent.name}/{path.name}"
+        for path in (ROOT / "kernels").glob("*/*.py")
+        if "@triton.jit" in (text := path.read_text(encoding="utf-8")) and "_reference(" in text
+    }
+    assert with_reference - listed.keys() <= {"sampling/mix.py"}, "shared parts have no line of their own"

@@ -29,7 +29,8 @@ def test_every_key_is_there() -> None:
     assert list(KEYS["run"]) == keys()
     read = [key for key in keys(TrainRun()) if key in READ or (not key.startswith("draft.") and key not in UNREAD)]
     assert list(KEYS["train"]) == read
-    assert all(f"| `{name}` |" in page() for name in KEYS["run"] | KEYS["train"])
+    text = page()
+    assert all(f"| `{name}` |" in text for name in KEYS["run"] | KEYS["train"])
 
 
 def test_the_first_sentence_is_one_line() -> None:

@@ -1,4 +1,4 @@
-"""Where Hydra is called: overrides in, a checked RunConfig out, and every complaint of Hydra's as one line."""
+"""The only place that calls Hydra: overrides in, a checked RunConfig out, every complaint of Hydra's as one line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PATH_KEYS = {"model": "model.path", "draft": "draft.path", "input": "input.path"
 """Group -> its key for a path, which a path given to the group itself was meant for."""
 SWEEP_DIR = "hydra.sweep.dir="
 SUBMITIT = (f"{SWEEP_DIR}.submitit", "hydra.launcher.submitit_folder=.submitit/%j")
-"""Submitit hands its jobs over in a folder, and the nodes of a cluster do not see the temporary ones of this machine."""
+"""Submitit passes its jobs on through a folder, and the nodes of a cluster do not see temporary folders of this machine."""
 
 
 def compose(overrides: Sequence[str], *, require: Iterable[str] = ()) -> RunConfig:
@@ -55,9 +55,9 @@ def compose(overrides: Sequence[str], *, require: Iterable[str] = ()) -> RunConf
 
 
 def composed(name: str, overrides: Sequence[str], *, schema: type[Schema]) -> Schema:
-    """What conf/NAME.yaml, which starts from NAME_schema, gives with these overrides: a `schema`, unknown keys refused.
+    """The `schema` that conf/NAME.yaml gives with these overrides; its defaults list begins with NAME_schema.
 
-    Raises ConfigError in one line for whatever is wrong but the values, which the caller checks.
+    Raises ConfigError in one line for unknown keys and wrong types. The caller checks the values.
     """
     flags = [word for word in overrides if word.startswith("-")]
     if flags:
@@ -69,7 +69,7 @@ def composed(name: str, overrides: Sequence[str], *, schema: type[Schema]) -> Sc
 
 
 def _composed(name: str, overrides: Sequence[str], known: Any) -> DictConfig:
-    """conf/NAME.yaml with these overrides; leaves Hydra's global state as it was. `known`: an instance that has every key."""
+    """conf/NAME.yaml with these overrides; leaves Hydra's global state as it was. `known`: an instance of the schema."""
     state = GlobalHydra.instance().hydra
     try:
         GlobalHydra.instance().clear()
@@ -82,8 +82,9 @@ def _composed(name: str, overrides: Sequence[str], known: Any) -> DictConfig:
 
 
 def launch(task: Callable[[RunConfig], int | None], overrides: Sequence[str], *, require: Iterable[str]) -> int:
-    """Compose the configuration through Hydra's own command line (`--cfg`, `--help`, `-m`, `--config-dir`), check it,
-    call `task`; returns the exit code, which is the one that `task` returns where it returns one.
+    """Compose the configuration through Hydra's own command line (`--cfg`, `-m`, `--config-dir`), check it and call `task`.
+
+    Returns the exit code: that of `task`, or 0 if it returns None.
 
     An error of batchspec or Hydra is one line on stderr; anything else is a crash and keeps its traceback. In a sweep
     (`-m`) a failed job does not end the others and the code is 0, a signal ends it.
@@ -136,7 +137,7 @@ def _checked(task: Callable[[RunConfig], int | None], cfg: DictConfig, require: 
 
 
 def reported(task: Callable[[], int | None]) -> int:
-    """The exit code of a task: its own, or that of the error it ended with, which is said on stderr."""
+    """The exit code of a task: its own, or that of the error that it raised, which is printed on stderr."""
     try:
         return task() or 0
     except BatchspecError as error:
@@ -153,8 +154,8 @@ def _report(error: BatchspecError) -> int:
 
 @contextmanager
 def _sweep_folder(overrides: Sequence[str], *, sweep: bool) -> Iterator[list[str]]:
-    """Overrides that say where Hydra keeps the files of a sweep, unless the user does: a new folder that only the user may
-    write to and whose name nobody can know before; it is gone when the sweep ends."""
+    """Overrides that tell Hydra where to keep the files of a sweep, unless the user does: a new folder that only the user may
+    write to, with a name that nobody can guess. It is deleted when the sweep ends."""
     if any(item.startswith(SWEEP_DIR) for item in overrides):
         yield []
     elif "hydra/launcher=submitit_slurm" in overrides:

@@ -1,5 +1,7 @@
-"""Overrides as users write them, in the form that Hydra reads: text that its grammar has no place for is quoted, one value where
-a list is expected becomes a list, and dictionaries that take any key need no `+`.
+"""Overrides as users write them, turned into the form that Hydra reads.
+
+Text that Hydra's grammar does not allow is quoted, a single value for a key that takes a list becomes a list, and
+dictionaries that take any key need no `+`.
 """
 
 from __future__ import annotations
@@ -54,8 +56,8 @@ def _reads(override: str) -> bool:
 
 
 def _quoted(value: str) -> str:
-    """Text in quotes, and a list of text as a list of it. What is quoted, nested or an interpolation stays as it is: Hydra says
-    what is wrong with it.
+    """Text in quotes; each item of a plain list in quotes. Text that is quoted, nested or an interpolation stays as it is,
+    and Hydra says what is wrong with it.
     """
     listed = _PLAIN_LIST.fullmatch(value)
     if listed:

@@ -1,4 +1,4 @@
-"""What is known of every key: type, default, unit and description, read from the dataclasses that define the keys.
+"""The reference of all keys: type, default, unit and description, read from the dataclasses that define the keys.
 
 `batchspec run --help` and conf/README.md are made from it (commands/reference.py). Nothing heavy is imported: neither torch nor
 Hydra.
@@ -15,6 +15,7 @@ import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from types import NoneType, UnionType
@@ -104,6 +105,7 @@ def groups_of(schema: type) -> dict[str, str]:
     return {name: _words(_own_doc(kind)) for name, kind in groups.items()}
 
 
+@cache
 def docstrings(owner: type) -> dict[str, str]:
     """Field -> the string below it, on one line."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
@@ -116,10 +118,10 @@ def docstrings(owner: type) -> dict[str, str]:
     return found
 
 
-def options(folder: Path | None = None) -> dict[str, list[str]]:
-    """Group -> its options: the folders of YAML files in `folder`, by default in the conf that the package brings along."""
-    root = folder or _conf()
-    found = {group.name: sorted(path.stem for path in group.glob("*.yaml")) for group in sorted(root.iterdir()) if group.is_dir()}
+def options() -> dict[str, list[str]]:
+    """Group -> its options: the folders of conf that hold YAML files."""
+    groups = (path for path in sorted(_conf().iterdir()) if path.is_dir())
+    found = {group.name: sorted(path.stem for path in group.glob("*.yaml")) for group in groups}
     return {group: names for group, names in found.items() if names}
 
 
@@ -131,7 +133,7 @@ def option_comment(group: str, option: str) -> str:
 
 
 def default_options(name: str) -> dict[str, str]:
-    """Group -> the option that conf/NAME.yaml takes when nothing is given."""
+    """Group -> its default option in conf/NAME.yaml."""
     listed = yaml.safe_load((_conf() / f"{name}.yaml").read_text(encoding="utf-8"))["defaults"]
     return {
         group: option
@@ -143,7 +145,7 @@ def default_options(name: str) -> dict[str, str]:
 
 
 def defaults_of(name: str) -> dict[str, Any]:
-    """Dotted key -> value, of all keys that the default options of conf/NAME.yaml set."""
+    """Dotted key -> value, for all keys that the default options of conf/NAME.yaml set."""
     found: dict[str, Any] = {}
     for group, option in default_options(name).items():
         values = yaml.safe_load((_conf() / group / f"{option}.yaml").read_text(encoding="utf-8"))
@@ -208,7 +210,7 @@ def _number(value: float) -> str:
 
 
 def _own_doc(kind: type) -> str:
-    """The class's docstring, or nothing where the dataclass decorator made one up."""
+    """The first paragraph of a class's docstring; empty if only the dataclass decorator wrote one."""
     doc = inspect.getdoc(kind) or ""
     return "" if re.match(rf"{kind.__name__}\(", doc) else doc.split("\n\n")[0]
 

@@ -1,4 +1,4 @@
-"""From what a user wrote to the dataclasses of `config.py`: unknown keys and wrong types end here, and Hydra's own types too."""
+"""From Hydra's configuration to the dataclasses of `schema.py`: unknown keys and wrong types are refused here."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def unknown_key(key: str, config: Any = None) -> ConfigError:
 
 
 def from_hydra(cfg: DictConfig) -> RunConfig:
-    """The composed configuration as plain dataclasses; `pkg://demo` becomes the path of the shipped prompts.
+    """The composed configuration as plain dataclasses; `pkg://demo` becomes the path of the packaged prompts.
 
     Raises ConfigError in one line for unknown keys, wrong types and values that are missing or cannot be resolved.
     """
@@ -59,9 +59,9 @@ def from_hydra(cfg: DictConfig) -> RunConfig:
 
 
 def from_dict(values: Mapping[str, Any]) -> RunConfig:
-    """The configuration with these values in place of its defaults, group by group. Raises ConfigError as `from_hydra`.
+    """The configuration with these values instead of its defaults, group by group. Raises ConfigError as `from_hydra`.
 
-    Values are what they are: they come from a manifest or another process, and `${...}` in them is text.
+    The values come from a manifest or another process: `${...}` in them is text.
     """
     return from_hydra(OmegaConf.create(literal(values)))
 
@@ -85,12 +85,12 @@ def to_json(config: RunConfig) -> str:
 
 
 def from_json(text: str) -> RunConfig:
-    """What `to_json` was given."""
+    """The inverse of `to_json`."""
     return from_dict(json.loads(text))
 
 
 def type_error(error: OmegaConfBaseException) -> str:
-    """What omegaconf says about a wrong value in one line, the key first."""
+    """omegaconf's complaint about a wrong value in one line, the key first."""
     said = (error.msg or str(error)).splitlines()[0]
     if "is not a ListConfig" in said:
         said = "it must be a list; write [value]"
@@ -113,7 +113,7 @@ def _refuse_unknown(cfg: DictConfig, schema: Any, prefix: str, root: Any) -> Non
 
 
 def shipped_prompts(path: Any) -> Any:
-    """The path of prompts that batchspec ships, for `pkg://NAME`; any other path as it is. Raises ConfigError for other names."""
+    """The path of packaged prompts for `pkg://NAME`, any other path as it is. Raises ConfigError for an unknown name."""
     if not (isinstance(path, str) and path.startswith(SHIPPED)):
         return path
     name, found = path.removeprefix(SHIPPED), shipped("prompts", ".parquet")
@@ -123,5 +123,5 @@ def shipped_prompts(path: Any) -> Any:
 
 
 def register(name: str = "run_schema", schema: type = RunConfig) -> None:
-    """Make a schema known to Hydra under the name that a file of conf starts from."""
+    """Register a schema with Hydra under the name that the defaults list of a file of conf begins with."""
     ConfigStore.instance().store(name=name, node=schema)

@@ -1,6 +1,6 @@
-"""What a single value of a configuration must be, whatever the others are: given, a choice, in its range, without credentials.
+"""Checks of single values: required, one of its choices, in its range, without credentials.
 
-All of it is refused in one line: key, value, limit, what to do.
+What fails is refused in one line: key, value, limit, what to do.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ PATHS = ("input.path", "output.dir", "model.path", "model.chat_template", "draft
 """Keys of a job that name files and folders."""
 INT64 = (-(2**63), 2**63 - 1)
 SHIPPED = "pkg://"
-"""Begins the path of something that the package brings along."""
+"""Prefix of paths of files that the package contains."""
 MAX_TREE_NODES, MAX_TREE_PLACES = 63, 64
-"""Nodes that are verified beside a row's newest token, and places that grow a tree: who sees whom is 64 bits."""
+"""Tree nodes that a round verifies per request besides the newest token, and positions while a tree is grown: attention masks of
+trees have 64 bits."""
 
-# key -> (lowest, highest, what to do). The per-row columns of the same name obey them too.
+# key -> (lowest, highest, advice). Per-row columns of the same name obey them too.
 RANGES: dict[str, tuple[float, float, str]] = {
     "model.max_len": (2, math.inf, "give prompt + output tokens, or null for the model's own limit"),
-    "draft.num_speculative_tokens": (1, 64, "give the draft tokens a round, or draft=none for no speculation"),
+    "draft.num_speculative_tokens": (1, 64, "give the draft tokens per round, or draft=none for no speculation"),
     "draft.prompt_lookup_min": (1, 16, "1 or 2 works well"),
     "draft.prompt_lookup_max": (1, 16, "3 to 8 works well"),
     "draft.growth": (1, 64, "2 works well; draft.num_speculative_tokens and more is no limit"),
@@ -44,7 +45,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "draft.adapt.every_shards": (0, math.inf, "0 leaves the head as it is"),
     "draft.adapt.time_share": (math.ulp(0.0), 1.0, "0.1 is usual, 1 is no limit"),
     "draft.adapt.lr": (math.ulp(0.0), 1.0, "2e-3 is usual"),
-    "decode.max_new_tokens": (1, math.inf, "give the output tokens a completion at most"),
+    "decode.max_new_tokens": (1, math.inf, "give the maximum number of output tokens"),
     "decode.min_new_tokens": (0, math.inf, "0 is off"),
     "decode.thinking_token_budget": (0, math.inf, "null is no limit"),
     "decode.temperature": (0.0, 100.0, "0 is greedy, 1 the model's own distribution"),
@@ -73,7 +74,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "cluster.time_h": (math.ulp(0.0), math.inf, "null leaves it to the partition"),
     "cluster.watchdog_s": (0, math.inf, "0 is never"),
     "resume.retry_id": (1, math.inf, "1 is the first time"),
-    "resume.row_attempts": (1, math.inf, "3 spares a row that was only near when machines failed"),
+    "resume.row_attempts": (1, math.inf, "3 spares a row that was only in flight when machines failed"),
 }
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -90,19 +91,18 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 CREDENTIALS = re.compile(r"://[^/]*@|[?&](\w*key|\w*token|\w*secret|\w*password|\w*signature|sig|x-amz-[\w-]+)=", re.IGNORECASE)
-"""What a URL that carries a password, a key or a signature looks like."""
-
+"""Matches a URL that contains a password, a key or a signature."""
 
 _ENVIRONMENT = re.compile(r"\$\{\s*(oc\.)?env\s*:")
 """An interpolation that reads a variable of the environment, as omegaconf writes it."""
 _SECRET = re.compile(r"(?<![A-Z])(SECRET|TOKEN|PASSWORD|PASSWD|PASSPHRASE|APIKEY|KEY)(?![A-Z])", re.IGNORECASE)
-"""What variables of the environment that hold a secret are called: AWS_SECRET_ACCESS_KEY, HF_TOKEN."""
+"""Matches names of environment variables that hold a secret: AWS_SECRET_ACCESS_KEY, HF_TOKEN."""
 _SECRET_LEN = 8
-"""Characters of a secret at least: TOKENIZER_KEY=yes is none."""
+"""Minimum length of a secret in characters: TOKENIZER_KEY=yes is none."""
 
 
 def violation(key: str, value: float, ranges: Mapping[str, tuple[float, float, str]] = RANGES) -> str | None:
-    """What is wrong with a number under `key`, in one line; None where it lies in its range."""
+    """What is wrong with a number, in one line; None if it is in the range of its key."""
     low, high, advice = ranges[key]
     if low <= value <= high:  # false for NaN too
         return None
@@ -116,14 +116,14 @@ def violation(key: str, value: float, ranges: Mapping[str, tuple[float, float, s
 
 
 def check_given(config: Any, keys: Mapping[str, str]) -> None:
-    """`keys`, with what to give for each, must not be null or empty. Raises ConfigError, like all of these."""
+    """`keys` (key -> advice) must not be null or empty. Raises ConfigError, like all of these checks."""
     for key, advice in keys.items():
         if value_of(config, key) in (None, ""):
             raise ConfigError(f"{key} is required; give {key}=..., {advice}")
 
 
 CONTAINER = re.compile(r"^(abfss?|az|azure)://[a-z0-9$][a-z0-9-]{1,62}@[a-z0-9][\w.-]*(?=/|$)")
-"""Of Azure's URLs: the name before the @ is a container's, never a key."""
+"""Matches Azure's URLs, in which the name before the @ is a container, not a key."""
 GIVE_THEM = {
     "s3": "set AWS_PROFILE or the AWS_... variables",
     "gs": "set GOOGLE_APPLICATION_CREDENTIALS",
@@ -137,7 +137,7 @@ GIVE_THEM = {
 
 
 def check_credentials(config: Any, keys: Iterable[str]) -> None:
-    """The configuration is kept in the manifest and on the card: credentials must not get into it, nor into this error."""
+    """Refuse credentials in URLs: the configuration is written to the manifest and the card. The error does not show them."""
     for key in keys:
         value = value_of(config, key)
         for url in value if isinstance(value, list) else [value]:
@@ -147,9 +147,9 @@ def check_credentials(config: Any, keys: Iterable[str]) -> None:
 
 
 def check_saved(config: Any) -> None:
-    """No string of a configuration reads the environment, holds a secret of it, or is no text.
+    """Refuse strings that read the environment, hold a secret of it, or are not valid Unicode.
 
-    It is written to the manifest and to the dataset card, which people publish and run again, on other machines too.
+    The configuration is written to the manifest and to the dataset card, which people publish and run again on other machines.
     """
     named = [(name, value) for name, value in os.environ.items() if len(value) >= _SECRET_LEN and _SECRET.search(name)]
     secrets = [(name, value) for name, value in named if not os.path.exists(value)]  # SSH_KEY=/home/me/.ssh/id is a path
@@ -183,7 +183,7 @@ def _strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def literal(value: Any) -> Any:
-    """A value whose strings mean themselves where omegaconf reads them: no `${...}` of theirs is an interpolation."""
+    """The value with its strings escaped for omegaconf, so that no `${...}` in them is an interpolation."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + r"\${", value)
     if isinstance(value, Mapping):
@@ -192,7 +192,7 @@ def literal(value: Any) -> Any:
 
 
 def expand_home(config: Any, keys: Iterable[str]) -> None:
-    """Put the user's home in place of a leading `~` in those of these paths that the configuration has."""
+    """Replace a leading `~` by the user's home in these paths, as far as the configuration has them."""
     for key in keys:
         group, _, name = key.rpartition(".")
         holder = getattr(config, group, None)
@@ -214,7 +214,7 @@ def check_choices(config: Any, choices: Mapping[str, tuple[str, ...]]) -> None:
 
 
 def check_ranges(config: Any, ranges: Mapping[str, tuple[float, float, str]]) -> None:
-    """Each number must lie in its range; null always does."""
+    """Each number must be in its range; null always is."""
     for key in ranges:
         value = value_of(config, key)
         problem = None if value is None else violation(key, value, ranges)
@@ -223,13 +223,13 @@ def check_ranges(config: Any, ranges: Mapping[str, tuple[float, float, str]]) ->
 
 
 def value_of(config: Any, key: str) -> Any:
-    """What stands under a dotted key."""
+    """The value of a dotted key."""
     for part in key.split("."):
         config = getattr(config, part)
     return config
 
 
 def shipped(kind: str, suffix: str = "") -> dict[str, Path]:
-    """Name -> place of all of a kind, a folder of conf, that the package brings along: what may stand behind `pkg://`."""
+    """Name -> path of all files and folders of `kind`, a folder of conf, in the package: the names that `pkg://` takes."""
     places = sorted((Path(str(files("batchspec.conf"))) / kind).iterdir())
     return {place.name.removesuffix(suffix): place for place in places if place.name.endswith(suffix)}

@@ -1,4 +1,4 @@
-"""What the columns of a job's output mean, in words: for the dataset card."""
+"""The meaning of each output column, for the dataset card."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from collections.abc import Mapping
 import polars as pl
 
 MEANINGS = {
-    "request_id": "the input's id, or the input file's name and row",
+    "request_id": "`id` of the input, or made from the input file's name and the row",
     "row_index": "row of the input, from 0",
-    "sample_index": "which of the completions of one input row, from 0",
+    "sample_index": "number of the completion of one input row, from 0",
     "status": "`ok`; `truncated`: cut off at the token limit; `error`; `skipped`: prompt too long; `cancelled`: the job ended",
-    "messages": "the conversation as turns of role and content, the answer last if the job kept it there",
+    "messages": "the conversation as turns of role and content; the answer is the last one if the job keeps it there",
     "completion": "the answer, without stop strings and special tokens",
-    "reasoning": "what the model thought before the answer, where it has tokens for that",
-    "reasoning_truncated": "whether the thought was cut off",
+    "reasoning": "the reasoning block before the answer, if the model has tokens for one",
+    "reasoning_truncated": "whether the reasoning block was cut off",
     "finish_reason": "`stop`, `length` or `error`",
-    "stop_reason": "the stop string or token that ended the answer",
+    "stop_reason": "the stop string or token id that ended the answer",
     "prompt_ids": "token ids of the prompt",
-    "token_ids": "token ids of the answer, the one that ended it among them",
+    "token_ids": "token ids of the answer, including the one that ended it",
     "logprobs": "log-probability of each answer token, before temperature and filters",
-    "top_logprobs": "the likeliest tokens at each place and their log-probabilities",
+    "top_logprobs": "the most likely tokens at each position and their log-probabilities",
     "usage": "token counts, named as in OpenAI's API",
-    "seed": "gives the same tokens again as a row's own seed",
+    "seed": "given back as a per-row seed it repeats the tokens",
     "error": "why there is no answer: code, stage, message, and whether a retry may help",
-    "spec_decode": "what speculative decoding did for this row",
-    "perf": "times and batch slots; differs from run to run",
+    "spec_decode": "counts and rates of speculative decoding for this row",
+    "perf": "times in seconds and batch slots; differs from run to run",
 }
 COPIED = "copied from the input"
 
 
 def type_name(kind: pl.DataType) -> str:
-    """A column's type, the fields of a struct left out: list of struct, int32, timestamp."""
+    """The name of a column's type without the fields of structs: list of struct, int32, timestamp."""
     if isinstance(kind, pl.List | pl.Array):
         return f"list of {type_name(kind.inner)}"  # type: ignore[arg-type,unused-ignore]
     if isinstance(kind, pl.Datetime):
