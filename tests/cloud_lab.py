@@ -196,10 +196,9 @@ class CloudLab:
             return {"GOOGLE_BASE_URL": place, "GOOGLE_BEARER_TOKEN": TOKEN}
         return {"AZURE_STORAGE_ENDPOINT": f"{place}/{ACCOUNT}", "AZURE_STORAGE_ACCOUNT_KEY": ACCOUNT_KEY}
 
-    def keys(self) -> list[str]:
-        if self._gcs is not None:
-            return sorted(self._gcs.objects)
-        return sorted(str(item["path"]) for item in self.client().list().collect())
+    def keys(self, prefix: str = "") -> list[str]:
+        held = self._gcs.objects if self._gcs is not None else (str(item["path"]) for item in self.client().list().collect())
+        return sorted(key for key in held if key.startswith(prefix))
 
     def put(self, key: str, data: bytes) -> None:
         self.client().put(key, data, use_multipart=False)

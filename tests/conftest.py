@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from functools import cache
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: threads of two workers would wait for each other
 
@@ -21,30 +20,45 @@ settings.load_profile("batchspec")
 
 LONG = (
     "test_demo.py",
+    "test_job.py",
+    "test_compile.py",
+    "test_verify_attention.py",
+    "test_train.py",
+    "test_adapt_job.py",
+    "test_retry.py",
+    "test_judged.py",
+    "test_slurm.py",
     "test_kills.py",
+    "test_lossless.py",
     "test_s3_kills.py",
-    "test_contention.py",
+    "test_eagle3.py",
     "test_crashes.py",
     "test_faults.py",
-    "test_job.py",
+    "test_recipes.py",
+    "test_bench.py",
+    "test_workers.py",
+    "test_coupled.py",
+    "test_cutoff.py",
+    "test_contention.py",
+    "test_linear.py",
+    "test_hostile.py",
 )
-"""Files that take a minute or more."""
+"""Files that take half a minute or more, the longest first."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first: where workers take whole files, none is left alone with one at the end."""
-    items.sort(key=lambda item: item.path.name not in LONG)
+    order = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.name, len(LONG)))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_jobs() -> Iterator[None]:
-    """Jobs in this process draw no report, and measure the machine once: both take longer than a tiny model's rows."""
-    from batchspec import job
-    from batchspec.packing import cost
+    """Jobs in this process leave out what takes longer than a tiny model's rows."""
+    from tests.runs import make_jobs_quick
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job, "can_draw", lambda: False)
-        patch.setattr(cost, "calibrate", cache(cost.calibrate))
+        make_jobs_quick(patch)
         yield
 
 

@@ -1,7 +1,8 @@
-"""A model hub on this machine, for HF_ENDPOINT: what huggingface_hub asks of one, and a record of every byte that it gave."""
+"""A Hugging Face hub on this machine, for HF_ENDPOINT: models, a dataset, and a record of what was asked and given."""
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
@@ -9,9 +10,8 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,10 @@ from urllib.parse import unquote, urlsplit
 
 ROOT = Path(__file__).parents[1]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+"""Of every model."""
+REPO = "org/name"
+"""The dataset."""
+TOKEN = "hf_canarytoken"
 
 _CALLS = """
 import contextlib, io, json, sys
@@ -45,14 +49,40 @@ for name, values in json.loads(sys.argv[1]).items():
 """
 
 
-@dataclass
-class Hub:
-    """Repositories are the folders owner/name under `root`; all have one commit, and main is it."""
+class Hub(ThreadingHTTPServer):
+    """Models are the folders owner/name under `root`; all have one commit, and main is it. There is one dataset, REPO.
 
-    root: Path
-    url: str = ""
-    given: list[tuple[str, int, int]] = field(default_factory=list)
-    """(file, first byte, number of bytes) of each answer with content, in order."""
+    given      (file, first byte, number of bytes) of each answer with content of a model, in order
+    revisions  of the dataset: name -> commit
+    commits    commit -> files
+    requests   paths that were asked for
+    fault      of a path: the status to answer with instead
+    """
+
+    daemon_threads = True
+
+    def __init__(self, root: Path | None) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.root = root
+        self.given: list[tuple[str, int, int]] = []
+        self.revisions: dict[str, str] = {}
+        self.commits: dict[str, dict[str, bytes]] = {}
+        self.requests: list[str] = []
+        self.fault: Callable[[str], int | None] = lambda path: None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, *_: Any) -> None:
+        """A client that ends a connection is no news."""
+
+    def commit(self, files: dict[str, bytes], revision: str = "main") -> str:
+        """A commit of the dataset, which `revision` names from now on."""
+        sha = hashlib.sha1(repr(sorted(files.items())).encode(), usedforsecurity=False).hexdigest()
+        self.commits[sha] = files
+        self.revisions[revision] = self.revisions[sha] = sha
+        return sha
 
     def weight_bytes(self) -> list[tuple[str, int, int]]:
         return [item for item in self.given if item[0].endswith((".safetensors", ".bin", ".gguf"))]
@@ -75,21 +105,19 @@ class Hub:
 
 
 @contextmanager
-def running_hub(root: Path) -> Iterator[Hub]:
+def running_hub(root: Path | None = None) -> Iterator[Hub]:
+    """With the models under `root`, and a dataset as soon as something is committed."""
     hub = Hub(root)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
-    hub.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
+    threading.Thread(target=hub.serve_forever, daemon=True).start()
     try:
         yield hub
     finally:
-        server.shutdown()
-        server.server_close()
+        hub.shutdown()
+        hub.server_close()
 
 
 class _Handler(BaseHTTPRequestHandler):
-    hub: Hub
+    server: Hub
     protocol_version = "HTTP/1.1"
 
     def do_HEAD(self) -> None:
@@ -103,10 +131,43 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
+        self.server.requests.append(path)
+        status = self.server.fault(path)
+        if status is not None:
+            return self._send(status, b"injected")
+        if asked := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)(?:/revision/(.+))?", path):
+            return self._dataset(asked[1], asked[2] or "main")
+        if asked := re.fullmatch(r"/datasets/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+            return self._dataset_file(*asked.groups())
+        return self._model(path)
+
+    # The dataset
+
+    def _dataset(self, repo: str, revision: str) -> None:
+        if repo != REPO:
+            return self._send(401, b"", {"X-Error-Code": "RepoNotFound"})
+        if revision not in self.server.revisions:
+            return self._send(404, b"", {"X-Error-Code": "RevisionNotFound"})
+        sha = self.server.revisions[revision]
+        files = self.server.commits[sha].items()
+        siblings = [{"rfilename": n, "size": len(data), "blobId": hashlib.sha1(data).hexdigest()} for n, data in files]
+        return self._send(200, _info(repo, sha, siblings))
+
+    def _dataset_file(self, repo: str, revision: str, name: str) -> None:
+        data = self.server.commits.get(self.server.revisions.get(revision, ""), {}).get(name)
+        if repo != REPO or data is None:
+            return self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
+        if "gzip" in self.headers.get("Accept-Encoding", ""):  # as the hub may do with text
+            return self._send(200, gzip.compress(data), {"Content-Encoding": "gzip"})
+        return self._send(*self._part(data))
+
+    # Models
+
+    def _model(self, path: str) -> None:
         asked = re.fullmatch(r"/api/models/([^/]+/[^/]+)(/revision/(?P<revision>[^/]+)|/tree/(?P<tree>[^/]+))?", path)
         file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/[^/]+/(.+)", path)
         found = asked or file
-        folder = self.hub.root / found[1] if found else None
+        folder = self.server.root / found[1] if found and self.server.root is not None else None
         if folder is None or not folder.is_dir():
             return self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
         if asked:
@@ -115,25 +176,28 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._send(200, json.dumps([_entry(folder, name) for name in names]).encode())
             if asked["revision"] not in (None, "main", COMMIT):
                 return self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
-            return self._send(200, json.dumps(_info(asked[1], names)).encode())
+            return self._send(200, _info(asked[1], COMMIT, [{"rfilename": name} for name in names]))
         assert file is not None
         if not (folder / file[2]).is_file():
             return self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
-        return self._file(file[2], (folder / file[2]).read_bytes())
-
-    def _file(self, name: str, content: bytes) -> None:
-        headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
-        part, start, code = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")), 0, 200
-        if part:
-            start, end = int(part[1]), min(int(part[2] or len(content)) + 1, len(content))
-            headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(content)}"
-            content, code = content[start:end], 206
+        content = (folder / file[2]).read_bytes()
+        status, part, headers = self._part(content)
         if self.command == "GET":
-            self.hub.given.append((name, start, len(content)))
-        self._send(code, content, headers)
+            start = int(headers["Content-Range"].removeprefix("bytes ").split("-")[0]) if status == 206 else 0
+            self.server.given.append((file[2], start, len(part)))
+        headers |= {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        return self._send(status, part, headers)
 
-    def _send(self, code: int, content: bytes, headers: dict[str, str] | None = None) -> None:
-        self.send_response(code)
+    def _part(self, content: bytes) -> tuple[int, bytes, dict[str, str]]:
+        """Status, bytes and headers of what the request asks of a file."""
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if asked is None:
+            return 200, content, {}
+        start, end = int(asked[1]), min(int(asked[2] or len(content)) + 1, len(content))
+        return 206, content[start:end], {"Content-Range": f"bytes {start}-{end - 1}/{len(content)}"}
+
+    def _send(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
         for name, value in {"Content-Type": "application/json", **(headers or {}), "Content-Length": str(len(content))}.items():
             self.send_header(name, value)
         self.end_headers()
@@ -146,6 +210,15 @@ def _entry(folder: Path, name: str) -> dict[str, object]:
     return {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
 
 
-def _info(hub_id: str, names: list[str]) -> dict[str, object]:
-    siblings = [{"rfilename": name} for name in names]
-    return {"id": hub_id, "modelId": hub_id, "sha": COMMIT, "private": False, "tags": [], "downloads": 0, "siblings": siblings}
+def _info(hub_id: str, sha: str, siblings: list[dict[str, object]]) -> bytes:
+    told = {
+        "id": hub_id,
+        "modelId": hub_id,
+        "sha": sha,
+        "private": False,
+        "tags": [],
+        "downloads": 0,
+        "likes": 0,
+        "siblings": siblings,
+    }
+    return json.dumps(told).encode()

@@ -79,6 +79,12 @@ def built(shard: InputShard, columns: ColumnMap, completions: list[Completion] |
     )  # fmt: skip
 
 
+def tables(rows: int = 6, shard_rows: int = 2, **output: Any) -> list[pa.Table]:
+    """Every shard of a dataset of so many rows."""
+    shards, columns = shards_of(dataset(rows), shard_rows)
+    return [built(shard, columns, **output) for shard in shards]
+
+
 def new_folder(path: Path, num_rows: int, shard_rows: int, **changes: Any) -> OutputFolder:
     values: dict[str, Any] = {"fingerprint": {"model": "a"}, "config": {"model": {"path": "tiny"}}, "recorded": {}, "files": ()}
     folder = OutputFolder(path)

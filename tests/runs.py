@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,12 @@ from typing import Any
 import polars as pl
 import pytest
 import torch
+from hydra._internal.hydra import Hydra
 
 from batchspec import job, run
 from batchspec.packing import cost
 from batchspec.report.page import can_draw
+from batchspec.runstate.output_folder import OutputFolder
 from batchspec.supervise import poison_rows
 from tests.models import make_checkpoint, make_tokenizer
 
@@ -41,6 +45,20 @@ def put(module: Any, name: str, value: Any) -> None:
     setattr(module, name, value)
 
 
+def make_jobs_quick(patch: pytest.MonkeyPatch) -> None:
+    """Leave out what takes longer than a tiny model's rows: the report, another measurement of the machine, and Hydra's composing
+    of the whole configuration once more to look for its own mode.
+    """
+    get_mode = Hydra.get_mode
+
+    def mode(self: Hydra, config_name: str | None, overrides: list[str]) -> Any:
+        return get_mode(self, config_name, overrides) if any("hydra.mode" in word for word in overrides) else None
+
+    patch.setattr(job, "can_draw", lambda: False)
+    patch.setattr(cost, "calibrate", cache(cost.calibrate))
+    patch.setattr(Hydra, "get_mode", mode)
+
+
 @contextmanager
 def drawing() -> Iterator[None]:
     """Jobs in this process draw their reports, which the tests leave out otherwise (conftest.py)."""
@@ -53,6 +71,19 @@ def nothing() -> None:
     """No patch."""
 
 
+def signalled_after_commits(count: int, number: signal.Signals) -> None:
+    """A patch: the process sends itself a real signal as soon as so many shards are committed."""
+    commit = OutputFolder.commit
+
+    def then_signalled(self: OutputFolder, *rest: Any) -> bool:
+        won = commit(self, *rest)
+        if len(self.committed()) == count:
+            os.kill(os.getpid(), number)
+        return won
+
+    OutputFolder.commit = then_signalled  # type: ignore[method-assign]
+
+
 def _child(arguments: list[str], log: Path, patch: Patch, environ: dict[str, str]) -> None:
     os.environ.clear()  # of the server, which may have begun before a test changed it
     os.environ.update(environ)
@@ -60,7 +91,7 @@ def _child(arguments: list[str], log: Path, patch: Patch, environ: dict[str, str
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     poison_rows.COOLDOWN_S = 0.1  # ten seconds in earnest
-    put(job, "can_draw", lambda: False)  # drawing and measuring this machine take longer than the job
+    make_jobs_quick(pytest.MonkeyPatch())
     put(cost, "calibrate", lambda *_: cost.H200)
     patch()
     code = run.main(arguments)

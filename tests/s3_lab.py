@@ -45,6 +45,10 @@ class Lab:
             "AWS_CONFIG_FILE": "/dev/null", "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
         }  # fmt: skip
 
+    @property
+    def root(self) -> str:
+        return f"s3://{BUCKET}"
+
     @cached_property
     def client(self) -> Any:
         import boto3

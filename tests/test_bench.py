@@ -106,14 +106,14 @@ def test_trees_ranked_by_sums_and_by_products_run_side_by_side_with_their_chain(
         assert row["tok_s_of_requests"] > 0
 
 
-@pytest.mark.parametrize("past", [8, 33])
-def test_single_rounds_are_timed_over_rows_with_a_made_up_past(shape: Path, tmp_path: Path, past: int) -> None:
+@pytest.mark.parametrize(("past", "drafters"), [(8, ["eagle3"]), (33, ["eagle3", "parallel", "window", "tree"])])
+def test_single_rounds_are_timed_over_rows_with_a_made_up_past(
+    shape: Path, tmp_path: Path, past: int, drafters: list[str]
+) -> None:
     rows = lines(
-        shape, tmp_path / "o.jsonl", "--rounds", "5", "--prompt", str(past), "--draft", "none", "eagle3", "parallel", "window",
-        "tree",
+        shape, tmp_path / "o.jsonl", "--rounds", "5", "--prompt", str(past), "--draft", "none", *drafters,
         "--k", "0", "1", "3", "--accept", "1,1,0", "--window", "4", "--topk", "2",
     )  # fmt: skip
-    drafters = ("eagle3", "parallel", "window", "tree")
     assert [row["variant"] for row in rows] == ["none", *(f"{drafter} K={k}" for drafter in drafters for k in (0, 1, 3))]
     for row in rows:
         assert (row["past"], row["rounds"], row["batch"]) == (past, 5, 4)

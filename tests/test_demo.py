@@ -95,13 +95,13 @@ def check_identities(row: dict[str, Any]) -> None:
 
 
 def test_drafting_changes_no_row(demo: tuple[pl.DataFrame, str], tmp_path: Path) -> None:
-    """Of the first 40 input rows: without drafting the demo takes twice as long."""
-    plain, _ = run_demo(tmp_path, "draft=none", "input.limit=40")
-    same = demo[0].filter(pl.col("row_index") < 40)
+    """Of the first 20 input rows: without drafting the demo takes twice as long."""
+    plain, _ = run_demo(tmp_path, "draft=none", "input.limit=20")
+    same = demo[0].filter(pl.col("row_index") < 20)
     key = ["request_id", "sample_index", "token_ids", "completion", "status"]
     assert same.select(key).rows() == plain.select(key).rows()
     assert plain["spec_decode"].is_null().all()
-    assert (same["spec_decode"].struct.field("num_accepted_draft_tokens").sum() or 0) > 250
+    assert (same["spec_decode"].struct.field("num_accepted_draft_tokens").sum() or 0) > 120
 
 
 def test_greedy_text_is_that_of_transformers_on_20_prompts(demo: tuple[pl.DataFrame, str], model: Path) -> None:

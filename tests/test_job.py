@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,10 @@ import batchspec
 from batchspec import prepare, run
 from batchspec.commands import verify
 from batchspec.engine.engine import Engine
+from batchspec.engine.round import Round, RoundResult
 from batchspec.errors import ConfigError
 from tests.models import make_checkpoint, make_tokenizer
+from tests.runs import run_apart, signalled_after_commits, start_apart
 
 ROWS = 22
 
@@ -161,26 +163,11 @@ def test_tokens_do_not_depend_on_the_order_of_the_input(model: Path, data: Path,
     assert tokens(tmp_path / "out") == tokens(finished)
 
 
-def run_until_second_commit(command: list[str], signal_name: str) -> subprocess.CompletedProcess[str]:
-    """The job in a process of its own, which gets a real signal when its second shard is committed."""
-    program = (
-        "import os, signal, sys; from batchspec import run; from batchspec.runstate.output_folder import OutputFolder as O\n"
-        "commit = O.commit\n"
-        "def then_signalled(self, *rest):\n"
-        "    commit(self, *rest)\n"
-        f"    if len(self.committed()) == 2: os.kill(os.getpid(), signal.{signal_name})\n"
-        "O.commit = then_signalled; sys.exit(run.main(sys.argv[1:]))"
-    )
-    return subprocess.run(
-        [sys.executable, "-c", program, *command], cwd=Path(__file__).parents[1], check=False, capture_output=True, text=True
-    )
-
-
 def test_a_run_killed_after_a_shard_is_finished_by_the_same_command(
     model: Path, data: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = arguments(model, data, tmp_path / "out", "draft=lookup")
-    assert run_until_second_commit(command, "SIGKILL").returncode == -signal.SIGKILL
+    assert run_apart(command, tmp_path / "log", partial(signalled_after_commits, 2, signal.SIGKILL))[0] == -signal.SIGKILL
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out/data").iterdir()}
     assert len(before) == 2
     assert run.main(command) == 0
@@ -192,28 +179,25 @@ def test_a_run_killed_after_a_shard_is_finished_by_the_same_command(
 
 def test_ctrl_c_says_how_to_go_on_and_exits_75(model: Path, data: Path, finished: Path, tmp_path: Path) -> None:
     command = arguments(model, data, tmp_path / "out", "output.shard_rows=2")
-    stopped = run_until_second_commit(command, "SIGINT")
-    assert stopped.returncode == 75
-    said = stopped.stderr.splitlines()[-1]
+    code, text = run_apart(command, tmp_path / "log", partial(signalled_after_commits, 2, signal.SIGINT))
+    assert code == 75
+    said = text.splitlines()[-1]
     assert re.search(r"SIGINT: [2-9] of 11 shards are committed, \d+ more rows are saved.*; run the same command", said), said
     assert run.main(command) == 0
     assert tokens(tmp_path / "out") == tokens(finished)
 
 
-def run_until_round(command: list[str], signal_name: str, count: int) -> subprocess.CompletedProcess[str]:
-    """The job in a process of its own, which gets a real signal in the middle of a round."""
-    program = (
-        "import os, signal, sys; from batchspec import run; from batchspec.engine.round import Round\n"
-        "run_round, seen = Round.run, []\n"
-        "def signalled(self, *rest, **named):\n"
-        "    seen.append(1)\n"
-        f"    if len(seen) == {count}: os.kill(os.getpid(), signal.{signal_name})\n"
-        "    return run_round(self, *rest, **named)\n"
-        "Round.run = signalled; sys.exit(run.main(sys.argv[1:]))"
-    )
-    return subprocess.run(
-        [sys.executable, "-c", program, *command], cwd=Path(__file__).parents[1], check=False, capture_output=True, text=True
-    )
+def signalled_in_round(count: int, number: signal.Signals) -> None:
+    """The process gets a real signal in the middle of this round."""
+    run_round, seen = Round.run, list[int]()
+
+    def signalled(self: Round, *rest: Any, **named: Any) -> RoundResult:
+        seen.append(1)
+        if len(seen) == count:
+            os.kill(os.getpid(), number)
+        return run_round(self, *rest, **named)
+
+    Round.run = signalled  # type: ignore[method-assign]
 
 
 def test_a_signal_saves_finished_and_unfinished_rows_and_the_next_run_goes_on_with_them(
@@ -223,13 +207,13 @@ def test_a_signal_saves_finished_and_unfinished_rows_and_the_next_run_goes_on_wi
     command = arguments(model, data, tmp_path / "out", "draft=lookup", "packing.max_num_seqs=4", "output.shard_rows=22")
     rows = r"([1-9]\d* more rows are saved, [1-4] of them unfinished with [1-9]\d* tokens)"
     left, said = list[int](), list[str]()
-    for name, rounds in (("SIGTERM", 5), ("SIGUSR1", 8), ("SIGUSR2", 8)):
-        stopped = run_until_round(command, name, rounds)
-        assert stopped.returncode == 75, stopped.stderr
-        said += re.findall(rf"{name}: 0 of 1 shards are committed, {rows};", stopped.stderr.splitlines()[-1])
+    for number, rounds in ((signal.SIGTERM, 5), (signal.SIGUSR1, 8), (signal.SIGUSR2, 8)):
+        code, text = run_apart(command, tmp_path / "log", partial(signalled_in_round, rounds, number))
+        assert code == 75, text
+        said += re.findall(rf"{number.name}: 0 of 1 shards are committed, {rows};", text.splitlines()[-1])
         left.append(sum(path.stat().st_size for path in (tmp_path / "out/_batchspec/journal").iterdir()))
         if len(left) == 2:  # of a second one the rows lie beside those of the first
-            assert f"0 of 1 shards are committed already, {said[0]}; the rest is computed" in stopped.stderr
+            assert f"0 of 1 shards are committed already, {said[0]}; the rest is computed" in text
     assert left == sorted(left)
     assert len(said) == 3
     assert not list((tmp_path / "out/data").glob("*"))
@@ -245,24 +229,21 @@ def test_a_signal_saves_finished_and_unfinished_rows_and_the_next_run_goes_on_wi
     assert 0 < json.loads(log.read_text())["tokens"] < lengths.sum()  # how fast the last run was says nothing of earlier ones
 
 
-def start(command: list[str]) -> subprocess.Popen[str]:
-    root = Path(__file__).parents[1]
-    return subprocess.Popen([sys.executable, "-m", "batchspec.run", *command], cwd=root, stderr=subprocess.PIPE, text=True)
-
-
 def test_runs_at_the_same_time_share_the_shards_and_one_that_is_killed_leaves_its_part_to_the_others(
     model: Path, data: Path, finished: Path, tmp_path: Path
 ) -> None:
     """As tasks of an array, without any index: every row once, and whoever sees the job complete writes the card."""
     command = arguments(model, data, tmp_path / "out", "draft=lookup", "output.shard_rows=1", "packing.max_num_seqs=2")
-    runs = [start(command) for _ in range(3)]
+    runs = [start_apart(command, tmp_path / f"log{i}") for i in range(3)]
     claims = tmp_path / "out/_batchspec/claims"
     while not (claims.is_dir() and list(claims.iterdir())):
-        assert any(run.poll() is None for run in runs)
+        assert any(run.exitcode is None for run in runs)
         time.sleep(0.01)
     runs[0].kill()
-    ends = [(run.wait(), (run.communicate()[1] or "").splitlines()) for run in runs]
-    assert [code for code, _ in ends] == [-signal.SIGKILL, 0, 0], ends
+    for one in runs:
+        one.join(120)
+    said = [(tmp_path / f"log{i}").read_text() for i in range(3)]
+    assert [one.exitcode for one in runs] == [-signal.SIGKILL, 0, 0], said
     assert tokens(tmp_path / "out") == tokens(finished)
     assert len(list((tmp_path / "out/data").iterdir())) == 22
     assert (tmp_path / "out/README.md").exists()
@@ -271,7 +252,7 @@ def test_runs_at_the_same_time_share_the_shards_and_one_that_is_killed_leaves_it
 
 def test_a_damaged_journal_costs_its_rows_and_nothing_else(model: Path, data: Path, finished: Path, tmp_path: Path) -> None:
     command = arguments(model, data, tmp_path / "out", "draft=lookup", "packing.max_num_seqs=4", "output.shard_rows=22")
-    assert run_until_round(command, "SIGTERM", 12).returncode == 75
+    assert run_apart(command, tmp_path / "log", partial(signalled_in_round, 12, signal.SIGTERM))[0] == 75
     for segment in (tmp_path / "out/_batchspec/journal").iterdir():
         data_bytes = bytearray(segment.read_bytes())
         data_bytes[len(data_bytes) // 2] ^= 1

@@ -21,8 +21,8 @@ from batchspec.errors import BatchspecError, ConfigError, InputError, StorageErr
 from batchspec.storage import retry
 from batchspec.storage.cloud_client import ANSWERED, Bucket, Passing
 from tests.cloud_lab import ACCOUNT_KEY, BUCKET, TOKEN, CloudLab, Faults, running_azure, running_gcs
-from tests.dataset_hub_lab import TOKEN as HUB_TOKEN
-from tests.dataset_hub_lab import Hub, running_hub
+from tests.hub_lab import TOKEN as HUB_TOKEN
+from tests.hub_lab import Hub, running_hub
 from tests.s3_lab import running_proxy
 
 BOUND_S = 30.0

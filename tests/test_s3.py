@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import threading
 import time
 from base64 import b64encode
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from hashlib import md5
 from pathlib import Path
 from typing import Any
 
-import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -25,8 +23,8 @@ from batchspec.storage import retry
 from batchspec.storage.open_store import open_store
 from batchspec.storage.s3_client import filesystem
 from batchspec.storage.s3_store import S3Store
-from batchspec.storage.store import STALE_S, Tail
-from tests.io_samples import built, dataset, new_folder, shards_of
+from batchspec.storage.store import STALE_S
+from tests.io_samples import new_folder, tables
 from tests.s3_lab import BUCKET, KEY_ID, SECRET, Faults, Lab, Proxy, running_lab, running_proxy
 
 
@@ -97,48 +95,6 @@ def times(count: int, answer: tuple[int, str], method: str = "PUT") -> Any:
 # --- the store
 
 
-def test_a_name_is_taken_once(lab: Lab) -> None:
-    here = open_store(f"s3://{BUCKET}/out/", "tmp")
-    assert here.where == f"s3://{BUCKET}/out"
-    assert not here.exists("a/b")
-    assert here.put_if_absent("a/b", b"first")
-    assert not here.put_if_absent("a/b", b"second")
-    assert here.read("a/b") == b"first"
-    assert (here.list(""), here.list("a"), here.list("nowhere")) == (["a"], ["b"], [])
-    here.put("a/b", b"third")
-    assert here.read("a/b") == b"third"
-    here.put("ab", b"beside")
-    here.delete_tree("a")
-    here.delete_tree("a")
-    assert here.list("") == ["ab"]
-
-
-def test_versions_tell_objects_apart_and_a_tail_comes_with_its_own(lab: Lab) -> None:
-    here = store()
-    assert (here.versions("data"), here.tail("data/x", 4)) == ({}, None)
-    for name, data in (("x", b"0123456789"), ("y", b""), ("z/deep", b"")):
-        here.put(f"data/{name}", data)
-    before = here.versions("data")
-    assert [*before] == here.list("data") == ["x", "y", "z"]
-    assert before["x"] == here.version("data/x")
-    for count, data in ((4, b"6789"), (10, b"0123456789"), (99, b"0123456789")):
-        assert here.tail("data/x", count) == Tail(data, before["x"])
-    assert here.tail("data/y", 4) == Tail(b"", before["y"])
-    here.put("data/x", b"another")
-    here.delete("data/x", before["x"])
-    assert here.list("data") == ["x", "y", "z"]
-    here.delete("data/x", here.version("data/x"))
-    assert here.list("data") == ["y", "z"]
-
-
-def test_an_object_that_is_gone_is_not_replaced(lab: Lab) -> None:
-    here = store()
-    path = here.scratch() / "new"
-    path.write_bytes(b"x")
-    assert not here.replace(path, "data/x", '"0"')
-    assert here.list("data") == []
-
-
 def test_everything_is_sent_with_its_digest_so_that_s3_refuses_what_arrives_damaged(lab: Lab, tmp_path: Path) -> None:
     here = open_store(f"s3://{BUCKET}/out/", "tmp")
     assert isinstance(here, S3Store)
@@ -153,52 +109,10 @@ def test_everything_is_sent_with_its_digest_so_that_s3_refuses_what_arrives_dama
     assert sent == [b64encode(md5(data).digest()).decode() for data in (b"one", b"two", b"three")]
 
 
-def test_a_file_is_published_and_gone(lab: Lab) -> None:
-    here = store()
-    for won in (True, False):
-        path = here.scratch() / "x"
-        path.write_bytes(b"shard")
-        assert here.publish(path, "data/x") is won
-        assert not path.exists()
-    assert lab.body("out/data/x") == b"shard"
-
-
-def test_a_folder_of_thousands_is_listed_in_full(lab: Lab) -> None:
-    here = store()
-    for i in range(1003):
-        lab.put(f"out/data/{i:05d}")
-    assert here.list("data") == [f"{i:05d}" for i in range(1003)]
-
-
-@pytest.mark.parametrize("name", ["../x", "/x", "a//b", "a/../../x", ".", "a\0b"])
-def test_names_cannot_leave_the_folder(lab: Lab, name: str) -> None:
-    with pytest.raises(OutputError, match=r"\.\. are refused"):
-        store().put_if_absent(name, b"x")
-
-
 @pytest.mark.parametrize("root", ["s3://", "s3://lab", "s3://lab/", "s3://lab/a//b", "hdfs://lab/x"])
 def test_an_output_folder_that_cannot_be_is_refused(lab: Lab, root: str) -> None:
     with pytest.raises(ConfigError, match="s3://BUCKET/FOLDER"):
         open_store(root, "tmp")
-
-
-def test_one_of_many_writers_wins(lab: Lab) -> None:
-    won: list[int] = []
-    start = threading.Barrier(8)
-
-    def write(i: int) -> None:
-        here = store()
-        start.wait()
-        if here.put_if_absent("data/x", bytes([i]) * 1000):
-            won.append(i)
-
-    writers = [threading.Thread(target=write, args=(i,)) for i in range(8)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-    (winner,) = won
-    assert lab.body("out/data/x") == bytes([winner]) * 1000
 
 
 def test_the_probe_refuses_a_store_that_overwrites(lab: Lab) -> None:
@@ -314,40 +228,8 @@ def test_a_public_bucket_is_read_without_credentials(lab: Lab, monkeypatch: pyte
 # --- the output folder
 
 
-def tables() -> list[pa.Table]:
-    shards, columns = shards_of(dataset(6), 2)
-    return [built(shard, columns) for shard in shards]
-
-
 OUT: Any = f"s3://{BUCKET}/out"
 ELSEWHERE: Any = f"s3://{BUCKET}/file"
-
-
-def test_a_job_is_committed_resumed_and_read(lab: Lab, tmp_path: Path) -> None:
-    parts = tables()
-    folder = new_folder(OUT, 6, 2)
-    assert folder.manifest.publish == "put"
-    assert [folder.commit(i, parts[i]) for i in (1, 0, 1)] == [True, True, False]
-    again = new_folder(OUT, 6, 2)
-    assert again.committed() == {0, 1}
-    assert again.commit(2, parts[2])
-    assert again.scan().collect().equals(pl.concat([pl.DataFrame(part) for part in parts]))
-    assert (job_stats(OUT).completions, job_stats(OUT).shards) == (6, 3)
-    with pytest.raises(OutputError, match="holds another job"):
-        new_folder(OUT, 7, 2)
-    new_folder(OUT, 7, 2, overwrite=True)
-    assert lab.keys() == ["out/_batchspec/manifest.json"]
-    assert not list(tmp_path.rglob("part-*"))
-
-
-def test_a_prefix_of_something_else_is_never_touched(lab: Lab) -> None:
-    lab.put("out/data/part-00000.parquet", b"precious")
-    with pytest.raises(OutputError, match="is no batchspec job"):
-        new_folder(OUT, 6, 2, overwrite=True)
-    lab.put("file", b"precious")
-    with pytest.raises(OutputError, match="is no batchspec job"):
-        new_folder(ELSEWHERE, 6, 2)
-    assert lab.keys() == ["file", "out/data/part-00000.parquet"]
 
 
 def test_old_local_files_of_runs_that_died_are_cleaned(lab: Lab, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Promises 1 and 2 under attack on S3: a job is killed at every PUT, before the store has it and before its answer is read."""
+"""Promises 1 and 2 under attack on S3: a job is killed at every PUT, before the store has it and before its answer is read, or
+stands still before one while another job takes its folder."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import io
 import os
 import re
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -16,6 +18,7 @@ import polars as pl
 import pyarrow.parquet as pq
 import pytest
 
+from batchspec.runstate.output_folder import OutputFolder
 from tests.kill_lab import (
     SHARDS,
     Conduct,
@@ -76,15 +79,19 @@ def kind_of(request: str) -> str:
     return re.sub(r"[0-9a-f]{32}|[0-9]+", "N", request.rpartition("/out/")[2])
 
 
+def published(server: Lab) -> dict[str, bytes]:
+    return {key: server.held(key) for key in server.names() if key.startswith("out/data/")}
+
+
 def check_visible(server: Lab) -> int:
     """As of the local file system, without a request."""
-    keys = [key for key in server.names() if key.startswith("out/data/")]
-    for key in keys:
+    parts = published(server)
+    for key, data in parts.items():
         number = re.fullmatch(r"out/data/part-(\d{5})\.parquet", key)
         assert number, key
-        with pq.ParquetFile(io.BytesIO(server.held(key)), page_checksum_verification=True) as file:
+        with pq.ParquetFile(io.BytesIO(data), page_checksum_verification=True) as file:
             check_part(int(number[1]), file)
-    return len(keys)
+    return len(parts)
 
 
 def written(server: Lab) -> list[Row]:
@@ -93,7 +100,7 @@ def written(server: Lab) -> list[Row]:
 
 
 def frame_of(server: Lab) -> pl.DataFrame:
-    return pl.concat(pl.read_parquet(server.held(key)) for key in server.names() if key.startswith("out/data/"))
+    return pl.concat(pl.read_parquet(data) for data in published(server).values())
 
 
 def killer(process: ForkServerProcess, step: Step, met: list[str]) -> Answer:
@@ -122,7 +129,7 @@ def killed_and_resumed(server: Lab, lab: KillLab, step: Step, side: str, expecte
     os.kill(pid, signal.SIGCONT)
     assert ended(process) == -signal.SIGKILL, (step, side)
     server.faults.before, server.faults.after = Faults().before, Faults().after
-    before = {key: server.held(key) for key in server.names() if key.startswith("out/data/")}
+    before = published(server)
     check_visible(server)
     assert lab.run(OUT, conduct=conduct(server)) == 0
     assert {key: server.held(key) for key in before} == before
@@ -132,18 +139,25 @@ def killed_and_resumed(server: Lab, lab: KillLab, step: Step, side: str, expecte
     return died
 
 
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_kill_at_every_kind_of_put_leaves_every_row_once(
-    server: Lab, lab: KillLab, puts: list[str], expected: list[Row]
+    server: Lab, lab: KillLab, puts: list[str], expected: list[Row], every: bool
 ) -> None:
-    """Before the first of a kind is done, and behind a later one that is done and not answered; then the other way round."""
+    """Before the first of a kind is done, and behind a later one that is done and not answered; then the other way round.
+
+    Not every one: the kinds that make the job, its claims, its shards and its end, as on a local file system every kind is
+    tried (test_kills.py).
+    """
     kinds = Counter(puts)
     # How often progress is written goes by the clock: at the beginning and at the end at least.
     counts = {kind: min(count, 2) if "progress" in kind else count for kind, count in kinds.items()}
     steps = [((kind, 1 + turn % count), SIDES[turn % 2]) for turn, (kind, count) in enumerate(counts.items())]
+    always = {"data/part-N.parquet", "_batchspec/manifest.json", "_batchspec/claims/N.json", "README.md"}
+    assert always <= set(kinds)
+    steps = [(step, side) for step, side in steps if every or step[0] in always]
     steps += [(("data/part-N.parquet", 3), side) for side in SIDES]
     met = [killed_and_resumed(server, lab, step, side, expected) for step, side in steps]
-    assert met == [*kinds, "data/part-N.parquet", "data/part-N.parquet"]
-    assert {"data/part-N.parquet", "_batchspec/manifest.json", "_batchspec/claims/N.json", "README.md"} <= set(met)
+    assert met == [step[0] for step, _ in steps]
 
 
 @pytest.mark.soak
@@ -173,3 +187,77 @@ def test_kills_at_random_moments_leave_every_row_once(server: Lab, lab: KillLab,
         complete += 1
     print(f"{killer.died} kills, {complete} jobs completed; taken for rows that kill: {unlucky}")
     assert len(unlucky) <= 1
+
+
+# --- a run that stands still between its look at the manifest and its PUT, while another job takes the folder
+
+STALE_S = 1.0
+OVERWRITE = ("output.overwrite=true", "decode.temperature=1.5")
+"""The other job: in every shard a row of it is not that of the first."""
+
+
+@pytest.fixture(scope="module")
+def taken(server: Lab, lab: KillLab) -> list[Row]:
+    server.empty()
+    assert lab.run(OUT, *OVERWRITE, conduct=conduct(server)) == 0
+    return written(server)
+
+
+@pytest.fixture
+def environ(server: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process reads the store, too."""
+    for name, value in server.environ().items():
+        monkeypatch.setenv(name, value)
+
+
+def stood_still(server: Lab, lab: KillLab, number: int, moment: str) -> None:
+    """The first job stops before its PUT of this number, for longer than its claims are good for, and goes on at a moment of the
+    second: before the second has published its own first shard, or when it is done.
+    """
+    server.empty()
+    stops = conduct(server, stale_s=STALE_S, publish_at=number)
+    first = lab.start(OUT, conduct=stops)
+    late = until_stopped(first)
+    time.sleep(2 * STALE_S + 1)  # the store tells ages in whole seconds
+    stops = conduct(server, stale_s=STALE_S, publish_at=1 if moment == "within" else None)
+    second = lab.start(OUT, *OVERWRITE, conduct=stops)
+    if moment == "within":
+        pid = until_stopped(second)
+        assert not published(server)
+        os.kill(late, signal.SIGCONT)
+        assert ended(first) == 2
+        assert len(published(server)) == 1, "the first job's shard is in the second one's folder"
+        os.kill(pid, signal.SIGCONT)
+        assert ended(second) == 0
+    else:
+        assert ended(second) == 0
+        os.kill(late, signal.SIGCONT)
+        assert ended(first) == 2
+
+
+def check_taken(server: Lab, taken: list[Row]) -> None:
+    """Every row is the second job's, and every file says so."""
+    assert written(server) == taken
+    folder = OutputFolder(OUT)
+    assert not folder.missing()
+    assert list(folder.damage()) == []
+    jobs = {pq.read_schema(io.BytesIO(data)).metadata[b"batchspec.job"].decode() for data in published(server).values()}
+    assert jobs == {folder.manifest.job}
+
+
+def test_a_run_that_stood_still_leaves_no_row_in_the_job_that_took_its_folder(
+    server: Lab, lab: KillLab, taken: list[Row], environ: None
+) -> None:
+    stood_still(server, lab, 2, "within")
+    check_taken(server, taken)
+
+
+@pytest.mark.soak
+def test_twenty_runs_that_stood_still_leave_no_row_in_the_jobs_that_took_their_folders(
+    server: Lab, lab: KillLab, taken: list[Row], environ: None
+) -> None:
+    for turn in range(20):
+        number, moment = 1 + turn // 2 % SHARDS, ("within", "after")[turn % 2]
+        stood_still(server, lab, number, moment)
+        check_taken(server, taken)
+        print(f"turn {turn}: stopped before PUT {number}, went on {moment} the second job", flush=True)

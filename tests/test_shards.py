@@ -20,12 +20,7 @@ from batchspec.errors import ConfigError, OutputError, StorageError
 from batchspec.runstate.job_folder import default_shard_rows
 from batchspec.runstate.manifest import differences, fingerprint
 from batchspec.runstate.output_folder import OutputFolder
-from tests.io_samples import built, completion, dataset, new_folder, shards_of
-
-
-def tables(rows: int = 6, shard_rows: int = 2, **output: Any) -> list[pa.Table]:
-    shards, columns = shards_of(dataset(rows), shard_rows)
-    return [built(shard, columns, **output) for shard in shards]
+from tests.io_samples import built, completion, dataset, new_folder, shards_of, tables
 
 
 def visible(path: Path) -> list[str]:

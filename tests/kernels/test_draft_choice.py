@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -65,6 +65,7 @@ def test_dead_rows_propose_nothing(interpret: bool, device: torch.device) -> Non
     assert pick([0.5], [0.9], [4, 4], [0, 0], interpret, device, live=[0, 1])[1] == [0, 4]
 
 
+@settings(max_examples=50)
 @given(data=st.data())
 def test_no_other_choice_promises_more(data: st.DataObject, interpret: bool, device: torch.device) -> None:
     """By brute force: the expected number of drafts that stand, summed over how many of them do."""
@@ -97,6 +98,7 @@ def judge(ids: list[int], came: list[int]) -> tuple[int, int]:
     return kept, tried
 
 
+@settings(max_examples=40)
 @given(data=st.data())
 def test_both_proposals_are_judged_by_what_came(data: st.DataObject, interpret: bool, device: torch.device) -> None:
     token, width = st.integers(0, 1), data.draw(st.integers(1, 5))
