@@ -56,7 +56,7 @@ def guarded(command: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains once more as it ends
         return 1
     except Exception:  # what the interpreter would print holds data as it is
-        terminal.trouble(traceback.format_exc())
+        terminal.print_traceback(traceback.format_exc())
         return 1
 
 

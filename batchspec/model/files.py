@@ -27,7 +27,7 @@ _REQUESTS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """A tensor of a weight file."""
 
     dtype: str
@@ -117,7 +117,7 @@ def weight_names(files: ModelFiles) -> tuple[str, ...]:
     raise CheckpointError(f"{files.where}: no weights: neither {SINGLE} nor {INDEX}; download the model, or correct its path")
 
 
-def stored_tensors(files: ModelFiles) -> dict[str, Stored]:
+def stored_tensors(files: ModelFiles) -> dict[str, StoredTensor]:
     """Every tensor of the weight files by its name, from their headers.
 
     Raises CheckpointError, in one line, as `weight_names`, for a file that is broken, and for a name that two files hold.
@@ -125,7 +125,7 @@ def stored_tensors(files: ModelFiles) -> dict[str, Stored]:
     names = weight_names(files)
     with ThreadPoolExecutor(min(_REQUESTS, len(names))) as pool:
         headers = list(pool.map(lambda name: _header(files, name), names))
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for name, header in zip(names, headers, strict=True):
         if twice := sorted(found.keys() & header.keys()):
             raise CheckpointError(f"{files.where}: {listed(twice[:1])} is in {name} and in another file too; download it again")
@@ -133,7 +133,7 @@ def stored_tensors(files: ModelFiles) -> dict[str, Stored]:
     return found
 
 
-def _header(files: ModelFiles, name: str) -> dict[str, Stored]:
+def _header(files: ModelFiles, name: str) -> dict[str, StoredTensor]:
     """The tensors of one file. Raises CheckpointError where it is no safetensors file, or shorter or longer than it says."""
     start, size = files.read(name, 0, 8)
 
@@ -160,7 +160,7 @@ def _header(files: ModelFiles, name: str) -> dict[str, Stored]:
             if not _is_entry(value):
                 raise broken(f"no dtype, shape and place of {tensor[:60]!r} in its header")
             first, last = value["data_offsets"]
-            found[tensor] = Stored(value["dtype"], tuple(value["shape"]), name, 8 + length + first, 8 + length + last)
+            found[tensor] = StoredTensor(value["dtype"], tuple(value["shape"]), name, 8 + length + first, 8 + length + last)
     whole = max((stored.end for stored in found.values()), default=8 + length)
     if size != whole:
         raise broken(f"{'cut off' if size < whole else 'too long'}: its header speaks of {whole:,} bytes, it has {size:,}")
