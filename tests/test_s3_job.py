@@ -109,7 +109,7 @@ def test_a_job_is_killed_resumed_and_read_by_every_command(
     said = capsys.readouterr().out
     assert f"{OUT}: complete\n  100.0% done, 4 of 4 shards committed (12 of 12 rows)" in said
     assert "ended: 1 gone, 1 done" in said or "ended: 1 done, 1 gone" in said
-    assert "2 completions decoded again alone and without speculation: 0 differ" in said
+    assert "2 completions decoded again one at a time and without speculation: 0 differ" in said
     assert lab.body("out/README.md").startswith(b"---")
     assert lab.keys("out/_batchspec/tmp") == []
 
