@@ -66,7 +66,7 @@ def console() -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Pass the words after the command to its module; returns the exit code."""
+    """Pass the arguments after the command to its module; returns the exit code."""
     try:
         return _command(list(sys.argv[1:] if argv is None else argv))
     except BatchspecError as error:
@@ -74,21 +74,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
 
 
-def _command(words: list[str]) -> int:
-    if words and words[0] in TAKE_KEYS:
+def _command(arguments: list[str]) -> int:
+    if arguments and arguments[0] in TAKE_KEYS:
         from batchspec.commands.reference import asks_for_help, help_text
 
-        if asks_for_help(words[1:]):
-            terminal.show(help_text(words[0]))
+        if asks_for_help(arguments[1:]):
+            terminal.show(help_text(arguments[0]))
             return 0
-    if words and words[0] in COMMANDS:
-        module, _ = COMMANDS[words[0]]
-        code: int = importlib.import_module(module).main(words[1:])
+    if arguments and arguments[0] in COMMANDS:
+        module, _ = COMMANDS[arguments[0]]
+        code: int = importlib.import_module(module).main(arguments[1:])
         return code
-    if words and not words[0].startswith("-"):
-        close = difflib.get_close_matches(words[0], COMMANDS, 1)
+    if arguments and not arguments[0].startswith("-"):
+        close = difflib.get_close_matches(arguments[0], COMMANDS, 1)
         hint = f"did you mean {close[0]}?" if close else f"commands: {', '.join(COMMANDS)}"
-        raise ConfigError(f"{words[0]} is not a command; {hint}")
+        raise ConfigError(f"{arguments[0]} is not a command; {hint}")
     lines = "\n".join(f"  {name:<8}{description}" for name, (_, description) in COMMANDS.items())
     parser = ArgumentParser(
         prog="batchspec",
@@ -98,7 +98,7 @@ def _command(words: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"batchspec {__version__}")
-    parser.parse_args(words)
+    parser.parse_args(arguments)
     parser.print_help()
     return 0
 

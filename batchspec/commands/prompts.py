@@ -46,30 +46,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("file", metavar="FILE.parquet", help="file to write: the input of a job")
     add("--open", metavar="MODEL", dest="model", help="folder or hub id of a chat model: write rows that open a user's turn")
-    add("--behind", metavar="OUT", help="--open: continue the chats of this job, which has the column messages")
+    add("--behind", metavar="OUT", dest="chats", help="--open: continue the chats of this job, which has the column messages")
     add("--rows", type=int, default=20000, help="--open: maximum number of rows; default %(default)s")
     add("--texts", type=int, default=0, metavar="N", help="--open: N more rows, whose turns are texts for the tasks")
     add("--tasks", metavar="FILE", default="pkg://tasks", help="--texts: file with one task a line; default %(default)s")
     add("--from", metavar="OUT", dest="output", help="output of a job on such rows: write its finished turns as messages")
     add("--overwrite", action="store_true", help="replace the file if it exists")
     args = parser.parse_args(argv)
-    if (args.model is None) == (args.output is None) or sum(map(bool, (args.behind, args.texts, args.output))) > 1:
+    if (args.model is None) == (args.output is None) or sum(map(bool, (args.chats, args.texts, args.output))) > 1:
         parser.error("give --open MODEL [--behind OUT or --texts N], or --from OUT")
     target = target_file(args.file, args.overwrite, (".parquet",), "a file of prompts")
     if args.output is None:
-        terminal.show_line(_open(args.model, args.rows, args.texts, args.tasks, args.behind, target))
+        terminal.show_line(_open(args.model, args.rows, args.texts, args.tasks, args.chats, target))
     else:
         terminal.show_line(_collect(args.output, target))
     return 0
 
 
-def _open(model: str, rows: int, texts: int, tasks: str, behind: str | None, target: Path) -> str:
+def _open(model: str, rows: int, texts: int, tasks: str, chats_output: str | None, target: Path) -> str:
     """Write the rows that open a user's turn. Equal prompts get different seeds in a job, because their ids differ."""
     for option, given, least in (("--rows", rows, 0 if texts else 1), ("--texts", texts, 0)):
         if given < least:
             raise ConfigError(f"prompts {option} {given} must be at least {least}; 20000 is usual")
     tokenizer = Tokenizer(find_model(model, key="--open").folder)
-    if behind is None:
+    if chats_output is None:
         opening, end = opening_of(tokenizer)
         columns: dict[str, list[object]] = {"id": [f"turn-{i:06}" for i in range(rows)], "prompt_ids": [opening] * rows}
         if texts:
@@ -79,7 +79,7 @@ def _open(model: str, rows: int, texts: int, tasks: str, behind: str | None, tar
             columns["prompt_ids"] += [under[i % len(told)] for i in range(texts)]
             columns["task"] = [*[None] * rows, *(told[i % len(told)] for i in range(texts))]
     else:
-        chats = _chats(behind, rows)
+        chats = _chats(chats_output, rows)
         openings = [opening_of(tokenizer, chat) for _, chat in chats]
         end = openings[0][1]
         columns = {"id": [name for name, _ in chats], "prompt_ids": [ids for ids, _ in openings], "turns": [c for _, c in chats]}

@@ -108,13 +108,13 @@ def _line(each: RunStatus) -> tuple[str, ...]:
 
 def _end(each: RunStatus) -> str:
     run = each.run
-    said = {
+    reason = {
         "gone": "killed or crashed: its process has ended",
         "silent": "no heartbeat: killed, crashed, or disconnected",
     }.get(each.state, run.said)
     made = f"{_count(run.shards, 'shard')}, {_count(run.completions, 'completion')}"
     line = f"  {one_line(each.run.name)}  {each.state} {_ago(each.age_s)} ago, {made}"
-    return line + (f": {one_line(' '.join(said.split()), MESSAGE_CHARS)}" if said else "")
+    return line + (f": {one_line(' '.join(reason.split()), MESSAGE_CHARS)}" if reason else "")
 
 
 def _ago(seconds: float) -> str:

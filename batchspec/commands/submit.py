@@ -59,8 +59,8 @@ def sbatch_line(cluster: ClusterConfig, overrides: Sequence[str]) -> list[str]:
         "account": cluster.account,
         "export": f"ALL,BATCHSPEC_PYTHON={sys.executable}",
     }
-    words = [f"--{name}={value}" for name, value in options.items() if value is not None]
-    return ["sbatch", *words, *cluster.sbatch, str(script), *overrides]
+    flags = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    return ["sbatch", *flags, *cluster.sbatch, str(script), *overrides]
 
 
 def submitted(command: Sequence[str], config: RunConfig) -> str:

@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_CHARS = 1 << 24
 """Maximum length of a rendered chat."""
-MAX_SAID = 400
+MAX_MESSAGE_CHARS = 400
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Limit:
         size = len(text.encode("utf-8", "surrogatepass").translate(None, self.left_out))
         return size if size > self.max_bytes else None
 
-    def said(self, size: int) -> str:
+    def message(self, size: int) -> str:
         return f"{size:,} bytes of prompt (too many to fit, however they are tokenised)"
 
     def facts(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def _compiled(sources: dict[str, str], cpu_s: int) -> tuple[dict[str, Template],
         try:
             templates[name] = environment().from_string(source)
         except Exception as error:  # compiling already evaluates constant expressions, with arbitrary filters
-            errors[name] = _said(error)
+            errors[name] = _message(error)
     return templates, errors
 
 
@@ -100,7 +100,7 @@ def _rendered(template: Template, request: dict[str, Any], cpu_s: int) -> dict[s
     try:
         text = template.render(request["variables"])
     except Exception as error:
-        return {"error": _said(error)}
+        return {"error": _message(error)}
     limit = Limit.of(request["limit"])
     if (size := limit.excess(text)) is not None:
         return {"too_long": size}
@@ -116,10 +116,10 @@ def _extend_cpu_limit(cpu_s: int) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + cpu_s, resource.RLIM_INFINITY))
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     if isinstance(error, MemoryError):
         return f"it needs more than {resource.getrlimit(resource.RLIMIT_AS)[0] >> 20} MiB of memory"
-    return (str(error) or type(error).__name__)[:MAX_SAID]
+    return (str(error) or type(error).__name__)[:MAX_MESSAGE_CHARS]
 
 
 def main() -> None:

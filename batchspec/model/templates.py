@@ -76,7 +76,7 @@ class Templates:
             raise ValueError(answer["error"])
         if "too_long" in answer:
             assert limit is not None
-            raise LongText(limit.said(answer["too_long"]))
+            raise LongText(limit.message(answer["too_long"]))
         return str(answer["text"])
 
     def _running(self) -> bool:

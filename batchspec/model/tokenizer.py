@@ -156,9 +156,9 @@ class Tokenizer:
         if "tojson" in source:  # it may encode whole messages
             return
         if tools and name != "tool_use" and "tools" not in source:
-            raise ValueError("it has no place for tools; leave them out, or set model.chat_template to one that has")
+            raise ValueError("it does not support tools; leave them out, or set model.chat_template to one that does")
         if "tool_calls" not in source and any(message.get("tool_calls") for message in messages):
-            raise ValueError("it has no place for tool_calls; leave the row out, or set model.chat_template to one that has")
+            raise ValueError("it does not support tool_calls; leave the row out, or set model.chat_template to one that does")
 
     def _limit(self, room: int | None, keep_end: bool) -> Limit | None:
         """The limit on a text of `room` tokens; None if there is no bound."""
@@ -174,7 +174,7 @@ class Tokenizer:
         if room is None or limit is None:
             return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
         if (size := limit.excess(text)) is not None:
-            raise LongText(limit.said(size))
+            raise LongText(limit.message(size))
         chars = max(END_CHARS, 8 * room)
         while keep_end and chars < len(text):
             ids = list(self._tokenizer.encode(text[-chars:], add_special_tokens=special).ids)
