@@ -1,4 +1,4 @@
-"""`batchspec.generate`: a job on data in memory, in this process."""
+"""`batchspec.generate`: run a job on data in memory, in this process."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from batchspec.storage.store import scanning
 def generate(data: Any, *, job: str | None = None, overrides: Sequence[str] = ()) -> pl.DataFrame:
     """Completions of every row of `data`, in input order, in the output schema.
 
-    data       polars, pyarrow or pandas table, or what polars.DataFrame accepts; columns as a Parquet input has them
+    data       polars, pyarrow or pandas table, or anything that polars.DataFrame accepts; the same columns as a Parquet input
     job        name of a recipe: "demo" is `+job=demo`; its own input is not read
     overrides  Hydra override strings: ("model.path=smollm2-135m", "decode.max_new_tokens=32")
 
-    The same engine and the same checks as `python -m batchspec.run`; raises what it would exit with (errors.py). Nothing is
-    written unless the overrides set output.dir (a recipe among them, `+job=...`, may): then the job can be resumed, by the
-    same call.
+    Uses the same engine and checks as `python -m batchspec.run`, and raises the errors with which that would exit (errors.py).
+    Nothing is written unless the overrides set output.dir (also through a recipe, `+job=...`); then the same call resumes the
+    job.
     """
     recipe = [] if job is None else [f"+job={job}", "output.dir=null"]
     config = compose([*recipe, *overrides], require=("model.path",))
-    # Arrow's newer string views are more than pyarrow's kernels can take rows of.
+    # pyarrow's kernels cannot take rows of Arrow's newer string views.
     table = pl.DataFrame(data).to_arrow(compat_level=pl.CompatLevel.oldest())
     source = table_source(table, config.input.limit)
     if config.output.dir is not None:
@@ -43,7 +43,7 @@ def generate(data: Any, *, job: str | None = None, overrides: Sequence[str] = ()
             return OutputFolder(config.output.dir).scan().collect()
     if config.draft.adapt.every_shards:
         raise ConfigError(
-            f"draft.adapt.every_shards={config.draft.adapt.every_shards} learns as shards are committed; set output.dir too"
+            f"draft.adapt.every_shards={config.draft.adapt.every_shards} trains on committed shards; set output.dir too"
         )
     opened = open_job(config, source)
     seen = survey_first(opened)

@@ -1,4 +1,4 @@
-"""argparse for the commands; a mistake on the command line is an error of one line, like any other."""
+"""argparse for the commands; a wrong argument is a ConfigError of one line, like any other error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from batchspec.errors import ConfigError
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """`prog` is the command as a user types it, such as `batchspec stats`. A mistake raises ConfigError."""
+    """`prog` is the command as a user types it, such as `batchspec stats`. Wrong arguments raise ConfigError."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{' '.join(message.split())}; `{self.prog} --help` lists what it takes")
+        raise ConfigError(f"{' '.join(message.split())}; `{self.prog} --help` lists its arguments")

@@ -1,4 +1,4 @@
-"""The `batchspec` command: one line a subcommand; each is imported when it is called."""
+"""The `batchspec` command and its subcommands; the module of a subcommand is imported only when it is called."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from batchspec.errors import BatchspecError, ConfigError, Interrupted
 
 COMMANDS = {
     "run": ("batchspec.run", "run a job: Hydra overrides, e.g. +job=demo"),
-    "plan": ("batchspec.commands.plan", "what a run would do, without running it: the words of run; --full reads every row"),
-    "status": ("batchspec.commands.status", "OUT [--watch] [--json]: progress of a job, over all of its runs"),
+    "plan": ("batchspec.commands.plan", "what a run would do, without running it: the overrides of run, --full for every row"),
+    "status": ("batchspec.commands.status", "OUT [--watch] [--json]: progress of a job over all of its runs"),
     "stats": ("batchspec.commands.stats", "OUT [--by COLUMN] [--json]: acceptance and speed of a finished job"),
     "verify": (
         "batchspec.commands.verify",
-        "OUT: decode rows again without speculation and show the first difference; --files: checksums",
+        "OUT: decode rows again without speculation and compare the tokens; --files: compare checksums",
     ),
     "bench": ("batchspec.commands.bench", "OUT.jsonl NAME --shape SHAPE ...: measure speed with random weights"),
     "doctor": (
         "batchspec.commands.doctor",
-        "[MODEL]: what this machine has and lacks; --tune MODEL times matrix products, --probe tries a head",
+        "[MODEL]: what this machine has and lacks; --tune times MODEL's matrix products, --probe tests a head",
     ),
-    "report": ("batchspec.commands.report", "OUT [--by COLUMN]: write report.html, the job in pictures"),
+    "report": ("batchspec.commands.report", "OUT [--by COLUMN]: write report.html again, charts of the job"),
     "inspect": ("batchspec.commands.inspect", "OUT ID [--sample N]: one request in full"),
     "export": ("batchspec.commands.export", "OUT --to FORMAT FILE, or --from-openai FILE.jsonl OUT.parquet"),
-    "compact": ("batchspec.commands.compact", "OUT FOLDER: the rows of a finished job in few large Parquet files"),
-    "prompts": ("batchspec.commands.prompts", "--open MODEL | --from OUT FILE.parquet: prompts that a chat model writes itself"),
-    "submit": ("batchspec.commands.submit", "a job as a Slurm array: prints the sbatch command, --go runs it; the words of run"),
+    "compact": ("batchspec.commands.compact", "OUT FOLDER: write the rows of a finished job as a few large Parquet files"),
+    "prompts": ("batchspec.commands.prompts", "--open MODEL | --from OUT FILE.parquet: let a chat model write prompts itself"),
+    "submit": ("batchspec.commands.submit", "run a job as a Slurm array: prints the sbatch command, --go runs it"),
     "train": (
         "batchspec.commands.train",
-        "draft=eagle3|parallel model.path= input.path= output.dir=: a head from a job's completions",
+        "draft=eagle3|parallel model.path= input.path= output.dir=: train a draft head on a job's completions",
     ),
 }
 
@@ -46,17 +46,17 @@ TAKE_KEYS = ("run", "plan", "submit", "train")
 
 
 def guarded(command: Callable[[], int]) -> int:
-    """The exit code of a whole process: one line at Ctrl-C before a job has begun, silence when the reader closes a pipe."""
+    """Run a command as the whole process and return its exit code: Ctrl-C before a job begins is one line, a closed pipe none."""
     try:
         return command()
     except KeyboardInterrupt:
         terminal.fail("interrupted before anything was computed; run the same command again")
         return Interrupted.exit_code
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains once more as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the interpreter prints an error at exit
         return 1
-    except Exception:  # what the interpreter would print holds data as it is
-        terminal.trouble(traceback.format_exc())
+    except Exception:  # the interpreter would print the traceback with unescaped data
+        terminal.print_traceback(traceback.format_exc())
         return 1
 
 
@@ -66,7 +66,7 @@ def console() -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Pass the words after the command to its module; returns the exit code."""
+    """Pass the arguments after the command to its module; returns the exit code."""
     try:
         return _command(list(sys.argv[1:] if argv is None else argv))
     except BatchspecError as error:
@@ -74,22 +74,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
 
 
-def _command(words: list[str]) -> int:
-    if words and words[0] in TAKE_KEYS:
+def _command(arguments: list[str]) -> int:
+    if arguments and arguments[0] in TAKE_KEYS:
         from batchspec.commands.reference import asks_for_help, help_text
 
-        if asks_for_help(words[1:]):
-            terminal.show(help_text(words[0]))
+        if asks_for_help(arguments[1:]):
+            terminal.show(help_text(arguments[0]))
             return 0
-    if words and words[0] in COMMANDS:
-        module, _ = COMMANDS[words[0]]
-        code: int = importlib.import_module(module).main(words[1:])
+    if arguments and arguments[0] in COMMANDS:
+        module, _ = COMMANDS[arguments[0]]
+        code: int = importlib.import_module(module).main(arguments[1:])
         return code
-    if words and not words[0].startswith("-"):
-        close = difflib.get_close_matches(words[0], COMMANDS, 1)
+    if arguments and not arguments[0].startswith("-"):
+        close = difflib.get_close_matches(arguments[0], COMMANDS, 1)
         hint = f"did you mean {close[0]}?" if close else f"commands: {', '.join(COMMANDS)}"
-        raise ConfigError(f"{words[0]} is no command; {hint}")
-    lines = "\n".join(f"  {name:<8}{said}" for name, (_, said) in COMMANDS.items())
+        raise ConfigError(f"{arguments[0]} is not a command; {hint}")
+    lines = "\n".join(f"  {name:<8}{description}" for name, (_, description) in COMMANDS.items())
     parser = ArgumentParser(
         prog="batchspec",
         usage="batchspec COMMAND ...",
@@ -98,7 +98,7 @@ def _command(words: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"batchspec {__version__}")
-    parser.parse_args(words)
+    parser.parse_args(arguments)
     parser.print_help()
     return 0
 

@@ -1,16 +1,16 @@
-"""Every error that a user can meet, and the exit code it ends the process with.
+"""The errors shown to users, and the exit code with which each ends the process.
 
-BatchspecError            1   anything below; never raised itself
-  ConfigError             2   a key, a value or a combination of keys
-  InputError              2   the input dataset
-  CheckpointError         2   a model folder, a tokenizer, a drafter
-  OutputError             2   the output folder belongs to another job
+BatchspecError            1   base class; never raised itself
+  ConfigError             2   a wrong key, value or combination of keys
+  InputError              2   a problem with the input dataset
+  CheckpointError         2   a problem with a model folder, a tokenizer or a drafter
+  OutputError             2   the output folder cannot be used, for example because it belongs to another job
   CapacityError           2   the job does not fit the machine's memory
-  TooManyErrors           3   more error rows than input.max_error_fraction allows, or nothing but error rows
-  StorageError           74   reading or writing failed; the same command goes on after the repair
-  Interrupted            75   a signal ended the run; the same command goes on
+  TooManyErrors           3   more error rows than input.max_error_fraction allows, or only error rows
+  StorageError           74   reading or writing failed; after the repair the same command continues
+  Interrupted            75   a signal ended the run; the same command continues
 
-A message says what, where, the value, the limit and what to do, in one line.
+A message is one line and says what is wrong, where, the value, the limit and what to do.
 """
 
 from __future__ import annotations

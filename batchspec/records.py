@@ -1,4 +1,4 @@
-"""What crosses module borders: records built complete, never changed. No torch here."""
+"""The immutable records that modules exchange. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from numpy.typing import NDArray
 Ids = NDArray[np.int32]
 
 MAX_STOP_IDS = 16
-"""Stop ids of a row, the model's EOS ids included: the width of a tensor on the device."""
+"""Maximum number of stop ids of a row, including the model's EOS ids: the width of a tensor on the device."""
 
 
 LEAST_TEMPERATURE = 1e-7
-"""Noise spreads over 26 units: below this it could only decide between logits 2.6e-6 apart, which is fp32's rounding of a logit
-near 20. A logit divided by a denormal temperature would be infinite."""
+"""Lower temperatures count as 0. The noise spans 26 units, so at this temperature it only decides between logits at most 2.6e-6
+apart, which is the rounding error of an fp32 logit near 20. A logit divided by a denormal temperature would be infinite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the next token is drawn. Applied in this order: penalties, temperature, top-k, top-p, min-p."""
+    """Sampling parameters of a row, applied in this order: penalties, temperature, top-k, top-p, min-p."""
 
     temperature: float = 0.0
-    """0 is greedy: the filters below then change nothing. Below LEAST_TEMPERATURE it becomes 0."""
+    """0 is greedy; top-k, top-p and min-p then have no effect. Values below LEAST_TEMPERATURE become 0."""
     top_k: int = 0
-    """Keep the k likeliest tokens (ties at the k-th kept); 0 is off."""
+    """Keep the k likeliest tokens, and those as likely as the k-th; 0 is off."""
     top_p: float = 1.0
     """Keep the smallest set of likeliest tokens whose probability reaches this; 1 is off."""
     min_p: float = 0.0
@@ -42,13 +42,13 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What a row had when its run was stopped: another run goes on from here with the same tokens."""
+    """The state of a row when its run stopped; another run continues from it with the same tokens."""
 
     row_index: int
     sample_index: int
     shard: int
     tokens: tuple[int, ...]
-    """Output so far, at least one token; no stop among them."""
+    """Output tokens so far, at least one, without a stop."""
     num_prefills: int
     cached_tokens: int
     accepted: tuple[int, ...]
@@ -63,27 +63,27 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thinking:
-    """How a row's thought is told from its answer, on token ids alone, and what ends a thought that gets too long."""
+    """The think tokens that separate a row's thought from its answer, and the budget of the thought."""
 
     begin_id: int | None
-    """None: the model begins every answer with a thought and never says so."""
+    """Token that begins a thought; None: every answer begins inside a thought, without a token."""
     end_id: int
     opened: bool | None
-    """The prompt ends inside a thought; False: behind one; None: it says nothing, and a first end token then ends a thought that
-    began with the output."""
+    """Whether the prompt ends inside a thought (True) or after one (False). None: it has none; an end token without a begin token
+    then ends a thought that began with the output."""
     budget: int | None
-    """Tokens of all the row's thoughts together; None is no limit."""
+    """Maximum number of tokens in all of the row's thoughts together; None: no limit."""
     closing: tuple[int, ...]
-    """What is put behind a thought that has used the budget; its last token is end_id."""
+    """Tokens that are forced after a thought that has used up the budget; the last one is end_id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
-    """One sample of one input row, admitted: the GPU can take it as it stands."""
+    """One sample of one admitted input row, ready to decode."""
 
     request_id: str
     row_index: int
-    """Place of the row in the whole input, counted over its files in order."""
+    """Index of the row in the whole input, counted over its files in order."""
     sample_index: int
     shard: int
     prompt_ids: Ids
@@ -96,32 +96,32 @@ class Request:
     stop_ids: tuple[int, ...]
     """Tokens that end the row: the model's EOS ids (unless ignored) and the user's."""
     stop: tuple[str, ...]
-    """Strings that end the row, looked for in the decoded output on the host."""
+    """Strings that end the row; searched in the decoded output on the host."""
     seed: int
-    """int64 row key of the noise: with the position it fixes every draw."""
+    """int64 key of the row's sampling noise; key and position determine every draw."""
     predicted_tokens: int
-    """Expected output length, for packing only."""
+    """Expected output length in tokens, used for packing only."""
     thinking: Thinking | None = None
     """None where the model has no think tokens."""
     resumed: Snapshot | None = None
-    """Where an earlier run left this row."""
+    """The state in which an earlier run left this row, if any."""
     synthetic_len: int | None = None
-    """Benchmarks only: the row ends after this many tokens, whatever they are; packing and scheduling must not look at it."""
+    """Benchmarks only: the row ends after this many tokens, whatever they are. Packing and scheduling must not use it."""
 
     @property
     def may_end_early(self) -> bool:
-        """Something can end the row before max_new_tokens."""
+        """Whether anything can end the row before max_new_tokens."""
         return bool(self.stop_ids or self.stop) or self.synthetic_len is not None
 
     @property
     def device_limit(self) -> int:
-        """Output tokens behind which the row ends on the device: max_new_tokens, or synthetic_len where that is smaller."""
+        """Number of output tokens after which the row ends on the device: max_new_tokens, or synthetic_len if that is smaller."""
         return self.max_new_tokens if self.synthetic_len is None else min(self.max_new_tokens, self.synthetic_len)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowError:
-    """Why a row has no completion. `code` is stable and short, `message` is for people."""
+    """Why a row has no completion. `code` is short and stable, `message` is meant for people."""
 
     code: str
     stage: str
@@ -131,43 +131,43 @@ class RowError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowStats:
-    """What speculation did for one completion, and what the completion cost.
+    """Speculation statistics and cost of one completion.
 
-    Tokens emitted before trimming at the stop = num_prefills + num_accepted + num_rounds, forced ones not counted;
-    sum(histogram) = num_rounds; sum(j * histogram[j]) = num_accepted. Rounds after the one that held the stop are left out.
+    Tokens emitted before trimming at the stop = num_prefills + num_accepted + num_rounds, without forced tokens;
+    sum(histogram) = num_rounds; sum(j * histogram[j]) = num_accepted. Rounds after the one with the stop are not counted.
     """
 
     drafter: str
-    """"none" when nothing drafted."""
+    """"none" without a drafter."""
     draft_len: int
-    """K: draft tokens a round at most, of a tree its levels."""
+    """K: maximum number of draft tokens in a round; for a tree its number of levels."""
     num_prefills: int
     num_rounds: int
     num_drafted: int
-    """Draft tokens that were verified, of a tree its nodes."""
+    """Verified draft tokens; for trees all nodes count."""
     num_accepted: int
-    """Draft tokens kept by the verification; bonus tokens and trimming at the stop not counted."""
+    """Draft tokens accepted by the verification, before trimming at the stop; bonus tokens not counted."""
     num_discarded: int
-    """Tokens emitted behind the stop and thrown away."""
+    """Tokens emitted after the stop and discarded."""
     histogram: tuple[int, ...]
-    """[K+1] rounds that accepted exactly j draft tokens."""
+    """[K+1] number of rounds that accepted exactly j draft tokens."""
     drafted_at: tuple[int, ...]
-    """[K] rounds that drafted at least j+1 tokens."""
+    """[K] number of rounds that drafted at least j+1 tokens."""
     accepted_at: tuple[int, ...]
-    """[K] rounds that accepted at least j+1 tokens."""
+    """[K] number of rounds that accepted at least j+1 tokens."""
     prefill_s: float
-    """Wall seconds of the prefill passes this row took part in."""
+    """Wall-clock seconds of the prefill passes that included this row."""
     decode_s: float
-    """Wall seconds from the first token to the last."""
+    """Wall-clock seconds from the first token to the last."""
     batch_id: int
     slot: int
     num_forced: int = 0
-    """Tokens that the thinking budget put there: no prefill and no round emitted them."""
+    """Tokens forced by the thinking budget; no prefill and no round emitted them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
-    """One output row: what the engine or admission says of one sample of one input row."""
+    """One output row: the result of the engine or of admission for one sample of one input row."""
 
     request_id: str
     row_index: int
@@ -180,21 +180,21 @@ class Completion:
     stop_reason: str | None = None
     """The stop string, or the stop token's id in decimal; None at the model's own EOS or the limit."""
     prompt_ids: Ids | None = None
-    """None where the row never got tokens."""
+    """None if the row was never tokenised."""
     token_ids: Ids | None = None
     """int32, ending with the EOS or with the tokens that completed the stop string."""
     text: str | None = None
     """Decoded answer, without the thought, the stop string and special tokens."""
     reasoning: str | None = None
-    """The thought; None where there was none."""
+    """The thought; None if there was none."""
     reasoning_truncated: bool | None = None
-    """The thought was cut off, by its budget or by max_new_tokens; None where the model has no think tokens."""
+    """Whether the thought was cut off, by its budget or by max_new_tokens; None if the model has no think tokens."""
     reasoning_tokens: int | None = None
-    """Tokens of the thought, those that begin and end it not counted."""
+    """Number of tokens of the thought, without the think tokens around it."""
     logprobs: NDArray[np.float32] | None = None
-    """[num tokens] log-softmax of the raw logits at each emitted token; NaN at forced ones."""
+    """[num tokens] log-softmax of the raw logits for each emitted token; NaN for forced tokens."""
     top_logprobs: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None
-    """ids and logprobs, each [num tokens, N], likeliest first; ids are -1 at forced tokens."""
+    """ids and logprobs, each [num tokens, N], likeliest first; ids are -1 for forced tokens."""
     seed: int | None = None
     predicted_tokens: int | None = None
     cached_tokens: int = 0
@@ -205,28 +205,28 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
-    """The static shape that requests stream through: planned once, then fixed."""
+    """The shape of the static batch through which requests stream: planned once, then fixed."""
 
     num_slots: int
-    """Rows that decode side by side."""
+    """Number of rows that decode concurrently."""
     row_buckets: tuple[int, ...]
-    """Ascending row counts that a round may run with; the last equals `slots`."""
+    """Ascending row counts with which a round may run; the last equals num_slots."""
     num_pages: int
-    """K/V pages of the first K/V group, the scratch page included: the layers that read most keys, of most models all."""
+    """K/V pages of the first K/V group, including the scratch page: the layers that read most keys; in most models all layers."""
     page_size: int
-    """Tokens a page."""
+    """Tokens in a page."""
     max_len: int
-    """Longest prompt + output of a row, in tokens."""
+    """Maximum prompt + output length of a row, in tokens."""
     draft_len: int
-    """K: draft tokens a row and round at most; of a tree its nodes."""
+    """K: maximum number of draft tokens of a row in a round; for a tree its number of nodes."""
     prefill_tokens: int
-    """Tokens of one prefill pass at most."""
+    """Maximum number of tokens in one prefill pass."""
     run_ahead: int
-    """Rounds that the host launches before it looks at the results of the first."""
+    """Number of rounds that the host launches before it reads the results of the first."""
     longest_prompt: int | None = None
-    """Of the rows that were looked at: what prefill is prepared for; None: any that fits."""
+    """Longest prompt in tokens among the surveyed rows, for which prefill is prepared; None: any that fits."""
     more_pages: tuple[int, ...] = ()
-    """The same of the other K/V groups, layers with narrower windows; (): num_pages each."""
+    """K/V pages of the other K/V groups, layers with narrower windows; (): num_pages each."""
 
     def group_pages(self, num_groups: int) -> tuple[int, ...]:
         """K/V pages of each group."""

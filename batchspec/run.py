@@ -29,8 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(config: RunConfig) -> int:
     """Run one checked job; returns the exit code.
 
-    A run of one process outside Slurm is this process; all others start processes of their own. A Slurm task that can be resumed
-    is requeued.
+    One process: in this one. Several processes, or a task of Slurm: in child processes; an interrupted Slurm task that can
+    continue is requeued.
     """
     from batchspec.cluster import slurm, workers
 
@@ -45,13 +45,13 @@ def run(config: RunConfig) -> int:
 
 
 def run_here(config: RunConfig) -> None:
-    """Run one checked job in this process. Torch is imported here: a wrong configuration has been refused before that."""
+    """Run one checked job in this process. Torch is imported only here, after the configuration was checked."""
     if config.requires_gpu:
         import torch
 
         if config.device == "cpu" or not torch.cuda.is_available():
             raise ConfigError(
-                f"{_name(config)} needs a GPU, and this machine shows none to torch; run it on a GPU machine, "
+                f"{_name(config)} needs a GPU, and torch finds none on this machine; run it on a GPU machine, "
                 "or set requires_gpu=false to try it on the CPU"
             )
     from batchspec.job import run_job

@@ -1,11 +1,11 @@
-"""The one way to a terminal: everything that batchspec prints goes through here, and nothing printed here can steer a terminal.
+"""Everything that batchspec prints goes through this module, which escapes control characters: no text can control the terminal.
 
-say    one line on stderr: what a run tells while it works
+say    one line on stderr: messages of a run while it works
 fail   an error on stderr, one line
-show   the result of a command on stdout, as many lines as it has; show_line: one
-table, facts   lines made of values that somebody else wrote: each value stays on its line
+show   the result of a command on stdout, any number of lines; show_line: one line
+table, facts   lines of untrusted values: each value stays on its line
 
-`Status` is a line that is drawn again and again at the bottom of a terminal; what `say` prints appears above it.
+`StatusLine` redraws a line at the bottom of a terminal; messages of `say` appear above it.
 """
 
 from __future__ import annotations
@@ -21,58 +21,58 @@ from typing import Any, Self, TextIO
 from batchspec.text import CELL_CHARS, MESSAGE_CHARS, for_terminal, one_line
 
 _lock = threading.RLock()
-_status: Status | None = None
+_status: StatusLine | None = None
 
 
 def say(line: object, *, stream: TextIO | None = None) -> None:
-    """One line on stderr, whatever is in it."""
+    """Print one line on stderr; line breaks in it are escaped."""
     _write(one_line(line, MESSAGE_CHARS), stream or sys.stderr)
 
 
 def fail(error: object) -> None:
-    """The line that a command ends with when it fails."""
+    """Print the error with which a command ends, as one line on stderr."""
     say(f"batchspec: {error}")
 
 
-def trouble(text: str) -> None:
-    """A traceback on stderr: many lines, for whoever mends a defect."""
+def print_traceback(text: str) -> None:
+    """Print a traceback on stderr: for unexpected errors, on many lines."""
     _write(for_terminal(text).rstrip("\n"), sys.stderr)
 
 
 def show(text: str) -> None:
-    """Lines on stdout."""
+    """Print lines on stdout."""
     _write(for_terminal(text), sys.stdout)
 
 
 def show_line(line: object) -> None:
-    """One line on stdout, whatever is in it."""
+    """Print one line on stdout; line breaks in it are escaped."""
     show(one_line(line, MESSAGE_CHARS))
 
 
 def show_json(value: Any, *, indent: int | None = None) -> None:
-    """A value as JSON on stdout: ASCII alone, so that a terminal shows what a program reads."""
+    """Print a value as JSON on stdout, in ASCII, so that it is safe on a terminal without further escapes."""
     _write(json.dumps(value, indent=indent).replace("\x7f", "\\u007f"), sys.stdout)
 
 
 def clear_screen() -> None:
-    """An empty terminal, its cursor at the top."""
+    """Clear the terminal and move the cursor to the top."""
     sys.stdout.write("\x1b[H\x1b[2J")
 
 
 def table(rows: Iterable[Sequence[object]], *, left: int = 1, limit: int = CELL_CHARS, indent: str = "  ") -> list[str]:
-    """Lines of columns as wide as their widest cell: the first `left` of them to the left, the others, numbers, to the right."""
+    """Lines of a table; the first `left` columns are left-aligned, the others, which hold numbers, right-aligned."""
     cells = [[one_line(cell, limit) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
     for row in cells:
-        places = enumerate(zip(row, widths, strict=True))
-        aligned = (cell.ljust(width) if i < left else cell.rjust(width) for i, (cell, width) in places)
+        columns = enumerate(zip(row, widths, strict=True))
+        aligned = (cell.ljust(width) if i < left else cell.rjust(width) for i, (cell, width) in columns)
         lines.append(f"{indent}{'  '.join(aligned)}".rstrip())
     return lines
 
 
 def facts(values: Mapping[str, object], *, indent: str = "", limit: int = MESSAGE_CHARS) -> list[str]:
-    """A line for each name and value, the values under each other; what is no text is shown as JSON."""
+    """One line for each name and value, with the values aligned; a value that is not text is shown as JSON."""
     names = [one_line(name) for name in values]
     width = max(map(len, names), default=0)
     texts = (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str) for value in values.values())
@@ -80,12 +80,12 @@ def facts(values: Mapping[str, object], *, indent: str = "", limit: int = MESSAG
 
 
 def indented(text: str | None) -> str:
-    """Text of many lines, each of them two spaces in: no line of it passes for one of ours."""
+    """Untrusted text of many lines, each indented by two spaces, so that none can be mistaken for a line of batchspec."""
     return "\n".join(f"  {line}" for line in for_terminal(text or "").split("\n"))
 
 
-class Status:
-    """A line at the bottom of a terminal while the block lasts; `draw` replaces it."""
+class StatusLine:
+    """A line at the bottom of the terminal during a `with` block; `draw` replaces it."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream, self._line = stream, ""
@@ -97,7 +97,7 @@ class Status:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """The last line stays."""
+        """The last line stays on the terminal."""
         global _status
         with _lock:
             _status = None
@@ -105,7 +105,7 @@ class Status:
                 _put("\n", self.stream)
 
     def draw(self, line: str) -> None:
-        """`line` fits the terminal: one that wraps would leave its beginning behind."""
+        """`line` must fit the width of the terminal: the first part of a wrapped line could not be erased."""
         with _lock:
             if _status is self:
                 self._line = for_terminal(line).replace("\n", " ")
@@ -129,7 +129,7 @@ def _write(text: str, stream: TextIO) -> None:
 
 
 def _put(text: str, stream: TextIO) -> None:
-    """Characters that the stream's encoding lacks are written out too."""
+    """Write and flush; characters that the stream cannot encode are escaped."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
     with suppress(ValueError):

@@ -1,8 +1,8 @@
-"""Text that somebody else wrote (ids, column names, file and host names, prompts, messages) made safe for what shows it.
+"""Makes untrusted text (ids, column names, file and host names, prompts, messages) safe to print.
 
-for_terminal   control characters written out, so that nothing steers the terminal; line breaks stay
-one_line       the same on one line and cut to a length: for a cell, a fact or a message
-for_markdown   one line as a code span, in which neither Markdown nor HTML means anything
+for_terminal   escapes control characters, so that the text cannot control the terminal; line breaks stay
+one_line       the same on one line and cut to a length: for a table cell or a message
+for_markdown   one line as a code span, in which neither Markdown nor HTML is interpreted
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ CELL_CHARS = 120
 UNSAFE = re.compile(
     "["
     "\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 (but tab and newline), DEL, C1: escape sequences
-    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # turn the direction of writing: trojansource.codes
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # change the direction of writing: trojansource.codes
     "\u2028\u2029"  # line breaks to some readers
-    "\u200b\u2060-\u2065\u206a-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f"  # take no room: two names look alike
-    "\ud800-\udfff"  # halves of a pair, which cannot be encoded
+    "\u200b\u2060-\u2065\u206a-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f"  # invisible: two different names look the same
+    "\ud800-\udfff"  # lone surrogates, which cannot be encoded
     "]"
 )
 
@@ -29,21 +29,21 @@ def for_terminal(text: str) -> str:
 
 
 def one_line(text: object, limit: int = CELL_CHARS) -> str:
-    r"""Any value on one line of about `limit` characters at most, the rest counted; a line break is shown as \n."""
-    said = str(text)
-    more = len(said) - limit
-    if more > 0:
-        said = said[:limit]
-    said = for_terminal(said).replace("\n", "\\n").replace("\t", "\\t")
-    return f"{said}... ({more:,} more characters)" if more > 0 else said
+    r"""Any value on one line, cut to about `limit` characters with a count of the rest; a line break is shown as \n."""
+    shown = str(text)
+    num_more = len(shown) - limit
+    if num_more > 0:
+        shown = shown[:limit]
+    shown = for_terminal(shown).replace("\n", "\\n").replace("\t", "\\t")
+    return f"{shown}... ({num_more:,} more characters)" if num_more > 0 else shown
 
 
 def for_markdown(text: object, limit: int = CELL_CHARS) -> str:
-    """A code span that fits a line of Markdown, a heading too (CommonMark 0.31, 6.1). In a table escape its bars as well."""
-    said = one_line(text, limit).strip() or " "
-    fence = "`" * (1 + max(map(len, re.findall("`+", said)), default=0))
-    pad = " " if said[0] == "`" or said[-1] == "`" else ""
-    return f"{fence}{pad}{said}{pad}{fence}"
+    """A code span on one line of Markdown, also in a heading (CommonMark 0.31, 6.1). In a table, `|` must be escaped as well."""
+    shown = one_line(text, limit).strip() or " "
+    fence = "`" * (1 + max(map(len, re.findall("`+", shown)), default=0))
+    pad = " " if shown[0] == "`" or shown[-1] == "`" else ""
+    return f"{fence}{pad}{shown}{pad}{fence}"
 
 
 def _escape(character: str) -> str:

@@ -71,6 +71,12 @@ class Hub(ThreadingHTTPServer):
         self.fault: Callable[[str], int | None] = lambda path: None
 
     @property
+    def folder(self) -> Path:
+        """What the hub holds, OWNER/NAME/FILE; of a hub that was given a folder."""
+        assert self.root is not None
+        return self.root
+
+    @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
 

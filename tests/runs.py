@@ -81,7 +81,7 @@ def signalled_after_commits(count: int, number: signal.Signals) -> None:
             os.kill(os.getpid(), number)
         return won
 
-    OutputFolder.commit = then_signalled  # type: ignore[method-assign]
+    OutputFolder.commit = then_signalled  # type: ignore[method-assign,assignment]
 
 
 def _child(arguments: list[str], log: Path, patch: Patch, environ: dict[str, str]) -> None:

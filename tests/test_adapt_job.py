@@ -170,7 +170,7 @@ def test_a_failing_disk_or_short_memory_ends_the_learning_and_not_the_job(
 
 def test_learning_in_process_needs_a_folder_to_commit_to(made: Path) -> None:
     words = [f"model.path={made / 'model'}", "draft=eagle3", f"draft.path={made / 'eagle3'}", *LEARNS]
-    with pytest.raises(ConfigError, match=r"every_shards=2 learns as shards are committed; set output.dir too"):
+    with pytest.raises(ConfigError, match=r"every_shards=2 trains on committed shards; set output.dir too"):
         generate({"prompt_ids": [[3, 4]]}, overrides=words)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from batchspec.batch.flat_batch import FlatBatch, HostLayout, TreeTail
 from batchspec.cache import flash
 from batchspec.cache.attention import attend, plan_attention
-from tests.kernels.trees import random_parents, way_up
+from tests.kernels.trees import path_to_root, random_parents
 from tests.kv_pages import layer_kv
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -155,7 +155,7 @@ def test_nodes_of_a_tree_see_what_stands_before_it_and_their_own_path(num_nodes:
     rng, generator = random.Random(num_nodes), torch.Generator().manual_seed(0)
     starts, parents = [5, 11, 0], [random_parents(rng, num_nodes, 5) for _ in range(3)]
     batch = make_batch([(num_nodes, start + num_nodes) for start in starts], generator)
-    ways = [way_up(line, node) for line in parents for node in range(num_nodes)]
+    ways = [path_to_root(line, node) for line in parents for node in range(num_nodes)]
     row_start = torch.tensor(starts).repeat_interleave(num_nodes)
     batch.positions = row_start + torch.tensor([len(way) - 1 for way in ways])
     batch.tree = TreeTail(

@@ -41,7 +41,7 @@ def test_an_error_of_a_command_is_one_line(heard: list[list[str]], capsys: pytes
 
 def test_an_unknown_command_is_refused_with_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["stast"]) == 2
-    assert capsys.readouterr().err == "batchspec: stast is no command; did you mean stats?\n"
+    assert capsys.readouterr().err == "batchspec: stast is not a command; did you mean stats?\n"
     assert cli.main(["xyzzy"]) == 2
     assert "commands: run, plan, status, stats, verify, bench, doctor" in capsys.readouterr().err
 
@@ -50,7 +50,7 @@ MISTAKES = {
     "stats": "required: OUT; `batchspec stats --help`",
     "report --by": "argument --by: expected one argument; `batchspec report --help`",
     "inspect out id --sample x": "argument --sample: invalid int value: 'x'; `batchspec inspect --help`",
-    "status out --watch 0": "--watch 0: look at most once a second; `batchspec status --help`",
+    "status out --watch 0": "--watch 0: must be at least 1 second; `batchspec status --help`",
     "verify out --dtype int8": "argument --dtype: invalid choice: 'int8' ",
     "export out --to zip file": "argument --to: invalid choice: 'zip' ",
     "export out file": "give OUT --to FORMAT FILE.jsonl, or --from-openai FILE.jsonl OUT.parquet; `batchspec export --help`",

@@ -250,7 +250,7 @@ def test_a_file_that_is_too_large_or_may_not_be_read_is_one_line(tmp_path: Path,
     path = tmp_path / "config.json"
     path.write_text("{}")
     os.truncate(path, config_values.MAX_BYTES + 1)
-    with pytest.raises(CheckpointError, match="more than the 100,000,000 of any such file"):
+    with pytest.raises(CheckpointError, match="more than the maximum of 100,000,000"):
         read_json(path)
 
     def denied(path: Path) -> bytes:

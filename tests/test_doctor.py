@@ -151,7 +151,7 @@ def test_a_model_folder_is_tuned_into_the_users_table_and_known_from_then_on(
     [
         (["--tune"], "doctor --tune needs MODEL: a folder, a hub id, a config.json or one of llama8b"),
         (["--draft-path", "head"], "doctor --draft-path needs MODEL"),
-        (["llama8b", "--out", "x.json"], "doctor --out x.json is written by --tune alone"),
+        (["llama8b", "--out", "x.json"], "doctor --out x.json is only written by --tune"),
     ],
 )
 def test_words_that_do_nothing_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

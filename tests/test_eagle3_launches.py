@@ -29,11 +29,11 @@ from tests.engines import DEVICE, packed, request, tiny_target
 from tests.heads import random_tensors, tiny_design, write_head
 
 OWN_KERNELS = {
-    eagle3: ("prepare_chain_draft_inputs", "live_rows"),
-    parallel: ("prepare_parallel_draft_inputs", "live_rows"),
-    tree: ("tree_places", "tree_level", "tree_select"),
+    eagle3: ("prepare_chain_draft_inputs", "gather_last_accepted"),
+    parallel: ("prepare_parallel_draft_inputs", "gather_last_accepted"),
+    tree: ("prepare_tree_inputs", "expand_tree", "rerank_tree"),
     reader: ("rope_of",),
-    head: ("head_input", "lm_head", "argmax", "rms_norm", "tap_norm"),
+    head: ("eagle_head_input", "lm_head", "argmax", "rms_norm", "tap_norm"),
     decoder: ("add_norm", "rms_norm", "rope_write"),
     plain: ("rms_norm", "silu_and_mul"),
 }
@@ -178,9 +178,9 @@ def test_the_fast_path_launches_products_and_own_kernels_only(name: str, tmp_pat
             assert own["prepare_chain_draft_inputs"] == 1
             assert own["plan_attention"] == num_layers  # one for each window, none for each step
             assert own["attend"] == 2 * num_layers
-            assert own["head_input"] == own["argmax"] == 2
+            assert own["eagle_head_input"] == own["argmax"] == 2
         else:
-            assert own["live_rows"] == own["head_input"] == own["argmax"] == 1
+            assert own["gather_last_accepted"] == own["eagle_head_input"] == own["argmax"] == 1
             assert own["attend"] == num_layers
 
 
@@ -192,7 +192,7 @@ def test_a_round_without_drafts_behind_it_computes_k_and_v_only(name: str, tmp_p
         assert set(of_torch) <= PRODUCTS
         assert sum(of_torch.values()) == 2 + 4 * (num_layers - 1)  # fc, K and V of the last layer, all of those before it
         assert own["attend"] == num_layers - 1
-        assert not own["argmax"] + own["live_rows"]
+        assert not own["argmax"] + own["gather_last_accepted"]
 
 
 @pytest.mark.parametrize(
@@ -220,11 +220,11 @@ def test_parallel_drafts_take_one_forward_whatever_their_number(name: str, max_l
         if part == "propose":
             assert set(of_torch) <= PRODUCTS | {"copy_"}
             assert of_torch["copy_"] == 1  # the draft ids to where they are verified
-            assert own["prepare_parallel_draft_inputs"] == own["head_input"] == own["argmax"] == 1
+            assert own["prepare_parallel_draft_inputs"] == own["eagle_head_input"] == own["argmax"] == 1
             assert own["attend"] == own["plan_attention"] == num_layers
         else:
             assert set(of_torch) <= PRODUCTS
-            assert own["live_rows"] == own["head_input"] == 1
+            assert own["gather_last_accepted"] == own["eagle_head_input"] == 1
             assert sum(of_torch.values()) == 2 + 4 * (num_layers - 1)  # fc, K and V of the last layer, all of those before it
             assert own["attend"] == num_layers - 1
             assert not own["argmax"]
@@ -238,9 +238,9 @@ def test_a_tree_is_grown_by_a_forward_and_a_choice_a_level(name: str, tmp_path: 
         if part == "propose":
             assert set(of_torch) <= PRODUCTS | once | {"topk", "logsumexp", "index_select"}
             assert sum(of_torch[operation] for operation in once) <= 8
-            assert of_torch["topk"] == of_torch["logsumexp"] == own["tree_level"] == 4
-            assert of_torch["index_select"] == own["head_input"] == 3  # nothing goes through the head behind the last level
-            assert own["tree_places"] == own["tree_select"] == 1
+            assert of_torch["topk"] == of_torch["logsumexp"] == own["expand_tree"] == 4
+            assert of_torch["index_select"] == own["eagle_head_input"] == 3  # nothing goes through the head behind the last level
+            assert own["prepare_tree_inputs"] == own["rerank_tree"] == 1
             assert own["attend"] == 3 * num_layers
         else:
             assert set(of_torch) <= PRODUCTS | {"copy_"}

@@ -89,7 +89,7 @@ def test_parquet_for_trainers_holds_one_format_of_good_rows_alone(
 def test_a_name_that_says_another_format_is_refused(tmp_path: Path, words: list[str], name: str, wanted: str) -> None:
     out = job(tmp_path / "out")
     given = [*words, str(written(tmp_path / "in.jsonl", [request()]))] if words == ["--from-openai"] else [str(out), *words]
-    with pytest.raises(OutputError, match=f"is written as {wanted}; give a file name that ends so"):
+    with pytest.raises(OutputError, match=f"is written as {wanted}; give a file name with such a suffix"):
         main([*given, str(tmp_path / name)])
     assert not (tmp_path / name).exists()
 
@@ -116,16 +116,16 @@ def test_an_unfinished_job_is_written_as_far_as_it_is(tmp_path: Path, capsys: py
     out, file = job(tmp_path / "out", shards=1), tmp_path / "part.jsonl"
     assert main([str(out), "--to", "openai", str(file)]) == 0
     assert len(lines(file)) == 2
-    assert "1 of 2 shards are committed: the rest is not in the file" in capsys.readouterr().err
+    assert "1 of 2 shards are committed; the others are not in the file" in capsys.readouterr().err
 
 
 def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path: Path) -> None:
     out, file = job(tmp_path / "out", messages="none"), tmp_path / "file.jsonl"
     with pytest.raises(OutputError, match=r"run the job with output.messages=full"):
         main([str(out), "--to", "chat", str(file)])
-    with pytest.raises(OutputError, match="data/ holds shards alone"):
+    with pytest.raises(OutputError, match="data/ may only hold shards"):
         main([str(out), "--to", "openai", str(out / "data/file.jsonl")])
-    with pytest.raises(ConfigError, match="good is no status"):
+    with pytest.raises(ConfigError, match="good is not a status"):
         main([str(out), "--to", "openai", str(file), "--status", "good"])
     assert not file.exists()
 
@@ -137,7 +137,7 @@ def test_a_file_that_is_there_or_cannot_be_is_refused_by_name(tmp_path: Path) ->
     for words in ([str(out), "--to", "chat"], ["--from-openai", str(requests)]):
         with pytest.raises(OutputError, match=r"mine.jsonl exists; give another name, or --overwrite"):
             main([*words, str(file)])
-        with pytest.raises(OutputError, match=r"nowhere, which is no folder"):
+        with pytest.raises(OutputError, match=r"nowhere, which is not a folder"):
             main([*words, str(tmp_path / "nowhere/x")])
         with pytest.raises(OutputError, match=r"out is a folder"):
             main([*words, str(out)])

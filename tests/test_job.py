@@ -326,9 +326,9 @@ def test_verify_finds_no_difference_in_an_honest_output_and_names_a_false_one(
     out = tmp_path / "out"
     assert run.main(arguments(model, data, out, "draft=lookup", "decode.repetition_penalty=1.2")) == 0
     assert verify.main([str(out), "--rows", "0"]) == 0
-    with pytest.raises(ConfigError, match="-3 counts completions; 0 is all"):
+    with pytest.raises(ConfigError, match="-3 must be a number of completions; 0: all"):
         verify.main([str(out), "--rows", "-3"])
-    assert "21 completions decoded again alone and without speculation: 0 differ" in capsys.readouterr().out
+    assert "21 completions decoded again one at a time and without speculation: 0 differ" in capsys.readouterr().out
     assert verify.main([str(out), "--rows", "0", "--dtype", "float64", "--device", "cpu"]) == 0
     assert "loading" in (said := capsys.readouterr()).err
     assert "in float64 on cpu" in said.err

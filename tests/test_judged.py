@@ -93,15 +93,18 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "an LFS pointer": (only(WEIGHTS, POINTER), "model.safetensors: a pointer of Git LFS, not the weights; run `git lfs pull`"),
     "an empty file": (only(WEIGHTS, b""), "cannot be read as safetensors (0 bytes"),
     "cut off in the header": (cut(100), "cannot be read as safetensors (100 bytes"),
-    "cut off in the data": (cut(20_000), "cannot be read as safetensors (cut off: its header speaks of "),
+    "cut off in the data": (cut(20_000), "cannot be read as safetensors (cut off: by its header it has "),
     "a page of HTML": (only(WEIGHTS, b"<!DOCTYPE html><html>" * 9), "cannot be read as safetensors (189 bytes"),
     "a header that is no JSON": (header(b"{nope}"), "its header is not JSON"),
     "a header nested deeply": (header(b'{"a":' + b"[" * 100_000), "its header is not JSON"),
-    "a header of an array": (header(b"[1, 2]"), "its header is no object"),
-    "a header without places": (header(b'{"a": {"dtype": "F32"}}'), "no dtype, shape and place of 'a'"),
-    "a header too long": (header(b"{}", length=2**62), "no length of a header"),
+    "a header of an array": (header(b"[1, 2]"), "its header is not an object"),
+    "a header without offsets": (header(b'{"a": {"dtype": "F32"}}'), "no dtype, shape and offsets of 'a'"),
+    "a header too long": (header(b"{}", length=2**62), "not the length of a header"),
     "a missing shard": (index({"weight_map": {"a": WEIGHTS, "b": "gone.safetensors"}}), "1 of 2 weight files missing: gone"),
-    "an index that leads out": (index({"weight_map": {"a": "../other.safetensors"}}), "'../other.safetensors' is no safetensors"),
+    "an index that leads out": (
+        index({"weight_map": {"a": "../other.safetensors"}}),
+        "'../other.safetensors' is not a safetensors",
+    ),
     "an index of nothing": (index({"weight_map": []}), "the index names no weight files"),
     "a tensor in two files": (twice, "lm_head.weight is in model.safetensors and in another file too"),
     "a compiled model": (named(lambda name: "_orig_mod." + name), "_orig_mod.lm_head.weight stands where lm_head.weight should"),
@@ -123,7 +126,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}'),
         "a chat needs a template, and the model has none",
     ),
-}  # fmt: skip
+}
 
 
 def prompts(folder: Path) -> Path:
@@ -266,7 +269,7 @@ def test_on_the_hub_headers_are_judged_before_a_byte_of_weights_is_fetched(hub: 
     """Every broken model under an id of its own; refusals name that id and no place in the cache."""
     ids = {f"owner/m{number}": name for number, name in enumerate(BROKEN)}
     for hub_id, name in ids.items():
-        BROKEN[name][0](shutil.copytree(model, hub.root / hub_id))
+        BROKEN[name][0](shutil.copytree(model, hub.folder / hub_id))
     source = prompts(tmp_path)
     said = hub.refusals(tmp_path / "home", {hub_id: asdict(job(hub_id, source)) for hub_id in ids})
     for hub_id, name in ids.items():
@@ -282,9 +285,9 @@ def test_on_the_hub_headers_are_judged_before_a_byte_of_weights_is_fetched(hub: 
 def test_a_model_of_the_hub_is_planned_without_its_weights_and_run_with_them_also_offline(
     hub: Hub, model: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(model, hub.root / "owner/good")
+    shutil.copytree(model, hub.folder / "owner/good")
     design = Design(hidden=64, target_hidden=64, vocab=320, draft_vocab=40, taps=(0, 1))
-    write_head(hub.root / "owner/head", design, random_tensors(design))
+    write_head(hub.folder / "owner/head", design, random_tensors(design))
     hub.given.clear()
     words = ["model.path=owner/good", f"input.path={prompts(tmp_path)}", "device=cpu", "decode.max_new_tokens=4", "draft=eagle3",
              "draft.path=owner/head", "draft.aux_layers=input"]  # fmt: skip
@@ -292,7 +295,7 @@ def test_a_model_of_the_hub_is_planned_without_its_weights_and_run_with_them_als
     ((code, out, err),) = hub.run(home, ["plan", *words])
     assert code == 0, err
     assert "rounds " in out
-    headers = [header_bytes(folder / WEIGHTS) - 8 for folder in (model, hub.root / "owner/head")]
+    headers = [header_bytes(folder / WEIGHTS) - 8 for folder in (model, hub.folder / "owner/head")]
     asked = [(WEIGHTS, *part) for size in headers for part in ((0, 8), (8, size))]
     counts = [count for item in hub.weight_bytes() if item not in asked for count in item[2:]]
     assert counts == [40 * 8, 320], "and the tables of the head's vocabulary: d2t, t2d"
@@ -306,7 +309,7 @@ def test_a_model_of_the_hub_is_planned_without_its_weights_and_run_with_them_als
 
 
 def test_what_the_hub_does_not_have_is_one_line(hub: Hub, model: Path, tmp_path: Path) -> None:
-    shutil.copytree(model, hub.root / "owner/there", dirs_exist_ok=True)
+    shutil.copytree(model, hub.folder / "owner/there", dirs_exist_ok=True)
     common = [f"input.path={prompts(tmp_path)}", "device=cpu", "draft=none"]
     found = hub.run(
         tmp_path / "home",

@@ -220,4 +220,4 @@ def test_a_job_writes_the_error_row_and_verify_compares_the_others(tmp_path: Pat
     assert healthy.rows() == outputs["healthy"].select(columns).rows()
     capsys.readouterr()
     assert cli.main(["verify", str(tmp_path / "all")]) == 0
-    assert "14 completions decoded again alone and without speculation: 0 differ" in capsys.readouterr().out
+    assert "14 completions decoded again one at a time and without speculation: 0 differ" in capsys.readouterr().out

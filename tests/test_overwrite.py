@@ -24,10 +24,9 @@ from batchspec.runstate.manifest import MANIFEST
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.overwrite import CREW, this_command
 from batchspec.storage.local_store import LocalStore
-from tests.io_samples import completion, new_folder
+from tests.io_samples import completion, new_folder, tables
 from tests.runs import make_model, make_prompts, start_apart
 from tests.s3_lab import BUCKET, Lab, running_lab
-from tests.test_shards import tables
 
 Make = Callable[..., OutputFolder]
 

@@ -163,8 +163,8 @@ def test_a_warning_takes_a_third_less_at_the_longest_context() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--probe"], "doctor --probe needs MODEL and --draft-path HEAD, and goes without --tune"),
-        (["llama8b", "--draft-path", "h", "--probe", "--tune"], "goes without --tune"),
+        (["--probe"], "doctor --probe needs MODEL and --draft-path HEAD, and cannot be combined with --tune"),
+        (["llama8b", "--draft-path", "h", "--probe", "--tune"], "cannot be combined with --tune"),
         (["m", "--draft-path", "h", "--probe", "--tokens", "2"], "doctor --tokens 2 must be at least 4"),
         (["m", "--draft-path", "h", "--probe", "--contexts", "1k"], "doctor --contexts 1k must be lengths in tokens"),
         (["./nowhere", "--draft-path", "h", "--probe"], "MODEL=./nowhere: no such folder"),

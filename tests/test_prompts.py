@@ -47,7 +47,7 @@ def test_turns_become_prompts_and_their_answers_train_a_head(model: Path, tmp_pa
     wanted = {text.strip() for text in ended["completion"]} - {""}
     assert {messages[0]["content"] for messages in asked["messages"]} == wanted
     assert len(asked) == len(wanted)
-    assert f"{len(wanted)} different turns of 30" in capsys.readouterr().out
+    assert f"{len(wanted)} distinct turns of 30" in capsys.readouterr().out
 
     answers = job(model, questions, tmp_path / "answers", "decode.max_new_tokens=12")
     text = tokenizer.decode(answers["prompt_ids"][0].to_list(), skip_special=False)
@@ -116,7 +116,7 @@ def test_the_shipped_tasks_are_told_apart_and_others_are_looked_at(model: Path, 
     assert main(["--open", str(model), "--rows", "0", "--texts", "200", str(tmp_path / "o.parquet")]) == 0
     assert pl.read_parquet(tmp_path / "o.parquet")["task"].n_unique() == 40
     (tmp_path / "empty.txt").write_text(" \n")
-    for name, said in (("empty.txt", "no line holds a task; write one a line"), ("none.txt", "cannot be read as text")):
+    for name, said in (("empty.txt", "it contains no task; write one a line"), ("none.txt", "cannot be read as text")):
         with pytest.raises(InputError, match=said):
             main(["--open", str(model), "--texts", "2", "--tasks", str(tmp_path / name), str(tmp_path / "x.parquet")])
     assert not (tmp_path / "x.parquet").exists()
@@ -169,6 +169,8 @@ def test_a_file_that_cannot_be_put_in_its_place_is_refused_and_leaves_nothing(
 
     (tmp_path / "mine").mkdir()
     monkeypatch.setattr("batchspec.commands.prompts.os.replace", refused)
-    with pytest.raises(OutputError, match=r"x\.parquet: cannot be written: Permission denied; name a file in a folder of yours"):
+    with pytest.raises(
+        OutputError, match=r"x\.parquet: cannot be written: Permission denied; name a file in a folder that you may write to"
+    ):
         main(["--open", str(model), str(tmp_path / "mine" / "x.parquet"), "--rows", "1"])
     assert not list((tmp_path / "mine").iterdir())

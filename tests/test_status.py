@@ -130,12 +130,12 @@ def test_what_became_of_every_run_is_told(tmp_path: Path) -> None:
         1: "running", 2: "done", 3: "interrupted", 4: "crashed", 5: "silent", 6: "running", 7: "gone", 8: "running", 9: "gone",
         10: "stuck", 11: "waiting",
     }  # fmt: skip
-    assert got.stale_claims == {7: attempt(5)}, "of runs that are no more, on shards that are not committed"
+    assert got.stale_claims == {7: attempt(5)}, "of runs that have ended, on shards that are not committed"
     assert of[1].shards == (4,)
     text = command.render(got)
     for said in (
         "interrupted 4 s ago, 1 shard, 2 completions: SIGTERM: 4 of 10 shards", "RuntimeError: bad \\x1b[31m news",
-        "stale claims of runs that are no more, on shards 7: another run takes them up", "job 77_3 start 2",
+        "stale claims of runs that have ended, on shards 7: another run will take them over", "job 77_3 start 2",
         "stuck: node10:50 has had no round for 03:20", "node5:45  silent 10:00 ago",
     ):  # fmt: skip
         assert said in text, said
@@ -152,7 +152,7 @@ def test_a_run_less_than_half_as_fast_as_the_others_is_a_straggler(tmp_path: Pat
     got = look(tmp_path)
     assert [each.run.tok_s for each in got.runs if each.straggler] == [45.0], "the one that has just begun is none"
     assert got.runs[0].straggler
-    assert "stragglers, less than half as fast as the others: node2:42" in command.render(got)
+    assert "stragglers, less than half the speed of the others: node2:42" in command.render(got)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_torn_or_foreign_file_is_counted_and_passed_over(tmp_path: Path, text:
     got = look(tmp_path)
     assert got.unreadable == 2
     assert (got.runs, got.left_s, got.tokens) == (whole.runs, whole.left_s, whole.tokens)
-    assert "2 progress files not readable, passed over" in command.render(got)
+    assert "2 progress files not readable, ignored" in command.render(got)
 
 
 def test_fields_that_a_later_version_adds_or_drops_are_no_fault() -> None:
@@ -199,7 +199,7 @@ def test_a_job_that_never_began_one_that_nobody_works_on_and_no_job_at_all(
     assert command.main([str(out)]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"{out}: stopped", "  10.0% done, 1 of 10 shards committed (2 of 20 rows)", "  0 tokens",
-        "  no run works on it; run the same command again to go on",
+        "  no run is working on it; run the same command again to continue",
     ]  # fmt: skip
     (tmp_path / "thesis.txt").write_text("")
     with pytest.raises(OutputError, match="holds no batchspec job"):
@@ -222,7 +222,7 @@ def test_json_says_all_of_it_and_watching_ends_with_the_job(
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert (first["shards"], second["shards"], second["state"]) == (9, 10, "complete")
     assert first["runs"][0]["run"]["host"] == "node1"
-    with pytest.raises(ConfigError, match="--watch 0: look at most once a second"):
+    with pytest.raises(ConfigError, match="--watch 0: must be at least 1 second"):
         command.main([str(tmp_path), "--watch", "0"])
 
 

@@ -361,7 +361,7 @@ def test_a_job_of_a_reasoning_model_has_thoughts_and_answers_apart(
     emitted = counts["num_prefills"] + counts["num_accepted_draft_tokens"] + counts["num_spec_steps"]
     assert (lengths - counts["num_forced_tokens"] + counts["num_discarded_tokens"] == emitted).all()
     assert stats.main([str(tmp_path / "drafted")]) == 0
-    assert "8 thoughts cut off" in capsys.readouterr().out
+    assert "8 thoughts truncated" in capsys.readouterr().out
 
 
 def test_messages_can_carry_the_thought_and_stop_strings_end_the_answer_alone(model: Path, tmp_path: Path) -> None:

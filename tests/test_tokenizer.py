@@ -317,9 +317,9 @@ def test_arguments_that_are_json_text_are_encoded_once(written: str, rendered: s
 
 def test_a_template_without_a_place_for_tools_refuses_them(folder: Path) -> None:
     tokenizer = Tokenizer(folder)
-    with pytest.raises(ValueError, match="no place for tools"):
+    with pytest.raises(ValueError, match="does not support tools"):
         tokenizer.encode_chat(CHAT[1:2], tools=TOOLS)
-    with pytest.raises(ValueError, match="no place for tool_calls"):
+    with pytest.raises(ValueError, match="does not support tool_calls"):
         tokenizer.encode_chat([CHAT[1], {"role": "assistant", "content": "x", "tool_calls": [{"id": "c"}]}, CHAT[1]])
     assert tokenizer.encode_chat(CHAT[1:2], tools=[]) == tokenizer.encode_chat(CHAT[1:2])
 

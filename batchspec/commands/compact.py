@@ -1,7 +1,8 @@
-"""`batchspec compact OUT FOLDER`: the rows of a finished job in few large Parquet files, in a new folder.
+"""`batchspec compact OUT FOLDER`: write the rows of a finished job to a new folder, as a few large Parquet files.
 
-OUT is read only: its shards stay, and it resumes, retries and verifies as before. FOLDER gets its name when every file in it has
-been read back with its checksums and holds the job's rows in their order; it has data/ and the card, so that it can be published.
+OUT is only read: its shards stay, and it can be resumed, retried and verified as before. FOLDER appears under its name only after
+every file in it has been read back with its checksums and holds the job's rows in order. It contains data/ and the dataset card,
+ready to be published.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ RowId = tuple[int, int, str]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the folder and say what is in it. Raises OutputError for a job that is not complete or a folder that exists."""
+    """Write the folder and print a summary. Raises OutputError if the job is not complete or the folder exists."""
     parser = ArgumentParser(prog="batchspec compact", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", metavar="OUT", help="the output.dir of a finished job")
     parser.add_argument("folder", metavar="FOLDER", help="a local folder that does not exist yet")
     parser.add_argument("--file-mb", type=int, default=FILE_MB, metavar="MB", help="size of a file, in 1e6 bytes; %(default)s")
     args = parser.parse_args(argv)
     if args.file_mb < 1:
-        parser.error(f"--file-mb {args.file_mb}: a file has 1 MB at least")
+        parser.error(f"--file-mb {args.file_mb}: must be at least 1")
     output, target = OutputFolder(args.out), new_folder(args.folder, args.out)
     files, rows = compact(output, target, args.file_mb * 1_000_000)
     terminal.show_line(f"{target}: {rows:,} rows of {output.num_shards:,} shards in {files:,} file{'s' * (files != 1)}")
@@ -47,24 +48,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def new_folder(name: str, out: str) -> Path:
-    """The folder to write. Raises OutputError where it cannot be made, or would lie in the job's own."""
+    """The folder to write. Raises OutputError if it cannot be made or lies inside the job's own folder."""
     if "://" in name:
         raise OutputError(f"{name}: compact writes a local folder; give a path, and copy the folder where you need it")
     target = Path(name).absolute()
     if os.path.lexists(target):
         raise OutputError(f"{name} exists; compact writes a new folder: give another name")
     if not target.parent.is_dir():
-        raise OutputError(f"{name} lies in {target.parent}, which is no folder; make it first")
+        raise OutputError(f"{name}: its parent {target.parent} is not a folder; make it first")
     if "://" not in out and target.is_relative_to(Path(out).absolute()):
-        raise OutputError(f"{name} lies in the job's own folder {out}; give a folder beside it")
+        raise OutputError(f"{name} lies inside the job's own folder {out}; give a folder outside it")
     return target
 
 
 def compact(output: OutputFolder, target: Path, file_bytes: int) -> tuple[int, int]:
-    """Write the rows of a complete job to `target`, about `file_bytes` a file; how many files and rows there are.
+    """Write the rows of a complete job to `target`, about `file_bytes` a file; returns the numbers of files and rows.
 
-    A shard whose bytes are not those that were committed, or a file that reads back otherwise, leaves no folder.
-    Raises OutputError where shards are missing, StorageError.
+    Raises OutputError if shards are missing, and StorageError if a shard is damaged or a written file reads back with other
+    rows; no folder is left then.
     """
     if missing := output.missing():
         raise OutputError(
@@ -72,19 +73,19 @@ def compact(output: OutputFolder, target: Path, file_bytes: int) -> tuple[int, i
         )
     if damage := next(output.damage(), None):
         raise StorageError(damage)
-    with _finished(target) as aside:
-        written = _Files(aside / "data", file_bytes, {"batchspec.job": output.manifest.job, "batchspec.compacted": "true"})
+    with _finished(target) as temporary:
+        written = _Files(temporary / "data", file_bytes, {"batchspec.job": output.manifest.job, "batchspec.compacted": "true"})
         for index in range(output.num_shards):
             table, _ = output.written(index)
             written.add(table)
         written.close()
         if output.has_card():
-            (aside / "README.md").write_bytes(output.card())
+            (temporary / "README.md").write_bytes(output.card())
         return written.num_files, written.num_rows
 
 
 class _Files:
-    """Parquet files of one schema, filled one after another; each is read back when it is full."""
+    """Writes Parquet files of one schema, one after another; each is read back and compared when it is full."""
 
     def __init__(self, folder: Path, file_bytes: int, metadata: dict[str, str]) -> None:
         self._folder, self._file_bytes, self._metadata = folder, file_bytes, metadata
@@ -141,13 +142,13 @@ def _row_ids(table: pa.Table) -> list[RowId]:
 
 @contextmanager
 def _finished(target: Path) -> Iterator[Path]:
-    """A folder beside the target that takes its name when the block ends well, and is deleted when it does not."""
-    aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    """A temporary folder next to the target: renamed to it if the block succeeds, deleted if it fails."""
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     with storing(f"writing {target}"):
         try:
-            (aside / "data").mkdir(parents=True)
-            yield aside
-            aside.rename(target)
+            (temporary / "data").mkdir(parents=True)
+            yield temporary
+            temporary.rename(target)
         except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
             raise

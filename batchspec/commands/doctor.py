@@ -1,5 +1,5 @@
-"""`batchspec doctor`: what this machine has for a job, and what it lacks; `--tune` times a model's matrix products on its GPU;
-`--probe` finds out how a head wants the model's features."""
+"""`batchspec doctor`: print what this machine offers for a job, and what it lacks; `--tune` times a model's matrix products on
+its GPU; `--probe` finds out which of the model's features a draft head expects."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from batchspec.tuning.table import Product, save, tune, tuned_products
 
 
 def main(argv: list[str]) -> int:
-    """Print what there is, or tune; raises ConfigError for --tune without a GPU, CheckpointError for a MODEL that is none."""
+    """Print the findings, tune or probe. Raises ConfigError for --tune without a GPU, CheckpointError if MODEL is no model."""
     args = _parse(argv)
     if args.probe is not None:
         wanted_lengths = _contexts(args.contexts)
@@ -62,36 +62,36 @@ def main(argv: list[str]) -> int:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = ArgumentParser(prog="batchspec doctor", description=__doc__)
     add = parser.add_argument
-    add("model", metavar="MODEL", nargs="?", help=f"folder, hub id, config.json or {', '.join(SHAPES)} (with a usual head)")
-    add("--draft-path", metavar="HEAD", help="folder or hub id of an EAGLE-3 head made for MODEL")
-    add("--tune", action="store_true", help="time the matrix products of MODEL and HEAD, some ten seconds each; an idle GPU")
+    add("model", metavar="MODEL", nargs="?", help=f"folder, hub id, config.json or one of {', '.join(SHAPES)} (with a head)")
+    add("--draft-path", metavar="HEAD", help="folder or hub id of an EAGLE-3 head trained for MODEL")
+    add("--tune", action="store_true", help="time the matrix products of MODEL and HEAD, about 10 s each; needs an idle GPU")
     add(
         "--probe",
         metavar="PROMPTS",
         nargs="?",
         const="pkg://demo",
-        help="how HEAD wants MODEL's features, by what is accepted on these prompts, any input of a job; default: the demo's",
+        help="find MODEL's features that HEAD expects, by the acceptance on these prompts (any input); default: the demo's",
     )
-    add("--rows", type=int, default=64, help="--probe: prompts at most; default %(default)s")
+    add("--rows", type=int, default=64, help="--probe: maximum number of prompts; default %(default)s")
     add("--tokens", type=int, default=64, help="--probe: tokens of each answer; default %(default)s")
-    add("--contexts", help=f"--probe: prompt lengths to look at too; default {','.join(map(str, CONTEXTS))} on a GPU, else none")
-    add("--out", type=Path, metavar="FILE", help="table to add them to, instead of the one in your cache folder")
+    add("--contexts", help=f"--probe: also these prompt lengths; default {','.join(map(str, CONTEXTS))} on a GPU, else none")
+    add("--out", type=Path, metavar="FILE", help="--tune: table to add the results to, instead of the one in your cache folder")
     args = parser.parse_args(argv)
     for given, name in ((args.tune, "--tune"), (args.draft_path, "--draft-path")):
         if given and args.model is None:
             raise ConfigError(f"doctor {name} needs MODEL: a folder, a hub id, a config.json or one of {', '.join(SHAPES)}")
     if args.probe is not None and (args.draft_path is None or args.tune):
-        raise ConfigError("doctor --probe needs MODEL and --draft-path HEAD, and goes without --tune")
+        raise ConfigError("doctor --probe needs MODEL and --draft-path HEAD, and cannot be combined with --tune")
     for name, least in (("rows", 1), ("tokens", 4)):
         if (value := getattr(args, name)) < least:
             raise ConfigError(f"doctor --{name} {value} must be at least {least}; 64 is usual")
     if args.out and not args.tune:
-        raise ConfigError(f"doctor --out {args.out} is written by --tune alone; add it or remove --out")
+        raise ConfigError(f"doctor --out {args.out} is only written by --tune; add --tune or remove --out")
     return args
 
 
 def _contexts(given: str | None) -> tuple[int, ...]:
-    """--contexts in tokens, rising."""
+    """--contexts in tokens, ascending."""
     if given is None:
         return CONTEXTS if torch.cuda.is_available() else ()
     if not re.fullmatch(r"\d+(,\d+)*", given):
@@ -100,7 +100,7 @@ def _contexts(given: str | None) -> tuple[int, ...]:
 
 
 def versions() -> dict[str, str]:
-    """Of what a GPU's speed depends on, as far as it is installed."""
+    """Versions of the installed packages that a GPU's speed depends on."""
     found = {"batchspec": __version__, "torch": torch.__version__}
     for package in ("triton", "flashinfer-python"):
         try:

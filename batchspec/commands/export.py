@@ -1,12 +1,12 @@
-"""`batchspec export`: a job's output for training or as OpenAI's batch responses, and OpenAI's requests as input.
+"""`batchspec export`: convert a job's output to training data or OpenAI batch responses, or OpenAI batch requests to an input.
 
 chat               {"messages": [...]}: the prompt's turns and the answer; .jsonl or .parquet
 prompt_completion  {"prompt": [turns], "completion": [the answer's turn]}; .jsonl or .parquet
-openai             a line a request, its samples as choices; rows without a completion as `error`; .jsonl
+openai             one line a request, its samples as choices; rows without a completion become `error`; .jsonl
 
-TRL's trainers take chat and prompt_completion as they are: a row has one format, all of it lists of turns, and status ok.
+TRL's trainers read chat and prompt_completion directly: all rows have the same format, lists of turns, and by default status ok.
 
-Shard by shard, so that the size of the job does not matter; the file gets its name when it is complete.
+Shards are converted one at a time, so that memory does not grow with the job. The file appears under its name when complete.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ GROUP_ROWS = 8192
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the file and say what is in it and what is not. Raises OutputError, InputError, ConfigError, StorageError."""
+    """Write the file and print what it contains and leaves out. Raises OutputError, InputError, ConfigError, StorageError."""
     parser = ArgumentParser(prog="batchspec export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", metavar="OUT FILE", nargs="+", help="output folder and FILE to write; or, alone, OUT.parquet")
-    parser.add_argument("--to", choices=FORMATS, help="what to write the job's output as")
-    parser.add_argument("--from-openai", metavar="FILE.jsonl", type=Path, help="requests to write as a batchspec input")
-    parser.add_argument("--status", help=f"rows to write, comma-separated, of {', '.join(STATUSES)}; openai: all, else ok")
-    parser.add_argument("--overwrite", action="store_true", help="replace the file where it exists")
-    parser.add_argument("--drop", metavar="KEY", action="append", default=[], help="--from-openai: leave out a key of the body")
+    parser.add_argument("paths", metavar="OUT FILE", nargs="+", help="output folder, FILE to write; --from-openai: OUT.parquet")
+    parser.add_argument("--to", choices=FORMATS, help="format of FILE")
+    parser.add_argument("--from-openai", metavar="FILE.jsonl", type=Path, help="OpenAI batch requests to convert to an input")
+    parser.add_argument("--status", help=f"rows to write, comma-separated: {', '.join(STATUSES)}; default ok, openai: all")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
+    parser.add_argument("--drop", metavar="KEY", action="append", default=[], help="--from-openai: ignore this key of the body")
     args = parser.parse_intermixed_args(argv)
     source, paths = args.from_openai, args.paths
     if (args.to is None) == (source is None) or len(paths) != (2 if source is None else 1):
@@ -65,38 +65,38 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def target_file(name: str, overwrite: bool, suffixes: Sequence[str], form: str) -> Path:
-    """The file to write. Raises OutputError where it cannot be one, would replace another, or ends with none of the suffixes."""
+    """The file to write. Raises OutputError if it is not a possible file name, exists already, or has another suffix."""
     if "://" in name:
         raise OutputError(f"{name}: export writes a local file; give a path, and copy the file where you need it")
     target = Path(name)
     if target.is_dir() or not target.parent.is_dir():
-        what = "is a folder" if target.is_dir() else f"lies in {target.parent}, which is no folder"
+        what = "is a folder" if target.is_dir() else f"lies in {target.parent}, which is not a folder"
         raise OutputError(f"{name} {what}; give the name of a file in a folder that exists")
     if target.exists() and not overwrite:
         raise OutputError(f"{name} exists; give another name, or --overwrite to replace it")
     if target.suffix not in suffixes:
-        raise OutputError(f"{name}: {form} is written as {' or '.join(suffixes)}; give a file name that ends so")
+        raise OutputError(f"{name}: {form} is written as {' or '.join(suffixes)}; give a file name with such a suffix")
     return target
 
 
 def _statuses(wish: str | None, form: str) -> set[str]:
     statuses = set(wish.split(",")) if wish is not None else set(STATUSES if form == "openai" else ["ok"])
     if unknown := statuses - set(STATUSES):
-        raise ConfigError(f"--status {wish}: {', '.join(sorted(unknown))} is no status; choose of {', '.join(STATUSES)}")
+        raise ConfigError(f"--status {wish}: {', '.join(sorted(unknown))} is not a status; choose from {', '.join(STATUSES)}")
     return statuses
 
 
 def export(output: OutputFolder, target: Path, form: str, statuses: set[str]) -> str:
-    """Write the committed rows that have one of the statuses; what was written and left out, in a line."""
+    """Write the committed rows with one of the statuses; returns a line that says what was written and left out."""
     done = sorted(output.committed())
     if not done:
         raise OutputError(f"{output.path} has no committed shard yet; run the job first")
     if target.absolute().is_relative_to(Path(output.path, "data").absolute()):
-        raise OutputError(f"{target}: data/ holds shards alone, and readers would take the file; write it elsewhere")
+        raise OutputError(f"{target}: data/ may only hold shards, as readers take every file in it; write elsewhere")
     config = output.manifest.config
     kept = config.get("output", {}).get("messages", "full")
     if form != "openai" and kept == "none":
-        raise OutputError(f"{output.path} holds no prompts, which --to {form} writes; run the job with output.messages=full")
+        raise OutputError(f"{output.path} holds no prompts, which --to {form} needs; run the job with output.messages=full")
     left_out: Counter[str] = Counter()
 
     def wanted(row: Line) -> bool:
@@ -119,7 +119,7 @@ def export(output: OutputFolder, target: Path, form: str, statuses: set[str]) ->
     else:
         count = _write_lines(lines, target)
     if len(done) < output.num_shards:
-        terminal.say(f"{len(done)} of {output.num_shards} shards are committed: the rest is not in the file")
+        terminal.say(f"{len(done)} of {output.num_shards} shards are committed; the others are not in the file")
     missing = ", ".join(f"{number:,} {status}" for status, number in sorted(left_out.items()) if number)
     what = "rows" if target.suffix == ".parquet" else "lines"
     return f"{target}: {count:,} {what}" + (f"; rows left out: {missing}" if missing else "")
@@ -135,16 +135,20 @@ def _rows(output: OutputFolder, shards: list[int], form: str) -> Iterator[Line]:
 
 
 def _training_line(row: Line, form: str, *, whole: bool, goes_on: bool) -> dict[str, Any]:
-    """`goes_on`: the last turn may begin with the text that the answer went on with, and is whole with it alone."""
+    """One row of training data.
+
+    whole    `messages` ends with the answer's turn, which is cut off
+    goes_on  the answer may continue a final assistant turn of the prompt: then the last message is the complete answer
+    """
     prompt = row["messages"][:-1] if whole else row["messages"]
     answer = row["messages"][-1:] if goes_on else [{"role": "assistant", "content": row["completion"]}]
     return {"messages": prompt + answer} if form == "chat" else {"prompt": prompt, "completion": answer}
 
 
 def from_openai(source: Path, target: Path, drop: Sequence[str] = ()) -> str:
-    """Write a file of request lines as the Parquet input of a job: read twice, first to check every line.
+    """Convert a file of request lines to the Parquet input of a job. The file is read twice; the first pass checks every line.
 
-    Only columns that some line fills are written. Raises InputError for the first line that batchspec cannot honour.
+    Only columns that some line fills are written. Raises InputError for the first line that batchspec cannot follow.
     """
     used: set[str] = set()
     count = 0
@@ -189,7 +193,7 @@ def _write_lines(lines: Iterator[dict[str, Any]], target: Path) -> int:
 
 @contextmanager
 def _finished(target: Path) -> Iterator[Path]:
-    """A path beside the target that takes its name when the block ends well, and is deleted when it does not."""
+    """A temporary path next to the target: renamed to it if the block succeeds, deleted if it fails."""
     path = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     with storing(f"writing {target}"):
         try:

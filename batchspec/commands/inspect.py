@@ -1,4 +1,4 @@
-"""`batchspec inspect OUT ID`: one request in full: where it lies, its prompt and completion, what its rounds did, its error."""
+"""`batchspec inspect OUT ID`: one request in full: its rows in output and input, prompt, completion, speculation and error."""
 
 from __future__ import annotations
 
@@ -22,49 +22,49 @@ Row = Mapping[str, Any]
 
 NUM_NEAREST = 5
 FACT_CHARS = 10_000
-"""Of a copied column; whatever is longer is in the Parquet file."""
+"""Maximum number of characters shown of a copied column; the Parquet file has the whole value."""
 SHOWN_APART = {
     "request_id", "row_index", "sample_index", "status", "messages", "completion", "reasoning", "prompt_ids", "token_ids",
     "logprobs", "top_logprobs", "usage", "error", "spec_decode", "perf",
 }  # fmt: skip
-"""Output columns with a place of their own in what is printed, or too long for one line."""
+"""Output columns that have a section of their own, or are too long for one line."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the request; raises OutputError where the folder holds no job, the request or the sample is not there."""
+    """Print the request. Raises OutputError if the folder holds no job, or the job has no such request or sample."""
     parser = ArgumentParser(prog="batchspec inspect", description="One request of a job in full.")
     parser.add_argument("out", metavar="OUT", help="the job's output.dir")
     parser.add_argument("id", metavar="ID", help="request_id")
-    parser.add_argument("--sample", type=int, default=0, metavar="N", help="which of its samples, from 0")
+    parser.add_argument("--sample", type=int, default=0, metavar="N", help="index of the sample, from 0")
     args = parser.parse_args(argv)
     terminal.show(inspect(OutputFolder(args.out), args.id, args.sample))
     return 0
 
 
 def inspect(output: OutputFolder, request_id: str, sample: int = 0) -> str:
-    """The request as text. Reads the ids of all committed shards, and one shard in full."""
+    """The request as text. Reads the ids of the committed shards until it is found, and one row in full."""
     done = sorted(output.committed())
     for index in done:
         ids = _collected(output, output.scan([index]).select("request_id", "sample_index"))
-        places = ids.with_row_index("place").filter(pl.col("request_id") == request_id)
-        if not places.height:
+        found = ids.with_row_index("row").filter(pl.col("request_id") == request_id)
+        if not found.height:
             continue
-        samples = places["sample_index"].to_list()
+        samples = found["sample_index"].to_list()
         if sample not in samples:
             there = ", ".join(map(str, samples))
-            raise OutputError(f"{request_id} has no sample {sample}; it has {there}: give one of them to --sample")
-        place = places["place"][samples.index(sample)]
-        row = _collected(output, output.scan([index]).slice(place, 1)).row(0, named=True)
-        return "\n\n".join(_blocks(row, samples, f"data/{part_name(index)} row {place}", output.manifest))
+            raise OutputError(f"{request_id} has no sample {sample}; --sample may be {there}")
+        number = found["row"][samples.index(sample)]
+        row = _collected(output, output.scan([index]).slice(number, 1)).row(0, named=True)
+        return "\n\n".join(_blocks(row, samples, f"data/{part_name(index)} row {number}", output.manifest))
     among = f"{len(done)} of {output.num_shards} shards are committed"
     among += "" if len(done) == output.num_shards else ", the others not written yet"
     near = _nearest(output, done, request_id)
-    hint = f"the nearest ids are {', '.join(near)}" if near else "no id resembles it"
+    hint = f"the most similar ids are {', '.join(near)}" if near else "no id is similar"
     raise OutputError(f"{output.path} has no request {request_id!r} ({among}); {hint}")
 
 
 def _nearest(output: OutputFolder, shards: list[int], request_id: str) -> list[str]:
-    """Ids that resemble the one asked for, of every shard its best."""
+    """The NUM_NEAREST ids most similar to the one asked for."""
     near: list[str] = []
     for index in shards:
         ids = _collected(output, output.scan([index]).select(pl.col("request_id").unique(maintain_order=True)))
@@ -102,12 +102,13 @@ def _facts(row: Row, samples: list[int], where: str, manifest: Manifest) -> dict
         facts["sample"] = f"{row['sample_index']} of {len(samples)} (--sample N shows another)"
     facts |= {"status": row["status"], "output": where, "input": f"row {row['row_index']}"}
     if manifest.files:
-        file, place = locate(manifest.files, row["row_index"])
-        facts["input"] = f"row {row['row_index']}: {file} row {place}"
+        file, file_row = locate(manifest.files, row["row_index"])
+        facts["input"] = f"row {row['row_index']}: {file} row {file_row}"
     if row["usage"] is not None:
         counts = {name.removesuffix("_tokens"): count for name, count in row["usage"].items() if count is not None}
         facts["tokens"] = ", ".join(f"{count:,} {name}" for name, count in counts.items())
-    shown = [row["request_id"], *(turn["content"] for turn in row.get("messages") or [])]  # copied id and prompt columns
+    # Copies of the id and prompt columns are not shown again.
+    shown = [row["request_id"], *(turn["content"] for turn in row.get("messages") or [])]
     return facts | {k: v for k, v in row.items() if k not in SHOWN_APART and v is not None and v not in shown}
 
 
@@ -116,7 +117,7 @@ def _speculation(spec: Row) -> str:
         "drafter": spec["drafter"],
         "rounds": spec["num_spec_steps"],
         "draft tokens": f"{spec['num_draft_tokens']:,} verified, {spec['num_accepted_draft_tokens']:,} accepted, "
-        f"{spec['num_discarded_tokens']:,} emitted behind the stop",
+        f"{spec['num_discarded_tokens']:,} emitted after the stop",
         "prefills": spec["num_prefills"],
         "mean acceptance length": _number(spec["mean_acceptance_length"]),
         "acceptance rate": _number(spec["draft_acceptance_rate"]),

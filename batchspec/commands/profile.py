@@ -1,4 +1,4 @@
-"""What a round spends its time on: kernels, and the gaps between graph replays, from a trace of the torch profiler."""
+"""Where the time of a round goes: kernels, and the gaps between CUDA graph replays, from a trace of the torch profiler."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ class KernelTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Per round, over the profiled rounds. A round is one graph replay, or what ran in its share of the trace without graphs."""
+    """Times per round over the profiled rounds. A round is one graph replay; without graphs an equal share of the trace."""
 
     rounds: int
     round_us: float
-    """Median time from the beginning of one replay to that of the next."""
+    """Median time from the start of one replay to the start of the next."""
     busy_us: float
-    """Time in which a kernel of the replay ran, overlaps counted once."""
+    """Time during which at least one kernel of the replay ran."""
     gap_us: float
-    """Median time from the end of a replay to the beginning of the next."""
+    """Median time from the end of a replay to the start of the next."""
     outside_us: float
-    """Kernels and copies between replays: page tables, results on their way to the host."""
+    """Kernels and copies outside the replays: page tables, copies of results to the host."""
     kernels: tuple[KernelTime, ...]
-    """Of the replays, the longest first."""
+    """Kernels of the replays, the longest first."""
 
     @property
     def kernels_per_round(self) -> float:
@@ -78,7 +78,7 @@ class Profile:
 
 
 def profile_rounds(engine: Engine, requests: Iterable[Request]) -> Profile:
-    """Trace some rounds of a run once all slots are filled. Raises ConfigError without a GPU, or where the run is too short."""
+    """Trace some rounds of a run once all slots are filled. Raises ConfigError without a GPU or if the run is too short."""
     if not torch.cuda.is_available():
         raise ConfigError("--profile needs a GPU: it lists kernels; leave it out")
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
@@ -111,7 +111,7 @@ def profile_rounds(engine: Engine, requests: Iterable[Request]) -> Profile:
 
 
 def profile_calls(call: Callable[[], object], count: int) -> Profile:
-    """Trace `count` calls, a round each. Raises ConfigError without a GPU."""
+    """Trace `count` calls, each counted as a round. Raises ConfigError without a GPU."""
     if not torch.cuda.is_available():
         raise ConfigError("--profile needs a GPU: it lists kernels; leave it out")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -130,7 +130,7 @@ def _events(profiler: torch.profiler.profile) -> list[dict[str, Any]]:
 
 
 def read_trace(events: Sequence[dict[str, Any]], num_rounds: int) -> Profile:
-    """A Profile of Chrome trace events (ts and dur in us). `num_rounds` counts where the trace holds no graph launch."""
+    """The Profile of Chrome trace events (ts and dur in us). `num_rounds` is used if the trace holds no graph launch."""
     launches = {
         event["args"]["correlation"] for event in events
         if "GraphLaunch" in event.get("name", "") and event.get("cat") in ("cuda_runtime", "cuda_driver")
@@ -163,7 +163,7 @@ def read_trace(events: Sequence[dict[str, Any]], num_rounds: int) -> Profile:
 
 
 def _union(run: Sequence[dict[str, Any]]) -> float:
-    """Microseconds covered by the events, which come in order of their beginning."""
+    """Microseconds covered by the events, which are sorted by their start."""
     total, end = 0.0, float("-inf")
     for event in run:
         stop = event["ts"] + event["dur"]

@@ -1,15 +1,17 @@
-"""`batchspec prompts`: varied prompts that a chat model writes itself, to train a drafter on without a data set.
+"""`batchspec prompts`: let a chat model write varied prompts itself, to train a drafter without a data set.
 
     batchspec prompts --open MODEL --rows 20000 openings.parquet
     JOB input.path=openings.parquet output.dir=turns decode.temperature=1 decode.max_new_tokens=512
     batchspec prompts --from turns questions.parquet
     JOB input.path=questions.parquet output.dir=answers decode.temperature=0.8 decode.max_new_tokens=512
 
-with JOB for python -m batchspec.run model.path=MODEL output=training; batchspec train reads input.path=[turns,answers].
-Behind the bare opening of a user's turn in its own chat template the model writes what users ask; the second job answers it.
-With --behind answers the next user's turns are opened behind those chats: the same steps again give longer ones.
---texts N adds N texts to work on: each line of --tasks is a task (summarise this, answer from these passages ...), which the
-model is told as its system prompt while it writes the text, and which stands above the text in the question.
+JOB is python -m batchspec.run model.path=MODEL output=training. Then batchspec train reads input.path=[turns,answers].
+
+In the first job the prompt is only the opening of a user's turn in the model's chat template, so that the model writes what a
+user would ask; the second job answers it. With --behind answers, the opening of the next user's turn follows those chats: repeat
+the steps for longer chats.
+--texts N adds N rows whose question contains a text: each line of --tasks is a task (summarise this, answer from these passages
+...). It is the system prompt while the model writes the text, and precedes the text in the question.
 """
 
 from __future__ import annotations
@@ -39,35 +41,35 @@ Chat = list[dict[str, str]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the file and say what is in it. Raises ConfigError, CheckpointError, InputError, OutputError."""
+    """Write the file and print a summary. Raises ConfigError, CheckpointError, InputError, OutputError."""
     parser = ArgumentParser(prog="batchspec prompts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("file", metavar="FILE.parquet", help="what to write: the input of a job")
-    add("--open", metavar="MODEL", dest="model", help="folder or hub id of a chat model: rows that open a user's turn")
-    add("--behind", metavar="OUT", help="--open: behind the chats of this job, which has the column messages")
-    add("--rows", type=int, default=20000, help="--open: how many at most; default %(default)s")
-    add("--texts", type=int, default=0, metavar="N", help="--open: N rows more, whose turns are texts for the tasks")
-    add("--tasks", metavar="FILE", default="pkg://tasks", help="--texts: a task a line; default %(default)s, the shipped ones")
-    add("--from", metavar="OUT", dest="output", help="output of the job over such rows: its finished turns as messages")
-    add("--overwrite", action="store_true", help="replace the file where it exists")
+    add("file", metavar="FILE.parquet", help="file to write: the input of a job")
+    add("--open", metavar="MODEL", dest="model", help="folder or hub id of a chat model: write rows that open a user's turn")
+    add("--behind", metavar="OUT", dest="chats", help="--open: continue the chats of this job, which has the column messages")
+    add("--rows", type=int, default=20000, help="--open: maximum number of rows; default %(default)s")
+    add("--texts", type=int, default=0, metavar="N", help="--open: N more rows, whose turns are texts for the tasks")
+    add("--tasks", metavar="FILE", default="pkg://tasks", help="--texts: file with one task a line; default %(default)s")
+    add("--from", metavar="OUT", dest="output", help="output of a job on such rows: write its finished turns as messages")
+    add("--overwrite", action="store_true", help="replace the file if it exists")
     args = parser.parse_args(argv)
-    if (args.model is None) == (args.output is None) or sum(map(bool, (args.behind, args.texts, args.output))) > 1:
+    if (args.model is None) == (args.output is None) or sum(map(bool, (args.chats, args.texts, args.output))) > 1:
         parser.error("give --open MODEL [--behind OUT or --texts N], or --from OUT")
     target = target_file(args.file, args.overwrite, (".parquet",), "a file of prompts")
     if args.output is None:
-        terminal.show_line(_open(args.model, args.rows, args.texts, args.tasks, args.behind, target))
+        terminal.show_line(_open(args.model, args.rows, args.texts, args.tasks, args.chats, target))
     else:
         terminal.show_line(_collect(args.output, target))
     return 0
 
 
-def _open(model: str, rows: int, texts: int, tasks: str, behind: str | None, target: Path) -> str:
-    """Jobs draw equal rows each by a seed of its own, because their ids differ."""
+def _open(model: str, rows: int, texts: int, tasks: str, chats_output: str | None, target: Path) -> str:
+    """Write the rows that open a user's turn. Equal prompts get different seeds in a job, because their ids differ."""
     for option, given, least in (("--rows", rows, 0 if texts else 1), ("--texts", texts, 0)):
         if given < least:
             raise ConfigError(f"prompts {option} {given} must be at least {least}; 20000 is usual")
     tokenizer = Tokenizer(find_model(model, key="--open").folder)
-    if behind is None:
+    if chats_output is None:
         opening, end = opening_of(tokenizer)
         columns: dict[str, list[object]] = {"id": [f"turn-{i:06}" for i in range(rows)], "prompt_ids": [opening] * rows}
         if texts:
@@ -77,7 +79,7 @@ def _open(model: str, rows: int, texts: int, tasks: str, behind: str | None, tar
             columns["prompt_ids"] += [under[i % len(told)] for i in range(texts)]
             columns["task"] = [*[None] * rows, *(told[i % len(told)] for i in range(texts))]
     else:
-        chats = _chats(behind, rows)
+        chats = _chats(chats_output, rows)
         openings = [opening_of(tokenizer, chat) for _, chat in chats]
         end = openings[0][1]
         columns = {"id": [name for name, _ in chats], "prompt_ids": [ids for ids, _ in openings], "turns": [c for _, c in chats]}
@@ -91,23 +93,23 @@ def _open(model: str, rows: int, texts: int, tasks: str, behind: str | None, tar
 
 
 def opening_of(tokenizer: Tokenizer, chat: Sequence[dict[str, str]] = ()) -> tuple[list[int], str | None]:
-    """What stands before the text of a user's turn behind `chat`, in tokens, and the special token behind it, None without one.
+    """The tokens that precede the text of a user's turn after `chat`, and the special token that follows the text, or None.
 
-    Raises CheckpointError for a model without a chat template, or with one that leaves a user's text out or changes it.
+    Raises CheckpointError for a model without a chat template, or with one that drops or changes a user's text.
     """
     try:
         text = tokenizer.render_chat([*chat, {"role": "user", "content": _MARK}])
     except ValueError as error:
         raise CheckpointError(f"prompts --open: {error}") from None
-    before, found, behind = text.partition(_MARK)
+    before, found, after = text.partition(_MARK)
     if not found or not before:
         raise CheckpointError("prompts --open: the chat template does not open a user's turn before its text; take another model")
     special = {index: content for content, index in tokenizer.special_ids.items()}
-    return tokenizer.encode_part(before), next((special[i] for i in tokenizer.encode_part(behind)[:1] if i in special), None)
+    return tokenizer.encode_part(before), next((special[i] for i in tokenizer.encode_part(after)[:1] if i in special), None)
 
 
 def _tasks(source: str) -> list[str]:
-    """The lines of a text file that hold something."""
+    """The lines of a text file that are not blank."""
     shipped = importlib.resources.files("batchspec.conf") / "prompts" / "tasks.txt"
     file = shipped if source == "pkg://tasks" else Path(source)
     try:
@@ -115,12 +117,12 @@ def _tasks(source: str) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--tasks {source}: cannot be read as text: {error}") from None
     if not any(lines):
-        raise InputError(f"--tasks {source}: no line holds a task; write one a line")
+        raise InputError(f"--tasks {source}: it contains no task; write one a line")
     return [line for line in lines if line]
 
 
 def _chats(output: str, limit: int) -> list[tuple[str, Chat]]:
-    """Chats of a job that ended by themselves, an id made of each one's own."""
+    """Chats of a job whose answer ended by itself, each with an id derived from its own."""
     found: list[tuple[str, Chat]] = []
     for request_id, status, messages in _columns(output, "--behind", "request_id", "status", "messages"):
         if status == "ok" and messages and not any(turn["content"] is None or turn.get("tool_calls") for turn in messages):
@@ -129,12 +131,12 @@ def _chats(output: str, limit: int) -> list[tuple[str, Chat]]:
         if len(found) == limit:
             break
     if not found:
-        raise InputError(f"--behind {output}: no chat ended by itself; raise decode.max_new_tokens")
+        raise InputError(f"--behind {output}: no answer ended by itself; raise decode.max_new_tokens")
     return found
 
 
 def _collect(output: str, target: Path) -> str:
-    """Each different turn that the model ended itself, once, with what stood before it."""
+    """Write each distinct turn that the model ended itself, once, with the chat or task before it."""
     has = open_source(InputConfig(path=output)).schema.names
     before = [name for name in ("turns", "task") if name in has]
     seen: dict[str, tuple[str, Chat]] = {}
@@ -143,7 +145,7 @@ def _collect(output: str, target: Path) -> str:
         total += 1
         known = dict(zip(before, cells, strict=True))
         task = known.get("task")
-        ended = status == "ok" or (status == "truncated" and task)  # a text to work on may end anywhere
+        ended = status == "ok" or (status == "truncated" and task)  # the text of a task may be cut off anywhere
         if ended and text is not None and (turn := text.strip()):
             content = f"{task}\n\n{turn}" if task else turn
             seen.setdefault(turn, (request_id, [*(known.get("turns") or []), {"role": "user", "content": content}]))
@@ -151,11 +153,11 @@ def _collect(output: str, target: Path) -> str:
         raise InputError(f"--from {output}: none of {total} rows ended by itself; raise decode.max_new_tokens")
     names, chats = zip(*seen.values(), strict=True)
     _write(pa.table({"id": pa.array(names), "messages": pa.array(chats, _CHAT)}), target)
-    return f"{target}: {len(seen):,} different turns of {total:,}; the others were cut off, empty or the same"
+    return f"{target}: {len(seen):,} distinct turns of {total:,}; the others were cut off, empty or repeated"
 
 
 def _columns(output: str, option: str, *names: str) -> Iterator[tuple[Any, ...]]:
-    """Cells of these columns, row by row."""
+    """The values of these columns, row by row."""
     source = open_source(InputConfig(path=output))
     missing = [name for name in names if name not in source.schema.names]
     if missing:
@@ -171,6 +173,7 @@ def _write(table: pa.Table, target: Path) -> None:
         pq.write_table(table, scratch, compression="zstd")
         os.replace(scratch, target)
     except OSError as error:
-        raise OutputError(f"{target}: cannot be written: {error.strerror or error}; name a file in a folder of yours") from None
+        why = error.strerror or error
+        raise OutputError(f"{target}: cannot be written: {why}; name a file in a folder that you may write to") from None
     finally:
         scratch.unlink(missing_ok=True)

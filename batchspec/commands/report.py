@@ -1,4 +1,4 @@
-"""`batchspec report OUT`: write report.html of a job anew, as far as it is."""
+"""`batchspec report OUT`: write report.html of a job again, with what is committed so far."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from batchspec.runstate.output_folder import OutputFolder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Raises OutputError where there is nothing to show, ConfigError without the extra `report`."""
-    parser = ArgumentParser(prog="batchspec report", description="Write OUT/report.html: a job in pictures.")
+    """Write the report. Raises OutputError if there is nothing to show, ConfigError without the extra `report`."""
+    parser = ArgumentParser(prog="batchspec report", description="Write OUT/report.html: charts of a job.")
     parser.add_argument("out", metavar="OUT", help="the job's output.dir")
-    parser.add_argument("--by", metavar="COLUMN", help="acceptance by the values of this output column too")
+    parser.add_argument("--by", metavar="COLUMN", help="also show acceptance by the values of this output column")
     args = parser.parse_args(argv)
     output = OutputFolder(args.out)
     write_report(output, args.by)

@@ -1,4 +1,4 @@
-"""`batchspec stats OUT`: what a job produced, and where its drafts were accepted."""
+"""`batchspec stats OUT`: what a job produced, and how its drafts were accepted."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ MAX_GROUPS = 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the statistics of the job in OUT; raises OutputError where there are none."""
+    """Print the statistics of the job in OUT. Raises OutputError if there are none."""
     parser = ArgumentParser(prog="batchspec stats", description="Statistics of a job's committed output.")
     parser.add_argument("out", metavar="OUT", help="the job's output.dir")
-    parser.add_argument("--by", metavar="COLUMN", help="acceptance by the values of this output column too")
+    parser.add_argument("--by", metavar="COLUMN", help="also show acceptance by the values of this output column")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
     stats = job_stats(args.out, args.by)
@@ -54,7 +54,7 @@ def _facts(stats: JobStats) -> str:
         "errors": _listed(stats.by_error),
         "prompt tokens": f"{stats.prompt_tokens:,} ({stats.cached_tokens:,} from shared prefixes)",
         "completion tokens": f"{stats.completion_tokens:,}",
-        "reasoning tokens": f"{stats.reasoning_tokens:,} of these, {stats.reasoning_truncated:,} thoughts cut off",
+        "reasoning tokens": f"{stats.reasoning_tokens:,} of these, {stats.reasoning_truncated:,} thoughts truncated",
         "drafter": stats.drafter,
     }
     if not stats.reasoning_tokens:
@@ -62,7 +62,7 @@ def _facts(stats: JobStats) -> str:
     if stats.drafter != "none":
         facts |= {
             "rounds": f"{every.rounds:,}",
-            "draft tokens": f"{every.drafted:,} verified, {every.accepted:,} accepted, {every.discarded:,} emitted behind a stop",
+            "draft tokens": f"{every.drafted:,} verified, {every.accepted:,} accepted, {every.discarded:,} emitted after a stop",
             "mean acceptance length": f"{_number(every.mean_acceptance_length)} "
             f"(mean over requests {_number(every.mean_length_over_requests)})",
             "acceptance rate": f"{_number(every.acceptance_rate)} (mean over requests {_number(every.mean_rate_over_requests)})",

@@ -1,4 +1,4 @@
-"""`batchspec status OUT`: how far a job is, over all of its runs. Reads progress files, claims and names of shards, no row."""
+"""`batchspec status OUT`: progress of a job over all its runs. Reads progress files, claims and shard names, but no rows."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = ArgumentParser(prog="batchspec status", description="How far a job is, over all of its runs.")
     parser.add_argument("out", metavar="OUT", help="the job's output.dir")
-    parser.add_argument("--watch", metavar="SECONDS", type=float, nargs="?", const=WATCH_S, help="again and again until the end")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, a line each time with --watch")
+    parser.add_argument("--watch", metavar="SECONDS", type=float, nargs="?", const=WATCH_S, help="repeat until it is complete")
+    parser.add_argument("--json", action="store_true", help="print one JSON object; with --watch one line each time")
     args = parser.parse_args(argv)
     if args.watch is not None and not args.watch >= 1:
-        parser.error(f"--watch {args.watch:g}: look at most once a second")
+        parser.error(f"--watch {args.watch:g}: must be at least 1 second")
     watcher = Watcher(OutputFolder(args.out))
     screen = args.watch is not None and not args.json and sys.stdout.isatty()
     try:
@@ -81,7 +81,7 @@ def _facts(status: JobStatus) -> Iterator[str]:
     length = status.mean_acceptance_length
     if living:
         left = "unknown" if status.left_s is None else tqdm.format_interval(status.left_s)
-        if status.left_s is not None and status.left_s < BEAT_S:  # what runs said is as old as that
+        if status.left_s is not None and status.left_s < BEAT_S:  # the runs' reports may be as old as that
             left = f"under {BEAT_S:.0f} s"
         yield f"  {status.tok_s:,.0f} tok/s by {_count(len(living), 'run')}, time left {left}"
     yield f"  {status.tokens:,} tokens" + ("" if length is None else f", mean acceptance length {length:.2f}")
@@ -89,18 +89,18 @@ def _facts(status: JobStatus) -> Iterator[str]:
         yield f"  {_count(status.errors, 'error row')}; batchspec stats {one_line(status.path)} counts them by code"
     slow = [each for each in living if each.straggler]
     if slow:
-        yield f"  stragglers, less than half as fast as the others: {', '.join(one_line(each.run.name) for each in slow)}"
+        yield f"  stragglers, less than half the speed of the others: {', '.join(one_line(each.run.name) for each in slow)}"
     for each in living:
         if each.state == "stuck":
-            yield f"  stuck: {one_line(each.run.name)} has had no round for {_ago(each.run.quiet_s)}; look at its log"
+            yield f"  stuck: {one_line(each.run.name)} has had no round for {_ago(each.run.quiet_s)}; check its log"
     if status.stale_claims:
         shards = ", ".join(map(str, list(status.stale_claims)[:10])) + (", ..." if len(status.stale_claims) > 10 else "")
-        todo = "another run takes them up" if living else "the next run takes them up"
-        yield f"  stale claims of runs that are no more, on shards {shards}: {todo}"
+        todo = "another run will take them over" if living else "the next run will take them over"
+        yield f"  stale claims of runs that have ended, on shards {shards}: {todo}"
     if status.unreadable:
-        yield f"  {_count(status.unreadable, 'progress file')} not readable, passed over"
+        yield f"  {_count(status.unreadable, 'progress file')} not readable, ignored"
     if status.state == "stopped":
-        yield "  no run works on it; run the same command again to go on"
+        yield "  no run is working on it; run the same command again to continue"
 
 
 def _line(each: RunStatus) -> tuple[str, ...]:
@@ -114,13 +114,13 @@ def _line(each: RunStatus) -> tuple[str, ...]:
 
 def _end(each: RunStatus) -> str:
     run = each.run
-    said = {
-        "gone": "killed or crashed: its process is no more",
-        "silent": "no sign of life: killed, crashed, or cut off",
+    reason = {
+        "gone": "killed or crashed: its process has ended",
+        "silent": "no heartbeat: killed, crashed, or disconnected",
     }.get(each.state, run.said)
     made = f"{_count(run.shards, 'shard')}, {_count(run.completions, 'completion')}"
     line = f"  {one_line(each.run.name)}  {each.state} {_ago(each.age_s)} ago, {made}"
-    return line + (f": {one_line(' '.join(said.split()), MESSAGE_CHARS)}" if said else "")
+    return line + (f": {one_line(' '.join(reason.split()), MESSAGE_CHARS)}" if reason else "")
 
 
 def _ago(seconds: float) -> str:

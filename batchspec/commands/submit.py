@@ -1,7 +1,7 @@
-"""`batchspec submit`: a job as a Slurm array. Judges what the run will meet - configuration, input, model and drafter with the
-headers of their weights - and prints the line of sbatch; --go runs it.
+"""`batchspec submit`: run a job as a Slurm array. It checks everything that the run will check - configuration, input, model and
+drafter with the headers of their weights - and prints the sbatch command; --go runs it.
 
-`--unseen` judges the configuration alone: for paths that only the nodes of the cluster see.
+`--unseen` checks only the configuration: for paths that exist only on the nodes of the cluster.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def main(argv: Sequence[str]) -> int:
     overrides = [item for item in argv if item not in ("--go", "--unseen")]
     go, unseen = "--go" in argv, "--unseen" in argv
     if {"-m", "--multirun"} & set(overrides):
-        raise ConfigError("submit is for one job; a sweep submits its own: batchspec run -m hydra/launcher=submitit_slurm ...")
+        raise ConfigError("submit takes one job; for a sweep: batchspec run -m hydra/launcher=submitit_slurm ...")
 
     def submit(config: RunConfig) -> None:
         if not unseen:
-            from batchspec.prepare import open_job  # and with it torch: a wrong configuration has been refused before that
+            from batchspec.prepare import open_job  # imports torch, so only after the configuration was checked
 
             open_job(config, fetch=False, here=False)
         command = sbatch_line(config.cluster, overrides)
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def sbatch_line(cluster: ClusterConfig, overrides: Sequence[str]) -> list[str]:
-    """The words of sbatch for an array whose tasks run `overrides` with this very Python."""
+    """The sbatch command of an array whose tasks run `overrides` with this Python."""
     script = importlib.resources.files("batchspec.conf") / "job" / "submit.sbatch"
     memory = None if cluster.memory_gb is None else max(1, int(cluster.memory_gb * 1e9 / 2**20))
     minutes = None if cluster.time_h is None else max(1, round(cluster.time_h * 60))
@@ -59,22 +59,22 @@ def sbatch_line(cluster: ClusterConfig, overrides: Sequence[str]) -> list[str]:
         "account": cluster.account,
         "export": f"ALL,BATCHSPEC_PYTHON={sys.executable}",
     }
-    words = [f"--{name}={value}" for name, value in options.items() if value is not None]
-    return ["sbatch", *words, *cluster.sbatch, str(script), *overrides]
+    flags = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    return ["sbatch", *flags, *cluster.sbatch, str(script), *overrides]
 
 
 def submitted(command: Sequence[str], config: RunConfig) -> str:
-    """Run sbatch; what it made, and how to look at that. Raises ConfigError with what sbatch refuses."""
-    Path(config.cluster.log).parent.mkdir(parents=True, exist_ok=True)  # Slurm says nothing where it is missing
+    """Run sbatch; returns the job id with commands to watch it. Raises ConfigError with sbatch's message if it fails."""
+    Path(config.cluster.log).parent.mkdir(parents=True, exist_ok=True)  # Slurm fails silently without it
     try:
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=TIMEOUT_S)
     except FileNotFoundError as error:
-        raise ConfigError("there is no sbatch on this machine; run the line above where jobs are submitted") from error
+        raise ConfigError("there is no sbatch on this machine; run the command above on a login node of the cluster") from error
     except subprocess.TimeoutExpired as error:
         raise ConfigError(f"sbatch did not answer within {TIMEOUT_S:g} s; ask squeue before you submit again") from error
     number = re.search(r"batch job (\d+)", done.stdout)
     if done.returncode != 0 or number is None:
         raise ConfigError(f"sbatch refused: {' '.join((done.stderr or done.stdout).split())}")
     job, log = number[1], config.cluster.log.replace("%A", number[1]).replace("%a", "*")
-    look = f"look at it:  squeue -j {job}  |  tail -f {log}  |  batchspec status {config.output.dir}"
-    return f"job {job} with {config.cluster.tasks} tasks; {look}"
+    watch = f"look at it:  squeue -j {job}  |  tail -f {log}  |  batchspec status {config.output.dir}"
+    return f"job {job} with {config.cluster.tasks} tasks; {watch}"

@@ -1,10 +1,10 @@
-"""`batchspec verify OUT`: decode rows of a job again, without speculation and one by one, and compare the tokens.
+"""`batchspec verify OUT`: decode rows of a job again, without speculation and one at a time, and compare the tokens.
 
-Equal tokens are what batchspec promises, up to rounding. Where a row differs, the first difference is shown with its gap: how
-far apart the two tokens score there (logit + temperature * noise). A gap near the rounding of the dtype is a tie that
-fell the other way; a large gap is an error. --dtype and --device decode the rows again in another precision or on the other
-device: the share of rows that differ then says what the precision costs. With --files it reads every output file and finds what
-a disk or a copy has changed.
+batchspec promises equal tokens, up to rounding. For each row that differs, the first difference is printed with its gap: how far
+apart the scores (logit + temperature * noise) of the two tokens are. A gap near the rounding error of the dtype is a tie resolved
+the other way; a large gap is an error. --dtype and --device decode the rows in another precision or on another device: the share
+of rows that differ then measures the effect of the precision. --files instead reads every output file and finds those that a disk
+or a copy has changed.
 """
 
 from __future__ import annotations
@@ -40,49 +40,50 @@ from batchspec.text import MESSAGE_CHARS, one_line
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first place at which a row's tokens are not those of plain decoding."""
+    """The first output token of a row that differs from plain decoding."""
 
     request_id: str
     sample_index: int
-    place: int
-    """Output token, from 0."""
+    token_index: int
+    """Index of the output token, from 0."""
     written: int | None
-    """Token in the output; None where the output ends earlier."""
+    """Token id in the output; None if the output ended before."""
     plain: int | None
+    """Token id of plain decoding; None if that ended before."""
     gap: float | None
-    """Score of the plain token minus that of the written one, in logits; None where one of them is missing."""
+    """Score of the plain token minus that of the written one, in logits; None if one of them is missing."""
 
 
 def main(argv: list[str]) -> int:
     parser = ArgumentParser(prog="batchspec verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", metavar="OUT", help="output folder of a job that wrote token_ids")
-    parser.add_argument("--rows", type=_count, default=20, help="completions to decode again, evenly spread; 0 is all")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float64"], help="of the second decoding; else the job's")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="of the second decoding; else the job's")
-    parser.add_argument("--files", action="store_true", help="compare all output files with their checksums instead")
+    parser.add_argument("--rows", type=_count, default=20, help="number of completions to decode again, evenly spread; 0: all")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float64"], help="dtype of the decoding; default: the job's")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="device of the decoding; default: the job's")
+    parser.add_argument("--files", action="store_true", help="instead compare all output files with their checksums")
     args = parser.parse_args(argv)
     if args.files:
         return check_files(args.out)
     checked, differences = verify(args.out, args.rows, dtype=args.dtype, device=args.device)
     for d in differences:
         gap = "-" if d.gap is None else f"{d.gap:.3g}"
-        where = f"{one_line(d.request_id)} sample {d.sample_index} token {d.place}"
+        where = f"{one_line(d.request_id)} sample {d.sample_index} token {d.token_index}"
         terminal.show(f"{where}: {d.written} in the output, {d.plain} by plain decoding, score gap {gap}")
-    terminal.show(f"{checked} completions decoded again alone and without speculation: {len(differences)} differ")
+    terminal.show(f"{checked} completions decoded again one at a time and without speculation: {len(differences)} differ")
     if differences:
         rounding = "about 1e-4 in float32, 0.1 in bfloat16"
-        terminal.show(f"a gap up to the rounding of the logits ({rounding}) is a tie that fell the other way")
+        terminal.show(f"a gap up to the rounding error of the logits ({rounding}) is a tie resolved the other way")
     return 1 if differences else 0
 
 
 def _count(text: str) -> int:
     if (count := int(text)) < 0:
-        raise argparse.ArgumentTypeError(f"{count} counts completions; 0 is all")
+        raise argparse.ArgumentTypeError(f"{count} must be a number of completions; 0: all")
     return count
 
 
 def check_files(out: str | Path) -> int:
-    """Name every damaged file of a job; the exit code."""
+    """Print every damaged file of a job; returns the exit code."""
     output = OutputFolder(out)
     damage = list(output.damage())
     summary = f"{len(output.committed())} files compared with their checksums: {len(damage)} are damaged"
@@ -93,9 +94,9 @@ def check_files(out: str | Path) -> int:
 def verify(
     out: str | Path, num_rows: int, *, dtype: str | None = None, device: str | None = None
 ) -> tuple[int, list[Difference]]:
-    """How many completions were decoded again, and those that differ. Raises OutputError without a job or token_ids.
+    """The number of completions decoded again, and the differences. Raises OutputError without a job or token_ids.
 
-    dtype, device  of the second decoding; None: those of the job
+    dtype, device  for the second decoding; None: those of the job
     """
     job = _job_of(out, dtype, device)
     written = _written_tokens(out, num_rows)
@@ -134,7 +135,7 @@ def _plain_engine(job: Job) -> Engine:
 def _written_tokens(out: str | Path, num_rows: int) -> dict[tuple[int, int], list[int]]:
     table = OutputFolder(out).scan()
     if "token_ids" not in table.collect_schema().names():
-        raise OutputError(f"{out} holds no token_ids, which verify compares; run the job with output.token_ids=true")
+        raise OutputError(f"{out} holds no token_ids, which verify needs; run the job with output.token_ids=true")
     with scanning(str(out)):
         rows = table.filter(pl.col("token_ids").is_not_null()).select("row_index", "sample_index", "token_ids").collect()
     if num_rows and rows.height > num_rows:
@@ -153,21 +154,21 @@ def _requests(job: Job, wanted: set[tuple[int, int]]) -> Iterator[Request]:
 
 
 def _first_difference(engine: Engine, request: Request, written: list[int], plain: list[int]) -> Difference:
-    place = next((i for i, (a, b) in enumerate(zip(written, plain, strict=False)) if a != b), min(len(written), len(plain)))
-    old = written[place] if place < len(written) else None
-    new = plain[place] if place < len(plain) else None
+    token_index = next((i for i, (a, b) in enumerate(zip(written, plain, strict=False)) if a != b), min(len(written), len(plain)))
+    old = written[token_index] if token_index < len(written) else None
+    new = plain[token_index] if token_index < len(plain) else None
     gap = None
     if old is not None and new is not None:
-        scores = _scores(engine, request, plain[:place])
+        scores = _scores(engine, request, plain[:token_index])
         gap = float(scores[new] - scores[old])
     return Difference(
-        request_id=request.request_id, sample_index=request.sample_index, place=place, written=old, plain=new, gap=gap
+        request_id=request.request_id, sample_index=request.sample_index, token_index=token_index, written=old, plain=new, gap=gap
     )  # fmt: skip
 
 
 @torch.inference_mode()
 def _scores(engine: Engine, request: Request, output: list[int]) -> Tensor:
-    """What the draw behind `output` maximised, for every token [V]: penalised logit + temperature * noise, before filters."""
+    """The score [V] that the draw after `output` maximises: penalised logit + temperature * noise, before top-k, top-p, min-p."""
     rows, count = engine.executor.rows, len(request.prompt_ids) + len(output)
     pages = RowPages(engine.pools.groups.num_groups)
     engine.pools.grow(pages, -(-count // PAGE_SIZE))

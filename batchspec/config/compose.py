@@ -143,7 +143,7 @@ def reported(task: Callable[[], int | None]) -> int:
     except BatchspecError as error:
         return _report(error)
     except Exception:
-        terminal.trouble(traceback.format_exc())
+        terminal.print_traceback(traceback.format_exc())
         return 1
 
 

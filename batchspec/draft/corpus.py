@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from batchspec.draft.base import DrafterUpdate
-from batchspec.kernels.drafting.corpus import SEED, next_hash, pack_entries
+from batchspec.kernels.drafting.corpus_lookup import SEED, next_hash, pack_entries
 
 Tokens = NDArray[np.int32]
 ENTRIES_A_TOKEN = 4

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.kernels.sampling.add_gumbel_noise import add_gumbel_noise
 from batchspec.kernels.sampling.argmax import argmax
 from batchspec.kernels.sampling.cutoff import cutoff
-from batchspec.kernels.sampling.noise import add_noise
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +57,7 @@ class Draws:
         low = torch.full_like(logits[:, 0], -torch.inf, dtype=dtype)
         if self.filters:
             cutoff(logits, self.row_ids, rows.temperature, rows.top_k, rows.top_p, rows.min_p, out_cutoff=low)
-        add_noise(logits, self.row_ids, self.positions, rows.keys, rows.temperature, low, map_ids)
+        add_gumbel_noise(logits, self.row_ids, self.positions, rows.keys, rows.temperature, low, map_ids)
 
 
 def draws_of(mode: SamplingMode | None, rows: DeviceBatch, row_ids: Tensor, positions: Tensor, ahead: int = 0) -> Draws | None:

@@ -30,7 +30,7 @@ from batchspec.draft.coupled import Draws, draws_of
 from batchspec.draft.head import Place
 from batchspec.draft.reader import HeadReader, Reading, zeros_on
 from batchspec.draft.weights import Head
-from batchspec.kernels.drafting.live_rows import live_rows
+from batchspec.kernels.drafting.gather_last_accepted import gather_last_accepted
 from batchspec.kernels.drafting.prepare_chain_draft_inputs import prepare_chain_draft_inputs
 from batchspec.model.target import Target
 
@@ -130,7 +130,7 @@ class Eagle3Drafter(HeadReader):
         live_q = q.new_empty(num_rows, *q.shape[1:])
         stream = torch.empty_like(out_hidden) if feeds_normed else out_hidden
         positions, kv_len = self._live_positions[:num_rows], self._kv_len[:num_rows]
-        live_rows(
+        gather_last_accepted(
             q.flatten(1), residual, batch.cu_seqlens_q, accepted_len, batch.positions, rows.num_tokens, rows.live,
             out_q=live_q.view(num_rows, -1), out_residual=stream, out_positions=positions, out_kv_len=kv_len,
         )  # fmt: skip

@@ -13,7 +13,7 @@ from batchspec.cache.layout import LayerKV
 from batchspec.draft.coupled import Draws
 from batchspec.draft.formats import HeadSpec
 from batchspec.draft.weights import HIDDEN_NORM, Head, fc_product, head_layers, head_prefix
-from batchspec.kernels.drafting.head_input import head_input
+from batchspec.kernels.drafting.eagle_head_input import eagle_head_input
 from batchspec.kernels.gemm.lm_head import lm_head
 from batchspec.kernels.gemm.tiles import Tile
 from batchspec.kernels.norm_rope.norm import rms_norm as tap_norm
@@ -146,7 +146,7 @@ class EagleHead:
         """
         size = self.spec.hidden_size
         normed = hidden.new_empty(hidden.shape[0], 2 * size)
-        head_input(
+        eagle_head_input(
             tokens, hidden, self._embedding, self._layers[0].attention.norm, self._hidden_norm, self.spec.rms_eps,
             out=normed, row_ids=row_ids, positions=positions,
         )  # fmt: skip

@@ -1,6 +1,7 @@
 """A head and a lookup together: each row verifies the drafts of which more are expected to be accepted in this round.
 
-Both propose in every round. `kernels/drafting/draft_choice.py` says how they are compared and what is learnt from the result. The
+Both propose in every round. `kernels/drafting/select_drafts.py` says how they are compared and what is learnt from the result.
+The
 head's catch-up always runs, so that its K/V is the same as if it drafted alone.
 Source: the better of n-grams and a head, as an oracle, in "specdecode-bench" (arXiv 2601.11580); the rule is batchspec's own.
 Legend: R rows, K draft_len.
@@ -29,7 +30,7 @@ from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.reader import zeros_on
 from batchspec.draft.shapes import ChainShape
 from batchspec.draft.weights import Head
-from batchspec.kernels.drafting.draft_choice import observe_drafts, pick_drafts
+from batchspec.kernels.drafting.select_drafts import select_drafts, update_acceptance
 from batchspec.model.target import Target
 
 HEAD_PRIOR, LOOKUP_PRIOR = (4.8, 8.0), (4.0, 8.0)
@@ -91,7 +92,7 @@ class HybridDrafter:
         head_ids, lookup_ids, lookup_len, match_len, picked = self._proposals(num_rows, width)
         self.head.propose(rows, head_ids, self._head_len[:num_rows], cache)
         self.lookup.look_up(rows, lookup_ids, lookup_len, match_len)
-        pick_drafts(
+        select_drafts(
             head_ids, lookup_ids, lookup_len, match_len, self._head_odds, self._lookup_odds, rows.live,
             out_draft_ids=draft_ids, out_draft_len=draft_len, out_picked=picked,
         )  # fmt: skip
@@ -109,10 +110,10 @@ class HybridDrafter:
     ) -> None:
         num_rows, width = len(accepted_len), batch.max_q - 1
         if width:  # else the round had no drafts
-            observe_drafts(
+            update_acceptance(
                 rows.tokens, rows.num_tokens, rows.live, accepted_len, *self._proposals(num_rows, width),
-                head_prior=self._head_prior, lookup_prior=self._lookup_prior, head_odds=self._head_odds,
-                lookup_odds=self._lookup_odds, counts=self.counts,
+                head_prior=self._head_prior, lookup_prior=self._lookup_prior, head_counts=self._head_odds,
+                lookup_counts=self._lookup_odds, totals=self.counts,
             )  # fmt: skip
         self.head.catch_up(batch, aux_hidden_states, accepted_len, rows, cache, prepare_next=prepare_next)
 

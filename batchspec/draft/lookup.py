@@ -16,8 +16,8 @@ from batchspec.config.schema import DraftConfig
 from batchspec.draft.base import NO_UPDATE, DrafterUpdate, NoFeatures
 from batchspec.draft.corpus import Corpus, corpus_bytes, usual_lengths
 from batchspec.draft.spec import Weightless
-from batchspec.kernels.drafting.corpus import corpus_lookup
-from batchspec.kernels.drafting.ngram import ngram
+from batchspec.kernels.drafting.corpus_lookup import corpus_lookup
+from batchspec.kernels.drafting.ngram_lookup import ngram_lookup
 from batchspec.model.target import Target
 
 
@@ -47,7 +47,7 @@ class LookupDrafter(NoFeatures):
 
     def look_up(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, match_len: Tensor) -> None:
         """As `propose`; match_len out int32 [R] tokens that matched: 0 for none, max_ngram + n for n in the corpus."""
-        ngram(
+        ngram_lookup(
             rows.tokens,
             rows.num_tokens,
             rows.live,

@@ -28,7 +28,7 @@ from batchspec.draft.head import Place
 from batchspec.draft.reader import HeadReader, Reading, zeros_on
 from batchspec.draft.uniform import UniformLayout
 from batchspec.draft.weights import Head
-from batchspec.kernels.drafting.live_rows import live_rows
+from batchspec.kernels.drafting.gather_last_accepted import gather_last_accepted
 from batchspec.kernels.drafting.prepare_parallel_draft_inputs import prepare_parallel_draft_inputs
 from batchspec.model.target import Target
 
@@ -92,7 +92,7 @@ class ParallelDrafter(HeadReader):
         assert aux_hidden_states is not None
         features, num_rows = self.head.features(aux_hidden_states), accepted_len.shape[0]
         if prepare_next:
-            live_rows(
+            gather_last_accepted(
                 features, None, batch.cu_seqlens_q, accepted_len, batch.positions, rows.num_tokens, rows.live,
                 out_q=self._hidden[:num_rows], out_residual=None, out_positions=self._positions[:num_rows],
                 out_kv_len=self._kv_len[:num_rows],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batchspec.kernels.tree.tree_places import MAX_NODES
+from batchspec.kernels.tree.prepare_tree_inputs import MAX_NODES
 
 LOGPROB, PROB = "logprob", "prob"
 USUAL_NODES = 60

@@ -28,9 +28,9 @@ from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.head import Place
 from batchspec.draft.shapes import LOGPROB, TreeShape, num_grown
 from batchspec.draft.weights import Head
-from batchspec.kernels.tree.tree_level import Frontier, tree_level
-from batchspec.kernels.tree.tree_places import tree_places
-from batchspec.kernels.tree.tree_select import tree_select
+from batchspec.kernels.tree.expand_tree import Frontier, expand_tree
+from batchspec.kernels.tree.prepare_tree_inputs import prepare_tree_inputs
+from batchspec.kernels.tree.rerank_tree import rerank_tree
 from batchspec.model.target import Target
 
 
@@ -87,7 +87,9 @@ class TreeDrafter(Eagle3Drafter):
         num_rows, branches, depth = draft_ids.shape[0], self._shape.topk, self.max_len
         torch.mul(rows.live, depth, out=draft_len)
         root, levels = self._root, self._levels(rows, cache)
-        frontier = Frontier(*(x[:num_rows] for x in (root.scores, root.numbers, root.ancestors, root.token_ids, root.lines)))
+        frontier = Frontier(
+            *(x[:num_rows] for x in (root.scores, root.node_ids, root.ancestors, root.token_ids, root.parent_index))
+        )
         normed, hidden = self._first[:num_rows], self._hidden[:num_rows]
         scores, ids, above = (x[:num_rows] for x in (self._scores, self._ids, self._numbers_above))
         draws = self._draws_at_end(rows)
@@ -95,16 +97,16 @@ class TreeDrafter(Eagle3Drafter):
             if level:
                 batch = levels[level - 1]
                 draws = draws_of(self.mode, rows, batch.row_ids, batch.positions, ahead=2)
-                hidden = hidden.index_select(0, frontier.lines)
+                hidden = hidden.index_select(0, frontier.parent_index)
                 normed, hidden = self._through(batch, frontier, hidden, cache)
-            following = tree_level(
-                *self.head.branches(normed, branches, draws), self.head.map_ids, frontier, logs=self._shape.rank == LOGPROB,
-                first_number=num_grown(branches, level), first_bit=level * branches if level + 1 < depth else None,
-                all_scores=scores, all_ids=ids, all_above=above,
+            following = expand_tree(
+                *self.head.branches(normed, branches, draws), self.head.map_ids, frontier, log_scores=self._shape.rank == LOGPROB,
+                first_node_id=num_grown(branches, level), first_bit=level * branches if level + 1 < depth else None,
+                all_scores=scores, all_ids=ids, all_parents=above,
             )  # fmt: skip
             frontier = following or frontier
         parents = self._parents[:num_rows]
-        tree_select(scores, ids, above, out_ids=draft_ids, out_parents=parents)
+        rerank_tree(scores, ids, above, out_ids=draft_ids, out_parents=parents)
         return parents
 
     def _levels(self, rows: DeviceBatch, cache: KVCache) -> list[FlatBatch]:
@@ -115,7 +117,7 @@ class TreeDrafter(Eagle3Drafter):
         count = num_rows * self._shape.num_drafted
         positions, slots, masks = (x[:count] for x in (self._grown_positions, self._grown_slots, self._grown_masks))
         start, page_table = rows.num_tokens - 1, cache.draft_table(rows)
-        tree_places(
+        prepare_tree_inputs(
             self._places_above.expand(num_rows, -1), rows.num_tokens, rows.live, page_table, page_size=cache.page_size,
             max_depth=steps - 1, out_positions=positions, out_slot_mapping=slots, out_ancestors=masks,
             out_kv_len=self._kv_len[:num_rows],

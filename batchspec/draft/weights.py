@@ -19,7 +19,7 @@ from batchspec.model.blocks.base import ProductSpec, Projection, TensorSpec
 from batchspec.model.blocks.gated_mlp import GatedMlpSpec
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.config_values import shown
-from batchspec.model.files import LocalFiles, ModelFiles, Stored, listed, stored_tensors, weight_names
+from batchspec.model.files import LocalFiles, ModelFiles, StoredTensor, listed, stored_tensors, weight_names
 from batchspec.model.quant.plain import PLAIN
 from batchspec.model.spec import ModelSpec, block_tensors
 from batchspec.model.weights import Shapes, misfits, shapes_of
@@ -132,7 +132,7 @@ def judge_head(files: ModelFiles, target: ModelSpec, *, aux_layers: str = "auto"
     Raises CheckpointError, in one line, for what `read_head` refuses, for tensors of wrong names, shapes or dtypes, and for a d2t
     that leads out of the vocabulary or contradicts t2d.
     """
-    stored: dict[str, Stored] = {}
+    stored: dict[str, StoredTensor] = {}
     for name, tensor in stored_tensors(files).items():
         if name.endswith(_IGNORED):
             continue
@@ -146,7 +146,7 @@ def judge_head(files: ModelFiles, target: ModelSpec, *, aux_layers: str = "auto"
     return spec
 
 
-def _table(files: ModelFiles, stored: Stored) -> Tensor:
+def _table(files: ModelFiles, stored: StoredTensor) -> Tensor:
     """A table of integers, of a few hundred kB, read by itself."""
     content, _ = files.read(stored.file, stored.start, stored.end)
     return torch.frombuffer(bytearray(content), dtype=_TABLES[stored.dtype]).reshape(stored.shape)
@@ -210,7 +210,7 @@ def head_bytes(spec: HeadSpec, dtype: torch.dtype) -> int:
     return sum(prod(tensor.shape) for tensor in expected_tensors(spec) if tensor.role != "table") * dtype.itemsize
 
 
-def _check(where: str, spec: HeadSpec, stored: Mapping[str, Stored]) -> None:
+def _check(where: str, spec: HeadSpec, stored: Mapping[str, StoredTensor]) -> None:
     expected = {tensor.name: tensor for tensor in expected_tensors(spec)}
     optional = {"t2d", *(["d2t"] if spec.own_head else [])}
     if "mask_hidden" in expected and "mask_hidden" in stored and stored["mask_hidden"].shape in _mask_shapes(spec):

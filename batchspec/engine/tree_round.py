@@ -20,8 +20,8 @@ from batchspec.draft.shapes import TreeShape
 from batchspec.engine.round import Drafts, Round, RoundOptions, RoundResult
 from batchspec.engine.sampling import Places
 from batchspec.kernels.attention.work_list import SharedPrefixes
-from batchspec.kernels.tree.tree_places import tree_places
-from batchspec.kernels.tree.tree_walk import tree_walk
+from batchspec.kernels.tree.find_accepted_path import find_accepted_path
+from batchspec.kernels.tree.prepare_tree_inputs import prepare_tree_inputs
 from batchspec.model.target import Target
 from batchspec.records import PackedBatch
 
@@ -87,9 +87,9 @@ class TreeRound(Round):
         places = self._places(batch, parents, mode, rows)
         target_ids, raw = self._choose(hidden, places, rows, mode)
         path, at = self._path[:num_rows], self._path_places[:num_rows]
-        tree_walk(
-            ids, parents, target_ids, whole=drafts.rates is not None, draft_len=drafts.length, out_path=path, out_places=at,
-            out_draft_ids=drafts.ids,
+        find_accepted_path(
+            ids, parents, target_ids, take_deepest=drafts.rates is not None, draft_len=drafts.length, out_path=path,
+            out_flat_ids=at, out_draft_ids=drafts.ids,
         )  # fmt: skip
         at = at.view(-1)
         accepted_len = self._accepted_len[:num_rows]
@@ -113,7 +113,7 @@ class TreeRound(Round):
         count = num_rows * places
         positions, slots, ancestors = (x[:count] for x in (self._node_positions, self._node_slots, self._ancestors))
         kv_len = self._node_kv_len[:num_rows]
-        tree_places(
+        prepare_tree_inputs(
             parents, rows.num_tokens, rows.live, page_table, page_size=page_size, max_depth=self.drafter.max_len,
             out_positions=positions, out_slot_mapping=slots, out_ancestors=ancestors, out_kv_len=kv_len,
         )  # fmt: skip

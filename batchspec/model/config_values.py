@@ -1,7 +1,7 @@
-"""The values of config.json and its like: every one is read by its type and its range, or refused in one line that names it.
+"""Reads config.json and similar files; every value is checked for its type and range, or refused in one line that names it.
 
-What reads a configuration gets a `ConfigReader` and never the JSON itself, so a new key cannot be read unchecked: a number needs
-a range, in the tables here or from its family.
+Other modules get a `ConfigReader` instead of the JSON, so that no key can be read unchecked: a number needs an entry with its
+range, in the tables below or in its family's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Json = Mapping[str, Any]
 Ranges = Mapping[str, tuple[int, int]]
 """key -> lowest and highest value. Of a list of integers: of each."""
 MAX_BYTES = 100_000_000
-"""Of a JSON file of a checkpoint: the largest known ones, tokenizers with their vocabulary, have a third of that."""
+"""Maximum size of a JSON file of a checkpoint; the largest known ones, tokenizers with their vocabulary, have a third of that."""
 
 INTEGERS: Ranges = {
     "num_hidden_layers": (1, 4096),
@@ -41,7 +41,8 @@ INTEGERS: Ranges = {
     "pard_token": (0, 2**31 - 1),
     "ptd_token_id": (0, 2**31 - 1),
 }
-"""What most families have; a family adds keys of its own (`ConfigReader.ranged`)."""
+"""key -> lowest and highest value; in a list of integers, of each element. A family adds keys of its own
+(`ConfigReader.ranged`)."""
 
 NUMBERS: dict[str, tuple[float, float]] = {
     "rms_norm_eps": (1e-20, 1.0),
@@ -55,7 +56,7 @@ NUMBERS: dict[str, tuple[float, float]] = {
     "mscale": (0.0, 1e3),
     "mscale_all_dim": (0.0, 1e3),
 }
-"""key -> lowest and highest value; all are finite."""
+"""key -> lowest and highest value; all values are finite."""
 
 
 class ConfigReader:
@@ -92,12 +93,12 @@ class ConfigReader:
         return ConfigReader(values, self.where, prefix=self._prefix, integers=self._integers)
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Refused where it is missing and has no default."""
+        """An integer; refused if it is missing and has no default."""
         value = self._values.get(key)
         return default if value is None and default is not None else self._integer(key, value)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Refused where it is missing and has no default."""
+        """A number; refused if it is missing and has no default."""
         value, (low, high) = self._values.get(key), NUMBERS[key]
         if value is None and default is not None:
             return default
@@ -118,7 +119,7 @@ class ConfigReader:
         return default if value is None else value
 
     def texts(self, key: str) -> tuple[str, ...] | None:
-        """A list of strings; None where it is missing."""
+        """A list of strings; None if it is missing."""
         value = self._values.get(key)
         if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
             raise self._wrong(key, value, "a list of strings")
@@ -132,13 +133,13 @@ class ConfigReader:
         return None if value is None else tuple(value)
 
     def integer_or_integers(self, key: str) -> tuple[int, ...]:
-        """One integer or a list of them; empty where it is missing."""
+        """One integer or a list of them; empty if it is missing."""
         if self.given(key) and not isinstance(self._values[key], list):
             return (self.integer(key),)
         return self.integers(key) or ()
 
     def part(self, key: str) -> ConfigReader:
-        """An object inside; an empty one where it is missing."""
+        """A nested object; an empty one if it is missing."""
         value = self._values.get(key)
         if not isinstance(value, Mapping | None):
             raise self._wrong(key, value, "an object")
@@ -149,7 +150,7 @@ class ConfigReader:
         return [key for key, value in self._values.items() if isinstance(value, Mapping)]
 
     def differs(self, key: str, *neutral: Any) -> bool:
-        """Whether a key that is not built says anything else than `neutral`."""
+        """Whether the value of an unsupported key is none of `neutral`, the values that need no support."""
         return self._values.get(key) not in neutral
 
     def shown(self, key: str) -> str:
@@ -174,7 +175,7 @@ def _is_integer(value: Any, low: int, high: int) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; {} where the file is not there. Raises CheckpointError, in one line, where it cannot be read or is none."""
+    """A JSON object; {} if there is no such file. Raises CheckpointError, in one line, if it is unreadable or not an object."""
     if not path.is_file():
         return {}
     where, text = shown(path), read_text(path)
@@ -190,11 +191,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_text(path: Path) -> str:
-    """A text file of a checkpoint. Raises CheckpointError, in one line, where it cannot be read, is too large or not UTF-8."""
+    """A text file of a checkpoint. Raises CheckpointError, in one line, if it is unreadable, too large or not UTF-8."""
     where = shown(path)
     try:
         if (size := path.stat().st_size) > MAX_BYTES:
-            raise CheckpointError(f"{where}: {size:,} bytes, more than the {MAX_BYTES:,} of any such file; download it again")
+            raise CheckpointError(f"{where}: {size:,} bytes, more than the maximum of {MAX_BYTES:,}; download it again")
         return path.read_bytes().decode("utf-8")
     except OSError as error:
         raise CheckpointError(f"{where}: cannot be read ({error.strerror or error}); correct its permissions or path") from None
@@ -203,16 +204,16 @@ def read_text(path: Path) -> str:
 
 
 def short_json(value: Any) -> str:
-    """For messages: at most 60 characters."""
+    """JSON for messages, cut to 60 characters."""
     try:
         text = json.dumps(value)
-    except (RecursionError, ValueError):  # nested almost too deeply to be parsed; an integer of thousands of digits
+    except (RecursionError, ValueError):  # very deep nesting, or an integer of thousands of digits
         text = f"a {type(value).__name__}"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def shown(path: Path) -> str:
-    """A path in messages: `owner/name/config.json` for a file that the hub's cache keeps, any other one as it is."""
+    """A path for messages: `owner/name/config.json` for a file in the hub's cache, any other path unchanged."""
     parts = path.parts
     for i, part in enumerate(parts[:-2]):
         if part.startswith("models--") and parts[i + 1] == "snapshots":

@@ -1,4 +1,4 @@
-"""The files of a checkpoint and what its weight files hold, by the headers of safetensors alone: no weight is read.
+"""The files of a checkpoint, and the tensors of its weight files from the safetensors headers alone, without reading weights.
 
 Format: 8 bytes little-endian length of the header; the header, JSON: tensor -> dtype, shape, data_offsets; the data.
 Source: https://github.com/huggingface/safetensors#format.
@@ -27,37 +27,37 @@ _REQUESTS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor of a weight file."""
+class StoredTensor:
+    """A tensor in a weight file."""
 
     dtype: str
-    """F64, F32, F16, BF16, I64, BOOL ...: as safetensors calls them."""
+    """F64, F32, F16, BF16, I64, BOOL ...: the names of safetensors."""
     shape: tuple[int, ...]
     file: str
     start: int
-    """Its data are bytes [start, end) of the file."""
+    """The data are bytes [start, end) of the file."""
     end: int
 
 
 class ModelFiles(Protocol):
-    """The files of a model or head: a folder, or a repository of the hub whose weights are not fetched yet."""
+    """The files of a model or head: a local folder, or a repository of the hub whose weights may not be fetched yet."""
 
     @property
     def folder(self) -> Path:
-        """Configuration, tokenizer and templates lie here; the weights only once `fetch` has returned."""
+        """Holds configuration, tokenizer and templates, and after `fetch` the weights too."""
 
     @property
     def where(self) -> str:
-        """What messages call it: the folder, or the hub id."""
+        """Name for messages: the folder, or the hub id."""
 
     def names(self) -> Collection[str]:
-        """Names of all its files, the weights too."""
+        """Names of all files, including the weights."""
 
     def read(self, name: str, start: int, end: int) -> tuple[bytes, int]:
-        """Bytes [start, end) of a file, fewer where it ends before, and the size of the whole. Raises CheckpointError."""
+        """Bytes [start, end) of a file, fewer if it ends earlier, and the size of the file. Raises CheckpointError."""
 
     def fetch(self) -> None:
-        """Bring the weights into the folder. Raises CheckpointError."""
+        """Download the weights into the folder. Raises CheckpointError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +84,13 @@ class LocalFiles:
             raise CheckpointError(f"{shown(path)}: cannot be read ({error.strerror or error}); correct or download it") from None
 
     def fetch(self) -> None:
-        """They are there."""
+        """Nothing to do: local weights are already in the folder."""
 
 
 def weight_names(files: ModelFiles) -> tuple[str, ...]:
-    """The weight files: those of the index, or model.safetensors.
+    """Names of the weight files: those listed in the index, or model.safetensors.
 
-    Raises CheckpointError, in one line, where there are none, some are missing, or they are of another format.
+    Raises CheckpointError, in one line, if there are none, some are missing, or they are in another format.
     """
     present = set(files.names())
     if INDEX in present:
@@ -99,7 +99,8 @@ def weight_names(files: ModelFiles) -> tuple[str, ...]:
             raise CheckpointError(f"{files.where}/{INDEX}: the index names no weight files; download it again")
         wrong = [name for name in weight_map.values() if not (isinstance(name, str) and _SHARD.fullmatch(name))]
         if wrong:
-            raise CheckpointError(f"{files.where}/{INDEX}: {str(wrong[0])[:99]!r} is no safetensors file beside it; correct it")
+            name = str(wrong[0])[:99]
+            raise CheckpointError(f"{files.where}/{INDEX}: {name!r} is not a safetensors file next to it; correct it")
         names = sorted(set(weight_map.values()))
         absent = [name for name in names if name not in present]
         if absent:
@@ -117,15 +118,15 @@ def weight_names(files: ModelFiles) -> tuple[str, ...]:
     raise CheckpointError(f"{files.where}: no weights: neither {SINGLE} nor {INDEX}; download the model, or correct its path")
 
 
-def stored_tensors(files: ModelFiles) -> dict[str, Stored]:
-    """Every tensor of the weight files by its name, from their headers.
+def stored_tensors(files: ModelFiles) -> dict[str, StoredTensor]:
+    """Every tensor of the weight files by name, from their headers.
 
-    Raises CheckpointError, in one line, as `weight_names`, for a file that is broken, and for a name that two files hold.
+    Raises CheckpointError, in one line, like `weight_names`, and for a broken file or a tensor that is in two files.
     """
     names = weight_names(files)
     with ThreadPoolExecutor(min(_REQUESTS, len(names))) as pool:
         headers = list(pool.map(lambda name: _header(files, name), names))
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for name, header in zip(names, headers, strict=True):
         if twice := sorted(found.keys() & header.keys()):
             raise CheckpointError(f"{files.where}: {listed(twice[:1])} is in {name} and in another file too; download it again")
@@ -133,8 +134,8 @@ def stored_tensors(files: ModelFiles) -> dict[str, Stored]:
     return found
 
 
-def _header(files: ModelFiles, name: str) -> dict[str, Stored]:
-    """The tensors of one file. Raises CheckpointError where it is no safetensors file, or shorter or longer than it says."""
+def _header(files: ModelFiles, name: str) -> dict[str, StoredTensor]:
+    """The tensors of one file. Raises CheckpointError for another format, or a length other than the header's."""
     start, size = files.read(name, 0, 8)
 
     def broken(problem: str) -> CheckpointError:
@@ -146,40 +147,40 @@ def _header(files: ModelFiles, name: str) -> dict[str, Stored]:
         )
     length = int.from_bytes(start, "little")
     if len(start) < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-        raise broken(f"{size:,} bytes, and its first 8 are no length of a header")
+        raise broken(f"{size:,} bytes, and the first 8 are not the length of a header")
     content, _ = files.read(name, 8, 8 + length)
     try:
         values = json.loads(content)
     except (ValueError, RecursionError):
         raise broken("its header is not JSON") from None
     if not isinstance(values, dict):
-        raise broken("its header is no object")
+        raise broken("its header is not an object")
     found = {}
     for tensor, value in values.items():
         if tensor != "__metadata__":
             if not _is_entry(value):
-                raise broken(f"no dtype, shape and place of {tensor[:60]!r} in its header")
+                raise broken(f"no dtype, shape and offsets of {tensor[:60]!r} in its header")
             first, last = value["data_offsets"]
-            found[tensor] = Stored(value["dtype"], tuple(value["shape"]), name, 8 + length + first, 8 + length + last)
+            found[tensor] = StoredTensor(value["dtype"], tuple(value["shape"]), name, 8 + length + first, 8 + length + last)
     whole = max((stored.end for stored in found.values()), default=8 + length)
     if size != whole:
-        raise broken(f"{'cut off' if size < whole else 'too long'}: its header speaks of {whole:,} bytes, it has {size:,}")
+        raise broken(f"{'cut off' if size < whole else 'too long'}: by its header it has {whole:,} bytes, but it has {size:,}")
     return found
 
 
 def _is_entry(value: Any) -> bool:
-    """Whether the header describes a tensor so, its data as long as its dtype and shape make them."""
+    """Whether this is a valid header entry of a tensor, with as many bytes as dtype and shape require."""
     if not isinstance(value, dict):
         return False
-    dtype, shape, place = value.get("dtype"), value.get("shape"), value.get("data_offsets")
-    if not (isinstance(dtype, str) and isinstance(shape, list) and isinstance(place, list) and len(place) == 2):
+    dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
+    if not (isinstance(dtype, str) and isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2):
         return False
-    if not all(type(item) is int and 0 <= item < 2**60 for item in [*shape, *place]):
+    if not all(type(item) is int and 0 <= item < 2**60 for item in [*shape, *offsets]):
         return False
-    return place[0] <= place[1] and (dtype not in _SIZES or place[1] - place[0] == math.prod(shape) * _SIZES[dtype])
+    return offsets[0] <= offsets[1] and (dtype not in _SIZES or offsets[1] - offsets[0] == math.prod(shape) * _SIZES[dtype])
 
 
 def listed(names: Collection[str], most: int = 4) -> str:
-    """For messages: the first ones, and how many there are beyond; each short, and escaped where it is not printable."""
+    """For messages: the first `most` names and the number of the others; long names are cut, unprintable ones escaped."""
     first = ", ".join(name[:100] if name.isprintable() else ascii(name[:100]) for name in list(names)[:most])
     return first if len(names) <= most else f"{first} and {len(names) - most:,} more"

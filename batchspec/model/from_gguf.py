@@ -1,4 +1,4 @@
-"""A GGUF file of a SmolLM2 model -> a Hugging Face model folder in bf16, with its tokenizer and chat template."""
+"""Converts a GGUF file of a SmolLM2 model to a Hugging Face model folder in bf16, with its tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _NAMES = {
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write a new model folder: configuration, bf16 weights, tokenizer with its chat template.
+    """Write a new model folder with configuration, bf16 weights, tokenizer and chat template.
 
-    Raises CheckpointError for a file of another architecture or tokenizer: their weights and text would come out wrong.
+    Raises CheckpointError for another architecture or tokenizer, which would be converted wrongly.
     """
     reader = GGUFReader(str(gguf))
     meta = {key: field.contents() for key, field in reader.fields.items()}
@@ -51,7 +51,7 @@ def convert(gguf: Path, folder: Path) -> None:
     tensors = dict(_tensor(item, heads) for item in reader.tensors)
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # safetensors keeps it to the user
+    (folder / "model.safetensors").chmod(0o644)  # safetensors makes it readable by its owner only
     keys = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     ends = {name: meta[f"tokenizer.ggml.{key}_token_id"] for name, key in keys.items()}
     for name, value in (
@@ -66,7 +66,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 def _tensor(item: Any, heads: dict[str, int]) -> tuple[str, Tensor]:
-    """(Hugging Face name, bf16 tensor) of a GGUF tensor."""
+    """Hugging Face name and bf16 tensor of a GGUF tensor."""
     parts = item.name.split(".")  # blk.3.attn_q.weight, output_norm.weight
     part, prefix = parts[-2], f"model.layers.{parts[1]}." if parts[0] == "blk" else ""
     values = dequantize(item.data, item.tensor_type)
@@ -76,7 +76,7 @@ def _tensor(item: Any, heads: dict[str, int]) -> tuple[str, Tensor]:
 
 
 def _halves(rows: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
-    """GGUF rotates dimension 2j with 2j+1, Hugging Face j with j + D/2: put each head's rows back in the latter order."""
+    """Reorder each head's rows for Hugging Face's RoPE: GGUF rotates dimension 2j with 2j+1, Hugging Face j with j + D/2."""
     num_rows, columns = rows.shape
     pairs = rows.reshape(num_heads, num_rows // num_heads // 2, 2, columns)
     return pairs.swapaxes(1, 2).reshape(num_rows, columns)
@@ -95,7 +95,7 @@ def _config(meta: dict[str, Any], *, tied: bool) -> dict[str, Any]:
         "num_hidden_layers": meta["llama.block_count"],
         "num_key_value_heads": meta["llama.attention.head_count_kv"],
         "head_dim": hidden_size // num_heads,
-        "rms_norm_eps": float(f"{meta['llama.attention.layer_norm_rms_epsilon']:.6g}"),  # an fp32 of 1e-5
+        "rms_norm_eps": float(f"{meta['llama.attention.layer_norm_rms_epsilon']:.6g}"),  # stored as fp32: round to 1e-5
         "rope_theta": float(meta["llama.rope.freq_base"]),
         "tie_word_embeddings": tied,
         "dtype": "bfloat16",
@@ -118,7 +118,7 @@ def _tokenizer_config(meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tokenizer(meta: dict[str, Any]) -> dict[str, Any]:
-    """tokenizer.json of SmolLM2: byte-level BPE behind a split into single digits; no BOS is added."""
+    """tokenizer.json of SmolLM2: byte-level BPE after a split into single digits; no BOS is added."""
     tokens, kinds = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"]
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}

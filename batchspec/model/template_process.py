@@ -1,8 +1,8 @@
-"""The process that renders chat templates: a stranger's code, held by a sandbox, and by limits that a sandbox does not set.
+"""The process that renders chat templates, which are untrusted code: in Jinja's sandbox, with limits on CPU time and memory.
 
-Run as a file of its own, with nothing but jinja2 imported. JSON lines come in and go out: first {"sources": {name: Jinja},
-"cpu_s", "memory_bytes"}, answered by {"errors": {name: message}}, then {"name", "variables", "limit"} for each chat, answered by
-{"text"}, {"error"}, or {"too_long": bytes}.
+It is run as a script and imports only jinja2. It reads and answers JSON lines: first {"sources": {name: Jinja}, "cpu_s",
+"memory_bytes"}, answered by {"errors": {name: message}}, then for each chat {"name", "variables", "limit"}, answered by {"text"},
+{"error"}, or {"too_long": bytes}.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_CHARS = 1 << 24
-"""Of a rendered chat."""
-MAX_SAID = 400
+"""Maximum length of a rendered chat."""
+MAX_MESSAGE_CHARS = 400
 
 
 @dataclass(frozen=True)
 class Limit:
-    """What is wanted of a long text."""
+    """How long a text may be, or how much of its end is wanted."""
 
     max_bytes: int | None = None
-    """A text of more is too long."""
+    """A text with more bytes is too long."""
     left_out: bytes = b""
-    """Bytes that are not counted there."""
+    """Byte values that max_bytes does not count."""
     keep_chars: int | None = None
-    """Characters of its end that are wanted."""
+    """Only so many characters of the text's end are wanted."""
 
     def excess(self, text: str) -> int | None:
-        """The bytes of a text that is too long; None for any other."""
+        """The number of counted bytes if the text is too long, else None."""
         if self.max_bytes is None or 4 * len(text) <= self.max_bytes:
             return None
         size = len(text.encode("utf-8", "surrogatepass").translate(None, self.left_out))
         return size if size > self.max_bytes else None
 
-    def said(self, size: int) -> str:
+    def message(self, size: int) -> str:
         return f"{size:,} bytes of prompt (too many to fit, however they are tokenised)"
 
     def facts(self) -> dict[str, Any]:
@@ -71,63 +71,63 @@ def _raise_exception(message: str) -> NoReturn:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    # Jinja's own filter escapes for HTML.
+    # Jinja's own filter escapes HTML characters.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """As transformers renders chat templates (utils/chat_template_utils.py)."""
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
-    made.filters["tojson"] = _tojson
-    made.globals["raise_exception"] = _raise_exception
-    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return made
+    """The Jinja environment in which transformers renders chat templates (utils/chat_template_utils.py)."""
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
+    env.filters["tojson"] = _tojson
+    env.globals["raise_exception"] = _raise_exception
+    env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return env
 
 
 def _compiled(sources: dict[str, str], cpu_s: int) -> tuple[dict[str, Template], dict[str, str]]:
     templates, errors = {}, {}
     for name, source in sources.items():
-        _one_more(cpu_s)
+        _extend_cpu_limit(cpu_s)
         try:
             templates[name] = environment().from_string(source)
-        except Exception as error:  # constants are computed here already, by whatever filters the author likes
-            errors[name] = _said(error)
+        except Exception as error:  # compiling already evaluates constant expressions, with arbitrary filters
+            errors[name] = _message(error)
     return templates, errors
 
 
-def _rendered(template: Template, asked: dict[str, Any], cpu_s: int) -> dict[str, Any]:
-    _one_more(cpu_s)
+def _rendered(template: Template, request: dict[str, Any], cpu_s: int) -> dict[str, Any]:
+    _extend_cpu_limit(cpu_s)
     try:
-        text = template.render(asked["variables"])
+        text = template.render(request["variables"])
     except Exception as error:
-        return {"error": _said(error)}
-    limit = Limit.of(asked["limit"])
+        return {"error": _message(error)}
+    limit = Limit.of(request["limit"])
     if (size := limit.excess(text)) is not None:
         return {"too_long": size}
     if limit.keep_chars is not None:
         text = text[-limit.keep_chars :]
     if len(text) > MAX_CHARS:
-        return {"error": f"it makes {len(text):,} characters of the chat, at most {MAX_CHARS:,} are taken"}
+        return {"error": f"it renders {len(text):,} characters, more than the maximum of {MAX_CHARS:,}"}
     return {"text": text}
 
 
-def _one_more(cpu_s: int) -> None:
-    """The kernel ends the process so many seconds of computing from now, whatever it is in."""
+def _extend_cpu_limit(cpu_s: int) -> None:
+    """Allow `cpu_s` more seconds of CPU time; after that the kernel kills the process."""
     resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + cpu_s, resource.RLIM_INFINITY))
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     if isinstance(error, MemoryError):
         return f"it needs more than {resource.getrlimit(resource.RLIMIT_AS)[0] >> 20} MiB of memory"
-    return (str(error) or type(error).__name__)[:MAX_SAID]
+    return (str(error) or type(error).__name__)[:MAX_MESSAGE_CHARS]
 
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    asked = json.loads(sys.stdin.buffer.readline())
-    cpu_s = asked["cpu_s"]
-    resource.setrlimit(resource.RLIMIT_AS, (asked["memory_bytes"],) * 2)
-    templates, errors = _compiled(asked["sources"], cpu_s)
+    request = json.loads(sys.stdin.buffer.readline())
+    cpu_s = request["cpu_s"]
+    resource.setrlimit(resource.RLIMIT_AS, (request["memory_bytes"],) * 2)
+    templates, errors = _compiled(request["sources"], cpu_s)
     answer: dict[str, Any] = {"errors": errors}
     while True:
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
@@ -135,8 +135,8 @@ def main() -> None:
         line = sys.stdin.buffer.readline()
         if not line:
             return
-        asked = json.loads(line)
-        answer = _rendered(templates[asked["name"]], asked, cpu_s)
+        request = json.loads(line)
+        answer = _rendered(templates[request["name"]], request, cpu_s)
 
 
 if __name__ == "__main__":

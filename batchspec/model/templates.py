@@ -1,4 +1,4 @@
-"""Chat templates, rendered in a process of their own: one that loops, grows or crashes costs its chat, not the job."""
+"""Renders chat templates in a separate process: one that loops, takes too much memory or crashes fails its row, not the job."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from batchspec.model.template_process import Limit
 from batchspec.model.text_bytes import LongText
 
 CPU_S = 3
-"""Of one chat, in whole seconds; a chat of 100,000 tokens takes hundredths of one."""
+"""CPU limit of one chat, in whole seconds; a chat of 100,000 tokens takes hundredths of a second."""
 MEMORY_BYTES = 1 << 30
-NOT_ITS_OWN = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
-"""Signals that a batch system or a terminal sends to every process: this one ends when the run does."""
-NEEDED = ("PATH", "TZ", "PYTHON", "LD_LIBRARY_PATH", "LANG", "LC_")
-"""Beginnings of the environment's names that the process gets: credentials are none of its business."""
+BLOCKED_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
+"""Signals that a batch system or a terminal sends to all processes of a job. The renderer blocks them; it ends with the run."""
+PASSED_ENVIRONMENT = ("PATH", "TZ", "PYTHON", "LD_LIBRARY_PATH", "LANG", "LC_")
+"""Prefixes of the environment variables that the process gets: credentials are not passed on."""
 
 
 class Templates:
-    """The templates of a checkpoint, by name. `where` begins what is said of them."""
+    """The templates of a checkpoint, by name. `where` is the prefix of error messages."""
 
     def __init__(self, sources: Mapping[str, str], where: str) -> None:
-        """Raises CheckpointError where one is not Jinja. They are compiled when the first chat is rendered, or by `check`."""
+        """Raises CheckpointError if one is not valid Jinja. Templates are compiled by `check`, or before the first chat."""
         self._sources, self._where = dict(sources), where
         self._process: subprocess.Popen[bytes] | None = None
         self._owner, self._lock = 0, threading.Lock()
@@ -52,7 +52,7 @@ class Templates:
         return bool(self._sources)
 
     def check(self) -> None:
-        """Raises CheckpointError where one does not compile."""
+        """Compile all templates. Raises CheckpointError if one does not compile."""
         with self._lock:
             if not self._running():
                 self._start()
@@ -61,11 +61,13 @@ class Templates:
         return self._sources[name]
 
     def render(self, name: str, variables: Mapping[str, Any], limit: Limit | None = None) -> str:
-        """The text. Raises ValueError where the template refuses, or takes too much time or memory, and LongText where the text
-        exceeds the limit: what is not wanted of it stays in the process.
+        """The rendered text, or only its end if the limit asks for that.
+
+        Raises ValueError if the template refuses the chat or takes too much time or memory, and LongText if the text exceeds the
+        limit.
         """
-        asked = {"name": name, "variables": dict(variables), "limit": (limit or Limit()).facts()}
-        line = json.dumps(asked, default=str).encode() + b"\n"
+        request = {"name": name, "variables": dict(variables), "limit": (limit or Limit()).facts()}
+        line = json.dumps(request, default=str).encode() + b"\n"
         with self._lock:
             if not self._running():
                 self._start()
@@ -74,15 +76,15 @@ class Templates:
             raise ValueError(answer["error"])
         if "too_long" in answer:
             assert limit is not None
-            raise LongText(limit.said(answer["too_long"]))
+            raise LongText(limit.message(answer["too_long"]))
         return str(answer["text"])
 
     def _running(self) -> bool:
         return self._process is not None and self._owner == os.getpid()
 
     def _start(self) -> None:
-        environ = {name: value for name, value in os.environ.items() if name.startswith(NEEDED)}
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_ITS_OWN)  # a new process has its maker's mask
+        environ = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ENVIRONMENT)}
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)  # a child process inherits the mask
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(Path(template_process.__file__))],
@@ -92,16 +94,16 @@ class Templates:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._owner = os.getpid()
         weakref.finalize(self, self._process.kill)
-        asked = {"sources": self._sources, "cpu_s": CPU_S, "memory_bytes": MEMORY_BYTES}
-        answer = self._ask(json.dumps(asked).encode() + b"\n")
+        request = {"sources": self._sources, "cpu_s": CPU_S, "memory_bytes": MEMORY_BYTES}
+        answer = self._ask(json.dumps(request).encode() + b"\n")
         errors = answer["errors"] if "errors" in answer else {"/".join(self._sources): answer["error"]}
-        for name, said in errors.items():
+        for name, problem in errors.items():
             if self._process is not None:
                 self._end()
-            raise self._bad(name, f": {said}")
+            raise self._bad(name, f": {problem}")
 
     def _ask(self, line: bytes) -> dict[str, Any]:
-        """The answer; where the process dies of it, why."""
+        """The answer of the process; {"error": reason} if it dies."""
         process = self._process
         assert process is not None
         assert process.stdin is not None
@@ -127,5 +129,5 @@ class Templates:
                 pipe.close()
         return process.wait()
 
-    def _bad(self, name: str, said: str) -> CheckpointError:
-        return CheckpointError(f"{self._where}: chat template {name!r}{said}; set model.chat_template to a valid Jinja file")
+    def _bad(self, name: str, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self._where}: chat template {name!r}{problem}; set model.chat_template to a valid Jinja file")

@@ -1,8 +1,8 @@
-"""How much text so many tokens can stand for, at most: a prompt that is longer in bytes need not be tokenised to be refused.
+"""An upper bound of the bytes of text in a token: a prompt with too many bytes is refused without tokenising it.
 
-A token stands for no more bytes than the longest entry of the vocabulary has. It holds where every byte of the text ends up in
-some token, so bytes that a tokenizer may leave out are not counted: those that a byte-level vocabulary lacks, and white space
-where some token takes it all. Where tokenizer.json has a part that is not known here to keep to that, there is no bound.
+A token represents at most as many bytes as the longest vocabulary entry has. This assumes that every byte of the text is in some
+token, so bytes that a tokenizer may drop are not counted: those that a byte-level vocabulary lacks, and white space if an added
+token strips it. If tokenizer.json has a component for which this is not known to hold, there is no bound.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from typing import Any
 Json = Mapping[str, Any]
 
 SHRINKS = {"NFC": 4, "NFD": 3, "ByteLevel": 1, "Prepend": 1}
-"""Normalisers -> bytes that become one, at most, rounded up: U+1FEF of 3 bytes becomes a grave accent of 1, and with such letters
-before they meet NFC comes to 3.5."""
+"""Normaliser -> maximum number of bytes that become one byte, rounded up: U+1FEF (3 bytes) becomes a grave accent (1 byte), and
+NFC reaches 3.5 if such letters are also composed."""
 _PRE_TOKENIZERS = {"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"}
 _WHITE_SPACE = bytes({byte for i in range(0x10000) if (char := chr(i)).isspace() for byte in char.encode()})
 
 
 class LongText(ValueError):
-    """A text that so few tokens cannot hold; the message says how long it is."""
+    """The text is too long for the allowed number of tokens; the message says how long it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextBound:
     bytes_a_token: int
-    """The most bytes of text, those of `left_out` not counted, that one token can stand for."""
+    """Maximum number of bytes of text, not counting those of `left_out`, that one token can represent."""
     left_out: bytes
-    """Bytes that may be in no token."""
+    """Byte values that may not be in any token."""
 
 
 def text_bound(tokenizer: Json) -> TextBound | None:
-    """Of a tokenizer.json; None where nothing bounds the text of a token."""
+    """The bound for a tokenizer.json; None if the text of a token is not bounded."""
     model, added = tokenizer.get("model") or {}, tokenizer.get("added_tokens") or []
     factor, names = _shrink(tokenizer.get("normalizer")), _entries(model)
     left_out = _left_out(model, names, tokenizer)
     if factor is None or left_out is None or not _keeps_all(tokenizer.get("pre_tokenizer")):
         return None
-    if any(token.get("lstrip") or token.get("rstrip") for token in added):  # such a token takes the white space beside it
+    if any(token.get("lstrip") or token.get("rstrip") for token in added):  # such a token absorbs adjacent white space
         left_out |= set(_WHITE_SPACE)
-    by_byte = _has(tokenizer, "ByteLevel")  # then a character of an entry stands for a byte
+    by_byte = _has(tokenizer, "ByteLevel")  # then each character of an entry represents a byte
     longest = max((len(name) if by_byte else _size(name) for name in names), default=0)
     own = max((_size(str(token.get("content", ""))) for token in added), default=0)
     return TextBound(max(longest, own, 4) * factor, bytes(sorted(left_out)))
@@ -91,7 +91,7 @@ def _has(tokenizer: Json, kind: str) -> bool:
 
 
 def _left_out(model: Json, names: set[str], tokenizer: Json) -> set[int] | None:
-    """Bytes that are in no token; None where other text is left out, or a run of unknown characters becomes one token."""
+    """Byte values that are in no token; None if other text is dropped too, or a run of unknown characters becomes one token."""
     if model.get("byte_fallback") and all(f"<0x{byte:02X}>" in names for byte in range(256)):
         return set()
     if model.get("type") != "BPE" or (model.get("unk_token") is not None and model.get("fuse_unk")):
@@ -102,7 +102,7 @@ def _left_out(model: Json, names: set[str], tokenizer: Json) -> set[int] | None:
 
 
 def _byte_chars() -> dict[int, str]:
-    """The character that byte-level vocabularies write for a byte: itself where it is printable, else the next from U+0100 on.
+    """Byte -> its character in byte-level vocabularies: itself if printable, else the next unused one from U+0100 on.
 
     Source: bytes_to_unicode of GPT-2, https://github.com/openai/gpt-2/blob/master/src/encoder.py
     """

@@ -1,6 +1,6 @@
-"""Which tokens of a model begin and end a thought, and what a prompt says of one. No torch here.
+"""The tokens with which a model begins and ends a thought, and whether a prompt ends inside one. No torch here.
 
-A thought is told by token ids, never by text: decoding may drop special tokens, and text can hold "<think>" by chance.
+Thoughts are found by token ids, never by text: decoding may drop special tokens, and text can contain "<think>" by chance.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ KNOWN = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<seed:think>", "</seed:think>"),
 )
-"""Pairs that published tokenizers have as single tokens: Qwen3, QwQ, DeepSeek-R1, SmolLM3, GLM-4.5 and others; Magistral; Command
+"""Pairs that are single tokens in published tokenizers: Qwen3, QwQ, DeepSeek-R1, SmolLM3, GLM-4.5 and others; Magistral; Command
 A Reasoning; Seed-OSS."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkTokens:
-    """`begin` and `end` are the tokens' texts, empty where only ids are known; without a begin every answer begins inside a
-    thought. `borders` are the other added tokens: a thought does not reach across the end of a turn."""
+    """`begin` and `end` are the tokens' texts, empty if only ids are known. begin_id None: every answer begins inside a thought.
+    `boundary_ids` are the other added tokens, such as those that end a turn: a thought never extends across one."""
 
     begin: str
     end: str
     begin_id: int | None
     end_id: int
-    borders: frozenset[int] = frozenset()
+    boundary_ids: frozenset[int] = frozenset()
 
     def opened_by(self, prompt_ids: Ids) -> bool | None:
-        """Whether a prompt ends inside a thought (True), behind one (False), or says nothing of one (None).
+        """Whether a prompt ends inside a thought (True), after one (False), or without one (None).
 
-        Only what stands behind the last token of another kind, such as the one that ends a turn, belongs to the answer.
+        Only the tokens after the last boundary token, such as the one that ends a turn, belong to the answer.
         """
         for token in reversed(prompt_ids.tolist()):
             if token == self.end_id:
                 return False
             if token == self.begin_id:
                 return True
-            if token in self.borders:
+            if token in self.boundary_ids:
                 break
         return True if self.begin_id is None else None
 
 
 def find_think_tokens(setting: Any, tokenizer: Tokenizer | None, vocab_size: int) -> ThinkTokens | None:
-    """The tokens that model.think_tokens names; None where it is none, or auto and the tokenizer has no pair that is known.
+    """The tokens of model.think_tokens; None if that is `none`, or `auto` and the tokenizer has none of the KNOWN pairs.
 
-    Raises ConfigError where a name is not one token of the model.
+    Raises ConfigError if a name is not a single token of the model.
     """
     if setting == "none" or (setting == "auto" and tokenizer is None):
         return None
@@ -72,9 +72,9 @@ def _think_tokens(names: list[str | int], tokenizer: Tokenizer | None, vocab_siz
             f"model.think_tokens={names} are the same token; name the one that begins and the one that ends a thought"
         )
     added = {} if tokenizer is None else tokenizer.added_ids
-    borders = frozenset(token for text, token in added.items() if text.strip() and token not in ids)
+    boundary_ids = frozenset(token for text, token in added.items() if text.strip() and token not in ids)
     begin, begin_id = ("", None) if len(ids) == 1 else (texts[0], ids[0])
-    return ThinkTokens(begin, texts[-1], begin_id, ids[-1], borders)
+    return ThinkTokens(begin, texts[-1], begin_id, ids[-1], boundary_ids)
 
 
 def _single(name: str | int, tokenizer: Tokenizer | None, vocab_size: int) -> int:

@@ -1,4 +1,7 @@
-"""Text <-> token ids with a checkpoint's tokenizer.json, and chats through its Jinja template. No torch here."""
+"""Converts between text and token ids with a checkpoint's tokenizer.json, and renders chats with its Jinja template.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,9 @@ from batchspec.model.templates import Templates
 from batchspec.model.text_bytes import LongText, text_bound
 
 END_CHARS = 1 << 20
-"""A text with more of them is tokenised from its end where only its end is wanted."""
+"""If only the end of a text is wanted, a text with more characters is tokenised only from its end."""
 _SPARE_TOKENS = 64
-"""Tokens beyond the wanted ones: a cut changes the few right after it."""
+"""Tokens required beyond the wanted ones, because cutting the text changes the few tokens right after the cut."""
 _WRITES_ARGUMENTS = re.compile(r"\barguments\s*\|\s*(tojson|items|dictsort)|\barguments\.(items|keys)\b")
 _MARK = "BATCHSPECTHEANSWERGOESONHERE"
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -30,17 +33,17 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 class Tokenizer:
     """The tokenizer of a Hugging Face model folder.
 
-    Raises CheckpointError where there is no tokenizer.json, where it cannot be read, or where a template is not valid Jinja.
+    Raises CheckpointError if there is no tokenizer.json, it cannot be read, or a template is not valid Jinja.
     """
 
     eos_ids: tuple[int, ...]
-    """The id of tokenizer_config.json's eos_token; may be empty."""
+    """The id of tokenizer_config.json's eos_token, or empty."""
     special_ids: dict[str, int]
-    """Id of every special token: control tokens, which text never gives by chance and `decode` can leave out."""
+    """Special token -> id: control tokens, which ordinary text never produces and `decode` can omit."""
     added_ids: dict[str, int]
-    """Id of every token that was added to the vocabulary, special or not: text is cut at them first."""
+    """Added token -> id, special or not: text is split at these tokens first."""
     fingerprint: str
-    """sha256 of everything that decides ids: tokenizer.json, special tokens, templates."""
+    """sha256 of everything that determines the ids: tokenizer.json, special tokens, templates."""
 
     def __init__(self, folder: Path, chat_template: Path | None = None) -> None:
         path = folder / "tokenizer.json"
@@ -67,21 +70,21 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Raises CheckpointError where there is one that does not compile."""
+        """Whether there is a chat template. Raises CheckpointError if one does not compile."""
         if self._templates:
             self._templates.check()
         return bool(self._templates)
 
     def encode(self, text: str, *, room: int | None = None, keep_end: bool = False) -> list[int]:
-        """Ids of a text, with the BOS or other tokens that the checkpoint's post-processor adds.
+        """Ids of a text, including BOS or other tokens that the checkpoint's post-processor adds.
 
-        room      raise LongText for a text that so many tokens cannot hold, as far as that is told without tokenising it
-        keep_end  only the last `room` ids are wanted of a longer text, and its beginning need not be tokenised
+        room      maximum number of tokens: raise LongText if the text is provably longer, which is found without tokenising it
+        keep_end  of a longer text only the last `room` ids are wanted, so its beginning need not be tokenised
         """
         return self._ids(text, True, room, keep_end)
 
     def encode_part(self, text: str) -> list[int]:
-        """Ids of a text that other tokens stand around: nothing is added to it."""
+        """Ids of a part of a text, without added BOS or other special tokens."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_chat(
@@ -94,10 +97,10 @@ class Tokenizer:
         room: int | None = None,
         keep_end: bool = False,
     ) -> list[int]:
-        """Ids of a chat up to where the assistant's answer begins; `room` and `keep_end` as in `encode`.
+        """Ids of a chat up to the beginning of the assistant's answer; `room` and `keep_end` as in `encode`.
 
-        The template writes the special tokens, so none are added to its text. Of several templates `tool_use` is taken for a
-        chat with tools, `default` otherwise. Raises ValueError with the template's own message where it refuses the chat.
+        The template writes the special tokens, so none are added. Of several templates, `tool_use` is used for a chat with
+        tools, otherwise `default`. Raises ValueError with the template's own message if it refuses the chat.
         """
         self._check_tools(messages, tools)
         limit = self._limit(room, keep_end)
@@ -117,8 +120,8 @@ class Tokenizer:
     ) -> str:
         """The text that `encode_chat` encodes.
 
-        continue_final  the answer goes on with the text of the last message: nothing is written after it
-        limit           what is wanted of a long text
+        continue_final  the answer continues the text of the last message: the text ends there
+        limit           how long the text may be, or how much of its end is wanted
         """
         name = self._template_for(tools)
         if name not in self._templates:
@@ -135,33 +138,33 @@ class Tokenizer:
             return text
         before, found, _ = text.rpartition(_MARK)
         if not found:
-            raise ValueError("it leaves out the last message, which the answer is to go on with")
+            raise ValueError("it leaves out the last message, which the answer should continue")
         return before
 
     def _template_for(self, tools: Any) -> str:
         return "tool_use" if tools is not None and "tool_use" in self._templates else "default"
 
     def _takes_objects(self, name: str) -> bool:
-        """Whether the template writes the arguments of a tool call as JSON itself: OpenAI's text would be encoded twice."""
+        """Whether the template encodes the arguments of a tool call as JSON itself: OpenAI's JSON text would be encoded twice."""
         source = self._templates.source(name) if name in self._templates else ""
         return bool(_WRITES_ARGUMENTS.search(source)) and "is string" not in source
 
     def _check_tools(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> None:
-        """Raise ValueError where the template would leave tools or tool calls out without a word."""
+        """Raise ValueError if the template would silently leave out tools or tool calls."""
         name = self._template_for(tools)
         source = self._templates.source(name) if name in self._templates else "tojson"
-        if "tojson" in source:  # of a whole message, or of all of them
+        if "tojson" in source:  # it may encode whole messages
             return
         if tools and name != "tool_use" and "tools" not in source:
-            raise ValueError("it has no place for tools; leave them out, or set model.chat_template to one that has")
+            raise ValueError("it does not support tools; leave them out, or set model.chat_template to one that does")
         if "tool_calls" not in source and any(message.get("tool_calls") for message in messages):
-            raise ValueError("it has no place for tool_calls; leave the row out, or set model.chat_template to one that has")
+            raise ValueError("it does not support tool_calls; leave the row out, or set model.chat_template to one that does")
 
     def _limit(self, room: int | None, keep_end: bool) -> Limit | None:
-        """What a text may have for `room` tokens; None where nothing bounds it."""
+        """The limit on a text of `room` tokens; None if there is no bound."""
         if room is None:
             return None
-        if keep_end:  # in steps of 4, as `_ids` asks for more: enough but for text of which hardly any gives a token
+        if keep_end:  # much more than `_ids` asks for, except if nearly all of the text gives no tokens
             return Limit(keep_chars=max(4 * END_CHARS, 64 * room))
         bound = self._bound
         return None if bound is None else Limit(max_bytes=room * bound.bytes_a_token + len(_MARK), left_out=bound.left_out)
@@ -171,7 +174,7 @@ class Tokenizer:
         if room is None or limit is None:
             return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
         if (size := limit.excess(text)) is not None:
-            raise LongText(limit.said(size))
+            raise LongText(limit.message(size))
         chars = max(END_CHARS, 8 * room)
         while keep_end and chars < len(text):
             ids = list(self._tokenizer.encode(text[-chars:], add_special_tokens=special).ids)
@@ -181,35 +184,35 @@ class Tokenizer:
         return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """Text of ids; bytes that are not (yet) valid UTF-8 become U+FFFD."""
+        """The text of ids; bytes that are not (yet) valid UTF-8 become U+FFFD."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
 
 
 def _with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message with arguments of tool calls that are JSON text of an object as that object."""
+    """The message with each tool call's arguments as an object, if they are the JSON text of one."""
     calls = message.get("tool_calls")
-    return message if not calls else {**message, "tool_calls": [_opened(call) for call in calls]}
+    return message if not calls else {**message, "tool_calls": [_decoded(call) for call in calls]}
 
 
-def _opened(call: Mapping[str, Any]) -> dict[str, Any]:
-    opened = dict(call)
+def _decoded(call: Mapping[str, Any]) -> dict[str, Any]:
+    decoded = dict(call)
     if isinstance(call.get("function"), dict):
-        opened["function"] = _opened(call["function"])
+        decoded["function"] = _decoded(call["function"])
     if isinstance(text := call.get("arguments"), str):
-        with suppress(ValueError, RecursionError):  # what is no JSON stays text
+        with suppress(ValueError, RecursionError):  # if it is not JSON, it stays text
             found = json.loads(text)
-            opened["arguments"] = found if isinstance(found, dict) else text
-    return opened
+            decoded["arguments"] = found if isinstance(found, dict) else text
+    return decoded
 
 
 def _special_tokens(config: Json) -> dict[str, Any]:
-    """bos_token, eos_token and the like, as templates see them: plain strings."""
+    """bos_token, eos_token and so on as plain strings, which templates can use."""
     found: dict[str, Any] = {name: _content(config[name]) for name in _NAMED if config.get(name) is not None}
-    more = config.get("additional_special_tokens") or config.get("extra_special_tokens")
-    if isinstance(more, list) and more:
-        found["additional_special_tokens"] = [_content(token) for token in more]
-    if isinstance(more, dict):  # named ones, such as image_token
-        found |= {name: _content(token) for name, token in more.items()}
+    additional = config.get("additional_special_tokens") or config.get("extra_special_tokens")
+    if isinstance(additional, list) and additional:
+        found["additional_special_tokens"] = [_content(token) for token in additional]
+    if isinstance(additional, dict):  # named ones, such as image_token
+        found |= {name: _content(token) for name, token in additional.items()}
     return found
 
 
@@ -218,7 +221,7 @@ def _content(token: Any) -> str:
 
 
 def _template_sources(folder: Path, config: Json, chat_template: Path | None) -> dict[str, str]:
-    """Name -> Jinja source: the user's file, else chat_template.jinja and its siblings, else tokenizer_config.json's."""
+    """Name -> Jinja source: from the user's file, else chat_template.jinja and additional_chat_templates, else the JSON files."""
     if chat_template is not None:
         if not chat_template.is_file():
             raise CheckpointError(f"model.chat_template={chat_template}: no such file; give the path of a Jinja file")
@@ -228,9 +231,9 @@ def _template_sources(folder: Path, config: Json, chat_template: Path | None) ->
         files["default"] = folder / "chat_template.jinja"
     if files:
         return {name: read_text(path) for name, path in files.items()}
-    inside = config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(inside, list):
-        if not all(isinstance(item, dict) and {"name", "template"} <= item.keys() for item in inside):
+    embedded = config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(embedded, list):
+        if not all(isinstance(item, dict) and {"name", "template"} <= item.keys() for item in embedded):
             raise CheckpointError(f"{shown(folder)}: chat_template is a list of items without name or template; correct it")
-        return {str(item["name"]): str(item["template"]) for item in inside}
-    return {"default": str(inside)} if inside else {}
+        return {str(item["name"]): str(item["template"]) for item in embedded}
+    return {"default": str(embedded)} if embedded else {}

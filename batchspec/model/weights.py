@@ -16,7 +16,7 @@ from torch import Tensor
 from batchspec.errors import CheckpointError
 from batchspec.model.blocks.base import FLOATS, TensorSpec
 from batchspec.model.config_values import shown
-from batchspec.model.files import MAX_HEADER_BYTES, LocalFiles, ModelFiles, Stored, listed, stored_tensors, weight_names
+from batchspec.model.files import MAX_HEADER_BYTES, LocalFiles, ModelFiles, StoredTensor, listed, stored_tensors, weight_names
 from batchspec.model.spec import EMBEDDING, OUTPUT, ModelSpec, load_spec
 
 Shapes = dict[str, tuple[int, ...]]
@@ -42,7 +42,7 @@ def judge_model(files: ModelFiles) -> ModelSpec:
     return spec
 
 
-def check_tensors(where: str, spec: ModelSpec, stored: Mapping[str, Stored]) -> None:
+def check_tensors(where: str, spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> None:
     """Names, shapes and dtypes of a model's tensors against those that the spec asks for.
 
     Raises CheckpointError, in one line: how many are missing, unexpected, misshapen and of a wrong dtype, the first ones by name.
@@ -55,7 +55,7 @@ def check_tensors(where: str, spec: ModelSpec, stored: Mapping[str, Stored]) -> 
         raise CheckpointError(f"{where}: the weights do not fit config.json: {'; '.join(problems)}")
 
 
-def misfits(expected: Iterable[TensorSpec], stored: Mapping[str, Stored], unexpected: Collection[str]) -> list[str]:
+def misfits(expected: Iterable[TensorSpec], stored: Mapping[str, StoredTensor], unexpected: Collection[str]) -> list[str]:
     """What is missing, unexpected, of another shape or of a dtype that is not read."""
     by_name = {tensor.name: tensor for tensor in expected}
     missing, common = sorted(by_name.keys() - stored.keys()), sorted(by_name.keys() & stored.keys())

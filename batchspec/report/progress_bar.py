@@ -56,7 +56,7 @@ class ProgressBar:
         self._working = False
         self._over = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="progress bar", daemon=True)
-        self._bar = terminal.Status(self.stream) if self.stream.isatty() and total_completions else None
+        self._bar = terminal.StatusLine(self.stream) if self.stream.isatty() and total_completions else None
 
     def __enter__(self) -> Self:
         if self._bar is not None:

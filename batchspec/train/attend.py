@@ -99,7 +99,7 @@ class _Merged(torch.autograd.Function):
         if not own.shape[1]:
             return None, grad_q, grad_k, grad_v
         grad_own = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=own.device)
-        draft_step_attention_backward(q, grad, out, lse, own, scale=q.shape[-1] ** -0.5, grad_q=grad_q, out_own=grad_own)
+        draft_step_attention_backward(q, grad, out, lse, own, scale=q.shape[-1] ** -0.5, grad_q=grad_q, grad_step_kv=grad_own)
         return None, grad_q, grad_k, grad_v, *(grad_own[part, step] for step in range(own.shape[1]) for part in range(2))
 
 

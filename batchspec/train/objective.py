@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchspec.kernels.train.distil import distil
+from batchspec.kernels.train.soft_cross_entropy import soft_cross_entropy
 from batchspec.train.network import HeadNetwork
 from batchspec.train.teacher import Lesson
 
@@ -40,7 +40,7 @@ class SoftCrossEntropy(torch.autograd.Function):
         for at in range(0, len(hidden), _CHUNK):
             part = slice(at, at + _CHUNK)
             grad = hidden[part] @ head.t()
-            distil(grad, probs[part], weights[part], best_ids[part], out_nats=nats[part], out_hits=hits[part])
+            soft_cross_entropy(grad, probs[part], weights[part], best_ids[part], out_loss=nats[part], out_hits=hits[part])
             torch.mm(grad, head, out=grad_hidden[part])
             grad_head += grad.t() @ hidden[part]
         ctx.save_for_backward(grad_hidden, grad_head.to(head.dtype))

@@ -1,8 +1,8 @@
-"""Benchmark of verify attention: `python -m batchspec.kernels.attention.verify_attention [8b] [ragged] [1b] [135m] [shared]`,
-all if none.
+"""Benchmark of verify attention: `python -m batchspec.kernels.attention.verify_attention [8b] [ragged] [1b] [135m] [shared]`;
+without arguments all sections.
 
-For every shape: the error against the reference, then the time of attention and merge from a captured graph, for the default
-settings and for the best of a few others, so that `config_of` and `work_shape` can be set by what a card shows.
+For every shape it prints the error against the reference, and the time of attention and merge from a captured graph, with the
+default settings and with the best of some others: the measurements for the choices in `config_of` and `work_shape`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Model:
     head_dim: int
     configs: tuple[Config, ...]
     wide: tuple[Config, ...] = ()
-    """For tiles of more than 16."""
+    """Configurations to try for tiles of more than 16 query rows."""
 
 
 MODELS = {"8b": Model(num_heads=32, kv_heads=8, head_dim=128, configs=CONFIGS, wide=WIDE),
@@ -52,7 +52,7 @@ MODELS = {"8b": Model(num_heads=32, kv_heads=8, head_dim=128, configs=CONFIGS, w
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Inputs:
-    """A batch on the card. Copies of K/V to cycle over, so that the second-level cache holds none of them."""
+    """A batch on the GPU, with several copies of K/V to cycle over, so that none of them is in the L2 cache."""
 
     name: str
     model: Model
@@ -83,7 +83,7 @@ class Inputs:
         return graph_us(calls, repeats=5, per_graph=max(len(calls), 16))
 
     def error(self, shape: WorkShape, **configs: Config) -> float:
-        """Relative L2 error against the reference, outputs and partial results poisoned before."""
+        """Relative L2 error against the reference; outputs and partial results are filled with NaN first."""
         work = self.work(shape)
         partials, out = partials_of(work, self.q.shape[2]), torch.full_like(self.q, float("nan")).contiguous()
         expected = torch.empty_like(out)
@@ -98,7 +98,7 @@ class Inputs:
 def make_inputs(
     name: str, model: Model, lengths: list[int], max_q: int, *, samples: int = 1, prefix: int = 0, share: bool = False
 ) -> Inputs:
-    """`samples` rows side by side begin with the same `prefix` tokens; `share`: they are read once."""
+    """Groups of `samples` adjacent rows share their first `prefix` tokens; `share`: attention reads them once a group."""
     device, rows = torch.device("cuda"), len(lengths)
     per_row = max(lengths) // PAGE_SIZE + 1
     table = torch.randperm(rows * per_row, device=device).int().view(rows, per_row) + 1
@@ -131,7 +131,7 @@ def make_inputs(
 
 
 def settings(inputs: Inputs) -> Iterator[tuple[str, WorkShape, dict[str, Config]]]:
-    """Ways to run a shape: the default first, then other configs, then other cuts of the work."""
+    """Settings to try for a shape: the default first, then other configurations, then other splits of the work."""
     shape = inputs.shape
     yield "default", shape, {}
     sms = torch.cuda.get_device_properties(inputs.q.device).multi_processor_count
@@ -156,12 +156,12 @@ def describe(config: Config) -> str:
 
 
 def measure(inputs: Inputs, copy_tb_s: float) -> None:
-    """One line: the default's error, time and bandwidth, then what was faster or failed."""
+    """Print one row: time, bandwidth and error of the default, then the fastest setting; then the settings that failed."""
     default, best, best_name, failed = 0.0, math.inf, "", []
     for name, shape, configs in settings(inputs):
         try:
             us = inputs.time_us(shape, **configs)
-        except Exception as error:  # a setting that does not fit the card is a result, not the end of the table
+        except Exception as error:  # a setting may not fit the GPU; report it and go on
             failed.append(f"{name}: {repr(error)[:90]}")
             continue
         default = default or us
@@ -183,11 +183,11 @@ def _make(inputs: Inputs) -> None:
 
 
 def _negate(source: Tensor, target: Tensor) -> None:
-    torch.neg(source, out=target)  # a kernel, unlike copy_
+    torch.neg(source, out=target)  # runs a kernel, unlike copy_
 
 
 def sections() -> dict[str, Callable[[], Iterator[Inputs]]]:
-    """Name -> the shapes of one part of the table, made one at a time: they are large."""
+    """Name -> the shapes of one section of the table, allocated one at a time because they are large."""
 
     def target_8b() -> Iterator[Inputs]:
         for rows, keys, widths in ((64, 8448, (1, 2, 4, 6, 8)), (16, 8448, (1, 4)), (4, 8448, (1, 4, 8)), (256, 1024, (1, 2))):
@@ -218,7 +218,7 @@ def sections() -> dict[str, Callable[[], Iterator[Inputs]]]:
 
 def main() -> None:
     if not torch.cuda.is_available():
-        print("verify_attention: no GPU here; the reference is not worth timing")
+        print("verify_attention: no GPU here, and the torch reference is not timed")
         return
     source = torch.ones(1 << 28, device="cuda")
     target = torch.empty_like(source)
@@ -233,7 +233,7 @@ def main() -> None:
             for inputs in make():
                 try:
                     measure(inputs, copy_tb_s)
-                except Exception as error:  # the next shape may still run
+                except Exception as error:  # continue with the next shape
                     print(f"{inputs.name:<34} failed: {repr(error)[:200]}", flush=True)
                 del inputs
                 torch.cuda.empty_cache()

@@ -1,8 +1,8 @@
-"""Benchmark of programmatic launches, `python -m batchspec.kernels.common.pdl`: layers of small models, one graph without, one
-with.
+"""Benchmark of programmatic dependent launch, `python -m batchspec.kernels.common.pdl`: layers of small models, captured in one
+graph without PDL and in one with it.
 
 One layer is norm, QKV, RoPE and K/V write, attention, O with the residual sum, norm, gate-up with SwiGLU, down with the residual
-sum, each kernel reading what the one before it wrote. Results must be the same bits.
+sum; each kernel reads what the one before it wrote. The results of both graphs must be bit for bit the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from batchspec.kernels.attention.merge_states import partials_of
 from batchspec.kernels.attention.settings import work_shape
 from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
 from batchspec.kernels.attention.verify_attention import verify_attention
-from batchspec.kernels.benchmarks.attempt import attempt
+from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
 from batchspec.kernels.benchmarks.timing import graph_us
 from batchspec.kernels.common import pdl
 from batchspec.kernels.gemm.activation import silu_and_mul
@@ -29,7 +29,7 @@ from batchspec.kernels.norm_rope.rope_write import rope_write
 
 PAGE_SIZE = 16
 TILE = Tile(64, 64, 64, 4, 4, True)
-# layers, H, heads, K/V heads, D, I, rows, keys, queries a row
+# layers, hidden size, heads, K/V heads, head_dim, intermediate size, rows, keys a row, queries a row
 SHAPES = {
     "135m 256 x 768 S=1": (30, 576, 9, 3, 64, 1536, 256, 768, 1),
     "135m 256 x 768 S=3": (30, 576, 9, 3, 64, 1536, 256, 768, 3),
@@ -39,12 +39,12 @@ SHAPES = {
 
 
 class Layers:
-    """A model of random weights, and one round of all its layers."""
+    """The layers of a model with random weights, and one forward pass through all of them."""
 
     def __init__(
         self, layers: int, hidden: int, heads: int, kv_heads: int, dim: int, inner: int, rows: int, keys: int, width: int
     ) -> None:
-        self.layers, self.dim, places = layers, dim, rows * width
+        self.layers, self.dim, tokens = layers, dim, rows * width
         new = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
         ints = partial(torch.arange, device="cuda", dtype=torch.int32)
         all_heads, pages = heads + 2 * kv_heads, -(-keys // PAGE_SIZE)
@@ -58,21 +58,21 @@ class Layers:
         ]
         self.kv = new(layers, 2, rows * pages + 1, PAGE_SIZE, kv_heads, dim)
         self.table = torch.randperm(rows * pages, device="cuda").int().view(rows, pages) + 1
-        self.cu_seqlens_q, self.kv_len = ints(0, places + 1, width), torch.full((rows,), keys, dtype=torch.int32, device="cuda")
+        self.cu_seqlens_q, self.kv_len = ints(0, tokens + 1, width), torch.full((rows,), keys, dtype=torch.int32, device="cuda")
         positions = keys - width + ints(width).long().expand(rows, width)
         self.positions = positions.flatten()
-        self.slots = (self.table.gather(1, positions // PAGE_SIZE) * PAGE_SIZE + positions % PAGE_SIZE).flatten()
+        self.slot_mapping = (self.table.gather(1, positions // PAGE_SIZE) * PAGE_SIZE + positions % PAGE_SIZE).flatten()
         self.freqs = 10000.0 ** (-ints(0, dim, 2) / dim)
         self.shape = work_shape(
             num_rows=rows, max_q=width, max_kv=keys, num_heads=heads, kv_heads=kv_heads, head_dim=dim, page_size=PAGE_SIZE,
             dtype=torch.bfloat16, num_sms=torch.cuda.get_device_properties("cuda").multi_processor_count,
         )  # fmt: skip
-        self.start = new(places, hidden)
+        self.start = new(tokens, hidden)
         self.residual, self.normed = torch.empty_like(self.start), torch.empty_like(self.start)
-        self.qkv, self.q, self.attended = new(places, all_heads * dim), new(places, heads, dim), new(places, heads, dim)
-        self.gate_up, self.inner = new(places, 2 * inner), new(places, inner)
+        self.qkv, self.q, self.attended = new(tokens, all_heads * dim), new(tokens, heads, dim), new(tokens, heads, dim)
+        self.gate_up, self.inner = new(tokens, 2 * inner), new(tokens, inner)
 
-    def round(self) -> None:
+    def forward(self) -> None:
         torch.neg(self.start, out=self.residual)
         work = split_kv_schedule(self.cu_seqlens_q, self.kv_len, self.positions, shape=self.shape)
         partials = partials_of(work, self.dim)
@@ -80,7 +80,9 @@ class Layers:
             w_qkv, w_out, w_gate_up, w_down = self.weights[layer]
             rms_norm(self.residual, self.norm, 1e-5, out=self.normed)
             linear(self.normed, w_qkv, tile=TILE, out=self.qkv)
-            rope_write(self.qkv, self.positions, self.freqs, self.kv[layer], self.slots, attention_factor=1.0, out_q=self.q)
+            rope_write(
+                self.qkv, self.positions, self.freqs, self.kv[layer], self.slot_mapping, attention_factor=1.0, out_q=self.q
+            )
             verify_attention(
                 self.q, self.kv[layer], self.table, self.positions, work, partials, scale=self.dim**-0.5, out=self.attended,
                 early=True,
@@ -92,7 +94,7 @@ class Layers:
             linear_add(self.inner, w_down, residual=self.residual, tile=TILE)
 
     def result(self, graph: Callable[[], float]) -> tuple[float, Tensor, Tensor]:
-        """Microseconds a layer, the residual stream and the keys and values behind the last of many replays."""
+        """Microseconds a layer, and the residual stream, keys and values after the last replay."""
         self.residual.fill_(float("nan"))
         us = graph() / self.layers
         return us, self.residual.clone(), self.kv[:, :, : PAGE_SIZE * 4].clone()
@@ -100,21 +102,21 @@ class Layers:
 
 def main() -> None:
     if not torch.cuda.is_available():
-        print("pdl: no GPU here; there is no reference to time")
+        print("pdl: no GPU here, and there is no torch reference to time")
         return
     supported = pdl.supported(torch.device("cuda", torch.cuda.current_device()))
     answer = "supported" if supported else "NOT supported"
-    print(f"programmatic launches: {answer}, torch {torch.__version__}, triton {triton.__version__}")
+    print(f"programmatic dependent launch: {answer}, torch {torch.__version__}, triton {triton.__version__}")
     print(f"{'shape':<24} {'us a layer':>10} {'with PDL':>10} {'less':>7}")
     for name, shape in SHAPES.items():
-        with attempt(name):
+        with continue_on_error(name):
             layers, found = Layers(*shape), []
             for on in (False, True):
-                before = pdl.switch(on)
+                before = pdl.set_enabled(on)
                 try:
-                    found.append(layers.result(partial(graph_us, [layers.round], repeats=15, per_graph=2)))
+                    found.append(layers.result(partial(graph_us, [layers.forward], repeats=15, per_graph=2)))
                 finally:
-                    pdl.switch(before)
+                    pdl.set_enabled(before)
             (off, *plain), (us, *early) = found
             torch.testing.assert_close(early, plain, rtol=0, atol=0)
             print(f"{name:<24} {off:>10.2f} {us:>10.2f} {1 - us / off:>7.1%}", flush=True)

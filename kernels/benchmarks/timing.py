@@ -1,8 +1,8 @@
-"""Times a kernel beside its torch reference: what the benchmark main of every kernel prints.
+"""Timing of a kernel and of its torch reference, and the table that the benchmark main of every kernel prints.
 
-On a GPU: microseconds a call from one captured CUDA graph that cycles over several copies of the inputs (the second-level cache
-must not hold them), by events; the reference, which may read back to the host, by the clock around synchronised calls.
-On a machine without a GPU: the reference only.
+On a GPU the kernel is timed with CUDA events around replays of one captured graph, which cycles over several copies of the inputs
+so that they are not in the L2 cache. The reference, which may read back to the host, is timed with the host's clock around
+synchronised calls. On a machine without a GPU only the reference is timed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Call = Callable[[], Any]
 COPY_BYTES = 1 << 30
 MAX_COPIES = 128
 GRAPH_US = 1500.0
-"""What a graph of GraphClock takes, about."""
+"""Approximate duration of one graph of GraphClock."""
 
 
 class Bench:
-    """One table of timings. `device` and `num_copies` (copies of big inputs to cycle over) are for the caller's tensors."""
+    """One table of timings. The caller makes its tensors on `device`, and `num_copies` copies of large inputs to cycle over."""
 
     def __init__(self, name: str) -> None:
         self.on_gpu = torch.cuda.is_available()
@@ -37,7 +37,10 @@ class Bench:
         print(f"{'shape':<44} {'us':>10} {'GB/s':>8} {'of copy':>8} {'reference us':>13} {'ratio':>7}")
 
     def row(self, shape: str, calls: Sequence[Call], reference: Sequence[Call], *, num_bytes: int) -> None:
-        """Time one shape: each element of `calls` is the same call on another copy of the inputs, which moves `num_bytes`."""
+        """Time one shape and print its row. Each element of `calls` is the same call on another copy of the inputs.
+
+        num_bytes  bytes that one call reads and writes
+        """
         reference_us = wall_us(reference)
         us = graph_us(calls) if self.on_gpu else reference_us
         gb_s = num_bytes / us / 1e3
@@ -48,10 +51,10 @@ class Bench:
         self, shape: str, kernel: Callable[..., Any], reference: Callable[..., Any], inputs: Sequence[tuple[Any, ...]],
         outs: Sequence[dict[str, Any]], *, num_bytes: int,
     ) -> None:  # fmt: skip
-        """A row of a kernel that writes the same bits as its reference, which is looked at first.
+        """`row` for a kernel that must write exactly what its reference writes; this is checked first.
 
         inputs  copies of the positional arguments
-        outs    keyword arguments of the one and of the other; what is a tensor there is compared
+        outs    keyword arguments of the kernel and of the reference; their tensors are compared
         """
         kernel(*inputs[0], **outs[0])
         reference(*inputs[0], **outs[1])
@@ -79,7 +82,7 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 def graph_us(calls: Sequence[Call], *, repeats: int = 9, per_graph: int = 64) -> float:
     """Median microseconds of one call, replayed from a CUDA graph."""
-    for call in calls:  # compiles
+    for call in calls:  # compiles the kernel
         call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -98,7 +101,7 @@ def graph_us(calls: Sequence[Call], *, repeats: int = 9, per_graph: int = 64) ->
 
 
 def wall_us(calls: Sequence[Call], *, repeats: int = 9) -> float:
-    """Median microseconds of one call by the clock, the device synchronised around it."""
+    """Median microseconds of one call by the host's clock, with the device synchronised before and after it."""
     times: list[float] = []
     for index in range(repeats + 1):
         start = time.perf_counter()
@@ -110,16 +113,16 @@ def wall_us(calls: Sequence[Call], *, repeats: int = 9) -> float:
 
 
 class GraphClock:
-    """Microseconds a call, from CUDA graphs captured on one stream of their own: for hundreds of ways to compare.
+    """Microseconds a call from CUDA graphs captured on a stream of their own: fast enough to compare hundreds of variants.
 
-    torch.cuda.graph collects garbage at every capture, which takes longer than the capture and the replays together.
+    torch.cuda.graph runs the garbage collector at every capture, which takes longer than the capture and the replays together.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
     def us(self, calls: Sequence[Call], *, repeats: int = 3) -> float:
-        """Median of `repeats` replays; each call is the same on another copy of the inputs. Raises what the first call raises."""
+        """Median of `repeats` replays; `calls` are one call on several copies of the inputs. Raises what the first raises."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             calls[0]()
@@ -130,7 +133,7 @@ class GraphClock:
             end.synchronize()
             once_us = max(2.0, start.elapsed_time(end) * 1e3)
             per_graph = int(max(8, min(MAX_COPIES, GRAPH_US / once_us)))
-            per_graph = max(per_graph, min(len(calls), MAX_COPIES))  # every copy once, or the cache would hold them
+            per_graph = max(per_graph, min(len(calls), MAX_COPIES))  # use every copy, so that the L2 cache does not hold them
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin()
             try:

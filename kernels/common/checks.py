@@ -1,4 +1,4 @@
-"""What every kernel wrapper asks of its tensors. It runs every round, so the good path is three comparisons."""
+"""Checks of shapes, dtypes and strides in every kernel wrapper. They run every round: a valid tensor costs three comparisons."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def check(
     """Raise ValueError unless `tensor` has this shape, one of these dtypes and the expected strides.
 
     name     kernel and argument, for the message: "argmax: out_ids"
-    rows     False: contiguous; True: only the last dimension must be contiguous, so a slice of wider rows is fine
-    strided  any strides: a column of a matrix is fine
+    rows     False: must be contiguous; True: only the last dimension must be, as in a slice of wider rows
+    strided  any strides are allowed, as of a column of a matrix
     """
     strides_fit = strided or ((tensor.stride(-1) == 1 or tensor.shape[-1] <= 1) if rows else tensor.is_contiguous())
     if tensor.shape == shape and tensor.dtype in dtypes and strides_fit:
@@ -31,12 +31,12 @@ def check(
 def check_draw(
     kernel: str, logits: Tensor, row_ids: Tensor, positions: Tensor, keys: Tensor, temperature: Tensor, cutoff: Tensor
 ) -> None:
-    """The same of what draws of T places over V logits read, with keys and temperatures of R rows."""
-    num_places, vocab = logits.shape
+    """`check` the inputs of a Gumbel draw for T flat tokens over V logits, with keys and temperatures of R rows."""
+    num_tokens, vocab = logits.shape
     wide = logits.dtype == torch.float64
-    check(f"{kernel}: logits", logits, (num_places, vocab), *FLOATS, rows=True)
-    check(f"{kernel}: row_ids", row_ids, (num_places,), torch.int32)
-    check(f"{kernel}: positions", positions, (num_places,), torch.int64)
+    check(f"{kernel}: logits", logits, (num_tokens, vocab), *FLOATS, rows=True)
+    check(f"{kernel}: row_ids", row_ids, (num_tokens,), torch.int32)
+    check(f"{kernel}: positions", positions, (num_tokens,), torch.int64)
     check(f"{kernel}: keys", keys, (keys.numel(),), torch.int64)
     check(f"{kernel}: temperature", temperature, (keys.numel(),), torch.float32)
-    check(f"{kernel}: cutoff", cutoff, (num_places,), torch.float64 if wide else torch.float32)
+    check(f"{kernel}: cutoff", cutoff, (num_tokens,), torch.float64 if wide else torch.float32)

@@ -1,10 +1,10 @@
-"""What a chain of K drafts reads, in one launch: its first token, draft lengths, and where each of the K - 1 steps lies.
+"""Inputs of all steps of a chain of K drafts, in one launch: first draft token, draft lengths, positions and slot_mapping.
 
     step k = 0..K-2:  position = num_tokens - 1 + k     slot = page_table[row, position // page_size] * page_size + the rest
-    draft_len = K     kv_len = num_tokens + K - 2, what the last step sees: one attention work list serves all of them
+    draft_len = K     kv_len = num_tokens + K - 2, the keys of the last step: one attention work list serves all steps
 
-Positions and slots lie step after step, so that a step's are contiguous. One program a row; dead rows get position 0, the scratch
-slot 0 and no keys. Bound by launch latency: a hundred bytes a row.
+Positions and slots are stored step by step, so that those of one step are contiguous. One program a row; dead rows get position
+0, the scratch slot 0 and no keys. Bound by launch latency: a hundred bytes a row.
 Source: the uniform cache locations of https://github.com/lightseekorg/tokenspeed/pull/142 (no cumsum, fills or casts).
 """
 
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchspec.kernels.benchmarks.attempt import attempt
+from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
 from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
@@ -42,9 +42,9 @@ def prepare_chain_draft_inputs_kernel(
     position = tl.where(alive, num - 1 + step, 0).to(tl.int64)
     exists = step < WIDTH - 1
     slot = slot_of(page_table, row, position, step < tl.where(alive, WIDTH - 1, 0), max_pages, PAGE_SIZE)
-    place = step.to(tl.int64) * num_rows + row
-    tl.store(out_positions + place, position, mask=exists)
-    tl.store(out_slot_mapping + place, slot, mask=exists)
+    index = step.to(tl.int64) * num_rows + row
+    tl.store(out_positions + index, position, mask=exists)
+    tl.store(out_slot_mapping + index, slot, mask=exists)
 
 
 def prepare_chain_draft_inputs(
@@ -62,18 +62,18 @@ def prepare_chain_draft_inputs(
     out_kv_len: Tensor,
     interpret: bool = False,
 ) -> None:
-    """Write what R rows draft from, dead or not.
+    """Write the inputs of the draft steps of R rows, dead rows included.
 
     first_ids      int32 [R]       the first draft token of each row
     num_tokens     int32 [R]       committed tokens; the newest is not in K/V yet
     live           int32 [R]
     page_table     int32 [R, max pages a row]
-    max_tokens     tokens of a row at most: no key lies behind them
-    out_ids        int32 [R, K]    column 0: the first draft token; the rest is left alone; rows may be slices of wider ones
+    max_tokens     maximum length of a row in tokens; kv_len never exceeds it
+    out_ids        int32 [R, K]    column 0: the first draft token; other columns stay unchanged; rows may be slices of wider ones
     out_draft_len  int32 [R]       K; 0 for dead rows
     out_positions  int64 [K-1, R]
-    out_slot_mapping      int64 [K-1, R]  0 for dead rows and for positions past the page table
-    out_kv_len     int32 [R]       keys that the last step sees, at most max_tokens; 0 for dead rows
+    out_slot_mapping  int64 [K-1, R]  0 for dead rows and for positions past the page table
+    out_kv_len     int32 [R]       keys that the last step attends to, at most max_tokens; 0 for dead rows
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
@@ -131,7 +131,7 @@ def prepare_chain_draft_inputs_reference(
 def main() -> None:
     bench = Bench("prepare_chain_draft_inputs")
     for rows, width, length in ((64, 3, 11264), (256, 1, 1024), (1024, 3, 1024)):
-        with attempt(f"R={rows} K={width}"):
+        with continue_on_error(f"R={rows} K={width}"):
             bench_shape(bench, rows, width, length)
 
 
@@ -142,10 +142,10 @@ def bench_shape(bench: Bench, rows: int, width: int, length: int) -> None:
     for _ in range(2):
         wide = torch.full((rows, width + 1), -7, dtype=torch.int32, device=bench.device)
         lengths = torch.full((2, rows), -7, dtype=torch.int32, device=bench.device)
-        places = torch.full((2, width - 1, rows), -7, dtype=torch.int64, device=bench.device)
+        int64_outs = torch.full((2, width - 1, rows), -7, dtype=torch.int64, device=bench.device)
         outs.append({
             "page_size": 16, "max_tokens": length, "out_ids": wide[:, 1:], "out_draft_len": lengths[0], "out_kv_len": lengths[1],
-            "out_positions": places[0], "out_slot_mapping": places[1],
+            "out_positions": int64_outs[0], "out_slot_mapping": int64_outs[1],
         })  # fmt: skip
     num_bytes = rows * (24 + 20 * (width - 1))
     bench.same_row(

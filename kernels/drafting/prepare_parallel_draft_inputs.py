@@ -1,13 +1,13 @@
-"""What K parallel drafts of a row read, in one launch: its newest token with its feature, and K - 1 masks behind it.
+"""Inputs of K parallel drafts of a row, in one launch: its newest token with its feature, then K - 1 mask tokens.
 
-    place j = 0..K-1:  position = num_tokens - 2 + j      slot = page_table[row, position // page_size] * page_size + the rest
-    j = 0              the newest token, the carried feature of the place before it
-    j > 0              the mask token, the mask's feature
+    j = 0..K-1:   position = num_tokens - 2 + j      slot = page_table[row, position // page_size] * page_size + the rest
+    j = 0         the newest token, with the target's feature of the position before it
+    j > 0         the mask token, with the mask's feature
     draft_len = K      kv_len = num_tokens + K - 2
 
-A position is never wrapped: what lies behind the page table goes to the scratch slot 0 and is no key. Dead rows get position 0,
-slot 0 and no keys. One program a place. Bound by launch latency: 4 * H bytes a place, one launch for a gather, two fills and the
-inputs of attention. Source: the input preparation of https://github.com/vllm-project/vllm/pull/32628 and its review.
+Positions past the page table never wrap around: they go to the scratch slot 0 and are not counted as keys. Dead rows get position
+0, slot 0 and no keys. One program a flat token. Bound by launch latency: 4 * H bytes a token, one launch for a gather, two fills
+and the inputs of attention. Source: the input preparation of https://github.com/vllm-project/vllm/pull/32628 and its review.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchspec.kernels.benchmarks.attempt import attempt
+from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
 from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import FLOATS, check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
@@ -39,20 +39,20 @@ def prepare_parallel_draft_inputs_kernel(
     row, j = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num = tl.load(num_tokens + row)
     alive = (tl.load(live + row) != 0) & (num > 1)
-    place = row * K + j
+    t = row * K + j
     position = tl.where(alive, num - 2 + j, 0).to(tl.int64)
-    tl.store(out_positions + place, position)
-    tl.store(out_slot_mapping + place, slot_of(page_table, row, position, alive, max_pages, PAGE_SIZE))
+    tl.store(out_positions + t, position)
+    tl.store(out_slot_mapping + t, slot_of(page_table, row, position, alive, max_pages, PAGE_SIZE))
     lane = tl.arange(0, BLOCK)
     exists = lane < WIDTH
     if j == 0:
-        tl.store(out_ids + place, tl.load(tokens + row * token_stride + tl.maximum(num - 1, 0)))
+        tl.store(out_ids + t, tl.load(tokens + row * token_stride + tl.maximum(num - 1, 0)))
         tl.store(out_kv_len + row, tl.where(alive, tl.minimum(num + K - 2, max_tokens), 0))
         tl.store(out_draft_len + row, tl.where(alive, K, 0))
-        tl.store(out_hidden + place * WIDTH + lane, tl.load(hidden + row * WIDTH + lane, mask=exists), mask=exists)
+        tl.store(out_hidden + t * WIDTH + lane, tl.load(hidden + row * WIDTH + lane, mask=exists), mask=exists)
     else:
-        tl.store(out_ids + place, mask_id)
-        tl.store(out_hidden + place * WIDTH + lane, tl.load(mask_hidden + lane, mask=exists), mask=exists)
+        tl.store(out_ids + t, mask_id)
+        tl.store(out_hidden + t * WIDTH + lane, tl.load(mask_hidden + lane, mask=exists), mask=exists)
 
 
 def prepare_parallel_draft_inputs(
@@ -73,25 +73,25 @@ def prepare_parallel_draft_inputs(
     out_draft_len: Tensor,
     interpret: bool = False,
 ) -> None:
-    """Write the K places that R rows draft from, dead or not; row r owns places r * K .. r * K + K - 1.
+    """Write the K flat tokens from which each of R rows drafts, dead rows included; row r owns r * K .. r * K + K - 1.
 
-    tokens         int32 [R, L]    rows may be slices of wider ones; no key lies behind position L - 1
-    num_tokens     int32 [R]       committed tokens, at least 2 of a live row: the newest has no feature yet
+    tokens         int32 [R, L]    rows may be slices of wider ones; kv_len never exceeds L
+    num_tokens     int32 [R]       committed tokens, at least 2 in a live row: the newest has no feature yet
     live           int32 [R]
     page_table     int32 [R, max pages a row]
-    hidden         fp32, bf16, fp16 or fp64 [R, H]  the feature of each row's last place that has one
+    hidden         fp32, bf16, fp16 or fp64 [R, H]  the feature of each row's newest position that has one
     mask_hidden    [H] of hidden's dtype
     out_ids        int32 [R * K], K >= 1
     out_hidden     [R * K, H] of hidden's dtype
     out_positions  int64 [R * K]
-    out_slot_mapping      int64 [R * K]   0 for dead rows and for positions past the page table
-    out_kv_len     int32 [R]       keys that the last place sees, at most L; 0 for dead rows
+    out_slot_mapping  int64 [R * K]   0 for dead rows and for positions past the page table
+    out_kv_len     int32 [R]       keys that the last mask token attends to, at most L; 0 for dead rows
     out_draft_len  int32 [R]       K; 0 for dead rows
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
-    (num_rows, width), num_places = hidden.shape, out_ids.shape[0]
-    k = num_places // max(1, num_rows)
+    (num_rows, width), num_flat_tokens = hidden.shape, out_ids.shape[0]
+    k = num_flat_tokens // max(1, num_rows)
     check("prepare_parallel_draft_inputs: tokens", tokens, (num_rows, tokens.shape[1]), torch.int32, rows=True)
     for name, vector in (
         ("num_tokens", num_tokens), ("live", live), ("out_kv_len", out_kv_len), ("out_draft_len", out_draft_len),
@@ -101,9 +101,9 @@ def prepare_parallel_draft_inputs(
     check("prepare_parallel_draft_inputs: hidden", hidden, (num_rows, width), *FLOATS)
     check("prepare_parallel_draft_inputs: mask_hidden", mask_hidden, (width,), hidden.dtype)
     check("prepare_parallel_draft_inputs: out_ids", out_ids, (num_rows * max(1, k),), torch.int32)
-    check("prepare_parallel_draft_inputs: out_hidden", out_hidden, (num_places, width), hidden.dtype)
-    check("prepare_parallel_draft_inputs: out_positions", out_positions, (num_places,), torch.int64)
-    check("prepare_parallel_draft_inputs: out_slot_mapping", out_slot_mapping, (num_places,), torch.int64)
+    check("prepare_parallel_draft_inputs: out_hidden", out_hidden, (num_flat_tokens, width), hidden.dtype)
+    check("prepare_parallel_draft_inputs: out_positions", out_positions, (num_flat_tokens,), torch.int64)
+    check("prepare_parallel_draft_inputs: out_slot_mapping", out_slot_mapping, (num_flat_tokens,), torch.int64)
     if not (tokens.is_cuda or interpret):
         prepare_parallel_draft_inputs_reference(
             tokens, num_tokens, live, page_table, hidden, mask_hidden, mask_id=mask_id, page_size=page_size, out_ids=out_ids,
@@ -177,7 +177,7 @@ def prepare_parallel_draft_inputs_reference(
 def main() -> None:
     bench = Bench("prepare_parallel_draft_inputs")
     for rows, k, width, length in ((64, 5, 4096, 11264), (256, 3, 4096, 1024), (1024, 5, 576, 1024)):
-        with attempt(f"R={rows} K={k} H={width}"):
+        with continue_on_error(f"R={rows} K={k} H={width}"):
             bench_shape(bench, rows, k, width, length)
 
 

@@ -189,7 +189,7 @@ def compile_ahead(trial: Trial, token_counts: Iterable[int]) -> None:
             todo[(*tile[:6], split)] = trial.calls(tile, x, out, compile_only=True)[0]
     counters(trial.device)  # allocated here, not in several threads at once
 
-    def attempt(call: Call) -> None:
+    def continue_on_error(call: Call) -> None:
         torch.cuda.set_device(trial.device.index or 0)  # the current device is a thread's own
         try:
             call()
@@ -197,7 +197,7 @@ def compile_ahead(trial: Trial, token_counts: Iterable[int]) -> None:
             print(f"{trial.op}: not compiled: {_line(failure)}", flush=True)
 
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        list(pool.map(attempt, todo.values()))
+        list(pool.map(continue_on_error, todo.values()))
 
 
 def run_trials(

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchspec.kernels.benchmarks.attempt import attempt
+from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
 from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import FLOATS, check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
@@ -97,7 +97,7 @@ def kv_move_reference(kv: Tensor, tree_slots: Tensor, path: Tensor, chain_slots:
 def main() -> None:
     bench = Bench("kv_move")
     for rows, layers, heads, dim in ((1, 32, 8, 128), (32, 32, 8, 128), (32, 30, 3, 64)):
-        with attempt(f"R={rows} L={layers} KVH={heads} D={dim}"):
+        with continue_on_error(f"R={rows} L={layers} KVH={heads} D={dim}"):
             bench_shape(bench, rows, layers, heads, dim)
 
 

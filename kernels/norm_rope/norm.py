@@ -1,10 +1,10 @@
-"""Root-mean-square norm of rows, alone or behind the residual sum, one launch each (Zhang and Sennrich 2019, arXiv 1910.07467).
+"""RMS norm of rows, alone or fused with the residual sum before it, one launch each (Zhang and Sennrich 2019, arXiv 1910.07467).
 
     rms_norm: out = round(x / sqrt(mean(x^2) + eps)) * weight          add_norm: residual += hidden, then the norm of the sum
 
-fp32 inside (fp64 for fp64); rounded to the tensors' dtype where torch's path rounds: the sum, the normed value, the product.
-Bound by memory at prefill sizes (bytes a value: 2 * itemsize, with the sum 4, with a tap 5), by launch latency at decode sizes:
-one program a row holds it in registers, so that it is read once.
+fp32 inside (fp64 for fp64); rounded to the tensors' dtype where the torch path rounds: the sum, the normed value, the product.
+Bound by memory at prefill sizes (bytes a value: 2 * itemsize, with the residual sum 4, with out_aux 5), by launch latency at
+decode sizes. One program holds a row in registers, so the row is read once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchspec.kernels.benchmarks.attempt import attempt
+from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
 from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import FLOATS, check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
@@ -28,10 +28,10 @@ VALUES_PER_THREAD = 16  # two 16-byte loads of bf16
 
 @triton.jit
 def norm_kernel(
-    hidden, residual, weight, out, out_aux, hidden_stride, residual_stride, out_stride, tap_stride,
+    hidden, residual, weight, out, out_aux, hidden_stride, residual_stride, out_stride, aux_stride,
     EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """With `residual` None the norm of hidden; `out_aux` may be None."""
+    """With `residual` None: rms_norm; else add_norm, where `out_aux` may be None."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     exists = lane < WIDTH
@@ -39,18 +39,18 @@ def norm_kernel(
     await_earlier(PDL)
     x = tl.load(hidden + row * hidden_stride + lane, mask=exists, other=0.0).to(ACC)
     if residual is not None:
-        place = residual + row * residual_stride + lane
-        x = (x + tl.load(place, mask=exists, other=0.0).to(ACC)).to(out.dtype.element_ty)
-        tl.store(place, x, mask=exists)
+        at = residual + row * residual_stride + lane
+        x = (x + tl.load(at, mask=exists, other=0.0).to(ACC)).to(out.dtype.element_ty)
+        tl.store(at, x, mask=exists)
         if out_aux is not None:
-            tl.store(out_aux + row * tap_stride + lane, x, mask=exists)
+            tl.store(out_aux + row * aux_stride + lane, x, mask=exists)
         x = x.to(ACC)
     normed = (x * (1.0 / tl.sqrt(tl.sum(x * x, 0) * (1.0 / WIDTH) + EPS))).to(out.dtype.element_ty)
     tl.store(out + row * out_stride + lane, normed.to(ACC) * scale.to(ACC), mask=exists)
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float, *, out: Tensor, interpret: bool = False) -> None:
-    """Write the norm of each row.
+    """Write the RMS norm of each row.
 
     hidden  fp32, bf16, fp16 or fp64 [T, H]  rows may be slices of wider ones
     weight  [H] of the same dtype
@@ -58,10 +58,10 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float, *, out: Tensor, interpr
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
-    num_places, width = hidden.shape
-    check("rms_norm: hidden", hidden, (num_places, width), *FLOATS, rows=True)
+    num_tokens, width = hidden.shape
+    check("rms_norm: hidden", hidden, (num_tokens, width), *FLOATS, rows=True)
     check("rms_norm: weight", weight, (width,), hidden.dtype)
-    check("rms_norm: out", out, (num_places, width), hidden.dtype, rows=True)
+    check("rms_norm: out", out, (num_tokens, width), hidden.dtype, rows=True)
     if not (hidden.is_cuda or interpret):
         rms_norm_reference(hidden, weight, eps, out=out)
     else:
@@ -78,23 +78,23 @@ def add_norm(
     out_aux: Tensor | None = None,
     interpret: bool = False,
 ) -> None:
-    """Add hidden to residual in place and write the norm of the sum.
+    """Add hidden to residual in place and write the RMS norm of the sum.
 
     hidden    fp32, bf16, fp16 or fp64 [T, H]  rows may be slices of wider ones
     residual  [T, H] of the same dtype  rows may be slices of wider ones
     weight    [H] of the same dtype
     out       [T, H] of the same dtype  rows may be slices of wider ones
-    out_tap   [T, H] of the same dtype or None: the sum once more, for a drafter; rows may be slices of wider ones
+    out_aux   [T, H] of the same dtype or None: a copy of the sum, a drafter's aux hidden state; rows may be slices of wider ones
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
-    num_places, width = hidden.shape
-    check("add_norm: hidden", hidden, (num_places, width), *FLOATS, rows=True)
-    check("add_norm: residual", residual, (num_places, width), hidden.dtype, rows=True)
+    num_tokens, width = hidden.shape
+    check("add_norm: hidden", hidden, (num_tokens, width), *FLOATS, rows=True)
+    check("add_norm: residual", residual, (num_tokens, width), hidden.dtype, rows=True)
     check("add_norm: weight", weight, (width,), hidden.dtype)
-    check("add_norm: out", out, (num_places, width), hidden.dtype, rows=True)
+    check("add_norm: out", out, (num_tokens, width), hidden.dtype, rows=True)
     if out_aux is not None:
-        check("add_norm: out_tap", out_aux, (num_places, width), hidden.dtype, rows=True)
+        check("add_norm: out_aux", out_aux, (num_tokens, width), hidden.dtype, rows=True)
     if not (hidden.is_cuda or interpret):
         add_norm_reference(hidden, residual, weight, eps, out=out, out_aux=out_aux)
     else:
@@ -102,10 +102,10 @@ def add_norm(
 
 
 def _launch(hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor, out_aux: Tensor | None) -> None:
-    num_places, width = hidden.shape
+    num_tokens, width = hidden.shape
     block = max(16, triton.next_power_of_2(width))
-    if num_places:
-        norm_kernel[(num_places,)](
+    if num_tokens:
+        norm_kernel[(num_tokens,)](
             hidden, residual, weight, out, out_aux,
             hidden.stride(0), 0 if residual is None else residual.stride(0), out.stride(0),
             0 if out_aux is None else out_aux.stride(0),
@@ -133,29 +133,29 @@ def add_norm_reference(
 
 def main() -> None:
     bench = Bench("norm")
-    for places, width in ((64, 4096), (256, 4096), (16384, 4096), (256, 576), (1024, 576)):
-        shape = f"T={places} H={width} bfloat16"
-        with attempt(shape):
-            bench_shape(bench, shape, places, width)
+    for num_tokens, width in ((64, 4096), (256, 4096), (16384, 4096), (256, 576), (1024, 576)):
+        shape = f"T={num_tokens} H={width} bfloat16"
+        with continue_on_error(shape):
+            bench_shape(bench, shape, num_tokens, width)
 
 
-def bench_shape(bench: Bench, shape: str, places: int, width: int) -> None:
+def bench_shape(bench: Bench, shape: str, num_tokens: int, width: int) -> None:
     hidden, residual = (
-        [torch.randn(places, width, device=bench.device).bfloat16() for _ in range(bench.num_copies)] for _ in range(2)
+        [torch.randn(num_tokens, width, device=bench.device).bfloat16() for _ in range(bench.num_copies)] for _ in range(2)
     )
     weight = torch.randn(width, device=bench.device).bfloat16()
-    tap = torch.full((places, 3 * width), float("nan"), dtype=torch.bfloat16, device=bench.device)[:, width : 2 * width]
+    aux = torch.full((num_tokens, 3 * width), float("nan"), dtype=torch.bfloat16, device=bench.device)[:, width : 2 * width]
     out, expected = torch.full_like(hidden[0], float("nan")), torch.empty_like(hidden[0])
     summed = residual[0].clone()
-    add_norm(hidden[0], residual[0], weight, 1e-5, out=out, out_aux=tap)
+    add_norm(hidden[0], residual[0], weight, 1e-5, out=out, out_aux=aux)
     add_norm_reference(hidden[0], summed, weight, 1e-5, out=expected)
     torch.testing.assert_close(out, expected, rtol=2**-6, atol=1e-3)
     torch.testing.assert_close(residual[0], summed, rtol=0, atol=0)
-    torch.testing.assert_close(tap, summed, rtol=0, atol=0)
+    torch.testing.assert_close(aux, summed, rtol=0, atol=0)
     cases: list[tuple[str, Call, Call, int]] = [
         ("rms_norm", rms_norm, rms_norm_reference, 2),
         ("add_norm", add_norm, add_norm_reference, 4),
-        ("add_norm + tap", partial(add_norm, out_aux=tap), partial(add_norm_reference, out_aux=tap), 5),
+        ("add_norm + out_aux", partial(add_norm, out_aux=aux), partial(add_norm_reference, out_aux=aux), 5),
     ]
     for label, call, reference, num_values in cases:
         inputs = [(x,) if label == "rms_norm" else (x, y) for x, y in zip(hidden, residual, strict=True)]

@@ -1,16 +1,16 @@
-"""From the fused QKV product to what attention reads, one launch: norms of q and k, RoPE, K and V into their pages.
+"""From the fused QKV product to the inputs of attention, in one launch: q/k norms, RoPE, K and V written to their pages.
 
     q, k = round(x / sqrt(mean(x^2) + eps)) * weight            (models with q/k norms, over each head)
     y[j]       = round(x[j] * cos_j)       - x[j + D/2] * sin_j
     y[j + D/2] = round(x[j + D/2] * cos_j) + x[j] * sin_j       cos_j = round(cos(position * freqs[j]) * attention_factor)
 
-A key whose K or V is not finite is written as NaN in K, and with 0 for such numbers in V. A query that sees the key then gets
-NaN, and no other query does: attention drops the score of a key that a query does not see, but multiplies that key's V by 0.
+If K or V of a key is not finite, its K is written as NaN, and the values of its V that are not finite as 0. Queries that attend
+to this key get NaN, and no others: for a masked key attention drops the score, but still multiplies V by 0.
 
-Angles in fp32 from the positions, so that no cos and sin of the batch are made or read; rounded to the tensors' dtype where
-torch's path rounds (Su et al. 2021, arXiv 2104.09864). Bound by memory at prefill sizes (read and written once: 2 * T * (NH + 2 *
-KVH) * D * itemsize), by launch latency at decode sizes: there each block of heads is a program; with many tokens a program takes
-all heads of one, so that its angles are computed once.
+Angles are computed in fp32 from the positions, so that no cos and sin tables of the batch are made or read; rounded to the
+tensors' dtype where the torch path rounds (Su et al. 2021, arXiv 2104.09864). Bound by memory at prefill sizes (read and written
+once: 2 * T * (NH + 2 * KVH) * D * itemsize), by launch latency at decode sizes. With few tokens each block of heads is a program;
+with many, one program takes all heads of a token, so that its angles are computed once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchspec.kernels.benchmarks.attempt import attempt
+from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
 from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import FLOATS, check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
@@ -30,12 +30,12 @@ from batchspec.kernels.kv_cache.kv_write import kv_write_reference
 
 HEADS = 8
 MANY_TOKENS = 1024
-"""From here on tokens alone fill the GPU."""
+"""From so many tokens on, one program a token fills the GPU."""
 
 
 @triton.jit
 def _magnitude(x):
-    """|x|, +inf for NaN, which a maximum would pass over."""
+    """|x|, with +inf for NaN, which tl.max would ignore."""
     return tl.where(x == x, tl.abs(x), float("inf"))
 
 
@@ -46,7 +46,7 @@ def rope_write_kernel(
     HEADS: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, LANES: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = out_q.dtype.element_ty
-    place = tl.program_id(0).to(tl.int64)
+    t = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     half = lane < HALF
     if q_norm is not None:
@@ -54,23 +54,23 @@ def rope_write_kernel(
         k_low, k_high = tl.load(k_norm + lane, mask=half)[None, :], tl.load(k_norm + HALF + lane, mask=half)[None, :]
     freq = tl.load(freqs + lane, mask=half, other=0.0)
     await_earlier(PDL)
-    cell = kv + tl.load(slot_mapping + place) * (NUM_KV_HEADS * 2 * HALF)
+    cell = kv + tl.load(slot_mapping + t) * (NUM_KV_HEADS * 2 * HALF)
     for block in tl.static_range(BLOCKS_PER_PROGRAM):
         first = (tl.program_id(1) * BLOCKS_PER_PROGRAM + block) * HEADS
         head = first + tl.arange(0, HEADS)[:, None]
         k_head, v_head = head - NUM_HEADS, head - NUM_HEADS - NUM_KV_HEADS
         offset = head * (2 * HALF) + lane[None, :]
         exists = (v_head < NUM_KV_HEADS) & half[None, :]
-        low = tl.load(qkv + place * qkv_stride + offset, mask=exists, other=0.0).to(ACC)
-        high = tl.load(qkv + place * qkv_stride + HALF + offset, mask=exists, other=0.0).to(ACC)
+        low = tl.load(qkv + t * qkv_stride + offset, mask=exists, other=0.0).to(ACC)
+        high = tl.load(qkv + t * qkv_stride + HALF + offset, mask=exists, other=0.0).to(ACC)
         is_k = (k_head >= 0) & (v_head < 0)
         v_low, v_high = tl.zeros_like(low), tl.zeros_like(high)
-        if (first + HEADS > NUM_HEADS) & (first < NUM_HEADS + NUM_KV_HEADS):  # V of the same keys, to check
-            value = qkv + place * qkv_stride + NUM_KV_HEADS * 2 * HALF + offset
+        if (first + HEADS > NUM_HEADS) & (first < NUM_HEADS + NUM_KV_HEADS):  # V of the same keys, to check that it is finite
+            value = qkv + t * qkv_stride + NUM_KV_HEADS * 2 * HALF + offset
             v_low = tl.load(value, mask=is_k & half[None, :], other=0.0).to(ACC)
             v_high = tl.load(value + HALF, mask=is_k & half[None, :], other=0.0).to(ACC)
-        if block == 0:  # behind the loads, which do not wait for it
-            angle = tl.load(positions + place).to(tl.float32) * freq
+        if block == 0:  # after issuing the loads, which do not depend on it
+            angle = tl.load(positions + t).to(tl.float32) * freq
             cos = (tl.cos(angle) * FACTOR).to(dtype).to(ACC)[None, :]
             sin = (tl.sin(angle) * FACTOR).to(dtype).to(ACC)[None, :]
         to_v = cell + kv_stride_part + v_head * (2 * HALF) + lane[None, :]
@@ -83,7 +83,7 @@ def rope_write_kernel(
             low, high = low.to(dtype).to(ACC), high.to(dtype).to(ACC)
         new_low = (low * cos).to(dtype).to(ACC) - high * sin
         new_high = (high * cos).to(dtype).to(ACC) + low * sin
-        to_q = out_q + place * (NUM_HEADS * 2 * HALF) + offset
+        to_q = out_q + t * (NUM_HEADS * 2 * HALF) + offset
         tl.store(to_q, new_low, mask=(k_head < 0) & half[None, :])
         tl.store(to_q + HALF, new_high, mask=(k_head < 0) & half[None, :])
         if (first + HEADS > NUM_HEADS) & (first < NUM_HEADS + NUM_KV_HEADS):
@@ -108,28 +108,28 @@ def rope_write(
     eps: float = 0.0,
     interpret: bool = False,
 ) -> None:
-    """Write the rotated queries of T tokens, and their rotated keys and their values into the pages of one layer.
+    """Write the rotated queries of T tokens, and write their rotated keys and their values to the pages of one layer.
 
     qkv               fp32, bf16, fp16 or fp64 [T, (NH + 2 * KVH) * D]  rows may be slices of wider ones
     positions         int64 [T]
     freqs             fp32 [D/2]  radians a token
     kv                [2, P, page_size, KVH, D] of qkv's dtype  keys, values; contiguous but for the first dimension
-    slots             int64 [T]  page * page_size + offset, below P * page_size: not checked, that would read the device
+    slot_mapping      int64 [T]  page * page_size + offset, below P * page_size; not checked, which would read the device
     attention_factor  scale of cos and sin (yarn), else 1
     out_q             [T, NH, D] of qkv's dtype, contiguous; NH may be 0, for K and V alone
     q_norm, k_norm    [D] of qkv's dtype: weights of the norms of each head, with `eps`; both or none
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
-    num_places, num_heads, head_dim = out_q.shape
+    num_tokens, num_heads, head_dim = out_q.shape
     num_kv_heads = kv.shape[3]
     num_all = num_heads + 2 * num_kv_heads
-    check("rope_write: qkv", qkv, (num_places, num_all * head_dim), *FLOATS, rows=True)
-    check("rope_write: positions", positions, (num_places,), torch.int64)
+    check("rope_write: qkv", qkv, (num_tokens, num_all * head_dim), *FLOATS, rows=True)
+    check("rope_write: positions", positions, (num_tokens,), torch.int64)
     check("rope_write: freqs", freqs, (head_dim // 2,), torch.float32)
     check("rope_write: kv[0]", kv[0], (*kv.shape[1:3], num_kv_heads, head_dim), qkv.dtype)
-    check("rope_write: slot_mapping", slot_mapping, (num_places,), torch.int64)
-    check("rope_write: out_q", out_q, (num_places, num_heads, head_dim), qkv.dtype)
+    check("rope_write: slot_mapping", slot_mapping, (num_tokens,), torch.int64)
+    check("rope_write: out_q", out_q, (num_tokens, num_heads, head_dim), qkv.dtype)
     if (q_norm is None) != (k_norm is None):
         raise ValueError("rope_write: one of q_norm and k_norm is None; give both or none")
     if q_norm is not None and k_norm is not None:
@@ -140,11 +140,11 @@ def rope_write(
             qkv, positions, freqs, kv, slot_mapping, attention_factor=attention_factor, out_q=out_q,
             q_norm=q_norm, k_norm=k_norm, eps=eps,
         )  # fmt: skip
-    elif num_places:
+    elif num_tokens:
         blocks = triton.cdiv(num_all, HEADS)
-        per_program = blocks if num_places >= MANY_TOKENS else 1
+        per_program = blocks if num_tokens >= MANY_TOKENS else 1
         lanes = triton.next_power_of_2(head_dim // 2)
-        rope_write_kernel[(num_places, blocks // per_program)](
+        rope_write_kernel[(num_tokens, blocks // per_program)](
             qkv, positions, freqs, q_norm, k_norm, out_q, kv, slot_mapping, qkv.stride(0), kv.stride(0),
             EPS=eps, FACTOR=attention_factor, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2,
             HEADS=HEADS, BLOCKS_PER_PROGRAM=per_program, LANES=lanes,
@@ -190,22 +190,22 @@ def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def main() -> None:
     bench = Bench("rope_write")
     llama8b, smol135m = (32, 8, 128), (9, 3, 64)
-    for places, (heads, kv_heads, dim) in (
+    for num_tokens, (heads, kv_heads, dim) in (
         (64, llama8b), (256, llama8b), (16384, llama8b), (256, smol135m), (1024, smol135m),
     ):  # fmt: skip
-        shape = f"T={places} {heads}/{kv_heads} heads D={dim} bfloat16"
-        with attempt(shape):
-            bench_shape(bench, shape, places, heads, kv_heads, dim)
+        shape = f"T={num_tokens} {heads}/{kv_heads} heads D={dim} bfloat16"
+        with continue_on_error(shape):
+            bench_shape(bench, shape, num_tokens, heads, kv_heads, dim)
 
 
-def bench_shape(bench: Bench, shape: str, places: int, heads: int, kv_heads: int, dim: int) -> None:
+def bench_shape(bench: Bench, shape: str, num_tokens: int, heads: int, kv_heads: int, dim: int) -> None:
     device = bench.device
-    inputs = [torch.randn(places, (heads + 2 * kv_heads) * dim, device=device).bfloat16() for _ in range(bench.num_copies)]
-    positions = torch.randint(0, 131072, (places,), device=device)
+    inputs = [torch.randn(num_tokens, (heads + 2 * kv_heads) * dim, device=device).bfloat16() for _ in range(bench.num_copies)]
+    positions = torch.randint(0, 131072, (num_tokens,), device=device)
     freqs = 500000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
-    slot_mapping = torch.randperm(places, device=device) + 16
-    caches = [torch.zeros(2, places // 16 + 1, 16, kv_heads, dim, dtype=torch.bfloat16, device=device) for _ in range(2)]
-    queries = [torch.full((places, heads, dim), float("nan"), dtype=torch.bfloat16, device=device) for _ in range(2)]
+    slot_mapping = torch.randperm(num_tokens, device=device) + 16
+    caches = [torch.zeros(2, num_tokens // 16 + 1, 16, kv_heads, dim, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    queries = [torch.full((num_tokens, heads, dim), float("nan"), dtype=torch.bfloat16, device=device) for _ in range(2)]
     calls = [
         [partial(call, x, positions, freqs, kv, slot_mapping, attention_factor=1.0, out_q=out) for x in inputs]
         for call, kv, out in zip((rope_write, rope_write_reference), caches, queries, strict=True)

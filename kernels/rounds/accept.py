@@ -26,7 +26,7 @@ from torch import Tensor
 from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
-from batchspec.kernels.sampling.mix import position_words, uniform, uniform_reference
+from batchspec.kernels.sampling.counter_rng import position_words, uniform, uniform_reference
 
 MAX_DRAFT_LEN = 64
 STOPPED, FULL, FAILED = 1, 2, 3

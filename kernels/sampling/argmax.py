@@ -1,11 +1,11 @@
-"""Greedy token per row: out_ids[r] = the lowest id among the largest of logits[r, :vocab], through map_ids where given.
+"""Greedy token of each row: out_ids[r] = argmax of logits[r, :vocab], the lowest id of a tie, mapped through map_ids if given.
 
-For drafts NaN counts as -inf and a row of nothing but -inf gives 0, so an id is always below `vocab`, whatever the model put
-out. For tokens that are emitted such a row must not pass for a choice: with `flag_nonfinite` a row that holds NaN or +inf, or no
-finite logit at all, gives NO_TOKEN.
-Bound by memory: every logit is read once and one int32 a row is written. One program of 1024 threads a row, so few rows leave SMs
-idle; an H200 takes 47.6 us for 1024 x 49152 fp32 (99 % of its copy bandwidth), 6.1 us for 64 rows, 3.7 us for 16.
-Source: with one candidate a draft is an argmax, never a softmax and top-k (https://github.com/sgl-project/sglang/pull/26235).
+Draft tokens: NaN counts as -inf, and a row of nothing but -inf gives 0, so the id is below `vocab` whatever the model computed.
+Emitted tokens must not come from such a row: with `flag_nonfinite` a row that holds NaN or +inf, or no finite logit, gives
+NO_TOKEN.
+Bound by memory: every logit is read once and one int32 a row is written. One program of 1024 threads a row, so few rows leave
+SMs idle; an H200 takes 47.6 us for 1024 x 49152 fp32 (99 % of its copy bandwidth), 6.1 us for 64 rows, 3.7 us for 16.
+Source: a draft of one candidate needs an argmax, not softmax and top-k (https://github.com/sgl-project/sglang/pull/26235).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GROUP = 128
 BLOCK = 4096
 NUM_WARPS = 32
 NO_TOKEN = -1
-"""In place of a token id: the logits are not finite, and nothing may be emitted."""
+"""Returned in place of a token id when the logits are not finite: nothing may be emitted."""
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def argmax_kernel(
         ids = first + lanes
         x = tl.load(logits + row * stride_row + ids, mask=ids < vocab, other=float("-inf")).to(ACC)
         if FLAG:
-            x = tl.where(x == x, x, float("inf"))  # NaN shows in the maximum, as +inf does
+            x = tl.where(x == x, x, float("inf"))  # tl.max ignores NaN: turn it into +inf, which is flagged too
         better = x > best  # false for NaN and for a tie: the lane keeps its lowest id
         best = tl.where(better, x, best)
         best_ids = tl.where(better, ids, best_ids)
@@ -59,13 +59,13 @@ def argmax(
     logits: Tensor, *, out_ids: Tensor, vocab: int | None = None, map_ids: Tensor | None = None, flag_nonfinite: bool = False,
     interpret: bool = False,
 ) -> None:  # fmt: skip
-    """Write the token of the largest logit of every row.
+    """Write the token with the largest logit of each row.
 
     logits   fp32, bf16, fp16 or fp64 [R, V]  rows may be slices of wider ones
-    out_ids  int32 [R]  any stride: a column of draft tokens is fine
-    vocab    valid columns, 1..V (None: V); what lies behind is never chosen
-    map_ids  int32 or int64 [V]  the token of each column (a draft vocabulary), or None
-    flag_nonfinite  NO_TOKEN for a row with NaN, +inf or no finite logit among the valid columns; not with map_ids
+    out_ids  int32 [R]  any stride, for example one column of a matrix of draft tokens
+    vocab    number of valid columns, 1..V (None: V); padding columns after them are never chosen
+    map_ids  int32 or int64 [V]  draft id -> target id of a draft vocabulary, or None
+    flag_nonfinite  give NO_TOKEN for a row with NaN, +inf or no finite logit among the valid columns; not with map_ids
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
@@ -99,16 +99,17 @@ def argmax_reference(
 
 
 def first_max(x: Tensor, *, flag_nonfinite: bool = False) -> Tensor:
-    """int64 [R] lowest column of the largest value of x [R, V]; NaN counts as -inf, or is flagged as `argmax` does.
+    """int64 [R] lowest column of the largest value of x [R, V]; NaN counts as -inf, or is flagged as in `argmax`.
 
-    In two levels, because torch's argmax is scalar code on the CPU and amax is not: 8 times faster at V = 49152.
+    Two levels (amax of groups of columns, then argmax of the groups), because torch's argmax is not vectorised on the CPU and
+    amax is: 8 times faster at V = 49152.
     """
     width = x.shape[1]
     num_groups = width // GROUP
     tops = torch.unflatten(x[:, : num_groups * GROUP], 1, (num_groups, GROUP)).amax(2)
     if num_groups * GROUP < width:
         tops = torch.cat([tops, x[:, num_groups * GROUP :].amax(1, keepdim=True)], 1)
-    top = tops.amax(1, keepdim=True)  # amax hands every NaN up
+    top = tops.amax(1, keepdim=True)  # amax propagates NaN
     if top.isnan().any():
         winner = first_max(torch.where(x.isnan(), float("-inf"), x)).unsqueeze(1)
     else:
@@ -119,9 +120,9 @@ def first_max(x: Tensor, *, flag_nonfinite: bool = False) -> Tensor:
 
 
 def _first_of_groups(x: Tensor, tops: Tensor) -> Tensor:
-    """int64 [R, 1] lowest column of the largest value, from the largest value of each group of columns."""
+    """int64 [R, 1] lowest column of the largest value of x [R, V]; tops [R, groups] is the largest value of each group."""
     columns = tops.argmax(1, keepdim=True) * GROUP + torch.arange(GROUP, device=x.device)
-    # The last group may be short: its last column is repeated, and its first appearance wins.
+    # The last group may be short: indices past its end repeat the last column, and argmax takes the first of equal values.
     columns.clamp_(max=x.shape[1] - 1)
     return columns.gather(1, x.gather(1, columns).argmax(1, keepdim=True))
 

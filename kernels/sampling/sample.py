@@ -1,16 +1,16 @@
-"""A token per position by Gumbel-max: out_ids[t] = argmax over ids with logits[t, id] >= cutoff[t] of
+"""One draw for each flat token by the Gumbel-max trick: out_ids[t] = argmax over the ids with logits[t, id] >= cutoff[t] of
 
-    logits[t, id] / temperature[r] + Gumbel(keys[r], positions[t], id),   r = row_ids[t];   temperature 0: the plain argmax
+    logits[t, id] / temperature[r] + Gumbel(keys[r], positions[t], id),   r = row_ids[t];   temperature 0: argmax of the logits
 
 which is a draw from softmax(logits / temperature) over the kept ids (Gumbel 1954; Maddison et al. 2014, "A* sampling"). The noise
-depends on (row key, position, id) alone, so a drafted and an undrafted run draw the same tokens, whatever the batch.
+depends only on (row key, position, id), so runs with and without drafts draw the same tokens, whatever the batch.
 
-    Gumbel = -log(-log1p(-v)),   v = (h + 0.5) * 2**-32 capped just below 1,   h the 32-bit word of mix.py
+    Gumbel = -log(-log1p(-v)),   v = (h + 0.5) * 2**-32 capped just below 1,   h the 32-bit word of counter_rng.py
 
-Small v is large noise, so v keeps its full relative precision there; the cap keeps the noise finite (-2.82 .. 22.88), so that a
-row with a single kept id draws it. Bound by integer arithmetic (about 40 instructions an id): blocks of ids whose largest logit
-cannot win any more, or that the cutoff empties, are skipped. An H200 takes 36 us for 64 x 49152 fp32, 191 us for 1024 rows, and
-144 us for 1024 rows of which the cutoff keeps some ten ids.
+Small v gives large noise, and there v has its full relative precision. The cap keeps the noise finite (-2.82 .. 22.88), so that a
+row with a single kept id draws that id. Bound by integer arithmetic (about 40 instructions an id): a block of ids is skipped if
+its largest logit cannot win any more or lies below the cutoff. An H200 takes 36 us for 64 x 49152 fp32, 191 us for 1024 rows,
+and 144 us for 1024 rows of which the cutoff keeps some ten ids.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from torch import Tensor
 from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import check, check_draw
 from batchspec.kernels.sampling.argmax import NO_TOKEN, argmax_reference, first_max
-from batchspec.kernels.sampling.mix import mix32, mix32_reference, position_words, position_words_reference
+from batchspec.kernels.sampling.counter_rng import mix32, mix32_reference, position_words, position_words_reference
 
 BLOCK = 4096
 NUM_WARPS = 16
 CAP = 1.0 - 2.0**-24
 SPREAD = 26.0  # more than the largest noise minus the smallest
-CHUNK = 1 << 19  # logits that the reference works on at once: 2 MB of words stay in a cache of the CPU
+CHUNK = 1 << 19  # logits that the reference processes at once: their 2 MB of noise words stay in the CPU's cache
 
 
 @triton.jit
 def gumbel(h):
-    """fp32 noise of uint32 words. tl has no log1p: a series where v < 1/16, whose first dropped term is below 2**-26."""
+    """fp32 noise of uint32 words. tl has no log1p: for v < 1/16 a series, whose first omitted term is below 2**-26."""
     v = tl.minimum((h.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355)
     series = v * (1.0 + v * (0.5 + v * (0.33333334 + v * (0.25 + v * (0.2 + v * 0.16666667)))))
     return -tl.log(tl.where(v < 0.0625, series, -tl.log(1.0 - v)))
@@ -46,32 +46,32 @@ def gumbel(h):
 def sample_kernel(
     logits, row_ids, positions, keys, temperature, cutoff, out_ids, stride_row, vocab, ACC: tl.constexpr, BLOCK: tl.constexpr
 ):
-    place = tl.program_id(0).to(tl.int64)
-    row = tl.load(row_ids + place).to(tl.int64)
-    heat = tl.load(temperature + row)
-    word0, word1 = position_words(tl.load(keys + row), tl.load(positions + place))
-    low = tl.where(heat > 0, tl.load(cutoff + place), float("-inf"))
-    divisor = tl.where(heat > 0, heat, 1.0).to(ACC)
-    reach = tl.where(heat > 0, 22.9, 0.0)  # the largest noise
+    t = tl.program_id(0).to(tl.int64)
+    row = tl.load(row_ids + t).to(tl.int64)
+    temp = tl.load(temperature + row)
+    word0, word1 = position_words(tl.load(keys + row), tl.load(positions + t))
+    low = tl.where(temp > 0, tl.load(cutoff + t), float("-inf"))
+    divisor = tl.where(temp > 0, temp, 1.0).to(ACC)
+    max_noise = tl.where(temp > 0, 22.9, 0.0)
     lanes = tl.arange(0, BLOCK)
     best = tl.full([], float("-inf"), ACC)
     largest = tl.full([], float("-inf"), ACC)
     winner = tl.full([], 0, tl.int32)
     for first in range(0, vocab, BLOCK):
         ids = first + lanes
-        x = tl.load(logits + place * stride_row + ids, mask=ids < vocab, other=float("-inf")).to(ACC)
-        x = tl.where(x == x, x, float("inf"))  # NaN shows in the maximum, as +inf does
-        most = tl.max(x, 0)
-        largest = tl.maximum(largest, most)
-        if (most >= low) & (most / divisor + reach > best):
+        x = tl.load(logits + t * stride_row + ids, mask=ids < vocab, other=float("-inf")).to(ACC)
+        x = tl.where(x == x, x, float("inf"))  # tl.max ignores NaN: turn it into +inf, which is flagged too
+        block_max = tl.max(x, 0)
+        largest = tl.maximum(largest, block_max)
+        if (block_max >= low) & (block_max / divisor + max_noise > best):
             x = tl.where(x >= low, x, float("-inf")) / divisor
-            if heat > 0:
+            if temp > 0:
                 x += gumbel(mix32(mix32(ids.to(tl.uint32, bitcast=True) + word0) ^ word1)).to(ACC)
             top = tl.max(x, 0)
-            if top > best:  # a tie stays with the lower id
+            if top > best:  # in a tie the lower id, found earlier, stays
                 best = top
                 winner = tl.min(tl.where(x == top, ids, vocab), 0)
-    tl.store(out_ids + place, tl.where(tl.abs(largest) < float("inf"), winner, -1))
+    tl.store(out_ids + t, tl.where(tl.abs(largest) < float("inf"), winner, -1))
 
 
 def sample(
@@ -85,29 +85,29 @@ def sample(
     out_ids: Tensor,
     interpret: bool = False,
 ) -> None:
-    """Draw the token of every flat place.
+    """Draw one token id for each flat token.
 
     logits       fp32, bf16, fp16 or fp64 [T, V]  rows may be slices of wider ones
-    row_ids      int32 [T]  row of each place
+    row_ids      int32 [T]  row of each flat token
     positions    int64 [T]  position, in prompt + output, of the token being drawn
     keys         int64 [R]  noise key of each row
-    temperature  fp32 [R]   0 is the plain argmax: neither noise nor cutoff
+    temperature  fp32 [R]   0: greedy, without noise and cutoff
     cutoff       fp32 [T] (fp64 for fp64 logits)  smallest logit that may be drawn; -inf keeps all
     out_ids      int32 [T]
 
-    Ties go to the lowest id; nothing kept gives 0. A place that holds NaN or +inf, or no finite logit, gives NO_TOKEN. The noise
-    is fp32; sum and comparison are fp64 for fp64 logits. Does not synchronise on a GPU. Raises ValueError for other shapes,
-    dtypes or strides.
+    A tie gives the lowest id; if the cutoff keeps no id the result is 0. Logits with NaN or +inf, or without a finite value,
+    give NO_TOKEN. The noise is fp32; for fp64 logits sum and comparison are fp64. Does not synchronise on a GPU. Raises
+    ValueError for other shapes, dtypes or strides.
     """
-    num_places, vocab = logits.shape
+    num_tokens, vocab = logits.shape
     wide = logits.dtype == torch.float64
     check_draw("sample", logits, row_ids, positions, keys, temperature, cutoff)
-    check("sample: out_ids", out_ids, (num_places,), torch.int32)
+    check("sample: out_ids", out_ids, (num_tokens,), torch.int32)
     if not (logits.is_cuda or interpret):
         sample_reference(logits, row_ids, positions, keys, temperature, cutoff, out_ids=out_ids)
-    elif num_places:
+    elif num_tokens:
         acc = tl.float64 if wide else tl.float32
-        sample_kernel[(num_places,)](
+        sample_kernel[(num_tokens,)](
             logits, row_ids, positions, keys, temperature, cutoff, out_ids, logits.stride(0), vocab,
             ACC=acc, BLOCK=min(BLOCK, max(16, triton.next_power_of_2(vocab))), num_warps=NUM_WARPS,
         )  # fmt: skip
@@ -116,73 +116,73 @@ def sample(
 def sample_reference(
     logits: Tensor, row_ids: Tensor, positions: Tensor, keys: Tensor, temperature: Tensor, cutoff: Tensor, *, out_ids: Tensor
 ) -> None:
-    """The same in plain torch: greedy places at the price of an argmax, the others a cache-sized chunk at a time."""
-    heat = temperature[row_ids]
-    noisy = (heat > 0).nonzero().squeeze(1)
-    if len(noisy) < len(heat):
+    """The same in plain torch: greedy rows cost one argmax, the others are processed in chunks that fit the CPU's cache."""
+    temp = temperature[row_ids]
+    sampled = (temp > 0).nonzero().squeeze(1)
+    if len(sampled) < len(temp):
         argmax_reference(logits, out_ids=out_ids, flag_nonfinite=True)
     word0, word1 = position_words_reference(keys[row_ids], positions)
-    for part in torch.split(noisy, max(1, CHUNK // logits.shape[1])):
+    for part in torch.split(sampled, max(1, CHUNK // logits.shape[1])):
         x = logits.index_select(0, part).to(cutoff.dtype)
-        ids = _draw(x, word0[part], word1[part], heat[part, None].to(x.dtype), cutoff[part, None])
+        ids = _draw(x, word0[part], word1[part], temp[part, None].to(x.dtype), cutoff[part, None])
         out_ids[part] = ids.to(torch.int32)
 
 
-def _draw(x: Tensor, word0: Tensor, word1: Tensor, heat: Tensor, cutoff: Tensor) -> Tensor:
-    """int64 [N] winners of x [N, V], which is overwritten; NO_TOKEN where it is not finite.
+def _draw(x: Tensor, word0: Tensor, word1: Tensor, temp: Tensor, cutoff: Tensor) -> Tensor:
+    """int64 [N] drawn ids of x [N, V], which is overwritten; NO_TOKEN for rows that are not finite.
 
-    Where few ids can win, only these get noise.
+    If few ids can win, noise is computed for these alone.
     The mask is a float and not a bool, because torch's bool kernels are several times slower on the CPU.
     """
-    top = x.amax(1, keepdim=True)  # amax hands every NaN up
+    top = x.amax(1, keepdim=True)  # amax propagates NaN
     finite = top.isfinite()
-    can_win = torch.ge(x, torch.maximum(cutoff, top - SPREAD * heat), out=torch.empty_like(x))
+    can_win = torch.ge(x, torch.maximum(cutoff, top - SPREAD * temp), out=torch.empty_like(x))
     if float(can_win.sum()) * 8 < x.numel():
         rows, ids = can_win.nonzero(as_tuple=True)
-        scores = x[rows, ids] / heat[rows, 0] + gumbel_of(word0[rows], word1[rows], ids.to(torch.int32))
+        scores = x[rows, ids] / temp[rows, 0] + gumbel_of(word0[rows], word1[rows], ids.to(torch.int32))
         x.fill_(float("-inf"))[rows, ids] = scores
     else:
         if (cutoff > float("-inf")).any():
             x = torch.where(x >= cutoff, x, float("-inf"))
         ids = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
-        x.div_(heat).add_(gumbel_of(word0[:, None], word1[:, None], ids))
+        x.div_(temp).add_(gumbel_of(word0[:, None], word1[:, None], ids))
     return torch.where(finite.squeeze(1), first_max(x), NO_TOKEN)
 
 
 def gumbel_reference(keys: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """The noise: fp32 [T, vocab] for keys int64 [T] and positions int64 [T]."""
+    """The Gumbel noise fp32 [T, vocab] for keys int64 [T] and positions int64 [T]."""
     word0, word1 = position_words_reference(keys, positions)
     return gumbel_of(word0[:, None], word1[:, None], torch.arange(vocab, dtype=torch.int32, device=keys.device))
 
 
 def words_reference(word0: Tensor, word1: Tensor, ids: Tensor) -> Tensor:
-    """The 32-bit words h, as int32 bits, of int32 position words and token ids of one broadcast shape."""
+    """The 32-bit words h, as int32, for int32 position words and token ids that broadcast to one shape."""
     return mix32_reference(mix32_reference(word0 + ids).bitwise_xor_(word1))
 
 
 def gumbel_of(word0: Tensor, word1: Tensor, ids: Tensor) -> Tensor:
-    """The noise of int32 position words and token ids of one broadcast shape."""
+    """The Gumbel noise for int32 position words and token ids that broadcast to one shape."""
     h = words_reference(word0, word1, ids)
     v = h.to(torch.float32).add_(0.5)
-    v.add_(torch.lt(v, 0.0, out=torch.empty_like(v)), alpha=2.0**32)  # the word is unsigned
+    v.add_(torch.lt(v, 0.0, out=torch.empty_like(v)), alpha=2.0**32)  # int32 -> unsigned
     return v.mul_(-(2.0**-32)).clamp_(min=-CAP).log1p_().neg_().log_().neg_()
 
 
 def main() -> None:
     bench = Bench("sample")
-    for places, vocab in ((64, 49152), (256, 128256)):
+    for num_tokens, vocab in ((64, 49152), (256, 128256)):
         device = bench.device
-        inputs = [torch.randn(places, vocab, device=device) * 4 for _ in range(bench.num_copies)]
-        row_ids = torch.arange(places, dtype=torch.int32, device=device)
-        positions = torch.full((places,), 512, device=device)
-        keys = torch.arange(places, device=device)
-        out = torch.empty(places, dtype=torch.int32, device=device)
-        for label, heat, low in (("greedy", 0.0, float("-inf")), ("all ids", 1.0, float("-inf")), ("few ids", 1.0, 14.0)):
-            temperature = torch.full((places,), heat, device=device)
-            cutoff = torch.full((places,), low, device=device)
+        inputs = [torch.randn(num_tokens, vocab, device=device) * 4 for _ in range(bench.num_copies)]
+        row_ids = torch.arange(num_tokens, dtype=torch.int32, device=device)
+        positions = torch.full((num_tokens,), 512, device=device)
+        keys = torch.arange(num_tokens, device=device)
+        out = torch.empty(num_tokens, dtype=torch.int32, device=device)
+        for label, temp, low in (("greedy", 0.0, float("-inf")), ("all ids", 1.0, float("-inf")), ("few ids", 1.0, 14.0)):
+            temperature = torch.full((num_tokens,), temp, device=device)
+            cutoff = torch.full((num_tokens,), low, device=device)
             rest = (row_ids, positions, keys, temperature, cutoff)
             bench.row(
-                f"T={places} V={vocab} float32, {label}",
+                f"T={num_tokens} V={vocab} float32, {label}",
                 [partial(sample, x, *rest, out_ids=out) for x in inputs],
                 [partial(sample_reference, x, *rest, out_ids=out) for x in inputs],
                 num_bytes=inputs[0].nbytes,

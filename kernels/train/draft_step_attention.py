@@ -1,14 +1,14 @@
-"""Attention of a later draft step in training: causal attention over the first step's keys, and J keys of the place itself.
+"""Attention of a later draft step in training: causal attention over the first step's keys, and J keys of the same position.
 
     out = a * causal + sum_j p_j v_j      p_j = exp(q k_j * scale - lse)      a = exp(lse of the causal part - lse)
 
-with lse the log-sum-exp of all. The way back of the causal part is that of plain attention, given out and lse (Liu et al. 2023,
-arXiv 2310.01889); what is left are the single keys':
+with lse the log-sum-exp of all scores: an online softmax that continues from the causal part. The backward pass of the causal
+part is that of plain attention, given out and lse (Liu et al. 2023, arXiv 2310.01889); this file adds that of the J step keys:
 
     s_j = p_j (grad v_j - grad out) * scale      d_q += sum_j s_j k_j      d_k_j = sum s_j q      d_v_j = sum p_j grad
 
-the last two over the query heads that share a key head. Bound by memory; in torch each is some fifteen passes.
-B rows of L places, H heads, KVH key heads, D head_dim, J later steps.
+The last two sum over the query heads that share a key head. Bound by memory; plain torch takes some fifteen passes each.
+B rows of L positions, H heads, KVH key heads, D head_dim, J later steps; T = B * L flat tokens.
 """
 
 from __future__ import annotations
@@ -23,234 +23,240 @@ from torch import Tensor
 from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import FLOATS, check
 
-PLACES = 16
-SIZES = ("steps", "num_places", "length", "step_stride")
+TOKENS = 16
+SIZES = ("steps", "num_tokens", "length", "step_stride")
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @triton.jit
-def _heads_of(tensor, place, head, lane, heads, exists, D: tl.constexpr):
-    at = (place.to(tl.int64) * heads + head)[:, None] * D + lane[None, :]
+def _heads_of(tensor, token, head, lane, heads, exists, D: tl.constexpr):
+    at = (token.to(tl.int64) * heads + head)[:, None] * D + lane[None, :]
     return tl.load(tensor + at, mask=exists, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def draft_step_attention_kernel(
-    q, causal, causal_lse, own_k, own_v, out, out_lse, steps, num_places, length, step_stride, scale,
-    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, PLACES: tl.constexpr,
+    q, causal, causal_lse, step_k, step_v, out, out_lse, steps, num_tokens, length, step_stride, scale,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    place, lane = tl.program_id(0) * PLACES + tl.arange(0, PLACES), tl.arange(0, LANES)
+    token, lane = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, LANES)
     head = tl.program_id(1)
     key_head = head // (HEADS // KEY_HEADS)
-    inside = place < num_places
+    inside = token < num_tokens
     exists = inside[:, None] & (lane < D)[None, :]
-    query = _heads_of(q, place, head, lane, HEADS, exists, D)
-    mean = _heads_of(causal, place, head, lane, HEADS, exists, D)
-    lse_at = (place // length * HEADS + head).to(tl.int64) * length + place % length
+    query = _heads_of(q, token, head, lane, HEADS, exists, D)
+    acc = _heads_of(causal, token, head, lane, HEADS, exists, D)
+    lse_at = (token // length * HEADS + head).to(tl.int64) * length + token % length
     top = tl.load(causal_lse + lse_at, mask=inside, other=0.0)
-    total = tl.full([PLACES], 1.0, tl.float32)
+    total = tl.full([TOKENS], 1.0, tl.float32)
     for _ in range(steps):
-        key = _heads_of(own_k, place, key_head, lane, KEY_HEADS, exists, D)
-        value = _heads_of(own_v, place, key_head, lane, KEY_HEADS, exists, D)
-        own_k += step_stride
-        own_v += step_stride
+        key = _heads_of(step_k, token, key_head, lane, KEY_HEADS, exists, D)
+        value = _heads_of(step_v, token, key_head, lane, KEY_HEADS, exists, D)
+        step_k += step_stride
+        step_v += step_stride
         score = tl.sum(query * key, 1) * scale
         higher = tl.maximum(top, score)
-        before, weight = tl.exp(top - higher), tl.exp(score - higher)
-        mean = mean * before[:, None] + value * weight[:, None]
-        total = total * before + weight
+        rescale, weight = tl.exp(top - higher), tl.exp(score - higher)
+        acc = acc * rescale[:, None] + value * weight[:, None]
+        total = total * rescale + weight
         top = higher
-    at = (place.to(tl.int64) * HEADS + head)[:, None] * D + lane[None, :]
-    tl.store(out + at, mean / total[:, None], mask=exists)
+    at = (token.to(tl.int64) * HEADS + head)[:, None] * D + lane[None, :]
+    tl.store(out + at, acc / total[:, None], mask=exists)
     tl.store(out_lse + lse_at, top + tl.log(total), mask=inside)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def draft_step_queries_backward_kernel(
-    q, grad, out, lse, own_k, own_v, grad_q, steps, num_places, length, step_stride, scale,
-    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, PLACES: tl.constexpr,
+    q, grad, out, lse, step_k, step_v, grad_q, steps, num_tokens, length, step_stride, scale,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    place, lane = tl.program_id(0) * PLACES + tl.arange(0, PLACES), tl.arange(0, LANES)
+    token, lane = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, LANES)
     head = tl.program_id(1)
     key_head = head // (HEADS // KEY_HEADS)
-    inside = place < num_places
+    inside = token < num_tokens
     exists = inside[:, None] & (lane < D)[None, :]
-    query, slope = _heads_of(q, place, head, lane, HEADS, exists, D), _heads_of(grad, place, head, lane, HEADS, exists, D)
-    drift = tl.sum(slope * _heads_of(out, place, head, lane, HEADS, exists, D), 1)
-    whole = tl.load(lse + (place // length * HEADS + head).to(tl.int64) * length + place % length, mask=inside, other=0.0)
-    found = _heads_of(grad_q, place, head, lane, HEADS, exists, D)
+    query, grad_out = _heads_of(q, token, head, lane, HEADS, exists, D), _heads_of(grad, token, head, lane, HEADS, exists, D)
+    delta = tl.sum(grad_out * _heads_of(out, token, head, lane, HEADS, exists, D), 1)
+    lse_token = tl.load(lse + (token // length * HEADS + head).to(tl.int64) * length + token % length, mask=inside, other=0.0)
+    grad_acc = _heads_of(grad_q, token, head, lane, HEADS, exists, D)
     for _ in range(steps):
-        key = _heads_of(own_k, place, key_head, lane, KEY_HEADS, exists, D)
-        value = _heads_of(own_v, place, key_head, lane, KEY_HEADS, exists, D)
-        own_k += step_stride
-        own_v += step_stride
-        weight = tl.exp(tl.sum(query * key, 1) * scale - whole)
-        found += (weight * (tl.sum(slope * value, 1) - drift) * scale)[:, None] * key
-    at = (place.to(tl.int64) * HEADS + head)[:, None] * D + lane[None, :]
-    tl.store(grad_q + at, found, mask=exists)
+        key = _heads_of(step_k, token, key_head, lane, KEY_HEADS, exists, D)
+        value = _heads_of(step_v, token, key_head, lane, KEY_HEADS, exists, D)
+        step_k += step_stride
+        step_v += step_stride
+        weight = tl.exp(tl.sum(query * key, 1) * scale - lse_token)
+        grad_acc += (weight * (tl.sum(grad_out * value, 1) - delta) * scale)[:, None] * key
+    at = (token.to(tl.int64) * HEADS + head)[:, None] * D + lane[None, :]
+    tl.store(grad_q + at, grad_acc, mask=exists)
 
 
 @triton.jit(do_not_specialize=SIZES[1:])
 def draft_step_keys_backward_kernel(
-    q, grad, out, lse, own_k, own_v, out_k, out_v, num_places, length, step_stride, scale,
-    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, PLACES: tl.constexpr,
+    q, grad, out, lse, step_k, step_v, out_k, out_v, num_tokens, length, step_stride, scale,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    place, lane = tl.program_id(0) * PLACES + tl.arange(0, PLACES), tl.arange(0, LANES)
+    token, lane = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, LANES)
     key_head, base = tl.program_id(1), tl.program_id(2).to(tl.int64) * step_stride
-    inside = place < num_places
+    inside = token < num_tokens
     exists = inside[:, None] & (lane < D)[None, :]
-    key = _heads_of(own_k + base, place, key_head, lane, KEY_HEADS, exists, D)
-    value = _heads_of(own_v + base, place, key_head, lane, KEY_HEADS, exists, D)
-    found_k, found_v = tl.zeros([PLACES, LANES], tl.float32), tl.zeros([PLACES, LANES], tl.float32)
+    key = _heads_of(step_k + base, token, key_head, lane, KEY_HEADS, exists, D)
+    value = _heads_of(step_v + base, token, key_head, lane, KEY_HEADS, exists, D)
+    grad_k, grad_v = tl.zeros([TOKENS, LANES], tl.float32), tl.zeros([TOKENS, LANES], tl.float32)
     for i in range(HEADS // KEY_HEADS):
         head = key_head * (HEADS // KEY_HEADS) + i
-        query, slope = _heads_of(q, place, head, lane, HEADS, exists, D), _heads_of(grad, place, head, lane, HEADS, exists, D)
-        drift = tl.sum(slope * _heads_of(out, place, head, lane, HEADS, exists, D), 1)
-        whole = tl.load(lse + (place // length * HEADS + head).to(tl.int64) * length + place % length, mask=inside, other=0.0)
-        weight = tl.exp(tl.sum(query * key, 1) * scale - whole)
-        found_k += (weight * (tl.sum(slope * value, 1) - drift) * scale)[:, None] * query
-        found_v += weight[:, None] * slope
-    at = base + (place.to(tl.int64) * KEY_HEADS + key_head)[:, None] * D + lane[None, :]
-    tl.store(out_k + at, found_k, mask=exists)
-    tl.store(out_v + at, found_v, mask=exists)
+        query, grad_out = _heads_of(q, token, head, lane, HEADS, exists, D), _heads_of(grad, token, head, lane, HEADS, exists, D)
+        delta = tl.sum(grad_out * _heads_of(out, token, head, lane, HEADS, exists, D), 1)
+        lse_token = tl.load(lse + (token // length * HEADS + head).to(tl.int64) * length + token % length, mask=inside, other=0.0)
+        weight = tl.exp(tl.sum(query * key, 1) * scale - lse_token)
+        grad_k += (weight * (tl.sum(grad_out * value, 1) - delta) * scale)[:, None] * query
+        grad_v += weight[:, None] * grad_out
+    at = base + (token.to(tl.int64) * KEY_HEADS + key_head)[:, None] * D + lane[None, :]
+    tl.store(out_k + at, grad_k, mask=exists)
+    tl.store(out_v + at, grad_v, mask=exists)
 
 
 def draft_step_attention(
-    q: Tensor, causal: Tensor, causal_lse: Tensor, own: Tensor, *, scale: float, out: Tensor, out_lse: Tensor,
+    q: Tensor, causal: Tensor, causal_lse: Tensor, step_kv: Tensor, *, scale: float, out: Tensor, out_lse: Tensor,
     interpret: bool = False,
 ) -> None:  # fmt: skip
-    """Write the attention over both parts, and its log-sum-exp.
+    """Write the attention over the causal part and the step keys, and its log-sum-exp.
 
     q           fp32, bf16 or fp16, on a CPU also fp64 [B, L, H, D]
     causal      like q  attention over the first step's keys
     causal_lse  fp32 (fp64 for fp64) [B, H, L]
-    own         [2, J, B, L, KVH, D] keys and values of the later steps, any stride between the two and between steps
-    out, out_lse  like causal and causal_lse; may be the same
+    step_kv     [2, J, B, L, KVH, D] keys and values of the later steps; any stride of the first two dimensions
+    out, out_lse  like causal and causal_lse; may be the same tensors
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
-    _check("draft_step_attention", q, causal_lse, own, causal=causal, out=out)
+    _check("draft_step_attention", q, causal_lse, step_kv, causal=causal, out=out)
     check("draft_step_attention: out_lse", out_lse, tuple(causal_lse.shape), causal_lse.dtype)
     if not (q.is_cuda or interpret):
-        draft_step_attention_reference(q, causal, causal_lse, own, scale=scale, out=out, out_lse=out_lse)
+        draft_step_attention_reference(q, causal, causal_lse, step_kv, scale=scale, out=out, out_lse=out_lse)
     elif q.numel():
-        draft_step_attention_kernel[(triton.cdiv(q.shape[0] * q.shape[1], PLACES), q.shape[2])](
-            q, causal, causal_lse, own[0], own[1], out, out_lse, own.shape[1], *_sizes(q, own), scale, **_shape(q, own)
-        )
+        draft_step_attention_kernel[(triton.cdiv(q.shape[0] * q.shape[1], TOKENS), q.shape[2])](
+            q, causal, causal_lse, step_kv[0], step_kv[1], out, out_lse, step_kv.shape[1], *_sizes(q, step_kv), scale,
+            **_shape(q, step_kv),
+        )  # fmt: skip
 
 
 def draft_step_attention_backward(
-    q: Tensor, grad: Tensor, out: Tensor, lse: Tensor, own: Tensor, *, scale: float, grad_q: Tensor, out_own: Tensor,
+    q: Tensor, grad: Tensor, out: Tensor, lse: Tensor, step_kv: Tensor, *, scale: float, grad_q: Tensor, grad_step_kv: Tensor,
     interpret: bool = False,
 ) -> None:  # fmt: skip
-    """Add the single keys' part to `grad_q`, and write their own gradients.
+    """Add the step keys' part to `grad_q`, and write the gradients of the step keys and values.
 
-    grad       like q  of the merged output
-    out, lse   what `draft_step_attention` wrote
-    grad_q     like q  holds the causal part's
-    out_own    like own, its strides too
+    grad          like q  gradient of `out`
+    out, lse      as written by `draft_step_attention`
+    grad_q        like q  in: the gradient of the causal part, out: the sum of both
+    grad_step_kv  like step_kv, with the same strides
+
+    Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
-    _check("draft_step_attention_backward", q, lse, own, grad=grad, out=out, grad_q=grad_q)
-    if out_own.shape != own.shape or out_own.dtype != q.dtype or out_own.stride() != own.stride():
+    _check("draft_step_attention_backward", q, lse, step_kv, grad=grad, out=out, grad_q=grad_q)
+    if grad_step_kv.shape != step_kv.shape or grad_step_kv.dtype != q.dtype or grad_step_kv.stride() != step_kv.stride():
         raise ValueError(
-            f"draft_step_attention_backward: out_own is {list(out_own.shape)}; must be like own, {list(own.shape)}, "
-            "its strides too"
+            f"draft_step_attention_backward: grad_step_kv is {list(grad_step_kv.shape)}; must be like step_kv, "
+            f"{list(step_kv.shape)}, with the same strides"
         )
     if not (q.is_cuda or interpret):
-        draft_step_attention_backward_reference(q, grad, out, lse, own, scale=scale, grad_q=grad_q, out_own=out_own)
-    elif q.numel() and own.shape[1]:
-        blocks = triton.cdiv(q.shape[0] * q.shape[1], PLACES)
+        draft_step_attention_backward_reference(q, grad, out, lse, step_kv, scale=scale, grad_q=grad_q, grad_step_kv=grad_step_kv)
+    elif q.numel() and step_kv.shape[1]:
+        blocks = triton.cdiv(q.shape[0] * q.shape[1], TOKENS)
         draft_step_queries_backward_kernel[(blocks, q.shape[2])](
-            q, grad, out, lse, own[0], own[1], grad_q, own.shape[1], *_sizes(q, own), scale, **_shape(q, own)
+            q, grad, out, lse, step_kv[0], step_kv[1], grad_q, step_kv.shape[1], *_sizes(q, step_kv), scale, **_shape(q, step_kv)
         )
-        draft_step_keys_backward_kernel[(blocks, own.shape[4], own.shape[1])](
-            q, grad, out, lse, own[0], own[1], out_own[0], out_own[1], *_sizes(q, own), scale, **_shape(q, own)
-        )
+        draft_step_keys_backward_kernel[(blocks, step_kv.shape[4], step_kv.shape[1])](
+            q, grad, out, lse, step_kv[0], step_kv[1], grad_step_kv[0], grad_step_kv[1], *_sizes(q, step_kv), scale,
+            **_shape(q, step_kv),
+        )  # fmt: skip
 
 
-def _check(name: str, q: Tensor, lse: Tensor, own: Tensor, **others: Tensor) -> None:
+def _check(name: str, q: Tensor, lse: Tensor, step_kv: Tensor, **others: Tensor) -> None:
     rows, length, heads, size = q.shape
     check(f"{name}: q", q, (rows, length, heads, size), *(NARROW if q.is_cuda else FLOATS))
     check(f"{name}: lse", lse, (rows, heads, length), torch.promote_types(q.dtype, torch.float32))
     for other, tensor in others.items():
         check(f"{name}: {other}", tensor, tuple(q.shape), q.dtype)
-    if own.ndim != 6 or own.shape[0] != 2 or heads % max(1, own.shape[4]):
-        raise ValueError(f"{name}: own is {list(own.shape)}; must be [2, J, B, L, KVH, D] with KVH a divisor of {heads} heads")
-    for part in own.flatten(0, 1) if own.shape[1] and own.is_contiguous() else [x for half in own for x in half]:
-        check(f"{name}: own", part, (rows, length, own.shape[4], size), q.dtype)
+    if step_kv.ndim != 6 or step_kv.shape[0] != 2 or heads % max(1, step_kv.shape[4]):
+        raise ValueError(
+            f"{name}: step_kv is {list(step_kv.shape)}; must be [2, J, B, L, KVH, D] with KVH a divisor of {heads} heads"
+        )
+    for part in step_kv.flatten(0, 1) if step_kv.shape[1] and step_kv.is_contiguous() else [x for half in step_kv for x in half]:
+        check(f"{name}: step_kv", part, (rows, length, step_kv.shape[4], size), q.dtype)
 
 
-def _sizes(q: Tensor, own: Tensor) -> tuple[int, int, int]:
-    return q.shape[0] * q.shape[1], q.shape[1], own.stride(1)
+def _sizes(q: Tensor, step_kv: Tensor) -> tuple[int, int, int]:
+    return q.shape[0] * q.shape[1], q.shape[1], step_kv.stride(1)
 
 
-def _shape(q: Tensor, own: Tensor) -> dict[str, int]:
+def _shape(q: Tensor, step_kv: Tensor) -> dict[str, int]:
     size = q.shape[3]
     return {
-        "HEADS": q.shape[2], "KEY_HEADS": own.shape[4], "D": size, "LANES": triton.next_power_of_2(size), "PLACES": PLACES,
+        "HEADS": q.shape[2], "KEY_HEADS": step_kv.shape[4], "D": size, "LANES": triton.next_power_of_2(size), "TOKENS": TOKENS,
         "num_warps": 4,
     }  # fmt: skip
 
 
 def draft_step_attention_reference(
-    q: Tensor, causal: Tensor, causal_lse: Tensor, own: Tensor, *, scale: float, out: Tensor, out_lse: Tensor
+    q: Tensor, causal: Tensor, causal_lse: Tensor, step_kv: Tensor, *, scale: float, out: Tensor, out_lse: Tensor
 ) -> None:
     """The same in plain torch."""
-    own_k, own_v = _widened(own, q)
-    scores = _scores(q, own_k, scale)
+    step_k, step_v = _widened(step_kv, q)
+    scores = _scores(q, step_k, scale)
     merged = torch.cat([causal_lse.transpose(1, 2).unsqueeze(0), scores]).logsumexp(0)
     weights = (scores - merged).exp().unsqueeze(-1)
     share = (causal_lse.transpose(1, 2) - merged).exp().unsqueeze(-1)
-    out.copy_(share * causal + (weights * own_v).sum(0))
+    out.copy_(share * causal + (weights * step_v).sum(0))
     out_lse.copy_(merged.transpose(1, 2))
 
 
 def draft_step_attention_backward_reference(
-    q: Tensor, grad: Tensor, out: Tensor, lse: Tensor, own: Tensor, *, scale: float, grad_q: Tensor, out_own: Tensor
+    q: Tensor, grad: Tensor, out: Tensor, lse: Tensor, step_kv: Tensor, *, scale: float, grad_q: Tensor, grad_step_kv: Tensor
 ) -> None:
     """The same in plain torch."""
-    own_k, own_v = _widened(own, q)
-    slope = grad.to(own_k.dtype)
-    weights = (_scores(q, own_k, scale) - lse.transpose(1, 2)).exp()
-    drift = (slope * out).sum(-1)
-    grad_scores = (weights * ((slope * own_v).sum(-1) - drift) * scale).unsqueeze(-1)
-    grad_q += (grad_scores * own_k).sum(0).to(grad_q.dtype)
-    for part, by_head in enumerate((grad_scores * q, weights.unsqueeze(-1) * slope)):
-        out_own[part] = by_head.unflatten(3, (own.shape[4], -1)).sum(4).to(out_own.dtype)
+    step_k, step_v = _widened(step_kv, q)
+    grad_out = grad.to(step_k.dtype)
+    weights = (_scores(q, step_k, scale) - lse.transpose(1, 2)).exp()
+    delta = (grad_out * out).sum(-1)
+    grad_scores = (weights * ((grad_out * step_v).sum(-1) - delta) * scale).unsqueeze(-1)
+    grad_q += (grad_scores * step_k).sum(0).to(grad_q.dtype)
+    for part, per_head in enumerate((grad_scores * q, weights.unsqueeze(-1) * grad_out)):
+        grad_step_kv[part] = per_head.unflatten(3, (step_kv.shape[4], -1)).sum(4).to(grad_step_kv.dtype)
 
 
-def _widened(own: Tensor, q: Tensor) -> Tensor:
-    """[2, J, B, L, H, D]: each key head for all of its query heads."""
-    wide = own.to(torch.promote_types(q.dtype, torch.float32))
-    return wide.repeat_interleave(q.shape[2] // own.shape[4], 4)
+def _widened(step_kv: Tensor, q: Tensor) -> Tensor:
+    """[2, J, B, L, H, D]: each key head repeated for all of its query heads."""
+    wide = step_kv.to(torch.promote_types(q.dtype, torch.float32))
+    return wide.repeat_interleave(q.shape[2] // step_kv.shape[4], 4)
 
 
-def _scores(q: Tensor, own_k: Tensor, scale: float) -> Tensor:
-    """[J, B, L, H]"""
-    return (q.to(own_k.dtype) * own_k).sum(-1) * scale
+def _scores(q: Tensor, step_k: Tensor, scale: float) -> Tensor:
+    """Scores of the step keys: [J, B, L, H]."""
+    return (q.to(step_k.dtype) * step_k).sum(-1) * scale
 
 
 def main() -> None:
-    bench = Bench("own_keys")
+    bench = Bench("draft_step_attention")
     for rows, length, heads, key_heads, size in ((64, 512, 9, 3, 64), (16, 1024, 32, 8, 128)):
         for steps in (1, 5):
             qs = [torch.randn(rows, length, heads, size, device=bench.device).bfloat16() for _ in range(bench.num_copies)]
-            own = torch.randn(2, steps, rows, length, key_heads, size, device=bench.device).bfloat16()
+            step_kv = torch.randn(2, steps, rows, length, key_heads, size, device=bench.device).bfloat16()
             causal, out, grad, grad_q = (torch.randn_like(qs[0]) for _ in range(4))
             lse, out_lse = torch.randn(2, rows, heads, length, device=bench.device)
             given, shape = {"scale": size**-0.5, "out": out, "out_lse": out_lse}, f"{rows}x{length} H={heads} J={steps}"
             bench.row(
                 shape,
-                [partial(draft_step_attention, q, causal, lse, own, **given) for q in qs],
-                [partial(draft_step_attention_reference, q, causal, lse, own, **given) for q in qs],
-                num_bytes=3 * out.nbytes + own.nbytes,
+                [partial(draft_step_attention, q, causal, lse, step_kv, **given) for q in qs],
+                [partial(draft_step_attention_reference, q, causal, lse, step_kv, **given) for q in qs],
+                num_bytes=3 * out.nbytes + step_kv.nbytes,
             )
-            back = {"scale": size**-0.5, "grad_q": grad_q, "out_own": torch.empty_like(own)}
+            back = {"scale": size**-0.5, "grad_q": grad_q, "grad_step_kv": torch.empty_like(step_kv)}
             bench.row(
-                f"{shape}, way back",
-                [partial(draft_step_attention_backward, q, grad, out, lse, own, **back) for q in qs],
-                [partial(draft_step_attention_backward_reference, q, grad, out, lse, own, **back) for q in qs],
-                num_bytes=5 * out.nbytes + 2 * own.nbytes,
+                f"{shape}, backward",
+                [partial(draft_step_attention_backward, q, grad, out, lse, step_kv, **back) for q in qs],
+                [partial(draft_step_attention_backward_reference, q, grad, out, lse, step_kv, **back) for q in qs],
+                num_bytes=5 * out.nbytes + 2 * step_kv.nbytes,
             )
 
 

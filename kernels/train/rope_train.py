@@ -1,7 +1,7 @@
-"""RoPE of heads laid out as projections leave them, for training: out = x * cos + roll(x, D / 2) * sin, by place.
+"""RoPE for training, of heads in the layout of the projections: out = x * cos + roll(x, D / 2) * sin, by position.
 
-The way back is the same with sin rolled by D / 2, so one kernel serves both. Bound by memory; in torch it is six passes.
-N places of rows of L, H heads, D head_dim. Source: Su et al. 2021, RoFormer (arXiv 2104.09864), in the half-split form.
+The backward pass is the same function with sin rolled by D / 2, so one kernel serves both. Bound by memory; plain torch takes six
+passes. N flat tokens in rows of L, H heads, D head_dim. Source: Su et al. 2021, RoFormer (arXiv 2104.09864), half-split form.
 """
 
 from __future__ import annotations
@@ -27,40 +27,41 @@ def rope_train_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, HALF)
     exists = (row < num_heads)[:, None] & (lane < D // 2)[None, :]
-    at = row[:, None] * D + lane[None, :]
-    table = (row // HEADS % length)[:, None] * D + lane[None, :]
-    low, high = tl.load(x + at, mask=exists, other=0.0).to(ACC), tl.load(x + at + D // 2, mask=exists, other=0.0).to(ACC)
-    cos_low, cos_high = tl.load(cos + table, mask=exists, other=0.0), tl.load(cos + table + D // 2, mask=exists, other=0.0)
-    sin_low, sin_high = tl.load(sin + table, mask=exists, other=0.0), tl.load(sin + table + D // 2, mask=exists, other=0.0)
-    tl.store(out + at, low * cos_low + high * sin_low, mask=exists)
-    tl.store(out + at + D // 2, high * cos_high + low * sin_high, mask=exists)
+    index = row[:, None] * D + lane[None, :]
+    entry = (row // HEADS % length)[:, None] * D + lane[None, :]
+    low, high = tl.load(x + index, mask=exists, other=0.0).to(ACC), tl.load(x + index + D // 2, mask=exists, other=0.0).to(ACC)
+    cos_low, cos_high = tl.load(cos + entry, mask=exists, other=0.0), tl.load(cos + entry + D // 2, mask=exists, other=0.0)
+    sin_low, sin_high = tl.load(sin + entry, mask=exists, other=0.0), tl.load(sin + entry + D // 2, mask=exists, other=0.0)
+    tl.store(out + index, low * cos_low + high * sin_low, mask=exists)
+    tl.store(out + index + D // 2, high * cos_high + low * sin_high, mask=exists)
 
 
 def rope_train(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor, interpret: bool = False) -> None:
-    """Write x turned by the angle of each place.
+    """Write x rotated by the angle of each position.
 
-    x    fp32, bf16, fp16 or fp64 [N, H, D]  N a multiple of L: rows of L places end to end
+    x    fp32, bf16, fp16 or fp64 [N, H, D]  N a multiple of L: concatenated rows of L positions
     cos  fp32 (fp64 for fp64) [L, D]
-    sin  the same, its first half negated on the way there
+    sin  like cos; its first half is negated in the forward pass
     out  like x
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
-    places, heads, size = x.shape
+    num_tokens, heads, size = x.shape
     wide = torch.promote_types(x.dtype, torch.float32)
-    check("rope_train: x", x, (places, heads, size), *FLOATS)
+    check("rope_train: x", x, (num_tokens, heads, size), *FLOATS)
     check("rope_train: cos", cos, (len(cos), size), wide)
     check("rope_train: sin", sin, (len(cos), size), wide)
-    check("rope_train: out", out, (places, heads, size), x.dtype)
-    if size % 2 or (places % len(cos) if len(cos) else places):
+    check("rope_train: out", out, (num_tokens, heads, size), x.dtype)
+    if size % 2 or (num_tokens % len(cos) if len(cos) else num_tokens):
         raise ValueError(
-            f"rope_train: {places} places of {size} values are no rows of {len(cos)} places with an even number of values"
+            f"rope_train: x has {num_tokens} tokens of {size} values; must be a multiple of {len(cos)} tokens, with an even "
+            "number of values each"
         )
     if not (x.is_cuda or interpret):
         rope_train_reference(x, cos, sin, out=out)
-    elif places:
-        rope_train_kernel[(triton.cdiv(places * heads, ROWS),)](
-            x, cos, sin, out, places * heads, len(cos), HEADS=heads, D=size, HALF=triton.next_power_of_2(size // 2),
+    elif num_tokens:
+        rope_train_kernel[(triton.cdiv(num_tokens * heads, ROWS),)](
+            x, cos, sin, out, num_tokens * heads, len(cos), HEADS=heads, D=size, HALF=triton.next_power_of_2(size // 2),
             ACC=tl.float64 if x.dtype == torch.float64 else tl.float32, ROWS=ROWS, num_warps=4,
         )  # fmt: skip
 
@@ -68,12 +69,12 @@ def rope_train(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor, interpret: b
 def rope_train_reference(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor) -> None:
     """The same in plain torch."""
     rows = x.view(-1, len(cos), *x.shape[1:]).to(cos.dtype)
-    turned = rows * cos.unsqueeze(1) + rows.roll(x.shape[2] // 2, -1) * sin.unsqueeze(1)
-    out.copy_(turned.view(x.shape))
+    rotated = rows * cos.unsqueeze(1) + rows.roll(x.shape[2] // 2, -1) * sin.unsqueeze(1)
+    out.copy_(rotated.view(x.shape))
 
 
 def main() -> None:
-    bench = Bench("turn")
+    bench = Bench("rope_train")
     for rows, length, heads, size in ((64, 512, 9, 64), (64, 512, 3, 64), (16, 1024, 32, 128)):
         xs = [torch.randn(rows * length, heads, size, device=bench.device).bfloat16() for _ in range(bench.num_copies)]
         cos, sin = torch.randn(2, length, size, device=bench.device)

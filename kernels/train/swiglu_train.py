@@ -1,8 +1,8 @@
-"""The gate of a SwiGLU for training: out = silu(gate) * up of two tensors, and its way back in one pass each.
+"""SwiGLU for training: out = silu(gate) * up of two tensors, and its backward pass, one pass over memory each.
 
     d_gate = grad * up * s * (1 + gate * (1 - s))      d_up = grad * gate * s      s = 1 / (1 + exp(-gate))
 
-Bound by memory; in torch the way there is two passes and the way back five. Source: Shazeer 2020 (arXiv 2002.05202).
+Bound by memory; plain torch takes two passes forward and five backward. Source: Shazeer 2020 (arXiv 2002.05202).
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ BLOCK = 2048
 
 @triton.jit(do_not_specialize=("count",))
 def swiglu_train_kernel(gate, up, out, count, ACC: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    exists = at < count
-    opened = tl.load(gate + at, mask=exists, other=0.0).to(ACC)
-    passed = tl.load(up + at, mask=exists, other=0.0).to(ACC)
-    tl.store(out + at, opened / (1.0 + tl.exp(-opened)) * passed, mask=exists)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    exists = index < count
+    gate_value = tl.load(gate + index, mask=exists, other=0.0).to(ACC)
+    up_value = tl.load(up + index, mask=exists, other=0.0).to(ACC)
+    tl.store(out + index, gate_value / (1.0 + tl.exp(-gate_value)) * up_value, mask=exists)
 
 
 @triton.jit(do_not_specialize=("count",))
 def swiglu_train_backward_kernel(gate, up, grad, out_gate, out_up, count, ACC: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    exists = at < count
-    opened = tl.load(gate + at, mask=exists, other=0.0).to(ACC)
-    passed = tl.load(up + at, mask=exists, other=0.0).to(ACC)
-    slope = tl.load(grad + at, mask=exists, other=0.0).to(ACC)
-    share = 1.0 / (1.0 + tl.exp(-opened))
-    tl.store(out_gate + at, slope * passed * share * (1.0 + opened * (1.0 - share)), mask=exists)
-    tl.store(out_up + at, slope * opened * share, mask=exists)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    exists = index < count
+    gate_value = tl.load(gate + index, mask=exists, other=0.0).to(ACC)
+    up_value = tl.load(up + index, mask=exists, other=0.0).to(ACC)
+    grad_value = tl.load(grad + index, mask=exists, other=0.0).to(ACC)
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate_value))
+    tl.store(out_gate + index, grad_value * up_value * sigmoid * (1.0 + gate_value * (1.0 - sigmoid)), mask=exists)
+    tl.store(out_up + index, grad_value * gate_value * sigmoid, mask=exists)
 
 
 def swiglu_train(gate: Tensor, up: Tensor, *, out: Tensor, interpret: bool = False) -> None:
@@ -60,7 +60,7 @@ def swiglu_train(gate: Tensor, up: Tensor, *, out: Tensor, interpret: bool = Fal
 def swiglu_train_backward(
     gate: Tensor, up: Tensor, grad: Tensor, *, out_gate: Tensor, out_up: Tensor, interpret: bool = False
 ) -> None:  # fmt: skip
-    """Write the gradients of gate and up from that of `gate`'s output; tensors as there."""
+    """Write the gradients of gate and up, from the gradient `grad` of the output; tensors as in `swiglu_train`."""
     check("swiglu_train_backward: gate", gate, tuple(gate.shape), *FLOATS)
     for name, tensor in (("up", up), ("grad", grad), ("out_gate", out_gate), ("out_up", out_up)):
         check(f"swiglu_train_backward: {name}", tensor, tuple(gate.shape), gate.dtype)
@@ -74,16 +74,16 @@ def swiglu_train_backward(
 
 def swiglu_train_reference(gate: Tensor, up: Tensor, *, out: Tensor) -> None:
     """The same in plain torch."""
-    opened, passed = _widened(gate, up)
-    out.copy_(opened * opened.sigmoid() * passed)
+    gate_value, up_value = _widened(gate, up)
+    out.copy_(gate_value * gate_value.sigmoid() * up_value)
 
 
 def swiglu_train_backward_reference(gate: Tensor, up: Tensor, grad: Tensor, *, out_gate: Tensor, out_up: Tensor) -> None:
     """The same in plain torch."""
-    opened, passed, slope = _widened(gate, up, grad)
-    share = opened.sigmoid()
-    out_gate.copy_(slope * passed * share * (1 + opened * (1 - share)))
-    out_up.copy_(slope * opened * share)
+    gate_value, up_value, grad_value = _widened(gate, up, grad)
+    sigmoid = gate_value.sigmoid()
+    out_gate.copy_(grad_value * up_value * sigmoid * (1 + gate_value * (1 - sigmoid)))
+    out_up.copy_(grad_value * gate_value * sigmoid)
 
 
 def _widened(*tensors: Tensor) -> list[Tensor]:
@@ -95,12 +95,12 @@ def _wide(tensor: Tensor) -> tl.dtype:
 
 
 def main() -> None:
-    bench = Bench("gate")
-    for places, width in ((32768, 1536), (8192, 1536), (16384, 14336)):
-        gates = [torch.randn(places, width, device=bench.device).bfloat16() for _ in range(bench.num_copies)]
-        up, grad = torch.randn(2, places, width, device=bench.device).bfloat16()
+    bench = Bench("swiglu_train")
+    for num_tokens, width in ((32768, 1536), (8192, 1536), (16384, 14336)):
+        gates = [torch.randn(num_tokens, width, device=bench.device).bfloat16() for _ in range(bench.num_copies)]
+        up, grad = torch.randn(2, num_tokens, width, device=bench.device).bfloat16()
         out, other = torch.empty_like(up), torch.empty_like(up)
-        shape = f"N={places} I={width} bfloat16"
+        shape = f"N={num_tokens} I={width} bfloat16"
         bench.row(
             shape,
             [partial(swiglu_train, x, up, out=out) for x in gates],
@@ -108,7 +108,7 @@ def main() -> None:
             num_bytes=3 * up.nbytes,
         )
         bench.row(
-            f"{shape}, way back",
+            f"{shape}, backward",
             [partial(swiglu_train_backward, x, up, grad, out_gate=out, out_up=other) for x in gates],
             [partial(swiglu_train_backward_reference, x, up, grad, out_gate=out, out_up=other) for x in gates],
             num_bytes=5 * up.nbytes,

@@ -11,7 +11,7 @@ def device() -> torch.device:
 
 @pytest.fixture(scope="session", params=[True, False], ids=["kernel", "reference"])
 def interpret(request: pytest.FixtureRequest, device: torch.device) -> bool:
-    """Each test runs with the Triton kernel and with the torch reference that stands for it on the CPU."""
+    """Each test runs with the Triton kernel and with the torch reference, which the CPU uses instead."""
     if device.type == "cuda" and not request.param:
         pytest.skip("on a GPU the wrapper always runs the kernel")
     return bool(request.param)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from batchspec.kernels.rounds.accept import FAILED, MAX_DRAFT_LEN, accept
 from batchspec.kernels.sampling.argmax import NO_TOKEN
-from batchspec.kernels.sampling.mix import uniform_reference
+from batchspec.kernels.sampling.counter_rng import uniform_reference
 
 POISON = -7
 L = 40

@@ -59,9 +59,7 @@ def test_nan_counts_as_minus_infinity(dtype: torch.dtype, interpret: bool, devic
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_that_is_not_finite_is_flagged_where_it_is_asked_for(
-    dtype: torch.dtype, interpret: bool, device: torch.device
-) -> None:
+def test_a_row_that_is_not_finite_is_flagged_on_request(dtype: torch.dtype, interpret: bool, device: torch.device) -> None:
     logits = torch.full((8, BLOCK + 300), -3.0, dtype=dtype, device=device)
     logits[0, 7], logits[0, 200] = 5, -INF
     logits[1, BLOCK + 299] = NAN
@@ -71,13 +69,13 @@ def test_a_row_that_is_not_finite_is_flagged_where_it_is_asked_for(
     logits[5] = NAN
     logits[6] = -INF
     logits[6, 130] = -100
-    logits[7, BLOCK + 100 :] = NAN  # behind the vocabulary
+    logits[7, BLOCK + 100 :] = NAN  # past the vocabulary
     vocab = BLOCK + 100
     assert choose(logits, interpret, flag_nonfinite=True) == [7, *[NO_TOKEN] * 5, 130, NO_TOKEN]
     assert choose(logits[[0, 1, 6, 7]], interpret, vocab, flag_nonfinite=True) == [7, 0, 130, 0]
 
 
-def test_columns_behind_the_vocabulary_are_never_chosen(interpret: bool, device: torch.device) -> None:
+def test_padding_columns_are_never_chosen(interpret: bool, device: torch.device) -> None:
     logits = torch.randn(3, 256, device=device)
     logits[0, 200:], logits[1, 200:], logits[2, :200] = INF, NAN, -INF
     expected = [by_hand(row) for row in logits[:, :200].tolist()]

@@ -27,8 +27,9 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
     for _map in (None, PI32, PI64):
         _case(f"argmax_kernel {_dtype}, map {_map}", "argmax", 32, logits=f"*{_dtype}", map_ids=_map, out_ids=PI32,
               stride_row=I32, out_stride=I32, vocab=I32, FLAG=_map is None, ACC=_acc, BLOCK=4096)  # fmt: skip
-    _case(f"distil_kernel {_dtype}", "distil", 8, logits=f"*{_dtype}", probs=f"*{_acc}", weights=f"*{_acc}", best_ids=PI64,
-          out_nats=f"*{_acc}", out_hits=f"*{_acc}", vocab=I32, ACC=_acc, BLOCK=4096)  # fmt: skip
+    _case(f"soft_cross_entropy_kernel {_dtype}", "soft_cross_entropy", 8, logits=f"*{_dtype}", probs=f"*{_acc}",
+          weights=f"*{_acc}", best_ids=PI64, out_loss=f"*{_acc}", out_hits=f"*{_acc}", vocab=I32, ACC=_acc,
+          BLOCK=4096)  # fmt: skip
     _case(
         f"rope_train_kernel {_dtype}",
         "rope_train",
@@ -60,57 +61,59 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
           out_gate=f"*{_dtype}", out_up=f"*{_dtype}", count=I32, ACC=_acc, BLOCK=2048)  # fmt: skip
     _case(f"sample_kernel {_dtype}", "sample", 16, logits=f"*{_dtype}", row_ids=PI32, positions=PI64, keys=PI64,
           temperature=PF32, cutoff=f"*{_acc}", out_ids=PI32, stride_row=I32, vocab=I32, ACC=_acc, BLOCK=4096)  # fmt: skip
-    _case(f"noise_kernel {_dtype}", "noise", 4, logits=f"*{_dtype}", row_ids=PI32, positions=PI64, keys=PI64, temperature=PF32,
-          cutoff=f"*{_acc}", map_ids=None if _dtype == "bf16" else PI64, stride_row=I32, vocab=I32, ACC=_acc,
+    _case(f"add_gumbel_noise_kernel {_dtype}", "add_gumbel_noise", 4, logits=f"*{_dtype}", row_ids=PI32, positions=PI64,
+          keys=PI64, temperature=PF32, cutoff=f"*{_acc}", map_ids=None if _dtype == "bf16" else PI64, stride_row=I32, vocab=I32,
+          ACC=_acc,
           BLOCK=1024)  # fmt: skip
     _case(f"kv_write_kernel {_dtype}", "kv_write", 4, k=f"*{_dtype}", v=f"*{_dtype}", kv=f"*{_dtype}", slot_mapping=PI64,
           k_stride_t=I32, k_stride_h=I32, v_stride_t=I32, v_stride_h=I32, kv_stride_part=I64, kv_stride_slot=I32,
           NUM_HEADS=3, HEAD_DIM=64, HEADS=4, DIM=64)  # fmt: skip
-_OWN = {"num_places": I32, "length": I32, "step_stride": I32, "scale": "fp32", "HEADS": 9, "KEY_HEADS": 3, "D": 64, "LANES": 64,
-        "PLACES": 16}  # fmt: skip
+_STEP_SIZES = {"num_tokens": I32, "length": I32, "step_stride": I32, "scale": "fp32", "HEADS": 9, "KEY_HEADS": 3, "D": 64,
+        "LANES": 64,
+        "TOKENS": 16}  # fmt: skip
 for _dtype in ("bf16", "fp16"):
-    _own = f"*{_dtype}"
+    _values = f"*{_dtype}"
     _case(
         f"draft_step_attention_kernel {_dtype}",
         "draft_step_attention",
         4,
-        q=_own,
-        causal=_own,
+        q=_values,
+        causal=_values,
         causal_lse=PF32,
-        own_k=_own,
-        own_v=_own,
-        out=_own,
+        step_k=_values,
+        step_v=_values,
+        out=_values,
         out_lse=PF32,
         steps=I32,
-        **_OWN,
+        **_STEP_SIZES,
     )
     _case(
         f"draft_step_queries_backward_kernel {_dtype}",
         "draft_step_attention",
         4,
-        q=_own,
-        grad=_own,
-        out=_own,
+        q=_values,
+        grad=_values,
+        out=_values,
         lse=PF32,
-        own_k=_own,
-        own_v=_own,
-        grad_q=_own,
+        step_k=_values,
+        step_v=_values,
+        grad_q=_values,
         steps=I32,
-        **_OWN,
+        **_STEP_SIZES,
     )
     _case(
         f"draft_step_keys_backward_kernel {_dtype}",
         "draft_step_attention",
         4,
-        q=_own,
-        grad=_own,
-        out=_own,
+        q=_values,
+        grad=_values,
+        out=_values,
         lse=PF32,
-        own_k=_own,
-        own_v=_own,
-        out_k=_own,
-        out_v=_own,
-        **_OWN,
+        step_k=_values,
+        step_v=_values,
+        out_k=_values,
+        out_v=_values,
+        **_STEP_SIZES,
     )
 for _tokens in (1, 5):
     _case(
@@ -178,21 +181,20 @@ for _rows in (2, 256):
 _case("group_slot_mapping_kernel", "group_slot_mapping", 1, cu_seqlens_q=PI32, kv_len=PI32, positions=PI64, page_table=PI32,
       out_slot_mapping=PI64, num_rows=I32, num_tokens=I32, max_pages=I32, PAGE_SIZE=16, BLOCK=128, PDL=True)  # fmt: skip
 for _match in (None, PI32):
-    _case(f"ngram_kernel match {_match}", "ngram", 8, tokens=PI32, num_tokens=PI32, live=PI32, draft_ids=PI32, draft_len=PI32,
-          match_len=_match, stride_row=I32, draft_stride=I32, max_draft_len=I32, growth=I32, width=I32, MIN_NGRAM=2, MAX_NGRAM=6,
+    _case(f"ngram_lookup_kernel match {_match}", "ngram_lookup", 8, tokens=PI32, num_tokens=PI32, live=PI32, draft_ids=PI32,
+          draft_len=PI32, match_len=_match, stride_row=I32, draft_stride=I32, max_draft_len=I32, growth=I32, width=I32,
+          MIN_NGRAM=2, MAX_NGRAM=6,
           LANES=4, BLOCK=2048)  # fmt: skip
-_case("corpus_kernel", "corpus", 1, tokens=PI32, num_tokens=PI32, live=PI32, which=PI32, table=PI64, corpus=PI32,
+_case("corpus_lookup_kernel", "corpus_lookup", 1, tokens=PI32, num_tokens=PI32, live=PI32, which=PI32, table=PI64, corpus=PI32,
       draft_ids=PI32, draft_len=PI32, match_len=PI32, stride_row=I32, draft_stride=I32, max_draft_len=I32, growth=I32, width=I32,
       num_entries=I32, corpus_len=I32, LENGTHS=0b1010100, MAX_NGRAM=6, PAST_LANES=8, LANES=8)  # fmt: skip
-_case("pick_kernel", "draft_choice", 1, head_ids=PI32, lookup_ids=PI32, lookup_len=PI32, match_len=PI32, head_odds=PF32,
-      lookup_odds=PF32, live=PI32, draft_ids=PI32, draft_len=PI32, picked=PI32, head_stride=I32, lookup_stride=I32,
-      draft_stride=I32,
-      head_width=I32, width=I32, LANES=8)  # fmt: skip
-_case("observe_kernel", "draft_choice", 4, tokens=PI32, num_tokens=PI32, live=PI32, accepted_len=PI32, head_ids=PI32,
-      lookup_ids=PI32, lookup_len=PI32, match_len=PI32, picked=PI32, head_prior=PF32, lookup_prior=PF32, head_odds=PF32,
-      lookup_odds=PF32,
-      counts=PI64, num_rows=I32, token_stride=I32, head_stride=I32, lookup_stride=I32, head_width=I32, width=I32, num_kinds=I32,
-      memory="fp32", LANES=8, KINDS=16, BLOCK=64)  # fmt: skip
+_case("select_drafts_kernel", "select_drafts", 1, head_ids=PI32, lookup_ids=PI32, lookup_len=PI32, match_len=PI32,
+      head_counts=PF32, lookup_counts=PF32, live=PI32, draft_ids=PI32, draft_len=PI32, picked=PI32, head_stride=I32,
+      lookup_stride=I32, draft_stride=I32, head_width=I32, width=I32, LANES=8)  # fmt: skip
+_case("update_acceptance_kernel", "select_drafts", 4, tokens=PI32, num_tokens=PI32, live=PI32, accepted_len=PI32, head_ids=PI32,
+      lookup_ids=PI32, lookup_len=PI32, match_len=PI32, picked=PI32, head_prior=PF32, lookup_prior=PF32, head_counts=PF32,
+      lookup_counts=PF32, totals=PI64, num_rows=I32, token_stride=I32, head_stride=I32, lookup_stride=I32, head_width=I32,
+      width=I32, num_match_lens=I32, memory="fp32", LANES=8, MATCH_LENS=16, BLOCK=64)  # fmt: skip
 for _rates in (None, PF32):
     for _k in (0, 4, 64):
         _case(f"accept_kernel K={_k}, rates {_rates}", "accept", 1, draft_ids=PI32, draft_len=PI32, target_ids=PI32,
@@ -200,24 +202,28 @@ for _rates in (None, PF32):
               finish=PI32, out_accepted_len=PI32, out_log=PI32, draft_stride=I32, token_stride=I32, max_tokens=I32,
               K=_k, NUM_STOPS=3, LANES=max(2, 2 * _k), STOP_LANES=4)  # fmt: skip
 for _nodes, _depth, _lanes, _levels in ((61, 6, 64, 8), (3, 1, 4, 2)):
-    _case(f"tree_places_kernel S={_nodes}", "tree_places", 2, parents=PI32, num_tokens=PI32, live=PI32, page_table=PI32,
-          out_positions=PI64, out_slot_mapping=PI64, out_ancestors=PI64, out_kv_len=PI32, parents_stride=I32, max_pages=I32,
+    _case(f"prepare_tree_inputs_kernel S={_nodes}", "prepare_tree_inputs", 2, parents=PI32, num_tokens=PI32, live=PI32,
+          page_table=PI32, out_positions=PI64, out_slot_mapping=PI64, out_ancestors=PI64, out_kv_len=PI32, parents_stride=I32,
+          max_pages=I32,
           NODES=_nodes, DEPTH=_depth, PAGE_SIZE=16, LANES=_lanes)  # fmt: skip
-    for _whole in (False, True):
-        _case(f"tree_walk_kernel S={_nodes}, whole {_whole}", "tree_walk", 1, ids=PI32, parents=PI32, target_ids=PI32,
-              draft_len=PI32, out_path=PI32, out_places=PI64, out_draft_ids=PI32, ids_stride=I32, parents_stride=I32,
-              draft_stride=I32, NODES=_nodes, DEPTH=_depth, WHOLE=_whole, LANES=_lanes, LEVELS=_levels)  # fmt: skip
+    for _deepest in (False, True):
+        _case(f"find_accepted_path_kernel S={_nodes}, deepest {_deepest}", "find_accepted_path", 1, ids=PI32, parents=PI32,
+              target_ids=PI32, draft_len=PI32, out_path=PI32, out_flat_ids=PI64, out_draft_ids=PI32, ids_stride=I32,
+              parents_stride=I32,
+              draft_stride=I32, NODES=_nodes, DEPTH=_depth, TAKE_DEEPEST=_deepest, LANES=_lanes, LEVELS=_levels)  # fmt: skip
 for _dtype in ("fp32", "fp64"):
     _values = f"*{_dtype}"
     for _parents, _map, _more in ((1, PI64, True), (10, PI64, True), (10, None, False)):
         _next = (_values, PI32, PI64, PI32, PI64) if _more else (None,) * 5
-        _case(f"tree_level_kernel {_dtype}, {_parents} parents, more {_more}", "tree_level", 4 if _parents == 10 else 1,
-              best=_values, norm=_values, ids=PI64, map_ids=_map, scores=_values, numbers=PI32, ancestors=PI64,
-              all_scores=_values, all_ids=PI32, all_above=PI32, out_scores=_next[0], out_numbers=_next[1],
-              out_ancestors=_next[2], out_token_ids=_next[3], out_lines=_next[4], grown=I32, first_number=I32, first_bit=I32,
-              PARENTS=_parents, BRANCHES=10, LOGS=_dtype == "fp32", LANES=128 if _parents == 10 else 16)  # fmt: skip
-    _case(f"tree_select_kernel {_dtype}", "tree_select", 8, scores=_values, ids=PI32, above=PI32, out_ids=PI32, out_parents=PI32,
-          scratch=PI32, ids_stride=I32, parents_stride=I32, GROWN=510, KEPT=60, LANES=512, OTHERS=16)  # fmt: skip
+        _case(f"expand_tree_kernel {_dtype}, {_parents} parents, more {_more}", "expand_tree", 4 if _parents == 10 else 1,
+              best=_values, norm=_values, ids=PI64, map_ids=_map, scores=_values, node_ids=PI32, ancestors=PI64,
+              all_scores=_values, all_ids=PI32, all_parents=PI32, out_scores=_next[0], out_node_ids=_next[1],
+              out_ancestors=_next[2], out_token_ids=_next[3], out_parent_index=_next[4], num_nodes=I32, first_node_id=I32,
+              first_bit=I32, PARENTS=_parents, BRANCHES=10, LOG_SCORES=_dtype == "fp32",
+              LANES=128 if _parents == 10 else 16)  # fmt: skip
+    _case(f"rerank_tree_kernel {_dtype}", "rerank_tree", 8, scores=_values, ids=PI32, parents=PI32, out_ids=PI32,
+          out_parents=PI32, scratch=PI32, ids_stride=I32, parents_stride=I32, NUM_NODES=510, NUM_KEPT=60, LANES=512,
+          OTHERS=16)  # fmt: skip
 for _word, _width in (("i16", 1024), ("i32", 192), ("i64", 8)):
     _case(f"kv_move_kernel {_word}", "kv_move", 4, kv=f"*{_word}", tree_slots=PI64, path=PI32, chain_slots=PI64,
           accepted_len=PI32, stride_part=I64, NODES=61, DEPTH=6, WIDTH=_width, LEVELS=8, BLOCK=256)  # fmt: skip
@@ -226,18 +232,18 @@ for _word in ("i8", "i16", "i32", "i64"):
           BLOCK=1024)  # fmt: skip
 for _dtype in ("fp32", "bf16", "fp16", "fp64"):
     _acc, _values = "fp64" if _dtype == "fp64" else "fp32", f"*{_dtype}"
-    for _residual, _tap in ((None, None), (_values, None), (_values, _values)):
-        _case(f"norm_kernel {_dtype}, residual {_residual}, tap {_tap}", "norm", 2, hidden=_values, residual=_residual,
-              weight=_values, out=_values, out_aux=_tap, hidden_stride=I32, residual_stride=I32, out_stride=I32, tap_stride=I32,
+    for _residual, _aux in ((None, None), (_values, None), (_values, _values)):
+        _case(f"norm_kernel {_dtype}, residual {_residual}, aux {_aux}", "norm", 2, hidden=_values, residual=_residual,
+              weight=_values, out=_values, out_aux=_aux, hidden_stride=I32, residual_stride=I32, out_stride=I32, aux_stride=I32,
               EPS=1e-5, WIDTH=576, BLOCK=1024, ACC=_acc)  # fmt: skip
-    for _places in (None, PI64):
-        _case(f"head_input_kernel {_dtype}, positions {_places}", "head_input", 2, token_ids=PI32,
-              row_ids=None if _places is None else PI32, positions=_places, hidden=_values, embedding=_values,
+    for _positions in (None, PI64):
+        _case(f"eagle_head_input_kernel {_dtype}, positions {_positions}", "eagle_head_input", 2, token_ids=PI32,
+              row_ids=None if _positions is None else PI32, positions=_positions, hidden=_values, embedding=_values,
               embedding_norm=_values, hidden_norm=_values, out=_values, token_stride=I32, hidden_stride=I32, out_stride=I32,
-              max_len=I32, num_tokens=I32, EPS=1e-5, WIDTH=576, BLOCK=1024, ACC=_acc)  # fmt: skip
+              max_len=I32, num_ids=I32, EPS=1e-5, WIDTH=576, BLOCK=1024, ACC=_acc)  # fmt: skip
     _case(
-        f"live_rows_kernel {_dtype}, no residual",
-        "live_rows",
+        f"gather_last_accepted_kernel {_dtype}, no residual",
+        "gather_last_accepted",
         4,
         q=_values,
         residual=None,
@@ -250,7 +256,7 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
         out_residual=None,
         out_positions=PI64,
         out_kv_len=PI32,
-        num_places=I32,
+        num_flat_tokens=I32,
         q_stride=I32,
         residual_stride=I32,
         out_q_stride=I32,
@@ -284,9 +290,11 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
         BLOCK=1024,
         PAGE_SIZE=16,
     )
-    _case(f"live_rows_kernel {_dtype}", "live_rows", 4, q=_values, residual=_values, cu_seqlens_q=PI32, accepted_len=PI32,
-          positions=PI64, num_tokens=PI32, live=PI32, out_q=_values, out_residual=_values, out_positions=PI64, out_kv_len=PI32,
-          num_places=I32, q_stride=I32, residual_stride=I32, out_q_stride=I32, out_residual_stride=I32, Q_WIDTH=1536, WIDTH=576,
+    _case(f"gather_last_accepted_kernel {_dtype}", "gather_last_accepted", 4, q=_values, residual=_values, cu_seqlens_q=PI32,
+          accepted_len=PI32, positions=PI64, num_tokens=PI32, live=PI32, out_q=_values, out_residual=_values,
+          out_positions=PI64, out_kv_len=PI32,
+          num_flat_tokens=I32, q_stride=I32, residual_stride=I32, out_q_stride=I32, out_residual_stride=I32, Q_WIDTH=1536,
+          WIDTH=576,
           BLOCK=2048)  # fmt: skip
     _case(f"rope_write_kernel {_dtype}, no queries", "rope_write", 2, qkv=_values, positions=PI64, freqs=PF32, q_norm=_values,
           k_norm=_values, out_q=_values, kv=_values, slot_mapping=PI64, qkv_stride=I32, kv_stride_part=I64, EPS=1e-6, FACTOR=1.0,
@@ -445,9 +453,9 @@ for _stages in (1, 4):
 
 
 def waits_first(name: str, ptx: str) -> None:
-    """A program started early writes nothing and does not end before the wait for earlier launches."""
+    """A program that starts early neither writes nor ends before it has waited for earlier launches."""
     paths = re.findall(r"griddepcontrol\.wait|st\.global|red\.global|atom\.global|\bret;", ptx)
-    assert paths[0].startswith("griddepcontrol"), f"{name}: {paths[0]} stands before the wait for earlier launches"
+    assert paths[0].startswith("griddepcontrol"), f"{name}: {paths[0]} comes before the wait for earlier launches"
 
 
 def compile_cases(names: list[str]) -> dict[str, int]:
@@ -483,7 +491,8 @@ def compile_cases(names: list[str]) -> dict[str, int]:
 @pytest.fixture(scope="module")
 def cubin_bytes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     """One process without the interpreter, and with an empty cache so that each case is really compiled."""
-    asked = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
+    mine = [item for item in request.session.items if item.path == request.path]
+    asked = [item.callspec.params["name"] for item in mine if isinstance(item, pytest.Function)]
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, __file__, json.dumps(asked)], env=env, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""cutoff: the smallest logit of each kept set: top-k with ties, top-p of what top-k left, min-p as a floor."""
+"""cutoff: the smallest logit of each kept set: top-k with ties, top-p of what top-k keeps, min-p as a lower bound."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from batchspec.kernels.sampling.cutoff import cutoff
 INF, NAN = float("inf"), float("nan")
 
 
-def cut(logits: Tensor, interpret: bool, *, heat: float = 1.0, k: int = 0, p: float = 1.0, min_p: float = 0.0) -> Tensor:
-    """Cutoffs of T places that share their settings."""
-    places, device = logits.shape[0], logits.device
-    row_ids = torch.zeros(places, dtype=torch.int32, device=device)
-    out = torch.full((places,), NAN, dtype=logits.dtype, device=device)
+def cut(logits: Tensor, interpret: bool, *, temp: float = 1.0, k: int = 0, p: float = 1.0, min_p: float = 0.0) -> Tensor:
+    """Cutoffs of T flat tokens that share their settings."""
+    num_tokens, device = logits.shape[0], logits.device
+    row_ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+    out = torch.full((num_tokens,), NAN, dtype=logits.dtype, device=device)
     floats = (torch.tensor([x], dtype=torch.float32, device=device) for x in (p, min_p))
-    settings_of_row = (torch.tensor([heat], device=device), torch.tensor([k], dtype=torch.int32, device=device), *floats)
-    cutoff(logits, row_ids, *settings_of_row, out_cutoff=out, interpret=interpret)
+    row_settings = (torch.tensor([temp], device=device), torch.tensor([k], dtype=torch.int32, device=device), *floats)
+    cutoff(logits, row_ids, *row_settings, out_cutoff=out, interpret=interpret)
     return out
 
 
 def separated(*shape: int, device: torch.device) -> Tensor:
-    """Logits of which no two are near each other and no sum of masses is near a round share."""
+    """Logits that are far apart, and whose cumulative masses are not close to round numbers."""
     order = torch.argsort(torch.randn(*shape), -1).float()
     return (order * 0.37 - 3.01).to(device)
 
 
-def kept_mass(logits: Tensor, low: float, heat: float, k: int) -> tuple[float, float]:
-    """Share of the mass that top-k leaves, of the logits at or above `low` and of those above it, in float64."""
+def kept_mass(logits: Tensor, low: float, temp: float, k: int) -> tuple[float, float]:
+    """Of the mass that top-k keeps: the share of the logits >= low and the share of those > low, in float64."""
     x = logits.double().cpu()
     if 0 < k < len(x):
         x = x[x >= x.topk(k).values[-1]]
-    mass = torch.softmax(x / heat, 0)
+    mass = torch.softmax(x / temp, 0)
     return float(mass[x >= low].sum()), float(mass[x > low].sum())
 
 
@@ -53,7 +53,7 @@ def test_top_k_is_the_kth_largest(k: int, interpret: bool, device: torch.device)
 
 
 @pytest.mark.parametrize("k", [0, -1, 41, 5000])
-def test_top_k_of_nothing_or_of_everything_cuts_nothing(k: int, interpret: bool, device: torch.device) -> None:
+def test_top_k_switched_off_or_as_large_as_the_vocabulary_cuts_nothing(k: int, interpret: bool, device: torch.device) -> None:
     assert cut(separated(2, 41, device=device), interpret, k=k).tolist() == [-INF, -INF]
 
 
@@ -72,18 +72,18 @@ def test_forbidden_ids_are_kept_only_when_top_k_reaches_them(interpret: bool, de
 # top-p
 
 
-@pytest.mark.parametrize("heat", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize("temp", [0.3, 1.0, 2.5])
 @pytest.mark.parametrize("p", [1e-6, 0.1, 0.5, 0.9, 0.999])
 def test_top_p_is_the_end_of_the_smallest_likeliest_set_that_reaches_it(
-    p: float, heat: float, interpret: bool, device: torch.device
+    p: float, temp: float, interpret: bool, device: torch.device
 ) -> None:
     logits = separated(2, 33, device=device)
     expected = []
     for row in logits.tolist():
         falling = sorted(row, reverse=True)
-        mass = [math.exp((x - falling[0]) / heat) for x in falling]
+        mass = [math.exp((x - falling[0]) / temp) for x in falling]
         expected.append(next(x for i, x in enumerate(falling) if sum(mass[: i + 1]) >= p * sum(mass)))
-    assert cut(logits, interpret, p=p, heat=heat).tolist() == torch.tensor(expected).tolist()
+    assert cut(logits, interpret, p=p, temp=temp).tolist() == torch.tensor(expected).tolist()
 
 
 def test_ties_at_the_end_of_the_nucleus_are_all_kept(interpret: bool, device: torch.device) -> None:
@@ -98,7 +98,7 @@ def test_forbidden_ids_carry_no_mass(interpret: bool, device: torch.device) -> N
     assert cut(torch.full((1, 9), -INF, device=device), interpret, k=2, p=0.5, min_p=0.1).tolist() == [-INF]
 
 
-def test_top_p_measures_what_top_k_left(interpret: bool, device: torch.device) -> None:
+def test_top_p_measures_what_top_k_keeps(interpret: bool, device: torch.device) -> None:
     logits = torch.tensor([[2.0, 1.9, 1.8, 1.7, 1.6, 1.5]], device=device)
     assert cut(logits, interpret, p=0.6).item() == pytest.approx(1.7)
     assert cut(logits, interpret, k=2, p=0.6).item() == pytest.approx(1.9)
@@ -111,22 +111,22 @@ def test_top_p_measures_what_top_k_left(interpret: bool, device: torch.device) -
 # min-p and the rest
 
 
-def test_min_p_is_a_floor_relative_to_the_likeliest(interpret: bool, device: torch.device) -> None:
+def test_min_p_is_a_bound_relative_to_the_likeliest(interpret: bool, device: torch.device) -> None:
     logits = torch.tensor([[5.0, 4.0, 3.0, 2.0, 0.0]], device=device)
-    assert cut(logits, interpret, min_p=0.1, heat=2.0).item() == pytest.approx(5 + 2 * math.log(0.1), abs=1e-5)
+    assert cut(logits, interpret, min_p=0.1, temp=2.0).item() == pytest.approx(5 + 2 * math.log(0.1), abs=1e-5)
     assert cut(logits, interpret, min_p=1.0).item() == 5.0
     assert cut(logits, interpret, min_p=0.5, k=2).item() == pytest.approx(5 + math.log(0.5), abs=1e-5)
     assert cut(logits, interpret, min_p=1e-4, k=2).item() == 4.0
     assert cut(logits, interpret, min_p=1e-4, p=0.7).item() == 4.0
 
 
-def test_greedy_places_and_places_without_filters_cut_nothing(interpret: bool, device: torch.device) -> None:
+def test_greedy_rows_and_rows_without_filters_have_no_cutoff(interpret: bool, device: torch.device) -> None:
     logits = separated(2, 41, device=device)
-    assert cut(logits, interpret, heat=0.0, k=3, p=0.5, min_p=0.5).tolist() == [-INF, -INF]
+    assert cut(logits, interpret, temp=0.0, k=3, p=0.5, min_p=0.5).tolist() == [-INF, -INF]
     assert cut(logits, interpret).tolist() == [-INF, -INF]
 
 
-def test_each_place_takes_the_settings_of_its_row(interpret: bool, device: torch.device) -> None:
+def test_each_token_takes_the_settings_of_its_row(interpret: bool, device: torch.device) -> None:
     logits = separated(1, 41, device=device).expand(5, -1)
     falling = logits[0].sort(descending=True).values.tolist()
     out = torch.full((5,), NAN, device=device)
@@ -161,10 +161,10 @@ def test_float64_logits_are_cut_in_float64(interpret: bool, device: torch.device
 
 @pytest.mark.parametrize("row", [[-0.0, 0.0], [-0.0, -0.0], [0.0, -1.0], [-0.0, -1e-3, -5.0]])
 def test_zeros_of_either_sign_are_one_value(row: list[float], interpret: bool, device: torch.device) -> None:
-    """As keys of their bits they are two, and a bracket between them would hold nothing."""
+    """Their bit patterns differ: as different search keys they would make an empty bracket."""
     logits = torch.tensor([row], device=device)
     assert cut(logits, interpret, k=1).tolist() == [0.0]
-    assert cut(logits, interpret, p=0.3, heat=0.3).tolist() == [0.0]
+    assert cut(logits, interpret, p=0.3, temp=0.3).tolist() == [0.0]
 
 
 # any logits
@@ -173,13 +173,13 @@ def test_zeros_of_either_sign_are_one_value(row: list[float], interpret: bool, d
 @settings(max_examples=15)
 @given(
     seed=st.integers(0, 999), vocab=st.sampled_from([2, 17, 300, 1003]), scale=st.sampled_from([0.01, 1.0, 6.0, 1e4]),
-    levels=st.sampled_from([0, 3, 40]), forbidden=st.booleans(), heat=st.sampled_from([0.3, 1.0, 2.0]),
+    levels=st.sampled_from([0, 3, 40]), forbidden=st.booleans(), temp=st.sampled_from([0.3, 1.0, 2.0]),
     k=st.sampled_from([0, 1, 20, 299, 5000]), p=st.sampled_from([1.0, 0.999, 0.9, 0.3, 1e-5]),
-    min_p=st.sampled_from([0.0, 0.0, 0.05]), few_places=st.booleans(),
+    min_p=st.sampled_from([0.0, 0.0, 0.05]), short_list=st.booleans(),
 )  # fmt: skip
 def test_the_kept_set_is_that_of_the_reference_up_to_the_rounding_of_sums(
-    seed: int, vocab: int, scale: float, levels: int, forbidden: bool, heat: float, k: int, p: float, min_p: float,
-    few_places: bool, interpret: bool, device: torch.device,
+    seed: int, vocab: int, scale: float, levels: int, forbidden: bool, temp: float, k: int, p: float, min_p: float,
+    short_list: bool, interpret: bool, device: torch.device,
 ) -> None:  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(1, vocab, generator=generator) * scale
@@ -188,26 +188,26 @@ def test_the_kept_set_is_that_of_the_reference_up_to_the_rounding_of_sums(
     if forbidden:
         logits[0, torch.randperm(vocab, generator=generator)[: vocab // 3]] = -INF
     with pytest.MonkeyPatch.context() as patch:
-        if few_places:  # a list that overflows: brackets shrink, or ties are searched in the row itself
+        if short_list:  # a list that overflows: brackets shrink, or ties are searched in the row itself
             patch.setattr(module, "BLOCK", 16)
             patch.setattr(module, "DEPTH", 2)
             patch.setattr(module, "MAX_PASSES", 4)
-        low = cut(logits.to(device), interpret, heat=heat, k=k, p=p, min_p=min_p).item()
+        low = cut(logits.to(device), interpret, temp=temp, k=k, p=p, min_p=min_p).item()
     assert low == -INF or min_p > 0 or bool((logits == low).any())
-    expected = cut(logits, False, heat=heat, k=k, p=p, min_p=min_p).item()
+    expected = cut(logits, False, temp=temp, k=k, p=p, min_p=min_p).item()
     if p == 1:
         assert low == pytest.approx(expected, rel=1e-6)
     elif min_p == 0:
-        with_it, without = kept_mass(logits[0], low, heat, k)
+        with_it, without = kept_mass(logits[0], low, temp, k)
         assert with_it >= p - 1e-5
         assert without < p + 1e-5
     elif low != pytest.approx(expected, rel=1e-6):
-        floor = float(logits.max()) + heat * math.log(min_p)
+        floor = float(logits.max()) + temp * math.log(min_p)
         assert min(low, expected) >= floor - 1e-4
 
 
 @pytest.mark.parametrize("scale", [0.05, 8.0])
-def test_long_rows_whatever_fits_the_list(
+def test_long_rows_whatever_the_capacity_of_the_list(
     scale: float, interpret: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits = torch.randn(1, 2000, device=device) * scale
@@ -220,11 +220,11 @@ def test_long_rows_whatever_fits_the_list(
     assert [cut(logits, interpret, **case).tolist() for case in cases] == usual
 
 
-def test_a_cutoff_does_not_depend_on_the_places_beside_it(interpret: bool, device: torch.device) -> None:
+def test_a_cutoff_does_not_depend_on_the_rest_of_the_batch(interpret: bool, device: torch.device) -> None:
     logits = torch.randn(4, 700, device=device) * torch.tensor([[0.1], [1.0], [3.0], [9.0]], device=device)
     together = cut(logits, interpret, k=600, p=0.95)
-    for place in range(4):
-        assert cut(logits[place : place + 1], interpret, k=600, p=0.95)[0] == together[place]
+    for t in range(4):
+        assert cut(logits[t : t + 1], interpret, k=600, p=0.95)[0] == together[t]
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
@@ -232,7 +232,7 @@ def test_a_cutoff_does_not_depend_on_the_places_beside_it(interpret: bool, devic
 def test_a_row_that_is_not_finite_leaves_the_others_alone(
     where: slice, value: float, interpret: bool, device: torch.device
 ) -> None:
-    """Its own cutoff means nothing, and `sample` does not use it; the search ends all the same."""
+    """Its own cutoff is undefined and not used by `sample`, but the search must end."""
     logits = separated(4, 300, device=device)
     healthy = cut(logits, interpret, k=20, p=0.7, min_p=0.01).tolist()
     logits[1, where] = value

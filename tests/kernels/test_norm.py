@@ -1,4 +1,4 @@
-"""norm: the root-mean-square norm of rows, the residual sum in place before it, the tap beside it."""
+"""norm: the RMS norm of rows, the residual sum in place before it, and the copy of the sum for a drafter."""
 
 from __future__ import annotations
 
@@ -34,44 +34,44 @@ def assert_near(actual: Tensor, exact: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_places", "width"), [(1, 1), (3, 7), (5, 576), (2, 1024), (2, 8191)])
-def test_norm_of_each_row(num_places: int, width: int, dtype: torch.dtype, interpret: bool, device: torch.device) -> None:
-    hidden, weight = noise(num_places, width, dtype=dtype, device=device), noise(width, dtype=dtype, device=device)
+@pytest.mark.parametrize(("num_tokens", "width"), [(1, 1), (3, 7), (5, 576), (2, 1024), (2, 8191)])
+def test_norm_of_each_row(num_tokens: int, width: int, dtype: torch.dtype, interpret: bool, device: torch.device) -> None:
+    hidden, weight = noise(num_tokens, width, dtype=dtype, device=device), noise(width, dtype=dtype, device=device)
     out = torch.full_like(hidden, NAN)
     rms_norm(hidden, weight, EPS, out=out, interpret=interpret)
     assert_near(out, by_hand(hidden, weight))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("with_tap", [False, True])
+@pytest.mark.parametrize("with_aux", [False, True])
 def test_the_residual_takes_the_sum_and_the_norm_is_that_of_the_rounded_sum(
-    dtype: torch.dtype, with_tap: bool, interpret: bool, device: torch.device
+    dtype: torch.dtype, with_aux: bool, interpret: bool, device: torch.device
 ) -> None:
     hidden, residual = noise(4, 576, dtype=dtype, device=device), noise(4, 576, dtype=dtype, device=device)
     weight = noise(576, dtype=dtype, device=device)
     total = (hidden.double() + residual.double()).to(dtype)
-    taps = torch.full((4, 3, 576), NAN, dtype=dtype, device=device)
+    aux = torch.full((4, 3, 576), NAN, dtype=dtype, device=device)
     out = torch.full_like(hidden, NAN)
-    add_norm(hidden, residual, weight, EPS, out=out, out_aux=taps[:, 1] if with_tap else None, interpret=interpret)
+    add_norm(hidden, residual, weight, EPS, out=out, out_aux=aux[:, 1] if with_aux else None, interpret=interpret)
     rounding = 2**-7 if dtype == torch.bfloat16 and interpret else 0
     torch.testing.assert_close(residual, total, rtol=rounding, atol=0)
     assert_near(out, by_hand(residual, weight))
-    assert bool(taps[:, [0, 2]].isnan().all())
-    if with_tap:
-        assert torch.equal(taps[:, 1], residual)
+    assert bool(aux[:, [0, 2]].isnan().all())
+    if with_aux:
+        assert torch.equal(aux[:, 1], residual)
     else:
-        assert bool(taps.isnan().all())
+        assert bool(aux.isnan().all())
 
 
 def test_rows_of_wider_tensors_are_read_and_summed_in_place(interpret: bool, device: torch.device) -> None:
-    wide, beside = torch.full((2, 3, 50), NAN, device=device), torch.full((3, 60), NAN, device=device)
-    hidden, residual = wide[0, :, 8:40], beside[:, 16:48]
+    wide, wide_residual = torch.full((2, 3, 50), NAN, device=device), torch.full((3, 60), NAN, device=device)
+    hidden, residual = wide[0, :, 8:40], wide_residual[:, 16:48]
     hidden.copy_(torch.randn(3, 32, device=device))
     residual.copy_(torch.randn(3, 32, device=device))
     total, weight, out = hidden + residual, torch.randn(32, device=device), torch.full((3, 32), NAN, device=device)
     add_norm(hidden, residual, weight, EPS, out=out, interpret=interpret)
     assert torch.equal(residual, total)
-    assert bool(beside[:, :16].isnan().all() and beside[:, 48:].isnan().all())
+    assert bool(wide_residual[:, :16].isnan().all() and wide_residual[:, 48:].isnan().all())
     assert_near(out, by_hand(total, weight))
     both = torch.full((3, 70), NAN, device=device)
     rms_norm(hidden, weight, EPS, out=both[:, 32:64], interpret=interpret)
@@ -89,12 +89,12 @@ def test_zero_rows_stay_zero_and_eps_counts(interpret: bool, device: torch.devic
 
 
 @settings(max_examples=20)
-@given(num_places=st.integers(0, 5), width=st.integers(1, 70), scale=st.sampled_from([1e-3, 1.0, 1e4]), seed=st.integers(0, 99))
+@given(num_tokens=st.integers(0, 5), width=st.integers(1, 70), scale=st.sampled_from([1e-3, 1.0, 1e4]), seed=st.integers(0, 99))
 def test_kernel_and_reference_agree(
-    num_places: int, width: int, scale: float, seed: int, interpret: bool, device: torch.device
+    num_tokens: int, width: int, scale: float, seed: int, interpret: bool, device: torch.device
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    hidden, residual = (torch.randn(2, num_places, width, generator=generator) * scale).to(device)
+    hidden, residual = (torch.randn(2, num_tokens, width, generator=generator) * scale).to(device)
     weight = torch.randn(width, generator=generator).to(device)
     expected, total = torch.full_like(hidden, NAN), residual.clone()
     add_norm_reference(hidden, total, weight, EPS, out=expected)
@@ -107,7 +107,7 @@ def test_kernel_and_reference_agree(
 def test_wrong_arguments_are_refused() -> None:
     good: dict[str, Any] = {
         "hidden": torch.zeros(2, 8), "residual": torch.zeros(2, 8), "weight": torch.zeros(8), "eps": EPS,
-        "out": torch.zeros(2, 8), "out_tap": torch.zeros(2, 3, 8)[:, 1],
+        "out": torch.zeros(2, 8), "out_aux": torch.zeros(2, 3, 8)[:, 1],
     }  # fmt: skip
     add_norm(**good)
     for name, bad in (
@@ -115,7 +115,7 @@ def test_wrong_arguments_are_refused() -> None:
         ("residual", torch.zeros(2, 8, dtype=torch.float64)),
         ("weight", torch.zeros(9)),
         ("out", torch.zeros(2, 16)[:, ::2]),
-        ("out_tap", torch.zeros(2, 16)[:, ::2]),
+        ("out_aux", torch.zeros(2, 16)[:, ::2]),
     ):
         with pytest.raises(ValueError, match=f"add_norm: {name} is "):
             add_norm(**{**good, name: bad})

@@ -1,4 +1,4 @@
-"""Programmatic launches: wherever a card can, never on a CPU, and on a GPU the same bits with them as without."""
+"""Programmatic dependent launch: on if the GPU supports it, never on a CPU, and on a GPU bit for bit the same results."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from batchspec.kernels.common import pdl
 from batchspec.kernels.norm_rope.norm import add_norm, rms_norm
 
 
-def test_launches_overlap_where_the_card_can(device: torch.device) -> None:
+def test_launches_overlap_if_the_gpu_supports_it(device: torch.device) -> None:
     expected = {"PDL": True, "launch_pdl": True} if pdl.supported(device) else {"PDL": False}
     assert pdl.launch_args(torch.empty(1, device=device)) == expected
 
 
-def test_the_switch_turns_them_off_and_says_what_held_before(device: torch.device) -> None:
-    assert pdl.switch(False) is True
+def test_set_enabled_returns_the_setting_before(device: torch.device) -> None:
+    assert pdl.set_enabled(False) is True
     try:
         assert pdl.launch_args(torch.empty(1, device=device)) == {"PDL": False}
     finally:
-        assert pdl.switch(True) is False
+        assert pdl.set_enabled(True) is False
 
 
 def test_a_cpu_never_overlaps_launches() -> None:
@@ -32,11 +32,11 @@ def test_a_chain_of_kernels_gives_the_same_bits(device: torch.device) -> None:
     x, weight = torch.randn(300, 576, device=device), torch.randn(576, device=device)
     results = []
     for on in (False, True):
-        before = pdl.switch(on)
+        before = pdl.set_enabled(on)
         residual, out = torch.zeros_like(x), x.clone()
         for _ in range(50):
             add_norm(out, residual, weight, 1e-5, out=out, interpret=True)
             rms_norm(residual, weight, 1e-5, out=out, interpret=True)
         results.append(torch.cat((residual, out)))
-        pdl.switch(before)
+        pdl.set_enabled(before)
     assert torch.equal(*results)

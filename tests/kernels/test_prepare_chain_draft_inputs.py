@@ -1,5 +1,4 @@
-"""prepare_chain_draft_inputs: a chain's first token, draft lengths, and the position and cache location of every step, step
-after step."""
+"""prepare_chain_draft_inputs: a chain's first token, draft lengths, and positions and slots, stored step by step."""
 
 from __future__ import annotations
 
@@ -40,13 +39,13 @@ def run(
     return {name.removeprefix("out_"): values.tolist() for name, values in out.items()}
 
 
-def test_each_step_stands_one_place_further(interpret: bool, device: torch.device) -> None:
+def test_each_step_is_one_position_further(interpret: bool, device: torch.device) -> None:
     found = run([(6, 1), (3, 1)], 4, 20, interpret, device)
     assert found["ids"] == [[50, POISON, POISON, POISON], [51, POISON, POISON, POISON]]
     assert found["draft_len"] == [4, 4]
     assert found["positions"] == [[5, 2], [6, 3], [7, 4]]
-    assert found["slots"] == [[2 * 4 + 1, 11 * 4 + 2], [2 * 4 + 2, 11 * 4 + 3], [2 * 4 + 3, 12 * 4]]
-    assert found["kv_len"] == [8, 5]  # what the last step sees
+    assert found["slot_mapping"] == [[2 * 4 + 1, 11 * 4 + 2], [2 * 4 + 2, 11 * 4 + 3], [2 * 4 + 3, 12 * 4]]
+    assert found["kv_len"] == [8, 5]  # the keys of the last step
 
 
 def test_one_draft_needs_no_step(interpret: bool, device: torch.device) -> None:
@@ -57,13 +56,13 @@ def test_one_draft_needs_no_step(interpret: bool, device: torch.device) -> None:
 def test_dead_rows_go_to_the_scratch_slot_and_have_no_keys(interpret: bool, device: torch.device) -> None:
     found = run([(9, 0), (0, 0)], 3, 20, interpret, device)
     assert found["draft_len"] == found["kv_len"] == [0, 0]
-    assert found["positions"] == found["slots"] == [[0, 0], [0, 0]]
+    assert found["positions"] == found["slot_mapping"] == [[0, 0], [0, 0]]
 
 
-def test_places_behind_the_page_table_go_to_the_scratch_slot_and_are_no_keys(interpret: bool, device: torch.device) -> None:
+def test_positions_past_the_page_table_go_to_the_scratch_slot_and_are_no_keys(interpret: bool, device: torch.device) -> None:
     found = run([(7, 1)], 5, 8, interpret, device)
     assert found["positions"] == [[6], [7], [8], [9]]
-    assert found["slots"] == [[2 * 4 + 2], [2 * 4 + 3], [0], [0]]
+    assert found["slot_mapping"] == [[2 * 4 + 2], [2 * 4 + 3], [0], [0]]
     assert found["kv_len"] == [8]
 
 
@@ -76,16 +75,16 @@ def test_kernel_and_reference_agree(rows: list[tuple[int, int]], width: int, max
 
 
 def test_wrong_arguments_are_refused() -> None:
-    ints, places = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 2, dtype=torch.int64)
+    ints, longs = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 2, dtype=torch.int64)
     good: dict[str, Any] = {
         "first_ids": ints, "num_tokens": ints, "live": ints, "page_table": torch.zeros(2, 4, dtype=torch.int32), "page_size": 4,
-        "max_tokens": 16, "out_ids": torch.zeros(2, 3, dtype=torch.int32), "out_draft_len": ints, "out_positions": places,
-        "out_slot_mapping": places, "out_kv_len": ints,
+        "max_tokens": 16, "out_ids": torch.zeros(2, 3, dtype=torch.int32), "out_draft_len": ints, "out_positions": longs,
+        "out_slot_mapping": longs, "out_kv_len": ints,
     }  # fmt: skip
     bad: list[tuple[dict[str, Any], str]] = [
         ({"first_ids": ints.long()}, r"prepare_chain_draft_inputs: first_ids is int64 \[2\].* must be int32 \[2\]"),
-        ({"out_positions": places.t()}, "prepare_chain_draft_inputs: out_positions .* contiguous"),
-        ({"out_slot_mapping": places[:1]}, r"prepare_chain_draft_inputs: out_slot_mapping is int64 \[1, 2\]"),
+        ({"out_positions": longs.t()}, "prepare_chain_draft_inputs: out_positions .* contiguous"),
+        ({"out_slot_mapping": longs[:1]}, r"prepare_chain_draft_inputs: out_slot_mapping is int64 \[1, 2\]"),
         ({"out_ids": torch.zeros(3, 2, dtype=torch.int32).t()}, "prepare_chain_draft_inputs: out_ids .* last dimension"),
     ]
     for changes, said in bad:

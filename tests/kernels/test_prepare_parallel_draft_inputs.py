@@ -1,5 +1,4 @@
-"""prepare_parallel_draft_inputs: the newest token with its feature and K - 1 masks a row, where they stand, and the keys that
-they see."""
+"""prepare_parallel_draft_inputs: the newest token with its feature and K - 1 masks a row, their positions, slots and keys."""
 
 from __future__ import annotations
 
@@ -42,12 +41,12 @@ def run(
     return {name.removeprefix("out_"): values.tolist() for name, values in out.items()}
 
 
-def test_the_newest_token_leads_and_masks_follow_it(interpret: bool, device: torch.device) -> None:
+def test_the_newest_token_is_followed_by_masks(interpret: bool, device: torch.device) -> None:
     found = run([(6, 1), (3, 1)], 3, 20, interpret, device)
     assert found["ids"] == [5, MASK, MASK, 1002, MASK, MASK]
     assert [feature[0] for feature in found["hidden"]] == [1.0, 0.5, 0.5, 2.0, 0.5, 0.5]
     assert found["positions"] == [4, 5, 6, 1, 2, 3]
-    assert found["slots"] == [2 * 4, 2 * 4 + 1, 2 * 4 + 2, 11 * 4 + 1, 11 * 4 + 2, 11 * 4 + 3]
+    assert found["slot_mapping"] == [2 * 4, 2 * 4 + 1, 2 * 4 + 2, 11 * 4 + 1, 11 * 4 + 2, 11 * 4 + 3]
     assert (found["draft_len"], found["kv_len"]) == ([3, 3], [7, 4])
 
 
@@ -59,15 +58,15 @@ def test_one_draft_needs_no_mask(interpret: bool, device: torch.device) -> None:
 def test_dead_rows_go_to_the_scratch_slot_and_have_no_keys(interpret: bool, device: torch.device) -> None:
     found = run([(9, 0), (0, 0), (1, 1)], 2, 20, interpret, device)
     assert found["draft_len"] == found["kv_len"] == [0, 0, 0]
-    assert found["positions"] == found["slots"] == [0] * 6
+    assert found["positions"] == found["slot_mapping"] == [0] * 6
 
 
-def test_places_behind_the_page_table_go_to_the_scratch_slot_and_never_wrap_to_position_0(
+def test_positions_past_the_page_table_go_to_the_scratch_slot_and_never_wrap_to_position_0(
     interpret: bool, device: torch.device
 ) -> None:
     found = run([(8, 1)], 5, 8, interpret, device)
     assert found["positions"] == [6, 7, 8, 9, 10]
-    assert found["slots"] == [2 * 4 + 2, 2 * 4 + 3, 0, 0, 0]
+    assert found["slot_mapping"] == [2 * 4 + 2, 2 * 4 + 3, 0, 0, 0]
     assert found["kv_len"] == [8]
 
 
@@ -80,18 +79,18 @@ def test_kernel_and_reference_agree(rows: list[tuple[int, int]], k: int, max_pag
 
 
 def test_wrong_arguments_are_refused() -> None:
-    ints, places = torch.zeros(2, dtype=torch.int32), torch.zeros(6, dtype=torch.int64)
+    ints, longs = torch.zeros(2, dtype=torch.int32), torch.zeros(6, dtype=torch.int64)
     good: dict[str, Any] = {
         "tokens": torch.zeros(2, 9, dtype=torch.int32), "num_tokens": ints, "live": ints, "hidden": torch.zeros(2, 4),
         "page_table": torch.zeros(2, 4, dtype=torch.int32), "mask_hidden": torch.zeros(4), "mask_id": 0, "page_size": 4,
-        "out_ids": torch.zeros(6, dtype=torch.int32), "out_hidden": torch.zeros(6, 4), "out_positions": places,
-        "out_slot_mapping": places, "out_kv_len": ints, "out_draft_len": ints,
+        "out_ids": torch.zeros(6, dtype=torch.int32), "out_hidden": torch.zeros(6, 4), "out_positions": longs,
+        "out_slot_mapping": longs, "out_kv_len": ints, "out_draft_len": ints,
     }  # fmt: skip
     prepare_parallel_draft_inputs(**good)
     bad: list[tuple[dict[str, Any], str]] = [
         ({"live": ints.long()}, r"prepare_parallel_draft_inputs: live is int64 \[2\].* must be int32 \[2\]"),
         ({"out_ids": torch.zeros(5, dtype=torch.int32)}, r"prepare_parallel_draft_inputs: out_ids is int32 \[5\]"),
-        ({"out_slot_mapping": places[:5]}, r"prepare_parallel_draft_inputs: out_slot_mapping is int64 \[5\]"),
+        ({"out_slot_mapping": longs[:5]}, r"prepare_parallel_draft_inputs: out_slot_mapping is int64 \[5\]"),
         ({"mask_hidden": torch.zeros(4).double()}, "prepare_parallel_draft_inputs: mask_hidden is float64"),
     ]
     for changes, said in bad:

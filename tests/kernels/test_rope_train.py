@@ -1,4 +1,4 @@
-"""rope_train: RoPE of heads as projections leave them, by place, and its way back."""
+"""rope_train: RoPE of heads in the layout of the projections, by position, and its backward pass."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tables(length: int, size: int, dtype: torch.dtype, device: torch.device) -> 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("rows", "length", "heads", "size"), [(1, 1, 1, 2), (2, 5, 3, 6), (3, 40, 9, 64)])
-def test_each_pair_of_a_head_turns_by_the_angle_of_its_place(
+def test_each_pair_of_a_head_is_rotated_by_the_angle_of_its_position(
     rows: int, length: int, heads: int, size: int, dtype: torch.dtype, interpret: bool, device: torch.device
 ) -> None:
     x = torch.randn(rows * length, heads, size, device=device).to(dtype)
@@ -53,7 +53,7 @@ def test_kernel_and_reference_agree_for_any_tables(
     torch.testing.assert_close(out, expected)
 
 
-def test_the_way_back_is_a_turn_with_sin_rolled(interpret: bool, device: torch.device) -> None:
+def test_the_backward_pass_is_the_forward_pass_with_sin_rolled(interpret: bool, device: torch.device) -> None:
     x, grad = torch.randn(2, 6, 2, 8, device=device).double()
     cos, sin = torch.randn(2, 3, 8, device=device).double()
     found, out = torch.empty_like(x), torch.empty_like(x)
@@ -68,5 +68,5 @@ def test_wrong_arguments_are_refused() -> None:
         rope_train(x, table, table.double(), out=torch.empty_like(x))
     with pytest.raises(ValueError, match=r"rope_train: x is float32 .* contiguous"):
         rope_train(x.transpose(0, 1), table, table, out=torch.empty_like(x))
-    with pytest.raises(ValueError, match="6 places of 8 values are no rows of 4 places"):
+    with pytest.raises(ValueError, match="6 tokens of 8 values; must be a multiple of 4 tokens"):
         rope_train(x, torch.zeros(4, 8), torch.zeros(4, 8), out=torch.empty_like(x))

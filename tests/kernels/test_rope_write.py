@@ -1,4 +1,4 @@
-"""rope_write: rotated queries laid out for attention, rotated keys and plain values in their cells, nothing elsewhere."""
+"""rope_write: rotated queries in the layout of attention, rotated keys and unchanged values in their slots, nothing elsewhere."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ class Case:
 
     @classmethod
     def make(
-        cls, num_places: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device,
+        cls, num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device,
         norms: bool,
     ) -> Case:  # fmt: skip
         def noise(*shape: int) -> Tensor:
             return torch.randn(*shape, device=device).to(dtype)
 
-        num_pages = num_places // PAGE_SIZE + 2
+        num_pages = num_tokens // PAGE_SIZE + 2
         return cls(
-            qkv=noise(num_places, (num_heads + 2 * num_kv_heads) * head_dim),
-            positions=torch.randint(0, 9000, (num_places,), device=device),
+            qkv=noise(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim),
+            positions=torch.randint(0, 9000, (num_tokens,), device=device),
             freqs=10000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim),
             kv=torch.full((2, num_pages, PAGE_SIZE, num_kv_heads, head_dim), POISON, dtype=dtype, device=device),
-            slot_mapping=PAGE_SIZE + torch.randperm(num_places, device=device),
-            out_q=torch.full((num_places, num_heads, head_dim), POISON, dtype=dtype, device=device),
+            slot_mapping=PAGE_SIZE + torch.randperm(num_tokens, device=device),
+            out_q=torch.full((num_tokens, num_heads, head_dim), POISON, dtype=dtype, device=device),
             q_norm=noise(head_dim) if norms else None,
             k_norm=noise(head_dim) if norms else None,
         )
@@ -85,10 +85,10 @@ class Case:
                 for x, weight in ((q, self.q_norm), (k, self.k_norm))
             )
         angle = (self.positions.float()[:, None] * self.freqs).double()
-        turn = torch.polar(torch.full_like(angle, self.attention_factor), angle)[:, None]
+        rotation = torch.polar(torch.full_like(angle, self.attention_factor), angle)[:, None]
 
         def rotated(x: Tensor) -> Tensor:
-            y = torch.complex(*x.chunk(2, 2)) * turn
+            y = torch.complex(*x.chunk(2, 2)) * rotation
             return torch.cat((y.real, y.imag), 2)
 
         return rotated(q), rotated(k), v
@@ -109,7 +109,7 @@ class Case:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), SHAPES)
 @pytest.mark.parametrize("norms", [False, True])
-def test_every_head_lands_where_it_belongs(
+def test_every_head_is_written_to_its_slot(
     num_heads: int, num_kv_heads: int, head_dim: int, norms: bool, dtype: torch.dtype, interpret: bool, device: torch.device
 ) -> None:
     case = Case.make(3, num_heads, num_kv_heads, head_dim, dtype, device, norms)
@@ -163,13 +163,13 @@ def test_slices_of_wider_rows_and_a_layer_of_a_cache_are_used_in_place(interpret
 
 @settings(max_examples=20)
 @given(
-    num_places=st.integers(0, 6), num_kv_heads=st.integers(1, 4), group=st.integers(1, 4), half=st.integers(1, 20),
+    num_tokens=st.integers(0, 6), num_kv_heads=st.integers(1, 4), group=st.integers(1, 4), half=st.integers(1, 20),
     norms=st.booleans(), factor=st.sampled_from([1.0, 1.3]),
 )  # fmt: skip
 def test_any_shape(
-    num_places: int, num_kv_heads: int, group: int, half: int, norms: bool, factor: float, interpret: bool, device: torch.device
+    num_tokens: int, num_kv_heads: int, group: int, half: int, norms: bool, factor: float, interpret: bool, device: torch.device
 ) -> None:
-    case = Case.make(num_places, group * num_kv_heads, num_kv_heads, 2 * half, torch.float32, device, norms)
+    case = Case.make(num_tokens, group * num_kv_heads, num_kv_heads, 2 * half, torch.float32, device, norms)
     case.attention_factor = factor
     case.run(interpret)
     case.assert_written()
@@ -178,7 +178,7 @@ def test_any_shape(
 def test_wrong_arguments_are_refused() -> None:
     case = Case.make(2, 2, 1, 8, torch.float32, torch.device("cpu"), norms=True)
     good: dict[str, Any] = {
-        "qkv": case.qkv, "positions": case.positions, "freqs": case.freqs, "kv": case.kv, "slots": case.slot_mapping,
+        "qkv": case.qkv, "positions": case.positions, "freqs": case.freqs, "kv": case.kv, "slot_mapping": case.slot_mapping,
         "attention_factor": 1.0, "out_q": case.out_q, "q_norm": case.q_norm, "k_norm": case.k_norm, "eps": EPS,
     }  # fmt: skip
     rope_write(**good)
@@ -186,7 +186,7 @@ def test_wrong_arguments_are_refused() -> None:
         ("qkv", torch.zeros(2, 40)),
         ("positions", case.positions.int()),
         ("freqs", case.freqs.double()),
-        ("slots", torch.zeros(3, dtype=torch.int64)),
+        ("slot_mapping", torch.zeros(3, dtype=torch.int64)),
         ("out_q", case.out_q.double()),
         ("q_norm", torch.zeros(4)),
         ("k_norm", torch.zeros(8, dtype=torch.float64)),
@@ -202,10 +202,10 @@ def test_wrong_arguments_are_refused() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize("many", [False, True])
-def test_a_key_that_is_not_finite_is_marked_in_k_and_mended_in_v(
+def test_a_key_that_is_not_finite_is_nan_in_k_and_zero_in_v(
     many: bool, norms: bool, dtype: torch.dtype, interpret: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether K or V was at fault, and however heads are spread over programs; the other keys are those of a healthy batch."""
+    """Whether K or V was not finite, and however heads are split over programs; the other keys do not change."""
     case = Case.make(4, 9, 3, 24, dtype, device, norms)
     monkeypatch.setattr(module, "MANY_TOKENS", 1 if many else 1000)
     case.run(interpret)
@@ -218,14 +218,14 @@ def test_a_key_that_is_not_finite_is_marked_in_k_and_mended_in_v(
     marked[[0, 1, 2], [1, 0, 2]] = True
     assert bool(k[marked].isnan().all())
     assert torch.equal(k[~marked], healthy[0][~marked])
-    mended = healthy[1].clone()
-    mended[1, 0, 23] = mended[2, 2, 0] = 0
-    assert torch.equal(v, mended)
+    expected_v = healthy[1].clone()
+    expected_v[1, 0, 23] = expected_v[2, 2, 0] = 0
+    assert torch.equal(v, expected_v)
 
 
 @pytest.mark.parametrize("half", [0, 1], ids=["low", "high"])
-def test_a_key_that_only_its_rounding_makes_infinite_is_marked_too(half: int, interpret: bool, device: torch.device) -> None:
-    """fp16 ends at 65,504: a turn by some angle makes more of two numbers near it."""
+def test_a_key_that_overflows_only_in_the_rotation_is_marked_too(half: int, interpret: bool, device: torch.device) -> None:
+    """The largest fp16 is 65,504: a rotation of two numbers near it may exceed it."""
     case = Case.make(1, 1, 1, 8, torch.float16, device, norms=False)
     case.positions.fill_(1)
     case.freqs.fill_(0.8)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchspec.kernels.sampling.argmax import NO_TOKEN, argmax
-from batchspec.kernels.sampling.mix import (
+from batchspec.kernels.sampling.counter_rng import (
     mix32,
     mix32_reference,
     mix64_reference,
@@ -34,16 +34,16 @@ INT64 = st.integers(-(2**63), 2**63 - 1)
 def draw(
     logits: Tensor, interpret: bool, *, temperature: float | Tensor = 1.0, cutoff: float | Tensor = -INF, **inputs: Tensor
 ) -> Tensor:
-    """Tokens of T places; by default each place is a row of its own with key t, at position 100."""
-    device, places = logits.device, len(logits)
-    row_ids = inputs.get("row_ids", torch.arange(places, dtype=torch.int32, device=device))
-    keys = inputs.get("keys", torch.arange(places, device=device))
-    positions = inputs.get("positions", torch.full((places,), 100, device=device))
+    """Draws for T flat tokens; by default each is a row of its own with key t, at position 100."""
+    device, num_tokens = logits.device, len(logits)
+    row_ids = inputs.get("row_ids", torch.arange(num_tokens, dtype=torch.int32, device=device))
+    keys = inputs.get("keys", torch.arange(num_tokens, device=device))
+    positions = inputs.get("positions", torch.full((num_tokens,), 100, device=device))
     wide = logits.dtype == torch.float64
-    heat = torch.as_tensor(temperature, dtype=torch.float32, device=device).expand(len(keys)).contiguous()
-    low = torch.as_tensor(cutoff, dtype=torch.float64 if wide else torch.float32, device=device).expand(places).contiguous()
-    out_ids = torch.full((places,), POISON, dtype=torch.int32, device=device)
-    sample(logits, row_ids, positions, keys, heat, low, out_ids=out_ids, interpret=interpret)
+    temp = torch.as_tensor(temperature, dtype=torch.float32, device=device).expand(len(keys)).contiguous()
+    low = torch.as_tensor(cutoff, dtype=torch.float64 if wide else torch.float32, device=device).expand(num_tokens).contiguous()
+    out_ids = torch.full((num_tokens,), POISON, dtype=torch.int32, device=device)
+    sample(logits, row_ids, positions, keys, temp, low, out_ids=out_ids, interpret=interpret)
     return out_ids
 
 
@@ -141,26 +141,26 @@ def test_largest_sum_of_logit_and_noise(vocab: int, dtype: torch.dtype, interpre
     logits = (torch.randn(4, vocab, device=device) * 3).to(dtype)
     keys = torch.tensor([5, -1, 2**63 - 1, -(2**63)], device=device)
     positions = torch.tensor([0, 1, 8191, 2**33], device=device)
-    heat = torch.tensor([0.3, 1.0, 2.0, 0.7], device=device)
+    temp = torch.tensor([0.3, 1.0, 2.0, 0.7], device=device)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    sums = logits.to(wide) / heat[:, None].to(wide) + gumbel_reference(keys, positions, vocab)
-    assert draw(logits, interpret, temperature=heat, keys=keys, positions=positions).tolist() == sums.argmax(1).tolist()
+    sums = logits.to(wide) / temp[:, None].to(wide) + gumbel_reference(keys, positions, vocab)
+    assert draw(logits, interpret, temperature=temp, keys=keys, positions=positions).tolist() == sums.argmax(1).tolist()
 
 
 @pytest.mark.parametrize(("keyed_by", "temperature"), [("position", 1.0), ("key", 0.5), ("key", 3.0)])
 def test_draws_follow_the_softmax(keyed_by: str, temperature: float, interpret: bool, device: torch.device) -> None:
-    places = 300 if interpret and device.type == "cpu" else 40000
+    num_tokens = 300 if interpret and device.type == "cpu" else 40000
     row = torch.tensor([0.0, 1.0, -1.0, 1.5, 0.5, -0.5, 0.8], device=device)
-    count, same = torch.arange(places, device=device), torch.zeros(places, dtype=torch.int64, device=device)
+    count, same = torch.arange(num_tokens, device=device), torch.zeros(num_tokens, dtype=torch.int64, device=device)
     keys, positions = (same + 77, count) if keyed_by == "position" else (count, same + 512)
-    ids = draw(row.expand(places, -1), interpret, temperature=temperature, keys=keys, positions=positions)
+    ids = draw(row.expand(num_tokens, -1), interpret, temperature=temperature, keys=keys, positions=positions)
     assert chi_square(ids, torch.softmax(row / temperature, 0).cpu()) < 4
 
 
 def test_draws_below_the_cutoff_follow_the_softmax_of_what_is_kept(interpret: bool, device: torch.device) -> None:
-    places = 300 if interpret and device.type == "cpu" else 40000
+    num_tokens = 300 if interpret and device.type == "cpu" else 40000
     row = torch.tensor([0.0, 1.0, -1.0, 1.5, 0.5, -0.5, 0.8], device=device)
-    ids = draw(row.expand(places, -1), interpret, cutoff=0.5)
+    ids = draw(row.expand(num_tokens, -1), interpret, cutoff=0.5)
     assert chi_square(ids, torch.softmax(torch.where(row >= 0.5, row, -INF), 0).cpu()) < 4
 
 
@@ -173,13 +173,13 @@ def test_a_row_with_one_kept_id_draws_it(interpret: bool, device: torch.device) 
 def test_few_contenders_in_a_large_vocabulary_draw_as_the_full_sum(interpret: bool, device: torch.device) -> None:
     logits = torch.randn(6, 5000, device=device) * 8
     keys, positions = torch.arange(6, device=device), torch.full((6,), 100, device=device)
-    for heat in (0.05, 0.4, 20.0):
-        expected = (logits / heat + gumbel_reference(keys, positions, 5000)).argmax(1)
-        assert draw(logits, interpret, temperature=heat).tolist() == expected.tolist()
+    for temp in (0.05, 0.4, 20.0):
+        expected = (logits / temp + gumbel_reference(keys, positions, 5000)).argmax(1)
+        assert draw(logits, interpret, temperature=temp).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_temperature_zero_is_the_plain_argmax(dtype: torch.dtype, interpret: bool, device: torch.device) -> None:
+def test_temperature_zero_is_argmax(dtype: torch.dtype, interpret: bool, device: torch.device) -> None:
     logits = torch.randn(5, 700, device=device).to(dtype)
     logits[1, :600] = NAN
     logits[2] = -INF
@@ -194,15 +194,15 @@ def test_temperature_zero_is_the_plain_argmax(dtype: torch.dtype, interpret: boo
 
 def test_greedy_and_sampled_rows_share_a_batch(interpret: bool, device: torch.device) -> None:
     logits = torch.randn(8, 300, device=device)
-    heat = torch.tensor([0.0, 1.0] * 4, device=device)
-    mixed = draw(logits, interpret, temperature=heat)
+    temp = torch.tensor([0.0, 1.0] * 4, device=device)
+    mixed = draw(logits, interpret, temperature=temp)
     assert mixed[::2].tolist() == draw(logits, interpret, temperature=0.0)[::2].tolist()
     assert mixed[1::2].tolist() == draw(logits, interpret, temperature=1.0)[1::2].tolist()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("at", [0, 40, BLOCK, 2 * BLOCK + 6])
-def test_a_place_whose_logits_are_not_finite_has_no_token_and_its_neighbours_keep_theirs(
+def test_logits_that_are_not_finite_give_no_token_and_leave_other_rows_alone(
     at: int, dtype: torch.dtype, interpret: bool, device: torch.device
 ) -> None:
     logits = torch.randn(6, 2 * BLOCK + 7, device=device).to(dtype)
@@ -238,7 +238,7 @@ def test_token_depends_on_key_and_position_alone(order: list[int], size: int, in
     positions = torch.tensor([7, 8, 9, 7, 8, 9, 30, 31, 32], device=device)
     tokens = draw(logits, interpret, keys=keys, row_ids=row_ids, positions=positions)
     some = torch.tensor(order[:size], device=device)
-    swap = torch.tensor([2, 0, 1], device=device)  # row r now lives in place swap[r]
+    swap = torch.tensor([2, 0, 1], device=device)  # row r is now at index swap[r]
     fewer = draw(
         logits[some],
         interpret,

@@ -1,4 +1,4 @@
-"""swiglu_train: silu(gate) * up of two tensors, and its way back."""
+"""swiglu_train: silu(gate) * up of two tensors, and its backward pass."""
 
 from __future__ import annotations
 

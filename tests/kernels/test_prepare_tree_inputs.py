@@ -1,4 +1,4 @@
-"""tree_places: positions by depth, cache locations by node, ancestors as bits; dead rows touch nothing but scratch."""
+"""prepare_tree_inputs: positions by depth, slots by node, ancestors as bits; dead rows touch only the scratch slot."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.kernels.tree.tree_places import tree_places
-from tests.kernels.trees import ints, random_parents, way_up
+from batchspec.kernels.tree.prepare_tree_inputs import prepare_tree_inputs
+from tests.kernels.trees import ints, path_to_root, random_parents
 
 PAGE_SIZE = 4
 
@@ -23,7 +23,7 @@ def run(
     device, (rows, nodes) = table.device, parents.shape
     out = torch.full((3, rows * nodes), -7, dtype=torch.int64, device=device)
     kv_len = torch.full((rows,), -7, dtype=torch.int32, device=device)
-    tree_places(
+    prepare_tree_inputs(
         parents, ints(num_tokens, device), ints(live, device), table, page_size=PAGE_SIZE, max_depth=max_depth,
         out_positions=out[0], out_slot_mapping=out[1], out_ancestors=out[2], out_kv_len=kv_len, interpret=interpret,
     )  # fmt: skip
@@ -33,7 +33,7 @@ def run(
 
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_every_node_stands_where_a_plain_walk_says(data: st.DataObject, interpret: bool, device: torch.device) -> None:
+def test_every_node_agrees_with_a_plain_walk(data: st.DataObject, interpret: bool, device: torch.device) -> None:
     rng = random.Random(data.draw(st.integers(0, 10**6)))
     rows, nodes = data.draw(st.integers(1, 5)), data.draw(st.sampled_from([1, 2, 7, 16, 33, 64]))
     depth, pages = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 20))
@@ -45,7 +45,7 @@ def test_every_node_stands_where_a_plain_walk_says(data: st.DataObject, interpre
     for row in range(rows):
         start = num_tokens[row] - 1
         for node in range(nodes):
-            way, page = way_up(parents[row], node), (start + node) // PAGE_SIZE
+            way, page = path_to_root(parents[row], node), (start + node) // PAGE_SIZE
             inside = live[row] and page < pages
             assert positions[row][node] == live[row] * (start + len(way) - 1)
             assert slots[row][node] == (int(table[row, page]) * PAGE_SIZE + (start + node) % PAGE_SIZE if inside else 0)
@@ -54,10 +54,10 @@ def test_every_node_stands_where_a_plain_walk_says(data: st.DataObject, interpre
         assert kv_len[row] == live[row] * min(start + nodes, pages * PAGE_SIZE)
 
 
-def test_one_line_of_parents_may_serve_all_rows(interpret: bool, device: torch.device) -> None:
-    line = ints([[-1, -1, 0, 1]], device)
+def test_one_row_of_parents_may_be_expanded_to_all_rows(interpret: bool, device: torch.device) -> None:
+    parents = ints([[-1, -1, 0, 1]], device)
     table = ints([[3, 5], [7, 9]], device)
-    positions, slots, ancestors, _ = run(line.expand(2, -1), [3, 4], [1, 1], table, 1, interpret=interpret)
+    positions, slots, ancestors, _ = run(parents.expand(2, -1), [3, 4], [1, 1], table, 1, interpret=interpret)
     assert positions == [[2, 2, 3, 3], [3, 3, 4, 4]]
     assert slots == [[14, 15, 20, 21], [31, 36, 37, 38]]
     assert ancestors == [[1, 2, 5, 10]] * 2
@@ -67,5 +67,5 @@ def test_wrong_arguments_are_refused(device: torch.device) -> None:
     table: Any = ints([[1, 2]], device)
     with pytest.raises(ValueError, match="parents has 65 columns; at most 64 nodes a row"):
         run(ints([[-1, *range(64)]], device), [1], [1], table, 3, interpret=False)
-    with pytest.raises(ValueError, match="tree_places: parents is int64"):
+    with pytest.raises(ValueError, match="prepare_tree_inputs: parents is int64"):
         run(ints([[-1, 0]], device).long(), [1], [1], table, 3, interpret=False)

@@ -1,4 +1,4 @@
-"""corpus_lookup: what followed a row's newest tokens in a corpus, where that matches further than the row's own past."""
+"""corpus_lookup: drafts from a corpus, if their match is longer than the row's own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchspec.draft.corpus import build_table
-from batchspec.kernels.drafting.corpus import corpus_lookup, pack_entries
+from batchspec.kernels.drafting.corpus_lookup import corpus_lookup, pack_entries
 
 POISON = 9
 Proposal = tuple[list[int], int]
@@ -26,7 +26,7 @@ def look_up(
     table: Tensor | None = None, lengths: tuple[int, ...] = (2, 3), max_ngram: int = 3, growth: int = 9, max_draft_len: int = 4,
     own: list[int] | None = None, live: list[int] | None = None, buffer: int = 0, entries: int = 64,
 ) -> list[Proposal]:  # fmt: skip
-    """(draft tokens, match_len) of each row; a row whose own match stands has (POISON, POISON) for drafts."""
+    """(draft tokens, match_len) of each row; a row that keeps its own match has (POISON, POISON) as drafts."""
     ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
     longest = max(map(len, rows)) + 2
     tokens = torch.tensor([row + [1] * (longest - len(row)) for row in rows], **ints)
@@ -53,7 +53,7 @@ def look_up(
 def by_hand(
     row: list[int], documents: list[list[int]], lengths: tuple[int, ...], max_ngram: int, growth: int, max_draft_len: int
 ) -> Proposal | None:
-    """The same over lists: for each n the latest place where the usual token follows, then the longest match of all."""
+    """The same over lists: for each n the latest occurrence with the most frequent next token, then the longest match."""
     corpus, best = flat(documents), None
     for n in lengths:
         if len(row) < n:
@@ -62,8 +62,8 @@ def by_hand(
         if not ends:
             continue
         follow = [corpus[e + 1] for e in ends]
-        usual = max((follow.count(t), max(e for e in ends if corpus[e + 1] == t), t) for t in set(follow))
-        count, end, _ = usual
+        best_next = max((follow.count(t), max(e for e in ends if corpus[e + 1] == t), t) for t in set(follow))
+        count, end, _ = best_next
         length = n
         while length < min(max_ngram, len(row), end + 1) and corpus[end - length] == row[-length - 1]:
             length += 1
@@ -73,11 +73,11 @@ def by_hand(
     if best is None:
         return None
     length, end, trust = best
-    behind = corpus[end + 1 : corpus.index(-1, end + 1)]
-    return behind[: min(max_draft_len, max(1, growth * length * trust // 256))], max_ngram + length
+    following = corpus[end + 1 : corpus.index(-1, end + 1)]
+    return following[: min(max_draft_len, max(1, growth * length * trust // 256))], max_ngram + length
 
 
-def test_what_followed_in_an_ended_row_is_proposed(interpret: bool, device: torch.device) -> None:
+def test_the_continuation_in_a_finished_row_is_proposed(interpret: bool, device: torch.device) -> None:
     corpus = flat([[1, 2, 3, 4, 5, 6, 7]])
     assert look_up([[9, 2, 3], [3, 4], [8, 8, 8]], corpus, interpret, device) == [
         ([4, 5, 6, 7], 5), ([5, 6, 7], 5), ([POISON, POISON], 0),
@@ -96,8 +96,8 @@ def test_the_usual_continuation_wins_over_the_latest(interpret: bool, device: to
     assert look_up([[1, 2]], corpus, interpret, device) == [([7, 8], 5)]
 
 
-def test_drafts_grow_with_the_match_and_with_what_its_places_agree_on(interpret: bool, device: torch.device) -> None:
-    """growth * match * alike / (count + 1), in 256ths: once seen is half trusted."""
+def test_the_draft_length_grows_with_the_match_and_with_its_agreement(interpret: bool, device: torch.device) -> None:
+    """growth * match * equal / (count + 1), in 256ths: after one occurrence the trust is a half."""
     run = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
     rest: dict[str, Any] = {"growth": 2, "max_draft_len": 8, "lengths": (2, 3, 4), "max_ngram": 4, "entries": 256}
     once, often = flat([run]), flat([[i + 20, *run] for i in range(9)])
@@ -107,19 +107,19 @@ def test_drafts_grow_with_the_match_and_with_what_its_places_agree_on(interpret:
     assert look_up([[1, 2, 3, 4]], half, interpret, device, **rest) == [([6, 6], 8)]
 
 
-def test_a_longer_match_of_the_row_itself_stays(interpret: bool, device: torch.device) -> None:
+def test_a_longer_match_within_the_row_is_kept(interpret: bool, device: torch.device) -> None:
     corpus, row = flat([[1, 2, 3, 4, 5]]), [1, 2, 3]
     found = look_up([row, row, row], corpus, interpret, device, own=[0, 2, 3])
     assert found == [([4, 5], 6), ([4, 5], 6), ([POISON, POISON], 3)]
 
 
-def test_dead_rows_and_short_ones_stay_as_they_are(interpret: bool, device: torch.device) -> None:
+def test_dead_and_short_rows_stay_unchanged(interpret: bool, device: torch.device) -> None:
     corpus = flat([[1, 1, 1, 1, 2]])
     assert look_up([[1, 1], [1], [1, 1]], corpus, interpret, device, live=[0, 1, 1])[:2] == [([POISON] * 2, 0)] * 2
 
 
-def test_a_hash_that_collides_is_not_believed(interpret: bool, device: torch.device) -> None:
-    """Every entry of the table points at tokens that are not the row's."""
+def test_hash_collisions_are_no_matches(interpret: bool, device: torch.device) -> None:
+    """Every entry of the table points to tokens other than the row's."""
     corpus = flat([[1, 2, 3, 4, 5, 6]])
     entry = pack_entries(torch.tensor([7]), torch.tensor([2]), torch.tensor([255])).expand(64)
     assert look_up([[8, 9, 7], [5, 6, 4]], corpus, interpret, device, table=entry) == [([POISON] * 2, 0)] * 2
@@ -130,7 +130,7 @@ def test_an_empty_index_proposes_nothing(interpret: bool, device: torch.device) 
     assert look_up([[1, 2, 3]], [-1], interpret, device, table=torch.zeros(64, dtype=torch.int64)) == [([POISON] * 2, 0)]
 
 
-def test_the_other_buffer_is_read_when_it_is_said(interpret: bool, device: torch.device) -> None:
+def test_which_selects_the_buffer(interpret: bool, device: torch.device) -> None:
     assert look_up([[1, 2]], flat([[1, 2, 3]]), interpret, device, buffer=1) == [([3], 5)]
 
 

@@ -1,12 +1,13 @@
-"""Drafts from other rows' tokens: what followed a row's newest tokens in a corpus, found through a table of hashes.
+"""Drafts from a corpus of other rows' tokens: the tokens after an earlier n-gram match, found through a hash table.
 
-    h(n) = hash of the row's n newest tokens,   entry = table[h(n) mod E],   for each n of `lengths`
-    entry: where the last of those tokens stands in the corpus, and how far to trust what follows it, 1..255 of 256; 0: empty
+    h(n) = hash of the row's n newest tokens,   entry = table[h(n) mod E],   for each n in `lengths`
+    entry: corpus index of the n-gram's last token, and a trust of 1..255 (of 256) in its continuation; 0: empty
 
-Hashes collide, so an entry counts only where the corpus really holds the n tokens; as many more as agree there lengthen the
-match, up to max_ngram. The longest match wins, of equal ones that of the larger n. It stands in place of the row's own match
-where it is longer: growth * match * trust / 256 draft tokens, at least one, up to the end of its document (a token below 0).
-Two buffers: the host fills one while rounds read the other, and `which` says which one that is.
+Hashes collide, so an entry is used only if the corpus really holds the n tokens found. The match then grows to the left while
+older tokens agree, up to max_ngram. The longest match wins; of equally long ones that of the larger n. If it is longer than the
+match within the row (`ngram_lookup`), it replaces that proposal with growth * match * trust / 256 draft tokens, at least one, up
+to the end of the matched document (a token below 0).
+Two buffers: the host fills one while rounds read the other; `which` selects the one to read.
 Bound by launch latency: a few dozen scattered reads a row.
 Source: drafts by retrieval, He et al. 2023, REST (arXiv 2311.08252); Oliaro et al. 2024, SuffixDecoding (arXiv 2411.04975).
 """
@@ -24,14 +25,14 @@ from torch import Tensor
 
 from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import check
-from batchspec.kernels.sampling.mix import mix32, mix32_reference
+from batchspec.kernels.sampling.counter_rng import mix32, mix32_reference
 
 TRUST_BITS = 8
-SEED = 0x1E3779B9  # mix32 leaves 0 as it is: runs of token 0 would all have one hash
+SEED = 0x1E3779B9  # mix32(0) = 0: without a seed all runs of token 0 would have one hash
 
 
 @triton.jit(do_not_specialize=["max_draft_len", "growth", "width", "num_entries", "corpus_len"])
-def corpus_kernel(
+def corpus_lookup_kernel(
     tokens, num_tokens, live, which, table, corpus, draft_ids, draft_len, match_len, stride_row, draft_stride, max_draft_len,
     growth, width, num_entries, corpus_len,
     LENGTHS: tl.constexpr, MAX_NGRAM: tl.constexpr, PAST_LANES: tl.constexpr, LANES: tl.constexpr,
@@ -55,8 +56,8 @@ def corpus_kernel(
             entry = tl.load(table + (h.to(tl.int64) & (num_entries - 1)))
             end = ((entry >> 8) & 0x7FFFFFFF).to(tl.int32)
             trust = (entry & 255).to(tl.int32)
-            there = tl.load(corpus + end - back, mask=(back < MAX_NGRAM) & (back <= end), other=-1)
-            length = tl.min(tl.where(there == past, MAX_NGRAM, back), 0)
+            found = tl.load(corpus + end - back, mask=(back < MAX_NGRAM) & (back <= end), other=-1)
+            length = tl.min(tl.where(found == past, MAX_NGRAM, back), 0)
             better = (length >= n) & (length >= longest) & (trust > 0)
             longest = tl.where(better, length, longest)
             best_end = tl.where(better, end, best_end)
@@ -64,9 +65,9 @@ def corpus_kernel(
     if longest > tl.load(match_len + row):
         lane = tl.arange(0, LANES)
         ids = tl.load(corpus + best_end + 1 + lane, mask=best_end + 1 + lane < corpus_len, other=-1)
-        room = tl.min(tl.where(ids < 0, lane, LANES), 0)
-        most = tl.minimum(max_draft_len, tl.maximum(1, (growth * longest * best_trust) >> 8))
-        count = tl.minimum(room, most)
+        until_end = tl.min(tl.where(ids < 0, lane, LANES), 0)
+        max_count = tl.minimum(max_draft_len, tl.maximum(1, (growth * longest * best_trust) >> 8))
+        count = tl.minimum(until_end, max_count)
         tl.store(draft_ids + row * draft_stride + lane, tl.where(lane < count, ids, 0), mask=lane < width)
         tl.store(draft_len + row, count)
         tl.store(match_len + row, MAX_NGRAM + longest)
@@ -89,17 +90,17 @@ def corpus_lookup(
     match_len: Tensor,
     interpret: bool = False,
 ) -> None:
-    """Put drafts from the corpus in place of those of the row's own past, where they match further.
+    """Replace a row's own lookup drafts by drafts from the corpus if these have the longer match.
 
     tokens      int32 [R, L]  rows may be slices of wider ones
-    num_tokens  int32 [R]     committed tokens of each row: nothing behind them is read
-    live        int32 [R]     0: the row stays as it is
-    which       int32 [1]     0 or 1: the buffer that counts
+    num_tokens  int32 [R]     committed tokens of each row; later columns are not read
+    live        int32 [R]     0: the row's drafts stay unchanged
+    which       int32 [1]     0 or 1: the buffer to read
     table       int64 [2, E]  entries, see `pack_entries`; E a power of two
-    corpus      int32 [2, C]  tokens; below 0 between documents and behind the last
-    draft_ids   int32 [R, K], draft_len and match_len int32 [R]: as `ngram` wrote them, changed where the corpus wins: match_len
-                is max_ngram + the tokens that matched then
-    lengths     rising, in 1..max_ngram: the n that the table was made of
+    corpus      int32 [2, C]  tokens; below 0 between documents and after the last one
+    draft_ids   int32 [R, K], draft_len and match_len int32 [R]: as written by `ngram_lookup`; overwritten if the corpus wins,
+                and match_len is then max_ngram + the number of matching tokens
+    lengths     ascending, in 1..max_ngram: the n for which the table was built
 
     growth >= 1, 0 <= max_draft_len <= K. Does not synchronise on a GPU. Raises ValueError for other values, shapes, dtypes or
     strides.
@@ -116,7 +117,7 @@ def corpus_lookup(
     if num_entries & (num_entries - 1) or not num_entries:
         raise ValueError(f"corpus_lookup: table has {num_entries} entries; must be a power of two")
     if not lengths or list(lengths) != sorted(set(lengths)) or lengths[0] < 1 or lengths[-1] > max_ngram:
-        raise ValueError(f"corpus_lookup: lengths are {list(lengths)}; must rise within 1..{max_ngram}, max_ngram")
+        raise ValueError(f"corpus_lookup: lengths are {list(lengths)}; must be ascending in 1..{max_ngram}, max_ngram")
     if growth < 1 or not 0 <= max_draft_len <= width:
         raise ValueError(f"corpus_lookup: growth={growth}, max_draft_len={max_draft_len}; must be at least 1, and in 0..{width}")
     if not (tokens.is_cuda or interpret):
@@ -125,7 +126,7 @@ def corpus_lookup(
             growth=growth, draft_ids=draft_ids, draft_len=draft_len, match_len=match_len,
         )  # fmt: skip
     elif num_rows:
-        corpus_kernel[(num_rows,)](
+        corpus_lookup_kernel[(num_rows,)](
             tokens, num_tokens, live, which, table, corpus, draft_ids, draft_len, match_len, tokens.stride(0),
             draft_ids.stride(0), max_draft_len, growth, width, num_entries, corpus_len,
             LENGTHS=sum(1 << n for n in lengths), MAX_NGRAM=max_ngram, PAST_LANES=max(2, triton.next_power_of_2(max_ngram)),
@@ -138,11 +139,11 @@ def corpus_lookup_reference(
     max_ngram: int, max_draft_len: int, growth: int, draft_ids: Tensor, draft_len: Tensor, match_len: Tensor,
 ) -> None:  # fmt: skip
     """The same in plain torch."""
-    entries, words = table[int(which)], corpus[int(which)]
+    entries, documents = table[int(which)], corpus[int(which)]
     last = torch.where(live != 0, num_tokens - 1, -1).long()
     back = torch.arange(max_ngram, device=tokens.device)
-    at = last[:, None] - back
-    past = torch.where(at >= 0, tokens.gather(1, at.clamp(min=0)), -2)
+    indices = last[:, None] - back
+    past = torch.where(indices >= 0, tokens.gather(1, indices.clamp(min=0)), -2)
     hashes = torch.full_like(past[:, 0], SEED)
     longest, best_end, best_trust = torch.zeros(3, len(last), dtype=torch.int64, device=tokens.device)
     for n in range(1, max_ngram + 1):
@@ -151,35 +152,38 @@ def corpus_lookup_reference(
             continue
         entry = entries[hashes.long() & (len(entries) - 1)]
         end, trust = entry >> TRUST_BITS & 0x7FFFFFFF, entry & 255
-        there = torch.where(end[:, None] >= back, words[(end[:, None] - back).clamp(min=0)], -1)
-        length = (there == past).long().cumprod(1).sum(1)
+        found = torch.where(end[:, None] >= back, documents[(end[:, None] - back).clamp(min=0)], -1)
+        length = (found == past).long().cumprod(1).sum(1)
         better = (length >= n) & (length >= longest) & (trust > 0)
         longest, best_end, best_trust = (
             torch.where(better, new, old) for new, old in ((length, longest), (end, best_end), (trust, best_trust))
         )
     wins = longest > match_len
     lane = torch.arange(draft_ids.shape[1], device=tokens.device)
-    place = best_end[:, None] + 1 + lane
-    ids = torch.where(place < len(words), words[place.clamp(max=len(words) - 1)], -1)
-    room = (ids >= 0).long().cumprod(1).sum(1)
-    count = torch.minimum(room, (growth * longest * best_trust >> TRUST_BITS).clamp(min=1, max=max_draft_len))
+    following = best_end[:, None] + 1 + lane
+    ids = torch.where(following < len(documents), documents[following.clamp(max=len(documents) - 1)], -1)
+    until_end = (ids >= 0).long().cumprod(1).sum(1)
+    count = torch.minimum(until_end, (growth * longest * best_trust >> TRUST_BITS).clamp(min=1, max=max_draft_len))
     draft_ids.copy_(torch.where(wins[:, None], ids * (lane < count[:, None]), draft_ids))
     draft_len.copy_(torch.where(wins, count, draft_len))
     match_len.copy_(torch.where(wins, max_ngram + longest, match_len))
 
 
 def next_hash(hashes: Tensor, older: Tensor) -> Tensor:
-    """Hashes of n + 1 tokens, int32, from those of the n newest (SEED of none) and the token before them."""
+    """int32 hashes of the n + 1 newest tokens, from the hashes of the n newest (SEED for n = 0) and the token before these."""
     return mix32_reference(hashes + older)
 
 
 def pack_entries(count: Tensor, end: Tensor, trust: Tensor) -> Tensor:
-    """int64 entries of which the largest is the one to keep: seen most often, then latest. Each int64, trust in 1..255."""
+    """int64 table entries; of colliding entries the largest is kept: the max_count frequent n-gram, then the latest.
+
+    All arguments int64: count of the n-gram, end its last corpus index, trust in 1..255.
+    """
     return (count.clamp(max=(1 << 23) - 1) << (31 + TRUST_BITS)) | (end << TRUST_BITS) | trust
 
 
 def main() -> None:
-    bench = Bench("corpus")
+    bench = Bench("corpus_lookup")
     for rows, entries in ((16, 1 << 20), (256, 1 << 20), (1024, 1 << 22)):
         device = bench.device
         ints = partial(torch.full, (rows,), dtype=torch.int32, device=device)

@@ -1,8 +1,9 @@
-"""The search of `cutoff`: the largest logit that weighs enough together with all above it, a weight being 1 or a logit's mass.
+"""The search of `cutoff`: the largest logit v such that the logits x >= v together reach a wanted weight.
 
-A pass over the row sums the weights above three thresholds and lists the logits between the ends of the bracket, lane by lane;
-the bracket shrinks until the list fits (two passes usually, four on flat rows); then the list, which stays in the first-level
-cache, is bisected in the order-preserving integer image of fp32. No sort; sums have one fixed order.
+The weight of a logit is 1 (top-k) or its probability mass (top-p). The search keeps a bracket [low, high) that contains v. One
+pass over the row sums the weights above three thresholds that quarter the bracket, and lists the logits inside it, lane by lane.
+Passes shrink the bracket until the list fits (usually two, four for flat distributions). The list then stays in the L1 cache and
+is bisected over the integer keys of fp32, which have the order of the floats. No sort; sums have a fixed order.
 """
 
 from __future__ import annotations
@@ -13,27 +14,28 @@ import triton.language as tl
 
 @triton.jit
 def key_of(x):
-    """int32 that orders as the fp32 does; both zeros are one."""
+    """int32 key with the order of the fp32 values; -0.0 and 0.0 have the same key."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
 
 
 @triton.jit
 def value_of(key):
+    """The inverse of `key_of`."""
     return tl.where(key >= 0, key, key ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def weight_of(x, top, inverse_heat, COUNT: tl.constexpr):
+def weight_of(x, top, inverse_temp, COUNT: tl.constexpr):
     if COUNT:
         return tl.zeros_like(x) + 1.0
     else:
-        return tl.exp((x - top) * inverse_heat)
+        return tl.exp((x - top) * inverse_temp)
 
 
 @triton.jit
-def ends_of(row, vocab, STAGES: tl.constexpr, BLOCK: tl.constexpr):
-    """Largest and smallest finite logit of a row, and how many are finite."""
+def finite_range(row, vocab, STAGES: tl.constexpr, BLOCK: tl.constexpr):
+    """Largest and smallest finite logit of a row, and the number of finite ones."""
     lanes = tl.arange(0, BLOCK)
     most = tl.full([BLOCK], float("-inf"), tl.float32)
     least = tl.full([BLOCK], float("inf"), tl.float32)
@@ -48,10 +50,10 @@ def ends_of(row, vocab, STAGES: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def bisect(listed, length, low, high, above, wanted, top, inverse_heat, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest v of a list whose logits x >= v weigh at least `wanted` together with `above`; v is in [low, high).
+def bisect(listed, length, low, high, above, wanted, top, inverse_temp, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest v in [low, high) such that `above` plus the weight of the listed logits x >= v is at least `wanted`.
 
-    listed  [depth, BLOCK] of which lane i holds length[i] logits
+    listed  [depth, BLOCK], lane i holds length[i] logits
     """
     lanes = tl.arange(0, BLOCK)
     depth = tl.max(length, 0)
@@ -62,12 +64,12 @@ def bisect(listed, length, low, high, above, wanted, top, inverse_heat, COUNT: t
         sums = tl.zeros([BLOCK], tl.float32)
         for d in range(0, depth):
             x = tl.load(listed + d * BLOCK + lanes, mask=d < length, other=float("-inf"))
-            sums += tl.where(x >= threshold, weight_of(x, top, inverse_heat, COUNT), 0.0)
+            sums += tl.where(x >= threshold, weight_of(x, top, inverse_temp, COUNT), 0.0)
         if above + tl.sum(sums, 0) >= wanted:
             low_key = key
         else:
             high_key = key
-    # The lower end may be a threshold of the passes that rounding kept from being raised: answer with a logit of the list.
+    # Through rounding `low` may still be a threshold of an earlier pass, which is no logit: return the next logit of the list.
     threshold = value_of(low_key.to(tl.int32))
     least = tl.full([BLOCK], float("inf"), tl.float32)
     for d in range(0, depth):
@@ -78,22 +80,26 @@ def bisect(listed, length, low, high, above, wanted, top, inverse_heat, COUNT: t
 
 @triton.jit
 def smallest_kept(
-    row, listed, vocab, floor, low, top, inverse_heat, goal,
+    row, listed, vocab, floor, low, top, inverse_temp, goal,
     COUNT: tl.constexpr, MAX_PASSES: tl.constexpr, STAGES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The largest v of the row whose logits x >= v weigh at least `goal` (COUNT), or `goal` of what x >= floor weighs.
+    """The largest logit v of the row such that the weight of the logits x >= v reaches the goal.
 
-    low is finite and not above v. The bracket [low, high) holds v; `above` is the weight of x >= high, which is below the goal.
+    COUNT  the weight is a count, and `goal` is that of top-k; else it is probability mass, and `goal` is the share of top-p in
+           the mass of the logits x >= floor
+    low    finite, at most v
+
+    Invariant: v is in [low, high), and `above`, the weight of the logits x >= high, is below the goal.
     """
     lanes = tl.arange(0, BLOCK)
-    high = tl.where(top == 0, 1.1754944e-38, value_of(key_of(top) + 1))  # a card may take denormals for zero
+    high = tl.where(top == 0, 1.1754944e-38, value_of(key_of(top) + 1))  # not a denormal: a GPU may flush it to zero
     above = tl.zeros([], tl.float32)
     wanted = goal + above
     length = tl.zeros([BLOCK], tl.int32)
     passes = tl.zeros([], tl.int32)
     active = passes + 1
     while active > 0:
-        # Weighted means: the difference of the ends may overflow.
+        # Weighted means, because high - low may overflow.
         first_quarter = tl.maximum(low * 0.75 + high * 0.25, low)
         middle = tl.maximum(low * 0.5 + high * 0.5, first_quarter)
         last_quarter = tl.maximum(low * 0.25 + high * 0.75, middle)
@@ -102,7 +108,7 @@ def smallest_kept(
         length = tl.zeros([BLOCK], tl.int32)
         for first in tl.range(0, vocab, BLOCK, num_stages=STAGES):
             x = tl.load(row + first + lanes, mask=first + lanes < vocab, other=float("-inf"))
-            weight = weight_of(x, top, inverse_heat, COUNT)
+            weight = weight_of(x, top, inverse_temp, COUNT)
             whole += tl.where(x >= floor, weight, 0.0)
             sum1 += tl.where(x >= first_quarter, weight, 0.0)
             sum2 += tl.where(x >= middle, weight, 0.0)
@@ -126,10 +132,10 @@ def smallest_kept(
             else:
                 high, above = first_quarter, weight1
 
-    tl.debug_barrier()  # other threads may have written what a thread reads from the list
+    tl.debug_barrier()  # a thread may read list entries that other threads wrote
     if tl.max(length, 0) <= DEPTH:
-        kept = bisect(listed, length, low, high, above, wanted, top, inverse_heat, COUNT, BLOCK)
-    else:  # the row itself has the layout of a list
+        kept = bisect(listed, length, low, high, above, wanted, top, inverse_temp, COUNT, BLOCK)
+    else:  # too long for the list: bisect the row itself, which has the same layout
         rest = (vocab - lanes + BLOCK - 1) // BLOCK
-        kept = bisect(row, rest, low, high, tl.zeros([], tl.float32), wanted, top, inverse_heat, COUNT, BLOCK)
+        kept = bisect(row, rest, low, high, tl.zeros([], tl.float32), wanted, top, inverse_temp, COUNT, BLOCK)
     return kept

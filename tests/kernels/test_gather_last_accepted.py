@@ -1,4 +1,4 @@
-"""live_rows: of the places just verified, each row's last standing one, and the keys that it sees."""
+"""gather_last_accepted: each row's last accepted flat token of those just verified, and its number of keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.kernels.drafting.live_rows import live_rows
+from batchspec.kernels.drafting.gather_last_accepted import gather_last_accepted
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 POISON = -7
@@ -18,16 +18,16 @@ POISON = -7
 
 def make(q_len: list[int], q_width: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """q and residual as slices of wider rows, and cu_seqlens_q."""
-    num_places = sum(q_len)
-    q = torch.randn(num_places, q_width + 9, device=device).to(dtype)[:, :q_width]
-    residual = torch.randn(num_places, 2 * width, device=device).to(dtype)[:, width:]
+    num_tokens_flat = sum(q_len)
+    q = torch.randn(num_tokens_flat, q_width + 9, device=device).to(dtype)[:, :q_width]
+    residual = torch.randn(num_tokens_flat, 2 * width, device=device).to(dtype)[:, width:]
     return q, residual, torch.tensor([0, *q_len], device=device).cumsum(0).int()
 
 
 def run(
     q: Tensor, residual: Tensor, cu_seqlens_q: Tensor, rows: list[tuple[int, int, int]], interpret: bool
 ) -> dict[str, Tensor]:
-    """rows: (accepted_len, num_tokens, live); the position of place t is 100 + t."""
+    """rows: (accepted_len, num_tokens, live); the position of flat token t is 100 + t."""
     device, count = q.device, len(rows)
     accepted_len, num_tokens, live = (x.contiguous() for x in torch.tensor(rows, dtype=torch.int32, device=device).unbind(1))
     out = {
@@ -37,13 +37,13 @@ def run(
         "out_kv_len": torch.full((count,), POISON, dtype=torch.int32, device=device),
     }
     positions = 100 + torch.arange(len(q), device=device)
-    live_rows(q, residual, cu_seqlens_q, accepted_len, positions, num_tokens, live, interpret=interpret, **out)
+    gather_last_accepted(q, residual, cu_seqlens_q, accepted_len, positions, num_tokens, live, interpret=interpret, **out)
     return {name.removeprefix("out_"): values for name, values in out.items()}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("q_width", "width"), [(1, 1), (24, 16), (100, 576), (1536, 80)])
-def test_the_last_standing_place_of_each_row(
+def test_the_last_accepted_token_of_each_row(
     q_width: int, width: int, dtype: torch.dtype, interpret: bool, device: torch.device
 ) -> None:
     q, residual, cu_seqlens_q = make([3, 3, 3], q_width, width, dtype, device)
@@ -61,8 +61,8 @@ def test_rows_of_different_lengths(interpret: bool, device: torch.device) -> Non
     assert found["positions"].tolist() == [100, 104, 106]
 
 
-def test_dead_rows_have_no_keys_and_read_some_place(interpret: bool, device: torch.device) -> None:
-    """Packed, the dead rows at the end own no place and begin behind the last one."""
+def test_dead_rows_have_no_keys_and_read_any_token(interpret: bool, device: torch.device) -> None:
+    """In a packed batch, dead rows at the end own no flat token and begin past the last one."""
     q, residual, cu_seqlens_q = make([2, 0, 0], 8, 4, torch.float32, device)
     found = run(q, residual, cu_seqlens_q, [(1, 9, 1), (0, 30, 0), (0, 0, 0)], interpret)
     assert found["kv_len"].tolist() == [8, 0, 0]
@@ -90,12 +90,12 @@ def test_wrong_arguments_are_refused() -> None:
         "out_residual": torch.zeros(2, 6), "out_positions": torch.zeros(2, dtype=torch.int64), "out_kv_len": ints,
     }  # fmt: skip
     bad: list[tuple[dict[str, Any], str]] = [
-        ({"residual": q.double()}, r"live_rows: residual is float64 \[4, 8\].* must be float32"),
-        ({"q": q[:0]}, r"live_rows: q is float32 \[0, 8\]"),
-        ({"cu_seqlens_q": ints}, r"live_rows: cu_seqlens_q is int32 \[2\].* must be int32 \[3\]"),
-        ({"accepted_len": ints.long()}, "live_rows: accepted_len is int64"),
-        ({"out_q": torch.zeros(3, 8)}, r"live_rows: out_q is float32 \[3, 8\]"),
+        ({"residual": q.double()}, r"gather_last_accepted: residual is float64 \[4, 8\].* must be float32"),
+        ({"q": q[:0]}, r"gather_last_accepted: q is float32 \[0, 8\]"),
+        ({"cu_seqlens_q": ints}, r"gather_last_accepted: cu_seqlens_q is int32 \[2\].* must be int32 \[3\]"),
+        ({"accepted_len": ints.long()}, "gather_last_accepted: accepted_len is int64"),
+        ({"out_q": torch.zeros(3, 8)}, r"gather_last_accepted: out_q is float32 \[3, 8\]"),
     ]
     for changes, said in bad:
         with pytest.raises(ValueError, match=said):
-            live_rows(**(good | changes))
+            gather_last_accepted(**(good | changes))

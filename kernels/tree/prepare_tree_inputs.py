@@ -1,12 +1,12 @@
-"""Where the nodes of draft trees stand, in one launch: positions by depth, cache locations by node, who sees whom.
+"""Inputs of a pass over draft trees, in one launch: positions by depth, slot_mapping by node, and the tree mask.
 
-    depth[0] = 0, depth[i] = depth[parent[i]] + 1      position = num_tokens - 1 + depth      location: that of num_tokens - 1 + i
-    ancestors[i] = bit i and those of its parents       kv_len = num_tokens - 1 + S, what the last node sees
+    depth[0] = 0, depth[i] = depth[parent[i]] + 1      position = num_tokens - 1 + depth      slot: that of num_tokens - 1 + i
+    ancestors[i] = bit i and the bits of its ancestors       kv_len = num_tokens - 1 + S, the keys of the last node
 
-Nodes stand in the order of their numbers behind a row's last committed K/V, and a parent has a lower number than its children.
-One program a row; dead rows get position 0, the scratch slot 0, their own bit and no keys. Bound by launch latency: some hundred
-bytes a row.
-Source: the tree masks of Li et al. 2024, EAGLE-2 (arXiv 2406.16858), as bits of ancestors in place of a matrix.
+Nodes are stored in the order of their ids after the row's committed K/V, and a parent has a lower id than its children.
+One program a row; dead rows get position 0, the scratch slot 0, only their own bit and no keys. Bound by launch latency: some
+hundred bytes a row.
+Source: the tree masks of Li et al. 2024, EAGLE-2 (arXiv 2406.16858), as bits of ancestors instead of a matrix.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchspec.kernels.benchmarks.attempt import attempt
+from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
 from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 from batchspec.kernels.kv_cache.slot_mapping import slot_of
 
 MAX_NODES = 64
-"""Of a row, its root included: bits of a mask."""
+"""Maximum number of nodes in a row's tree, including the root: the tree mask has 64 bits."""
 
 
 @triton.jit(do_not_specialize=["max_pages"])
-def tree_places_kernel(
+def prepare_tree_inputs_kernel(
     parents, num_tokens, live, page_table, out_positions, out_slot_mapping, out_ancestors, out_kv_len, parents_stride, max_pages,
     NODES: tl.constexpr, DEPTH: tl.constexpr, PAGE_SIZE: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -45,21 +45,21 @@ def tree_places_kernel(
     parent = tl.load(parents + row * parents_stride + lane, mask=exists, other=-1)
     depth = tl.zeros([LANES], tl.int32)
     for _ in range(DEPTH):
-        above = parent >= 0
-        mask = tl.where(above, mask | (one << tl.maximum(parent, 0).to(tl.int64)), mask)
-        depth += above.to(tl.int32)
-        parent = tl.load(parents + row * parents_stride + parent, mask=above & exists, other=-1)
+        has_parent = parent >= 0
+        mask = tl.where(has_parent, mask | (one << tl.maximum(parent, 0).to(tl.int64)), mask)
+        depth += has_parent.to(tl.int32)
+        parent = tl.load(parents + row * parents_stride + parent, mask=has_parent & exists, other=-1)
     start = tl.where(alive, num - 1, 0)
-    place = row * NODES + lane
+    index = row * NODES + lane
     inside = lane < tl.where(alive, NODES, 0)
     slot = slot_of(page_table, row, (start + lane).to(tl.int64), inside, max_pages, PAGE_SIZE)
-    tl.store(out_positions + place, tl.where(inside, start + depth, 0).to(tl.int64), mask=exists)
-    tl.store(out_slot_mapping + place, slot, mask=exists)
-    tl.store(out_ancestors + place, tl.where(inside, mask, one << lane.to(tl.int64)), mask=exists)
+    tl.store(out_positions + index, tl.where(inside, start + depth, 0).to(tl.int64), mask=exists)
+    tl.store(out_slot_mapping + index, slot, mask=exists)
+    tl.store(out_ancestors + index, tl.where(inside, mask, one << lane.to(tl.int64)), mask=exists)
     tl.store(out_kv_len + row, tl.where(alive, tl.minimum(num - 1 + NODES, max_pages * PAGE_SIZE), 0))
 
 
-def tree_places(
+def prepare_tree_inputs(
     parents: Tensor,
     num_tokens: Tensor,
     live: Tensor,
@@ -73,48 +73,47 @@ def tree_places(
     out_kv_len: Tensor,
     interpret: bool = False,
 ) -> None:
-    """Write where S nodes of each of R rows stand, dead or not, S <= 64.
+    """Write positions, slot_mapping and tree masks of the S <= 64 nodes of each of R rows, dead rows included.
 
-    parents        int32 [R, S]     the node above each, of a lower number; -1: nothing is above it. One line for all rows may be
-                                    expanded
-    num_tokens     int32 [R]        committed tokens; the newest, which node 0 is, is not in K/V yet
+    parents        int32 [R, S]     parent of each node, a lower id; -1: none. May be one row expanded to all
+    num_tokens     int32 [R]        committed tokens; the newest one is node 0 and not in K/V yet
     live           int32 [R]
     page_table     int32 [R, max pages a row]
-    max_depth      no node is deeper
+    max_depth      maximum depth of a node
     out_positions  int64 [R * S]
-    out_slot_mapping      int64 [R * S]    0 for dead rows and for nodes past the page table
-    out_ancestors  int64 [R * S]    bit j: node j is the node itself or above it
-    out_kv_len     int32 [R]        keys up to the last node, at most those of the page table; 0 for dead rows
+    out_slot_mapping  int64 [R * S]  0 for dead rows and for nodes past the page table
+    out_ancestors  int64 [R * S]    bit j: node j is the node itself or one of its ancestors
+    out_kv_len     int32 [R]        keys up to the last node, at most as many as the page table holds; 0 for dead rows
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
     num_rows, num_nodes = parents.shape
     if num_nodes > MAX_NODES:
-        raise ValueError(f"tree_places: parents has {num_nodes} columns; at most {MAX_NODES} nodes a row are supported")
-    check("tree_places: parents", parents, (num_rows, num_nodes), torch.int32, rows=True)
+        raise ValueError(f"prepare_tree_inputs: parents has {num_nodes} columns; at most {MAX_NODES} nodes a row are supported")
+    check("prepare_tree_inputs: parents", parents, (num_rows, num_nodes), torch.int32, rows=True)
     for name, vector in (("num_tokens", num_tokens), ("live", live), ("out_kv_len", out_kv_len)):
-        check(f"tree_places: {name}", vector, (num_rows,), torch.int32)
-    check("tree_places: page_table", page_table, (num_rows, page_table.shape[1]), torch.int32)
+        check(f"prepare_tree_inputs: {name}", vector, (num_rows,), torch.int32)
+    check("prepare_tree_inputs: page_table", page_table, (num_rows, page_table.shape[1]), torch.int32)
     for name, vector in (
         ("out_positions", out_positions),
         ("out_slot_mapping", out_slot_mapping),
         ("out_ancestors", out_ancestors),
     ):
-        check(f"tree_places: {name}", vector, (num_rows * num_nodes,), torch.int64)
+        check(f"prepare_tree_inputs: {name}", vector, (num_rows * num_nodes,), torch.int64)
     if not (parents.is_cuda or interpret):
-        tree_places_reference(
+        prepare_tree_inputs_reference(
             parents, num_tokens, live, page_table, page_size=page_size, max_depth=max_depth, out_positions=out_positions,
             out_slot_mapping=out_slot_mapping, out_ancestors=out_ancestors, out_kv_len=out_kv_len,
         )  # fmt: skip
     elif num_rows:
-        tree_places_kernel[(num_rows,)](
+        prepare_tree_inputs_kernel[(num_rows,)](
             parents, num_tokens, live, page_table, out_positions, out_slot_mapping, out_ancestors, out_kv_len, parents.stride(0),
             page_table.shape[1], NODES=num_nodes, DEPTH=max_depth, PAGE_SIZE=page_size,
             LANES=triton.next_power_of_2(max(2, num_nodes)), num_warps=2, **launch_args(parents),
         )  # fmt: skip
 
 
-def tree_places_reference(
+def prepare_tree_inputs_reference(
     parents: Tensor,
     num_tokens: Tensor,
     live: Tensor,
@@ -132,27 +131,27 @@ def tree_places_reference(
     alive = (live != 0)[:, None]
     node = torch.arange(num_nodes, device=parents.device)
     own = torch.ones_like(node) << node
-    masks, depth, above = own.repeat(num_rows, 1), torch.zeros_like(parents), parents.long()
+    masks, depth, ancestor = own.repeat(num_rows, 1), torch.zeros_like(parents), parents.long()
     for _ in range(max_depth):
-        there = above >= 0
-        masks |= torch.where(there, own[above.clamp(min=0)], 0)
-        depth += there
-        above = torch.where(there, parents.gather(1, above.clamp(min=0)).long(), above)
+        has_parent = ancestor >= 0
+        masks |= torch.where(has_parent, own[ancestor.clamp(min=0)], 0)
+        depth += has_parent
+        ancestor = torch.where(has_parent, parents.gather(1, ancestor.clamp(min=0)).long(), ancestor)
     start = ((num_tokens - 1) * (live != 0))[:, None].long()
-    place = start + node
-    page = place // page_size
+    index = start + node
+    page = index // page_size
     known = alive & (page < page_table.shape[1])
     table = page_table.gather(1, page.clamp(max=page_table.shape[1] - 1)).long()
     out_positions.copy_(((start + depth) * alive).flatten())
-    out_slot_mapping.copy_(torch.where(known, table * page_size + place % page_size, 0).flatten())
+    out_slot_mapping.copy_(torch.where(known, table * page_size + index % page_size, 0).flatten())
     out_ancestors.copy_(torch.where(alive, masks, own).flatten())
     out_kv_len.copy_((num_tokens - 1 + num_nodes).clamp(max=page_table.shape[1] * page_size) * (live != 0))
 
 
 def main() -> None:
-    bench = Bench("tree_places")
+    bench = Bench("prepare_tree_inputs")
     for rows, nodes, depth in ((1, 61, 6), (32, 61, 6), (64, 17, 4)):
-        with attempt(f"R={rows} S={nodes}"):
+        with continue_on_error(f"R={rows} S={nodes}"):
             bench_shape(bench, rows, nodes, depth)
 
 
@@ -164,19 +163,19 @@ def bench_shape(bench: Bench, rows: int, nodes: int, depth: int) -> None:
     inputs = (parents.repeat(rows, 1), ints(1, 900, (rows,)), ints(0, 2, (rows,)), ints(1, 1000, (rows, 64)))
     outs: list[dict[str, Any]] = []
     for _ in range(2):
-        places = torch.full((3, rows * nodes), -7, dtype=torch.int64, device=device)
+        int64_outs = torch.full((3, rows * nodes), -7, dtype=torch.int64, device=device)
         outs.append(
             {
                 "page_size": 16,
                 "max_depth": depth,
-                "out_positions": places[0],
-                "out_slot_mapping": places[1],
-                "out_ancestors": places[2],
+                "out_positions": int64_outs[0],
+                "out_slot_mapping": int64_outs[1],
+                "out_ancestors": int64_outs[2],
                 "out_kv_len": torch.full((rows,), -7, dtype=torch.int32, device=device),
             }
         )
     shape, num_bytes = f"R={rows} S={nodes} depth {depth}", rows * (12 + 32 * nodes)
-    bench.same_row(shape, tree_places, tree_places_reference, [inputs], outs, num_bytes=num_bytes)
+    bench.same_row(shape, prepare_tree_inputs, prepare_tree_inputs_reference, [inputs], outs, num_bytes=num_bytes)
 
 
 if __name__ == "__main__":

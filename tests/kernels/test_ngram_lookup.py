@@ -1,4 +1,4 @@
-"""ngram: the tokens behind the most recent earlier occurrence of the longest repeated n-gram at a row's end."""
+"""ngram_lookup: the tokens after the most recent earlier occurrence of the longest repeated n-gram at a row's end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchspec.kernels.drafting.ngram import BLOCK, ngram
+from batchspec.kernels.drafting.ngram_lookup import BLOCK, ngram_lookup
 
 POISON = -7
 Proposals = list[list[int]]
@@ -20,13 +20,13 @@ def look_up(
     max_draft_len: int = 4, min_ngram: int = 1, max_ngram: int = 3, growth: int = 9, live: list[int] | None = None,
     width: int | None = None,
 ) -> Proposals:  # fmt: skip
-    """Proposed tokens of each row. Behind a row's tokens lies what looks like more matches: it must not be read."""
+    """Proposed tokens of each row. After a row's tokens come decoy matches, which must not be read."""
     longest = max(map(len, rows)) + 8
     tokens = torch.tensor([row + (row[-3:] * longest)[: longest - len(row)] if row else [3] * longest for row in rows])
     ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
     width = max_draft_len if width is None else width
     draft_ids, draft_len = torch.full((len(rows), width), POISON, **ints), torch.full((len(rows),), POISON, **ints)
-    ngram(
+    ngram_lookup(
         tokens.to(**ints), torch.tensor([len(row) for row in rows], **ints), torch.tensor(live or [1] * len(rows), **ints),
         max_draft_len=max_draft_len, min_ngram=min_ngram, max_ngram=max_ngram, growth=growth,
         out_draft_ids=draft_ids, out_draft_len=draft_len, interpret=interpret,
@@ -54,11 +54,11 @@ def test_the_most_recent_occurrence_wins(interpret: bool, device: torch.device) 
     assert look_up([[5, 6, 70, 5, 6, 71, 5, 6, 72, 5, 6]], interpret, device) == [[72, 5, 6]]
 
 
-def test_fewer_tokens_where_the_committed_ones_end(interpret: bool, device: torch.device) -> None:
+def test_fewer_drafts_if_the_committed_tokens_end(interpret: bool, device: torch.device) -> None:
     assert look_up([[8, 8], [1, 7, 7, 7], [9, 4, 9]], interpret, device) == [[8], [7], [4, 9]]
 
 
-def test_a_long_match_is_trusted_further(interpret: bool, device: torch.device) -> None:
+def test_a_longer_match_gives_more_drafts(interpret: bool, device: torch.device) -> None:
     rows = [[9, 1, 2, 3, 4, 5, 6, 7, 1], [9, 1, 2, 3, 4, 5, 6, 7, 9, 1], [8, 9, 1, 2, 3, 4, 5, 6, 8, 9, 1]]
     proposed = look_up(rows, interpret, device, growth=2, max_draft_len=5)
     assert proposed == [[2, 3], [2, 3, 4, 5], [2, 3, 4, 5, 6]]
@@ -70,11 +70,11 @@ def test_no_earlier_occurrence_proposes_nothing(interpret: bool, device: torch.d
     assert look_up([[1, 2, 3, 2], [6, 1, 2, 3, 1, 2]], interpret, device, min_ngram=2) == [[], [3, 1, 2]]
 
 
-def test_the_tokens_that_matched_are_counted(interpret: bool, device: torch.device) -> None:
+def test_match_len_counts_the_matching_tokens(interpret: bool, device: torch.device) -> None:
     ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
     tokens = torch.tensor([[1, 2, 3, 1, 2], [5, 6, 7, 8, 9], [4, 4, 4, 4, 4], [1, 2, 3, 1, 2]], **ints)
     ids, lens, matched = torch.empty(4, 2, **ints), torch.empty(4, **ints), torch.full((4,), POISON, **ints)
-    ngram(
+    ngram_lookup(
         tokens, torch.full((4,), 5, **ints), torch.tensor([1, 1, 1, 0], **ints), max_draft_len=2, min_ngram=1, max_ngram=3,
         growth=9, out_draft_ids=ids, out_draft_len=lens, out_match_len=matched, interpret=interpret,
     )  # fmt: skip
@@ -113,7 +113,7 @@ def test_proposals_go_to_slices_of_wider_rows(interpret: bool, device: torch.dev
     ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
     wide = torch.full((2, 6), POISON, **ints)
     tokens = torch.tensor([[1, 2, 3, 1, POISON], [7, 8, 7, 8, POISON]], **ints)[:, :4]
-    ngram(
+    ngram_lookup(
         tokens, torch.tensor([4, 4], **ints), torch.ones(2, **ints), max_draft_len=3, min_ngram=1, max_ngram=2, growth=9,
         out_draft_ids=wide[:, 1:4], out_draft_len=torch.empty(2, **ints), interpret=interpret,
     )  # fmt: skip
@@ -140,15 +140,15 @@ def test_wrong_arguments_are_refused() -> None:
         "tokens": torch.zeros(2, 9, dtype=torch.int32), "num_tokens": ints, "live": ints, "max_draft_len": 4, "min_ngram": 1,
         "max_ngram": 3, "growth": 2, "out_draft_ids": torch.zeros(2, 4, dtype=torch.int32), "out_draft_len": ints.clone(),
     }  # fmt: skip
-    ngram(**good)
+    ngram_lookup(**good)
     for name in ("tokens", "num_tokens", "live", "out_draft_ids", "out_draft_len"):
-        with pytest.raises(ValueError, match=f"ngram: {name} is int64"):
-            ngram(**{**good, name: good[name].long()})
-    with pytest.raises(ValueError, match=r"ngram: max_draft_len is 5; must be 0\.\.4"):
-        ngram(**{**good, "max_draft_len": 5})
-    with pytest.raises(ValueError, match="ngram: min_ngram is 4 and max_ngram 3"):
-        ngram(**{**good, "min_ngram": 4})
-    with pytest.raises(ValueError, match="ngram: min_ngram is 0"):
-        ngram(**{**good, "min_ngram": 0})
-    with pytest.raises(ValueError, match="ngram: growth is 0"):
-        ngram(**{**good, "growth": 0})
+        with pytest.raises(ValueError, match=f"ngram_lookup: {name} is int64"):
+            ngram_lookup(**{**good, name: good[name].long()})
+    with pytest.raises(ValueError, match=r"ngram_lookup: max_draft_len is 5; must be 0\.\.4"):
+        ngram_lookup(**{**good, "max_draft_len": 5})
+    with pytest.raises(ValueError, match="ngram_lookup: min_ngram is 4 and max_ngram 3"):
+        ngram_lookup(**{**good, "min_ngram": 4})
+    with pytest.raises(ValueError, match="ngram_lookup: min_ngram is 0"):
+        ngram_lookup(**{**good, "min_ngram": 0})
+    with pytest.raises(ValueError, match="ngram_lookup: growth is 0"):
+        ngram_lookup(**{**good, "growth": 0})

@@ -1,4 +1,4 @@
-"""distil: cross entropy with a teacher, its gradient over the logits, rows that count for nothing."""
+"""soft_cross_entropy: cross entropy with a teacher, its gradient in place of the logits, and rows of weight 0."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from batchspec.kernels.train.distil import BLOCK, distil
+from batchspec.kernels.train.soft_cross_entropy import BLOCK, soft_cross_entropy
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 def learn(logits: Tensor, probs: Tensor, weights: Tensor, interpret: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Nats and hits of each row, and the gradient."""
+    """Loss in nats and hits of each row, and the gradient."""
     wide = torch.float64 if logits.dtype is torch.float64 else torch.float32
     nats, hits = (torch.full((len(logits),), -7.0, dtype=wide, device=logits.device) for _ in range(2))
     gradient = logits.clone()
-    distil(gradient, probs, weights, probs.argmax(-1), out_nats=nats, out_hits=hits, interpret=interpret)
+    soft_cross_entropy(gradient, probs, weights, probs.argmax(-1), out_loss=nats, out_hits=hits, interpret=interpret)
     return nats, hits, gradient
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("vocab", [1, 17, 300, BLOCK, 2 * BLOCK + 77])
-def test_nats_hits_and_gradient_are_those_of_autograd(
+def test_loss_hits_and_gradient_are_those_of_autograd(
     vocab: int, dtype: torch.dtype, interpret: bool, device: torch.device
 ) -> None:
     logits = (torch.randn(4, vocab, device=device) * 5).to(dtype)
@@ -42,7 +42,7 @@ def test_nats_hits_and_gradient_are_those_of_autograd(
     assert hits.tolist() == (agree * weights).tolist()
 
 
-def test_a_row_of_weight_0_is_left_out_whatever_it_holds(interpret: bool, device: torch.device) -> None:
+def test_a_row_of_weight_0_is_skipped_whatever_it_holds(interpret: bool, device: torch.device) -> None:
     logits = torch.randn(3, 50, device=device)
     probs = torch.randn(3, 50, device=device).softmax(-1)
     if interpret:  # the reference multiplies
@@ -53,7 +53,7 @@ def test_a_row_of_weight_0_is_left_out_whatever_it_holds(interpret: bool, device
     assert torch.isfinite(nats).all()
 
 
-def test_of_equal_logits_the_lowest_column_is_the_choice(interpret: bool, device: torch.device) -> None:
+def test_a_tie_goes_to_the_lowest_column(interpret: bool, device: torch.device) -> None:
     logits = torch.zeros(2, BLOCK + 9, device=device)
     logits[:, [5, BLOCK + 5]] = 1.0
     probs = torch.zeros_like(logits)
@@ -69,9 +69,9 @@ def test_no_rows_is_no_work(interpret: bool, device: torch.device) -> None:
 def test_wrong_arguments_are_refused() -> None:
     logits, row = torch.zeros(2, 8), torch.zeros(2)
     best = torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"distil: probs is float32 \[2, 7\].*must be .* \[2, 8\]"):
-        distil(logits, torch.zeros(2, 7), row, best, out_nats=row, out_hits=row)
-    with pytest.raises(ValueError, match=r"distil: out_hits is float64"):
-        distil(logits, logits, row, best, out_nats=row, out_hits=row.double())
-    with pytest.raises(ValueError, match=r"distil: logits is float32 \[2, 8\] with strides \[1, 2\]"):
-        distil(torch.zeros(8, 2).t(), logits, row, best, out_nats=row, out_hits=row)
+    with pytest.raises(ValueError, match=r"soft_cross_entropy: probs is float32 \[2, 7\].*must be .* \[2, 8\]"):
+        soft_cross_entropy(logits, torch.zeros(2, 7), row, best, out_loss=row, out_hits=row)
+    with pytest.raises(ValueError, match=r"soft_cross_entropy: out_hits is float64"):
+        soft_cross_entropy(logits, logits, row, best, out_loss=row, out_hits=row.double())
+    with pytest.raises(ValueError, match=r"soft_cross_entropy: logits is float32 \[2, 8\] with strides \[1, 2\]"):
+        soft_cross_entropy(torch.zeros(8, 2).t(), logits, row, best, out_loss=row, out_hits=row)

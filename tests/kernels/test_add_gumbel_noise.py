@@ -1,4 +1,4 @@
-"""add_noise: the noise of a draw on a draft's logits."""
+"""add_gumbel_noise: draft logits get the noise of the target's draw."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from batchspec.kernels.sampling.noise import BLOCK, add_noise
+from batchspec.kernels.sampling.add_gumbel_noise import BLOCK, add_gumbel_noise
 from batchspec.kernels.sampling.sample import gumbel_reference, sample
 
 
@@ -19,37 +19,38 @@ def test_logits_over_temperature_plus_noise(vocab: int, dtype: torch.dtype, inte
     logits = wide[:, 1:-1]
     row_ids = torch.tensor([2, 0, 1, 2], dtype=torch.int32, device=device)
     positions = torch.tensor([7, 8, 9, 2**40], device=device)
-    keys, heat = torch.tensor([5, -(2**60), 77], device=device), torch.tensor([0.5, 0.0, 2.0], device=device)
+    keys, temp = torch.tensor([5, -(2**60), 77], device=device), torch.tensor([0.5, 0.0, 2.0], device=device)
     low = torch.tensor([-torch.inf, 0.1, 0.1, 0.0], dtype=dtype, device=device)
     noise = gumbel_reference(keys[row_ids], positions, vocab).to(dtype)
-    scaled = torch.where(logits >= low[:, None], logits, -torch.inf) / heat[row_ids, None].to(dtype)
-    expected = torch.where(heat[row_ids, None] > 0, scaled + noise, logits)
+    scaled = torch.where(logits >= low[:, None], logits, -torch.inf) / temp[row_ids, None].to(dtype)
+    expected = torch.where(temp[row_ids, None] > 0, scaled + noise, logits)
     edges = wide[:, [0, -1]].clone()
-    add_noise(logits, row_ids, positions, keys, heat, low, interpret=interpret)
+    add_gumbel_noise(logits, row_ids, positions, keys, temp, low, interpret=interpret)
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=3e-6)
     assert torch.equal(wide[:, [0, -1]], edges)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_a_draft_vocabulary_has_the_noise_of_its_tokens(dtype: torch.dtype, interpret: bool, device: torch.device) -> None:
-    """The largest is then the token that the target draws, if it is among them."""
+    """The argmax is then the token that the target draws, if the draft vocabulary contains it."""
     vocab, count = 40, 60
     hot = torch.arange(3, vocab, 2, device=device)
     logits = torch.randn(count, vocab, generator=torch.Generator().manual_seed(1)).to(device)
     ids, keys = torch.arange(count, dtype=torch.int32, device=device), torch.arange(count, device=device)
     rest = (ids, keys + 9, keys, torch.ones(count, device=device), torch.full((count,), -torch.inf, device=device))
     own = logits[:, hot].contiguous()
-    add_noise(own, *rest, hot.to(dtype), interpret=interpret)
+    add_gumbel_noise(own, *rest, hot.to(dtype), interpret=interpret)
     drawn, logits_of_hot = torch.empty_like(ids), torch.full_like(logits, -torch.inf)
     logits_of_hot[:, hot] = logits[:, hot]
     sample(logits_of_hot, *rest, out_ids=drawn, interpret=interpret)
     assert hot[own.argmax(1)].tolist() == drawn.tolist()
 
 
-def test_nan_and_what_the_cutoff_leaves_out_is_never_largest(interpret: bool, device: torch.device) -> None:
+def test_nan_and_logits_below_the_cutoff_never_win(interpret: bool, device: torch.device) -> None:
     logits = torch.tensor([[torch.nan, 3.0, 2.0, 1.0]], device=device)
     row, key = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int64, device=device)
-    add_noise(logits, row, key, key, torch.ones(1, device=device), torch.full((1,), 2.0, device=device), interpret=interpret)
+    cutoff = torch.full((1,), 2.0, device=device)
+    add_gumbel_noise(logits, row, key, key, torch.ones(1, device=device), cutoff, interpret=interpret)
     assert logits.isneginf().tolist() == [[True, False, False, True]]
 
 
@@ -59,9 +60,9 @@ def test_wrong_arguments_are_refused() -> None:
         "logits": torch.zeros(2, 3), "row_ids": ints, "positions": longs, "keys": longs, "temperature": torch.ones(2),
         "cutoff": torch.zeros(2), "map_ids": torch.arange(3),
     }  # fmt: skip
-    add_noise(**good)
+    add_gumbel_noise(**good)
     for name in good:
-        with pytest.raises(ValueError, match=f"add_noise: {name} is"):
-            add_noise(**{**good, name: good[name].to(torch.int16)})
-    with pytest.raises(ValueError, match="add_noise: map_ids is int64"):
-        add_noise(**{**good, "map_ids": torch.arange(4)})
+        with pytest.raises(ValueError, match=f"add_gumbel_noise: {name} is"):
+            add_gumbel_noise(**{**good, name: good[name].to(torch.int16)})
+    with pytest.raises(ValueError, match="add_gumbel_noise: map_ids is int64"):
+        add_gumbel_noise(**{**good, "map_ids": torch.arange(4)})

@@ -1,4 +1,4 @@
-"""For benchmark mains: a configuration that fails is printed, and the table goes on."""
+"""For benchmark mains: a configuration that fails becomes one printed line, and the table continues."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def attempt(shape: str) -> Iterator[None]:
-    """What raises inside (a wrong result included) becomes one printed line."""
+def continue_on_error(shape: str) -> Iterator[None]:
+    """Print an exception of the block (wrong results included) as one line instead of raising it."""
     try:
         yield
     except Exception as error:
