@@ -48,10 +48,11 @@ def test_what_a_spec_says_before_weights_are_read_is_what_its_drafter_has(name: 
     drafter = spec.build(spec.load(dtype=target.dtype, device=DEVICE), target, slots=2)
     assert drafter.shape == spec.shape
     assert drafter.max_len == spec.shape.draft_len
-    layouts = spec.kv_layouts(target.dtype, 4)
-    assert layouts == (drafter.kv_layout(4),) * drafter.num_kv_layers
+    layers = spec.kv_layers(target.dtype, 4)
+    assert layers == tuple((drafter.kv_layout(4), window) for window in drafter.kv_windows)
+    assert len(layers) == drafter.num_kv_layers
     assert (drafter.rewritable is not None) == (spec.head is not None) == ("draft.adapt.every_shards" in DRAFTERS[name].reads)
-    assert (spec.weight_bytes(target.dtype) > 0) == bool(layouts)
+    assert (spec.weight_bytes(target.dtype) > 0) == bool(layers)
     assert 0 <= spec.assumed_accepted <= 3
 
 
