@@ -197,8 +197,6 @@ def one_line(error: Exception, known: Any = None) -> str:
         return type_error(error)
     if isinstance(error.__cause__, OmegaConfBaseException) and not recipe:
         return type_error(error.__cause__)
-    if recipe and full_key and "is not a ListConfig" in recipe[2]:
-        return f"{where}{full_key[1]} must be a list; write {full_key[1].rpartition('.')[2]}: [value]"
     if recipe and full_key:
         return f"{where}{full_key[1]}: {recipe[2]}"
     return "; ".join(line.strip() for line in text.splitlines()[:2] if line.strip())

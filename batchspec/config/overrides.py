@@ -69,14 +69,14 @@ def _quoted(value: str) -> str:
     return f"'{escaped}'"
 
 
-def _lists(config: Any, prefix: str = "") -> list[str]:
+def list_keys(config: Any, prefix: str = "") -> list[str]:
     """Keys whose value is a list."""
     found: list[str] = []
     hints = get_type_hints(type(config))
     for item in fields(config):
         value = getattr(config, item.name)
         if is_dataclass(value):
-            found += _lists(value, f"{prefix}{item.name}.")
+            found += list_keys(value, f"{prefix}{item.name}.")
         elif str(hints[item.name]).startswith("list["):
             found.append(prefix + item.name)
     return found
@@ -84,4 +84,4 @@ def _lists(config: Any, prefix: str = "") -> list[str]:
 
 OPTIONS = options()
 """Group -> its options."""
-LISTS = frozenset(_lists(RunConfig()))
+LISTS = frozenset(list_keys(RunConfig()))

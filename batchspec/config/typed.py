@@ -5,13 +5,15 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields, is_dataclass
-from typing import Any, TypeVar
+from dataclasses import MISSING, asdict, field, fields, is_dataclass, make_dataclass
+from functools import cache
+from typing import Any, TypeVar, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from batchspec.config.overrides import list_keys
 from batchspec.config.renamed import GROUPS_RENAMED, renamed
 from batchspec.config.schema import RunConfig
 from batchspec.config.values import PATHS, SHIPPED, expand_home, literal, shipped
@@ -71,12 +73,27 @@ def typed(cfg: DictConfig, schema: type[Schema]) -> Schema:
     known = schema()
     _refuse_unknown(cfg, known, "", known)
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), cfg))
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), _with_lists(cfg, list_keys(known))))
     except OmegaConfBaseException as error:
         raise ConfigError(type_error(error)) from error
     assert isinstance(config, schema)
     expand_home(config, PATHS)
     return config
+
+
+def _with_lists(cfg: DictConfig, keys: Iterable[str]) -> DictConfig:
+    """The same; one value where a list is expected is a list of it, as on the command line."""
+    values: Any = OmegaConf.to_container(cfg)  # interpolations are text here
+    for key in keys:
+        *groups, name = key.split(".")
+        group = values
+        for each in groups:
+            group = group.get(each) if isinstance(group, dict) else None
+        value = group.get(name) if isinstance(group, dict) else None
+        if isinstance(value, str | int | float) and not str(value).startswith(("${", "???")):
+            group[name] = [value]
+    made: DictConfig = OmegaConf.create(values)
+    return made
 
 
 def to_json(config: RunConfig) -> str:
@@ -124,4 +141,22 @@ def shipped_prompts(path: Any) -> Any:
 
 def register(name: str = "run_schema", schema: type = RunConfig) -> None:
     """Register a schema with Hydra under the name that the defaults list of a file of conf begins with."""
-    ConfigStore.instance().store(name=name, node=schema)
+    ConfigStore.instance().store(name=name, node=_lists_as_any(schema))
+
+
+@cache
+def _lists_as_any(schema: Any) -> Any:
+    """The same dataclass with lists of any type: Hydra would refuse one value in a recipe, of which `typed` makes a list."""
+    hints, made = get_type_hints(schema), []
+    for item in fields(schema):
+        hint: Any = hints[item.name]
+        if is_dataclass(hint):
+            hint = _lists_as_any(hint)
+            made.append((item.name, hint, field(default_factory=hint)))
+            continue
+        hint = Any if str(hint).startswith("list[") else hint
+        has_factory = item.default_factory is not MISSING
+        made.append(
+            (item.name, hint, field(default_factory=item.default_factory) if has_factory else field(default=item.default))
+        )
+    return make_dataclass(schema.__name__, made)
