@@ -483,7 +483,8 @@ def compile_cases(names: list[str]) -> dict[str, int]:
 @pytest.fixture(scope="module")
 def cubin_bytes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     """One process without the interpreter, and with an empty cache so that each case is really compiled."""
-    asked = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
+    functions = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
+    asked = [function.callspec.params["name"] for function in functions]
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, __file__, json.dumps(asked)], env=env, capture_output=True, text=True, check=False)
@@ -493,7 +494,7 @@ def cubin_bytes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 
 def seldom(name: str) -> bool:
-    """Compiled with -m slow alone: fp16, which differs from bf16 in no branch of a kernel, and fp64, which tests alone use."""
+    """Compiled with -m slow alone: fp16, which differs from bf16 in no branch of a kernel, and fp64, which is interpreted."""
     return bool(re.search(r"\b(fp16|fp64)\b", name))
 
 
