@@ -502,7 +502,7 @@ def cubin_bytes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 
 def seldom(name: str) -> bool:
-    """Compiled with -m slow alone: fp16, which differs from bf16 in no branch of a kernel, and fp64, which tests alone use."""
+    """Compiled with -m slow alone: fp16, which differs from bf16 in no branch of a kernel, and fp64, which is interpreted."""
     return bool(re.search(r"\b(fp16|fp64)\b", name))
 
 
