@@ -172,7 +172,7 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
         dtype=job.dtype,
         draft_len=shape.num_verified,
         num_lookahead_slots=shape.num_lookahead_slots,
-        draft_layers=job.drafter.kv_layouts(job.dtype, PAGE_SIZE),
+        draft_layers=job.drafter.kv_layers(job.dtype, PAGE_SIZE),
         free_bytes=free_memory(job.device, weights=learning + (0 if loaded else weights)),
     )
 

@@ -212,7 +212,7 @@ class PackedBatch:
     row_buckets: tuple[int, ...]
     """Ascending row counts that a round may run with; the last equals `slots`."""
     num_pages: int
-    """Pages of K/V, the scratch page included."""
+    """K/V pages of the first K/V group, the scratch page included: the layers that read most keys, of most models all."""
     page_size: int
     """Tokens a page."""
     max_len: int
@@ -225,3 +225,11 @@ class PackedBatch:
     """Rounds that the host launches before it looks at the results of the first."""
     longest_prompt: int | None = None
     """Of the rows that were looked at: what prefill is prepared for; None: any that fits."""
+    more_pages: tuple[int, ...] = ()
+    """The same of the other K/V groups, layers with narrower windows; (): num_pages each."""
+
+    def group_pages(self, num_groups: int) -> tuple[int, ...]:
+        """K/V pages of each group."""
+        more = self.more_pages or (self.num_pages,) * (num_groups - 1)
+        assert len(more) == num_groups - 1, (self.more_pages, num_groups)
+        return (self.num_pages, *more)

@@ -72,7 +72,7 @@ def run(
         patch.setattr(scheduler, "SHORT_CAP_TOKENS", short_cap)
         done = {completion.request_id: completion for completion in engine.run(iter(requests))}
     assert len(done) == len(requests)
-    assert engine.pool.num_free == engine.pool.num_pages - 1
+    assert engine.pools.num_free == tuple(pool.num_pages - 1 for pool in engine.pools.pools)
     return {name: c.token_ids.tolist() for name, c in done.items() if c.token_ids is not None}, done, engine
 
 

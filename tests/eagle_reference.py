@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchspec.batch.flat_batch import FlatBatch
+from batchspec.cache.groups import KVGroups
 from batchspec.cache.pages import KVCache
 from batchspec.model.target import Target
 
@@ -119,7 +120,9 @@ def run_head(
 def target_taps(target: Target, ids: Sequence[int], taps: tuple[int, ...]) -> Tensor:
     """[len(ids), len(taps) * H] of the residual stream, computed from the first token in one pass."""
     count, spec, device = len(ids), target.spec, target.device
-    cache = KVCache.allocate(spec.kv_layout(target.dtype, count), num_layers=spec.num_layers, num_pages=2, device=device)
+    cache = KVCache.allocate(
+        spec.kv_layout(target.dtype, count), groups=KVGroups.single(spec.num_layers), num_pages=(2,), device=device
+    )
 
     def ints(values: object) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)

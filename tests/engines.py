@@ -13,6 +13,7 @@ from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
+from batchspec.cache.groups import KVGroups
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import NoFeatures
 from batchspec.kernels.sampling.sample import gumbel_reference
@@ -26,9 +27,15 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Where the engine tests run: on a GPU machine they test the same code on the card."""
 
 
-@cache
 def tiny_target(dtype: torch.dtype = torch.float64, window: int | None = None) -> Target:
-    """Two layers of noise, scaled up so that the distribution is not flat and greedy output neither loops at once nor never."""
+    """The tiny target whose first layer has this window."""
+    return windowed_target((window, None), dtype)
+
+
+@cache
+def windowed_target(windows: tuple[int | None, ...], dtype: torch.dtype = torch.float64) -> Target:
+    """Layers of noise with these windows, scaled up so that the distribution is not flat and greedy output neither loops at once
+    nor never."""
     spec = dense_spec(
         family="llama",
         hidden_size=16,
@@ -39,7 +46,7 @@ def tiny_target(dtype: torch.dtype = torch.float64, window: int | None = None) -
         vocab_size=VOCAB,
         rms_eps=1e-6,
         rope=RopeSpec(type="default", theta=100.0),
-        windows=(window, None),
+        windows=windows,
         tie=False,
         eos_ids=(),
         max_len=256,
@@ -99,7 +106,9 @@ def full_logits(target: Target, ids: Sequence[int]) -> Tensor:
     """Logits [V] behind `ids`, computed anew from the first token in one pass, with a cache of its own."""
     count = len(ids)
     spec = target.spec
-    cache = KVCache.allocate(spec.kv_layout(target.dtype, count), num_layers=spec.num_layers, num_pages=2, device=DEVICE)
+    cache = KVCache.allocate(
+        spec.kv_layout(target.dtype, count), groups=KVGroups.single(spec.num_layers), num_pages=(2,), device=DEVICE
+    )
 
     def ints(values: object) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=DEVICE)

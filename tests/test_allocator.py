@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchspec.cache.groups import KVGroups
+from batchspec.cache.page_tables import PagePools
 from batchspec.cache.pages import PagePool, prefix_hashes
 from batchspec.engine.allocator import SlotAllocator
 from batchspec.engine.prefill_cost import PrefillCost
@@ -37,7 +39,12 @@ def shape(slots: int, pages: int, page_size: int = 4, max_len: int = 64) -> Pack
     )
 
 
-def drive(allocator: SlotAllocator, lengths: dict[str, int], pool: PagePool) -> Iterator[tuple[int, list[RequestState]]]:
+def pools_of(num_pages: int, page_size: int = 4) -> PagePools:
+    """The pool of a model whose layers read all keys."""
+    return PagePools(KVGroups.single(1), (num_pages,), page_size)
+
+
+def drive(allocator: SlotAllocator, lengths: dict[str, int], pools: PagePools) -> Iterator[tuple[int, list[RequestState]]]:
     """Run rows to their true lengths without a device; yields (rounds of this step, live rows) after each step."""
     page = allocator.batch.page_size
     while True:
@@ -68,9 +75,9 @@ def test_refilled_slots_take_at_most_five_percent_more_rounds_than_the_ideal_kno
     by_id = {f"r{i}": int(n) for i, n in enumerate(lengths)}
     slots = 128
     batch = shape(slots, 1 + slots * 513, page_size=16, max_len=8208)
-    pool = PagePool(batch.num_pages)
-    allocator = SlotAllocator(batch, pool, map(progress, requests))
-    rounds = sum(step for step, _ in drive(allocator, by_id, pool))
+    pools = pools_of(batch.num_pages, batch.page_size)
+    allocator = SlotAllocator(batch, pools, map(progress, requests))
+    rounds = sum(step for step, _ in drive(allocator, by_id, pools))
     ideal = (lengths.sum() - len(lengths)) / slots  # a prefill emits the first token
     print(f"rounds / ideal = {rounds / ideal:.4f}")
     assert rounds <= 1.05 * ideal, rounds / ideal
@@ -83,9 +90,9 @@ def test_draining_static_batches_would_take_several_times_as_many_rounds() -> No
 
     def rounds(refill_dead: bool) -> int:
         batch = shape(64, 1 + 64 * 60, page_size=16, max_len=900)
-        pool = PagePool(batch.num_pages)
+        pools = pools_of(batch.num_pages, batch.page_size)
         stream = (progress(request(i, [1], cap=820)) for i in range(len(lengths)))
-        return sum(step for step, _ in drive(SlotAllocator(batch, pool, stream, refill_dead=refill_dead), by_id, pool))
+        return sum(step for step, _ in drive(SlotAllocator(batch, pools, stream, refill_dead=refill_dead), by_id, pools))
 
     assert rounds(refill_dead=False) > 2 * rounds(refill_dead=True)
 
@@ -93,9 +100,9 @@ def test_draining_static_batches_would_take_several_times_as_many_rounds() -> No
 @pytest.mark.parametrize(("prompt", "round_s", "rounds"), [(1, 1.0, 16), (16, 1.0, 8), (32, 1.0, 1), (1, 0.5, 31), (16, 4.0, 2)])
 def test_free_slots_wait_until_they_have_idled_as_long_as_a_short_pass_takes(prompt: int, round_s: float, rounds: int) -> None:
     """A pass takes 2 s, less a sixteenth for each of its tokens: one free slot of eight waits for 16 rounds of 1 s."""
-    pool = PagePool(200)
+    pools = pools_of(200)
     stream = (progress(request(i, [i] * prompt, cap=4)) for i in range(20))
-    allocator = SlotAllocator(shape(8, 200), pool, stream, prefill_cost=PrefillCost(least=2.0, token=0.0625))
+    allocator = SlotAllocator(shape(8, 200), pools, stream, prefill_cost=PrefillCost(least=2.0, token=0.0625))
     first = allocator.refill()
     for ended in (first[3], first[5]):
         slot = ended.slot
@@ -109,9 +116,9 @@ def test_free_slots_wait_until_they_have_idled_as_long_as_a_short_pass_takes(pro
 @pytest.mark.parametrize(("num_free", "rounds"), [(1, 12), (2, 4), (4, 1)])
 def test_the_more_slots_are_free_the_sooner_a_pass_is_worth_its_launches(num_free: int, rounds: int) -> None:
     """2 s, less half a second for each row of eight tokens; each free slot of eight idles an eighth of a second a round."""
-    pool = PagePool(200)
+    pools = pools_of(200)
     stream = (progress(request(i, [i] * 8, cap=4)) for i in range(20))
-    allocator = SlotAllocator(shape(8, 200), pool, stream, prefill_cost=PrefillCost(least=2.0, token=0.0625))
+    allocator = SlotAllocator(shape(8, 200), pools, stream, prefill_cost=PrefillCost(least=2.0, token=0.0625))
     for row in allocator.refill()[:num_free]:
         allocator.release(row)
     assert [len(allocator.refill()) for _ in range(rounds)] == [0] * (rounds - 1) + [num_free]
@@ -120,8 +127,8 @@ def test_the_more_slots_are_free_the_sooner_a_pass_is_worth_its_launches(num_fre
 @pytest.mark.parametrize(("prompt", "rounds"), [(1, 4), (16, 2), (32, 1)])
 def test_where_no_pass_was_timed_half_a_full_one_waits_for_nothing(prompt: int, rounds: int) -> None:
     """And one of few tokens until slots have idled for a quarter of a round; a full one has 64 tokens."""
-    pool = PagePool(400)
-    allocator = SlotAllocator(shape(16, 400), pool, (progress(request(i, [i] * prompt, cap=4)) for i in range(20)))
+    pools = pools_of(400)
+    allocator = SlotAllocator(shape(16, 400), pools, (progress(request(i, [i] * prompt, cap=4)) for i in range(20)))
     allocator.release(allocator.refill()[0])
     assert [len(allocator.refill()) for _ in range(rounds)] == [0] * (rounds - 1) + [1]
 
@@ -136,9 +143,9 @@ def run_8k_job(*, known: bool, longest_first: bool) -> tuple[int, int]:
         predicted = cap if known else predictor.predict(cap)
         requests.append(request(i, [i] * 8192, cap=cap, predicted=predicted))
     batch = shape(88, 850_000 // 16, page_size=16, max_len=11_264)
-    pool = PagePool(batch.num_pages)
+    pools = pools_of(batch.num_pages, batch.page_size)
     stream = map(progress, order_requests(requests) if longest_first else requests)
-    allocator = SlotAllocator(batch, pool, stream)
+    allocator = SlotAllocator(batch, pools, stream)
     preempt, num_set_back = allocator.preempt, 0
 
     def counted(state: RequestState) -> None:
@@ -149,7 +156,7 @@ def run_8k_job(*, known: bool, longest_first: bool) -> tuple[int, int]:
     allocator.preempt = counted  # type: ignore[method-assign]
     by_id = {f"r{i}": int(n) for i, n in enumerate(lengths)}
     rounds, peak = 0, 0
-    for step, live in drive(allocator, by_id, pool):
+    for step, live in drive(allocator, by_id, pools):
         rounds, peak = rounds + step, max(peak, len(live))
     assert peak >= 75
     return rounds, num_set_back
@@ -177,42 +184,42 @@ def test_scarce_pages_are_never_owned_twice_and_every_row_finishes(data: st.Data
         requests.append(request(i, prompt, cap=cap, predicted=min(predicted, cap)))
         lengths[f"r{i}"] = data.draw(st.integers(1, cap))
     biggest = max(-(-(len(r.prompt_ids) + r.max_new_tokens) // 4) for r in requests)
-    pool = PagePool(1 + biggest + data.draw(st.integers(0, 20)))
+    pools = pools_of(1 + biggest + data.draw(st.integers(0, 20)))
     running = [progress(r) for r in requests]
-    allocator = SlotAllocator(shape(slots, pool.num_pages), pool, iter(running))
+    allocator = SlotAllocator(shape(slots, pools.pools[0].num_pages), pools, iter(running))
     # Rows with a short cap are promised all their pages: none is set back, whatever they share with whom.
     allocator.preempt = lambda state: pytest.fail(f"{state} is preempted")  # type: ignore[method-assign]
-    for _, live in drive(allocator, lengths, pool):
+    for _, live in drive(allocator, lengths, pools):
         owners: dict[int, list[RequestState]] = {}
         for row in live:
-            assert len(row.pages) * 4 >= row.num_tokens
-            assert 0 not in row.pages
-            for page in row.pages:
+            assert row.pages.num_columns * 4 >= row.num_tokens
+            assert 0 not in row.pages.tables[0]
+            for page in row.pages.tables[0]:
                 owners.setdefault(page, []).append(row)
         for page, sharing in owners.items():
             for row in sharing:  # only a whole page of the same prompt beginning has several owners
                 if len(sharing) > 1:
-                    end = 4 * (row.pages.index(page) + 1)
+                    end = 4 * (row.pages.tables[0].index(page) + 1)
                     assert end <= len(row.request.prompt_ids)
                     assert list(row.request.prompt_ids[:end]) == list(sharing[0].request.prompt_ids[:end])
-        assert pool.num_free + len(owners) == pool.num_pages - 1
-    assert pool.num_free == pool.num_pages - 1
+        assert pools.pools[0].num_free + len(owners) == pools.pools[0].num_pages - 1
+    assert pools.pools[0].num_free == pools.pools[0].num_pages - 1
     assert {p.request.request_id: len(p.tokens) for p in running} == lengths
 
 
 def test_samples_of_a_row_share_its_whole_prompt_pages() -> None:
-    pool = PagePool(40)
+    pools = pools_of(40)
     stream = (progress(request(0, list(range(10)), cap=4)) for _ in range(3))
-    group = SlotAllocator(shape(3, 40), pool, stream).refill()
+    group = SlotAllocator(shape(3, 40), pools, stream).refill()
     assert [row.num_shared_pages for row in group] == [0, 2, 2]
-    assert group[0].pages[:2] == group[1].pages[:2] == group[2].pages[:2]
-    assert len({row.pages[2] for row in group}) == 3
+    assert group[0].pages.tables[0][:2] == group[1].pages.tables[0][:2] == group[2].pages.tables[0][:2]
+    assert len({row.pages.tables[0][2] for row in group}) == 3
 
 
 def test_the_last_prompt_token_is_never_shared_because_its_logits_are_needed() -> None:
-    pool = PagePool(40)
+    pools = pools_of(40)
     stream = (progress(request(0, list(range(8)), cap=4)) for _ in range(2))
-    group = SlotAllocator(shape(2, 40), pool, stream).refill()
+    group = SlotAllocator(shape(2, 40), pools, stream).refill()
     assert group[1].num_shared_pages == 1
 
 
@@ -222,7 +229,7 @@ def test_a_finished_rows_prefix_is_found_until_its_pages_are_taken() -> None:
     keys = prefix_hashes(ids, 4)
     pages = pool.take(2)
     for page, key in zip(pages, keys, strict=True):
-        pool.publish(page, key)
+        pool.cache_prefix(page, key)
     pool.release(pages)
     assert pool.match(keys) == pages
     assert pool.num_free == 6
@@ -234,9 +241,9 @@ def test_a_finished_rows_prefix_is_found_until_its_pages_are_taken() -> None:
 
 def test_a_prefix_that_nobody_owns_any_more_counts_as_pages_to_be_taken() -> None:
     """Nine pages: one row is promised six, of which it has one; another needs four, two of which lie there and are free."""
-    pool, prompt = PagePool(1 + 9), list(range(12))
+    pools, prompt = pools_of(1 + 9), list(range(12))
     requests = [request(0, prompt, cap=4), request(1, [50, 51, 52, 53], cap=20), request(2, prompt, cap=4)]
-    allocator = SlotAllocator(shape(2, 10), pool, map(progress, requests), prefill_cost=PrefillCost(least=0.0, token=0.0))
+    allocator = SlotAllocator(shape(2, 10), pools, map(progress, requests), prefill_cost=PrefillCost(least=0.0, token=0.0))
     (first,) = allocator.refill()
     allocator.release(first)
     (long,) = allocator.refill()
@@ -253,15 +260,15 @@ def test_a_page_key_depends_on_everything_before_the_page() -> None:
 
 
 def test_a_row_that_can_never_fit_is_refused_with_the_numbers() -> None:
-    pool = PagePool(5)
-    allocator = SlotAllocator(shape(2, 5), pool, iter([progress(request(0, [1] * 10, cap=20))]))
+    pools = pools_of(5)
+    allocator = SlotAllocator(shape(2, 5), pools, iter([progress(request(0, [1] * 10, cap=20))]))
     with pytest.raises(CapacityError, match=r"30 tokens need 8 pages, the pool has 4"):
         allocator.refill()
 
 
 def test_compaction_moves_only_rows_behind_the_bucket() -> None:
-    pool = PagePool(40)
-    allocator = SlotAllocator(shape(4, 40), pool, (progress(request(i, [i], cap=4)) for i in range(4)))
+    pools = pools_of(40)
+    allocator = SlotAllocator(shape(4, 40), pools, (progress(request(i, [i], cap=4)) for i in range(4)))
     rows = allocator.refill()
     allocator.release(rows[0])
     allocator.release(rows[2])
@@ -272,9 +279,9 @@ def test_compaction_moves_only_rows_behind_the_bucket() -> None:
 
 def test_a_long_row_is_promised_what_is_predicted_for_as_long_as_it_lives() -> None:
     """Of 160 pages one row has few as yet and will have 101; another, which will have 76, waits in every round."""
-    pool = PagePool(1 + 160)
+    pools = pools_of(1 + 160)
     requests = [request(0, [1] * 4, cap=600, predicted=400), request(1, [2] * 4, cap=600, predicted=300)]
-    allocator = SlotAllocator(shape(2, 161), pool, map(progress, requests), prefill_cost=PrefillCost(least=0.0, token=0.0))
+    allocator = SlotAllocator(shape(2, 161), pools, map(progress, requests), prefill_cost=PrefillCost(least=0.0, token=0.0))
     (first,) = allocator.refill()
     assert allocator.refill() == []
     allocator.release(first)
@@ -282,9 +289,9 @@ def test_a_long_row_is_promised_what_is_predicted_for_as_long_as_it_lives() -> N
 
 
 def test_the_row_that_came_last_is_set_back_and_comes_again_before_any_other() -> None:
-    pool = PagePool(40)
+    pools = pools_of(40)
     allocator = SlotAllocator(
-        shape(2, 40), pool, (progress(request(i, [i], cap=4)) for i in range(5)), prefill_cost=PrefillCost(0.0, 0.0)
+        shape(2, 40), pools, (progress(request(i, [i], cap=4)) for i in range(5)), prefill_cost=PrefillCost(0.0, 0.0)
     )
     first, second = allocator.refill()
     allocator.release(first)

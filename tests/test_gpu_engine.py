@@ -122,7 +122,7 @@ def run(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(allocator, "SHORT_CAP_TOKENS", 4)
         done = list(engine.run(iter(asked)))
-    assert engine.pool.num_free == engine.pool.num_pages - 1
+    assert engine.pools.num_free == tuple(pool.num_pages - 1 for pool in engine.pools.pools)
     return engine, done
 
 
@@ -218,9 +218,9 @@ def test_rows_with_common_beginnings_keep_their_tokens_while_the_batch_shrinks(s
     def poison(pool: PagePool, count: int) -> list[int]:
         pages = take(pool, count)
         index = torch.tensor(pages, dtype=torch.int64, device="cuda")
-        for kv in (engine.executor.cache.kv, engine.executor.cache.draft_kv):
-            kv[:, 0].index_fill_(1, index, float("nan"))
-            kv[:, 1].index_fill_(1, index, 1e4)
+        for layer in engine.executor.cache.layers:
+            layer.pages[0].index_fill_(0, index, float("nan"))
+            layer.pages[1].index_fill_(0, index, 1e4)
         return pages
 
     with pytest.MonkeyPatch.context() as patch:

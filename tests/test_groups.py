@@ -9,6 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from batchspec.cache.page_tables import RowPages
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.engine import Engine
 from batchspec.engine.request_state import RequestState
@@ -19,7 +20,9 @@ from tests.engines import DEVICE, VOCAB, packed, request, tiny_target
 
 def row(slot: int, pages: list[int]) -> RequestState:
     asked = request(slot, [1], cap=1)
-    return RequestState(request=asked, draft_len=0, finder=None, slot=slot, pages=pages, order=10 + slot)
+    owned = RowPages()
+    owned.tables[0].extend(pages)
+    return RequestState(request=asked, draft_len=0, finder=None, slot=slot, pages=owned, order=10 + slot)
 
 
 class Groups:
@@ -139,7 +142,7 @@ def test_the_tables_fit_the_rows_of_every_round_of_several_runs(count: int, buck
             pages = int(tables.shared_len[group]) // batch.page_size
             assert one.slot in members
             assert max(members) < scheduled.num_rows
-            assert all(other.pages[:pages] == one.pages[:pages] for other in rows if other.slot in members)
+            assert all(other.pages.tables[0][:pages] == one.pages.tables[0][:pages] for other in rows if other.slot in members)
 
     engine.executor._launch_round = checked  # type: ignore[method-assign]
     for _ in range(6):

@@ -70,7 +70,7 @@ def test_the_heads_keys_and_values_do_not_depend_on_who_proposed(
         one = request(0, [7, 3, 4, 7, 3], cap=24)
         engine = run(drafter, [one], packed(SLOTS, draft_len=5))
         place = torch.arange(len(one.prompt_ids) + 24 - 2)
-        pages = engine.executor.rows.page_table[0].long()[place // engine.batch.page_size]
+        pages = engine.executor.rows.page_tables[0][0].long()[place // engine.batch.page_size]
         layer = engine.executor.cache.layer(tiny_target().spec.num_layers)
         found.append(layer.pages[:, pages, place % engine.batch.page_size])
         assert (drafter.counts[1] > 0) == lookup

@@ -85,7 +85,7 @@ def run(
         patch.setattr(allocator, "SHORT_CAP_TOKENS", short_cap)
         patch.setattr(engine.executor, "_launch_round", launch_checked)
         done = {completion.request_id: completion for completion in engine.run(iter(requests))}
-    assert engine.pool.num_free == engine.pool.num_pages - 1  # every page came back
+    assert engine.pools.num_free == tuple(pool.num_pages - 1 for pool in engine.pools.pools)  # every page came back
     return {name: c.token_ids.tolist() for name, c in done.items() if c.token_ids is not None}, done, engine
 
 

@@ -128,7 +128,7 @@ def run(name: str, requests: list[Request], **options: Any) -> dict[str, Complet
         penalties=True, options=RoundOptions(**options),
     )  # fmt: skip
     done = {completion.request_id: completion for completion in engine.run(iter(requests))}
-    assert engine.pool.num_free == engine.pool.num_pages - 1  # every page came back
+    assert engine.pools.num_free == tuple(pool.num_pages - 1 for pool in engine.pools.pools)  # every page came back
     return done
 
 

@@ -174,7 +174,7 @@ def test_rejected_places_are_never_read_nor_counted(tmp_path: Path, monkeypatch:
         def poisoned(self: Any, rows: DeviceBatch, ids: Tensor, lengths: Tensor, cache: KVCache, poisons: bool = poisons) -> None:
             for slot in rows.live.nonzero().flatten().tolist() if poisons else ():
                 for position in range(int(rows.num_tokens[slot]) - 1, rows.tokens.shape[1]):
-                    page = int(rows.page_table[slot, position // cache.page_size])
+                    page = int(rows.page_tables[0][slot, position // cache.page_size])
                     for layer in range(self.num_kv_layers):
                         cache.layer(TARGET().spec.num_layers + layer).pages[:, page, position % cache.page_size] = 1e3
             propose(self, rows, ids, lengths, cache)
@@ -204,7 +204,7 @@ def test_no_place_wraps_to_position_0(tmp_path: Path, monkeypatch: pytest.Monkey
 
     def guarded(self: Any, rows: DeviceBatch, ids: Tensor, lengths: Tensor, cache: KVCache) -> None:
         draft_layer = cache.layer(TARGET().spec.num_layers).pages
-        first = rows.page_table[rows.live != 0, 0].long()
+        first = rows.page_tables[0][rows.live != 0, 0].long()
         before = draft_layer[:, first].clone()
         propose(self, rows, ids, lengths, cache)
         rounds.append(int((self._positions[: ids.numel()] >= rows.tokens.shape[1]).sum()))
@@ -328,7 +328,8 @@ def test_a_job_drafts_in_parallel_where_the_head_can_unless_told_otherwise(tmp_p
         drafter = spec.build(spec.load(dtype=target.dtype, device=DEVICE), target, slots=2)
         assert type(drafter) is kind
         assert drafter.shape == spec.shape
-        assert (drafter.kv_layout(4),) * drafter.num_kv_layers == spec.kv_layouts(target.dtype, 4)
+        assert tuple((drafter.kv_layout(4), window) for window in drafter.kv_windows) == spec.kv_layers(target.dtype, 4)
+        assert len(drafter.kv_windows) == drafter.num_kv_layers
     config.draft.parallel = True
     with pytest.raises(ConfigError, match=r"draft.parallel=true, but the head .*chain has no mask token: it drafts a chain"):
         open_drafter(config, target.spec)

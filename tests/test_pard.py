@@ -99,7 +99,7 @@ def run(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduler, "SHORT_CAP_TOKENS", short_cap)
         done = {c.request_id: c.token_ids.tolist() for c in engine.run(iter(requests)) if c.token_ids is not None}
-    assert engine.pool.num_free == engine.pool.num_pages - 1  # every page came back
+    assert engine.pools.num_free == tuple(pool.num_pages - 1 for pool in engine.pools.pools)  # every page came back
     return done, engine
 
 
@@ -185,11 +185,14 @@ def test_a_job_drafts_in_parallel_where_the_model_can_unless_told_otherwise(tmp_
     for folder, parallel, chain in ((masked, "auto", False), (masked, True, False), (masked, False, True), (plain, "auto", True)):
         config = RunConfig(draft=DraftConfig(name="pard", path=str(folder), parallel=parallel, num_speculative_tokens=3))
         spec = open_drafter(config, target.spec)
-        assert [layout.token_bytes for layout in spec.kv_layouts(torch.float32, 4)] == [2 * 2 * 6 * 4] * 2
+        assert [(layout.token_bytes, window) for layout, window in spec.kv_layers(torch.float32, 4)] == [
+            (2 * 2 * 6 * 4, None)
+        ] * 2
         drafter = spec.build(load(folder), target, slots=2)
         assert isinstance(drafter, PardDrafter)
         assert drafter.shape == spec.shape
-        assert (drafter.kv_layout(4),) * drafter.num_kv_layers == spec.kv_layouts(target.dtype, 4)
+        assert tuple((drafter.kv_layout(4), window) for window in drafter.kv_windows) == spec.kv_layers(target.dtype, 4)
+        assert len(drafter.kv_windows) == drafter.num_kv_layers
         assert (drafter._chain is not None) == chain
     config.draft.parallel = True
     with pytest.raises(ConfigError, match=r"draft.parallel=true, but .*plain names no mask token"):

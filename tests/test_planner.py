@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchspec.batch.device_batch import DeviceBatch
-from batchspec.cache.layout import KVLayout
 from batchspec.config.schema import PackingConfig
 from batchspec.engine.draft_lengths import candidates
 from batchspec.errors import CapacityError
 from batchspec.model.spec import ModelSpec
 from batchspec.packing import planner
 from batchspec.packing.cost import H200, Rates, page_bytes
+from batchspec.packing.kv_memory import DraftLayers, KVMemory, kv_bytes
 from batchspec.packing.memory import MOST_LENGTHS, learning_bytes, reserve_bytes
 from batchspec.packing.planner import Demand, choose_batch, forecast, free_memory, order_requests, row_buckets
 from batchspec.packing.survey import Survey
@@ -39,7 +39,7 @@ def on_gpu(
     demand: Demand = REASONING,
     free_bytes: int = 120 * 10**9,
     draft_len: int = 3,
-    draft_layers: tuple[KVLayout, ...] = (),
+    draft_layers: DraftLayers = (),
     **packing: Any,
 ) -> PackedBatch:
     return choose_batch(
@@ -89,7 +89,8 @@ def test_the_buffers_of_rows_fit_what_is_held_back_for_them() -> None:
         held = reserve_bytes(
             small_spec(), dtype=torch.float32, slots=8, num_buckets=1, draft_len=3, prefill_tokens=8, max_len=max_len
         )
-        sizes.append((sum(getattr(rows, field.name).nbytes for field in fields(rows)), held))
+        tensors = [getattr(rows, field.name) for field in fields(rows) if field.name != "page_tables"]
+        sizes.append((sum(tensor.nbytes for tensor in (*tensors, *rows.page_tables)), held))
     needed, held = (more - less for less, more in zip(*sizes, strict=True))
     assert needed <= held <= 1.3 * needed
 
@@ -152,7 +153,7 @@ def test_one_h200_holds_75_rows_of_llama_8b_at_their_full_length() -> None:
     free = 143_771 * 2**20 - 18_500_000_000  # what the card has, less weights, a one-layer head and the driver's own
     for output in (1063, 1536):
         job = Demand(num_completions=192, prompt_tokens=8192, output_tokens=output, max_tokens=11_264)
-        batch = on_gpu(job, free_bytes=free, draft_layers=(LLAMA_8B.kv_layout(torch.bfloat16, 16),))
+        batch = on_gpu(job, free_bytes=free, draft_layers=((LLAMA_8B.kv_layout(torch.bfloat16, 16), None),))
         assert batch.num_pages >= 75 * 704 + 1
         assert batch.num_slots in (88, 96)
 
@@ -187,7 +188,7 @@ def test_a_small_model_runs_a_thousand_short_rows_beside_its_logits() -> None:
     gsm8k = Demand(num_completions=1319, prompt_tokens=150, output_tokens=128, max_tokens=700)
     batch = choose_batch(
         PackingConfig(), smol, H200, gsm8k, device=GPU, dtype=torch.bfloat16, draft_len=3,
-        draft_layers=(smol.kv_layout(torch.bfloat16, 16),), free_bytes=140 * 10**9,
+        draft_layers=((smol.kv_layout(torch.bfloat16, 16), None),), free_bytes=140 * 10**9,
     )  # fmt: skip
     assert batch.num_slots == 1024
     assert batch.num_pages == 1024 * 44 + 1
@@ -366,3 +367,51 @@ def test_slots_refilled_in_this_order_come_close_to_the_ideal_even_when_only_the
     for output in outputs:  # a slot that is free first takes the next row
         heapq.heapreplace(ends, ends[0] + int(output))
     assert max(ends) <= 1.05 * outputs.sum() / 128
+
+
+def windowed(*windows: int | None) -> ModelSpec:
+    return small_spec(num_layers=len(windows), windows=windows)
+
+
+def memory_of(spec: ModelSpec, *, max_tokens: int, lookahead: int = 4, drafts: DraftLayers = ()) -> KVMemory:
+    return KVMemory.of(
+        spec, torch.float32, drafts, page_size=16, max_len=max_tokens, max_tokens=max_tokens, lookahead=lookahead, pass_tokens=1,
+    )  # fmt: skip
+
+
+def test_a_row_needs_the_pages_of_its_window_and_all_of_them_where_layers_read_all_keys() -> None:
+    """1,000 tokens are 63 pages; a window of 100 spans at most 8 with what is not committed yet, wherever in a page it begins."""
+    full, sliding, mixed = (windowed(*windows) for windows in ((None, None), (100, 100), (None, 100)))
+    layer = full.kv_layout(torch.float32, 16).page_bytes
+    found = [memory_of(spec, max_tokens=1000).row_bytes(1000) for spec in (full, sliding, mixed)]
+    assert found == [2 * 63 * layer, 2 * 8 * layer, (63 + 8) * layer]
+    assert memory_of(sliding, max_tokens=1000).row_bytes(40) == 2 * 3 * layer
+
+
+def test_pools_hold_what_all_slots_need_or_share_out_the_memory_that_there_is() -> None:
+    """While a row is prefilled it needs all its pages in every group."""
+    memory = memory_of(windowed(None, 100, 100), max_tokens=1000)
+    layer = memory.page_bytes[0]
+    assert memory.page_bytes == (layer, 2 * layer)
+    assert memory.num_pages(10**12, 10) == (1 + 10 * 63, 1 + 10 * 8 + 63 - 8)
+    assert memory.num_pages(10**12, 1) == (64, 64)
+    for budget in range(3 * 64 * layer, 1000 * layer, 37 * layer):
+        pages = memory.num_pages(budget, 10)
+        assert all(64 <= count <= most for count, most in zip(pages, (631, 136), strict=True))
+        used = sum(count * size for count, size in zip(pages, memory.page_bytes, strict=True))
+        assert used <= budget
+        assert used > budget - 3 * layer or pages == (631, 136)
+
+
+def test_a_sliding_window_lets_more_rows_into_the_same_memory() -> None:
+    demand = Demand(num_completions=400, prompt_tokens=900, output_tokens=90, max_tokens=1000)
+    batches = [
+        choose_batch(
+            PackingConfig(memory_gb=0.01), spec, H200, demand, device=GPU, dtype=torch.bfloat16, draft_len=0, free_bytes=10**11
+        )
+        for spec in (windowed(None, None), windowed(100, 100), windowed(None, 100))
+    ]
+    assert batches[0].num_slots < batches[2].num_slots < batches[1].num_slots
+    assert [len(batch.more_pages) for batch in batches] == [0, 0, 1]
+    for batch, spec in zip(batches, (windowed(None, None), windowed(100, 100), windowed(None, 100)), strict=True):
+        assert kv_bytes(batch, spec, torch.bfloat16) <= 10**7

@@ -224,8 +224,8 @@ def test_a_rehearsal_is_the_largest_pass_that_there_can_be_and_a_short_one(
     passes: list[list[int]] = []
     monkeypatch.setattr(prefill, "prefill_chunk", lambda _, __, segments, ___: passes.append([s.end for s in segments]))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    rows: Any = SimpleNamespace(page_table=torch.ones(4, 8), live=torch.zeros(4))
+    rows: Any = SimpleNamespace(page_tables=(torch.ones(4, 8),), live=torch.zeros(4))
     none: Any = None
     rehearse(none, rows, max_tokens=max_tokens, longest=longest, mode=MODE)
     assert passes == [ends, ends, [short], [short]]
-    assert not rows.page_table.any()
+    assert not rows.page_tables[0].any()

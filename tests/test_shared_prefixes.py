@@ -60,7 +60,7 @@ def tokens(requests: list[Request], slots: int, run_ahead: int, patch: pytest.Mo
 
     def poison(pool: PagePool, count: int) -> list[int]:
         pages = take(pool, count)
-        kv = engine.executor.cache.kv
+        kv = engine.executor.cache.target_kv[0]
         kv[:, 0, pages], kv[:, 1, pages] = float("nan"), 1e4  # what a row that failed leaves
         return pages
 
@@ -73,7 +73,7 @@ def alone(requests: list[Request]) -> dict[str, list[int]]:
     engine = Engine(tiny_target(torch.float32), NoDrafter(), packed(1), device=DEVICE)
     done: dict[str, list[int]] = {}
     for one in requests:
-        engine.pool.forget()
+        engine.pools.forget()
         done |= {c.request_id: c.token_ids.tolist() for c in engine.run(iter([one])) if c.token_ids is not None}
     return done
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from batchspec.batch.flat_batch import FlatBatch
+from batchspec.cache.groups import KVGroups
 from batchspec.cache.pages import KVCache
 from batchspec.errors import ConfigError
 from batchspec.model.spec import load_spec
@@ -62,8 +63,8 @@ class Runner:
         spec, per_row = target.spec, max_len // PAGE_SIZE
         cache = KVCache.allocate(
             spec.kv_layout(target.dtype, PAGE_SIZE),
-            num_layers=spec.num_layers,
-            num_pages=num_rows * per_row + 1,
+            groups=KVGroups.single(spec.num_layers),
+            num_pages=(num_rows * per_row + 1,),
             device=CPU,
         )
         pages = list(range(1, num_rows * per_row + 1))
@@ -113,7 +114,7 @@ def test_only_the_ends_of_rows_gives_their_logits_and_everything_that_later_pass
     for row in range(3):
         torch.testing.assert_close(found[row][0], expected[row][-1], atol=1e-12, rtol=0)
         torch.testing.assert_close(found_taps[row], expected_taps[row], atol=1e-12, rtol=0)
-    torch.testing.assert_close(ends.cache.kv, whole.cache.kv, atol=1e-12, rtol=0)
+    torch.testing.assert_close(ends.cache.target_kv, whole.cache.target_kv, atol=1e-12, rtol=0)
 
 
 def prompts(lengths: list[int], vocab: int = 320) -> list[list[int]]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from batchspec import run as job_run
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
+from batchspec.cache.groups import KVGroups
 from batchspec.cache.pages import KVCache
 from batchspec.commands import plan
 from batchspec.commands.workloads import COMMON, make_job
@@ -229,8 +230,8 @@ def test_kv_of_what_is_committed_is_that_of_a_forward_from_the_start(
             count = int(rows.num_tokens[slot]) - 1
             ids = tuple(rows.tokens[slot, :count].tolist())
             places = torch.arange(count)
-            where = rows.page_table[slot, places // self.cache.page_size].long(), places % self.cache.page_size
-            kept[ids] = self.cache.kv[:, :, where[0], where[1]].clone()
+            where = rows.page_tables[0][slot, places // self.cache.page_size].long(), places % self.cache.page_size
+            kept[ids] = self.cache.target_kv[0][:, :, where[0], where[1]].clone()
             moved.append(int(result.log[slot, 0]))
         return result
 
@@ -246,7 +247,8 @@ def test_kv_of_what_is_committed_is_that_of_a_forward_from_the_start(
 def kv_from_the_start(ids: tuple[int, ...]) -> Tensor:
     """K/V [layers, 2, len(ids), heads, D] of the target over these tokens, in one pass."""
     spec, count = TARGET().spec, len(ids)
-    cache = KVCache.allocate(spec.kv_layout(torch.float64, count), num_layers=spec.num_layers, num_pages=2, device=DEVICE)
+    groups = KVGroups.single(spec.num_layers)
+    cache = KVCache.allocate(spec.kv_layout(torch.float64, count), groups=groups, num_pages=(2,), device=DEVICE)
     positions = torch.arange(count, device=DEVICE)
 
     def ints(values: object) -> Tensor:
@@ -264,7 +266,7 @@ def kv_from_the_start(ids: tuple[int, ...]) -> Tensor:
         max_kv=count,
     )
     TARGET().forward(batch, cache)
-    return cache.kv[:, :, 1]
+    return cache.target_kv[0][:, :, 1]
 
 
 def test_a_round_emits_the_path_that_the_target_draws(tmp_path: Path) -> None:
@@ -301,7 +303,7 @@ def test_rows_end_where_they_should_with_whole_trees_to_the_end(tmp_path: Path) 
     drafter = make_drafter(tmp_path, design, tensors, shape, slots=2)
     requests = [request(i, [i, 2, 3], cap=13) for i in range(3)]
     tokens, done, engine = run(requests, packed(2, max_len=16, num_pages=31), drafter, options=synthetic(6))
-    assert engine.executor.rows.page_table.shape[1] * 4 >= 16 - 2 + shape.kv_per_round
+    assert engine.executor.rows.page_tables[0].shape[1] * 4 >= 16 - 2 + shape.kv_per_round
     assert all(len(output) == 13 for output in tokens.values())
     assert all(c.stats.num_accepted + c.stats.num_rounds + 1 == 13 for c in done.values() if c.stats)
     check_trees(design, tensors, shape)

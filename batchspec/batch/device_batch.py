@@ -57,17 +57,28 @@ class DeviceBatch:
     """float32 [R] presence penalty, 0 is off"""
     stop_ids: Tensor
     """int32 [R, MAX_STOP_IDS] -1 where unused"""
-    page_table: Tensor
-    """int32 [R, pages of max_len and of what rounds write beyond it] scratch page where nothing is granted yet"""
+    page_tables: tuple[Tensor, ...]
+    """By K/V group int32 [R, pages of max_len and of what rounds write beyond it], the scratch page where nothing is granted yet.
+    Where a group's window has passed, pages stand that the row has given back: nothing reads them."""
     seen: Tensor
     """uint8 [R, V] bits SEEN_*; [R, 0] in a job without penalties"""
 
     @classmethod
     def allocate(
-        cls, batch: PackedBatch, *, vocab_size: int, penalties: bool, device: torch.device, num_lookahead_slots: int = 0
+        cls,
+        batch: PackedBatch,
+        *,
+        vocab_size: int,
+        penalties: bool,
+        device: torch.device,
+        num_lookahead_slots: int = 0,
+        num_groups: int = 1,
     ) -> DeviceBatch:
-        """beyond: places behind a row's end that a round may write K/V to."""
-        slots = batch.num_slots
+        """
+        num_lookahead_slots  K/V positions after a row's last token that a round may write
+        num_groups           K/V groups, each with a page table
+        """
+        slots, columns = batch.num_slots, -(-(batch.max_len + num_lookahead_slots) // batch.page_size)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -88,13 +99,14 @@ class DeviceBatch:
             repetition=zeros(slots, dtype=torch.float32),
             presence=zeros(slots, dtype=torch.float32),
             stop_ids=zeros(slots, MAX_STOP_IDS) - 1,
-            page_table=zeros(slots, -(-(batch.max_len + num_lookahead_slots) // batch.page_size)),
+            page_tables=tuple(zeros(slots, columns) for _ in range(num_groups)),
             seen=zeros(slots, vocab_size if penalties else 0, dtype=torch.uint8),
         )
 
     def first(self, num_rows: int) -> DeviceBatch:
         """The first slots as views: what a round of a smaller row bucket works on."""
-        return DeviceBatch(**{field.name: getattr(self, field.name)[:num_rows] for field in fields(self)})
+        views = {field.name: getattr(self, field.name)[:num_rows] for field in fields(self) if field.name != "page_tables"}
+        return DeviceBatch(**views, page_tables=tuple(table[:num_rows] for table in self.page_tables))
 
     def begin(self, slots: Sequence[int], requests: Sequence[Request], outputs: Sequence[Sequence[int]]) -> None:
         """Put requests into slots, not live yet; `outputs` are tokens that a row set back had emitted already."""
@@ -129,7 +141,8 @@ class DeviceBatch:
         put(self.presence, [r.sampling.presence_penalty for r in requests])
         self.live[index] = 0
         self.finish[index] = 0
-        self.page_table[index] = 0
+        for table in self.page_tables:
+            table[index] = 0
         if self.seen.shape[1]:
             self._mark_seen(slots, requests, outputs)
 
@@ -140,14 +153,20 @@ class DeviceBatch:
             line[upload(request.prompt_ids, torch.int64, line.device)] = SEEN_PROMPT_OR_OUTPUT
             line[upload(output, torch.int64, line.device)] = SEEN_PROMPT_OR_OUTPUT | SEEN_OUTPUT
 
-    def grant(self, grants: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """Write newly granted pages into the table: (slot, first column, pages) each."""
-        device = self.page_table.device
-        slots = [slot for slot, _, pages in grants for _ in pages]
-        columns = [first + i for _, first, pages in grants for i in range(len(pages))]
-        ids = [page for _, _, pages in grants for page in pages]
-        place = upload([slots, columns, ids], torch.int64, device)
-        self.page_table[place[0], place[1]] = place[2].int()
+    def grant(self, grants: Sequence[tuple[int, int, Sequence[Sequence[int]]]]) -> None:
+        """Write newly granted pages into the tables: slot, first column, and by group the pages from there on."""
+        slots = [slot for slot, _, pages in grants for _ in pages[0]]
+        columns = [first + i for _, first, pages in grants for i in range(len(pages[0]))]
+        ids = [[page for _, _, pages in grants for page in pages[group]] for group in range(len(self.page_tables))]
+        at_slot, at_column, *ids_by_group = upload([slots, columns, *ids], torch.int64, self.tokens.device)
+        for table, group_ids in zip(self.page_tables, ids_by_group, strict=True):
+            table[at_slot, at_column] = group_ids.int()
+
+    @property
+    def _tensors(self) -> tuple[Tensor, ...]:
+        """Everything that a slot has, page tables last."""
+        own = (getattr(self, field.name) for field in fields(self) if field.name != "page_tables")
+        return *own, *self.page_tables
 
     def kill(self, slots: Sequence[int]) -> None:
         """The host ends rows (stop string, set back): dead from the next round on."""
@@ -159,7 +178,7 @@ class DeviceBatch:
         more  other tensors [slots, ...] that move with them: a drafter's state
         """
         sources, destinations = upload(moves, torch.int32, self.live.device).T.contiguous()
-        for state in (*(getattr(self, field.name) for field in fields(self)), *more):
+        for state in (*self._tensors, *more):
             if state.numel():
                 move_rows(state, sources, destinations)
         self.live[sources] = 0

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from batchspec.kernels.attention.work_list import SharedPrefixes
+from batchspec.kernels.attention.work_list import SharedPrefixes
+from batchspec.kernels.kv_cache.group_slot_mapping import group_slot_mapping
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupPages:
+    """Where one K/V group keeps the keys of a batch."""
+
+    page_table: Tensor
+    """int32 [R, max pages a row]"""
+    slot_mapping: Tensor
+    """int64 [T]"""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,6 +55,28 @@ class FlatBatch:
     """What the host knows of the rows: of a prefill everything, of a round nothing."""
     tree: TreeTail | None = None
     """The last keys of each row are nodes of a tree: keys go by node, positions by depth, so several queries may share one."""
+    more_groups: tuple[GroupPages, ...] = ()
+    """Of K/V groups 1, 2, ...; page_table and slot_mapping are those of group 0, the one with the widest window."""
+
+    def of_group(self, group: int) -> FlatBatch:
+        """The same tokens in the pages of one K/V group."""
+        if group == 0:
+            return self
+        pages = self.more_groups[group - 1]
+        # Shared prefixes are known of group 0 only, and no other group reads all keys.
+        return replace(self, page_table=pages.page_table, slot_mapping=pages.slot_mapping, shared=None, more_groups=())
+
+    def add_groups(self, page_tables: Sequence[Tensor], page_size: int) -> FlatBatch:
+        """This batch with the page tables [R, max pages a row] of groups 1, 2, ...: one launch each for their slot mappings."""
+        more = []
+        for page_table in page_tables:
+            slot_mapping = torch.empty_like(self.slot_mapping)
+            group_slot_mapping(
+                self.cu_seqlens_q, self.kv_len, self.positions, page_table, page_size=page_size, out_slot_mapping=slot_mapping
+            )
+            more.append(GroupPages(page_table, slot_mapping))
+        self.more_groups = tuple(more)
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,4 +1,4 @@
-"""K/V pages: the tensor that holds them, and the host's account of who owns which page."""
+"""K/V pages: the tensors that hold them, and a pool's account of how many rows own each page."""
 
 from __future__ import annotations
 
@@ -10,87 +10,110 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from batchspec.batch.device_batch import DeviceBatch
+from batchspec.batch.flat_batch import FlatBatch
+from batchspec.cache.groups import KVGroups
 from batchspec.cache.layout import KVLayout, LayerKV
 from batchspec.errors import CapacityError
 from batchspec.kernels.kv_cache.kv_move import kv_move
 from batchspec.records import Ids
 
 SCRATCH_PAGE = 0
-"""Dead rows and padding write here; no row ever reads it."""
+"""Dead rows and padding write here; page tables hold it where a row has no page. What it holds reaches no result."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVCache:
-    """K/V of all layers in pages: the target's layers first, then the drafter's. A page id names a page of every layer.
+    """K/V of all layers in pages. The layers of one group share page ids, those of a drafter too."""
 
-    kv        [layers, 2 (K, V), P, page_size, num_kv_heads, head_dim] in `layout`
-    draft_kv  the same of the drafter's layers, in `draft_layout`
-    """
-
-    kv: Tensor
-    layout: KVLayout
-    draft_kv: Tensor
-    draft_layout: KVLayout
+    layers: tuple[LayerKV, ...]
+    """The target's, then the drafter's."""
+    groups: KVGroups
+    target_kv: tuple[Tensor, ...]
+    """By group, the K/V of its target layers [layers, 2 (K, V), P, page_size, KVH, D], which `layers` are views of."""
+    page_size: int
+    """Tokens."""
+    table_ids: tuple[int, ...]
+    """By group, which of `DeviceBatch.page_tables` it uses."""
 
     @classmethod
     def allocate(
         cls,
         layout: KVLayout,
         *,
-        num_layers: int,
-        num_pages: int,
+        groups: KVGroups,
+        num_pages: Sequence[int],
         device: torch.device,
         num_draft_layers: int = 0,
         draft_layout: KVLayout | None = None,
     ) -> KVCache:
-        """Zeroed pages. draft_layout: of the drafter's layers; None: the target's."""
-        draft_layout = draft_layout or layout
-        assert draft_layout.page_size == layout.page_size, (layout, draft_layout)  # they share page ids
-        kv, draft_kv = layout.allocate(num_layers, num_pages, device), draft_layout.allocate(num_draft_layers, num_pages, device)
-        return cls(kv, layout, draft_kv, draft_layout)
+        """Zeroed pages.
 
-    @property
-    def page_size(self) -> int:
-        """Tokens of a page."""
-        return self.layout.page_size
+        num_pages     of each group
+        draft_layout  of the drafter's layers; None: the target's
+        """
+        draft_layout = draft_layout or layout
+        assert draft_layout.page_size == layout.page_size, (layout, draft_layout)  # a row has one number of pages
+        target_kv = tuple(
+            layout.allocate(groups.num_target_layers(group), count, device) for group, count in enumerate(num_pages)
+        )
+        draft_kv = draft_layout.allocate(num_draft_layers, num_pages[groups.draft_group], device)
+        return cls.of(layout, groups, target_kv, tuple(LayerKV(pages, draft_layout) for pages in draft_kv))
+
+    @classmethod
+    def of(
+        cls, layout: KVLayout, groups: KVGroups, target_kv: tuple[Tensor, ...], draft_layers: tuple[LayerKV, ...] = ()
+    ) -> KVCache:
+        """A cache over memory that is there."""
+        by_group = [iter(kv) for kv in target_kv]
+        target_layers = tuple(LayerKV(next(by_group[group]), layout) for group in groups.target_layers)
+        return cls((*target_layers, *draft_layers), groups, target_kv, layout.page_size, tuple(range(groups.num_groups)))
 
     def layer(self, index: int) -> LayerKV:
         """The target's layers are 0 .. L-1, the drafter's follow."""
-        if index < len(self.kv):
-            return LayerKV(self.kv[index], self.layout)
-        return LayerKV(self.draft_kv[index - len(self.kv)], self.draft_layout)
+        return self.layers[index]
+
+    def page_tables(self, rows: DeviceBatch) -> tuple[Tensor, ...]:
+        """The page tables of the groups, in their order."""
+        return tuple(rows.page_tables[table] for table in self.table_ids)
+
+    def draft_table(self, rows: DeviceBatch) -> Tensor:
+        """int32 [R, max pages a row] the page table of the drafter's layers."""
+        return rows.page_tables[self.table_ids[self.groups.draft_group]]
 
     def drafter_part(self) -> KVCache:
-        """The drafter's layers as 0 .. : what a drafter that is a whole model reads and writes."""
-        return KVCache(self.draft_kv, self.draft_layout, self.draft_kv[:0], self.draft_layout)
+        """The drafter's layers as 0 .. : what a drafter that is a whole model reads and writes. All are of one group."""
+        layers = self.layers[len(self.groups.target_layers) :]
+        return KVCache(layers, KVGroups.single(len(layers)), (), self.page_size, (self.groups.draft_group,))
 
-    def fill_with_noise(self, generator: torch.Generator) -> None:
-        """Keys and values that mean nothing, for a benchmark of rounds without a prefill."""
-        for kv in (self.kv, self.draft_kv):
-            kv.normal_(generator=generator)
+    def move_accepted(self, nodes: FlatBatch, path: Tensor, chain: FlatBatch, accepted_len: Tensor) -> None:
+        """Move the target's K/V of accepted tree nodes to where a chain's would be, by one launch a group: see `kv_move`.
 
-    def move(self, tree_slots: Tensor, path: Tensor, chain_slots: Tensor, accepted_len: Tensor) -> None:
-        """Move the K/V of accepted tree nodes to where a chain's would be, in the target's layers: see the kernel `kv_move`."""
-        kv_move(self.kv, tree_slots, path, chain_slots, accepted_len)
+        path          int32 [R, D+1] node of each level
+        accepted_len  int32 [R]
+        """
+        for group, kv in enumerate(self.target_kv):
+            if len(kv):
+                kv_move(kv, nodes.of_group(group).slot_mapping, path, chain.of_group(group).slot_mapping, accepted_len)
 
 
 def prefix_hashes(ids: Ids, page_size: int, lookahead: int = 0) -> list[bytes]:
-    """One key for each whole page of `ids`, made of all tokens up to the page's end: equal keys, equal K/V.
+    """One hash for each whole page of `ids`, of all tokens up to the page's end: equal hashes, equal K/V.
 
-    lookahead  tokens behind a page that its K/V depends on too, 1 for an EAGLE head's: the key covers them, and a page without
+    lookahead  tokens after a page that its K/V depends on too, 1 for an EAGLE head's: the hash covers them, and a page without
                them in `ids` gets none
     """
-    keys, parent = [], b""
+    hashes, parent = [], b""
     for end in range(page_size, len(ids) - lookahead + 1, page_size):
         parent = blake2b(parent + ids[end - page_size : end + lookahead].tobytes(), digest_size=16).digest()
-        keys.append(parent)
-    return keys
+        hashes.append(parent)
+    return hashes
 
 
 class PagePool:
     """Reference-counted page ids of a fixed pool; page 0 is scratch and never handed out.
 
-    Pages whose content is a known prefix stay findable by key, after their last owner too, until they are taken
+    Pages whose content is a known prefix stay findable by hash, after their last owner too, until they are taken
     for something else (least recently released first).
     """
 
@@ -102,9 +125,9 @@ class PagePool:
         self.num_pages = num_pages
         self._refs = [0] * num_pages
         self._free = deque(range(SCRATCH_PAGE + 1, num_pages))
-        self._key_of: dict[int, bytes] = {}
+        self._hash_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # unowned pages that a key still finds, oldest first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # unowned pages that a hash still finds, oldest first
 
     @property
     def num_free(self) -> int:
@@ -112,7 +135,7 @@ class PagePool:
         return len(self._free) + len(self._idle)
 
     def take(self, count: int) -> list[int]:
-        """`count` pages for one owner. The caller has looked at `num_free`."""
+        """`count` pages for one owner; at most `num_free`."""
         assert count <= self.num_free, (count, self.num_free)
         pages = []
         for _ in range(count):
@@ -120,20 +143,24 @@ class PagePool:
                 page = self._free.popleft()
             else:
                 page, _none = self._idle.popitem(last=False)
-                del self._page_of[self._key_of.pop(page)]
+                del self._page_of[self._hash_of.pop(page)]
             self._refs[page] = 1
             pages.append(page)
         return pages
 
-    def match(self, keys: Sequence[bytes]) -> list[int]:
-        """Pages that hold the longest known beginning of `keys`; nothing changes hands."""
+    def match(self, hashes: Sequence[bytes]) -> list[int]:
+        """Pages that hold the longest known prefix of `hashes`; nothing changes hands."""
         pages = []
-        for key in keys:
-            page = self._page_of.get(key)
+        for page_hash in hashes:
+            page = self.find(page_hash)
             if page is None:
                 break
             pages.append(page)
         return pages
+
+    def find(self, page_hash: bytes) -> int | None:
+        """The page with this content; it changes no owner."""
+        return self._page_of.get(page_hash)
 
     def num_idle(self, pages: Iterable[int]) -> int:
         """How many of `pages` no row owns: sharing them uses up free pages."""
@@ -145,17 +172,17 @@ class PagePool:
             self._idle.pop(page, None)
             self._refs[page] += 1
 
-    def publish(self, page: int, key: bytes) -> None:
-        """Let `match` find this page, whose content is (or, in stream order, will be) what `key` says."""
-        if key not in self._page_of:
-            self._page_of[key] = page
-            self._key_of[page] = key
+    def cache_prefix(self, page: int, page_hash: bytes) -> None:
+        """Let `find` return this page, whose content is (or, in stream order, will be) what the hash says."""
+        if page_hash not in self._page_of:
+            self._page_of[page_hash] = page
+            self._hash_of[page] = page_hash
 
     def forget(self) -> None:
-        """`match` finds nothing of what was published so far; owners keep their pages."""
+        """`find` finds nothing of what was cached so far; owners keep their pages."""
         self._free.extend(self._idle)
         self._idle.clear()
-        self._key_of.clear()
+        self._hash_of.clear()
         self._page_of.clear()
 
     def release(self, pages: Iterable[int]) -> None:
@@ -164,7 +191,7 @@ class PagePool:
             self._refs[page] -= 1
             assert self._refs[page] >= 0, page
             if self._refs[page] == 0:
-                if page in self._key_of:
+                if page in self._hash_of:
                     self._idle[page] = None
                 else:
                     self._free.append(page)

@@ -93,14 +93,16 @@ def _time(bench: Bench, way: Way, record: Record) -> dict[str, Any]:
 def _begin(engine: Engine, past: int) -> None:
     """Every slot's row has `past` tokens; its pages lie anywhere in the pool."""
     rows, device = engine.executor.rows, engine.executor.rows.tokens.device
-    slots, width = rows.page_table.shape
-    width = min(width, (engine.batch.num_pages - 1) // slots)
     noise = torch.Generator(device).manual_seed(0)
     rows.tokens.random_(FIRST_ID, engine.executor.round.target.spec.vocab_size, generator=noise)
-    rows.page_table[:, :width] = 1 + torch.randperm(slots * width, device=device, generator=noise).view(slots, width).int()
-    rows.keys.copy_(torch.arange(slots, device=device))
+    for table, num_pages in zip(rows.page_tables, engine.batch.group_pages(len(rows.page_tables)), strict=True):
+        slots, width = table.shape
+        width = min(width, (num_pages - 1) // slots)
+        table[:, :width] = 1 + torch.randperm(slots * width, device=device, generator=noise).view(slots, width).int()
+    rows.keys.copy_(torch.arange(len(rows.keys), device=device))
     rows.limit.fill_(engine.batch.max_len)
-    engine.executor.cache.fill_with_noise(noise)
+    for layer in engine.executor.cache.layers:
+        layer.pages.normal_(generator=noise)
     rows.num_tokens.fill_(past)
     rows.prompt_len.fill_(past)
     rows.live.fill_(1)

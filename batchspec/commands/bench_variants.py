@@ -16,8 +16,8 @@ from batchspec.commands.profile import Profile, profile_rounds
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.engine import Engine
 from batchspec.engine.output_processor import EngineTotals
-from batchspec.packing.cost import page_bytes
-from batchspec.packing.planner import PAGE_SIZE, free_memory
+from batchspec.packing.kv_memory import kv_bytes
+from batchspec.packing.planner import free_memory
 from batchspec.records import Request, RowStats, SamplingParams
 
 WARM_ROWS, WARM_TOKENS = 8, 16
@@ -112,8 +112,8 @@ def engine_variants(bench: Bench) -> list[EngineVariant]:
     """All of them; each gives its memory back between turns where they do not fit side by side."""
     found = [EngineVariant(bench, way) for way in ways(bench.args)]
     if bench.device.type == "cuda" and len(found) > 1:
-        size_bytes = page_bytes(bench.workload.target.spec, PAGE_SIZE, bench.workload.target.dtype)
-        needed = len(found) * bench.batch(NoDrafter()).num_pages * size_bytes
+        target = bench.workload.target
+        needed = len(found) * kv_bytes(bench.batch(NoDrafter()), target.spec, target.dtype)
         for variant in found:
             variant.keeps = needed + ROOM_BYTES < free_memory(bench.device)
     return found

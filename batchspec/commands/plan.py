@@ -11,7 +11,8 @@ from batchspec import terminal
 from batchspec.config.compose import launch
 from batchspec.config.schema import RunConfig
 from batchspec.model.tokenizer import Tokenizer
-from batchspec.packing.cost import Rates, device_rates, num_multiplied, page_bytes, weight_bytes
+from batchspec.packing.cost import Rates, device_rates, num_multiplied, weight_bytes
+from batchspec.packing.kv_memory import kv_bytes
 from batchspec.packing.planner import Forecast, forecast
 from batchspec.packing.predict import SHORT_TOKENS
 from batchspec.packing.survey import Survey
@@ -89,8 +90,8 @@ class Plan:
         if batch is None or ahead is None:
             return []
         spec = job.spec
-        layers = job.drafter.kv_layouts(job.dtype, batch.page_size)
-        kv_bytes = batch.num_pages * page_bytes(spec, batch.page_size, job.dtype, draft_layers=layers)
+        pages_bytes = kv_bytes(batch, spec, job.dtype, job.drafter.kv_layers(job.dtype, batch.page_size))
+        pages = " + ".join(f"{count:,}" for count in (batch.num_pages, *batch.more_pages))
         dtype, accepted = str(job.dtype).removeprefix("torch."), job.drafter.assumed_accepted
         output = float(self.survey.lengths("predicted_tokens").mean()) * self.num_completions
         total_s = ahead.prefill_s + ahead.decode_s
@@ -99,7 +100,7 @@ class Plan:
             f"{_bytes(weight_bytes(spec, job.dtype))} in {dtype} on {job.device.type}",
             f"shape        {batch.num_slots} slots, rows up to {batch.max_len:,} tokens, drafter {job.config.draft.name} "
             f"({job.drafter.shape}), prefill passes of {batch.prefill_tokens:,} tokens",
-            f"pages        {batch.num_pages:,} of {batch.page_size} tokens, {_bytes(kv_bytes)}",
+            f"pages        {pages} of {batch.page_size} tokens, {_bytes(pages_bytes)}",
             f"rounds       {ahead.rounds:,} of {ahead.round_s * 1e3:.1f} ms, {_duration(ahead.decode_s)}",
             f"prefill      {_duration(ahead.prefill_s)}",
             f"together     {_duration(total_s)}, {output:,.0f} output tokens, {output / total_s:,.0f} tok/s",

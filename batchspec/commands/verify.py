@@ -20,6 +20,7 @@ from torch import Tensor
 
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
+from batchspec.cache.page_tables import RowPages
 from batchspec.config.schema import DraftConfig
 from batchspec.config.typed import from_dict
 from batchspec.draft.none import NoDrafter
@@ -169,12 +170,13 @@ def _first_difference(engine: Engine, request: Request, written: list[int], plai
 def _scores(engine: Engine, request: Request, output: list[int]) -> Tensor:
     """What the draw behind `output` maximised, for every token [V]: penalised logit + temperature * noise, before filters."""
     rows, count = engine.executor.rows, len(request.prompt_ids) + len(output)
-    pages = engine.pool.take(-(-count // PAGE_SIZE))
+    pages = RowPages(engine.pools.groups.num_groups)
+    engine.pools.grow(pages, -(-count // PAGE_SIZE))
     rows.begin([0], [request], [output])
-    rows.grant([(0, 0, pages)])
+    rows.grant([(0, 0, pages.columns())])
     batch, _ = flat_batch(rows, [Segment(0, 0, count, True)], PAGE_SIZE)
     hidden, _ = engine.executor.round.target.forward(batch, engine.executor.cache)
-    engine.pool.release(pages)
+    engine.pools.release(pages)
     logits = engine.executor.round.target.logits(hidden[-1:])
     position = torch.tensor([count], device=logits.device)
     places = Places(torch.zeros(1, dtype=torch.int32, device=logits.device), position)

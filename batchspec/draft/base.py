@@ -72,6 +72,10 @@ class Drafter(Protocol):
     def kv_layout(self, page_size: int) -> KVLayout | None:
         """The K/V format of those layers; None: there are none."""
 
+    @property
+    def kv_windows(self) -> tuple[int | None, ...]:
+        """[num_kv_layers] newest keys that each of them reads; None: all, or the first ones too."""
+
     def prefill(
         self, batch: FlatBatch, slot_ids: Tensor, aux_hidden_states: Tensor | None, rows: DeviceBatch, cache: KVCache
     ) -> tuple[Tensor, ...]:
@@ -155,6 +159,8 @@ class NoFeatures(DrafterBase):
     aux_layer_ids: tuple[int, ...] = ()
     num_kv_layers: int = 0
     state: tuple[Tensor, ...] = ()
+
+    kv_windows: tuple[int | None, ...] = ()
 
     def kv_layout(self, page_size: int) -> KVLayout | None:
         return None

@@ -166,14 +166,14 @@ class Eagle3Drafter(HeadReader):
         positions, slots = (x[: (width - 1) * num_rows].view(by_step) for x in (self._positions, self._slots))
         hidden, kv_len = self._hidden[:num_rows], self._kv_len[:num_rows]
         prepare_chain_draft_inputs(
-            self._first[:num_rows], rows.num_tokens, rows.live, rows.page_table, page_size=cache.page_size,
+            self._first[:num_rows], rows.num_tokens, rows.live, cache.draft_table(rows), page_size=cache.page_size,
             max_tokens=rows.tokens.shape[1], out_ids=draft_ids, out_draft_len=draft_len, out_positions=positions,
             out_slot_mapping=slots, out_kv_len=kv_len,
         )  # fmt: skip
         if width == 1:
             return
         steps = list(zip(positions.unbind(), slots.unbind(), strict=True))
-        longest = self._step(rows, *steps[0], self._cu_seqlens_q[: num_rows + 1], kv_len)
+        longest = self._step(rows, cache, *steps[0], self._cu_seqlens_q[: num_rows + 1], kv_len)
         plans = self._plans(longest, cache, range(self._last + 1))
         for k, step in enumerate(steps):
             hidden = self._draft(rows, draft_ids[:, k], hidden, *step, plans, cache, draft_ids[:, k + 1])
@@ -184,7 +184,7 @@ class Eagle3Drafter(HeadReader):
         torch.mul(rows.live, width, out=draft_len)
         drafted, hidden = [self._first[:num_rows]], self._hidden[:num_rows]
         for k in range(width - 1):
-            batch = self._general_step(rows, k, cache.page_size)
+            batch = self._general_step(rows, k, cache)
             plans = self._plans(batch, cache, range(self._last + 1))
             out_ids = torch.empty_like(draft_len)
             hidden = self._draft(rows, drafted[k], hidden, batch.positions, batch.slot_mapping, plans, cache, out_ids)
@@ -204,19 +204,22 @@ class Eagle3Drafter(HeadReader):
         self.head.choose(normed, out_ids, draws_of(self.mode, rows, self._cu_seqlens_q[: positions.shape[0]], positions, ahead=2))
         return normed if self._spec.feed_normed else residual
 
-    def _general_step(self, rows: DeviceBatch, k: int, page_size: int) -> FlatBatch:
+    def _general_step(self, rows: DeviceBatch, k: int, cache: KVCache) -> FlatBatch:
+        page_table, page_size = cache.draft_table(rows), cache.page_size
         q_len = torch.full_like(rows.live, 1)
         cu_seqlens_q = torch.cat((torch.zeros_like(q_len[:1]), torch.cumsum(q_len, 0, dtype=torch.int32)))
         alive = rows.live != 0
         positions = torch.where(alive, rows.num_tokens.long() - 1 + k, 0)
         page = positions // page_size
-        known = alive & (page < rows.page_table.shape[1])
-        pages = rows.page_table.gather(1, page.clamp(max=rows.page_table.shape[1] - 1).unsqueeze(1)).squeeze(1)
+        known = alive & (page < page_table.shape[1])
+        pages = page_table.gather(1, page.clamp(max=page_table.shape[1] - 1).unsqueeze(1)).squeeze(1)
         slots = torch.where(known, pages.long() * page_size + positions % page_size, 0)
         kv_len = (rows.num_tokens + k).clamp(max=rows.tokens.shape[1]) * rows.live
-        return self._step(rows, positions, slots, cu_seqlens_q, kv_len.int())
+        return self._step(rows, cache, positions, slots, cu_seqlens_q, kv_len.int())
 
-    def _step(self, rows: DeviceBatch, positions: Tensor, slots: Tensor, cu_seqlens_q: Tensor, kv_len: Tensor) -> FlatBatch:
+    def _step(
+        self, rows: DeviceBatch, cache: KVCache, positions: Tensor, slots: Tensor, cu_seqlens_q: Tensor, kv_len: Tensor
+    ) -> FlatBatch:
         row_ids = self._cu_seqlens_q[: positions.shape[0]]
         return FlatBatch(
             token_ids=row_ids,  # attention asks for their number only
@@ -225,7 +228,7 @@ class Eagle3Drafter(HeadReader):
             slot_mapping=slots,
             cu_seqlens_q=cu_seqlens_q,
             kv_len=kv_len,
-            page_table=rows.page_table,
+            page_table=cache.draft_table(rows),
             max_q=1,
             max_kv=rows.tokens.shape[1],
         )

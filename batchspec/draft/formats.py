@@ -65,6 +65,15 @@ class HeadSpec:
     mask_token_id: int | None = None
     """What stands for a token that is not known yet: it can draft in parallel. None: chains only."""
 
+    def kv_windows(self, window: int | None, sink: int) -> tuple[int | None, ...]:
+        """[num_layers] newest keys that each layer reads where it is limited to `window` of them and the first `sink` ones.
+
+        None: all, or the first ones too.
+        """
+        if window is None:
+            return self.windows
+        return tuple(None if sink else min(window, own or window) for own in self.windows)
+
     def kv_layout(self, dtype: torch.dtype, page_size: int) -> KVLayout:
         """How each of its layers keeps keys and values, computed in `dtype`."""
         return KVLayout(dtype=dtype, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, page_size=page_size)

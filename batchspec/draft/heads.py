@@ -45,8 +45,9 @@ class HeadDrafterSpec(DrafterSpec[Head]):
         depth = tree.depth or draft.num_speculative_tokens
         return TreeShape(topk=tree.topk, depth=depth, nodes=tree.nodes or usual_nodes(tree.topk, depth), rank=tree.rank)
 
-    def kv_layouts(self, dtype: torch.dtype, page_size: int) -> tuple[KVLayout, ...]:
-        return (self.head.kv_layout(dtype, page_size),) * self.head.num_layers
+    def kv_layers(self, dtype: torch.dtype, page_size: int) -> tuple[tuple[KVLayout, int | None], ...]:
+        draft, layout = self.config.draft, self.head.kv_layout(dtype, page_size)
+        return tuple((layout, window) for window in self.head.kv_windows(draft.window, draft.sink_tokens or 0))
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         return head_bytes(self.head, dtype)

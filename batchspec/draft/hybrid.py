@@ -76,6 +76,10 @@ class HybridDrafter:
     def kv_layout(self, page_size: int) -> KVLayout | None:
         return self.head.kv_layout(page_size)
 
+    @property
+    def kv_windows(self) -> tuple[int | None, ...]:
+        return self.head.kv_windows
+
     def prefill(
         self, batch: FlatBatch, slot_ids: Tensor, aux_hidden_states: Tensor | None, rows: DeviceBatch, cache: KVCache
     ) -> tuple[Tensor, ...]:

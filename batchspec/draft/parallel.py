@@ -113,9 +113,9 @@ class ParallelDrafter(HeadReader):
         """K places a row through the whole head. The first one's K/V stand already and are written once more."""
         num_rows, width = draft_ids.shape
         ids, fed, positions, slots = (x[: num_rows * width] for x in (self._ids, self._fed, self._positions, self._slots))
-        kv_len = self._kv_len[:num_rows]
+        kv_len, page_table = self._kv_len[:num_rows], cache.draft_table(rows)
         prepare_parallel_draft_inputs(
-            rows.tokens, rows.num_tokens, rows.live, rows.page_table, self._hidden[:num_rows], self._mask_hidden,
+            rows.tokens, rows.num_tokens, rows.live, page_table, self._hidden[:num_rows], self._mask_hidden,
             mask_id=self._mask_id, page_size=cache.page_size, out_ids=ids, out_hidden=fed, out_positions=positions,
             out_slot_mapping=slots, out_kv_len=kv_len, out_draft_len=draft_len,
         )  # fmt: skip
@@ -126,7 +126,7 @@ class ParallelDrafter(HeadReader):
             slot_mapping=slots,
             cu_seqlens_q=self._cu_seqlens_q[width - 1][: num_rows + 1],
             kv_len=kv_len,
-            page_table=rows.page_table,
+            page_table=page_table,
             max_q=width,
             max_kv=rows.tokens.shape[1],
         )

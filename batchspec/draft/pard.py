@@ -104,6 +104,10 @@ class PardDrafter(DrafterBase):
     def kv_layout(self, page_size: int) -> KVLayout | None:
         return self._model.spec.kv_layout(self._model.dtype, page_size)
 
+    @property
+    def kv_windows(self) -> tuple[int | None, ...]:
+        return self._model.spec.windows
+
     @torch.inference_mode()
     def prefill(
         self, batch: FlatBatch, slot_ids: Tensor, aux_hidden_states: Tensor | None, rows: DeviceBatch, cache: KVCache
@@ -131,11 +135,11 @@ class PardDrafter(DrafterBase):
             self._chain.propose(rows, draft_ids, draft_len, cache.drafter_part())
             return
         num_rows, width = draft_ids.shape
-        ids, kv_len = self._ids[width - 1][:num_rows], self._kv_len[:num_rows]
+        ids, kv_len, page_table = self._ids[width - 1][:num_rows], self._kv_len[:num_rows], cache.draft_table(rows)
         positions, slots = (x[: num_rows * width] for x in (self._positions, self._slots))
         # The round's own inputs but for the drafts, one place fewer: masks stand where it will verify.
         prepare_verify_inputs(
-            rows.tokens, rows.num_tokens, rows.limit, rows.live, rows.page_table, page_size=cache.page_size,
+            rows.tokens, rows.num_tokens, rows.limit, rows.live, page_table, page_size=cache.page_size,
             out_ids=ids, out_draft_len=self._room[:num_rows], out_positions=positions, out_slot_mapping=slots, out_kv_len=kv_len,
         )  # fmt: skip
         batch = FlatBatch(
@@ -145,7 +149,7 @@ class PardDrafter(DrafterBase):
             slot_mapping=slots,
             cu_seqlens_q=self._cu_seqlens_q[width - 1][: num_rows + 1],
             kv_len=kv_len,
-            page_table=rows.page_table,
+            page_table=page_table,
             max_q=width,
             max_kv=rows.tokens.shape[1],
         )
@@ -175,8 +179,9 @@ class PardDrafterSpec(DrafterSpec[PardModel]):
         assert self.config.draft.path is not None
         return self.config.draft.path
 
-    def kv_layouts(self, dtype: torch.dtype, page_size: int) -> tuple[KVLayout, ...]:
-        return (self.pard.model.kv_layout(dtype, page_size),) * self.pard.model.num_layers
+    def kv_layers(self, dtype: torch.dtype, page_size: int) -> tuple[tuple[KVLayout, int | None], ...]:
+        model = self.pard.model
+        return tuple((model.kv_layout(dtype, page_size), window) for window in model.windows)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         return weight_bytes(self.pard.model, dtype)

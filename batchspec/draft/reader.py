@@ -52,6 +52,7 @@ class HeadReader(DrafterBase):
         self._spec, self._first_layer, self._dtype = spec, target.spec.num_layers, target.dtype
         self._windows = [own if window is None else min(window, own or window) for own in spec.windows]
         self._sink = sink if window is not None else 0
+        self.kv_windows = spec.kv_windows(window, sink)
         self._prune, self._last = dead_positions, spec.num_layers - 1
         self._freqs = rope_frequencies(spec.rope, spec.head_dim).to(target.device)
 

@@ -1,7 +1,7 @@
 """A job's drafter before there is an engine: what `plan`, the job, training, adaptation and benchmarks ask of it.
 
 open_drafter(config, target)   settings and checkpoint judged, no weight read; ConfigError, CheckpointError for what cannot draft
-    .shape  .kv_layouts()  .weight_bytes()  .state_bytes()     what the planner needs
+    .shape  .kv_layers()  .weight_bytes()  .state_bytes()     what the planner needs
     .fetch()                   weights of a hub id downloaded
     .load(dtype, device)       weights read
     .build(weights, target)    the drafter, for an engine
@@ -55,8 +55,8 @@ class DrafterSpec(ABC, Generic[W]):
         """What a round verifies of a row."""
         return ChainShape(self.config.draft.num_speculative_tokens)
 
-    def kv_layouts(self, dtype: torch.dtype, page_size: int) -> tuple[KVLayout, ...]:
-        """The K/V format of each layer of its own, which follow the target's layers in every page."""
+    def kv_layers(self, dtype: torch.dtype, page_size: int) -> tuple[tuple[KVLayout, int | None], ...]:
+        """K/V format of each layer of its own, and how many of its newest keys it reads; None: all, or the first ones too."""
         return ()
 
     def weight_bytes(self, dtype: torch.dtype) -> int:

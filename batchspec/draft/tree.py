@@ -113,9 +113,9 @@ class TreeDrafter(Eagle3Drafter):
             return []
         count = num_rows * self._shape.num_drafted
         positions, slots, masks = (x[:count] for x in (self._grown_positions, self._grown_slots, self._grown_masks))
-        start = rows.num_tokens - 1
+        start, page_table = rows.num_tokens - 1, cache.draft_table(rows)
         tree_places(
-            self._places_above.expand(num_rows, -1), rows.num_tokens, rows.live, rows.page_table, page_size=cache.page_size,
+            self._places_above.expand(num_rows, -1), rows.num_tokens, rows.live, page_table, page_size=cache.page_size,
             max_depth=steps - 1, out_positions=positions, out_slot_mapping=slots, out_ancestors=masks,
             out_kv_len=self._kv_len[:num_rows],
         )  # fmt: skip
@@ -130,9 +130,9 @@ class TreeDrafter(Eagle3Drafter):
                 slot_mapping=by_level[1][level],
                 cu_seqlens_q=self._branch_start[: num_rows + 1],
                 kv_len=kv_len[level],
-                page_table=rows.page_table,
+                page_table=page_table,
                 max_q=branches,
-                max_kv=rows.page_table.shape[1] * cache.page_size,
+                max_kv=page_table.shape[1] * cache.page_size,
                 tree=tree,
             )
             for level in range(steps)

@@ -51,10 +51,11 @@ class WindowDrafter(NoFeatures):
         by_step = (width, num_rows)
         positions, slots = (x[: width * num_rows].view(by_step) for x in (self._positions, self._slots))
         ids, kv_len = self._ids[:num_rows, : width + 1], self._kv_len[:num_rows]
+        page_table, *more_tables = cache.page_tables(rows)
         newest = rows.tokens.gather(1, (rows.num_tokens.long() - 1).clamp_(min=0).unsqueeze(1)).squeeze(1)
         # A chain of K + 1 whose first token is known: the newest one, which has no K/V yet.
         prepare_chain_draft_inputs(
-            newest, rows.num_tokens, rows.live, rows.page_table, page_size=cache.page_size, max_tokens=rows.tokens.shape[1],
+            newest, rows.num_tokens, rows.live, page_table, page_size=cache.page_size, max_tokens=rows.tokens.shape[1],
             out_ids=ids, out_draft_len=self._lens[:num_rows], out_positions=positions, out_slot_mapping=slots, out_kv_len=kv_len,
         )  # fmt: skip
         for k in range(width):
@@ -65,10 +66,11 @@ class WindowDrafter(NoFeatures):
                 slot_mapping=slots[k],
                 cu_seqlens_q=self._cu_seqlens_q[: num_rows + 1],
                 kv_len=kv_len,
-                page_table=rows.page_table,
+                page_table=page_table,
                 max_q=1,
                 max_kv=rows.tokens.shape[1],
             )
+            step.add_groups(more_tables, cache.page_size)
             hidden, _ = self._target.forward(step, cache, window=self._window, sink=self._sink)
             draws = draws_of(self.mode, rows, step.row_ids, positions[k], ahead=1)
             if draws is None:

@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
-from batchspec.cache.pages import PagePool, prefix_hashes
+from batchspec.cache.page_tables import Columns, Counts, PagePools
+from batchspec.cache.pages import prefix_hashes
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.slots import SlotTable
@@ -26,14 +26,11 @@ GROW_PAGES = 4
 """Pages a row gets at once where there are plenty: the page table is then written every few rounds, not every round."""
 
 
-Counts = NDArray[np.int64]
-
-
 class SlotAllocator:
     def __init__(
         self,
         batch: PackedBatch,
-        pool: PagePool,
+        pools: PagePools,
         requests: Iterator[RequestState],
         *,
         slots: SlotTable | None = None,
@@ -49,8 +46,8 @@ class SlotAllocator:
         num_lookahead_slots  K/V positions after a row's last token that it needs pages for too: what a tree of drafts takes
         prefill_cost         None: the default one
         """
-        self.batch, self.pool = batch, pool
-        self.slots = slots or SlotTable(batch.num_slots, batch.max_len, batch.draft_len)
+        self.batch, self.pools = batch, pools
+        self.slots = slots or SlotTable(batch.num_slots, batch.max_len, batch.draft_len, num_groups=pools.groups.num_groups)
         self._stream = requests
         self._waiting: deque[RequestState] = deque()
         self._num_refills = 0
@@ -78,11 +75,11 @@ class SlotAllocator:
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.batch.page_size)
 
-    def _expected_pages(self, state: RequestState) -> int:
-        """Pages that a waiting request will hold at its end, as far as anyone knows: see `_pages_at_end`."""
+    def _expected_pages(self, state: RequestState) -> Counts:
+        """By K/V group, pages that a waiting request will hold at its end, as far as anyone knows: see `_pages_at_end`."""
         request = state.request
         one = [np.array([n]) for n in (len(request.prompt_ids), state.max_tokens, request.predicted_tokens, len(state.tokens))]
-        return int(self._pages_at_end(*one)[0])
+        return self.pools.most_held(self._pages_at_end(*one))[:, 0]
 
     def _pages_at_end(self, prompt_len: Counts, max_tokens: Counts, predicted: Counts, emitted: Counts) -> Counts:
         """All pages of a request with a short limit. Else those of the predicted length; a request that outgrows it is expected
@@ -92,12 +89,14 @@ class SlotAllocator:
         at_end = np.where(max_tokens - prompt_len <= SHORT_CAP_TOKENS, max_tokens, expected) + self._num_lookahead_slots
         return -(-at_end // self.batch.page_size)
 
-    def _promised(self) -> int:
-        """Pages that the requests in slots are expected to ask for still."""
+    def _promised(self) -> Counts:
+        """By K/V group, pages that the requests in slots are expected to ask for still."""
         slots = self.slots
         emitted = slots.num_tokens - slots.prompt_len
         at_end = self._pages_at_end(slots.prompt_len, slots.max_tokens, slots.predicted_tokens, emitted)
-        return int(np.maximum(at_end - slots.num_pages, 0)[slots.owner >= 0].sum())
+        missing = self.pools.most_held(at_end) - slots.num_held.T
+        promised: Counts = np.maximum(missing, 0)[:, slots.owner >= 0].sum(1)
+        return promised
 
     def refill(self, round_s: float = 1.0) -> list[RequestState]:
         """Requests to prefill now, before the next round: slots taken, pages of their present tokens granted, whole-page prefixes
@@ -105,6 +104,7 @@ class SlotAllocator:
 
         round_s  seconds that a round of all slots takes at present, in the unit of the prefill cost
         """
+        self._free_passed_pages()
         free = self.slots.free()
         if not self._worth_a_prefill(len(free), round_s):
             return []
@@ -119,7 +119,7 @@ class SlotAllocator:
             self.slots.place(state, slot, self._num_refills)
             self._num_refills += 1
             group.append(state)
-            promised += max(0, self._expected_pages(state) - len(state.pages))
+            promised += np.maximum(0, self._expected_pages(state) - state.pages.num_held)
         return group
 
     def _worth_a_prefill(self, num_free: int, round_s: float) -> bool:
@@ -138,47 +138,61 @@ class SlotAllocator:
         """Requests whose pages end before their tokens and `ahead` more, or their limit, oldest first."""
         slots = self.slots
         wanted = np.minimum(slots.num_tokens + ahead, slots.max_tokens + self._num_lookahead_slots)
-        short = np.flatnonzero((slots.owner >= 0) & (-(-wanted // self.batch.page_size) > slots.num_pages))
+        short = np.flatnonzero((slots.owner >= 0) & (-(-wanted // self.batch.page_size) > slots.num_columns))
         return [slots.at(slot) for slot in short[np.argsort(slots.owner[short])]]
 
-    def _admit(self, state: RequestState, promised: int) -> bool:
+    def _admit(self, state: RequestState, promised: Counts) -> bool:
         """Grant pages for the request's tokens and the one its prefill emits, if the rest of its output will find pages too."""
         request = state.request
         most = self.pages_for(state.max_tokens + self._num_lookahead_slots)
-        if most > self.pool.num_pages - 1:
+        if most > self.pools.most_columns:
             raise CapacityError(
                 f"request {request.request_id!r}: prompt and output of {state.max_tokens} tokens need {most} pages,"
-                f" the pool has {self.pool.num_pages - 1}; raise packing.pages or packing.memory_gb"
+                f" the pool has {self.pools.most_columns}; raise packing.pages or packing.memory_gb"
             )
         if state.prefix_hashes is None:  # a request that waits for pages asks again every round
             state.prefix_hashes = prefix_hashes(request.prompt_ids, self.batch.page_size, lookahead=self._lookahead)
         hashes = state.prefix_hashes
         # The last prompt token is always computed: its logits give the first output token.
-        shared = self.pool.match(hashes[: (len(request.prompt_ids) - 1) // self.batch.page_size])
-        taken_from_free = self.pool.num_idle(shared)
-        expected = self._expected_pages(state) - len(shared) + taken_from_free
-        if self.slots.any_live and promised + expected > self.pool.num_free:
+        prefix = self.pools.match(hashes[: (len(request.prompt_ids) - 1) // self.batch.page_size])
+        num_columns = self.pages_for(state.num_tokens)
+        # A group with a window holds the whole row while it is prefilled, and less later.
+        needed = np.maximum(self._expected_pages(state), num_columns - np.array(prefix.first)) - prefix.num_held
+        needed += self.pools.num_idle(prefix)
+        if self.slots.any_live and bool((promised + needed > self.pools.num_free).any()):
             return False
-        self.pool.share(shared)
-        own = self.pool.take(self.pages_for(state.num_tokens) - len(shared))
-        state.pages, state.num_shared_pages = shared + own, len(shared)
-        for page, page_hash in zip(state.pages, hashes, strict=False):
-            self.pool.publish(page, page_hash)
+        state.pages, state.num_shared_pages = prefix, prefix.num_columns
+        self.pools.admit(state.pages, num_columns, hashes)
         return True
 
-    def grow(self, state: RequestState, num_tokens: int) -> list[int] | None:
-        """Pages so that `num_tokens` (at most the limit and the lookahead slots) fit: the new ones, or None when the pool has too
+    def grow(self, state: RequestState, num_tokens: int) -> Columns | None:
+        """Pages so that `num_tokens` (at most the limit and the lookahead slots) fit: the new ones, or None when a pool has too
         few."""
         most = state.max_tokens + self._num_lookahead_slots
-        missing = self.pages_for(min(num_tokens, most)) - len(state.pages)
-        if missing > self.pool.num_free:
+        missing = self.pages_for(min(num_tokens, most)) - state.pages.num_columns
+        num_free = min(self.pools.num_free)
+        if missing > num_free:
             return None
-        if 0 < missing < GROW_PAGES and self.pool.num_free > GROW_PAGES * self.batch.num_slots:
-            missing = min(GROW_PAGES, self.pages_for(most) - len(state.pages))
-        pages = self.pool.take(max(0, missing))
-        state.pages += pages
-        self.slots.num_pages[state.slot] = len(state.pages)
+        if 0 < missing < GROW_PAGES and num_free > GROW_PAGES * self.batch.num_slots:
+            missing = min(GROW_PAGES, self.pages_for(most) - state.pages.num_columns)
+        pages = self.pools.grow(state.pages, max(0, missing))
+        self.slots.note_pages(state)
         return pages
+
+    def _free_passed_pages(self) -> None:
+        """Give back the pages that the windows of the rows have passed.
+
+        Only of rows whose first token since they entered their slot is read: until then passes of their prefill may be waiting,
+        which read all pages.
+        """
+        slots = self.slots
+        if not self.pools.any_window:
+            return
+        passed = self.pools.passed_columns(slots.num_tokens) > slots.num_columns - slots.num_held.T
+        for slot in np.flatnonzero(passed.any(0) & (slots.owner >= 0) & (slots.num_tokens > slots.num_prefilled)).tolist():
+            state = slots.at(slot)
+            self.pools.free_passed(state.pages, int(slots.num_tokens[slot]))
+            slots.note_pages(state)
 
     def youngest(self) -> RequestState:
         """The request that entered its slot last."""
@@ -187,8 +201,7 @@ class SlotAllocator:
     def release(self, state: RequestState) -> None:
         """The request leaves: its slot and pages are free for what is launched from now on."""
         self.slots.clear(state)
-        self.pool.release(state.pages)
-        state.pages = []
+        self.pools.release(state.pages)
 
     def preempt(self, state: RequestState) -> None:
         """Take slot and pages away; the request comes back before any new one."""

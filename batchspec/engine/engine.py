@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from batchspec.batch.sampling_mode import SamplingMode
-from batchspec.cache.pages import PagePool
+from batchspec.cache.page_tables import PagePools
 from batchspec.draft.base import Drafter
 from batchspec.engine.allocator import SlotAllocator
 from batchspec.engine.executor import Executor
@@ -99,13 +99,19 @@ class Engine:
         """An earlier run may have been left half-way: rows, results and pages begin anew."""
         self.executor.clear()
         self.planner.restart()
-        self.pool = PagePool(self.batch.num_pages)
+        groups, round_ = self.executor.cache.groups, self.executor.round
+        self.pools = PagePools(
+            groups,
+            self.batch.group_pages(groups.num_groups),
+            self.batch.page_size,
+            lookahead=self.batch.run_ahead * round_.max_emitted + round_.kv_per_round,
+        )
         self._ended_at_once: list[RequestState] = []
-        self.slots = SlotTable(self.batch.num_slots, self.batch.max_len, self.drafter.max_len)
+        self.slots = SlotTable(self.batch.num_slots, self.batch.max_len, self.drafter.max_len, num_groups=groups.num_groups)
         self._processor = OutputProcessor(self.slots)
         self._allocator = SlotAllocator(
             self.batch,
-            self.pool,
+            self.pools,
             self._begun(requests),
             slots=self.slots,
             refill_dead=self._refill_dead,
@@ -155,7 +161,7 @@ class Engine:
             with self.executor.prefill_paused():
                 yield
         finally:  # if memory ran out, some weights have changed already
-            self.pool.forget()
+            self.pools.forget()
             self.planner.forget()
             self.scheduler.drafter_version += 1
 

@@ -9,6 +9,7 @@ import torch
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.cache.groups import KVGroups
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import Drafter
 from batchspec.engine.graphs import Graphs, Shape
@@ -45,10 +46,11 @@ class Executor:
         """penalties: allocate their state; overlap: prefill may run concurrently with rounds (GPU only)."""
         spec = target.spec
         self.target, self.drafter, self.batch = target, drafter, batch
+        groups = KVGroups.of(spec.windows, drafter.kv_windows, batch.max_len)
         self.cache = KVCache.allocate(
             spec.kv_layout(target.dtype, batch.page_size),
-            num_layers=spec.num_layers,
-            num_pages=batch.num_pages,
+            groups=groups,
+            num_pages=batch.group_pages(groups.num_groups),
             device=device,
             num_draft_layers=drafter.num_kv_layers,
             draft_layout=drafter.kv_layout(batch.page_size),
@@ -60,6 +62,7 @@ class Executor:
             penalties=penalties,
             device=device,
             num_lookahead_slots=self.round.num_lookahead_slots,
+            num_groups=groups.num_groups,
         )
         self.prefix_groups = PrefixGroupTables(batch.num_slots, batch.page_size, device)
         self.graphs = Graphs(self.round, self.rows, self.prefix_groups)

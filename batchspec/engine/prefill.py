@@ -89,7 +89,8 @@ def prefill_chunk(round_: Round, rows: DeviceBatch, segments: Sequence[Segment],
         drafts = Drafts(rows.tokens[:, :0], torch.zeros_like(rows.live))
         result = round_.commit(hidden[segment], places, cu_seqlens_q, drafts, rows, mask, mode, torch.empty_like(mask))
     round_.couple(mode)
-    carried = round_.drafter.prefill(batch, slot_ids, aux_hidden_states, rows, round_.cache)
+    own_batch = batch.of_group(round_.cache.groups.draft_group)
+    carried = round_.drafter.prefill(own_batch, slot_ids, aux_hidden_states, rows, round_.cache)
     return Prefilled(result, mask, slot_ids, carried)
 
 
@@ -99,7 +100,8 @@ def rehearse(round_: Round, rows: DeviceBatch, *, max_tokens: int, longest: int,
     longest  tokens of a row of the pass: long rows take another attention kernel, which compiles for a minute the first time
     Kernels are compiled and the largest pass has its memory before the first request comes. Only while no row is live, on a GPU.
     """
-    rows.page_table.zero_()
+    for table in rows.page_tables:
+        table.zero_()
     longest = min(max_tokens, longest)
     slots = range(min(rows.live.shape[0], -(-max_tokens // longest)))
     largest = next(chunks([(slot, 0, longest) for slot in slots], max_tokens))
@@ -123,7 +125,7 @@ def flat_batch(rows: DeviceBatch, segments: Sequence[Segment], page_size: int) -
     slot_ids, begins, ends, q_len = upload(
         [[s.slot for s in segments], [s.begin for s in segments], [s.end for s in segments], lengths], torch.int64, device
     )
-    page_table = rows.page_table[slot_ids]
+    page_table, *more_tables = (table[slot_ids] for table in rows.page_tables)
     cu_seqlens_q, row_ids = (torch.empty(size, dtype=torch.int32, device=device) for size in (count + 1, num_tokens))
     positions, slots = (torch.empty(num_tokens, dtype=torch.int64, device=device) for _ in range(2))
     compute_slot_mapping(
@@ -142,4 +144,4 @@ def flat_batch(rows: DeviceBatch, segments: Sequence[Segment], page_size: int) -
         max_kv=max(s.end for s in segments),
         host=HostLayout(lengths, [s.end for s in segments]),
     )
-    return batch, slot_ids
+    return batch.add_groups(more_tables, page_size), slot_ids

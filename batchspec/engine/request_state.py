@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.cache.page_tables import RowPages
 from batchspec.engine.stop_strings import Decode, StopFinder
 from batchspec.engine.thinking import Kind, Parts, ThinkingBudget, ThoughtTracker, split_thoughts
 from batchspec.kernels.rounds.accept import FAILED, STOPPED
@@ -36,7 +37,7 @@ class RequestState:
     mode: SamplingMode = field(init=False)
     slot: int = -1
     """-1 without a slot."""
-    pages: list[int] = field(default_factory=list)
+    pages: RowPages = field(default_factory=RowPages)
     num_shared_pages: int = 0
     """Pages at the front whose K/V another request had prefilled."""
     order: int = 0

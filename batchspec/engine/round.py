@@ -129,7 +129,8 @@ class Round:
         drafts = Drafts(ids[:, 1:], lengths, width.rates)
         accepted_len = self._accepted_len[:num_rows]
         result = self.commit(hidden, places, batch.cu_seqlens_q, drafts, rows, rows.live, mode, accepted_len)
-        self.drafter.catch_up(batch, aux_hidden_states, accepted_len, rows, self.cache, prepare_next=prepare_next)
+        own_batch = batch.of_group(self.cache.groups.draft_group)
+        self.drafter.catch_up(own_batch, aux_hidden_states, accepted_len, rows, self.cache, prepare_next=prepare_next)
         return result
 
     def couple(self, mode: SamplingMode) -> None:
@@ -138,11 +139,12 @@ class Round:
 
     def _uniform(self, rows: DeviceBatch, width: _Width, draft_len: Tensor) -> FlatBatch:
         """S places for every row, dead or not: no prefix sum, one launch."""
+        page_table, *more_tables = rows.page_tables
         num_rows, num_places = len(draft_len), len(draft_len) * width.ids.shape[1]
         ids, kv_len = width.ids[:num_rows], self._kv_len[:num_rows]
         positions, slots = self._positions[:num_places], self._slots[:num_places]
         prepare_verify_inputs(
-            rows.tokens, rows.num_tokens, rows.limit, rows.live, rows.page_table, page_size=self.cache.page_size,
+            rows.tokens, rows.num_tokens, rows.limit, rows.live, page_table, page_size=self.cache.page_size,
             out_ids=ids, out_draft_len=draft_len, out_positions=positions, out_slot_mapping=slots, out_kv_len=kv_len,
         )  # fmt: skip
         return FlatBatch(
@@ -152,16 +154,17 @@ class Round:
             slot_mapping=slots,
             cu_seqlens_q=width.cu_seqlens_q[: num_rows + 1],
             kv_len=kv_len,
-            page_table=rows.page_table,
+            page_table=page_table,
             max_q=ids.shape[1],
             max_kv=rows.tokens.shape[1],
-        )
+        ).add_groups(more_tables, self.cache.page_size)
 
     def _ragged(self, rows: DeviceBatch, width: _Width, draft_len: Tensor) -> FlatBatch:
         """The newest token and the drafts of every live row, end to end.
 
         On a CPU, where reading a length costs nothing, T is exact; on a GPU it is R * S, the rest padding.
         """
+        page_table, *more_tables = rows.page_tables
         num_rows, num_places = len(draft_len), len(draft_len) * width.ids.shape[1]
         ids, start = width.ids[:num_rows], rows.num_tokens - 1
         torch.gather(rows.tokens, 1, start.clamp(min=0).long().unsqueeze(1), out=ids[:, :1])
@@ -176,7 +179,7 @@ class Round:
         cu_seqlens_q, row_ids = self._cu_seqlens_q[: num_rows + 1], self._row_ids[:num_places]
         positions, slots = self._positions[:num_places], self._slots[:num_places]
         compute_slot_mapping(
-            start, q_len, rows.page_table, page_size=self.cache.page_size,
+            start, q_len, page_table, page_size=self.cache.page_size,
             out_cu_seqlens_q=cu_seqlens_q, out_row_ids=row_ids, out_positions=positions, out_slot_mapping=slots,
         )  # fmt: skip
         kv_len = (rows.num_tokens + draft_len).mul_(rows.live)
@@ -187,10 +190,10 @@ class Round:
             slot_mapping=slots,
             cu_seqlens_q=cu_seqlens_q,
             kv_len=kv_len,
-            page_table=rows.page_table,
+            page_table=page_table,
             max_q=ids.shape[1],
             max_kv=rows.tokens.shape[1] if kv_len.is_cuda else int(kv_len.max()),
-        )
+        ).add_groups(more_tables, self.cache.page_size)
 
     def commit(
         self, hidden: Tensor, places: Places | None, cu_seqlens_q: Tensor, drafts: Drafts, rows: DeviceBatch, live: Tensor,

@@ -131,7 +131,7 @@ class Scheduler:
             self._totals.prefill_tokens += state.num_tokens - num_cached
             refills.append(
                 Refill(
-                    slot=state.slot, request=state.request, tokens=tuple(state.tokens), pages=tuple(state.pages),
+                    slot=state.slot, request=state.request, tokens=tuple(state.tokens), pages=state.pages.columns(),
                     num_cached=num_cached,
                 )
             )  # fmt: skip
@@ -184,11 +184,11 @@ class Scheduler:
         round_ = self._executor.round
         ahead = len(self.in_flight) * round_.max_emitted + round_.kv_per_round
         for state in self._allocator.short_of_pages(ahead):
-            first_column = len(state.pages)
+            first_column = state.pages.num_columns
             pages = self._allocator.grow(state, int(self.slots.num_tokens[state.slot]) + ahead)
             if pages is None:
                 return False
-            grants.append(PageGrant(state.slot, first_column, tuple(pages)))
+            grants.append(PageGrant(state.slot, first_column, pages))
         return True
 
     def _schedule_round(self, *, overlaps: bool) -> ScheduledRound:

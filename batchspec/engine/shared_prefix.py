@@ -59,12 +59,12 @@ def find_groups(requests: Sequence[RequestState | None]) -> tuple[PrefixGroup, .
     """Slots whose rows begin with the same pages: groups of at least two rows and MIN_PAGES pages."""
     by_first: dict[int, list[RequestState]] = {}
     for state in requests:
-        if state is not None and len(state.pages) >= MIN_PAGES:
-            by_first.setdefault(state.pages[0], []).append(state)
+        if state is not None and state.pages.num_columns >= MIN_PAGES and not state.pages.first[0]:
+            by_first.setdefault(state.pages.tables[0][0], []).append(state)
     found = []
     for members in by_first.values():
         if len(members) > 1:
-            columns = zip(*(state.pages for state in members), strict=False)
+            columns = zip(*(state.pages.tables[0] for state in members), strict=False)
             pages = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
             if pages >= MIN_PAGES:
                 found.append(PrefixGroup(tuple(state.slot for state in members), pages))

@@ -26,7 +26,9 @@ class SlotTable:
     exception: they get every token at once (`watched`). Compaction moves all of it with one `move`.
     """
 
-    def __init__(self, num_slots: int, max_len: int, draft_len: int) -> None:
+    def __init__(self, num_slots: int, max_len: int, draft_len: int, *, num_groups: int = 1) -> None:
+        """num_groups: K/V groups."""
+
         def zeros(*shape: int) -> NDArray[np.int64]:
             return np.zeros((num_slots, *shape), np.int64)
 
@@ -35,7 +37,13 @@ class SlotTable:
         """Number of the refill that filled the slot, FREE without a request."""
         self.num_tokens = zeros()
         """Prompt and output tokens that the host has read: the only count of them while the request has a slot."""
-        self.num_pages, self.prompt_len, self.max_tokens, self.predicted_tokens = zeros(), zeros(), zeros(), zeros()
+        self.num_columns = zeros()
+        """Entries of the row's page tables."""
+        self.num_held = zeros(num_groups)
+        """Pages that the row owns in each K/V group."""
+        self.num_prefilled = zeros()
+        """Tokens that the row entered its slot with."""
+        self.prompt_len, self.max_tokens, self.predicted_tokens = zeros(), zeros(), zeros()
         self.watched = np.zeros(num_slots, bool)
         """The host may end the request: it has stop strings, or its thinking budget ended it."""
         self.budget_due = zeros() + NEVER
@@ -48,7 +56,8 @@ class SlotTable:
         self._accepted, self._drafted = zeros(draft_len + 1), zeros(draft_len + 1)
         self._counts = (self._num_buffered, self._num_prefills, self._num_discarded, self._accepted, self._drafted)
         self._arrays: tuple[NDArray[Any], ...] = (
-            self.owner, self.num_tokens, self.num_pages, self.prompt_len, self.max_tokens, self.predicted_tokens, self.watched,
+            self.owner, self.num_tokens, self.num_columns, self.num_held, self.num_prefilled, self.prompt_len, self.max_tokens,
+            self.predicted_tokens, self.watched,
             self.budget_due, self.begin_id, self._tokens, *self._counts,
         )  # fmt: skip
         self._modes: Counter[SamplingMode] = Counter()
@@ -87,12 +96,17 @@ class SlotTable:
         assert self.owner[slot] == FREE, slot
         request, state.slot, state.order = state.request, slot, order
         self.requests[slot], self._live = state, None
-        self.owner[slot], self.num_tokens[slot], self.num_pages[slot] = order, state.num_tokens, len(state.pages)
+        self.owner[slot], self.num_tokens[slot], self.num_prefilled[slot] = order, state.num_tokens, state.num_tokens
+        self.note_pages(state)
         self.prompt_len[slot], self.max_tokens[slot] = len(request.prompt_ids), state.max_tokens
         self.predicted_tokens[slot] = request.predicted_tokens
         self.watched[slot] = state.finder is not None
         self._modes[state.mode] += 1
         self.watch_budget(state)
+
+    def note_pages(self, state: RequestState) -> None:
+        """The request has got pages, or given some back."""
+        self.num_columns[state.slot], self.num_held[state.slot] = state.pages.num_columns, state.pages.num_held
 
     def clear(self, state: RequestState) -> None:
         """The request leaves its slot, flushed."""

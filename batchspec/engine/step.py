@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.cache.page_tables import Columns
 from batchspec.draft.base import DrafterUpdate
 from batchspec.records import Ids, Request
 
@@ -32,8 +33,8 @@ class Refill:
     request: Request
     tokens: tuple[int, ...]
     """Output tokens that it has already: of before a preemption, or of an earlier run."""
-    pages: tuple[int, ...]
-    """Of all its tokens, in order."""
+    pages: Columns
+    """Of all its tokens, in order, in every K/V group."""
     num_cached: int
     """Tokens at the front whose K/V are in its pages already."""
 
@@ -51,11 +52,11 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class PageGrant:
-    """New pages of a row: entries first_column, first_column + 1, ... of its page table."""
+    """New pages of a row: entries first_column, first_column + 1, ... of its page tables, one table a K/V group."""
 
     slot: int
     first_column: int
-    pages: tuple[int, ...]
+    pages: Columns
 
 
 @dataclass(frozen=True, slots=True)

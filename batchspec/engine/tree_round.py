@@ -98,21 +98,21 @@ class TreeRound(Round):
         result = self._settle(
             target_ids.index_select(0, at), raw, on_path, chain.cu_seqlens_q, drafts, rows, rows.live, mode, accepted_len
         )
-        self.cache.move(batch.slot_mapping, path, chain.slot_mapping, accepted_len)
+        self.cache.move_accepted(batch, path, chain, accepted_len)
         assert aux_hidden_states is not None
-        self.drafter.catch_up(
-            chain, aux_hidden_states.index_select(0, at), accepted_len, rows, self.cache, prepare_next=prepare_next
-        )
+        own_batch, own_hidden = chain.of_group(self.cache.groups.draft_group), aux_hidden_states.index_select(0, at)
+        self.drafter.catch_up(own_batch, own_hidden, accepted_len, rows, self.cache, prepare_next=prepare_next)
         return result
 
     def _nodes(self, rows: DeviceBatch, ids: Tensor, parents: Tensor) -> FlatBatch:
         """S places for every row, dead or not: the newest token and the nodes."""
         (num_rows, places), page_size = ids.shape, self.cache.page_size
+        page_table, *more_tables = rows.page_tables
         count = num_rows * places
         positions, slots, ancestors = (x[:count] for x in (self._node_positions, self._node_slots, self._ancestors))
         kv_len = self._node_kv_len[:num_rows]
         tree_places(
-            parents, rows.num_tokens, rows.live, rows.page_table, page_size=page_size, max_depth=self.drafter.max_len,
+            parents, rows.num_tokens, rows.live, page_table, page_size=page_size, max_depth=self.drafter.max_len,
             out_positions=positions, out_slot_mapping=slots, out_ancestors=ancestors, out_kv_len=kv_len,
         )  # fmt: skip
         return FlatBatch(
@@ -122,11 +122,11 @@ class TreeRound(Round):
             slot_mapping=slots,
             cu_seqlens_q=self._node_start[: num_rows + 1],
             kv_len=kv_len,
-            page_table=rows.page_table,
+            page_table=page_table,
             max_q=places,
-            max_kv=rows.page_table.shape[1] * page_size,
+            max_kv=page_table.shape[1] * page_size,
             tree=TreeTail(ancestors=ancestors, start=rows.num_tokens - 1, max_depth=self.drafter.max_len),
-        )
+        ).add_groups(more_tables, page_size)
 
     def _places(self, batch: FlatBatch, parents: Tensor, mode: SamplingMode, rows: DeviceBatch) -> Places | None:
         """Which row and position each node's choice belongs to; under penalties the tokens above it too."""

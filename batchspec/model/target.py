@@ -101,9 +101,15 @@ class Target:
             raise ValueError(f"aux_layer_ids {aux_layer_ids} must be different boundaries in 0 .. {self.spec.num_layers}")
         residual = self._embedding.index_select(0, batch.token_ids)
         rope = rope_of(batch.positions, self._freqs, self.spec.rope.attention_factor, self.dtype)
-        kv = cache.layer(0)
-        ranges = {own: _narrowed(own, window, sink) for own in set(self.spec.windows)}
-        plans = {own: plan_attention(batch, kv, num_heads=self.spec.num_heads, **to_read) for own, to_read in ranges.items()}
+        batches = [batch.of_group(group) for group in range(cache.groups.num_groups)]
+        # Layers with the same window are of one group, and a plan fits any of them.
+        any_layer = {own: i for i, own in enumerate(self.spec.windows)}
+        group_of = cache.groups.target_layers
+        ranges = {own: _narrowed(own, window, sink) for own in any_layer}
+        plans = {
+            own: plan_attention(batches[group_of[i]], cache.layer(i), num_heads=self.spec.num_heads, **ranges[own])
+            for own, i in any_layer.items()
+        }
         aux_hidden_states = (
             residual.new_empty(residual.shape[0], len(aux_layer_ids), residual.shape[1]) if aux_layer_ids else None
         )
@@ -111,13 +117,13 @@ class Target:
         last = len(self._layers) - 1
         places = batch.cu_seqlens_q[1:] - 1 if ends_only else batch.cu_seqlens_q
         for i, layer in enumerate(self._layers):
-            kv, plan = cache.layer(i), plans[layer.window]
-            q = layer.queries(hidden, residual, rope, kv, batch.slot_mapping, _aux_at(aux_hidden_states, aux_layer_ids, i))
+            kv, plan, own_batch = cache.layer(i), plans[layer.window], batches[group_of[i]]
+            q = layer.queries(hidden, residual, rope, kv, own_batch.slot_mapping, _aux_at(aux_hidden_states, aux_layer_ids, i))
             if keys_only and i == last:
                 return residual, aux_hidden_states
             if ends_only and i == last and last + 1 not in aux_layer_ids:
                 q, residual = q.index_select(0, places), residual.index_select(0, places)
-                plan = plan_attention(_ends(batch, places), kv, num_heads=self.spec.num_heads, **ranges[layer.window])
+                plan = plan_attention(_ends(own_batch, places), kv, num_heads=self.spec.num_heads, **ranges[layer.window])
             hidden = layer.finish(q, residual, kv, plan)
         out_aux = _aux_at(aux_hidden_states, aux_layer_ids, last + 1)
         if hidden is not None:

@@ -13,14 +13,13 @@ context tokens a row, T = R * tokens_per_row, kv bytes of K/V a token, A query h
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 import torch
 
-from batchspec.cache.layout import KVLayout
 from batchspec.model.spec import ModelSpec
 
 CALIBRATED_TOKENS = (8, 32, 128, 256)
@@ -126,9 +125,9 @@ def read_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: float) -> float:
     return layers + spec.vocab_size * spec.hidden_size * dtype.itemsize
 
 
-def page_bytes(spec: ModelSpec, page_size: int, dtype: torch.dtype, *, draft_layers: Sequence[KVLayout] = ()) -> int:
-    """Bytes of one K/V page over all layers, the drafter's too: `draft_layers` has a layout for each of them."""
-    return spec.num_layers * spec.kv_layout(dtype, page_size).page_bytes + sum(layout.page_bytes for layout in draft_layers)
+def page_bytes(spec: ModelSpec, page_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one K/V page over all layers."""
+    return spec.num_layers * spec.kv_layout(dtype, page_size).page_bytes
 
 
 def round_seconds(

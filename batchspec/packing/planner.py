@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from batchspec.cache.layout import KVLayout
 from batchspec.config.schema import PackingConfig
 from batchspec.errors import CapacityError
 from batchspec.model.spec import ModelSpec
-from batchspec.packing.cost import Rates, page_bytes, prefill_seconds, round_seconds
+from batchspec.packing.cost import Rates, prefill_seconds, round_seconds
+from batchspec.packing.kv_memory import DraftLayers, KVMemory
 from batchspec.packing.memory import reserve_bytes
 from batchspec.records import PackedBatch, Request
 
@@ -68,14 +68,15 @@ def choose_batch(
     dtype: torch.dtype,
     draft_len: int,
     num_lookahead_slots: int = 0,
-    draft_layers: Sequence[KVLayout] = (),
+    draft_layers: DraftLayers = (),
     free_bytes: int,
 ) -> PackedBatch:
     """The shape with the highest predicted tokens/s that fits the memory; what `packing` says explicitly stands.
 
-    draft_len       draft tokens that a round verifies, of a tree its nodes; beyond: places behind a row's end that it takes
-    draft_layers    K/V layout of each of the drafter's layers, with pages of PAGE_SIZE tokens
-    free_bytes      memory that is free once the weights are loaded
+    draft_len            draft tokens that a round verifies, of a tree its nodes
+    num_lookahead_slots  K/V positions after a row's last token that a round may write
+    draft_layers         of the drafter, with pages of PAGE_SIZE tokens
+    free_bytes           memory that is free once the weights are loaded
     Raises CapacityError where not even one row of demand.max_tokens fits.
     """
     on_cpu = device.type == "cpu"
@@ -83,31 +84,36 @@ def choose_batch(
         demand, prompt_tokens=demand.prompt_tokens + num_lookahead_slots, max_tokens=demand.max_tokens + num_lookahead_slots
     )
     limit = packing.max_num_seqs or min(CPU_SLOTS if on_cpu else GPU_SLOTS, max(1, demand.num_completions))
-    size_bytes = page_bytes(spec, PAGE_SIZE, dtype, draft_layers=draft_layers)
+    run_ahead = packing.run_ahead if packing.run_ahead is not None else (0 if on_cpu else GPU_RUN_AHEAD)
+    memory = KVMemory.of(
+        spec, dtype, draft_layers, page_size=PAGE_SIZE, max_len=demand.max_tokens, max_tokens=held.max_tokens,
+        lookahead=(run_ahead + 1) * (draft_len + 1), pass_tokens=packing.max_num_batched_tokens or CPU_PREFILL,
+    )  # fmt: skip
     if on_cpu:
         pass_tokens = packing.max_num_batched_tokens or CPU_PREFILL
         budget, source = int(free_bytes * CPU_SHARE), f"{CPU_SHARE:.0%} of the free {free_bytes / 1e9:.2f} GB"
     else:
-        most = min(limit, max(1, free_bytes // size_bytes // _pages(_expected_tokens(held))))
+        most = min(limit, max(1, free_bytes // memory.row_bytes(_expected_tokens(held))))
         pass_tokens, reserve = _held_back(
             packing, spec, demand, dtype=dtype, slots=most, draft_len=draft_len, free_bytes=free_bytes
         )
-        budget = max(0, free_bytes - reserve)
+        budget, memory = max(0, free_bytes - reserve), replace(memory, pass_tokens=pass_tokens)
         source = f"the GPU's free {free_bytes / 1e9:.2f} GB less {reserve / 1e9:.2f} GB for passes, rounds and graphs"
-    pages = _available_pages(packing, size_bytes, budget, source, held.max_tokens)
-    slots = packing.max_num_seqs or _choose_slots(spec, rates, held, limit=limit, dtype=dtype, draft_len=draft_len, pages=pages)
-    if packing.pages is None:
-        pages = min(pages, slots * _pages(held.max_tokens) + 1)  # page 0 is scratch
+    budget = _kv_budget(packing, memory, budget, source)
+    most = min(limit, memory.rows(budget, _expected_tokens(held)))
+    slots = packing.max_num_seqs or _choose_slots(spec, rates, held, limit=limit, dtype=dtype, draft_len=draft_len, most=most)
+    pages, *more_pages = memory.num_pages(budget, slots)
     prefill_tokens = packing.max_num_batched_tokens or min(pass_tokens, max(PAGE_SIZE, slots * demand.max_tokens))
     return PackedBatch(
         num_slots=slots,
         row_buckets=row_buckets(slots),
-        num_pages=pages,
+        num_pages=packing.pages or pages,
+        more_pages=tuple(more_pages),
         page_size=PAGE_SIZE,
         max_len=demand.max_tokens,
         draft_len=draft_len,
         prefill_tokens=prefill_tokens,
-        run_ahead=packing.run_ahead if packing.run_ahead is not None else (0 if on_cpu else GPU_RUN_AHEAD),
+        run_ahead=run_ahead,
         longest_prompt=demand.longest_prompt,
     )
 
@@ -206,10 +212,6 @@ def _groups(window: Sequence[Request], page_size: int) -> dict[int, Hashable]:
     return group_of
 
 
-def _pages(tokens: float) -> int:
-    return int(-(-tokens // PAGE_SIZE))
-
-
 def _held_back(
     packing: PackingConfig, spec: ModelSpec, demand: Demand, *, dtype: torch.dtype, slots: int, draft_len: int, free_bytes: int
 ) -> tuple[int, int]:
@@ -235,27 +237,26 @@ def _expected_tokens(demand: Demand) -> float:
     return min(demand.max_tokens, max(1.0, demand.prompt_tokens + demand.output_tokens))
 
 
-def _available_pages(packing: PackingConfig, size_bytes: int, budget: int, source: str, max_tokens: int) -> int:
+def _kv_budget(packing: PackingConfig, memory: KVMemory, budget: int, source: str) -> int:
+    """Bytes of all K/V pages. Raises CapacityError where they do not hold the longest row."""
+    size_bytes = sum(memory.page_bytes)
     if packing.pages is not None:
-        pages, source = packing.pages, f"packing.pages={packing.pages}"
+        budget, source = packing.pages * size_bytes, f"packing.pages={packing.pages}"
     elif packing.memory_gb is not None:
-        pages, source = int(packing.memory_gb * 1e9) // size_bytes, f"packing.memory_gb={packing.memory_gb}"
-    else:
-        pages = budget // size_bytes
-    needed = _pages(max_tokens) + 1
-    if pages < needed:
+        budget, source = int(packing.memory_gb * 1e9), f"packing.memory_gb={packing.memory_gb}"
+    needed = memory.row_pages + 1
+    if budget // size_bytes < needed:
         raise CapacityError(
-            f"{source} gives {pages} K/V pages of {size_bytes / 1e6:.2f} MB; one row of {max_tokens} tokens needs {needed}; "
-            f"raise packing.memory_gb to {needed * size_bytes / 1e9:.2f} or more, or lower model.max_len"
+            f"{source} gives {budget // size_bytes} K/V pages of {size_bytes / 1e6:.2f} MB; one row of {memory.max_tokens} "
+            f"tokens needs {needed}; raise packing.memory_gb to {needed * size_bytes / 1e9:.2f} or more, or lower model.max_len"
         )
-    return pages
+    return budget
 
 
 def _choose_slots(
-    spec: ModelSpec, rates: Rates, demand: Demand, *, limit: int, dtype: torch.dtype, draft_len: int, pages: int
+    spec: ModelSpec, rates: Rates, demand: Demand, *, limit: int, dtype: torch.dtype, draft_len: int, most: int
 ) -> int:
-    """Powers of two compete, and about as many rows as the pages hold."""
-    most = max(1, min(limit, (pages - 1) // _pages(_expected_tokens(demand))))
+    """Powers of two compete, and about `most` rows, which the pages hold."""
     context = demand.prompt_tokens + demand.output_tokens / 2
 
     def speed(slots: int) -> float:

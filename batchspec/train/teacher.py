@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchspec.batch.flat_batch import FlatBatch, HostLayout
+from batchspec.cache.groups import KVGroups
 from batchspec.cache.pages import KVCache
 from batchspec.model.target import Target
 from batchspec.train.data import Row
@@ -142,7 +143,7 @@ def _forward(
     layout = spec.kv_layout(target.dtype, PAGE_SIZE)
     kv = layout.allocate(1, 1 + len(lengths) * pages, device)
     # Nothing is read of a layer's K/V once the next one runs: all layers write to the same pages.
-    cache = KVCache(kv.expand(spec.num_layers, *kv.shape[1:]), layout, kv[:0], layout)
+    cache = KVCache.of(layout, KVGroups.single(spec.num_layers), (kv.expand(spec.num_layers, *kv.shape[1:]),))
     batch = FlatBatch(
         token_ids=tokens.int(),
         row_ids=row_ids.int(),

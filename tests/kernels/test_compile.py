@@ -175,6 +175,8 @@ for _rows in (2, 256):
         ROWS=_rows,
         BLOCK=128,
     )
+_case("group_slot_mapping_kernel", "group_slot_mapping", 1, cu_seqlens_q=PI32, kv_len=PI32, positions=PI64, page_table=PI32,
+      out_slot_mapping=PI64, num_rows=I32, num_tokens=I32, max_pages=I32, PAGE_SIZE=16, BLOCK=128, PDL=True)  # fmt: skip
 for _match in (None, PI32):
     _case(f"ngram_kernel match {_match}", "ngram", 8, tokens=PI32, num_tokens=PI32, live=PI32, draft_ids=PI32, draft_len=PI32,
           match_len=_match, stride_row=I32, draft_stride=I32, max_draft_len=I32, growth=I32, width=I32, MIN_NGRAM=2, MAX_NGRAM=6,

@@ -1,0 +1,175 @@
+"""The host's page tables: which pages each row owns in every K/V group, and what it may share or give back.
+
+Every row has the same number of columns in all groups: column c holds its tokens c * page_size and on. Where a group's window has
+passed, the column holds the scratch page: nobody reads it again. What is launched after a page was given back runs on the device
+after the page's last reader, so the page may be granted again at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchspec.cache.groups import KVGroups, oldest_key, oldest_key_of_prefill
+from batchspec.cache.pages import SCRATCH_PAGE, PagePool
+
+Columns = tuple[tuple[int, ...], ...]
+"""Pages of some adjacent columns of a row, by group."""
+
+
+Counts = NDArray[np.int64]
+FOREVER = 1 << 40
+"""A window that no row outgrows."""
+
+
+class RowPages:
+    """The pages of one row."""
+
+    def __init__(self, num_groups: int = 1) -> None:
+        self.tables: tuple[list[int], ...] = tuple([] for _ in range(num_groups))
+        """By group, the page of each column; SCRATCH_PAGE before `first`."""
+        self.first = [0] * num_groups
+        """By group, the first column that the row still owns."""
+
+    @property
+    def num_columns(self) -> int:
+        return len(self.tables[0])
+
+    @property
+    def num_held(self) -> list[int]:
+        """By group, pages that the row owns."""
+        return [self.num_columns - first for first in self.first]
+
+    def owned(self, group: int) -> list[int]:
+        return self.tables[group][self.first[group] :]
+
+    def columns(self, first: int = 0) -> Columns:
+        """The columns from `first` on."""
+        return tuple(tuple(table[first:]) for table in self.tables)
+
+
+class PagePools:
+    """One pool of pages a group, and what rows do with them in all groups at once."""
+
+    def __init__(self, groups: KVGroups, num_pages: Sequence[int], page_size: int, *, lookahead: int = 0) -> None:
+        """
+        num_pages  of each group's pool, its scratch page included
+        lookahead  tokens of a row that are granted pages before they are committed, at most
+        """
+        self.groups, self.page_size = groups, page_size
+        self.pools = tuple(PagePool(count) for count in num_pages)
+        self._windows = np.array([FOREVER if window is None else window for window in groups.windows], np.int64)
+        self._most_held = np.array(
+            [groups.max_columns(group, FOREVER, page_size, lookahead) for group in range(groups.num_groups)]
+        )
+        self._windowed = [(group, window) for group, window in enumerate(groups.windows) if window is not None]
+        assert len(self.pools) == groups.num_groups, (num_pages, groups)
+
+    @property
+    def num_free(self) -> tuple[int, ...]:
+        """By group, pages that could be granted now."""
+        return tuple(pool.num_free for pool in self.pools)
+
+    @property
+    def most_columns(self) -> int:
+        """Columns that one row alone may have: while it is prefilled it owns all of them in every group."""
+        return min(pool.num_pages for pool in self.pools) - 1
+
+    @property
+    def any_window(self) -> bool:
+        """Some group has a window: rows give pages back while they decode."""
+        return bool(self._windowed)
+
+    def match(self, hashes: Sequence[bytes]) -> RowPages:
+        """The pages of the longest known prefix of `hashes`; nothing changes hands.
+
+        A group with a window needs no more of a prefix than the first query after it reads; what lies before is scratch.
+        """
+        found: list[list[int | None]] = [[] for _ in self.pools]
+        usable = len(hashes)
+        for group, pool in enumerate(self.pools):
+            if self.groups.windows[group] is None:
+                found[group] += pool.match(hashes)
+                usable = min(usable, len(found[group]))
+        num_columns = usable
+        if self._windowed:
+            for group, _ in self._windowed:
+                found[group] += [self.pools[group].find(page_hash) for page_hash in hashes[:usable]]
+            num_columns = max(set.intersection(*(self._lengths(group, found[group]) for group, _ in self._windowed)))
+        prefix = RowPages(len(self.pools))
+        for group, pages in enumerate(found):
+            first = prefix.first[group] = self._first_column(group, num_columns)
+            prefix.tables[group].extend([SCRATCH_PAGE] * first + [page or SCRATCH_PAGE for page in pages[first:num_columns]])
+        return prefix
+
+    def _lengths(self, group: int, found: Sequence[int | None]) -> set[int]:
+        """Numbers of columns of a prefix for which the group has all pages that a row with this prefix reads."""
+        lengths, missing = {0}, -1
+        for column, page in enumerate(found):
+            missing = column if page is None else missing
+            if missing < self._first_column(group, column + 1):
+                lengths.add(column + 1)
+        return lengths
+
+    def _first_column(self, group: int, num_columns: int) -> int:
+        """The first column that is read of a prefix of `num_columns`."""
+        window, num_tokens = self.groups.windows[group], num_columns * self.page_size
+        return 0 if window is None else min(num_columns, oldest_key_of_prefill(window, num_tokens) // self.page_size)
+
+    def num_idle(self, prefix: RowPages) -> list[int]:
+        """By group, how many pages of a matched prefix no row owns: sharing them uses up free pages."""
+        return [pool.num_idle(prefix.owned(group)) for group, pool in enumerate(self.pools)]
+
+    def most_held(self, num_columns: Counts) -> Counts:
+        """int64 [groups, rows] pages that decoding rows with so many columns [rows] hold at most."""
+        held: Counts = np.minimum(num_columns, self._most_held[:, None])
+        return held
+
+    def passed_columns(self, num_tokens: Counts) -> Counts:
+        """int64 [groups, rows] columns that no later round reads of rows with so many committed tokens [rows]."""
+        passed: Counts = np.maximum(0, num_tokens - 1 - self._windows[:, None]) // self.page_size
+        return passed
+
+    def admit(self, prefix: RowPages, num_columns: int, hashes: Sequence[bytes]) -> None:
+        """Give a row its pages: those of a matched prefix, which become the row's, and own ones up to `num_columns`.
+
+        hashes  of the whole pages of the prompt: later rows find them from now on
+        """
+        for group, pool in enumerate(self.pools):
+            table = prefix.tables[group]
+            pool.share(prefix.owned(group))
+            table += pool.take(num_columns - len(table))
+            for page, page_hash in zip(table, hashes, strict=False):
+                if page != SCRATCH_PAGE:
+                    pool.cache_prefix(page, page_hash)
+
+    def grow(self, row: RowPages, count: int) -> Columns:
+        """`count` more columns in every group, which the caller has found free. Returns them."""
+        before = row.num_columns
+        for table, pool in zip(row.tables, self.pools, strict=True):
+            table += pool.take(count)
+        return row.columns(before)
+
+    def free_passed(self, row: RowPages, num_tokens: int) -> None:
+        """Give back the pages that no later round reads of a row with `num_tokens` committed tokens, all of them prefilled."""
+        for group, window in self._windowed:
+            first, now = row.first[group], oldest_key(window, num_tokens) // self.page_size
+            if now > first:
+                table = row.tables[group]
+                self.pools[group].release(table[first:now])
+                table[first:now] = [SCRATCH_PAGE] * (now - first)
+                row.first[group] = now
+
+    def release(self, row: RowPages) -> None:
+        """Give back all pages."""
+        for group, pool in enumerate(self.pools):
+            pool.release(row.owned(group))
+            row.tables[group].clear()
+            row.first[group] = 0
+
+    def forget(self) -> None:
+        """`match` finds nothing of what was cached so far; rows keep their pages."""
+        for pool in self.pools:
+            pool.forget()
