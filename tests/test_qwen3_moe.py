@@ -37,22 +37,11 @@ TINY: dict[str, Any] = {
     "intermediate_size": 50,
 }
 QWEN3_30B: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 151_936,
-    "max_position_embeddings": 40_960,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "mlp_only_layers": [],
+    "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 40_960, "num_experts": 128,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "mlp_only_layers": [],
     "decoder_sparse_step": 1,
-}
+}  # fmt: skip
 
 
 def kinds(spec: ModelSpec) -> str:

@@ -101,27 +101,27 @@ class Target:
             raise ValueError(f"aux_layer_ids {aux_layer_ids} must be different boundaries in 0 .. {self.spec.num_layers}")
         stream = ResidualStream(self._embedding.index_select(0, batch.token_ids))
         rope = rope_of(batch.positions, self._freqs, self.spec.rope.attention_factor, self.dtype)
+        windows, group_of = self.spec.windows, cache.groups.target_layers
         batches = [batch.of_group(group) for group in range(cache.groups.num_groups)]
         # Layers with the same window are of one group, and a plan fits any of them.
-        any_layer = {own: i for i, own in enumerate(self.spec.windows)}
-        group_of, num_heads = cache.groups.target_layers, self.spec.num_heads
+        any_layer = {own: i for i, own in enumerate(windows)}
         ranges = {own: _narrowed(own, window, sink) for own in any_layer}
         plans = {
-            own: plan_attention(batches[group_of[i]], cache.layer(i), num_heads=num_heads, **ranges[own])
+            own: plan_attention(batches[group_of[i]], cache.layer(i), num_heads=self.spec.num_heads, **ranges[own])
             for own, i in any_layer.items()
         }
         aux = self._aux_buffer(stream.residual, aux_layer_ids)
         last = len(self._layers) - 1
         places = batch.cu_seqlens_q[1:] - 1 if ends_only else None
         for i, layer in enumerate(self._layers):
-            kv, own, own_batch = cache.layer(i), self.spec.layers[i].attention.window, batches[group_of[i]]
+            kv, own, own_batch = cache.layer(i), windows[i], batches[group_of[i]]
             store = PagedStore(rope=rope, slot_mapping=own_batch.slot_mapping, kv=kv, row_ids=batch.row_ids)
             q = layer.attention.queries(stream, store, _aux_at(aux, aux_layer_ids, i))
             if kv_only and i == last:
                 return stream.residual, None if aux is None else aux.flatten(1)
             if places is not None and i == last and last + 1 not in aux_layer_ids:
                 q, stream, ends = q.index_select(0, places), stream.select(places), _ends(own_batch, places)
-                plan = plan_attention(ends, kv, num_heads=num_heads, **ranges[own])
+                plan = plan_attention(ends, kv, num_heads=self.spec.num_heads, **ranges[own])
                 attend = PagedAttend(kv=kv, plan=plan, row_ids=ends.row_ids)
             else:
                 attend = PagedAttend(kv=kv, plan=plans[own], row_ids=batch.row_ids)
