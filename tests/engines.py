@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from batchspec.cache.pages import KVCache
 from batchspec.draft.base import NoFeatures
 from batchspec.kernels.sampling.sample import gumbel_reference
 from batchspec.model.rope_config import RopeSpec
+from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 from batchspec.records import PackedBatch, Request, SamplingParams
 from tests.stand_ins import dense_spec
@@ -27,27 +29,20 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Where the engine tests run: on a GPU machine they test the same code on the card."""
 
 
+def tiny_spec(window: int | None = None, **changes: Any) -> ModelSpec:
+    """Two layers of 16 numbers, fields as of `dense_spec`."""
+    shape: dict[str, Any] = {
+        "family": "llama", "hidden_size": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "intermediate_size": 24,
+        "vocab_size": VOCAB, "rms_eps": 1e-6, "rope": RopeSpec(type="default", theta=100.0), "windows": (window, None),
+        "tie": False, "eos_ids": (), "max_len": 256, "dtype": "float64", "generation": {},
+    }  # fmt: skip
+    return dense_spec(**(shape | changes))
+
+
 @cache
 def tiny_target(dtype: torch.dtype = torch.float64, window: int | None = None) -> Target:
     """Two layers of noise, scaled up so that the distribution is not flat and greedy output neither loops at once nor never."""
-    spec = dense_spec(
-        family="llama",
-        hidden_size=16,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=4,
-        intermediate_size=24,
-        vocab_size=VOCAB,
-        rms_eps=1e-6,
-        rope=RopeSpec(type="default", theta=100.0),
-        windows=(window, None),
-        tie=False,
-        eos_ids=(),
-        max_len=256,
-        dtype="float64",
-        generation={},
-    )
-    return Target.load(Path(), spec, dtype=dtype, device=DEVICE, dummy=True)
+    return Target.load(Path(), tiny_spec(window), dtype=dtype, device=DEVICE, dummy=True)
 
 
 def request(

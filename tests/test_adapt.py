@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -39,7 +38,7 @@ from batchspec.train.settings import TrainConfig
 from batchspec.train.teacher import Teacher
 from tests.drafting import TARGET, mixed_requests
 from tests.drafting import run as run_engine
-from tests.engines import DEVICE, packed, request, tiny_target
+from tests.engines import DEVICE, packed, request, tiny_spec, tiny_target
 from tests.heads import random_tensors, tiny_design, write_head
 
 CPU = torch.device("cpu")
@@ -105,8 +104,8 @@ def test_a_drafter_with_other_weights_drafts_as_one_that_was_made_with_them(name
         taps = torch.randn(5, len(drafter.aux_layer_ids) * 16, dtype=torch.float64, generator=rng).to(DEVICE)
         hidden = drafter.head.features(taps.clone())
         entered, residual = drafter.head.enter(torch.arange(5, dtype=torch.int32, device=DEVICE), hidden.clone())
-        products = [p(entered) for p in (drafter.head._layers[0].qkv, drafter.head._layers[0].kv)]
-        inner = drafter.head._layers[-1].gate_up(hidden)
+        products = [p(entered) for p in (drafter.head._layers[0].products[0][0], drafter.head._layers[0].kv)]
+        inner = drafter.head._layers[-1].products[2][0](hidden)
         batch.append([hidden, entered, residual, *products, inner, drafter.head.logits(hidden)])
     for one, other in zip(*batch, strict=True):
         assert torch.equal(one, other)
@@ -122,9 +121,7 @@ def test_weights_that_a_cpu_keeps_reordered_change_too(tmp_path: Path) -> None:
     changed.rewrite(second.tensors)
     assert torch.equal(changed.head.logits(hidden), made.head.logits(hidden))
     assert not torch.equal(changed.head.logits(hidden), before)
-    assert torch.equal(
-        changed.head._layers[0].down(hidden.repeat(1, 2)[:, :20]), made.head._layers[0].down(hidden.repeat(1, 2)[:, :20])
-    )
+    assert torch.equal(*(head._layers[0].products[3][0](hidden.repeat(1, 2)[:, :20]) for head in (changed.head, made.head)))
 
 
 class Clock:
@@ -391,7 +388,7 @@ def test_a_copy_that_has_learnt_measures_better_until_it_drafts(kind: str) -> No
     """On a GPU in bf16: products of fp32 copies of bf16 weights, and weights that change where they lie."""
     device, dtype = torch.device(kind), torch.bfloat16 if kind == "cuda" else torch.float32
     shape: dict[str, Any] = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 128, "windows": (None, None)}
-    target = Target.load(Path(), dataclasses.replace(tiny_target().spec, **shape), dtype=dtype, device=device, dummy=True)
+    target = Target.load(Path(), tiny_spec(**shape), dtype=dtype, device=device, dummy=True)
     engine = Engine(target, NoDrafter(), packed(4, page_size=16, num_pages=40), device=device)
     done = list(engine.run(request(i, [i, 2 * i, 3], cap=24) for i in range(12)))
     rows = [row for one in done if (row := row_of(one)) is not None]

@@ -17,8 +17,9 @@ from batchspec.commands.workloads import shape_spec
 from batchspec.draft.head import products as head_products
 from batchspec.draft.weights import dummy_spec
 from batchspec.kernels.gemm.tiles import Tile
-from batchspec.model import tuning
-from batchspec.model.tuning import Product, products, save
+from batchspec.model.products import products
+from batchspec.tuning import table as tuning
+from batchspec.tuning.table import Product, save
 
 GPU = "NVIDIA Imaginary 100"
 TILE = Tile(64, 128, 64, 4, 4, True)

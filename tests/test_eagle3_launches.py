@@ -22,7 +22,8 @@ from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, load_head
 from batchspec.engine.engine import Engine
 from batchspec.engine.round import RoundOptions
-from batchspec.model import layers
+from batchspec.model import decoder
+from batchspec.model.quant import plain
 from batchspec.model.target import Target
 from tests.engines import DEVICE, packed, request, tiny_target
 from tests.heads import random_tensors, tiny_design, write_head
@@ -32,8 +33,9 @@ OWN_KERNELS = {
     parallel: ("prepare_parallel_draft_inputs", "live_rows"),
     tree: ("tree_places", "tree_level", "tree_select"),
     reader: ("rope_of",),
-    head: ("head_input", "lm_head", "argmax", "add_norm", "rms_norm", "tap_norm", "rope_write"),
-    layers: ("add_norm", "rms_norm", "silu_and_mul"),
+    head: ("head_input", "lm_head", "argmax", "rms_norm", "tap_norm"),
+    decoder: ("add_norm", "rms_norm", "rope_write"),
+    plain: ("rms_norm", "silu_and_mul"),
 }
 """Wrappers of one kernel each on a GPU (rope_of: of none); here their references run, which are operations of torch."""
 PRODUCTS = {"mm", "addmm"}
@@ -162,7 +164,7 @@ DESIGNS: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: weights as they are."""
-    monkeypatch.setattr(layers, "_can_pack", lambda weight: False)
+    monkeypatch.setattr(plain, "_can_pack", lambda weight: False)
 
 
 @pytest.mark.parametrize("name", DESIGNS)

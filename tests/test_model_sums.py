@@ -13,9 +13,9 @@ from torch import Tensor
 from batchspec.commands.workloads import shape_spec
 from batchspec.draft.head import products as head_products
 from batchspec.draft.weights import dummy_head, dummy_spec, head_bytes
+from batchspec.model.products import products
 from batchspec.model.spec import ModelSpec, read_spec
 from batchspec.model.target import Target
-from batchspec.model.tuning import products
 from batchspec.model.weights import DummyWeights, expected_shapes
 from batchspec.packing.cost import H200, num_multiplied, prefill_seconds, round_seconds, weight_bytes
 from batchspec.packing.memory import learning_bytes, reserve_bytes
@@ -96,8 +96,7 @@ FIGURES: dict[str, dict[str, Any]] = {
         "head": 62784,
     },
 }
-"""By the closed formulas: num_multiplied, weight_bytes, seconds of three rounds and a prefill, bytes reserved and for
-learning."""
+"""By the closed formulas: num_multiplied, weight_bytes, seconds of rounds and of a prefill, bytes reserved and for learning."""
 NAMES = {
     "llama8b": "44e7cc22e3f676db",
     "llama1b": "51f6a3c5aab40e65",

@@ -122,11 +122,11 @@ def prompts(lengths: list[int], vocab: int = 320) -> list[list[int]]:
     return [[rng.randrange(3, vocab) for _ in range(n)] for n in lengths]
 
 
-def oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+def oracle(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
-    return auto.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    return auto.from_pretrained(folder, dtype=dtype, attn_implementation="eager", **options).eval()
 
 
 def greedy(model: Any, row: list[int], num_tokens: int) -> list[int]:
@@ -143,8 +143,12 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Target:
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_64_greedy_tokens_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     family, config = MODELS[name]
-    folder = make_checkpoint(tmp_path, family, **config)
-    model, rows = oracle(folder), prompts([37, 5, 22])
+    assert_like_transformers(make_checkpoint(tmp_path, family, **config))
+
+
+def assert_like_transformers(folder: Path, **options: Any) -> None:
+    """Logits within 1e-4 in fp32 and 64 equal greedy tokens, in passes of every kind; `options` of from_pretrained."""
+    model, rows = oracle(folder, **options), prompts([37, 5, 22])
     expected = [greedy(model, row, 64) for row in rows]
     with torch.inference_mode():
         reference = [model(torch.tensor([ids])).logits[0] for ids in expected]

@@ -18,10 +18,12 @@ from batchspec.draft.weights import dummy_spec
 from batchspec.errors import ConfigError
 from batchspec.kernels.gemm import autotune as trial
 from batchspec.kernels.gemm.tiles import Tile
-from batchspec.model import tuning
-from batchspec.model.layers import Linear
+from batchspec.model.products import products
+from batchspec.model.quant.plain import Linear
 from batchspec.model.rope_config import RopeSpec
-from batchspec.model.tuning import best, products, save, tune
+from batchspec.tuning import table as tuning
+from batchspec.tuning.policy import gemm_tile
+from batchspec.tuning.table import save, tune
 from tests.stand_ins import dense_spec
 
 GPU = "NVIDIA H200"
@@ -47,26 +49,26 @@ def entry(op: str, rows: int, k: int, tokens: int, tile: Tile | None) -> dict[st
 
 
 def test_nothing_known_is_the_library() -> None:
-    assert best("linear", 64, 6144, 4096, CUDA) is None
-    assert best("linear", 64, 6144, 4096, CPU) is None
+    assert gemm_tile("linear", 64, 6144, 4096, CUDA) is None
+    assert gemm_tile("linear", 64, 6144, 4096, CPU) is None
 
 
 def test_the_choice_for_the_next_larger_number_of_tokens() -> None:
     save([entry("linear", 960, 576, 128, None), entry("linear", 960, 576, 256, OTHER), entry("linear", 960, 576, 64, TILE)], GPU)
-    choices = {tokens: best("linear", tokens, 960, 576, CUDA) for tokens in (1, 64, 65, 128, 129, 256, 257)}
+    choices = {tokens: gemm_tile("linear", tokens, 960, 576, CUDA) for tokens in (1, 64, 65, 128, 129, 256, 257)}
     assert choices == {1: TILE, 64: TILE, 65: None, 128: None, 129: OTHER, 256: OTHER, 257: None}
-    assert best("swiglu", 64, 960, 576, CUDA) is None
-    assert best("linear", 64, 960, 577, CUDA) is None
-    assert best("linear", 64, 960, 576, CPU) is None
+    assert gemm_tile("swiglu", 64, 960, 576, CUDA) is None
+    assert gemm_tile("linear", 64, 960, 577, CUDA) is None
+    assert gemm_tile("linear", 64, 960, 576, CPU) is None
 
 
 def test_the_users_table_goes_before_the_shipped_one(cache_folder: Path) -> None:
     shipped = cache_folder.parents[2] / "conf" / "tuned" / "nvidia_h200.json"
     save([entry("linear", 960, 576, 64, TILE), entry("lm_head", 960, 576, 64, TILE)], GPU, shipped)
-    assert best("linear", 64, 960, 576, CUDA) == TILE
+    assert gemm_tile("linear", 64, 960, 576, CUDA) == TILE
     assert save([entry("linear", 960, 576, 64, OTHER)], GPU) == cache_folder / "nvidia_h200.json"
-    assert best("linear", 64, 960, 576, CUDA) == OTHER
-    assert best("lm_head", 64, 960, 576, CUDA) == TILE
+    assert gemm_tile("linear", 64, 960, 576, CUDA) == OTHER
+    assert gemm_tile("lm_head", 64, 960, 576, CUDA) == TILE
 
 
 def test_new_entries_replace_those_of_their_product_only(cache_folder: Path) -> None:
@@ -88,7 +90,7 @@ def test_a_broken_table_is_named(text: str, cache_folder: Path) -> None:
     cache_folder.mkdir(parents=True)
     (cache_folder / "nvidia_h200.json").write_text(text)
     with pytest.raises(ConfigError, match=r"nvidia_h200.json: not a table of tuned products: .*; delete the file"):
-        best("linear", 64, 960, 576, CUDA)
+        gemm_tile("linear", 64, 960, 576, CUDA)
 
 
 def test_the_products_of_a_model() -> None:
@@ -160,7 +162,7 @@ def test_tuning_writes_down_the_fastest_right_way(
     assert all(e["tile"] == (None if wins is None else wins._asdict()) for e in entries)
     assert "WRONG" not in capsys.readouterr().out
     save(entries, GPU)
-    assert best(op, 6, 64, 32, CUDA) == wins
+    assert gemm_tile(op, 6, 64, 32, CUDA) == wins
 
 
 @pytest.mark.usefixtures("on_cpu")

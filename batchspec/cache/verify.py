@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,10 +9,11 @@ from torch import Tensor
 
 from batchspec.cache.layout import LayerKV
 from batchspec.kernels.attention.merge_states import partials_of
-from batchspec.kernels.attention.settings import DTYPES, MAX_QUERIES, work_shape
+from batchspec.kernels.attention.settings import DTYPES, MAX_QUERIES
 from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
 from batchspec.kernels.attention.verify_attention import verify_attention
 from batchspec.kernels.attention.work_list import AttentionWork, SharedPrefixes
+from batchspec.tuning.policy import attention_shape
 
 if TYPE_CHECKING:
     from batchspec.batch.flat_batch import FlatBatch
@@ -45,7 +45,7 @@ def plan_verify(
     Does not synchronise on a GPU; on a CPU it is the plain reference unless `interpret`.
     """
     layout = kv.layout
-    shape = work_shape(
+    shape = attention_shape(
         num_rows=batch.kv_len.shape[0],
         max_q=batch.max_q,
         max_kv=batch.max_kv,
@@ -54,8 +54,8 @@ def plan_verify(
         head_dim=layout.head_dim,
         page_size=layout.page_size,
         dtype=layout.dtype,
-        num_sms=_num_sms(kv.pages.device),
-        window=window or 0,
+        device=kv.pages.device,
+        window=window,
         sink=sink,
     )
     shared = None if window else shared
@@ -104,8 +104,3 @@ class VerifyPlan:
         )
         self._listed = True
         return out
-
-
-@cache
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

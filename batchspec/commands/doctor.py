@@ -23,10 +23,11 @@ from batchspec.draft.weights import dummy_spec, judge_head
 from batchspec.errors import ConfigError
 from batchspec.kernels.common.pdl import supported
 from batchspec.model.hub import find_model, resolve_model
+from batchspec.model.products import products
 from batchspec.model.spec import load_spec
-from batchspec.model.tuning import Product, products, save, tune, tuned_products
 from batchspec.model.weights import judge_model
 from batchspec.packing.planner import free_memory
+from batchspec.tuning.table import Product, save, tune, tuned_products
 
 
 def main(argv: list[str]) -> int:

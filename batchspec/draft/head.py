@@ -12,18 +12,22 @@ from batchspec.cache.attention import AttentionPlan
 from batchspec.cache.layout import LayerKV
 from batchspec.draft.coupled import Draws
 from batchspec.draft.formats import HeadSpec
-from batchspec.draft.weights import Head, fc_product, head_layers
+from batchspec.draft.weights import HIDDEN_NORM, Head, fc_product, head_layers, head_prefix
 from batchspec.kernels.drafting.head_input import head_input
 from batchspec.kernels.gemm.lm_head import lm_head
 from batchspec.kernels.gemm.tiles import Tile
 from batchspec.kernels.norm_rope.norm import rms_norm as tap_norm
 from batchspec.kernels.sampling.argmax import argmax
-from batchspec.model.blocks.base import Gemm
-from batchspec.model.fused import add_norm, rms_norm, rope_write
-from batchspec.model.layers import Linear
+from batchspec.model.blocks.base import Gemm, ProductSpec
+from batchspec.model.blocks.layer import LayerSpec
+from batchspec.model.decoder import PagedAttend, PagedStore, ResidualStream
+from batchspec.model.fused import rms_norm
+from batchspec.model.products import gemm_products
+from batchspec.model.quant.plain import Linear
 from batchspec.model.rope import Rope
 from batchspec.model.target import Target
-from batchspec.model.tuning import Product, best, gemm_products
+from batchspec.tuning.policy import gemm_tile
+from batchspec.tuning.table import Product
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,41 +39,49 @@ class Place:
 
 
 class _Layer:
-    def __init__(self, head: Head, index: int) -> None:
-        tensors, spec, prefix = head.tensors, head.spec, f"layers.{index}."
-        self._prefix, self._num_q = prefix, spec.num_heads * spec.head_dim
-        weight, bias = self._fused(tensors, _QKV)
-        self.qkv = Linear(weight, bias)
-        self.kv = Linear(*self._of_kv(weight, bias))
-        """The K and V rows of qkv, where a GPU keeps them."""
-        self.out = Linear(*self._fused(tensors, _OUT))
-        self.gate_up = Linear(*self._fused(tensors, _GATE_UP))
-        self.down = Linear(*self._fused(tensors, _DOWN))
-        self.input_norm = tensors[f"{prefix}input_layernorm.weight"]
-        self.mlp_norm = tensors[f"{prefix}post_attention_layernorm.weight"]
-        self.q_norm = tensors[f"{prefix}self_attn.q_norm.weight"] if spec.qk_norm else None
-        self.k_norm = tensors[f"{prefix}self_attn.k_norm.weight"] if spec.qk_norm else None
+    """A decoder layer of the head, and the K and V rows of its first product."""
 
-    def _fused(self, tensors: Mapping[str, Tensor], names: tuple[str, ...]) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of several products in one."""
-        parts = [f"{self._prefix}{name}" for name in names]
-        biases = [tensors[f"{part}.bias"] for part in parts if f"{part}.bias" in tensors]
-        return torch.cat([tensors[f"{part}.weight"] for part in parts]), torch.cat(biases) if biases else None
-
-    def _of_kv(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return weight[self._num_q :], None if bias is None else bias[self._num_q :]
+    def __init__(self, spec: LayerSpec, head: Head, index: int) -> None:
+        self._spec, source = spec, _HeadWeights(head.tensors, head_prefix(index))
+        self._prefix = head_prefix(index)
+        self.decoder = spec.build(source)
+        self.attention = self.decoder.attention
+        weight, bias = source.fused[spec.attention.qkv]
+        self._num_q = spec.attention.inner_size
+        self.kv = Linear(weight[self._num_q :], None if bias is None else bias[self._num_q :])
+        """On a GPU these are rows of the whole product's weight, not a copy."""
+        self.products = [(source.products[product], product) for block in spec.blocks for product in block.products]
 
     def rewrite(self, tensors: Mapping[str, Tensor]) -> None:
         """As `EagleHead.rewrite`, without the norms."""
-        weight, bias = self._fused(tensors, _QKV)
-        self.qkv.rewrite(weight, bias)
-        self.kv.rewrite(*self._of_kv(weight, bias))
-        for linear, names in ((self.out, _OUT), (self.gate_up, _GATE_UP), (self.down, _DOWN)):
-            linear.rewrite(*self._fused(tensors, names))
+        for linear, product in self.products:
+            linear.rewrite(*_fused(tensors, self._prefix, product))
+        weight, bias = _fused(tensors, self._prefix, self._spec.attention.qkv)
+        self.kv.rewrite(weight[self._num_q :], None if bias is None else bias[self._num_q :])
 
 
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_OUT, _GATE_UP, _DOWN = ("self_attn.o_proj",), ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",)
+class _HeadWeights:
+    """A layer's weights among those of a head, which are plain: a BlockSource."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], prefix: str) -> None:
+        self._tensors, self._prefix = tensors, prefix
+        self.fused: dict[ProductSpec, tuple[Tensor, Tensor | None]] = {}
+        self.products: dict[ProductSpec, Linear] = {}
+
+    def product(self, spec: ProductSpec) -> Linear:
+        self.fused[spec] = _fused(self._tensors, self._prefix, spec)
+        self.products[spec] = Linear(*self.fused[spec])
+        return self.products[spec]
+
+    def vector(self, name: str) -> Tensor:
+        return self._tensors[self._prefix + name]
+
+
+def _fused(tensors: Mapping[str, Tensor], prefix: str, spec: ProductSpec) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of a product."""
+    names = [prefix + part.name for part in spec.parts]
+    weight = torch.cat([tensors[f"{name}.weight"] for name in names])
+    return weight, torch.cat([tensors[f"{name}.bias"] for name in names]) if spec.bias else None
 
 
 class EagleHead:
@@ -81,9 +93,9 @@ class EagleHead:
         self._fc = Linear(tensors["fc.weight"], tensors.get("fc.bias"))
         self._input_norm = tensors.get("input_norm.weight")
         self._tap_norms = [tensors[f"fc_norm.{i}.weight"] for i in range(len(spec.aux_layer_ids))] if spec.fc_norm else []
-        self._hidden_norm = tensors["layers.0.hidden_norm.weight"]
+        self._hidden_norm = tensors[HIDDEN_NORM]
         self._norm = tensors["norm.weight"]
-        self._layers = [_Layer(head, i) for i in range(spec.num_layers)]
+        self._layers = [_Layer(layer, head, i) for i, layer in enumerate(head_layers(spec))]
         self._norms = {name: tensor for name, tensor in tensors.items() if "norm" in name}
         own = tensors.get("embed_tokens.weight")
         same = own is not None and own.shape == target.embedding.shape and torch.equal(own, target.embedding)
@@ -135,7 +147,7 @@ class EagleHead:
         size = self.spec.hidden_size
         normed = hidden.new_empty(hidden.shape[0], 2 * size)
         head_input(
-            tokens, hidden, self._embedding, self._layers[0].input_norm, self._hidden_norm, self.spec.rms_eps,
+            tokens, hidden, self._embedding, self._layers[0].attention.norm, self._hidden_norm, self.spec.rms_eps,
             out=normed, row_ids=row_ids, positions=positions,
         )  # fmt: skip
         return normed, normed[:, size:] if self.spec.norm_before_residual else hidden
@@ -153,32 +165,22 @@ class EagleHead:
 
     def queries(self, index: int, normed: Tensor, at: Place, kv: LayerKV) -> Tensor:
         """The first half of `layer`: q [T, NH, D], and K/V of all T places in their pages."""
-        layer = self._layers[index]
-        return self._rotate(layer, layer.qkv(normed), at, kv)
+        return self._layers[index].attention.queries_of(normed, _store(at, kv))
 
     def keep(self, index: int, normed: Tensor, at: Place, kv: LayerKV) -> None:
-        """K/V alone of all T places: what layer `index` needs of places that nothing goes on from."""
+        """K/V alone of all T places: what layer `index` needs of places whose hidden states nothing reads."""
         layer = self._layers[index]
-        self._rotate(layer, layer.kv(normed), at, kv)
-
-    def _rotate(self, layer: _Layer, product: Tensor, at: Place, kv: LayerKV) -> Tensor:
-        return rope_write(product, at.rope, kv, at.slots, q_norm=layer.q_norm, k_norm=layer.k_norm, eps=self.spec.rms_eps)
+        layer.attention.queries_of(normed, _store(at, kv), layer.kv)
 
     def finish(
         self, index: int, q: Tensor, residual: Tensor, kv: LayerKV, plan: AttentionPlan, positions: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """The second half of `layer`, from q [T, NH, D]; out [T, H]: where the result goes, or None."""
-        layer, eps = self._layers[index], self.spec.rms_eps
-        attended = plan.attend(q, kv, self.spec.head_dim**-0.5, positions).flatten(1)
-        fuses = residual.is_contiguous() and layer.gate_up.tile("norm_swiglu", residual) is not None
-        hidden = layer.out.add_to(residual, attended, when=fuses)
-        if hidden is None:
-            inner = layer.gate_up.swiglu_of_norm(residual, layer.mlp_norm, eps)
-        else:
-            inner = layer.gate_up.swiglu(add_norm(hidden, residual, layer.mlp_norm, eps))
-        following = self._layers[index + 1].input_norm if index + 1 < len(self._layers) else self._norm
-        return add_norm(layer.down(inner), residual, following, eps, out=out)
+        stream, attend = ResidualStream(residual), PagedAttend(kv=kv, plan=plan, positions=positions)
+        self._layers[index].decoder.finish(q, stream, attend, add_in_product=False)  # the norm that follows is the head's
+        following = self._layers[index + 1].attention.norm if index + 1 < len(self._layers) else self._norm
+        return stream.normed(following, self.spec.rms_eps, out=out)
 
     def choose(self, normed: Tensor, out_ids: Tensor, draws: Draws | None = None) -> None:
         """normed [R, H] behind the final norm -> the target id of each row's likeliest draft token, int32 [R] of any stride.
@@ -215,7 +217,7 @@ class EagleHead:
         if self._lm_head is None or not self._fp32_out:
             return None
         vocab, size = self._lm_head.shape
-        return best("lm_head", normed.shape[0], vocab, size, normed.device)
+        return gemm_tile("lm_head", normed.shape[0], vocab, size, normed.device)
 
     def logits(self, normed: Tensor) -> Tensor:
         """fp32 [R, draft vocabulary] (fp64 for an fp64 model)."""
@@ -224,6 +226,10 @@ class EagleHead:
         if self._scores is None:
             return torch.mm(normed, self._lm_head.t(), out_dtype=torch.float32)
         return self._scores(normed.to(self.logits_dtype))
+
+
+def _store(at: Place, kv: LayerKV) -> PagedStore:
+    return PagedStore(rope=at.rope, slot_mapping=at.slots, kv=kv)
 
 
 def products(spec: HeadSpec) -> list[Product]:

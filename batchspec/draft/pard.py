@@ -112,7 +112,7 @@ class PardDrafter(DrafterBase):
     def prefill(
         self, batch: FlatBatch, slot_ids: Tensor, aux_hidden_states: Tensor | None, rows: DeviceBatch, cache: KVCache
     ) -> tuple[Tensor, ...]:
-        self._model.forward(batch, cache.drafter_part(), keys_only=True)
+        self._model.forward(batch, cache.drafter_part(), kv_only=True)
         return ()
 
     @torch.inference_mode()
@@ -126,7 +126,7 @@ class PardDrafter(DrafterBase):
         *,
         prepare_next: bool,
     ) -> None:
-        self._model.forward(batch, cache.drafter_part(), keys_only=True)
+        self._model.forward(batch, cache.drafter_part(), kv_only=True)
 
     @torch.inference_mode()
     def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:

@@ -1,7 +1,7 @@
 """The values of config.json and its like: every one is read by its type and its range, or refused in one line that names it.
 
-What reads a configuration gets a `ConfigReader` and never the JSON itself, so a new key cannot be read unchecked: the range of
-a number has to be in the tables here.
+What reads a configuration gets a `ConfigReader` and never the JSON itself, so a new key cannot be read unchecked: a number needs
+a range, in the tables here or from its family.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import Any
 from batchspec.errors import CheckpointError
 
 Json = Mapping[str, Any]
+Ranges = Mapping[str, tuple[int, int]]
+"""key -> lowest and highest value. Of a list of integers: of each."""
 MAX_BYTES = 100_000_000
 """Of a JSON file of a checkpoint: the largest known ones, tokenizers with their vocabulary, have a third of that."""
 
-INTEGERS: dict[str, tuple[int, int]] = {
+INTEGERS: Ranges = {
     "num_hidden_layers": (1, 4096),
     "hidden_size": (1, 2**20),
     "target_hidden_size": (1, 2**20),
@@ -39,7 +41,7 @@ INTEGERS: dict[str, tuple[int, int]] = {
     "pard_token": (0, 2**31 - 1),
     "ptd_token_id": (0, 2**31 - 1),
 }
-"""key -> lowest and highest value. Of a list of integers: of each."""
+"""What most families have; a family adds keys of its own (`ConfigReader.ranged`)."""
 
 NUMBERS: dict[str, tuple[float, float]] = {
     "rms_norm_eps": (1e-20, 1.0),
@@ -62,9 +64,11 @@ class ConfigReader:
     Every method raises CheckpointError, in one line, with the file, the key, its value and what is allowed.
     """
 
-    def __init__(self, values: Json, where: str, *, prefix: str = "") -> None:
-        """where   the file, for messages; prefix  of its keys, where the object is a part of another one."""
-        self._values, self.where, self._prefix = values, where, prefix
+    def __init__(self, values: Json, where: str, *, prefix: str = "", integers: Ranges = INTEGERS) -> None:
+        """where   the file, for messages; prefix  of its keys, where the object is a part of another one
+        integers   the ranges of integers, where a family adds some to INTEGERS
+        """
+        self._values, self.where, self._prefix, self._integers = values, where, prefix, integers
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
@@ -74,11 +78,18 @@ class ConfigReader:
 
     def replaced(self, **values: Any) -> ConfigReader:
         """The same with other values of some keys."""
-        return ConfigReader({**self._values, **values}, self.where, prefix=self._prefix)
+        return self._with({**self._values, **values})
 
     def filled(self, defaults: Json) -> ConfigReader:
         """The same with these values for keys that are not there; one that is there and null stays null."""
-        return ConfigReader({**defaults, **self._values}, self.where, prefix=self._prefix)
+        return self._with({**defaults, **self._values})
+
+    def ranged(self, integers: Ranges) -> ConfigReader:
+        """The same with the ranges of further keys."""
+        return ConfigReader(self._values, self.where, prefix=self._prefix, integers={**self._integers, **integers})
+
+    def _with(self, values: Json) -> ConfigReader:
+        return ConfigReader(values, self.where, prefix=self._prefix, integers=self._integers)
 
     def integer(self, key: str, default: int | None = None) -> int:
         """Refused where it is missing and has no default."""
@@ -115,7 +126,7 @@ class ConfigReader:
 
     def integers(self, key: str) -> tuple[int, ...] | None:
         """A list of integers; None where it is missing."""
-        value, (low, high) = self._values.get(key), INTEGERS[key]
+        value, (low, high) = self._values.get(key), self._integers[key]
         if value is not None and not (isinstance(value, list) and all(_is_integer(item, low, high) for item in value)):
             raise self._wrong(key, value, f"a list of integers in {low} .. {high}")
         return None if value is None else tuple(value)
@@ -149,7 +160,7 @@ class ConfigReader:
         return CheckpointError(f"{self.where}: {problem}")
 
     def _integer(self, key: str, value: Any) -> int:
-        low, high = INTEGERS[key]
+        low, high = self._integers[key]
         if not _is_integer(value, low, high):
             raise self._wrong(key, value, f"an integer in {low} .. {high}")
         return int(value)

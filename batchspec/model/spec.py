@@ -15,7 +15,8 @@ from batchspec.model.blocks.base import BlockSpec, Gemm, TensorSpec, projections
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.config_values import ConfigReader, Json, read_json, shown
 from batchspec.model.families.registry import family_of
-from batchspec.model.quant.registry import ALL_PLAIN, Formats, read_formats
+from batchspec.model.quant.formats import ALL_PLAIN, Formats
+from batchspec.model.quant.registry import read_formats
 from batchspec.model.rope_config import RopeSpec, read_rope
 
 EMBEDDING, FINAL_NORM, OUTPUT = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -145,7 +146,7 @@ def read_spec(values: Json, where: str, generation: Json | None = None, generati
     """The shape of a model from the content of its two files, `where` for messages. Raises CheckpointError as `load_spec`."""
     config = ConfigReader(values, where)
     family = family_of(config)
-    config = config.filled(family.defaults)
+    config = config.filled(family.defaults).ranged(family.integers)
     formats = read_formats(config)
     not_built = ["quantization_config"] if formats is None else []
     family.check(config, not_built)

@@ -15,13 +15,13 @@ from batchspec.cache.pages import KVCache
 from batchspec.errors import ConfigError
 from batchspec.kernels.gemm.lm_head import lm_head
 from batchspec.kernels.sampling.argmax import argmax
-from batchspec.model.fused import add_norm, rms_norm
-from batchspec.model.layers import DecoderLayer, Linear
+from batchspec.model.decoder import LayerWeights, PagedAttend, PagedStore, ResidualStream
 from batchspec.model.quant.base import Weights
+from batchspec.model.quant.plain import Linear
 from batchspec.model.rope import rope_frequencies, rope_of
-from batchspec.model.spec import ModelSpec
-from batchspec.model.tuning import best
+from batchspec.model.spec import EMBEDDING, FINAL_NORM, OUTPUT, ModelSpec, layer_prefix
 from batchspec.model.weights import Checkpoint, DummyWeights
+from batchspec.tuning.policy import gemm_tile
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -41,15 +41,15 @@ def resolve_dtype(name: str, spec: ModelSpec, device: torch.device) -> torch.dty
 
 
 class Target:
-    """A Llama-like decoder (Llama, SmolLM2, Qwen2, Qwen3, Mistral) on one device."""
+    """A decoder of any family (`batchspec.model.families`) on one device."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, device: torch.device) -> None:
         self.spec, self.device = spec, device
-        self._embedding = weights.tensor("model.embed_tokens.weight")
+        self._embedding = weights.tensor(EMBEDDING)
         self.dtype = self._embedding.dtype
-        self._layers = [DecoderLayer(spec, weights, i) for i in range(spec.num_layers)]
-        self._norm = weights.tensor("model.norm.weight")
-        head = self._embedding if spec.tie else weights.tensor("lm_head.weight")
+        self._layers = [layer.build(LayerWeights(weights, spec.formats, layer_prefix(i))) for i, layer in enumerate(spec.layers)]
+        self._norm = weights.tensor(FINAL_NORM)
+        head = self._embedding if spec.tie else weights.tensor(OUTPUT)
         # Logits are reduced and kept in fp32: rounded to bf16 they would tie, and ties fall differently in other batch shapes.
         self._head_dtype = torch.float64 if self.dtype is torch.float64 else torch.float32
         # A GPU multiplies bf16 into fp32 itself; elsewhere the head is kept in the dtype of the logits.
@@ -83,58 +83,59 @@ class Target:
         aux_layer_ids: tuple[int, ...] = (),
         *,
         ends_only: bool = False,
-        keys_only: bool = False,
+        kv_only: bool = False,
         window: int | None = None,
         sink: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run T tokens of R rows, writing their K/V to batch.slots of layers 0..L-1 of the cache.
+        """Run T tokens of R rows, writing their K/V at batch.slot_mapping in layers 0..L-1 of the cache.
 
         aux_layer_ids  boundaries 0..L of the residual stream, before any norm: 0 is the embedding, i what enters layer i
-        ends_only  only each row's last place is asked for: of the others the last layer makes no more than K/V. No row is empty
-        keys_only  nothing but K/V is asked for: the last layer stops there, and what is returned means nothing
-        window     newest keys that any layer reads, beside the first `sink` ones; layers with a smaller window keep theirs
-        Returns hidden [T, H], or [R, H] with ends_only, behind the final norm, ready for `logits`, and the auxiliary
-        hidden states [T, len(aux_layer_ids) * H], or None without any. Raises ValueError for ids that are no different
+        ends_only      compute each row's last token alone to the end: of others the last layer makes K/V only. No row is empty
+        kv_only        stop after the last layer's K/V write; the hidden states that are returned are undefined
+        window         newest keys that any layer reads, and the first `sink` ones; layers with a smaller window keep theirs
+        Returns hidden [T, H], or [R, H] with ends_only, after the final norm, ready for `logits`, and the auxiliary
+        hidden states [T, len(aux_layer_ids) * H], or None without any. Raises ValueError for ids that are not distinct
         boundaries.
         """
         if len(set(aux_layer_ids)) < len(aux_layer_ids) or not all(0 <= i <= self.spec.num_layers for i in aux_layer_ids):
             raise ValueError(f"aux_layer_ids {aux_layer_ids} must be different boundaries in 0 .. {self.spec.num_layers}")
-        residual = self._embedding.index_select(0, batch.token_ids)
+        stream = ResidualStream(self._embedding.index_select(0, batch.token_ids))
         rope = rope_of(batch.positions, self._freqs, self.spec.rope.attention_factor, self.dtype)
+        windows, group_of = self.spec.windows, cache.groups.target_layers
         batches = [batch.of_group(group) for group in range(cache.groups.num_groups)]
         # Layers with the same window are of one group, and a plan fits any of them.
-        any_layer = {own: i for i, own in enumerate(self.spec.windows)}
-        group_of = cache.groups.target_layers
+        any_layer = {own: i for i, own in enumerate(windows)}
         ranges = {own: _narrowed(own, window, sink) for own in any_layer}
         plans = {
             own: plan_attention(batches[group_of[i]], cache.layer(i), num_heads=self.spec.num_heads, **ranges[own])
             for own, i in any_layer.items()
         }
-        aux_hidden_states = (
-            residual.new_empty(residual.shape[0], len(aux_layer_ids), residual.shape[1]) if aux_layer_ids else None
-        )
-        hidden: Tensor | None = None
+        aux = self._aux_buffer(stream.residual, aux_layer_ids)
         last = len(self._layers) - 1
-        places = batch.cu_seqlens_q[1:] - 1 if ends_only else batch.cu_seqlens_q
+        places = batch.cu_seqlens_q[1:] - 1 if ends_only else None
         for i, layer in enumerate(self._layers):
-            kv, plan, own_batch = cache.layer(i), plans[layer.window], batches[group_of[i]]
-            q = layer.queries(hidden, residual, rope, kv, own_batch.slot_mapping, _aux_at(aux_hidden_states, aux_layer_ids, i))
-            if keys_only and i == last:
-                return residual, aux_hidden_states
-            if ends_only and i == last and last + 1 not in aux_layer_ids:
-                q, residual = q.index_select(0, places), residual.index_select(0, places)
-                plan = plan_attention(_ends(own_batch, places), kv, num_heads=self.spec.num_heads, **ranges[layer.window])
-            hidden = layer.finish(q, residual, kv, plan)
-        out_aux = _aux_at(aux_hidden_states, aux_layer_ids, last + 1)
-        if hidden is not None:
-            out = add_norm(hidden, residual, self._norm, self.spec.rms_eps, out_aux)
-        else:
-            out = rms_norm(residual, self._norm, self.spec.rms_eps)
-            if out_aux is not None:
-                out_aux.copy_(residual)
-        if ends_only and last + 1 in aux_layer_ids:
+            kv, own, own_batch = cache.layer(i), windows[i], batches[group_of[i]]
+            store = PagedStore(rope=rope, slot_mapping=own_batch.slot_mapping, kv=kv, row_ids=batch.row_ids)
+            q = layer.attention.queries(stream, store, _aux_at(aux, aux_layer_ids, i))
+            if kv_only and i == last:
+                return stream.residual, None if aux is None else aux.flatten(1)
+            if places is not None and i == last and last + 1 not in aux_layer_ids:
+                q, stream, ends = q.index_select(0, places), stream.select(places), _ends(own_batch, places)
+                plan = plan_attention(ends, kv, num_heads=self.spec.num_heads, **ranges[own])
+                attend = PagedAttend(kv=kv, plan=plan, row_ids=ends.row_ids)
+            else:
+                attend = PagedAttend(kv=kv, plan=plans[own], row_ids=batch.row_ids)
+            # The final norm takes the stream either way: after the last layer products add as before another one like it.
+            following = self._layers[min(i + 1, last)].attention
+            layer.finish(q, stream, attend, add_in_product=following.norms_in_product(stream))
+        out = stream.normed(self._norm, self.spec.rms_eps, out_aux=_aux_at(aux, aux_layer_ids, last + 1))
+        if places is not None and last + 1 in aux_layer_ids:
             out = out.index_select(0, places)
-        return out, None if aux_hidden_states is None else aux_hidden_states.flatten(1)
+        return out, None if aux is None else aux.flatten(1)
+
+    def _aux_buffer(self, residual: Tensor, aux_layer_ids: tuple[int, ...]) -> Tensor | None:
+        """[T, len(aux_layer_ids), H] for the residual stream at these boundaries, or None without any."""
+        return residual.new_empty(residual.shape[0], len(aux_layer_ids), residual.shape[1]) if aux_layer_ids else None
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -154,7 +155,7 @@ class Target:
         out = torch.empty(hidden.shape[0], dtype=torch.int32, device=hidden.device)
         tile = None
         if self._narrow_head is not None:
-            tile = best("lm_head", hidden.shape[0], self._narrow_head.shape[0], self._narrow_head.shape[1], hidden.device)
+            tile = gemm_tile("lm_head", hidden.shape[0], self._narrow_head.shape[0], self._narrow_head.shape[1], hidden.device)
         if tile is None:
             argmax(self.logits(hidden), out_ids=out, vocab=vocab, flag_nonfinite=flag_nonfinite)
         else:

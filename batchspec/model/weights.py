@@ -106,7 +106,7 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
-        self._folder, self._dtype, self._device = folder, dtype, device
+        self._folder, self.dtype, self._device = folder, dtype, device
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
         files = LocalFiles(folder)
@@ -120,7 +120,11 @@ class Checkpoint:
 
     def tensor(self, name: str) -> Tensor:
         tensor: Tensor = self._files[name].get_tensor(name)
-        return tensor.to(device=self._device, dtype=self._dtype)
+        return tensor.to(device=self._device, dtype=self.dtype)
+
+    def stored(self, name: str) -> Tensor:
+        tensor: Tensor = self._files[name].get_tensor(name)
+        return tensor.to(self._device)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -145,19 +149,25 @@ class Checkpoint:
 
 
 class DummyWeights:
-    """Noise of the right shapes from the spec alone: N(0, 0.02^2), norms 1; the same in every run on one kind of device."""
+    """Noise of the right shapes from the spec alone: N(0, 0.02^2), norms and scales of quantised weights 1.
+
+    The same in every run on one kind of device, and never rounded to a quantised format.
+    """
 
     def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         self._tensors = {tensor.name: tensor for tensor in spec.tensors()}
-        self._dtype, self._device = dtype, device
+        self.dtype, self._device = dtype, device
         self._generator = torch.Generator(device).manual_seed(0)
 
     def tensor(self, name: str) -> Tensor:
         tensor = self._tensors[name]
-        out = torch.empty(tensor.shape, dtype=self._dtype, device=self._device)
-        if tensor.role == "norm":
+        out = torch.empty(tensor.shape, dtype=self.dtype, device=self._device)
+        if tensor.role in ("norm", "scale"):
             return out.fill_(1.0)
         return out.normal_(0.0, 0.02, generator=self._generator)
+
+    def stored(self, name: str) -> Tensor:
+        return self.tensor(name)
 
 
 @dataclass(frozen=True, slots=True)

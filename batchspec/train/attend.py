@@ -1,9 +1,9 @@
-"""Attention of draft steps: all keys of the first step up to the place, and of each later step its own place's alone.
+"""Attention of draft steps: all keys of the first step up to the position, and of each later step its own position's alone.
 
-The first part is plain causal attention; the single keys are merged into it by kernels/own_keys. No scores of pairs are kept:
-the way back of causal attention, given the merged output and its log-sum-exp, makes its keys' gradients under the whole softmax,
-as in ring attention (Liu et al. 2023, arXiv 2310.01889).
-B rows, L places, H query heads, KVH key heads, D head_dim, J later steps.
+The first part is plain causal attention; the kernel `draft_step_attention` merges the single keys into it. No scores of pairs are
+kept: the backward pass of causal attention, given the merged output and its log-sum-exp, makes its keys' gradients under the
+whole softmax, as in ring attention (Liu et al. 2023, arXiv 2310.01889).
+B rows, L positions, H query heads, KVH key heads, D head_dim, J later steps.
 """
 
 from __future__ import annotations

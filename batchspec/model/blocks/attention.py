@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
 
 from batchspec.model.blocks.base import Gemm, ProductSpec, Projection, TensorSpec
+from batchspec.model.blocks.forward import Attend, BlockSource, Product, StoreKV, Stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,3 +75,39 @@ class AttentionSpec:
             Gemm(product=self.qkv, ops=("linear", "norm_linear")),
             Gemm(product=self.out, ops=("linear", "linear_add")),
         )
+
+    def build(self, source: BlockSource) -> Attention:
+        return Attention(self, source)
+
+
+class Attention:
+    """Two halves, because a pass may need the second for some of its tokens only: up to q, and from q on."""
+
+    def __init__(self, spec: AttentionSpec, source: BlockSource) -> None:
+        self.spec, self._scale = spec, spec.head_dim**-0.5
+        self.norm = source.vector(f"{spec.norm}.weight")
+        self._qkv = source.product(spec.qkv)
+        self._q_norm = source.vector(f"{spec.name}.q_norm.weight") if spec.qk_norm else None
+        self._k_norm = source.vector(f"{spec.name}.k_norm.weight") if spec.qk_norm else None
+        self._out = source.product(spec.out)
+
+    def norms_in_product(self, stream: Stream) -> bool:
+        return stream.norms_in_product(self._qkv, gated=False)
+
+    def queries(self, stream: Stream, store: StoreKV, out_aux: Tensor | None = None) -> Tensor:
+        """q [T, NH, D]; K and V are stored. out_aux [T, H] gets the stream that enters the layer, or None."""
+        return self._stored(stream.project(self.norm, self.spec.eps, self._qkv, store.row_ids, out_aux=out_aux), store)
+
+    def queries_of(self, normed: Tensor, store: StoreKV, product: Product | None = None) -> Tensor:
+        """The same of an input [T, input_size] that the caller has normed.
+
+        product  one of `spec.kv`: K and V alone are made and stored, what is returned is empty
+        """
+        return self._stored((self._qkv if product is None else product)(normed, store.row_ids), store)
+
+    def finish(self, q: Tensor, stream: Stream, attend: Attend, *, add_in_product: bool) -> None:
+        """From q [T, NH, D] of the stream's tokens to the stream. add_in_product: see `Block`."""
+        stream.add_product(self._out, attend(q, self._scale), attend.row_ids, in_product=add_in_product)
+
+    def _stored(self, qkv: Any, store: StoreKV) -> Tensor:
+        return store.rotate_and_store(qkv, q_norm=self._q_norm, k_norm=self._k_norm, eps=self.spec.eps)

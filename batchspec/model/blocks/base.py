@@ -1,4 +1,4 @@
-"""What a decoder is made of, as pure shapes: blocks, their matrix products and their vectors. No weights and no torch here.
+"""What a decoder is made of, as pure shapes: blocks, their matrix products and their vectors. No weights here.
 
 A decoder layer is two blocks, attention and MLP, each entered through a norm of the residual stream. A block names its
 projections and vectors relative to the layer (`self_attn.q_proj`); everything that must know shapes sums over the blocks: the
@@ -79,7 +79,7 @@ class Gemm:
 
 
 class BlockSpec(Protocol):
-    """The shape of a block. Instances are frozen dataclasses; `model/decoder.py` builds the block that computes."""
+    """The shape of a block. Instances are frozen dataclasses; each has a `build(source)` that makes the block that computes."""
 
     @property
     def hidden_size(self) -> int:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from batchspec.model.blocks.base import Gemm, ProductSpec, Projection, TensorSpec
+from batchspec.model.blocks.forward import BlockSource, Stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,3 +49,22 @@ class GatedMlpSpec:
             Gemm(product=self.gate_up, ops=("linear", "swiglu", "norm_swiglu")),
             Gemm(product=self.down, ops=("linear", "linear_add")),
         )
+
+    def build(self, source: BlockSource) -> GatedMlp:
+        return GatedMlp(self, source)
+
+
+class GatedMlp:
+    """See the module's docstring."""
+
+    def __init__(self, spec: GatedMlpSpec, source: BlockSource) -> None:
+        self._eps = spec.eps
+        self._norm = source.vector(f"{spec.norm}.weight")
+        self._gate_up, self._down = source.product(spec.gate_up), source.product(spec.down)
+
+    def norms_in_product(self, stream: Stream) -> bool:
+        return stream.norms_in_product(self._gate_up, gated=True)
+
+    def __call__(self, stream: Stream, row_ids: Tensor | None, *, add_in_product: bool) -> None:
+        inner = stream.project(self._norm, self._eps, self._gate_up, row_ids, gated=True)
+        stream.add_product(self._down, inner, row_ids, in_product=add_in_product)

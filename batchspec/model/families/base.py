@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from batchspec.model.blocks.attention import AttentionSpec
 from batchspec.model.blocks.gated_mlp import GatedMlpSpec
 from batchspec.model.blocks.layer import LayerSpec
-from batchspec.model.config_values import ConfigReader, Json, short_json
+from batchspec.model.config_values import ConfigReader, Json, Ranges, short_json
 
 # Keys of other models' computation that are refused unless null or false, and those that are unless 1.
 NOT_BUILT = (
@@ -36,6 +36,8 @@ class Family:
     """The blocks of every layer. Raises CheckpointError for malformed values."""
     defaults: Json = field(default_factory=dict)
     """What a missing key means: the defaults of transformers 5 (models/*/configuration_*.py)."""
+    integers: Ranges = field(default_factory=dict)
+    """Ranges of its own keys."""
     computes: frozenset[str] = frozenset()
     """Keys among NOT_BUILT that this family's blocks compute."""
     refuses: Callable[[ConfigReader], list[str]] = lambda config: []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from batchspec.errors import ConfigError
 from batchspec.model.blocks.base import Projection, TensorSpec
+from batchspec.model.blocks.forward import Product
 
 Cut = Literal["columns", "rows"]
 """columns: each rank makes some of the outputs (W is cut along its rows); rows: each rank reads some of the inputs."""
@@ -19,8 +21,15 @@ Slices = dict[str, tuple[slice, ...]]
 class Weights(Protocol):
     """Where a model's tensors come from."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's."""
+
     def tensor(self, name: str) -> Tensor:
         """The tensor of that name in the checkpoint, in the model's dtype, on its device."""
+
+    def stored(self, name: str) -> Tensor:
+        """The same in the dtype of the file: what a quantised format reads."""
 
 
 class WeightFormat(Protocol):
@@ -31,6 +40,9 @@ class WeightFormat(Protocol):
 
     def nbytes(self, rows: int, k: int, dtype: torch.dtype) -> int:
         """Bytes in memory of a weight [rows, k] of a model that computes in `dtype`."""
+
+    def load(self, weights: Weights, names: Sequence[str], *, bias: bool) -> Product:
+        """The projections of these names as one product, read in this order: all weights, then all biases."""
 
     def shard(self, part: Projection, cut: Cut, rank: int, ranks: int) -> Slices:
         """What `rank` of `ranks` holds. Raises ConfigError where the projection cannot be cut so."""

@@ -3,28 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from batchspec.model.config_values import ConfigReader
-from batchspec.model.quant.base import WeightFormat
-from batchspec.model.quant.plain import PLAIN
+from batchspec.model.quant.formats import ALL_PLAIN, Formats
 
-
-@dataclass(frozen=True, slots=True)
-class Formats:
-    """The weight formats of a model. Embedding, output matrix and norms are always plain."""
-
-    quantised: WeightFormat = PLAIN
-    plain_modules: tuple[str, ...] = ()
-    """Names of modules that are stored plain; what lies inside them is plain too."""
-
-    def of(self, name: str) -> WeightFormat:
-        """The format of the projection with this name, as in `model.layers.0.self_attn.q_proj`."""
-        path = f".{name}."
-        return PLAIN if any(f".{module}." in path for module in self.plain_modules) else self.quantised
-
-
-ALL_PLAIN = Formats()
 READERS: dict[str, Callable[[ConfigReader], Formats | None]] = {}
 """quant_method -> what reads its `quantization_config`; None for a variant that is not built"""
 

@@ -1,4 +1,4 @@
-"""Which way to compute each matrix product on this GPU: a table of measured choices, and the tuner that makes it.
+"""The measured ways to compute each matrix product on this GPU: the table, and the tuner that makes it.
 
 The table `conf/tuned/<gpu>.json` ships with the package; one in the user's cache folder, written by `batchspec doctor --tune`,
 goes before it. What no table knows is computed by the library (cuBLAS).
@@ -19,19 +19,16 @@ import torch
 
 from batchspec.errors import ConfigError
 from batchspec.kernels.gemm.autotune import run_trials
-from batchspec.kernels.gemm.tiles import NORM_MAX_K, Tile
-from batchspec.model.blocks.base import Gemm
-from batchspec.model.spec import ModelSpec
+from batchspec.kernels.gemm.tiles import Tile
 
 TOKEN_COUNTS = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 576, 640, 768, 1024)
 Product = tuple[str, int, int]
 """op, rows of the weight, K; ops: linear, linear_add, swiglu, norm_linear, norm_swiglu, lm_head (batchspec.kernels)."""
-_FUSED = ("linear_add", "norm_linear", "norm_swiglu")
 Table = dict[Product, list[tuple[int, Tile | None]]]
 """Choices of a product by number of tokens, ascending; None where the library won."""
 
 
-def best(op: str, tokens: int, rows: int, k: int, device: torch.device) -> Tile | None:
+def measured_tile(op: str, tokens: int, rows: int, k: int, device: torch.device) -> Tile | None:
     """The tile measured fastest for `op` with a bf16 weight [rows, k] on this device, or None: the library.
 
     That of the next larger number of tokens in the table; None beyond the largest, for an unknown product and on a CPU.
@@ -47,18 +44,6 @@ def best(op: str, tokens: int, rows: int, k: int, device: torch.device) -> Tile 
 def tuned_products(device: torch.device) -> frozenset[Product]:
     """The products that a table for this GPU knows. Raises ConfigError where a table is not valid."""
     return frozenset(_table(torch.cuda.get_device_name(device)))
-
-
-def products(spec: ModelSpec) -> list[Product]:
-    """The products that a model's decode rounds could use."""
-    gemms = (gemm for _, gemm in spec.gemms(tokens=1))
-    return [*gemm_products(gemms, spec.hidden_size), ("lm_head", spec.vocab_size, spec.hidden_size)]
-
-
-def gemm_products(gemms: Iterable[Gemm], hidden_size: int) -> list[Product]:
-    """Each way to compute each of them once; those with a fused norm or sum only where H is small."""
-    found = [(op, gemm.product.rows, gemm.product.k) for gemm in gemms for op in gemm.ops]
-    return list(dict.fromkeys(product for product in found if product[0] not in _FUSED or hidden_size <= NORM_MAX_K))
 
 
 def tune(shapes: Iterable[Product], device: torch.device, *, token_counts: Sequence[int] = TOKEN_COUNTS) -> list[dict[str, Any]]:

@@ -1,0 +1,114 @@
+"""What a block's forward is written over, so that it exists once: products, the residual stream, K/V and attention.
+
+Inference implements these with packed weights and fused kernels in place (`model/decoder.py`, `model/quant`), training with
+operations that gradients flow through (`train/layer.py`). T tokens, H hidden, NH heads of D numbers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from batchspec.model.blocks.base import ProductSpec
+from batchspec.model.fused import rms_norm, silu_and_mul
+
+
+class Product(ABC):
+    """x [T, k] -> x W' + b [T, rows], for the parts of one ProductSpec. `row_ids` int32 [T]: the row of each token, or None.
+
+    A weight format must implement `__call__`; what it has faster kernels for, it overrides.
+    """
+
+    @abstractmethod
+    def __call__(self, x: Tensor, row_ids: Tensor | None) -> Any:
+        """The parts' outputs end to end [T, rows]; in training one tensor a part."""
+
+    def swiglu(self, x: Tensor, row_ids: Tensor | None) -> Tensor:
+        """silu(first half) * second half of self(x)."""
+        return silu_and_mul(self(x, row_ids))
+
+    def norms_input(self, x: Tensor, *, gated: bool) -> bool:
+        """Whether `of_norm` (gated: `swiglu_of_norm`) of as many tokens is one kernel, faster than a norm and a product."""
+        return False
+
+    def of_norm(self, x: Tensor, norm: Tensor, eps: float, row_ids: Tensor | None) -> Any:
+        """self(rms_norm(x))."""
+        return self(rms_norm(x, norm, eps), row_ids)
+
+    def swiglu_of_norm(self, x: Tensor, norm: Tensor, eps: float, row_ids: Tensor | None) -> Tensor:
+        """self.swiglu(rms_norm(x))."""
+        return self.swiglu(rms_norm(x, norm, eps), row_ids)
+
+    def add_to(self, residual: Tensor, x: Tensor, row_ids: Tensor | None) -> Tensor | None:
+        """residual += self(x) in one kernel, and None, where there is a fast one; else self(x), still to be added."""
+        out: Tensor = self(x, row_ids)
+        return out
+
+
+class Stream(Protocol):
+    """The residual stream of a pass. What a block leaves to be added is added by the next norm, in the same kernel."""
+
+    def norms_in_product(self, product: Product, *, gated: bool) -> bool:
+        """Whether `project` would hand the stream to this product as it is, if nothing were left to be added."""
+
+    def project(
+        self, norm: Tensor, eps: float, product: Product, row_ids: Tensor | None, *, gated: bool = False,
+        out_aux: Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        """product(rms_norm(stream)), gated: product.swiglu of it. out_aux [T, H] gets the stream, or None."""
+
+    def normed(self, norm: Tensor, eps: float, *, out_aux: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """rms_norm(stream) [T, H], written to `out` where given. out_aux [T, H] gets the stream, or None."""
+
+    def add(self, values: Tensor) -> None:
+        """stream += values [T, H]."""
+
+    def add_product(self, product: Product, x: Tensor, row_ids: Tensor | None, *, in_product: bool) -> None:
+        """stream += product(x). in_product: in the product's own kernel where there is one."""
+
+
+class StoreKV(Protocol):
+    """The first half of attention in one layer: positions, and where K and V go."""
+
+    @property
+    def row_ids(self) -> Tensor | None:
+        """int32 [T] the row each token belongs to; None where no product reads it."""
+
+    def rotate_and_store(self, qkv: Any, *, q_norm: Tensor | None, k_norm: Tensor | None, eps: float) -> Tensor:
+        """What the product of q, k and v gave -> q [T, NH, D], normed and rotated; K, the same, and V are stored."""
+
+
+class Attend(Protocol):
+    """The second half, which may be of fewer tokens: who attends to what."""
+
+    @property
+    def row_ids(self) -> Tensor | None:
+        """As of `StoreKV`, of the tokens that go on."""
+
+    def __call__(self, q: Tensor, scale: float) -> Tensor:
+        """q [T, NH, D] -> attended values [T, NH * D] over the stored K and V."""
+
+
+class BlockSource(Protocol):
+    """Where a block's weights come from; names are relative to its layer."""
+
+    def product(self, spec: ProductSpec) -> Product:
+        """Called once for each product, in the order of the block's `products`."""
+
+    def vector(self, name: str) -> Tensor:
+        """A norm or another small tensor, by its whole name."""
+
+
+class Block(Protocol):
+    """A block that computes: enters through a norm of the stream, adds to the stream."""
+
+    def norms_in_product(self, stream: Stream) -> bool:
+        """Whether its first product takes the stream un-normed for as many tokens: the block before it adds in place then."""
+
+    def __call__(self, stream: Stream, row_ids: Tensor | None, *, add_in_product: bool) -> None:
+        """row_ids int32 [T], or None: as of `Product`.
+
+        add_in_product  what follows norms in its product, so the last product of this block adds to the stream itself
+        """

@@ -1,0 +1,112 @@
+"""The forward of decoder layers for inference: packed weights, fused kernels, everything in place. T tokens, H hidden."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from batchspec.cache.attention import AttentionPlan
+from batchspec.cache.layout import LayerKV
+from batchspec.errors import CheckpointError
+from batchspec.model.blocks.base import ProductSpec
+from batchspec.model.blocks.forward import Product
+from batchspec.model.fused import add_norm, rms_norm, rope_write
+from batchspec.model.quant.base import Weights
+from batchspec.model.quant.formats import Formats
+from batchspec.model.rope import Rope
+
+
+class ResidualStream:
+    """The residual stream [T, H], changed in place, and what the next norm is to add to it: the two are one kernel."""
+
+    __slots__ = ("_pending", "residual")
+
+    def __init__(self, residual: Tensor) -> None:
+        """residual [T, H]; its rows may be slices of wider ones, which products do not add to."""
+        self.residual = residual
+        self._pending: Tensor | None = None
+
+    def select(self, places: Tensor) -> ResidualStream:
+        """The stream of some tokens, int64 [R], right after a norm."""
+        assert self._pending is None
+        return ResidualStream(self.residual.index_select(0, places))
+
+    def norms_in_product(self, product: Product, *, gated: bool) -> bool:
+        return self.residual.is_contiguous() and product.norms_input(self.residual, gated=gated)
+
+    def project(
+        self, norm: Tensor, eps: float, product: Product, row_ids: Tensor | None, *, gated: bool = False,
+        out_aux: Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        if self._pending is not None:
+            x = self.normed(norm, eps, out_aux=out_aux)
+            return product.swiglu(x, row_ids) if gated else product(x, row_ids)
+        if out_aux is not None:
+            out_aux.copy_(self.residual)
+        of_norm = product.swiglu_of_norm if gated else product.of_norm
+        return of_norm(self.residual, norm, eps, row_ids)
+
+    def normed(self, norm: Tensor, eps: float, *, out_aux: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            return add_norm(pending, self.residual, norm, eps, out_aux, out)
+        if out_aux is not None:
+            out_aux.copy_(self.residual)
+        normed = rms_norm(self.residual, norm, eps)
+        return normed if out is None else out.copy_(normed)
+
+    def add(self, values: Tensor) -> None:
+        assert self._pending is None
+        self._pending = values
+
+    def add_product(self, product: Product, x: Tensor, row_ids: Tensor | None, *, in_product: bool) -> None:
+        assert self._pending is None
+        self._pending = product.add_to(self.residual, x, row_ids) if in_product else product(x, row_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedStore:
+    """K and V of one layer go to pages."""
+
+    rope: Rope
+    slot_mapping: Tensor
+    """int64 [T]"""
+    kv: LayerKV
+    row_ids: Tensor | None = None
+
+    def rotate_and_store(self, qkv: Any, *, q_norm: Tensor | None, k_norm: Tensor | None, eps: float) -> Tensor:
+        return rope_write(qkv, self.rope, self.kv, self.slot_mapping, q_norm=q_norm, k_norm=k_norm, eps=eps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedAttend:
+    """Attention of one layer over pages."""
+
+    kv: LayerKV
+    plan: AttentionPlan
+    row_ids: Tensor | None = None
+    positions: Tensor | None = None
+    """int64 [T] of the queries, where they are later than the plan's"""
+
+    def __call__(self, q: Tensor, scale: float) -> Tensor:
+        return self.plan.attend(q, self.kv, scale, self.positions).flatten(1)
+
+
+class LayerWeights:
+    """The weights of one layer of a checkpoint, each projection in its format: a BlockSource."""
+
+    def __init__(self, weights: Weights, formats: Formats, prefix: str) -> None:
+        self._weights, self._formats, self._prefix = weights, formats, prefix
+
+    def product(self, spec: ProductSpec) -> Product:
+        """Raises CheckpointError for parts of different formats, which cannot be multiplied as one matrix."""
+        names = [self._prefix + part.name for part in spec.parts]
+        first, *others = (self._formats.of(name) for name in names)
+        if any(other != first for other in others):
+            raise CheckpointError(f"{', '.join(names)} must have one weight format; correct modules_to_not_convert")
+        return first.load(self._weights, names, bias=spec.bias)
+
+    def vector(self, name: str) -> Tensor:
+        return self._weights.tensor(self._prefix + name)

@@ -1,0 +1,163 @@
+"""The decoder layer of a head that learns: the forward of `batchspec.model.blocks` over operations that gradients flow through.
+
+B rows, L positions a row (padded at the right), H hidden, NH / KVH heads of D numbers. Parameters have the published names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from batchspec.model.blocks.base import ProductSpec, projections
+from batchspec.model.blocks.forward import Product
+from batchspec.model.blocks.layer import LayerSpec
+from batchspec.train.attend import Keys, attend
+from batchspec.train.fused import Gate, Turn
+
+Angles = tuple[Tensor, Tensor]
+"""cos and sin [L, D], the first half of sin negated"""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One draft step of all positions."""
+
+    count: int
+    """steps there are"""
+    rows: int
+    angles: Angles
+    """of its positions"""
+
+
+class Norm(nn.Module):
+    """Root mean square norm, in fp32 at least."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _rms_norm(x, self.weight, self.eps)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(x.dtype)
+
+
+class Layer(nn.Module):
+    """A decoder layer of this shape; its parameters are named as in a checkpoint, relative to the layer."""
+
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__()
+        self.spec, eps = spec, spec.attention.eps
+        for block in spec.blocks:
+            for vector in block.vectors:
+                _place(self, vector.name.removesuffix(".weight"), Norm(vector.shape[0], eps))
+        for block in spec.blocks:
+            for part in projections(block):
+                _place(self, part.name, nn.Linear(part.k, part.rows, bias=part.bias))
+        self._layer = spec.build(_Modules(self))
+
+    def forward(self, state: Tensor, step: Step, keys: Keys) -> Tensor:
+        """state [B, L, H] -> the residual stream after the layer; adds K and V to `keys`."""
+        stream, pass_ = GradientStream(state), StepAttention(step, keys, self.spec.attention.head_dim)
+        return self._finish(self._layer.attention.queries(stream, pass_), stream, pass_)
+
+    def of_normed(self, state: Tensor, x: Tensor, step: Step, keys: Keys) -> Tensor:
+        """The same with x [B, L, input_size], or [1, 1, input_size] of a mask, for what attention reads."""
+        pass_ = StepAttention(step, keys, self.spec.attention.head_dim)
+        return self._finish(self._layer.attention.queries_of(x, pass_), GradientStream(state), pass_)
+
+    def _finish(self, q: Tensor, stream: GradientStream, pass_: StepAttention) -> Tensor:
+        self._layer.finish(q, stream, pass_, add_in_product=False)
+        return stream.state
+
+
+def _place(root: nn.Module, path: str, module: nn.Module) -> None:
+    """Register a module under a dotted path."""
+    *parents, name = path.split(".")
+    for parent in parents:
+        if not hasattr(root, parent):
+            root.add_module(parent, nn.Module())
+        root = root.get_submodule(parent)
+    root.add_module(name, module)
+
+
+class _Modules:
+    """A layer's parameters as a BlockSource."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+
+    def product(self, spec: ProductSpec) -> Product:
+        return SeparateProduct([self._root.get_submodule(part.name) for part in spec.parts])
+
+    def vector(self, name: str) -> Tensor:
+        return self._root.get_parameter(name)
+
+
+class SeparateProduct(Product):
+    """A product whose parts are modules of their own: a tuple of outputs, one a part, or the one output of one part."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        self._parts = parts
+
+    def __call__(self, x: Tensor, row_ids: Tensor | None = None) -> Any:
+        outputs = tuple(part(x) for part in self._parts)
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def swiglu(self, x: Tensor, row_ids: Tensor | None = None) -> Tensor:
+        out: Tensor = Gate.apply(*self(x))  # type: ignore[no-untyped-call]
+        return out
+
+
+class GradientStream:
+    """The residual stream, never changed in place."""
+
+    def __init__(self, state: Tensor) -> None:
+        self.state = state
+
+    def norms_in_product(self, product: Product, *, gated: bool) -> bool:
+        return False
+
+    def project(
+        self, norm: Tensor, eps: float, product: Product, row_ids: Tensor | None, *, gated: bool = False,
+        out_aux: Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        x = self.normed(norm, eps)
+        return product.swiglu(x, row_ids) if gated else product(x, row_ids)
+
+    def normed(self, norm: Tensor, eps: float, *, out_aux: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        return _rms_norm(self.state, norm, eps)
+
+    def add(self, values: Tensor) -> None:
+        self.state = self.state + values
+
+    def add_product(self, product: Product, x: Tensor, row_ids: Tensor | None, *, in_product: bool) -> None:
+        self.add(product(x, row_ids))
+
+
+class StepAttention:
+    """StoreKV and Attend of a draft step: keys of this step and of those before it, nothing in pages."""
+
+    row_ids: Tensor | None = None
+
+    def __init__(self, step: Step, keys: Keys, head_dim: int) -> None:
+        self._step, self._keys, self._head_dim = step, keys, head_dim
+
+    def rotate_and_store(self, qkv: Any, *, q_norm: Tensor | None, k_norm: Tensor | None, eps: float) -> Tensor:
+        """q [B or 1, L, NH, D] of q, k and v [B or 1, L or 1, heads * D]."""
+        assert q_norm is None, "heads with q and k norms are not trained"
+        cos, sin = self._step.angles
+        q, k, v = (part.unflatten(-1, (-1, self._head_dim)).expand(-1, len(cos), -1, -1) for part in qkv)
+        self._keys.add(Turn.apply(k, cos, sin), v, self._step.count)  # type: ignore[no-untyped-call]
+        turned: Tensor = Turn.apply(q, cos, sin)  # type: ignore[no-untyped-call]
+        return turned
+
+    def __call__(self, q: Tensor, scale: float) -> Tensor:
+        return attend(q.expand(self._step.rows, -1, -1, -1).contiguous(), self._keys).flatten(2)

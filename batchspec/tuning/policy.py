@@ -1,0 +1,41 @@
+"""Every choice of how a kernel runs that can change the last bits of a result: tiles, cuts along K, splits of attention.
+
+Model, drafters and cache ask here and nowhere else. Today all choices go by speed: products as measured on this GPU
+(`batchspec.tuning.table`), attention by shape (`batchspec.kernels.attention.settings`). They depend on the number of tokens and
+rows of a batch, so the bits of a row may depend on its neighbours; what must not would fix every answer of this module.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from batchspec.kernels.attention.settings import work_shape
+from batchspec.kernels.attention.work_list import WorkShape
+from batchspec.kernels.gemm.tiles import Tile
+from batchspec.tuning.table import measured_tile
+
+
+def gemm_tile(op: str, tokens: int, rows: int, k: int, device: torch.device) -> Tile | None:
+    """How `op` with a bf16 weight [rows, k] is cut for so many tokens; None: the library's product, and no fused norm or sum.
+
+    Raises ConfigError where a table of tuned products is not valid. Does not synchronise.
+    """
+    return measured_tile(op, tokens, rows, k, device)
+
+
+def attention_shape(
+    *, num_rows: int, max_q: int, max_kv: int, num_heads: int, kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype,
+    device: torch.device, window: int | None, sink: int,
+) -> WorkShape:  # fmt: skip
+    """Tiles of verify attention and how its keys are split, for rows of at most max_q queries and max_kv keys."""
+    return work_shape(
+        num_rows=num_rows, max_q=max_q, max_kv=max_kv, num_heads=num_heads, kv_heads=kv_heads, head_dim=head_dim,
+        page_size=page_size, dtype=dtype, num_sms=_num_sms(device), window=window or 0, sink=sink,
+    )  # fmt: skip
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
