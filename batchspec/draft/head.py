@@ -1,4 +1,4 @@
-"""The network of an EAGLE-3 head: features in, layers, draft tokens out. T places, R rows, H hidden, NH / KVH heads, D."""
+"""The network of an EAGLE-3 head: features in, layers, draft tokens out. T tokens, R rows, H hidden, NH heads of D numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from batchspec.tuning.table import Product
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where places stand: the rotation of their positions, and their cache locations int64 [T]."""
+    """Tokens of a pass: the rotation of their positions, and the slots int64 [T] that their K/V are written to."""
 
     rope: Rope
     slots: Tensor
@@ -125,7 +125,7 @@ class EagleHead:
                 self._scores.rewrite(self._lm_head.to(self.logits_dtype))
 
     def features(self, aux_hidden_states: Tensor) -> Tensor:
-        """taps [T, W] of the target's residual stream -> [T, H]."""
+        """Aux hidden states [T, W] of the target -> features [T, H]."""
         eps = self.spec.rms_eps
         if self._input_norm is not None:
             aux_hidden_states = rms_norm(aux_hidden_states, self._input_norm, eps)
@@ -141,8 +141,8 @@ class EagleHead:
     ) -> tuple[Tensor, Tensor]:
         """tokens int32 [T] and hidden [T, H] -> the input of layer 0 [T, 2H], the embedding first, and the residual stream.
 
-        row_ids, positions  [T]: tokens is [lines, M], and each place takes the token behind its position in its line
-        The residual stream lies in `hidden` or in the input: the layers change it, and nobody reads the input behind layer 0.
+        row_ids, positions  [T]: tokens is [rows, M], and each position takes the token after it in its row
+        The residual stream lies in `hidden` or in the input: the layers change it, and nobody reads the input after layer 0.
         """
         size = self.spec.hidden_size
         normed = hidden.new_empty(hidden.shape[0], 2 * size)
@@ -156,19 +156,19 @@ class EagleHead:
         self, index: int, normed: Tensor, residual: Tensor, at: Place, kv: LayerKV, plan: AttentionPlan,
         positions: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Layer `index` on normed [T, 2H] (layer 0) or [T, H]; writes K/V of all T places, adds to residual [T, H] in place.
+        """Layer `index` on normed [T, 2H] (layer 0) or [T, H]; writes K/V of all T tokens, adds to residual [T, H] in place.
 
-        positions  of the places, where they are later than the plan's
-        Returns the residual stream behind the next layer's norm, the last layer's behind the final norm.
+        positions  int64 [T], where they are later than the plan's
+        Returns the residual stream after the next layer's norm, of the last layer after the final norm.
         """
         return self.finish(index, self.queries(index, normed, at, kv), residual, kv, plan, positions)
 
     def queries(self, index: int, normed: Tensor, at: Place, kv: LayerKV) -> Tensor:
-        """The first half of `layer`: q [T, NH, D], and K/V of all T places in their pages."""
+        """The first half of `layer`: q [T, NH, D], and K/V of all T tokens in their pages."""
         return self._layers[index].attention.queries_of(normed, _store(at, kv))
 
     def keep(self, index: int, normed: Tensor, at: Place, kv: LayerKV) -> None:
-        """K/V alone of all T places: what layer `index` needs of places whose hidden states nothing reads."""
+        """K/V alone of all T tokens: what layer `index` needs of tokens whose hidden states nothing reads."""
         layer = self._layers[index]
         layer.attention.queries_of(normed, _store(at, kv), layer.kv)
 
@@ -183,7 +183,7 @@ class EagleHead:
         return stream.normed(following, self.spec.rms_eps, out=out)
 
     def choose(self, normed: Tensor, out_ids: Tensor, draws: Draws | None = None) -> None:
-        """normed [R, H] behind the final norm -> the target id of each row's likeliest draft token, int32 [R] of any stride.
+        """normed [R, H] after the final norm -> the target id of each row's most probable draft token, int32 [R] of any stride.
 
         draws  what noise is added before the choice
         """
@@ -202,7 +202,7 @@ class EagleHead:
             out_ids.copy_(ids if self.map_ids is None else self.map_ids[ids])
 
     def branches(self, normed: Tensor, count: int, draws: Draws | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """normed [N, H] behind the final norm -> the likeliest draft tokens of each place, falling.
+        """normed [N, H] after the final norm -> the most probable draft tokens of each, in falling order.
 
         Returns their logits [N, count], the log of the sum of all exponentials [N], and their draft ids int64 [N, count].
         """

@@ -31,7 +31,7 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_norm(
     hidden: Tensor, residual: Tensor, weight: Tensor, eps: float, out_aux: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Add hidden [T, H] to residual [T, H] in place, copy the sum to out_tap where given, and return its rms_norm [T, H].
+    """Add hidden [T, H] to residual [T, H] in place, copy the sum to out_aux where given, and return its rms_norm [T, H].
 
     out  where the norm goes, or None for a new tensor
     """

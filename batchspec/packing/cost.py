@@ -24,7 +24,7 @@ from batchspec.model.spec import ModelSpec
 
 CALIBRATED_TOKENS = (8, 32, 128, 256)
 SMALL_OPERATIONS = {"cpu": 3000, "cuda": 200}
-"""What a forward of 30 layers costs beside its products, in bare additions: in a CUDA graph, and from Python."""
+"""What a forward of 30 layers costs in addition to its products, in bare additions: in a CUDA graph, and from Python."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,10 @@
-"""What a GPU must keep free beside weights and K/V pages, in bytes: computed from the shape, so that pages can have the rest.
+"""What a GPU must keep free in addition to weights and K/V pages, in bytes, computed from the shape: pages get the rest.
 
 T tokens of a prefill pass, R slots, S = draft_len + 1, H hidden, I intermediate, NH / KVH heads of D numbers, V vocabulary,
 L layers, e bytes a number:
 
-    a pass    1.5 e T (6 H + max(3 I, 2 (NH + 2 KVH) D + NH D) + 6 H)   residual, norm, output and three tapped features;
-              gate_up and its activation, or q, k, v before and after RoPE and the attended values; a drafter's own inputs.
+    a pass    1.5 e T (6 H + A + 6 H)   residual, norm, output and three aux hidden states; A numbers inside the largest block:
+              3 I of a gated MLP, 2 (NH + 2 KVH) D + NH D of attention (`activation_size`); a drafter's own inputs.
               The allocator's odd block sizes make half as much again
     a round   the same of R S tokens, in the graphs' pool; 3 * 4 R S V of fp32 logits and their copies for sampling
     attention 4 S NH (D + 2) for each (row, 512 keys): partial results, merged by log-sum-exp
@@ -17,7 +17,7 @@ L layers, e bytes a number:
               logits, or gradients of lm_head and what the way back needs of each step: k (V' H (e + 4) + 1.5 e T (5 H +
               8 NH D + 4 I))
 
-Llama-3.1-8B, T = 16384, R = 92, S = 4: 4.5 + 0.1 + 0.6 + 0.1 + 0.0 + 0.7 + 2 = 8.0 GB of the 132 that one H200 has behind the
+Llama-3.1-8B, T = 16384, R = 92, S = 4: 4.5 + 0.1 + 0.6 + 0.1 + 0.0 + 0.7 + 2 = 8.0 GB of the 132 that one H200 has after the
 weights; the pages hold 900 thousand tokens, 80 rows of 8192 + 3072.
 """
 
@@ -55,7 +55,7 @@ def reserve_bytes(
 def learning_bytes(
     spec: ModelSpec, *, dtype: torch.dtype, parameters: int, draft_vocab: int, feature_width: int, steps: int, tokens: int
 ) -> int:
-    """Bytes of a head that learns beside a job; the head's layers are taken to be of the target's shape.
+    """Bytes of a head that learns while the job runs; the head's layers are taken to be of the target's shape.
 
     feature_width  numbers of the target that the head reads of a token; steps: draft steps that are learnt
     tokens         of a slice

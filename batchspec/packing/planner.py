@@ -71,7 +71,7 @@ def choose_batch(
     draft_layers: DraftLayers = (),
     free_bytes: int,
 ) -> PackedBatch:
-    """The shape with the highest predicted tokens/s that fits the memory; what `packing` says explicitly stands.
+    """The shape with the highest predicted tokens/s that fits the memory; what `packing` sets explicitly is kept.
 
     draft_len            draft tokens that a round verifies, of a tree its nodes
     num_lookahead_slots  K/V positions after a row's last token that a round may write
@@ -175,8 +175,8 @@ def row_buckets(slots: int) -> tuple[int, ...]:
 def order_requests(window: Sequence[Request], page_size: int = PAGE_SIZE) -> list[Request]:
     """The order in which requests enter the batch: rows with a common prefix together, longest predicted total first.
 
-    Rows belong together by the longest run of whole pages that another row of the window begins with too. A group stands
-    where its longest member stands; equal totals keep the order of the input (row, then sample). Long rows first leaves
+    Rows belong together by the longest run of whole pages that another row of the window begins with too. A group is sorted
+    by its longest member; equal totals keep the order of the input (row, then sample). Long rows first leaves
     the short ones to fill the slots at the end.
     """
     group_of = _groups(window, page_size)

@@ -44,7 +44,7 @@ class Keys:
 
     @property
     def own(self) -> Tensor:
-        """[2, J, B, L, KVH, D] of the later steps, without gradients. What is added behind them changes nothing of it."""
+        """[2, J, B, L, KVH, D] of the later steps, without gradients. Later additions do not change it."""
         assert self.first is not None
         if self._side_by_side is None:
             k = self.first[0]
@@ -87,7 +87,7 @@ class _Merged(torch.autograd.Function):
         out, lse, seeds = _causal(q, k, v)
         if own.shape[1]:
             draft_step_attention(q, out, lse, own, scale=q.shape[-1] ** -0.5, out=out, out_lse=lse)
-        ctx.own = own  # later steps write behind it: not a version that autograd need watch
+        ctx.own = own  # later steps append to it: autograd need not watch its version
         ctx.save_for_backward(q, k, v, out, lse, *seeds)
         return out
 
@@ -104,7 +104,7 @@ class _Merged(torch.autograd.Function):
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Output, lse [B, H, L], and what the way back asks for beside them. torch's own kernels: the public call gives no lse."""
+    """Output, lse [B, H, L], and what else the backward pass needs. torch's own kernels: the public call gives no lse."""
     length = q.shape[1]
     if q.is_cuda:
         out, lse, *seeds, _ = _aten._flash_attention_forward(q, k, v, None, None, length, length, 0.0, True, False)

@@ -51,7 +51,7 @@ class HeadNetwork(nn.Module):
         self.lm_head = nn.Linear(spec.hidden_size, spec.draft_vocab_size, bias=False)
 
     def forward(self, embedded: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
-        """For each draft step [B, L, H] behind the final norm: what lm_head reads.
+        """For each draft step [B, L, H] after the final norm: what lm_head reads.
 
         embedded  [B, L, H] at place t the embedding of token t+1
         features  [B, L, W] of the target
@@ -95,7 +95,7 @@ class ParallelNetwork(HeadNetwork):
         self.register_buffer("mask_embedding", mask_embedding.detach().clone().view(1, 1, -1), persistent=False)
 
     def forward(self, embedded: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
-        """As of HeadNetwork; step k is the draft behind k masks."""
+        """As of HeadNetwork; step k is the draft after k masks."""
         assert isinstance(self.mask_embedding, Tensor)
         (first, *later), keys = self._begin(embedded, steps)
         yield self.norm(self._pass(embedded, self.fc(features), first, keys))

@@ -1,4 +1,4 @@
-"""Matrix products of a decode round: y = x @ weight.T, 16 to 1024 tokens, with what stands before and behind them fused in.
+"""Matrix products of a decode round: y = x @ weight.T, 16 to 1024 tokens, with the operations before and after them fused in.
 
     linear        y = x W' + b                                   T tokens, K inputs, N outputs, W [N, K]; fp32 sums, rounded once
     linear_add    residual += x W' + b                           in place
@@ -37,7 +37,7 @@ def write_tile(
     bias, norm, residual, out, acc, up, squares, m, col, num_tokens, n, k, stride_out, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """What stands behind the product, on one tile of it: norm, bias, SwiGLU, the residual sum."""
+    """What follows the product, on one tile of it: norm, bias, SwiGLU, the residual sum."""
     DTYPE: tl.constexpr = out.dtype.element_ty
     rows = m + tl.arange(0, BLOCK_M)
     cols = col + tl.arange(0, BLOCK_N)

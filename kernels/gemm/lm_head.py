@@ -90,7 +90,7 @@ def lm_head(
     hidden   bf16 or fp32 [T, H]  rows may be slices of wider ones
     weight   same dtype [V, H], contiguous
     out_ids  int32 [T]  any stride: a column of draft tokens is fine
-    vocab    valid columns, 1..V (None: V); what lies behind is never chosen
+    vocab    valid columns, 1..V (None: V); later ones are never chosen
     map_ids  int32 or int64 [V]  the token of each column (a draft vocabulary), or None
     flag_nonfinite  NO_TOKEN for a row with NaN, +inf or no finite logit among the valid columns; not with map_ids
     tile     how the work is cut, split=1 and per_sm=0
