@@ -8,6 +8,7 @@ from batchspec.model.families.llama import LLAMA
 from batchspec.model.families.mistral import MISTRAL
 from batchspec.model.families.qwen2 import QWEN2
 from batchspec.model.families.qwen3 import QWEN3
+from batchspec.model.families.qwen3_moe import QWEN3_MOE
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -16,6 +17,7 @@ FAMILIES: dict[str, Family] = {
         QWEN2,
         QWEN3,
         MISTRAL,
+        QWEN3_MOE,
     )
 }
 
