@@ -1,0 +1,140 @@
+"""FP8 weights in blocks of 128 x 128: the model of their dequantised weights, at sizes that are no multiples of 128."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from batchspec.errors import CheckpointError, ConfigError
+from batchspec.model.blocks.base import Projection
+from batchspec.model.files import LocalFiles
+from batchspec.model.quant.fp8_block import BLOCK, Fp8Block
+from batchspec.model.spec import load_spec
+from batchspec.model.target import Target
+from batchspec.model.weights import Checkpoint, judge_model
+from tests.models import make_checkpoint
+from tests.test_target import Runner, assert_like_transformers, prompts
+
+CPU = torch.device("cpu")
+ODD: dict[str, Any] = {"hidden_size": 136, "intermediate_size": 200, "num_hidden_layers": 2, "head_dim": 34}
+CONFIG: dict[str, Any] = {
+    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head", "model.layers.1.self_attn", "down_proj"],
+}  # fmt: skip
+PLAIN = (".1.self_attn.", "down_proj")
+"""What of the projections CONFIG leaves plain."""
+
+
+def is_converted(name: str) -> bool:
+    return name.endswith("_proj.weight") and not any(part in name for part in PLAIN)
+
+
+def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 and the scale of each block, the block's largest number being 448."""
+    scale = torch.empty(-(-weight.shape[0] // BLOCK), -(-weight.shape[1] // BLOCK))
+    for i, j in [(i, j) for i in range(scale.shape[0]) for j in range(scale.shape[1])]:
+        scale[i, j] = weight[_block(i, j)].abs().max() / 448
+    return (weight / _spread(scale, weight)).to(torch.float8_e4m3fn), scale
+
+
+def _block(i: int, j: int) -> tuple[slice, slice]:
+    return slice(i * BLOCK, (i + 1) * BLOCK), slice(j * BLOCK, (j + 1) * BLOCK)
+
+
+def _spread(scale: Tensor, weight: Tensor) -> Tensor:
+    """The scale of each number of the weight."""
+    out = torch.empty_like(weight)
+    for i, j in [(i, j) for i in range(scale.shape[0]) for j in range(scale.shape[1])]:
+        out[_block(i, j)] = scale[i, j]
+    return out
+
+
+def make_fp8(folder: Path, family: str, **config: Any) -> tuple[Path, Path]:
+    """A checkpoint in FP8, and the plain one of its dequantised weights."""
+    plain, fp8 = make_checkpoint(folder / "plain", family, **{**ODD, **config}), folder / "fp8"
+    tensors = load_file(plain / "model.safetensors")
+    stored = {}
+    for name, tensor in tensors.items():
+        stored[name] = tensor
+        if is_converted(name):
+            weight, scale = quantised(tensor)
+            stored |= {name: weight, f"{name}_scale_inv": scale}
+            tensors[name] = weight.float() * _spread(scale, tensor)
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    fp8.mkdir()
+    save_file(stored, fp8 / "model.safetensors")
+    values = json.loads((plain / "config.json").read_text())
+    (fp8 / "config.json").write_text(json.dumps({**values, "quantization_config": CONFIG}))
+    return fp8, plain
+
+
+def logits(folder: Path) -> Tensor:
+    target = Target.load(folder, load_spec(folder), dtype=torch.float32, device=CPU)
+    return torch.cat(Runner.start(target, 2).feed(prompts([23, 5], 320))[0])
+
+
+MOE = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 150, "norm_topk_prob": True}
+
+
+@pytest.mark.parametrize(("family", "config"), [("qwen3", {}), ("qwen2", {}), ("qwen3_moe", MOE)])
+def test_an_fp8_checkpoint_is_the_model_of_its_dequantised_weights(family: str, config: dict[str, Any], tmp_path: Path) -> None:
+    fp8, plain = make_fp8(tmp_path, family, **config)
+    assert torch.equal(logits(fp8), logits(plain))
+
+
+def test_the_dequantised_model_is_that_of_transformers(tmp_path: Path) -> None:
+    assert_like_transformers(make_fp8(tmp_path, "qwen3")[1])
+
+
+def test_a_plain_tensor_where_the_config_says_fp8_is_refused_and_the_other_way_round(tmp_path: Path) -> None:
+    fp8, plain = make_fp8(tmp_path, "qwen3")
+    judge_model(LocalFiles(fp8))
+    config = json.loads((fp8 / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"] = ["lm_head", "model.layers.1.self_attn"]
+    (fp8 / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"2 missing tensors: .*down_proj\.weight_scale_inv.*is F32, it must be F8_E4M3"):
+        judge_model(LocalFiles(fp8))
+    plain_config = json.loads((plain / "config.json").read_text())
+    (fp8 / "config.json").write_text(json.dumps(plain_config))
+    with pytest.raises(CheckpointError, match=r"unexpected tensors: .*is F8_E4M3.*: F64, F32, F16, BF16 are supported"):
+        Checkpoint(fp8, load_spec(fp8), dtype=torch.float32, device=CPU)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"weight_block_size": None},
+        {"weight_block_size": [64, 128]},
+        {"fmt": "e5m2"},
+        {"activation_scheme": "static"},
+        {"quant_method": "awq"},
+    ],
+)
+def test_other_variants_are_refused_by_name(changes: dict[str, Any], tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "quantization_config": {**CONFIG, **changes}}))
+    with pytest.raises(CheckpointError, match="not supported: quantization_config="):
+        load_spec(folder)
+
+
+def test_dummy_weights_need_no_file(tmp_path: Path) -> None:
+    fp8, _ = make_fp8(tmp_path, "qwen3")
+    target = Target.load(fp8, load_spec(fp8), dtype=torch.float32, device=CPU, dummy=True)
+    assert torch.cat(Runner.start(target, 1).feed(prompts([9], 320))[0]).std() > 0
+
+
+def test_ranks_hold_whole_blocks_with_their_scales() -> None:
+    part, fp8 = Projection("mlp.down_proj", 300, 512), Fp8Block()
+    assert fp8.shard(part, "rows", 1, 2) == {
+        "mlp.down_proj.weight": (slice(0, 300), slice(256, 512)),
+        "mlp.down_proj.weight_scale_inv": (slice(0, 3), slice(2, 4)),
+    }
+    with pytest.raises(ConfigError, match=r"mlp\.down_proj: 512 cannot be cut into 8 equal parts in blocks of 128"):
+        fp8.shard(part, "rows", 0, 8)
