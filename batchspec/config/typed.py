@@ -151,7 +151,8 @@ def _lists_as_any(schema: Any) -> Any:
     for item in fields(schema):
         hint: Any = hints[item.name]
         if is_dataclass(hint):
-            hint = _lists_as_any(hint)
+            group: Any = hint
+            hint = _lists_as_any(group)
             made.append((item.name, hint, field(default_factory=hint)))
             continue
         hint = Any if str(hint).startswith("list[") else hint
