@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "commands",
     },
     "job": {"prepare", "runner", "dataset", "engine.output_processor", "runstate", "packing", "report"},
-    "prepare": {"adapt.limits", "dataset", "runstate", "packing", "model", "draft", "engine", "report"},
+    "prepare": {"adapt.limits", "batch.sampling_mode", "dataset", "runstate", "packing", "model", "draft", "engine", "report"},
     "cluster": {"cli", "config", "packing", "run", "runstate", "storage", "supervise.signals"},
     "runner": {
         "adapt",
@@ -90,6 +90,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "model.text_bytes",
         "model.thinking",
         "model.tokenizer",
+        "cache.groups",
         "cache.layout",
         "cache.pages",
         "runstate.journal",
