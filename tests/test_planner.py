@@ -370,7 +370,7 @@ def test_slots_refilled_in_this_order_come_close_to_the_ideal_even_when_only_the
 
 
 def windowed(*windows: int | None) -> ModelSpec:
-    return small_spec(num_layers=len(windows), windows=windows)
+    return small_spec(windows=windows)
 
 
 def memory_of(spec: ModelSpec, *, max_tokens: int, lookahead: int = 4, drafts: DraftLayers = ()) -> KVMemory:
