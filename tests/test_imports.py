@@ -90,6 +90,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "model.text_bytes",
         "model.thinking",
         "model.tokenizer",
+        "cache.groups",
         "cache.layout",
         "cache.pages",
         "runstate.journal",
