@@ -1,8 +1,8 @@
 """The host's page tables: which pages each row owns in every K/V group, and what it may share or give back.
 
-Every row has the same number of columns in all groups: column c holds its tokens c * page_size and on. Where a group's window has
-passed, the column holds the scratch page: nobody reads it again. What is launched after a page was given back runs on the device
-after the page's last reader, so the page may be granted again at once.
+A row has the same number of columns in every group: column c is the page of its tokens c * page_size to (c + 1) * page_size - 1.
+A column that the group's window has passed holds the scratch page, because nothing reads it again. Its page may be granted to
+another row at once: what is launched later runs on the device after the page's last reader.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from batchspec.cache.pages import SCRATCH_PAGE, PagePool
 
 Columns = tuple[tuple[int, ...], ...]
 """Pages of some adjacent columns of a row, by group."""
-
-
 Counts = NDArray[np.int64]
 FOREVER = 1 << 40
 """A window that no row outgrows."""
@@ -35,6 +33,7 @@ class RowPages:
 
     @property
     def num_columns(self) -> int:
+        """Entries of the row's page table in every group."""
         return len(self.tables[0])
 
     @property
@@ -43,6 +42,7 @@ class RowPages:
         return [self.num_columns - first for first in self.first]
 
     def owned(self, group: int) -> list[int]:
+        """The pages that the row has not given back."""
         return self.tables[group][self.first[group] :]
 
     def columns(self, first: int = 0) -> Columns:
