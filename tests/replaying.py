@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 
-from batchspec.draft.base import Drafter, NoDrafter
+from batchspec.draft.base import Drafter
 from batchspec.draft.corpus import Corpus
 from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.hybrid import HybridDrafter
 from batchspec.draft.lookup import LookupDrafter
-from batchspec.draft.tree import LOGPROB, TreeDrafter, TreeShape
+from batchspec.draft.none import NoDrafter
+from batchspec.draft.shapes import LOGPROB, TreeShape
+from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
 from batchspec.engine.executor import Executor
