@@ -16,6 +16,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.logits import LogitRows, apply_penalties, forbid_stop_ids, mark_output
 from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.engine.ablation import greedy_by_softmax
 from batchspec.engine.sampling import choose, cutoffs
 from batchspec.kernels.sampling import cutoff
 from batchspec.records import LEAST_TEMPERATURE, PackedBatch, SamplingParams
@@ -178,4 +179,4 @@ def test_the_general_greedy_path_chooses_what_the_argmax_path_chooses() -> None:
     logits = torch.randn(4, VOCAB)
     places = LogitRows(torch.arange(4, dtype=torch.int32), torch.arange(4))
     fast = choose(logits.clone(), places, rows, SamplingMode())
-    assert torch.equal(fast, choose(logits.clone(), places, rows, SamplingMode(), fast_argmax=False))
+    assert torch.equal(fast, choose(logits.clone(), places, rows, SamplingMode(), greedy=greedy_by_softmax))

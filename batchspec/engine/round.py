@@ -93,7 +93,6 @@ class Round:
         """K/V positions after a row's last token that a round may write and read."""
         self.nodes: int | None = None
         """Nodes that a round with drafts verifies, whatever its draft length: of a tree."""
-        self._fixed = options.uniform_slots and drafter.fixed_len
         self._draft_len, self._kv_len, self._accepted_len, self._cu_seqlens_q, self._row_ids = (
             torch.zeros(size, dtype=torch.int32, device=device) for size in (slots, slots, slots, slots + 1, slots * width)
         )
@@ -118,7 +117,7 @@ class Round:
         ids, lengths = width.ids[:num_rows], self._draft_len[:num_rows]
         if draft_len:
             self.drafter.propose(rows, ids[:, 1:], lengths, self.cache)
-        batch = self._uniform(rows, width, lengths) if self._fixed else self._ragged(rows, width, lengths)
+        batch = self._uniform(rows, width, lengths) if self.is_uniform else self._ragged(rows, width, lengths)
         if not batch.token_ids.shape[0]:  # ragged, on a CPU: every row died since the host looked
             return RoundResult(torch.full((num_rows, 5 + draft_len), -1, dtype=torch.int32))
         batch.shared = shared
@@ -133,6 +132,11 @@ class Round:
         own_batch = batch.of_group(self.cache.groups.draft_group)
         self.drafter.catch_up(own_batch, aux_hidden_states, accepted_len, rows, self.cache, prepare_next=prepare_next)
         return result
+
+    @property
+    def is_uniform(self) -> bool:
+        """Every live row verifies the same number of positions: the layout needs no prefix sum."""
+        return self.drafter.fixed_len
 
     def couple(self, mode: SamplingMode) -> None:
         """Tell the drafter how the rows of the pass or round to come are sampled, where its choices depend on that."""
@@ -240,14 +244,20 @@ class Round:
     ) -> tuple[Tensor, Tensor | None]:
         """Target ids int32 [T], NO_TOKEN where the logits are not finite; and the raw logits where logprobs are asked for."""
         if places is None:
-            if self.options.argmax:
-                return self.target.greedy_sample(hidden, flag_nonfinite=True), None
-            return greedy_sample(self.target.logits(hidden), fast=False), None
+            return self.greedy_of_hidden(hidden), None
         logits = self.target.logits(hidden)
         raw = None
         if self.options.logprobs is not None:
             raw = logits.clone() if adjusts(mode) else logits
-        return choose(logits, places, rows, mode, fast_argmax=self.options.argmax), raw
+        return choose(logits, places, rows, mode, greedy=self.greedy_of_logits), raw
+
+    def greedy_of_hidden(self, hidden: Tensor) -> Tensor:
+        """The greedy choice of each row of `hidden` [T, H], int32 [T]."""
+        return self.target.greedy_sample(hidden, flag_nonfinite=True)
+
+    def greedy_of_logits(self, logits: Tensor) -> Tensor:
+        """The greedy choice of each row of logits [T, V], int32 [T]."""
+        return greedy_sample(logits)
 
     def _with_logprobs(self, log: Tensor, raw: Tensor, target_ids: Tensor, places: LogitRows) -> RoundResult:
         """Log-softmax of the raw logits at every place, laid out by row and place."""

@@ -8,21 +8,27 @@ the Gumbel-argmax over the kept set. Legend: T flat positions, R rows, V vocabul
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.logits import LogitRows, adjust_logits
 from batchspec.batch.sampling_mode import SamplingMode
-from batchspec.kernels.sampling.argmax import NO_TOKEN, argmax
+from batchspec.kernels.sampling.argmax import argmax
 from batchspec.kernels.sampling.cutoff import cutoff
 from batchspec.kernels.sampling.sample import sample
 
+Greedy = Callable[[Tensor], Tensor]
 
-def choose(logits: Tensor, at: LogitRows, rows: DeviceBatch, mode: SamplingMode, *, fast_argmax: bool = True) -> Tensor:
+
+def choose(logits: Tensor, at: LogitRows, rows: DeviceBatch, mode: SamplingMode, *, greedy: Greedy | None = None) -> Tensor:
     """The target's choice of each row of logits, int32 [T], NO_TOKEN where there is none.
 
     Changes `logits` [T, V] where a rule of `batch/logits.py` asks for it. Does not synchronise on a GPU.
+
+    greedy  how rows are chosen where none is drawn; None: `greedy_sample`
     """
     adjust_logits(logits, at, rows, mode)
     if mode.random:
@@ -30,17 +36,11 @@ def choose(logits: Tensor, at: LogitRows, rows: DeviceBatch, mode: SamplingMode,
         low = cutoffs(logits, at.row_ids, rows) if mode.filters else torch.full_like(logits[:, 0], -torch.inf)
         sample(logits, at.row_ids, at.positions, rows.keys, rows.temperature, low, out_ids=out)
         return out
-    return greedy_sample(logits, fast=fast_argmax)
+    return (greedy or greedy_sample)(logits)
 
 
-def greedy_sample(logits: Tensor, *, fast: bool = True) -> Tensor:
-    """The greedy choice at each place, int32 [T], NO_TOKEN where there is none.
-
-    `fast=False` takes it by softmax and top-k, for comparison.
-    """
-    if not fast:
-        ids = torch.softmax(logits, -1).topk(1, dim=-1).indices.flatten()
-        return torch.where(logits.amax(-1).isfinite(), ids, NO_TOKEN).int()
+def greedy_sample(logits: Tensor) -> Tensor:
+    """The greedy choice of each row of logits, int32 [T], NO_TOKEN where there is none."""
     out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
     argmax(logits, out_ids=out, flag_nonfinite=True)
     return out

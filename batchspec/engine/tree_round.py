@@ -18,6 +18,7 @@ from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import Drafter
 from batchspec.draft.shapes import TreeShape
+from batchspec.engine.ablation import ablated
 from batchspec.engine.round import Drafts, Round, RoundOptions, RoundResult
 from batchspec.kernels.attention.work_list import SharedPrefixes
 from batchspec.kernels.tree.find_accepted_path import find_accepted_path
@@ -31,8 +32,8 @@ def round_for(
 ) -> Round:
     """The round that verifies what this drafter proposes: a tree or a chain."""
     if isinstance(drafter.shape, TreeShape):
-        return TreeRound(target, drafter, drafter.shape, cache, batch, options, device)
-    return Round(target, drafter, cache, batch, options, device)
+        return ablated(TreeRound, options)(target, drafter, drafter.shape, cache, batch, options, device)
+    return ablated(Round, options)(target, drafter, cache, batch, options, device)
 
 
 class TreeRound(Round):
