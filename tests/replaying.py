@@ -139,7 +139,7 @@ def state_digest(executor: Executor) -> bytes:
     """Of the tokens and page tables, and of who lives."""
     rows = executor.rows
     found = blake2b(digest_size=16)
-    for field in (rows.tokens, rows.num_tokens, rows.page_table, rows.live, rows.finish):
+    for field in (rows.tokens, rows.num_tokens, *rows.page_tables, rows.live, rows.finish):
         found.update(field.cpu().numpy().tobytes())
     return found.digest()
 

@@ -64,7 +64,7 @@ def recorded(one: Scenario, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, 
     monkeypatch.setattr(executor, "execute", record)
     monkeypatch.setattr(allocator, "SHORT_CAP_TOKENS", 2)
     done = {c.request_id: c.token_ids.tolist() for c in engine.run(iter(requests_of_every_kind())) if c.token_ids is not None}
-    assert engine.pool.num_free == engine.pool.num_pages - 1
+    assert engine.pools.num_free == tuple(pool.num_pages - 1 for pool in engine.pools.pools)
     return done, steps, engine
 
 

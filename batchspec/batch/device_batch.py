@@ -128,7 +128,7 @@ class DeviceBatch:
             "pages": -(-(batch.max_len + num_lookahead_slots) // batch.page_size),
             "seen": vocab_size if penalties else 0,
         }
-        made = {}
+        made: dict[str, Any] = {}
         for name, spec in SLOT_FIELDS.items():
             shape = (batch.num_slots, widths[spec.width]) if spec.width else (batch.num_slots,)
             tensors = tuple(
@@ -145,8 +145,11 @@ class DeviceBatch:
 
     def first(self, num_rows: int) -> DeviceBatch:
         """The first slots as views: what a round of a smaller row bucket works on."""
-        views = {name: tuple(tensor[:num_rows] for tensor in self._tensors(name)) for name in SLOT_FIELDS}
-        return DeviceBatch(**{name: views[name] if spec.per_group else views[name][0] for name, spec in SLOT_FIELDS.items()})
+        views: dict[str, Any] = {}
+        for name, spec in SLOT_FIELDS.items():
+            first = tuple(tensor[:num_rows] for tensor in self._tensors(name))
+            views[name] = first if spec.per_group else first[0]
+        return DeviceBatch(**views)
 
     def begin(self, slots: Sequence[int], requests: Sequence[Request], outputs: Sequence[Sequence[int]]) -> None:
         """Put requests into slots, not live yet; `outputs` are the tokens that each has emitted already."""
