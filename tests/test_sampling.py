@@ -14,8 +14,10 @@ from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogit
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from batchspec.batch.device_batch import DeviceBatch
+from batchspec.batch.logits import LogitRows, apply_penalties, forbid_stop_ids, mark_output
 from batchspec.batch.sampling_mode import SamplingMode
-from batchspec.engine.sampling import Places, apply_penalties, choose, cutoffs, forbid_stop_ids, mark_output
+from batchspec.engine.ablation import greedy_by_softmax
+from batchspec.engine.sampling import choose, cutoffs
 from batchspec.kernels.sampling import cutoff
 from batchspec.records import LEAST_TEMPERATURE, PackedBatch, SamplingParams
 
@@ -114,7 +116,7 @@ def test_penalties_behind_drafts_equal_those_of_committed_tokens(
     seen_of(rows, prompt, output)
     logits = torch.randn(4, 10, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     together = logits.clone()
-    places = Places(
+    places = LogitRows(
         torch.zeros(4, dtype=torch.int32), torch.arange(4), torch.tensor([drafts], dtype=torch.int32), torch.arange(4)
     )
     apply_penalties(together, places, rows)
@@ -138,7 +140,7 @@ def test_stop_ids_are_forbidden_exactly_before_min_tokens() -> None:
     rows.stop_ids[0, :2] = torch.tensor([3, 0], dtype=torch.int32)
     rows.min_tokens.fill_(7)
     logits = torch.ones(2, 5)
-    forbid_stop_ids(logits, Places(torch.zeros(2, dtype=torch.int32), torch.tensor([6, 7])), rows)
+    forbid_stop_ids(logits, LogitRows(torch.zeros(2, dtype=torch.int32), torch.tensor([6, 7])), rows)
     assert (logits > 0).tolist() == [[False, True, True, False, True], [True] * 5]
 
 
@@ -156,7 +158,7 @@ def test_the_least_temperature_draws_the_likeliest_token(filters: bool) -> None:
     rows = make_rows(4)
     rows.temperature.fill_(SamplingParams(temperature=LEAST_TEMPERATURE).temperature)
     rows.top_p.fill_(0.9 if filters else 1)
-    places = Places(torch.arange(4, dtype=torch.int32), torch.arange(4))
+    places = LogitRows(torch.arange(4, dtype=torch.int32), torch.arange(4))
     chosen = choose(logits, places, rows, SamplingMode(random=True, filters=filters))
     assert chosen.tolist() == logits.argmax(1).tolist()
 
@@ -166,7 +168,7 @@ def test_greedy_rows_beside_random_ones_stay_greedy() -> None:
     rows.temperature[0] = 0
     rows.top_k.fill_(50)
     logits = torch.randn(2, VOCAB)
-    places = Places(torch.tensor([0, 1], dtype=torch.int32), torch.tensor([5, 5]))
+    places = LogitRows(torch.tensor([0, 1], dtype=torch.int32), torch.tensor([5, 5]))
     best = int(logits[0].argmax())
     drawn = choose(logits, places, rows, SamplingMode(random=True, filters=True))
     assert int(drawn[0]) == best
@@ -175,6 +177,6 @@ def test_greedy_rows_beside_random_ones_stay_greedy() -> None:
 def test_the_general_greedy_path_chooses_what_the_argmax_path_chooses() -> None:
     rows = make_rows(4)
     logits = torch.randn(4, VOCAB)
-    places = Places(torch.arange(4, dtype=torch.int32), torch.arange(4))
+    places = LogitRows(torch.arange(4, dtype=torch.int32), torch.arange(4))
     fast = choose(logits.clone(), places, rows, SamplingMode())
-    assert torch.equal(fast, choose(logits.clone(), places, rows, SamplingMode(), fast_argmax=False))
+    assert torch.equal(fast, choose(logits.clone(), places, rows, SamplingMode(), greedy=greedy_by_softmax))

@@ -1,13 +1,14 @@
-"""Device state of the rows: everything a round reads and writes, one tensor a field, one line a slot."""
+"""Device state of the slots: everything a round reads and writes, declared in one table."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from batchspec.kernels.rounds.move_rows import move_rows
@@ -23,44 +24,87 @@ def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotField:
+    """How one field of `DeviceBatch` is allocated and what happens to a slot's row of it.
+
+    Compaction moves the row to the new slot. Preemption leaves it as it is: the slot is dead, and the request's next slot begins
+    anew, from the request and the output tokens that it has by then.
+    """
+
+    dtype: torch.dtype = torch.int32
+    width: str = ""
+    """Name of the number of columns, see `DeviceBatch.allocate`; empty: one value a slot."""
+    initial: int = 0
+    """Value of an empty slot, and of columns that `begin` leaves out."""
+    begin: Callable[[Request, Sequence[int]], float | Sequence[int] | NDArray[np.int32]] | None = None
+    """Value or row of a request that enters, given its output tokens so far; None: all `initial`."""
+    long: bool = False
+    """A long row: only as many columns are written as the longest request of the group needs, the others keep what they had."""
+
+    per_group: bool = False
+    """The field is a tuple of tensors, one for each K/V group."""
+
+    def padded(self, values: Sequence[Any], width: int) -> NDArray[np.int32]:
+        """The rows of several requests, padded with `initial`."""
+        width = max(map(len, values)) if self.long else width
+        rows = np.full((len(values), width), self.initial, np.int32)
+        for row, value in zip(rows, values, strict=True):
+            row[: len(value)] = value
+        return rows
+
+
+def known_tokens(request: Request, output: Sequence[int]) -> NDArray[np.int32]:
+    """Prompt and output."""
+    return np.concatenate((request.prompt_ids, np.array(output, np.int32)))
+
+
+def declared(**options: Any) -> dict[str, SlotField]:
+    """Metadata of a field: a `SlotField` of these options."""
+    return {"slot_field": SlotField(**options)}
+
+
 @dataclass(slots=True, kw_only=True)
 class DeviceBatch:
-    """R slots. A live row has num_tokens - 1 tokens in K/V: its newest token is verified together with the drafts."""
+    """Device state of R slots, one tensor a field, one row a slot. State that sampling needs of each row is one more field here.
 
-    tokens: Tensor
+    A live row has num_tokens - 1 tokens in K/V: its newest token is verified together with the drafts.
+    """
+
+    tokens: Tensor = field(metadata=declared(width="max_len", begin=known_tokens, long=True))
     """int32 [R, max_len] prompt and output"""
-    num_tokens: Tensor
+    num_tokens: Tensor = field(metadata=declared(begin=lambda r, output: len(r.prompt_ids) + len(output)))
     """int32 [R] committed tokens, prompt included"""
-    prompt_len: Tensor
+    prompt_len: Tensor = field(metadata=declared(begin=lambda r, _: len(r.prompt_ids)))
     """int32 [R]"""
-    limit: Tensor
+    limit: Tensor = field(metadata=declared(begin=lambda r, _: len(r.prompt_ids) + r.device_limit))
     """int32 [R] the row ends when num_tokens reaches it"""
-    min_tokens: Tensor
+    min_tokens: Tensor = field(metadata=declared(begin=lambda r, _: len(r.prompt_ids) + r.min_new_tokens))
     """int32 [R] stop ids are not drawn while num_tokens is below it"""
-    live: Tensor
+    live: Tensor = field(metadata=declared())
     """int32 [R] 1 while the row decodes"""
-    finish: Tensor
-    """int32 [R] 0 running, 1 stop id, 2 length"""
-    keys: Tensor
+    finish: Tensor = field(metadata=declared())
+    """int32 [R] 0 running, 1 stop id, 2 length, 3 failed"""
+    keys: Tensor = field(metadata=declared(dtype=torch.int64, begin=lambda r, _: r.seed))
     """int64 [R] row key of the noise"""
-    temperature: Tensor
+    temperature: Tensor = field(metadata=declared(dtype=torch.float32, begin=lambda r, _: r.sampling.temperature))
     """float32 [R] 0 is greedy"""
-    top_k: Tensor
+    top_k: Tensor = field(metadata=declared(begin=lambda r, _: r.sampling.top_k))
     """int32 [R] 0 is off"""
-    top_p: Tensor
+    top_p: Tensor = field(metadata=declared(dtype=torch.float32, begin=lambda r, _: r.sampling.top_p))
     """float32 [R] 1 is off"""
-    min_p: Tensor
+    min_p: Tensor = field(metadata=declared(dtype=torch.float32, begin=lambda r, _: r.sampling.min_p))
     """float32 [R] 0 is off"""
-    repetition: Tensor
+    repetition: Tensor = field(metadata=declared(dtype=torch.float32, begin=lambda r, _: r.sampling.repetition_penalty))
     """float32 [R] repetition penalty, 1 is off"""
-    presence: Tensor
+    presence: Tensor = field(metadata=declared(dtype=torch.float32, begin=lambda r, _: r.sampling.presence_penalty))
     """float32 [R] presence penalty, 0 is off"""
-    stop_ids: Tensor
+    stop_ids: Tensor = field(metadata=declared(width="stop_ids", initial=-1, begin=lambda r, _: r.stop_ids))
     """int32 [R, MAX_STOP_IDS] -1 where unused"""
-    page_tables: tuple[Tensor, ...]
-    """By K/V group int32 [R, pages of max_len and of what rounds write beyond it], the scratch page where nothing is granted yet.
-    Where a group's window has passed, pages stand that the row has given back: nothing reads them."""
-    seen: Tensor
+    page_tables: tuple[Tensor, ...] = field(metadata=declared(width="pages", per_group=True))
+    """By K/V group int32 [R, pages of max_len and of the lookahead slots], the scratch page where nothing is granted yet. Entries
+    that a group's window has passed name pages that the row has given back: nothing reads them."""
+    seen: Tensor = field(metadata=declared(dtype=torch.uint8, width="seen"))
     """uint8 [R, V] bits SEEN_*; [R, 0] in a job without penalties"""
 
     @classmethod
@@ -78,78 +122,58 @@ class DeviceBatch:
         num_lookahead_slots  K/V positions after a row's last token that a round may write
         num_groups           K/V groups, each with a page table
         """
-        slots, columns = batch.num_slots, -(-(batch.max_len + num_lookahead_slots) // batch.page_size)
+        widths = {
+            "max_len": batch.max_len,
+            "stop_ids": MAX_STOP_IDS,
+            "pages": -(-(batch.max_len + num_lookahead_slots) // batch.page_size),
+            "seen": vocab_size if penalties else 0,
+        }
+        made: dict[str, Any] = {}
+        for name, spec in SLOT_FIELDS.items():
+            shape = (batch.num_slots, widths[spec.width]) if spec.width else (batch.num_slots,)
+            tensors = tuple(
+                torch.full(shape, spec.initial, dtype=spec.dtype, device=device)
+                for _ in range(num_groups if spec.per_group else 1)
+            )
+            made[name] = tensors if spec.per_group else tensors[0]
+        return cls(**made)
 
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        return cls(
-            tokens=zeros(slots, batch.max_len),
-            num_tokens=zeros(slots),
-            prompt_len=zeros(slots),
-            limit=zeros(slots),
-            min_tokens=zeros(slots),
-            live=zeros(slots),
-            finish=zeros(slots),
-            keys=zeros(slots, dtype=torch.int64),
-            temperature=zeros(slots, dtype=torch.float32),
-            top_k=zeros(slots),
-            top_p=zeros(slots, dtype=torch.float32),
-            min_p=zeros(slots, dtype=torch.float32),
-            repetition=zeros(slots, dtype=torch.float32),
-            presence=zeros(slots, dtype=torch.float32),
-            stop_ids=zeros(slots, MAX_STOP_IDS) - 1,
-            page_tables=tuple(zeros(slots, columns) for _ in range(num_groups)),
-            seen=zeros(slots, vocab_size if penalties else 0, dtype=torch.uint8),
-        )
+    def _tensors(self, name: str) -> tuple[Tensor, ...]:
+        """The tensors of a field."""
+        value: Tensor | tuple[Tensor, ...] = getattr(self, name)
+        return value if isinstance(value, tuple) else (value,)
 
     def first(self, num_rows: int) -> DeviceBatch:
         """The first slots as views: what a round of a smaller row bucket works on."""
-        views = {field.name: getattr(self, field.name)[:num_rows] for field in fields(self) if field.name != "page_tables"}
-        return DeviceBatch(**views, page_tables=tuple(table[:num_rows] for table in self.page_tables))
+        views: dict[str, Any] = {}
+        for name, spec in SLOT_FIELDS.items():
+            first = tuple(tensor[:num_rows] for tensor in self._tensors(name))
+            views[name] = first if spec.per_group else first[0]
+        return DeviceBatch(**views)
 
     def begin(self, slots: Sequence[int], requests: Sequence[Request], outputs: Sequence[Sequence[int]]) -> None:
-        """Put requests into slots, not live yet; `outputs` are tokens that a row set back had emitted already."""
+        """Put requests into slots, not live yet; `outputs` are the tokens that each has emitted already."""
         device = self.tokens.device
         index = upload(slots, torch.int64, device)
-        width = max(len(request.prompt_ids) + len(output) for request, output in zip(requests, outputs, strict=True))
-        tokens = np.zeros((len(slots), width), np.int32)
-        stop_ids = np.full((len(slots), MAX_STOP_IDS), -1, np.int32)
-        num_tokens = []
-        for line, (request, output) in enumerate(zip(requests, outputs, strict=True)):
-            prompt_len = len(request.prompt_ids)
-            tokens[line, :prompt_len] = request.prompt_ids
-            tokens[line, prompt_len : prompt_len + len(output)] = output
-            num_tokens.append(prompt_len + len(output))
-            stop_ids[line, : len(request.stop_ids)] = request.stop_ids
-
-        def put(field: Tensor, values: Sequence[int] | Sequence[float]) -> None:
-            field[index] = upload(values, field.dtype, device)
-
-        self.tokens[index, :width] = upload(tokens, torch.int32, device)
-        self.stop_ids[index] = upload(stop_ids, torch.int32, device)
-        put(self.num_tokens, num_tokens)
-        put(self.prompt_len, [len(r.prompt_ids) for r in requests])
-        put(self.limit, [len(r.prompt_ids) + r.device_limit for r in requests])
-        put(self.min_tokens, [len(r.prompt_ids) + r.min_new_tokens for r in requests])
-        put(self.keys, [r.seed for r in requests])
-        put(self.temperature, [r.sampling.temperature for r in requests])
-        put(self.top_k, [r.sampling.top_k for r in requests])
-        put(self.top_p, [r.sampling.top_p for r in requests])
-        put(self.min_p, [r.sampling.min_p for r in requests])
-        put(self.repetition, [r.sampling.repetition_penalty for r in requests])
-        put(self.presence, [r.sampling.presence_penalty for r in requests])
-        self.live[index] = 0
-        self.finish[index] = 0
-        for table in self.page_tables:
-            table[index] = 0
+        for name, spec in SLOT_FIELDS.items():
+            if spec.begin is None:
+                for tensor in self._tensors(name):
+                    if tensor.numel():
+                        tensor[index] = spec.initial
+                continue
+            tensor = getattr(self, name)
+            values = [spec.begin(request, output) for request, output in zip(requests, outputs, strict=True)]
+            if spec.width:
+                rows = spec.padded(values, tensor.shape[1])
+                tensor[index, : rows.shape[1]] = upload(rows, spec.dtype, device)
+            else:
+                tensor[index] = upload(values, spec.dtype, device)
         if self.seen.shape[1]:
             self._mark_seen(slots, requests, outputs)
 
     def _mark_seen(self, slots: Sequence[int], requests: Sequence[Request], outputs: Sequence[Sequence[int]]) -> None:
         for slot, request, output in zip(slots, requests, outputs, strict=True):
             line = self.seen[slot]
-            line.zero_()
             line[upload(request.prompt_ids, torch.int64, line.device)] = SEEN_PROMPT_OR_OUTPUT
             line[upload(output, torch.int64, line.device)] = SEEN_PROMPT_OR_OUTPUT | SEEN_OUTPUT
 
@@ -162,14 +186,8 @@ class DeviceBatch:
         for table, group_ids in zip(self.page_tables, ids_by_group, strict=True):
             table[at_slot, at_column] = group_ids.int()
 
-    @property
-    def _tensors(self) -> tuple[Tensor, ...]:
-        """Everything that a slot has, page tables last."""
-        own = (getattr(self, field.name) for field in fields(self) if field.name != "page_tables")
-        return *own, *self.page_tables
-
     def kill(self, slots: Sequence[int]) -> None:
-        """The host ends rows (stop string, set back): dead from the next round on."""
+        """The host ends rows (stop string, preemption): dead from the next round on."""
         self.live[upload(slots, torch.int64, self.live.device)] = 0
 
     def move(self, moves: Sequence[tuple[int, int]], more: Sequence[Tensor] = ()) -> None:
@@ -178,7 +196,10 @@ class DeviceBatch:
         more  other tensors [slots, ...] that move with them: a drafter's state
         """
         sources, destinations = upload(moves, torch.int32, self.live.device).T.contiguous()
-        for state in (*self._tensors, *more):
+        for state in (*(tensor for name in SLOT_FIELDS for tensor in self._tensors(name)), *more):
             if state.numel():
                 move_rows(state, sources, destinations)
         self.live[sources] = 0
+
+
+SLOT_FIELDS: dict[str, SlotField] = {one.name: one.metadata["slot_field"] for one in fields(DeviceBatch)}

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
+from batchspec.batch.logits import LogitRows, apply_penalties, forbid_stop_ids
 from batchspec.cache.page_tables import RowPages
 from batchspec.config.schema import DraftConfig
 from batchspec.config.typed import from_dict
 from batchspec.engine.engine import Engine
 from batchspec.engine.prefill import flat_batch
-from batchspec.engine.sampling import Places, apply_penalties, forbid_stop_ids
 from batchspec.engine.step import Segment
 from batchspec.errors import OutputError, StorageError
 from batchspec.kernels.sampling.sample import gumbel_reference
@@ -179,7 +179,7 @@ def _scores(engine: Engine, request: Request, output: list[int]) -> Tensor:
     engine.pools.release(pages)
     logits = engine.executor.round.target.logits(hidden[-1:])
     position = torch.tensor([count], device=logits.device)
-    places = Places(torch.zeros(1, dtype=torch.int32, device=logits.device), position)
+    places = LogitRows(torch.zeros(1, dtype=torch.int32, device=logits.device), position)
     if rows.seen.shape[1]:
         apply_penalties(logits, places, rows)
     forbid_stop_ids(logits, places, rows)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
+from batchspec.batch.logits import LogitRows, adjust_draft_logits
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.kernels.sampling.add_gumbel_noise import add_gumbel_noise
 from batchspec.kernels.sampling.argmax import argmax
@@ -29,7 +30,7 @@ class Draws:
 
     row_ids    int32 [T] row of `rows`
     positions  int64 [T] position, in prompt + output, of the token that is drafted
-    filters    some row has top_k, top_p or min_p
+    mode       what the rows of the pass need: rules of `batch/logits.py`, filters
 
     Nothing else in `draft` changes logits: whatever masks or biases the target's comes in here, for chains and trees alike.
     """
@@ -37,7 +38,7 @@ class Draws:
     rows: DeviceBatch
     row_ids: Tensor
     positions: Tensor
-    filters: bool
+    mode: SamplingMode
 
     def choose(self, logits: Tensor, out_ids: Tensor, map_ids: Tensor | None = None) -> None:
         """Of a chain: the draft token at each place, int32 [T] of any stride.
@@ -55,11 +56,12 @@ class Draws:
     def _perturb(self, logits: Tensor, map_ids: Tensor | None) -> None:
         rows, dtype = self.rows, torch.float64 if logits.dtype == torch.float64 else torch.float32
         low = torch.full_like(logits[:, 0], -torch.inf, dtype=dtype)
-        if self.filters:
+        adjust_draft_logits(logits, LogitRows(self.row_ids, self.positions), rows, self.mode, map_ids)
+        if self.mode.filters:
             cutoff(logits, self.row_ids, rows.temperature, rows.top_k, rows.top_p, rows.min_p, out_cutoff=low)
         add_gumbel_noise(logits, self.row_ids, self.positions, rows.keys, rows.temperature, low, map_ids)
 
 
 def draws_of(mode: SamplingMode | None, rows: DeviceBatch, row_ids: Tensor, positions: Tensor, ahead: int = 0) -> Draws | None:
     """For tokens at `positions` + ahead; None: drafts are argmaxes of the logits as they are."""
-    return None if mode is None else Draws(rows, row_ids, positions.long() + ahead, mode.filters)
+    return None if mode is None else Draws(rows, row_ids, positions.long() + ahead, mode)

@@ -60,8 +60,10 @@ class OutputProcessor:
         table.num_tokens[slots] += log.num_kept
         watched = table.watched[slots]
         add = table.add_round if result.began is None else table.add_prefill
-        add(slots[~watched], log[~watched])
-        if watched.any():
+        if not watched.any():
+            add(slots, log)
+        else:
+            add(slots[~watched], log[~watched])
             self._add_watched(slots[watched], log[watched], is_prefill=result.began is not None)
         if result.began is not None:
             elapsed = result.seconds_since(result.began)

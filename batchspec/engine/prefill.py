@@ -11,11 +11,11 @@ from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch, upload
 from batchspec.batch.flat_batch import FlatBatch, HostLayout
+from batchspec.batch.logits import LogitRows
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.draft.base import Drafter
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.round import Drafts, Round, RoundResult
-from batchspec.engine.sampling import Places
 from batchspec.engine.step import Segment
 from batchspec.kernels.kv_cache.slot_mapping import compute_slot_mapping
 
@@ -85,7 +85,7 @@ def prefill_chunk(round_: Round, rows: DeviceBatch, segments: Sequence[Segment],
         mask[slots] = 1
         cu_seqlens_q = torch.zeros(mask.shape[0] + 1, dtype=torch.int32, device=device)
         torch.cumsum(mask, 0, dtype=torch.int32, out=cu_seqlens_q[1:])
-        places = Places(slots.int(), batch.kv_len[segment].long())
+        places = LogitRows(slots.int(), batch.kv_len[segment].long())
         drafts = Drafts(rows.tokens[:, :0], torch.zeros_like(rows.live))
         result = round_.commit(hidden[segment], places, cu_seqlens_q, drafts, rows, mask, mode, torch.empty_like(mask))
     round_.couple(mode)

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
+from batchspec.batch.logits import LogitRows, adjusts, adjusts_drafts, mark_output
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import Drafter
 from batchspec.engine.draft_lengths import candidates
-from batchspec.engine.sampling import Places, choose, greedy_sample, mark_output
+from batchspec.engine.sampling import choose, greedy_sample
 from batchspec.kernels.attention.work_list import SharedPrefixes
 from batchspec.kernels.kv_cache.slot_mapping import compute_slot_mapping
 from batchspec.kernels.rounds.accept import accept
@@ -92,7 +93,6 @@ class Round:
         """K/V positions after a row's last token that a round may write and read."""
         self.nodes: int | None = None
         """Nodes that a round with drafts verifies, whatever its draft length: of a tree."""
-        self._fixed = options.uniform_slots and drafter.fixed_len
         self._draft_len, self._kv_len, self._accepted_len, self._cu_seqlens_q, self._row_ids = (
             torch.zeros(size, dtype=torch.int32, device=device) for size in (slots, slots, slots, slots + 1, slots * width)
         )
@@ -117,7 +117,7 @@ class Round:
         ids, lengths = width.ids[:num_rows], self._draft_len[:num_rows]
         if draft_len:
             self.drafter.propose(rows, ids[:, 1:], lengths, self.cache)
-        batch = self._uniform(rows, width, lengths) if self._fixed else self._ragged(rows, width, lengths)
+        batch = self._uniform(rows, width, lengths) if self.is_uniform else self._ragged(rows, width, lengths)
         if not batch.token_ids.shape[0]:  # ragged, on a CPU: every row died since the host looked
             return RoundResult(torch.full((num_rows, 5 + draft_len), -1, dtype=torch.int32))
         batch.shared = shared
@@ -125,7 +125,7 @@ class Round:
         places = None
         if not mode.greedy or self.options.logprobs is not None:
             place = batch.positions - (rows.num_tokens - 1)[batch.row_ids]
-            places = Places(batch.row_ids, batch.positions + 1, ids[:, 1:], place)
+            places = LogitRows(batch.row_ids, batch.positions + 1, ids[:, 1:], place)
         drafts = Drafts(ids[:, 1:], lengths, width.rates)
         accepted_len = self._accepted_len[:num_rows]
         result = self.commit(hidden, places, batch.cu_seqlens_q, drafts, rows, rows.live, mode, accepted_len)
@@ -133,9 +133,15 @@ class Round:
         self.drafter.catch_up(own_batch, aux_hidden_states, accepted_len, rows, self.cache, prepare_next=prepare_next)
         return result
 
+    @property
+    def is_uniform(self) -> bool:
+        """Every live row verifies the same number of positions: the layout needs no prefix sum."""
+        return self.drafter.fixed_len
+
     def couple(self, mode: SamplingMode) -> None:
-        """Tell the drafter how the rows of the pass or round to come are sampled."""
-        self.drafter.mode = mode if mode.random and self.options.coupled else None
+        """Tell the drafter how the rows of the pass or round to come are sampled, where its choices depend on that."""
+        depends = (mode.random and self.options.coupled) or adjusts_drafts(mode)
+        self.drafter.mode = mode if depends else None
 
     def _uniform(self, rows: DeviceBatch, width: _Width, draft_len: Tensor) -> FlatBatch:
         """S places for every row, dead or not: no prefix sum, one launch."""
@@ -196,7 +202,7 @@ class Round:
         ).add_groups(more_tables, self.cache.page_size)
 
     def commit(
-        self, hidden: Tensor, places: Places | None, cu_seqlens_q: Tensor, drafts: Drafts, rows: DeviceBatch, live: Tensor,
+        self, hidden: Tensor, places: LogitRows | None, cu_seqlens_q: Tensor, drafts: Drafts, rows: DeviceBatch, live: Tensor,
         mode: SamplingMode, out_accepted_len: Tensor,
     ) -> RoundResult:  # fmt: skip
         """The target's choices behind `hidden` [T, H], the drafts they confirm, and the commit of what is emitted.
@@ -212,7 +218,7 @@ class Round:
         self,
         target_ids: Tensor,
         raw: Tensor | None,
-        places: Places | None,
+        places: LogitRows | None,
         cu_seqlens_q: Tensor,
         drafts: Drafts,
         rows: DeviceBatch,
@@ -234,25 +240,31 @@ class Round:
         return self._with_logprobs(log, raw, target_ids, places)
 
     def _choose(
-        self, hidden: Tensor, places: Places | None, rows: DeviceBatch, mode: SamplingMode
+        self, hidden: Tensor, places: LogitRows | None, rows: DeviceBatch, mode: SamplingMode
     ) -> tuple[Tensor, Tensor | None]:
         """Target ids int32 [T], NO_TOKEN where the logits are not finite; and the raw logits where logprobs are asked for."""
         if places is None:
-            if self.options.argmax:
-                return self.target.greedy_sample(hidden, flag_nonfinite=True), None
-            return greedy_sample(self.target.logits(hidden), fast=False), None
+            return self.greedy_of_hidden(hidden), None
         logits = self.target.logits(hidden)
         raw = None
         if self.options.logprobs is not None:
-            raw = logits.clone() if mode.penalties or mode.min_tokens else logits
-        return choose(logits, places, rows, mode, fast_argmax=self.options.argmax), raw
+            raw = logits.clone() if adjusts(mode) else logits
+        return choose(logits, places, rows, mode, greedy=self.greedy_of_logits), raw
 
-    def _with_logprobs(self, log: Tensor, raw: Tensor, target_ids: Tensor, places: Places) -> RoundResult:
+    def greedy_of_hidden(self, hidden: Tensor) -> Tensor:
+        """The greedy choice of each row of `hidden` [T, H], int32 [T]."""
+        return self.target.greedy_sample(hidden, flag_nonfinite=True)
+
+    def greedy_of_logits(self, logits: Tensor) -> Tensor:
+        """The greedy choice of each row of logits [T, V], int32 [T]."""
+        return greedy_sample(logits)
+
+    def _with_logprobs(self, log: Tensor, raw: Tensor, target_ids: Tensor, places: LogitRows) -> RoundResult:
         """Log-softmax of the raw logits at every place, laid out by row and place."""
         num_rows, width, num_top = log.shape[0], log.shape[1] - 4, self.options.logprobs or 0
         normaliser = torch.logsumexp(raw, 1, keepdim=True)
         chosen = (raw.gather(1, target_ids.clamp(min=0).long().unsqueeze(1)) - normaliser).squeeze(1).float()
-        place = torch.zeros_like(places.positions) if places.place is None else places.place
+        place = torch.zeros_like(places.positions) if places.num_drafted is None else places.num_drafted
         # Padding and dead rows have no place of their own: what they say goes to a column that is cut off.
         place = torch.where((place >= 0) & (place < width), place, width)
         where = (places.row_ids.long(), place)

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch, TreeTail
+from batchspec.batch.logits import LogitRows, reads_drafts
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import Drafter
 from batchspec.draft.shapes import TreeShape
+from batchspec.engine.ablation import ablated
 from batchspec.engine.round import Drafts, Round, RoundOptions, RoundResult
-from batchspec.engine.sampling import Places
 from batchspec.kernels.attention.work_list import SharedPrefixes
 from batchspec.kernels.tree.find_accepted_path import find_accepted_path
 from batchspec.kernels.tree.prepare_tree_inputs import prepare_tree_inputs
@@ -31,8 +32,8 @@ def round_for(
 ) -> Round:
     """The round that verifies what this drafter proposes: a tree or a chain."""
     if isinstance(drafter.shape, TreeShape):
-        return TreeRound(target, drafter, drafter.shape, cache, batch, options, device)
-    return Round(target, drafter, cache, batch, options, device)
+        return ablated(TreeRound, options)(target, drafter, drafter.shape, cache, batch, options, device)
+    return ablated(Round, options)(target, drafter, cache, batch, options, device)
 
 
 class TreeRound(Round):
@@ -93,7 +94,9 @@ class TreeRound(Round):
         )  # fmt: skip
         at = at.view(-1)
         accepted_len = self._accepted_len[:num_rows]
-        on_path = None if places is None else Places(chain.row_ids, chain.positions + 1, place=self._place_of(chain, rows))
+        on_path = None
+        if places is not None:
+            on_path = LogitRows(chain.row_ids, chain.positions + 1, num_drafted=self._place_of(chain, rows))
         raw = None if raw is None else raw.index_select(0, at)
         result = self._settle(
             target_ids.index_select(0, at), raw, on_path, chain.cu_seqlens_q, drafts, rows, rows.live, mode, accepted_len
@@ -130,18 +133,18 @@ class TreeRound(Round):
             tree=TreeTail(ancestors=ancestors, start=rows.num_tokens - 1, max_depth=self.drafter.max_len),
         ).add_groups(more_tables, page_size)
 
-    def _places(self, batch: FlatBatch, parents: Tensor, mode: SamplingMode, rows: DeviceBatch) -> Places | None:
-        """Which row and position each node's choice belongs to; under penalties the tokens above it too."""
+    def _places(self, batch: FlatBatch, parents: Tensor, mode: SamplingMode, rows: DeviceBatch) -> LogitRows | None:
+        """Which row and position each node's choice belongs to; the tokens above it too, where a rule asks for drafts."""
         if mode.greedy and self.options.logprobs is None:
             return None
-        if not mode.penalties:
-            return Places(batch.row_ids, batch.positions + 1)
-        return Places(
+        if not reads_drafts(mode):
+            return LogitRows(batch.row_ids, batch.positions + 1)
+        return LogitRows(
             batch.row_ids,
             batch.positions + 1,
             drafts=self._above(batch.token_ids.view_as(parents), parents),
-            place=self._place_of(batch, rows),
-            lines=torch.arange(parents.numel(), device=parents.device),
+            num_drafted=self._place_of(batch, rows),
+            draft_rows=torch.arange(parents.numel(), device=parents.device),
         )
 
     def _above(self, ids: Tensor, parents: Tensor) -> Tensor:

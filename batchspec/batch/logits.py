@@ -1,0 +1,129 @@
+"""What masks or biases logits before a choice: one list of rules for the target and, where a rule says so, for drafters.
+
+A new rule (an automaton's mask, a bias by token) is one `LogitRule` in RULES, a flag of `SamplingMode` that asks for it, and the
+state that it needs in `DeviceBatch`. Legend: T rows of logits, R batch rows, V vocabulary, K draft_len.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from batchspec.batch.device_batch import SEEN_OUTPUT, SEEN_PROMPT_OR_OUTPUT, DeviceBatch
+from batchspec.batch.sampling_mode import SamplingMode
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogitRows:
+    """Which batch row and position each of T rows of logits belongs to.
+
+    row_ids      int32 [T]
+    positions    int64 [T] position of the token being drawn
+    drafts       int32 [., K] draft tokens; None where nothing was drafted before the position, or no rule asks for them
+    num_drafted  int32 [T] how many of `drafts` come before the position
+    draft_rows   int64 [T] row of `drafts`, of a tree one for each node; None: that of `row_ids`
+    """
+
+    row_ids: Tensor
+    positions: Tensor
+    drafts: Tensor | None = None
+    num_drafted: Tensor | None = None
+    draft_rows: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRule:
+    """One way to change logits [T, V] in place."""
+
+    wanted: Callable[[SamplingMode], bool]
+    """Whether some row of the pass needs it: else nothing is launched."""
+    apply: Callable[[Tensor, LogitRows, DeviceBatch, Tensor | None], None]
+    """Logits, their rows, the batch, and the token of each column int [V]; None: its number (always, for the target)."""
+    reads_drafts: bool = False
+    """It needs `LogitRows.drafts`: tokens drafted before the position count."""
+    of_drafters: bool = False
+    """Drafters follow it too: a draft that the target cannot choose is never proposed. Their tokens before the position are in
+    `LogitRows.drafts` only where the drafter gives them."""
+
+
+def adjust_logits(logits: Tensor, at: LogitRows, rows: DeviceBatch, mode: SamplingMode) -> None:
+    """Apply to the target's logits, in place and in order, every rule that `mode` asks for. Does not synchronise."""
+    for rule in RULES:
+        if rule.wanted(mode):
+            rule.apply(logits, at, rows, None)
+
+
+def adjust_draft_logits(
+    logits: Tensor, at: LogitRows, rows: DeviceBatch, mode: SamplingMode, map_ids: Tensor | None = None
+) -> None:
+    """The same for a drafter's logits, with the rules that drafters follow; map_ids [V] the token of each column."""
+    for rule in RULES:
+        if rule.of_drafters and rule.wanted(mode):
+            rule.apply(logits, at, rows, map_ids)
+
+
+def adjusts(mode: SamplingMode) -> bool:
+    """Whether any rule changes the target's logits."""
+    return any(rule.wanted(mode) for rule in RULES)
+
+
+def reads_drafts(mode: SamplingMode) -> bool:
+    """Whether a rule that `mode` asks for needs the tokens drafted before a position."""
+    return any(rule.reads_drafts and rule.wanted(mode) for rule in RULES)
+
+
+def adjusts_drafts(mode: SamplingMode) -> bool:
+    """Whether drafters follow any rule that `mode` asks for."""
+    return any(rule.of_drafters and rule.wanted(mode) for rule in RULES)
+
+
+def apply_penalties(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: Tensor | None = None) -> None:
+    """Repetition penalty (CTRL, arXiv 1909.05858: tokens of prompt and output) and presence penalty (of the output), in place.
+
+    Draft tokens before the position count as output: the penalty of a token is the same whether it was committed in this round
+    or long ago.
+    """
+    assert map_ids is None, "penalties are the target's alone"
+    seen = rows.seen[at.row_ids]
+    if at.drafts is not None and at.num_drafted is not None:
+        draft_rows = at.row_ids if at.draft_rows is None else at.draft_rows
+        for j in range(at.drafts.shape[1]):
+            ids = at.drafts[:, j][draft_rows].long().unsqueeze(1)
+            before = (at.num_drafted > j).unsqueeze(1)
+            mark = seen.gather(1, ids)
+            seen.scatter_(1, ids, torch.where(before, mark | (SEEN_PROMPT_OR_OUTPUT | SEEN_OUTPUT), mark))
+    repetition = rows.repetition[at.row_ids].unsqueeze(1).to(logits.dtype)
+    presence = rows.presence[at.row_ids].unsqueeze(1).to(logits.dtype)
+    penalised = torch.where(logits > 0, logits / repetition, logits * repetition)
+    torch.where((seen & SEEN_PROMPT_OR_OUTPUT) > 0, penalised, logits, out=logits)
+    logits.sub_(presence * ((seen & SEEN_OUTPUT) > 0))
+
+
+def forbid_stop_ids(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: Tensor | None = None) -> None:
+    """Stop ids get -inf at positions before the row's min_tokens, in place."""
+    assert map_ids is None, "min_tokens is the target's alone"
+    stop_ids = rows.stop_ids[at.row_ids].long()
+    early = (at.positions < rows.min_tokens[at.row_ids]).unsqueeze(1) & (stop_ids >= 0)
+    ids = stop_ids.clamp(min=0)
+    # Unused entries point at id 0: amin keeps its own logit there.
+    value = torch.where(early, -torch.inf, torch.inf).to(logits.dtype)
+    logits.scatter_reduce_(1, ids, value, "amin")
+
+
+def mark_output(rows: DeviceBatch, tokens: Tensor, kept: Tensor) -> None:
+    """Note committed tokens for the penalties: tokens int32 [R, S] of which the first `kept` int32 [R] of each row count."""
+    for j in range(tokens.shape[1]):
+        ids = tokens[:, j].clamp(min=0).long().unsqueeze(1)
+        mark = rows.seen.gather(1, ids)
+        counts = (kept > j).unsqueeze(1)
+        rows.seen.scatter_(1, ids, torch.where(counts, mark | (SEEN_PROMPT_OR_OUTPUT | SEEN_OUTPUT), mark))
+
+
+RULES: list[LogitRule] = [
+    LogitRule(lambda mode: mode.penalties, apply_penalties, reads_drafts=True),
+    LogitRule(lambda mode: mode.min_tokens, forbid_stop_ids),
+]
+"""In the order in which they are applied."""

@@ -1,0 +1,48 @@
+"""Rounds with an optimisation switched off, so that what it gains can be measured (`ablation.*`, `batchspec bench --opt`).
+
+Each variant overrides one method of `Round`; rounds without ablations never come here.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from batchspec.engine.round import Round, RoundOptions
+from batchspec.kernels.sampling.argmax import NO_TOKEN
+
+R = TypeVar("R", bound=Round)
+
+
+class SoftmaxChoice(Round):
+    """ablation.argmax=false: greedy choices by softmax and top-k instead of an argmax."""
+
+    def greedy_of_hidden(self, hidden: Tensor) -> Tensor:
+        return greedy_by_softmax(self.target.logits(hidden))
+
+    def greedy_of_logits(self, logits: Tensor) -> Tensor:
+        return greedy_by_softmax(logits)
+
+
+class RaggedLayout(Round):
+    """ablation.uniform_slots=false: rows of equal draft length take the general layout too."""
+
+    @property
+    def is_uniform(self) -> bool:
+        return False
+
+
+def greedy_by_softmax(logits: Tensor) -> Tensor:
+    """As `sampling.greedy_sample`, the long way."""
+    ids = torch.softmax(logits, -1).topk(1, dim=-1).indices.flatten()
+    return torch.where(logits.amax(-1).isfinite(), ids, NO_TOKEN).int()
+
+
+def ablated(kind: type[R], options: RoundOptions) -> type[R]:
+    """`kind` without the optimisations that `options` switch off; `kind` itself where they switch off none."""
+    without: list[type[Round]] = [] if options.argmax else [SoftmaxChoice]
+    if not options.uniform_slots:
+        without.append(RaggedLayout)
+    return type(f"Ablated{kind.__name__}", (*without, kind), {}) if without else kind

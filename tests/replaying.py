@@ -1,0 +1,168 @@
+"""Steps of whole runs, and their replay by an executor alone: this module imports no scheduler, no page pool and no clock.
+
+python -m tests.replaying STEPS   replays a file of recorded steps; exits with 1 where the device's state differs after one
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from batchspec.draft.base import Drafter
+from batchspec.draft.corpus import Corpus
+from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.hybrid import HybridDrafter
+from batchspec.draft.lookup import LookupDrafter
+from batchspec.draft.none import NoDrafter
+from batchspec.draft.shapes import LOGPROB, TreeShape
+from batchspec.draft.tree import TreeDrafter
+from batchspec.draft.weights import Head, dummy_head, dummy_spec
+from batchspec.draft.window import WindowDrafter
+from batchspec.engine.executor import Executor
+from batchspec.engine.prefill import Prefilled
+from batchspec.engine.round import RoundOptions
+from batchspec.engine.step import ScheduledStep
+from batchspec.records import PackedBatch
+from tests.engines import DEVICE, packed, tiny_target
+
+SLOTS = 4
+
+
+def head() -> Head:
+    spec = dummy_spec(tiny_target(window=5).spec, draft_vocab_size=19, parallel=True)
+    return dummy_head(replace(spec, aux_layer_ids=(0, 1, 2)), dtype=torch.float64, device=DEVICE)
+
+
+def lookup() -> LookupDrafter:
+    """With a corpus that a thread builds: when a table is swapped in depends on the clock."""
+    corpus = Corpus(200, lengths=(1, 2, 3), device=DEVICE)
+    return LookupDrafter(4, min_ngram=1, max_ngram=3, corpus=corpus)
+
+
+def chain(draft_len: int = 3) -> Eagle3Drafter:
+    return Eagle3Drafter(head(), tiny_target(window=5), draft_len, slots=SLOTS)
+
+
+def tree() -> TreeDrafter:
+    return TreeDrafter(head(), tiny_target(window=5), TreeShape(topk=2, depth=3, nodes=7, rank=LOGPROB), slots=SLOTS)
+
+
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "none": NoDrafter,
+    "lookup": lookup,
+    "window": lambda: WindowDrafter(tiny_target(), 3, slots=SLOTS, window=4, sink=1),
+    "eagle3": chain,
+    "tree": tree,
+    "hybrid": lambda: HybridDrafter(chain(2), lookup(), slots=SLOTS, device=DEVICE),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What both processes must agree on before the first step."""
+
+    drafter: str
+    batch: PackedBatch
+    overlaps: bool = False
+    """Prefill is queued as on a second stream, and activated by later steps."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.drafter}, run_ahead {self.batch.run_ahead}" + ", overlap" * self.overlaps
+
+    def parts(self) -> dict[str, Any]:
+        """Arguments that an engine and an executor share."""
+        return {"drafter": DRAFTERS[self.drafter](), "batch": self.batch, "device": DEVICE, "penalties": True}
+
+    def executor(self) -> Executor:
+        return with_queue(Executor(tiny_target(window=5), options=RoundOptions(), **self.parts()), self.overlaps)
+
+
+def scenario(drafter: str, run_ahead: int, *, overlaps: bool = False) -> Scenario:
+    draft_len = DRAFTERS[drafter]().max_len
+    batch = packed(SLOTS, num_pages=26, max_len=72, draft_len=draft_len, prefill_tokens=24, run_ahead=run_ahead)
+    return Scenario(drafter, batch, overlaps)
+
+
+class PassQueue:
+    """Takes the place of `PrefillStream` without a GPU: a pass runs when it is the oldest and is activated later."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], Prefilled]] = deque()
+        self._running: Prefilled | None = None
+        self.done = True
+        """What the clock says of the oldest pass."""
+
+    def launch(self, passes: Sequence[Callable[[], Prefilled]]) -> None:
+        self._waiting.extend(passes)
+        self._start()
+
+    def oldest_done(self) -> bool:
+        return self._running is not None and self.done
+
+    def take_oldest(self) -> Any:
+        prefilled, self._running = self._running, None
+        self._start()
+        return type("Taken", (), {"prefilled": prefilled, "began": 0.0})
+
+    def cancel_waiting(self) -> None:
+        self._waiting.clear()
+
+    def clear(self) -> None:
+        self._waiting.clear()
+        self._running = None
+
+    def _start(self) -> None:
+        if self._running is None and self._waiting:
+            self._running = self._waiting.popleft()()
+
+
+def with_queue(executor: Executor, overlaps: bool) -> Executor:
+    made: Any = executor
+    if overlaps:
+        made._prefill._stream = PassQueue()
+        made.can_overlap = True
+        made.stream_of_rounds = nullcontext
+    return executor
+
+
+def state_digest(executor: Executor) -> bytes:
+    """Of the tokens and page tables, and of who lives."""
+    rows = executor.rows
+    found = blake2b(digest_size=16)
+    for field in (rows.tokens, rows.num_tokens, *rows.page_tables, rows.live, rows.finish):
+        found.update(field.cpu().numpy().tobytes())
+    return found.digest()
+
+
+@torch.inference_mode()
+def replay(recorded: list[tuple[Scenario, list[tuple[bytes, bytes]]]]) -> list[str]:
+    """Scenarios whose state differs after some step, with the step's number."""
+    wrong = []
+    for one, steps in recorded:
+        executor = one.executor()
+        for number, (pickled, digest) in enumerate(steps):
+            step: ScheduledStep = pickle.loads(pickled)
+            executor.execute(step)
+            for _ in range(step.num_reads):
+                executor.read()
+            if state_digest(executor) != digest:
+                wrong.append(f"{one.name}: step {number} of {len(steps)}")
+                break
+    return wrong
+
+
+if __name__ == "__main__":
+    differs = replay(pickle.loads(Path(sys.argv[1]).read_bytes()))
+    deciders = {"batchspec.engine.scheduler", "batchspec.engine.allocator", "batchspec.engine.round_planner"}
+    print("\n".join([*differs, *(f"{name} was imported" for name in deciders & set(sys.modules))]))
+    sys.exit(bool(differs) or bool(deciders & set(sys.modules)))

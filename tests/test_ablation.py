@@ -1,0 +1,29 @@
+"""Rounds with an optimisation switched off choose the same tokens; rounds without ablations are the plain classes."""
+
+from __future__ import annotations
+
+import pytest
+
+from batchspec.engine.engine import Engine
+from batchspec.engine.round import Round, RoundOptions
+from batchspec.engine.tree_round import TreeRound
+from batchspec.records import SamplingParams
+from tests.engines import DEVICE, packed, request, tiny_target
+from tests.replaying import DRAFTERS, SLOTS
+
+
+@pytest.mark.parametrize("name", ["none", "eagle3", "tree"])
+def test_an_ablation_changes_no_token(name: str) -> None:
+    found = []
+    for argmax, uniform_slots in ((True, True), (False, True), (True, False), (False, False)):
+        drafter = DRAFTERS[name]()
+        options = RoundOptions(argmax=argmax, uniform_slots=uniform_slots)
+        batch = packed(SLOTS, draft_len=drafter.max_len)
+        engine = Engine(tiny_target(window=5), drafter, batch, device=DEVICE, options=options, penalties=True)
+        penalised = SamplingParams(repetition_penalty=1.2)
+        requests = (request(i, [i, 5], cap=8, sampling=penalised if i == 2 else None) for i in range(4))
+        found.append({c.row_index: c.token_ids.tolist() for c in engine.run(requests) if c.token_ids is not None})
+        round_ = engine.executor.round
+        assert round_.is_uniform == uniform_slots
+        assert (type(round_) in (Round, TreeRound)) == (argmax and uniform_slots)
+    assert all(tokens == found[0] for tokens in found)

@@ -1,0 +1,119 @@
+"""The step is real: a second process, without scheduler, page pool and clock, executes recorded steps with the same result."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from batchspec.engine import allocator
+from batchspec.engine.draft_lengths import DraftLengths
+from batchspec.engine.engine import Engine
+from batchspec.engine.round_planner import RoundClock
+from batchspec.engine.step import ScheduledStep
+from batchspec.records import Request, SamplingParams, Thinking
+from tests.engines import VOCAB, decode, plain_tokens, request, tiny_target
+from tests.replaying import PassQueue, Scenario, scenario, state_digest, with_queue
+
+ROOT = Path(__file__).parents[1]
+SCENARIOS = [scenario(drafter, run_ahead) for run_ahead, drafter in enumerate(["lookup", "eagle3", "tree"])]
+SCENARIOS += [scenario("hybrid", 0), scenario("none", 2), scenario("window", 1), scenario("eagle3", 2, overlaps=True)]
+
+
+def requests_of_every_kind() -> list[Request]:
+    """Long shared prefixes, penalties, stop strings, thinking budgets, stop ids; more tokens than pages, and a long tail."""
+    rng = np.random.default_rng(0)
+    prefix = rng.integers(0, VOCAB, 34).tolist()
+    hot = SamplingParams(temperature=1.0, top_k=9)
+    found = [request(i, [*prefix, i], cap=14, predicted=4, sampling=hot if i % 2 else None) for i in range(5)]
+    found += [request(5 + i, [i, 7], cap=40, predicted=4, sampling=hot, stop=("A", "Z")) for i in range(2)]
+    found.append(request(7, [4, 5], cap=12, predicted=4, sampling=SamplingParams(temperature=0.8, repetition_penalty=1.3)))
+    found.append(request(8, [6, 1], cap=30, predicted=4, stop_ids=(3, 9), min_new_tokens=5))
+    thinking = Thinking(begin_id=3, end_id=4, opened=True, budget=6, closing=(11, 4))
+    found += [replace(request(9 + i, [8, i], cap=26, predicted=4, sampling=hot), thinking=thinking) for i in range(2)]
+    return [*found, request(11, [2], cap=60, predicted=8), request(12, [9], cap=60, predicted=8)]
+
+
+def recorded(one: Scenario, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, list[int]], list[tuple[bytes, bytes]], Engine]:
+    """Tokens of a run in which the clock says anything: K changes at random, and passes are done or not."""
+    engine = Engine(tiny_target(window=5), decode=decode, **one.parts())
+    executor = with_queue(engine.executor, one.overlaps)
+    clock = random.Random(1)
+    if engine.drafter.max_len:
+        lengths = DraftLengths(engine.drafter.max_len, choices=executor.round.draft_lens)
+        for num_rows in one.batch.row_buckets:
+            for draft_len in lengths.choices:
+                for prepare_next in (False, True):
+                    lengths.set_base(num_rows, draft_len, clock.uniform(0.5, 2.0), prepare_next=prepare_next)
+        engine.planner._lengths = lengths
+        monkeypatch.setattr(RoundClock, "seconds_of", lambda *_: clock.uniform(0.1, 20.0))
+    queue, execute, steps = executor._prefill._stream, executor.execute, list[tuple[bytes, bytes]]()
+
+    def record(step: ScheduledStep) -> None:
+        execute(step)
+        steps.append((pickle.dumps(step), state_digest(executor)))
+        if isinstance(queue, PassQueue):
+            queue.done = clock.random() < 0.3
+
+    monkeypatch.setattr(executor, "execute", record)
+    monkeypatch.setattr(allocator, "SHORT_CAP_TOKENS", 2)
+    done = {c.request_id: c.token_ids.tolist() for c in engine.run(iter(requests_of_every_kind())) if c.token_ids is not None}
+    assert engine.pools.num_free == tuple(pool.num_pages - 1 for pool in engine.pools.pools)
+    return done, steps, engine
+
+
+def test_a_second_process_that_executes_the_steps_has_the_same_tokens_and_page_tables(tmp_path: Path) -> None:
+    found, tokens, seen = [], [], set[str]()
+    for one in SCENARIOS:
+        with pytest.MonkeyPatch.context() as patch:
+            done, steps, engine = recorded(one, patch)
+        tokens.append(done)
+        found.append((one, steps))
+        seen |= what_happened(one, [pickle.loads(step) for step, _ in steps], engine)
+    assert seen == {
+        "no draft prepared", "preempted", "killed", "moved", "granted", "prefilled again", "cached", "grouped", "activated",
+        "swapped",
+    }  # fmt: skip
+    assert all(done == tokens[0] for done in tokens)
+    for req in requests_of_every_kind():
+        if req.thinking is None:
+            assert tokens[0][req.request_id] == plain_tokens(tiny_target(window=5), req)
+    (tmp_path / "steps").write_bytes(pickle.dumps(found))
+    replayed = subprocess.run(
+        [sys.executable, "-m", "tests.replaying", str(tmp_path / "steps")], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+
+
+def what_happened(one: Scenario, steps: list[ScheduledStep], engine: Engine) -> set[str]:
+    """Kinds of decisions among the steps; every run has several modes and draft lengths."""
+    rounds = [step.round for step in steps if step.round is not None]
+    refills = [refill for step in steps if step.prefill for refill in step.prefill.refills]
+    assert len({round_.mode for round_ in rounds}) > 1
+    assert one.drafter == "none" or len({round_.draft_len for round_ in rounds}) > 1
+    kinds = {
+        "no draft prepared": any(not round_.prepare_next for round_ in rounds),
+        "preempted": engine.totals.preempted,
+        "killed": any(step.killed for step in steps),
+        "moved": any(step.moves for step in steps),
+        "granted": any(step.grants for step in steps),
+        "prefilled again": any(refill.tokens for refill in refills),
+        "cached": any(refill.num_cached for refill in refills),
+        "grouped": any(round_.new_prefix_groups for round_ in rounds),
+        "activated": any(step.activates_pass for step in steps),
+        "swapped": any(round_.drafter_update.swap for round_ in rounds),
+    }
+    return {kind for kind, happened in kinds.items() if happened}
+
+
+def test_a_step_holds_plain_host_data_only() -> None:
+    """Nothing of it is a tensor: it can be sent to another process as it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        _, steps, _ = recorded(scenario("lookup", 1), patch)
+    assert not any(b"torch" in pickled for pickled, _ in steps)
