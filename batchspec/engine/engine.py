@@ -22,7 +22,7 @@ from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.round import RoundOptions
 from batchspec.engine.round_planner import RoundPlanner
-from batchspec.engine.scheduler import Scheduler
+from batchspec.engine.scheduler import RoundHook, Scheduler
 from batchspec.engine.slots import SlotTable
 from batchspec.engine.stop_strings import Decode, StopFinder
 from batchspec.model.target import Target
@@ -60,8 +60,7 @@ class Engine:
         self.totals = EngineTotals()
         self.on_round: Callable[[EngineTotals], None] | None = None
         """Called after each result that was processed."""
-        self.between: Callable[[], bool] | None = None
-        """Called before a round, in the stream of the rounds; true where it gave the device work, which the round waits for."""
+        self.hook = RoundHook()
         self._decode, self._eos_ids, self._refill_dead = decode, eos_ids, refill_dead
         self._stopping = False
         self._prefill_cost: PrefillCost | None = None
@@ -112,7 +111,7 @@ class Engine:
         self._allocator = SlotAllocator(
             self.batch,
             self.pools,
-            self._begun(requests),
+            _states(requests, self._ended_at_once, decode=self._decode, draft_len=self.drafter.max_len, options=self.options),
             slots=self.slots,
             refill_dead=self._refill_dead,
             lookahead=1 if self.drafter.num_kv_layers else 0,
@@ -124,14 +123,15 @@ class Engine:
             self.planner,
             self.executor,
             self.totals,
-            before_round=lambda: self.between is not None and self.between(),
+            hook=self.hook,
             refill_dead=self._refill_dead,
             finished=self._finished_rows,
         )
+        self._steps = self.scheduler.schedule()
 
     def _step(self) -> Iterator[Completion]:
         """Schedule, execute, process."""
-        step = self.scheduler.drain() if self._stopping else self.scheduler.schedule()
+        step = self.scheduler.drain() if self._stopping else next(self._steps)
         self.executor.execute(step)
         for _ in range(step.num_reads):
             yield from self._process()
@@ -183,16 +183,6 @@ class Engine:
         states = [*self.slots.live, *self._allocator.preempted]
         return [state.snapshot(now) for state in states if state.tokens]
 
-    def _begun(self, requests: Iterator[Request]) -> Iterator[RequestState]:
-        """The requests' states. A request that ends with what its thinking budget forces at once needs no slot."""
-        for request in requests:
-            finder = StopFinder(self._decode, request.stop) if request.stop and self._decode else None
-            state = RequestState.of(request, self.drafter.max_len, finder, num_top=self.options.logprobs)
-            if state.finish_reason is None:
-                yield state
-            else:
-                self._ended_at_once.append(state)
-
     def _process(self) -> Iterator[Completion]:
         """Read the oldest result; requests that ended in it leave their slots and come out."""
         launch, result = self.scheduler.in_flight.popleft(), self.executor.read()
@@ -230,3 +220,21 @@ class Engine:
         if done.prompt_ids is not None and done.token_ids is not None:  # no error
             self._finished_rows.append((done.prompt_ids, done.token_ids))
         return done
+
+
+def _states(
+    requests: Iterator[Request],
+    ended_at_once: list[RequestState],
+    *,
+    decode: Decode | None,
+    draft_len: int,
+    options: RoundOptions,
+) -> Iterator[RequestState]:
+    """The requests' states. A request that ends with what its thinking budget forces at once needs no slot: `ended_at_once`."""
+    for request in requests:
+        finder = StopFinder(decode, request.stop) if request.stop and decode else None
+        state = RequestState.of(request, draft_len, finder, num_top=options.logprobs)
+        if state.finish_reason is None:
+            yield state
+        else:
+            ended_at_once.append(state)

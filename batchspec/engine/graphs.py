@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,9 +96,24 @@ class Graphs:
         current = torch.cuda.current_stream()
         stream = None if current == torch.cuda.default_stream() else current
         # Only calls of this thread count: the thread that builds a corpus pins memory meanwhile, which would spoil the capture.
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+        with (
+            _no_garbage_collection(),
+            torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
+        ):
             result = self._run(shape)
         self._pool = self._pool or graph.pool()
         for tensor, value in zip(state, before, strict=True):
             tensor.copy_(value)
         self._graphs[shape] = (graph, result)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A collection could free the graphs of another engine, and CUDA permits that in no capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

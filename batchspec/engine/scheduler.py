@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,16 @@ from batchspec.engine.step import PageGrant, Prefill, Refill, ScheduledRound, Sc
 from batchspec.records import Ids
 
 
+@dataclass(slots=True)
+class RoundHook:
+    """Work of somebody else between rounds: an adapter that learns."""
+
+    call: Callable[[], bool] | None = None
+    """Called before each round, in the stream of the rounds; true if it gave the device work that the round waits for."""
+
+
 class Scheduler:
-    """`schedule` gives the next step; the caller executes it and processes `num_reads` results before it asks again.
+    """`schedule` gives the steps; the caller executes each and processes `num_reads` results before it asks for the next one.
 
     What keeps running ahead of the results safe: the device ends rows at stop ids and limits; a result belongs to the row that
     owned the slot at launch; pages reach as far as all launched rounds can write; and the next owner of a page writes it after
@@ -39,18 +48,18 @@ class Scheduler:
         executor: Executor,
         totals: EngineTotals,
         *,
-        before_round: Callable[[], bool],
+        hook: RoundHook,
         refill_dead: bool,
         finished: list[tuple[Ids, Ids]],
     ) -> None:
         """
         executor      asked for shapes, for passes that are done and for what its drafter has ready; never for device data
-        before_round  called before each round is scheduled; true where it gave the device work that the round waits for
+        hook          called before each round is scheduled
         finished      rows that ended and that no step has named yet; those of an earlier run
         """
         self.slots, self.batch = allocator.slots, allocator.batch
         self._allocator, self._planner, self._executor, self._totals = allocator, planner, executor, totals
-        self._before_round, self._refill_dead = before_round, refill_dead
+        self._hook, self._refill_dead = hook, refill_dead
         self._prefix_groups = PrefixGroups(self.batch.num_slots)
         self.in_flight: deque[Launch] = deque()
         """Launches whose results are not read yet, the oldest first."""
@@ -61,11 +70,19 @@ class Scheduler:
         self.num_rows = self.batch.num_slots
         """Row bucket of the next round."""
         self.drafter_version = 0
-        self._steps = self._all_steps()
 
-    def schedule(self) -> ScheduledStep:
-        """The next step; it may be empty. Raises CapacityError for a request that can never fit."""
-        return next(self._steps)
+    def schedule(self) -> Iterator[ScheduledStep]:
+        """Steps without end, some of them empty. Raises CapacityError for a request that can never fit.
+
+        The scheduler holds no reference to this iterator: an engine that is dropped then frees its graphs and pages at once.
+        """
+        while True:
+            yield from self._refill()
+            yield from self._compact()
+            if self.slots.live:
+                yield from self._round()
+            if not self.slots.live:
+                yield self._step(read_all=True)
 
     def drain(self) -> ScheduledStep:
         """Ends the run instead: nothing more is launched, what is launched is read."""
@@ -94,15 +111,6 @@ class Scheduler:
         """The request leaves its slot and waits to be prefilled again, over all its tokens."""
         self._killed.append(state.slot)
         self._allocator.preempt(state)
-
-    def _all_steps(self) -> Iterator[ScheduledStep]:
-        while True:
-            yield from self._refill()
-            yield from self._compact()
-            if self.slots.live:
-                yield from self._round()
-            if not self.slots.live:
-                yield self._step(read_all=True)
 
     def _refill(self) -> Iterator[ScheduledStep]:
         """Activate a pass that is done; fill free slots; delay decoding while few rows are active."""
@@ -165,7 +173,7 @@ class Scheduler:
 
     def _round(self) -> Iterator[ScheduledStep]:
         """Pages for all that the launched rounds and the next one may write, preempting the youngest rows if needed; then it."""
-        overlaps = self._before_round()
+        overlaps = self._hook.call is not None and self._hook.call()
         grants: list[PageGrant] = []
         while not self._grow_all(grants):
             if self.in_flight:  # unread results may free pages, and the tokens of a preempted row must all be known

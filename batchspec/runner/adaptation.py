@@ -72,7 +72,7 @@ class Adaptation:
             changing=engine.changing_drafter,
         )
         self._engine, self._num_saved = engine, 0
-        engine.between = self._turn
+        engine.hook.call = self._turn
 
     def _earlier(self, engine: Engine) -> tuple[HeadNetwork, Numbers] | None:
         try:
@@ -101,7 +101,7 @@ class Adaptation:
         """Save the head, let go of the engine and of all memory; `serve` may follow, with another one."""
         self.save()
         if self._engine is not None:
-            self._engine.between = None
+            self._engine.hook.call = None
         self._adapter = self._engine = None
 
     def committed(self, completions: Iterable[Completion]) -> None:

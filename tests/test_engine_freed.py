@@ -1,0 +1,53 @@
+"""An engine that nobody holds is freed at once, its pages and CUDA graphs with it.
+
+Left to the garbage collector, it would keep a card's memory while the next engine is made, and its graphs could be freed within a
+capture, which CUDA does not permit.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from batchspec.draft.base import Drafter
+from batchspec.draft.lookup import LookupDrafter
+from batchspec.draft.none import NoDrafter
+from batchspec.engine.engine import Engine
+from batchspec.records import Request
+from tests.engines import DEVICE, packed, request, tiny_target
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def requests() -> list[Request]:
+    return [request(i, [1, 2, 3 + i], cap=6) for i in range(4)]
+
+
+def use(engine: Engine, how: str) -> None:
+    if how == "not run":
+        return
+    running = engine.run(iter(requests()))
+    if how == "run":
+        assert len(list(running)) == 4
+    else:
+        next(running)
+        running.close()
+
+
+@pytest.mark.parametrize("how", ["not run", "run", "left half-way"])
+@pytest.mark.parametrize("drafter", [NoDrafter, lambda: LookupDrafter(2)], ids=["none", "lookup"])
+def test_an_engine_that_nobody_holds_is_freed_without_the_garbage_collector(drafter: type[Drafter], how: str) -> None:
+    engine = Engine(tiny_target(), drafter(), packed(2), device=DEVICE)
+    use(engine, how)
+    executor = weakref.ref(engine.executor)
+    del engine
+    assert executor() is None
