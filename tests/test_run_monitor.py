@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from batchspec.engine.output_processor import EngineTotals
+from batchspec.engine.results import RoundLog
 from batchspec.records import Completion
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.runner.run_monitor import RunMonitor
@@ -52,7 +53,7 @@ def test_tokens_that_rows_had_from_earlier_runs_are_not_in_flight() -> None:
 
 def test_a_prefill_of_several_passes_counts_once() -> None:
     """The passes of a group share the moment when it began: what a later one took holds what the earlier ones took."""
-    totals, lines = EngineTotals(), np.zeros((1, 5), np.int32)
+    totals, lines = EngineTotals(), RoundLog.of(np.zeros((1, 5), np.int32))
 
     def add(began: object, seconds: float) -> None:
         launched = SimpleNamespace(began=began, is_prefill=began is not None, seconds_since=lambda _: seconds)

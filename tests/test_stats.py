@@ -128,7 +128,7 @@ def test_the_card_is_read_by_datasets_and_runs_the_job_again(tmp_path: Path) -> 
 
     config = {
         "model": {"path": "tiny", "revision": None},
-        "decode": {"temperature": 0.5, "stop": ["a: b\n"], "opt": {}},
+        "decode": {"temperature": 0.5, "stop": ["a: b\n"]},
         "input": {"path": ["x y.parquet"]},
     }
     job(tmp_path, mixed(), config=config)

@@ -123,7 +123,7 @@ def test_two_runs_of_one_job_leave_every_row_once_for_every_command_to_read(
     assert len(exported.read_text().splitlines()) == ROWS
     shown = capsys.readouterr()
     assert f"{out}: complete\n  100.0% done, 4 of 4 shards committed (12 of 12 rows)" in shown.out
-    assert "2 completions decoded again alone and without speculation: 0 differ" in shown.out
+    assert "2 completions decoded again one at a time and without speculation: 0 differ" in shown.out
     assert not secrets_in(lab, shown.out, shown.err, *said)
 
 

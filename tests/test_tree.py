@@ -19,7 +19,7 @@ from batchspec import run as job_run
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.groups import KVGroups
-from batchspec.cache.pages import KVCache
+from batchspec.cache.pages import SCRATCH_PAGE, KVCache
 from batchspec.commands import plan
 from batchspec.commands.workloads import COMMON, make_job
 from batchspec.config.schema import DraftConfig, RunConfig, TreeConfig
@@ -222,7 +222,7 @@ def test_kv_of_what_is_committed_is_that_of_a_forward_from_the_start(
     design, tensors = design_and_tensors("distilled")
     shape, run_tree, moved = shape_of(3, 4, 20), TreeRound.run, []
     drafter = make_drafter(tmp_path, design, tensors, shape, slots=2)
-    kept: dict[tuple[int, ...], Tensor] = {}
+    kept: dict[tuple[int, ...], list[tuple[list[int], Tensor, Tensor]]] = {}
 
     def checked(self: Any, rows: DeviceBatch, *args: Any, **options: Any) -> RoundResult:
         result = run_tree(self, rows, *args, **options)
@@ -230,8 +230,12 @@ def test_kv_of_what_is_committed_is_that_of_a_forward_from_the_start(
             count = int(rows.num_tokens[slot]) - 1
             ids = tuple(rows.tokens[slot, :count].tolist())
             places = torch.arange(count)
-            where = rows.page_tables[0][slot, places // self.cache.page_size].long(), places % self.cache.page_size
-            kept[ids] = self.cache.target_kv[0][:, :, where[0], where[1]].clone()
+            kept[ids] = []
+            for group, (table, kv) in enumerate(zip(rows.page_tables, self.cache.target_kv, strict=True)):
+                layers = [i for i, own in enumerate(self.cache.groups.target_layers) if own == group]
+                pages = table[slot, places // self.cache.page_size].long()
+                held = pages != SCRATCH_PAGE  # a page that the window has passed is given back
+                kept[ids].append((layers, held, kv[:, :, pages, places % self.cache.page_size].clone()))
             moved.append(int(result.log[slot, 0]))
         return result
 
@@ -240,8 +244,12 @@ def test_kv_of_what_is_committed_is_that_of_a_forward_from_the_start(
     tokens, _, _ = run(requests, packed(2), drafter)
     assert tokens == expected_tokens(requests)
     assert max(moved) > 0
-    for ids, found in kept.items():
-        torch.testing.assert_close(found, kv_from_the_start(ids), atol=1e-11, rtol=1e-11)
+    for ids, groups in kept.items():
+        whole = kv_from_the_start(ids)
+        assert sorted(layer for layers, _, _ in groups for layer in layers) == list(range(len(whole)))
+        for layers, held, found in groups:
+            assert held[-1]
+            torch.testing.assert_close(found[:, :, held], whole[layers][:, :, held], atol=1e-11, rtol=1e-11)
 
 
 def kv_from_the_start(ids: tuple[int, ...]) -> Tensor:

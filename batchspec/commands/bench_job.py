@@ -157,7 +157,7 @@ class StandInEngine:
     def __init__(self, texts: Sequence[str]) -> None:
         random = np.random.default_rng(2)
         self._answers = [(text, random.integers(3, 30000, TOKENS).astype(np.int32)) for text in texts]
-        self.batch = SimpleNamespace(slots=SLOTS)
+        self.batch = SimpleNamespace(num_slots=SLOTS)
         self.totals = EngineTotals()
         self.on_round: Callable[[EngineTotals], None] | None = None
         self.last: deque[Completion] = deque(maxlen=1024)

@@ -95,7 +95,7 @@ def test_wrong_arguments_are_refused() -> None:
         kv_write(k, k, kv.bfloat16(), slot_mapping)
     with pytest.raises(ValueError, match=r"kv_write: kv\[0\] .* must be float32 \[4, 4, 2, 8\], contiguous"):
         kv_write(k, k, torch.zeros(2, 4, 2, 4, 8).transpose(2, 3), slot_mapping)
-    with pytest.raises(ValueError, match="kv_write: slots is int32"):
+    with pytest.raises(ValueError, match="kv_write: slot_mapping is int32"):
         kv_write(k, k, kv, slot_mapping.int())
     with pytest.raises(ValueError, match=r"kv_write: k .*contiguous in its last dimension"):
         kv_write(torch.zeros(3, 8, 2).transpose(1, 2), k, kv, slot_mapping)

@@ -41,7 +41,7 @@ def test_a_live_row_verifies_its_newest_token_and_k_drafts(interpret: bool, devi
     assert found["ids"] == [[5, POISON, POISON], [102, POISON, POISON]]
     assert found["draft_len"] == [2, 2]
     assert found["positions"] == [5, 6, 7, 2, 3, 4]
-    assert found["slots"] == [2 * 4 + 1, 2 * 4 + 2, 2 * 4 + 3, 11 * 4 + 2, 11 * 4 + 3, 12 * 4]
+    assert found["slot_mapping"] == [2 * 4 + 1, 2 * 4 + 2, 2 * 4 + 3, 11 * 4 + 2, 11 * 4 + 3, 12 * 4]
     assert found["kv_len"] == [8, 5]
 
 
@@ -52,13 +52,13 @@ def test_drafts_are_cut_so_that_no_row_passes_its_limit(interpret: bool, device:
 def test_dead_rows_go_to_the_scratch_slot_and_have_no_keys(interpret: bool, device: torch.device) -> None:
     found = run([(9, 10, 0), (0, 0, 0)], 2, 20, interpret, device)
     assert found["draft_len"] == found["kv_len"] == [0, 0]
-    assert found["positions"] == found["slots"] == [0, 0, 0, 0]
+    assert found["positions"] == found["slot_mapping"] == [0, 0, 0, 0]
 
 
 def test_places_behind_the_page_table_go_to_the_scratch_slot_and_are_no_keys(interpret: bool, device: torch.device) -> None:
     found = run([(8, 8, 1)], 4, 8, interpret, device)
     assert found["positions"] == [7, 8, 9, 10]
-    assert found["slots"] == [2 * 4 + 3, 0, 0, 0]
+    assert found["slot_mapping"] == [2 * 4 + 3, 0, 0, 0]
     assert found["kv_len"] == [8]
 
 
