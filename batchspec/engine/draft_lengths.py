@@ -1,14 +1,15 @@
-"""Which draft length pays now: expected tokens of a round over its time, by measured times and acceptance.
+"""Chooses K of the next round: the most expected tokens a second, by measured round times and acceptance.
 
     score(K) = (1 + sum_{k<=K} p_1 ... p_k) / (base_s[R, K] + context_tokens * token_s[R, K])
 
-base_s is a round over dead rows, timed once a graph; token_s what a context token adds (attention) among as many rows R, the
-least of the newest measurements, or that of the nearest length where there are none (of the nearest R that was timed at all);
-p_k the share of rows that keep draft token k given that they kept those before it, with a prior and a half-life. What lies
-beyond the present K is not observed, nor what another length takes: one round in PROBE_EVERY takes the next longer length, the
-next shorter one or none, in turn. At first, while these are new, one in PROBE_EVERY_AT_FIRST does. A length that could not pay
-with all its drafts kept is left out. A look costs what it emits less than the present length would in its time; lengths that are
-no longer new are looked at while looks have cost PROBE_SHARE of all rounds at most.
+base_s is a round over dead rows, timed once for each graph. token_s is the time that one more context token adds (attention) with
+R rows: the least of the newest measurements; where K has none, that of the nearest K; where R has none, those of the nearest R.
+p_k is the share of rows that accept draft token k after they accepted those before it, with a prior and a half-life.
+
+Acceptance beyond the current K and the times of other K are not observed, so some rounds are probes: one round in PROBE_EVERY
+takes the next larger K, the next smaller one or none, in turn; while these are new, one in PROBE_EVERY_AT_FIRST does. A K that could
+not pay even if all its drafts were accepted is left out. A probe costs the tokens lost relative to the current K; after the warm-up,
+probes run only while their cumulative cost is below PROBE_SHARE of all rounds.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ PROBE_EVERY, PROBE_EVERY_AT_FIRST = 64, 8
 """The first a multiple of the second."""
 PROBE_SHARE = 0.01
 NEW = 2
-"""A length is no longer new after this many probes."""
+"""A K is no longer new after this many probes."""
 PRIOR_RATE, PRIOR_ROWS = 0.7, 32.0
 HALF_LIFE_ROWS = 4096.0
 """Row-rounds after which an observation counts half."""
 NUM_TIMES = 5
-"""Measurements of a length that are kept. The least counts: a round that waited for the host measures long, and a length that
-such rounds speak ill of would hardly be looked at again."""
+"""Measurements of a K that are kept. The least counts: a K penalised by one host stall would otherwise rarely
+be sampled again."""
 MARGIN = 1.005
-"""Another draft length must promise this much more: a tie does not switch back and forth."""
+"""Another K must score higher by this factor: a tie does not switch back and forth."""
 
 
 def candidates(max_len: int) -> tuple[int, ...]:
@@ -53,7 +54,7 @@ class DraftLengths:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew with acceptance, as of a drafter that was never seen; times stay."""
+        """Discard the measured acceptance, as for a new drafter; times stay."""
         self._num_probed = np.zeros(self.max_len + 1, np.int64)
         self._tried = np.full(self.max_len, PRIOR_ROWS)
         self._kept = np.full(self.max_len, PRIOR_RATE * PRIOR_ROWS)
@@ -64,13 +65,13 @@ class DraftLengths:
         return bool(self._base)
 
     def set_base(self, num_rows: int, draft_len: int, seconds: float, *, prepare_next: bool = False) -> None:
-        """Time of a round over `num_rows` dead rows. lead: of one that prepares the next draft, as all that draft do."""
+        """Time of a round over `num_rows` dead rows. prepare_next: it prepares a draft, as every round that drafts does."""
         self._base[num_rows, draft_len, prepare_next or draft_len > 0] = seconds
 
     def choose(self, num_rows: int, context_tokens: int) -> tuple[int, bool]:
-        """Draft length of the round to launch now, and whether the one behind it will draft.
+        """K of the round to launch now, and whether the round after it will draft.
 
-        Decided one round ahead: behind a round without drafts the drafter prepares a first draft token only for one with.
+        Decided one round ahead: a round without drafts prepares the first draft token only if the next round drafts.
         """
         now = self._pick(num_rows, context_tokens) if self._next is None else self._next
         self._next = self._pick(num_rows, context_tokens)
@@ -88,7 +89,7 @@ class DraftLengths:
             self._kept[k] = prior + decay * (self._kept[k] - prior) + (tried & (accepted > k)).sum()
 
     def timed(self, num_rows: int, draft_len: int, context_tokens: int, seconds: float, *, prepare_next: bool = False) -> None:
-        """A round over live rows took `seconds`; lead as for `set_base`."""
+        """A round over live rows took `seconds`; prepare_next as for `set_base`."""
         if context_tokens:
             base = self._base[num_rows, draft_len, prepare_next or draft_len > 0]
             newest = self._token_s.setdefault(num_rows, {}).setdefault(draft_len, deque(maxlen=NUM_TIMES))
@@ -134,7 +135,7 @@ class DraftLengths:
         return self.choices[probed]
 
     def _probe(self, place: int, hopeful: NDArray[np.bool_]) -> int | None:
-        """Place of another length than the present one, which stands at `place`, if it is time to look at it."""
+        """Index in `choices` of another K to probe now, or None; the current K is at `place`."""
         others = [at for at in dict.fromkeys((place + 1, place - 1, 0)) if 0 <= at < len(self.choices) and at != place]
         others = [at for at in others if hopeful[at]]
         if self._rounds % PROBE_EVERY == 0 and others and self._lost_rounds <= PROBE_SHARE * self._rounds:
