@@ -7,9 +7,9 @@ R rows: the least of the newest measurements; where K has none, that of the near
 p_k is the share of rows that accept draft token k after they accepted those before it, with a prior and a half-life.
 
 Acceptance beyond the current K and the times of other K are not observed, so some rounds are probes: one round in PROBE_EVERY
-takes the next larger K, the next smaller one or none, in turn; while these are new, one in PROBE_EVERY_AT_FIRST does. A K that could
-not pay even if all its drafts were accepted is left out. A probe costs the tokens lost relative to the current K; after the warm-up,
-probes run only while their cumulative cost is below PROBE_SHARE of all rounds.
+takes the next larger K, the next smaller one or none, in turn; while these are new, one in PROBE_EVERY_AT_FIRST does. A K
+that could not pay even if all its drafts were accepted is left out. A probe costs the tokens lost relative to the current K;
+after the warm-up, probes run only while their cumulative cost is below PROBE_SHARE of all rounds.
 """
 
 from __future__ import annotations
