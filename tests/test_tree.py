@@ -366,6 +366,17 @@ def test_logprobs_are_those_of_the_raw_logits(tmp_path: Path) -> None:
             assert completion.top_logprobs[0][place].tolist() == logprobs.topk(4).indices.tolist()
 
 
+def test_penalties_count_the_tokens_above_a_node(tmp_path: Path) -> None:
+    """With a penalty that forbids every repetition, a node's choice depends on the accepted nodes above it."""
+    design, tensors = design_and_tensors("distilled")
+    drafter = make_drafter(tmp_path, design, tensors, shape_of(4, 4, 40), slots=3)
+    sampling = SamplingParams(temperature=0.0, presence_penalty=3.0)
+    requests = [request(i, [i, i + 1, 3], cap=16, sampling=sampling) for i in range(6)]
+    tokens, _, engine = run(requests, packed(3), drafter)
+    assert engine.totals.accepted > 10
+    assert tokens == expected_tokens(requests)
+
+
 def test_made_up_acceptance_keeps_the_rates_by_depth(tmp_path: Path) -> None:
     design, tensors = design_and_tensors("random")
     drafter = make_drafter(tmp_path, design, tensors, shape_of(2, 3), slots=16)
