@@ -326,6 +326,16 @@ def order(*requests: Request) -> list[tuple[int, int]]:
     return [(item.row_index, item.sample_index) for item in order_requests(requests, page_size=2)]
 
 
+def test_a_prompt_of_whole_pages_belongs_with_others_that_begin_like_it() -> None:
+    """Its last page counts too: row 2 shares both of its pages with row 0, and one with row 1."""
+    rows = [
+        request(0, [1, 2, 3, 4], predicted=30),
+        request(1, [1, 2, 9, 9, 9], predicted=20),
+        request(2, [1, 2, 3, 4], predicted=1),
+    ]
+    assert order(*rows) == [(0, 0), (2, 0), (1, 0)]
+
+
 def test_the_longest_predicted_row_goes_first_and_ties_keep_their_order() -> None:
     rows = [request(0, [1], 5), request(1, [2], 9), request(2, [3], 9), request(3, [4, 5], 20)]
     assert order(*reversed(rows)) == [(3, 0), (1, 0), (2, 0), (0, 0)]
