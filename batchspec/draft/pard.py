@@ -20,6 +20,7 @@ from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
+from batchspec.batch.uniform_layout import UniformLayout
 from batchspec.cache.layout import KVLayout
 from batchspec.cache.pages import KVCache
 from batchspec.config.schema import RunConfig
@@ -27,7 +28,6 @@ from batchspec.draft.base import DrafterBase
 from batchspec.draft.coupled import draws_of
 from batchspec.draft.formats import read_mask_token
 from batchspec.draft.spec import USUAL_DRAFT_VOCAB, DrafterSpec
-from batchspec.draft.uniform import UniformLayout
 from batchspec.draft.window import WindowDrafter
 from batchspec.errors import ConfigError
 from batchspec.kernels.rounds.prepare_verify_inputs import prepare_verify_inputs

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
+from batchspec.batch.uniform_layout import UniformLayout
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import NoFeatures
 from batchspec.draft.coupled import draws_of
 from batchspec.draft.spec import Weightless
-from batchspec.draft.uniform import UniformLayout
 from batchspec.kernels.drafting.prepare_chain_draft_inputs import prepare_chain_draft_inputs
 from batchspec.model.target import Target
 

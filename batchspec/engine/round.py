@@ -14,6 +14,7 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.logits import LogitRows, adjusts, adjusts_drafts, mark_output
 from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.batch.uniform_layout import UniformLayout
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import Drafter
 from batchspec.engine.draft_lengths import candidates
@@ -44,7 +45,7 @@ class RoundOptions:
 class RoundResult:
     """What the host reads of a round, on the device still.
 
-    log           int32 [R, 5+K] accepted_len (-1: dead row), draft_len, kept, finish, then the emitted tokens, -1 behind them
+    log           int32 [R, 5+K] accepted_len (-1: dead row), draft_len, kept, finish, then the emitted tokens, -1 after them
     logprobs      float32 [R, S] of the emitted tokens
     top_ids       int32 [R, S, N] and top_logprobs float32 [R, S, N], likeliest first
     """
@@ -61,7 +62,7 @@ class RoundResult:
         return tuple(field for field in fields if field is not None)
 
     def to_host(self) -> RoundResult:
-        """Copies in pinned host memory, in stream order: complete only once an event recorded behind this call has passed."""
+        """Copies in pinned host memory, in stream order: complete only once an event recorded after this call has passed."""
         fields = (self.log, self.logprobs, self.top_ids, self.top_logprobs)
         return RoundResult(*(None if field is None else field.to("cpu", non_blocking=True) for field in fields))  # type: ignore[arg-type]
 
@@ -85,11 +86,11 @@ class Round:
         slots, width = batch.num_slots, drafter.max_len + 1
         self.max_emitted = width
         """Tokens that a round emits a row at most: K + 1."""
-        self.kv_per_round = width
+        self.kv_per_round = drafter.shape.kv_per_round
         """K/V positions that a round writes from a row's newest token on."""
         self.draft_lens = candidates(drafter.max_len)
         """Draft lengths worth a graph."""
-        self.num_lookahead_slots = 0
+        self.num_lookahead_slots = drafter.shape.num_lookahead_slots
         """K/V positions after a row's last token that a round may write and read."""
         self.nodes: int | None = None
         """Nodes that a round with drafts verifies, whatever its draft length: of a tree."""
@@ -97,6 +98,7 @@ class Round:
             torch.zeros(size, dtype=torch.int32, device=device) for size in (slots, slots, slots, slots + 1, slots * width)
         )
         self._positions, self._slots = torch.zeros(2, slots * width, dtype=torch.int64, device=device)
+        self._layout = UniformLayout(slots, width, device)
         self._widths = [_Width.allocate(slots, place, options, device) for place in range(1, width + 1)]
 
     def run(
@@ -109,8 +111,8 @@ class Round:
     ) -> RoundResult:
         """One round over all of `rows` with at most `draft_len` drafts each; dead rows cost nothing that changes a result.
 
-        shared  rows with common beginnings, which attention on a GPU then reads once
-        lead    the next round may draft; else the drafter keeps its K/V warm and prepares nothing
+        shared        rows that share a prefix, which attention on a GPU then reads once
+        prepare_next  the next round may draft; else the drafter keeps its K/V warm and prepares nothing
         """
         self.couple(mode)
         num_rows, width = rows.live.shape[0], self._widths[draft_len]
@@ -118,7 +120,7 @@ class Round:
         if draft_len:
             self.drafter.propose(rows, ids[:, 1:], lengths, self.cache)
         batch = self._uniform(rows, width, lengths) if self.is_uniform else self._ragged(rows, width, lengths)
-        if not batch.token_ids.shape[0]:  # ragged, on a CPU: every row died since the host looked
+        if not batch.token_ids.shape[0]:  # ragged, on a CPU: every row ended after the host's last read
             return RoundResult(torch.full((num_rows, 5 + draft_len), -1, dtype=torch.int32))
         batch.shared = shared
         hidden, aux_hidden_states = self.target.forward(batch, self.cache, self.drafter.aux_layer_ids)
@@ -153,17 +155,8 @@ class Round:
             rows.tokens, rows.num_tokens, rows.limit, rows.live, page_table, page_size=self.cache.page_size,
             out_ids=ids, out_draft_len=draft_len, out_positions=positions, out_slot_mapping=slots, out_kv_len=kv_len,
         )  # fmt: skip
-        return FlatBatch(
-            token_ids=ids.view(-1),
-            row_ids=width.row_ids[:num_places],
-            positions=positions,
-            slot_mapping=slots,
-            cu_seqlens_q=width.cu_seqlens_q[: num_rows + 1],
-            kv_len=kv_len,
-            page_table=page_table,
-            max_q=ids.shape[1],
-            max_kv=rows.tokens.shape[1],
-        ).add_groups(more_tables, self.cache.page_size)
+        batch = self._layout.batch(ids, positions, slots, kv_len, page_table, rows)
+        return batch.add_groups(more_tables, self.cache.page_size)
 
     def _ragged(self, rows: DeviceBatch, width: _Width, draft_len: Tensor) -> FlatBatch:
         """The newest token and the drafts of every live row, end to end.
@@ -284,22 +277,17 @@ class Round:
 class _Width:
     """The buffers of rounds with S places a row.
 
-    ids      int32 [slots, S] newest token, then the drafts: verified as they lie
-    cu_seqlens_q  int32 [slots+1] and row_ids int32 [slots * S] of the uniform layout
-    rates    float32 [S-1] or None
+    ids    int32 [slots, S] newest token, then the drafts, in the layout in which they are verified
+    rates  float32 [S-1] or None
     """
 
     ids: Tensor
-    cu_seqlens_q: Tensor
-    row_ids: Tensor
     rates: Tensor | None
 
     @classmethod
     def allocate(cls, slots: int, width: int, options: RoundOptions, device: torch.device) -> _Width:
         return cls(
             torch.zeros(slots, width, dtype=torch.int32, device=device),
-            torch.arange(0, slots * width + 1, width, dtype=torch.int32, device=device),
-            torch.arange(slots * width, device=device).div_(width, rounding_mode="floor").int(),
             conditional_rates(options.synthetic, width - 1, device) if width > 1 else None,
         )
 

@@ -1,9 +1,9 @@
-"""A round that verifies a tree of drafts: one forward over all nodes, the path that the target walks, then the round of a chain.
+"""A round that verifies a tree of drafts: one forward over all nodes, the path that the target follows, then a chain's round.
 
-Nodes stand behind the row's last committed token in the order of their numbers, at positions by depth, each seeing its own path.
-The target chooses at every node with the noise of its position; the path from the root along its choices stands. Its K/V moves to
-where a chain's would lie, and commit and catch-up see a chain of `depth` drafts.
-Legend: R rows, N nodes beside the root, S = N + 1, D depth, T = R * S flat positions.
+Nodes take the K/V slots after the row's last committed token, in the order of their numbers; a node's position is its depth, and
+it attends to its own path. The target chooses at every node with the noise of its position; the path from the root along its
+choices is accepted. Its K/V are moved to where a chain's would be, and commit and catch-up see a chain of `depth` drafts.
+Legend: R rows, N nodes besides the root, S = N + 1, D depth, T = R * S flat positions.
 """
 
 from __future__ import annotations
@@ -51,8 +51,6 @@ class TreeRound(Round):
     ) -> None:
         super().__init__(target, drafter, cache, batch, options, device)
         slots, places = batch.num_slots, shape.nodes + 1
-        self.kv_per_round = shape.kv_per_round
-        self.num_lookahead_slots = shape.num_lookahead_slots
         self.nodes = shape.nodes
         self.draft_lens = (0, shape.depth)
         self._node_ids = torch.zeros(slots, places, dtype=torch.int32, device=device)
@@ -148,7 +146,7 @@ class TreeRound(Round):
         )
 
     def _above(self, ids: Tensor, parents: Tensor) -> Tensor:
-        """int32 [T, D] tokens of levels 1..D on the way from the root to each node, its own included; others behind its depth."""
+        """int32 [T, D] tokens of levels 1..D on the way from the root to each node, its own included; any after its depth."""
         (num_rows, places), depth = ids.shape, self.drafter.max_len
         node = torch.arange(places, device=ids.device).expand(num_rows, -1)
         upwards = []
@@ -156,7 +154,7 @@ class TreeRound(Round):
             upwards.append(torch.where(node > 0, ids.gather(1, node), -1))
             node = parents.gather(1, node).clamp_(min=0).long()
         found = torch.stack(upwards[::-1], 2).view(-1, depth)
-        # The root's level is the last to be reached: what was climbed beyond it stands in front and goes behind.
+        # The climb ends at the root or goes on past it: entries from past the root come first and are moved to the end.
         missing = (found < 0).sum(1, keepdim=True)
         order = (torch.arange(depth, device=ids.device) + missing) % depth
         return found.gather(1, order).clamp_(min=0)
