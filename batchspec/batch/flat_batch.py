@@ -27,7 +27,7 @@ class FlatBatch:
     """Tokens of several rows laid end to end: T tokens of R rows, what one forward of a model reads.
 
     Row r owns the flat places cu_seqlens_q[r] .. cu_seqlens_q[r+1]-1, at consecutive positions that end at kv_len[r]-1; its keys
-    are positions 0 .. kv_len[r]-1 in the pages of page_table[r]. A row may own no place (a dead row). Places behind
+    are positions 0 .. kv_len[r]-1 in the pages of page_table[r]. A row may own no place (a dead row). Places after
     cu_seqlens_q[R] are padding of a fixed budget: row 0, position 0, scratch slot.
     """
 

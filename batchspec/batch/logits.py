@@ -114,7 +114,7 @@ def forbid_stop_ids(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: T
 
 
 def mark_output(rows: DeviceBatch, tokens: Tensor, kept: Tensor) -> None:
-    """Note committed tokens for the penalties: tokens int32 [R, S] of which the first `kept` int32 [R] of each row count."""
+    """Mark committed tokens as seen, for the penalties: the first kept[r] of tokens[r]. tokens int32 [R, S], kept int32 [R]."""
     for j in range(tokens.shape[1]):
         ids = tokens[:, j].clamp(min=0).long().unsqueeze(1)
         mark = rows.seen.gather(1, ids)

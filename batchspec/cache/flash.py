@@ -149,7 +149,7 @@ class _Ring:
         """The wrapper that was planned longest ago, once its copy of the plan is on the device."""
         place = self._next
         self._next = (place + 1) % RING
-        # The event of the take after it lies behind that wrapper's plan in stream order.
+        # The event of the take after it comes after that wrapper's plan in stream order.
         event = self._taken[self._next]
         if event is not None:
             event.synchronize()

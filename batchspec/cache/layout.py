@@ -36,7 +36,7 @@ class KVLayout:
         return self.page_size * self.token_bytes
 
     def allocate(self, num_layers: int, num_pages: int, device: torch.device) -> Tensor:
-        """Zeroed pages [num_layers, 2 (K, V), P, page_size, KVH, D]: a masked read of a slot that nobody wrote is finite."""
+        """Zeroed pages [num_layers, 2 (K, V), P, page_size, KVH, D]: so that a masked read of an unwritten slot is finite."""
         shape = (num_layers, 2, num_pages, self.page_size, self.num_kv_heads, self.head_dim)
         return torch.zeros(shape, dtype=self.dtype, device=device)
 

@@ -110,7 +110,7 @@ class _LongRow:
         self._num_keys = row.kv_len - first_key
         self._buffer = kv.pages.new_empty(2 * row.num_pages, kv.pages[0, 0].numel())
         self._mask = None
-        # Drafts behind a row's end are no keys: a round may have as many keys as places and not begin at position 0.
+        # Drafts after a row's end are no keys: a round may have as many keys as places and not begin at position 0.
         if sees.narrow or row.kv_len > row.num_q or int(batch.positions[row.begin]):
             keys = torch.arange(first_key, row.kv_len, device=kv.pages.device)
             q_ids = torch.arange(row.begin, row.begin + row.num_q, device=kv.pages.device)[:, None]

@@ -191,7 +191,7 @@ def _cell(text: str) -> str:
 
 
 def _folded(label: str, text: str, indent: int, width: int) -> str:
-    """A label, and beside it a text folded to the width; below it where the label is too long."""
+    """A label and, right of it, a text folded to the width; below the label where that is too long."""
     lines = textwrap.wrap(text, width - indent, break_on_hyphens=False)
     first = f"{label:<{indent}}" if len(label) < indent else f"{label}\n{' ' * indent}"
     return first + f"\n{' ' * indent}".join(lines)

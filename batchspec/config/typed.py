@@ -146,7 +146,7 @@ def register(name: str = "run_schema", schema: type = RunConfig) -> None:
 
 @cache
 def _lists_as_any(schema: Any) -> Any:
-    """The same dataclass with lists of any type: Hydra would refuse one value in a recipe, of which `typed` makes a list."""
+    """The dataclass with its list fields typed Any: Hydra would else refuse a single value, which `typed` turns into a list."""
     hints, made = get_type_hints(schema), []
     for item in fields(schema):
         hint: Any = hints[item.name]

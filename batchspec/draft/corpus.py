@@ -33,7 +33,7 @@ GROWTH = 4
 FEWEST = 256
 """New tokens that are worth a table."""
 ROOM = 64
-"""Places behind the last document that a draft may read."""
+"""Positions after the last document that a draft may read."""
 
 
 def usual_lengths(min_ngram: int, max_ngram: int) -> tuple[int, ...]:

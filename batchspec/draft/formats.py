@@ -55,7 +55,7 @@ class HeadSpec:
     fc_norm: bool
     """A norm for each tap before fc."""
     feed_normed: bool
-    """What the next draft step is fed is behind the final norm, not before it (EAGLE-3.1)."""
+    """What the next draft step is fed is taken after the final norm, not before it (EAGLE-3.1)."""
     own_embedding: bool
     """False: the target's."""
     own_head: bool

@@ -142,7 +142,7 @@ class EagleHead:
         """tokens int32 [T] and hidden [T, H] -> the input of layer 0 [T, 2H], the embedding first, and the residual stream.
 
         row_ids, positions  [T]: tokens is [rows, M], and each position takes the token after it in its row
-        The residual stream lies in `hidden` or in the input: the layers change it, and nobody reads the input after layer 0.
+        The residual stream is `hidden` or a view of the input; layers change it in place. Nothing reads the input after layer 0.
         """
         size = self.spec.hidden_size
         normed = hidden.new_empty(hidden.shape[0], 2 * size)

@@ -1,4 +1,4 @@
-"""A head and a lookup together: each row verifies the drafts of which more are expected to be accepted in this round.
+"""A head and a lookup together: each row verifies whichever proposal is expected to have more tokens accepted.
 
 Both propose in every round. `kernels/drafting/select_drafts.py` says how they are compared and what is learnt from the result.
 The

@@ -198,7 +198,7 @@ class Round:
         self, hidden: Tensor, places: LogitRows | None, cu_seqlens_q: Tensor, drafts: Drafts, rows: DeviceBatch, live: Tensor,
         mode: SamplingMode, out_accepted_len: Tensor,
     ) -> RoundResult:  # fmt: skip
-        """The target's choices behind `hidden` [T, H], the drafts they confirm, and the commit of what is emitted.
+        """The target's choices after `hidden` [T, H], the drafts they confirm, and the commit of what is emitted.
 
         places  None where nobody asks for them: greedy, no logprobs
         live    int32 [R] says which rows take part and is cleared where one of them ends

@@ -22,7 +22,7 @@ _USABLE = ("ok", "truncated")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One completion behind its prompt."""
+    """One completion after its prompt."""
 
     ids: Ids
     """int32 [tokens]"""

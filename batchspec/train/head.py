@@ -99,7 +99,7 @@ def published_network(
     """A head to go on from, and the target ids int64 [V'] that it drafts.
 
     mask_id  of a chain: it learns to draft in parallel, with this mask token
-    layers   more than the head has: further ones behind them, which change nothing until they have learnt; None: as it is
+    layers   more than the head has: further ones after them, which change nothing until they have learnt; None: as it is
     Raises CheckpointError for what cannot be loaded, or is no plain head with an lm_head of its own, ConfigError for fewer
     layers than it has.
     """

@@ -56,7 +56,7 @@ class SoftCrossEntropy(torch.autograd.Function):
 def draft_loss(network: HeadNetwork, lesson: Lesson, *, ahead: int, decay: float, missed: float = 1.0) -> tuple[Tensor, Tensor]:
     """The loss (a scalar), and fp32 [ahead] the share of places where a draft step and the target agree on the likeliest token.
 
-    missed  what a place counts behind an earlier step, from the same place, whose likeliest token was wrong;
+    missed  what a place counts after an earlier step, from the same place, whose likeliest token was wrong;
             below 1 such places are no agreement
 
     Place u is learnt by step k at place u-1-k, which has read the tokens up to u (masks for the last k of them, in a parallel

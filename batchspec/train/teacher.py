@@ -34,7 +34,7 @@ class Lesson:
     features: Tensor
     """[B, L, W]"""
     ids: Tensor
-    """int64 [B, L] tokens, 0 behind a row's end"""
+    """int64 [B, L] tokens, 0 after a row's end"""
     rows: Tensor
     """int64 [N] the row of each place to learn"""
     places: Tensor
@@ -136,7 +136,7 @@ def _forward(
     starts: Tensor,
     aux_layer_ids: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:
-    """hidden [T, H] behind the final norm, and the taps [T, W]."""
+    """hidden [T, H] after the final norm, and the aux hidden states [T, W]."""
     spec, device = target.spec, target.device
     pages = -(-max(lengths) // PAGE_SIZE)
     table = 1 + torch.arange(len(lengths) * pages, dtype=torch.int32, device=device).view(len(lengths), pages)
@@ -148,7 +148,7 @@ def _forward(
         token_ids=tokens.int(),
         row_ids=row_ids.int(),
         positions=places,
-        slot_mapping=PAGE_SIZE * (1 + row_ids * pages) + places,  # a row's pages lie in order, behind the first one
+        slot_mapping=PAGE_SIZE * (1 + row_ids * pages) + places,  # a row's pages lie in order, after the first one
         cu_seqlens_q=starts.int(),
         kv_len=starts.diff().int(),
         page_table=table,

@@ -77,7 +77,7 @@ def split_kv_schedule_kernel(
     TILE: tl.constexpr, BLOCK: tl.constexpr, GROUP_TILE: tl.constexpr, GROUP_BLOCK: tl.constexpr, WAVES: tl.constexpr,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program r < num_rows lists row r's items, program num_rows the padding behind the last row, the others a group each."""
+    """Program r < num_rows lists row r's items, program num_rows the padding after the last row, the others a group each."""
     await_earlier(PDL)
     program = tl.program_id(0)
     rows = tl.arange(0, ROWS)

@@ -54,7 +54,7 @@ def verify_kernel(
     if index >= tl.load(num_items):  # behind the other loads, which exist for every program: one latency instead of two
         await_earlier(EARLY)
         return
-    if end == 0:  # a dead row, or the padding behind the last row
+    if end == 0:  # a dead row, or the padding after the last row
         await_earlier(EARLY)
         zero_places(out, begin, begin + count, head, HEADS, KV_HEADS, TILE, HEAD_DIM, DIM)
         return

@@ -40,7 +40,7 @@ def compute_slot_mapping_kernel(
     start, q_len, page_table, out_cu_seqlens_q, out_row_ids, out_positions, out_slot_mapping, num_rows, num_places, max_pages,
     PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program r < num_rows writes row r's places, program num_rows the padding behind the last row."""
+    """Program r < num_rows writes row r's places, program num_rows the padding after the last row."""
     row = tl.program_id(0)
     rows = tl.arange(0, ROWS)
     begin = tl.sum(tl.load(q_len + rows, mask=rows < row, other=0), 0)
@@ -79,9 +79,9 @@ def compute_slot_mapping(
     q_len          int32 [R]    places of each row, 0 for dead rows; their sum may stay below T
     page_table     int32 [R, max pages a row]
     out_cu_seqlens_q    int32 [R+1]  first place of each row, and their sum
-    out_row_ids    int32 [T]    0 for padding, which lies behind the last row
+    out_row_ids    int32 [T]    0 for padding, which comes after the last row
     out_positions  int64 [T]    0 for padding
-    out_slot_mapping      int64 [T]    0 for padding and behind the page table
+    out_slot_mapping      int64 [T]    0 for padding and past the page table
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """

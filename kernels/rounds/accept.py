@@ -1,6 +1,6 @@
 """Accept and commit, one launch a round: which draft tokens stand, what the row emits, where it ends.
 
-With y_j the target's own choice behind the last committed token and j draft tokens, j = 0..draft_len:
+With y_j the target's own choice after the last committed token and j draft tokens, j = 0..draft_len:
 
     a = length of the longest prefix with draft_ids[j] == y_j     emitted = y_0 .. y_a     kept = emitted up to its first stop id
 
