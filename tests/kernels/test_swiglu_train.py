@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from batchspec.kernels.train.swiglu_train import (
@@ -38,6 +38,7 @@ def test_values_and_gradients_are_those_of_autograd_in_fp64(
 
 
 @settings(max_examples=20)
+@example(count=78, scale=100.0, seed=93)  # a gate near the minimum of silu
 @given(count=st.integers(0, 300), scale=st.sampled_from([0.1, 1.0, 100.0]), seed=st.integers(0, 99))
 def test_kernel_and_reference_agree(count: int, scale: float, seed: int, interpret: bool, device: torch.device) -> None:
     given_ = (torch.randn(3, count, generator=torch.Generator().manual_seed(seed)) * scale).to(device)
@@ -46,7 +47,11 @@ def test_kernel_and_reference_agree(count: int, scale: float, seed: int, interpr
     swiglu_train_backward(*given_, out_gate=found[1], out_up=found[2], interpret=interpret)
     swiglu_train_reference(given_[0], given_[1], out=wanted[0])
     swiglu_train_backward_reference(*given_, out_gate=wanted[1], out_up=wanted[2])
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    # The gradient of the gate is a sum of two terms that cancel near the minimum of silu: what is left has the terms' error.
+    gate, up, grad = (tensor.double() for tensor in given_)
+    terms = wanted.double().abs()
+    terms[1] = (grad * up * gate.sigmoid()).abs() * (1 + gate.abs() * (-gate).sigmoid())
+    assert ((found.double() - wanted.double()).abs() <= 1e-6 + 1e-5 * terms).all()
 
 
 def test_wrong_arguments_are_refused() -> None:
