@@ -69,6 +69,11 @@ def _width(window: int | None) -> float:
     return float("inf") if window is None else window
 
 
+def most_keys(window: int, num_queries: float) -> float:
+    """Keys that so many adjacent queries of a row read together at most: the first one's window, and one more for each other."""
+    return window + num_queries - 1
+
+
 def oldest_key(window: int, num_tokens: int) -> int:
     """The first key that a row with `num_tokens` committed tokens may still read in a round that is not launched yet.
 

@@ -102,7 +102,8 @@ class Plan:
             f"shape        {batch.num_slots} slots, rows up to {batch.max_len:,} tokens, drafter {job.config.draft.name} "
             f"({job.drafter.shape}), prefill passes of {batch.prefill_tokens:,} tokens",
             f"pages        {pages} of {batch.page_size} tokens, {_bytes(pages_bytes)}",
-            f"rounds       {ahead.rounds:,} of {ahead.round_s * 1e3:.1f} ms, {_duration(ahead.decode_s)}",
+            f"rounds       {ahead.rounds:,} of {ahead.round_s * 1e3:.1f} ms, {_duration(ahead.decode_s)}; "
+            f"each reads {_bytes(ahead.kv_read_bytes)} of K/V",
             f"prefill      {_duration(ahead.prefill_s)}",
             f"together     {_duration(total_s)}, {output:,.0f} output tokens, {output / total_s:,.0f} tok/s",
             f"assumed      outputs half as long as max_new_tokens (all of it up to {SHORT_TOKENS}, "

@@ -4,22 +4,25 @@ A forward over T flat tokens reads every weight once (of experts those that its 
 attention reads each row's K/V once, whatever the number of its query tokens. Each part takes as long as its slower side, memory
 or arithmetic:
 
-    round_s = max(W(T) / bytes_s, 2 P T / flop_s(T), L layer_s) + max(R C kv / bytes_s, 4 A L T C / flop_s(T)) + overhead
+    round_s = max(W(T) / bytes_s, 2 P T / flop_s(T), L layer_s) + max(R kv sum_l C_l / bytes_s, 4 A T sum_l C_l / flop_s(T))
+              + overhead
 
-W(T) bytes of the weights that are read (embedding rows are gathered), P weights that a token is multiplied with, R rows, C
-context tokens a row, T = R * tokens_per_row, kv bytes of K/V a token, A query heads * head_dim, L layers.
+W(T) bytes of the weights that are read (embedding rows are gathered), P weights that a token is multiplied with, R rows, C_l
+keys of a row that layer l reads, T = R * tokens_per_row, kv bytes of K/V a token and layer, A query heads * head_dim, L layers.
+C_l is the row's context, in a layer with a window min(context, window + tokens_per_row - 1).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 import torch
 
+from batchspec.cache.groups import most_keys
 from batchspec.model.spec import ModelSpec
 
 CALIBRATED_TOKENS = (8, 32, 128, 256)
@@ -125,9 +128,9 @@ def read_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: float) -> float:
     return layers + spec.vocab_size * spec.hidden_size * dtype.itemsize
 
 
-def page_bytes(spec: ModelSpec, page_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one K/V page over all layers."""
-    return spec.num_layers * spec.kv_layout(dtype, page_size).page_bytes
+def kv_read_bytes(spec: ModelSpec, *, dtype: torch.dtype, rows: int, context_tokens: float, tokens_per_row: float) -> float:
+    """Bytes of K/V that the target reads in one round: see `round_seconds`."""
+    return rows * sum(_round_keys(spec, context_tokens, tokens_per_row)) * spec.kv_layout(dtype, 1).token_bytes
 
 
 def round_seconds(
@@ -136,15 +139,21 @@ def round_seconds(
     """Seconds of one round: `rows` rows with `context_tokens` tokens of K/V each verify `tokens_per_row` tokens."""
     tokens = rows * tokens_per_row
     products_s = _products_s(spec, rates, dtype, tokens)
-    kv_bytes = rows * context_tokens * page_bytes(spec, 1, dtype)
-    attention_s = max(kv_bytes / rates.bytes_s, _attention_flop(spec, tokens, context_tokens) / rates.flop_s(tokens))
+    kv_bytes = kv_read_bytes(spec, dtype=dtype, rows=rows, context_tokens=context_tokens, tokens_per_row=tokens_per_row)
+    flop = _attention_flop(spec, tokens, _round_keys(spec, context_tokens, tokens_per_row))
+    attention_s = max(kv_bytes / rates.bytes_s, flop / rates.flop_s(tokens))
     return products_s + attention_s + rates.overhead_s
 
 
 def prefill_seconds(spec: ModelSpec, rates: Rates, *, dtype: torch.dtype, prompt_tokens: float, pass_tokens: int) -> float:
-    """Seconds to prefill one prompt, as its share of passes of `pass_tokens` tokens; attention sees half of the prompt."""
+    """Seconds to prefill one prompt, as its share of passes of `pass_tokens` tokens.
+
+    A query reads half of the prompt on average, in a layer with a window the keys that are within it.
+    """
     share = prompt_tokens / pass_tokens
-    attention_s = _attention_flop(spec, prompt_tokens, prompt_tokens / 2) / rates.flop_s(pass_tokens)
+    reach = [prompt_tokens if window is None else min(window, prompt_tokens) for window in spec.windows]
+    keys = [most * (1 - most / (2 * prompt_tokens)) for most in reach]
+    attention_s = _attention_flop(spec, prompt_tokens, keys) / rates.flop_s(pass_tokens)
     return share * (_products_s(spec, rates, dtype, pass_tokens) + rates.overhead_s) + attention_s
 
 
@@ -156,5 +165,13 @@ def _products_s(spec: ModelSpec, rates: Rates, dtype: torch.dtype, tokens: float
     return max(read_s, arithmetic_s, spec.num_layers * rates.layer_s)
 
 
-def _attention_flop(spec: ModelSpec, tokens: float, context_tokens: float) -> float:
-    return 4.0 * sum(attention.inner_size for attention in spec.attentions) * tokens * context_tokens
+def _round_keys(spec: ModelSpec, context_tokens: float, tokens_per_row: float) -> list[float]:
+    """[num_layers] keys of a row that each layer reads in a round."""
+    return [
+        context_tokens if window is None else min(context_tokens, most_keys(window, tokens_per_row)) for window in spec.windows
+    ]
+
+
+def _attention_flop(spec: ModelSpec, tokens: float, keys: Iterable[float]) -> float:
+    """keys [num_layers] that each of the tokens is multiplied with."""
+    return 4.0 * tokens * sum(attention.inner_size * count for attention, count in zip(spec.attentions, keys, strict=True))

@@ -12,7 +12,7 @@ import torch
 from batchspec.config.schema import PackingConfig
 from batchspec.errors import CapacityError
 from batchspec.model.spec import ModelSpec
-from batchspec.packing.cost import Rates, prefill_seconds, round_seconds
+from batchspec.packing.cost import Rates, kv_read_bytes, prefill_seconds, round_seconds
 from batchspec.packing.kv_memory import DraftLayers, KVMemory
 from batchspec.packing.memory import reserve_bytes
 from batchspec.records import PackedBatch, Request
@@ -54,6 +54,8 @@ class Forecast:
     rounds: int
     round_s: float
     """Seconds of one full round at mean context."""
+    kv_read_bytes: float
+    """K/V that the target reads in such a round."""
     prefill_s: float
     decode_s: float
 
@@ -128,13 +130,14 @@ def forecast(
     row_rounds = demand.output_tokens / (1 + accepted)
     rounds = demand.num_completions * row_rounds / batch.num_slots + row_rounds / 2
     context = demand.prompt_tokens + demand.output_tokens / 2
-    round_s = round_seconds(
-        spec, rates, dtype=dtype, rows=batch.num_slots, context_tokens=context, tokens_per_row=batch.draft_len + 1
-    )
+    rows, places = batch.num_slots, batch.draft_len + 1
+    round_s = round_seconds(spec, rates, dtype=dtype, rows=rows, context_tokens=context, tokens_per_row=places)
+    kv_bytes = kv_read_bytes(spec, dtype=dtype, rows=rows, context_tokens=context, tokens_per_row=places)
     prefill_s = prefill_seconds(spec, rates, dtype=dtype, prompt_tokens=demand.prompt_tokens, pass_tokens=batch.prefill_tokens)
     return Forecast(
-        rounds=round(rounds), round_s=round_s, prefill_s=demand.num_completions * prefill_s, decode_s=rounds * round_s
-    )
+        rounds=round(rounds), round_s=round_s, kv_read_bytes=kv_bytes, prefill_s=demand.num_completions * prefill_s,
+        decode_s=rounds * round_s,
+    )  # fmt: skip
 
 
 def free_memory(device: torch.device, *, weights: int = 0) -> int:
