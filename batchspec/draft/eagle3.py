@@ -32,6 +32,7 @@ from batchspec.draft.reader import HeadReader, Reading, zeros_on
 from batchspec.draft.weights import Head
 from batchspec.kernels.drafting.gather_last_accepted import gather_last_accepted
 from batchspec.kernels.drafting.prepare_chain_draft_inputs import prepare_chain_draft_inputs
+from batchspec.model.decoder import PagedAttend
 from batchspec.model.target import Target
 
 
@@ -66,11 +67,12 @@ class Eagle3Drafter(HeadReader):
         line, place, last = slot_ids.index_select(0, batch.row_ids), batch.cu_seqlens_q[1:] - 1, self._last
         if self._prune:
             kv = self._kv(cache, last)
-            normed, residual, at = self._read(batch, rows.tokens, line, self.head.features(aux_hidden_states), cache, last)
+            features = self.head.features(aux_hidden_states, batch.row_ids)
+            normed, residual, at = self._read(batch, rows.tokens, line, features, cache, last)
             self.head.keep(last, normed, at, kv)
             # Only the last position of each row goes on, as in a draft step. Its K/V is written a second time.
             ends = self._one_each(batch, batch.positions.index_select(0, place), batch.kv_len)
-            at = Place(self._rope(ends.positions), batch.slot_mapping.index_select(0, place))
+            at = Place(self._rope(ends.positions), batch.slot_mapping.index_select(0, place), ends.row_ids)
             hidden, plan = residual.index_select(0, place), self._plans(ends, cache, [last])[self._windows[last]]
             normed = self.head.layer(last, normed.index_select(0, place), hidden, at, kv, plan)
         else:
@@ -99,7 +101,8 @@ class Eagle3Drafter(HeadReader):
             hidden.copy_(normed if self._spec.feed_normed else residual)
             self._prepare_next(normed, first, self._draws_at_end(rows))
             return
-        normed, residual, at = self._read(batch, rows.tokens, batch.row_ids, self.head.features(aux_hidden_states), cache, last)
+        features = self.head.features(aux_hidden_states, batch.row_ids)
+        normed, residual, at = self._read(batch, rows.tokens, batch.row_ids, features, cache, last)
         if prepare_next:
             q = self.head.queries(last, normed, at, self._kv(cache, last))
             self._go_on(batch, q, residual, accepted_len, rows, cache, first, hidden)
@@ -118,7 +121,8 @@ class Eagle3Drafter(HeadReader):
         self, batch: FlatBatch, tokens: Tensor, line: Tensor, aux_hidden_states: Tensor, cache: KVCache, place: Tensor
     ) -> tuple[Tensor, Tensor]:
         """All T positions through the whole head; its output and residual stream at flat position place[r]."""
-        normed, residual, _ = self._read(batch, tokens, line, self.head.features(aux_hidden_states), cache, self._last + 1)
+        features = self.head.features(aux_hidden_states, batch.row_ids)
+        normed, residual, _ = self._read(batch, tokens, line, features, cache, self._last + 1)
         return normed.index_select(0, place), residual.index_select(0, place)
 
     def _go_on(
@@ -134,9 +138,11 @@ class Eagle3Drafter(HeadReader):
             q.flatten(1), residual, batch.cu_seqlens_q, accepted_len, batch.positions, rows.num_tokens, rows.live,
             out_q=live_q.view(num_rows, -1), out_residual=stream, out_positions=positions, out_kv_len=kv_len,
         )  # fmt: skip
-        plan = self._plans(self._one_each(batch, positions, kv_len), cache, [self._last])[self._windows[self._last]]
-        kv, out = self._kv(cache, self._last), out_hidden if feeds_normed else None
-        self._prepare_next(self.head.finish(self._last, live_q, stream, kv, plan, out=out), out_first, self._draws_at_end(rows))
+        ends = self._one_each(batch, positions, kv_len)
+        plan = self._plans(ends, cache, [self._last])[self._windows[self._last]]
+        attend = PagedAttend(kv=self._kv(cache, self._last), plan=plan, row_ids=ends.row_ids)
+        normed = self.head.finish(self._last, live_q, stream, attend, out=out_hidden if feeds_normed else None)
+        self._prepare_next(normed, out_first, self._draws_at_end(rows))
 
     def _one_each(self, batch: FlatBatch, positions: Tensor, kv_len: Tensor) -> FlatBatch:
         """The same rows with one query each, for attention."""
@@ -196,7 +202,8 @@ class Eagle3Drafter(HeadReader):
     ) -> Tensor:  # fmt: skip
         """One position further: the draft token after `tokens`; returns the hidden state that drafted it."""
         normed, residual = self.head.enter(tokens, hidden)
-        at = Place(self._rope(positions), slots)
+        row_ids = self._cu_seqlens_q[: positions.shape[0]]
+        at = Place(self._rope(positions), slots, row_ids)
         for i, window in enumerate(self._windows):
             normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[window], positions)
         # A position reads the token after it and drafts the one after that.

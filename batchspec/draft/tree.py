@@ -146,7 +146,10 @@ class TreeDrafter(Eagle3Drafter):
         assert batch.tree is not None
         batch.tree = replace(batch.tree, ancestors=nodes.ancestors.flatten())
         normed, residual = self.head.enter(nodes.token_ids, hidden)
-        at, plans = Place(self._rope(batch.positions), batch.slot_mapping), self._plans(batch, cache, range(self._last + 1))
+        at, plans = (
+            Place(self._rope(batch.positions), batch.slot_mapping, batch.row_ids),
+            self._plans(batch, cache, range(self._last + 1)),
+        )
         for i, window in enumerate(self._windows):
             normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[window])
         return normed, normed if self._spec.feed_normed else residual
