@@ -26,7 +26,7 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.attention import AttentionPlan
 from batchspec.cache.pages import KVCache
-from batchspec.draft.coupled import Draws, draws_of
+from batchspec.draft.coupled import Draws, first_draws, later_draws
 from batchspec.draft.head import Place
 from batchspec.draft.reader import HeadReader, Reading, zeros_on
 from batchspec.draft.weights import Head
@@ -78,7 +78,7 @@ class Eagle3Drafter(HeadReader):
         else:
             normed, hidden = self._read_whole(batch, rows.tokens, line, aux_hidden_states, cache, place)
         first = self._first.new_empty(normed.shape[0], *self._first.shape[1:])
-        self._prepare_next(normed, first, draws_of(self.mode, rows, slot_ids.int(), rows.num_tokens[slot_ids]))
+        self._prepare_next(normed, first, first_draws(self.mode, rows, slot_ids.int(), rows.num_tokens[slot_ids]))
         return first, normed if self._spec.feed_normed else hidden
 
     @torch.inference_mode()
@@ -115,7 +115,7 @@ class Eagle3Drafter(HeadReader):
 
     def _draws_at_end(self, rows: DeviceBatch) -> Draws | None:
         """Of the token after each row's last one."""
-        return draws_of(self.mode, rows, self._cu_seqlens_q[: rows.live.shape[0]], rows.num_tokens)
+        return first_draws(self.mode, rows, self._cu_seqlens_q[: rows.live.shape[0]], rows.num_tokens)
 
     def _read_whole(
         self, batch: FlatBatch, tokens: Tensor, line: Tensor, aux_hidden_states: Tensor, cache: KVCache, place: Tensor
@@ -181,33 +181,31 @@ class Eagle3Drafter(HeadReader):
         longest = self._step(rows, cache, *steps[0], self._cu_seqlens_q[: num_rows + 1], kv_len)
         plans = self._plans(longest, cache, range(self._last + 1))
         for k, step in enumerate(steps):
-            hidden = self._draft(rows, draft_ids[:, k], hidden, *step, plans, cache, draft_ids[:, k + 1])
+            hidden = self._draft(rows, draft_ids, k, hidden, *step, plans, cache)
 
     def _general_chain(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
         """The same by operations for any number of positions a row: lengths, prefix sums, fills, casts, a plan for each step."""
         num_rows, width = draft_ids.shape
         torch.mul(rows.live, width, out=draft_len)
-        drafted, hidden = [self._first[:num_rows]], self._hidden[:num_rows]
+        draft_ids[:, 0], hidden = self._first[:num_rows], self._hidden[:num_rows]
         for k in range(width - 1):
             batch = self._general_step(rows, k, cache)
             plans = self._plans(batch, cache, range(self._last + 1))
-            out_ids = torch.empty_like(draft_len)
-            hidden = self._draft(rows, drafted[k], hidden, batch.positions, batch.slot_mapping, plans, cache, out_ids)
-            drafted.append(out_ids)
-        draft_ids.copy_(torch.cat([ids.unsqueeze(1) for ids in drafted], 1))
+            hidden = self._draft(rows, draft_ids, k, hidden, batch.positions, batch.slot_mapping, plans, cache)
 
     def _draft(
-        self, rows: DeviceBatch, tokens: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor,
-        plans: dict[int | None, AttentionPlan], cache: KVCache, out_ids: Tensor,
+        self, rows: DeviceBatch, draft_ids: Tensor, k: int, hidden: Tensor, positions: Tensor, slots: Tensor,
+        plans: dict[int | None, AttentionPlan], cache: KVCache,
     ) -> Tensor:  # fmt: skip
-        """One position further: the draft token after `tokens`; returns the hidden state that drafted it."""
-        normed, residual = self.head.enter(tokens, hidden)
+        """One position further: column k + 1 of draft_ids, given those up to k; returns the hidden state that drafted it."""
+        normed, residual = self.head.enter(draft_ids[:, k], hidden)
         row_ids = self._cu_seqlens_q[: positions.shape[0]]
         at = Place(self._rope(positions), slots, row_ids)
         for i, window in enumerate(self._windows):
             normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[window], positions)
         # A position reads the token after it and drafts the one after that.
-        self.head.choose(normed, out_ids, draws_of(self.mode, rows, self._cu_seqlens_q[: positions.shape[0]], positions, ahead=2))
+        draws = later_draws(self.mode, rows, row_ids, positions, ahead=2, drafts=draft_ids)
+        self.head.choose(normed, draft_ids[:, k + 1], draws)
         return normed if self._spec.feed_normed else residual
 
     def _general_step(self, rows: DeviceBatch, k: int, cache: KVCache) -> FlatBatch:

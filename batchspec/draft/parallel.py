@@ -24,7 +24,7 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.uniform_layout import UniformLayout
 from batchspec.cache.pages import KVCache
-from batchspec.draft.coupled import draws_of
+from batchspec.draft.coupled import later_draws
 from batchspec.draft.head import Place
 from batchspec.draft.reader import HeadReader, Reading, zeros_on
 from batchspec.draft.weights import Head
@@ -123,5 +123,9 @@ class ParallelDrafter(HeadReader):
         at, plans = Place(self._rope(positions), slots, batch.row_ids), self._plans(batch, cache, range(self._last + 1))
         for i, window in enumerate(self._windows):
             normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[window])
-        self.head.choose(normed, ids, draws_of(self.mode, rows, batch.row_ids, positions, ahead=2))
-        draft_ids.copy_(ids.view(num_rows, width))
+        draws = later_draws(self.mode, rows, batch.row_ids, positions, ahead=2, drafts=draft_ids)
+        if draws is None:
+            self.head.choose(normed, ids)
+            draft_ids.copy_(ids.view(num_rows, width))
+        else:
+            draws.choose_parallel(self.head.logits(normed), draft_ids, self.head.map_ids)

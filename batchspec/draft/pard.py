@@ -25,7 +25,7 @@ from batchspec.cache.layout import KVLayout
 from batchspec.cache.pages import KVCache
 from batchspec.config.schema import RunConfig
 from batchspec.draft.base import DrafterBase
-from batchspec.draft.coupled import draws_of
+from batchspec.draft.coupled import later_draws
 from batchspec.draft.formats import read_mask_token
 from batchspec.draft.spec import USUAL_DRAFT_VOCAB, DrafterSpec
 from batchspec.draft.window import WindowDrafter
@@ -143,13 +143,11 @@ class PardDrafter(DrafterBase):
         )  # fmt: skip
         batch = self._layout.batch(ids, positions, slots, kv_len, page_table, rows)
         hidden, _ = self._model.forward(batch, cache.drafter_part())
-        draws = draws_of(self.mode, rows, batch.row_ids, positions, ahead=1)
+        draws = later_draws(self.mode, rows, batch.row_ids, positions, ahead=1, drafts=draft_ids)
         if draws is None:
             draft_ids.copy_(self._model.greedy_sample(hidden, vocab=self._vocab).view(num_rows, width))
         else:
-            drafted = torch.empty_like(batch.row_ids)
-            draws.choose(self._model.logits(hidden)[:, : self._vocab], drafted)
-            draft_ids.copy_(drafted.view(num_rows, width))
+            draws.choose_parallel(self._model.logits(hidden)[:, : self._vocab], draft_ids)
         torch.mul(rows.live, width, out=draft_len)
 
 

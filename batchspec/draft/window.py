@@ -18,7 +18,7 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.uniform_layout import UniformLayout
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import NoFeatures
-from batchspec.draft.coupled import draws_of
+from batchspec.draft.coupled import later_draws
 from batchspec.draft.spec import Weightless
 from batchspec.kernels.drafting.prepare_chain_draft_inputs import prepare_chain_draft_inputs
 from batchspec.model.target import Target
@@ -63,7 +63,7 @@ class WindowDrafter(NoFeatures):
             step = self._layout.batch(ids[:, k : k + 1].contiguous(), positions[k], slots[k], kv_len, page_table, rows)
             step.add_groups(more_tables, cache.page_size)
             hidden, _ = self._target.forward(step, cache, window=self._window, sink=self._sink)
-            draws = draws_of(self.mode, rows, step.row_ids, positions[k], ahead=1)
+            draws = later_draws(self.mode, rows, step.row_ids, positions[k], ahead=1, drafts=ids[:, 1:])
             if draws is None:
                 ids[:, k + 1] = self._target.greedy_sample(hidden, vocab=self._vocab)
             else:
