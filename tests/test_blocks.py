@@ -12,7 +12,7 @@ from torch import Tensor
 
 from batchspec.draft import head as head_module
 from batchspec.draft.base import Drafter
-from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.shapes import TreeShape
 from batchspec.draft.tree import TreeDrafter
@@ -86,8 +86,8 @@ def test_every_product_is_given_each_tokens_row(ends_only: bool, watched: type[W
 
 
 HEADS: dict[str, Callable[[], Drafter]] = {
-    "chain": lambda: Eagle3Drafter(head(), TARGET(), 3, slots=4),
-    "chain, nothing pruned": lambda: Eagle3Drafter(head(), TARGET(), 3, slots=4, uniform_slots=False, dead_positions=False),
+    "chain": lambda: ChainDrafter(head(), TARGET(), 3, slots=4),
+    "chain, nothing pruned": lambda: ChainDrafter(head(), TARGET(), 3, slots=4, uniform_slots=False, dead_positions=False),
     "parallel": lambda: ParallelDrafter(head(), TARGET(), 3, slots=4),
     "tree": lambda: TreeDrafter(head(), TARGET(), TreeShape(topk=2, depth=3, nodes=7), slots=4),
 }

@@ -16,8 +16,8 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.logits import LogitRows, LogitRule
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.draft.base import Drafter
+from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.coupled import later_draws
-from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.hybrid import HybridDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
@@ -54,12 +54,12 @@ def tree(of: Head, **shape: Any) -> TreeDrafter:
 def of_heads(of: Callable[[], Head]) -> dict[str, Callable[[], Drafter]]:
     """Every drafter with a head."""
     return {
-        "eagle3": lambda: Eagle3Drafter(of(), TARGET(), 3, slots=SLOTS),
-        "eagle3, general": lambda: Eagle3Drafter(of(), TARGET(), 3, slots=SLOTS, uniform_slots=False, dead_positions=False),
+        "eagle3": lambda: ChainDrafter(of(), TARGET(), 3, slots=SLOTS),
+        "eagle3, general": lambda: ChainDrafter(of(), TARGET(), 3, slots=SLOTS, uniform_slots=False, dead_positions=False),
         "parallel": lambda: parallel(of()),
         "tree": lambda: tree(of()),
         "tree of probabilities": lambda: tree(of(), topk=3, depth=4, nodes=12, rank=PROB),
-        "hybrid": lambda: HybridDrafter(Eagle3Drafter(of(), TARGET(), 2, slots=SLOTS), lookup(), slots=SLOTS, device=DEVICE),
+        "hybrid": lambda: HybridDrafter(ChainDrafter(of(), TARGET(), 2, slots=SLOTS), lookup(), slots=SLOTS, device=DEVICE),
         "hybrid, parallel": lambda: HybridDrafter(parallel(of()), lookup(), slots=SLOTS, device=DEVICE),
     }
 

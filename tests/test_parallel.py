@@ -20,7 +20,7 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.cache.pages import KVCache
 from batchspec.commands.workloads import COMMON, make_job
 from batchspec.config.schema import DraftConfig, RunConfig
-from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.spec import open_drafter
 from batchspec.draft.weights import dummy_head, dummy_spec
@@ -316,8 +316,8 @@ def test_a_job_drafts_in_parallel_where_the_head_can_unless_told_otherwise(tmp_p
     for name, mask, parallel, kind in (
         ("peagle", MASK, "auto", ParallelDrafter),
         ("peagle", MASK, True, ParallelDrafter),
-        ("peagle", MASK, False, Eagle3Drafter),
-        ("chain", None, "auto", Eagle3Drafter),
+        ("peagle", MASK, False, ChainDrafter),
+        ("chain", None, "auto", ChainDrafter),
     ):
         design = tiny_design(target.spec, mask_id=mask)
         folder = write_head(tmp_path / name, design, random_tensors(design))

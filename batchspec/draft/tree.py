@@ -24,8 +24,8 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch, TreeTail
 from batchspec.batch.logits import drafters_read_drafts
 from batchspec.cache.pages import KVCache
+from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.coupled import Draws, later_draws
-from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.head import Place
 from batchspec.draft.shapes import LOGPROB, TreeShape, num_grown
 from batchspec.draft.weights import Head
@@ -35,7 +35,7 @@ from batchspec.kernels.tree.rerank_tree import rerank_tree
 from batchspec.model.target import Target
 
 
-class TreeDrafter(Eagle3Drafter):
+class TreeDrafter(ChainDrafter):
     """Carries of each slot the head's output at its last verified position, which gives the root's children.
 
     max_len is the depth. Nothing is read back to the host and no shape depends on data: a round with it can be captured.
