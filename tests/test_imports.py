@@ -98,7 +98,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "adapt": {"train", "runstate.adapted_heads", "draft", "model", "engine", "packing.memory"},
     "train": {"dataset.reader", "draft", "model", "cache", "batch", "kernels"},
     "engine": {"draft", "model", "cache", "batch", "kernels"},
-    "draft": {"model", "packing.cost", "cache", "batch", "tuning", "kernels"},
+    "draft": {"model", "cache", "batch", "tuning", "kernels"},
     "model": {"cache", "batch", "tuning", "kernels"},
     "cache": {"batch", "tuning", "kernels"},
     "tuning": {"kernels"},

@@ -37,7 +37,6 @@ from batchspec.model.hub import find_model, resolve_model
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import check_tensors, weight_files
-from batchspec.packing.cost import weight_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +170,7 @@ class PardDrafterSpec(DrafterSpec[PardModel]):
         return tuple((layout, window) for window in self.pard.model.windows)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        return weight_bytes(self.pard.model, dtype)
+        return self.pard.model.weight_bytes(dtype)
 
     def fetch(self) -> None:
         resolve_model(self._path, key="draft.path")
