@@ -24,7 +24,7 @@ class LogitRows:
     positions    int64 [T] position of the token being drawn
     drafts       int32 [., K] draft tokens; None where nothing was drafted before the position, or no rule asks for them
     num_drafted  int64 [T] how many of `drafts` come before the position; of dead rows and padding any number
-    draft_rows   int64 [T] row of `drafts`, of a tree one for each node; None: that of `row_ids`
+    draft_rows   int32 or int64 [T] row of `drafts`, of a tree one for each node; None: that of `row_ids`
 
     Tokens before the drafts are committed: rules find them, and what was computed from them, in `DeviceBatch`.
     """

@@ -95,7 +95,7 @@ def later_draws(
     row_ids     int32 [T] row of `rows`
     positions   int64 [T] + ahead: position of the token that is drafted
     drafts      int32 [., K] the row's drafts of this round, or a node's path, at least up to the position; token ids everywhere
-    draft_rows  int64 [T] row of `drafts`; None: that of row_ids
+    draft_rows  int32 [T] row of `drafts`; None: that of row_ids
     """
     if mode is None:
         return None

@@ -54,7 +54,7 @@ class ParallelDrafter(HeadReader):
         self._fed = zeros(places, spec.hidden_size, dtype=target.dtype)
         self._ids, self._kv_len = zeros(places), zeros(slots)
         self._positions, self._slots = zeros(places, dtype=torch.int64), zeros(places, dtype=torch.int64)
-        self._layout = UniformLayout(slots, max_len, device)
+        self._layout = UniformLayout(slots, range(1, max_len + 1), device)
 
     @torch.inference_mode()
     def _feature_of(self, mask_hidden: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class ParallelDrafter(HeadReader):
             mask_id=self._mask_id, page_size=cache.page_size, out_ids=ids, out_hidden=fed, out_positions=positions,
             out_slot_mapping=slots, out_kv_len=kv_len, out_draft_len=draft_len,
         )  # fmt: skip
-        batch = self._layout.batch(ids.view(num_rows, width), positions, slots, kv_len, page_table, rows)
+        batch = self._layout.batch(ids.view(num_rows, width), positions, slots, kv_len, page_table, rows.tokens.shape[1])
         normed, residual = self.head.enter(ids, fed)
         at, plans = Place(self._rope(positions), slots, batch.row_ids), self._plans(batch, cache, range(self._last + 1))
         for i, window in enumerate(self._windows):

@@ -94,7 +94,7 @@ class PardDrafter(DrafterBase):
         self._model, self._vocab = model, min(model.spec.vocab_size, target.vocab_size)
         self._chain = None if parallel else WindowDrafter(model, max_len, slots=slots, window=None, vocab=self._vocab)
         widths = range(1, max_len + 1) if parallel else ()
-        self._layout = UniformLayout(slots, max_len if parallel else 0, device)
+        self._layout = UniformLayout(slots, widths, device)
         self._ids = [torch.full((slots, k), mask_id or 0, dtype=torch.int32, device=device) for k in widths]
         self._positions, self._slots = torch.zeros(2, slots * max_len, dtype=torch.int64, device=device)
         self._kv_len, self._room = torch.zeros(2, slots, dtype=torch.int32, device=device)
@@ -140,7 +140,7 @@ class PardDrafter(DrafterBase):
             rows.tokens, rows.num_tokens, rows.limit, rows.live, page_table, page_size=cache.page_size,
             out_ids=ids, out_draft_len=self._room[:num_rows], out_positions=positions, out_slot_mapping=slots, out_kv_len=kv_len,
         )  # fmt: skip
-        batch = self._layout.batch(ids, positions, slots, kv_len, page_table, rows)
+        batch = self._layout.batch(ids, positions, slots, kv_len, page_table, rows.tokens.shape[1])
         hidden, _ = self._model.forward(batch, cache.drafter_part())
         draws = later_draws(self.mode, rows, batch.row_ids, positions, ahead=1, drafts=draft_ids)
         if draws is None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch, TreeTail
 from batchspec.batch.logits import drafters_read_drafts
+from batchspec.batch.uniform_layout import UniformLayout
 from batchspec.cache.pages import KVCache
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.coupled import Draws, later_draws
@@ -62,9 +63,8 @@ class TreeDrafter(ChainDrafter):
         self._depths = (place // branches).long()
         self._places_above = torch.where(place < branches, -1, place - branches).unsqueeze(0)
         self._keys = torch.arange(1, shape.depth, dtype=torch.int32, device=device).mul_(branches).unsqueeze(1)
-        self._node_ids = torch.arange(slots * branches, device=device)
-        self._branch_rows = torch.arange(slots, dtype=torch.int32, device=device).repeat_interleave(branches)
-        self._branch_start = torch.arange(0, slots * branches + 1, branches, dtype=torch.int32, device=device)
+        self._node_ids = torch.arange(slots * branches, dtype=torch.int32, device=device).view(slots, branches)
+        self._layout = UniformLayout(slots, (branches,), device)
         self._grown_positions, self._grown_slots, self._grown_masks = torch.zeros(
             3, slots * places, dtype=torch.int64, device=device
         )
@@ -103,7 +103,7 @@ class TreeDrafter(ChainDrafter):
                     paths = torch.cat((paths.index_select(0, frontier.parent_index), frontier.token_ids.unsqueeze(1)), 1)
                 draws = later_draws(
                     self.mode, rows, batch.row_ids, batch.positions, ahead=2, drafts=paths,
-                    draft_rows=self._node_ids[: len(batch.row_ids)],
+                    draft_rows=self._node_ids[:num_rows].view(-1),
                 )  # fmt: skip
                 hidden = hidden.index_select(0, frontier.parent_index)
                 normed, hidden = self._through(batch, frontier, hidden, cache)
@@ -133,19 +133,10 @@ class TreeDrafter(ChainDrafter):
         by_level = [x.view(num_rows, steps, branches).transpose(0, 1).flatten(1).contiguous() for x in (positions, slots)]
         kv_len = torch.minimum(start + self._keys, self._kv_len[:num_rows]) * rows.live
         tree = TreeTail(ancestors=masks, start=start, max_depth=steps - 1, depths=self._depths)
+        # Their tokens are not known yet: attention only needs the number of them.
+        tokens, max_kv = self._node_ids[:num_rows], page_table.shape[1] * cache.page_size
         return [
-            FlatBatch(
-                token_ids=self._branch_rows[: num_rows * branches],
-                row_ids=self._branch_rows[: num_rows * branches],
-                positions=by_level[0][level],
-                slot_mapping=by_level[1][level],
-                cu_seqlens_q=self._branch_start[: num_rows + 1],
-                kv_len=kv_len[level],
-                page_table=page_table,
-                max_q=branches,
-                max_kv=page_table.shape[1] * cache.page_size,
-                tree=tree,
-            )
+            self._layout.batch(tokens, by_level[0][level], by_level[1][level], kv_len[level], page_table, max_kv, tree)
             for level in range(steps)
         ]
 
