@@ -127,7 +127,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "matplotlib": ("report.pictures",),
     "msgspec": ("dataset", "runstate", "storage"),
     "pyarrow": ("dataset", "storage", "runstate", "report", "packing", "api", "commands", "runner"),
-    "polars": ("dataset", "storage", "runstate", "report", "packing", "api", "commands", "runner"),
+    "polars": ("dataset", "runstate", "report", "packing", "api", "commands", "runner"),
     "triton": ("kernels",),
 }
 
