@@ -229,7 +229,7 @@ class LocalStore:
             folder.mkdir(parents=True, exist_ok=True)
             return folder
 
-    def arrow_paths(self, names: Sequence[str]) -> tuple[list[str], pafs.FileSystem | None]:
+    def arrow_paths(self, names: Sequence[str]) -> tuple[Sequence[str], pafs.FileSystem | None]:
         return [str(self._path(name)) for name in names], None
 
     def _written(self, name: str, data: bytes) -> Path:

@@ -199,7 +199,7 @@ class ObjectStore(ABC):
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         return self._folder
 
-    def arrow_paths(self, names: Sequence[str]) -> tuple[list[str], pafs.FileSystem | None]:
+    def arrow_paths(self, names: Sequence[str]) -> tuple[Sequence[str], pafs.FileSystem | None]:
         return [f"{self._bucket}/{self._key(name)}" for name in names], self._arrow
 
     @cached_property

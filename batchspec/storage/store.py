@@ -110,7 +110,7 @@ class Store(Protocol):
     def scratch(self) -> Path:
         """A folder of the local file system from which `publish` takes files."""
 
-    def arrow_paths(self, names: Sequence[str]) -> tuple[list[str], pafs.FileSystem | None]:
+    def arrow_paths(self, names: Sequence[str]) -> tuple[Sequence[str], pafs.FileSystem | None]:
         """Paths of files for Arrow, and its file system that has them; None: the local one."""
 
 
