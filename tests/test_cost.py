@@ -16,7 +16,6 @@ from batchspec.packing.cost import (
     num_multiplied,
     prefill_seconds,
     round_seconds,
-    weight_bytes,
 )
 from tests.stand_ins import LLAMA_8B
 
@@ -29,7 +28,7 @@ def round_s(rows: int, context: float, tokens: int) -> float:
 
 def test_sizes_are_those_of_the_published_shape() -> None:
     assert num_multiplied(LLAMA_8B) == pytest.approx(7.5e9, rel=0.01)
-    assert weight_bytes(LLAMA_8B, BF16) == pytest.approx(16.06e9, rel=0.001)
+    assert LLAMA_8B.weight_bytes(BF16) == pytest.approx(16.06e9, rel=0.001)
     assert kv_read_bytes(LLAMA_8B, dtype=BF16, rows=1, context_tokens=16, tokens_per_row=4) == 16 * 131_072
 
 

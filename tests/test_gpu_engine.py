@@ -15,8 +15,8 @@ import torch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.pages import PagePool
 from batchspec.draft.base import Drafter
+from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.corpus import Corpus
-from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.hybrid import HybridDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
@@ -92,7 +92,7 @@ def eagle(
     head = load_head(write_head(folder, design, tensors), own.spec, dtype=own.dtype, device=own.device, aux_layers="input")
     if tree is not None:
         return TreeDrafter(head, own, tree, slots=slots, **options)
-    return Eagle3Drafter(head, own, max_len, slots=slots, **options)
+    return ChainDrafter(head, own, max_len, slots=slots, **options)
 
 
 def pard(max_len: int, slots: int, *, parallel: bool) -> Drafter:
@@ -157,7 +157,7 @@ def lookup(max_len: int) -> LookupDrafter:
 
 def hybrid(folder: Path, max_len: int, slots: int) -> HybridDrafter:
     head = eagle(folder, "cuda", max_len - 2, slots)
-    assert isinstance(head, Eagle3Drafter)
+    assert isinstance(head, ChainDrafter)
     return HybridDrafter(head, lookup(max_len), slots=slots, device=torch.device("cuda"))
 
 
@@ -282,7 +282,7 @@ def test_rounds_that_are_captured_draft_with_what_a_head_has_learnt_since(tmp_pa
     expected = alone(asked)
     rows = [row for r in asked if len(row := r.prompt_ids.tolist() + expected[r.request_id]) > 8]
     drafter, learnt = (eagle(tmp_path / name, "cuda", 3, 4, rows=own) for name, own in (("random", None), ("learnt", rows)))
-    assert isinstance(drafter, Eagle3Drafter)
+    assert isinstance(drafter, ChainDrafter)
     head = load_head(
         tmp_path / "learnt", target("cuda").spec, dtype=torch.float32, device=torch.device("cuda"), aux_layers="input"
     )

@@ -21,7 +21,7 @@ from batchspec.cache.groups import KVGroups
 from batchspec.cache.page_tables import PagePools, RowPages
 from batchspec.cache.pages import SCRATCH_PAGE, KVCache, prefix_hashes
 from batchspec.draft.base import Drafter
-from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.parallel import ParallelDrafter
@@ -76,7 +76,7 @@ class Recorded:
         return parents
 
 
-class _Chain(Recorded, Eagle3Drafter):
+class _Chain(Recorded, ChainDrafter):
     pass
 
 

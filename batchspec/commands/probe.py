@@ -18,8 +18,8 @@ import numpy as np
 from batchspec.config.schema import DecodeConfig, DraftConfig, InputConfig, ModelConfig, RunConfig
 from batchspec.config.typed import shipped_prompts
 from batchspec.draft.base import Drafter
+from batchspec.draft.eagle3 import build_chain
 from batchspec.draft.formats import HeadSpec
-from batchspec.draft.heads import build_chain
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.weights import Head, load_head, read_head_spec
 from batchspec.errors import CheckpointError, InputError

@@ -24,6 +24,7 @@ from batchspec.engine.round import RoundOptions
 from batchspec.engine.round_planner import RoundPlanner
 from batchspec.engine.scheduler import RoundHook, Scheduler
 from batchspec.engine.slots import SlotTable
+from batchspec.engine.static_batching import StaticBatching
 from batchspec.engine.stop_strings import Decode, StopFinder
 from batchspec.model.target import Target
 from batchspec.records import Completion, Ids, PackedBatch, Request, Snapshot
@@ -49,8 +50,9 @@ class Engine:
     ) -> None:
         """`decode` turns ids into text (needed for stop strings); `penalties` allocates penalty state.
 
-        adaptive  choose the draft length of each round, 0 included, by measured times and acceptance (GPU only)
-        overlap   prefill concurrently with the rounds, not between them (GPU only)
+        refill_dead  False: no new rows until all have ended (ablation)
+        adaptive     choose the draft length of each round, 0 included, by measured times and acceptance (GPU only)
+        overlap      prefill concurrently with the rounds, not between them (GPU only)
         """
         self.target, self.drafter, self.batch, self.options = target, drafter, batch, options or RoundOptions()
         self.executor = Executor(
@@ -61,7 +63,8 @@ class Engine:
         self.on_round: Callable[[EngineTotals], None] | None = None
         """Called after each result that was processed."""
         self.hook = RoundHook()
-        self._decode, self._eos_ids, self._refill_dead = decode, eos_ids, refill_dead
+        self._decode, self._eos_ids = decode, eos_ids
+        self._allocator_kind = SlotAllocator if refill_dead else StaticBatching
         self._stopping = False
         self._prefill_cost: PrefillCost | None = None
         self._finished_rows: list[tuple[Ids, Ids]] = []
@@ -108,12 +111,11 @@ class Engine:
         self._ended_at_once: list[RequestState] = []
         self.slots = SlotTable(self.batch.num_slots, self.batch.max_len, self.drafter.max_len, num_groups=groups.num_groups)
         self._processor = OutputProcessor(self.slots)
-        self._allocator = SlotAllocator(
+        self._allocator = self._allocator_kind(
             self.batch,
             self.pools,
             _states(requests, self._ended_at_once, decode=self._decode, draft_len=self.drafter.max_len, options=self.options),
             slots=self.slots,
-            refill_dead=self._refill_dead,
             lookahead=1 if self.drafter.num_kv_layers else 0,
             num_lookahead_slots=self.executor.round.num_lookahead_slots,
             prefill_cost=self._prefill_cost,
@@ -124,7 +126,6 @@ class Engine:
             self.executor,
             self.totals,
             hook=self.hook,
-            refill_dead=self._refill_dead,
             finished=self._finished_rows,
         )
         self._steps = self.scheduler.schedule()

@@ -98,7 +98,7 @@ class Round:
             torch.zeros(size, dtype=torch.int32, device=device) for size in (slots, slots, slots, slots + 1, slots * width)
         )
         self._positions, self._slots = torch.zeros(2, slots * width, dtype=torch.int64, device=device)
-        self._layout = UniformLayout(slots, width, device)
+        self._layout = UniformLayout(slots, range(1, width + 1), device)
         self._widths = [_Width.allocate(slots, place, options, device) for place in range(1, width + 1)]
 
     def run(
@@ -155,7 +155,7 @@ class Round:
             rows.tokens, rows.num_tokens, rows.limit, rows.live, page_table, page_size=self.cache.page_size,
             out_ids=ids, out_draft_len=draft_len, out_positions=positions, out_slot_mapping=slots, out_kv_len=kv_len,
         )  # fmt: skip
-        batch = self._layout.batch(ids, positions, slots, kv_len, page_table, rows)
+        batch = self._layout.batch(ids, positions, slots, kv_len, page_table, rows.tokens.shape[1])
         return batch.add_groups(more_tables, self.cache.page_size)
 
     def _ragged(self, rows: DeviceBatch, width: _Width, draft_len: Tensor) -> FlatBatch:

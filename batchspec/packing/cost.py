@@ -1,4 +1,4 @@
-"""What a shape costs: seconds of a round and of a prefill, bytes of weights and K/V pages.
+"""What a shape costs: seconds of a round and of a prefill, bytes of weights that are read and of K/V pages.
 
 A forward over T flat tokens reads every weight once (of experts those that its tokens choose) and multiplies by T rows;
 attention reads each row's K/V once, whatever the number of its query tokens. Each part takes as long as its slower side, memory
@@ -113,13 +113,6 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 def num_multiplied(spec: ModelSpec) -> int:
     """Weights that every token is multiplied with: the active ones of all layers, and the output matrix."""
     return sum(gemm.active * gemm.size for _, gemm in spec.gemms(1)) + spec.vocab_size * spec.hidden_size
-
-
-def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Bytes of all weights in memory; norms and biases are too few to count."""
-    matrices = (1 if spec.tie else 2) * spec.vocab_size * spec.hidden_size  # output matrix and embedding
-    stored = sum(gemm.stored * spec.gemm_bytes(prefix, gemm, dtype) for prefix, gemm in spec.gemms(1))
-    return stored + matrices * dtype.itemsize
 
 
 def read_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: float) -> float:

@@ -11,7 +11,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from batchspec.runstate.output_folder import OutputFolder
-from batchspec.storage.store import scanning
+from batchspec.runstate.scan import scanning
 from batchspec.text import MESSAGE_CHARS
 
 Counts = NDArray[np.int64]

@@ -13,7 +13,7 @@ import polars as pl
 from batchspec.errors import OutputError
 from batchspec.report.columns import type_names
 from batchspec.runstate.output_folder import OutputFolder
-from batchspec.storage.store import scanning
+from batchspec.runstate.scan import scanning
 
 PROMPT_EDGES = (128, 512, 2048, 8192, 32768)
 PROMPT_BUCKETS = [

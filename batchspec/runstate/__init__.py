@@ -8,6 +8,7 @@ dataset/ for the shard's Parquet file.
   manifest.py        what a job is: its fingerprint, configuration and shards
   overwrite.py       output.overwrite: which process deletes the old job, and how a run notices that its job is gone
   footers.py         whether a shard is committed, by the footer of its file
+  scan.py            the rows of committed shards as a polars frame
   shard_writer.py    writes a shard's file and reads it back before it gets its name
   claims.py          leases on shards: which run works on which
   journal.py         finished rows, and tokens of unfinished ones, of shards that are not committed

@@ -41,8 +41,9 @@ from batchspec.runstate.job_folder import JobFolder
 from batchspec.runstate.journal import FOLDER as JOURNAL
 from batchspec.runstate.journal import Journal
 from batchspec.runstate.overwrite import read_manifest
+from batchspec.runstate.scan import scan, scanning
 from batchspec.runstate.shard_writer import write_verified
-from batchspec.storage.store import scanning, storing
+from batchspec.storage.store import storing
 
 SUMS = "_batchspec/sums"
 TURNS = 20
@@ -61,7 +62,7 @@ class OutputFolder(JobFolder):
         done = sorted(self.committed() if shards is None else shards)
         if not done:
             raise OutputError(f"{self.path} has no committed shard yet; run the job first")
-        return self._store.scan([f"data/{part_name(index)}" for index in done])
+        return scan(self._store, [f"data/{part_name(index)}" for index in done])
 
     def commit(self, index: int, table: pa.Table, metadata: Mapping[str, str] | None = None) -> bool:
         """Publish a shard's rows, once: False if another run was first (its rows are equivalent, these are dropped).
