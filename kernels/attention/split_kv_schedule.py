@@ -8,10 +8,10 @@ once for all of them: its members are `count` entries of row_order from `begin` 
     waves = share / chunk, at least 1 and at most WAVES                      ... or several times, as long as items stay long
     item  = a unit's keys in floor(keys / (share / waves)) equal parts       in whole blocks; at least one, at least min_chunk
 
-So few rows fill the GPU exactly once (a second, partial wave of programs would double the time); many rows are split into items
-long enough to hide the start and end of a program; and many short rows are one item each, which needs no merge. Items are listed
-by falling length: the GPU starts them in that order, so that the last ones to finish are short. A windowed row lists only the
-keys that its first query still sees. Dead rows and padding get an item without keys, which zeroes their output.
+This way, few rows fill the GPU exactly once (a second, partial wave of programs would double the time); many rows are split into
+items long enough to hide the start and end of a program; and many short rows are one item each, which needs no merge. Items are
+listed by falling length: the GPU starts them in that order, so that the last ones to finish are short. A windowed row lists only
+the keys that its first query still sees. Dead rows and padding get an item without keys, which zeroes their output.
 Bound by launch latency: each program ranks its unit among all others, one launch, no host read.
 """
 
