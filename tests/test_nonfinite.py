@@ -29,8 +29,8 @@ from batchspec.draft.shapes import LOGPROB, TreeShape
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
+from batchspec.engine.completion import NON_FINITE
 from batchspec.engine.engine import Engine
-from batchspec.engine.request_state import NON_FINITE
 from batchspec.engine.round import RoundOptions
 from batchspec.model.target import Target
 from batchspec.records import Completion, Request, SamplingParams

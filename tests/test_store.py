@@ -275,7 +275,7 @@ def test_what_another_put_in_the_place_of_a_file_or_a_folder_is_to_be_moved_away
         lambda: here.put("file/x", b""),
         lambda: here.delete_tree("file"),
     ):
-        with pytest.raises(StorageError, match=rf"{tmp_path}/f.*; nothing committed is lost: move away what stands in its place"):
+        with pytest.raises(StorageError, match=rf"{tmp_path}/f.*; nothing committed is lost: move away what is in its place"):
             act()
 
 

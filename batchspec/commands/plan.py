@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The numbers behind the text. batch and forecast are None where no row can run."""
+    """The numbers that the text shows. batch and forecast are None where no row can run."""
 
     job: Job
     survey: Survey

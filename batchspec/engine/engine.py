@@ -16,6 +16,7 @@ from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.page_tables import PagePools
 from batchspec.draft.base import Drafter
 from batchspec.engine.allocator import SlotAllocator
+from batchspec.engine.completion import completion_of
 from batchspec.engine.executor import Executor
 from batchspec.engine.output_processor import EngineTotals, OutputProcessor
 from batchspec.engine.prefill_cost import PrefillCost
@@ -206,7 +207,7 @@ class Engine:
             self.on_round(self.totals)
 
     def _finish(self, state: RequestState, finish: int, now: float) -> Completion:
-        """`finish` is what the device said; 0 where a stop string ended the request, which the device does not know yet."""
+        """`finish` is the device's reason; 0 if a stop string ended the request, which the device does not know yet."""
         slot = state.slot
         self.scheduler.end(state, on_device=bool(finish))
         if state.finish_reason is None:
@@ -214,8 +215,8 @@ class Engine:
         return self._completed(state, slot=slot, now=now)
 
     def _completed(self, state: RequestState, *, slot: int, now: float) -> Completion:
-        done = state.completion(
-            decode=self._decode, drafter=self.drafter.name, eos_ids=self._eos_ids, slot=slot, now=now,
+        done = completion_of(
+            state, decode=self._decode, drafter=self.drafter.name, eos_ids=self._eos_ids, slot=slot, now=now,
             nodes=self.executor.round.nodes,
         )  # fmt: skip
         if done.prompt_ids is not None and done.token_ids is not None:  # no error

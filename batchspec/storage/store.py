@@ -121,7 +121,7 @@ def storing(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         code = errno.errorcode.get(error.errno or 0, "OSError")
-        cure = "move away what stands in its place" if error.errno in IN_THE_WAY else "free space or repair the file system"
+        cure = "move away what is in its place" if error.errno in IN_THE_WAY else "free space or repair the file system"
         raise StorageError(
             f"{what} failed: {error.strerror or error} ({code}); nothing committed is lost: {cure} and run the same command again"
         ) from error
