@@ -55,9 +55,9 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rope(x: Tensor, theta: float) -> Tensor:
-    """x [places, heads, D] at positions 0, 1, ..."""
+    """x [..., places, heads, D] at positions 0, 1, ..."""
     half = x.shape[-1] // 2
-    angle = torch.arange(len(x), dtype=x.dtype)[:, None, None] * theta ** (-torch.arange(half, dtype=x.dtype) / half)
+    angle = torch.arange(x.shape[-3], dtype=x.dtype)[:, None, None] * theta ** (-torch.arange(half, dtype=x.dtype) / half)
     low, high = x[..., :half], x[..., half:]
     return torch.cat((low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin()), -1)
 
@@ -66,9 +66,9 @@ def run_head(
     design: Design, tensors: dict[str, Tensor], embedding: Tensor, tokens: Tensor, taps: Tensor, fed: Tensor | None = None,
     *, window: int | None = None, sink: int = 0, target_head: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Places 0 .. m-1: what each feeds to the next draft step [m, H], and its logits over the draft vocabulary.
+    """Places 0 .. m-1: what each feeds to the next draft step [..., m, H], and its logits over the draft vocabulary.
 
-    tokens [m] the token behind each place; taps the target's features of the first places, fed the hidden states of the others
+    tokens [..., m] the token behind each place; taps the target's features of the first places, fed the hidden states of the others
     (where both are given for training: fed alone).
     """
 
@@ -84,8 +84,8 @@ def run_head(
         taps = torch.cat([normed(f"fc_norm.{i}", chunk) for i, chunk in enumerate(taps.chunk(len(design.taps), -1))], -1)
     h = linear("fc", taps)
     if fed is not None:
-        h = fed if len(fed) == len(tokens) else torch.cat((h, fed))
-    count = len(tokens)
+        h = fed if fed.shape[-2] == tokens.shape[-1] else torch.cat((h, fed))
+    count = tokens.shape[-1]
     e = F.embedding(tokens, tensors.get("embed_tokens.weight", embedding))
     place = torch.arange(count)
     for i in range(design.layers):
@@ -96,19 +96,19 @@ def run_head(
             residual = h_n if design.norm_before_residual else h
         else:
             x = normed(f"{at}input_layernorm", residual)
-        q, k, v = (linear(f"{at}self_attn.{n}_proj", x).view(count, -1, design.head_dim) for n in "qkv")
+        q, k, v = (linear(f"{at}self_attn.{n}_proj", x).unflatten(-1, (-1, design.head_dim)) for n in "qkv")
         if design.qk_norm:
             q, k = normed(f"{at}self_attn.q_norm", q), normed(f"{at}self_attn.k_norm", k)
         q, k = rope(q, design.theta), rope(k, design.theta)
-        k, v = (t.repeat_interleave(design.heads // design.kv_heads, 1) for t in (k, v))
+        k, v = (t.repeat_interleave(design.heads // design.kv_heads, -2) for t in (k, v))
         seen = place[None] <= place[:, None]
         own = design.windows[i]
         narrow = min((w for w in (own, window) if w is not None), default=None)
         if narrow is not None:
             seen = seen & ((place[None] > place[:, None] - narrow) | (place[None] < sink))
-        scores = torch.einsum("qhd,khd->hqk", q, k) * design.head_dim**-0.5
+        scores = torch.einsum("...qhd,...khd->...hqk", q, k) * design.head_dim**-0.5
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        residual = residual + linear(f"{at}self_attn.o_proj", torch.einsum("hqk,khd->qhd", weights, v).flatten(1))
+        residual = residual + linear(f"{at}self_attn.o_proj", torch.einsum("...hqk,...khd->...qhd", weights, v).flatten(-2))
         x = normed(f"{at}post_attention_layernorm", residual)
         gate, up = linear(f"{at}mlp.gate_proj", x), linear(f"{at}mlp.up_proj", x)
         residual = residual + linear(f"{at}mlp.down_proj", F.silu(gate) * up)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
@@ -116,27 +117,18 @@ def write_head(folder: Path, design: Design, tensors: Tensors, *, layout: str = 
 
 def distilled_tensors(target: Target, design: Design, rows: Sequence[Sequence[int]], *, steps: int = 150) -> Tensors:
     """A head that knows these rows of tokens (a target's own output): next tokens from true features, then from its own."""
-    tensors = random_tensors(design)
-    trained = {name: t.float().requires_grad_() for name, t in tensors.items() if t.is_floating_point()}
-    tables = {name: t for name, t in tensors.items() if not t.is_floating_point()}
-    hot = tables["d2t"] + torch.arange(len(tables["d2t"]))
-    column = torch.full((design.vocab,), -100).scatter_(0, hot, torch.arange(len(hot)))  # -100: cross_entropy leaves it out
-    taps = [target_taps(target, row, design.taps).float() for row in rows]
-    embedding = target.embedding.cpu().float()
-    optimiser = torch.optim.Adam(trained.values(), lr=1e-2)
-    for _ in range(steps):
-        loss = torch.zeros(())
-        for row, features in zip(rows, taps, strict=True):
-            ids, hidden = torch.tensor(row), None
-            for ahead in range(1, 4):
-                count = len(row) - 1 - ahead
-                fed, logits = run_head(design, trained, embedding, ids[ahead : ahead + count], features[:count], hidden)
-                loss = loss + F.cross_entropy(logits, column[ids[ahead + 1 :]])
-                hidden = fed[:-1]
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-    return {name: t.detach().double() for name, t in trained.items()} | tables
+    ids, features, embedding = padded(rows), padded_taps(target, design, rows), target.embedding.cpu().float()
+
+    def loss_of(tensors: Tensors, columns: Tensor) -> Tensor:
+        losses, hidden = [], None
+        for ahead in range(1, 4):
+            count = ids.shape[1] - 1 - ahead
+            fed, logits = run_head(design, tensors, embedding, ids[:, ahead : ahead + count], features[:, :count], hidden)
+            losses.append(F.cross_entropy(logits.flatten(0, 1), columns[:, ahead + 1 :].flatten()))
+            hidden = fed[:, :-1]
+        return torch.stack(losses).sum()
+
+    return trained_tensors(design, rows, loss_of, steps)
 
 
 def parallel_tensors(
@@ -144,26 +136,55 @@ def parallel_tensors(
 ) -> Tensors:
     """A head that knows these rows and what masks stand for: all tokens from true features, then some beginnings with masks."""
     assert design.mask_id is not None
+    ids, features, embedding = padded(rows), padded_taps(target, design, rows), target.embedding.cpu().float()
+    rng = torch.Generator().manual_seed(0)
+    most = min(map(len, rows)) - num_drafts
+
+    def loss_of(tensors: Tensors, columns: Tensor) -> Tensor:
+        """Each row is cut at a place of its own in each of its copies: masks follow, and behind them nothing counts."""
+        count = most + num_drafts - 3
+        begin = torch.randint(2, most, (len(rows) * COPIES, 1), generator=rng)
+        place = torch.arange(count)
+        known = place < begin - 1
+        mask = tensors["mask_hidden"].view(1, 1, -1)
+        taps = torch.where(known[..., None], features[:, :count].repeat(COPIES, 1, 1), mask)
+        tokens = torch.where(known, ids[:, 1 : count + 1].repeat(COPIES, 1), design.mask_id)
+        wanted = columns[:, 2 : count + 2].repeat(COPIES, 1).masked_fill(place >= begin + num_drafts - 2, UNCOUNTED)
+        _, logits = run_head(design, tensors, embedding, tokens, taps)
+        return F.cross_entropy(logits.flatten(0, 1), wanted.flatten())
+
+    return trained_tensors(design, rows, loss_of, steps)
+
+
+COPIES = 3
+"""Of every row in a step of training for parallel drafts."""
+UNCOUNTED = -100
+"""A class that cross_entropy leaves out."""
+
+
+def padded(rows: Sequence[Sequence[int]], fill: int = 0) -> Tensor:
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=fill)
+
+
+def padded_taps(target: Target, design: Design, rows: Sequence[Sequence[int]]) -> Tensor:
+    return pad_sequence([target_taps(target, row, design.taps).float() for row in rows], batch_first=True)
+
+
+def trained_tensors(
+    design: Design, rows: Sequence[Sequence[int]], loss_of: Callable[[Tensors, Tensor], Tensor], steps: int
+) -> Tensors:
+    """Random tensors after `steps` of training. loss_of: of the tensors and the rows' columns [rows, tokens] in the head's logits."""
     tensors = random_tensors(design)
     trained = {name: t.float().requires_grad_() for name, t in tensors.items() if t.is_floating_point()}
     tables = {name: t for name, t in tensors.items() if not t.is_floating_point()}
     hot = tables["d2t"] + torch.arange(len(tables["d2t"]))
-    column = torch.full((design.vocab,), -100).scatter_(0, hot, torch.arange(len(hot)))
-    taps = [target_taps(target, row, design.taps).float() for row in rows]
-    embedding, masks = target.embedding.cpu().float(), num_drafts - 1
-    optimiser = torch.optim.Adam(trained.values(), lr=1e-2)
-    rng = torch.Generator().manual_seed(0)
-    for step in range(steps * len(rows)):
-        row, features = rows[step % len(rows)], taps[step % len(rows)]
-        ids = torch.tensor(row)
-        loss = torch.zeros(())
-        for begin in torch.randint(2, len(row) - num_drafts, (3,), generator=rng).tolist():
-            known = torch.cat((features[: begin - 1], trained["mask_hidden"].view(1, -1).expand(masks, -1)))
-            tokens = torch.cat((ids[1:begin], ids.new_full((masks,), design.mask_id)))
-            _, logits = run_head(design, trained, embedding, tokens, known)
-            loss = loss + F.cross_entropy(logits, column[ids[2 : begin + num_drafts]])
+    column = torch.full((design.vocab,), UNCOUNTED).scatter_(0, hot, torch.arange(len(hot)))
+    ids = padded(rows, -1)
+    columns = column[ids.clamp(min=0)].masked_fill(ids < 0, UNCOUNTED)
+    optimiser = torch.optim.Adam(trained.values(), lr=1e-2, fused=True)
+    for _ in range(steps):
         optimiser.zero_grad()
-        loss.backward()
+        loss_of(trained, columns).backward()  # type: ignore[no-untyped-call]
         optimiser.step()
     return {name: t.detach().double() for name, t in trained.items()} | tables
 
