@@ -129,21 +129,32 @@ def design_and_tensors(kind: str) -> tuple[Design, Tensors]:
     return design, distilled_tensors(TARGET(), design, rows)
 
 
-@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_any_packing_gives_the_drafts_of_the_definition_and_the_tokens_of_plain_decoding(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def check_any_packing(data: st.DataObject, folder: Path) -> None:
     design, tensors = design_and_tensors(data.draw(st.sampled_from(["random", "distilled"]), label="head"))
     max_len, slots = data.draw(st.integers(1, 5), label="K"), data.draw(st.sampled_from([1, 2, 4]), label="slots")
     flags: dict[str, Any] = {name: data.draw(st.booleans(), label=name) for name in ("dead_positions", "uniform_slots", "argmax")}
-    drafter = make_drafter(tmp_path_factory.mktemp("head"), design, tensors, max_len, slots=slots, **flags)
+    drafter = make_drafter(folder, design, tensors, max_len, slots=slots, **flags)
     requests = mixed_requests(4, cap=data.draw(st.integers(5, 20), label="cap")) + known_requests()[:2]
     batch = drawn_batch(data, requests, slots, draft_len=max_len)
     options = RoundOptions(uniform_slots=data.draw(st.booleans(), label="uniform layout"))
     tokens, _, _ = run(requests, batch, drafter, short_cap=data.draw(st.sampled_from([2, 512])), options=options)
     assert tokens == expected_tokens(requests)
     check_drafts(drafter, design, tensors)
+
+
+@settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_packing_gives_the_drafts_of_the_definition_and_the_tokens_of_plain_decoding(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    check_any_packing(data, tmp_path_factory.mktemp("head"))
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_packing_in_more_examples(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    check_any_packing(data, tmp_path_factory.mktemp("head"))
 
 
 def test_rows_that_are_set_back_find_their_drafts_again(tmp_path: Path) -> None:
