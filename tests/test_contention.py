@@ -70,19 +70,20 @@ def test_sixty_four_runs_that_all_rename_one_shard_into_place_have_the_same_rows
     race_of_renames(lab, 64)
 
 
+@pytest.mark.parametrize("count", [5, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", ["link", "rename"])
-def test_sixteen_runs_that_all_compute_one_shard_leave_one_part(lab: KillLab, method: str) -> None:
+def test_runs_that_all_compute_one_shard_leave_one_part(lab: KillLab, method: str, count: int) -> None:
     """Each of them stops with the finished file in hand; then they publish at once. Claims are out of the way."""
     out = lab.new()
     one = ("input.limit=2",)
     conduct = Conduct(method=method, claims=False, hold=("fsync", "/tmp/part-"))
-    runs = [lab.start(out, *one, conduct=conduct) for _ in range(16)]
+    runs = [lab.start(out, *one, conduct=conduct) for _ in range(count)]
     pids = [until_stopped(process) for process in runs]
     assert check_visible(out) == 0
     with polled(lambda: check_visible(out)):
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
-        assert [ended(process) for process in runs] == [0] * 16
+        assert [ended(process) for process in runs] == [0] * count
     assert [path.name for path in (out / "data").iterdir()] == ["part-00000.parquet"]
     assert not [path for path in (out / "_batchspec/tmp").iterdir() if path.name.startswith("part")]
     assert [name for name, *_ in written(out)] == ["q0", "q1"]
@@ -145,10 +146,11 @@ def test_tokens_are_those_of_one_run_whatever_the_number_of_runs_and_whoever_die
     assert written(changing) == expected
 
 
-def test_a_finished_job_is_not_touched_by_sixteen_more_runs(lab: KillLab) -> None:
+@pytest.mark.parametrize("count", [4, pytest.param(16, marks=pytest.mark.slow)])
+def test_a_finished_job_is_not_touched_by_more_runs(lab: KillLab, count: int) -> None:
     out = lab.new()
     assert lab.run(out) == 0
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns, path.stat().st_ino) for path in out.rglob("*") if path.is_file()}
-    assert [ended(process) for process in [lab.start(out) for _ in range(16)]] == [0] * 16
+    assert [ended(process) for process in [lab.start(out) for _ in range(count)]] == [0] * count
     after = {path: (path.read_bytes(), path.stat().st_mtime_ns, path.stat().st_ino) for path in out.rglob("*") if path.is_file()}
     assert after == before
