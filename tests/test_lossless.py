@@ -150,9 +150,20 @@ def requests_of_a_job(draw: st.DrawFn) -> list[Request]:
     return draw(st.permutations(found))
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(requests=requests_of_a_job(), data=st.data())
 def test_every_packing_and_drafter_gives_the_tokens_of_plain_decoding(requests: list[Request], data: st.DataObject) -> None:
+    check_lossless(requests, data)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(requests=requests_of_a_job(), data=st.data())
+def test_every_packing_and_drafter_is_lossless_in_more_examples(requests: list[Request], data: st.DataObject) -> None:
+    check_lossless(requests, data)
+
+
+def check_lossless(requests: list[Request], data: st.DataObject) -> None:
     expected = expected_tokens(requests)
     draft_len = data.draw(st.integers(1, 8), label="K")
     kind = data.draw(

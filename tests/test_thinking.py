@@ -133,9 +133,20 @@ def check(completion: Completion, req: Request) -> None:
         assert completion.reasoning_truncated
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(requests=requests_that_think(), data=st.data())
 def test_a_budget_holds_exactly_whatever_drafts_and_packs_the_rows(requests: list[Request], data: st.DataObject) -> None:
+    check_budgets(requests, data)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(requests=requests_that_think(), data=st.data())
+def test_a_budget_holds_exactly_in_more_examples(requests: list[Request], data: st.DataObject) -> None:
+    check_budgets(requests, data)
+
+
+def check_budgets(requests: list[Request], data: st.DataObject) -> None:
     """Every drafter, K, layout and run-ahead, and runs that are stopped and go on, give the definition's tokens."""
     expected = {r.request_id: plain_tokens(r) for r in requests}
     kind = data.draw(st.sampled_from(["none", "lookup", "right", "wrong"]), label="drafter")
