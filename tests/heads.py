@@ -173,7 +173,7 @@ def padded_taps(target: Target, design: Design, rows: Sequence[Sequence[int]]) -
 def trained_tensors(
     design: Design, rows: Sequence[Sequence[int]], loss_of: Callable[[Tensors, Tensor], Tensor], steps: int
 ) -> Tensors:
-    """Random tensors after `steps` of training. loss_of: of the tensors and the rows' columns [rows, tokens] in the head's logits."""
+    """Random tensors after `steps` of training. loss_of: of the tensors and the rows' columns in the head's logits."""
     tensors = random_tensors(design)
     trained = {name: t.float().requires_grad_() for name, t in tensors.items() if t.is_floating_point()}
     tables = {name: t for name, t in tensors.items() if not t.is_floating_point()}
@@ -184,7 +184,7 @@ def trained_tensors(
     optimiser = torch.optim.Adam(trained.values(), lr=1e-2, fused=True)
     for _ in range(steps):
         optimiser.zero_grad()
-        loss_of(trained, columns).backward()  # type: ignore[no-untyped-call]
+        loss_of(trained, columns).backward()
         optimiser.step()
     return {name: t.detach().double() for name, t in trained.items()} | tables
 
