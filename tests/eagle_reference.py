@@ -68,8 +68,8 @@ def run_head(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Places 0 .. m-1: what each feeds to the next draft step [..., m, H], and its logits over the draft vocabulary.
 
-    tokens [..., m] the token behind each place; taps the target's features of the first places, fed the hidden states of the others
-    (where both are given for training: fed alone).
+    tokens [..., m] the token behind each place; taps the target's features of the first places, fed the hidden states of the
+    others (where both are given for training: fed alone).
     """
 
     def linear(name: str, x: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def run_head(
         taps = torch.cat([normed(f"fc_norm.{i}", chunk) for i, chunk in enumerate(taps.chunk(len(design.taps), -1))], -1)
     h = linear("fc", taps)
     if fed is not None:
-        h = fed if fed.shape[-2] == tokens.shape[-1] else torch.cat((h, fed))
+        h = fed if fed.shape[-2] == tokens.shape[-1] else torch.cat((h, fed), -2)
     count = tokens.shape[-1]
     e = F.embedding(tokens, tensors.get("embed_tokens.weight", embedding))
     place = torch.arange(count)
@@ -207,21 +207,25 @@ def reference_tree(
     taps = target_taps(target, ids[:-1], design.taps).double()
     embedding, head = target.embedding.cpu().double(), target_head(design, target)
 
-    def children(node: Node) -> list[Node]:
-        tokens = torch.tensor([*ids[1:], *node.path])
-        out, logits = run_head(design, tensors, embedding, tokens, taps, node.fed, window=window, sink=sink, target_head=head)
-        likely = logits[-1].log_softmax(-1).topk(topk)
+    def children(level: Sequence[Node]) -> list[Node]:
+        """Of all nodes of a level at once: each of them is a row of its own, with its whole path."""
+        tokens = torch.tensor([[*ids[1:], *node.path] for node in level])
+        fed = torch.stack([node.fed for node in level])
+        features = taps.expand(len(level), -1, -1)
+        out, logits = run_head(design, tensors, embedding, tokens, features, fed, window=window, sink=sink, target_head=head)
+        likely = logits[:, -1].log_softmax(-1).topk(topk)
         found = []
-        for choice, value in zip(likely.indices.tolist(), likely.values.tolist(), strict=True):
-            token = choice + (int(tensors["d2t"][choice]) if "d2t" in tensors else 0)
-            score = node.score * math.exp(value) if products else node.score + value
-            found.append(Node(token, node, score, torch.cat((node.fed, out[-1:]))))
+        for row, node in enumerate(level):
+            for choice, value in zip(likely.indices[row].tolist(), likely.values[row].tolist(), strict=True):
+                token = choice + (int(tensors["d2t"][choice]) if "d2t" in tensors else 0)
+                score = node.score * math.exp(value) if products else node.score + value
+                found.append(Node(token, node, score, torch.cat((node.fed, out[row, -1:]))))
         return found
 
     grown: list[Node] = []
     level = [Node(-1, None, 1.0 if products else 0.0, torch.empty(0, design.hidden, dtype=torch.float64))]
     for _ in range(depth):
-        below = [child for node in level for child in children(node)]
+        below = children(level)
         grown += below
         level = sorted(below, key=lambda node: -node.score)[:topk]
     best = sorted(grown, key=lambda node: -node.score)[:nodes]

@@ -61,9 +61,22 @@ def check_drafts(drafter: Recorded, design: Design, tensors: Tensors, *, window:
     assert len(drafter.seen) > 5
     for prefix, drafts in drafter.seen:
         if drafts:
-            assert drafts == reference_parallel_drafts(
-                design, tensors, TARGET(), prefix, len(drafts), window=window, sink=sink
-            )  # fmt: skip
+            assert drafts == expected_drafts(design, tensors, prefix, len(drafts), window, sink)
+
+
+_EXPECTED: dict[tuple[int, tuple[int, ...], int | None, int], tuple[Tensors, list[int]]] = {}
+"""By the identity of a head's tensors, which are kept so that no others get it, and what follows the prefix: as far as asked."""
+
+
+def expected_drafts(
+    design: Design, tensors: Tensors, prefix: tuple[int, ...], count: int, window: int | None, sink: int
+) -> list[int]:
+    key = (id(tensors), prefix, window, sink)
+    _, found = _EXPECTED.get(key, (tensors, []))
+    if len(found) < count:
+        found = reference_parallel_drafts(design, tensors, TARGET(), prefix, count, window=window, sink=sink)
+        _EXPECTED[key] = tensors, found
+    return found[:count]
 
 
 DESIGNS: dict[str, dict[str, Any]] = {
@@ -116,21 +129,32 @@ def design_and_tensors(kind: str) -> tuple[Design, Tensors]:
     return design, parallel_tensors(TARGET(), design, rows)
 
 
-@settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_any_packing_gives_the_drafts_of_the_definition_and_the_tokens_of_plain_decoding(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def check_any_packing(data: st.DataObject, folder: Path) -> None:
     design, tensors = design_and_tensors(data.draw(st.sampled_from(["random", "trained"]), label="head"))
     max_len, slots = data.draw(st.integers(1, 6), label="K"), data.draw(st.sampled_from([1, 2, 4]), label="slots")
     flags: dict[str, Any] = {name: data.draw(st.booleans(), label=name) for name in ("dead_positions", "argmax")}
-    drafter = make_drafter(tmp_path_factory.mktemp("head"), design, tensors, max_len, slots=slots, **flags)
+    drafter = make_drafter(folder, design, tensors, max_len, slots=slots, **flags)
     requests = mixed_requests(4, cap=data.draw(st.integers(5, 20), label="cap")) + known_requests()[:2]
     batch = drawn_batch(data, requests, slots, draft_len=max_len)
     options = RoundOptions(uniform_slots=data.draw(st.booleans(), label="uniform layout"))
     tokens, _, _ = run(requests, batch, drafter, short_cap=data.draw(st.sampled_from([2, 512])), options=options)
     assert tokens == expected_tokens(requests)
     check_drafts(drafter, design, tensors)
+
+
+@settings(deadline=None, max_examples=4, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_packing_gives_the_drafts_of_the_definition_and_the_tokens_of_plain_decoding(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    check_any_packing(data, tmp_path_factory.mktemp("head"))
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_packing_in_more_examples(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    check_any_packing(data, tmp_path_factory.mktemp("head"))
 
 
 def test_acceptance_is_that_of_a_loop_over_one_request_after_another(tmp_path: Path) -> None:
