@@ -113,7 +113,10 @@ def test_the_replay_counts_the_rounds_that_the_engine_runs(made: Path, tmp_path:
     assert sum(found.drafted) == counts["num_draft_tokens"].sum()
 
 
-@pytest.mark.parametrize("kind", [["draft=eagle3"], ["draft=parallel"], ["draft=parallel", "train.muon=false"]], ids=" ".join)
+KINDS = [["draft=eagle3"], ["draft=parallel", "train.muon=false"], pytest.param(["draft=parallel"], marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=" ".join)
 def test_a_killed_training_goes_on_to_the_same_head_and_the_same_curves(
     made: Path, tmp_path: Path, capfd: Any, kind: list[str]
 ) -> None:
