@@ -387,7 +387,8 @@ def test_a_rehearsal_teaches_nothing() -> None:
 def test_a_copy_that_has_learnt_measures_better_until_it_drafts(kind: str) -> None:
     """On a GPU in bf16: products of fp32 copies of bf16 weights, and weights that change where they lie."""
     device, dtype = torch.device(kind), torch.bfloat16 if kind == "cuda" else torch.float32
-    shape: dict[str, Any] = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 128, "windows": (None, None)}
+    hidden, head_dim = (128, 64) if kind == "cuda" else (32, 16)
+    shape: dict[str, Any] = {"hidden_size": hidden, "head_dim": head_dim, "intermediate_size": 128, "windows": (None, None)}
     target = Target.load(Path(), tiny_spec(**shape), dtype=dtype, device=device, dummy=True)
     engine = Engine(target, NoDrafter(), packed(4, page_size=16, num_pages=40), device=device)
     done = list(engine.run(request(i, [i, 2 * i, 3], cap=24) for i in range(12)))

@@ -51,10 +51,10 @@ def kinds(spec: ModelSpec) -> str:
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"norm_topk_prob": True}, "EEE"),
-        ({"norm_topk_prob": False, "mlp_only_layers": [1]}, "EdE"),
-        ({"norm_topk_prob": True, "decoder_sparse_step": 2, "num_hidden_layers": 4, "num_experts_per_tok": 1}, "dEdE"),
-        ({"norm_topk_prob": True, "num_experts_per_tok": 7, "tie_word_embeddings": True}, "EEE"),
+        ({"norm_topk_prob": True, "num_hidden_layers": 1}, "E"),
+        ({"norm_topk_prob": False, "mlp_only_layers": [1], "num_hidden_layers": 2}, "Ed"),
+        ({"norm_topk_prob": True, "decoder_sparse_step": 2, "num_experts_per_tok": 1}, "dEd"),
+        ({"norm_topk_prob": True, "num_experts_per_tok": 7, "tie_word_embeddings": True, "num_hidden_layers": 1}, "E"),
     ],
 )
 def test_logits_and_greedy_tokens_equal_those_of_transformers(config: dict[str, Any], expected: str, tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_drafts_of_any_kind_change_no_token(temperature: float) -> None:
     found = []
     for drafter in drafters:
         engine = Engine(target, drafter, packed(3, draft_len=4), device=DEVICE)
-        asked = [request(i, [i, 2, 3, i, 2], cap=24, sampling=SamplingParams(temperature=temperature)) for i in range(5)]
+        asked = [request(i, [i, 2, 3, i, 2], cap=14, sampling=SamplingParams(temperature=temperature)) for i in range(5)]
         found.append({done.request_id: ids_of(done) for done in engine.run(iter(asked))})
     assert found[0] == found[1] == found[2]
-    assert all(len(tokens) == 24 for tokens in found[0].values())
+    assert all(len(tokens) == 14 for tokens in found[0].values())
