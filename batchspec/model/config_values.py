@@ -27,6 +27,7 @@ INTEGERS: Ranges = {
     "num_attention_heads": (1, 2**16),
     "num_key_value_heads": (1, 2**16),
     "head_dim": (1, 2**16),
+    "rotary_dim": (2, 2**16),
     "vocab_size": (1, 2**26),
     "draft_vocab_size": (1, 2**26),
     "max_position_embeddings": (1, 2**31 - 1),
@@ -47,6 +48,7 @@ INTEGERS: Ranges = {
 NUMBERS: dict[str, tuple[float, float]] = {
     "rms_norm_eps": (1e-20, 1.0),
     "rope_theta": (1.01, 1e15),
+    "partial_rotary_factor": (1e-3, 1.0),
     "factor": (0.01, 1e6),
     "low_freq_factor": (1e-3, 1e6),
     "high_freq_factor": (1e-3, 1e6),

@@ -57,7 +57,13 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE of heads [T, N, D] with cos and sin [T, 1, D] (`rope_angles`: the first half of sin is negated)."""
+    """RoPE of heads [T, N, D] with cos and sin [T, 1, E] (`rope_angles`: the first half of sin is negated).
+
+    The first E numbers of a head are rotated, the others pass.
+    """
+    if cos.shape[-1] < heads.shape[-1]:
+        turned, rest = heads.split((cos.shape[-1], heads.shape[-1] - cos.shape[-1]), -1)
+        return torch.cat((rotate(turned, cos, sin), rest), -1)
     swapped = torch.roll(heads, heads.shape[-1] // 2, -1)
     return torch.addcmul(heads * cos, swapped, sin)
 
@@ -69,9 +75,11 @@ def rope_write(
 
     qkv             [T, (NH + 2 * KVH) * D]
     kv              this layer's, written at the slots int64 [T]
-    q_norm, k_norm  [D] weights of the norm of each head, or None
+    q_norm, k_norm  weights of the norm of each head [D], or of all heads of a token as one row [NH * D] and [KVH * D]; or None
     Returns q [T, NH, D].
     """
+    if q_norm is not None and k_norm is not None and q_norm.shape[0] > kv.layout.head_dim:
+        qkv, q_norm, k_norm = _normed_rows(qkv, q_norm, k_norm, eps), None, None
     if at.angles is None:
         return kv.rope_write(
             qkv, at.positions, at.freqs, slot_mapping, attention_factor=at.attention_factor,
@@ -86,3 +94,10 @@ def rope_write(
     qk = rotate(qk, *at.angles)
     kv.write(qk[:, num_heads:], v, slot_mapping)
     return qk[:, :num_heads]
+
+
+def _normed_rows(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float) -> Tensor:
+    """The fused product with q normed over all its heads, k over all of its, and v as it is."""
+    v_size = k_norm.shape[0]
+    q, k, v = qkv.split((qkv.shape[1] - 2 * v_size, v_size, v_size), 1)
+    return torch.cat((rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps), v), 1)

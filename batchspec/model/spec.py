@@ -159,7 +159,7 @@ def read_spec(values: Json, where: str, generation: Json | None = None, generati
         vocab_size=config.integer("vocab_size"),
         layers=family.layers(config),
         rms_eps=config.number("rms_norm_eps", 1e-6),
-        rope=read_rope(config, max_len),
+        rope=read_rope(config, max_len, partial=family.partial_rotary),
         tie=config.flag("tie_word_embeddings"),
         formats=formats,
         eos_ids=tuple(dict.fromkeys(ends + config.integer_or_integers("eos_token_id"))),

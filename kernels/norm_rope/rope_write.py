@@ -1,8 +1,9 @@
 """From the fused QKV product to the inputs of attention, in one launch: q/k norms, RoPE, K and V written to their pages.
 
     q, k = round(x / sqrt(mean(x^2) + eps)) * weight            (models with q/k norms, over each head)
-    y[j]       = round(x[j] * cos_j)       - x[j + D/2] * sin_j
-    y[j + D/2] = round(x[j + D/2] * cos_j) + x[j] * sin_j       cos_j = round(cos(position * freqs[j]) * attention_factor)
+    y[j]       = round(x[j] * cos_j)       - x[j + E/2] * sin_j   for the first E numbers of a head, usually all D of it;
+    y[j + E/2] = round(x[j + E/2] * cos_j) + x[j] * sin_j         the rest of it is not rotated
+                                                                cos_j = round(cos(position * freqs[j]) * attention_factor)
 
 If K or V of a key is not finite, its K is written as NaN, and the values of its V that are not finite as 0. Queries that attend
 to this key get NaN, and no others: for a masked key attention drops the score, but still multiplies V by 0.
@@ -43,39 +44,45 @@ def _magnitude(x):
 def rope_write_kernel(
     qkv, positions, freqs, q_norm, k_norm, out_q, kv, slot_mapping, qkv_stride, kv_stride_part,
     EPS: tl.constexpr, FACTOR: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
-    HEADS: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, LANES: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
+    ROTARY_HALF: tl.constexpr, HEADS: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, LANES: tl.constexpr,
+    ACC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = out_q.dtype.element_ty
     t = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     half = lane < HALF
+    rotates = lane < ROTARY_HALF
+    # Where a lane's two numbers lie in a head: those of a pair, or two that are not rotated.
+    at_low, at_high = lane, lane + HALF
+    if ROTARY_HALF < HALF:
+        at_low, at_high = tl.where(rotates, lane, lane + ROTARY_HALF), tl.where(rotates, lane + ROTARY_HALF, lane + HALF)
     if q_norm is not None:
-        q_low, q_high = tl.load(q_norm + lane, mask=half)[None, :], tl.load(q_norm + HALF + lane, mask=half)[None, :]
-        k_low, k_high = tl.load(k_norm + lane, mask=half)[None, :], tl.load(k_norm + HALF + lane, mask=half)[None, :]
-    freq = tl.load(freqs + lane, mask=half, other=0.0)
+        q_low, q_high = tl.load(q_norm + at_low, mask=half)[None, :], tl.load(q_norm + at_high, mask=half)[None, :]
+        k_low, k_high = tl.load(k_norm + at_low, mask=half)[None, :], tl.load(k_norm + at_high, mask=half)[None, :]
+    freq = tl.load(freqs + lane, mask=rotates, other=0.0)
     await_earlier(PDL)
     cell = kv + tl.load(slot_mapping + t) * (NUM_KV_HEADS * 2 * HALF)
     for block in tl.static_range(BLOCKS_PER_PROGRAM):
         first = (tl.program_id(1) * BLOCKS_PER_PROGRAM + block) * HEADS
         head = first + tl.arange(0, HEADS)[:, None]
         k_head, v_head = head - NUM_HEADS, head - NUM_HEADS - NUM_KV_HEADS
-        offset = head * (2 * HALF) + lane[None, :]
+        low_at, high_at = head * (2 * HALF) + at_low[None, :], head * (2 * HALF) + at_high[None, :]
         exists = (v_head < NUM_KV_HEADS) & half[None, :]
-        low = tl.load(qkv + t * qkv_stride + offset, mask=exists, other=0.0).to(ACC)
-        high = tl.load(qkv + t * qkv_stride + HALF + offset, mask=exists, other=0.0).to(ACC)
+        low = tl.load(qkv + t * qkv_stride + low_at, mask=exists, other=0.0).to(ACC)
+        high = tl.load(qkv + t * qkv_stride + high_at, mask=exists, other=0.0).to(ACC)
         is_k = (k_head >= 0) & (v_head < 0)
         v_low, v_high = tl.zeros_like(low), tl.zeros_like(high)
         if (first + HEADS > NUM_HEADS) & (first < NUM_HEADS + NUM_KV_HEADS):  # V of the same keys, to check that it is finite
-            value = qkv + t * qkv_stride + NUM_KV_HEADS * 2 * HALF + offset
-            v_low = tl.load(value, mask=is_k & half[None, :], other=0.0).to(ACC)
-            v_high = tl.load(value + HALF, mask=is_k & half[None, :], other=0.0).to(ACC)
+            value = qkv + t * qkv_stride + NUM_KV_HEADS * 2 * HALF
+            v_low = tl.load(value + low_at, mask=is_k & half[None, :], other=0.0).to(ACC)
+            v_high = tl.load(value + high_at, mask=is_k & half[None, :], other=0.0).to(ACC)
         if block == 0:  # after issuing the loads, which do not depend on it
             angle = tl.load(positions + t).to(tl.float32) * freq
             cos = (tl.cos(angle) * FACTOR).to(dtype).to(ACC)[None, :]
             sin = (tl.sin(angle) * FACTOR).to(dtype).to(ACC)[None, :]
-        to_v = cell + kv_stride_part + v_head * (2 * HALF) + lane[None, :]
-        tl.store(to_v, tl.where(tl.abs(low) < float("inf"), low, 0.0), mask=(v_head >= 0) & exists)
-        tl.store(to_v + HALF, tl.where(tl.abs(high) < float("inf"), high, 0.0), mask=(v_head >= 0) & exists)
+        to_v = cell + kv_stride_part + v_head * (2 * HALF)
+        tl.store(to_v + at_low[None, :], tl.where(tl.abs(low) < float("inf"), low, 0.0), mask=(v_head >= 0) & exists)
+        tl.store(to_v + at_high[None, :], tl.where(tl.abs(high) < float("inf"), high, 0.0), mask=(v_head >= 0) & exists)
         if q_norm is not None:
             scale = (1.0 / tl.sqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) * (0.5 / HALF) + EPS))[:, None]
             low = (low * scale).to(dtype).to(ACC) * tl.where(k_head < 0, q_low, k_low).to(ACC)
@@ -83,15 +90,18 @@ def rope_write_kernel(
             low, high = low.to(dtype).to(ACC), high.to(dtype).to(ACC)
         new_low = (low * cos).to(dtype).to(ACC) - high * sin
         new_high = (high * cos).to(dtype).to(ACC) + low * sin
-        to_q = out_q + t * (NUM_HEADS * 2 * HALF) + offset
-        tl.store(to_q, new_low, mask=(k_head < 0) & half[None, :])
-        tl.store(to_q + HALF, new_high, mask=(k_head < 0) & half[None, :])
+        if ROTARY_HALF < HALF:
+            new_low, new_high = tl.where(rotates[None, :], new_low, low), tl.where(rotates[None, :], new_high, high)
+        to_q = out_q + t * (NUM_HEADS * 2 * HALF)
+        tl.store(to_q + low_at, new_low, mask=(k_head < 0) & half[None, :])
+        tl.store(to_q + high_at, new_high, mask=(k_head < 0) & half[None, :])
         if (first + HEADS > NUM_HEADS) & (first < NUM_HEADS + NUM_KV_HEADS):
-            to_k = cell + k_head * (2 * HALF) + lane[None, :]
+            to_k = cell + k_head * (2 * HALF)
             largest = tl.maximum(_magnitude(new_low.to(dtype).to(ACC)), _magnitude(new_high.to(dtype).to(ACC)))
             largest = tl.max(tl.maximum(largest, tl.maximum(_magnitude(v_low), _magnitude(v_high))), 1)[:, None]
-            tl.store(to_k, tl.where(largest < float("inf"), new_low, float("nan")), mask=is_k & half[None, :])
-            tl.store(to_k + HALF, tl.where(largest < float("inf"), new_high, float("nan")), mask=is_k & half[None, :])
+            healthy = largest < float("inf")
+            tl.store(to_k + at_low[None, :], tl.where(healthy, new_low, float("nan")), mask=is_k & half[None, :])
+            tl.store(to_k + at_high[None, :], tl.where(healthy, new_high, float("nan")), mask=is_k & half[None, :])
 
 
 def rope_write(
@@ -112,7 +122,7 @@ def rope_write(
 
     qkv               fp32, bf16, fp16 or fp64 [T, (NH + 2 * KVH) * D]  rows may be slices of wider ones
     positions         int64 [T]
-    freqs             fp32 [D/2]  radians a token
+    freqs             fp32 [E/2]  radians a token, for the first E numbers of a head; the others pass unrotated
     kv                [2, P, page_size, KVH, D] of qkv's dtype  keys, values; contiguous but for the first dimension
     slot_mapping      int64 [T]  page * page_size + offset, below P * page_size; not checked, which would read the device
     attention_factor  scale of cos and sin (yarn), else 1
@@ -126,7 +136,8 @@ def rope_write(
     num_all = num_heads + 2 * num_kv_heads
     check("rope_write: qkv", qkv, (num_tokens, num_all * head_dim), *FLOATS, rows=True)
     check("rope_write: positions", positions, (num_tokens,), torch.int64)
-    check("rope_write: freqs", freqs, (head_dim // 2,), torch.float32)
+    rotary_half = min(freqs.shape[0], head_dim // 2)
+    check("rope_write: freqs", freqs, (rotary_half,), torch.float32)
     check("rope_write: kv[0]", kv[0], (*kv.shape[1:3], num_kv_heads, head_dim), qkv.dtype)
     check("rope_write: slot_mapping", slot_mapping, (num_tokens,), torch.int64)
     check("rope_write: out_q", out_q, (num_tokens, num_heads, head_dim), qkv.dtype)
@@ -147,7 +158,7 @@ def rope_write(
         rope_write_kernel[(num_tokens, blocks // per_program)](
             qkv, positions, freqs, q_norm, k_norm, out_q, kv, slot_mapping, qkv.stride(0), kv.stride(0),
             EPS=eps, FACTOR=attention_factor, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2,
-            HEADS=HEADS, BLOCKS_PER_PROGRAM=per_program, LANES=lanes,
+            ROTARY_HALF=rotary_half, HEADS=HEADS, BLOCKS_PER_PROGRAM=per_program, LANES=lanes,
             ACC=tl.float64 if qkv.dtype == torch.float64 else tl.float32, num_warps=2 if lanes >= 64 else 1,
             **launch_args(qkv),
         )  # fmt: skip
@@ -183,8 +194,8 @@ def _normed(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    low, high = heads.chunk(2, -1)
-    return torch.cat((torch.addcmul(low * cos, high, -sin), torch.addcmul(high * cos, low, sin)), -1)
+    low, high, rest = heads.split((cos.shape[-1], cos.shape[-1], heads.shape[-1] - 2 * cos.shape[-1]), -1)
+    return torch.cat((torch.addcmul(low * cos, high, -sin), torch.addcmul(high * cos, low, sin), rest), -1)
 
 
 def main() -> None:

@@ -41,16 +41,17 @@ class Case:
     @classmethod
     def make(
         cls, num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device,
-        norms: bool,
+        norms: bool, rotary_dim: int | None = None,
     ) -> Case:  # fmt: skip
         def noise(*shape: int) -> Tensor:
             return torch.randn(*shape, device=device).to(dtype)
 
         num_pages = num_tokens // PAGE_SIZE + 2
+        rotary_dim = rotary_dim or head_dim
         return cls(
             qkv=noise(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim),
             positions=torch.randint(0, 9000, (num_tokens,), device=device),
-            freqs=10000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim),
+            freqs=10000.0 ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim),
             kv=torch.full((2, num_pages, PAGE_SIZE, num_kv_heads, head_dim), POISON, dtype=dtype, device=device),
             slot_mapping=PAGE_SIZE + torch.randperm(num_tokens, device=device),
             out_q=torch.full((num_tokens, num_heads, head_dim), POISON, dtype=dtype, device=device),
@@ -88,8 +89,9 @@ class Case:
         rotation = torch.polar(torch.full_like(angle, self.attention_factor), angle)[:, None]
 
         def rotated(x: Tensor) -> Tensor:
-            y = torch.complex(*x.chunk(2, 2)) * rotation
-            return torch.cat((y.real, y.imag), 2)
+            turned, rest = x.split((2 * len(self.freqs), head_dim - 2 * len(self.freqs)), 2)
+            y = torch.complex(*turned.chunk(2, 2)) * rotation
+            return torch.cat((y.real, y.imag, rest), 2)
 
         return rotated(q), rotated(k), v
 
@@ -132,6 +134,22 @@ def test_all_heads_of_a_token_in_one_program_give_the_same(
     case.assert_written()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(128, 64), (64, 16), (24, 22), (10, 2)])
+@pytest.mark.parametrize("norms", [False, True])
+def test_the_rest_of_a_head_that_is_rotated_in_part_passes(
+    head_dim: int, rotary_dim: int, norms: bool, dtype: torch.dtype, interpret: bool, device: torch.device
+) -> None:
+    case = Case.make(3, 9, 3, head_dim, dtype, device, norms, rotary_dim)
+    case.attention_factor = 1.25
+    case.run(interpret)
+    case.assert_written()
+    if not norms:
+        heads = case.qkv.view(3, 15, head_dim)[:, :, rotary_dim:]
+        assert torch.equal(case.out_q[:, :, rotary_dim:], heads[:, :9])
+        assert torch.equal(case.kv.flatten(1, 2)[0, case.slot_mapping][:, :, rotary_dim:], heads[:, 9:12])
+
+
 def test_angles_are_exact_at_long_positions(interpret: bool, device: torch.device) -> None:
     case = Case.make(6, 2, 1, 64, torch.float32, device, norms=False)
     case.positions = torch.tensor([0, 1, 105614, 131071, 1048575, 16777215], device=device)
@@ -163,13 +181,16 @@ def test_slices_of_wider_rows_and_a_layer_of_a_cache_are_used_in_place(interpret
 
 @settings(max_examples=20)
 @given(
-    num_tokens=st.integers(0, 6), num_kv_heads=st.integers(1, 4), group=st.integers(1, 4), half=st.integers(1, 20),
+    num_tokens=st.integers(0, 6), num_kv_heads=st.integers(1, 4), group=st.integers(1, 4),
+    halves=st.integers(1, 20).flatmap(lambda half: st.tuples(st.just(half), st.integers(1, half))),
     norms=st.booleans(), factor=st.sampled_from([1.0, 1.3]),
 )  # fmt: skip
 def test_any_shape(
-    num_tokens: int, num_kv_heads: int, group: int, half: int, norms: bool, factor: float, interpret: bool, device: torch.device
-) -> None:
-    case = Case.make(num_tokens, group * num_kv_heads, num_kv_heads, 2 * half, torch.float32, device, norms)
+    num_tokens: int, num_kv_heads: int, group: int, halves: tuple[int, int], norms: bool, factor: float, interpret: bool,
+    device: torch.device,
+) -> None:  # fmt: skip
+    half, rotary_half = halves
+    case = Case.make(num_tokens, group * num_kv_heads, num_kv_heads, 2 * half, torch.float32, device, norms, 2 * rotary_half)
     case.attention_factor = factor
     case.run(interpret)
     case.assert_written()

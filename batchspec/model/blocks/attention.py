@@ -29,6 +29,8 @@ class AttentionSpec:
     o_bias: bool = False
     qk_norm: bool = False
     """q and k are normed, each head by itself, before they are rotated."""
+    qk_row_norm: bool = False
+    """The same, over all heads of a token as one row."""
     name: str = "self_attn"
     norm: str = "input_layernorm"
 
@@ -63,6 +65,8 @@ class AttentionSpec:
     def vectors(self) -> tuple[TensorSpec, ...]:
         norms = [(self.norm, self.hidden_size)]
         norms += [(f"{self.name}.{x}_norm", self.head_dim) for x in "qk"] if self.qk_norm else []
+        rows = {"q": self.inner_size, "k": self.kv_size} if self.qk_row_norm else {}
+        norms += [(f"{self.name}.{x}_norm", size) for x, size in rows.items()]
         return tuple(TensorSpec(f"{name}.weight", (size,), "norm") for name, size in norms)
 
     @property
@@ -87,8 +91,9 @@ class Attention:
         self.spec, self._scale = spec, spec.head_dim**-0.5
         self.norm = source.vector(f"{spec.norm}.weight")
         self._qkv = source.product(spec.qkv)
-        self._q_norm = source.vector(f"{spec.name}.q_norm.weight") if spec.qk_norm else None
-        self._k_norm = source.vector(f"{spec.name}.k_norm.weight") if spec.qk_norm else None
+        normed = spec.qk_norm or spec.qk_row_norm
+        self._q_norm = source.vector(f"{spec.name}.q_norm.weight") if normed else None
+        self._k_norm = source.vector(f"{spec.name}.k_norm.weight") if normed else None
         self._out = source.product(spec.out)
 
     def norms_in_product(self, stream: Stream) -> bool:

@@ -42,6 +42,8 @@ class Family:
     """Keys among NOT_BUILT that this family's blocks compute."""
     refuses: Callable[[ConfigReader], list[str]] = lambda config: []
     """What this family refuses beyond NOT_BUILT, as `key=value`."""
+    partial_rotary: bool = False
+    """Heads may be rotated in part: partial_rotary_factor, rotary_dim."""
     window_switch: bool = False
     """Windows count only with use_sliding_window, from layer max_window_layers on."""
 
@@ -49,7 +51,8 @@ class Family:
         """Raises CheckpointError that names every key whose computation is not built, `not_built` among them."""
         found = [config.shown(key) for key in not_built]
         found += [config.shown(key) for key in NOT_BUILT if key not in self.computes and config.differs(key, None, False)]
-        found += [config.shown(key) for key in NOT_BUILT_SCALES if config.differs(key, None, 1.0)]
+        rotary = {"partial_rotary_factor"} if self.partial_rotary else set()
+        found += [config.shown(key) for key in NOT_BUILT_SCALES if key not in rotary and config.differs(key, None, 1.0)]
         if config.text("hidden_act", "silu") not in ("silu", "swish"):
             found.append(config.shown("hidden_act"))
         found += self.refuses(config)
@@ -58,7 +61,13 @@ class Family:
 
 
 def read_attentions(
-    config: ConfigReader, *, bias: bool = False, qkv_bias: bool = False, qk_norm: bool = False, window_switch: bool = False
+    config: ConfigReader,
+    *,
+    bias: bool = False,
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
+    qk_row_norm: bool = False,
+    window_switch: bool = False,
 ) -> list[AttentionSpec]:
     """The attention of every layer, all of one shape but for the window; `bias`: of all four projections."""
     num_kv_heads, head_dim = read_heads(config)
@@ -74,6 +83,7 @@ def read_attentions(
             qkv_bias=bias or qkv_bias,
             o_bias=bias,
             qk_norm=qk_norm,
+            qk_row_norm=qk_row_norm,
         )
         for window in windows
     ]
