@@ -121,9 +121,12 @@ def layer_prefix(index: int) -> str:
 
 
 def block_tensors(block: BlockSpec, prefix: str, formats: Formats = ALL_PLAIN) -> Iterator[TensorSpec]:
-    """Every tensor of a block by its full name: those of its projections, as their formats store them, then its vectors."""
+    """Every tensor of a block by its full name: those of its products as their formats store them, then vectors."""
     for part in projections(block):
         for tensor in formats.of(prefix + part.name).tensors(part):
+            yield TensorSpec(prefix + tensor.name, tensor.shape, tensor.role, tensor.dtypes)
+    for spec in block.grouped:
+        for tensor in formats.of(prefix + spec.of(0).parts[0].name).grouped_tensors(spec):
             yield TensorSpec(prefix + tensor.name, tensor.shape, tensor.role, tensor.dtypes)
     for tensor in block.vectors:
         yield TensorSpec(prefix + tensor.name, tensor.shape, tensor.role, tensor.dtypes)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from batchspec.model.blocks.base import Gemm, ProductSpec, Projection, TensorSpec
+from batchspec.model.blocks.base import Gemm, GroupedSpec, ProductSpec, Projection, TensorSpec
 from batchspec.model.blocks.forward import Attend, BlockSource, Product, StoreKV, Stream
 
 
@@ -60,6 +60,10 @@ class AttentionSpec:
     @property
     def products(self) -> tuple[ProductSpec, ...]:
         return self.qkv, self.out
+
+    @property
+    def grouped(self) -> tuple[GroupedSpec, ...]:
+        return ()
 
     @property
     def vectors(self) -> tuple[TensorSpec, ...]:

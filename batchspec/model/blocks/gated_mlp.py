@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from batchspec.model.blocks.base import Gemm, ProductSpec, Projection, TensorSpec
+from batchspec.model.blocks.base import Gemm, GroupedSpec, ProductSpec, Projection, TensorSpec
 from batchspec.model.blocks.forward import BlockSource, Stream
 
 
@@ -34,6 +34,10 @@ class GatedMlpSpec:
     @property
     def products(self) -> tuple[ProductSpec, ...]:
         return self.gate_up, self.down
+
+    @property
+    def grouped(self) -> tuple[GroupedSpec, ...]:
+        return ()
 
     @property
     def vectors(self) -> tuple[TensorSpec, ...]:
