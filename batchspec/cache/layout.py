@@ -61,6 +61,7 @@ class LayerKV:
         slot_mapping: Tensor,
         *,
         attention_factor: float,
+        interleaved: bool,
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         eps: float,
@@ -70,6 +71,6 @@ class LayerKV:
         out_q = qkv.new_empty(qkv.shape[0], num_heads, self.layout.head_dim)
         rope_write(
             qkv, positions, freqs, self.pages, slot_mapping, attention_factor=attention_factor, out_q=out_q,
-            q_norm=q_norm, k_norm=k_norm, eps=eps,
+            interleaved=interleaved, q_norm=q_norm, k_norm=k_norm, eps=eps,
         )  # fmt: skip
         return out_q

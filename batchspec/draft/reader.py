@@ -88,7 +88,7 @@ class HeadReader(DrafterBase):
         return self._spec.kv_layout(self._dtype, page_size)
 
     def _rope(self, positions: Tensor) -> Rope:
-        return rope_of(positions, self._freqs, self._spec.rope.attention_factor, self._dtype)
+        return rope_of(positions, self._freqs, self._spec.rope, self._dtype)
 
     def _kv(self, cache: KVCache, index: int) -> LayerKV:
         return cache.layer(self._first_layer + index)

@@ -48,7 +48,6 @@ INTEGERS: Ranges = {
 NUMBERS: dict[str, tuple[float, float]] = {
     "rms_norm_eps": (1e-20, 1.0),
     "rope_theta": (1.01, 1e15),
-    "partial_rotary_factor": (1e-3, 1.0),
     "factor": (0.01, 1e6),
     "low_freq_factor": (1e-3, 1e6),
     "high_freq_factor": (1e-3, 1e6),
@@ -57,6 +56,7 @@ NUMBERS: dict[str, tuple[float, float]] = {
     "attention_factor": (1e-3, 1e3),
     "mscale": (0.0, 1e3),
     "mscale_all_dim": (0.0, 1e3),
+    "partial_rotary_factor": (0.0, 1.0),
 }
 """key -> lowest and highest value; all values are finite."""
 

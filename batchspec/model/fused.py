@@ -63,16 +63,20 @@ def clamped_swiglu(gate_up: Tensor, *, alpha: float, limit: float) -> Tensor:
     return (gate * alpha).sigmoid_().mul_(gate).mul_(up.clamp(-limit, limit).add_(1))
 
 
-def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE of heads [T, N, D] with cos and sin [T, 1, E] (`rope_angles`: the first half of sin is negated).
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """RoPE of the first R numbers of heads [T, N, D].
 
-    The first E numbers of a head are rotated, the others pass.
+    cos, sin     [T, 1, R] of `rope_angles`: the first half of sin is negated
+    interleaved  number 2j is rotated with 2j + 1; else j with j + R/2
     """
-    if cos.shape[-1] < heads.shape[-1]:
-        turned, rest = heads.split((cos.shape[-1], heads.shape[-1] - cos.shape[-1]), -1)
-        return torch.cat((rotate(turned, cos, sin), rest), -1)
-    swapped = torch.roll(heads, heads.shape[-1] // 2, -1)
-    return torch.addcmul(heads * cos, swapped, sin)
+    width = cos.shape[-1]
+    turning = heads[..., :width]
+    if interleaved:
+        turning = turning.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    turned = torch.addcmul(turning * cos, torch.roll(turning, width // 2, -1), sin)
+    if interleaved:
+        turned = turned.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+    return turned if width == heads.shape[-1] else torch.cat((turned, heads[..., width:]), -1)
 
 
 def rope_write(
@@ -82,29 +86,33 @@ def rope_write(
 
     qkv             [T, (NH + 2 * KVH) * D]
     kv              this layer's, written at the slots int64 [T]
-    q_norm, k_norm  weights of the norm of each head [D], or of all heads of a token as one row [NH * D] and [KVH * D]; or None
+    q_norm, k_norm  weights of the norm of each head [D], or of all heads at once [NH * D] and [KVH * D]; or None
     Returns q [T, NH, D].
     """
-    if q_norm is not None and k_norm is not None and q_norm.shape[0] > kv.layout.head_dim:
-        qkv, q_norm, k_norm = _normed_rows(qkv, q_norm, k_norm, eps), None, None
+    num_kv_heads, head_dim = kv.layout.num_kv_heads, kv.layout.head_dim
+    if q_norm is not None and k_norm is not None and q_norm.shape[0] != head_dim:
+        _norm_rows(qkv, q_norm, k_norm, eps)
+        q_norm = k_norm = None
     if at.angles is None:
         return kv.rope_write(
-            qkv, at.positions, at.freqs, slot_mapping, attention_factor=at.attention_factor,
+            qkv, at.positions, at.freqs, slot_mapping, attention_factor=at.attention_factor, interleaved=at.interleaved,
             q_norm=q_norm, k_norm=k_norm, eps=eps,
         )  # fmt: skip
-    num_kv_heads, head_dim = kv.layout.num_kv_heads, kv.layout.head_dim
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     num_heads = heads.shape[1] - 2 * num_kv_heads
     qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
     if q_norm is not None and k_norm is not None:
         qk = torch.cat((rms_norm(qk[:, :num_heads], q_norm, eps), rms_norm(qk[:, num_heads:], k_norm, eps)), 1)
-    qk = rotate(qk, *at.angles)
+    qk = rotate(qk, *at.angles, interleaved=at.interleaved)
     kv.write(qk[:, num_heads:], v, slot_mapping)
     return qk[:, :num_heads]
 
 
-def _normed_rows(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float) -> Tensor:
-    """The fused product with q normed over all its heads, k over all of its, and v as it is."""
-    v_size = k_norm.shape[0]
-    q, k, v = qkv.split((qkv.shape[1] - 2 * v_size, v_size, v_size), 1)
-    return torch.cat((rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps), v), 1)
+def _norm_rows(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float) -> None:
+    """Norm q and k of each token in place, over all of their heads. Two launches on a GPU."""
+    q, k, _ = qkv.split((q_norm.shape[0], k_norm.shape[0], k_norm.shape[0]), 1)
+    for part, weight in ((q, q_norm), (k, k_norm)):
+        if part.is_cuda:
+            norm.rms_norm(part, weight, eps, out=part)
+        else:
+            part.copy_(rms_norm(part, weight, eps))

@@ -10,13 +10,11 @@ from batchspec.model.config_values import ConfigReader
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """Rotary position embedding; the fields after `rotary_dim` belong to the types that name them."""
+    """Rotary position embedding; the fields after `theta` belong to the types that name them."""
 
     type: str
     """default, linear, llama3 or yarn."""
     theta: float
-    rotary_dim: int | None = None
-    """So many numbers of a head, the first ones, are rotated; None: all."""
     factor: float = 1.0
     """linear, llama3, yarn: how many times longer than the original context."""
     original_max_len: int = 0
@@ -33,18 +31,42 @@ class RopeSpec:
     """yarn: cos and sin are multiplied by it."""
     truncate: bool = True
     """yarn: round the two ends of the ramp to whole dimensions."""
+    rotary_dim: int | None = None
+    """The first so many numbers of each head are rotated, the others stay as they are; None: all are rotated. Even."""
+    interleaved: bool = False
+    """Dimension 2j is rotated with 2j + 1; else j with j + half of those that are rotated."""
 
 
-def read_rope(config: ConfigReader, max_len: int | None, *, partial: bool = False) -> RopeSpec:
-    """The rotary embedding; `max_len` is the original context where the config names none, None: it has to.
+def read_rope(config: ConfigReader, max_len: int | None, *, head_dim: int | None = None) -> RopeSpec:
+    """The rotary embedding.
 
-    partial  heads may be rotated in part (partial_rotary_factor, rotary_dim); else that is refused
+    max_len   the original context where the config names none; None: it has to
+    head_dim  of a family that may rotate a part of each head (partial_rotary_factor); None: that is refused
+
     `rope_scaling` where it holds anything, and then nothing of `rope_parameters`, as transformers 5 has it
     (modeling_rope_utils.py, convert_rope_params_to_dict); rope_theta from there, else from the config.
     """
     rope = config.part("rope_scaling") if config.differs("rope_scaling", None, {}) else config.part("rope_parameters")
+    spec = _read_part(config, rope, max_len, config.number("rope_theta", 10_000.0), partial=head_dim is not None)
+    return spec if head_dim is None else replace(spec, rotary_dim=_rotary_dim(config, rope, head_dim))
+
+
+def _rotary_dim(config: ConfigReader, rope: ConfigReader, head_dim: int) -> int | None:
+    """int(head_dim * partial_rotary_factor), the factor from the rope's part of the config, else from the config."""
+    part = rope if rope.given("partial_rotary_factor") else config
+    rotary_dim = int(head_dim * part.number("partial_rotary_factor", 1.0))
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise config.refusal(
+            f"{part.shown('partial_rotary_factor')} rotates {rotary_dim} of the {head_dim} numbers of a head; rotary embedding "
+            "needs pairs"
+        )
+    return None if rotary_dim == head_dim else rotary_dim
+
+
+def _read_part(config: ConfigReader, rope: ConfigReader, max_len: int | None, usual_theta: float, *, partial: bool) -> RopeSpec:
+    """One object that describes a rotary embedding. partial: its partial_rotary_factor is the caller's to read."""
     kind = rope.text("rope_type", rope.text("type", "default"))
-    theta = rope.number("rope_theta", config.number("rope_theta", 10_000.0))
+    theta = rope.number("rope_theta", usual_theta)
     wrong = [f"{key} per layer type" for key in rope.objects()]
     if kind not in ("default", "linear", "llama3", "yarn"):
         wrong.append(f"rope_type {kind[:60]!r} (supported: default, linear, llama3, yarn)")
@@ -52,11 +74,6 @@ def read_rope(config: ConfigReader, max_len: int | None, *, partial: bool = Fals
     wrong += [rope.shown(key) for key in ("mrope_section",) if rope.given(key)]
     if wrong:
         raise config.refusal(f"rotary embedding not supported: {', '.join(wrong)}")
-    spec = _of_type(kind, config, rope, theta, max_len)
-    return replace(spec, rotary_dim=_rotary_dim(config, rope)) if partial else spec
-
-
-def _of_type(kind: str, config: ConfigReader, rope: ConfigReader, theta: float, max_len: int | None) -> RopeSpec:
     if kind == "default":
         return RopeSpec(type=kind, theta=theta)
     if kind == "linear":
@@ -70,17 +87,6 @@ def _of_type(kind: str, config: ConfigReader, rope: ConfigReader, theta: float, 
         raise config.refusal(f"high_freq_factor {high:g} must exceed low_freq_factor {low:g}; correct them")
     factor = rope.number("factor")
     return RopeSpec(type=kind, theta=theta, factor=factor, original_max_len=original, low_freq_factor=low, high_freq_factor=high)
-
-
-def _rotary_dim(config: ConfigReader, rope: ConfigReader) -> int | None:
-    """The factor of the embedding's object before the config's own, and that before rotary_dim, as transformers 5 has it."""
-    head_dim = config.integer("head_dim", max(1, config.integer("hidden_size") // config.integer("num_attention_heads")))
-    key = "partial_rotary_factor"
-    found = next((reader for reader in (rope, config) if reader.given(key)), None)
-    rotary_dim = config.integer("rotary_dim", head_dim) if found is None else int(head_dim * found.number(key))
-    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-        raise config.refusal(f"{rotary_dim} of {head_dim} numbers of a head are rotated; it must be an even part of them")
-    return None if rotary_dim == head_dim else rotary_dim
 
 
 def _yarn(rope: ConfigReader, theta: float, original: int, max_len: int | None) -> RopeSpec:

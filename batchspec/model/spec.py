@@ -17,7 +17,7 @@ from batchspec.model.config_values import ConfigReader, Json, read_json, shown
 from batchspec.model.families.registry import family_of
 from batchspec.model.quant.formats import ALL_PLAIN, Formats
 from batchspec.model.quant.registry import read_formats
-from batchspec.model.rope_config import RopeSpec, read_rope
+from batchspec.model.rope_config import RopeSpec
 
 EMBEDDING, FINAL_NORM, OUTPUT = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _GENERATION_KEYS = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -162,7 +162,7 @@ def read_spec(values: Json, where: str, generation: Json | None = None, generati
         vocab_size=config.integer("vocab_size"),
         layers=family.layers(config),
         rms_eps=config.number("rms_norm_eps", 1e-6),
-        rope=read_rope(config, max_len, partial=family.partial_rotary),
+        rope=family.rope(config),
         tie=config.flag("tie_word_embeddings"),
         formats=formats,
         eos_ids=tuple(dict.fromkeys(ends + config.integer_or_integers("eos_token_id"))),

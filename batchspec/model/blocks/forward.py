@@ -91,7 +91,10 @@ class StoreKV(Protocol):
         """int32 [T] the row each token belongs to; None where no product reads it."""
 
     def rotate_and_store(self, qkv: Any, *, q_norm: Tensor | None, k_norm: Tensor | None, eps: float) -> Tensor:
-        """What the product of q, k and v gave -> q [T, NH, D], normed and rotated; K, the same, and V are stored."""
+        """What the product of q, k and v gave -> q [T, NH, D], normed and rotated; K, the same, and V are stored.
+
+        q_norm, k_norm  weights of the norm of each head [D], or of all heads at once [NH * D] and [KVH * D]; or None
+        """
 
 
 class Attend(Protocol):

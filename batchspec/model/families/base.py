@@ -9,6 +9,7 @@ from batchspec.model.blocks.attention import AttentionSpec
 from batchspec.model.blocks.gated_mlp import GatedMlpSpec
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.config_values import ConfigReader, Json, Ranges, short_json
+from batchspec.model.rope_config import RopeSpec, read_rope
 
 # Keys of other models' computation that are refused unless null or false, and those that are unless 1.
 NOT_BUILT = (
@@ -26,6 +27,11 @@ EXPERT_COUNTS: Ranges = {"num_experts": (1, 2**16), "num_local_experts": (1, 2**
 """What `read_num_experts` reads: the ranges of a family with experts."""
 
 
+def plain_rope(config: ConfigReader) -> RopeSpec:
+    """One rotation for all layers, of whole heads."""
+    return read_rope(config, config.integer("max_position_embeddings"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One model_type: what its keys mean, the blocks that they describe, and what of them is not built."""
@@ -40,12 +46,11 @@ class Family:
     """What a missing key means: the defaults of transformers 5 (models/*/configuration_*.py)."""
     integers: Ranges = field(default_factory=dict)
     """Ranges of its own keys."""
+    rope: Callable[[ConfigReader], RopeSpec] = plain_rope
     computes: frozenset[str] = frozenset()
-    """Keys among NOT_BUILT that this family's blocks compute."""
+    """Keys among NOT_BUILT and NOT_BUILT_SCALES that this family's blocks compute."""
     refuses: Callable[[ConfigReader], list[str]] = lambda config: []
     """What this family refuses beyond NOT_BUILT, as `key=value`."""
-    partial_rotary: bool = False
-    """Heads may be rotated in part: partial_rotary_factor, rotary_dim."""
     window_switch: bool = False
     """Windows count only with use_sliding_window, from layer max_window_layers on."""
 
@@ -53,8 +58,7 @@ class Family:
         """Raises CheckpointError that names every key whose computation is not built, `not_built` among them."""
         found = [config.shown(key) for key in not_built]
         found += [config.shown(key) for key in NOT_BUILT if key not in self.computes and config.differs(key, None, False)]
-        rotary = {"partial_rotary_factor"} if self.partial_rotary else set()
-        found += [config.shown(key) for key in NOT_BUILT_SCALES if key not in rotary and config.differs(key, None, 1.0)]
+        found += [config.shown(key) for key in NOT_BUILT_SCALES if key not in self.computes and config.differs(key, None, 1.0)]
         if config.text("hidden_act", "silu") not in ("silu", "swish"):
             found.append(config.shown("hidden_act"))
         found += self.refuses(config)
@@ -63,13 +67,7 @@ class Family:
 
 
 def read_attentions(
-    config: ConfigReader,
-    *,
-    bias: bool = False,
-    qkv_bias: bool = False,
-    qk_norm: bool = False,
-    qk_row_norm: bool = False,
-    window_switch: bool = False,
+    config: ConfigReader, *, bias: bool = False, qkv_bias: bool = False, qk_norm: bool = False, window_switch: bool = False
 ) -> list[AttentionSpec]:
     """The attention of every layer, all of one shape but for the window; `bias`: of all four projections."""
     num_kv_heads, head_dim = read_heads(config)
@@ -85,7 +83,6 @@ def read_attentions(
             qkv_bias=bias or qkv_bias,
             o_bias=bias,
             qk_norm=qk_norm,
-            qk_row_norm=qk_row_norm,
         )
         for window in windows
     ]
