@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from batchspec.draft.base import Drafter
-from batchspec.draft.eagle3 import Eagle3Drafter
-from batchspec.draft.lookup import LookupDrafter
-from batchspec.draft.none import NoDrafter
-from batchspec.draft.weights import dummy_head, dummy_spec
-from batchspec.engine.engine import Engine
 from batchspec.errors import CheckpointError
 from batchspec.model.blocks.gated_mlp import GatedMlpSpec
 from batchspec.model.blocks.moe import MoeSpec
@@ -22,12 +15,10 @@ from batchspec.model.blocks.routing import combine, routing_of, sigmoid_topk, so
 from batchspec.model.products import products
 from batchspec.model.quant import grouped
 from batchspec.model.spec import ModelSpec, load_spec, read_spec
-from batchspec.model.target import Target
 from batchspec.model.weights import expected_shapes
 from batchspec.packing.cost import num_multiplied, read_bytes, weight_bytes
-from batchspec.records import Completion, SamplingParams
-from tests.engines import DEVICE, packed, request
 from tests.models import make_checkpoint
+from tests.moe_models import assert_drafts_change_no_token, tiny_moe
 from tests.test_target import Runner, assert_like_transformers, prompts
 
 TINY: dict[str, Any] = {
@@ -107,7 +98,7 @@ def test_outputs_are_added_in_slot_order_and_rounded_once() -> None:
 
 
 def test_experts_that_compute_a_pair_of_each_token_give_what_they_give_on_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny_moe()
+    target = tiny_moe("qwen3_moe")
     ids = prompts([9, 1, 4], 31)
     expected, _ = Runner.start(target, 3).feed(ids)
     monkeypatch.setattr(grouped, "own_pairs", grouped.bounded_pairs)
@@ -141,32 +132,6 @@ def test_costs_tell_what_is_stored_from_what_is_read_and_used() -> None:
     assert {(rows, k) for op, rows, k in products(spec) if op != "lm_head"} == {(5120, 2048), (2048, 4096)}  # attention's alone
 
 
-def tiny_moe() -> Target:
-    config = {
-        **QWEN3_30B, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 4, "vocab_size": 31, "max_position_embeddings": 256, "num_experts": 5,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 10, "rope_theta": 100.0,
-    }  # fmt: skip
-    return Target.load(Path(), read_spec(config, "config.json"), dtype=torch.float64, device=DEVICE, dummy=True)
-
-
-def ids_of(done: Completion) -> list[int]:
-    assert done.token_ids is not None
-    return [int(token) for token in done.token_ids]
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafts_of_any_kind_change_no_token(temperature: float) -> None:
-    target = tiny_moe()
-    head_spec = replace(dummy_spec(target.spec, draft_vocab_size=19), aux_layer_ids=(0, 1, 2))
-    head = dummy_head(head_spec, dtype=torch.float64, device=DEVICE)
-    drafters: list[Drafter] = [
-        NoDrafter(), LookupDrafter(4, min_ngram=1, max_ngram=2), Eagle3Drafter(head, target, 3, slots=3),
-    ]  # fmt: skip
-    found = []
-    for drafter in drafters:
-        engine = Engine(target, drafter, packed(3, draft_len=4), device=DEVICE)
-        asked = [request(i, [i, 2, 3, i, 2], cap=24, sampling=SamplingParams(temperature=temperature)) for i in range(5)]
-        found.append({done.request_id: ids_of(done) for done in engine.run(iter(asked))})
-    assert found[0] == found[1] == found[2]
-    assert all(len(tokens) == 24 for tokens in found[0].values())
+    assert_drafts_change_no_token(tiny_moe("qwen3_moe"), temperature)

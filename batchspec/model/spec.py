@@ -40,7 +40,7 @@ class ModelSpec:
     """The output matrix is the embedding."""
     formats: Formats = ALL_PLAIN
     eos_ids: tuple[int, ...]
-    """Of generation_config.json first, then those that only config.json has."""
+    """Of generation_config.json first, then those that only config.json has, unless a family says no (`config_ends`)."""
     max_len: int
     """Longest prompt + output, in tokens."""
     dtype: str
@@ -156,6 +156,8 @@ def read_spec(values: Json, where: str, generation: Json | None = None, generati
     assert formats is not None
     max_len = config.integer("max_position_embeddings")
     ends = ConfigReader(generation or {}, generation_where).integer_or_integers("eos_token_id")
+    if family.config_ends or not ends:
+        ends += config.integer_or_integers("eos_token_id")
     return ModelSpec(
         family=family.name,
         hidden_size=config.integer("hidden_size"),
@@ -165,7 +167,7 @@ def read_spec(values: Json, where: str, generation: Json | None = None, generati
         rope=family.rope(config),
         tie=config.flag("tie_word_embeddings"),
         formats=formats,
-        eos_ids=tuple(dict.fromkeys(ends + config.integer_or_integers("eos_token_id"))),
+        eos_ids=tuple(dict.fromkeys(ends)),
         max_len=max_len,
         dtype=_dtype(config),
         generation={key: value for key in _GENERATION_KEYS if (value := (generation or {}).get(key)) is not None},

@@ -20,8 +20,8 @@ from batchspec.model.blocks.base import ExpertsSpec, Gemm, GroupedSpec, ProductS
 from batchspec.model.blocks.forward import BlockSource, Stream
 from batchspec.model.blocks.routing import Routing, combine, routing_of, sigmoid_topk, softmax_topk, topk_softmax
 
-Scoring = Literal["softmax_topk", "topk_softmax", "sigmoid_topk"]
-"""A function of `blocks/routing.py`."""
+Scoring = Literal["softmax_topk", "topk_softmax"]
+"""A function of `blocks/routing.py`; `sigmoid_topk` is that of a router with a selection bias."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +34,10 @@ class RouterSpec:
     """Experts of a token."""
     scoring: Scoring = "softmax_topk"
     norm_topk: bool = True
-    """softmax_topk: the weights of a token's experts sum to 1. They always do in the others."""
+    """softmax_topk: the weights of a token's experts sum to 1, as they always do in the others."""
     bias: bool = False
     selection_bias: str | None = None
-    """sigmoid_topk: the name of its vector [E]."""
+    """Name of a vector [E], with which experts are chosen, by `sigmoid_topk`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

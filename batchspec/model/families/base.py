@@ -47,6 +47,8 @@ class Family:
     integers: Ranges = field(default_factory=dict)
     """Ranges of its own keys."""
     rope: Callable[[ConfigReader], RopeSpec] = plain_rope
+    config_ends: bool = True
+    """eos_token_id of config.json counts beside that of generation_config.json, not only where that one names none."""
     computes: frozenset[str] = frozenset()
     """Keys among NOT_BUILT and NOT_BUILT_SCALES that this family's blocks compute."""
     refuses: Callable[[ConfigReader], list[str]] = lambda config: []

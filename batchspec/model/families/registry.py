@@ -5,7 +5,9 @@ from __future__ import annotations
 from batchspec.model.config_values import ConfigReader
 from batchspec.model.families.base import Family
 from batchspec.model.families.llama import LLAMA
+from batchspec.model.families.minimax_m2 import MINIMAX_M2
 from batchspec.model.families.mistral import MISTRAL
+from batchspec.model.families.mixtral import MIXTRAL
 from batchspec.model.families.qwen2 import QWEN2
 from batchspec.model.families.qwen3 import QWEN3
 from batchspec.model.families.qwen3_moe import QWEN3_MOE
@@ -18,6 +20,8 @@ FAMILIES: dict[str, Family] = {
         QWEN3,
         MISTRAL,
         QWEN3_MOE,
+        MIXTRAL,
+        MINIMAX_M2,
     )
 }
 

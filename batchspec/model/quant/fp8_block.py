@@ -62,6 +62,6 @@ def read_fp8(config: ConfigReader) -> Formats | None:
     """quantization_config with quant_method fp8; None unless it is e4m3 in blocks of 128 x 128 with dynamic activations."""
     blocks = config.ranged({"weight_block_size": (1, 2**20)}).integers("weight_block_size")
     plain = config.texts("modules_to_not_convert") or ()
-    if blocks != (BLOCK, BLOCK) or config.text("fmt", "e4m3") != "e4m3":
+    if blocks != (BLOCK, BLOCK) or config.text("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         return None
     return Formats(Fp8Block(), plain) if config.text("activation_scheme", "dynamic") == "dynamic" else None
