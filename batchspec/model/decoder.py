@@ -37,11 +37,11 @@ class ResidualStream:
         return self.residual.is_contiguous() and product.norms_input(self.residual, gated=gated)
 
     def project(
-        self, norm: Tensor, eps: float, product: Product, row_ids: Tensor | None, *, gated: bool = False,
+        self, norm: Tensor | None, eps: float, product: Product, row_ids: Tensor | None, *, gated: bool = False,
         out_aux: Tensor | None = None,
     ) -> Any:  # fmt: skip
-        if self._pending is not None:
-            x = self.normed(norm, eps, out_aux=out_aux)
+        if self._pending is not None or norm is None:
+            x = self._summed(out_aux) if norm is None else self.normed(norm, eps, out_aux=out_aux)
             return product.swiglu(x, row_ids) if gated else product(x, row_ids)
         if out_aux is not None:
             out_aux.copy_(self.residual)
@@ -56,6 +56,15 @@ class ResidualStream:
             out_aux.copy_(self.residual)
         normed = rms_norm(self.residual, norm, eps)
         return normed if out is None else out.copy_(normed)
+
+    def _summed(self, out_aux: Tensor | None) -> Tensor:
+        """The stream itself [T, H], with all that was added. out_aux [T, H] gets it too, or None."""
+        if self._pending is not None:
+            self.residual.add_(self._pending)
+            self._pending = None
+        if out_aux is not None:
+            out_aux.copy_(self.residual)
+        return self.residual
 
     def add(self, values: Tensor) -> None:
         assert self._pending is None

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from batchspec.model.blocks.attention import AttentionSpec
+from batchspec.model.blocks.base import PLAIN_NORM, NormForm
 from batchspec.model.blocks.gated_mlp import GatedMlpSpec
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.config_values import ConfigReader, Json, Ranges, short_json
+from batchspec.model.rope_config import RopeSpec, read_rope
 
 # Keys of other models' computation that are refused unless null or false, and those that are unless 1.
 NOT_BUILT = (
@@ -22,6 +24,16 @@ NOT_BUILT_SCALES = (
     "logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "scale_emb",
     "scale_depth", "partial_rotary_factor", "rotary_pct",
 )  # fmt: skip
+
+
+def plain_rope(config: ConfigReader) -> RopeSpec:
+    """One rotation for all layers, of whole heads."""
+    return read_rope(config, config.integer("max_position_embeddings"))
+
+
+def partial_rope(config: ConfigReader) -> RopeSpec:
+    """One rotation for all layers, of partial_rotary_factor of each head."""
+    return read_rope(config, config.integer("max_position_embeddings"), head_dim=read_heads(config)[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +50,14 @@ class Family:
     """What a missing key means: the defaults of transformers 5 (models/*/configuration_*.py)."""
     integers: Ranges = field(default_factory=dict)
     """Ranges of its own keys."""
+    rope: Callable[[ConfigReader], RopeSpec] = plain_rope
+    local_rope: Callable[[ConfigReader], RopeSpec | None] = lambda config: None
+    """Of layers with a window, where it is another one."""
+    norms: NormForm = PLAIN_NORM
+    """of the final norm"""
+    embedding_scale: Callable[[ConfigReader], float | None] = lambda config: None
     computes: frozenset[str] = frozenset()
-    """Keys among NOT_BUILT that this family's blocks compute."""
+    """Keys among NOT_BUILT, NOT_BUILT_SCALES and hidden_act that this family's blocks compute."""
     refuses: Callable[[ConfigReader], list[str]] = lambda config: []
     """What this family refuses beyond NOT_BUILT, as `key=value`."""
     window_switch: bool = False
@@ -49,8 +67,8 @@ class Family:
         """Raises CheckpointError that names every key whose computation is not built, `not_built` among them."""
         found = [config.shown(key) for key in not_built]
         found += [config.shown(key) for key in NOT_BUILT if key not in self.computes and config.differs(key, None, False)]
-        found += [config.shown(key) for key in NOT_BUILT_SCALES if config.differs(key, None, 1.0)]
-        if config.text("hidden_act", "silu") not in ("silu", "swish"):
+        found += [config.shown(key) for key in NOT_BUILT_SCALES if key not in self.computes and config.differs(key, None, 1.0)]
+        if "hidden_act" not in self.computes and config.text("hidden_act", "silu") not in ("silu", "swish"):
             found.append(config.shown("hidden_act"))
         found += self.refuses(config)
         if found:
@@ -91,6 +109,11 @@ def read_mlp(config: ConfigReader, *, bias: bool = False) -> GatedMlpSpec:
 def dense_layers(attentions: Sequence[AttentionSpec], mlp: GatedMlpSpec) -> tuple[LayerSpec, ...]:
     """The same gated MLP in every layer."""
     return tuple(LayerSpec(attention, mlp) for attention in attentions)
+
+
+def refuses_windows(config: ConfigReader) -> list[str]:
+    """`Family.refuses` of a family whose layers all read all keys."""
+    return [f"{config.shown('sliding_window')} in a {config.text('model_type')}"] if config.given("sliding_window") else []
 
 
 def read_heads(config: ConfigReader) -> tuple[int, int]:
