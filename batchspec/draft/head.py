@@ -77,9 +77,6 @@ class _HeadWeights:
     def vector(self, name: str) -> Tensor:
         return self._tensors[self._prefix + name]
 
-    def wide_vector(self, name: str) -> Tensor:
-        raise NotImplementedError  # layers of heads are dense
-
     def grouped(self, spec: GroupedSpec) -> GroupedProduct:
         raise NotImplementedError  # layers of heads are dense
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from batchspec.cache.attention import AttentionPlan
@@ -39,11 +38,11 @@ class ResidualStream:
         return self.residual.is_contiguous() and product.norms_input(self.residual, gated=gated)
 
     def project(
-        self, norm: Tensor, eps: float, product: Product, row_ids: Tensor | None, *, gated: bool = False,
+        self, norm: Tensor | None, eps: float, product: Product, row_ids: Tensor | None, *, gated: bool = False,
         out_aux: Tensor | None = None,
     ) -> Any:  # fmt: skip
-        if self._pending is not None:
-            x = self.normed(norm, eps, out_aux=out_aux)
+        if self._pending is not None or norm is None:
+            x = self._summed(out_aux) if norm is None else self.normed(norm, eps, out_aux=out_aux)
             return product.swiglu(x, row_ids) if gated else product(x, row_ids)
         if out_aux is not None:
             out_aux.copy_(self.residual)
@@ -58,6 +57,15 @@ class ResidualStream:
             out_aux.copy_(self.residual)
         normed = rms_norm(self.residual, norm, eps)
         return normed if out is None else out.copy_(normed)
+
+    def _summed(self, out_aux: Tensor | None) -> Tensor:
+        """The stream itself [T, H], with all that was added. out_aux [T, H] gets it too, or None."""
+        if self._pending is not None:
+            self.residual.add_(self._pending)
+            self._pending = None
+        if out_aux is not None:
+            out_aux.copy_(self.residual)
+        return self.residual
 
     def add(self, values: Tensor) -> None:
         assert self._pending is None
@@ -109,9 +117,6 @@ class LayerWeights:
 
     def vector(self, name: str) -> Tensor:
         return self._weights.tensor(self._prefix + name)
-
-    def wide_vector(self, name: str) -> Tensor:
-        return self._weights.stored(self._prefix + name).to(torch.promote_types(self._weights.dtype, torch.float32))
 
     def grouped(self, spec: GroupedSpec) -> GroupedProduct:
         """Raises CheckpointError for experts of different formats."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from batchspec.cache.layout import KVLayout
 from batchspec.errors import CheckpointError
 from batchspec.model.blocks.attention import AttentionSpec
-from batchspec.model.blocks.base import BlockSpec, Gemm, TensorSpec, projections
+from batchspec.model.blocks.base import PLAIN_NORM, BlockSpec, Gemm, NormForm, TensorSpec, projections
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.config_values import ConfigReader, Json, read_json, shown
 from batchspec.model.families.registry import family_of
@@ -36,6 +36,12 @@ class ModelSpec:
     rms_eps: float
     """of the final norm"""
     rope: RopeSpec
+    local_rope: RopeSpec | None = None
+    """Of layers with a window, where it is another one."""
+    norms: NormForm = PLAIN_NORM
+    """of the final norm"""
+    embedding_scale: float | None = None
+    """Embeddings are multiplied by it, rounded to the model's dtype; None: they are not."""
     tie: bool
     """The output matrix is the embedding."""
     formats: Formats = ALL_PLAIN
@@ -83,6 +89,12 @@ class ModelSpec:
         return tuple(attention.window for attention in self.attentions)
 
     @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """[num_layers]"""
+        local = self.rope if self.local_rope is None else self.local_rope
+        return tuple(self.rope if window is None else local for window in self.windows)
+
+    @property
     def intermediate_size(self) -> int:
         """Numbers between the two products of the first layer's MLP, of one token: a new draft head takes it over."""
         return self.layers[0].mlp.inner_size
@@ -103,7 +115,7 @@ class ModelSpec:
         """Every tensor of the checkpoint by its full name; lm_head.weight only where it is not tied."""
         matrix = (self.vocab_size, self.hidden_size)
         yield TensorSpec(EMBEDDING, matrix, "weight")
-        yield TensorSpec(FINAL_NORM, (self.hidden_size,), "norm")
+        yield self.norms.tensor(FINAL_NORM.removesuffix(".weight"), self.hidden_size)
         if not self.tie:
             yield TensorSpec(OUTPUT, matrix, "weight")
         for prefix, block in self.blocks():
@@ -124,12 +136,12 @@ def block_tensors(block: BlockSpec, prefix: str, formats: Formats = ALL_PLAIN) -
     """Every tensor of a block by its full name: those of its products as their formats store them, then vectors."""
     for part in projections(block):
         for tensor in formats.of(prefix + part.name).tensors(part):
-            yield TensorSpec(prefix + tensor.name, tensor.shape, tensor.role, tensor.dtypes)
+            yield replace(tensor, name=prefix + tensor.name)
     for spec in block.grouped:
         for tensor in formats.of(prefix + spec.of(0).parts[0].name).grouped_tensors(spec):
-            yield TensorSpec(prefix + tensor.name, tensor.shape, tensor.role, tensor.dtypes)
+            yield replace(tensor, name=prefix + tensor.name)
     for tensor in block.vectors:
-        yield TensorSpec(prefix + tensor.name, tensor.shape, tensor.role, tensor.dtypes)
+        yield replace(tensor, name=prefix + tensor.name)
 
 
 def load_spec(folder: Path) -> ModelSpec:
@@ -154,21 +166,25 @@ def read_spec(values: Json, where: str, generation: Json | None = None, generati
     not_built = ["quantization_config"] if formats is None else []
     family.check(config, not_built)
     assert formats is not None
-    max_len = config.integer("max_position_embeddings")
     ends = ConfigReader(generation or {}, generation_where).integer_or_integers("eos_token_id")
     if family.config_ends or not ends:
         ends += config.integer_or_integers("eos_token_id")
+    layers = family.layers(config)
+    rope = family.rope(config)
     return ModelSpec(
         family=family.name,
         hidden_size=config.integer("hidden_size"),
         vocab_size=config.integer("vocab_size"),
-        layers=family.layers(config),
+        layers=layers,
         rms_eps=config.number("rms_norm_eps", 1e-6),
-        rope=family.rope(config),
+        rope=rope,
+        local_rope=family.local_rope(config),
+        norms=family.norms,
+        embedding_scale=family.embedding_scale(config),
         tie=config.flag("tie_word_embeddings"),
         formats=formats,
         eos_ids=tuple(dict.fromkeys(ends)),
-        max_len=max_len,
+        max_len=rope.longest(config.integer("max_position_embeddings")),
         dtype=_dtype(config),
         generation={key: value for key in _GENERATION_KEYS if (value := (generation or {}).get(key)) is not None},
     )

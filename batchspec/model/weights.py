@@ -109,6 +109,7 @@ class Checkpoint:
         self._folder, self.dtype, self.device = folder, dtype, device
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
+        self._specs = {tensor.name: tensor for tensor in spec.tensors()}
         files = LocalFiles(folder)
         check_tensors(files.where, spec, stored_tensors(files))
         with self._stack:
@@ -120,7 +121,9 @@ class Checkpoint:
 
     def tensor(self, name: str) -> Tensor:
         tensor: Tensor = self._files[name].get_tensor(name)
-        return tensor.to(device=self.device, dtype=self.dtype)
+        spec, tensor = self._specs[name], tensor.to(self.device)
+        dtype = _dtype_of(spec, self.dtype)
+        return (tensor.to(torch.promote_types(dtype, torch.float32)) + spec.offset if spec.offset else tensor).to(dtype)
 
     def stored(self, name: str) -> Tensor:
         tensor: Tensor = self._files[name].get_tensor(name)
@@ -148,6 +151,11 @@ class Checkpoint:
                 )
 
 
+def _dtype_of(tensor: TensorSpec, model: torch.dtype) -> torch.dtype:
+    """The dtype in memory of a tensor of a model that computes in `model`."""
+    return torch.promote_types(model, torch.float32) if tensor.wide else model
+
+
 class DummyWeights:
     """Noise of the right shapes from the spec alone: N(0, 0.02^2), norms and scales of quantised weights 1.
 
@@ -161,7 +169,7 @@ class DummyWeights:
 
     def tensor(self, name: str) -> Tensor:
         tensor = self._tensors[name]
-        out = torch.empty(tensor.shape, dtype=self.dtype, device=self.device)
+        out = torch.empty(tensor.shape, dtype=_dtype_of(tensor, self.dtype), device=self.device)
         if tensor.role in ("norm", "scale"):
             return out.fill_(1.0)
         return out.normal_(0.0, 0.02, generator=self._generator)

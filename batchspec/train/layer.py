@@ -100,9 +100,6 @@ class _Modules:
     def vector(self, name: str) -> Tensor:
         return self._root.get_parameter(name)
 
-    def wide_vector(self, name: str) -> Tensor:
-        raise NotImplementedError  # layers of heads are dense
-
     def grouped(self, spec: GroupedSpec) -> GroupedProduct:
         raise NotImplementedError  # layers of heads are dense
 
@@ -132,10 +129,10 @@ class GradientStream:
         return False
 
     def project(
-        self, norm: Tensor, eps: float, product: Product, row_ids: Tensor | None, *, gated: bool = False,
+        self, norm: Tensor | None, eps: float, product: Product, row_ids: Tensor | None, *, gated: bool = False,
         out_aux: Tensor | None = None,
     ) -> Any:  # fmt: skip
-        x = self.normed(norm, eps)
+        x = self.state if norm is None else self.normed(norm, eps)
         return product.swiglu(x, row_ids) if gated else product(x, row_ids)
 
     def normed(self, norm: Tensor, eps: float, *, out_aux: Tensor | None = None, out: Tensor | None = None) -> Tensor:

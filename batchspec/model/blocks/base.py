@@ -26,6 +26,28 @@ class TensorSpec:
     role: Role
     dtypes: tuple[str, ...] = FLOATS
     """What the file may hold, as safetensors calls it."""
+    offset: float = 0.0
+    """Added to what the file holds, in fp32 at least."""
+    wide: bool = False
+    """Kept in fp32 at least, whatever the model's dtype is."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormForm:
+    """How the RMS norms of a family use their weights."""
+
+    offset: float = 0.0
+    """Added to the weight of the file: 1 where it holds the difference to 1."""
+    wide: bool = False
+    """The normed value is multiplied in fp32 and rounded once; else it is rounded, then multiplied in the model's dtype. Kernels
+    tell the two by the weight's dtype."""
+
+    def tensor(self, name: str, size: int) -> TensorSpec:
+        """The weight [size] of a norm of this name."""
+        return TensorSpec(f"{name}.weight", (size,), "norm", offset=self.offset, wide=self.wide)
+
+
+PLAIN_NORM = NormForm()
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,10 +68,13 @@ class Stream(Protocol):
         """Whether `project` would hand the stream to this product as it is, if nothing were left to be added."""
 
     def project(
-        self, norm: Tensor, eps: float, product: Product, row_ids: Tensor | None, *, gated: bool = False,
+        self, norm: Tensor | None, eps: float, product: Product, row_ids: Tensor | None, *, gated: bool = False,
         out_aux: Tensor | None = None,
     ) -> Any:  # fmt: skip
-        """product(rms_norm(stream)), gated: product.swiglu of it. out_aux [T, H] gets the stream, or None."""
+        """product(rms_norm(stream)), gated: product.swiglu of it; norm None: product(stream).
+
+        out_aux [T, H] gets the stream, or None.
+        """
 
     def normed(self, norm: Tensor, eps: float, *, out_aux: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """rms_norm(stream) [T, H], written to `out` where given. out_aux [T, H] gets the stream, or None."""
@@ -116,9 +119,6 @@ class BlockSource(Protocol):
 
     def vector(self, name: str) -> Tensor:
         """A norm or another small tensor, by its whole name."""
-
-    def wide_vector(self, name: str) -> Tensor:
-        """The same in fp32, never rounded to the model's dtype; in fp64 of an fp64 model."""
 
     def grouped(self, spec: GroupedSpec) -> GroupedProduct:
         """Called once for each grouped product, in order."""

@@ -16,7 +16,7 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchspec.model.blocks.base import ExpertsSpec, Gemm, GroupedSpec, ProductSpec, Projection, TensorSpec
+from batchspec.model.blocks.base import PLAIN_NORM, ExpertsSpec, Gemm, GroupedSpec, NormForm, ProductSpec, Projection, TensorSpec
 from batchspec.model.blocks.forward import BlockSource, Stream
 from batchspec.model.blocks.routing import Routing, combine, routing_of, sigmoid_topk, softmax_topk, topk_softmax
 
@@ -49,6 +49,7 @@ class MoeSpec:
     eps: float
     """of its norm"""
     norm: str = "post_attention_layernorm"
+    norms: NormForm = PLAIN_NORM
 
     @property
     def hidden_size(self) -> int:
@@ -64,12 +65,15 @@ class MoeSpec:
 
     @property
     def vectors(self) -> tuple[TensorSpec, ...]:
-        """The norm, and all of the router."""
+        """The norm, and all of the router, in fp32."""
         router, num_experts = self.router, self.experts.num_experts
-        found = [TensorSpec(f"{self.norm}.weight", (self.hidden_size,), "norm")]
-        found.append(TensorSpec(f"{router.name}.weight", (num_experts, self.hidden_size), "weight"))
-        found += [TensorSpec(f"{router.name}.bias", (num_experts,), "bias")] if router.bias else []
-        return *found, *([TensorSpec(router.selection_bias, (num_experts,), "bias")] if router.selection_bias else [])
+        biases = [f"{router.name}.bias"] if router.bias else []
+        biases += [router.selection_bias] if router.selection_bias else []
+        return (
+            self.norms.tensor(self.norm, self.hidden_size),
+            TensorSpec(f"{router.name}.weight", (num_experts, self.hidden_size), "weight", wide=True),
+            *(TensorSpec(name, (num_experts,), "bias", wide=True) for name in biases),
+        )
 
     @property
     def inner_size(self) -> int:
@@ -101,9 +105,9 @@ class Moe:
     def __init__(self, spec: MoeSpec, source: BlockSource) -> None:
         self._spec, router = spec, spec.router
         self._norm = source.vector(f"{spec.norm}.weight")
-        self._router = source.wide_vector(f"{router.name}.weight")
-        self._bias = source.wide_vector(f"{router.name}.bias") if router.bias else None
-        self._selection_bias = source.wide_vector(router.selection_bias) if router.selection_bias else None
+        self._router = source.vector(f"{router.name}.weight")
+        self._bias = source.vector(f"{router.name}.bias") if router.bias else None
+        self._selection_bias = source.vector(router.selection_bias) if router.selection_bias else None
         self._gate_up, self._down = source.grouped(spec.experts.gate_up), source.grouped(spec.experts.down)
 
     def norms_in_product(self, stream: Stream) -> bool:

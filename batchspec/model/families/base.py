@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from batchspec.model.blocks.attention import AttentionSpec
+from batchspec.model.blocks.base import PLAIN_NORM, NormForm
 from batchspec.model.blocks.gated_mlp import GatedMlpSpec
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.config_values import ConfigReader, Json, Ranges, short_json
@@ -32,6 +33,11 @@ def plain_rope(config: ConfigReader) -> RopeSpec:
     return read_rope(config, config.integer("max_position_embeddings"))
 
 
+def partial_rope(config: ConfigReader) -> RopeSpec:
+    """One rotation for all layers, of partial_rotary_factor of each head."""
+    return read_rope(config, config.integer("max_position_embeddings"), head_dim=read_heads(config)[1])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One model_type: what its keys mean, the blocks that they describe, and what of them is not built."""
@@ -49,8 +55,13 @@ class Family:
     rope: Callable[[ConfigReader], RopeSpec] = plain_rope
     config_ends: bool = True
     """eos_token_id of config.json counts beside that of generation_config.json, not only where that one names none."""
+    local_rope: Callable[[ConfigReader], RopeSpec | None] = lambda config: None
+    """Of layers with a window, where it is another one."""
+    norms: NormForm = PLAIN_NORM
+    """of the final norm"""
+    embedding_scale: Callable[[ConfigReader], float | None] = lambda config: None
     computes: frozenset[str] = frozenset()
-    """Keys among NOT_BUILT and NOT_BUILT_SCALES that this family's blocks compute."""
+    """Keys among NOT_BUILT, NOT_BUILT_SCALES and hidden_act that this family's blocks compute."""
     refuses: Callable[[ConfigReader], list[str]] = lambda config: []
     """What this family refuses beyond NOT_BUILT, as `key=value`."""
     window_switch: bool = False
@@ -61,7 +72,7 @@ class Family:
         found = [config.shown(key) for key in not_built]
         found += [config.shown(key) for key in NOT_BUILT if key not in self.computes and config.differs(key, None, False)]
         found += [config.shown(key) for key in NOT_BUILT_SCALES if key not in self.computes and config.differs(key, None, 1.0)]
-        if config.text("hidden_act", "silu") not in ("silu", "swish"):
+        if "hidden_act" not in self.computes and config.text("hidden_act", "silu") not in ("silu", "swish"):
             found.append(config.shown("hidden_act"))
         found += self.refuses(config)
         if found:
@@ -111,6 +122,11 @@ def read_num_experts(config: ConfigReader) -> tuple[int, int]:
     if top_k > num_experts:
         raise config.refusal(f"num_experts_per_tok {top_k} exceeds the {num_experts} experts; correct it")
     return num_experts, top_k
+
+
+def refuses_windows(config: ConfigReader) -> list[str]:
+    """`Family.refuses` of a family whose layers all read all keys."""
+    return [f"{config.shown('sliding_window')} in a {config.text('model_type')}"] if config.given("sliding_window") else []
 
 
 def read_heads(config: ConfigReader) -> tuple[int, int]:

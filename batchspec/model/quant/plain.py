@@ -90,13 +90,13 @@ class Linear(Product):
         return self.tile("norm_swiglu" if gated else "norm_linear", x) is not None
 
     def of_norm(self, x: Tensor, norm: Tensor, eps: float, row_ids: Tensor | None = None) -> Tensor:
-        tile = self.tile("norm_linear", x)
+        tile = self.tile("norm_linear", x) if norm.dtype is x.dtype else None
         if tile is None:
             return self(rms_norm(x, norm, eps))
         return kernels.norm_linear(x, norm, self._weight, self._bias, eps=eps, tile=tile)
 
     def swiglu_of_norm(self, x: Tensor, norm: Tensor, eps: float, row_ids: Tensor | None = None) -> Tensor:
-        tile = self.tile("norm_swiglu", x)
+        tile = self.tile("norm_swiglu", x) if norm.dtype is x.dtype else None
         if tile is None:
             return self.swiglu(rms_norm(x, norm, eps))
         return kernels.norm_swiglu(x, norm, self._weight, self._bias, eps=eps, tile=tile)
