@@ -42,8 +42,12 @@ def plan_attention(batch: FlatBatch, kv: LayerKV, *, num_heads: int, window: int
 class AttentionPlan(Protocol):
     """See `plan_attention`."""
 
-    def attend(self, q: Tensor, kv: LayerKV, scale: float, positions: Tensor | None = None) -> Tensor:
+    def attend(
+        self, q: Tensor, kv: LayerKV, scale: float, positions: Tensor | None = None, sink_logits: Tensor | None = None
+    ) -> Tensor:
         """As the function `attend`, for one layer.
 
+        sink_logits  fp32 (fp64 for fp64) [NH]: one more key of each head, with this logit and the value 0 (gpt-oss); not `sink`,
+                     which are real keys
         positions  int64 [T] later ones than the batch's, each row's below its kv_len: the steps of a draft chain share a plan
         """

@@ -162,5 +162,6 @@ class StepAttention:
         turned: Tensor = Turn.apply(q, cos, sin)  # type: ignore[no-untyped-call]
         return turned
 
-    def __call__(self, q: Tensor, scale: float) -> Tensor:
+    def __call__(self, q: Tensor, scale: float, sink_logits: Tensor | None = None) -> Tensor:
+        assert sink_logits is None, "heads with sinks are not trained"
         return attend(q.expand(self._step.rows, -1, -1, -1).contiguous(), self._keys).flatten(2)
