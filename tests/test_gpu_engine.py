@@ -65,6 +65,9 @@ class _Noise:
     def stored(self, name: str) -> torch.Tensor:
         return self.tensor(name)
 
+    def entry(self, name: str, index: int) -> torch.Tensor:
+        return self.tensor(name)[index]
+
 
 @cache
 def target(kind: str, window: int | None = None, num_layers: int = 2) -> Target:

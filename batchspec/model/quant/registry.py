@@ -7,9 +7,11 @@ from collections.abc import Callable
 from batchspec.model.config_values import ConfigReader
 from batchspec.model.quant.formats import ALL_PLAIN, Formats
 from batchspec.model.quant.fp8_block import read_fp8
+from batchspec.model.quant.mxfp4 import read_mxfp4
 
 READERS: dict[str, Callable[[ConfigReader], Formats | None]] = {
     "fp8": read_fp8,
+    "mxfp4": read_mxfp4,
 }
 """quant_method -> what reads its `quantization_config`; None for a variant that is not built"""
 
