@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.engine.engine import Engine
 from batchspec.errors import CheckpointError
@@ -21,7 +21,7 @@ from batchspec.model.quant.mxfp4 import VALUES, Mxfp4, dequantised
 from batchspec.model.spec import load_spec, read_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import expected_shapes, judge_model
-from batchspec.packing.cost import num_multiplied, weight_bytes
+from batchspec.packing.cost import num_multiplied
 from batchspec.records import SamplingParams
 from tests.engines import DEVICE, packed, plain_tokens
 from tests.models import make_checkpoint
@@ -139,14 +139,14 @@ def test_published_configs_are_read() -> None:
     assert spec.windows == (128, None) * 12
     assert not spec.rope.truncate
     assert spec.rope.attention_factor == pytest.approx(1.34657, abs=1e-5)
-    assert weight_bytes(spec, torch.bfloat16) == pytest.approx(2 * 20.9e9, rel=0.003)
+    assert spec.weight_bytes(torch.bfloat16) == pytest.approx(2 * 20.9e9, rel=0.003)
     assert num_multiplied(spec) == pytest.approx(3.6e9, rel=0.01)
     shapes = expected_shapes(spec)
     assert shapes["model.layers.23.mlp.experts.gate_up_proj_blocks"] == (32, 5760, 90, 16)
     assert shapes["model.layers.0.mlp.experts.down_proj_scales"] == (32, 2880, 90)
     assert shapes["model.layers.0.self_attn.sinks"] == (64,)
     large = read_spec({**GPT_OSS_20B, "num_hidden_layers": 36, "num_local_experts": 128}, "config.json")
-    assert weight_bytes(large, torch.bfloat16) == pytest.approx(2 * 116.8e9, rel=0.003)
+    assert large.weight_bytes(torch.bfloat16) == pytest.approx(2 * 116.8e9, rel=0.003)
 
 
 def test_names_of_the_original_folder_are_refused_with_what_to_use(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_rows_that_share_pages_or_lose_them_have_the_tokens_of_plain_decoding(
     monkeypatch.setattr("batchspec.engine.allocator.SHORT_CAP_TOKENS", 0)
     target, requests = tiny_moe("gpt_oss"), long_requests(6, sampling=SamplingParams(temperature=0.9))
     head_spec = replace(dummy_spec(target.spec, draft_vocab_size=19), aux_layer_ids=(0, 1, 2))
-    drafter = Eagle3Drafter(dummy_head(head_spec, dtype=torch.float64, device=DEVICE), target, 3, slots=6)
+    drafter = ChainDrafter(dummy_head(head_spec, dtype=torch.float64, device=DEVICE), target, 3, slots=6)
     batch = packed(6, max_len=80, num_pages=num_pages, page_size=2, prefill_tokens=24, run_ahead=1)
     engine = Engine(target, drafter, batch, device=DEVICE)
     found = {done.request_id: ids_of(done) for done in engine.run(iter(requests))}
