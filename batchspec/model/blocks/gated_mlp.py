@@ -56,11 +56,11 @@ class GatedMlpSpec:
         return 3 * self.inner_size
 
     def gemms(self, tokens: float) -> tuple[Gemm, ...]:
-        gated = ("linear", "swiglu") if self.activation == "silu" else ("linear",)
+        gated = ["linear", "swiglu"] if self.activation == "silu" else ["linear"]
         if self.norms_in_kernel:
-            gated += ("norm_swiglu" if self.activation == "silu" else "norm_linear",)
+            gated.append("norm_swiglu" if self.activation == "silu" else "norm_linear")
         return (
-            Gemm(product=self.gate_up, ops=gated),
+            Gemm(product=self.gate_up, ops=tuple(gated)),
             Gemm(product=self.down, ops=("linear", "linear_add") if self.post_norm is None else ("linear",)),
         )
 
