@@ -30,8 +30,8 @@ from batchspec.model.weights import expected_shapes
 from batchspec.records import SamplingParams
 from tests.engines import DEVICE, VOCAB, packed, request
 from tests.models import make_checkpoint
+from tests.moe_models import ids_of
 from tests.test_config_values import ODD_NUMBERS, ODD_VALUES, ours
-from tests.test_qwen3_moe import ids_of
 from tests.test_target import assert_like_transformers
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.5, 2.0, 3.0, 4.0, 5.5], "long_factor": [4.0] * 7}

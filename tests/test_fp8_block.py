@@ -32,7 +32,7 @@ PLAIN = (".1.self_attn.", "down_proj")
 
 
 def is_converted(name: str) -> bool:
-    return name.endswith("_proj.weight") and not any(part in name for part in PLAIN)
+    return name.endswith(("_proj.weight", "w1.weight", "w2.weight", "w3.weight")) and not any(part in name for part in PLAIN)
 
 
 def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,9 +80,10 @@ def logits(folder: Path) -> Tensor:
 
 
 MOE = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 150, "norm_topk_prob": True}
+MINIMAX = {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 150, "rotary_dim": 10}
 
 
-@pytest.mark.parametrize(("family", "config"), [("qwen3", {}), ("qwen2", {}), ("qwen3_moe", MOE)])
+@pytest.mark.parametrize(("family", "config"), [("qwen3", {}), ("qwen2", {}), ("qwen3_moe", MOE), ("minimax_m2", MINIMAX)])
 def test_an_fp8_checkpoint_is_the_model_of_its_dequantised_weights(family: str, config: dict[str, Any], tmp_path: Path) -> None:
     fp8, plain = make_fp8(tmp_path, family, **config)
     assert torch.equal(logits(fp8), logits(plain))

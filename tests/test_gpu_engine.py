@@ -55,12 +55,12 @@ class _Noise:
     dtype = torch.float32
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
-        self._device, rng = device, torch.Generator().manual_seed(0)
+        self.device, rng = device, torch.Generator().manual_seed(0)
         self._tensors = {name: torch.randn(shape, generator=rng) * 0.25 for name, shape in expected_shapes(spec).items()}
 
     def tensor(self, name: str) -> torch.Tensor:
         tensor = self._tensors[name]
-        return (torch.ones_like(tensor) if name.endswith("norm.weight") else tensor).to(self._device)
+        return (torch.ones_like(tensor) if name.endswith("norm.weight") else tensor).to(self.device)
 
     def stored(self, name: str) -> torch.Tensor:
         return self.tensor(name)

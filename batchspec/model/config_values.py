@@ -27,6 +27,7 @@ INTEGERS: Ranges = {
     "num_attention_heads": (1, 2**16),
     "num_key_value_heads": (1, 2**16),
     "head_dim": (1, 2**16),
+    "rotary_dim": (2, 2**16),
     "vocab_size": (1, 2**26),
     "draft_vocab_size": (1, 2**26),
     "max_position_embeddings": (1, 2**31 - 1),

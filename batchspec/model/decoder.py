@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -10,10 +10,11 @@ from torch import Tensor
 from batchspec.cache.attention import AttentionPlan
 from batchspec.cache.layout import LayerKV
 from batchspec.errors import CheckpointError
-from batchspec.model.blocks.base import ProductSpec
-from batchspec.model.blocks.forward import Product
+from batchspec.model.blocks.base import GroupedSpec, ProductSpec
+from batchspec.model.blocks.forward import GroupedProduct, Product
+from batchspec.model.files import listed
 from batchspec.model.fused import add_norm, rms_norm, rope_write
-from batchspec.model.quant.base import Weights
+from batchspec.model.quant.base import WeightFormat, Weights
 from batchspec.model.quant.formats import Formats
 from batchspec.model.rope import Rope
 
@@ -112,10 +113,19 @@ class LayerWeights:
     def product(self, spec: ProductSpec) -> Product:
         """Raises CheckpointError for parts of different formats, which cannot be multiplied as one matrix."""
         names = [self._prefix + part.name for part in spec.parts]
-        first, *others = (self._formats.of(name) for name in names)
-        if any(other != first for other in others):
-            raise CheckpointError(f"{', '.join(names)} must have one weight format; correct modules_to_not_convert")
-        return first.load(self._weights, names, bias=spec.bias)
+        return self._format(names).load(self._weights, names, bias=spec.bias)
 
     def vector(self, name: str) -> Tensor:
         return self._weights.tensor(self._prefix + name)
+
+    def grouped(self, spec: GroupedSpec) -> GroupedProduct:
+        """Raises CheckpointError for experts of different formats."""
+        own = replace(spec, name=self._prefix + spec.name)
+        names = [part.name for expert in range(own.num_experts) for part in own.of(expert).parts]
+        return self._format(names).load_grouped(self._weights, own)
+
+    def _format(self, names: list[str]) -> WeightFormat:
+        first, *others = (self._formats.of(name) for name in names)
+        if any(other != first for other in others):
+            raise CheckpointError(f"{listed(names)} must have one weight format; correct modules_to_not_convert")
+        return first

@@ -57,6 +57,13 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
+def clamped_swiglu(gate_up: Tensor, *, alpha: float, limit: float) -> Tensor:
+    """g sigmoid(alpha g) (u + 1) with g = min(first half, limit), u = clamp(second half, -limit, limit): [T, 2 * I] -> [T, I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate = gate.clamp(max=limit)
+    return (gate * alpha).sigmoid_().mul_(gate).mul_(up.clamp(-limit, limit).add_(1))
+
+
 def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     """gelu_tanh(first half) * second half: [T, 2 * I] -> [T, I]."""
     if gate_up.is_cuda:

@@ -46,7 +46,7 @@ class ModelSpec:
     """The output matrix is the embedding."""
     formats: Formats = ALL_PLAIN
     eos_ids: tuple[int, ...]
-    """Of generation_config.json first, then those that only config.json has."""
+    """Of generation_config.json first, then those that only config.json has, unless a family says no (`config_ends`)."""
     max_len: int
     """Longest prompt + output, in tokens."""
     dtype: str
@@ -133,9 +133,12 @@ def layer_prefix(index: int) -> str:
 
 
 def block_tensors(block: BlockSpec, prefix: str, formats: Formats = ALL_PLAIN) -> Iterator[TensorSpec]:
-    """Every tensor of a block by its full name: those of its projections, as their formats store them, then its vectors."""
+    """Every tensor of a block by its full name: those of its products as their formats store them, then vectors."""
     for part in projections(block):
         for tensor in formats.of(prefix + part.name).tensors(part):
+            yield replace(tensor, name=prefix + tensor.name)
+    for spec in block.grouped:
+        for tensor in formats.of(prefix + spec.of(0).parts[0].name).grouped_tensors(spec):
             yield replace(tensor, name=prefix + tensor.name)
     for tensor in block.vectors:
         yield replace(tensor, name=prefix + tensor.name)
@@ -164,6 +167,8 @@ def read_spec(values: Json, where: str, generation: Json | None = None, generati
     family.check(config, not_built)
     assert formats is not None
     ends = ConfigReader(generation or {}, generation_where).integer_or_integers("eos_token_id")
+    if family.config_ends or not ends:
+        ends += config.integer_or_integers("eos_token_id")
     layers = family.layers(config)
     rope = family.rope(config)
     return ModelSpec(
@@ -178,7 +183,7 @@ def read_spec(values: Json, where: str, generation: Json | None = None, generati
         embedding_scale=family.embedding_scale(config),
         tie=config.flag("tie_word_embeddings"),
         formats=formats,
-        eos_ids=tuple(dict.fromkeys(ends + config.integer_or_integers("eos_token_id"))),
+        eos_ids=tuple(dict.fromkeys(ends)),
         max_len=rope.longest(config.integer("max_position_embeddings")),
         dtype=_dtype(config),
         generation={key: value for key in _GENERATION_KEYS if (value := (generation or {}).get(key)) is not None},

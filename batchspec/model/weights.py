@@ -106,7 +106,7 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
-        self._folder, self.dtype, self._device = folder, dtype, device
+        self._folder, self.dtype, self.device = folder, dtype, device
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
         self._specs = {tensor.name: tensor for tensor in spec.tensors()}
@@ -121,13 +121,13 @@ class Checkpoint:
 
     def tensor(self, name: str) -> Tensor:
         tensor: Tensor = self._files[name].get_tensor(name)
-        spec, tensor = self._specs[name], tensor.to(self._device)
+        spec, tensor = self._specs[name], tensor.to(self.device)
         dtype = _dtype_of(spec, self.dtype)
         return (tensor.to(torch.promote_types(dtype, torch.float32)) + spec.offset if spec.offset else tensor).to(dtype)
 
     def stored(self, name: str) -> Tensor:
         tensor: Tensor = self._files[name].get_tensor(name)
-        return tensor.to(self._device)
+        return tensor.to(self.device)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -164,14 +164,14 @@ class DummyWeights:
 
     def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         self._tensors = {tensor.name: tensor for tensor in spec.tensors()}
-        self.dtype, self._device = dtype, device
+        self.dtype, self.device = dtype, device
         self._generator = torch.Generator(device).manual_seed(0)
 
     def tensor(self, name: str) -> Tensor:
         tensor = self._tensors[name]
+        out = torch.empty(tensor.shape, dtype=_dtype_of(tensor, self.dtype), device=self.device)
         if tensor.role in ("norm", "scale"):
-            return torch.ones(tensor.shape, dtype=_dtype_of(tensor, self.dtype), device=self._device)
-        out = torch.empty(tensor.shape, dtype=self.dtype, device=self._device)
+            return out.fill_(1.0)
         return out.normal_(0.0, 0.02, generator=self._generator)
 
     def stored(self, name: str) -> Tensor:

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from batchspec.model.blocks.base import ProductSpec, projections
-from batchspec.model.blocks.forward import Product
+from batchspec.model.blocks.base import GroupedSpec, ProductSpec, projections
+from batchspec.model.blocks.forward import GroupedProduct, Product
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.train.attend import Keys, attend
 from batchspec.train.fused import Gate, Turn
@@ -99,6 +99,9 @@ class _Modules:
 
     def vector(self, name: str) -> Tensor:
         return self._root.get_parameter(name)
+
+    def grouped(self, spec: GroupedSpec) -> GroupedProduct:
+        raise NotImplementedError  # layers of heads are dense
 
 
 class SeparateProduct(Product):

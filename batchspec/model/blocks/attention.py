@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from batchspec.model.blocks.base import PLAIN_NORM, Gemm, NormForm, ProductSpec, Projection, TensorSpec
+from batchspec.model.blocks.base import PLAIN_NORM, Gemm, GroupedSpec, NormForm, ProductSpec, Projection, TensorSpec
 from batchspec.model.blocks.forward import Attend, BlockSource, Product, StoreKV, Stream
 from batchspec.model.fused import rms_norm
 
@@ -72,6 +72,10 @@ class AttentionSpec:
     @property
     def products(self) -> tuple[ProductSpec, ...]:
         return self.qkv, self.out
+
+    @property
+    def grouped(self) -> tuple[GroupedSpec, ...]:
+        return ()
 
     @property
     def vectors(self) -> tuple[TensorSpec, ...]:

@@ -80,6 +80,69 @@ class ProductSpec:
         return self.parts[0].bias
 
 
+@dataclass(frozen=True, slots=True)
+class Clamp:
+    """g sigmoid(alpha g) (u + 1) with g = min(gate, limit), u = clamp(up, -limit, limit), in place of silu(gate) up."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedSpec:
+    """The same product of each of E experts, of which a token goes through some: a matrix [rows, k] an expert.
+
+    Which tensors a file holds for it depends on the weight format, as for a projection.
+    """
+
+    name: str
+    """of the experts, relative to the layer"""
+    parts: tuple[str, ...]
+    """Names of the projections of an expert that are multiplied as one matrix, their rows one after another."""
+    num_experts: int
+    part_rows: int
+    """Rows of one of them."""
+    k: int
+    bias: bool = False
+
+    @property
+    def rows(self) -> int:
+        return len(self.parts) * self.part_rows
+
+    def of(self, expert: int) -> ProductSpec:
+        """The product of one expert, where a file holds the projections of each expert by themselves."""
+        names = (f"{self.name}.{expert}.{part}" for part in self.parts)
+        return ProductSpec(tuple(Projection(name, self.part_rows, self.k, self.bias) for name in names))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec:
+    """E gated MLPs of one shape: the grouped products gate-up, gate before up, and down."""
+
+    name: str
+    """relative to the layer"""
+    num_experts: int
+    hidden_size: int
+    expert_size: int
+    """I, numbers between the two products of one expert"""
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Names of gate, up and down."""
+    bias: bool = False
+    clamp: Clamp | None = None
+    """None: plain SwiGLU."""
+
+    @property
+    def gate_up(self) -> GroupedSpec:
+        return self._grouped(self.parts[:2], self.expert_size, self.hidden_size)
+
+    @property
+    def down(self) -> GroupedSpec:
+        return self._grouped(self.parts[2:], self.hidden_size, self.expert_size)
+
+    def _grouped(self, parts: tuple[str, ...], rows: int, k: int) -> GroupedSpec:
+        return GroupedSpec(name=self.name, parts=parts, num_experts=self.num_experts, part_rows=rows, k=k, bias=self.bias)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemm:
     """A matrix product of a forward over T tokens: how it can be computed, and how often its weight is there, read and used."""
@@ -109,7 +172,11 @@ class BlockSpec(Protocol):
 
     @property
     def products(self) -> tuple[ProductSpec, ...]:
-        """All matrix products whose weights are in the checkpoint, in the order in which they are loaded."""
+        """All matrix products whose weights are in the checkpoint, in the order in which they are loaded, but grouped ones."""
+
+    @property
+    def grouped(self) -> tuple[GroupedSpec, ...]:
+        """Those of experts, loaded after the others."""
 
     @property
     def vectors(self) -> tuple[TensorSpec, ...]:

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from batchspec.model.blocks.base import ProductSpec
+from batchspec.model.blocks.base import Clamp, GroupedSpec, ProductSpec
+from batchspec.model.blocks.routing import Routing
 from batchspec.model.fused import rms_norm, silu_and_mul
 
 
@@ -45,6 +46,19 @@ class Product(ABC):
         """residual += self(x) in one kernel, and None, where there is a fast one; else self(x), still to be added."""
         out: Tensor = self(x, row_ids)
         return out
+
+
+class GroupedProduct(Protocol):
+    """The product of each expert of a layer with the pairs that go through it (`blocks/routing.py`): P pairs of k a token.
+
+    The first of the two that an expert has is called by `up`, the second by `down`.
+    """
+
+    def up(self, x: Tensor, routing: Routing, clamp: Clamp | None) -> Tensor:
+        """x [T, H] -> silu(first half) * second half of each pair's product, or what `clamp` says, [P, I] in pair order."""
+
+    def down(self, inner: Tensor, routing: Routing) -> Tensor:
+        """inner [P, I] -> each pair's product [P, H] in pair order."""
 
 
 class Stream(Protocol):
@@ -105,6 +119,9 @@ class BlockSource(Protocol):
 
     def vector(self, name: str) -> Tensor:
         """A norm or another small tensor, by its whole name."""
+
+    def grouped(self, spec: GroupedSpec) -> GroupedProduct:
+        """Called once for each grouped product, in order."""
 
 
 class Block(Protocol):

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from batchspec.model.blocks.base import PLAIN_NORM, Gemm, NormForm, ProductSpec, Projection, TensorSpec
+from batchspec.model.blocks.base import PLAIN_NORM, Gemm, GroupedSpec, NormForm, ProductSpec, Projection, TensorSpec
 from batchspec.model.blocks.forward import BlockSource, Stream
 from batchspec.model.fused import gelu_tanh_and_mul, rms_norm
 
@@ -47,6 +47,10 @@ class GatedMlpSpec:
         return self.gate_up, self.down
 
     @property
+    def grouped(self) -> tuple[GroupedSpec, ...]:
+        return ()
+
+    @property
     def vectors(self) -> tuple[TensorSpec, ...]:
         return tuple(self.norms.tensor(name, self.hidden_size) for name in (self.norm, self.post_norm) if name is not None)
 
@@ -56,11 +60,11 @@ class GatedMlpSpec:
         return 3 * self.inner_size
 
     def gemms(self, tokens: float) -> tuple[Gemm, ...]:
-        gated = ["linear", "swiglu"] if self.activation == "silu" else ["linear"]
+        gated: tuple[str, ...] = ("linear", "swiglu") if self.activation == "silu" else ("linear",)
         if self.norms_in_kernel:
-            gated.append("norm_swiglu" if self.activation == "silu" else "norm_linear")
+            gated += ("norm_swiglu" if self.activation == "silu" else "norm_linear",)
         return (
-            Gemm(product=self.gate_up, ops=tuple(gated)),
+            Gemm(product=self.gate_up, ops=gated),
             Gemm(product=self.down, ops=("linear", "linear_add") if self.post_norm is None else ("linear",)),
         )
 

@@ -24,6 +24,8 @@ NOT_BUILT_SCALES = (
     "logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "scale_emb",
     "scale_depth", "partial_rotary_factor", "rotary_pct",
 )  # fmt: skip
+EXPERT_COUNTS: Ranges = {"num_experts": (1, 2**16), "num_local_experts": (1, 2**16), "num_experts_per_tok": (1, 2**16)}
+"""What `read_num_experts` reads: the ranges of a family with experts."""
 
 
 def plain_rope(config: ConfigReader) -> RopeSpec:
@@ -51,6 +53,8 @@ class Family:
     integers: Ranges = field(default_factory=dict)
     """Ranges of its own keys."""
     rope: Callable[[ConfigReader], RopeSpec] = plain_rope
+    config_ends: bool = True
+    """eos_token_id of config.json counts beside that of generation_config.json, not only where that one names none."""
     local_rope: Callable[[ConfigReader], RopeSpec | None] = lambda config: None
     """Of layers with a window, where it is another one."""
     norms: NormForm = PLAIN_NORM
@@ -109,6 +113,15 @@ def read_mlp(config: ConfigReader, *, bias: bool = False) -> GatedMlpSpec:
 def dense_layers(attentions: Sequence[AttentionSpec], mlp: GatedMlpSpec) -> tuple[LayerSpec, ...]:
     """The same gated MLP in every layer."""
     return tuple(LayerSpec(attention, mlp) for attention in attentions)
+
+
+def read_num_experts(config: ConfigReader) -> tuple[int, int]:
+    """Experts of a layer, and of a token. Files have num_experts or num_local_experts; transformers 5 saves the second."""
+    key = "num_local_experts" if config.given("num_local_experts") else "num_experts"
+    num_experts, top_k = config.integer(key), config.integer("num_experts_per_tok")
+    if top_k > num_experts:
+        raise config.refusal(f"num_experts_per_tok {top_k} exceeds the {num_experts} experts; correct it")
+    return num_experts, top_k
 
 
 def refuses_windows(config: ConfigReader) -> list[str]:

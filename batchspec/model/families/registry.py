@@ -7,7 +7,9 @@ from batchspec.model.families.base import Family
 from batchspec.model.families.gemma3_text import GEMMA3_TEXT
 from batchspec.model.families.glm4 import GLM4
 from batchspec.model.families.llama import LLAMA
+from batchspec.model.families.minimax_m2 import MINIMAX_M2
 from batchspec.model.families.mistral import MISTRAL
+from batchspec.model.families.mixtral import MIXTRAL
 from batchspec.model.families.olmo2 import OLMO2
 from batchspec.model.families.phi3 import PHI3
 from batchspec.model.families.qwen2 import QWEN2
@@ -22,6 +24,8 @@ FAMILIES: dict[str, Family] = {
         QWEN3,
         MISTRAL,
         QWEN3_MOE,
+        MIXTRAL,
+        MINIMAX_M2,
         GEMMA3_TEXT,
         PHI3,
         OLMO2,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from batchspec.errors import ConfigError
-from batchspec.model.blocks.base import Projection, TensorSpec
-from batchspec.model.blocks.forward import Product
+from batchspec.model.blocks.base import GroupedSpec, Projection, TensorSpec
+from batchspec.model.blocks.forward import GroupedProduct, Product
 
 Cut = Literal["columns", "rows"]
 """columns: each rank makes some of the outputs (W is cut along its rows); rows: each rank reads some of the inputs."""
@@ -24,6 +24,10 @@ class Weights(Protocol):
     @property
     def dtype(self) -> torch.dtype:
         """The model's."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors go."""
 
     def tensor(self, name: str) -> Tensor:
         """The tensor of that name in the checkpoint, in the model's dtype, on its device."""
@@ -46,6 +50,15 @@ class WeightFormat(Protocol):
 
     def shard(self, part: Projection, cut: Cut, rank: int, ranks: int) -> Slices:
         """What `rank` of `ranks` holds. Raises ConfigError where the projection cannot be cut so."""
+
+    def grouped_tensors(self, spec: GroupedSpec) -> tuple[TensorSpec, ...]:
+        """What a file holds for a grouped product."""
+
+    def load_grouped(self, weights: Weights, spec: GroupedSpec) -> GroupedProduct:
+        """A grouped product, its name whole: all weights in one allocation, into which each tensor is read."""
+
+    def shard_grouped(self, spec: GroupedSpec, cut: Cut, rank: int, ranks: int) -> Slices:
+        """What `rank` of `ranks` holds: a part of every expert."""
 
 
 def bias_of(part: Projection) -> tuple[TensorSpec, ...]:

@@ -18,13 +18,14 @@ from batchspec.model.blocks.forward import Product
 from batchspec.model.config_values import ConfigReader
 from batchspec.model.quant.base import Cut, Slices, Weights, bias_of, shard_bias, share
 from batchspec.model.quant.formats import Formats
+from batchspec.model.quant.grouped import SeparateExperts
 from batchspec.model.quant.plain import Linear
 
 BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Block:
+class Fp8Block(SeparateExperts):
     """See the module's docstring."""
 
     def tensors(self, part: Projection) -> tuple[TensorSpec, ...]:
@@ -36,7 +37,7 @@ class Fp8Block:
         return rows * k * dtype.itemsize
 
     def load(self, weights: Weights, names: Sequence[str], *, bias: bool) -> Product:
-        parts = [_dequantised(weights, name) for name in names]
+        parts = [self.matrix(weights, name) for name in names]
         return Linear(torch.cat(parts), torch.cat([weights.tensor(f"{name}.bias") for name in names]) if bias else None)
 
     def shard(self, part: Projection, cut: Cut, rank: int, ranks: int) -> Slices:
@@ -49,19 +50,18 @@ class Fp8Block:
         own = {f"{part.name}.weight": (rows, columns), f"{part.name}.weight_scale_inv": scale}
         return own | shard_bias(part, cut, rank, ranks)
 
-
-def _dequantised(weights: Weights, name: str) -> Tensor:
-    """The weight [N, K] in the model's dtype, each number times the scale of its block in fp32 and rounded once."""
-    stored, scale = weights.stored(f"{name}.weight"), weights.stored(f"{name}.weight_scale_inv").float()
-    rows, k = stored.shape
-    scale = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :k]
-    return (stored.float() * scale).to(weights.dtype)
+    def matrix(self, weights: Weights, name: str) -> Tensor:
+        """The weight [N, K] in the model's dtype, each number times the scale of its block in fp32 and rounded once."""
+        stored, scale = weights.stored(f"{name}.weight"), weights.stored(f"{name}.weight_scale_inv").float()
+        rows, k = stored.shape
+        scale = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :k]
+        return (stored.float() * scale).to(weights.dtype)
 
 
 def read_fp8(config: ConfigReader) -> Formats | None:
     """quantization_config with quant_method fp8; None unless it is e4m3 in blocks of 128 x 128 with dynamic activations."""
     blocks = config.ranged({"weight_block_size": (1, 2**20)}).integers("weight_block_size")
     plain = config.texts("modules_to_not_convert") or ()
-    if blocks != (BLOCK, BLOCK) or config.text("fmt", "e4m3") != "e4m3":
+    if blocks != (BLOCK, BLOCK) or config.text("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         return None
     return Formats(Fp8Block(), plain) if config.text("activation_scheme", "dynamic") == "dynamic" else None

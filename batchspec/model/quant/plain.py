@@ -14,14 +14,18 @@ from batchspec.model.blocks.base import Projection, TensorSpec
 from batchspec.model.blocks.forward import Product
 from batchspec.model.fused import rms_norm, silu_and_mul
 from batchspec.model.quant.base import Cut, Slices, Weights, bias_of, shard_bias, share
+from batchspec.model.quant.grouped import SeparateExperts
 from batchspec.tuning.policy import gemm_tile
 
 
-class Plain:
+class Plain(SeparateExperts):
     """`NAME.weight` [N, K] of any floating-point dtype, converted to the model's as it is read."""
 
     def tensors(self, part: Projection) -> tuple[TensorSpec, ...]:
         return TensorSpec(f"{part.name}.weight", (part.rows, part.k), "weight"), *bias_of(part)
+
+    def matrix(self, weights: Weights, name: str) -> Tensor:
+        return weights.stored(f"{name}.weight")
 
     def nbytes(self, rows: int, k: int, dtype: torch.dtype) -> int:
         return rows * k * dtype.itemsize
