@@ -50,7 +50,8 @@ def check_tensors(where: str, spec: ModelSpec, stored: Mapping[str, StoredTensor
     expected = {tensor.name: tensor for tensor in spec.tensors()}
     if spec.tie and OUTPUT in stored:
         expected[OUTPUT] = replace(expected[EMBEDDING], name=OUTPUT)
-    unexpected = [name for name in stored.keys() - expected.keys() if not name.endswith("rotary_emb.inv_freq")]
+    past = ("rotary_emb.inv_freq", *spec.formats.read_past)
+    unexpected = [name for name in stored.keys() - expected.keys() if not name.endswith(past)]
     if problems := misfits(expected.values(), stored, unexpected):
         raise CheckpointError(f"{where}: the weights do not fit config.json: {'; '.join(problems)}")
 
@@ -68,7 +69,7 @@ def misfits(expected: Iterable[TensorSpec], stored: Mapping[str, StoredTensor], 
     shapes = [
         f"{name} is {list(stored[name].shape)}, config.json says {list(by_name[name].shape)}"
         for name in common
-        if stored[name].shape != by_name[name].shape
+        if stored[name].shape not in (by_name[name].shape, *by_name[name].others)
     ]
     floats = [name for name in common if by_name[name].dtypes == FLOATS and stored[name].dtype not in FLOATS]
     others = [
@@ -157,9 +158,9 @@ def _dtype_of(tensor: TensorSpec, model: torch.dtype) -> torch.dtype:
 
 
 class DummyWeights:
-    """Noise of the right shapes from the spec alone: N(0, 0.02^2), norms and scales of quantised weights 1.
+    """Noise of the right shapes from the spec alone: N(0, 0.02^2), norms 1; FP8 weights N(0, 100^2), their scales 0.0002.
 
-    The same in every run on one kind of device, and never rounded to a quantised format.
+    The same in every run on one kind of device.
     """
 
     def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -171,11 +172,15 @@ class DummyWeights:
         tensor = self._tensors[name]
         out = torch.empty(tensor.shape, dtype=_dtype_of(tensor, self.dtype), device=self.device)
         if tensor.role in ("norm", "scale"):
-            return out.fill_(1.0)
+            return out.fill_(tensor.typical)
         return out.normal_(0.0, 0.02, generator=self._generator)
 
     def stored(self, name: str) -> Tensor:
-        return self.tensor(name)
+        tensor = self._tensors[name]
+        if tensor.dtypes != ("F8_E4M3",):
+            return self.tensor(name)
+        noise = torch.empty(tensor.shape, device=self.device).normal_(0.0, 100.0, generator=self._generator)
+        return noise.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True, slots=True)
