@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from batchspec.draft.base import Drafter
-from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec
@@ -42,7 +42,7 @@ def assert_drafts_change_no_token(target: Target, temperature: float) -> None:
     head_spec = replace(dummy_spec(target.spec, draft_vocab_size=19), aux_layer_ids=(0, 1, 2))
     head = dummy_head(head_spec, dtype=torch.float64, device=DEVICE)
     drafters: list[Drafter] = [
-        NoDrafter(), LookupDrafter(4, min_ngram=1, max_ngram=2), Eagle3Drafter(head, target, 3, slots=3),
+        NoDrafter(), LookupDrafter(4, min_ngram=1, max_ngram=2), ChainDrafter(head, target, 3, slots=3),
     ]  # fmt: skip
     found = []
     for drafter in drafters:

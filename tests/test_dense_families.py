@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from batchspec.draft.base import Drafter
-from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec
@@ -260,7 +260,7 @@ def test_drafts_of_any_kind_change_no_token(family: str) -> None:
     target = tiny(family)
     head = dummy_head(dummy_spec(target.spec, draft_vocab_size=19), dtype=torch.float64, device=DEVICE)
     drafters: list[Drafter] = [
-        NoDrafter(), LookupDrafter(4, min_ngram=1, max_ngram=2), Eagle3Drafter(head, target, 3, slots=3),
+        NoDrafter(), LookupDrafter(4, min_ngram=1, max_ngram=2), ChainDrafter(head, target, 3, slots=3),
         WindowDrafter(target, 3, slots=3, window=4, sink=1),
     ]  # fmt: skip
     found, accepted = [], 0

@@ -3,7 +3,7 @@
     silu(x)      = x / (1 + exp(-x))
     gelu_tanh(x) = x / (1 + exp(-2u)),  u = sqrt(2 / pi) * (x + 0.044715 x^3), which is x (1 + tanh(u)) / 2 (arXiv 1606.08415)
 
-In fp32 (fp64 for fp64), rounded to the tensors' dtype before the product, as torch's path does.
+In fp32 (fp64 for fp64), rounded to the tensors' dtype before the product, as in plain torch.
 Bound by memory at prefill sizes (bytes: 3 * T * I * itemsize), by launch latency at decode sizes.
 """
 
@@ -72,16 +72,16 @@ def gelu_tanh_and_mul(gate_up: Tensor, *, out: Tensor, interpret: bool = False) 
 
 
 def _check(name: str, gate_up: Tensor, out: Tensor) -> None:
-    num_places, width = out.shape
-    check(f"{name}: gate_up", gate_up, (num_places, 2 * width), *FLOATS, rows=True)
-    check(f"{name}: out", out, (num_places, width), gate_up.dtype)
+    num_flat_tokens, width = out.shape
+    check(f"{name}: gate_up", gate_up, (num_flat_tokens, 2 * width), *FLOATS, rows=True)
+    check(f"{name}: out", out, (num_flat_tokens, width), gate_up.dtype)
 
 
 def _launch(gate_up: Tensor, out: Tensor, *, gelu: float) -> None:
-    num_places, width = out.shape
-    if num_places:
+    num_flat_tokens, width = out.shape
+    if num_flat_tokens:
         block = min(BLOCK, max(16, triton.next_power_of_2(width)))
-        silu_and_mul_kernel[(num_places * triton.cdiv(width, block),)](
+        silu_and_mul_kernel[(num_flat_tokens * triton.cdiv(width, block),)](
             gate_up, out, gate_up.stride(0), WIDTH=width, BLOCK=block, GELU=gelu,
             ACC=tl.float64 if gate_up.dtype == torch.float64 else tl.float32,
             num_warps=max(1, block // (32 * VALUES_PER_THREAD)), **launch_args(gate_up),

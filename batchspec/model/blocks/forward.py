@@ -17,8 +17,9 @@ from batchspec.model.fused import rms_norm, silu_and_mul
 
 
 class Product(ABC):
-    """x [T, k] -> x W' + b [T, rows], for the parts of one ProductSpec. `row_ids` int32 [T]: the row of each token, or None.
+    """x [T, k] -> x W' + b [T, rows], for the parts of one ProductSpec.
 
+    row_ids int32 [T], or None: the row of each token, as in `FlatBatch`. In rounds that is its slot, in prefill its segment.
     A weight format must implement `__call__`; what it has faster kernels for, it overrides.
     """
 
