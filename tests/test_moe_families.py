@@ -11,7 +11,7 @@ import torch
 from batchspec.errors import CheckpointError
 from batchspec.model.spec import load_spec, read_spec
 from batchspec.model.weights import expected_shapes
-from batchspec.packing.cost import num_multiplied, weight_bytes
+from batchspec.packing.cost import num_multiplied
 from tests.models import make_checkpoint
 from tests.moe_models import assert_drafts_change_no_token, tiny_moe
 from tests.test_target import assert_like_transformers
@@ -70,7 +70,7 @@ def test_published_minimax_is_read_with_the_ends_of_its_generation_config_and_wi
     assert shapes["model.layers.0.self_attn.k_norm.weight"] == (1024,)
     assert shapes["model.layers.0.block_sparse_moe.e_score_correction_bias"] == (256,)
     assert shapes["model.layers.0.block_sparse_moe.experts.255.w2.weight_scale_inv"] == (24, 12)
-    assert weight_bytes(spec, torch.bfloat16) == pytest.approx(2 * 228.7e9, rel=0.001)
+    assert spec.weight_bytes(torch.bfloat16) == pytest.approx(2 * 228.7e9, rel=0.001)
     assert num_multiplied(spec) == pytest.approx(11.1e9 - 0.6e9, rel=0.05)  # without the embedding
 
 
