@@ -6,14 +6,14 @@
 
 A product either converts the weight to the model's dtype at load and reads activations as they are, or quantises them too (W8A8):
 
-    q(x, s) = x / s, at most 448 either way, rounded to e4m3 (to nearest even)            s is a number of each
-    token   max(largest |x|, 1e-10) / 448 of the row
-    group   the same of 128 values of the row
-    static  input_scale: the same for all rows
-    y       = sum over K of q(x) q(w), times both scales, in fp32 (fp64 in a model of fp64); block by block of 128 of K where the
-              weight's scales are of blocks
+    q = x / s, limited to -448 .. 448 and rounded to e4m3 (to nearest even); the scale s is, by the checkpoint,
+        token   max(largest |x|, 1e-10) / 448 over the row
+        group   the same over each 128 values of the row
+        static  input_scale
+    y = sum of q * weight over K, times both scales, in fp32 (fp64 in a model of fp64); where the weight's scales are of blocks,
+        the sum over each 128 of K is multiplied by its own scales and added
 
-Both in plain torch, on any device: the references for kernels.
+Both are plain torch, on any device: the references for kernels.
 Source: DeepSeek-V3 (arXiv 2412.19437, section 3.3); vLLM's per_token_group_quant_fp8 for the smallest scale.
 """
 
@@ -78,12 +78,11 @@ class Fp8(SeparateExperts):
         return rows * k + 4 * (-(-rows // BLOCK) * -(-k // BLOCK) if self.scales == "block" else rows)
 
     def load(self, weights: Weights, names: Sequence[str], *, bias: bool) -> Product:
-        parts = [self._part(weights, name) if self.quantises else self.matrix(weights, name) for name in names]
-        biases = torch.cat([weights.tensor(f"{name}.bias") for name in names]) if bias else None
-        quantised_parts = [part for part in parts if isinstance(part, Fp8Weight)]
-        if quantised_parts:
-            return Fp8Linear(joined(quantised_parts), biases, self.made_for)
-        return Linear(torch.cat([part for part in parts if isinstance(part, Tensor)]), biases)
+        if self.quantises:
+            parts = [self._part(weights, name) for name in names]
+            return Fp8Linear(joined(parts), _biases(weights, names, bias), self.made_for)
+        matrix = torch.cat([self.matrix(weights, name) for name in names])
+        return Linear(matrix, _biases(weights, names, bias))
 
     def matrix(self, weights: Weights, name: str) -> Tensor:
         """The weight [N, K] in the model's dtype, each number times its scale in fp32 and rounded once."""
@@ -121,6 +120,10 @@ class Fp8(SeparateExperts):
             if not 0 < input_scale < float("inf"):
                 raise CheckpointError(f"{name}.input_scale is {input_scale:g}; it must be positive: calibrate the checkpoint")
         return Fp8Weight(values, scale, self.scales == "block", input_scale)
+
+
+def _biases(weights: Weights, names: Sequence[str], bias: bool) -> Tensor | None:
+    return torch.cat([weights.tensor(f"{name}.bias") for name in names]) if bias else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
