@@ -14,7 +14,8 @@ from torch import Tensor
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.blocks.base import Projection
 from batchspec.model.files import LocalFiles
-from batchspec.model.quant.fp8_block import BLOCK, Fp8Block
+from batchspec.model.quant.fp8 import BLOCK
+from batchspec.model.quant.fp8_block import FP8_BLOCK
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import Checkpoint, judge_model
@@ -132,7 +133,7 @@ def test_dummy_weights_need_no_file(tmp_path: Path) -> None:
 
 
 def test_ranks_hold_whole_blocks_with_their_scales() -> None:
-    part, fp8 = Projection("mlp.down_proj", 300, 512), Fp8Block()
+    part, fp8 = Projection("mlp.down_proj", 300, 512), FP8_BLOCK
     assert fp8.shard(part, "rows", 1, 2) == {
         "mlp.down_proj.weight": (slice(0, 300), slice(256, 512)),
         "mlp.down_proj.weight_scale_inv": (slice(0, 3), slice(2, 4)),

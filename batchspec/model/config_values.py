@@ -171,9 +171,9 @@ class ConfigReader:
         """Whether the value of an unsupported key is none of `neutral`, the values that need no support."""
         return self._values.get(key) not in neutral
 
-    def shown(self, key: str) -> str:
-        """key=value, for messages."""
-        return f"{self._prefix}{key}={short_json(self._values.get(key))}"
+    def shown(self, key: str, *, prefix: bool = True) -> str:
+        """key=value, for messages; with the name of the object that it is in, unless prefix is False."""
+        return f"{self._prefix if prefix else ''}{key}={short_json(self._values.get(key))}"
 
     def refusal(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{self.where}: {problem}")

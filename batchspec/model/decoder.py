@@ -127,5 +127,5 @@ class LayerWeights:
     def _format(self, names: list[str]) -> WeightFormat:
         first, *others = (self._formats.of(name) for name in names)
         if any(other != first for other in others):
-            raise CheckpointError(f"{listed(names)} must have one weight format; correct modules_to_not_convert")
+            raise CheckpointError(f"{listed(names)} must have one weight format; correct quantization_config")
         return first

@@ -16,6 +16,7 @@ from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.config_values import ConfigReader, Json, read_json, shown
 from batchspec.model.families.registry import family_of
 from batchspec.model.quant.formats import ALL_PLAIN, Formats
+from batchspec.model.quant.modelopt import CONFIG_FILE, of_file
 from batchspec.model.quant.registry import read_formats
 from batchspec.model.rope_config import RopeSpec
 
@@ -99,6 +100,10 @@ class ModelSpec:
         """Numbers between the two products of the first layer's MLP, of one token: a new draft head takes it over."""
         return self.layers[0].mlp.inner_size
 
+    def with_fp8_activations(self) -> ModelSpec:
+        """The same with activations quantised as the checkpoint says (W8A8). Raises ConfigError where it has no FP8 weights."""
+        return replace(self, formats=self.formats.with_fp8_activations())
+
     def blocks(self) -> Iterator[tuple[str, BlockSpec]]:
         """Each block with the prefix of its names in the checkpoint, in the order of the forward."""
         for index, layer in enumerate(self.layers):
@@ -160,7 +165,10 @@ def load_spec(folder: Path) -> ModelSpec:
     if not path.is_file():
         raise CheckpointError(f"{shown(folder)}: no config.json; model.path must be a Hugging Face model folder")
     generation = read_json(folder / "generation_config.json")
-    return read_spec(read_json(path), shown(path), generation, shown(folder / "generation_config.json"))
+    config = read_json(path)
+    if config.get("quantization_config") is None and (beside := of_file(read_json(folder / CONFIG_FILE))) is not None:
+        config["quantization_config"] = beside
+    return read_spec(config, shown(path), generation, shown(folder / "generation_config.json"))
 
 
 def read_spec(values: Json, where: str, generation: Json | None = None, generation_where: str = "") -> ModelSpec:
@@ -169,9 +177,7 @@ def read_spec(values: Json, where: str, generation: Json | None = None, generati
     family = family_of(config)
     config = config.filled(family.defaults).ranged(family.integers)
     formats = read_formats(config)
-    not_built = ["quantization_config"] if formats is None else []
-    family.check(config, not_built)
-    assert formats is not None
+    family.check(config)
     ends = ConfigReader(generation or {}, generation_where).integer_or_integers("eos_token_id")
     if family.config_ends or not ends:
         ends += config.integer_or_integers("eos_token_id")

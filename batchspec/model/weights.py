@@ -51,7 +51,8 @@ def check_tensors(where: str, spec: ModelSpec, stored: Mapping[str, StoredTensor
     expected = {tensor.name: tensor for tensor in spec.tensors()}
     if spec.tie and OUTPUT in stored:
         expected[OUTPUT] = replace(expected[EMBEDDING], name=OUTPUT)
-    unexpected = [name for name in stored.keys() - expected.keys() if not name.endswith("rotary_emb.inv_freq")]
+    past = ("rotary_emb.inv_freq", *spec.formats.read_past)
+    unexpected = [name for name in stored.keys() - expected.keys() if not name.endswith(past)]
     if problems := misfits(expected.values(), stored, unexpected):
         raise CheckpointError(f"{where}: the weights do not fit config.json: {'; '.join(problems)}")
 
@@ -71,7 +72,7 @@ def misfits(expected: Iterable[TensorSpec], stored: Mapping[str, StoredTensor], 
     shapes = [
         f"{name} is {list(stored[name].shape)}, config.json says {list(by_name[name].shape)}"
         for name in common
-        if stored[name].shape != by_name[name].shape
+        if stored[name].shape not in (by_name[name].shape, *by_name[name].others)
     ]
     floats = [name for name in common if by_name[name].dtypes == FLOATS and stored[name].dtype not in FLOATS]
     others = [
@@ -164,10 +165,10 @@ def _dtype_of(tensor: TensorSpec, model: torch.dtype) -> torch.dtype:
 
 
 class DummyWeights:
-    """Noise of the right shapes from the spec alone: N(0, 0.02^2), norms and scales of quantised weights 1.
+    """Noise of the right shapes from the spec alone: N(0, 0.02^2), norms 1; FP8 weights N(0, 100^2), their scales 0.0002.
 
-    The same in every run on one kind of device, and never rounded to a quantised format. Four-bit values and exponents, which a
-    file holds as bytes, are random bytes, the exponents such that values are small.
+    The same in every run on one kind of device. MXFP4 weights are random bytes, and so are their scales, in a range that keeps
+    values small.
     """
 
     def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -179,7 +180,11 @@ class DummyWeights:
         return self._noise(self._tensors[name], self._tensors[name].shape)
 
     def stored(self, name: str) -> Tensor:
-        return self.tensor(name)
+        tensor = self._tensors[name]
+        if tensor.dtypes != ("F8_E4M3",):
+            return self.tensor(name)
+        noise = torch.empty(tensor.shape, device=self.device).normal_(0.0, 100.0, generator=self._generator)
+        return noise.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)
 
     def entry(self, name: str, index: int) -> Tensor:
         return self._noise(self._tensors[name], self._tensors[name].shape[1:])
@@ -190,7 +195,7 @@ class DummyWeights:
             return torch.randint(low, high, shape, dtype=torch.uint8, device=self.device, generator=self._generator)
         out = torch.empty(shape, dtype=_dtype_of(tensor, self.dtype), device=self.device)
         if tensor.role in ("norm", "scale"):
-            return out.fill_(1.0)
+            return out.fill_(tensor.typical)
         return out.normal_(0.0, 0.02, generator=self._generator)
 
 

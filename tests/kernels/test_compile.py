@@ -236,6 +236,9 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
         _case(f"norm_kernel {_dtype}, residual {_residual}, aux {_aux}", "norm", 2, hidden=_values, residual=_residual,
               weight=_values, out=_values, out_aux=_aux, hidden_stride=I32, residual_stride=I32, out_stride=I32, aux_stride=I32,
               EPS=1e-5, WIDTH=576, BLOCK=1024, ACC=_acc)  # fmt: skip
+    _case(f"norm_kernel {_dtype}, weight in fp32", "norm", 2, hidden=_values, residual=_values,
+              weight=PF32, out=_values, out_aux=None, hidden_stride=I32, residual_stride=I32, out_stride=I32, aux_stride=I32,
+              EPS=1e-5, WIDTH=576, BLOCK=1024, ACC=_acc)  # fmt: skip
     for _positions in (None, PI64):
         _case(f"eagle_head_input_kernel {_dtype}, positions {_positions}", "eagle_head_input", 2, token_ids=PI32,
               row_ids=None if _positions is None else PI32, positions=_positions, hidden=_values, embedding=_values,
@@ -300,8 +303,9 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
           k_norm=_values, out_q=_values, kv=_values, slot_mapping=PI64, qkv_stride=I32, kv_stride_part=I64, EPS=1e-6, FACTOR=1.0,
           NUM_HEADS=0, NUM_KV_HEADS=8, HALF=64, ROTARY_HALF=64,
           INTERLEAVED=False, HEADS=8, BLOCKS_PER_PROGRAM=2, LANES=64, ACC=_acc)  # fmt: skip
-    _case(f"silu_and_mul_kernel {_dtype}", "activation", 8, gate_up=_values, out=_values, stride=I32, WIDTH=14336, BLOCK=2048,
-          ACC=_acc)  # fmt: skip
+    for _gelu in (0.0, 1.6):
+        _case(f"silu_and_mul_kernel {_dtype}, gelu {_gelu}", "activation", 8, gate_up=_values, out=_values, stride=I32,
+              WIDTH=14336, BLOCK=2048, GELU=_gelu, ACC=_acc)  # fmt: skip
     for _gains, _blocks in ((None, 1), (_values, 1), (None, 6)):
         _case(
             f"rope_write_kernel {_dtype}, norms {_gains}, {_blocks} blocks",

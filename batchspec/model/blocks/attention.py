@@ -58,7 +58,7 @@ class AttentionSpec:
     def qkv(self) -> ProductSpec:
         sizes, k = {"q": self.inner_size, "k": self.kv_size, "v": self.kv_size}, self.input_size or self.hidden_size
         if self.fused_qkv:
-            return ProductSpec((Projection(f"{self.name}.qkv_proj", sum(sizes.values()), k, self.qkv_bias),))
+            return ProductSpec((Projection(f"{self.name}.qkv_proj", sum(sizes.values()), k, self.qkv_bias, fused=True),))
         return ProductSpec(tuple(Projection(f"{self.name}.{x}_proj", rows, k, self.qkv_bias) for x, rows in sizes.items()))
 
     @property

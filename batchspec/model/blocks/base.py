@@ -30,6 +30,10 @@ class TensorSpec:
     """Added to what the file holds, in fp32 at least."""
     wide: bool = False
     """Kept in fp32 at least, whatever the model's dtype is."""
+    others: tuple[tuple[int, ...], ...] = ()
+    """Other shapes in which the file may hold the same numbers."""
+    typical: float = 1.0
+    """Of a scale: what it is among dummy weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,8 @@ class Projection:
     rows: int
     k: int
     bias: bool = False
+    fused: bool = False
+    """It is several projections, whose rows lie one after another in one tensor of the file."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,9 @@ class GatedMlpSpec:
     @property
     def gate_up(self) -> ProductSpec:
         if self.fused_gate_up:
-            return ProductSpec((Projection(f"{self.name}.gate_up_proj", 2 * self.inner_size, self.hidden_size, self.bias),))
+            return ProductSpec(
+                (Projection(f"{self.name}.gate_up_proj", 2 * self.inner_size, self.hidden_size, self.bias, fused=True),)
+            )
         names = (f"{self.name}.gate_proj", f"{self.name}.up_proj")
         return ProductSpec(tuple(Projection(name, self.inner_size, self.hidden_size, self.bias) for name in names))
 

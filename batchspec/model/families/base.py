@@ -67,10 +67,9 @@ class Family:
     window_switch: bool = False
     """Windows count only with use_sliding_window, from layer max_window_layers on."""
 
-    def check(self, config: ConfigReader, not_built: Sequence[str] = ()) -> None:
-        """Raises CheckpointError that names every key whose computation is not built, `not_built` among them."""
-        found = [config.shown(key) for key in not_built]
-        found += [config.shown(key) for key in NOT_BUILT if key not in self.computes and config.differs(key, None, False)]
+    def check(self, config: ConfigReader) -> None:
+        """Raises CheckpointError that names every key whose computation is not built."""
+        found = [config.shown(key) for key in NOT_BUILT if key not in self.computes and config.differs(key, None, False)]
         found += [config.shown(key) for key in NOT_BUILT_SCALES if key not in self.computes and config.differs(key, None, 1.0)]
         if "hidden_act" not in self.computes and config.text("hidden_act", "silu") not in ("silu", "swish"):
             found.append(config.shown("hidden_act"))

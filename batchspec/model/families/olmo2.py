@@ -1,6 +1,7 @@
 """OLMo 2: each block's output is normed, not its input; q and k are normed over all heads at once.
 
-Norms multiply by their weight in fp32 and round once. Source: transformers, models/olmo2.
+Norms multiply by their weight in fp32 and round once. transformers rotates q and k of this family in fp32; here cos and sin are
+rounded to the model's dtype, as in the other families. Source: transformers, models/olmo2.
 """
 
 from __future__ import annotations

@@ -80,9 +80,16 @@ def share(part: Projection, size: int, rank: int, ranks: int, *, multiple: int =
     return slice(rank * size // ranks, (rank + 1) * size // ranks)
 
 
+def row_share(part: Projection, rank: int, ranks: int, *, multiple: int = 1) -> slice:
+    """The rows of a rank, as `share`. Raises ConfigError for projections in one tensor, whose shares are not one slice."""
+    if part.fused:
+        raise ConfigError(f"{part.name} holds several projections, which are not cut over GPUs; use one GPU a model")
+    return share(part, part.rows, rank, ranks, multiple=multiple)
+
+
 def shard_bias(part: Projection, cut: Cut, rank: int, ranks: int) -> Slices:
     """Cut along its outputs with the weight; where the inputs are cut, rank 0 alone adds it."""
     if not part.bias or (cut == "rows" and rank):
         return {}
     whole = slice(0, part.rows)
-    return {f"{part.name}.bias": (share(part, part.rows, rank, ranks) if cut == "columns" else whole,)}
+    return {f"{part.name}.bias": (row_share(part, rank, ranks) if cut == "columns" else whole,)}

@@ -59,7 +59,7 @@ def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
     return torch.ldexp(values, scales.int().unsqueeze(-1) - 127).flatten(1)
 
 
-def read_mxfp4(config: ConfigReader) -> Formats | None:
+def read_mxfp4(config: ConfigReader) -> Formats:
     """quantization_config with quant_method mxfp4, of which the experts alone are quantised."""
     plain = config.texts("modules_to_not_convert") or ()
     # Names with a star for the layer's number, as in model.layers.*.self_attn.

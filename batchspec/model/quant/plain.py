@@ -13,7 +13,7 @@ from batchspec.kernels.gemm.tiles import Tile
 from batchspec.model.blocks.base import GroupedSpec, Projection, TensorSpec
 from batchspec.model.blocks.forward import Product
 from batchspec.model.fused import rms_norm, silu_and_mul
-from batchspec.model.quant.base import Cut, Slices, Weights, bias_of, shard_bias, share
+from batchspec.model.quant.base import Cut, Slices, Weights, bias_of, row_share, shard_bias, share
 from batchspec.model.quant.grouped import GroupedLinear, SeparateExperts, load_stacked, shard_stacked, stacked_bias
 from batchspec.tuning.policy import gemm_tile
 
@@ -56,7 +56,7 @@ class Plain(SeparateExperts):
     def shard(self, part: Projection, cut: Cut, rank: int, ranks: int) -> Slices:
         rows, columns = slice(0, part.rows), slice(0, part.k)
         if cut == "columns":
-            rows = share(part, part.rows, rank, ranks)
+            rows = row_share(part, rank, ranks)
         else:
             columns = share(part, part.k, rank, ranks)
         return {f"{part.name}.weight": (rows, columns)} | shard_bias(part, cut, rank, ranks)
