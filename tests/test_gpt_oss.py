@@ -122,6 +122,14 @@ def test_bytes_are_two_values_the_low_half_first_times_a_power_of_two() -> None:
     assert values[0, 32:].tolist() == [0.125, 0.25] * 16
 
 
+def test_dummy_weights_need_no_file() -> None:
+    config = {**GPT_OSS_20B, **ODD, "vocab_size": 320}
+    target = Target.load(Path(), read_spec(config, "config.json"), dtype=torch.float32, device=CPU, dummy=True)
+    logits = torch.cat(Runner.start(target, 1).feed(prompts([9], 320))[0])
+    assert logits.isfinite().all()
+    assert logits.std() > 0
+
+
 def test_ranks_hold_whole_blocks_and_whole_pairs_of_gate_and_up() -> None:
     spec = read_spec(GPT_OSS_20B, "config.json").layers[0].mlp
     gate_up, down = spec.grouped

@@ -117,7 +117,10 @@ class FlashPlan:
 
 def _with_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> Tensor:
     """out [T, NH, D] with lse [T, NH], the natural logarithm of its softmax denominators, to which the sinks are added."""
-    return out if sink_logits is None else out.mul_(torch.sigmoid(lse - sink_logits).unsqueeze(2))
+    if sink_logits is None:
+        return out
+    assert lse.shape == out.shape[:2], lse.shape
+    return out.mul_(torch.sigmoid(lse - sink_logits).unsqueeze(2))
 
 
 def _keys_of(kv: LayerKV, slots: Tensor) -> tuple[Tensor, Tensor]:
