@@ -46,6 +46,7 @@ class Model:
     """Of its K/V groups in a job without a drafter."""
 
 
+EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
 MODELS = {
     "mistral, 11": Model(family="mistral", config={"sliding_window": 11}, windows=(11,)),
     "mistral, 40": Model(family="mistral", config={"sliding_window": 40}, windows=(40,)),
@@ -69,6 +70,8 @@ MODELS = {
     "phi3, 21": Model(family="phi3", config={"sliding_window": 21, "partial_rotary_factor": 0.75}, windows=(21,)),
     "olmo2": Model(family="olmo2", windows=(None,)),
     "glm4": Model(family="glm4", config={"head_dim": 20}, windows=(None,)),
+    "gpt-oss": Model(family="gpt_oss", config={"sliding_window": 21, "head_dim": 16, **EXPERTS}, windows=(None, 21)),
+    "minimax": Model(family="minimax_m2", config={"head_dim": 16, "rotary_dim": 8, **EXPERTS}, windows=(None,)),
 }  # fmt: skip
 
 
@@ -126,6 +129,8 @@ JOBS = [
     ("phi3, 21", "lookup", 62),
     ("olmo2", "lookup", 62),
     ("glm4", "always right", 62),
+    ("gpt-oss", "head", 62),
+    ("minimax", "lookup", 62),
 ]
 """Model, drafter, and a number of pages with which rows preempt each other."""
 
