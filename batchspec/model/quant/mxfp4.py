@@ -39,7 +39,7 @@ class Mxfp4(Plain):
         blocks, scales, *_ = (tensor.name for tensor in self.grouped_tensors(spec))
 
         def matrix(expert: int) -> Tensor:
-            return dequantised(weights.entry(blocks, expert), weights.entry(scales, expert))
+            return dequantised(weights.entry(blocks, expert), weights.entry(scales, expert))[:, : spec.k]
 
         return load_stacked(weights, spec, matrix)
 
