@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
@@ -16,6 +16,7 @@ from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.engine.engine import Engine
 from batchspec.model.spec import read_spec
 from batchspec.model.target import Target
+from batchspec.model.weights import DummyWeights
 from batchspec.records import Completion, SamplingParams
 from tests.engines import DEVICE, packed, request
 
@@ -28,13 +29,23 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": True, "moe_intermediate_size": 10},
     "mixtral": {"sliding_window": 9},
     "minimax_m2": {"rotary_dim": 2},
+    "gpt_oss": {"sliding_window": 7, "rope_theta": 1e4, "hidden_size": 20},
 }
 
 
 def tiny_moe(family: str, **changes: Any) -> Target:
     """Two layers of noise, five experts, two of a token."""
     config = {**_SHAPE, "model_type": family, **_CHANGES[family], **changes}
-    return Target.load(Path(), read_spec(config, "config.json"), dtype=torch.float64, device=DEVICE, dummy=True)
+    spec = read_spec(config, "config.json")
+    return Target(spec, _Noise(spec, dtype=torch.float64, device=DEVICE), DEVICE)
+
+
+class _Noise(DummyWeights):
+    """With biases and sinks that count."""
+
+    def tensor(self, name: str) -> Tensor:
+        found = super().tensor(name)
+        return found.mul_(50) if name.endswith(("bias", "sinks")) else found
 
 
 def assert_drafts_change_no_token(target: Target, temperature: float) -> None:

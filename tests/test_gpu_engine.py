@@ -63,6 +63,9 @@ class _Noise:
     def stored(self, name: str) -> torch.Tensor:
         return self.tensor(name)
 
+    def entry(self, name: str, index: int) -> torch.Tensor:
+        return self.tensor(name)[index]
+
 
 @cache
 def windowed_target(kind: str, windows: tuple[int | None, ...], dtype: torch.dtype = torch.float32) -> Target:

@@ -83,3 +83,6 @@ class Stored:
 
     def stored(self, name: str) -> torch.Tensor:
         return self._tensors[name]
+
+    def entry(self, name: str, index: int) -> torch.Tensor:
+        return self._tensors[name][index]

@@ -56,6 +56,8 @@ NUMBERS: dict[str, tuple[float, float]] = {
     "attention_factor": (1e-3, 1e3),
     "mscale": (0.0, 1e3),
     "mscale_all_dim": (0.0, 1e3),
+    "swiglu_alpha": (1e-3, 1e3),
+    "swiglu_limit": (1e-3, 1e6),
     "partial_rotary_factor": (0.0, 1.0),
     "short_factor": (1e-3, 1e6),
     "rope_local_base_freq": (1.01, 1e15),

@@ -100,8 +100,8 @@ class PagedAttend:
     positions: Tensor | None = None
     """int64 [T] of the queries, where they are later than the plan's"""
 
-    def __call__(self, q: Tensor, scale: float) -> Tensor:
-        return self.plan.attend(q, self.kv, scale, self.positions).flatten(1)
+    def __call__(self, q: Tensor, scale: float, sink_logits: Tensor | None = None) -> Tensor:
+        return self.plan.attend(q, self.kv, scale, self.positions, sink_logits).flatten(1)
 
 
 class LayerWeights:

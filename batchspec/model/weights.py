@@ -21,6 +21,7 @@ from batchspec.model.spec import EMBEDDING, OUTPUT, ModelSpec, load_spec
 
 Shapes = dict[str, tuple[int, ...]]
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 14
+_DUMMY_EXPONENTS = (116, 123)
 
 
 def expected_shapes(spec: ModelSpec) -> Shapes:
@@ -66,6 +67,8 @@ def misfits(expected: Iterable[TensorSpec], stored: Mapping[str, StoredTensor], 
         if names
     ]
     problems += _wrapper(missing, unexpected)
+    if any(name.startswith("block.0.") for name in unexpected):
+        problems.append("names as in gpt-oss's folder original/: use the files of the folder above it")
     shapes = [
         f"{name} is {list(stored[name].shape)}, config.json says {list(by_name[name].shape)}"
         for name in common
@@ -130,6 +133,10 @@ class Checkpoint:
         tensor: Tensor = self._files[name].get_tensor(name)
         return tensor.to(self.device)
 
+    def entry(self, name: str, index: int) -> Tensor:
+        part: Tensor = self._files[name].get_slice(name)[index : index + 1]
+        return part[0].to(self.device)
+
     def __enter__(self) -> Checkpoint:
         return self
 
@@ -160,7 +167,8 @@ def _dtype_of(tensor: TensorSpec, model: torch.dtype) -> torch.dtype:
 class DummyWeights:
     """Noise of the right shapes from the spec alone: N(0, 0.02^2), norms 1; FP8 weights N(0, 100^2), their scales 0.0002.
 
-    The same in every run on one kind of device.
+    The same in every run on one kind of device. Four-bit values and exponents, which a file holds as bytes, are random bytes, the
+    exponents such that values are small.
     """
 
     def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -169,18 +177,25 @@ class DummyWeights:
         self._generator = torch.Generator(device).manual_seed(0)
 
     def tensor(self, name: str) -> Tensor:
-        tensor = self._tensors[name]
-        out = torch.empty(tensor.shape, dtype=_dtype_of(tensor, self.dtype), device=self.device)
+        return self._noise(self._tensors[name], self._tensors[name].shape)
+
+    def stored(self, name: str) -> Tensor:
+        return self.tensor(name)
+
+    def entry(self, name: str, index: int) -> Tensor:
+        return self._noise(self._tensors[name], self._tensors[name].shape[1:])
+
+    def _noise(self, tensor: TensorSpec, shape: tuple[int, ...]) -> Tensor:
+        if tensor.dtypes == ("U8",):
+            low, high = _DUMMY_EXPONENTS if tensor.role == "scale" else (0, 256)
+            return torch.randint(low, high, shape, dtype=torch.uint8, device=self.device, generator=self._generator)
+        if tensor.dtypes == ("F8_E4M3",):
+            values = torch.empty(shape, device=self.device).normal_(0.0, 100.0, generator=self._generator)
+            return values.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)
+        out = torch.empty(shape, dtype=_dtype_of(tensor, self.dtype), device=self.device)
         if tensor.role in ("norm", "scale"):
             return out.fill_(tensor.typical)
         return out.normal_(0.0, 0.02, generator=self._generator)
-
-    def stored(self, name: str) -> Tensor:
-        tensor = self._tensors[name]
-        if tensor.dtypes != ("F8_E4M3",):
-            return self.tensor(name)
-        noise = torch.empty(tensor.shape, device=self.device).normal_(0.0, 100.0, generator=self._generator)
-        return noise.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True, slots=True)

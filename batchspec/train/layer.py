@@ -165,5 +165,6 @@ class StepAttention:
         rotated: Tensor = RoPE.apply(q, cos, sin)  # type: ignore[no-untyped-call]
         return rotated
 
-    def __call__(self, q: Tensor, scale: float) -> Tensor:
+    def __call__(self, q: Tensor, scale: float, sink_logits: Tensor | None = None) -> Tensor:
+        assert sink_logits is None, "heads with sinks are not trained"
         return attend(q.expand(self._step.rows, -1, -1, -1).contiguous(), self._keys).flatten(2)

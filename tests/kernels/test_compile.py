@@ -361,14 +361,16 @@ for _dtype, _tma in (("bf16", True), ("fp32", False)):
 for _map in (None, PI32, PI64):
     _case(f"first_top_kernel map {_map}", "lm_head", 4, top=PF32, top_ids=PI32, map_ids=_map, out_ids=PI32, out_stride=I32,
           num_parts=I32, FLAG=_map is None, BLOCK=1024)  # fmt: skip
-# (dtype, D, tile, block, warps, window, grouped, tree, early)
-for _dtype, _dim, _tile, _block, _warps, _window, _grouped, _tree, _early in (
-    ("bf16", 128, 16, 64, 4, 0, False, False, False), ("bf16", 96, 64, 64, 4, 0, True, False, False),
-    ("bf16", 64, 16, 64, 4, 0, False, False, True), ("bf16", 128, 64, 64, 4, 0, True, False, True),
-    ("fp32", 64, 16, 32, 8, 512, False, False, False), ("fp16", 256, 32, 32, 4, 0, False, True, False),
+# (dtype, D, tile, block, warps, window, grouped, tree, early, sinks)
+for _dtype, _dim, _tile, _block, _warps, _window, _grouped, _tree, _early, _sinks in (
+    ("bf16", 128, 16, 64, 4, 0, False, False, False, False), ("bf16", 96, 64, 64, 4, 0, True, False, False, False),
+    ("bf16", 64, 16, 64, 4, 0, False, False, True, False), ("bf16", 128, 64, 64, 4, 0, True, False, True, False),
+    ("fp32", 64, 16, 32, 8, 512, False, False, False, False), ("fp16", 256, 32, 32, 4, 0, False, True, False, False),
+    ("bf16", 64, 64, 64, 4, 128, False, False, True, True),
 ):  # fmt: skip
     _case(
-        f"verify_kernel {_dtype} D={_dim}, tile {_tile}, window {_window}, grouped {_grouped}, tree {_tree}, early {_early}",
+        f"verify_kernel {_dtype} D={_dim}, tile {_tile}, window {_window}, grouped {_grouped}, tree {_tree}, early {_early}, "
+        f"sinks {_sinks}",
         "verify_attention",
         _warps,
         q=f"*{_dtype}",
@@ -383,6 +385,7 @@ for _dtype, _dim, _tile, _block, _warps, _window, _grouped, _tree, _early in (
         row_parts=PI32,
         ancestors=PI64 if _tree else None,
         tail_start=PI32 if _tree else None,
+        sink_logits=PF32 if _sinks else None,
         out=f"*{_dtype}",
         part_out=PF32,
         part_lse=PF32,
@@ -442,23 +445,25 @@ for _groups in (0, 64):
         GROUPS=_groups,
         LANES=64,
     )
-_case(
-    "merge_states_kernel",
-    "merge_states",
-    1,
-    part_out=PF32,
-    part_lse=PF32,
-    row_parts=PI32,
-    cu_seqlens_q=PI32,
-    out="*bf16",
-    KV_HEADS=8,
-    HEADS=4,
-    HEAD_DIM=96,
-    DIM=128,
-    TILES=4,
-    LINES=4,
-    PARTS=8,
-)
+for _sink_logits in (None, PF32):
+    _case(
+        f"merge_states_kernel sinks {_sink_logits}",
+        "merge_states",
+        1,
+        part_out=PF32,
+        part_lse=PF32,
+        row_parts=PI32,
+        cu_seqlens_q=PI32,
+        sink_logits=_sink_logits,
+        out="*bf16",
+        KV_HEADS=8,
+        HEADS=4,
+        HEAD_DIM=96,
+        DIM=128,
+        TILES=4,
+        LINES=4,
+        PARTS=8,
+    )
 for _stages in (1, 4):
     _case(f"cutoff_kernel {_stages} stages", "cutoff", 32, logits=PF32, row_ids=PI32, temperature=PF32, top_k=PI32, top_p=PF32,
           min_p=PF32, listed=PF32, out_cutoff=PF32, stride_row=I32, vocab=I32, MAX_PASSES=10, STAGES=_stages, DEPTH=8,

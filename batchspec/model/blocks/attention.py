@@ -32,6 +32,8 @@ class AttentionSpec:
     """q and k are normed, each head by itself, before they are rotated."""
     qk_norm_rows: bool = False
     """q and k are normed, each over all of its heads at once, before they are rotated."""
+    sinks: bool = False
+    """Each head has a learned logit that joins the denominator of its softmax."""
     scale: float | None = None
     """Of the scores; None: 1 / sqrt(head_dim)."""
     fused_qkv: bool = False
@@ -81,7 +83,8 @@ class AttentionSpec:
     def vectors(self) -> tuple[TensorSpec, ...]:
         norms = [(name, self.hidden_size) for name in (self.norm, self.post_norm) if name is not None]
         norms += [(f"{self.name}.{x}_norm", size) for x, size in self._qk_norms.items()]
-        return tuple(self.norms.tensor(name, size) for name, size in norms)
+        sinks = (TensorSpec(f"{self.name}.sinks", (self.num_heads,), "bias", wide=True),) if self.sinks else ()
+        return *(self.norms.tensor(name, size) for name, size in norms), *sinks
 
     @property
     def _qk_norms(self) -> dict[str, int]:
@@ -125,6 +128,7 @@ class Attention:
         self._qkv = source.product(spec.qkv)
         self._q_norm = source.vector(f"{spec.name}.q_norm.weight") if spec.has_qk_norms else None
         self._k_norm = source.vector(f"{spec.name}.k_norm.weight") if spec.has_qk_norms else None
+        self._sinks = source.vector(f"{spec.name}.sinks") if spec.sinks else None
         self._out = source.product(spec.out)
 
     @property
@@ -149,7 +153,7 @@ class Attention:
 
     def finish(self, q: Tensor, stream: Stream, attend: Attend, *, add_in_product: bool) -> None:
         """From q [T, NH, D] of the stream's tokens to the stream. add_in_product: see `Block`."""
-        attended = attend(q, self._scale)
+        attended = attend(q, self._scale, self._sinks)
         if self._post_norm is None:
             stream.add_product(self._out, attended, attend.row_ids, in_product=add_in_product)
         else:

@@ -110,14 +110,18 @@ class GroupedSpec:
     """Rows of one of them."""
     k: int
     bias: bool = False
+    stacked: bool = False
+    """A file holds the one part of all experts as one tensor."""
+    interleaved: bool = False
+    """Its even rows are those of the gate, its odd ones up's; in memory the gate's come first."""
 
     @property
     def rows(self) -> int:
         return len(self.parts) * self.part_rows
 
     def of(self, expert: int) -> ProductSpec:
-        """The product of one expert, where a file holds the projections of each expert by themselves."""
-        names = (f"{self.name}.{expert}.{part}" for part in self.parts)
+        """The product of one expert; stacked ones are all named alike."""
+        names = (f"{self.name}.{part}" if self.stacked else f"{self.name}.{expert}.{part}" for part in self.parts)
         return ProductSpec(tuple(Projection(name, self.part_rows, self.k, self.bias) for name in names))
 
 
@@ -131,22 +135,26 @@ class ExpertsSpec:
     hidden_size: int
     expert_size: int
     """I, numbers between the two products of one expert"""
-    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """Names of gate, up and down."""
+    parts: tuple[str, str, str] | tuple[str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Names of gate, up and down of each expert; or of gate-up and down of all experts, stacked, gate and up interleaved."""
     bias: bool = False
     clamp: Clamp | None = None
     """None: plain SwiGLU."""
 
     @property
     def gate_up(self) -> GroupedSpec:
-        return self._grouped(self.parts[:2], self.expert_size, self.hidden_size)
+        stacked = len(self.parts) == 2
+        return self._grouped(self.parts[:-1], (2 if stacked else 1) * self.expert_size, self.hidden_size, interleaved=stacked)
 
     @property
     def down(self) -> GroupedSpec:
-        return self._grouped(self.parts[2:], self.hidden_size, self.expert_size)
+        return self._grouped(self.parts[-1:], self.hidden_size, self.expert_size)
 
-    def _grouped(self, parts: tuple[str, ...], rows: int, k: int) -> GroupedSpec:
-        return GroupedSpec(name=self.name, parts=parts, num_experts=self.num_experts, part_rows=rows, k=k, bias=self.bias)
+    def _grouped(self, parts: tuple[str, ...], rows: int, k: int, *, interleaved: bool = False) -> GroupedSpec:
+        return GroupedSpec(
+            name=self.name, parts=parts, num_experts=self.num_experts, part_rows=rows, k=k, bias=self.bias,
+            stacked=len(self.parts) == 2, interleaved=interleaved,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,8 +108,11 @@ class Attend(Protocol):
     def row_ids(self) -> Tensor | None:
         """As of `StoreKV`, of the tokens that go on."""
 
-    def __call__(self, q: Tensor, scale: float) -> Tensor:
-        """q [T, NH, D] -> attended values [T, NH * D] over the stored K and V."""
+    def __call__(self, q: Tensor, scale: float, sink_logits: Tensor | None = None) -> Tensor:
+        """q [T, NH, D] -> attended values [T, NH * D] over the stored K and V.
+
+        sink_logits  fp32 [NH], in the softmax as one more key of each head, whose value is 0; or None
+        """
 
 
 class BlockSource(Protocol):

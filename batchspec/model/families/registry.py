@@ -6,6 +6,7 @@ from batchspec.model.config_values import ConfigReader
 from batchspec.model.families.base import Family
 from batchspec.model.families.gemma3_text import GEMMA3_TEXT
 from batchspec.model.families.glm4 import GLM4
+from batchspec.model.families.gpt_oss import GPT_OSS
 from batchspec.model.families.llama import LLAMA
 from batchspec.model.families.minimax_m2 import MINIMAX_M2
 from batchspec.model.families.mistral import MISTRAL
@@ -26,6 +27,7 @@ FAMILIES: dict[str, Family] = {
         QWEN3_MOE,
         MIXTRAL,
         MINIMAX_M2,
+        GPT_OSS,
         GEMMA3_TEXT,
         PHI3,
         OLMO2,

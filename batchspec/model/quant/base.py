@@ -35,6 +35,9 @@ class Weights(Protocol):
     def stored(self, name: str) -> Tensor:
         """The same in the dtype of the file: what a quantised format reads."""
 
+    def entry(self, name: str, index: int) -> Tensor:
+        """`stored(name)[index]`, nothing else of it read."""
+
 
 class WeightFormat(Protocol):
     """One file of this folder."""

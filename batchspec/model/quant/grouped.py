@@ -6,7 +6,7 @@ T tokens, E experts, P pairs of k a token (`blocks/routing.py`), H hidden, I num
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from batchspec.model.blocks.base import Clamp, GroupedSpec, Projection, TensorSpec
 from batchspec.model.blocks.routing import Routing
 from batchspec.model.fused import clamped_swiglu, silu_and_mul
-from batchspec.model.quant.base import Cut, Slices, Weights
+from batchspec.model.quant.base import Cut, Slices, Weights, share
 
 
 class GroupedLinear:
@@ -106,6 +106,36 @@ class SeparateExperts(ABC):
         for _, _, part in _parts(spec):
             found |= self.shard(part, cut, rank, ranks)
         return found
+
+
+def gate_first(rows: Tensor) -> Tensor:
+    """[2I, ...] with even rows of the gate and odd ones of up -> gate, then up."""
+    return torch.cat((rows[0::2], rows[1::2]))
+
+
+def stacked_bias(spec: GroupedSpec) -> tuple[TensorSpec, ...]:
+    """The bias of stacked experts, which is stored alike in all formats."""
+    return (TensorSpec(f"{spec.of(0).parts[0].name}_bias", (spec.num_experts, spec.rows), "bias"),) if spec.bias else ()
+
+
+def load_stacked(weights: Weights, spec: GroupedSpec, matrix: Callable[[int], Tensor]) -> GroupedLinear:
+    """Stacked experts, read one at a time. matrix: expert -> its weight [rows, k] as in the file, of any floating-point dtype."""
+    weight = torch.empty((spec.num_experts, spec.rows, spec.k), dtype=weights.dtype, device=weights.device)
+    order = gate_first if spec.interleaved else torch.Tensor.clone
+    for expert in range(spec.num_experts):
+        weight[expert].copy_(order(matrix(expert)))
+    biases = [order(bias) for tensor in stacked_bias(spec) for bias in weights.tensor(tensor.name)]
+    return GroupedLinear(weight, torch.stack(biases) if biases else None)
+
+
+def shard_stacked(spec: GroupedSpec, cut: Cut, rank: int, ranks: int) -> tuple[slice, slice]:
+    """Rows and columns that a rank holds of the matrix of each expert; of interleaved rows whole pairs."""
+    part, rows, columns = spec.of(0).parts[0], slice(0, spec.rows), slice(0, spec.k)
+    if cut == "columns":
+        pairs = 2 if spec.interleaved else 1
+        own = share(part, spec.rows // pairs, rank, ranks)
+        return slice(pairs * own.start, pairs * own.stop), columns
+    return rows, share(part, spec.k, rank, ranks)
 
 
 def _parts(spec: GroupedSpec) -> Iterator[tuple[int, slice, Projection]]:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from batchspec.kernels.gemm import linear as kernels
 from batchspec.kernels.gemm.tiles import Tile
-from batchspec.model.blocks.base import Projection, TensorSpec
+from batchspec.model.blocks.base import GroupedSpec, Projection, TensorSpec
 from batchspec.model.blocks.forward import Product
 from batchspec.model.fused import rms_norm, silu_and_mul
 from batchspec.model.quant.base import Cut, Slices, Weights, bias_of, row_share, shard_bias, share
-from batchspec.model.quant.grouped import SeparateExperts
+from batchspec.model.quant.grouped import GroupedLinear, SeparateExperts, load_stacked, shard_stacked, stacked_bias
 from batchspec.tuning.policy import gemm_tile
 
 
@@ -26,6 +26,25 @@ class Plain(SeparateExperts):
 
     def matrix(self, weights: Weights, name: str) -> Tensor:
         return weights.stored(f"{name}.weight")
+
+    def grouped_tensors(self, spec: GroupedSpec) -> tuple[TensorSpec, ...]:
+        """Stacked ones lie transposed, [E, k, rows], as transformers saves gpt-oss."""
+        if not spec.stacked:
+            return super().grouped_tensors(spec)
+        shape = (spec.num_experts, spec.k, spec.rows)
+        return TensorSpec(spec.of(0).parts[0].name, shape, "weight"), *stacked_bias(spec)
+
+    def load_grouped(self, weights: Weights, spec: GroupedSpec) -> GroupedLinear:
+        if not spec.stacked:
+            return super().load_grouped(weights, spec)
+        return load_stacked(weights, spec, lambda expert: weights.entry(spec.of(0).parts[0].name, expert).t())
+
+    def shard_grouped(self, spec: GroupedSpec, cut: Cut, rank: int, ranks: int) -> Slices:
+        if not spec.stacked:
+            return super().shard_grouped(spec, cut, rank, ranks)
+        (rows, columns), experts = shard_stacked(spec, cut, rank, ranks), slice(0, spec.num_experts)
+        bias = {tensor.name: (experts, rows) for tensor in stacked_bias(spec) if cut == "columns" or rank == 0}
+        return {spec.of(0).parts[0].name: (experts, columns, rows), **bias}
 
     def nbytes(self, rows: int, k: int, dtype: torch.dtype) -> int:
         return rows * k * dtype.itemsize

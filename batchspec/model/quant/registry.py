@@ -9,16 +9,18 @@ from batchspec.model.quant.compressed_tensors import read_compressed_tensors
 from batchspec.model.quant.formats import ALL_PLAIN, Formats
 from batchspec.model.quant.fp8_block import read_fp8
 from batchspec.model.quant.modelopt import read_modelopt
+from batchspec.model.quant.mxfp4 import read_mxfp4
 
 READERS: dict[str, Callable[[ConfigReader], Formats | str]] = {
     "fp8": read_fp8,
     "compressed-tensors": read_compressed_tensors,
     "modelopt": read_modelopt,
+    "mxfp4": read_mxfp4,
 }
 """quant_method -> what reads its `quantization_config`; text: what of it is not built"""
 _BUILT = (
-    "use a checkpoint in FP8 (e4m3 in blocks of 128 x 128, or of compressed-tensors or modelopt with a scale a row or a tensor) "
-    "or one that is not quantised"
+    "use a checkpoint in FP8 (e4m3 in blocks of 128 x 128, or of compressed-tensors or modelopt with a scale a row or a tensor), "
+    "gpt-oss in MXFP4, or one that is not quantised"
 )
 
 
