@@ -1,0 +1,45 @@
+"""How a grouped product of experts is cut into programs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class ExpertTile(NamedTuple):
+    """One way to compute a grouped product. The weights are on the side of the tensor core that is 64 rows wide or more.
+
+    Numbers of a token are summed over K in the same order whatever the tile, so tiles may go by the number of tokens.
+    """
+
+    block_t: int
+    """Pairs of a unit: 16, 32, 64, 128 or 256. Both products of a layer read the same units. Triton 3.6 multiplies narrower tiles
+    by other instructions, which round otherwise."""
+    block_n: int
+    """Rows of W, a multiple of 16 * warps; a gated product reads twice as many."""
+    block_k: int
+    stages: int
+    warps: int
+    """4 or 8."""
+    tma: bool = True
+    """Weights by descriptor, else by pointers."""
+    group: int = 8
+    """Units whose tiles run one after another before the next units begin."""
+
+
+def unit_pairs_of(num_tokens: int, top_k: int, num_experts: int) -> int:
+    """A token tile that holds all pairs of most experts: their mean and two deviations, were the choices independent."""
+    mean = num_tokens * top_k / num_experts
+    return min(128, max(16, 1 << (int(mean + 2 * mean**0.5) - 1).bit_length()))
+
+
+def expert_tile(unit_pairs: int, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
+    """A good tile for weights of this dtype; `batchspec.kernels.benchmarks.moe_bench` times others."""
+    if dtype == torch.float32:
+        return ExpertTile(unit_pairs, 64, 32, 2, 4, False)
+    if unit_pairs <= 32:  # bound by the weights: two programs an SM, 96 KB on their way in each
+        return ExpertTile(unit_pairs, 64, 64, 5, 4) if gated else ExpertTile(unit_pairs, 128, 64, 5, 4)
+    if unit_pairs == 64:
+        return ExpertTile(unit_pairs, 64, 64, 4, 4) if gated else ExpertTile(unit_pairs, 128, 64, 4, 4)
+    return ExpertTile(unit_pairs, 128, 64, 4, 8)
