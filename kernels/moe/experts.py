@@ -22,7 +22,7 @@ from batchspec.kernels.common.pdl import await_earlier, launch_args
 from batchspec.kernels.gemm.operands import DTYPES
 from batchspec.kernels.moe.gate import SWIGLU, Gate, open_gate
 from batchspec.kernels.moe.tiles import ExpertTile
-from batchspec.kernels.moe.units import Routing, check_routing, program_place
+from batchspec.kernels.moe.units import Routing, check_routing, program_place, unit_pairs
 
 
 @triton.jit
@@ -43,9 +43,9 @@ def load_rows(w, expert, first, num_rows, at, k, BLOCK_N: tl.constexpr, BLOCK_K:
 
 
 @triton.jit
-def write_pairs(acc, up, bias, out, expert, first, pair, exists, n, GATED: tl.constexpr, LIMIT: tl.constexpr,
-                ALPHA: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Bias and gate on a finished tile [BLOCK_N, pairs], and its rows to their places in pair order."""
+def add_bias_and_gate(acc, up, bias, expert, first, n, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+                      BLOCK_N: tl.constexpr):  # fmt: skip
+    """What follows the sums of a tile [BLOCK_N, pairs], in fp32."""
     column = first + tl.arange(0, BLOCK_N)
     inside = column < n
     if bias is not None:
@@ -55,8 +55,15 @@ def write_pairs(acc, up, bias, out, expert, first, pair, exists, n, GATED: tl.co
             up += tl.load(own + n, mask=inside, other=0.0).to(tl.float32)[:, None]
     if GATED:
         acc = open_gate(acc, up, LIMIT, ALPHA)
+    return acc
+
+
+@triton.jit
+def write_pairs(y, out, first, pair, exists, n, BLOCK_N: tl.constexpr):
+    """A tile [BLOCK_N, pairs] to its places in out [P, n]."""
+    column = first + tl.arange(0, BLOCK_N)
     places = out + pair[:, None] * n + column[None, :]
-    tl.store(places, tl.trans(acc.to(out.dtype.element_ty)), mask=exists[:, None] & inside[None, :])
+    tl.store(places, tl.trans(y.to(out.dtype.element_ty)), mask=exists[:, None] & (column < n)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_units"])
@@ -70,13 +77,9 @@ def experts_kernel(
     DOT: tl.constexpr = tl.float32 if INTERPRETED else x.dtype.element_ty  # the interpreter takes bf16 for integers
     unit, tile = program_place(num_units, tl.cdiv(n, BLOCK_N), GROUP)
     await_earlier(PDL)
-    expert = tl.load(units + unit * 4)
-    begin = tl.load(units + unit * 4 + 1)
-    count = tl.load(units + unit * 4 + 2)
+    expert, pair, exists, count = unit_pairs(pairs, units, unit, 0, BLOCK_T)
     if count == 0:
         return
-    exists = tl.arange(0, BLOCK_T) < count
-    pair = tl.load(pairs + begin + tl.arange(0, BLOCK_T), mask=exists, other=0).to(tl.int64)
     rows = x + (pair // SLOTS * stride_x)[None, :]
     depth = tl.arange(0, BLOCK_K)
     first = tile * BLOCK_N
@@ -93,7 +96,8 @@ def experts_kernel(
         if GATED:
             b = load_rows(w, expert, n + first, num_rows, at, k, BLOCK_N, BLOCK_K, TMA, EVEN_K)
             up = tl.dot(b.to(DOT), tokens.to(DOT), up, input_precision="ieee")
-    write_pairs(acc, up, bias, out, expert, first, pair, exists, n, GATED, LIMIT, ALPHA, BLOCK_N)
+    acc = add_bias_and_gate(acc, up, bias, expert, first, n, GATED, LIMIT, ALPHA, BLOCK_N)
+    write_pairs(acc, out, first, pair, exists, n, BLOCK_N)
 
 
 def experts_up(

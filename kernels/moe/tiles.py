@@ -28,18 +28,28 @@ class ExpertTile(NamedTuple):
     """Units whose tiles run one after another before the next units begin."""
 
 
-def unit_pairs_of(num_tokens: int, top_k: int, num_experts: int) -> int:
-    """A token tile that holds all pairs of most experts: their mean and two deviations, were the choices independent."""
+def unit_pairs_of(num_tokens: int, top_k: int, num_experts: int, dtype: torch.dtype) -> int:
+    """A token tile that holds all pairs of most experts: their mean and two deviations, were the choices independent.
+
+    dtype  of the weights; FP8 takes at most 64 pairs, for the sums of a block and of all need registers
+    """
     mean = num_tokens * top_k / num_experts
-    return min(128, max(16, 1 << (int(mean + 2 * mean**0.5) - 1).bit_length()))
+    most = 64 if dtype == torch.float8_e4m3fn else 128
+    return min(most, max(16, 1 << (int(mean + 2 * mean**0.5) - 1).bit_length()))
 
 
 def expert_tile(unit_pairs: int, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
-    """A good tile for weights of this dtype; `batchspec.kernels.benchmarks.moe_bench` times others."""
+    """A good tile for weights of this dtype (uint8: MXFP4); `batchspec.kernels.benchmarks.moe_bench` times others.
+
+    Up to 32 pairs, where the weights' bytes count: two programs an SM or more with about 100 KB on their way.
+    """
+    few = unit_pairs <= 32
     if dtype == torch.float32:
         return ExpertTile(unit_pairs, 64, 32, 2, 4, False)
-    if unit_pairs <= 32:  # bound by the weights: two programs an SM, 96 KB on their way in each
-        return ExpertTile(unit_pairs, 64, 64, 5, 4) if gated else ExpertTile(unit_pairs, 128, 64, 5, 4)
-    if unit_pairs == 64:
-        return ExpertTile(unit_pairs, 64, 64, 4, 4) if gated else ExpertTile(unit_pairs, 128, 64, 4, 4)
+    if dtype == torch.float8_e4m3fn:
+        return ExpertTile(unit_pairs, 128, 128, 3 if gated or not few else 4, 4 if few else 8)
+    if dtype == torch.uint8:
+        return ExpertTile(unit_pairs, 128, 128, 4, 4 if few else 8)
+    if unit_pairs <= 64:
+        return ExpertTile(unit_pairs, 64 if gated else 128, 64, 5 if few else 4, 4)
     return ExpertTile(unit_pairs, 128, 64, 4, 8)

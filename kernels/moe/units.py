@@ -60,3 +60,18 @@ def program_place(num_units, num_tiles, GROUP: tl.constexpr):
     width = tl.minimum(num_units - first, GROUP)
     within = program % (GROUP * num_tiles)
     return first + within % width, within // width
+
+
+@triton.jit
+def unit_pairs(pairs, units, unit, num_rows, BLOCK_T: tl.constexpr):
+    """A unit's expert, its pairs int64 [BLOCK_T], which of them exist, and their number. `pairs` None: one expert, all rows."""
+    lane = tl.arange(0, BLOCK_T)
+    if pairs is None:
+        expert = unit * 0
+        count = tl.minimum(num_rows - unit * BLOCK_T, BLOCK_T)
+        pair = tl.where(lane < count, unit * BLOCK_T + lane, 0)
+    else:
+        expert = tl.load(units + unit * 4)
+        count = tl.load(units + unit * 4 + 2)
+        pair = tl.load(pairs + tl.load(units + unit * 4 + 1) + lane, mask=lane < count, other=0)
+    return expert, pair.to(tl.int64), lane < count, count

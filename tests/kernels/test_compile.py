@@ -470,6 +470,20 @@ for _dtype, _gated, _limit, _t, _n, _k, _warps in (
           w=f"tensordesc<bf16[{_n}, {_k}]>" if _tma else _ptr, bias=_ptr if _gated else None, pairs=PI32, units=PI32, out=_ptr,
           num_units=I32, n=I32, k=I32, stride_x=I32, SLOTS=6 if _gated else 1, GATED=_gated, LIMIT=_limit, ALPHA=1.702,
           BLOCK_T=_t, BLOCK_N=_n, BLOCK_K=_k, GROUP=8, TMA=_tma, EVEN_K=_tma, INTERPRETED=False)  # fmt: skip
+for _whole in (False, True):
+    _case(f"quantise_kernel whole {_whole}", "quantise", 8, x="*bf16", out="*fp8e4nv", out_scales=PF32, stride=I32, k=I32,
+          WHOLE=_whole, GROUP=128, GROUPS=16, INTERPRETED=False)  # fmt: skip
+# (blocked, gated, quantised, pairs, warps, TMA)
+for _blocked, _gated, _quantised, _t, _warps, _tma in (
+    (True, True, True, 16, 4, True), (True, False, False, 64, 8, True), (False, True, False, 16, 4, False),
+):  # fmt: skip
+    _list = None if _t == 64 else PI32
+    _case(f"experts_fp8_kernel blocked {_blocked}, gated {_gated}, {_t} pairs", "experts_fp8", _warps, x="*fp8e4nv",
+          x_scales=PF32, w="tensordesc<fp8e4nv[128, 128]>" if _tma else "*fp8e4nv", w_scales=PF32,
+          bias=None if _blocked else "*bf16", pairs=_list, units=_list, out="*fp8e4nv" if _quantised else "*bf16",
+          out_scales=PF32 if _quantised else None, num_units=I32, num_rows=I32, n=I32, k=I32, scale_stride=I32,
+          SLOTS=6 if _gated else 1, GATED=_gated, LIMIT=None, ALPHA=1.702, BLOCKED=_blocked, BLOCK_T=_t, BLOCK_N=128, BLOCK_K=128,
+          GROUP=8, TMA=_tma, EVEN_K=_tma, INTERPRETED=False)  # fmt: skip
 
 
 def waits_first(name: str, ptx: str) -> None:
