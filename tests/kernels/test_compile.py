@@ -484,6 +484,11 @@ for _blocked, _gated, _quantised, _t, _warps, _tma in (
           out_scales=PF32 if _quantised else None, num_units=I32, num_rows=I32, n=I32, k=I32, scale_stride=I32,
           SLOTS=6 if _gated else 1, GATED=_gated, LIMIT=None, ALPHA=1.702, BLOCKED=_blocked, BLOCK_T=_t, BLOCK_N=128, BLOCK_K=128,
           GROUP=8, TMA=_tma, EVEN_K=_tma, INTERPRETED=False)  # fmt: skip
+for _gated, _t, _warps, _tma in ((True, 16, 4, True), (False, 128, 8, False)):
+    _case(f"experts_mxfp4_kernel gated {_gated}, {_t} pairs", "experts_mxfp4", _warps, x="*bf16",
+          w="tensordesc<i16[128, 32]>" if _tma else "*i16", w_scales=PI32, bias="*bf16", pairs=PI32, units=PI32, out="*bf16",
+          num_units=I32, n=I32, k=I32, stride_x=I32, SLOTS=4 if _gated else 1, GATED=_gated, LIMIT=7.0 if _gated else None,
+          ALPHA=1.702, BLOCK_T=_t, BLOCK_N=128, BLOCK_K=128, GROUP=8, TMA=_tma, EVEN_K=False, INTERPRETED=False)  # fmt: skip
 
 
 def waits_first(name: str, ptx: str) -> None:
