@@ -1,4 +1,4 @@
-"""Grouped products of experts with MXFP4 weights: nibbles become bf16 in registers, the operand that tensor cores read from there.
+"""Grouped products of experts with MXFP4 weights: nibbles become bf16 in registers, from which the tensor cores read them.
 
 Formula, work list and order of sums are those of `experts.py`, so the result is that of the dequantised weights, which bf16 holds
 exactly. Weights are in the order of `mxfp4.py`. Bound by their bytes (17/32 a value) and, close to it, by the instructions that

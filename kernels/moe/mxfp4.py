@@ -1,9 +1,9 @@
 """MXFP4 weights in the order in which the grouped products read them.
 
-A checkpoint holds, of each row, blocks of 32 values: 16 bytes, low nibble first, and one scale 2^(u - 127). A nibble is sign s, two
+A checkpoint holds, of each row, blocks of 32 values: 16 bytes, low nibble first, and one scale 2^(u - 127). A nibble is sign, two
 bits of exponent, one of mantissa: +-{0, .5, 1, 1.5, 2, 3, 4, 6} (OCP Microscaling Formats 1.0).
 Here 128 values of a row, padded with zeros at the end, are 32 words of 16 bits, and word j holds the values j, 32 + j, 64 + j and
-96 + j. So one tile of words serves four dots of 32 values, each with one scale a row, and no value changes its place in registers.
+96 + j. So one tile of words serves four dots of 32 values, each with one scale a row, and no value moves between registers.
 
     bit of a word  15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
     of value        0  3  3  1  3  3  2  0  0  0  1  1  1  2  2  2      first bit of each its sign, then exponent and mantissa
