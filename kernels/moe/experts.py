@@ -11,6 +11,8 @@ Bound by the weights of the experts that have tokens up to about 200 tokens an e
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -117,7 +119,7 @@ def experts_up(
     num_tokens, num_experts, width = x.shape[0], weight.shape[0], weight.shape[1] // 2
     out = x.new_empty(num_tokens * routing.expert_ids.shape[1], width) if out is None else out
     if x.is_cuda or interpret:
-        _launch("experts_up", x, weight, bias, routing, tile, out, slots=routing.expert_ids.shape[1], gate=gate)
+        launch("experts_up", x, weight, bias, routing, tile, out, gate=gate)
     else:
         check_routing("experts_up", routing, num_tokens, num_experts)
         out.copy_(experts_up_reference(x, weight, bias, routing.expert_ids, gate=gate))
@@ -134,19 +136,20 @@ def experts_down(
     """
     out = h.new_empty(h.shape[0], weight.shape[1]) if out is None else out
     if h.is_cuda or interpret:
-        _launch("experts_down", h, weight, bias, routing, tile, out, slots=1, gate=None)
+        launch("experts_down", h, weight, bias, routing, tile, out)
     else:
         check_routing("experts_down", routing, routing.expert_ids.shape[0], weight.shape[0])
         out.copy_(experts_down_reference(h, weight, bias, routing.expert_ids))
     return out
 
 
-def _launch(
+def launch(
     kernel: str, x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, tile: ExpertTile, out: Tensor, *,
-    slots: int, gate: Gate | None,
+    gate: Gate | None = None, compile_only: bool = False,
 ) -> None:  # fmt: skip
+    """Check the arguments and start the kernel, unless `compile_only`."""
     (num_tokens, top_k), (num_experts, num_rows, k) = routing.expert_ids.shape, weight.shape
-    n = num_rows if gate is None else num_rows // 2
+    n, slots = (num_rows, 1) if gate is None else (num_rows // 2, top_k)
     check(f"{kernel}: x", x, (num_tokens * top_k // slots, k), *DTYPES, rows=True)
     check(f"{kernel}: weight", weight, (num_experts, num_rows, k), x.dtype)
     check(f"{kernel}: out", out, (num_tokens * top_k, n), x.dtype, torch.float32)
@@ -157,7 +160,9 @@ def _launch(
         return
     tma = tile.tma and weight.data_ptr() % 16 == 0 and k * weight.itemsize % 16 == 0
     flat = weight.view(num_experts * num_rows, k)
-    experts_kernel[(len(routing.units) * triton.cdiv(n, tile.block_n),)](
+    grid = (len(routing.units) * triton.cdiv(n, tile.block_n),)
+    start = partial(experts_kernel.warmup, grid=grid) if compile_only else experts_kernel[grid]
+    start(
         x, TensorDescriptor.from_tensor(flat, [tile.block_n, tile.block_k]) if tma else weight, bias,
         routing.pairs, routing.units, out, len(routing.units), n, k, x.stride(0),
         SLOTS=slots, GATED=gate is not None, LIMIT=gate and gate.limit, ALPHA=gate and gate.alpha,

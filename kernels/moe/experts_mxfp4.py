@@ -38,6 +38,12 @@ def load_scales(scales, expert, first, num_rows, block, num_blocks, BLOCK_N: tl.
     return tl.load(scales + (expert * num_blocks + block).to(tl.int64) * num_rows + rows)
 
 
+@triton.jit
+def wait_for(acc):
+    """acc, read here: a product still on its way at the end of the loop would make ptxas wait after every wgmma (C7515)."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], dtype=tl.float32, is_pure=True, pack=1)
+
+
 @triton.jit(do_not_specialize=["num_units"])
 def experts_mxfp4_kernel(
     x, w, w_scales, bias, pairs, units, out, num_units, n, k, stride_x,
@@ -75,6 +81,10 @@ def experts_mxfp4_kernel(
             acc = tl.dot(unpack(a, a_scales, part, INTERPRETED), tokens, acc, input_precision="ieee")
             if GATED:
                 up = tl.dot(unpack(b, b_scales, part, INTERPRETED), tokens, up, input_precision="ieee")
+        if not INTERPRETED:
+            acc = wait_for(acc)
+            if GATED:
+                up = wait_for(up)
     acc = add_bias_and_gate(acc, up, bias, expert, first, n, GATED, LIMIT, ALPHA, BLOCK_N)
     write_pairs(acc, out, first, pair, exists, n, BLOCK_N)
 

@@ -87,7 +87,8 @@ def dequantise_mxfp4(weight: Mxfp4Weight, k: int, dtype: torch.dtype = torch.flo
     """[..., N, K] in plain torch; exact in bf16, fp32 and fp64."""
     blocks, scales = unshuffle_mxfp4(weight, k)
     codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).long()
-    values = torch.tensor(VALUES, dtype=torch.float64, device=codes.device)[codes]
+    wide = torch.promote_types(dtype, torch.float32)
+    values = torch.tensor(VALUES, dtype=wide, device=codes.device)[codes]
     return torch.ldexp(values, (scales.to(torch.int32) - 127)[..., None]).flatten(-2).to(dtype)
 
 

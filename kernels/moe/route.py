@@ -242,7 +242,9 @@ def lists_reference(expert_ids: Tensor, weights: Tensor, num_experts: int, unit_
     counts = torch.bincount(flat.long(), minlength=num_experts)
     offsets = torch.zeros(num_experts + 1, dtype=torch.int32, device=flat.device)
     offsets[1:] = counts.cumsum(0)
-    units = torch.zeros(max_units(*expert_ids.shape, num_experts, unit_pairs), FIELDS, dtype=torch.int32, device=flat.device)
+    num_tokens, top_k = expert_ids.shape
+    num_units = max_units(num_tokens, top_k, num_experts, unit_pairs)
+    units = torch.zeros(num_units, FIELDS, dtype=torch.int32, device=flat.device)
     rows = [
         (expert, first, min(unit_pairs, end - first), 0)
         for expert, (begin, end) in enumerate(zip(offsets.tolist(), offsets.tolist()[1:], strict=False))

@@ -53,3 +53,24 @@ def expert_tile(unit_pairs: int, *, gated: bool, dtype: torch.dtype) -> ExpertTi
     if unit_pairs <= 64:
         return ExpertTile(unit_pairs, 64 if gated else 128, 64, 5 if few else 4, 4)
     return ExpertTile(unit_pairs, 128, 64, 4, 8)
+
+
+# block_n, block_k, stages, warps worth timing
+PLAIN = ((64, 64, 6, 4), (64, 128, 4, 4), (128, 64, 3, 4), (128, 64, 4, 8), (128, 128, 3, 8), (256, 64, 3, 8))
+FP8 = ((64, 128, 4, 4), (64, 128, 6, 4), (128, 128, 2, 4), (128, 128, 3, 4), (128, 128, 3, 8), (128, 128, 4, 8))
+MXFP4 = ((64, 128, 4, 4), (64, 128, 6, 4), (128, 128, 3, 4), (128, 128, 5, 4), (128, 128, 4, 8), (256, 128, 3, 8))
+SHARED_BYTES = 227 << 10
+
+
+def candidates(unit_pairs: int, *, gated: bool, dtype: torch.dtype) -> list[ExpertTile]:
+    """Tiles worth timing on a GPU like an H100, the default first."""
+    default = expert_tile(unit_pairs, gated=gated, dtype=dtype)
+    blocks = {torch.float8_e4m3fn: FP8, torch.uint8: MXFP4}.get(dtype, PLAIN)
+    found = [default, default._replace(group=1), default._replace(group=64)]
+    for block_n, block_k, stages, warps in blocks:
+        weights = block_n * (2 if gated else 1) * block_k * dtype.itemsize // (2 if dtype == torch.uint8 else 1)
+        shared = (weights + unit_pairs * block_k * (1 if dtype == torch.float8_e4m3fn else 2)) * stages
+        sums = block_n * unit_pairs * (2 if gated else 1) // (32 * warps)  # registers of a thread
+        if shared <= SHARED_BYTES and sums <= 128:
+            found.append(ExpertTile(unit_pairs, block_n, block_k, stages, warps))
+    return list(dict.fromkeys(found))
