@@ -1,8 +1,8 @@
 """The router's logits in fp32: logits = x @ weight.T + bias, T tokens, E experts.
 
 Not rounded to the model's dtype, as a plain product would be: near ties between experts stay apart. Every sum runs over H in
-the same order whatever T: blocks of 128, and tiles too narrow for the instructions that Triton uses from 64 rows on. fp32 weights
-are split into two TF32 parts, about 22 bits. Bound by latency at decode sizes.
+the same order whatever T: blocks of one size, and tiles too narrow for the instructions that Triton uses from 64 rows on. fp32
+weights are split into two TF32 parts, about 22 bits. Bound by latency at decode sizes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 
 MANY_TOKENS = 256
-BLOCK_K = 128
+BLOCK_K, BLOCK_K_WIDE = 128, 64  # for fp32 weights, whose parts take registers
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -76,11 +76,11 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, inte
         return router_logits_reference(x, weight, bias)
     out = x.new_empty(num_tokens, num_experts, dtype=torch.float32)
     few, wide = num_tokens <= MANY_TOKENS, x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16
-    block_t, block_e = (16, 16) if few else (32, 32) if wide else (32, 64)
+    block_t, block_e = (16, 16) if few else (32, 64)
     if num_tokens:
         router_kernel[(triton.cdiv(num_tokens, block_t) * triton.cdiv(num_experts, block_e),)](
             x, weight, bias, out, num_tokens, x.stride(0), NUM_EXPERTS=num_experts, K=k, BLOCK_T=block_t, BLOCK_E=block_e,
-            BLOCK_K=BLOCK_K, WIDE=wide, INTERPRETED=not x.is_cuda,
+            BLOCK_K=BLOCK_K_WIDE if wide else BLOCK_K, WIDE=wide, INTERPRETED=not x.is_cuda,
             num_warps=1 if few else 4, num_stages=4, **launch_args(x),
         )  # fmt: skip
     return out
