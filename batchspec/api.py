@@ -18,7 +18,7 @@ from batchspec.runner.decode_shards import decode_shards, shard_table
 from batchspec.runner.run_monitor import RunMonitor
 from batchspec.runner.run_shards import check_errors
 from batchspec.runstate.output_folder import OutputFolder
-from batchspec.storage.store import scanning
+from batchspec.runstate.scan import scanning
 
 
 def generate(data: Any, *, job: str | None = None, overrides: Sequence[str] = ()) -> pl.DataFrame:

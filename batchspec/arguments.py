@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from batchspec.errors import ConfigError
 
@@ -13,3 +14,16 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{' '.join(message.split())}; `{self.prog} --help` lists its arguments")
+
+
+class Renamed(argparse.Action):
+    """Refuses the old name of an option with its present name: add("--old", action=Renamed, new="--new")."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, *, new: str) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs="?", help=argparse.SUPPRESS)
+        self._new = new
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None
+    ) -> NoReturn:
+        parser.error(f"{option_string} is now {self._new}")

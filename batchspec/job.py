@@ -71,7 +71,7 @@ def run_job(config: RunConfig, source: Source | None = None) -> None:
     if errors:
         say(f"{output.path}: {errors} error row{'s' * (errors > 1)}; the column `error` says why")
     check_errors(job, stats.error_rows, all_failed=errors == stats.completions)
-    say(f"look at it:  batchspec stats {output.path}")
+    say(f"inspect it:  batchspec stats {output.path}")
     say(f"             python -c \"import polars; print(polars.read_parquet('{output.path}/data'))\"")
 
 

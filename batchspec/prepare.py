@@ -28,7 +28,7 @@ from batchspec.model.target import Target, resolve_dtype
 from batchspec.model.tokenizer import Tokenizer
 from batchspec.model.weights import judge_model, weight_files
 from batchspec.packing.admit import Admission
-from batchspec.packing.cost import Rates, device_rates, weight_bytes
+from batchspec.packing.cost import Rates, device_rates
 from batchspec.packing.planner import PAGE_SIZE, Demand, choose_batch, free_memory
 from batchspec.packing.survey import Survey
 from batchspec.records import PackedBatch, SamplingParams
@@ -159,7 +159,7 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
 
     loaded  the weights, the drafter's included, are in memory already
     """
-    weights, shape = weight_bytes(job.spec, job.dtype) + job.drafter.weight_bytes(job.dtype), job.drafter.shape
+    weights, shape = job.spec.weight_bytes(job.dtype) + job.drafter.weight_bytes(job.dtype), job.drafter.shape
     learning = learning_bytes(job, demand.max_tokens)
     if loaded and job.device.type == "cuda":
         torch.cuda.empty_cache()  # memory that loading used and released counts as free
@@ -238,7 +238,7 @@ def build_engine(
 
 def check_memory(job: Job) -> None:
     """Raises CapacityError for weights that the device could not hold if it held nothing else."""
-    weights = weight_bytes(job.spec, job.dtype) + job.drafter.weight_bytes(job.dtype)
+    weights = job.spec.weight_bytes(job.dtype) + job.drafter.weight_bytes(job.dtype)
     on_gpu = job.device.type == "cuda"
     memory = torch.cuda.mem_get_info(job.device)[1] if on_gpu else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if weights > memory:

@@ -186,7 +186,7 @@ class Completion:
     text: str | None = None
     """Decoded answer, without the thought, the stop string and special tokens."""
     reasoning: str | None = None
-    """The thought; None if there was none."""
+    """The text of the thought; None if there was none."""
     reasoning_truncated: bool | None = None
     """Whether the thought was cut off, by its budget or by max_new_tokens; None if the model has no think tokens."""
     reasoning_tokens: int | None = None

@@ -40,7 +40,7 @@ def proposals(rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor) -> Propos
 
 
 class Recording(DrafterBase):
-    """Keeps what a drafter proposed: `class Recorded(Recording, Eagle3Drafter)`."""
+    """Keeps what a drafter proposed: `class Recorded(Recording, ChainDrafter)`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -335,7 +335,7 @@ def check_rows(read: Callable[[], pl.DataFrame], retry: Callable[[], int], expec
     frame = read()
     errors = frame.select("request_id", "error").unnest("error").filter(pl.col("code") == "crash")
     for message, retryable in errors.select("message", "retryable").iter_rows():
-        assert "3 runs died or hung at the same place of this row, computed alone" in message
+        assert "3 isolated retries of this row crashed or hung at the same output position" in message
         assert retryable
     wrong = errors["request_id"].unique(maintain_order=True).to_list()
     assert [row for row in rows_of(frame) if row[0] not in wrong] == [row for row in expected if row[0] not in wrong]

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from batchspec.draft.base import Drafter
+from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.corpus import Corpus
-from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.hybrid import HybridDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
@@ -48,8 +48,8 @@ def lookup() -> LookupDrafter:
     return LookupDrafter(4, min_ngram=1, max_ngram=3, corpus=corpus)
 
 
-def chain(draft_len: int = 3) -> Eagle3Drafter:
-    return Eagle3Drafter(head(), tiny_target(window=5), draft_len, slots=SLOTS)
+def chain(draft_len: int = 3) -> ChainDrafter:
+    return ChainDrafter(head(), tiny_target(window=5), draft_len, slots=SLOTS)
 
 
 def tree() -> TreeDrafter:

@@ -19,7 +19,7 @@ from batchspec.adapt.budget import LEAST, SAVED_S, Budget
 from batchspec.adapt.learner import WARM_STEPS, Comparison, Learner
 from batchspec.cache.pages import PagePool
 from batchspec.draft.base import Drafter
-from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.shapes import TreeShape
@@ -77,11 +77,11 @@ def heads(folder: Path, name: str, dtype: torch.dtype) -> list[Head]:
     return found
 
 
-def drafter_of(name: str, head: Head) -> Eagle3Drafter | ParallelDrafter:
+def drafter_of(name: str, head: Head) -> ChainDrafter | ParallelDrafter:
     target = TARGET()
     if name == "as a tree":
         return TreeDrafter(head, target, TreeShape(topk=3, depth=3, nodes=12, rank="logprob"), slots=3)
-    return (ParallelDrafter if name == "with a mask" else Eagle3Drafter)(head, target, 3, slots=3)
+    return (ParallelDrafter if name == "with a mask" else ChainDrafter)(head, target, 3, slots=3)
 
 
 def proposed(drafter: Drafter) -> list[tuple[int, ...]]:
@@ -102,7 +102,7 @@ def test_a_drafter_with_other_weights_drafts_as_one_that_was_made_with_them(name
     for drafter in (changed, made):
         rng = torch.Generator().manual_seed(0)
         taps = torch.randn(5, len(drafter.aux_layer_ids) * 16, dtype=torch.float64, generator=rng).to(DEVICE)
-        hidden = drafter.head.features(taps.clone())
+        hidden = drafter.head.features(taps.clone(), None)
         entered, residual = drafter.head.enter(torch.arange(5, dtype=torch.int32, device=DEVICE), hidden.clone())
         products = [p(entered) for p in (drafter.head._layers[0].products[0][0], drafter.head._layers[0].kv)]
         inner = drafter.head._layers[-1].products[2][0](hidden)
@@ -115,7 +115,7 @@ def test_a_drafter_with_other_weights_drafts_as_one_that_was_made_with_them(name
 def test_weights_that_a_cpu_keeps_reordered_change_too(tmp_path: Path) -> None:
     first, second = heads(tmp_path, "plain", torch.float32)
     target = tiny_target(torch.float32, window=5)
-    changed, made = (Eagle3Drafter(head, target, 3, slots=2) for head in (first, second))
+    changed, made = (ChainDrafter(head, target, 3, slots=2) for head in (first, second))
     hidden = torch.randn(4, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     before = changed.head.logits(hidden)
     changed.rewrite(second.tensors)
@@ -395,7 +395,7 @@ def test_a_copy_that_has_learnt_measures_better_until_it_drafts(kind: str) -> No
     spec, hot = new_spec(target.spec, draft_vocab=31, aux_layer_ids=[0, 1, 2]), torch.arange(31)
     network = new_network(spec, target, hot, seed=0)
     first = {normalised(name): tensor.detach().to(dtype, copy=True) for name, tensor in network.state_dict().items()}
-    drafter = Eagle3Drafter(Head(spec, first, None), target, 3, slots=2)
+    drafter = ChainDrafter(Head(spec, first, None), target, 3, slots=2)
     learner = Learner(network, hot.numpy(), target, drafter, lr=5e-3, steps=3, batch_tokens=512)
     learner.rehearse()
     same = learner.compare(rows)

@@ -177,8 +177,8 @@ def test_learning_in_process_needs_a_folder_to_commit_to(made: Path) -> None:
 @pytest.mark.parametrize(
     ("design", "said"),
     [
-        ({"own_embedding": True}, "training goes on from plain EAGLE-3 heads with an lm_head and the target's embedding"),
-        ({"draft_vocab": None}, "training goes on from plain EAGLE-3 heads with an lm_head and the target's embedding"),
+        ({"own_embedding": True}, "training continues only from plain EAGLE-3 heads with an lm_head and the target's embedding"),
+        ({"draft_vocab": None}, "training continues only from plain EAGLE-3 heads with an lm_head and the target's embedding"),
         ({"taps": (1, 2, 0)}, "it reads the target's layers [1, 2, 0], which cannot be written"),
     ],
 )
@@ -193,6 +193,6 @@ def test_a_head_that_cannot_learn_is_refused_in_one_line(
     assert (
         capsys.readouterr()
         .err.splitlines()[-1]
-        .endswith(f"draft.adapt.every_shards=2: the head {tmp_path / 'head'} cannot learn: {said}; remove the key")
+        .endswith(f"draft.adapt.every_shards=2: the head {tmp_path / 'head'} cannot be trained: {said}; remove the key")
     )
     assert not (tmp_path / "out").exists()

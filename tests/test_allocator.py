@@ -15,6 +15,7 @@ from batchspec.cache.pages import PagePool, prefix_hashes
 from batchspec.engine.allocator import SlotAllocator
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.request_state import RequestState
+from batchspec.engine.static_batching import StaticBatching
 from batchspec.errors import CapacityError
 from batchspec.packing.planner import order_requests
 from batchspec.packing.predict import LengthPredictor
@@ -90,13 +91,13 @@ def test_draining_static_batches_would_take_several_times_as_many_rounds() -> No
     lengths = np.clip(rng.lognormal(np.log(150), 0.85, 2_000), 2, 820).astype(int)
     by_id = {f"r{i}": int(n) for i, n in enumerate(lengths)}
 
-    def rounds(refill_dead: bool) -> int:
+    def rounds(kind: type[SlotAllocator]) -> int:
         batch = shape(64, 1 + 64 * 60, page_size=16, max_len=900)
         pools = pools_of(batch.num_pages, batch.page_size)
         stream = (progress(request(i, [1], cap=820)) for i in range(len(lengths)))
-        return sum(step for step, _ in drive(SlotAllocator(batch, pools, stream, refill_dead=refill_dead), by_id, pools))
+        return sum(step for step, _ in drive(kind(batch, pools, stream), by_id, pools))
 
-    assert rounds(refill_dead=False) > 2 * rounds(refill_dead=True)
+    assert rounds(StaticBatching) > 2 * rounds(SlotAllocator)
 
 
 @pytest.mark.parametrize(("prompt", "round_s", "rounds"), [(1, 1.0, 16), (16, 1.0, 8), (32, 1.0, 1), (1, 0.5, 31), (16, 4.0, 2)])

@@ -172,7 +172,7 @@ def test_a_model_runs_to_the_cap_or_to_its_own_ends_over_prompts_as_chats(tmp_pa
         (["o", "n", "--k", "0"], "--k counts from 1"),
         (["o", "n", "--opt", "argmx=false"], "--opt argmx=false must be NAME=true or NAME=false"),
         (["o", "n", "--opt", "sharing=false"], "needs --samples above 1"),
-        (["o", "n", "--accept", ".1,.2"], "must fall"),
+        (["o", "n", "--accept", ".1,.2"], "non-increasing"),
         (["o", "n", "--rounds", "0"], "--rounds 0 must be at least 1"),
         (["o", "n", "--rounds", "5", "--k", "auto"], "give numbers to --k, not auto"),
         (["o", "n", "--rounds", "5", "--requests", "9"], "leave out --model, --requests and --samples"),

@@ -12,11 +12,10 @@ from batchspec.packing.cost import (
     H200,
     calibrate,
     device_rates,
+    kv_read_bytes,
     num_multiplied,
-    page_bytes,
     prefill_seconds,
     round_seconds,
-    weight_bytes,
 )
 from tests.stand_ins import LLAMA_8B
 
@@ -29,8 +28,8 @@ def round_s(rows: int, context: float, tokens: int) -> float:
 
 def test_sizes_are_those_of_the_published_shape() -> None:
     assert num_multiplied(LLAMA_8B) == pytest.approx(7.5e9, rel=0.01)
-    assert weight_bytes(LLAMA_8B, BF16) == pytest.approx(16.06e9, rel=0.001)
-    assert page_bytes(LLAMA_8B, 16, BF16) == 16 * 131_072
+    assert LLAMA_8B.weight_bytes(BF16) == pytest.approx(16.06e9, rel=0.001)
+    assert kv_read_bytes(LLAMA_8B, dtype=BF16, rows=1, context_tokens=16, tokens_per_row=4) == 16 * 131_072
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from batchspec.draft.base import Drafter
-from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.hybrid import HybridDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
@@ -45,8 +45,8 @@ def pard(parallel: bool) -> Drafter:
     return PardDrafter(model, tiny_target().spec, K, slots=SLOTS, parallel=parallel)
 
 
-def eagle3(**options: bool) -> Eagle3Drafter:
-    return Eagle3Drafter(head(), tiny_target(), K, slots=SLOTS, **options)
+def eagle3(**options: bool) -> ChainDrafter:
+    return ChainDrafter(head(), tiny_target(), K, slots=SLOTS, **options)
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {

@@ -112,7 +112,7 @@ def repeat(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("batchspec.draft.repeat")
     module.SPEC = RepeatSpec  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(DRAFTERS, "repeat", Entry(module="repeat"))
+    monkeypatch.setitem(DRAFTERS, "repeat", Entry())
     monkeypatch.setitem(CHOICES, "draft.name", tuple(DRAFTERS))
 
 

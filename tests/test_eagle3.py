@@ -18,7 +18,7 @@ from torch import Tensor
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.pages import KVCache, prefix_hashes
-from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.chain import ChainDrafter
 from batchspec.engine.round import Round, RoundOptions, RoundResult
 from batchspec.records import SamplingParams
 from tests.drafting import (
@@ -37,7 +37,7 @@ from tests.engines import VOCAB, packed, plain_tokens, request
 from tests.heads import Tensors, distilled_tensors, random_tensors, tiny_design
 
 
-class Recorded(Recording, Eagle3Drafter):
+class Recorded(Recording, ChainDrafter):
     """Keeps the state that it carried before each proposal, too."""
 
     def __init__(self, *args: Any, **options: Any) -> None:

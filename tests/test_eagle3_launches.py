@@ -14,8 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from batchspec.cache.attention import AttentionPlan, plan_attention
-from batchspec.draft import eagle3, head, parallel, reader, tree
-from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft import chain, head, parallel, reader, tree
+from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.shapes import TreeShape
 from batchspec.draft.tree import TreeDrafter
@@ -29,7 +29,7 @@ from tests.engines import DEVICE, packed, request, tiny_target
 from tests.heads import random_tensors, tiny_design, write_head
 
 OWN_KERNELS = {
-    eagle3: ("prepare_chain_draft_inputs", "gather_last_accepted"),
+    chain: ("prepare_chain_draft_inputs", "gather_last_accepted"),
     parallel: ("prepare_parallel_draft_inputs", "gather_last_accepted"),
     tree: ("prepare_tree_inputs", "expand_tree", "rerank_tree"),
     reader: ("rope_of",),
@@ -116,7 +116,7 @@ class Watched:
         self._watch("catch_up" if prepare_next else "keep warm", catch_up)
 
 
-class WatchedChain(Watched, Eagle3Drafter):
+class WatchedChain(Watched, ChainDrafter):
     pass
 
 

@@ -209,6 +209,22 @@ def test_rotation_is_scaled_only_as_the_head_says(tmp_path: Path) -> None:
     assert spec_of(folder).rope.factor == 4.0
 
 
+def test_a_scaled_rotation_reads_the_heads_own_context_and_needs_it_where_the_scaling_names_none(tmp_path: Path) -> None:
+    """max_position_embeddings is the original context of a scaling without one, and YaRN's factor is its multiple of that."""
+    folder = written(tmp_path / "head")
+    assert spec_of(configure(folder, max_position_embeddings=None)).rope.type == "default"  # which reads no context
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    yarn = {"rope_type": "yarn", "original_max_position_embeddings": 1024}
+    for missing, scaling in (("original_max_position_embeddings", llama3), ("factor", yarn)):
+        assert missing in refusal(configure(folder, rope_scaling=scaling))
+    configure(folder, max_position_embeddings=4096)
+    assert spec_of(folder).rope.factor == 4.0
+    scaled = spec_of(configure(folder, rope_scaling=llama3)).rope
+    assert (scaled.original_max_len, scaled.factor) == (4096, 8.0)
+    named = {**llama3, "original_max_position_embeddings": 1024}
+    assert spec_of(configure(folder, rope_scaling=named)).rope.original_max_len == 1024
+
+
 @pytest.mark.parametrize("layout", ["flat", "speculators"])
 def test_an_unknown_key_is_refused_by_name_and_a_harmless_one_is_not(layout: str, tmp_path: Path) -> None:
     folder = configure(written(tmp_path / "head", layout), use_cache=True, torch_dtype="bfloat16", some_new_switch=None)

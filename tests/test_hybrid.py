@@ -11,7 +11,7 @@ from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.cache.pages import KVCache
-from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.hybrid import HybridDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.parallel import ParallelDrafter
@@ -30,7 +30,7 @@ def head() -> Head:
     return dummy_head(replace(spec, aux_layer_ids=(0, 1, 2)), dtype=torch.float64, device=DEVICE)
 
 
-def hybrid(kind: type[Eagle3Drafter] | type[ParallelDrafter], *, head_len: int = 2, max_len: int = 5) -> HybridDrafter:
+def hybrid(kind: type[ChainDrafter] | type[ParallelDrafter], *, head_len: int = 2, max_len: int = 5) -> HybridDrafter:
     own = kind(head(), tiny_target(), head_len, slots=SLOTS)
     return HybridDrafter(own, LookupDrafter(max_len, min_ngram=1, max_ngram=3), slots=SLOTS, device=DEVICE)
 
@@ -46,7 +46,7 @@ def favour(drafter: HybridDrafter, lookup: bool, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(drafter, "propose", with_odds)
 
 
-def run(drafter: HybridDrafter | Eagle3Drafter | ParallelDrafter, requests: list[Request], batch: PackedBatch) -> Engine:
+def run(drafter: HybridDrafter | ChainDrafter | ParallelDrafter, requests: list[Request], batch: PackedBatch) -> Engine:
     engine = Engine(tiny_target(), drafter, batch, device=DEVICE)
     for done in engine.run(iter(requests)):
         assert done.token_ids is not None
@@ -58,9 +58,9 @@ def jobs(count: int = 6) -> list[Request]:
     return [request(i, [i, 3, 4, i, 3], cap=20 + i) for i in range(count)]
 
 
-@pytest.mark.parametrize("kind", [Eagle3Drafter, ParallelDrafter])
+@pytest.mark.parametrize("kind", [ChainDrafter, ParallelDrafter])
 def test_the_heads_keys_and_values_do_not_depend_on_who_proposed(
-    kind: type[Eagle3Drafter] | type[ParallelDrafter], monkeypatch: pytest.MonkeyPatch
+    kind: type[ChainDrafter] | type[ParallelDrafter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """K/V behind a job with the lookup's drafts alone equal those of a job with the head's, at every place of true features."""
     found = []
@@ -79,7 +79,7 @@ def test_the_heads_keys_and_values_do_not_depend_on_who_proposed(
 
 def test_a_row_that_repeats_itself_comes_to_be_drafted_by_lookup() -> None:
     """The head is noise: after a few rounds in which it failed, rows that match go to the lookup, which fares better."""
-    drafter = hybrid(Eagle3Drafter)
+    drafter = hybrid(ChainDrafter)
     run(drafter, jobs(), packed(SLOTS, draft_len=5))
     head_rounds, look_rounds, head_accepted, look_accepted = drafter.counts.tolist()
     assert look_rounds > 0
@@ -88,7 +88,7 @@ def test_a_row_that_repeats_itself_comes_to_be_drafted_by_lookup() -> None:
 
 
 def test_what_was_learnt_of_both_is_kept_for_rows_that_follow() -> None:
-    drafter = hybrid(Eagle3Drafter)
+    drafter = hybrid(ChainDrafter)
     assert all(mine is theirs for mine, theirs in zip(drafter.state, drafter.head.state, strict=True))
     run(drafter, jobs(), packed(SLOTS, draft_len=5))
     known = [odds.clone() for odds in (drafter._head_odds, drafter._lookup_odds)]
@@ -101,7 +101,7 @@ def test_what_was_learnt_of_both_is_kept_for_rows_that_follow() -> None:
 
 
 def test_more_drafts_than_the_head_gives_come_from_the_lookup_alone() -> None:
-    drafter = hybrid(Eagle3Drafter, head_len=1, max_len=6)
+    drafter = hybrid(ChainDrafter, head_len=1, max_len=6)
     assert drafter.max_len == 6
     requests = [request(0, [1, 2] * 8, cap=60)]
     engine = run(drafter, requests, packed(1, draft_len=6))

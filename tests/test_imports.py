@@ -98,7 +98,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "adapt": {"train", "runstate.adapted_heads", "draft", "model", "engine", "packing.memory"},
     "train": {"dataset.reader", "draft", "model", "cache", "batch", "kernels"},
     "engine": {"draft", "model", "cache", "batch", "kernels"},
-    "draft": {"model", "packing.cost", "cache", "batch", "tuning", "kernels"},
+    "draft": {"model", "cache", "batch", "tuning", "kernels"},
     "model": {"cache", "batch", "tuning", "kernels"},
     "cache": {"batch", "tuning", "kernels"},
     "tuning": {"kernels"},
@@ -127,7 +127,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "matplotlib": ("report.pictures",),
     "msgspec": ("dataset", "runstate", "storage"),
     "pyarrow": ("dataset", "storage", "runstate", "report", "packing", "api", "commands", "runner"),
-    "polars": ("dataset", "storage", "runstate", "report", "packing", "api", "commands", "runner"),
+    "polars": ("dataset", "runstate", "report", "packing", "api", "commands", "runner"),
     "triton": ("kernels",),
 }
 

@@ -187,7 +187,7 @@ def test_a_segment_with_a_sound_frame_and_no_rows_of_the_job_is_left_out_alone_a
     assert not found.snapshots
     (said,) = caplog.messages
     assert said.startswith(f"{tmp_path}/{FOLDER}/a-000000.json is malformed (")
-    assert said.endswith("): the rows that it saved are computed again")
+    assert said.endswith("): the rows in it are computed again")
 
 
 def test_a_segment_that_cannot_be_read_costs_its_rows_alone(
@@ -208,5 +208,5 @@ def test_a_segment_that_cannot_be_read_costs_its_rows_alone(
     with caplog.at_level(logging.WARNING):
         assert list(journal(tmp_path).read(skip=set()).completions) == [(8, 0)]
     assert caplog.messages == [
-        f"{tmp_path}/{FOLDER}/a-000000.json cannot be read (Input/output error): the rows that it saved are computed again"
+        f"{tmp_path}/{FOLDER}/a-000000.json cannot be read (Input/output error): the rows in it are computed again"
     ]

@@ -104,10 +104,10 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "an index that leads out": (index({"weight_map": {"a": "../other.safetensors"}}), "other.safetensors' is not a safetensors"),
     "an index of nothing": (index({"weight_map": []}), "the index names no weight files"),
     "a tensor in two files": (twice, "lm_head.weight is in model.safetensors and in another file too"),
-    "a compiled model": (named(lambda name: "_orig_mod." + name), "_orig_mod.lm_head.weight stands where lm_head.weight should"),
+    "a compiled model": (named(lambda name: "_orig_mod." + name), "_orig_mod.lm_head.weight is there instead of lm_head.weight"),
     "a multimodal model": (
         named(lambda name: name.replace("model.", "model.language_model.").replace("lm_head", "model.lm_head")),
-        "model.lm_head.weight stands where lm_head.weight should: saved from inside a wrapper",
+        "model.lm_head.weight is there instead of lm_head.weight: saved from inside a wrapper",
     ),
     "names of many lines": (named(lambda name: name + "\n\x1b[31m" + "x" * 500), "lm_head.weight\\n\\x1b[31mxxx"),
     "int8": (with_norm(torch.ones(64, dtype=torch.int8)), f"{NORM} is I8: F64, F32, F16, BF16 are supported"),

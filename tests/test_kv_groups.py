@@ -19,9 +19,9 @@ from torch import Tensor
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.cache.groups import KVGroups
 from batchspec.cache.page_tables import PagePools, RowPages
-from batchspec.cache.pages import SCRATCH_PAGE, KVCache, PagePool, prefix_hashes
+from batchspec.cache.pages import SCRATCH_PAGE, KVCache, prefix_hashes
 from batchspec.draft.base import Drafter
-from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.parallel import ParallelDrafter
@@ -35,6 +35,7 @@ from batchspec.model.target import Target
 from batchspec.records import PackedBatch, Request, SamplingParams
 from tests.drafting import synthetic
 from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request, tiny_spec, tiny_target
+from tests.freed_pages import poison_freed_pages
 from tests.heads import random_tensors, tiny_design, write_head
 
 WINDOW = 7
@@ -75,7 +76,7 @@ class Recorded:
         return parents
 
 
-class _Chain(Recorded, Eagle3Drafter):
+class _Chain(Recorded, ChainDrafter):
     pass
 
 
@@ -115,34 +116,9 @@ def make_drafter(name: str, target: Target, folder: Path, slots: int) -> Drafter
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
-    """Put an engine in the list: what its pools take back without a hash to find it by is NaN from then on."""
+    """Put an engine in the list: see `poison_freed_pages`."""
     engines: list[Engine] = []
-    take, release = PagePool.take, PagePool.release
-
-    def fill(pool: PagePool, pages: Sequence[int], key: float, value: float) -> None:
-        for engine in engines:
-            group = next((i for i, other in enumerate(engine.pools.pools) if other is pool), None)
-            groups = [
-                *engine.executor.cache.groups.target_layers,
-                *[engine.executor.cache.groups.draft_group] * engine.drafter.num_kv_layers,
-            ]
-            for layer, own in zip(engine.executor.cache.layers, groups, strict=True):
-                if own == group:
-                    layer.pages[0, list(pages)], layer.pages[1, list(pages)] = key, value
-
-    def taking(pool: PagePool, count: int) -> list[int]:
-        pages = take(pool, count)
-        fill(pool, pages, float("nan"), 1e4)  # what another row left; V is finite in pages that have an owner
-        return pages
-
-    def releasing(pool: PagePool, pages: Sequence[int]) -> None:
-        pages = list(pages)
-        assert SCRATCH_PAGE not in pages
-        release(pool, pages)
-        fill(pool, [page for page in pages if not pool._refs[page] and page not in pool._idle], float("nan"), float("nan"))
-
-    monkeypatch.setattr(PagePool, "take", taking)
-    monkeypatch.setattr(PagePool, "release", releasing)
+    poison_freed_pages(monkeypatch, engines)
     return engines
 
 

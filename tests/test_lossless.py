@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.draft import corpus as corpus_module
 from batchspec.draft.base import Drafter
+from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.corpus import Corpus
-from batchspec.draft.eagle3 import Eagle3Drafter
 from batchspec.draft.hybrid import HybridDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
@@ -115,7 +115,7 @@ def lookup(draft_len: int, max_ngram: int, corpus_tokens: int) -> LookupDrafter:
 
 def hybrid(draft_len: int, head_len: int, slots: int, *, chain: bool, corpus_tokens: int = 0) -> HybridDrafter:
     target = tiny_target(window=5)
-    make = Eagle3Drafter if chain else ParallelDrafter
+    make = ChainDrafter if chain else ParallelDrafter
     head = make(parallel_head(), target, head_len, slots=slots)
     return HybridDrafter(head, lookup(draft_len, 3, corpus_tokens), slots=slots, device=DEVICE)
 
@@ -328,7 +328,7 @@ def test_shared_prefixes_are_prefilled_once() -> None:
 
 def test_rows_share_nothing_that_a_drafter_has_left_which_drafts_otherwise_now() -> None:
     target = tiny_target(window=5)
-    head = Eagle3Drafter(parallel_head(), target, 3, slots=1)
+    head = ChainDrafter(parallel_head(), target, 3, slots=1)
     engine, cached = Engine(target, head, packed(1), device=DEVICE), []
     for done in engine.run(request(i, [4, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4], cap=5) for i in range(4)):
         cached.append(done.cached_tokens)

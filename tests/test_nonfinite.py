@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from batchspec import cli
 from batchspec import run as run_module
 from batchspec.draft.base import Drafter
-from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.parallel import ParallelDrafter
@@ -29,8 +29,8 @@ from batchspec.draft.shapes import LOGPROB, TreeShape
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
 from batchspec.draft.window import WindowDrafter
+from batchspec.engine.completion import NON_FINITE
 from batchspec.engine.engine import Engine
-from batchspec.engine.request_state import NON_FINITE
 from batchspec.engine.round import RoundOptions
 from batchspec.model.target import Target
 from batchspec.records import Completion, Request, SamplingParams
@@ -66,7 +66,7 @@ def drafter(name: str, requests: list[Request]) -> Drafter:
         "ragged": lambda: ForcedDrafter(3, known, right=True, fixed_len=False),
         "bad": lambda: ForcedDrafter(3, {seed: [BAD - 1] * len(ids) for seed, ids in known.items()}, right=False, fixed_len=True),
         "lookup": lambda: LookupDrafter(3, min_ngram=1, max_ngram=3),
-        "eagle3": lambda: Eagle3Drafter(head(), target, 3, slots=SLOTS),
+        "eagle3": lambda: ChainDrafter(head(), target, 3, slots=SLOTS),
         "parallel": lambda: ParallelDrafter(head(), target, 3, slots=SLOTS),
         "tree": lambda: TreeDrafter(head(), target, TreeShape(topk=2, depth=3, nodes=7, rank=LOGPROB), slots=SLOTS),
         "window": lambda: WindowDrafter(target, 3, window=8, sink=2, slots=SLOTS),

@@ -10,6 +10,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchspec.engine.completion import completion_of
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.stop_strings import StopFinder
 from batchspec.kernels.rounds.accept import FULL
@@ -42,7 +43,7 @@ def make(stop: tuple[str, ...] = (), stop_ids: tuple[int, ...] = (), cap: int = 
 
 
 def finish(progress: RequestState) -> tuple[str | None, str, str | None]:
-    done = progress.completion(decode=decode, drafter="lookup", eos_ids=frozenset({10}), slot=0, now=1.0)
+    done = completion_of(progress, decode=decode, drafter="lookup", eos_ids=frozenset({10}), slot=0, now=1.0)
     return done.text, done.finish_reason, done.stop_reason
 
 
@@ -106,7 +107,7 @@ def test_the_cap_truncates() -> None:
     progress = make(cap=2)
     progress.add_prefill([0])
     progress.add_round(0, 0, 1, [1])
-    done = progress.completion(decode=decode, drafter="none", eos_ids=frozenset(), slot=0, now=0.0)
+    done = completion_of(progress, decode=decode, drafter="none", eos_ids=frozenset(), slot=0, now=0.0)
     assert (done.status, done.finish_reason, done.stop_reason) == ("truncated", "length", None)
 
 
@@ -144,7 +145,7 @@ def test_seconds_are_those_of_all_prefills_and_from_the_first_token_on_and_of_ea
     progress.add_prefill([0])
     progress.note_prefill(1.0, 100.0)
     progress.end(FULL)
-    stats = progress.completion(decode=decode, drafter="none", eos_ids=frozenset(), slot=0, now=103.0).stats
+    stats = completion_of(progress, decode=decode, drafter="none", eos_ids=frozenset(), slot=0, now=103.0).stats
     assert stats is not None
     assert (stats.num_prefills, stats.prefill_s, stats.decode_s) == (3, 1.75, 23.0)
 
@@ -163,7 +164,7 @@ def test_statistics_identities_hold_after_every_round(rounds: list[tuple[int, in
         progress.add_round(accepted, drafted, accepted + 1, emitted)
         so_far = copy(progress)
         so_far.finish_reason = progress.finish_reason or "length"
-        done = so_far.completion(decode=decode, drafter="lookup", eos_ids=frozenset(), slot=0, now=0.0).stats
+        done = completion_of(so_far, decode=decode, drafter="lookup", eos_ids=frozenset(), slot=0, now=0.0).stats
         assert done is not None
         assert len(progress.tokens) + done.num_discarded == done.num_prefills + done.num_accepted + done.num_rounds
         assert sum(done.histogram) == done.num_rounds

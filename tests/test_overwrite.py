@@ -232,7 +232,7 @@ def test_who_dies_while_it_deletes_a_job_leaves_a_folder_that_only_overwrite_tak
         patched.setattr(type(first._store), "delete_tree", lambda *_: (_ for _ in ()).throw(StorageError("killed")))
         with pytest.raises(StorageError, match="killed"):
             new_folder(out, 9, 3, overwrite=True)
-    with pytest.raises(OutputError, match=r"deletes the job that was there, or died at it; .*output\.overwrite=true"):
+    with pytest.raises(OutputError, match=r"is deleting the old job, or died while it did; .*output\.overwrite=true"):
         new_folder(out, 9, 3)
     assert new_folder(out, 9, 3, overwrite=True).committed() == set()
     assert new_folder(out, 9, 3).manifest.num_rows == 9

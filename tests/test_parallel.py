@@ -20,7 +20,7 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.cache.pages import KVCache
 from batchspec.commands.workloads import COMMON, make_job
 from batchspec.config.schema import DraftConfig, RunConfig
-from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.spec import open_drafter
 from batchspec.draft.weights import dummy_head, dummy_spec
@@ -222,7 +222,7 @@ def test_buffers_hold_every_place_of_all_slots(tmp_path: Path) -> None:
     drafter = make_drafter(tmp_path, design, tensors, 7, slots=5)
     assert len(drafter._ids) == len(drafter._positions) == len(drafter._slots) == len(drafter._fed) == 35
     for k in range(1, 8):
-        assert drafter._layout._row_ids[k - 1].tolist() == [slot for slot in range(5) for _ in range(k)]
+        assert drafter._layout._row_ids[k].tolist() == [slot for slot in range(5) for _ in range(k)]
         assert drafter._layout._cu_seqlens_q[k - 1].tolist()[: 5 + 1] == [slot * k for slot in range(6)]
     requests = [request(i, [i, 2], cap=12) for i in range(9)]
     tokens, _, _ = run(requests, packed(5, row_buckets=(1, 2, 5), draft_len=7), drafter, options=synthetic(7))
@@ -316,8 +316,8 @@ def test_a_job_drafts_in_parallel_where_the_head_can_unless_told_otherwise(tmp_p
     for name, mask, parallel, kind in (
         ("peagle", MASK, "auto", ParallelDrafter),
         ("peagle", MASK, True, ParallelDrafter),
-        ("peagle", MASK, False, Eagle3Drafter),
-        ("chain", None, "auto", Eagle3Drafter),
+        ("peagle", MASK, False, ChainDrafter),
+        ("chain", None, "auto", ChainDrafter),
     ):
         design = tiny_design(target.spec, mask_id=mask)
         folder = write_head(tmp_path / name, design, random_tensors(design))

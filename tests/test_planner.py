@@ -20,7 +20,7 @@ from batchspec.engine.draft_lengths import candidates
 from batchspec.errors import CapacityError
 from batchspec.model.spec import ModelSpec
 from batchspec.packing import planner
-from batchspec.packing.cost import H200, Rates, page_bytes
+from batchspec.packing.cost import H200, Rates
 from batchspec.packing.kv_memory import DraftLayers, KVMemory, kv_bytes
 from batchspec.packing.memory import MOST_LENGTHS, learning_bytes, reserve_bytes
 from batchspec.packing.planner import Demand, choose_batch, forecast, free_memory, order_requests, row_buckets
@@ -32,7 +32,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 MOST_RESERVE = 20 * 10**9
 SLOW = Rates(name="slow", bytes_s=1e9, gemm=((1, 1e9), (256, 1e11)), overhead_s=1e-3)
 REASONING = Demand(num_completions=10_000, prompt_tokens=8192, output_tokens=1500, max_tokens=11_264)
-LLAMA_PAGE = page_bytes(LLAMA_8B, 16, torch.bfloat16)
+LLAMA_PAGE = LLAMA_8B.num_layers * LLAMA_8B.kv_layout(torch.bfloat16, 16).page_bytes
 
 
 def on_gpu(
@@ -211,7 +211,7 @@ def test_a_cpu_runs_at_most_sixteen_rows_one_round_at_a_time() -> None:
 
 def test_a_cpu_leaves_part_of_its_memory_to_others() -> None:
     batch = on_cpu(Demand(num_completions=10**6, prompt_tokens=4000, output_tokens=4000, max_tokens=500_000))
-    taken = batch.num_pages * page_bytes(small_spec(), 16, torch.float32)
+    taken = batch.num_pages * 2 * small_spec().kv_layout(torch.float32, 16).page_bytes
     assert 0.59e9 < taken <= 0.6e9
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from batchspec import cli
-from batchspec.commands.probe import Behind, Found, Probe, lines_of
+from batchspec.commands.probe import Found, InContext, Probe, lines_of
 from batchspec.draft.weights import dummy_spec
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
@@ -75,7 +75,7 @@ def test_a_head_that_is_read_as_it_was_trained_stays_as_it_is(model: Path, tmp_p
     assert shares[0] > 0.7
     assert shares[0] == max(shares)
     assert min(shares) < shares[0] - 0.2
-    said = "boundaries 2, 3, 4, residual from the feature as it is, fed back before the final norm"
+    said = "boundaries 2, 3, 4, residual from the feature without a norm, fed back before the final norm"
     assert lines[8] == f"verdict   as config.json is read: {said}"
     assert lines[9].startswith("context   ")
     assert len(lines) == 10
@@ -114,9 +114,9 @@ def test_acceptance_is_measured_behind_longer_contexts_of_the_same_prompts(model
     """The head knows the answers by heart, and nothing of what else the model says: behind other rows it is lost."""
     head = write_head(tmp_path / "h", *distilled(model))
     *_, context, warning = probed(model, head, capsys, "--contexts", "4096,40,90")
-    assert " behind 5 tokens, " in context
-    assert " behind 40 tokens, " in context
-    assert context.endswith(" behind 90 tokens")  # the model goes no further
+    assert " after 5 tokens, " in context
+    assert " after 40 tokens, " in context
+    assert context.endswith(" after 90 tokens")  # the model goes no further
     assert warning.startswith("warning   first drafts collapse in long contexts: draft.window=512 draft.sink_tokens=4")
 
 
@@ -127,7 +127,7 @@ def found(*accepted: tuple[float, ...], fed: tuple[float, ...] | None = None, co
     return Probe(
         ways=tuple(Found(spec=s, accepted=a, rounds=4000) for s, a in zip(specs, accepted, strict=False)),
         fed=None if fed is None else Found(spec=replace(spec, feed_normed=True), accepted=fed, rounds=4000),
-        readings={(2, 4, 5): "auto"}, contexts=tuple(Behind(tokens=10**i, accepted=a) for i, a in enumerate(contexts)),
+        readings={(2, 4, 5): "auto"}, contexts=tuple(InContext(tokens=10**i, accepted=a) for i, a in enumerate(contexts)),
         num_rows=64,
     )  # fmt: skip
 

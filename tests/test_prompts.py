@@ -68,7 +68,7 @@ def test_chats_grow_by_a_turn_that_the_model_writes_behind_them(model: Path, tmp
     answers = job(model, tmp_path / "q.parquet", tmp_path / "answers", "decode.max_new_tokens=100")
     ended = answers.filter(pl.col("status") == "ok")
     assert 0 < len(ended) < 24
-    assert main(["--open", str(model), "--behind", str(tmp_path / "answers"), str(tmp_path / "o.parquet")]) == 0
+    assert main(["--open", str(model), "--after", str(tmp_path / "answers"), str(tmp_path / "o.parquet")]) == 0
     rows = pl.read_parquet(tmp_path / "o.parquet")
     assert rows["id"].n_unique() == len(rows) == len(ended)
     for row, answer in zip(rows.iter_rows(named=True), ended["completion"], strict=True):
@@ -82,7 +82,7 @@ def test_chats_grow_by_a_turn_that_the_model_writes_behind_them(model: Path, tmp
         *before, last = messages
         assert [turn["role"] for turn in messages] == ["user", "assistant", "user"]
         assert told[last["content"]] == before
-    assert main(["--open", str(model), "--behind", str(tmp_path / "answers"), "--rows", "2", str(tmp_path / "two.parquet")]) == 0
+    assert main(["--open", str(model), "--after", str(tmp_path / "answers"), "--rows", "2", str(tmp_path / "two.parquet")]) == 0
     assert len(pl.read_parquet(tmp_path / "two.parquet")) == 2
 
 
@@ -152,7 +152,9 @@ def test_what_cannot_be_read_or_written_is_refused_in_one_line(model: Path, tmp_
         main(["--open", str(model), str(tmp_path / "there.parquet")])
     pl.DataFrame({"prompt": ["a"]}).write_parquet(tmp_path / "other.parquet")
     with pytest.raises(InputError, match="no column request_id, status, messages; give the output folder of a job"):
-        main(["--open", str(model), "--behind", str(tmp_path / "other.parquet"), str(tmp_path / "x.parquet")])
+        main(["--open", str(model), "--after", str(tmp_path / "other.parquet"), str(tmp_path / "x.parquet")])
+    with pytest.raises(ConfigError, match="--behind is now --after; `batchspec prompts --help`"):
+        main(["--open", str(model), "--behind", "answers", str(tmp_path / "x.parquet")])
     with pytest.raises(InputError, match="no column request_id, status, completion; give the output folder of a job"):
         main(["--from", str(tmp_path / "other.parquet"), str(tmp_path / "x.parquet")])
     pl.DataFrame({"request_id": ["a"], "status": ["truncated"], "completion": ["x"]}).write_parquet(tmp_path / "cut.parquet")

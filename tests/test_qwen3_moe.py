@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from batchspec.draft.base import Drafter
-from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec
@@ -22,7 +22,7 @@ from batchspec.model.products import products
 from batchspec.model.spec import ModelSpec, load_spec, read_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import expected_shapes
-from batchspec.packing.cost import num_multiplied, read_bytes, weight_bytes
+from batchspec.packing.cost import num_multiplied, read_bytes
 from batchspec.records import Completion, SamplingParams
 from tests.engines import DEVICE, packed, request
 from tests.models import make_checkpoint
@@ -105,12 +105,12 @@ def test_what_is_not_built_is_refused(changes: dict[str, Any], named: str) -> No
 
 def test_costs_tell_what_is_stored_from_what_is_read_and_used() -> None:
     spec, bf16 = read_spec(QWEN3_30B, "config.json"), torch.bfloat16
-    assert weight_bytes(spec, bf16) == pytest.approx(61.06e9, rel=0.001)  # of the published files
+    assert spec.weight_bytes(bf16) == pytest.approx(61.06e9, rel=0.001)  # of the published files
     one_token = 6.1e9  # layers, 8 experts each, and the output matrix
     assert read_bytes(spec, bf16, 1) == pytest.approx(one_token, rel=0.01)
     assert 2 * num_multiplied(spec) == pytest.approx(one_token, rel=0.01)
     assert read_bytes(spec, bf16, 64) == pytest.approx(59.5e9, rel=0.01)
-    assert read_bytes(spec, bf16, 10_000) == pytest.approx(weight_bytes(spec, bf16) - 2 * spec.vocab_size * 2048)
+    assert read_bytes(spec, bf16, 10_000) == pytest.approx(spec.weight_bytes(bf16) - 2 * spec.vocab_size * 2048)
     assert {(rows, k) for op, rows, k in products(spec) if op != "lm_head"} == {(5120, 2048), (2048, 4096)}  # attention's alone
 
 
@@ -134,7 +134,7 @@ def test_drafts_of_any_kind_change_no_token(temperature: float) -> None:
     head_spec = replace(dummy_spec(target.spec, draft_vocab_size=19), aux_layer_ids=(0, 1, 2))
     head = dummy_head(head_spec, dtype=torch.float64, device=DEVICE)
     drafters: list[Drafter] = [
-        NoDrafter(), LookupDrafter(4, min_ngram=1, max_ngram=2), Eagle3Drafter(head, target, 3, slots=3),
+        NoDrafter(), LookupDrafter(4, min_ngram=1, max_ngram=2), ChainDrafter(head, target, 3, slots=3),
     ]  # fmt: skip
     found = []
     for drafter in drafters:

@@ -158,7 +158,7 @@ def test_the_page_says_what_the_job_did(tmp_path: Path) -> None:
         "tiny: 12 completions", "6 of 6 shards", "<b>90</b><span>tokens a second", '<b class="error">1</b>', "live rows 75%",
         "in prefill 0%", "waiting for a refill or for pages 12%", "no row left 12%", "Acceptance length by kind",
         "error: overlong",
-        "<h3>Tokens a second</h3>", "<h3>What the slots did</h3>", "<h3>K and acceptance length</h3>",
+        "<h3>Tokens a second</h3>", "<h3>Use of the slots</h3>", "<h3>K and acceptance length</h3>",
         'var(--second)"></i>draft tokens a round (K)<', 'var(--first)"></i>tokens a round (acceptance length)<',
         "<dt>torch</dt><dd>2.x</dd>", "&lt;/pre&gt;",
     ):  # fmt: skip
@@ -287,7 +287,7 @@ def test_a_job_without_drafts_or_a_record_of_its_course_has_a_page_too(tmp_path:
     text = report(tmp_path)
     Tags(text)
     assert "Acceptance" not in text
-    assert "No run recorded its course." in text
+    assert "No run recorded a timeline." in text
     assert text.count("<svg") == 3
 
 
@@ -324,7 +324,7 @@ def test_a_job_ends_with_its_page(tmp_path: Path, command: list[str]) -> None:
     assert run.main([*command, f"output.dir={tmp_path}/out"]) == 0
     text = (tmp_path / "out/report.html").read_text(encoding="utf-8")
     Tags(text)
-    assert "<h3>What the slots did</h3><svg" in text
+    assert "<h3>Use of the slots</h3><svg" in text
     before = (tmp_path / "out/report.html").stat()
     assert run.main([*command, f"output.dir={tmp_path}/out"]) == 0
     assert (tmp_path / "out/report.html").stat() == before

@@ -37,10 +37,15 @@ def planner(
     adaptive: bool = True,
     base: Any = BASE,
     dtype: torch.dtype = torch.float32,
+    kv_windows: tuple[tuple[int | None, ...], tuple[int | None, ...]] = ((None, None), ()),
 ) -> RoundPlanner:
-    """Of rounds that take what `base` says, in proportion to their rows. An earlier run has left rows alive."""
-    drafter = SimpleNamespace(max_len=max_len)
+    """Of rounds that take what `base` says, in proportion to their rows. An earlier run has left rows alive.
+
+    kv_windows  of the layers of target and drafter
+    """
+    drafter = SimpleNamespace(max_len=max_len, kv_windows=kv_windows[1])
     executor: Any = SimpleNamespace(
+        target=SimpleNamespace(spec=SimpleNamespace(windows=kv_windows[0])),
         drafter=drafter,
         round=SimpleNamespace(drafter=drafter, draft_lens=draft_lens),
         rows=SimpleNamespace(live=torch.ones(batch.num_slots, dtype=torch.int32)),

@@ -133,7 +133,7 @@ def test_a_foreign_file_among_the_shards_is_refused(tmp_path: Path, name: str) -
     folder = new_folder(tmp_path, 6, 2)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / name).touch()
-    with pytest.raises(OutputError, match="is no shard of this job"):
+    with pytest.raises(OutputError, match="is not a shard of this job"):
         folder.committed()
 
 

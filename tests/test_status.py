@@ -23,7 +23,7 @@ from batchspec import run
 from batchspec.commands import status as command
 from batchspec.commands.status import render
 from batchspec.errors import ConfigError, Interrupted, OutputError, StorageError
-from batchspec.report.status import JobStatus, Watcher
+from batchspec.report.status import JobStatus, StatusReader
 from batchspec.runstate import heartbeats as heartbeats_module
 from batchspec.runstate.claims import this_process
 from batchspec.runstate.heartbeats import FOLDER, HeartbeatWriter, RunHeartbeat
@@ -65,7 +65,7 @@ def claim(path: Path, shard: int, number: int) -> None:
 
 
 def look(path: Path) -> JobStatus:
-    return Watcher(OutputFolder(path), clock=lambda: NOW).look()
+    return StatusReader(OutputFolder(path), clock=lambda: NOW).read()
 
 
 def test_progress_and_time_left_are_those_of_all_living_runs_together(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_a_store_that_fails_or_hangs_keeps_no_run_from_working_or_ending(monkeyp
         while len(failing.written) < 3:
             time.sleep(0.01)
     assert failing.written[-1]["end"] == "done"
-    monkeypatch.setattr(heartbeats_module, "LAST_WORD_S", 0.1)
+    monkeypatch.setattr(heartbeats_module, "LAST_BEAT_S", 0.1)
     hanging: Any = Files(lambda: time.sleep(5))
     began = time.monotonic()
     with HeartbeatWriter(hanging, dict, slots=1):
@@ -301,9 +301,9 @@ def started(words: list[str]) -> subprocess.Popen[str]:
     )
 
 
-def until(watcher: Watcher, process: subprocess.Popen[str], wanted: Callable[[JobStatus], bool]) -> JobStatus:
+def until(reader: StatusReader, process: subprocess.Popen[str], wanted: Callable[[JobStatus], bool]) -> JobStatus:
     while process.poll() is None:
-        if wanted(status := watcher.look()):
+        if wanted(status := reader.read()):
             return status
         time.sleep(0.05)
     raise AssertionError(process.communicate()[1])
@@ -314,33 +314,33 @@ def test_a_job_is_followed_from_before_its_beginning_through_a_signal_and_a_kill
 ) -> None:
     out = tmp_path / "out"
     words = [*words, f"output.dir={out}"]
-    watcher = Watcher(OutputFolder(out))
-    assert watcher.look().state == "not begun"
+    reader = StatusReader(OutputFolder(out))
+    assert reader.read().state == "not begun"
 
     first = started(words)
-    status = until(watcher, first, lambda status: status.tokens > 0 and status.left_s is not None)
+    status = until(reader, first, lambda status: status.tokens > 0 and status.left_s is not None)
     (mine,) = status.runs
     assert (status.state, mine.state, mine.run.pid, mine.run.slots, mine.lives) == ("running", "running", first.pid, 3, True)
     assert mine.shards
     assert 0 <= status.completions < status.completions_total == 24
     first.send_signal(signal.SIGTERM)
     assert first.wait() == 75
-    status = watcher.look()
+    status = reader.read()
     assert (status.state, status.runs[0].state, status.left_s) == ("stopped", "interrupted", None)
     assert status.runs[0].run.said.startswith("SIGTERM: ")
     assert status.stale_claims == {}, "it gave them up itself"
 
     second = started(words)
-    until(watcher, second, lambda status: any(each.lives and each.run.tokens > 0 for each in status.runs))
+    until(reader, second, lambda status: any(each.lives and each.run.tokens > 0 for each in status.runs))
     os.kill(second.pid, signal.SIGKILL)
     second.wait()
-    status = watcher.look()
+    status = reader.read()
     assert status.state == "stopped"
     assert set(status.stale_claims.values()) == {each.run.attempt for each in status.runs if each.state == "gone"}
     assert sorted(each.state for each in status.runs) == ["gone", "interrupted"]
 
     assert run.main(words) == 0
-    status = watcher.look()
+    status = reader.read()
     assert (status.state, status.completions, status.left_s, status.stale_claims) == ("complete", 24, None, {})
     assert sorted(each.state for each in status.runs) == ["done", "gone", "interrupted"]
     assert sum(each.run.shards for each in status.runs if each.state != "gone") <= status.shards

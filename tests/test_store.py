@@ -215,14 +215,14 @@ METHODS_OF_STORE: dict[str, tuple[Any, ...]] = {
     "publish": (Path("new"), "data/x"), "version": ("data/x",), "versions": ("data",), "tail": ("data/x", 4),
     "delete": ("data/x", ""), "replace": (Path("new"), "data/x", ""), "probe_replace": (), "read": ("data/x",),
     "ages_s": (["data/x"],), "discard": ("part-",), "list": ("data",), "exists": ("data/x",), "delete_tree": ("data",),
-    "scratch": (), "scan": (["data/x"],),
+    "scratch": (), "arrow_paths": (["data/x"],),
 }  # fmt: skip
 """Every method of the protocol, with arguments."""
 CALLS = [
     (os, "stat"), (os, "lstat"), (os, "open"), (os, "listdir"), (os, "scandir"), (os, "mkdir"), (os, "link"), (os, "replace"),
     (os, "unlink"), (os, "rmdir"), (os, "fsync"), (io, "open"), (tempfile, "mkdtemp"),
 ]  # fmt: skip
-TOUCH_NOTHING = {"check_bucket", "probe_replace", "scan"}
+TOUCH_NOTHING = {"check_bucket", "probe_replace", "arrow_paths"}
 
 
 def test_this_table_has_every_method_of_the_protocol_and_each_is_guarded_in_every_store() -> None:
@@ -275,7 +275,7 @@ def test_what_another_put_in_the_place_of_a_file_or_a_folder_is_to_be_moved_away
         lambda: here.put("file/x", b""),
         lambda: here.delete_tree("file"),
     ):
-        with pytest.raises(StorageError, match=rf"{tmp_path}/f.*; nothing committed is lost: move away what stands in its place"):
+        with pytest.raises(StorageError, match=rf"{tmp_path}/f.*; nothing committed is lost: move away what is in its place"):
             act()
 
 

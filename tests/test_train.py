@@ -133,7 +133,7 @@ def test_a_killed_training_goes_on_to_the_same_head_and_the_same_curves(
             train(made, tmp_path / "b", *words)
     assert not (tmp_path / "b" / "config.json").exists()
     assert train(made, tmp_path / "b", *words, "train.save_s=1000") == 0
-    assert "going on behind 17 of 40 batches" in capfd.readouterr().err
+    assert "continuing after 17 of 40 batches" in capfd.readouterr().err
     assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
     assert record(tmp_path / "a") == record(tmp_path / "b")
     assert [point["step"] for point in record(tmp_path / "b")["acceptance"]] == [15, 30, 40]
@@ -150,7 +150,7 @@ def test_a_signal_ends_it_behind_a_checkpoint_with_the_code_of_an_interrupted_jo
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "draft_loss", signalled)
         assert train(made, tmp_path / "h") == Interrupted.exit_code
-    assert "SIGTERM: 1 of 40 batches are learnt; run the same command again to go on" in capfd.readouterr().err
+    assert "SIGTERM: 1 of 40 batches are trained; run the same command again to go on" in capfd.readouterr().err
     assert train(made, tmp_path / "h") == 0
     assert train(made, tmp_path / "h") == 0
     assert "already complete" in capfd.readouterr().err
@@ -310,16 +310,16 @@ def refused(kind: type[BatchspecError], made: Path, out: Path, capfd: Any, *over
         ("train.lr=0", "train.lr=0.0 must be above 0 and at most 1; 3e-3 is usual"),
         ("train.ahead=fast", "train.ahead: Value 'fast'"),
         ("train.max_len=4096", "train.max_len=4096 exceeds train.batch_tokens=700"),
-        ("draft=lookup", "draft=lookup is nothing that train makes; use draft=eagle3 or draft=parallel"),
+        ("draft=lookup", "draft=lookup cannot be trained; use draft=eagle3 or draft=parallel"),
         ("draft=eagel3", "draft=eagel3 is no choice of the group draft; did you mean eagle3?"),
         ("draft.window=8", "draft.window=8 is not used by train; remove the key"),
         ("train.aux_layer_ids=[0,9]", "train.aux_layer_ids=[0, 9] must be different boundaries in 0 .. 3"),
-        ("train.mask_token=5", "train.mask_token=5 is of draft=parallel; remove one of them"),
+        ("train.mask_token=5", "train.mask_token=5 applies only to draft=parallel; remove it or use draft=parallel"),
         ("draft.parallel=maybe", "draft.parallel=maybe must be one of auto, true, false"),
         ("train.layers=9", "train.layers=9 must be"),
-        ("train.aux_layer_ids=[1,2]", "readers take ids that begin with 1 for outputs of layers; put another first"),
+        ("train.aux_layer_ids=[1,2]", "other programs read ids that begin with 1 as layer outputs; put another first"),
         ("output.layout=gguf", "output.layout=gguf must be one of flat, speculators"),
-        ("output.dir=s3://b/h", "output.dir=s3://b/h: a head is trained into a folder of this machine"),
+        ("output.dir=s3://b/h", "output.dir=s3://b/h: a head must be trained into a local folder"),
         ("model.path=null", "model.path is required; give model.path="),
         ("--cfg", "--cfg is no option of train"),
     ],
@@ -355,12 +355,12 @@ def test_completions_that_cannot_be_learnt_from_are_refused(made: Path, tmp_path
 def test_a_folder_of_something_else_is_left_alone(made: Path, tmp_path: Path, capfd: Any) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("x")
-    assert "holds files that no training has left there" in refused(OutputError, made, tmp_path / "full", capfd)
+    assert "holds files that do not belong to a training" in refused(OutputError, made, tmp_path / "full", capfd)
     (tmp_path / "file").write_text("x")
     assert "is a file" in refused(OutputError, made, tmp_path / "file", capfd)
     assert train(made, tmp_path / "h", "train.steps=2") == 0
     said = refused(OutputError, made, tmp_path / "h", capfd, "train.steps=3")
-    assert said.endswith("is of a training with train.steps 2, now 3; give another folder, or output.overwrite=true")
+    assert said.endswith("belongs to a training with train.steps 2, now 3; give another folder, or output.overwrite=true")
     assert train(made, tmp_path / "h", "train.steps=3", "output.overwrite=true") == 0
     assert record(tmp_path / "h")["facts"]["train.steps"] == 3
 
@@ -374,4 +374,4 @@ def test_a_damaged_checkpoint_is_named(made: Path, tmp_path: Path, capfd: Any) -
     assert train(made, tmp_path / "h", "train.steps=2") == StorageError.exit_code
     assert "checkpoint.pt: cannot be read" in capfd.readouterr().err
     assert train(made, tmp_path / "h", "train.steps=2", "output.overwrite=true") == 0
-    assert "going on behind" not in capfd.readouterr().err
+    assert "continuing after" not in capfd.readouterr().err

@@ -79,7 +79,7 @@ def test_a_parallel_head_learns_the_drafts_behind_masks_of_all_places_together(l
     target, teacher, chain, rows = tiny()
     mask_id = 30
     spec = replace(chain.spec, mask_token_id=mask_id, num_layers=layers, windows=(None,) * layers)
-    network = new_network(spec, target, teacher.hot, seed=2)
+    network = new_network(spec, target, teacher.draft_vocab_ids, seed=2)
     with torch.no_grad():
         for tensor in network.parameters():
             tensor.add_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)).to(tensor) * 0.2)
@@ -128,8 +128,8 @@ def test_in_bf16_products_a_head_learns_nearly_the_same(parallel: bool) -> None:
     """What a GPU does with a bf16 model: weights stay fp32, features come and products are made in bf16."""
     target, teacher, chain, rows = tiny()
     spec = replace(chain.spec, mask_token_id=30) if parallel else chain.spec
-    network = new_network(spec, target, teacher.hot, seed=2).to(CPU, torch.float32)
-    lesson = Teacher(target, teacher.aux_layer_ids, teacher.hot, torch.float32).lesson(rows)
+    network = new_network(spec, target, teacher.draft_vocab_ids, seed=2).to(CPU, torch.float32)
+    lesson = Teacher(target, teacher.aux_layer_ids, teacher.draft_vocab_ids, torch.float32).lesson(rows)
     values = {item.name: getattr(lesson, item.name).to(CPU) for item in fields(lesson)}
     wide = replace(lesson, **{name: x.float() if x.is_floating_point() else x for name, x in values.items()})
     narrow = replace(wide, embedded=wide.embedded.bfloat16(), features=wide.features.bfloat16())
@@ -149,24 +149,24 @@ def test_in_bf16_products_a_head_learns_nearly_the_same(parallel: bool) -> None:
 
 def test_places_of_prompts_are_learnt_where_that_is_asked_for() -> None:
     target, teacher, _, rows = tiny()
-    whole = Teacher(target, teacher.aux_layer_ids, teacher.hot, torch.float64, prompts=True)
-    found = [sorted(zip(x.rows.tolist(), x.places.tolist(), strict=True)) for x in (teacher.lesson(rows), whole.lesson(rows))]
+    whole = Teacher(target, teacher.aux_layer_ids, teacher.draft_vocab_ids, torch.float64, prompts=True)
+    found = [sorted(zip(x.rows.tolist(), x.positions.tolist(), strict=True)) for x in (teacher.lesson(rows), whole.lesson(rows))]
     assert found[0] == [(r, t) for r, row in enumerate(rows) for t in range(row.prompt_len - 1, len(row.ids) - 1)]
     assert found[1] == [(r, t) for r, row in enumerate(rows) for t in range(len(row.ids) - 1)]
 
 
-@pytest.mark.parametrize(("missed", "heat"), [(1.0, 1.0), (0.25, 0.5), (0.0, 1.0)])
-def test_the_loss_is_the_weighted_cross_entropy_with_the_targets_own_distributions(missed: float, heat: float) -> None:
+@pytest.mark.parametrize(("missed", "temperature"), [(1.0, 1.0), (0.25, 0.5), (0.0, 1.0)])
+def test_the_loss_is_the_weighted_cross_entropy_with_the_targets_own_distributions(missed: float, temperature: float) -> None:
     target, plain, network, rows = tiny()
-    teacher = Teacher(target, plain.aux_layer_ids, plain.hot, torch.float64, heat=heat)
+    teacher = Teacher(target, plain.aux_layer_ids, plain.draft_vocab_ids, torch.float64, temperature=temperature)
     lesson, ahead, decay = teacher.lesson(rows), 3, 0.7
     with torch.no_grad():  # so that the head is right at one place at least
-        learnt = int(torch.nonzero(lesson.known * (lesson.places > 0))[0])
-        hidden = next(network(lesson.embedded, lesson.features, 1))[lesson.rows[learnt], lesson.places[learnt] - 1]
+        learnt = int(torch.nonzero(lesson.known * (lesson.positions > 0))[0])
+        hidden = next(network(lesson.embedded, lesson.features, 1))[lesson.rows[learnt], lesson.positions[learnt] - 1]
         network.lm_head.weight[lesson.best_ids[learnt]] = 9 * hidden
     loss, matches = draft_loss(network, lesson, ahead=ahead, decay=decay, missed=missed)
     expected = torch.zeros((), dtype=torch.float64)
-    hot = teacher.hot.cpu()
+    hot = teacher.draft_vocab_ids.cpu()
     wrong: set[tuple[int, int]] = set()
     for step in range(ahead):
         nats, hits = [], []
@@ -178,7 +178,7 @@ def test_the_loss_is_the_weighted_cross_entropy_with_the_targets_own_distributio
                     wrong.add((r, at))
                 elif at >= 0:
                     said = reference_logits(network, target, row, at, step)
-                    nats.append(cross_entropy(said[None], (choice[hot] / heat).softmax(-1)[None]))
+                    nats.append(cross_entropy(said[None], (choice[hot] / temperature).softmax(-1)[None]))
                     nats[-1] = nats[-1] * (missed if (r, at) in wrong else 1)
                     right = bool(hot[said.argmax()] == choice.argmax())
                     hits.append(float(right and (missed == 1 or (r, at) not in wrong)))
@@ -211,7 +211,7 @@ def test_the_gradient_of_the_chunked_cross_entropy_is_that_of_autograd(monkeypat
 def test_the_replay_is_a_walk_with_the_drafts_of_the_definition() -> None:
     target, teacher, network, rows = tiny()
     design, tensors = reference_of(network, target)
-    tensors["d2t"] = teacher.hot.cpu() - torch.arange(12)
+    tensors["d2t"] = teacher.draft_vocab_ids.cpu() - torch.arange(12)
     rng = np.random.default_rng(0)
     for row in rows:  # drafts stand often enough if the rows are made of them
         ids = row.ids[: row.prompt_len + 1].tolist()

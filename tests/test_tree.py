@@ -24,7 +24,7 @@ from batchspec.commands import plan
 from batchspec.commands.workloads import COMMON, make_job
 from batchspec.config.schema import DraftConfig, RunConfig, TreeConfig
 from batchspec.draft.base import Drafter
-from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.shapes import LOGPROB, PROB, ChainShape, TreeShape
 from batchspec.draft.spec import open_drafter
@@ -191,7 +191,7 @@ def test_a_tree_accepts_at_least_what_a_chain_of_its_depth_does(rank: str, tmp_p
     head = make_head(tmp_path, design, tensors)
     requests, lengths = known_requests() + mixed_requests(3), []
     for drafter in (
-        Eagle3Drafter(head, TARGET(), 4, slots=3),
+        ChainDrafter(head, TARGET(), 4, slots=3),
         TreeDrafter(head, TARGET(), shape_of(3, 4, 20, rank), slots=3),
     ):
         tokens, _, engine = run(requests, packed(3), drafter)
@@ -420,7 +420,7 @@ def test_one_branch_is_a_chain_and_more_are_a_tree_of_the_nodes_asked_for(tmp_pa
         config = RunConfig(draft=DraftConfig(name="eagle3", path=str(tmp_path), num_speculative_tokens=4, tree=tree))
         spec = open_drafter(config, TARGET().spec)
         drafter = spec.build(head, TARGET(), slots=2)
-        assert type(drafter) is (Eagle3Drafter if tree.topk == 1 else TreeDrafter)
+        assert type(drafter) is (ChainDrafter if tree.topk == 1 else TreeDrafter)
         assert drafter.shape == spec.shape
         shapes.append((drafter.max_len, spec.shape.num_verified, spec.shape))
     assert shapes[0] == (4, 4, ChainShape(4))

@@ -140,7 +140,7 @@ def test_how_a_job_that_is_done_is_looked_at_is_said_once(command: list[str], tm
         assert done.returncode == 0
         closing = [line for line in said if str(tmp_path / "out") in line]
         assert len(closing) == len(set(closing)) >= 3
-        assert said.count(f"look at it:  batchspec stats {tmp_path / 'out'}") == 1
+        assert said.count(f"inspect it:  batchspec stats {tmp_path / 'out'}") == 1
 
 
 def test_too_many_errors_in_one_worker_end_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -41,18 +41,18 @@ FEWEST, MOST = 8, 64
 """Number of newest held-out completions that a measurement uses: between these, and no more than fit this many slices."""
 MOST_SLICES = 4
 BETTER = 1.005
-"""Smallest ratio of tokens a round for a swap: less is chance."""
+"""Smallest ratio of tokens a round for a swap; smaller gains may be chance."""
 FEWEST_STEPS = 8
-"""Fewest steps between two measurements: a new optimiser makes a head worse at first."""
+"""Minimum number of steps between two measurements: a new optimiser makes a head worse at first."""
 MEASURE_SHARE = 0.25
-"""Largest time of measurements, as a share of the time of training steps."""
+"""Maximum time of measurements, as a share of the time of training steps."""
 WAITING = 64
-"""Most batches in the queue: older ones are dropped."""
+"""Maximum number of batches in the queue; the oldest are dropped."""
 _USABLE = ("ok", "truncated")
 
 
 class Adapter:
-    """`learn` gets what is committed, `turn` is called between rounds."""
+    """Trains the copy in slices: call `learn` with every committed shard, and `turn` between rounds."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Adapter:
         self._running: tuple[str, Moment, Moment] | None = None
 
     def learn(self, completions: Iterable[Completion]) -> None:
-        """A shard is committed, with these completions."""
+        """Take the completions of a committed shard."""
         for done in completions:
             row = row_of(done)
             if row is None or len(row.ids) > self._batch_tokens:
@@ -97,8 +97,8 @@ class Adapter:
         """Pack rows into batches; rows of a batch that would be less than half full wait for more."""
         rows, self._new = self._new, []
         lengths = np.array([len(row.ids) for row in rows])
-        for places in epoch_batches(lengths, batch_tokens=self._batch_tokens, seed=0, epoch=self._periods):
-            batch = [rows[i] for i in places]
+        for row_ids in epoch_batches(lengths, batch_tokens=self._batch_tokens, seed=0, epoch=self._periods):
+            batch = [rows[i] for i in row_ids]
             if 2 * padded(batch) < self._batch_tokens:
                 self._new += batch
             else:
@@ -180,8 +180,8 @@ class Adapter:
             self.num_swaps += 1
             self._budget.restore()
             self._say(
-                f"head: {after:.2f} tokens a round instead of {before:.2f} on completions kept out, once it has learnt from "
-                f"{self.num_learnt:,}: drafts with that from now on"
+                f"head: {after:.2f} tokens a round instead of {before:.2f} on held-out completions, trained on "
+                f"{self.num_learnt:,} completions; the job drafts with it from now on"
             )
             return
         self._budget.cut()

@@ -1,7 +1,7 @@
-"""The copy of a job's head that learns, and how its weights get into the drafter.
+"""The training copy of a job's head, and how its weights get into the drafter.
 
-There are two sets of weights: those that learn (fp32, with an optimiser's state), and a copy of those that draft, in the target's
-dtype under their published names. The target is the job's own.
+There are two sets of weights: those in training (fp32, with the optimiser's state), and a copy of those that draft, in the
+target's dtype under their published names. The teacher is the job's target.
 """
 
 from __future__ import annotations
@@ -25,37 +25,38 @@ from batchspec.train.optimise import Optimiser
 from batchspec.train.teacher import Teacher
 
 WARM_STEPS = 10
-"""Steps over which the learning rate rises: until then an optimiser knows gradients too little to scale them."""
+"""Steps of learning-rate warm-up, while the optimiser's estimates of the gradients are still poor."""
 CLIP, DECAY = 0.5, 0.8
 """As in training (`train/settings.py`)."""
 REHEARSED = 2048
-"""Tokens of a rehearsal at most: a few more launches would show nothing more."""
+"""Maximum number of tokens in a rehearsal: more tokens would compile nothing new."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The head that drafts and the copy that learns, on the same completions."""
+    """Acceptance of the drafting head and of the copy in training, on the same completions."""
 
     drafts: Acceptance
     learns: Acceptance
 
 
 class Learner:
-    """Nothing here may be called in inference mode but `adopt`, which writes to tensors that may have been made in it."""
+    """Trains the copy. Only `adopt` may be called in inference mode: the tensors that it writes may be inference tensors."""
 
     def __init__(
         self, network: HeadNetwork, ids: Numbers, target: Target, drafter: Rewritable, *, lr: float, steps: int, batch_tokens: int
     ) -> None:
         """
-        network  the head that `drafter` drafts with, ids int64 [V'] its target ids
-        steps    draft steps that are learnt and measured
+        network  the head with which `drafter` drafts
+        ids      int64 [V'] target ids of its draft vocabulary
+        steps    number of draft steps that are trained and measured
         """
-        self.network, self.hot = network, torch.from_numpy(ids)
+        self.network, self.draft_vocab_ids = network, torch.from_numpy(ids)
         self._drafter, self._steps, self._batch_tokens, self.lr = drafter, steps, batch_tokens, lr
         self._device = target.device.type
         self._narrow = self._device == "cuda" and target.dtype is torch.bfloat16
         dtype = target.dtype if self._narrow else torch.promote_types(target.dtype, torch.float32)
-        self._teacher = Teacher(target, network.spec.aux_layer_ids, self.hot, dtype)
+        self._teacher = Teacher(target, network.spec.aux_layer_ids, self.draft_vocab_ids, dtype)
         self.drafting = {name: tensor.detach().to(target.dtype, copy=True) for name, tensor in network.state_dict().items()}
         self._begin()
 
@@ -68,7 +69,7 @@ class Learner:
         return torch.autocast(self._device, dtype=torch.bfloat16, enabled=self._narrow)
 
     def rehearse(self) -> None:
-        """Compile what learning needs and touch its memory, with a row of noise; nothing is learnt."""
+        """Compile the kernels of learning and allocate its memory, with a row of random tokens; no weights change."""
         vocab = self.network.spec.vocab_size
         ids = np.random.default_rng(0).integers(0, vocab, min(self._batch_tokens, REHEARSED)).astype(np.int32)
         self._loss([Row(ids=ids, prompt_len=1)]).backward()
@@ -81,14 +82,14 @@ class Learner:
             return draft_loss(self.network, lesson, ahead=self._steps, decay=DECAY)[0]
 
     def learn(self, rows: Sequence[Row]) -> None:
-        """One step. On a GPU the host does not wait for it."""
+        """One training step. On a GPU the host does not wait for it."""
         self._done += 1
         self._optimiser.step(self._loss(rows), self.lr * min(1.0, self._done / WARM_STEPS), CLIP)
 
     def compare(self, rows: Sequence[Row]) -> Comparison:
-        """Replay `rows` with both; waits for the device."""
+        """Replay `rows` with both heads. Synchronises."""
         learns = self._replay(rows)
-        with self._wearing(self.drafting):
+        with self._with_weights(self.drafting):
             return Comparison(self._replay(rows), learns)
 
     def _replay(self, rows: Sequence[Row]) -> Acceptance:
@@ -97,8 +98,8 @@ class Learner:
         )
 
     @contextmanager
-    def _wearing(self, weights: dict[str, Tensor]) -> Iterator[None]:
-        """The network with other weights, for as long as it does not learn."""
+    def _with_weights(self, weights: dict[str, Tensor]) -> Iterator[None]:
+        """Use other weights in the network within the block, which must not train."""
         own = {name: parameter.data for name, parameter in self.network.named_parameters()}
         try:
             for name, parameter in self.network.named_parameters():
@@ -109,7 +110,7 @@ class Learner:
                 parameter.data = own[name]
 
     def adopt(self) -> None:
-        """Write what was learnt into the drafter, in place and in stream order: the next round drafts with it."""
+        """Write the trained weights into the drafter, in place and in stream order: the next round drafts with them."""
         for name, tensor in self.network.state_dict().items():
             self.drafting[name].copy_(tensor)
         self._drafter.rewrite(
@@ -117,7 +118,7 @@ class Learner:
         )
 
     def begin_again(self) -> None:
-        """Discard what was learnt since the last `adopt`, and go on at half the learning rate."""
+        """Discard the training since the last `adopt`, and continue at half the learning rate."""
         with torch.no_grad():
             for name, tensor in self.network.state_dict().items():
                 tensor.copy_(self.drafting[name])

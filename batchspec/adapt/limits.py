@@ -1,4 +1,4 @@
-"""What online adaptation needs of a job: a head that can learn, memory, and slices short enough to fit between rounds."""
+"""Requirements of online adaptation: a trainable head, memory, and slices short enough to fit between rounds."""
 
 from __future__ import annotations
 
@@ -10,57 +10,57 @@ from batchspec.draft.weights import Head, head_bytes
 from batchspec.errors import ConfigError
 from batchspec.model.spec import ModelSpec
 from batchspec.packing.memory import learning_bytes
-from batchspec.train.head import unlearnable, unlearnable_weights
+from batchspec.train.head import why_not_trainable, why_weights_not_trainable
 
 SLICE_TOKENS, MOST_SLICE_TOKENS, CPU_SLICE_TOKENS = 8192, 16384, 256
-"""Tokens of a slice: on a GPU, at most for longer rows, on a CPU."""
+"""Tokens of a slice: on a GPU; on a GPU for jobs with longer rows, at most; on a CPU."""
 MOST_STEPS = 6
-"""Most draft steps to learn: each costs the same, and few rounds accept that many drafts."""
+"""Maximum number of draft steps to train: each costs the same, and few rounds accept more drafts."""
 
 
 def slice_tokens(device: torch.device, max_len: int) -> int:
-    """Most tokens of a slice in a job with rows of up to `max_len` tokens; longer rows are left out."""
+    """Maximum number of tokens of a slice in a job with rows of up to `max_len` tokens. Rows longer than a slice are not used."""
     usual, most = (SLICE_TOKENS, MOST_SLICE_TOKENS) if device.type == "cuda" else (CPU_SLICE_TOKENS, SLICE_TOKENS)
     return min(most, max(usual, max_len))
 
 
 def steps_learnt(draft: DraftConfig) -> int:
-    """Draft steps to learn: as many as the job drafts, up to MOST_STEPS."""
+    """Number of draft steps to train: as many as the job drafts, up to MOST_STEPS."""
     return min(MOST_STEPS, draft.tree.depth or min(draft.head_len or draft.num_speculative_tokens, draft.num_speculative_tokens))
 
 
 def check_head(draft: DraftConfig, head: HeadSpec | None, target: ModelSpec) -> None:
-    """Raises ConfigError for a head that is to learn and cannot."""
+    """Raises ConfigError if draft.adapt is set and the head cannot be trained."""
     if not draft.adapt.every_shards:
         return
     assert head is not None, "a drafter that reads draft.adapt has a head"
-    problem = unlearnable(head, target)
+    problem = why_not_trainable(head, target)
     if head.mask_token_id is not None and (draft.parallel is False or draft.tree.topk > 1):
-        problem = "it would learn to draft in parallel, and this job makes it draft otherwise"
+        problem = "it would be trained to draft in parallel, but this job drafts a chain or a tree with it"
     if problem:
         raise _refusal(draft, problem)
 
 
 def check_weights(draft: DraftConfig, head: Head | None) -> None:
-    """As `check_head`, by what only the tensors tell."""
+    """As `check_head`, for what only the tensors show."""
     if not draft.adapt.every_shards:
         return
     assert head is not None, "a drafter that reads draft.adapt has a head"
-    if problem := unlearnable_weights(head):
+    if problem := why_weights_not_trainable(head):
         raise _refusal(draft, problem)
 
 
 def _refusal(draft: DraftConfig, problem: str) -> ConfigError:
     adapt = f"draft.adapt.every_shards={draft.adapt.every_shards}"
-    return ConfigError(f"{adapt}: the head {draft.path} cannot learn: {problem}; remove the key")
+    return ConfigError(f"{adapt}: the head {draft.path} cannot be trained: {problem}; remove the key")
 
 
 def memory_bytes(
     draft: DraftConfig, head: HeadSpec | None, target: ModelSpec, *, device: torch.device, dtype: torch.dtype, max_len: int
 ) -> int:
-    """Bytes that learning needs in addition to weights, pages and rounds; 0 if nothing learns.
+    """Bytes that learning needs in addition to weights, pages and rounds; 0 without draft.adapt.
 
-    max_len  tokens of the job's longest row
+    max_len  maximum length of a row, in tokens
     """
     if not draft.adapt.every_shards:
         return 0

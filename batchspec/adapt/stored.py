@@ -1,8 +1,8 @@
 """The adapted head in the output folder: a later run of the job, or another of its tasks, starts from it.
 
-It is a head in the flat layout (`draft.path=OUT/_batchspec/heads/...` drafts with it in any job), one for each head that jobs in
-the folder started from. Every task adapts its own and replaces the whole checkpoint: the last writer wins. Output tokens do not
-depend on which one it is.
+It is stored in the flat layout, so that any job can use it (`draft.path=OUT/_batchspec/heads/...`). There is one for each head
+with which jobs in the folder began. Every task adapts its own copy and replaces the whole checkpoint: the last writer wins.
+Output tokens do not depend on which one it is.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from batchspec.train.save import checkpoint_tensors, head_config
 def save(files: HeadFiles, learner: Learner, target: Target) -> None:
     """Write the head that drafts. Raises StorageError."""
     spec, dtype = learner.network.spec, target.dtype
-    tensors = checkpoint_tensors(learner.drafting, spec, learner.hot, dtype=dtype)
+    tensors = checkpoint_tensors(learner.drafting, spec, learner.draft_vocab_ids, dtype=dtype)
     config = head_config(spec, target.spec, layout="flat", dtype=dtype, verifier="", draft_len=1)
     weights = safetensors.torch.save(tensors, metadata={"format": "pt"})
     files.put(json.dumps(config, indent=2).encode(), weights)
 
 
 def load(files: HeadFiles, target: Target) -> tuple[HeadNetwork, Numbers] | None:
-    """The head that was saved last, and the target ids that it drafts; None: none was saved.
+    """The head that was saved last, and the target ids of its draft vocabulary; None if none was saved.
 
-    Raises CheckpointError for one that cannot be read, StorageError.
+    Raises CheckpointError if it cannot be read, StorageError.
     """
     with TemporaryDirectory(prefix="batchspec-") as scratch:
         if not files.read_into(Path(scratch)):

@@ -6,7 +6,7 @@ state that it needs in `DeviceBatch`. Legend: T rows of logits, R batch rows, V 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +23,10 @@ class LogitRows:
     row_ids      int32 [T]
     positions    int64 [T] position of the token being drawn
     drafts       int32 [., K] draft tokens; None where nothing was drafted before the position, or no rule asks for them
-    num_drafted  int32 [T] how many of `drafts` come before the position
-    draft_rows   int64 [T] row of `drafts`, of a tree one for each node; None: that of `row_ids`
+    num_drafted  int64 [T] how many of `drafts` come before the position; of dead rows and padding any number
+    draft_rows   int32 or int64 [T] row of `drafts`, of a tree one for each node; None: that of `row_ids`
+
+    Tokens before the drafts are committed: rules find them, and what was computed from them, in `DeviceBatch`.
     """
 
     row_ids: Tensor
@@ -32,6 +34,14 @@ class LogitRows:
     drafts: Tensor | None = None
     num_drafted: Tensor | None = None
     draft_rows: Tensor | None = None
+
+    def drafts_before(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Draft by draft, in order: its token for each of T rows, int64 [T], and whether it precedes the position, bool [T]."""
+        if self.drafts is None or self.num_drafted is None:
+            return
+        draft_rows = self.row_ids if self.draft_rows is None else self.draft_rows
+        for j in range(self.drafts.shape[1]):
+            yield self.drafts[:, j][draft_rows].long(), self.num_drafted > j
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +53,9 @@ class LogitRule:
     apply: Callable[[Tensor, LogitRows, DeviceBatch, Tensor | None], None]
     """Logits, their rows, the batch, and the token of each column int [V]; None: its number (always, for the target)."""
     reads_drafts: bool = False
-    """It needs `LogitRows.drafts`: tokens drafted before the position count."""
+    """It needs `LogitRows.drafts`: tokens drafted before the position count. Any token may be drafted, a forbidden one too."""
     of_drafters: bool = False
-    """Drafters follow it too: a draft that the target cannot choose is never proposed. Their tokens before the position are in
-    `LogitRows.drafts` only where the drafter gives them."""
+    """Drafters with logits follow it too: they propose no token that it forbids as long as they have another one."""
 
 
 def adjust_logits(logits: Tensor, at: LogitRows, rows: DeviceBatch, mode: SamplingMode) -> None:
@@ -80,6 +89,11 @@ def adjusts_drafts(mode: SamplingMode) -> bool:
     return any(rule.of_drafters and rule.wanted(mode) for rule in RULES)
 
 
+def drafters_read_drafts(mode: SamplingMode) -> bool:
+    """Whether drafters follow a rule that `mode` asks for and that needs their own drafts before a position."""
+    return any(rule.of_drafters and rule.reads_drafts and rule.wanted(mode) for rule in RULES)
+
+
 def apply_penalties(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: Tensor | None = None) -> None:
     """Repetition penalty (CTRL, arXiv 1909.05858: tokens of prompt and output) and presence penalty (of the output), in place.
 
@@ -88,13 +102,10 @@ def apply_penalties(logits: Tensor, at: LogitRows, rows: DeviceBatch, map_ids: T
     """
     assert map_ids is None, "penalties are the target's alone"
     seen = rows.seen[at.row_ids]
-    if at.drafts is not None and at.num_drafted is not None:
-        draft_rows = at.row_ids if at.draft_rows is None else at.draft_rows
-        for j in range(at.drafts.shape[1]):
-            ids = at.drafts[:, j][draft_rows].long().unsqueeze(1)
-            before = (at.num_drafted > j).unsqueeze(1)
-            mark = seen.gather(1, ids)
-            seen.scatter_(1, ids, torch.where(before, mark | (SEEN_PROMPT_OR_OUTPUT | SEEN_OUTPUT), mark))
+    for tokens, before in at.drafts_before():
+        ids = tokens.unsqueeze(1)
+        mark = seen.gather(1, ids)
+        seen.scatter_(1, ids, torch.where(before.unsqueeze(1), mark | (SEEN_PROMPT_OR_OUTPUT | SEEN_OUTPUT), mark))
     repetition = rows.repetition[at.row_ids].unsqueeze(1).to(logits.dtype)
     presence = rows.presence[at.row_ids].unsqueeze(1).to(logits.dtype)
     penalised = torch.where(logits > 0, logits / repetition, logits * repetition)

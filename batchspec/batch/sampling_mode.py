@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from batchspec.records import SamplingParams
 
@@ -30,11 +30,10 @@ class SamplingMode:
     @classmethod
     def union(cls, modes: Iterable[SamplingMode]) -> SamplingMode:
         """What serves all of `modes`."""
-        flags = zip(*((m.random, m.filters, m.penalties, m.min_tokens) for m in modes), strict=True)
-        random, filters, penalties, min_tokens = map(any, flags)
-        return cls(random=random, filters=filters, penalties=penalties, min_tokens=min_tokens)
+        found = list(modes)
+        return cls(**{flag.name: any(getattr(mode, flag.name) for mode in found) for flag in fields(cls)})
 
     @property
     def greedy(self) -> bool:
         """Plain argmax of the raw logits for every row."""
-        return not (self.random or self.penalties or self.min_tokens)
+        return self == SamplingMode()

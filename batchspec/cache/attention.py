@@ -1,4 +1,4 @@
-"""Attention over paged K/V, by whoever serves a batch best."""
+"""Attention over paged K/V: chooses the backend that is fastest for a batch."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ def attend(q: Tensor, kv: LayerKV, batch: FlatBatch, *, scale: float, window: in
     """Causal attention of every token of the batch over its row's pages.
 
     q       [T, NH, D]
-    kv      the layer's pages, the tokens' own K/V written already, by `LayerKV.rope_write` or `LayerKV.write`: V finite
-            everywhere, K NaN where a key was not; a query that sees such a key gets NaN, no other one
+    kv      the layer's pages, with the tokens' own K/V already written by `LayerKV.rope_write` or `LayerKV.write`: V is finite
+            everywhere, and a key that was not finite is NaN in K; only queries that see such a key get NaN
     window  a query at position p sees keys p-window+1 .. p; None: 0 .. p
     sink    with a window: keys 0 .. sink-1 are seen too (StreamingLLM, arXiv 2309.17453)
     Returns [T, NH, D]; zeros for rows with kv_len 0. Exact: softmax in fp32 (fp64 for fp64).
 
-    Many layers of one batch share the work that does not depend on q: `plan_attention` once, then `.attend`.
-    On a GPU nothing is read back for rows of at most 64 queries, nor for longer ones in bf16 or fp16; the plain path, which
-    fp64 and what else is left take, synchronises.
+    Layers of one batch share the work that does not depend on q: call `plan_attention` once, then `.attend` for each layer.
+    On a GPU this does not synchronise for rows of at most 64 queries, nor for longer rows in bf16 or fp16. All other cases, such
+    as fp64, take the plain torch path, which synchronises.
     """
     return plan_attention(batch, kv, num_heads=q.shape[1], window=window, sink=sink).attend(q, kv, scale)
 
 
 def plan_attention(batch: FlatBatch, kv: LayerKV, *, num_heads: int, window: int | None, sink: int = 0) -> AttentionPlan:
-    """What attention of this batch needs in every layer with this window, by who serves it. `kv` is any layer's."""
+    """The plan that all layers with this window share for this batch. `kv` may be that of any of these layers."""
     if kv.pages.is_cuda and fits_verify(batch, kv.layout.dtype):
         return plan_verify(batch, kv, num_heads=num_heads, window=window, sink=sink, shared=batch.shared)
     if fits_flash(batch, kv, sink):
@@ -45,5 +45,6 @@ class AttentionPlan(Protocol):
     def attend(self, q: Tensor, kv: LayerKV, scale: float, positions: Tensor | None = None) -> Tensor:
         """As the function `attend`, for one layer.
 
-        positions  int64 [T] later ones than the batch's, each row's below its kv_len: the steps of a draft chain share a plan
+        positions  int64 [T] to use instead of the batch's: not earlier, and below the row's kv_len. The steps of a draft chain
+                   share a plan this way
         """

@@ -1,5 +1,5 @@
-"""Prefill attention on a GPU, planned on the host, which knows every length: FlashInfer (FA3 on Hopper) for long rows, torch's
-own FlashAttention 2 for short ones and where FlashInfer is missing."""
+"""Prefill attention on a GPU, planned on the host, which knows all lengths: FlashInfer (FA3 on Hopper) for long rows, torch's own
+FlashAttention 2 for short rows and if FlashInfer is not installed."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ if TYPE_CHECKING:
 
 WORKSPACE_BYTES = 256 << 20
 RING = 8
-"""Plans in flight: a plan's host buffer is written again only after the copy out of it."""
+"""Number of plans in flight. A plan's host buffer is reused only after it was copied to the device."""
 SHORT = 2048
-"""Keys of a row up to which torch's attention serves a pass. It takes 1.5 to 1.9 times as long as FlashInfer's there (8 rows of
-2,048, 32 heads of 128, H200: 0.97 ms a layer for 0.53, of some 12): less than the minute and a half that FlashInfer compiles for
-when a machine meets a head size for the first time."""
+"""A pass whose longest row has at most this many keys uses torch's attention. It takes 1.5 to 1.9 times as long as FlashInfer's
+(8 rows of 2,048, 32 heads of 128, H200: 0.97 ms a layer instead of 0.53, of about 12 ms in total), but FlashInfer compiles for a
+minute and a half when it is first used with a head size on a machine."""
 _MAX_HEAD_DIM = 256
 
 
 @cache
 def flashinfer() -> Any:
-    """The module, or None where it is not installed."""
+    """The module, or None if it is not installed."""
     try:
         import flashinfer as module
-    except (ImportError, OSError, RuntimeError):  # not there, or it does not fit this torch or driver
+    except (ImportError, OSError, RuntimeError):  # not installed, or incompatible with this torch or driver
         return None
     return module
 
 
 def fits_flash(batch: FlatBatch, kv: LayerKV, sink: int) -> bool:
-    """Whether one of the two serves a pass over these pages."""
+    """Whether `plan_flash` supports this batch and these pages."""
     layout = kv.layout
     fits = batch.host is not None and kv.pages.is_cuda and layout.dtype in (torch.bfloat16, torch.float16) and not sink
     return fits and layout.head_dim <= _MAX_HEAD_DIM and layout.head_dim % 8 == 0
 
 
 def plan_flash(batch: FlatBatch, kv: LayerKV, *, num_heads: int, window: int | None) -> FlashPlan | VarlenPlan:
-    """Attention of one prefill pass; the same in every layer with this window. The batch is one that `fits_flash` takes."""
+    """The plan of one prefill pass for all layers with this window. `fits_flash` must be true for the batch."""
     assert batch.host is not None
     if flashinfer() is None or max(batch.host.kv_len) <= SHORT:
         return VarlenPlan(batch, kv, window=window)
@@ -54,7 +54,8 @@ def plan_flash(batch: FlatBatch, kv: LayerKV, *, num_heads: int, window: int | N
 
 
 class VarlenPlan:
-    """torch's FlashAttention 2 over rows of any length end to end. Its public call takes no group of heads before torch 2.12."""
+    """torch's FlashAttention 2 over concatenated rows of any length. Before torch 2.12 its public function does not support
+    grouped K/V heads, so the internal operator is called."""
 
     def __init__(self, batch: FlatBatch, kv: LayerKV, *, window: int | None) -> None:
         assert batch.host is not None
@@ -75,10 +76,10 @@ class VarlenPlan:
 
 
 class FlashPlan:
-    """FlashInfer's.
+    """FlashInfer's ragged prefill.
 
-    K/V are gathered from their pages first: two copies of some 30 us a layer at 16,384 tokens, while reading pages through the
-    table made the attention itself a quarter slower (2.4 ms instead of 1.9, 2 x 8192 tokens, H200).
+    K/V are gathered from their pages first: two copies of about 30 us a layer at 16,384 tokens. FlashInfer's paged prefill is a
+    quarter slower (2.4 ms instead of 1.9, 2 x 8192 tokens, H200).
     """
 
     def __init__(self, batch: FlatBatch, kv: LayerKV, *, num_heads: int, window: int | None) -> None:
@@ -87,8 +88,8 @@ class FlashPlan:
         self._key_slots = _key_slots(batch, sum(batch.host.kv_len), layout.page_size)
         self._wrapper = _ring(kv.pages.device).take()
         self._wrapper.plan(
-            _before(batch.host.q_len),
-            _before(batch.host.kv_len),
+            _cu_seqlens(batch.host.q_len),
+            _cu_seqlens(batch.host.kv_len),
             num_heads,
             layout.num_kv_heads,
             layout.head_dim,
@@ -107,14 +108,14 @@ class FlashPlan:
 
 
 def _keys_of(kv: LayerKV, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V [keys, KVH, D], end to end."""
+    """K and V [keys of all rows, KVH, D] at these slots."""
     layout = kv.layout
     k, v = (part.view(-1, layout.num_kv_heads, layout.head_dim).index_select(0, slots) for part in kv.pages)
     return k, v
 
 
 def _key_slots(batch: FlatBatch, num_keys: int, page_size: int) -> Tensor:
-    """int64 [keys of all rows, end to end] where each lies in the cache."""
+    """int64 [keys of all rows, concatenated] the slot of each key in the cache."""
     device = batch.kv_len.device
     row_ids = torch.empty(num_keys, dtype=torch.int32, device=device)
     positions, slots = (torch.empty(num_keys, dtype=torch.int64, device=device) for _ in range(2))
@@ -131,13 +132,15 @@ def _key_slots(batch: FlatBatch, num_keys: int, page_size: int) -> Tensor:
     return slots
 
 
-def _before(lengths: Sequence[int]) -> Tensor:
-    """int32 [rows + 1] on the host: how much lies before each row."""
+def _cu_seqlens(lengths: Sequence[int]) -> Tensor:
+    """int32 [rows + 1] on the host: cumulative lengths, from 0."""
     starts: Tensor = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return starts
 
 
 class _Ring:
+    """FlashInfer wrappers, used in turn."""
+
     def __init__(self, device: torch.device) -> None:
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         wrapper = flashinfer().BatchPrefillWithRaggedKVCacheWrapper
@@ -146,16 +149,17 @@ class _Ring:
         self._next = 0
 
     def take(self) -> Any:
-        """The wrapper that was planned longest ago, once its copy of the plan is on the device."""
-        place = self._next
-        self._next = (place + 1) % RING
-        # The event of the take after it comes after that wrapper's plan in stream order.
+        """The least recently used wrapper, after its last plan was copied to the device."""
+        index = self._next
+        self._next = (index + 1) % RING
+        # An event is recorded before its wrapper is planned, so the event of the next wrapper is the one that follows this
+        # wrapper's last plan in stream order.
         event = self._taken[self._next]
         if event is not None:
             event.synchronize()
-        self._taken[place] = taken = torch.cuda.Event()
+        self._taken[index] = taken = torch.cuda.Event()
         taken.record()
-        return self._wrappers[place]
+        return self._wrappers[index]
 
 
 @cache

@@ -1,10 +1,10 @@
 """K/V groups: which layers share a page table, and which keys a row's next round may still read in each of them.
 
-Layers that read all keys are one group; the layers of each sliding window are another. Each has its own page pool and tables,
-so that a row keeps no more pages than the window reaches. A model whose layers all read alike has one group.
+Layers that read all keys are one group, and the layers of each sliding window are another. Each group has its own page pool and
+page tables, so a row keeps only the pages that the window covers. A model whose layers all have the same window has one group.
 
-Groups do not share memory: their pages hold different layers and differ in bytes. The planner sizes each group's pool by what the
-rows of the batch need in it (`packing.kv_memory`).
+Groups do not share memory: their pages hold different layers and differ in size. The planner sizes each group's pool by the pages
+that the rows of the batch need in it (`packing.kv_memory`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class KVGroups:
     """The groups of a target and its drafter."""
 
     windows: tuple[int | None, ...]
-    """Of each group, the widest first: newest keys that its layers read, None for all."""
+    """The window of each group, the widest first: number of newest keys that its layers read, None for all."""
     target_layers: tuple[int, ...]
-    """[target layers] the group of each."""
+    """[target layers] the group of each layer."""
     draft_group: int
-    """The group of the drafter's layers: the smallest whose pages reach as far back as any of these reads."""
+    """The group of the drafter's layers: the one with the narrowest window that covers all keys that these layers read."""
 
     @classmethod
     def single(cls, num_layers: int) -> KVGroups:
@@ -33,9 +33,9 @@ class KVGroups:
     def of(cls, windows: Sequence[int | None], draft_windows: Sequence[int | None], max_len: int) -> KVGroups:
         """Groups of layers with these windows.
 
-        windows        [target layers] newest keys that a query of the layer reads, itself included; None: all
-        draft_windows  the same of the drafter's layers; None where a layer reads the first keys too
-        max_len        prompt and output of a row at most: no row outgrows a window as wide as that
+        windows        [target layers] number of newest keys that a query of the layer reads, itself included; None: all
+        draft_windows  the same for the drafter's layers; None also for a layer that reads the first keys too (sink)
+        max_len        maximum prompt + output length of a row; a window of at least this length counts as None
         """
 
         def reach(window: int | None) -> int | None:
@@ -55,13 +55,13 @@ class KVGroups:
         return len(self.windows)
 
     def num_target_layers(self, group: int) -> int:
-        """The target's layers of a group."""
+        """Number of the target's layers in a group."""
         return self.target_layers.count(group)
 
     def max_columns(self, group: int, num_tokens: int, page_size: int, lookahead: int) -> int:
-        """Pages that a decoding row of `num_tokens` tokens holds at most, `lookahead` of these not committed yet."""
+        """Maximum number of pages of a decoding row of `num_tokens` tokens, of which `lookahead` are not committed yet."""
         columns, window = -(-num_tokens // page_size), self.windows[group]
-        # The keys that may still be read begin and end anywhere in a page.
+        # The first and last key that may still be read can be anywhere in their pages, hence one page more.
         return columns if window is None else min(columns, -(-(window + 1 + lookahead) // page_size) + 1)
 
 
@@ -69,16 +69,21 @@ def _width(window: int | None) -> float:
     return float("inf") if window is None else window
 
 
-def oldest_key(window: int, num_tokens: int) -> int:
-    """The first key that a row with `num_tokens` committed tokens may still read in a round that is not launched yet.
+def most_keys(window: int, num_queries: float) -> float:
+    """Keys that so many adjacent queries of a row read together at most: the first one's window, and one more for each other."""
+    return window + num_queries - 1
 
-    Queries of later rounds begin at the newest token, position num_tokens - 1, and those of a drafter one position before it.
-    Nothing moves a row back: rejected drafts and tree nodes lie after the newest token, and where the host runs ahead of the
-    results that it has read, the device has committed more tokens, not fewer.
+
+def oldest_key(window: int, num_tokens: int) -> int:
+    """The first key that a row with `num_tokens` committed tokens may still read in rounds that are not launched yet.
+
+    Queries of later rounds begin at the newest token, position num_tokens - 1, and a drafter's queries one position earlier.
+    num_tokens never decreases: rejected drafts and tree nodes come after the newest token, and if the host has not read the
+    latest results, the device has committed more tokens than the host knows, not fewer.
     """
     return max(0, num_tokens - 1 - window)
 
 
 def oldest_key_of_prefill(window: int, first: int) -> int:
-    """The first key that a prefill reads whose first computed position is `first`."""
+    """The first key that a prefill reads if `first` is the first position that it computes."""
     return max(0, first + 1 - window)

@@ -1,5 +1,5 @@
-"""How keys and values lie in memory: a layout, and one layer's pages in it. Everything that depends on the K/V format is here and
-in the kernels that this file and the attention plans call."""
+"""The layout of keys and values in memory, and one layer's pages in it. Everything that depends on the K/V format is here and in
+the kernels that this file and the attention plans call."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ class KVLayout:
         return self.page_size * self.token_bytes
 
     def allocate(self, num_layers: int, num_pages: int, device: torch.device) -> Tensor:
-        """Zeroed pages [num_layers, 2 (K, V), P, page_size, KVH, D]: so that a masked read of an unwritten slot is finite."""
+        """Zeroed pages [num_layers, 2 (K, V), P, page_size, KVH, D]. Zeroed, so that unwritten slots, which may be read under a
+        mask, are finite."""
         shape = (num_layers, 2, num_pages, self.page_size, self.num_kv_heads, self.head_dim)
         return torch.zeros(shape, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerKV:
-    """One layer's K/V pages. Layers hand it on; only this file, `cache` plans and kernels look inside."""
+    """One layer's K/V pages. Model layers only pass it on; this file, the plans in `cache/` and the kernels access its fields."""
 
     pages: Tensor
     """[2 (K, V), P, page_size, KVH, D]"""
@@ -61,15 +62,17 @@ class LayerKV:
         slot_mapping: Tensor,
         *,
         attention_factor: float,
+        interleaved: bool,
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         eps: float,
     ) -> Tensor:
-        """q [T, NH, D], normed and rotated; K, the same, and V go to the slots. One launch: see the kernel `rope_write`."""
+        """Returns q [T, NH, D], normed and rotated, and writes K, normed and rotated, and V to the slots. One launch: see the
+        kernel `rope_write`."""
         num_heads = qkv.shape[1] // self.layout.head_dim - 2 * self.layout.num_kv_heads
         out_q = qkv.new_empty(qkv.shape[0], num_heads, self.layout.head_dim)
         rope_write(
             qkv, positions, freqs, self.pages, slot_mapping, attention_factor=attention_factor, out_q=out_q,
-            q_norm=q_norm, k_norm=k_norm, eps=eps,
+            interleaved=interleaved, q_norm=q_norm, k_norm=k_norm, eps=eps,
         )  # fmt: skip
         return out_q

@@ -1,4 +1,4 @@
-"""Attention by torch: rows of a flat batch gathered and padded. On a CPU, in fp64, for a prefill without FlashInfer."""
+"""Attention by torch over gathered and padded rows of a flat batch: for CPUs, fp64, and all else that no kernel supports."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from batchspec.batch.flat_batch import FlatBatch
 
 _SHORT = 16
-"""Rows of at most this many queries are attended together, padded; longer ones row by row."""
+"""Rows of at most this many queries are padded and computed together; longer rows are computed one by one."""
 
 
 class TorchPlan:
-    """See `plan_attention`. Lists and masks are those of the positions asked last."""
+    """See `plan_attention`. Row lists and masks are kept for the positions of the latest call."""
 
     def __init__(self, batch: FlatBatch, num_heads: int, window: int | None, sink: int) -> None:
         self._batch, self._num_heads, self._window, self._sink = batch, num_heads, window, sink
@@ -60,7 +60,7 @@ class _Part(Protocol):
 
 
 class _Row:
-    """A row's queries begin .. end-1 and the pages first_page .. first_page+num_pages-1 that they see."""
+    """A row's queries begin .. end-1, and the pages first_page .. first_page+num_pages-1 that these see."""
 
     def __init__(self, index: int, begin: int, end: int, kv_len: int, position: int, window: int | None, page_size: int) -> None:
         self.index, self.begin, self.num_q, self.kv_len = index, begin, end - begin, kv_len
@@ -69,7 +69,7 @@ class _Row:
 
 
 def _similar(rows: list[_Row]) -> list[list[_Row]]:
-    """Rows by falling number of pages -> groups in which padding to the longest at most doubles the pages."""
+    """Groups of rows in which padding to the longest row at most doubles the pages. `rows` by falling number of pages."""
     groups: list[list[_Row]] = []
     for row in rows:
         if groups and 2 * row.num_pages >= groups[-1][0].num_pages:
@@ -80,15 +80,17 @@ def _similar(rows: list[_Row]) -> list[list[_Row]]:
 
 
 def _gather(kv: LayerKV, pages: Tensor, out: Tensor) -> Tensor:
-    """K and V of `pages` (their ids, then their ids + P) in one copy: out [2 * n, page_size * KVH * D]."""
+    """Copy K and V of n pages in one call. pages int64 [2 * n]: the page ids, then the same ids + P. out [2 * n, page_size * KVH
+    * D]."""
     return torch.index_select(kv.pages.view(-1, out.shape[1]), 0, pages, out=out)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """q [..., Q, D] over k, v [..., keys, D]; mask [..., Q, keys] of 0 and -inf, None: causal.
+    """Attention of q [..., Q, D] over k, v [..., keys, D]; mask [..., Q, keys] of 0 and -inf, None: causal.
 
-    torch adds its mask to the scores. A hidden key that holds NaN (`kv_write`: one that is not finite), or whose score overflows,
-    would then give NaN to every query: what comes out as NaN is computed again with scores that are selected.
+    torch adds the mask to the scores. A masked key that is NaN (`kv_write` stores keys that are not finite as NaN), or whose
+    score overflows, then gives NaN to every query. If the output has NaN, it is computed again with masked scores replaced by
+    -inf.
     """
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
     if not math.isnan(float(out.sum())):
@@ -110,7 +112,7 @@ class _LongRow:
         self._num_keys = row.kv_len - first_key
         self._buffer = kv.pages.new_empty(2 * row.num_pages, kv.pages[0, 0].numel())
         self._mask = None
-        # Drafts after a row's end are no keys: a round may have as many keys as places and not begin at position 0.
+        # kv_len == num_q does not mean that the queries begin at position 0: drafts past the row's end are not counted as keys.
         if sees.narrow or row.kv_len > row.num_q or int(batch.positions[row.begin]):
             keys = torch.arange(first_key, row.kv_len, device=kv.pages.device)
             q_ids = torch.arange(row.begin, row.begin + row.num_q, device=kv.pages.device)[:, None]
@@ -119,17 +121,17 @@ class _LongRow:
     def attend(self, q: Tensor, kv: LayerKV, scale: float, out: Tensor) -> None:
         kv_heads, head_dim = kv.layout.num_kv_heads, kv.layout.head_dim
         keys, values = _gather(kv, self._pages, self._buffer).view(2, -1, kv_heads, 1, head_dim)[:, : self._num_keys]
-        # The heads that share K/V are a dimension over which K and V do not move: on a CPU nothing is repeated in memory.
+        # Query heads that share K/V are a dimension of stride 0 in K and V: on a CPU these are not repeated in memory.
         q = q[self._place].view(-1, kv_heads, q.shape[1] // kv_heads, head_dim).permute(1, 2, 0, 3)
         k, v = (x.permute(1, 2, 0, 3).expand(-1, q.shape[1], -1, -1) for x in (keys, values))
-        if kv.pages.is_cuda:  # torch 2.11's memory-efficient kernel reads past a dimension that does not move, under a mask
+        if kv.pages.is_cuda:  # with a mask, torch 2.11's memory-efficient kernel reads out of bounds at a stride of 0
             k, v = k.contiguous(), v.contiguous()
         o = _attend(q, k, v, self._mask, scale)
         out[self._place] = o.permute(2, 0, 1, 3).flatten(1, 2)
 
 
 class _ShortRows:
-    """Rows of a round, padded to the same number of queries and pages; the heads that share K/V are further queries."""
+    """Rows of a round, padded to the same number of queries and pages; query heads that share K/V count as further queries."""
 
     def __init__(self, rows: list[_Row], batch: FlatBatch, kv: LayerKV, heads_per_kv: int, sees: _Sight) -> None:
         device, page_size = kv.pages.device, kv.layout.page_size

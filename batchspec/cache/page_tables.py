@@ -1,8 +1,8 @@
-"""The host's page tables: which pages each row owns in every K/V group, and what it may share or give back.
+"""The host's page tables: which pages each row owns in every K/V group, and which it shares or gives back.
 
 A row has the same number of columns in every group: column c is the page of its tokens c * page_size to (c + 1) * page_size - 1.
 A column that the group's window has passed holds the scratch page, because nothing reads it again. Its page may be granted to
-another row at once: what is launched later runs on the device after the page's last reader.
+another row at once: later launches run on the device after the page's last reader.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from batchspec.cache.groups import KVGroups, oldest_key, oldest_key_of_prefill
 from batchspec.cache.pages import SCRATCH_PAGE, PagePool
 
 Columns = tuple[tuple[int, ...], ...]
-"""Pages of some adjacent columns of a row, by group."""
+"""For each group, the pages of some adjacent columns of a row."""
 Counts = NDArray[np.int64]
 FOREVER = 1 << 40
-"""A window that no row outgrows."""
+"""A window longer than any row."""
 
 
 class RowPages:
@@ -27,9 +27,9 @@ class RowPages:
 
     def __init__(self, num_groups: int = 1) -> None:
         self.tables: tuple[list[int], ...] = tuple([] for _ in range(num_groups))
-        """By group, the page of each column; SCRATCH_PAGE before `first`."""
+        """For each group, the page of each column; SCRATCH_PAGE before `first`."""
         self.first = [0] * num_groups
-        """By group, the first column that the row still owns."""
+        """For each group, the first column that the row still owns."""
 
     @property
     def num_columns(self) -> int:
@@ -38,7 +38,7 @@ class RowPages:
 
     @property
     def num_held(self) -> list[int]:
-        """By group, pages that the row owns."""
+        """For each group, the number of pages that the row owns."""
         return [self.num_columns - first for first in self.first]
 
     def owned(self, group: int) -> list[int]:
@@ -51,12 +51,12 @@ class RowPages:
 
 
 class PagePools:
-    """One pool of pages a group, and what rows do with them in all groups at once."""
+    """The page pools of all groups; every method acts on all of them."""
 
     def __init__(self, groups: KVGroups, num_pages: Sequence[int], page_size: int, *, lookahead: int = 0) -> None:
         """
         num_pages  of each group's pool, its scratch page included
-        lookahead  tokens of a row that are granted pages before they are committed, at most
+        lookahead  maximum number of tokens of a row that have pages and are not committed yet
         """
         self.groups, self.page_size = groups, page_size
         self.pools = tuple(PagePool(count) for count in num_pages)
@@ -69,23 +69,23 @@ class PagePools:
 
     @property
     def num_free(self) -> tuple[int, ...]:
-        """By group, pages that could be granted now."""
+        """For each group, the number of pages that could be granted now."""
         return tuple(pool.num_free for pool in self.pools)
 
     @property
     def most_columns(self) -> int:
-        """Columns that one row alone may have: while it is prefilled it owns all of them in every group."""
+        """Maximum number of columns of a row: while it is prefilled it owns all its columns in every group."""
         return min(pool.num_pages for pool in self.pools) - 1
 
     @property
     def any_window(self) -> bool:
-        """Some group has a window: rows give pages back while they decode."""
+        """Whether some group has a window, so that rows give pages back while they decode."""
         return bool(self._windowed)
 
     def match(self, hashes: Sequence[bytes]) -> RowPages:
-        """The pages of the longest known prefix of `hashes`; nothing changes hands.
+        """The pages of the longest cached prefix of `hashes`. Owners do not change.
 
-        A group with a window needs no more of a prefix than the first query after it reads; what lies before is scratch.
+        A group with a window needs only the pages of the prefix that the first query after it reads; earlier columns are scratch.
         """
         found: list[list[int | None]] = [[] for _ in self.pools]
         usable = len(hashes)
@@ -105,7 +105,7 @@ class PagePools:
         return prefix
 
     def _lengths(self, group: int, found: Sequence[int | None]) -> set[int]:
-        """Numbers of columns of a prefix for which the group has all pages that a row with this prefix reads."""
+        """The prefix lengths, in columns, for which the group has all pages that the first query after the prefix reads."""
         lengths, missing = {0}, -1
         for column, page in enumerate(found):
             missing = column if page is None else missing
@@ -114,28 +114,29 @@ class PagePools:
         return lengths
 
     def _first_column(self, group: int, num_columns: int) -> int:
-        """The first column that is read of a prefix of `num_columns`."""
+        """The first column of a prefix of `num_columns` that is read after it."""
         window, num_tokens = self.groups.windows[group], num_columns * self.page_size
         return 0 if window is None else min(num_columns, oldest_key_of_prefill(window, num_tokens) // self.page_size)
 
     def num_idle(self, prefix: RowPages) -> list[int]:
-        """By group, how many pages of a matched prefix no row owns: sharing them uses up free pages."""
+        """For each group, the number of pages of a matched prefix that no row owns: sharing them uses up free pages."""
         return [pool.num_idle(prefix.owned(group)) for group, pool in enumerate(self.pools)]
 
     def most_held(self, num_columns: Counts) -> Counts:
-        """int64 [groups, rows] pages that decoding rows with so many columns [rows] hold at most."""
+        """int64 [groups, rows] maximum number of pages of decoding rows with so many columns [rows]."""
         held: Counts = np.minimum(num_columns, self._most_held[:, None])
         return held
 
     def passed_columns(self, num_tokens: Counts) -> Counts:
-        """int64 [groups, rows] columns that no later round reads of rows with so many committed tokens [rows]."""
+        """int64 [groups, rows] number of columns that no later round reads, of rows with so many committed tokens [rows]."""
         passed: Counts = np.maximum(0, num_tokens - 1 - self._windows[:, None]) // self.page_size
         return passed
 
     def admit(self, prefix: RowPages, num_columns: int, hashes: Sequence[bytes]) -> None:
-        """Give a row its pages: those of a matched prefix, which become the row's, and own ones up to `num_columns`.
+        """Give a row its pages: it shares those of the matched `prefix`, and gets new ones up to `num_columns`. `prefix` becomes
+        the row's record.
 
-        hashes  of the whole pages of the prompt: later rows find them from now on
+        hashes  hashes of the prompt's full pages, which later rows can match from now on
         """
         for group, pool in enumerate(self.pools):
             table = prefix.tables[group]
@@ -146,14 +147,14 @@ class PagePools:
                     pool.cache_prefix(page, page_hash)
 
     def grow(self, row: RowPages, count: int) -> Columns:
-        """`count` more columns in every group, which the caller has found free. Returns them."""
+        """Add `count` columns in every group and return them. The caller has checked that the pages are free."""
         before = row.num_columns
         for table, pool in zip(row.tables, self.pools, strict=True):
             table += pool.take(count)
         return row.columns(before)
 
     def free_passed(self, row: RowPages, num_tokens: int) -> None:
-        """Give back the pages that no later round reads of a row with `num_tokens` committed tokens, all of them prefilled."""
+        """Give back the pages that no later round reads. The row has `num_tokens` committed tokens, all prefilled."""
         for group, window in self._windowed:
             first, now = row.first[group], oldest_key(window, num_tokens) // self.page_size
             if now > first:
@@ -170,6 +171,6 @@ class PagePools:
             row.first[group] = 0
 
     def forget(self) -> None:
-        """`match` finds nothing of what was cached so far; rows keep their pages."""
+        """Drop all cached prefixes; rows keep their pages."""
         for pool in self.pools:
             pool.forget()

@@ -1,4 +1,4 @@
-"""K/V pages: the tensors that hold them, and a pool's account of how many rows own each page."""
+"""K/V pages: the tensors that hold them, and the reference counts of a page pool."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from batchspec.kernels.kv_cache.kv_move import kv_move
 from batchspec.records import Ids
 
 SCRATCH_PAGE = 0
-"""Dead rows and padding write here; page tables hold it where a row has no page. What it holds reaches no result."""
+"""Dead rows and padding write here, and page tables hold it for columns without a page. Its content never affects a result."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVCache:
-    """K/V of all layers in pages. The layers of one group share page ids, those of a drafter too."""
+    """K/V of all layers in pages. The layers of a group, the drafter's included, share page ids."""
 
     layers: tuple[LayerKV, ...]
     """The target's, then the drafter's."""
     groups: KVGroups
     target_kv: tuple[Tensor, ...]
-    """By group, the K/V of its target layers [layers, 2 (K, V), P, page_size, KVH, D], which `layers` are views of."""
+    """For each group, the K/V of its target layers [layers, 2 (K, V), P, page_size, KVH, D]; `layers` are views of it."""
     page_size: int
     """Tokens."""
     table_ids: tuple[int, ...]
-    """By group, which of `DeviceBatch.page_tables` it uses."""
+    """For each group, the index of its table in `DeviceBatch.page_tables`."""
 
     @classmethod
     def allocate(
@@ -64,13 +64,13 @@ class KVCache:
     def of(
         cls, layout: KVLayout, groups: KVGroups, target_kv: tuple[Tensor, ...], draft_layers: tuple[LayerKV, ...] = ()
     ) -> KVCache:
-        """A cache over memory that is there."""
+        """A cache over memory that is already allocated."""
         by_group = [iter(kv) for kv in target_kv]
         target_layers = tuple(LayerKV(next(by_group[group]), layout) for group in groups.target_layers)
         return cls((*target_layers, *draft_layers), groups, target_kv, layout.page_size, tuple(range(groups.num_groups)))
 
     def layer(self, index: int) -> LayerKV:
-        """The target's layers are 0 .. L-1, the drafter's follow."""
+        """A layer by index: the target's are 0 .. L-1, the drafter's follow."""
         return self.layers[index]
 
     def page_tables(self, rows: DeviceBatch) -> tuple[Tensor, ...]:
@@ -82,12 +82,12 @@ class KVCache:
         return rows.page_tables[self.table_ids[self.groups.draft_group]]
 
     def drafter_part(self) -> KVCache:
-        """The drafter's layers as 0 .. : what a drafter that is a whole model reads and writes. All are of one group."""
+        """The cache of the drafter's layers alone, numbered from 0, for a drafter that is a whole model. All are of one group."""
         layers = self.layers[len(self.groups.target_layers) :]
         return KVCache(layers, KVGroups.single(len(layers)), (), self.page_size, (self.groups.draft_group,))
 
     def move_accepted(self, nodes: FlatBatch, path: Tensor, chain: FlatBatch, accepted_len: Tensor) -> None:
-        """Move the target's K/V of accepted tree nodes to where a chain's would be, by one launch a group: see `kv_move`.
+        """Move the target's K/V of accepted tree nodes to the slots that a chain would use, one launch a group: see `kv_move`.
 
         path          int32 [R, D+1] node of each level
         accepted_len  int32 [R]
@@ -98,10 +98,10 @@ class KVCache:
 
 
 def prefix_hashes(ids: Ids, page_size: int, lookahead: int = 0) -> list[bytes]:
-    """One hash for each whole page of `ids`, of all tokens up to the page's end: equal hashes, equal K/V.
+    """A hash for each full page of `ids`, over all tokens up to the page's end: equal hashes mean equal K/V.
 
-    lookahead  tokens after a page that its K/V depends on too, 1 for an EAGLE head's: the hash covers them, and a page without
-               them in `ids` gets none
+    lookahead  number of tokens after a page that its K/V depends on too (1 for an EAGLE head): the hash covers them, and a page
+               that is not followed by as many tokens in `ids` gets no hash
     """
     hashes, parent = [], b""
     for end in range(page_size, len(ids) - lookahead + 1, page_size):
@@ -113,8 +113,8 @@ def prefix_hashes(ids: Ids, page_size: int, lookahead: int = 0) -> list[bytes]:
 class PagePool:
     """Reference-counted page ids of a fixed pool; page 0 is scratch and never handed out.
 
-    Pages whose content is a known prefix stay findable by hash, after their last owner too, until they are taken
-    for something else (least recently released first).
+    Pages that hold a cached prefix can be found by hash, also after their last owner released them, until they are taken for
+    other content (least recently released first).
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -127,7 +127,7 @@ class PagePool:
         self._free = deque(range(SCRATCH_PAGE + 1, num_pages))
         self._hash_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # unowned pages that a hash still finds, oldest first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # unowned pages that can be found by hash, oldest first
 
     @property
     def num_free(self) -> int:
@@ -149,7 +149,7 @@ class PagePool:
         return pages
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """Pages that hold the longest known prefix of `hashes`; nothing changes hands."""
+        """Pages that hold the longest cached prefix of `hashes`. Owners do not change."""
         pages = []
         for page_hash in hashes:
             page = self.find(page_hash)
@@ -159,7 +159,7 @@ class PagePool:
         return pages
 
     def find(self, page_hash: bytes) -> int | None:
-        """The page with this content; it changes no owner."""
+        """The page with this content, or None. Owners do not change."""
         return self._page_of.get(page_hash)
 
     def num_idle(self, pages: Iterable[int]) -> int:
@@ -167,7 +167,7 @@ class PagePool:
         return sum(page in self._idle for page in pages)
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more owner for each page."""
+        """Add an owner to each page."""
         for page in pages:
             self._idle.pop(page, None)
             self._refs[page] += 1
@@ -179,14 +179,14 @@ class PagePool:
             self._hash_of[page] = page_hash
 
     def forget(self) -> None:
-        """`find` finds nothing of what was cached so far; owners keep their pages."""
+        """Drop all cached prefixes; owners keep their pages."""
         self._free.extend(self._idle)
         self._idle.clear()
         self._hash_of.clear()
         self._page_of.clear()
 
     def release(self, pages: Iterable[int]) -> None:
-        """One owner less for each page."""
+        """Remove an owner from each page."""
         for page in pages:
             self._refs[page] -= 1
             assert self._refs[page] >= 0, page

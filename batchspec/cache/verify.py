@@ -1,4 +1,4 @@
-"""Verify attention of a flat batch on a GPU: the plan that all layers of a round share, made without reading the device."""
+"""Verify attention of a flat batch on a GPU: the plan that all layers of a round share. Making it does not read the device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def fits_verify(batch: FlatBatch, dtype: torch.dtype) -> bool:
-    """Whether `plan_verify` takes this batch: short rows, a dtype that the kernel has."""
+    """Whether `plan_verify` supports this batch: short rows, and a dtype that the kernel supports."""
     return batch.max_q <= MAX_QUERIES and dtype in DTYPES
 
 
@@ -34,15 +34,15 @@ def plan_verify(
     shared: SharedPrefixes | None = None,
     interpret: bool = False,
 ) -> VerifyPlan:
-    """The work list of a batch whose rows own at most 64 places, with room for partial results.
+    """The work list of a batch whose rows have at most 64 flat tokens each, and memory for partial results.
 
-    kv          any layer's with this window
+    kv          that of any layer with this window
     window      a query at position p sees keys p-window+1 .. p; None: 0 .. p
     sink        with a window: keys 0 .. sink-1 are seen too
-    shared      groups of rows with a common beginning, read once for all of a group; left out under a window
+    shared      groups of rows with a shared prefix, whose K/V are read once for the group; ignored with a window
 
-    batch.kv_len may be larger than the first positions need: `attend` then takes later positions without a new plan.
-    Does not synchronise on a GPU; on a CPU it is the plain reference unless `interpret`.
+    If batch.kv_len is larger than the batch's positions need, `attend` can take later positions without a new plan.
+    Does not synchronise on a GPU; on a CPU the reference is used unless `interpret`.
     """
     layout = kv.layout
     shape = attention_shape(
@@ -79,12 +79,12 @@ class VerifyPlan:
         self._partials = partials_of(work, head_dim)
         self._ancestors = ancestors
         self._tail_start = None if batch.tree is None else batch.tree.start
-        self._listed = False  # whether other launches stand between the work list and the next attention
+        self._listed = False  # a layer has run: other launches lie between the work list and the next attention
 
     def attend(self, q: Tensor, kv: LayerKV, scale: float, positions: Tensor | None = None) -> Tensor:
-        """q [T, NH, D], rows may be slices of wider ones -> [T, NH, D]; zeros for dead rows and padding.
+        """Attention of q [T, NH, D], whose rows may be slices of wider ones -> [T, NH, D]; zeros for dead rows and padding.
 
-        kv          this layer's, the queries' own K/V written already
+        kv          this layer's, with the queries' own K/V already written
         positions   int64 [T] instead of the batch's, each row's below its kv_len
         """
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

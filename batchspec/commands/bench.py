@@ -6,7 +6,7 @@ prompts (--input). Every --draft with every --k, that again with each --opt, and
 --against-transformers, take turns within one process; ratios are of one turn, and the median of the turns is reported with
 its spread. `--rounds N` times N single rounds of each way instead, over rows with a made-up past of --prompt tokens.
 `--make-job DIR` writes a job for `batchspec run`, with the same prompts and output lengths, and `batchspec bench --job-layer
-DIR --rows N` measures what a job costs beside its model.
+DIR --rows N` measures what a job costs besides its model.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("--accept", default="", help="synthetic acceptance by position, unconditional: .6,.28,.12; cut to each --k")
     add("--window", type=int, help="newest keys that the head reads (all without it), or the drafting model")
     add("--corpus-tokens", type=int, default=0, help="lookup, hybrid: newest tokens of ended rows that drafts are copied from")
-    add("--sink", type=int, default=0, help="first keys that it reads beside its window")
+    add("--sink", type=int, default=0, help="number of first keys that it reads besides its window")
     add("--opt", nargs="+", default=[], help=f"variants with NAME=false,...: {', '.join(OPTIONS)}")
     add("--prefill-tokens", type=int, default=0, help="tokens of a prefill pass; 0: as a job")
     add("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
@@ -145,7 +145,7 @@ def _check(args: argparse.Namespace) -> None:
     if any(k is not None and k < (0 if args.rounds else 1) for k in args.k):
         raise ConfigError("--k counts from 1, with --rounds from 0; --draft none is the way without drafts")
     if args.accept is not None and list(args.accept) != sorted(args.accept, reverse=True):
-        raise ConfigError(f"--accept {args.accept} must fall: a draft counts only behind kept ones")
+        raise ConfigError(f"--accept {args.accept} must be non-increasing: a draft token is accepted only after accepted ones")
     if any(violation("decode.temperature", heat) for heat in args.temperature):
         raise ConfigError(f"--temperature {args.temperature} must be in 0 .. 100; 0 is greedy")
     if args.against_transformers and not args.model:

@@ -1,4 +1,4 @@
-"""`batchspec bench --job-layer DIR`: what a job costs beside its model, by the row.
+"""`batchspec bench --job-layer DIR`: the cost of a row in a job, without its model.
 
 A whole job runs in DIR with a stand-in for the engine and one for the tokenizer, which answer at once; reading, admission,
 packing, time line, claims, journal and commits are the real ones. A row has 512 prompt tokens, as a chat of about 2 KB of text,

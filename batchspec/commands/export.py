@@ -31,7 +31,8 @@ from batchspec.arguments import ArgumentParser
 from batchspec.dataset.openai import Line, filled, parse_request, request_row, request_schema, response_line
 from batchspec.errors import ConfigError, InputError, OutputError
 from batchspec.runstate.output_folder import OutputFolder
-from batchspec.storage.store import scanning, storing
+from batchspec.runstate.scan import scanning
+from batchspec.storage.store import storing
 
 FORMATS = ("chat", "prompt_completion", "openai")
 SUFFIXES = {

@@ -15,7 +15,7 @@ from batchspec.errors import OutputError
 from batchspec.runstate.footers import part_name
 from batchspec.runstate.manifest import Manifest
 from batchspec.runstate.output_folder import OutputFolder
-from batchspec.storage.store import scanning
+from batchspec.runstate.scan import scanning
 from batchspec.text import one_line
 
 Row = Mapping[str, Any]

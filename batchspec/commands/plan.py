@@ -11,7 +11,7 @@ from batchspec import terminal
 from batchspec.config.compose import launch
 from batchspec.config.schema import RunConfig
 from batchspec.model.tokenizer import Tokenizer
-from batchspec.packing.cost import Rates, device_rates, num_multiplied, weight_bytes
+from batchspec.packing.cost import Rates, device_rates, num_multiplied
 from batchspec.packing.kv_memory import kv_bytes
 from batchspec.packing.planner import Forecast, forecast
 from batchspec.packing.predict import SHORT_TOKENS
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The numbers behind the text. batch and forecast are None where no row can run."""
+    """The numbers that the text shows. batch and forecast are None where no row can run."""
 
     job: Job
     survey: Survey
@@ -98,11 +98,12 @@ class Plan:
         total_s = ahead.prefill_s + ahead.decode_s
         return [
             f"model        {spec.family}, {spec.num_layers} layers, {num_multiplied(spec) / 1e6:,.0f} M weights a token, "
-            f"{_bytes(weight_bytes(spec, job.dtype))} in {dtype} on {job.device.type}",
+            f"{_bytes(spec.weight_bytes(job.dtype))} in {dtype} on {job.device.type}",
             f"shape        {batch.num_slots} slots, rows up to {batch.max_len:,} tokens, drafter {job.config.draft.name} "
             f"({job.drafter.shape}), prefill passes of {batch.prefill_tokens:,} tokens",
             f"pages        {pages} of {batch.page_size} tokens, {_bytes(pages_bytes)}",
-            f"rounds       {ahead.rounds:,} of {ahead.round_s * 1e3:.1f} ms, {_duration(ahead.decode_s)}",
+            f"rounds       {ahead.rounds:,} of {ahead.round_s * 1e3:.1f} ms, {_duration(ahead.decode_s)}; "
+            f"each reads {_bytes(ahead.kv_read_bytes)} of K/V",
             f"prefill      {_duration(ahead.prefill_s)}",
             f"together     {_duration(total_s)}, {output:,.0f} output tokens, {output / total_s:,.0f} tok/s",
             f"assumed      outputs half as long as max_new_tokens (all of it up to {SHORT_TOKENS}, "

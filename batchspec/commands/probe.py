@@ -18,8 +18,8 @@ import numpy as np
 from batchspec.config.schema import DecodeConfig, DraftConfig, InputConfig, ModelConfig, RunConfig
 from batchspec.config.typed import shipped_prompts
 from batchspec.draft.base import Drafter
+from batchspec.draft.eagle3 import build_chain
 from batchspec.draft.formats import HeadSpec
-from batchspec.draft.heads import build_chain
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.weights import Head, load_head, read_head_spec
 from batchspec.errors import CheckpointError, InputError
@@ -31,15 +31,15 @@ from batchspec.records import Completion, PackedBatch, Request, SamplingParams
 DRAFT_LEN = 3
 SLOTS, PAGE_SIZE, PREFILL_TOKENS = 16, 16, 8192
 CONTEXTS = (1024, 4096)
-"""Tokens that prompts are made as long as, on a GPU; a CPU takes minutes for them."""
+"""Context lengths in tokens, on a GPU; a CPU would take minutes for them."""
 CLEAR, LOW, COLLAPSED = 0.03, 0.2, 2 / 3
-"""Acceptance that a way must win by, beside what chance may do; below which none is right; share of the first that counts as a
-collapse."""
+"""Acceptance by which a reading must be better, besides two standard deviations; acceptance below which no reading is right;
+share of the acceptance in short contexts below which it counts as collapsed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Acceptance under one way of reading the head: of drafts 1 .. K, given those before them."""
+    """Acceptance under one reading of the head: of drafts 1 .. K, each given the acceptance of those before it."""
 
     spec: HeadSpec
     accepted: tuple[float, ...]
@@ -47,29 +47,30 @@ class Found:
 
     @property
     def margin(self) -> float:
-        """What another way must win by to be believed: two deviations of the difference of two shares, and some."""
+        """The acceptance by which another reading must be better: two standard deviations of the difference, and CLEAR."""
         return CLEAR + 2 * math.sqrt(0.5 / max(1, self.rounds))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Behind:
-    """Acceptance of first drafts behind contexts of this length, in tokens on average."""
+class InContext:
+    """Acceptance of first drafts after contexts of one length."""
 
     tokens: int
+    """Mean length of the prompts, context included."""
     accepted: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What was measured."""
+    """The measurements."""
 
     ways: tuple[Found, ...]
-    """Boundaries and residual streams, as config.json is read first."""
+    """Readings by boundaries and residual stream; the first is the one of config.json."""
     fed: Found | None
-    """The best of them with the other state fed back, which the second draft is the first to tell; None of a parallel head."""
+    """The best of them with the other state fed back, which only changes drafts from the second on; None for a parallel head."""
     readings: dict[tuple[int, ...], str]
-    """Boundaries -> the draft.aux_layers that reads config.json so."""
-    contexts: tuple[Behind, ...]
+    """Boundaries -> the value of draft.aux_layers with which config.json is read so."""
+    contexts: tuple[InContext, ...]
     num_rows: int
 
     @property
@@ -79,7 +80,7 @@ class Probe:
 
 
 def best_of(ways: Sequence[Found]) -> Found:
-    """The way whose first drafts are accepted most; the first one unless another wins clearly."""
+    """The reading whose first drafts are accepted most; the first one unless another is clearly better."""
     top = max(ways, key=lambda way: way.accepted[0])
     return top if top.accepted[0] > ways[0].accepted[0] + ways[0].margin else ways[0]
 
@@ -87,7 +88,7 @@ def best_of(ways: Sequence[Found]) -> Found:
 def probe(
     model: str, folders: tuple[Path, Path], prompts: str, *, num_rows: int, num_tokens: int, contexts: Sequence[int]
 ) -> Probe:
-    """Measure it; `folders` those of model and head. Raises ConfigError, InputError, CheckpointError as a job does."""
+    """Run the measurements. folders: those of model and head. Raises ConfigError, InputError, CheckpointError as a job does."""
     job = _job(model, prompts, num_rows, num_tokens)
     requests = _requests(job, num_rows)
     target = Target.load(folders[0], job.spec, dtype=job.dtype, device=job.device)
@@ -100,8 +101,8 @@ def probe(
     readings = _readings(folders[1], job.spec)
     found = Probe(ways=ways, fed=fed, readings=readings, contexts=(), num_rows=len(requests))
     head = replace(stored, spec=found.best.spec)
-    behind = _contexts(target, head, requests, answers, found.best, contexts, job.admission.max_len)
-    return replace(found, contexts=behind)
+    measured = _contexts(target, head, requests, answers, found.best, contexts, job.admission.max_len)
+    return replace(found, contexts=measured)
 
 
 def _job(model: str, prompts: str, num_rows: int, num_tokens: int) -> Job:
@@ -119,7 +120,7 @@ def _requests(job: Job, num_rows: int) -> list[Request]:
     shards = job.source.shards(num_rows)
     admitted = [item for shard in shards for item in job.admission.admit(shard) if isinstance(item, Request)]
     if not admitted:
-        raise InputError("--probe: no row of the prompts can be run; batchspec plan says why")
+        raise InputError("--probe: no row of the prompts can be run; batchspec plan shows why")
     return [
         replace(item, request_id=str(i), sampling=SamplingParams(), stop=(), sample_index=0, row_index=i)
         for i, item in enumerate(admitted)
@@ -127,7 +128,7 @@ def _requests(job: Job, num_rows: int) -> list[Request]:
 
 
 def _ways(stored: HeadSpec, target: ModelSpec) -> list[HeadSpec]:
-    """The stored way first, then its boundaries one lower and one higher, each with both residual streams."""
+    """The stored reading first, then boundaries one higher and one lower, each with both residual streams."""
     ways = []
     for shift in (0, 1, -1):
         aux_layer_ids = tuple(tap + shift for tap in stored.aux_layer_ids)
@@ -158,7 +159,7 @@ def _measure(target: Target, head: Head, spec: HeadSpec, requests: Sequence[Requ
 
 
 def _decode(target: Target, head: Head | None, requests: Sequence[Request]) -> list[Completion]:
-    """The requests through an engine of their own, in order."""
+    """Completions of the requests, in their order, by a new engine."""
     longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
     slots = min(SLOTS, len(requests))
     batch = PackedBatch(
@@ -185,16 +186,16 @@ def _contexts(
     near: Found,
     contexts: Sequence[int],
     max_len: int,
-) -> tuple[Behind, ...]:
-    """The same prompts alone, and behind tokens of the others, as far as the model goes."""
+) -> tuple[InContext, ...]:
+    """Acceptance after the prompts alone, and after contexts of tokens of other rows before them, up to the model's limit."""
     own = round(sum(len(r.prompt_ids) for r in requests) / len(requests))
-    found = [Behind(tokens=own, accepted=near.accepted[0])]
+    found = [InContext(tokens=own, accepted=near.accepted[0])]
     rows = [np.concatenate((r.prompt_ids, _tokens(c))) for r, c in zip(requests, answers, strict=True)]
     for length in contexts:
-        longer = [_behind(r, rows, length) for r in requests]
+        longer = [_after_context(r, rows, length) for r in requests]
         if length <= own or max(len(r.prompt_ids) + r.max_new_tokens for r in longer) > max_len:
             continue
-        found.append(Behind(tokens=length, accepted=_measure(target, head, head.spec, longer).accepted[0]))
+        found.append(InContext(tokens=length, accepted=_measure(target, head, head.spec, longer).accepted[0]))
     return tuple(found)
 
 
@@ -203,8 +204,8 @@ def _tokens(completion: Completion) -> np.ndarray[tuple[int], np.dtype[np.int32]
     return np.zeros(0, np.int32) if ids is None else np.asarray(ids, np.int32)
 
 
-def _behind(request: Request, rows: list[np.ndarray[tuple[int], np.dtype[np.int32]]], length: int) -> Request:
-    """The request with the rows before its own in front of it, cut so that the prompt has `length` tokens."""
+def _after_context(request: Request, rows: list[np.ndarray[tuple[int], np.dtype[np.int32]]], length: int) -> Request:
+    """The request with earlier rows put before its prompt, cut at the front so that the prompt has `length` tokens."""
     place, front = request.row_index, np.zeros(0, np.int32)
     needed = max(0, length - len(request.prompt_ids))
     while len(front) < needed:
@@ -214,7 +215,7 @@ def _behind(request: Request, rows: list[np.ndarray[tuple[int], np.dtype[np.int3
 
 
 def lines_of(found: Probe) -> list[str]:
-    """What was measured, the verdict, and a warning where there is one to give."""
+    """The measurements, the verdict, and a warning if acceptance collapses in long contexts."""
     stored, best = found.ways[0], found.best
     tried = [*found.ways, *([] if found.fed is None else [found.fed])]
     lines = [f"probe     {found.num_rows} prompts, greedy; accepted of drafts 1 .. {DRAFT_LEN}, each given those before it"]
@@ -227,7 +228,7 @@ def lines_of(found: Probe) -> list[str]:
         lines.append(f"verdict   as config.json is read: {_way(stored.spec)}")
     else:
         lines.append(f"verdict   the head was trained with {_way(best.spec)}; {_advice(stored.spec, best.spec, found.readings)}")
-    lines.append("context   " + ", ".join(f"{c.accepted:.2f} behind {c.tokens:,} tokens" for c in found.contexts))
+    lines.append("context   " + ", ".join(f"{c.accepted:.2f} after {c.tokens:,} tokens" for c in found.contexts))
     last = found.contexts[-1]
     if last.accepted < COLLAPSED * found.contexts[0].accepted:
         lines.append(
@@ -238,8 +239,8 @@ def lines_of(found: Probe) -> list[str]:
 
 
 def _way(spec: HeadSpec) -> str:
-    stream = "the normed feature" if spec.norm_before_residual else "the feature as it is"
-    fed = "" if spec.mask_token_id is not None else f", fed back {'behind' if spec.feed_normed else 'before'} the final norm"
+    stream = "the normed feature" if spec.norm_before_residual else "the feature without a norm"
+    fed = "" if spec.mask_token_id is not None else f", fed back {'after' if spec.feed_normed else 'before'} the final norm"
     return f"boundaries {', '.join(map(str, spec.aux_layer_ids))}, residual from {stream}{fed}"
 
 

@@ -8,8 +8,8 @@
 JOB is python -m batchspec.run model.path=MODEL output=training. Then batchspec train reads input.path=[turns,answers].
 
 In the first job the prompt is only the opening of a user's turn in the model's chat template, so that the model writes what a
-user would ask; the second job answers it. With --behind answers, the opening of the next user's turn follows those chats: repeat
-the steps for longer chats.
+user would ask; the second job answers it. With --after answers, the rows are the chats of that job, followed by the opening of
+the next turn of the user: repeat the steps for longer chats.
 --texts N adds N rows whose question contains a text: each line of --tasks is a task (summarise this, answer from these passages
 ...). It is the system prompt while the model writes the text, and precedes the text in the question.
 """
@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchspec import terminal
-from batchspec.arguments import ArgumentParser
+from batchspec.arguments import ArgumentParser, Renamed
 from batchspec.commands.export import target_file
 from batchspec.config.schema import InputConfig
 from batchspec.dataset.reader import open_source
@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("file", metavar="FILE.parquet", help="file to write: the input of a job")
     add("--open", metavar="MODEL", dest="model", help="folder or hub id of a chat model: write rows that open a user's turn")
-    add("--behind", metavar="OUT", dest="chats", help="--open: continue the chats of this job, which has the column messages")
+    add("--after", metavar="OUT", dest="chats", help="--open: continue the chats of this job, which has the column messages")
+    add("--behind", action=Renamed, new="--after")
     add("--rows", type=int, default=20000, help="--open: maximum number of rows; default %(default)s")
     add("--texts", type=int, default=0, metavar="N", help="--open: N more rows, whose turns are texts for the tasks")
     add("--tasks", metavar="FILE", default="pkg://tasks", help="--texts: file with one task a line; default %(default)s")
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--overwrite", action="store_true", help="replace the file if it exists")
     args = parser.parse_args(argv)
     if (args.model is None) == (args.output is None) or sum(map(bool, (args.chats, args.texts, args.output))) > 1:
-        parser.error("give --open MODEL [--behind OUT or --texts N], or --from OUT")
+        parser.error("give --open MODEL [--after OUT or --texts N], or --from OUT")
     target = target_file(args.file, args.overwrite, (".parquet",), "a file of prompts")
     if args.output is None:
         terminal.show_line(_open(args.model, args.rows, args.texts, args.tasks, args.chats, target))
@@ -124,14 +125,14 @@ def _tasks(source: str) -> list[str]:
 def _chats(output: str, limit: int) -> list[tuple[str, Chat]]:
     """Chats of a job whose answer ended by itself, each with an id derived from its own."""
     found: list[tuple[str, Chat]] = []
-    for request_id, status, messages in _columns(output, "--behind", "request_id", "status", "messages"):
+    for request_id, status, messages in _columns(output, "--after", "request_id", "status", "messages"):
         if status == "ok" and messages and not any(turn["content"] is None or turn.get("tool_calls") for turn in messages):
             chat = [{"role": turn["role"], "content": turn["content"]} for turn in messages]
             found.append((f"{request_id}-{len(chat)}-{len(found):06}", chat))
         if len(found) == limit:
             break
     if not found:
-        raise InputError(f"--behind {output}: no answer ended by itself; raise decode.max_new_tokens")
+        raise InputError(f"--after {output}: no answer ended by itself; raise decode.max_new_tokens")
     return found
 
 

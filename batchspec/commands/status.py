@@ -12,7 +12,7 @@ from tqdm import tqdm
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
 from batchspec.errors import OutputError
-from batchspec.report.status import JobStatus, RunStatus, Watcher
+from batchspec.report.status import JobStatus, RunStatus, StatusReader
 from batchspec.runstate.heartbeats import BEAT_S
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.text import MESSAGE_CHARS, one_line
@@ -21,7 +21,7 @@ MAX_LIVING = 40
 MAX_ENDED = 8
 WATCH_S = 10.0
 NOT_BEGUN = "{out}: no job there; a run makes its output folder when it has loaded the model: wait for that, or correct the path"
-HEADER = ("run", "state", "shards", "claims", "completions", "tok/s", "acceptance", "rows", "last word")
+HEADER = ("run", "state", "shards", "claims", "completions", "tok/s", "acceptance", "rows", "heartbeat")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,11 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.watch is not None and not args.watch >= 1:
         parser.error(f"--watch {args.watch:g}: must be at least 1 second")
-    watcher = Watcher(OutputFolder(args.out))
+    reader = StatusReader(OutputFolder(args.out))
     screen = args.watch is not None and not args.json and sys.stdout.isatty()
     try:
         while True:
-            status = watcher.look()
+            status = reader.read()
             if args.watch is None and status.state == "not begun":
                 raise OutputError(NOT_BEGUN.format(out=status.path))
             if screen:

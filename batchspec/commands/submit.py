@@ -76,5 +76,5 @@ def submitted(command: Sequence[str], config: RunConfig) -> str:
     if done.returncode != 0 or number is None:
         raise ConfigError(f"sbatch refused: {' '.join((done.stderr or done.stdout).split())}")
     job, log = number[1], config.cluster.log.replace("%A", number[1]).replace("%a", "*")
-    watch = f"look at it:  squeue -j {job}  |  tail -f {log}  |  batchspec status {config.output.dir}"
+    watch = f"inspect it:  squeue -j {job}  |  tail -f {log}  |  batchspec status {config.output.dir}"
     return f"job {job} with {config.cluster.tasks} tasks; {watch}"

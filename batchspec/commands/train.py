@@ -156,7 +156,12 @@ def _course(
     narrow = target.device.type == "cuda" and target.dtype is torch.bfloat16
     dtype = target.dtype if narrow else torch.promote_types(target.dtype, torch.float32)
     teacher = Teacher(
-        target, network.spec.aux_layer_ids, torch.from_numpy(ids), dtype, prompts=run.train.prompts, heat=run.train.temperature
+        target,
+        network.spec.aux_layer_ids,
+        torch.from_numpy(ids),
+        dtype,
+        prompts=run.train.prompts,
+        temperature=run.train.temperature,
     )
     return Course(
         config=run.train, network=network, teacher=teacher, rows=trained, held_out=held_out, batches=batches,

@@ -34,7 +34,7 @@ from batchspec.prepare import Job, job_fingerprint, make_engine, open_job, surve
 from batchspec.records import Request
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.runstate.output_folder import OutputFolder
-from batchspec.storage.store import scanning
+from batchspec.runstate.scan import scanning
 from batchspec.text import MESSAGE_CHARS, one_line
 
 

@@ -100,7 +100,9 @@ def _synthetic(draft: DraftConfig, rates: list[float]) -> None:
         raise ConfigError(f"draft.synthetic={rates} has {len(rates)} rates; {key}={depth} needs as many")
     falling = all(earlier >= later for earlier, later in itertools.pairwise(rates))
     if not falling or not all(0.0 <= rate <= 1.0 for rate in rates):
-        raise ConfigError(f"draft.synthetic={rates} must be in 0 .. 1 and non-increasing: a draft counts only behind kept ones")
+        raise ConfigError(
+            f"draft.synthetic={rates} must be in 0 .. 1 and non-increasing: a draft token is accepted only after accepted ones"
+        )
 
 
 def _tree(config: RunConfig) -> None:

@@ -4,6 +4,7 @@ Imports storage/ for bytes; knows nothing of claims, commits and retries.
 
 Input:
   reader.py            the input as a stream of shards
+  input_paths.py       the files that input.path names
   files.py             an input file as parts that can be read alone; Parquet
   json_lines.py        JSON lines as such a file
   csv_file.py          CSV as such a file

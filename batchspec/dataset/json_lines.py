@@ -88,7 +88,7 @@ class JsonLinesFile:
             if not block.endswith(b"\n"):
                 block += file.readline(MAX_LINE_BYTES)
                 if len(block) > MAX_LINE_BYTES and not block.endswith(b"\n"):
-                    raise InputError(f"{self.name}: a line behind byte {offset:,} exceeds {MAX_LINE_BYTES >> 20} MiB; split it")
+                    raise InputError(f"{self.name}: a line after byte {offset:,} exceeds {MAX_LINE_BYTES >> 20} MiB; split it")
             yield offset, block
             offset += len(block)
 

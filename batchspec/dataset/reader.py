@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import itertools
 import os
 from bisect import bisect_left, bisect_right
@@ -10,22 +9,22 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath, PurePosixPath
-from typing import Any, Protocol
+from typing import Protocol
 
 import pyarrow as pa
 
 from batchspec.config.schema import InputConfig
 from batchspec.dataset.csv_file import CsvFile
 from batchspec.dataset.files import DIGEST_BYTES, DataFile, MemoryFile, ParquetFile, Part, changed
-from batchspec.dataset.formats import KNOWN, format_of
+from batchspec.dataset.formats import format_of
+from batchspec.dataset.input_paths import find_files
 from batchspec.dataset.json_lines import JsonLinesFile
 from batchspec.dataset.untyped_columns import Kinds, json_kinds, mark_of
 from batchspec.errors import ConfigError, InputError
-from batchspec.storage.places import LocalPlace, Place, RemotePlace, place_of
+from batchspec.storage.places import Place, RemotePlace
 
 OPENED_AT_ONCE = 16
-"""Remote files: their answers are what opening waits for."""
+"""Number of remote files that are opened concurrently, because opening one mostly waits for the network."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,17 +34,17 @@ class InputFile:
     size_bytes: int
     num_rows: int
     digest: str
-    """Two contents of one name, size and row count have different ones (see files.py)."""
+    """Differs between two contents with the same name, size and row count (see files.py)."""
 
     @property
     def identity(self) -> tuple[str, int, int, str]:
-        """What a job or a training that read it compares it by."""
+        """The values by which a job or a training recognises the file that it read."""
         return self.name, self.size_bytes, self.num_rows, self.digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unreadable:
-    """Why the reader gives nulls for some cells of a row, or for all of them."""
+    """Why some or all cells of a row are null."""
 
     code: str
     message: str
@@ -57,18 +56,18 @@ class InputShard:
 
     index: int
     first_row: int
-    """Place of the table's first row in the whole input."""
+    """Index of the table's first row in the whole input."""
     table: pa.Table
     """All columns of the input."""
     bad: Mapping[int, Unreadable] = field(default_factory=dict)
-    """By their place in the whole input."""
+    """Row index in the whole input -> why the row cannot be read."""
 
 
 class Source(Protocol):
     """A dataset that can be read again and again, in the same order."""
 
     num_rows: int
-    """Rows that the job takes: input.limit is applied."""
+    """Number of rows, at most input.limit."""
     files: tuple[InputFile, ...]
     schema: pa.Schema
 
@@ -76,7 +75,7 @@ class Source(Protocol):
         """Shard i holds rows i * shard_rows up to the next shard's first; shards in `skip` are left out.
 
         A row group whose rows all belong to skipped shards is not read. Raises InputError at a damaged page, and if a file of the
-        shard was replaced or changed since it was opened, or gives fewer rows.
+        shard was replaced or changed since it was opened, or has fewer rows than then.
         """
 
     def check(self, first: int, stop: int) -> None:
@@ -85,19 +84,19 @@ class Source(Protocol):
         """
 
     def column(self, name: str) -> Iterator[pa.Array]:
-        """The column in pieces; only its bytes are read. A bad row without a value has `derived_id` as text."""
+        """The column in pieces; other columns are not read. An unreadable row without a value gets its `derived_id`."""
 
 
 def open_source(config: InputConfig) -> Source:
     """The dataset at `config.path`: a Parquet, JSON-lines or CSV file, a folder, a glob, or a list of them, local or remote.
 
-    Reads footers only (JSON lines and CSV: the file once). Raises ConfigError without a path, and InputError where a path does
+    Reads footers only (JSON lines and CSV: the whole file once). Raises ConfigError without a path, and InputError if a path does
     not exist or matches nothing, a file cannot be read, two files disagree about a column, or there are no rows.
     """
     if not config.path:
         raise ConfigError("input.path is not set; give a Parquet, JSON-lines or CSV file, a folder, a glob or a list of them")
     entries = [config.path] if isinstance(config.path, str | os.PathLike) else list(config.path)
-    found = _find(entries)
+    found = find_files(entries)
     remote = any(isinstance(place, RemotePlace) for place in found.values())
     with ThreadPoolExecutor(OPENED_AT_ONCE if remote else 1) as pool:
         share = DIGEST_BYTES // len(found)
@@ -112,12 +111,12 @@ def _open(name: str, place: Place, digest_bytes: int) -> DataFile:
 
 
 def table_source(table: pa.Table, limit: int | None = None) -> Source:
-    """A table in memory as a dataset of one file, `table`. Raises InputError when it has no rows."""
+    """A table in memory as a dataset of one file named `table`. Raises InputError if it has no rows."""
     return _FileSource([MemoryFile(table, "table")], limit)
 
 
 def locate(files: Sequence[InputFile], row: int) -> tuple[str, int]:
-    """File name and place in that file of a row of the whole input."""
+    """File name, and row index in that file, of a row of the whole input."""
     for file in files:
         if row < file.num_rows:
             return file.name, row
@@ -126,7 +125,7 @@ def locate(files: Sequence[InputFile], row: int) -> tuple[str, int]:
 
 
 def derived_id(files: Sequence[InputFile], row: int) -> str:
-    """What names a row of the whole input that has no id: `<file>:<row in the file>`."""
+    """The id of a row that has none of its own: `<file>:<row in the file>`."""
     name, place = locate(files, row)
     return f"{name}:{place}"
 
@@ -190,7 +189,9 @@ class _FileSource:
     def _batches(
         self, names: list[str], wanted: Callable[[int, int], bool]
     ) -> Iterator[tuple[int, pa.RecordBatch, Unreadable | None]]:
-        """Batches with the place of their first row, up to the limit, of the parts that hold a wanted row; bad rows apart."""
+        """Batches of the parts that hold a wanted row, up to the limit: (index of the first row, batch, why it is unreadable). An
+        unreadable row is a batch of its own.
+        """
         schema = pa.schema([self.schema.field(name) for name in names])
         part_first = 0
         for file in self._files:
@@ -212,85 +213,23 @@ class _FileSource:
 
 
 def _whole(file: DataFile, part: Part, names: list[str]) -> Iterator[pa.RecordBatch]:
-    """The rows of a part, as many as there were when the file was opened."""
+    """The rows of a part. Raises InputError if their number has changed since the file was opened."""
     num_rows = 0
     try:
         for batch in file.read(part, names):
             num_rows += batch.num_rows
             yield batch
     except InputError:
-        file.check()  # which can say why
+        file.check()  # raises an error that says why, if the file has changed
         raise
     if num_rows != part.num_rows:
         file.check()
         raise changed(file.name, f"{num_rows:,} rows where {part.num_rows:,} were")
 
 
-def _find(entries: list[Any]) -> dict[str, Place]:
-    """Relative name -> place of every file that the entries of input.path name, in order of name."""
-    found: list[Place] = []
-    roots: list[str] = []
-    for entry in entries:
-        place = place_of(str(entry))
-        if place.is_file():
-            if format_of(place.path) is None:
-                raise InputError(f"input.path {entry}: no data by its name; names end in one of {KNOWN}")
-            root, files = place.path.parent, [place]
-        elif place.is_dir():
-            root, files = place.path, _data_files(place.path, place.files())
-        elif glob.has_magic(str(entry)):
-            above, matching = place.glob()
-            root, files = above.path, _data_files(above.path, matching)
-        else:
-            place.check_bucket()
-            where = f" (the working folder is {Path.cwd()})" if isinstance(place, LocalPlace) else " and the bucket"
-            raise InputError(f"input.path {entry}: does not exist; check the path{where}")
-        if not files:
-            place.check_bucket()
-            raise InputError(f"input.path {entry}: no data file there; names end in one of {KNOWN}")
-        found += files
-        roots.append(str(root))
-    kinds = sorted({str(entry).partition("://")[0] if "://" in str(entry) else "local" for entry in entries})
-    if len(kinds) > 1:
-        raise InputError(f"input.path names files on {' and on '.join(kinds)}; name those of one file system, or run two jobs")
-    shared = os.path.commonpath(roots) if len(set(map(_first_part, roots))) == 1 else ""
-    names = {place.path.relative_to(shared).as_posix(): place for place in found}
-    for name in names:
-        if not _is_text(name):
-            raise InputError(f"input.path: the name of {name!r} is not valid Unicode; rename the file, in UTF-8")
-    if len(names) < len(found):
-        paths = [place.path for place in found]
-        twice = next(path for path in paths if paths.count(path) > 1)
-        raise InputError(f"input.path names {twice} twice; name each file once")
-    return dict(sorted(names.items()))
-
-
-def _is_text(name: str) -> bool:
-    """Whether a file's name can be written as UTF-8: Python keeps bytes that are not as lone surrogates."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _first_part(path: str) -> str:
-    """`/` for an absolute path, the bucket for a path on S3."""
-    return PurePosixPath(path).parts[0]
-
-
-def _data_files(root: PurePath, places: Iterator[Place]) -> list[Place]:
-    """Whether a path counts as hidden, as in Arrow's datasets: a part of it begins with a dot or an underscore."""
-    return [
-        place
-        for place in places
-        if format_of(place.path) is not None
-        and not any(part.startswith((".", "_")) for part in place.path.relative_to(root).parts)
-    ]
-
-
 def _common_schema(files: Sequence[DataFile]) -> pa.Schema:
-    """The columns that every file has. JSON lines carry no types of their own: theirs fit the rows of all of them."""
+    """The columns, which must be the same in all files. JSON lines have no types: theirs are chosen to fit the rows of all
+    files."""
     lines = [file for file in files if isinstance(file, JsonLinesFile)]
     if len(lines) > 1:
         kinds = Kinds()

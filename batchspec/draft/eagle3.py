@@ -1,233 +1,108 @@
-"""EAGLE-3 as a chain: a small head that reads the target's hidden states drafts K tokens, one after another.
+"""draft=eagle3: an EAGLE-3 or P-EAGLE head drafts a chain (`chain.py`), a tree (`tree.py`), or K tokens at once (`parallel.py`).
 
-    position p of a row  e = embed(token[p+1]),  h = fc(aux_hidden_states[p])     RoPE position p: only tokens are shifted by one
-    layer 0              x = attention(cat(norm(e), norm(h))),  residual = h;  then as any decoder layer
-    draft 1              argmax lm_head(norm(residual)) at the row's last verified position
-    draft k+1            the same at the next position, with e = embed(draft k) and h = the residual that drafted it
-
-K/V that drafting writes comes from the head's own states. The next catch-up overwrites it with K/V from the target's.
-Source: Li et al. 2025, EAGLE-3 (arXiv 2503.01840). What a round saves: dead positions
-(https://github.com/lightseekorg/tokenspeed/pull/217), uniform slots and persistent buffers
-(https://github.com/lightseekorg/tokenspeed/pull/142), argmax in place of softmax and top-k
-(https://github.com/sgl-project/sglang/pull/26235).
-Legend: R rows, T flat positions, K draft_len, H hidden, W = len(aux_layer_ids) * target hidden.
+Which of them: a tree where draft.tree.topk is above 1, else in parallel where the head has a mask token, unless draft.parallel
+says otherwise.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
-from typing import Unpack
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from batchspec.batch.device_batch import DeviceBatch
-from batchspec.batch.flat_batch import FlatBatch
-from batchspec.cache.attention import AttentionPlan
-from batchspec.cache.pages import KVCache
-from batchspec.draft.coupled import Draws, draws_of
-from batchspec.draft.head import Place
-from batchspec.draft.reader import HeadReader, Reading, zeros_on
-from batchspec.draft.weights import Head
-from batchspec.kernels.drafting.gather_last_accepted import gather_last_accepted
-from batchspec.kernels.drafting.prepare_chain_draft_inputs import prepare_chain_draft_inputs
+from batchspec.cache.layout import KVLayout
+from batchspec.config.schema import RunConfig
+from batchspec.draft.base import Drafter
+from batchspec.draft.chain import ChainDrafter
+from batchspec.draft.formats import HeadSpec
+from batchspec.draft.parallel import ParallelDrafter
+from batchspec.draft.shapes import ChainShape, TreeShape, usual_nodes
+from batchspec.draft.spec import USUAL_DRAFT_VOCAB, DrafterSpec
+from batchspec.draft.tree import TreeDrafter
+from batchspec.draft.weights import Head, dummy_head, dummy_spec, head_bytes, judge_head, load_head
+from batchspec.errors import ConfigError
+from batchspec.model.hub import find_model, resolve_model
+from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 
 
-class Eagle3Drafter(HeadReader):
-    """Carries of each slot the first draft token of the next round and the hidden state that drafted it.
+class Eagle3DrafterSpec(DrafterSpec[Head]):
+    """A drafter with a head: that of draft.path, or with model.load_format=dummy and no path one of noise."""
 
-    Nothing is read back to the host and no shape depends on data: a round with it can be captured in a CUDA graph. `propose` and
-    `catch_up` write the state of the first R slots; a prefill of other slots may set theirs only after `catch_up`.
-    """
+    head: HeadSpec
+    assumed_accepted = 1.0
+    """A mean acceptance length of 2, as published heads have on mixed prompts."""
 
-    name = "eagle3"
+    def __init__(self, config: RunConfig, target: ModelSpec, *, draft_vocab: int = USUAL_DRAFT_VOCAB) -> None:
+        super().__init__(config, target, draft_vocab=draft_vocab)
+        self.checkpoint = self.head = _judged(config, target, draft_vocab)
 
-    def __init__(
-        self, head: Head, target: Target, max_len: int, *, slots: int, uniform_slots: bool = True, **reading: Unpack[Reading]
-    ) -> None:
-        """uniform_slots=False: each draft step computes its own slot mapping, by the general path (ablation)."""
-        super().__init__(head, target, max_len, **reading)
-        spec, device, steps = head.spec, target.device, max(0, max_len - 1)
-        self._uniform = uniform_slots
-        zeros = partial(zeros_on, device)
-        self._first, self._hidden = zeros(slots), zeros(slots, spec.hidden_size, dtype=target.dtype)
-        self.state: tuple[Tensor, ...] = (self._first, self._hidden)
-        self._cu_seqlens_q = torch.arange(slots + 1, dtype=torch.int32, device=device)
-        self._kv_len, self._live_positions = zeros(slots), zeros(slots, dtype=torch.int64)
-        self._positions, self._slots = (zeros(steps * slots, dtype=torch.int64) for _ in range(2))
+    @property
+    def shape(self) -> ChainShape | TreeShape:
+        draft, tree = self.config.draft, self.config.draft.tree
+        if tree.topk == 1:
+            return ChainShape(draft.num_speculative_tokens)
+        depth = tree.depth or draft.num_speculative_tokens
+        return TreeShape(topk=tree.topk, depth=depth, nodes=tree.nodes or usual_nodes(tree.topk, depth), rank=tree.rank)
 
-    @torch.inference_mode()
-    def prefill(
-        self, batch: FlatBatch, slot_ids: Tensor, aux_hidden_states: Tensor | None, rows: DeviceBatch, cache: KVCache
-    ) -> tuple[Tensor, ...]:
-        assert aux_hidden_states is not None
-        line, place, last = slot_ids.index_select(0, batch.row_ids), batch.cu_seqlens_q[1:] - 1, self._last
-        if self._prune:
-            kv = self._kv(cache, last)
-            normed, residual, at = self._read(batch, rows.tokens, line, self.head.features(aux_hidden_states), cache, last)
-            self.head.keep(last, normed, at, kv)
-            # Only the last position of each row goes on, as in a draft step. Its K/V is written a second time.
-            ends = self._one_each(batch, batch.positions.index_select(0, place), batch.kv_len)
-            at = Place(self._rope(ends.positions), batch.slot_mapping.index_select(0, place))
-            hidden, plan = residual.index_select(0, place), self._plans(ends, cache, [last])[self._windows[last]]
-            normed = self.head.layer(last, normed.index_select(0, place), hidden, at, kv, plan)
-        else:
-            normed, hidden = self._read_whole(batch, rows.tokens, line, aux_hidden_states, cache, place)
-        first = self._first.new_empty(normed.shape[0], *self._first.shape[1:])
-        self._prepare_next(normed, first, draws_of(self.mode, rows, slot_ids.int(), rows.num_tokens[slot_ids]))
-        return first, normed if self._spec.feed_normed else hidden
+    def kv_layers(self, dtype: torch.dtype, page_size: int) -> tuple[tuple[KVLayout, int | None], ...]:
+        layout, draft = self.head.kv_layout(dtype, page_size), self.config.draft
+        return tuple((layout, window) for window in self.head.kv_windows(draft.window, draft.sink_tokens or 0))
 
-    @torch.inference_mode()
-    def catch_up(
-        self,
-        batch: FlatBatch,
-        aux_hidden_states: Tensor | None,
-        accepted_len: Tensor,
-        rows: DeviceBatch,
-        cache: KVCache,
-        *,
-        prepare_next: bool,
-    ) -> None:
-        assert aux_hidden_states is not None
-        num_rows, last = accepted_len.shape[0], self._last
-        first, hidden = self._first[:num_rows], self._hidden[:num_rows]
-        if prepare_next and not self._prune:
-            place = (batch.cu_seqlens_q[:-1] + accepted_len).clamp_(max=batch.token_ids.shape[0] - 1)
-            normed, residual = self._read_whole(batch, rows.tokens, batch.row_ids, aux_hidden_states, cache, place)
-            hidden.copy_(normed if self._spec.feed_normed else residual)
-            self._prepare_next(normed, first, self._draws_at_end(rows))
-            return
-        normed, residual, at = self._read(batch, rows.tokens, batch.row_ids, self.head.features(aux_hidden_states), cache, last)
-        if prepare_next:
-            q = self.head.queries(last, normed, at, self._kv(cache, last))
-            self._go_on(batch, q, residual, accepted_len, rows, cache, first, hidden)
-        else:
-            self.head.keep(last, normed, at, self._kv(cache, last))
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        return head_bytes(self.head, dtype)
 
-    def _prepare_next(self, normed: Tensor, out: Tensor, draws: Draws | None) -> None:
-        """What the next round starts from, given the head's output [R, H] at each row's last accepted position."""
-        self.head.choose(normed, out, draws)
+    def fetch(self) -> None:
+        if self.config.draft.path is not None:
+            resolve_model(self.config.draft.path, key="draft.path")
 
-    def _draws_at_end(self, rows: DeviceBatch) -> Draws | None:
-        """Of the token after each row's last one."""
-        return draws_of(self.mode, rows, self._cu_seqlens_q[: rows.live.shape[0]], rows.num_tokens)
+    def load(self, *, dtype: torch.dtype, device: torch.device) -> Head:
+        draft = self.config.draft
+        if draft.path is None:
+            return dummy_head(self.head, dtype=dtype, device=device)
+        folder = resolve_model(draft.path, key="draft.path")
+        return load_head(folder, self.target, dtype=dtype, device=device, aux_layers=draft.aux_layers)
 
-    def _read_whole(
-        self, batch: FlatBatch, tokens: Tensor, line: Tensor, aux_hidden_states: Tensor, cache: KVCache, place: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """All T positions through the whole head; its output and residual stream at flat position place[r]."""
-        normed, residual, _ = self._read(batch, tokens, line, self.head.features(aux_hidden_states), cache, self._last + 1)
-        return normed.index_select(0, place), residual.index_select(0, place)
+    def trainable(self, weights: Head) -> Head:
+        return weights
 
-    def _go_on(
-        self, batch: FlatBatch, q: Tensor, residual: Tensor, accepted_len: Tensor, rows: DeviceBatch, cache: KVCache,
-        out_first: Tensor, out_hidden: Tensor,
-    ) -> None:  # fmt: skip
-        """The rest of the last layer, from its queries on, only at each row's last accepted position."""
-        num_rows, feeds_normed = accepted_len.shape[0], self._spec.feed_normed
-        live_q = q.new_empty(num_rows, *q.shape[1:])
-        stream = torch.empty_like(out_hidden) if feeds_normed else out_hidden
-        positions, kv_len = self._live_positions[:num_rows], self._kv_len[:num_rows]
-        gather_last_accepted(
-            q.flatten(1), residual, batch.cu_seqlens_q, accepted_len, batch.positions, rows.num_tokens, rows.live,
-            out_q=live_q.view(num_rows, -1), out_residual=stream, out_positions=positions, out_kv_len=kv_len,
-        )  # fmt: skip
-        plan = self._plans(self._one_each(batch, positions, kv_len), cache, [self._last])[self._windows[self._last]]
-        kv, out = self._kv(cache, self._last), out_hidden if feeds_normed else None
-        self._prepare_next(self.head.finish(self._last, live_q, stream, kv, plan, out=out), out_first, self._draws_at_end(rows))
+    def build(self, weights: Head, target: Target, *, slots: int) -> Drafter:
+        shape = self.shape
+        if isinstance(shape, TreeShape):
+            return TreeDrafter(weights, target, shape, slots=slots, **reading(self.config))
+        return build_chain(self.config, weights, target, shape.draft_len, slots=slots)
 
-    def _one_each(self, batch: FlatBatch, positions: Tensor, kv_len: Tensor) -> FlatBatch:
-        """The same rows with one query each, for attention."""
-        num_rows = positions.shape[0]
-        return replace(
-            batch,
-            token_ids=self._cu_seqlens_q[:num_rows],  # attention only needs their number
-            row_ids=self._cu_seqlens_q[:num_rows],
-            positions=positions,
-            cu_seqlens_q=self._cu_seqlens_q[: num_rows + 1],
-            kv_len=kv_len,
-            max_q=1,
-            host=None,
+
+def build_chain(config: RunConfig, head: Head, target: Target, max_len: int, *, slots: int) -> ChainDrafter | ParallelDrafter:
+    """A drafter of up to `max_len` tokens: all at once where head and config allow it, else one after another."""
+    argmax, uniform_slots = config.ablation.argmax, config.ablation.uniform_slots
+    if config.draft.parallel is not False and head.spec.mask_token_id is not None:
+        return ParallelDrafter(head, target, max_len, slots=slots, argmax=argmax, **reading(config))
+    return ChainDrafter(head, target, max_len, slots=slots, argmax=argmax, uniform_slots=uniform_slots, **reading(config))
+
+
+def reading(config: RunConfig) -> dict[str, Any]:
+    """What a head reads of a row, as arguments of its drafter."""
+    draft = config.draft
+    dead_positions = config.ablation.dead_positions is not False
+    return {"window": draft.window, "sink": draft.sink_tokens or 0, "dead_positions": dead_positions}
+
+
+def _judged(config: RunConfig, target: ModelSpec, draft_vocab: int) -> HeadSpec:
+    draft = config.draft
+    if draft.path is None:
+        return dummy_spec(target, draft_vocab_size=draft_vocab, parallel=draft.parallel is True)
+    head = judge_head(find_model(draft.path, key="draft.path"), target, aux_layers=draft.aux_layers)
+    if draft.tree.topk > head.draft_vocab_size:
+        raise ConfigError(
+            f"draft.tree.topk={draft.tree.topk} exceeds the {head.draft_vocab_size} draft tokens of the head "
+            f"{draft.path}; lower it"
         )
-
-    @torch.inference_mode()
-    def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> Tensor | None:
-        chain = self._uniform_chain if self._uniform else self._general_chain
-        chain(rows, draft_ids, draft_len, cache)
-        return None
-
-    def _uniform_chain(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
-        """One launch computes the slots of all steps; one attention plan; a step reads tokens where the last one wrote them."""
-        num_rows, width = draft_ids.shape
-        by_step = (width - 1, num_rows)
-        positions, slots = (x[: (width - 1) * num_rows].view(by_step) for x in (self._positions, self._slots))
-        hidden, kv_len = self._hidden[:num_rows], self._kv_len[:num_rows]
-        prepare_chain_draft_inputs(
-            self._first[:num_rows], rows.num_tokens, rows.live, cache.draft_table(rows), page_size=cache.page_size,
-            max_tokens=rows.tokens.shape[1], out_ids=draft_ids, out_draft_len=draft_len, out_positions=positions,
-            out_slot_mapping=slots, out_kv_len=kv_len,
-        )  # fmt: skip
-        if width == 1:
-            return
-        steps = list(zip(positions.unbind(), slots.unbind(), strict=True))
-        longest = self._step(rows, cache, *steps[0], self._cu_seqlens_q[: num_rows + 1], kv_len)
-        plans = self._plans(longest, cache, range(self._last + 1))
-        for k, step in enumerate(steps):
-            hidden = self._draft(rows, draft_ids[:, k], hidden, *step, plans, cache, draft_ids[:, k + 1])
-
-    def _general_chain(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
-        """The same by operations for any number of positions a row: lengths, prefix sums, fills, casts, a plan for each step."""
-        num_rows, width = draft_ids.shape
-        torch.mul(rows.live, width, out=draft_len)
-        drafted, hidden = [self._first[:num_rows]], self._hidden[:num_rows]
-        for k in range(width - 1):
-            batch = self._general_step(rows, k, cache)
-            plans = self._plans(batch, cache, range(self._last + 1))
-            out_ids = torch.empty_like(draft_len)
-            hidden = self._draft(rows, drafted[k], hidden, batch.positions, batch.slot_mapping, plans, cache, out_ids)
-            drafted.append(out_ids)
-        draft_ids.copy_(torch.cat([ids.unsqueeze(1) for ids in drafted], 1))
-
-    def _draft(
-        self, rows: DeviceBatch, tokens: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor,
-        plans: dict[int | None, AttentionPlan], cache: KVCache, out_ids: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """One position further: the draft token after `tokens`; returns the hidden state that drafted it."""
-        normed, residual = self.head.enter(tokens, hidden)
-        at = Place(self._rope(positions), slots)
-        for i, window in enumerate(self._windows):
-            normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[window], positions)
-        # A position reads the token after it and drafts the one after that.
-        self.head.choose(normed, out_ids, draws_of(self.mode, rows, self._cu_seqlens_q[: positions.shape[0]], positions, ahead=2))
-        return normed if self._spec.feed_normed else residual
-
-    def _general_step(self, rows: DeviceBatch, k: int, cache: KVCache) -> FlatBatch:
-        page_table, page_size = cache.draft_table(rows), cache.page_size
-        q_len = torch.full_like(rows.live, 1)
-        cu_seqlens_q = torch.cat((torch.zeros_like(q_len[:1]), torch.cumsum(q_len, 0, dtype=torch.int32)))
-        alive = rows.live != 0
-        positions = torch.where(alive, rows.num_tokens.long() - 1 + k, 0)
-        page = positions // page_size
-        known = alive & (page < page_table.shape[1])
-        pages = page_table.gather(1, page.clamp(max=page_table.shape[1] - 1).unsqueeze(1)).squeeze(1)
-        slots = torch.where(known, pages.long() * page_size + positions % page_size, 0)
-        kv_len = (rows.num_tokens + k).clamp(max=rows.tokens.shape[1]) * rows.live
-        return self._step(rows, cache, positions, slots, cu_seqlens_q, kv_len.int())
-
-    def _step(
-        self, rows: DeviceBatch, cache: KVCache, positions: Tensor, slots: Tensor, cu_seqlens_q: Tensor, kv_len: Tensor
-    ) -> FlatBatch:
-        row_ids = self._cu_seqlens_q[: positions.shape[0]]
-        return FlatBatch(
-            token_ids=row_ids,  # attention only needs their number
-            row_ids=row_ids,
-            positions=positions,
-            slot_mapping=slots,
-            cu_seqlens_q=cu_seqlens_q,
-            kv_len=kv_len,
-            page_table=cache.draft_table(rows),
-            max_q=1,
-            max_kv=rows.tokens.shape[1],
+    if draft.parallel is True and head.mask_token_id is None:
+        raise ConfigError(
+            f"draft.parallel=true, but the head {draft.path} has no mask token: it drafts a chain; use draft=eagle3"
         )
+    return head
+
+
+SPEC = Eagle3DrafterSpec

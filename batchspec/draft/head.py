@@ -32,10 +32,14 @@ from batchspec.tuning.table import Product
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Tokens of a pass: the rotation of their positions, and the slots int64 [T] that their K/V are written to."""
+    """Where the tokens of a pass belong."""
 
     rope: Rope
+    """The rotation of their positions."""
     slots: Tensor
+    """int64 [T] where their K/V are written"""
+    row_ids: Tensor
+    """int32 [T] the row of each token, for products that read it"""
 
 
 class _Layer:
@@ -124,8 +128,8 @@ class EagleHead:
             if self._scores is not None:
                 self._scores.rewrite(self._lm_head.to(self.logits_dtype))
 
-    def features(self, aux_hidden_states: Tensor) -> Tensor:
-        """Aux hidden states [T, W] of the target -> features [T, H]."""
+    def features(self, aux_hidden_states: Tensor, row_ids: Tensor | None) -> Tensor:
+        """Aux hidden states [T, W] of the target -> features [T, H]. row_ids int32 [T]: as of `Product`, None: of no row."""
         eps = self.spec.rms_eps
         if self._input_norm is not None:
             aux_hidden_states = rms_norm(aux_hidden_states, self._input_norm, eps)
@@ -134,7 +138,7 @@ class EagleHead:
             for tap, out, weight in zip(aux_hidden_states.split(size, 1), normed.split(size, 1), self._tap_norms, strict=True):
                 tap_norm(tap, weight, eps, out=out)
             aux_hidden_states = normed
-        return self._fc(aux_hidden_states)
+        return self._fc(aux_hidden_states, row_ids)
 
     def enter(
         self, tokens: Tensor, hidden: Tensor, *, row_ids: Tensor | None = None, positions: Tensor | None = None
@@ -161,7 +165,8 @@ class EagleHead:
         positions  int64 [T], where they are later than the plan's
         Returns the residual stream after the next layer's norm, of the last layer after the final norm.
         """
-        return self.finish(index, self.queries(index, normed, at, kv), residual, kv, plan, positions)
+        attend = PagedAttend(kv=kv, plan=plan, row_ids=at.row_ids, positions=positions)
+        return self.finish(index, self.queries(index, normed, at, kv), residual, attend)
 
     def queries(self, index: int, normed: Tensor, at: Place, kv: LayerKV) -> Tensor:
         """The first half of `layer`: q [T, NH, D], and K/V of all T tokens in their pages."""
@@ -172,12 +177,9 @@ class EagleHead:
         layer = self._layers[index]
         layer.attention.queries_of(normed, _store(at, kv), layer.kv)
 
-    def finish(
-        self, index: int, q: Tensor, residual: Tensor, kv: LayerKV, plan: AttentionPlan, positions: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    def finish(self, index: int, q: Tensor, residual: Tensor, attend: PagedAttend, out: Tensor | None = None) -> Tensor:
         """The second half of `layer`, from q [T, NH, D]; out [T, H]: where the result goes, or None."""
-        stream, attend = ResidualStream(residual), PagedAttend(kv=kv, plan=plan, positions=positions)
+        stream = ResidualStream(residual)
         self._layers[index].decoder.finish(q, stream, attend, add_in_product=False)  # the norm that follows is the head's
         following = self._layers[index + 1].attention.norm if index + 1 < len(self._layers) else self._norm
         return stream.normed(following, self.spec.rms_eps, out=out)
@@ -229,7 +231,7 @@ class EagleHead:
 
 
 def _store(at: Place, kv: LayerKV) -> PagedStore:
-    return PagedStore(rope=at.rope, slot_mapping=at.slots, kv=kv)
+    return PagedStore(rope=at.rope, slot_mapping=at.slots, kv=kv, row_ids=at.row_ids)
 
 
 def products(spec: HeadSpec) -> list[Product]:

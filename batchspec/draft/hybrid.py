@@ -22,9 +22,9 @@ from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.layout import KVLayout
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import DrafterUpdate, Rewritable
+from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.corpus import corpus_bytes
-from batchspec.draft.eagle3 import Eagle3Drafter
-from batchspec.draft.heads import HeadDrafterSpec, build_chain
+from batchspec.draft.eagle3 import Eagle3DrafterSpec, build_chain
 from batchspec.draft.lookup import LookupDrafter, build_lookup
 from batchspec.draft.parallel import ParallelDrafter
 from batchspec.draft.reader import zeros_on
@@ -43,7 +43,7 @@ class HybridDrafter:
     name = "hybrid"
     fixed_len = False
 
-    def __init__(self, head: Eagle3Drafter | ParallelDrafter, lookup: LookupDrafter, *, slots: int, device: torch.device) -> None:
+    def __init__(self, head: ChainDrafter | ParallelDrafter, lookup: LookupDrafter, *, slots: int, device: torch.device) -> None:
         """max_len is the larger of the two; a round of fewer drafts asks both for as many."""
         self.head, self.lookup = head, lookup
         self.max_len = width = max(head.max_len, lookup.max_len)
@@ -137,7 +137,7 @@ class HybridDrafter:
         self.lookup.refresh(update)
 
 
-class HybridDrafterSpec(HeadDrafterSpec):
+class HybridDrafterSpec(Eagle3DrafterSpec):
     """draft=hybrid: the head drafts up to draft.head_len tokens, the lookup up to K."""
 
     assumed_accepted = 1.2

@@ -24,7 +24,7 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch
 from batchspec.batch.uniform_layout import UniformLayout
 from batchspec.cache.pages import KVCache
-from batchspec.draft.coupled import draws_of
+from batchspec.draft.coupled import later_draws
 from batchspec.draft.head import Place
 from batchspec.draft.reader import HeadReader, Reading, zeros_on
 from batchspec.draft.weights import Head
@@ -54,13 +54,13 @@ class ParallelDrafter(HeadReader):
         self._fed = zeros(places, spec.hidden_size, dtype=target.dtype)
         self._ids, self._kv_len = zeros(places), zeros(slots)
         self._positions, self._slots = zeros(places, dtype=torch.int64), zeros(places, dtype=torch.int64)
-        self._layout = UniformLayout(slots, max_len, device)
+        self._layout = UniformLayout(slots, range(1, max_len + 1), device)
 
     @torch.inference_mode()
     def _feature_of(self, mask_hidden: Tensor) -> Tensor:
         """[H] h of a mask. A checkpoint stores it before fc, [1, W], or after fc, [1, H]."""
         if mask_hidden.shape[1] == len(self._spec.aux_layer_ids) * self._spec.target_hidden_size:
-            mask_hidden = self.head.features(mask_hidden)
+            mask_hidden = self.head.features(mask_hidden, None)
         return mask_hidden[0]
 
     @torch.inference_mode()
@@ -73,7 +73,7 @@ class ParallelDrafter(HeadReader):
         self, batch: FlatBatch, slot_ids: Tensor, aux_hidden_states: Tensor | None, rows: DeviceBatch, cache: KVCache
     ) -> tuple[Tensor, ...]:
         assert aux_hidden_states is not None
-        features = self.head.features(aux_hidden_states)
+        features = self.head.features(aux_hidden_states, batch.row_ids)
         carried = features.index_select(0, batch.cu_seqlens_q[1:] - 1)
         self._keep(batch, rows.tokens, slot_ids.index_select(0, batch.row_ids), features, cache)
         return (carried,)
@@ -90,7 +90,7 @@ class ParallelDrafter(HeadReader):
         prepare_next: bool,
     ) -> None:
         assert aux_hidden_states is not None
-        features, num_rows = self.head.features(aux_hidden_states), accepted_len.shape[0]
+        features, num_rows = self.head.features(aux_hidden_states, batch.row_ids), accepted_len.shape[0]
         if prepare_next:
             gather_last_accepted(
                 features, None, batch.cu_seqlens_q, accepted_len, batch.positions, rows.num_tokens, rows.live,
@@ -118,10 +118,14 @@ class ParallelDrafter(HeadReader):
             mask_id=self._mask_id, page_size=cache.page_size, out_ids=ids, out_hidden=fed, out_positions=positions,
             out_slot_mapping=slots, out_kv_len=kv_len, out_draft_len=draft_len,
         )  # fmt: skip
-        batch = self._layout.batch(ids.view(num_rows, width), positions, slots, kv_len, page_table, rows)
+        batch = self._layout.batch(ids.view(num_rows, width), positions, slots, kv_len, page_table, rows.tokens.shape[1])
         normed, residual = self.head.enter(ids, fed)
-        at, plans = Place(self._rope(positions), slots), self._plans(batch, cache, range(self._last + 1))
+        at, plans = Place(self._rope(positions), slots, batch.row_ids), self._plans(batch, cache, range(self._last + 1))
         for i, window in enumerate(self._windows):
             normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[window])
-        self.head.choose(normed, ids, draws_of(self.mode, rows, batch.row_ids, positions, ahead=2))
-        draft_ids.copy_(ids.view(num_rows, width))
+        draws = later_draws(self.mode, rows, batch.row_ids, positions, ahead=2, drafts=draft_ids)
+        if draws is None:
+            self.head.choose(normed, ids)
+            draft_ids.copy_(ids.view(num_rows, width))
+        else:
+            draws.choose_parallel(self.head.logits(normed), draft_ids, self.head.map_ids)

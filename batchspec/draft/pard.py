@@ -25,7 +25,7 @@ from batchspec.cache.layout import KVLayout
 from batchspec.cache.pages import KVCache
 from batchspec.config.schema import RunConfig
 from batchspec.draft.base import DrafterBase
-from batchspec.draft.coupled import draws_of
+from batchspec.draft.coupled import later_draws
 from batchspec.draft.formats import read_mask_token
 from batchspec.draft.spec import USUAL_DRAFT_VOCAB, DrafterSpec
 from batchspec.draft.window import WindowDrafter
@@ -37,7 +37,6 @@ from batchspec.model.hub import find_model, resolve_model
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import check_tensors, weight_files
-from batchspec.packing.cost import weight_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +94,7 @@ class PardDrafter(DrafterBase):
         self._model, self._vocab = model, min(model.spec.vocab_size, target.vocab_size)
         self._chain = None if parallel else WindowDrafter(model, max_len, slots=slots, window=None, vocab=self._vocab)
         widths = range(1, max_len + 1) if parallel else ()
-        self._layout = UniformLayout(slots, max_len if parallel else 0, device)
+        self._layout = UniformLayout(slots, widths, device)
         self._ids = [torch.full((slots, k), mask_id or 0, dtype=torch.int32, device=device) for k in widths]
         self._positions, self._slots = torch.zeros(2, slots * max_len, dtype=torch.int64, device=device)
         self._kv_len, self._room = torch.zeros(2, slots, dtype=torch.int32, device=device)
@@ -141,15 +140,13 @@ class PardDrafter(DrafterBase):
             rows.tokens, rows.num_tokens, rows.limit, rows.live, page_table, page_size=cache.page_size,
             out_ids=ids, out_draft_len=self._room[:num_rows], out_positions=positions, out_slot_mapping=slots, out_kv_len=kv_len,
         )  # fmt: skip
-        batch = self._layout.batch(ids, positions, slots, kv_len, page_table, rows)
+        batch = self._layout.batch(ids, positions, slots, kv_len, page_table, rows.tokens.shape[1])
         hidden, _ = self._model.forward(batch, cache.drafter_part())
-        draws = draws_of(self.mode, rows, batch.row_ids, positions, ahead=1)
+        draws = later_draws(self.mode, rows, batch.row_ids, positions, ahead=1, drafts=draft_ids)
         if draws is None:
             draft_ids.copy_(self._model.greedy_sample(hidden, vocab=self._vocab).view(num_rows, width))
         else:
-            drafted = torch.empty_like(batch.row_ids)
-            draws.choose(self._model.logits(hidden)[:, : self._vocab], drafted)
-            draft_ids.copy_(drafted.view(num_rows, width))
+            draws.choose_parallel(self._model.logits(hidden)[:, : self._vocab], draft_ids)
         torch.mul(rows.live, width, out=draft_len)
 
 
@@ -173,7 +170,7 @@ class PardDrafterSpec(DrafterSpec[PardModel]):
         return tuple((layout, window) for window in self.pard.model.windows)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        return weight_bytes(self.pard.model, dtype)
+        return self.pard.model.weight_bytes(dtype)
 
     def fetch(self) -> None:
         resolve_model(self._path, key="draft.path")

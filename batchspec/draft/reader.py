@@ -77,7 +77,7 @@ class HeadReader(DrafterBase):
         features  [T, H] of `EagleHead.features`; the layers may change them
         Returns what the next layer reads, the residual stream, and rotation and slots of the positions.
         """
-        at = Place(self._rope(batch.positions), batch.slot_mapping)
+        at = Place(self._rope(batch.positions), batch.slot_mapping, batch.row_ids)
         normed, residual = self.head.enter(tokens, features, row_ids=line, positions=batch.positions)
         plans = self._plans(batch, cache, range(num_layers))
         for i in range(num_layers):
@@ -88,7 +88,7 @@ class HeadReader(DrafterBase):
         return self._spec.kv_layout(self._dtype, page_size)
 
     def _rope(self, positions: Tensor) -> Rope:
-        return rope_of(positions, self._freqs, self._spec.rope.attention_factor, self._dtype)
+        return rope_of(positions, self._freqs, self._spec.rope, self._dtype)
 
     def _kv(self, cache: KVCache, index: int) -> LayerKV:
         return cache.layer(self._first_layer + index)

@@ -1,6 +1,6 @@
 """The drafters that `draft.name` chooses from: one entry each. Readable without torch, so that the checks of a config share it.
 
-A new drafter is a file of this folder that defines SPEC (a `spec.DrafterSpec`), a `conf/draft/NAME.yaml` and an entry here.
+A new drafter is `draft/NAME.py`, which defines SPEC (a `spec.DrafterSpec`), `conf/draft/NAME.yaml` and an entry here.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ _TREE_KEYS = tuple(f"draft.tree.{key}" for key in ("topk", "depth", "nodes", "ra
 class Entry:
     """What is known of a drafter before its file is imported."""
 
-    module: str
-    """Module of batchspec.draft that defines its SPEC."""
     reads: tuple[str, ...] = ()
     """Config keys that it reads and that not every drafter does: the others must keep their defaults."""
     needs: Mapping[str, str] = field(default_factory=dict)
@@ -36,28 +34,24 @@ class Entry:
 
 
 DRAFTERS: dict[str, Entry] = {
-    "none": Entry(module="none"),
-    "lookup": Entry(module="lookup", reads=_LOOKUP_KEYS),
+    "none": Entry(),
+    "lookup": Entry(reads=_LOOKUP_KEYS),
     "eagle3": Entry(
-        module="heads",
         reads=(*_HEAD_KEYS, *_TREE_KEYS),
         needs={"draft.path": "the folder or hub id of an EAGLE-3 head made for the model"},
         dummy=True,
         trained=True,
     ),
     "hybrid": Entry(
-        module="hybrid",
         reads=(*_LOOKUP_KEYS, "draft.head_len", *_HEAD_KEYS),
         needs={"draft.path": "the folder or hub id of an EAGLE-3 head made for the model"},
         dummy=True,
     ),
     "pard": Entry(
-        module="pard",
         reads=("draft.path", "draft.parallel", "draft.coupled"),
         needs={"draft.path": "the folder or hub id of a small model with the target's tokenizer"},
     ),
     "window": Entry(
-        module="window",
         reads=("draft.window", "draft.sink_tokens", "draft.coupled"),
         needs={"draft.window": "how many of its newest keys the model drafts with; 512 to 2048 works well"},
     ),

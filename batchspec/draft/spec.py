@@ -20,7 +20,6 @@ from batchspec.cache.layout import KVLayout
 from batchspec.config.schema import RunConfig
 from batchspec.draft.base import Drafter
 from batchspec.draft.formats import HeadSpec
-from batchspec.draft.registry import DRAFTERS
 from batchspec.draft.shapes import ChainShape, TreeShape
 from batchspec.draft.weights import Head
 from batchspec.model.spec import ModelSpec
@@ -93,6 +92,6 @@ class Weightless(DrafterSpec[None]):
 
 def open_drafter(config: RunConfig, target: ModelSpec, *, draft_vocab: int = USUAL_DRAFT_VOCAB) -> DrafterSpec[Any]:
     """The drafter at draft.name, checked for `target`; see `DrafterSpec`."""
-    module = importlib.import_module(f"batchspec.draft.{DRAFTERS[config.draft.name].module}")
+    module = importlib.import_module(f"batchspec.draft.{config.draft.name}")
     spec: type[DrafterSpec[Any]] = module.SPEC
     return spec(config, target, draft_vocab=draft_vocab)

@@ -22,9 +22,11 @@ from torch import Tensor
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch, TreeTail
+from batchspec.batch.logits import drafters_read_drafts
+from batchspec.batch.uniform_layout import UniformLayout
 from batchspec.cache.pages import KVCache
-from batchspec.draft.coupled import Draws, draws_of
-from batchspec.draft.eagle3 import Eagle3Drafter
+from batchspec.draft.chain import ChainDrafter
+from batchspec.draft.coupled import Draws, later_draws
 from batchspec.draft.head import Place
 from batchspec.draft.shapes import LOGPROB, TreeShape, num_grown
 from batchspec.draft.weights import Head
@@ -34,7 +36,7 @@ from batchspec.kernels.tree.rerank_tree import rerank_tree
 from batchspec.model.target import Target
 
 
-class TreeDrafter(Eagle3Drafter):
+class TreeDrafter(ChainDrafter):
     """Carries of each slot the head's output at its last verified position, which gives the root's children.
 
     max_len is the depth. Nothing is read back to the host and no shape depends on data: a round with it can be captured.
@@ -61,8 +63,8 @@ class TreeDrafter(Eagle3Drafter):
         self._depths = (place // branches).long()
         self._places_above = torch.where(place < branches, -1, place - branches).unsqueeze(0)
         self._keys = torch.arange(1, shape.depth, dtype=torch.int32, device=device).mul_(branches).unsqueeze(1)
-        self._branch_rows = torch.arange(slots, dtype=torch.int32, device=device).repeat_interleave(branches)
-        self._branch_start = torch.arange(0, slots * branches + 1, branches, dtype=torch.int32, device=device)
+        self._node_ids = torch.arange(slots * branches, dtype=torch.int32, device=device).view(slots, branches)
+        self._layout = UniformLayout(slots, (branches,), device)
         self._grown_positions, self._grown_slots, self._grown_masks = torch.zeros(
             3, slots * places, dtype=torch.int64, device=device
         )
@@ -92,11 +94,17 @@ class TreeDrafter(Eagle3Drafter):
         )
         normed, hidden = self._first[:num_rows], self._hidden[:num_rows]
         scores, ids, above = (x[:num_rows] for x in (self._scores, self._ids, self._numbers_above))
-        draws = self._draws_at_end(rows)
+        draws, paths = self._draws_at_end(rows), frontier.token_ids.new_empty(num_rows, 0)
+        reads_paths = self.mode is not None and drafters_read_drafts(self.mode)
         for level in range(depth):
             if level:
                 batch = levels[level - 1]
-                draws = draws_of(self.mode, rows, batch.row_ids, batch.positions, ahead=2)
+                if reads_paths:
+                    paths = torch.cat((paths.index_select(0, frontier.parent_index), frontier.token_ids.unsqueeze(1)), 1)
+                draws = later_draws(
+                    self.mode, rows, batch.row_ids, batch.positions, ahead=2, drafts=paths,
+                    draft_rows=self._node_ids[:num_rows].view(-1),
+                )  # fmt: skip
                 hidden = hidden.index_select(0, frontier.parent_index)
                 normed, hidden = self._through(batch, frontier, hidden, cache)
             following = expand_tree(
@@ -125,19 +133,10 @@ class TreeDrafter(Eagle3Drafter):
         by_level = [x.view(num_rows, steps, branches).transpose(0, 1).flatten(1).contiguous() for x in (positions, slots)]
         kv_len = torch.minimum(start + self._keys, self._kv_len[:num_rows]) * rows.live
         tree = TreeTail(ancestors=masks, start=start, max_depth=steps - 1, depths=self._depths)
+        # Their tokens are not known yet: attention only needs the number of them.
+        tokens, max_kv = self._node_ids[:num_rows], page_table.shape[1] * cache.page_size
         return [
-            FlatBatch(
-                token_ids=self._branch_rows[: num_rows * branches],
-                row_ids=self._branch_rows[: num_rows * branches],
-                positions=by_level[0][level],
-                slot_mapping=by_level[1][level],
-                cu_seqlens_q=self._branch_start[: num_rows + 1],
-                kv_len=kv_len[level],
-                page_table=page_table,
-                max_q=branches,
-                max_kv=page_table.shape[1] * cache.page_size,
-                tree=tree,
-            )
+            self._layout.batch(tokens, by_level[0][level], by_level[1][level], kv_len[level], page_table, max_kv, tree)
             for level in range(steps)
         ]
 
@@ -146,7 +145,8 @@ class TreeDrafter(Eagle3Drafter):
         assert batch.tree is not None
         batch.tree = replace(batch.tree, ancestors=nodes.ancestors.flatten())
         normed, residual = self.head.enter(nodes.token_ids, hidden)
-        at, plans = Place(self._rope(batch.positions), batch.slot_mapping), self._plans(batch, cache, range(self._last + 1))
+        at = Place(self._rope(batch.positions), batch.slot_mapping, batch.row_ids)
+        plans = self._plans(batch, cache, range(self._last + 1))
         for i, window in enumerate(self._windows):
             normed = self.head.layer(i, normed, residual, at, self._kv(cache, i), plans[window])
         return normed, normed if self._spec.feed_normed else residual

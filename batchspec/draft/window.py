@@ -18,7 +18,7 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.uniform_layout import UniformLayout
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import NoFeatures
-from batchspec.draft.coupled import draws_of
+from batchspec.draft.coupled import later_draws
 from batchspec.draft.spec import Weightless
 from batchspec.kernels.drafting.prepare_chain_draft_inputs import prepare_chain_draft_inputs
 from batchspec.model.target import Target
@@ -44,7 +44,7 @@ class WindowDrafter(NoFeatures):
         self._ids = torch.zeros(slots, max_len + 1, dtype=torch.int32, device=device)
         self._lens, self._kv_len = torch.zeros(2, slots, dtype=torch.int32, device=device)
         self._positions, self._slots = torch.zeros(2, max_len * slots, dtype=torch.int64, device=device)
-        self._layout = UniformLayout(slots, 1, device)
+        self._layout = UniformLayout(slots, (1,), device)
 
     @torch.inference_mode()
     def propose(self, rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor, cache: KVCache) -> None:
@@ -60,10 +60,11 @@ class WindowDrafter(NoFeatures):
             out_ids=ids, out_draft_len=self._lens[:num_rows], out_positions=positions, out_slot_mapping=slots, out_kv_len=kv_len,
         )  # fmt: skip
         for k in range(width):
-            step = self._layout.batch(ids[:, k : k + 1].contiguous(), positions[k], slots[k], kv_len, page_table, rows)
+            newest_ids, max_kv = ids[:, k : k + 1].contiguous(), rows.tokens.shape[1]
+            step = self._layout.batch(newest_ids, positions[k], slots[k], kv_len, page_table, max_kv)
             step.add_groups(more_tables, cache.page_size)
             hidden, _ = self._target.forward(step, cache, window=self._window, sink=self._sink)
-            draws = draws_of(self.mode, rows, step.row_ids, positions[k], ahead=1)
+            draws = later_draws(self.mode, rows, step.row_ids, positions[k], ahead=1, drafts=ids[:, 1:])
             if draws is None:
                 ids[:, k + 1] = self._target.greedy_sample(hidden, vocab=self._vocab)
             else:

@@ -34,14 +34,12 @@ class SlotAllocator:
         requests: Iterator[RequestState],
         *,
         slots: SlotTable | None = None,
-        refill_dead: bool = True,
         lookahead: int = 0,
         num_lookahead_slots: int = 0,
         prefill_cost: PrefillCost | None = None,
     ) -> None:
         """
         slots                None: an empty table
-        refill_dead          False: wait until every row is dead before new ones come in
         lookahead            tokens after a page that its K/V depends on too: 1 with a drafter that reads the next token
         num_lookahead_slots  K/V positions after a row's last token that it needs pages for too: what a tree of drafts takes
         prefill_cost         None: the default one
@@ -51,7 +49,7 @@ class SlotAllocator:
         self._stream = requests
         self._waiting: deque[RequestState] = deque()
         self._num_refills = 0
-        self._refill_dead, self._lookahead, self._num_lookahead_slots = refill_dead, lookahead, num_lookahead_slots
+        self._lookahead, self._num_lookahead_slots = lookahead, num_lookahead_slots
         self._prefill_cost = prefill_cost or PrefillCost.default(batch.prefill_tokens)
         self._idle = 0.0
 
@@ -59,6 +57,12 @@ class SlotAllocator:
     def exhausted(self) -> bool:
         """No request waits and none will come."""
         return self._peek() is None
+
+    def num_rows_needed(self) -> int:
+        """Rows of a round: all slots while requests come, then the smallest row bucket that the live rows fit in."""
+        if not self.exhausted:
+            return self.batch.num_slots
+        return min(b for b in self.batch.row_buckets if b >= len(self.slots.live))
 
     @property
     def preempted(self) -> list[RequestState]:
@@ -129,7 +133,7 @@ class SlotAllocator:
         """
         if num_free == self.batch.num_slots:
             return True
-        if not self._refill_dead or not num_free or (state := self._peek()) is None:
+        if not num_free or (state := self._peek()) is None:
             return False
         self._idle += round_s * num_free / self.batch.num_slots
         return self._idle >= self._prefill_cost.least - self._prefill_cost.token * num_free * state.num_tokens

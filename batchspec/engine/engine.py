@@ -16,6 +16,7 @@ from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.page_tables import PagePools
 from batchspec.draft.base import Drafter
 from batchspec.engine.allocator import SlotAllocator
+from batchspec.engine.completion import completion_of
 from batchspec.engine.executor import Executor
 from batchspec.engine.output_processor import EngineTotals, OutputProcessor
 from batchspec.engine.prefill_cost import PrefillCost
@@ -24,6 +25,7 @@ from batchspec.engine.round import RoundOptions
 from batchspec.engine.round_planner import RoundPlanner
 from batchspec.engine.scheduler import RoundHook, Scheduler
 from batchspec.engine.slots import SlotTable
+from batchspec.engine.static_batching import StaticBatching
 from batchspec.engine.stop_strings import Decode, StopFinder
 from batchspec.model.target import Target
 from batchspec.records import Completion, Ids, PackedBatch, Request, Snapshot
@@ -49,8 +51,9 @@ class Engine:
     ) -> None:
         """`decode` turns ids into text (needed for stop strings); `penalties` allocates penalty state.
 
-        adaptive  choose the draft length of each round, 0 included, by measured times and acceptance (GPU only)
-        overlap   prefill concurrently with the rounds, not between them (GPU only)
+        refill_dead  False: no new rows until all have ended (ablation)
+        adaptive     choose the draft length of each round, 0 included, by measured times and acceptance (GPU only)
+        overlap      prefill concurrently with the rounds, not between them (GPU only)
         """
         self.target, self.drafter, self.batch, self.options = target, drafter, batch, options or RoundOptions()
         self.executor = Executor(
@@ -61,7 +64,8 @@ class Engine:
         self.on_round: Callable[[EngineTotals], None] | None = None
         """Called after each result that was processed."""
         self.hook = RoundHook()
-        self._decode, self._eos_ids, self._refill_dead = decode, eos_ids, refill_dead
+        self._decode, self._eos_ids = decode, eos_ids
+        self._allocator_kind = SlotAllocator if refill_dead else StaticBatching
         self._stopping = False
         self._prefill_cost: PrefillCost | None = None
         self._finished_rows: list[tuple[Ids, Ids]] = []
@@ -108,12 +112,11 @@ class Engine:
         self._ended_at_once: list[RequestState] = []
         self.slots = SlotTable(self.batch.num_slots, self.batch.max_len, self.drafter.max_len, num_groups=groups.num_groups)
         self._processor = OutputProcessor(self.slots)
-        self._allocator = SlotAllocator(
+        self._allocator = self._allocator_kind(
             self.batch,
             self.pools,
             _states(requests, self._ended_at_once, decode=self._decode, draft_len=self.drafter.max_len, options=self.options),
             slots=self.slots,
-            refill_dead=self._refill_dead,
             lookahead=1 if self.drafter.num_kv_layers else 0,
             num_lookahead_slots=self.executor.round.num_lookahead_slots,
             prefill_cost=self._prefill_cost,
@@ -124,7 +127,6 @@ class Engine:
             self.executor,
             self.totals,
             hook=self.hook,
-            refill_dead=self._refill_dead,
             finished=self._finished_rows,
         )
         self._steps = self.scheduler.schedule()
@@ -205,7 +207,7 @@ class Engine:
             self.on_round(self.totals)
 
     def _finish(self, state: RequestState, finish: int, now: float) -> Completion:
-        """`finish` is what the device said; 0 where a stop string ended the request, which the device does not know yet."""
+        """`finish` is the device's reason; 0 if a stop string ended the request, which the device does not know yet."""
         slot = state.slot
         self.scheduler.end(state, on_device=bool(finish))
         if state.finish_reason is None:
@@ -213,8 +215,8 @@ class Engine:
         return self._completed(state, slot=slot, now=now)
 
     def _completed(self, state: RequestState, *, slot: int, now: float) -> Completion:
-        done = state.completion(
-            decode=self._decode, drafter=self.drafter.name, eos_ids=self._eos_ids, slot=slot, now=now,
+        done = completion_of(
+            state, decode=self._decode, drafter=self.drafter.name, eos_ids=self._eos_ids, slot=slot, now=now,
             nodes=self.executor.round.nodes,
         )  # fmt: skip
         if done.prompt_ids is not None and done.token_ids is not None:  # no error

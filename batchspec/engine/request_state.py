@@ -1,21 +1,19 @@
-"""What the host knows of one request: tokens read so far, statistics, pages, and the completion made of them."""
+"""The host state of one request: tokens read so far, statistics, pages. `completion.py` makes its completion."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.page_tables import RowPages
-from batchspec.engine.stop_strings import Decode, StopFinder
-from batchspec.engine.thinking import Kind, Parts, ThinkingBudget, ThoughtTracker, split_thoughts
+from batchspec.engine.stop_strings import StopFinder
+from batchspec.engine.thinking import Kind, ThinkingBudget, ThoughtTracker
 from batchspec.kernels.rounds.accept import FAILED, STOPPED
-from batchspec.records import Completion, Request, RowError, RowStats, Snapshot
-
-NON_FINITE = "non_finite_logits"
+from batchspec.records import Request, Snapshot
 
 
 @dataclass(slots=True, eq=False)
@@ -31,9 +29,9 @@ class RequestState:
     draft_len: int
     """K: the length of the statistics by draft position."""
     finder: StopFinder | None
-    """None where the request has no stop strings."""
+    """None without stop strings."""
     num_top: int | None = None
-    """How many top logprobs each token has; None: no logprobs are asked for."""
+    """Number of top logprobs of each token; None: no logprobs."""
     mode: SamplingMode = field(init=False)
     slot: int = -1
     """-1 without a slot."""
@@ -43,9 +41,9 @@ class RequestState:
     order: int = 0
     """Counts refills: the highest is the youngest request."""
     prefix_hashes: list[bytes] | None = None
-    """Of the prompt's whole pages; None until they were asked for."""
+    """Hashes of the prompt's full pages; None until they are needed."""
     tokens: list[int] = field(default_factory=list)
-    """Output tokens that are flushed here."""
+    """Output tokens, up to the latest flush of the slot."""
     logprobs: list[float] = field(default_factory=list)
     top: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     num_prefills: int = 0
@@ -67,7 +65,7 @@ class RequestState:
     stop_id: int | None = None
     budget: ThinkingBudget | None = field(init=False)
     _thought: ThoughtTracker | None = field(init=False)
-    """At the last of `tokens`; for stop strings only."""
+    """The state after the last of `tokens`; used for stop strings only."""
 
     def __post_init__(self) -> None:
         self.mode = SamplingMode.of(self.request.sampling, self.request.min_new_tokens)
@@ -80,7 +78,7 @@ class RequestState:
 
     @classmethod
     def of(cls, request: Request, draft_len: int, finder: StopFinder | None, *, num_top: int | None = None) -> RequestState:
-        """A request at its start, or where an earlier run left it; that run may have had a larger K."""
+        """The state of a new request, or of one that continues from an earlier run, which may have had a larger K."""
         resumed = request.resumed
         longest = draft_len if resumed is None else max(draft_len, len(resumed.accepted) - 1)
         state = cls(request=request, draft_len=longest, finder=finder, num_top=num_top)
@@ -95,16 +93,16 @@ class RequestState:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt tokens and `tokens`; a request in a slot may have more: see `SlotTable.num_tokens`."""
+        """Number of prompt tokens and of `tokens`; a request in a slot may have more: see `SlotTable.num_tokens`."""
         return len(self.request.prompt_ids) + len(self.tokens)
 
     @property
     def max_tokens(self) -> int:
-        """Prompt and output tokens at most."""
+        """Maximum number of prompt and output tokens."""
         return len(self.request.prompt_ids) + self.request.max_new_tokens
 
     def snapshot(self, now: float) -> Snapshot:
-        """What another run needs to go on; `now` is the host's clock in seconds. Logprobs are not kept."""
+        """The state from which another run can continue; `now` is the host's clock in seconds. Logprobs are not kept."""
         request = self.request
         return Snapshot(
             row_index=request.row_index,
@@ -116,7 +114,7 @@ class RequestState:
             accepted=tuple(self.histogram),
             drafted=self._drafted_exactly(),
             prefill_s=self.prefill_s,
-            decode_s=self._decode_s(now),
+            decode_s=self.decode_s(now),
             num_discarded=self.num_discarded,
             num_forced=self.num_forced,
         )
@@ -125,21 +123,23 @@ class RequestState:
         at_least = [self.num_rounds, *self.drafted_at, 0]
         return tuple(more - fewer for more, fewer in itertools.pairwise(at_least))
 
-    def _decode_s(self, now: float) -> float:
+    def decode_s(self, now: float) -> float:
+        """Seconds since the first token, those of earlier runs included; `now` is the host's clock in seconds."""
         return self.earlier_s + (now - self.first_token_at if self.first_token_at else 0.0)
 
     def add_prefill(self, tokens: Sequence[int]) -> None:
-        """The one token that a prefill emitted, none where it failed."""
+        """Add the token that a prefill emitted, or no token if the prefill failed."""
         self.num_prefills += 1
         self._emit(tokens)
 
     def note_prefill(self, seconds: float, now: float) -> None:
-        """How long the passes took, and the host's clock when their token was there."""
+        """Add the seconds of the prefill passes; `now` is the host's clock when their token was read."""
         self.prefill_s += seconds
         self.first_token_at = self.first_token_at or now
 
     def add_round(self, accepted: int, drafted: int, num_emitted: int, tokens: Sequence[int]) -> None:
-        """One round: `tokens` were kept on the device, of `num_emitted` = accepted + 1 (a stop id cuts the rest off)."""
+        """Add a round that emitted `num_emitted` = accepted + 1 tokens, of which the device kept `tokens`: those up to a stop
+        id."""
         rounds_accepted, rounds_drafted = [0] * (self.draft_len + 1), [0] * (self.draft_len + 1)
         rounds_accepted[accepted] = rounds_drafted[drafted] = 1
         self.add_counts(rounds_accepted, rounds_drafted)
@@ -147,7 +147,7 @@ class RequestState:
         self._emit(tokens)
 
     def add_counts(self, accepted: Sequence[int], drafted: Sequence[int]) -> None:
-        """accepted[j] rounds accepted exactly j draft tokens, drafted[j] rounds drafted exactly j."""
+        """Add rounds: accepted[j] of them accepted exactly j draft tokens, drafted[j] drafted exactly j."""
         for j, (num_accepted, num_drafted) in enumerate(zip(accepted, drafted, strict=True)):
             self.num_rounds += num_accepted
             self.histogram[j] += num_accepted
@@ -158,20 +158,20 @@ class RequestState:
                 self.drafted_at[i] += num_drafted
 
     def end(self, finish: int) -> None:
-        """The device ended the row: at a stop id, at its limit, or where its logits were not finite."""
+        """The device has ended the row: at a stop id, at its limit, or because its logits were not finite."""
         if finish == STOPPED:
             self.finish_reason, self.stop_id = "stop", self.tokens[-1]
         else:
             self.finish_reason = "error" if finish == FAILED else "length"
 
     def thinking_left(self) -> int | None:
-        """Tokens until the thinking budget can be used up; None where only the beginning of a thought can change that."""
+        """Minimum number of further tokens that use up the thinking budget; None outside a thought or without a budget."""
         return None if self.budget is None else self.budget.left
 
     def hold_to_budget(self) -> bool:
-        """Close a thought that has used its budget: drop the tokens after that place and append the closing tokens.
+        """Close a thought that has used its budget: drop the tokens after that position and append the closing tokens.
 
-        False where the tokens keep to the budget. The closing tokens may end the request.
+        Returns False if the tokens are within the budget. The closing tokens may end the request.
         """
         forced = None if self.budget is None else self.budget.forced(self.tokens)
         if forced is None:
@@ -193,7 +193,7 @@ class RequestState:
             self.finder.restart()
 
     def _lose_logprobs(self, num_kept: int, count: int) -> None:
-        """The model did not choose the forced tokens, num_kept .. count-1: they have no logprobs."""
+        """Set the logprobs of the forced tokens, num_kept .. count-1, to NaN: the model did not choose them."""
         if self.num_top is None:
             return
         self.logprobs[num_kept:] = [float("nan")] * (count - num_kept)
@@ -217,123 +217,9 @@ class RequestState:
             self.finish_reason = "length"
 
     def _find_stop(self, token: int) -> str | None:
-        """The stop string that is complete with this token. Stop strings are searched for in the answer, not in thoughts."""
+        """The stop string that this token completes, if any. Stop strings are searched for in the answer, not in thoughts."""
         assert self.finder is not None
         kind = Kind.ANSWER if self._thought is None else self._thought.push(token)
         if kind is Kind.END_OF_OUTPUT_SO_FAR:
             self.finder.restart()
         return self.finder.push(token) if kind is Kind.ANSWER else None
-
-    def completion(
-        self,
-        *,
-        decode: Decode | None,
-        drafter: str,
-        eos_ids: frozenset[int],
-        slot: int,
-        now: float,
-        nodes: int | None = None,
-    ) -> Completion:
-        """The finished row; `now` is the host's clock in seconds, `nodes` those of each round's tree where trees were drafted."""
-        request = self.request
-        assert self.finish_reason is not None
-        if self.finish_reason == "error":
-            return self._failure(self._stats(drafter, slot, now, nodes))
-        count = len(self.tokens)
-        assert self.num_top is None or len(self.logprobs) >= count, (len(self.logprobs), count)
-        text, reasoning, parts = self._texts(decode)
-        stop_id = None if self.stop_id is None or self.stop_id in eos_ids else str(self.stop_id)
-        top = None
-        if self.top:
-            top = (np.stack([ids for ids, _ in self.top[:count]]), np.stack([values for _, values in self.top[:count]]))
-        return Completion(
-            request_id=request.request_id,
-            row_index=request.row_index,
-            sample_index=request.sample_index,
-            shard=request.shard,
-            status="truncated" if self.finish_reason == "length" else "ok",
-            finish_reason=self.finish_reason,
-            stop_reason=stop_id if self.stop_string is None else self.stop_string,
-            prompt_ids=request.prompt_ids,
-            token_ids=np.array(self.tokens, np.int32),
-            text=text,
-            reasoning=reasoning,
-            reasoning_truncated=None if parts is None else self._cut_off(parts),
-            reasoning_tokens=None if parts is None else parts.num_reasoning,
-            logprobs=np.array(self.logprobs[:count], np.float32) if self.logprobs else None,
-            top_logprobs=top,
-            seed=request.seed,
-            predicted_tokens=request.predicted_tokens,
-            cached_tokens=self.cached_tokens,
-            stats=self._stats(drafter, slot, now, nodes),
-        )
-
-    def _failure(self, stats: RowStats) -> Completion:
-        """The row ended where nothing could be chosen. Its tokens are dropped: what led to such numbers is not to be trusted."""
-        emitted_in_all = stats.num_prefills + stats.num_accepted + stats.num_rounds
-        request, emitted = self.request, len(self.tokens)
-        return Completion(
-            request_id=request.request_id,
-            row_index=request.row_index,
-            sample_index=request.sample_index,
-            shard=request.shard,
-            status="error",
-            finish_reason="error",
-            prompt_ids=request.prompt_ids,
-            seed=request.seed,
-            predicted_tokens=request.predicted_tokens,
-            cached_tokens=self.cached_tokens,
-            stats=replace(stats, num_discarded=emitted_in_all),
-            error=RowError(
-                code=NON_FINITE,
-                stage="decode",
-                message=(
-                    f"the model's logits at position {len(request.prompt_ids) + emitted} (output token {emitted}) hold NaN or "
-                    "+inf, or no finite value; check the weights and model.dtype, or drop the row"
-                ),
-                retryable=True,
-            ),
-        )
-
-    def _stats(self, drafter: str, slot: int, now: float, nodes: int | None) -> RowStats:
-        return RowStats(
-            drafter=drafter,
-            draft_len=self.draft_len,
-            num_prefills=self.num_prefills,
-            num_rounds=self.num_rounds,
-            num_drafted=self.num_drafted if nodes is None else nodes * sum(self.drafted_at[:1]),
-            num_accepted=self.num_accepted,
-            num_discarded=self.num_discarded,
-            histogram=tuple(self.histogram),
-            drafted_at=tuple(self.drafted_at),
-            accepted_at=tuple(self.accepted_at),
-            prefill_s=self.prefill_s,
-            decode_s=self._decode_s(now),
-            batch_id=0,
-            slot=slot,
-            num_forced=self.num_forced,
-        )
-
-    def _texts(self, decode: Decode | None) -> tuple[str | None, str | None, Parts | None]:
-        """Answer, thought (None where there was none), and their tokens (None where the model has no think tokens).
-
-        White space at the border of the two is dropped: chat templates put their own there.
-        """
-        thinking = self.request.thinking
-        found = self.finder.text if self.finder is not None and self.stop_string is not None else None
-        if thinking is None:
-            return (None if decode is None else decode(self.tokens) if found is None else found), None, None
-        parts = split_thoughts(self.tokens[:-1] if self.stop_id is not None else self.tokens, thinking)
-        if decode is None:
-            return None, None, parts
-        text = decode(parts.answer) if found is None else found
-        if not parts.thoughts:
-            return text, None, parts
-        thoughts = (decode(thought).strip() for thought in parts.thoughts)
-        return text.lstrip(), "\n\n".join(thought for thought in thoughts if thought), parts
-
-    def _cut_off(self, parts: Parts) -> bool:
-        """Whether a thought ended by its budget, or by the cap in its middle."""
-        assert self.budget is not None
-        self.budget.forced(self.tokens)
-        return self.budget.closed_a_thought or (parts.inside and self.finish_reason == "length")

@@ -18,6 +18,7 @@ from batchspec.batch.uniform_layout import UniformLayout
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import Drafter
 from batchspec.engine.draft_lengths import candidates
+from batchspec.engine.logprobs import logprobs_by_row
 from batchspec.engine.sampling import choose, greedy_sample
 from batchspec.kernels.attention.work_list import SharedPrefixes
 from batchspec.kernels.kv_cache.slot_mapping import compute_slot_mapping
@@ -29,12 +30,12 @@ from batchspec.records import PackedBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundOptions:
-    """What a whole job does in every round."""
+    """Options of the rounds, the same for a whole job."""
 
     logprobs: int | None = None
-    """null: none; 0: of the emitted tokens; N: of the N likeliest too."""
+    """None: no logprobs; 0: those of the emitted tokens; N: those of the N likeliest tokens too."""
     coupled: bool = True
-    """Drafts of sampled rows share the noise of the target's draws."""
+    """Whether drafts of sampled rows share the noise of the target's draws."""
     synthetic: tuple[float, ...] | None = None
     """Unconditional acceptance rates per position; for benchmarks."""
     argmax: bool = True
@@ -43,7 +44,7 @@ class RoundOptions:
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
-    """What the host reads of a round, on the device still.
+    """The results of a round that the host reads, on the device or copied to the host.
 
     log           int32 [R, 5+K] accepted_len (-1: dead row), draft_len, kept, finish, then the emitted tokens, -1 after them
     logprobs      float32 [R, S] of the emitted tokens
@@ -57,7 +58,7 @@ class RoundResult:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Those that are there."""
+        """All tensors that are not None."""
         fields = (self.log, self.logprobs, self.top_ids, self.top_logprobs)
         return tuple(field for field in fields if field is not None)
 
@@ -69,7 +70,7 @@ class RoundResult:
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """What a round verifies: ids int32 [R, K], length int32 [R], rates float32 [K] of synthetic acceptance or None."""
+    """The drafts that a round verifies: ids int32 [R, K], length int32 [R], rates float32 [K] of simulated acceptance or None."""
 
     ids: Tensor
     length: Tensor
@@ -77,7 +78,7 @@ class Drafts:
 
 
 class Round:
-    """The buffers of a round and the round itself. One object serves every row bucket and draft length: views of its buffers."""
+    """A round and its buffers. One object serves all row buckets and draft lengths, by views of its buffers."""
 
     def __init__(
         self, target: Target, drafter: Drafter, cache: KVCache, batch: PackedBatch, options: RoundOptions, device: torch.device
@@ -85,20 +86,20 @@ class Round:
         self.target, self.drafter, self.cache, self.options = target, drafter, cache, options
         slots, width = batch.num_slots, drafter.max_len + 1
         self.max_emitted = width
-        """Tokens that a round emits a row at most: K + 1."""
+        """Maximum number of tokens that a round emits for a row: K + 1."""
         self.kv_per_round = drafter.shape.kv_per_round
-        """K/V positions that a round writes from a row's newest token on."""
+        """Number of K/V positions that a round writes, from a row's newest token on."""
         self.draft_lens = candidates(drafter.max_len)
-        """Draft lengths worth a graph."""
+        """Draft lengths for which graphs are captured."""
         self.num_lookahead_slots = drafter.shape.num_lookahead_slots
-        """K/V positions after a row's last token that a round may write and read."""
+        """Number of K/V positions after a row's last token that a round may write and read."""
         self.nodes: int | None = None
-        """Nodes that a round with drafts verifies, whatever its draft length: of a tree."""
+        """Number of nodes that a round with drafts verifies, for trees; None for chains."""
         self._draft_len, self._kv_len, self._accepted_len, self._cu_seqlens_q, self._row_ids = (
             torch.zeros(size, dtype=torch.int32, device=device) for size in (slots, slots, slots, slots + 1, slots * width)
         )
         self._positions, self._slots = torch.zeros(2, slots * width, dtype=torch.int64, device=device)
-        self._layout = UniformLayout(slots, width, device)
+        self._layout = UniformLayout(slots, range(1, width + 1), device)
         self._widths = [_Width.allocate(slots, place, options, device) for place in range(1, width + 1)]
 
     def run(
@@ -109,7 +110,7 @@ class Round:
         shared: SharedPrefixes | None = None,
         prepare_next: bool = True,
     ) -> RoundResult:
-        """One round over all of `rows` with at most `draft_len` drafts each; dead rows cost nothing that changes a result.
+        """One round over all of `rows` with at most `draft_len` drafts each. Dead rows do not affect results.
 
         shared        rows that share a prefix, which attention on a GPU then reads once
         prepare_next  the next round may draft; else the drafter keeps its K/V warm and prepares nothing
@@ -137,34 +138,34 @@ class Round:
 
     @property
     def is_uniform(self) -> bool:
-        """Every live row verifies the same number of positions: the layout needs no prefix sum."""
+        """Whether every row verifies the same number of positions, so that the layout needs no prefix sum."""
         return self.drafter.fixed_len
 
     def couple(self, mode: SamplingMode) -> None:
-        """Tell the drafter how the rows of the pass or round to come are sampled, where its choices depend on that."""
+        """Set the drafter's sampling mode for the next pass or round; None if its choices do not depend on it."""
         depends = (mode.random and self.options.coupled) or adjusts_drafts(mode)
         self.drafter.mode = mode if depends else None
 
     def _uniform(self, rows: DeviceBatch, width: _Width, draft_len: Tensor) -> FlatBatch:
-        """S places for every row, dead or not: no prefix sum, one launch."""
+        """S flat tokens for every row, dead or not: no prefix sum, one launch."""
         page_table, *more_tables = rows.page_tables
-        num_rows, num_places = len(draft_len), len(draft_len) * width.ids.shape[1]
+        num_rows, num_flat_tokens = len(draft_len), len(draft_len) * width.ids.shape[1]
         ids, kv_len = width.ids[:num_rows], self._kv_len[:num_rows]
-        positions, slots = self._positions[:num_places], self._slots[:num_places]
+        positions, slots = self._positions[:num_flat_tokens], self._slots[:num_flat_tokens]
         prepare_verify_inputs(
             rows.tokens, rows.num_tokens, rows.limit, rows.live, page_table, page_size=self.cache.page_size,
             out_ids=ids, out_draft_len=draft_len, out_positions=positions, out_slot_mapping=slots, out_kv_len=kv_len,
         )  # fmt: skip
-        batch = self._layout.batch(ids, positions, slots, kv_len, page_table, rows)
+        batch = self._layout.batch(ids, positions, slots, kv_len, page_table, rows.tokens.shape[1])
         return batch.add_groups(more_tables, self.cache.page_size)
 
     def _ragged(self, rows: DeviceBatch, width: _Width, draft_len: Tensor) -> FlatBatch:
-        """The newest token and the drafts of every live row, end to end.
+        """The newest token and the drafts of every live row, concatenated.
 
         On a CPU, where reading a length costs nothing, T is exact; on a GPU it is R * S, the rest padding.
         """
         page_table, *more_tables = rows.page_tables
-        num_rows, num_places = len(draft_len), len(draft_len) * width.ids.shape[1]
+        num_rows, num_flat_tokens = len(draft_len), len(draft_len) * width.ids.shape[1]
         ids, start = width.ids[:num_rows], rows.num_tokens - 1
         torch.gather(rows.tokens, 1, start.clamp(min=0).long().unsqueeze(1), out=ids[:, :1])
         if width.rates is not None:
@@ -174,9 +175,9 @@ class Round:
         torch.minimum(draft_len, rows.limit - rows.num_tokens - 1, out=draft_len)
         q_len = draft_len.clamp_(min=0).mul_(rows.live).add(1).mul_(rows.live)
         if not q_len.is_cuda:
-            num_places = int(q_len.sum())
-        cu_seqlens_q, row_ids = self._cu_seqlens_q[: num_rows + 1], self._row_ids[:num_places]
-        positions, slots = self._positions[:num_places], self._slots[:num_places]
+            num_flat_tokens = int(q_len.sum())
+        cu_seqlens_q, row_ids = self._cu_seqlens_q[: num_rows + 1], self._row_ids[:num_flat_tokens]
+        positions, slots = self._positions[:num_flat_tokens], self._slots[:num_flat_tokens]
         compute_slot_mapping(
             start, q_len, page_table, page_size=self.cache.page_size,
             out_cu_seqlens_q=cu_seqlens_q, out_row_ids=row_ids, out_positions=positions, out_slot_mapping=slots,
@@ -198,10 +199,11 @@ class Round:
         self, hidden: Tensor, places: LogitRows | None, cu_seqlens_q: Tensor, drafts: Drafts, rows: DeviceBatch, live: Tensor,
         mode: SamplingMode, out_accepted_len: Tensor,
     ) -> RoundResult:  # fmt: skip
-        """The target's choices after `hidden` [T, H], the drafts they confirm, and the commit of what is emitted.
+        """Choose the target's tokens after `hidden` [T, H], accept the drafts that agree with them, and commit the emitted
+        tokens.
 
-        places  None where nobody asks for them: greedy, no logprobs
-        live    int32 [R] says which rows take part and is cleared where one of them ends
+        places  None if all rows are greedy and no logprobs are wanted
+        live    int32 [R] in: which rows take part; out: 0 for rows that have ended
         out_accepted_len  int32 [R]
         """
         target_ids, raw = self._choose(hidden, places, rows, mode)
@@ -230,12 +232,13 @@ class Round:
             mark_output(rows, log[:, 4:], log[:, 2])
         if raw is None or places is None:
             return RoundResult(log)
-        return self._with_logprobs(log, raw, target_ids, places)
+        num_rows, width = log.shape[0], log.shape[1] - 4
+        return RoundResult(log, *logprobs_by_row(raw, target_ids, places, num_rows, width, self.options.logprobs or 0))
 
     def _choose(
         self, hidden: Tensor, places: LogitRows | None, rows: DeviceBatch, mode: SamplingMode
     ) -> tuple[Tensor, Tensor | None]:
-        """Target ids int32 [T], NO_TOKEN where the logits are not finite; and the raw logits where logprobs are asked for."""
+        """Target ids int32 [T], NO_TOKEN for logits that are not finite; and the raw logits if logprobs are wanted."""
         if places is None:
             return self.greedy_of_hidden(hidden), None
         logits = self.target.logits(hidden)
@@ -252,30 +255,10 @@ class Round:
         """The greedy choice of each row of logits [T, V], int32 [T]."""
         return greedy_sample(logits)
 
-    def _with_logprobs(self, log: Tensor, raw: Tensor, target_ids: Tensor, places: LogitRows) -> RoundResult:
-        """Log-softmax of the raw logits at every place, laid out by row and place."""
-        num_rows, width, num_top = log.shape[0], log.shape[1] - 4, self.options.logprobs or 0
-        normaliser = torch.logsumexp(raw, 1, keepdim=True)
-        chosen = (raw.gather(1, target_ids.clamp(min=0).long().unsqueeze(1)) - normaliser).squeeze(1).float()
-        place = torch.zeros_like(places.positions) if places.num_drafted is None else places.num_drafted
-        # Padding and dead rows have no place of their own: what they say goes to a column that is cut off.
-        place = torch.where((place >= 0) & (place < width), place, width)
-        where = (places.row_ids.long(), place)
-
-        def by_row(values: Tensor) -> Tensor:
-            laid_out = values.new_zeros((num_rows, width + 1, *values.shape[1:]))
-            laid_out[where] = values
-            return laid_out[:, :width]
-
-        if not num_top:
-            return RoundResult(log, by_row(chosen))
-        best = raw.topk(num_top, dim=1)
-        return RoundResult(log, by_row(chosen), by_row(best.indices.int()), by_row((best.values - normaliser).float()))
-
 
 @dataclass(frozen=True, slots=True)
 class _Width:
-    """The buffers of rounds with S places a row.
+    """The buffers of rounds with S flat tokens for each row.
 
     ids    int32 [slots, S] newest token, then the drafts, in the layout in which they are verified
     rates  float32 [S-1] or None
@@ -293,7 +276,7 @@ class _Width:
 
 
 def conditional_rates(synthetic: tuple[float, ...] | None, draft_len: int, device: torch.device) -> Tensor | None:
-    """Rates float32 [K] of accepting place j given all before it, from unconditional ones."""
+    """Rates float32 [K] of accepting draft token j if all before it were accepted, from unconditional rates."""
     if synthetic is None:
         return None
     rates, before = [], 1.0

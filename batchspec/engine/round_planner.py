@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.cache.groups import most_keys
 from batchspec.engine.draft_lengths import DraftLengths
 from batchspec.engine.executor import Executor
 from batchspec.engine.graphs import Shape
@@ -29,7 +31,7 @@ class Launch:
     draft_len: int = 0
     prepare_next: bool = True
     context_tokens: int = 0
-    """Tokens in K/V of all rows, where the round's time is learnt from."""
+    """Keys that a layer reads of all rows, on average over the layers; 0 where no time is learnt from the round."""
     overlaps: bool = False
     """Prefill or other work ran concurrently: the round's time says nothing of other rounds."""
 
@@ -62,6 +64,7 @@ class RoundPlanner:
         self._lengths = None
         if adaptive and executor.graphs.captures:
             self._lengths = DraftLengths(self._max_len, choices=executor.round.draft_lens)
+            self._windows = Counter((*executor.target.spec.windows, *executor.drafter.kv_windows))
         self._clock = RoundClock()
         self._round_s: dict[int, float] = {}
         self._draft_len = 0
@@ -109,7 +112,7 @@ class RoundPlanner:
         """
         draft_len, prepare_next, context_tokens = self._max_len, True, 0
         if self._lengths is not None:
-            context_tokens = int(num_tokens[owners >= 0].sum())
+            context_tokens = self._context_tokens(num_tokens[owners >= 0])
             draft_len, next_drafts = self._lengths.choose(num_rows, context_tokens)
             prepare_next = draft_len > 0 or next_drafts
         self._draft_len = draft_len
@@ -121,6 +124,14 @@ class RoundPlanner:
             context_tokens=context_tokens,
             overlaps=overlaps,
         )
+
+    def _context_tokens(self, num_tokens: NDArray[np.int64]) -> int:
+        """Keys that a round reads of rows with so many tokens, on average over the layers of target and drafter."""
+        total = 0
+        for window, num_layers in self._windows.items():
+            keys = num_tokens if window is None else np.minimum(num_tokens, most_keys(window, self._batch.draft_len + 1))
+            total += num_layers * int(keys.sum())
+        return total // self._windows.total()
 
     def learn(self, launch: Launch, result: PendingResult, accepted_len: Ints) -> None:
         """A result has arrived, of a round or a prefill; accepted_len int32 [rows] of the round."""

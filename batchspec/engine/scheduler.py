@@ -49,7 +49,6 @@ class Scheduler:
         totals: EngineTotals,
         *,
         hook: RoundHook,
-        refill_dead: bool,
         finished: list[tuple[Ids, Ids]],
     ) -> None:
         """
@@ -59,7 +58,7 @@ class Scheduler:
         """
         self.slots, self.batch = allocator.slots, allocator.batch
         self._allocator, self._planner, self._executor, self._totals = allocator, planner, executor, totals
-        self._hook, self._refill_dead = hook, refill_dead
+        self._hook = hook
         self._prefix_groups = PrefixGroups(self.batch.num_slots)
         self.in_flight: deque[Launch] = deque()
         """Launches whose results are not read yet, the oldest first."""
@@ -159,10 +158,9 @@ class Scheduler:
 
     def _compact(self) -> Iterator[ScheduledStep]:
         """With an empty stream of requests, shrink to the next smaller row bucket once the live rows fit."""
-        live = self.slots.live
-        if self._passes or not (live and self._refill_dead and self._allocator.exhausted):
+        if self._passes or not self.slots.live:
             return
-        num_rows = min(b for b in self.batch.row_buckets if b >= len(live))
+        num_rows = self._allocator.num_rows_needed()
         if num_rows < self.num_rows:
             if self.in_flight:
                 yield self._step(read_all=True)

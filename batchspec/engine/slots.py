@@ -16,7 +16,8 @@ from batchspec.engine.results import RoundLog, Slots
 FREE = -1
 """Owner of a slot without a request."""
 NEVER = 1 << 62
-NO_TOKEN = -2
+NO_BEGIN_ID = -2
+"""Of a request whose thoughts no token begins. A round's log holds ids, and -1 where nothing was emitted: never this."""
 
 
 class SlotTable:
@@ -48,7 +49,7 @@ class SlotTable:
         """The host may end the request: it has stop strings, or its thinking budget ended it."""
         self.budget_due = zeros() + NEVER
         """Number of tokens at which the thinking budget may be used up."""
-        self.begin_id = zeros() + NO_TOKEN
+        self.begin_id = zeros() + NO_BEGIN_ID
         """Token that begins a thought of a request with a thinking budget."""
         self._any_budget = False
         self._tokens = np.zeros((num_slots, max_len), np.int32)
@@ -166,7 +167,7 @@ class SlotTable:
         left = state.thinking_left() if limited else None
         self.budget_due[slot] = NEVER if left is None else self.num_tokens[slot] + left
         begin_id = thinking.begin_id if limited and thinking is not None else None
-        self.begin_id[slot] = NO_TOKEN if begin_id is None else begin_id
+        self.begin_id[slot] = NO_BEGIN_ID if begin_id is None else begin_id
 
     def budgets_due(self, slots: Slots, log: RoundLog) -> Sequence[int]:
         """Those of `slots`, whose lines are added, that may have used their thinking budget: by length, or a thought began."""

@@ -15,6 +15,7 @@ from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.flat_batch import FlatBatch, TreeTail
 from batchspec.batch.logits import LogitRows, reads_drafts
 from batchspec.batch.sampling_mode import SamplingMode
+from batchspec.batch.uniform_layout import UniformLayout
 from batchspec.cache.pages import KVCache
 from batchspec.draft.base import Drafter
 from batchspec.draft.shapes import TreeShape
@@ -54,8 +55,7 @@ class TreeRound(Round):
         self.nodes = shape.nodes
         self.draft_lens = (0, shape.depth)
         self._node_ids = torch.zeros(slots, places, dtype=torch.int32, device=device)
-        self._node_rows = torch.arange(slots, dtype=torch.int32, device=device).repeat_interleave(places)
-        self._node_start = torch.arange(0, slots * places + 1, places, dtype=torch.int32, device=device)
+        self._node_layout = UniformLayout(slots, (places,), device)
         self._node_kv_len = torch.zeros(slots, dtype=torch.int32, device=device)
         self._node_positions, self._node_slots, self._ancestors = torch.zeros(3, slots * places, dtype=torch.int64, device=device)
         self._path = torch.zeros(slots, shape.depth + 1, dtype=torch.int32, device=device)
@@ -118,18 +118,10 @@ class TreeRound(Round):
             parents, rows.num_tokens, rows.live, page_table, page_size=page_size, max_depth=self.drafter.max_len,
             out_positions=positions, out_slot_mapping=slots, out_ancestors=ancestors, out_kv_len=kv_len,
         )  # fmt: skip
-        return FlatBatch(
-            token_ids=ids.view(-1),
-            row_ids=self._node_rows[:count],
-            positions=positions,
-            slot_mapping=slots,
-            cu_seqlens_q=self._node_start[: num_rows + 1],
-            kv_len=kv_len,
-            page_table=page_table,
-            max_q=places,
-            max_kv=page_table.shape[1] * page_size,
-            tree=TreeTail(ancestors=ancestors, start=rows.num_tokens - 1, max_depth=self.drafter.max_len),
-        ).add_groups(more_tables, page_size)
+        tree = TreeTail(ancestors=ancestors, start=rows.num_tokens - 1, max_depth=self.drafter.max_len)
+        max_kv = page_table.shape[1] * page_size
+        batch = self._node_layout.batch(ids, positions, slots, kv_len, page_table, max_kv, tree)
+        return batch.add_groups(more_tables, page_size)
 
     def _places(self, batch: FlatBatch, parents: Tensor, mode: SamplingMode, rows: DeviceBatch) -> LogitRows | None:
         """Which row and position each node's choice belongs to; the tokens above it too, where a rule asks for drafts."""

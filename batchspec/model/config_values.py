@@ -55,6 +55,7 @@ NUMBERS: dict[str, tuple[float, float]] = {
     "attention_factor": (1e-3, 1e3),
     "mscale": (0.0, 1e3),
     "mscale_all_dim": (0.0, 1e3),
+    "partial_rotary_factor": (0.0, 1.0),
 }
 """key -> lowest and highest value; all values are finite."""
 

@@ -74,7 +74,7 @@ class PagedStore:
     slot_mapping: Tensor
     """int64 [T]"""
     kv: LayerKV
-    row_ids: Tensor | None = None
+    row_ids: Tensor
 
     def rotate_and_store(self, qkv: Any, *, q_norm: Tensor | None, k_norm: Tensor | None, eps: float) -> Tensor:
         return rope_write(qkv, self.rope, self.kv, self.slot_mapping, q_norm=q_norm, k_norm=k_norm, eps=eps)
@@ -86,7 +86,7 @@ class PagedAttend:
 
     kv: LayerKV
     plan: AttentionPlan
-    row_ids: Tensor | None = None
+    row_ids: Tensor
     positions: Tensor | None = None
     """int64 [T] of the queries, where they are later than the plan's"""
 

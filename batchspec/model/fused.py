@@ -56,10 +56,20 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
-def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE of heads [T, N, D] with cos and sin [T, 1, D] (`rope_angles`: the first half of sin is negated)."""
-    swapped = torch.roll(heads, heads.shape[-1] // 2, -1)
-    return torch.addcmul(heads * cos, swapped, sin)
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """RoPE of the first R numbers of heads [T, N, D].
+
+    cos, sin     [T, 1, R] of `rope_angles`: the first half of sin is negated
+    interleaved  number 2j is rotated with 2j + 1; else j with j + R/2
+    """
+    width = cos.shape[-1]
+    turning = heads[..., :width]
+    if interleaved:
+        turning = turning.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    turned = torch.addcmul(turning * cos, torch.roll(turning, width // 2, -1), sin)
+    if interleaved:
+        turned = turned.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+    return turned if width == heads.shape[-1] else torch.cat((turned, heads[..., width:]), -1)
 
 
 def rope_write(
@@ -69,20 +79,33 @@ def rope_write(
 
     qkv             [T, (NH + 2 * KVH) * D]
     kv              this layer's, written at the slots int64 [T]
-    q_norm, k_norm  [D] weights of the norm of each head, or None
+    q_norm, k_norm  weights of the norm of each head [D], or of all heads at once [NH * D] and [KVH * D]; or None
     Returns q [T, NH, D].
     """
+    num_kv_heads, head_dim = kv.layout.num_kv_heads, kv.layout.head_dim
+    if q_norm is not None and k_norm is not None and q_norm.shape[0] != head_dim:
+        _norm_rows(qkv, q_norm, k_norm, eps)
+        q_norm = k_norm = None
     if at.angles is None:
         return kv.rope_write(
-            qkv, at.positions, at.freqs, slot_mapping, attention_factor=at.attention_factor,
+            qkv, at.positions, at.freqs, slot_mapping, attention_factor=at.attention_factor, interleaved=at.interleaved,
             q_norm=q_norm, k_norm=k_norm, eps=eps,
         )  # fmt: skip
-    num_kv_heads, head_dim = kv.layout.num_kv_heads, kv.layout.head_dim
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     num_heads = heads.shape[1] - 2 * num_kv_heads
     qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
     if q_norm is not None and k_norm is not None:
         qk = torch.cat((rms_norm(qk[:, :num_heads], q_norm, eps), rms_norm(qk[:, num_heads:], k_norm, eps)), 1)
-    qk = rotate(qk, *at.angles)
+    qk = rotate(qk, *at.angles, interleaved=at.interleaved)
     kv.write(qk[:, num_heads:], v, slot_mapping)
     return qk[:, :num_heads]
+
+
+def _norm_rows(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float) -> None:
+    """Norm q and k of each token in place, over all of their heads. Two launches on a GPU."""
+    q, k, _ = qkv.split((q_norm.shape[0], k_norm.shape[0], k_norm.shape[0]), 1)
+    for part, weight in ((q, q_norm), (k, k_norm)):
+        if part.is_cuda:
+            norm.rms_norm(part, weight, eps, out=part)
+        else:
+            part.copy_(rms_norm(part, weight, eps))

@@ -1,6 +1,7 @@
 """Rotary position embedding: the frequencies of each type and the cos and sin of a batch's positions.
 
-Rotates dimension j with j + D/2 by position * frequency[j]. Types: default (Su et al. 2021, arXiv 2104.09864), linear (position
+Rotates dimension j with j + R/2, or 2j with 2j + 1 where pairs are interleaved, by position * frequency[j], for the first R of D
+dimensions; the others stay as they are. Types: default (Su et al. 2021, arXiv 2104.09864), linear (position
 interpolation, arXiv 2306.15595), llama3 (Llama 3.1's config.json) and yarn (arXiv 2309.00071); all in fp32, as transformers
 5 computes them (modeling_rope_utils.py), so that checkpoints give the same logits.
 """
@@ -17,14 +18,15 @@ from batchspec.model.rope_config import RopeSpec
 
 
 def rope_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
-    """fp32 [D/2] radians a token."""
-    freqs = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    """fp32 [R/2] radians a token, R the numbers of a head that are rotated: `rope.rotary_dim`, or all of them."""
+    dim = rope.rotary_dim or head_dim
+    freqs = 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     if rope.type == "linear":
         return freqs / rope.factor
     if rope.type == "llama3":
         return _llama3(freqs, rope)
     if rope.type == "yarn":
-        return _yarn(freqs, rope, head_dim)
+        return _yarn(freqs, rope, dim)
     return freqs
 
 
@@ -35,23 +37,23 @@ def _llama3(freqs: Tensor, rope: RopeSpec) -> Tensor:
     return (1 - keep) * freqs / rope.factor + keep * freqs
 
 
-def _yarn(freqs: Tensor, rope: RopeSpec, head_dim: int) -> Tensor:
-    """A ramp over the dimensions between those that rotate `beta_fast` and `beta_slow` times in the original context."""
+def _yarn(freqs: Tensor, rope: RopeSpec, dim: int) -> Tensor:
+    """A ramp over the `dim` dimensions between those that rotate `beta_fast` and `beta_slow` times in the original context."""
 
     def dimension(rotations: float) -> float:
-        return head_dim * math.log(rope.original_max_len / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return dim * math.log(rope.original_max_len / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+    low, high = max(low, 0), min(high, dim - 1)
     high += 0.001 if low == high else 0.0
-    divide = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    divide = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     return freqs / rope.factor * divide + freqs * (1 - divide)
 
 
 def rope_angles(positions: Tensor, freqs: Tensor, attention_factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, 1, D] of int64 positions [T]; the first half of sin is negated, as `fused.rotate` wants it."""
+    """cos and sin [T, 1, R] of int64 positions [T]; the first half of sin is negated, as `fused.rotate` wants it."""
     angles = positions.to(torch.float32)[:, None] * freqs
     cos, sin = angles.cos().mul_(attention_factor), angles.sin().mul_(attention_factor)
     return torch.cat((cos, cos), -1).to(dtype)[:, None], torch.cat((-sin, sin), -1).to(dtype)[:, None]
@@ -64,14 +66,17 @@ class Rope:
     positions: Tensor
     """int64 [T]"""
     freqs: Tensor
-    """float32 [D/2] radians a token"""
+    """float32 [R/2] radians a token, R the numbers of a head that are rotated"""
     attention_factor: float
     """scale of cos and sin"""
+    interleaved: bool
+    """dimension 2j is rotated with 2j + 1; else j with j + R/2"""
     angles: tuple[Tensor, Tensor] | None
     """cos and sin as of `rope_angles`; None on a GPU, whose kernel computes them where it needs them"""
 
 
-def rope_of(positions: Tensor, freqs: Tensor, attention_factor: float, dtype: torch.dtype) -> Rope:
-    """The rotation of int64 positions [T] for heads of `dtype`. Launches nothing on a GPU."""
-    angles = None if positions.is_cuda else rope_angles(positions, freqs, attention_factor, dtype)
-    return Rope(positions=positions, freqs=freqs, attention_factor=attention_factor, angles=angles)
+def rope_of(positions: Tensor, freqs: Tensor, rope: RopeSpec, dtype: torch.dtype) -> Rope:
+    """The rotation of int64 positions [T] for heads of `dtype`; freqs of `rope_frequencies`. Launches nothing on a GPU."""
+    factor = rope.attention_factor
+    angles = None if positions.is_cuda else rope_angles(positions, freqs, factor, dtype)
+    return Rope(positions=positions, freqs=freqs, attention_factor=factor, interleaved=rope.interleaved, angles=angles)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from batchspec.model.config_values import ConfigReader
 
@@ -31,21 +31,46 @@ class RopeSpec:
     """yarn: cos and sin are multiplied by it."""
     truncate: bool = True
     """yarn: round the two ends of the ramp to whole dimensions."""
+    rotary_dim: int | None = None
+    """The first so many numbers of each head are rotated, the others stay as they are; None: all are rotated. Even."""
+    interleaved: bool = False
+    """Dimension 2j is rotated with 2j + 1; else j with j + half of those that are rotated."""
 
 
-def read_rope(config: ConfigReader, max_len: int | None) -> RopeSpec:
-    """The rotary embedding; `max_len` is the original context where the config names none, None: it has to.
+def read_rope(config: ConfigReader, max_len: int | None, *, head_dim: int | None = None) -> RopeSpec:
+    """The rotary embedding.
+
+    max_len   the original context where the config names none; None: it has to
+    head_dim  of a family that may rotate a part of each head (partial_rotary_factor); None: that is refused
 
     `rope_scaling` where it holds anything, and then nothing of `rope_parameters`, as transformers 5 has it
     (modeling_rope_utils.py, convert_rope_params_to_dict); rope_theta from there, else from the config.
     """
     rope = config.part("rope_scaling") if config.differs("rope_scaling", None, {}) else config.part("rope_parameters")
+    spec = _read_part(config, rope, max_len, config.number("rope_theta", 10_000.0), partial=head_dim is not None)
+    return spec if head_dim is None else replace(spec, rotary_dim=_rotary_dim(config, rope, head_dim))
+
+
+def _rotary_dim(config: ConfigReader, rope: ConfigReader, head_dim: int) -> int | None:
+    """int(head_dim * partial_rotary_factor), the factor from the rope's part of the config, else from the config."""
+    part = rope if rope.given("partial_rotary_factor") else config
+    rotary_dim = int(head_dim * part.number("partial_rotary_factor", 1.0))
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise config.refusal(
+            f"{part.shown('partial_rotary_factor')} rotates {rotary_dim} of the {head_dim} numbers of a head; rotary embedding "
+            "needs pairs"
+        )
+    return None if rotary_dim == head_dim else rotary_dim
+
+
+def _read_part(config: ConfigReader, rope: ConfigReader, max_len: int | None, usual_theta: float, *, partial: bool) -> RopeSpec:
+    """One object that describes a rotary embedding. partial: its partial_rotary_factor is the caller's to read."""
     kind = rope.text("rope_type", rope.text("type", "default"))
-    theta = rope.number("rope_theta", config.number("rope_theta", 10_000.0))
+    theta = rope.number("rope_theta", usual_theta)
     wrong = [f"{key} per layer type" for key in rope.objects()]
     if kind not in ("default", "linear", "llama3", "yarn"):
         wrong.append(f"rope_type {kind[:60]!r} (supported: default, linear, llama3, yarn)")
-    wrong += [rope.shown(key) for key in ("partial_rotary_factor",) if rope.differs(key, None, 1.0)]
+    wrong += [rope.shown(key) for key in ("partial_rotary_factor",) if not partial and rope.differs(key, None, 1.0)]
     wrong += [rope.shown(key) for key in ("mrope_section",) if rope.given(key)]
     if wrong:
         raise config.refusal(f"rotary embedding not supported: {', '.join(wrong)}")

@@ -114,6 +114,12 @@ class ModelSpec:
         weight_format = self.formats.of(prefix + gemm.product.parts[0].name)
         return weight_format.nbytes(gemm.product.rows, gemm.product.k, dtype)
 
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of all weights in memory; norms and biases are too few to count."""
+        matrices = (1 if self.tie else 2) * self.vocab_size * self.hidden_size  # output matrix and embedding
+        stored = sum(gemm.stored * self.gemm_bytes(prefix, gemm, dtype) for prefix, gemm in self.gemms(1))
+        return stored + matrices * dtype.itemsize
+
 
 def layer_prefix(index: int) -> str:
     """What the names of a layer's tensors begin with."""

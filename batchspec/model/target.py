@@ -100,7 +100,7 @@ class Target:
         if len(set(aux_layer_ids)) < len(aux_layer_ids) or not all(0 <= i <= self.spec.num_layers for i in aux_layer_ids):
             raise ValueError(f"aux_layer_ids {aux_layer_ids} must be different boundaries in 0 .. {self.spec.num_layers}")
         stream = ResidualStream(self._embedding.index_select(0, batch.token_ids))
-        rope = rope_of(batch.positions, self._freqs, self.spec.rope.attention_factor, self.dtype)
+        rope = rope_of(batch.positions, self._freqs, self.spec.rope, self.dtype)
         windows, group_of = self.spec.windows, cache.groups.target_layers
         batches = [batch.of_group(group) for group in range(cache.groups.num_groups)]
         # Layers with the same window are of one group, and a plan fits any of them.

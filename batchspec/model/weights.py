@@ -87,13 +87,13 @@ def misfits(expected: Iterable[TensorSpec], stored: Mapping[str, StoredTensor], 
 
 
 def _wrapper(missing: Sequence[str], unexpected: Collection[str]) -> list[str]:
-    """Says it where a missing tensor is there under a prefix."""
+    """A problem if a missing tensor is in the file with a prefix before its name, else none."""
     for name in missing[:1]:
         tail = name.removeprefix("model.")
         for other in sorted(unexpected):
             if other.endswith(tail) and other.removesuffix(tail)[-1:] in ("", "."):
                 return [
-                    f"{listed([other])} stands where {name} should: saved from inside a wrapper (torch.compile, a multimodal "
+                    f"{listed([other])} is there instead of {name}: saved from inside a wrapper (torch.compile, a multimodal "
                     "model, PEFT); save the language model itself"
                 ]
     return []

@@ -1,4 +1,4 @@
-"""Admission: every input row becomes requests that are ready for the engine, or one completion that says why not.
+"""Admission: every input row becomes requests that are ready for the engine, or one completion with the reason why not.
 
 A bad row never raises and never reaches the engine. It is checked in this order, and the first problem gives its code
 (stage "admission"; codes are stable, messages are for people):
@@ -23,24 +23,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import pyarrow as pa
 
 from batchspec.config.schema import RunConfig
 from batchspec.config.values import violation
 from batchspec.dataset.columns import ColumnMap, request_ids
-from batchspec.dataset.messages import BadChat, read_chat
 from batchspec.dataset.reader import InputShard, Source, locate
 from batchspec.dataset.untyped_columns import json_kinds
 from batchspec.errors import ConfigError
-from batchspec.model.text_bytes import LongText
 from batchspec.model.thinking import find_think_tokens
-from batchspec.packing.cells import BadRow, json_cell, number_cell, plain_cell, prompt_cell, row_values, synthetic_len_cell
+from batchspec.packing.cells import BadRow, number_cell, plain_cell, prompt_cell, row_values, synthetic_len_cell
 from batchspec.packing.predict import LengthPredictor
+from batchspec.packing.prompt_encoder import PromptEncoder
 from batchspec.records import MAX_STOP_IDS, Completion, Ids, Request, RowError, SamplingParams, Thinking
 
 if TYPE_CHECKING:
@@ -82,7 +77,7 @@ class Admission:
         outside = [token for token in self.decode.stop_ids if token >= self.vocab_size]
         if outside:
             raise ConfigError(f"decode.stop_ids={outside} exceed the vocabulary of {self.vocab_size} tokens; remove them")
-        # A tokenizer may have more tokens than the model; those can never be drawn.
+        # A tokenizer may have more tokens than the model; these are never drawn.
         self.end_ids = {token for token in eos if token < self.vocab_size} | set(self.decode.stop_ids)
         if len(self.end_ids) > MAX_STOP_IDS:
             raise ConfigError(
@@ -92,6 +87,7 @@ class Admission:
         if tokenizer is None and (self.columns.prompt_kind != "prompt_ids" or self.decode.stop):
             raise ConfigError("decode.stop and text prompts need a tokenizer, and the model folder has none; use prompt_ids")
 
+        self.encoder = PromptEncoder(self.input, columns, tokenizer, vocab_size=self.vocab_size, max_len=self.max_len)
         self.fields = {name: source.schema.field(column) for name, column in columns.names.items()}
         self.closing = self._closing()
         chat = self.columns.prompt_kind == "messages" or (self.columns.prompt_kind == "prompt" and self.input.chat)
@@ -104,7 +100,7 @@ class Admission:
         if self.think is None:
             if budget is not None:
                 raise ConfigError(
-                    f"decode.thinking_token_budget={budget} needs think tokens, and the tokenizer has none that are known; "
+                    f"decode.thinking_token_budget={budget} needs think tokens, and the tokenizer has no known ones; "
                     "name them, model.think_tokens=[<think>,</think>], or remove the key"
                 )
             return ()
@@ -120,14 +116,14 @@ class Admission:
         self.predictor.observe(completion)
 
     def predicted(self, request: Request) -> Request:
-        """The request with the output length that is expected now; its cap if nothing can end it early."""
+        """The request with its expected output length: the present prediction, or max_new_tokens if nothing can end it early."""
         if not request.may_end_early:
             return request
         predicted = self.predictor.predict(request.max_new_tokens)
         return request if predicted == request.predicted_tokens else replace(request, predicted_tokens=predicted)
 
     def admit(self, shard: InputShard) -> Iterator[Request | Completion]:
-        """For each row, in input order: its requests (samples 0 .. n-1), or one completion that says why it has none."""
+        """For each row, in input order: its requests (samples 0 .. n-1), or one completion with the reason why it has none."""
         ids = request_ids(self.source, self.columns, shard)
         for row_index, (request_id, row) in enumerate(zip(ids, self._rows(shard), strict=True), shard.first_row):
             try:
@@ -170,7 +166,7 @@ class Admission:
         if room < 1:
             said = f"max_new_tokens={max_new_tokens} leaves no room for a prompt in model.max_len={self.max_len}; lower it"
             raise BadRow("bad_parameter", said)
-        prompt_ids = self._fit(self._tokens(prompt, row, room), max_new_tokens)
+        prompt_ids = self.encoder.encode(prompt, row, room)
         sampling = SamplingParams(
             temperature=values["temperature"], top_k=min(int(values["top_k"]), self.vocab_size),
             top_p=values["top_p"], min_p=values["min_p"],
@@ -205,7 +201,7 @@ class Admission:
         )  # fmt: skip
 
     def _values(self, row: dict[str, Any]) -> dict[str, float]:
-        """The sampling values of a row: its own, else the job's."""
+        """The sampling values of a row: the row's own, or else the job's."""
         values: dict[str, float] = {}
         for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "n"):
             own, usual = row.get(name), getattr(self.decode, name)
@@ -219,7 +215,7 @@ class Admission:
         return values
 
     def _stops(self, own: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Stop strings to look for in the text, and stop ids: a stop string that is one special token is an id."""
+        """Stop strings to search for in the text, and stop ids. A stop string that is a special token becomes a stop id."""
         strings: list[Any] = list(self.decode.stop)
         if own is not None:
             strings = [own] if isinstance(own, str) else own if isinstance(own, list) else [None]
@@ -231,90 +227,6 @@ class Admission:
         if len(ids) > MAX_STOP_IDS:
             raise BadRow("bad_parameter", f"stop={own!r} makes {len(ids)} stop ids, at most {MAX_STOP_IDS} fit; shorten the list")
         return tuple(item for item in strings if item not in self.special_ids), tuple(sorted(ids))
-
-    def _tokens(self, prompt: Any, row: dict[str, Any], room: int) -> Ids:
-        if self.columns.prompt_kind == "prompt_ids":
-            return self._checked_ids(prompt)
-        chat = self.columns.prompt_kind == "messages" or self.input.chat
-        system, tools = row.get("system"), json_cell(row, "tools", list)
-        if not chat and (system is not None or tools is not None):
-            raise BadRow("bad_parameter", "system and tools need a chat; set input.chat=true or leave them null")
-        kwargs = (json_cell(row, "template_kwargs", dict) if chat else None) or {}
-        with refused_as("chat template" if chat else "tokenizer"):
-            ids = self._encoded(prompt, system, tools, kwargs, room) if chat else self._encoded_text(prompt, room)
-        if not ids:
-            raise BadRow("empty_prompt", "the prompt has no tokens; drop the row")
-        return self._known(np.asarray(ids, dtype=np.int64), "the prompt's text")
-
-    def _encoded_text(self, prompt: str, room: int) -> list[int]:
-        assert self.tokenizer is not None
-        try:
-            return self.tokenizer.encode(prompt, room=room, keep_end=self.input.on_overlong == "truncate")
-        except LongText as error:
-            raise self._too_long(str(error), room) from None
-
-    def _encoded(self, prompt: Any, system: str | None, tools: Any, kwargs: dict[str, Any], room: int) -> list[int]:
-        assert self.tokenizer is not None
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        try:
-            turns = read_chat(messages, system, self.input.final_assistant)
-        except BadChat as error:
-            raise BadRow("bad_messages", str(error)) from None
-        try:
-            return self.tokenizer.encode_chat(
-                turns, tools=tools, template_kwargs={**self.input.template_kwargs, **kwargs},
-                continue_final=turns[-1]["role"] == "assistant", room=room, keep_end=self.input.on_overlong == "truncate",
-            )  # fmt: skip
-        except LongText as error:
-            raise self._too_long(str(error), room) from None
-
-    def _checked_ids(self, prompt: pa.Array) -> Ids:
-        if prompt.null_count:
-            raise BadRow("bad_ids", "prompt_ids holds a null; correct it")
-        return self._known(prompt.to_numpy(), "prompt_ids")
-
-    def _known(self, ids: np.ndarray[Any, Any], where: str) -> Ids:
-        if ids.size and (ids.min() < 0 or ids.max() >= self.vocab_size):
-            outside = ids[(ids < 0) | (ids >= self.vocab_size)]
-            limit = f"the vocabulary 0 .. {self.vocab_size - 1}"
-            raise BadRow("bad_ids", f"{where} holds {outside[0]}, outside {limit}; correct it")
-        return np.asarray(ids, dtype=np.int32)
-
-    def _fit(self, prompt_ids: Ids, max_new_tokens: int) -> Ids:
-        room = self.max_len - max_new_tokens
-        if len(prompt_ids) <= room:
-            return prompt_ids
-        if self.input.on_overlong == "truncate":
-            return prompt_ids[-room:]
-        raise self._too_long(f"{len(prompt_ids)} prompt tokens", room, prompt_ids)
-
-    def _too_long(self, prompt: str, room: int, prompt_ids: Ids | None = None) -> BadRow:
-        return BadRow(
-            "too_long",
-            f"{prompt} + {self.max_len - room} new tokens exceed model.max_len={self.max_len}; "
-            "shorten the prompt, lower max_new_tokens or set input.on_overlong=truncate",
-            prompt_ids=prompt_ids,
-            status="skipped" if self.input.on_overlong == "skip" else "error",
-        )
-
-
-@contextmanager
-def refused_as(who: str) -> Iterator[None]:
-    """Whatever the chat template or the tokenizer raises becomes a BadRow."""
-    try:
-        yield
-    except BadRow:
-        raise
-    except UnicodeError as error:
-        raise BadRow("bad_text", f"the prompt is not valid Unicode ({error}); correct it") from error
-    except Exception as error:  # a template may raise anything
-        code = "template_error" if who == "chat template" else "bad_text"
-        said = " ".join(str(error).split()) or type(error).__name__
-        raise BadRow(code, f"the {who} refuses the prompt ({said}); correct it") from error
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":  # a panic in Rust code is not an Exception
-            raise
-        raise BadRow("bad_text", f"the tokenizer breaks at the prompt ({error}); correct it") from error
 
 
 def job_max_len(config: RunConfig, spec: ModelSpec) -> int:

@@ -87,7 +87,7 @@ def ids_cell(cell: Any) -> pa.Array:
         return cell
     if isinstance(cell, list) and all(item is None or (type(item) is int and abs(item) < 1 << 63) for item in cell):
         return pa.array(cell, pa.int64())
-    raise BadRow("bad_ids", "prompt_ids is no list of whole numbers; correct it")
+    raise BadRow("bad_ids", "prompt_ids is not a list of whole numbers; correct it")
 
 
 def synthetic_len_cell(row: Mapping[str, Any]) -> int | None:

@@ -1,50 +1,55 @@
-"""What a shape costs: seconds of a round and of a prefill, bytes of weights and K/V pages.
+"""The cost model: seconds of a round and of a prefill, bytes of weights that are read and of K/V.
 
-A forward over T flat tokens reads every weight once (of experts those that its tokens choose) and multiplies by T rows;
-attention reads each row's K/V once, whatever the number of its query tokens. Each part takes as long as its slower side, memory
-or arithmetic:
+A forward pass over T flat tokens reads every weight once (of experts, those that its tokens choose) and multiplies it with T
+tokens. Attention reads each row's K/V once, whatever the number of query tokens. Each part is bound by memory or by arithmetic,
+whichever is slower:
 
-    round_s = max(W(T) / bytes_s, 2 P T / flop_s(T), L layer_s) + max(R C kv / bytes_s, 4 A L T C / flop_s(T)) + overhead
+    round_s = max(W(T) / bytes_s, 2 P T / flop_s(T), L layer_s) + max(R kv sum_l C_l / bytes_s, 4 A T sum_l C_l / flop_s(T))
+              + overhead
 
-W(T) bytes of the weights that are read (embedding rows are gathered), P weights that a token is multiplied with, R rows, C
-context tokens a row, T = R * tokens_per_row, kv bytes of K/V a token, A query heads * head_dim, L layers.
+W(T) bytes of the weights that are read (without the embedding, of which rows are gathered), P weights that a token is multiplied
+with, R rows, C_l keys of a row that layer l reads, T = R * tokens_per_row, kv bytes of K/V a token and layer, A query heads *
+head_dim, L layers. C_l is the row's context; in a layer with a window it is min(context, window + tokens_per_row - 1).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 import torch
 
+from batchspec.cache.groups import most_keys
 from batchspec.model.spec import ModelSpec
 
 CALIBRATED_TOKENS = (8, 32, 128, 256)
 SMALL_OPERATIONS = {"cpu": 3000, "cuda": 200}
-"""What a forward of 30 layers costs in addition to its products, in bare additions: in a CUDA graph, and from Python."""
+"""Overhead of a forward pass of 30 layers besides its products, as a number of small additions: from Python on a CPU, in a CUDA
+graph on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What one device does in a second."""
+    """The speed of a device."""
 
     name: str
     bytes_s: float
     """Memory read, bytes/s."""
     gemm: tuple[tuple[int, float], ...]
-    """(tokens, flop/s) of products of a weight matrix and that many tokens, ascending."""
+    """(tokens, flop/s) of matrix products with this number of tokens, ascending."""
     overhead_s: float
-    """Seconds of a forward that neither memory nor arithmetic explains."""
+    """Seconds of a forward pass besides memory and arithmetic."""
     layer_s: float = 0.0
-    """Seconds that a layer's products and norms take at least, however small they are."""
+    """Minimum seconds of a layer's products and norms, however small they are."""
     tile: int = 1
-    """Tokens of a product's tile: more than two of them take as long as the next multiple."""
+    """Tokens of a product's tile: above two tiles, the number of tokens is rounded up to a multiple."""
 
     def flop_s(self, tokens: float) -> float:
-        """Between measured points in a straight line; fewer tokens than the first take as long as the first."""
+        """flop/s of products with this number of tokens, interpolated between measured points; fewer tokens than the first point
+        take as long as the first."""
         first, rate = self.gemm[0]
         if tokens <= first:
             return rate * tokens / first
@@ -63,14 +68,15 @@ H200 = Rates(
 
 
 def device_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Known figures for a known GPU in bf16, else a measurement of well under a second."""
+    """Stored rates for a known GPU in bf16; otherwise measured, in well under a second."""
     if device.type == "cuda" and dtype is torch.bfloat16 and "H200" in torch.cuda.get_device_name(device):
         return H200
     return calibrate(device, dtype)
 
 
 def calibrate(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Time one weight matrix against 8 to 256 tokens, and a read of more than caches hold; a busy machine measures slow."""
+    """Measure matrix products with 8 to 256 tokens, and a read of more memory than the caches hold. Other load on the machine
+    lowers the result."""
     size = 2048 if device.type == "cpu" else 8192
     weight = torch.ones(size, size, dtype=dtype, device=device)
     large = torch.ones(64 << 20 if device.type == "cpu" else 1 << 30, dtype=torch.uint8, device=device).view(dtype)
@@ -80,7 +86,7 @@ def calibrate(device: torch.device, dtype: torch.dtype) -> Rates:
         return _seconds(lambda: rows @ weight.T, device)
 
     rates = [2.0 * size * size * tokens / product(tokens) for tokens in CALIBRATED_TOKENS]
-    # More tokens never go slower: where they seem to, others used the machine just then.
+    # The rate never falls with more tokens: a measurement that says so was disturbed by other load.
     points = tuple(zip(CALIBRATED_TOKENS, accumulate(rates, max), strict=True))
     read_s = _seconds(large.sum, device)
     overhead_s = SMALL_OPERATIONS[device.type] * _seconds(lambda: weight[0, :64] + 1, device)
@@ -112,22 +118,15 @@ def num_multiplied(spec: ModelSpec) -> int:
     return sum(gemm.active * gemm.size for _, gemm in spec.gemms(1)) + spec.vocab_size * spec.hidden_size
 
 
-def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Bytes of all weights in memory; norms and biases are too few to count."""
-    matrices = (1 if spec.tie else 2) * spec.vocab_size * spec.hidden_size  # output matrix and embedding
-    stored = sum(gemm.stored * spec.gemm_bytes(prefix, gemm, dtype) for prefix, gemm in spec.gemms(1))
-    return stored + matrices * dtype.itemsize
-
-
 def read_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: float) -> float:
-    """Bytes of weights that a forward over `tokens` tokens reads: of experts those that a token of them chooses, on average."""
+    """Bytes of weights that a forward pass over `tokens` tokens reads; of experts, the expected number that the tokens choose."""
     layers = sum(gemm.read * spec.gemm_bytes(prefix, gemm, dtype) for prefix, gemm in spec.gemms(tokens))
     return layers + spec.vocab_size * spec.hidden_size * dtype.itemsize
 
 
-def page_bytes(spec: ModelSpec, page_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one K/V page over all layers."""
-    return spec.num_layers * spec.kv_layout(dtype, page_size).page_bytes
+def kv_read_bytes(spec: ModelSpec, *, dtype: torch.dtype, rows: int, context_tokens: float, tokens_per_row: float) -> float:
+    """Bytes of K/V that the target reads in one round: see `round_seconds`."""
+    return rows * sum(_round_keys(spec, context_tokens, tokens_per_row)) * spec.kv_layout(dtype, 1).token_bytes
 
 
 def round_seconds(
@@ -136,15 +135,21 @@ def round_seconds(
     """Seconds of one round: `rows` rows with `context_tokens` tokens of K/V each verify `tokens_per_row` tokens."""
     tokens = rows * tokens_per_row
     products_s = _products_s(spec, rates, dtype, tokens)
-    kv_bytes = rows * context_tokens * page_bytes(spec, 1, dtype)
-    attention_s = max(kv_bytes / rates.bytes_s, _attention_flop(spec, tokens, context_tokens) / rates.flop_s(tokens))
+    kv_bytes = kv_read_bytes(spec, dtype=dtype, rows=rows, context_tokens=context_tokens, tokens_per_row=tokens_per_row)
+    flop = _attention_flop(spec, tokens, _round_keys(spec, context_tokens, tokens_per_row))
+    attention_s = max(kv_bytes / rates.bytes_s, flop / rates.flop_s(tokens))
     return products_s + attention_s + rates.overhead_s
 
 
 def prefill_seconds(spec: ModelSpec, rates: Rates, *, dtype: torch.dtype, prompt_tokens: float, pass_tokens: int) -> float:
-    """Seconds to prefill one prompt, as its share of passes of `pass_tokens` tokens; attention sees half of the prompt."""
+    """Seconds to prefill one prompt, as its share of passes of `pass_tokens` tokens.
+
+    A token attends to half of the prompt on average; in a layer with a window, to the keys within it.
+    """
     share = prompt_tokens / pass_tokens
-    attention_s = _attention_flop(spec, prompt_tokens, prompt_tokens / 2) / rates.flop_s(pass_tokens)
+    reach = [prompt_tokens if window is None else min(window, prompt_tokens) for window in spec.windows]
+    keys = [most * (1 - most / (2 * prompt_tokens)) for most in reach]
+    attention_s = _attention_flop(spec, prompt_tokens, keys) / rates.flop_s(pass_tokens)
     return share * (_products_s(spec, rates, dtype, pass_tokens) + rates.overhead_s) + attention_s
 
 
@@ -156,5 +161,13 @@ def _products_s(spec: ModelSpec, rates: Rates, dtype: torch.dtype, tokens: float
     return max(read_s, arithmetic_s, spec.num_layers * rates.layer_s)
 
 
-def _attention_flop(spec: ModelSpec, tokens: float, context_tokens: float) -> float:
-    return 4.0 * sum(attention.inner_size for attention in spec.attentions) * tokens * context_tokens
+def _round_keys(spec: ModelSpec, context_tokens: float, tokens_per_row: float) -> list[float]:
+    """[num_layers] keys of a row that each layer reads in a round."""
+    return [
+        context_tokens if window is None else min(context_tokens, most_keys(window, tokens_per_row)) for window in spec.windows
+    ]
+
+
+def _attention_flop(spec: ModelSpec, tokens: float, keys: Iterable[float]) -> float:
+    """keys [num_layers] that each of the tokens is multiplied with."""
+    return 4.0 * tokens * sum(attention.inner_size * count for attention, count in zip(spec.attentions, keys, strict=True))

@@ -18,7 +18,7 @@ WINDOW_SHARDS = 4
 WINDOW_SLOTS = 2
 """A window holds at least this many input rows for each slot of the batch."""
 EARLY_S = 5.0
-"""Admission of the next window begins this long before the present one is used up, a few rows with each request handed out.
+"""Admission of the next window begins this long before the present one is used up: a few rows with each request handed out.
 Admitting 2,000 chats at once would keep the GPU waiting for half a second. It does not begin earlier, because other runs may
 still claim the next shards."""
 
@@ -36,14 +36,14 @@ class _OpenShard:
 
 
 class Feed:
-    """Admits shards a window at a time, hands out their requests longest first, and tracks what each shard lacks.
+    """Admits shards a window at a time, hands out their requests longest first, and tracks the unfinished rows of each shard.
 
-    rows        what to do with each output row of a shard
-    predicted   gives a request the output length that is expected now
-    num_shards  how many shards `shards` will give
+    rows        gives what is done with each output row of a shard
+    predicted   returns a request with its present predicted output length
+    num_shards  number of shards in `shards`
     shard_rows  input rows of a shard; the last shard may have fewer
-    slots       slots of the batch that the requests run through
-    journaled   what earlier runs did: finished rows are not decoded again, the others go on from their saved tokens
+    slots       number of slots of the batch
+    journaled   saved work of earlier runs: finished rows are not decoded again, the others continue from their saved tokens
 
     Longest first pays when a window holds more rows than the batch: for 800 rows of 8K whose lengths are known, through 88 slots,
     windows of 64 rows take 5,454 rounds and windows of 176 rows take 4,853. The remainder of the input is merged into the last
@@ -77,7 +77,7 @@ class Feed:
             requests = order_requests(list(itertools.chain.from_iterable(coming)))
             coming, ahead, rows = self._admitted(window), list[list[Request]](), self._num_rows(window)
             for number, request in enumerate(requests, 1):
-                # Rows that finished since the window was admitted tell more about output lengths than was known then.
+                # Predict again: rows that finished since the window was admitted improve the prediction.
                 yield self._predicted(request)
                 left = len(requests) - number
                 if self._ends_soon(left):
@@ -87,7 +87,7 @@ class Feed:
             coming = itertools.chain(ahead, coming)
 
     def _ends_soon(self, left: int) -> bool:
-        """Whether the `left` last requests will be handed out within EARLY_S, by the pace since the slots were filled."""
+        """Whether the `left` remaining requests will be handed out within EARLY_S, at the pace since the slots were filled."""
         self._handed_out += 1
         if self._handed_out <= self._slots:
             self._filled_at = self._clock()
@@ -95,14 +95,14 @@ class Feed:
         return left * (self._clock() - self._filled_at) < EARLY_S * (self._handed_out - self._slots)
 
     def _num_rows(self, window: int) -> int:
-        """Input rows that a window has at most."""
+        """Maximum number of input rows of a window."""
         if window >= self._num_windows:
             return 0
         shards = self._window if window < self._num_windows - 1 else self._num_shards - window * self._window
         return shards * self._shard_rows
 
     def _admitted(self, window: int) -> Iterator[list[Request]]:
-        """The requests of each output row of a window, none or one; a row is admitted when it is asked for."""
+        """For each output row of a window a list of no or one request. Rows are admitted lazily."""
         if window >= self._num_windows:
             return
         for shard in itertools.islice(self._shards, None if window == self._num_windows - 1 else self._window):
@@ -126,7 +126,7 @@ class Feed:
         return [(index, opened.num_done) for index, opened in self._open.items()]
 
     def complete(self) -> Iterator[DecodedShard]:
-        """Shards that lack nothing any more; each is given once."""
+        """Shards whose rows are all finished; each is yielded once."""
         for index in [index for index, opened in self._open.items() if opened.num_done == opened.num_outputs]:
             done = self._open.pop(index)
             yield DecodedShard(shard=done.shard, completions=done.completions, num_carried=done.num_carried)

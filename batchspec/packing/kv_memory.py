@@ -1,7 +1,7 @@
-"""How K/V memory is shared out: pages of each K/V group for a number of slots.
+"""The division of K/V memory: number of pages of each K/V group for a number of slots.
 
-Groups have pools of their own (`cache.groups`), sized once. A row needs all of its pages in a group that reads every key. In a
-group with a window it needs those that the window reaches, and all of them while it is prefilled.
+Each group has its own page pool (`cache.groups`), sized once. In a group that reads all keys, a row needs all of its pages. In a
+group with a window it needs those that the window covers, and all of them while it is prefilled.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from batchspec.model.spec import ModelSpec
 from batchspec.records import PackedBatch
 
 DraftLayers = Sequence[tuple[KVLayout, int | None]]
-"""Layout and window of each of a drafter's layers: newest keys that it reads, None for all."""
+"""Layout and window of each of a drafter's layers. A window is the number of newest keys that the layer reads, None for all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVMemory:
-    """What rows need of each group."""
+    """The memory that rows need in each group."""
 
     groups: KVGroups
     page_bytes: tuple[int, ...]
-    """Of each group, over its layers."""
+    """Bytes of a page of each group, over its layers."""
     page_size: int
     max_tokens: int
-    """Tokens of the longest row, with what rounds write after its end."""
+    """Tokens of the longest row, including those that rounds write after its end."""
     lookahead: int
-    """Tokens of a row that are not committed yet: drafts of all rounds in flight."""
+    """Maximum number of uncommitted tokens of a row: drafts of all rounds in flight."""
     pass_tokens: int
-    """Tokens of a prefill pass."""
+    """Maximum number of tokens in a prefill pass."""
 
     @classmethod
     def of(
@@ -48,7 +48,7 @@ class KVMemory:
         lookahead: int,
         pass_tokens: int,
     ) -> KVMemory:
-        """Of a target and its drafter; max_len: prompt and output of a row at most."""
+        """The memory of a target and its drafter. max_len: maximum prompt + output length of a row, in tokens."""
         groups, size_bytes = _groups(spec, dtype, draft_layers, page_size, max_len)
         return cls(
             groups=groups, page_bytes=size_bytes,
@@ -65,14 +65,16 @@ class KVMemory:
         return sum(size * self._held(group, num_tokens) for group, size in enumerate(self.page_bytes))
 
     def rows(self, budget: int, num_tokens: float) -> int:
-        """Decoding rows of so many tokens that `budget` bytes hold, beside the scratch pages and one pass of prefill."""
-        beside = sum(size * (1 + self._prefilling(group)) for group, size in enumerate(self.page_bytes))
-        return max(1, (budget - beside) // self.row_bytes(num_tokens))
+        """Number of decoding rows of `num_tokens` tokens that fit into `budget` bytes, next to the scratch pages and one prefill
+        pass."""
+        reserved = sum(size * (1 + self._prefilling(group)) for group, size in enumerate(self.page_bytes))
+        return max(1, (budget - reserved) // self.row_bytes(num_tokens))
 
     def num_pages(self, budget: int, slots: int) -> tuple[int, ...]:
-        """Pages of each group, its scratch page included: what `slots` of the longest rows need, or all that `budget` bytes hold.
+        """Number of pages of each group, its scratch page included: as many as `slots` rows of maximum length need, or as fit
+        into `budget` bytes.
 
-        Each group gets what one row needs, and the same share of what more it could use.
+        If memory is short, each group gets the pages that one row needs, and the same share of its further need.
         """
         least = self.row_pages + 1
         wanted = [
@@ -87,7 +89,7 @@ class KVMemory:
         return self.groups.max_columns(group, int(-(-num_tokens // 1)), self.page_size, self.lookahead)
 
     def _prefilling(self, group: int) -> int:
-        """Pages that the rows of a pass hold in a group beyond those that they keep."""
+        """Pages of a group that the rows of a prefill pass give back after it."""
         most = -(-max(self.max_tokens, self.pass_tokens) // self.page_size)
         return 0 if self.groups.windows[group] is None else max(0, most - self._held(group, self.max_tokens))
 

@@ -1,21 +1,21 @@
-"""What a GPU must keep free in addition to weights and K/V pages, in bytes, computed from the shape: pages get the rest.
+"""GPU memory that must stay free besides weights and K/V pages, in bytes, computed from the shape. Pages get the rest.
 
 T tokens of a prefill pass, R slots, S = draft_len + 1, H hidden, I intermediate, NH / KVH heads of D numbers, V vocabulary,
 L layers, e bytes a number:
 
     a pass    1.5 e T (6 H + A + 6 H)   residual, norm, output and three aux hidden states; A numbers inside the largest block:
-              3 I of a gated MLP, 2 (NH + 2 KVH) D + NH D of attention (`activation_size`); a drafter's own inputs.
-              The allocator's odd block sizes make half as much again
-    a round   the same of R S tokens, in the graphs' pool; 3 * 4 R S V of fp32 logits and their copies for sampling
+              3 I of a gated MLP, 2 (NH + 2 KVH) D + NH D of attention (`activation_size`); the drafter's inputs.
+              Factor 1.5 for fragmentation by the allocator
+    a round   the same for R S tokens, in the graphs' pool; 3 * 4 R S V of fp32 logits and their copies for sampling
     attention 4 S NH (D + 2) for each (row, 512 keys): partial results, merged by log-sum-exp
     state     R (5 max_len + V): token buffers, page table, seen tokens of penalties
-    graphs    16 MB for each (row bucket, draft length), of which no job tries more than 13
-    fixed     2 GB: workspaces of matrix products and attention, compiled kernels, what fragments
+    graphs    16 MB for each (row bucket, draft length), at most 13 draft lengths
+    fixed     2 GB: workspaces of matrix products and attention, compiled kernels, fragmentation
     learning  (draft.adapt) of a head with P weights and V' draft tokens, T tokens a slice, k draft steps:
-              P (18 + e) fp32 weights, gradients, two moments, copies in the target's dtype for products and of what drafts;
-              T (4 V' + e W) distributions and features; then either the target's pass as above and 3 * 4 * 4096 V of its
-              logits, or gradients of lm_head and what the way back needs of each step: k (V' H (e + 4) + 1.5 e T (5 H +
-              8 NH D + 4 I))
+              P (18 + e) fp32 weights, gradients, two moments, copies in the target's dtype for products and for drafting;
+              T (4 V' + e W) distributions and features; then the larger of the target's pass as above with 3 * 4 * 4096 V of
+              its logits, and the gradients of lm_head with the saved activations of each step: k (V' H (e + 4) + 1.5 e T (5 H
+              + 8 NH D + 4 I))
 
 Llama-3.1-8B, T = 16384, R = 92, S = 4: 4.5 + 0.1 + 0.6 + 0.1 + 0.0 + 0.7 + 2 = 8.0 GB of the 132 that one H200 has after the
 weights; the pages hold 900 thousand tokens, 80 rows of 8192 + 3072.
@@ -33,9 +33,9 @@ MOST_LENGTHS = 13
 ODD_BLOCKS = 1.5
 LOGIT_COPIES = 3
 CHUNK_TOKENS = 512
-NUM_TAPS = 3
+NUM_AUX = 3
 LESSON_TOKENS = 4096
-"""Places whose logits over the target's vocabulary are in memory at once while a head learns."""
+"""Number of positions whose logits over the target's vocabulary are in memory at once while a head is trained."""
 
 
 def reserve_bytes(
@@ -55,10 +55,11 @@ def reserve_bytes(
 def learning_bytes(
     spec: ModelSpec, *, dtype: torch.dtype, parameters: int, draft_vocab: int, feature_width: int, steps: int, tokens: int
 ) -> int:
-    """Bytes of a head that learns while the job runs; the head's layers are taken to be of the target's shape.
+    """Bytes that training a head during the job needs; its layers are assumed to have the target's shape.
 
-    feature_width  numbers of the target that the head reads of a token; steps: draft steps that are learnt
-    tokens         of a slice
+    feature_width  number of the target's aux values that the head reads for a token
+    steps          number of draft steps that are trained
+    tokens         tokens of a slice
     """
     hidden, size = spec.hidden_size, dtype.itemsize
     attention, mlp = spec.layers[0].blocks
@@ -70,6 +71,6 @@ def learning_bytes(
 
 
 def _activation_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: int) -> float:
-    """Of one forward over `tokens` tokens, the drafter's share included."""
-    stream = (3 + NUM_TAPS) * spec.hidden_size
+    """Bytes of activations of a forward pass over `tokens` tokens, the drafter's included."""
+    stream = (3 + NUM_AUX) * spec.hidden_size
     return ODD_BLOCKS * dtype.itemsize * tokens * (2 * stream + max(block.activation_size for _, block in spec.blocks()))

@@ -12,7 +12,7 @@ import torch
 from batchspec.config.schema import PackingConfig
 from batchspec.errors import CapacityError
 from batchspec.model.spec import ModelSpec
-from batchspec.packing.cost import Rates, prefill_seconds, round_seconds
+from batchspec.packing.cost import Rates, kv_read_bytes, prefill_seconds, round_seconds
 from batchspec.packing.kv_memory import DraftLayers, KVMemory
 from batchspec.packing.memory import reserve_bytes
 from batchspec.records import PackedBatch, Request
@@ -23,18 +23,18 @@ GPU_SLOTS = 1024
 CPU_PREFILL = 1024
 GPU_PREFILL = 16384
 GPU_RUN_AHEAD = 2
-"""Rounds launched before the first one's results are looked at."""
+"""Number of rounds that are launched before the results of the first are read."""
 GOOD_ENOUGH = 0.98
 """The smallest batch within 2 % of the best predicted tokens/s is taken: fewer rows finish sooner and need less memory."""
 MORE_ROWS = 0.05
-"""Slots beyond the rows that pages are promised to, at most."""
+"""Maximum number of slots beyond the rows for which there are pages, as a share of these rows."""
 CPU_SHARE = 0.6
-"""Of the host's free memory, which other programs use too."""
+"""Share of the host's free memory that may be used; other programs need the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a job asks for, as far as it is known when its shape is chosen."""
+    """The size of a job, as far as it is known when its shape is chosen."""
 
     num_completions: int
     prompt_tokens: float
@@ -42,18 +42,20 @@ class Demand:
     output_tokens: float
     """Mean length of an output, predicted."""
     max_tokens: int
-    """Longest prompt + max_new_tokens: of the rows where all are known, else what the job allows."""
+    """Longest prompt + max_new_tokens if all rows were surveyed, else the maximum that the job allows."""
     longest_prompt: int | None = None
-    """Of the rows that were looked at."""
+    """Longest prompt of the surveyed rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What a shape will do with a demand."""
+    """The predicted cost of a job with a shape."""
 
     rounds: int
     round_s: float
     """Seconds of one full round at mean context."""
+    kv_read_bytes: float
+    """K/V that the target reads in such a round."""
     prefill_s: float
     decode_s: float
 
@@ -73,11 +75,11 @@ def choose_batch(
 ) -> PackedBatch:
     """The shape with the highest predicted tokens/s that fits the memory; what `packing` sets explicitly is kept.
 
-    draft_len            draft tokens that a round verifies, of a tree its nodes
+    draft_len            maximum number of draft tokens of a row in a round; for a tree its number of nodes
     num_lookahead_slots  K/V positions after a row's last token that a round may write
-    draft_layers         of the drafter, with pages of PAGE_SIZE tokens
-    free_bytes           memory that is free once the weights are loaded
-    Raises CapacityError where not even one row of demand.max_tokens fits.
+    draft_layers         the drafter's layers, with pages of PAGE_SIZE tokens
+    free_bytes           memory that is free after the weights are loaded
+    Raises CapacityError if not even one row of demand.max_tokens fits.
     """
     on_cpu = device.type == "cpu"
     held = replace(
@@ -121,24 +123,25 @@ def choose_batch(
 def forecast(
     batch: PackedBatch, spec: ModelSpec, rates: Rates, demand: Demand, *, dtype: torch.dtype, accepted: float
 ) -> Forecast:
-    """Rounds and seconds of the whole job, every round full and `accepted` draft tokens kept a row and round.
+    """Rounds and seconds of the whole job, if every round is full and accepts `accepted` draft tokens of each row.
 
-    The last rows run nearly alone: half an output of mean length is added for them.
+    Half of a mean output is added for the last rows, which run in a nearly empty batch.
     """
     row_rounds = demand.output_tokens / (1 + accepted)
     rounds = demand.num_completions * row_rounds / batch.num_slots + row_rounds / 2
     context = demand.prompt_tokens + demand.output_tokens / 2
-    round_s = round_seconds(
-        spec, rates, dtype=dtype, rows=batch.num_slots, context_tokens=context, tokens_per_row=batch.draft_len + 1
-    )
+    rows, places = batch.num_slots, batch.draft_len + 1
+    round_s = round_seconds(spec, rates, dtype=dtype, rows=rows, context_tokens=context, tokens_per_row=places)
+    kv_bytes = kv_read_bytes(spec, dtype=dtype, rows=rows, context_tokens=context, tokens_per_row=places)
     prefill_s = prefill_seconds(spec, rates, dtype=dtype, prompt_tokens=demand.prompt_tokens, pass_tokens=batch.prefill_tokens)
     return Forecast(
-        rounds=round(rounds), round_s=round_s, prefill_s=demand.num_completions * prefill_s, decode_s=rounds * round_s
-    )
+        rounds=round(rounds), round_s=round_s, kv_read_bytes=kv_bytes, prefill_s=demand.num_completions * prefill_s,
+        decode_s=rounds * round_s,
+    )  # fmt: skip
 
 
 def free_memory(device: torch.device, *, weights: int = 0) -> int:
-    """Bytes that are free on the device, less `weights` bytes that are still to be loaded."""
+    """Bytes that are free on the device, minus `weights` bytes that are still to be loaded."""
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
     else:
@@ -152,7 +155,7 @@ def host_share() -> float:
 
 
 def _free_host_memory() -> int:
-    """MemAvailable of /proc/meminfo, within the limit of the control group (v2) where there is one."""
+    """MemAvailable of /proc/meminfo, or less if the limit of the control group (v2) is lower."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -166,18 +169,18 @@ def _free_host_memory() -> int:
 
 
 def row_buckets(slots: int) -> tuple[int, ...]:
-    """Powers of two below `slots`, from 8 on also the numbers half-way between them, then `slots`."""
+    """Powers of two below `slots`, from 8 on also the midpoints between them, then `slots`."""
     powers = [1 << power for power in range((slots - 1).bit_length())]
     halves = [3 * power // 2 for power in powers if power >= 8]
     return (*sorted(bucket for bucket in (*powers, *halves) if bucket < slots), slots)
 
 
 def order_requests(window: Sequence[Request], page_size: int = PAGE_SIZE) -> list[Request]:
-    """The order in which requests enter the batch: rows with a common prefix together, longest predicted total first.
+    """The order in which requests enter the batch: rows with a shared prefix together, longest predicted total first.
 
-    Rows belong together by the longest run of whole pages that another row of the window begins with too. A group is sorted
-    by its longest member; equal totals keep the order of the input (row, then sample). Long rows first leaves
-    the short ones to fill the slots at the end.
+    A row's group is the longest prefix of whole pages that it shares with another row of the window. A group is placed by its
+    longest member; equal totals keep the order of the input (row, then sample). With long rows first, the short ones are left to
+    fill the slots at the end.
     """
     group_of = _groups(window, page_size)
     longest: dict[Hashable, tuple[int, int, int]] = {}
@@ -192,10 +195,10 @@ def _rank(request: Request) -> tuple[int, int, int]:
 
 
 def _groups(window: Sequence[Request], page_size: int) -> dict[int, Hashable]:
-    """Row -> its group. A row that shares no page is a group of its own samples."""
+    """Row -> its group. A row that shares no page forms a group with its samples alone."""
     prompts = {request.row_index: request.prompt_ids for request in window}
     group_of: dict[int, Hashable] = {row: (0, row) for row in prompts}
-    together: dict[int, Hashable] = dict.fromkeys(prompts)  # rows that another one begins like, up to this page
+    together: dict[int, Hashable] = dict.fromkeys(prompts)  # rows that share their prefix up to this page with another row
     end = page_size
     while together:
         pages = {
@@ -204,7 +207,7 @@ def _groups(window: Sequence[Request], page_size: int) -> dict[int, Hashable]:
             if len(prompts[row]) >= end
         }
         counts = Counter(pages.values())
-        # A number for each beginning: hashing what it is made of would take longer with every page.
+        # Each prefix gets a number: hashing its whole content would take longer with every page.
         numbers = {page: (end, number) for number, page in enumerate(counts)}
         together = {row: numbers[page] for row, page in pages.items() if counts[page] > 1}
         group_of.update(together)
@@ -215,7 +218,8 @@ def _groups(window: Sequence[Request], page_size: int) -> dict[int, Hashable]:
 def _held_back(
     packing: PackingConfig, spec: ModelSpec, demand: Demand, *, dtype: torch.dtype, slots: int, draft_len: int, free_bytes: int
 ) -> tuple[int, int]:
-    """Tokens of a prefill pass, and bytes that the pages must leave free; on a small card passes get shorter first."""
+    """Tokens of a prefill pass, and bytes that must stay free besides the pages. On a small GPU prefill passes are shortened
+    first."""
     tokens = packing.max_num_batched_tokens or GPU_PREFILL
     while True:
         reserve = reserve_bytes(
@@ -233,12 +237,12 @@ def _held_back(
 
 
 def _expected_tokens(demand: Demand) -> float:
-    """Tokens of a row of expected length at its end: what the scheduler promises a row it takes in."""
+    """Tokens of a row of expected length at its end: the scheduler admits a row if its pages for them are free."""
     return min(demand.max_tokens, max(1.0, demand.prompt_tokens + demand.output_tokens))
 
 
 def _kv_budget(packing: PackingConfig, memory: KVMemory, budget: int, source: str) -> int:
-    """Bytes of all K/V pages. Raises CapacityError where they do not hold the longest row."""
+    """Bytes of all K/V pages. Raises CapacityError if the longest row does not fit."""
     size_bytes = sum(memory.page_bytes)
     if packing.pages is not None:
         budget, source = packing.pages * size_bytes, f"packing.pages={packing.pages}"
@@ -256,7 +260,7 @@ def _kv_budget(packing: PackingConfig, memory: KVMemory, budget: int, source: st
 def _choose_slots(
     spec: ModelSpec, rates: Rates, demand: Demand, *, limit: int, dtype: torch.dtype, draft_len: int, most: int
 ) -> int:
-    """Powers of two compete, and about `most` rows, which the pages hold."""
+    """The best number of slots among powers of two and about `most`, the number of rows that the pages hold."""
     context = demand.prompt_tokens + demand.output_tokens / 2
 
     def speed(slots: int) -> float:
@@ -265,7 +269,7 @@ def _choose_slots(
         return rows / round_seconds(spec, rates, dtype=dtype, rows=rows, context_tokens=context, tokens_per_row=places)
 
     if most > 64:
-        # A product takes as long for a tile half filled; rows hold all their tokens only at their end: a few more find room.
+        # A partly filled tile takes as long as a full one. Rows need all their pages only at their end, so a few more rows fit.
         step = max(1, rates.tile // (draft_len + 1))
         filled = min(limit, int(most * (1 + MORE_ROWS))) // step * step
         whole = max(most - most % 8, filled, key=lambda slots: speed(slots) if slots else 0.0)

@@ -1,4 +1,4 @@
-"""Predicted output lengths, by which packing orders and shapes before rows have run."""
+"""Predicted output lengths. Packing uses them to order requests and to choose the shape of the batch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ PRIOR_ROWS = 16
 
 
 class LengthPredictor:
-    """Expected output length of a row that may end before its cap, from the cap and the outputs seen so far.
+    """Predicts the output length of a row that may end before its cap (max_new_tokens), from the cap and the finished rows.
 
-    A cap of up to 64 tokens is the prediction itself: such rows mostly reach it. Above that it is the mean output of the finished
-    rows with a longer cap and of 16 imagined rows of half the cap. Wrong predictions cost time, never tokens.
+    A cap of up to 64 tokens is itself the prediction, because most such rows reach it. For larger caps it is the mean output of
+    the finished rows with such caps, and of 16 imagined rows of half the cap. Wrong predictions cost time, never tokens.
     """
 
     def __init__(self) -> None:

@@ -21,12 +21,12 @@ class Survey:
     max_new_tokens: array[int] = field(default_factory=lambda: array("i"))
     predicted_tokens: array[int] = field(default_factory=lambda: array("i"))
     num_opened: int = 0
-    """Requests whose prompt ends inside a thought (the template opens it)."""
+    """Number of requests whose prompt ends inside a thought, because the template opens it."""
     bad: dict[str, tuple[int, str]] = field(default_factory=dict)
     """code -> (number of rows, message of the first)"""
 
     def add(self, num_rows: int, admitted: Iterable[Request | Completion]) -> None:
-        """Count `num_rows` input rows and what admission gave for them."""
+        """Count `num_rows` input rows, given their requests and completions from admission."""
         self.num_rows += num_rows
         for item in admitted:
             if isinstance(item, Request):
@@ -53,11 +53,12 @@ class Survey:
         return float(self.lengths("predicted_tokens").mean()) if self.predicted_tokens else 1.0
 
     def num_outputs(self, num_rows: int) -> int:
-        """Output rows for `num_rows` such input rows: one for each sample, one for a bad row."""
+        """Expected output rows for `num_rows` input rows: one for each sample, one for a bad row."""
         return round((len(self.prompt_tokens) + self.num_bad) * num_rows / self.num_rows)
 
     def demand(self, num_rows: int, max_len: int) -> Demand:
-        """The demand of a job of `num_rows` such rows. The longest row counts only if every row was surveyed."""
+        """The demand of a job of `num_rows` such rows. Its max_tokens is that of the longest row only if every row was
+        surveyed."""
         prompts, caps = self.lengths("prompt_tokens"), self.lengths("max_new_tokens")
         if not len(prompts):
             return Demand(num_completions=0, prompt_tokens=1.0, output_tokens=1.0, max_tokens=2)

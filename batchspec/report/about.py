@@ -1,4 +1,4 @@
-"""What a job was, in a few words for its pages: model, sampling, when and how long."""
+"""Short facts about a job for its report and dataset card: sampling, paths, times."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ def sampling(config: Mapping[str, Any]) -> str:
 
 
 def is_local(path: Any) -> bool:
-    """An absolute path of this machine, or a list with one. Hub ids, pkg:// and s3:// mean the same everywhere."""
+    """Whether this is an absolute path of this machine, or a list with one. Hub ids, pkg:// and s3:// are the same on all
+    machines."""
     if isinstance(path, list | tuple):
         return any(map(is_local, path))
     return isinstance(path, str) and (path.startswith(("~", "file:", "\\")) or PurePath(path).is_absolute())
 
 
 def last_part(path: Any) -> str:
-    """A local path's last part, anything else as it is."""
+    """The last part of a local path; anything else unchanged."""
     return PurePath(str(path)).name if is_local(path) else str(path)
 
 
 def when(runs: Sequence[RunStatus], course: Course | None) -> dict[str, str]:
-    """When the job's runs began and ended (UTC) and how long they took; what no run recorded is left out."""
+    """When the job's runs began and ended (UTC) and how long they took, as far as the runs recorded it."""
     facts = {}
     if runs:
         began, ended = min(each.run.began_at for each in runs), max(each.run.at for each in runs)
         facts["Began"] = _moment(began)
-        facts["Last word" if any(each.lives for each in runs) else "Ended"] = _moment(ended)
+        facts["Last heartbeat" if any(each.lives for each in runs) else "Ended"] = _moment(ended)
     if course is not None:
         count = len(course.starts_s)
         facts["Wall time"] = duration(float(course.edges_s[-1])) + (f" in {count:,} runs, pauses left out" if count > 1 else "")

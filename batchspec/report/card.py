@@ -1,4 +1,4 @@
-"""README.md of an output folder: a dataset card that says how the rows were made and how to make them again."""
+"""README.md of an output folder: a dataset card that describes how the rows were made and how to make them again."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ Save this as `mine/job/again.yaml` and run `{command}`.
 TRAINING = """
 ## Train on it
 
-`data/` holds every row, also those cut off and those in error. Give a trainer the rows with status `ok` and one format of them:
-TRL takes the list `messages` and the text `completion` for two formats where both are there.
+`data/` holds every row, truncated rows and error rows included. Give a trainer the rows with status `ok` and one format of them:
+TRL takes the list `messages` and the text `completion` of one row for two formats.
 """
 MESSAGES = """
 ```python
@@ -69,13 +69,13 @@ TRL then computes the loss on the completion alone.
 """
 
 PATHS = ("model.path", "model.chat_template", "draft.path", "input.path", "output.dir")
-UNLICENSED = "not stated; the model's licence and the prompts' decide"
+UNLICENSED = "not stated; see the licences of the model and of the prompts"
 
 
 def dataset_card(manifest: Manifest, stats: JobStats) -> str:
     """The card of a job, in Markdown; its front matter points datasets.load_dataset at data/.
 
-    It may be published: of paths on this machine it holds the last part alone.
+    It may be published: of a path on this machine it has only the last part.
     """
     config, left_out = _without_local_paths(manifest.config)
     lines = "\n".join(_yaml(config))
@@ -94,11 +94,11 @@ def dataset_card(manifest: Manifest, stats: JobStats) -> str:
         fence="`" * max(3, 1 + max(map(len, re.findall("`+", lines)), default=0)),
         config=lines,
     )
-    return for_terminal(card)  # whatever a part forgot to render: no control character gets into the file
+    return for_terminal(card)  # in case a part was not escaped: no control character gets into the file
 
 
 def _facts(manifest: Manifest, stats: JobStats) -> dict[str, str]:
-    """Name -> Markdown."""
+    """Name of each fact -> its value in Markdown."""
     model = manifest.config.get("model", {})
     files = ", ".join(f"{for_markdown(file.name)} ({file.num_rows:,} rows)" for file in manifest.files[:5])
     more = f" and {len(manifest.files) - 5} more" if len(manifest.files) > 5 else ""
@@ -131,16 +131,16 @@ def _license(manifest: Manifest) -> str | None:
 
 
 def _table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A Markdown table. Cells are Markdown of one line; a bar would end a cell, in a code span too (GFM, tables)."""
+    """A Markdown table of one-line Markdown cells. `|` is escaped: it ends a cell, even in a code span (GFM, tables)."""
     rule = "|---" * len(header) + "|"
     rows = ("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
     return "\n".join(["| " + " | ".join(header) + " |", rule, *rows])
 
 
 def _without_local_paths(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The settings without those of PATHS that are places on this machine, and the keys left out."""
+    """The settings without local paths (of PATHS), and the keys left out."""
     kept, left_out = {key: dict(value) if isinstance(value, Mapping) else value for key, value in config.items()}, []
-    kept.pop("cluster", None)  # how it was run there, accounts and logs among it, makes no row
+    kept.pop("cluster", None)  # it does not affect rows, and holds accounts and log paths
     for key in PATHS:
         group, name = key.split(".")
         if is_local(config.get(group, {}).get(name)):
@@ -150,7 +150,7 @@ def _without_local_paths(config: Mapping[str, Any]) -> tuple[dict[str, Any], lis
 
 
 def _yaml(values: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """Block YAML of nested mappings, whose values come back as they are where Hydra reads it: no `${...}` is an interpolation."""
+    """Block YAML of nested mappings. Hydra reads the same values back: `${...}` is escaped, so that it is no interpolation."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield f"{indent}{_yaml_key(key)}:"
@@ -167,10 +167,10 @@ _YAML_WORDS = ("y", "n", "yes", "no", "on", "off", "true", "false", "null")
 
 
 def _yaml_value(value: Any) -> str:
-    """Flow YAML 1.1. Strings are quoted and printable, whatever they hold; a float has the point that YAML wants."""
+    """A value in flow YAML 1.1. Strings are quoted and printable; floats have the decimal point that YAML requires."""
     if isinstance(value, str):
         text = "".join(map(_yaml_character, value))
-        return '"' + text.replace("```", "``\\x60") + '"'  # which would end the block of code
+        return '"' + text.replace("```", "``\\x60") + '"'  # ``` would end the code block
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_yaml_value(str(key))}: {_yaml_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Pieces of HTML for the report: every text is escaped here, where it is not said to be HTML already."""
+"""Pieces of HTML for the report. All text is escaped here, except arguments that are documented to be HTML."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def facts(values: Mapping[str, Any]) -> str:
-    """A list of names and values, what is no text as JSON."""
+    """A list of names and values; values other than strings are shown as JSON."""
 
     def shown(value: Any) -> str:
         return line(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str), MESSAGE_CHARS)
@@ -28,36 +28,36 @@ def facts(values: Mapping[str, Any]) -> str:
 
 
 def table(header: Sequence[str], lines: Iterable[Sequence[str]], *, safe: bool = False, texts: bool = False) -> str:
-    """`safe`: the cells are HTML already; `texts`: the last column is text, not numbers."""
+    """A table. `safe`: the cells are HTML already; `texts`: the last column is text, not numbers."""
     head = "".join(f"<th>{line(name)}</th>" for name in header)
     body = "".join("<tr>" + "".join(f"<td>{cell if safe else line(cell)}</td>" for cell in cells) + "</tr>" for cells in lines)
     kind = ' class="reasons"' if texts else ""
     return f"<table{kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def figure(title: str, svg: str, said: str) -> str:
-    """`said` is HTML."""
+def figure(title: str, svg: str, caption: str) -> str:
+    """A picture with its title and caption; `caption` is HTML."""
     named = svg.replace('role="img"', f'role="img" aria-label="{line(title)}"', 1)
-    return f"<figure><h3>{line(title)}</h3>{named}<figcaption>{said}</figcaption></figure>"
+    return f"<figure><h3>{line(title)}</h3>{named}<figcaption>{caption}</figcaption></figure>"
 
 
 def grid(parts: Iterable[str]) -> str:
     cards = list(parts)
-    pairs = " pairs" if len(cards) == 4 else ""  # three and one alone look like a mistake
+    pairs = " pairs" if len(cards) == 4 else ""  # two rows of two, instead of three and one
     return f'<div class="grid{pairs}">{"".join(cards)}</div>'
 
 
-def key(colour: str, said: str) -> str:
-    return f'<span class="key"><i style="background: var(--{colour})"></i>{said}</span> '
+def key(colour: str, label: str) -> str:
+    return f'<span class="key"><i style="background: var(--{colour})"></i>{label}</span> '
 
 
 def text(raw: str) -> str:
-    """Text of many lines as HTML, with control characters, those that turn the direction of writing among them, written out."""
+    """Text of several lines as HTML. Control characters, also those of text direction, are shown as escape sequences."""
     return escape(for_terminal(raw))
 
 
 def line(raw: object, limit: int = CELL_CHARS) -> str:
-    """A name, an id or a message as HTML: on one line, and cut short."""
+    """A name, an id or a message as HTML: one line, truncated to `limit` characters."""
     return escape(one_line(raw, limit))
 
 

@@ -1,4 +1,4 @@
-"""report.html: one page that needs nothing else, with pictures of what a job did; the extra `report` draws them."""
+"""report.html: a self-contained page about a job, with pictures. It needs the extra `report` (matplotlib)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from batchspec.errors import ConfigError
 from batchspec.report import html
 from batchspec.report.about import last_part, sampling, when
 from batchspec.report.requests import Requests, Shown, read_requests
-from batchspec.report.stats import Acceptance, JobStats, job_stats
-from batchspec.report.status import RunStatus, Watcher
+from batchspec.report.stats import JobStats, job_stats
+from batchspec.report.status import RunStatus, StatusReader
 from batchspec.report.style import STYLE
 from batchspec.report.timeline import Course, course, parse_run
 from batchspec.runstate.manifest import Manifest
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.text import MESSAGE_CHARS, for_terminal
 
-MAX_GROUPS = 12
-"""Values of a column that are pictured; a table lists more."""
-MAX_LINES = 40
+MAX_RUNS = 40
 MAX_CODES = 12
 
 PAGE = """<!DOCTYPE html>
@@ -40,13 +38,15 @@ NEEDS_EXTRA = "report.html needs matplotlib: pip install 'matplotlib>=3.9', then
 
 
 def can_draw() -> bool:
-    """The extra `report` is installed."""
+    """Whether the extra `report` is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def write_report(output: OutputFolder, by: str | None = None, stats: JobStats | None = None) -> None:
-    """Write report.html into the output folder; `by` names a column to show acceptance by, `stats` is what `job_stats` gave.
+    """Write report.html into the output folder.
 
+    by     output column to group acceptance by
+    stats  result of `job_stats` for this output, if it is known; None computes it
     Raises ConfigError without the extra, OutputError without a committed shard or such a column, StorageError.
     """
     if not can_draw():
@@ -54,7 +54,7 @@ def write_report(output: OutputFolder, by: str | None = None, stats: JobStats | 
     if by is not None or stats is None:
         stats = job_stats(output.path, by)
     runs = [run for text in output.logs(".timeline.jsonl") if (run := parse_run(text)) is not None]
-    states = Watcher(output).look().runs
+    states = StatusReader(output).read().runs
     output.put_report(report_page(output.manifest, stats, read_requests(output), course(runs), states, name=output.path, by=by))
 
 
@@ -70,22 +70,24 @@ def report_page(
 ) -> str:
     """The page as HTML.
 
-    over_time  what the runs recorded; None where nothing was
-    states     what became of every run
+    over_time  the job over time; None if no run recorded a timeline
+    states     the status of every run
     """
+    from batchspec.report import figures  # needs the extra `report`
+
     model = manifest.config.get("model", {}).get("path")
     body = [
         f"<header><h1>{html.line(last_part(model))}: {_size(stats)}</h1>",
         html.facts(_about(manifest, stats, over_time, states, name)) + "</header>",
         _tiles(stats, over_time),
         *_errors(stats, requests),
-        *(_acceptance(stats, by) if stats.drafter != "none" else ()),
-        *_over_time(over_time, drafted=stats.drafter != "none"),
-        *_outcome(stats, requests),
+        *(figures.acceptance(stats, by) if stats.drafter != "none" else ()),
+        *figures.over_time(over_time, drafted=stats.drafter != "none"),
+        *figures.lengths(stats, requests),
         *_requests(requests),
         *_settings(manifest, states),
     ]
-    # Whatever a part forgot to render: no control character gets onto the page.
+    # In case a part was not escaped: no control character gets onto the page.
     return for_terminal(PAGE.format(title=html.line(f"batchspec: {name}"), style=STYLE, body="\n".join(body)))
 
 
@@ -125,12 +127,12 @@ def _tiles(stats: JobStats, over_time: Course | None) -> str:
         del tiles["thoughts cut off"]
     if stats.drafter == "none":
         del tiles["mean acceptance length"], tiles["draft tokens accepted"]
-    cells = (f'<div class="tile"><b>{value}</b><span>{said}</span></div>' for said, value in tiles.items())
+    cells = (f'<div class="tile"><b>{value}</b><span>{label}</span></div>' for label, value in tiles.items())
     return f'<div class="tiles">{"".join(cells)}</div>'
 
 
 def _errors(stats: JobStats, requests: Requests) -> Iterator[str]:
-    """Error rows by code, the first of each with their reasons."""
+    """Error rows by code: the first rows of each code with their reasons."""
     if not requests.errors:
         return
     yield '<h2 id="errors">Error rows</h2>'
@@ -143,110 +145,7 @@ def _errors(stats: JobStats, requests: Requests) -> Iterator[str]:
         cards.append(f'<div class="card"><h3>{html.line(code)}: {count:,} row{"s" * (count != 1)}{more}</h3>{table}</div>')
     yield f'<div class="stack">{"".join(cards)}</div>'
     if len(stats.by_error) > MAX_CODES:
-        yield f'<p class="note">And {len(stats.by_error) - MAX_CODES} codes more.</p>'
-
-
-def _acceptance(stats: JobStats, by: str | None) -> Iterator[str]:
-    from batchspec.report import pictures
-
-    rounds = sum(stats.histogram)
-    positions = [str(position.position) for position in stats.by_position]
-    figures = [
-        html.figure(
-            "Acceptance by position",
-            pictures.bars(positions, [p.rate for p in stats.by_position], x="position in the draft", top=1.1),
-            "Share of the draft tokens at a position that were accepted, of all that were drafted there.",
-        ),
-        html.figure(
-            "Rounds by accepted draft tokens",
-            pictures.bars(
-                [str(j) for j in range(len(stats.histogram))],
-                [count / rounds if rounds else None for count in stats.histogram],
-                x="accepted draft tokens",
-            ),
-            f"Share of {rounds:,} rounds. A round gives its accepted draft tokens and one token more.",
-        ),
-        html.figure(
-            "Acceptance length by prompt length",
-            pictures.bars(
-                [group.name for group in stats.by_prompt_tokens],
-                [group.mean_acceptance_length for group in stats.by_prompt_tokens],
-                x="prompt tokens",
-                counts=[group.completions for group in stats.by_prompt_tokens],
-            ),
-            "Tokens a round, each round counted alike; completions in brackets.",
-        ),
-    ]
-    if by is not None:
-        shown = stats.by_column[:MAX_GROUPS]
-        groups = {group.name: group.mean_acceptance_length or 0.0 for group in shown}
-        counts = [group.completions for group in shown]
-        few = f"The {MAX_GROUPS} most frequent of {len(stats.by_column):,} values." if len(stats.by_column) > MAX_GROUPS else ""
-        picture = pictures.rows(groups, form=".2f", counts=counts)
-        figures.append(html.figure(f"Acceptance length by {by}", picture, f"Tokens a round; completions in brackets. {few}"))
-    yield "<h2>Acceptance</h2>"
-    yield html.grid(figures)
-    tables = [_groups("prompt tokens", stats.by_prompt_tokens)]
-    if by is not None:
-        tables.append(_groups(by, stats.by_column[:MAX_LINES]))
-    yield (
-        "<details><summary>As numbers</summary>"
-        + html.grid(f'<div class="card">{table}</div>' for table in tables)
-        + "</details>"
-    )
-
-
-def _groups(name: str, groups: Iterable[Acceptance]) -> str:
-    lines = [
-        (g.name, f"{g.completions:,}", html.number(g.mean_acceptance_length), html.percent(g.acceptance_rate)) for g in groups
-    ]
-    return html.table((name, "completions", "tokens a round", "accepted"), lines)
-
-
-def _over_time(over: Course | None, *, drafted: bool) -> Iterator[str]:
-    from batchspec.report import pictures
-
-    yield "<h2>Over time</h2>"
-    if over is None:
-        yield '<p class="note">No run recorded its course.</p>'
-        return
-    runs = len(over.starts_s)
-    joined = f" {runs} runs, the pauses between them cut out; a dotted line marks where one began." if runs > 1 else ""
-    sums = [float(part.sum()) for part in (over.live_rows, over.prefill, over.waiting, over.ending)]
-    share = [part / (sum(sums) or 1) for part in sums]
-    back = f" Requests were preempted for want of pages {over.preempted:,} times." if over.preempted else ""
-    keys = (
-        html.key("first", f"live rows {share[0]:.0%}")
-        + html.key("fourth", f"in prefill {share[1]:.0%}")
-        + html.key("second", f"waiting for a refill or for pages {share[2]:.0%}")
-        + html.key("third", f"no row left {share[3]:.0%}")
-    )
-    figures = [
-        html.figure("Tokens a second", pictures.speed(over), f"Completion tokens.{joined}"),
-        html.figure("What the slots did", pictures.slots(over), keys + back),
-    ]
-    if drafted:
-        said = html.key("second", "draft tokens a round (K)") + html.key("first", "tokens a round (acceptance length)")
-        said += "Means over live rows; of a tree its levels are its K."
-        figures.append(html.figure("K and acceptance length", pictures.drafting(over), said))
-    yield html.grid(figures)
-
-
-def _outcome(stats: JobStats, requests: Requests) -> Iterator[str]:
-    from batchspec.report import pictures
-
-    reasons = {f"error: {code}": count for code, count in stats.by_error.items()}
-    reasons = {reason: count for reason, count in stats.by_finish_reason.items() if reason != "error"} | reasons
-    count = int(requests.output_lens.sum())
-    said = f"Of {count:,} completion{'s' * (count != 1)}."
-    figures = []
-    if count:
-        figures.append(html.figure("Prompt lengths", pictures.histogram(requests.prompt_lens, x="prompt tokens"), said))
-        figures.append(html.figure("Completion lengths", pictures.histogram(requests.output_lens, x="completion tokens"), said))
-    ends = pictures.rows(dict(list(reasons.items())[:MAX_GROUPS]))
-    figures.append(html.figure("Finish reasons", ends, "Completions by what ended them."))
-    yield "<h2>Lengths and ends</h2>"
-    yield html.grid(figures)
+        yield f'<p class="note">And {len(stats.by_error) - MAX_CODES} more codes.</p>'
 
 
 def _requests(requests: Requests) -> Iterator[str]:
@@ -255,7 +154,7 @@ def _requests(requests: Requests) -> Iterator[str]:
     yield "<h2>Requests</h2>"
     yield html.grid(f'<div class="card"><h3>{title}</h3>{_shown(rows)}</div>' for title, rows in requests.shown.items())
     texts = {(row.row_index, row.sample_index): row for rows in requests.shown.values() for row in rows}
-    yield '<h2>Their text</h2><p class="note">Cut short; <code>batchspec inspect OUT ID</code> shows one in full.</p>'
+    yield '<h2>Their text</h2><p class="note">Truncated; <code>batchspec inspect OUT ID</code> shows one in full.</p>'
     yield f'<div class="texts">{"".join(_article(texts[key]) for key in sorted(texts))}</div>'
 
 
@@ -306,13 +205,13 @@ def _settings(manifest: Manifest, states: Sequence[RunStatus]) -> Iterator[str]:
 
 
 def _runs(states: Sequence[RunStatus]) -> str:
-    """What became of every run, the first one first."""
+    """A table of the runs, the oldest first."""
     lines = []
-    for each in sorted(states, key=lambda each: each.run.began_at)[-MAX_LINES:]:
+    for each in sorted(states, key=lambda each: each.run.began_at)[-MAX_RUNS:]:
         run = each.run
         seconds = run.at - run.began_at
         speed = f"{run.tokens / seconds:,.0f}" if seconds > 0 else "-"
         length = html.number(1 + run.accepted / run.rounds if run.rounds else None)
         lines.append((run.name, each.state, f"{run.shards:,}", f"{run.completions:,}", speed, length))
-    more = f'<p class="note">The last {MAX_LINES} of {len(states):,}.</p>' if len(states) > MAX_LINES else ""
+    more = f'<p class="note">The last {MAX_RUNS} of {len(states):,}.</p>' if len(states) > MAX_RUNS else ""
     return html.table(("run", "end", "shards", "completions", "tok/s", "tokens a round"), lines) + more

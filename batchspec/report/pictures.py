@@ -1,6 +1,7 @@
-"""Pictures of the report: SVG by matplotlib, whose colours and fonts are those of the page that holds them.
+"""Pictures of the report: SVG drawn by matplotlib, with the colours and fonts of the page.
 
-A picture is drawn in stand-in colours, which are then replaced by the page's CSS variables: light or dark is the reader's choice.
+A picture is drawn in placeholder colours, which are then replaced by the page's CSS variables, so that it follows the reader's
+light or dark theme.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from batchspec.text import one_line
 
 COLOURS = {"ink": "#010101", "muted": "#010102", "grid": "#010103", "first": "#010104", "second": "#010105", "third": "#010106",
            "fourth": "#010107"}  # fmt: skip
-"""CSS variable -> its stand-in."""
+"""CSS variable -> its placeholder."""
 INK, MUTED, GRID, FIRST, SECOND, THIRD, FOURTH = COLOURS.values()
 LABEL_SIZE = 11.0
-"""Of everything written in a picture; the page shows all pictures at one scale."""
+"""Font size of all text in a picture, in points; the page shows all pictures at one scale."""
 STYLE = {
     "axes.edgecolor": GRID, "axes.facecolor": "none", "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True,
     "axes.labelcolor": MUTED, "axes.spines.left": False, "axes.spines.right": False, "axes.spines.top": False,
@@ -42,8 +43,12 @@ def bars(
     names: Sequence[str], values: Sequence[float | None], *, x: str, top: float | None = None, form: str = ".2f",
     counts: Sequence[int] | None = None,
 ) -> str:  # fmt: skip
-    """Upright bars with their values on top; a value of None has no bar. `top` is the end of the axis, `counts` of what each bar
-    is made of are said below its name."""
+    """Vertical bars labelled with their values; None has no bar.
+
+    x       label of the axis of names
+    top     upper end of the axis of values; None: the largest value and a margin
+    counts  number of items in each bar, shown below its name
+    """
     figure, axes = _figure(bottom=0.2 if counts is None else 0.27)
     places = range(len(names))
     axes.bar(places, [value or 0 for value in values], width=0.7, color=FIRST)
@@ -61,7 +66,7 @@ def bars(
 
 
 def rows(values: Mapping[str, float], *, form: str = ",.0f", counts: Sequence[int] | None = None) -> str:
-    """Lying bars with their values, and `counts` of what each is made of, at the end; the first on top."""
+    """Horizontal bars, the first on top, labelled with their values and, if given, the `counts` of items in each."""
     longest = max(len(_cut(name)) for name in [*values, ""])
     figure, axes = _figure(left=min(0.44, 0.05 + 0.0165 * longest), bottom=0.05)
     places = range(len(values))
@@ -79,12 +84,12 @@ def rows(values: Mapping[str, float], *, form: str = ",.0f", counts: Sequence[in
 
 
 def histogram(counts: NDArray[np.int64], *, x: str) -> str:
-    """How many rows have which length; counts [longest + 1] by length."""
+    """A histogram of lengths; counts [longest + 1] is the number of rows of each length."""
     figure, axes = _figure()
     used = np.flatnonzero(counts)
     low, high = (int(used[0]), int(used[-1])) if len(used) else (0, 0)
     width = max(1, -(-(high + 1 - low) // BINS))
-    edges = np.arange(low, high + width + 1, width) - (0.5 if width == 1 else 0.0)  # a length alone lies in the middle of its bar
+    edges = np.arange(low, high + width + 1, width) - (0.5 if width == 1 else 0.0)  # bars of width 1 are centred on their length
     axes.hist(np.arange(len(counts)), edges.tolist(), weights=counts, color=FIRST, rwidth=0.9)
     axes.set_xlim(min(edges[0], low - 2), max(edges[-1], high + 2))
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
@@ -106,7 +111,7 @@ def speed(course: Course) -> str:
 
 
 def slots(course: Course) -> str:
-    """What the slots did over time: live, in prefill, without a row though rows were left, without one for want of rows."""
+    """The slots over time: live, in prefill, empty while rows were left, and empty because no row was left."""
     figure, axes = _over_time(course)
     below = np.zeros_like(course.live_rows)
     for part, colour in ((course.live_rows, FIRST), (course.prefill, FOURTH), (course.waiting, SECOND), (course.ending, THIRD)):
@@ -156,7 +161,7 @@ def _time(course: Course) -> tuple[NDArray[np.float64], str]:
 
 
 def _abbreviated(count: int) -> str:
-    """9,999 in full, then 12.3k."""
+    """Numbers up to 9,999 in full, larger ones like 12.3k."""
     return f"{count:,}" if count < 10_000 else str(_short().format_data_short(count)).strip()
 
 
@@ -165,13 +170,13 @@ def _short() -> EngFormatter:
 
 
 def _cut(name: str) -> str:
-    # matplotlib takes a pair of dollar signs for a formula.
+    # matplotlib renders text between two dollar signs as a formula.
     name = one_line(name)
     return (name if len(name) <= LABEL_CHARS else name[: LABEL_CHARS - 2] + "..").replace("$", r"\$")
 
 
 def _svg(figure: Figure) -> str:
-    """The picture as an svg element that takes the width and the colours of where it stands."""
+    """The picture as an svg element whose width and colours are set by the page's CSS."""
     for written in figure.findobj(Text):
         written.set_fontsize(LABEL_SIZE)
     file = io.StringIO()
@@ -182,7 +187,7 @@ def _svg(figure: Figure) -> str:
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)
     text = re.sub(r"(<svg [^>]*?)width=\"[^\"]*\"", r"\1", text, count=1)
     text = re.sub(r"(<svg [^>]*?)height=\"[^\"]*\"", r'\1role="img"', text, count=1)
-    text = re.sub(r"<g id=\"[^\"]*\"", "<g", text)  # several pictures on one page: ids must not meet
+    text = re.sub(r"<g id=\"[^\"]*\"", "<g", text)  # ids of several pictures on one page must not clash
     text = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", text)
     text = re.sub(r"font-family: [^;\"]*;?", "", text)
     for name, colour in COLOURS.items():

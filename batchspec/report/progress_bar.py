@@ -1,4 +1,5 @@
-"""The progress of a run: a bar on a terminal, or one line every 30 seconds in a log file, also during a long prefill."""
+"""The progress of a run: a bar on a terminal, or a line every 30 seconds in a log file. Both are updated during a long prefill
+too."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ TICK_S = 1.0
 DRAW_S = 0.1
 """Shortest time between two drawings of the bar."""
 QUIET_S = 30.0
-"""After so long without a round the line says so."""
+"""After this time without a round, the bar or line reports it."""
 MIN_BAR, MAX_BAR = 4, 40
 
 
@@ -31,7 +32,7 @@ class ProgressBar:
 
     total_completions  of the whole job, `done` of them committed by earlier runs
     clock              seconds, monotonic
-    The time left is computed from the tokens still expected if `update` is given them, else from completions.
+    The time left is computed from the expected number of tokens if `update` gets `mean_output`, else from completions.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class ProgressBar:
 
     def _tick(self) -> None:
         """Redraw while no round ends: in a long prefill, or while the model loads."""
-        with suppress(OSError, ValueError):  # a run does not end because its terminal is gone
+        with suppress(OSError, ValueError):  # a closed terminal must not end the run
             while not self._over.wait(TICK_S):
                 self._show()
 
@@ -101,11 +102,12 @@ class ProgressBar:
         mean_output: float | None = None,
         in_flight_tokens: int = 0,
     ) -> None:
-        """Add what happened since the last call: finished completions, their and other new tokens, accepted draft tokens and
-        rounds (each summed over rows), committed shards and the error rows in them.
+        """Add what happened since the last call, and set the present state.
 
-        As of now are `live_rows`, `open_shards` (not committed, and what is finished of each), `mean_output` (tokens expected
-        of a completion, the time left comes from it) and `in_flight_tokens` (of rows that are not finished), given together.
+        Added: `completions` finished, new `tokens` of all rows, `accepted` draft tokens and `rounds` (both summed over rows),
+        committed `shards` and their `errors`, error rows.
+        Set, all together: `live_rows`; `open_shards`, (shard, finished completions) of shards that are not committed;
+        `mean_output`, expected tokens of a completion, which gives the time left; `in_flight_tokens` of unfinished rows.
         """
         self.done += completions
         self.tokens += tokens
@@ -127,7 +129,7 @@ class ProgressBar:
             self._show()
 
     def phase(self, note: str) -> None:
-        """Print one line that says what is being done."""
+        """Print a line about the present phase of the run."""
         terminal.say(note, stream=self.stream)
 
     def facts(self) -> dict[str, Any]:
@@ -155,7 +157,7 @@ class ProgressBar:
         self._bar.draw(self.bar(_columns(self.stream)))
 
     def bar(self, columns: int) -> str:
-        """The bar for a terminal of this width; what matters least is left out if it does not fit."""
+        """The bar for a terminal of this width; the least important parts are left out if it does not fit."""
         share = self._share()
         left = self._eta_s()
         facts = [f"{self.done}/{self.total}", tqdm.format_interval(self.clock() - self._began_at)]
@@ -172,7 +174,7 @@ class ProgressBar:
         return line[:room]
 
     def _share(self) -> float:
-        """Share of the job that is done, tokens of unfinished rows as fractions of a row. 1 when nothing is left."""
+        """Share of the job that is done; tokens of unfinished rows count as fractions of a row. 1 when nothing is left."""
         if self.done >= self.total:
             return 1.0
         begun = self.in_flight_tokens / self.mean_output if self.mean_output else 0.0
@@ -220,7 +222,7 @@ class ProgressBar:
 
 
 def _columns(stream: TextIO) -> int:
-    """Present width of the stream's terminal; 80 if it is unknown."""
+    """Present width of the stream's terminal, in columns; 80 if it is unknown."""
     try:
         return os.get_terminal_size(stream.fileno()).columns or 80
     except (OSError, ValueError):

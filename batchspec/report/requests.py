@@ -1,4 +1,7 @@
-"""Lengths of all requests and the most telling of them with their text, read a few shards at a time."""
+"""The lengths of all requests, and the text of the longest, the shortest, and those with the best and worst acceptance.
+
+Shards are read a few at a time.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ import polars as pl
 from numpy.typing import NDArray
 
 from batchspec.runstate.output_folder import OutputFolder
-from batchspec.storage.store import scanning
+from batchspec.runstate.scan import scanning
 from batchspec.text import MESSAGE_CHARS
 
 Counts = NDArray[np.int64]
 
 NUM_SHOWN = 5
 READ_ROWS = 32768
-"""Rows of numbers that are in memory at a time."""
+"""Maximum number of rows in memory at a time, without their text."""
 TEXT_CHARS = 600
 
 ORDERS: Mapping[str, tuple[str, bool]] = {
@@ -27,12 +30,12 @@ ORDERS: Mapping[str, tuple[str, bool]] = {
     "Longest completions": ("tokens", True),
     "Shortest completions": ("tokens", False),
 }
-"""What the requests shown are, the number they are chosen by, and whether the largest come first."""
+"""Title -> (column by which requests are chosen, whether the largest come first)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """A request with its text cut short."""
+    """A request with its truncated text."""
 
     request_id: str
     row_index: int
@@ -42,9 +45,9 @@ class Shown:
     prompt_tokens: int
     tokens: int
     mean_length: float | None
-    """Mean acceptance length; None where nothing drafted."""
+    """Mean acceptance length; None without a drafter."""
     prompt: str | None
-    """None where the output holds no messages."""
+    """None if the output has no column `messages`."""
     completion: str
 
 
@@ -60,16 +63,17 @@ class Failed:
 @dataclass(frozen=True, slots=True)
 class Requests:
     prompt_lens: Counts
-    """[longest + 1] how many rows have a prompt of so many tokens."""
+    """[longest + 1] number of rows by prompt length in tokens."""
     output_lens: Counts
+    """The same by output length."""
     shown: dict[str, tuple[Shown, ...]]
-    """For each title of ORDERS that has any."""
+    """The requests of each title of ORDERS, if there are any."""
     errors: dict[str, tuple[Failed, ...]]
-    """For each error code the first rows, in the order of the input."""
+    """The first rows of each error code, in the order of the input."""
 
 
 def read_requests(folder: OutputFolder) -> Requests:
-    """Everything about single requests that the report shows. Raises OutputError without a committed shard, StorageError."""
+    """What the report shows of single requests. Raises OutputError without a committed shard, StorageError."""
     prompts = outputs = np.zeros(1, np.int64)
     best: dict[str, pl.DataFrame] = {}
     errors: dict[str, tuple[Failed, ...]] = {}
@@ -112,7 +116,7 @@ def _numbers(folder: OutputFolder, shards: list[int]) -> pl.DataFrame:
 
 
 def _failed(folder: OutputFolder, shards: list[int], known: Mapping[str, tuple[Failed, ...]]) -> dict[str, tuple[Failed, ...]]:
-    """The first rows of each error code: those known, then those of these shards."""
+    """The first rows of each error code: `known` ones, then those of these shards."""
     error = pl.col("error").struct
     picked = folder.scan(shards).filter(pl.col("status") == "error").select(
         "request_id",
@@ -162,14 +166,14 @@ def _prompt(messages: list[Any] | None, *, whole: bool) -> str | None:
     if messages is None:
         return None
     turns = messages[:-1] if whole else messages
-    # The last turn is what the request asks for: where all does not fit, its end is what is worth showing.
+    # If the conversation is too long, its end is kept: the last turn holds the question.
     return cut("\n".join(f"{turn['role']}: {turn['content'] or ''}" for turn in turns), from_end=True)
 
 
 def cut(text: str, *, from_end: bool = False) -> str:
-    """At most TEXT_CHARS characters, and a word about how many are left out."""
+    """At most TEXT_CHARS characters, with a note of how many are left out."""
     more = len(text) - TEXT_CHARS
     if more <= 0:
         return text
-    said = f"({more:,} more characters)"
-    return f"{said} ...{text[-TEXT_CHARS:]}" if from_end else f"{text[:TEXT_CHARS]}... {said}"
+    note = f"({more:,} more characters)"
+    return f"{note} ...{text[-TEXT_CHARS:]}" if from_end else f"{text[:TEXT_CHARS]}... {note}"

@@ -1,4 +1,4 @@
-"""What a job produced and what speculation did for it, from the committed output files alone."""
+"""Statistics of a job's output and of its speculation, from the committed output files alone."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import polars as pl
 from batchspec.errors import OutputError
 from batchspec.report.columns import type_names
 from batchspec.runstate.output_folder import OutputFolder
-from batchspec.storage.store import scanning
+from batchspec.runstate.scan import scanning
 
 PROMPT_EDGES = (128, 512, 2048, 8192, 32768)
 PROMPT_BUCKETS = [
     *(f"{low}-{high - 1}" for low, high in zip((0, *PROMPT_EDGES[:-1]), PROMPT_EDGES, strict=True)), f"{PROMPT_EDGES[-1]}+"
 ]  # fmt: skip
-PLACE = ("request_id", "row_index", "sample_index")
+ROW_KEY = ("request_id", "row_index", "sample_index")
 USAGE = {
     "prompt_tokens": "prompt_tokens",
     "tokens": "completion_tokens",
@@ -37,7 +37,7 @@ SPEC = {
     "histogram": "acceptance_histogram",
     "drafted_at": "drafted_per_position",
 }
-"""Column of a line here -> field of spec_decode."""
+"""Column of the tables here -> field of spec_decode."""
 NUM_EXTREMES = 5
 READ_ROWS = 32768
 """Rows in memory at a time."""
@@ -45,7 +45,7 @@ READ_ROWS = 32768
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acceptance:
-    """Sums over the completions of a group that speculated, and the ratios of the sums."""
+    """Sums over those completions of a group that have spec_decode, and ratios of the sums."""
 
     name: str
     completions: int
@@ -54,19 +54,19 @@ class Acceptance:
     drafted: int
     accepted: int
     discarded: int
-    """Tokens emitted behind the stop and thrown away."""
+    """Tokens emitted after the stop and discarded."""
     mean_acceptance_length: float | None
-    """1 + accepted / rounds, sum over sum: every round counts alike."""
+    """1 + accepted / rounds, a ratio of sums: every round has the same weight."""
     acceptance_rate: float | None
-    """accepted / drafted, sum over sum: every draft token counts alike."""
+    """accepted / drafted, a ratio of sums: every draft token has the same weight."""
     mean_length_over_requests: float | None
-    """Mean of the completions' own mean acceptance lengths: every completion counts alike."""
+    """Mean of the completions' mean acceptance lengths: every completion has the same weight."""
     mean_rate_over_requests: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Draft place 0, 1, ... of a round: how often it was drafted, and accepted."""
+    """Position 0, 1, ... in a round's draft: how often it was drafted, and accepted."""
 
     position: int
     drafted: int
@@ -91,23 +91,23 @@ class JobStats:
     by_finish_reason: dict[str, int]
     by_error: dict[str, int]
     error_rows: int
-    """Input rows of which some completion is an error."""
+    """Input rows with at least one error completion."""
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int
-    """Those of completion_tokens that were thoughts."""
+    """The part of completion_tokens that belongs to thoughts."""
     reasoning_truncated: int
     """Completions whose thought was cut off, by its budget or by max_new_tokens."""
     drafter: str
-    """The drafters of the rows, comma-separated; none where nothing drafted."""
+    """The drafters of the rows, comma-separated; "none" without a drafter."""
     overall: Acceptance
     by_position: tuple[Position, ...]
     histogram: tuple[int, ...]
     """Rounds that accepted exactly j draft tokens."""
     by_prompt_tokens: tuple[Acceptance, ...]
     by_column: tuple[Acceptance, ...]
-    """By the value of the column asked for, the most frequent first; empty without one."""
+    """By the value of the column `by`, the most frequent first; empty without `by`."""
     best: tuple[Extreme, ...]
     worst: tuple[Extreme, ...]
     columns: dict[str, str]
@@ -115,9 +115,9 @@ class JobStats:
 
 
 def job_stats(out_dir: Path | str, by: str | None = None) -> JobStats:
-    """Statistics of the committed shards of a job, a few of them in memory at a time; `by` names an output column to group by.
+    """Statistics of the committed shards of a job, read a few at a time; `by` names an output column to group by.
 
-    Raises OutputError where the folder holds no job or no committed shard, or has no such column to group by.
+    Raises OutputError if the folder holds no job or no committed shard, or if there is no such column to group by.
     """
     folder = OutputFolder(out_dir)
     done = sorted(folder.committed())
@@ -161,7 +161,7 @@ def job_stats(out_dir: Path | str, by: str | None = None) -> JobStats:
 
 
 class _Tally:
-    """What all rows read so far add up to."""
+    """Sums over all rows read so far."""
 
     def __init__(self) -> None:
         self.completions = self.reasoning_truncated = self.error_rows = 0
@@ -191,7 +191,7 @@ class _Tally:
         names = dict(enumerate(PROMPT_BUCKETS))
         self.by_prompt_tokens = _summed(self.by_prompt_tokens, spec, bucket.replace_strict(names, return_dtype=pl.String))
         self.by_group = _summed(self.by_group, spec, pl.col("group"))
-        rated = spec.filter(pl.col("mean_length").is_not_null()).select(*PLACE, "tokens", "mean_length")
+        rated = spec.filter(pl.col("mean_length").is_not_null()).select(*ROW_KEY, "tokens", "mean_length")
         order = ["mean_length", "row_index", "sample_index"]
         self.best = pl.concat([self.best, rated]).sort(order, descending=[True, False, False]).head(NUM_EXTREMES)
         self.worst = pl.concat([self.worst, rated]).sort(order, descending=[False, True, True]).head(NUM_EXTREMES)
@@ -204,11 +204,11 @@ def _check_column(schema: pl.Schema, by: str | None) -> None:
 
 
 def _read(folder: OutputFolder, shards: list[int], by: str | None) -> Iterator[pl.DataFrame]:
-    """One line a completion, with the columns that the statistics need."""
+    """Tables of one row a completion, with the columns that the statistics need."""
     step = max(1, READ_ROWS // folder.manifest.shard_rows)
     for start in range(0, len(shards), step):
         picked = folder.scan(shards[start : start + step]).select(
-            *PLACE,
+            *ROW_KEY,
             "status",
             "finish_reason",
             "reasoning_truncated",
@@ -222,7 +222,7 @@ def _read(folder: OutputFolder, shards: list[int], by: str | None) -> Iterator[p
 
 
 def _summed(so_far: pl.DataFrame, rows: pl.DataFrame, name: pl.Expr) -> pl.DataFrame:
-    """Sums of the groups of `name`, with those of earlier rows."""
+    """Sums over `rows` by the group `name`, added to the sums of earlier rows."""
     sums = ("tokens", "rounds", "drafted", "accepted", "discarded")
     here = rows.group_by(name.alias("name")).agg(
         pl.len().cast(pl.Int64).alias("completions"),
@@ -238,7 +238,7 @@ def _groups(sums: pl.DataFrame) -> Iterator[Acceptance]:
 
 
 def _acceptance(sums: Mapping[str, Any]) -> Acceptance:
-    """Of a line of `_summed`; what it lacks is 0."""
+    """The acceptance of one row of `_summed`; missing sums count as 0."""
     count = {name: sums.get(name, 0) for name in ("completions", "tokens", "rounds", "drafted", "accepted", "discarded")}
     return Acceptance(
         name=str(sums["name"]),
@@ -258,7 +258,7 @@ def _extremes(rows: pl.DataFrame) -> tuple[Extreme, ...]:
 
 
 def _added(sums: list[int], lists: pl.Series) -> list[int]:
-    """The sums by place, with those of lists of several lengths."""
+    """`sums` plus the elementwise sum of `lists`, which may differ in length."""
     longest = max(len(sums), int(lists.list.len().max() or 0))  # type: ignore[arg-type]
     here = [int(lists.list.get(j, null_on_oob=True).sum()) for j in range(longest)]
     return [count + (sums[j] if j < len(sums) else 0) for j, count in enumerate(here)]

@@ -1,4 +1,4 @@
-"""The status of a job over all of its runs: from the names of its shards, its claims and heartbeats. Reads no row."""
+"""The status of a job over all of its runs, from the names of its shards, its claims and heartbeats. It reads no rows."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from batchspec.runstate.heartbeats import HeartbeatFiles, RunHeartbeat
 from batchspec.runstate.output_folder import OutputFolder
 
 STUCK_S = 120.0
-"""A run that has rows and has had no round for so long is stuck."""
+"""A run that has rows but no round for this time is stuck."""
 SLOW = 0.5
-"""A straggler is slower than this share of the median tokens a second, of at least MIN_RUNS runs."""
+"""A straggler is slower than this share of the median tokens a second, taken over at least MIN_RUNS runs."""
 MIN_RUNS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """One run: its heartbeat, and what can be concluded from it and from its claims."""
+    """One run: its heartbeat, and what follows from it and from its claims."""
 
     run: RunHeartbeat
     state: str
@@ -30,7 +30,7 @@ class RunStatus:
     waiting  it has no shard, because other runs work on the last ones
     stuck    it has rows, and no round for STUCK_S
     silent   no heartbeat for as long as a claim lasts, by this machine's clock
-    gone     it was killed or crashed: its process, or its start of a batch task, does not exist any more
+    gone     it was killed or crashed: its process does not exist any more, or its batch task was started again
     done, interrupted, failed, crashed: as the run itself reported at its end
     """
     shards: tuple[int, ...]
@@ -56,7 +56,8 @@ class JobStatus:
     shards_total: int
     completions: float
     completions_total: float
-    """Completions, those of open shards in the journal or in a running process included; estimated if a row may have several."""
+    """Completions, including those of uncommitted shards in the journal or a running process; estimated if a row may have
+    several."""
     share: float
     """Share of the job that is done, 0 to 1, tokens of unfinished rows included. 1 only if complete."""
     errors: int
@@ -64,14 +65,14 @@ class JobStatus:
     tok_s: float
     """Tokens a second of all living runs together, over the last minute."""
     tokens: int
-    """Tokens of all runs ever, including those that had to be computed twice."""
+    """Tokens of all runs since the job began, including those that were computed twice."""
     mean_acceptance_length: float | None
     left_s: float | None
     """Seconds left at the present speed; None if nothing runs."""
     runs: tuple[RunStatus, ...]
     """Living ones first, then by when they ended, the latest first."""
     stale_claims: dict[int, str]
-    """Shard -> the run that held it and is gone; another run will take it over."""
+    """Shard -> the run that claimed it and does not run any more; another run will take the shard over."""
     unreadable: int
     """Heartbeat files that are damaged or not batchspec's."""
 
@@ -80,14 +81,14 @@ class JobStatus:
         return asdict(self)
 
 
-class Watcher:
-    """Looks at a job repeatedly; keeps what cannot change any more."""
+class StatusReader:
+    """Reads the status of a job repeatedly; heartbeats of ended runs are cached."""
 
     def __init__(self, output: OutputFolder, clock: Callable[[], float] = time.time) -> None:
         self._output, self._clock = output, clock
         self._files: HeartbeatFiles | None = None
 
-    def look(self) -> JobStatus:
+    def read(self) -> JobStatus:
         """The status now. Raises OutputError for a folder that holds something else than a job; StorageError."""
         output = self._output
         if output.is_untouched():
@@ -97,9 +98,9 @@ class Watcher:
         missing = output.missing()
         claims = output.claims()
         owners = {shard: str(claim.get("owner")) for shard, claim in claims.owners(missing).items()}
-        looked = _judged(runs, owners, self._clock(), claims.stale_s)
-        lives = [status for status in looked if status.lives]
-        done, total, share, left_s = _left(looked, runs, missing, output)
+        statuses = _run_statuses(runs, owners, self._clock(), claims.stale_s)
+        lives = [status for status in statuses if status.lives]
+        done, total, share, left_s = _left(statuses, runs, missing, output)
         rounds = sum(run.rounds for run in runs)
         return JobStatus(
             path=output.path,
@@ -116,8 +117,8 @@ class Watcher:
             tokens=sum(run.tokens for run in runs),
             mean_acceptance_length=1 + sum(run.accepted for run in runs) / rounds if rounds else None,
             left_s=left_s if missing else None,
-            runs=tuple(sorted(looked, key=lambda status: (not status.lives, not status.straggler, -status.run.at))),
-            stale_claims=_stale(owners, looked),
+            runs=tuple(sorted(statuses, key=lambda status: (not status.lives, not status.straggler, -status.run.at))),
+            stale_claims=_stale(owners, statuses),
             unreadable=unreadable,
         )
 
@@ -129,7 +130,7 @@ def _not_begun(path: str) -> JobStatus:
     )  # fmt: skip
 
 
-def _judged(runs: Sequence[RunHeartbeat], owners: dict[int, str], now: float, stale_s: float) -> list[RunStatus]:
+def _run_statuses(runs: Sequence[RunHeartbeat], owners: dict[int, str], now: float, stale_s: float) -> list[RunStatus]:
     """The status of every run; `owners` are the claims on shards that are not committed."""
     starts: dict[str, int] = {}
     for run in runs:
@@ -164,18 +165,18 @@ def _state(run: RunHeartbeat, held: tuple[int, ...], last_start: int, who: dict[
 
 
 def _left(
-    looked: Sequence[RunStatus], runs: Sequence[RunHeartbeat], missing: set[int], output: OutputFolder
+    statuses: Sequence[RunStatus], runs: Sequence[RunHeartbeat], missing: set[int], output: OutputFolder
 ) -> tuple[float, float, float, float | None]:
     """(completions done, completions in all, share of the job that is done, seconds left)."""
-    lives = [status for status in looked if status.lives]
+    lives = [status for status in statuses if status.lives]
     total = float(max(runs, key=lambda run: run.at).expected) if runs else 0.0
     total = total or float(output.manifest.num_rows)
     committed = total * (1 - len(missing) / output.num_shards)
-    done = min(total, committed + _open(lives if output.generation is not None else looked, missing))
+    done = min(total, committed + _open(lives if output.generation is not None else statuses, missing))
     tok_s = sum(status.run.tok_s for status in lives)
-    weights = [(8 + status.run.completions, status.run.mean_output) for status in looked if status.run.mean_output]
+    weights = [(8 + status.run.completions, status.run.mean_output) for status in statuses if status.run.mean_output]
     mean_output = sum(weight * mean for weight, mean in weights) / (sum(weight for weight, _ in weights) or 1)
-    in_flight = _in_flight(looked)
+    in_flight = _in_flight(statuses)
     share = (done + (in_flight / mean_output if mean_output else 0.0)) / (total or 1.0)
     if not tok_s:
         return done, total, share, None
@@ -183,26 +184,27 @@ def _left(
     return done, total, share, seconds if math.isfinite(seconds) else None
 
 
-def _open(looked: Sequence[RunStatus], missing: set[int]) -> int:
-    """Completions of shards that are not committed. Those of a run that ended are in the journal: who goes on counts them too.
+def _open(statuses: Sequence[RunStatus], missing: set[int]) -> int:
+    """Completions of shards that are not committed. Runs may report the same completions of a shard, because a run also counts
+    those that it found in the journal: the largest count is taken.
 
-    A file may be older than the newest commits: what it says of their shards is counted there.
+    A heartbeat may be older than the newest commits: shards committed since are ignored here, and counted as committed.
     """
     counts: dict[int, int] = {}
-    for status in looked:
+    for status in statuses:
         for shard, count in status.run.open_shards:
             if shard in missing and status.state != "done":
                 counts[shard] = max(count, counts.get(shard, 0))
     return sum(counts.values())
 
 
-def _in_flight(looked: Sequence[RunStatus]) -> int:
-    """Tokens of unfinished rows: of living runs, and of those that saved them at a signal while nobody has gone on since."""
-    latest = max((status.run.began_at for status in looked), default=0.0)
-    counted = (status.run for status in looked if status.lives or (status.state == "interrupted" and status.run.at >= latest))
+def _in_flight(statuses: Sequence[RunStatus]) -> int:
+    """Tokens of unfinished rows: of living runs, and of interrupted runs that saved them if no run has begun since."""
+    latest = max((status.run.began_at for status in statuses), default=0.0)
+    counted = (status.run for status in statuses if status.lives or (status.state == "interrupted" and status.run.at >= latest))
     return sum(run.in_flight_tokens for run in counted)
 
 
-def _stale(owners: dict[int, str], looked: Sequence[RunStatus]) -> dict[int, str]:
-    known = {status.run.attempt: status for status in looked}
+def _stale(owners: dict[int, str], statuses: Sequence[RunStatus]) -> dict[int, str]:
+    known = {status.run.attempt: status for status in statuses}
     return {shard: owner for shard, owner in sorted(owners.items()) if owner in known and not known[owner].lives}

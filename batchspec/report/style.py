@@ -1,4 +1,4 @@
-"""The look of the report: colours for light and dark, one column on a phone, three on a desk."""
+"""The report's CSS: light and dark colours, one column on a phone, three on a wide screen."""
 
 STYLE = """
 :root { color-scheme: light dark; --page: #ffffff; --card: #f6f7f8; --ink: #1c1e21; --muted: #62666d; --grid: #dfe1e5;

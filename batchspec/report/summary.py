@@ -17,7 +17,7 @@ class RunSummary:
     """Tokens made in this run, without those that its rows had from earlier runs."""
     rounds: int
     row_rounds: int
-    """Rounds, summed over the rows that were live in them."""
+    """Rounds, summed over the live rows of each."""
     accepted: int
     preempted: int
 
@@ -42,9 +42,9 @@ class RunSummary:
         )
 
     def facts(self) -> dict[str, float]:
-        """The values of the line and those that they were computed from."""
+        """The values of the line, and those from which they were computed."""
         return {
             "seconds": round(self.seconds, 3), "start_up_s": round(self.start_up_s, 3), "tokens": self.tokens,
             "tok_s": round(self.tok_s, 1), "mean_acceptance_length": round(self.mean_acceptance_length, 4),
-            "rounds": self.rounds, "mean_live_rows": round(self.mean_live_rows, 2), "set_back": self.preempted,
+            "rounds": self.rounds, "mean_live_rows": round(self.mean_live_rows, 2), "preempted": self.preempted,
         }  # fmt: skip

@@ -1,8 +1,8 @@
 """The timeline of a run: sampled while it runs, read for the pictures of the report.
 
-_batchspec/logs/run-<attempt>.timeline.jsonl   a header, then a line a sample: seconds since the start and running sums
+_batchspec/logs/run-<attempt>.timeline.jsonl   a header, then one line for each sample: seconds since the start and running sums
 
-Every value is a running sum, so the difference of any two samples is what happened between them.
+Every value is a running sum, so the difference of two samples is the total between them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,23 @@ Floats = NDArray[np.float64]
 
 SAMPLE_S = 1.0
 DETAIL = 3600
-"""Samples are at least this share of the run so far apart: a day takes about 15,000."""
+"""Two samples are at least 1/DETAIL of the elapsed run time apart: a day takes about 15,000 samples."""
 WRITE_S = 60.0
 """A killed run loses at most the samples of this many seconds."""
 BINS = 120
-NAMES = ("t", "tokens", "rounds", "row_rounds", "drafted", "accepted", "set_back", "live_s", "ending_s", "waiting_s", "prefill_s")
+NAMES = (
+    "t",
+    "tokens",
+    "rounds",
+    "row_rounds",
+    "drafted",
+    "accepted",
+    "preempted",
+    "live_s",
+    "ending_s",
+    "waiting_s",
+    "prefill_s",
+)
 
 
 class Totals(Protocol):
@@ -45,9 +57,10 @@ class Totals(Protocol):
 class Timeline:
     """Samples an engine's totals, at first once a second, later less often.
 
-    write  stores the whole file so far; after a StorageError nothing more is recorded and the run goes on
-    slots  slots of the batch
-    clock, wall  seconds, monotonic and since 1970
+    write  stores the whole file so far; after a StorageError recording ends and the run continues
+    slots  number of slots of the batch
+    clock  seconds, monotonic
+    wall   seconds since 1970
     """
 
     def __init__(
@@ -68,13 +81,15 @@ class Timeline:
         self._latest: list[float] | None = None
 
     def observe(self, totals: Totals, *, exhausted: bool) -> None:
-        """Called after every round and prefill. `exhausted`: every row has been taken in, so that a free slot stays free.
+        """Called after every round and prefill. `exhausted`: no rows are left to admit, so a free slot stays free.
 
-        No rounds run during a prefill: slots that have a row, or will get one, count as in prefill then, not as live or waiting.
+        No rounds run during a prefill: slots that have a row, or will get one, then count as in prefill, not as live or waiting.
         """
         now = self._clock()
         seconds, self._now = now - self._now, now
-        self._owed += totals.prefill_s - self._prefilled  # a late result may have taken longer than this
+        self._owed += (
+            totals.prefill_s - self._prefilled
+        )  # prefill time is reported late and may exceed the time since the last call
         self._prefilled = totals.prefill_s
         prefill_s = min(max(self._owed, 0.0), seconds)
         self._owed -= prefill_s
@@ -117,7 +132,7 @@ class Timeline:
 class Run:
     started_at: float
     samples: dict[str, Floats]
-    """Name of NAMES -> its value in every sample."""
+    """Each name of NAMES -> its values, one a sample."""
 
     @property
     def seconds(self) -> float:
@@ -152,13 +167,13 @@ class Course:
     ending: Floats
     """Slots that are empty because no row was left."""
     waiting: Floats
-    """Slots that are empty though rows were left: before a refill, or for lack of pages."""
+    """Slots that are empty while rows are left: before a refill, or for lack of pages."""
     prefill: Floats
-    """Slots whose row, present or next, was in a prefill pass or waited for one to end."""
+    """Slots whose present or next row is in a prefill pass, or waits for one to end."""
     draft_len: Floats
-    """Draft tokens a row and round (for a tree its levels); NaN without a round."""
+    """Mean draft tokens of a row in a round (levels of a tree); NaN without a round."""
     acceptance_length: Floats
-    """Tokens a row and round; NaN without a round."""
+    """Mean tokens of a row in a round; NaN without a round."""
     preempted: int
 
 
@@ -186,7 +201,7 @@ def course(runs: Sequence[Run]) -> Course | None:
         prefill=sums["prefill_s"] / width,
         draft_len=_ratio(sums["drafted"], sums["row_rounds"]),
         acceptance_length=1 + _ratio(sums["accepted"], sums["row_rounds"]),
-        preempted=round(float(sums["set_back"].sum())),
+        preempted=round(float(sums["preempted"].sum())),
     )
 
 

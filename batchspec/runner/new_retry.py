@@ -11,7 +11,7 @@ from batchspec.errors import OutputError
 from batchspec.prepare import Job, job_fingerprint
 from batchspec.runstate.generations import Generation
 from batchspec.runstate.output_folder import OutputFolder
-from batchspec.storage.store import scanning
+from batchspec.runstate.scan import scanning
 
 CAP = "decode.max_new_tokens"
 MAY_DIFFER = {"length": (CAP,), "error": (), "none": ()}

@@ -1,18 +1,19 @@
-"""The state of a job's runs: what is in an output folder beside the rows, and why each shard is committed exactly once.
+"""The state of a job's runs: everything in an output folder except the rows, and the exactly-once commit of shards.
 
 Changes when a rule of resuming, retrying or committing changes, or a file under _batchspec/. Imports storage/ for files and
 dataset/ for the shard's Parquet file.
 
   output_folder.py   the job's folder for a run: commits shards, opens everything below (`OutputFolder`)
-  job_folder.py      which job the folder holds: made once, compared, joined, overwritten (`JobFolder`)
+  job_folder.py      which job the folder holds: created once, compared, joined, overwritten (`JobFolder`)
   manifest.py        what a job is: its fingerprint, configuration and shards
   overwrite.py       output.overwrite: which process deletes the old job, and how a run notices that its job is gone
   footers.py         whether a shard is committed, by the footer of its file
+  scan.py            the rows of committed shards as a polars frame
   shard_writer.py    writes a shard's file and reads it back before it gets its name
   claims.py          leases on shards: which run works on which
   journal.py         finished rows, and tokens of unfinished ones, of shards that are not committed
   attempts.py        what runs were computing when they crashed
   generations.py     retries of a complete job (resume.retry)
-  heartbeats.py      what every run says of itself, for `batchspec status`
+  heartbeats.py      what every run reports about itself, for `batchspec status`
   adapted_heads.py   draft heads that were trained while the job ran
 """

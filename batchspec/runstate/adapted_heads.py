@@ -1,4 +1,4 @@
-"""A draft head that runs of a job train, in the output folder: config.json and model.safetensors, each replaced in one step."""
+"""The draft head that runs of a job train, in the output folder: config.json and model.safetensors, each replaced atomically."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 class HeadFiles:
     def __init__(self, store: Store, name: str) -> None:
-        """name  of the folder: heads that started from different checkpoints have different names"""
+        """name  name of the folder; heads that started from different checkpoints have different names"""
         self._store, self.folder = store, f"_batchspec/heads/{name}"
 
     def put(self, config: bytes, weights: bytes) -> None:
-        """Replace the head. Its config never changes, so a reader never gets two parts that do not belong together."""
+        """Replace the head. Its config never changes, so the two files that a reader gets always fit together."""
         self._store.put(f"{self.folder}/{WEIGHTS}", weights)
         self._store.put(f"{self.folder}/{CONFIG}", config)
 

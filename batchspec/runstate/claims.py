@@ -4,9 +4,9 @@ _batchspec/claims/00042.json   {"owner": attempt, "counter": n, "host", "space",
 
 A run renews its claims: it writes them again with a higher counter. A claim is stale, and anyone may take the shard, when it has
 not changed for `stale_s` seconds of the observer's own clock; no clock of another machine is trusted. It is stale at once when
-the observer can tell that its owner is gone: the process does not exist on this machine any more (process numbers of other
-containers tell nothing), or the owner was an earlier start of this very task of the batch system. A run that was stopped and
-continues after its claim was taken loses at the commit, at worst; nothing is written twice.
+the observer can see that its owner is gone: its process does not exist on this machine any more (process ids of other
+containers are ignored), or the owner was an earlier start of the observer's own batch task. If a run is suspended and continues
+after its claim was taken over, at worst its commit is refused; nothing is written twice.
 
 A run that ends by itself, also by an error, releases its claims (owner ""). A stale claim with an owner means that its run
 crashed or was killed.
@@ -28,15 +28,15 @@ from batchspec.storage.store import Store, for_each
 
 FOLDER = "_batchspec/claims"
 STALE_S = 150.0
-"""More than twice as long as an NFS client may show old attributes (60 s), and five renewals."""
+"""More than twice the time for which an NFS client may show old attributes (60 s), and five renewals."""
 REMOTE_STALE_S = 300.0
-"""On S3 a renewal may be retried for two minutes, and the one before it for as long."""
+"""On S3 a renewal may be retried for two minutes, and so may the one before it."""
 RENEW_S = 30.0
 NAME = re.compile(r"[0-9]{5,18}\.json")
 FIELDS: dict[str, Any] = {
     "owner": "", "counter": 0, "host": "", "space": "", "pid": 0, "started": "", "task": "", "restart": 0,
 }  # fmt: skip
-"""The fields of a claim, each with a value of its type."""
+"""The fields of a claim, each with a default value of its type."""
 
 
 class Claims:
@@ -50,16 +50,16 @@ class Claims:
     ) -> None:
         self._store, self.attempt, self.stale_s, self._clock = store, attempt, stale_s, clock
         self.crashed_owners: dict[int, str] = {}
-        """Shards that this run took over from a run that crashed with them, and that run's attempt."""
+        """Shard -> attempt of the crashed run from which this run took it over."""
         self.inherited = False
-        """A shard that this run took had an owner before, whose rows may be in the journal by now."""
+        """Whether a shard that this run took had an earlier owner, whose rows may be in the journal."""
         self._held: dict[int, int] = {}
         self._seen: dict[int, tuple[tuple[str, int], float]] = {}
         self._renewed_at = clock()
         self._process = this_process()
 
     def take(self, shard: int) -> bool:
-        """Claim a shard; True if this run has it now. Raises StorageError."""
+        """Claim a shard; returns whether this run holds it now. Raises StorageError."""
         if shard in self._held:
             return True
         name = _name(shard)
@@ -69,7 +69,7 @@ class Claims:
         before = self._read(name)
         if not self._is_stale(shard, before):
             return False
-        # Two runs may take over at once: the last one to write has it, the other one sees that at its next renewal.
+        # Two runs may take over at once: the last writer holds the shard, and the other one notices at its next renewal.
         self._store.put(name, self._claim(0))
         if self._read(name).get("owner") != self.attempt:
             return False
@@ -85,14 +85,14 @@ class Claims:
         return sorted(self._held)
 
     def release(self) -> None:
-        """Give back every claim of this run: the shards are free at once, for anyone. Raises StorageError."""
+        """Release all claims of this run, so that other runs can take the shards at once. Raises StorageError."""
         for shard in self.own:
             del self._held[shard]
             if self._read(_name(shard)).get("owner") == self.attempt:
                 self._store.put(_name(shard), json.dumps({"owner": ""}).encode())
 
     def held(self, shards: Set[int]) -> set[int]:
-        """Those of these shards that other runs hold by a claim that is not stale. Raises StorageError."""
+        """Those of these shards for which another run has a claim that is not stale. Raises StorageError."""
         claims = self.owners(shards - self._held.keys())
         return {shard for shard, claim in claims.items() if not self._is_stale(shard, claim)}
 
@@ -122,7 +122,7 @@ class Claims:
             pass
 
     def forget(self, shard: int) -> None:
-        """The shard is committed: its claim need not be renewed."""
+        """Stop renewing the claim of a committed shard."""
         self._held.pop(shard, None)
 
     def _read(self, name: str) -> dict[str, Any]:
@@ -149,8 +149,8 @@ class Claims:
 
 
 def this_process() -> dict[str, Any]:
-    """The fields of a claim that tell its owner's process: machine, process namespace, process, and the task of a batch system
-    with the number of its start."""
+    """The fields of a claim that identify its owner's process: machine, process namespace, process, and the batch task with the
+    number of its start."""
     task = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_PROCID")]
     return {
         "host": socket.gethostname(),
@@ -163,7 +163,7 @@ def this_process() -> dict[str, Any]:
 
 
 def owner_is_gone(claim: Mapping[str, Any], observer: Mapping[str, Any]) -> bool:
-    """Whether `observer`, see `this_process`, can tell that the claim's owner does not run any more."""
+    """Whether `observer` (see `this_process`) can see that the claim's owner does not run any more."""
     same = claim.get("host") == observer["host"] and claim.get("space") == observer["space"] != ""
     if same and claim.get("pid") and claim.get("started"):
         return bool(_started(claim["pid"]) != claim["started"])
@@ -198,7 +198,7 @@ def _name(shard: int) -> str:
 
 
 def _parse(data: bytes) -> dict[str, Any]:
-    """A claim; fields of the wrong type are dropped, and bytes that are no JSON object give {}."""
+    """A claim; fields of the wrong type are dropped, and bytes that are not a JSON object give {}."""
     try:
         claim = json.loads(data)
     except (ValueError, RecursionError):

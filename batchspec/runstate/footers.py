@@ -1,8 +1,8 @@
-"""Whether a shard is committed, by the footer of its file: the metadata there says which rows of which job it holds.
+"""Whether a shard is committed: the metadata in its file's footer names the job and the rows that the file holds.
 
 Key-value metadata of every shard file; the footer's statistics of row_index must agree with it:
 
-batchspec.job         id of the job, as its manifest has it: a folder may have held another job before
+batchspec.job         id of the job, as in its manifest: the folder may have held another job before
 batchspec.generation  0, or the number of the retry that wrote the file
 batchspec.shard       number of the shard
 batchspec.rows        first and last input row: `84-167`
@@ -27,15 +27,15 @@ TAIL_BYTES = 64 << 10
 """Most footers are shorter, so that one request reads one."""
 MOST_BYTES = 1 << 28
 READS = 3
-"""Attempts at a footer: a second one if it is longer than TAIL_BYTES, another one if it reads damaged."""
+"""Maximum number of reads of a footer: a second one if it is longer than TAIL_BYTES, another one if the bytes are damaged."""
 PREFIX = b"batchspec."
 ANEW = "delete the file and run the same command again, which computes its rows anew"
 
 log = logging.getLogger(__name__)
 
 _KNOWN: dict[tuple[str, str], dict[int, tuple[str, int]]] = {}
-"""(folder, job) -> committed shard -> (version, generation) of its file. A cache for the process: the end of a job lists its
-files several times, and a version of a file does not change."""
+"""(folder, job) -> committed shard -> (version, generation) of its file. A cache of this process: files are listed several times
+at the end of a job, and a version of a file does not change."""
 
 
 def part_name(index: int) -> str:
@@ -44,7 +44,7 @@ def part_name(index: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardFile:
-    """What one file's footer holds."""
+    """The content of a file's footer."""
 
     version: str
     """The file's version in the store when the footer was read."""
@@ -56,7 +56,7 @@ class ShardFile:
     rows: str
     """First and last input row by the metadata; empty in a file without `job`."""
     found: str
-    """The same by the statistics of the column row_index; empty without statistics."""
+    """The same according to the statistics of the column row_index; empty without statistics."""
 
 
 def identity(manifest: Manifest, generation: int, index: int, attempt: str) -> dict[str, str]:
@@ -70,7 +70,7 @@ def identity(manifest: Manifest, generation: int, index: int, attempt: str) -> d
 
 def read_shard_file(store: Store, name: str) -> ShardFile | None:
     """The footer of a file; None if there is no such file. Raises StorageError if the footer cannot be read."""
-    count, reason = TAIL_BYTES, "it is no Parquet file"
+    count, reason = TAIL_BYTES, "it is not a Parquet file"
     for _ in range(READS):
         tail = store.tail(name, count)
         if tail is None:
@@ -118,7 +118,7 @@ def _span(footer: pq.FileMetaData) -> str:
 class ShardFiles:
     """The files in data/ of one job. A process reads the footer of each version of a file once.
 
-    written  gives, for each shard that a retry has written, the retry's number
+    written  returns the number of the retry for each shard that a retry has written
     """
 
     def __init__(self, store: Store, manifest: Manifest, written: Callable[[], Mapping[int, int]] = dict) -> None:
@@ -127,17 +127,17 @@ class ShardFiles:
         self._said: set[str] = set()
 
     def listed(self) -> dict[int, str]:
-        """Shard -> version of its file, by a listing alone. Raises OutputError for a file whose name is not a shard's."""
+        """Shard -> version of its file, from a listing alone. Raises OutputError for a file whose name is not a shard's."""
         found = {}
         for name, version in self._store.versions("data").items():
             match = re.fullmatch(r"part-(\d{5,18})\.parquet", name)
             index = int(match[1]) if match else -1
             if not (0 <= index < self._manifest.num_shards and name == part_name(index)):
                 raise OutputError(
-                    f"{self._store.where}/data/{name} is no shard of this job, and readers would take it; move it away"
+                    f"{self._store.where}/data/{name} is not a shard of this job, and readers would read it too; move it away"
                 )
             if not version:
-                raise OutputError(f"{self._path(index)} is a folder and no file; move it away and run the same command again")
+                raise OutputError(f"{self._path(index)} is a folder, not a file; move it away and run the same command again")
             found[index] = version
         return found
 
@@ -164,7 +164,7 @@ class ShardFiles:
                 yield index, fault
 
     def is_committed(self, index: int) -> bool:
-        """Whether this shard is committed, by its file alone. Raises nothing for a file that is not the job's."""
+        """Whether this shard is committed, by its file alone. False for a file that is not the job's."""
         self._known.pop(index, None)
         return self._fault(index, 0) is None and index in self._known
 
@@ -177,20 +177,20 @@ class ShardFiles:
         yield from zip(new, faults, strict=True)
 
     def _fault(self, index: int, generation: int) -> BatchspecError | None:
-        """Why the file is not the job's; None if it is (then it is noted as known), if it is gone, or if it will be replaced."""
+        """Why the file is not the job's; None if it is (then it is cached), if it does not exist, or if it will be replaced."""
         try:
-            file = self.look(index, generation)
+            file = self.read(index, generation)
         except (OutputError, StorageError) as error:
             return error
         if file is not None and not self.is_foreign(file):
             self._known[index] = file.version, file.generation
         return None
 
-    def look(self, index: int, generation: int = 0) -> ShardFile | None:
+    def read(self, index: int, generation: int = 0) -> ShardFile | None:
         """The shard's file; None if there is none. `generation` is the retry that is known to have written it.
 
-        Raises StorageError if the footer cannot be read, OutputError for a file that is not the job's. Except on S3 for a file of
-        another job: only there can a run that was suspended publish into the job that took over its folder.
+        Raises StorageError if the footer cannot be read, OutputError for a file that is not the job's. On S3 a file of another
+        job is only reported: there, a run that was suspended can publish into the job that took over its folder.
         """
         file = read_shard_file(self._store, f"data/{part_name(index)}")
         if file is None:
@@ -204,7 +204,7 @@ class ShardFiles:
         return file
 
     def is_foreign(self, file: ShardFile) -> bool:
-        """Whether a run of another job wrote the file."""
+        """Whether the file was written by a run of another job."""
         return file.job is not None and file.job != self._manifest.job
 
     def _misfit(self, index: int, file: ShardFile, generation: int) -> str:

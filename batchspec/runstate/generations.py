@@ -1,14 +1,14 @@
-"""Retries of a job (resume.retry): each is a generation, which replaces the files of the shards that it concerns.
+"""Retries of a job (resume.retry): each is a generation, which replaces the files of the shards that have rows to retry.
 
-_batchspec/retry/00001.json                 what the first retry is; written by the run that begins it
+_batchspec/retry/00001.json                 the definition of the first retry; written by the run that begins it
 _batchspec/retry/00001/done/00042-1-<job>   its shard 42 is done: the file is that of retry 1 (0: of the job before any retry)
 _batchspec/retry/00001/card                 its card is written
 _batchspec/retry/00001/_batchspec/          its own claims, journal and attempts
 
-Each file names the job: a run of a job that was overwritten since may still write one, which is ignored.
+Each file names the job: files from runs of a job that was overwritten in the meantime are ignored.
 
 A retry begins when the job, and the retry before it, is complete; its shards are listed once. If a run dies after it published a
-shard's new file and before it wrote the mark, the next run finds nothing to retry in the shard and writes the mark.
+shard's new file but before it wrote the mark, the next run finds nothing to retry in the shard and writes the mark.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Generation:
     retry: str
     """error or length."""
     again: int
-    """resume.retry_id: the same retry is done once for each value."""
+    """resume.retry_id: a retry is done once for each value."""
     fingerprint: Mapping[str, str]
-    """The job's fingerprint, with what the retry changed."""
+    """The job's fingerprint, with the keys that the retry changed."""
     config: Mapping[str, Any]
     shards: tuple[int, ...]
     """Shards with rows to retry."""
@@ -50,7 +50,7 @@ class Generation:
 
     @property
     def identity(self) -> tuple[str, int, str]:
-        """Two commands with the same identity ask for the same retry."""
+        """Commands with the same identity belong to the same retry."""
         return self.retry, self.again, self.fingerprint["decode.max_new_tokens"]
 
     @property
@@ -58,12 +58,12 @@ class Generation:
         return f"{FOLDER}/{self.number:05d}"
 
     def __str__(self) -> str:
-        """The words of a command line that ask for it."""
+        """The command-line overrides of this retry."""
         again = "" if self.again == 1 else f" resume.retry_id={self.again}"
         return f"resume={self.retry} decode.max_new_tokens={self.identity[2]}{again}"
 
     def of(self, first: Manifest) -> Manifest:
-        """The job's manifest since this retry."""
+        """The job's manifest with the changes of this retry."""
         return replace(first, fingerprint=self.fingerprint, config=self.config)
 
 
@@ -79,7 +79,7 @@ class Generations:
         return [found for name in sorted(names) if (found := self._read(f"{FOLDER}/{name}")).job in ("", job)]
 
     def begin(self, generation: Generation) -> Generation:
-        """Record the retry under its number; returns what is recorded there, which another run may have done first."""
+        """Record the retry under its number; returns the recorded one, which may be another run's if that was first."""
         name, data = f"{generation.folder}.json", json.dumps(asdict(generation), indent=1).encode()
         if not self._store.put_if_absent(name, data) and self._read(name).job not in ("", generation.job):
             self._store.put(name, data)
@@ -99,7 +99,7 @@ class Generations:
         self._store.put_if_absent(f"{generation.folder}/done/{shard:05d}-{number}-{generation.job}", b"")
 
     def _done(self, generation: Generation) -> dict[int, int]:
-        """Shard that is done -> the retry that wrote its file; 0 if none did or the mark does not say."""
+        """Shard that is done -> the retry that wrote its file; 0 if no retry did, or if the mark does not name one."""
         names = self._store.list(f"{generation.folder}/done")
         marks = [match for name in names if (match := re.fullmatch(r"(\d{5,18})(?:-(\d{1,9})-(\w*))?", name))]
         return {int(mark[1]): int(mark[2] or 0) for mark in marks if mark[3] in (None, generation.job)}
@@ -118,7 +118,7 @@ class Generations:
             values = json.loads(self._store.read(name))
             values["config"], values["fingerprint"] = upgraded(values["config"]), upgraded_keys(values["fingerprint"])
             found = Generation(**(values | {"shards": tuple(map(int, values["shards"]))}))
-            assert found.identity  # its parts are there
+            assert found.identity  # raises if a field is missing
             return found
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise OutputError(f"{self._store.where}/{name} is damaged ({error}); restore it or use another output.dir") from error

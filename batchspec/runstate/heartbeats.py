@@ -2,8 +2,8 @@
 
 _batchspec/progress/<attempt>.json   one JSON object, see RunHeartbeat; replaced in one step
 
-Nothing that a run computes depends on these files. A run that cannot write its file goes on; a file that cannot be read is
-counted and skipped. The files of ended runs stay, so that a job tells what became of each.
+Results do not depend on these files. A run that cannot write its file continues; unreadable files are counted and skipped. The
+files of ended runs are kept, so that `batchspec status` can report how each ended.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from batchspec.storage.store import Store
 
 FOLDER = "_batchspec/progress"
 FIRST_BEAT_S = 1.0
-"""Doubled each time, up to BEAT_S or REMOTE_BEAT_S, so that a short job is seen too."""
+"""The first interval. It is doubled each time, up to BEAT_S or REMOTE_BEAT_S, so that short jobs have heartbeats too."""
 BEAT_S = 10.0
 REMOTE_BEAT_S = 30.0
 """On S3: 120 PUTs an hour for each run."""
-LAST_WORD_S = 5.0
-"""A run waits so long at its end to write the last heartbeat."""
+LAST_BEAT_S = 5.0
+"""Maximum time that a run waits at its end for its last heartbeat."""
 READ_AT_ONCE = 16
 SAID_CHARS = 500
 
@@ -47,11 +47,11 @@ class RunHeartbeat:
     space: str = ""
     """The namespace in which `pid` is unique, as in claims."""
     started: str = ""
-    """When the process began, as in claims; empty if the machine does not tell."""
+    """When the process began, as in claims; empty if unknown."""
     task: str = ""
     """The batch system's task, as in claims; empty outside a batch system."""
     job: str = ""
-    """The job as the batch system lists it: 17_3 is task 3 of array 17."""
+    """The job id in the batch system's list: 17_3 is task 3 of array 17."""
     restart: int = 0
     began_at: float = 0.0
     at: float = 0.0
@@ -69,11 +69,11 @@ class RunHeartbeat:
     errors: int = 0
     """Error rows in the shards that it committed."""
     open_shards: tuple[tuple[int, int], ...] = ()
-    """(shard, completions that it has) for each shard in work; completions of earlier runs are included."""
+    """(shard, finished completions) for each uncommitted shard that the run holds, completions of earlier runs included."""
     tokens: int = 0
     accepted: int = 0
     rounds: int = 0
-    """Rounds, summed over the rows that were live in them."""
+    """Rounds, summed over the live rows of each."""
     live_rows: int = 0
     slots: int = 0
     tok_s: float = 0.0
@@ -81,19 +81,19 @@ class RunHeartbeat:
     quiet_s: float = 0.0
     """Seconds since its last round."""
     mean_output: float = 0.0
-    """Tokens that it expects in a completion."""
+    """Expected tokens of a completion."""
     in_flight_tokens: int = 0
     """Tokens of rows that are not finished."""
 
     @property
     def name(self) -> str:
-        """For people: the batch system's job, else machine and process."""
+        """A name for people: the job id in the batch system, or else machine and process."""
         name = f"job {self.job}" if self.job else f"{self.host}:{self.pid}"
         return " ".join(name.split()) + (f" start {self.restart + 1}" if self.restart else "")
 
     @classmethod
     def parse(cls, data: bytes) -> RunHeartbeat | None:
-        """None for bytes that no run wrote: not JSON, a field of another type, a number out of range."""
+        """A heartbeat; None if the bytes are not one: no JSON, a field of another type, or a number out of range."""
         try:
             values = json.loads(data)
             known = {item.name: _typed(values[item.name], item.default) for item in fields(cls) if item.name in values}
@@ -131,7 +131,7 @@ class HeartbeatFiles:
         """Every run with a readable file, and the number of unreadable files. Files of ended runs are read once."""
         try:
             names = [name for name in self._store.list(FOLDER) if re.fullmatch(r"[0-9a-f]{32}\.json", name)]
-        except BatchspecError:  # the folder's name is taken by something else
+        except BatchspecError:  # its path is not a folder
             return [], 1
         with ThreadPoolExecutor(READ_AT_ONCE) as pool:
             found = list(pool.map(self._read, names))
@@ -141,7 +141,7 @@ class HeartbeatFiles:
         if name in self._ended:
             return self._ended[name]
         run = None
-        with suppress(BatchspecError):  # it may have been deleted since the listing, or be no file
+        with suppress(BatchspecError):  # deleted since the listing, or not a file
             run = RunHeartbeat.parse(self._store.read(f"{FOLDER}/{name}"))
         if run is not None and run.end:
             self._ended[name] = run
@@ -149,20 +149,20 @@ class HeartbeatFiles:
 
 
 class HeartbeatWriter:
-    """Writes a run's heartbeat while the block lasts: after FIRST_BEAT_S, later every `files.beat_s` s, and at the end how it
+    """Writes a run's heartbeat within a block: after FIRST_BEAT_S, later every `files.beat_s` s, and at the end, with how the run
     ended.
 
-    It has a thread of its own: a slow store delays no round, and a run that hangs still reports so (`quiet_s`).
+    It has its own thread, so that a slow store does not delay rounds, and a run that hangs still reports (`quiet_s`).
 
-    facts  gives fields of RunHeartbeat; called in that thread
-    slots  slots of the batch
+    facts  returns fields of RunHeartbeat; called in that thread
+    slots  number of slots of the batch
     """
 
     def __init__(self, files: HeartbeatFiles, facts: Callable[[], Mapping[str, Any]], *, slots: int) -> None:
         self._files, self._facts = files, facts
         self._who = {**this_process(), "job": _job(), "began_at": round(time.time(), 3), "slots": slots}
         self._over = threading.Event()
-        self._last_word: dict[str, Any] = {}
+        self._last_beat: dict[str, Any] = {}
         self._thread = threading.Thread(target=self._beat, name="progress", daemon=True)
 
     def __enter__(self) -> Self:
@@ -170,16 +170,16 @@ class HeartbeatWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._last_word = _last_word(error)
+        self._last_beat = _last_beat(error)
         self._over.set()
-        self._thread.join(LAST_WORD_S)
+        self._thread.join(LAST_BEAT_S)
 
     def _beat(self) -> None:
         wait_s = min(FIRST_BEAT_S, self._files.beat_s)
         while True:
             over = self._over.is_set()
-            with suppress(BatchspecError):  # a heartbeat is not worth failing the job; the next one has it all
-                self._files.write({**self._who, "at": round(time.time(), 3), **self._facts(), **self._last_word})
+            with suppress(BatchspecError):  # a failed heartbeat must not fail the job; the next one replaces it
+                self._files.write({**self._who, "at": round(time.time(), 3), **self._facts(), **self._last_beat})
             if over:
                 return
             self._over.wait(wait_s)
@@ -191,7 +191,7 @@ def _job() -> str:
     return f"{array}_{index}" if array else os.environ.get("SLURM_JOB_ID", "")
 
 
-def _last_word(error: BaseException | None) -> dict[str, Any]:
+def _last_beat(error: BaseException | None) -> dict[str, Any]:
     if error is None:
         return {"end": "done"}
     if isinstance(error, Interrupted | KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Which job an output folder holds: its manifest is written once, compared by every later run, replaced by output.overwrite."""
+"""The job of an output folder: its manifest is written once, compared by every later run, and replaced by output.overwrite."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ MAX_SHARD_ROWS = 8192
 
 
 def default_shard_rows(num_rows: int) -> int:
-    """Rows of a shard when output.shard_rows is not set. It depends on the input alone, so that every run cuts the same shards.
+    """Rows of a shard if output.shard_rows is not set. It depends only on the input, so that all runs have the same shards.
 
     It grows with the input: up to 512 for a million rows, then so that there are about MANY_SHARDS shards, up to MAX_SHARD_ROWS
-    (a run holds several shards in memory). A kill does not cost a shard: its finished rows are journaled.
+    (a run holds several shards in memory). Large shards do not make a kill expensive: finished rows are journaled.
     """
     few = min(max(num_rows // 256, 16), 512)
     return max(few, min(-(-num_rows // MANY_SHARDS), MAX_SHARD_ROWS))
@@ -61,8 +61,8 @@ class JobFolder:
                 raise OutputError(f"{self.path} holds no batchspec job; give the output.dir of a run")
             if not first.ready:
                 raise OutputError(
-                    f"{self.path}: a run with output.overwrite=true deletes the job that was there, or died at it; if none is at "
-                    "it, run it again, with output.overwrite=true"
+                    f"{self.path}: a run with output.overwrite=true is deleting the old job, or died while it did; if none is "
+                    "running, run the command again with output.overwrite=true"
                 )
             self._store.method = first.publish
             retries = self._generations.all(first.job)
@@ -113,7 +113,7 @@ class JobFolder:
         return self._store.exists(MANIFEST)
 
     def is_untouched(self) -> bool:
-        """Whether no run has begun: the folder is empty or missing."""
+        """Whether no run has begun here: the folder is empty or missing."""
         return not self.is_job() and not set(self._store.list("")) - {"_batchspec"}
 
     def check(
@@ -142,7 +142,7 @@ class JobFolder:
             self._refuse_living()
             return
         now = _compared(fingerprint, num_rows, shard_rows)
-        for _ in range(READS):  # a bit that flips on the way from the disk does not make another job
+        for _ in range(READS):  # read again: a bit error while reading must not look like another job
             known = self.manifest.fingerprint
             now |= {key: value for key, value in known.items() if key in may_differ}
             changed = differences(known, now)
@@ -161,7 +161,7 @@ class JobFolder:
             )
 
     def _was_before_a_retry(self, fingerprint: Mapping[str, str]) -> bool:
-        """Whether the job had this fingerprint before its latest retry."""
+        """Whether the job had this fingerprint before one of its retries."""
         first = read_manifest(self._store)
         before = [{} if first is None else first.fingerprint, *(retry.fingerprint for retry in self.retries()[:-1])]
         return any(not differences(one, fingerprint) for one in before)
@@ -177,7 +177,7 @@ class JobFolder:
         files: Sequence[InputFile],
         overwrite: bool = False,
     ) -> Manifest:
-        """Make the folder and its manifest, or join the job that is there. Raises as `check` does, and StorageError."""
+        """Create the folder and its manifest, or join the existing job. Raises as `check` does, and StorageError."""
         self.check(fingerprint=fingerprint, num_rows=num_rows, shard_rows=shard_rows, overwrite=overwrite)
         anew = self.begins_anew(overwrite) and elected(self._store, self._command)
         if anew or not self.is_job():
@@ -198,18 +198,18 @@ class JobFolder:
                 self._delete_work(manifest)
             else:
                 self._store.put_if_absent(MANIFEST, manifest.to_json())
-        self._manifest = None  # another process may have written it first: read what is there
+        self._manifest = None  # another process may have written it first: read it again
         self.check(fingerprint=fingerprint, num_rows=num_rows, shard_rows=shard_rows)
         self._store.clean()
         return self.manifest
 
     def _delete_work(self, new: Manifest) -> None:
-        """Replace the job that is there by a new one. A run of the old job that read the manifest before the first `put` either
-        publishes a shard before data/ is deleted, or finds its temporary file gone.
+        """Replace the old job by a new one. A run of the old job that read the manifest before the first `put` either publishes a
+        shard before data/ is deleted, or finds its temporary file deleted.
         """
         self._store.put(MANIFEST, replace(new, ready=False).to_json())
         self._store.discard("part-")
-        check_own(self._store, new.job)  # while this process was suspended, another command may have begun its job here
+        check_own(self._store, new.job)  # another command may have begun its job here while this process was suspended
         self._generations.delete()
         self._store.delete_tree("data")
         for name in self._store.list("_batchspec"):
@@ -219,7 +219,7 @@ class JobFolder:
         self._store.put(MANIFEST, new.to_json())
 
     def begins_anew(self, overwrite: bool) -> bool:
-        """Whether a run with this output.overwrite deletes a job: there is one, and this run's own command did not begin it."""
+        """Whether a run with this output.overwrite deletes a job: one exists, and it was not begun by this run's command."""
         if not (overwrite and self.is_job()):
             return False
         found = settled(self._store, self._command)
@@ -242,7 +242,7 @@ class JobFolder:
         return self.manifest.num_shards
 
     def committed(self) -> set[int]:
-        """Shards that are committed, by the footers of their files. Raises OutputError for a file in data/ that is no shard of
+        """Shards that are committed, by the footers of their files. Raises OutputError for a file in data/ that is not a shard of
         this job, StorageError for one whose footer cannot be read.
         """
         return self.files.committed()
@@ -271,13 +271,13 @@ class JobFolder:
 
 
 def _first_job(path: str, compared: Mapping[str, str]) -> str:
-    """The id of the first job of a folder. Runs that begin it at the same time give it the same id, because with the method
-    `rename` either manifest may be the one that stays.
+    """The id of the first job of a folder, the same in all runs that begin it at the same time: with the publishing method
+    `rename`, either run's manifest may be the one that remains.
     """
     return uuid.uuid5(uuid.NAMESPACE_OID, json.dumps([path, compared], sort_keys=True)).hex
 
 
 def _compared(fingerprint: Mapping[str, str], num_rows: int, shard_rows: int | None) -> dict[str, str]:
-    """The fingerprint and the two numbers that decide which rows a shard holds."""
+    """The fingerprint, and the two numbers that determine which rows a shard holds."""
     rows = str(shard_rows or default_shard_rows(num_rows))
     return {**fingerprint, "input.rows": str(num_rows), "output.shard_rows": rows}

@@ -1,11 +1,11 @@
 """The journal: rows of shards that are not committed yet, so that a killed run loses at most a minute of finished rows.
 
-_batchspec/journal/<attempt>-<number>.json   an immutable segment: one line of header, then one line of JSON a row: a finished row
-                                             (Completion), or the tokens of an unfinished one (Snapshot)
+_batchspec/journal/<attempt>-<number>.json   an immutable segment: a header line, then one line of JSON for each row: a finished
+                                             row (Completion), or the tokens of an unfinished one (Snapshot)
 
-A segment is published whole. Its header has the number of lines that follow and their CRC-32. A segment that does not match,
-cannot be read or holds anything but rows of this job is ignored, with a warning, and its rows are computed again: the journal
-only saves work. If several segments have the same row, any finished one counts, and of unfinished ones the longest.
+A segment is published atomically. Its header has the number of the following lines and their CRC-32. A segment that does not
+match, cannot be read or holds anything but rows of this job is ignored with a warning, and its rows are computed again: the
+journal only saves work. If several segments have the same row, a finished one is used, or else the longest unfinished one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Journaled:
-    """What earlier runs saved of shards that are not committed, by row and sample."""
+    """Rows that earlier runs saved of shards that are not committed, by row and sample."""
 
     completions: dict[Key, Completion] = field(default_factory=dict)
     snapshots: dict[Key, Snapshot] = field(default_factory=dict)
@@ -49,7 +49,8 @@ class Journaled:
         return len(self.completions) + len(self.snapshots)
 
     def known(self, entry: Request | Completion) -> Request | Completion:
-        """The admitted row as earlier runs left it: the finished row, the request with its saved tokens, or else `entry`."""
+        """The saved state of an admitted row: the finished row, the request with its saved tokens, or `entry` if nothing is
+        saved."""
         if isinstance(entry, Completion):
             return entry
         key = entry.row_index, entry.sample_index
@@ -58,7 +59,7 @@ class Journaled:
 
 
 def saved_rows(num_rows: int, unfinished: Collection[Snapshot]) -> str:
-    """How many rows are saved, in words; `unfinished` are those of them that are not finished."""
+    """A message about the number of saved rows; `unfinished` are the unfinished ones among them."""
     tokens = sum(len(snapshot.tokens) for snapshot in unfinished)
     some = f", {len(unfinished):,} of them unfinished with {tokens:,} tokens" if unfinished else ""
     return f"{num_rows:,} more rows are saved{some}"
@@ -67,7 +68,7 @@ def saved_rows(num_rows: int, unfinished: Collection[Snapshot]) -> str:
 class Journal:
     """The segments of one job, as the run `attempt` reads and writes them.
 
-    job        the manifest's: segments of a job that was in the folder before are ignored
+    job        id of the job, from the manifest: segments of an earlier job in the folder are ignored
     check_own  called before a segment is published; raises when the folder holds another job now
     holds      whether a shard holds an input row
     """
@@ -91,17 +92,17 @@ class Journal:
         self._waiting.append(completion)
 
     def forget(self, shard: int) -> None:
-        """The shard is committed: its rows need not be saved."""
+        """Drop the unsaved rows of a committed shard."""
         self._waiting = [completion for completion in self._waiting if completion.shard != shard]
 
     def flush_every(self, seconds: float) -> None:
-        """`flush` if the last one was at least so long ago. Raises StorageError."""
+        """`flush` if the last flush was at least `seconds` ago. Raises StorageError."""
         if time.monotonic() - self._flushed_at >= seconds:
             self.flush()
 
     def flush(self, snapshots: Iterable[Snapshot] = ()) -> int:
-        """Publish the rows added since the last time, and these unfinished ones, as a segment; its number of rows. Raises
-        StorageError.
+        """Publish the rows added since the last flush, and these unfinished ones, as a segment. Returns its number of rows.
+        Raises StorageError.
         """
         self._flushed_at = time.monotonic()
         lines = [json.dumps({"done": _plain(done)}) for done in self._waiting]
@@ -124,7 +125,7 @@ class Journal:
         return found
 
     def refresh(self, found: Journaled, skip: Container[int] = ()) -> None:
-        """Add the rows of segments published since the last reading: another run ended, and this one took over its shards."""
+        """Add the rows of segments that were published since the last read. Called after this run took over a shard."""
         new = [name for name in self._store.list(FOLDER) if NAME.fullmatch(name) and name not in self._known]
         self._known.update(new)
         for name, data in zip(new, for_each(self._store, [f"{FOLDER}/{name}" for name in new], self._segment), strict=True):
@@ -143,7 +144,7 @@ class Journal:
         values = json.loads(line)
         row = _completion(values["done"]) if "done" in values else _snapshot(values["left"])
         if not (fits(row, type(row)) and self._holds(row.shard, row.row_index) and row.sample_index >= 0):
-            raise ValueError("something of another kind, or a row of another shard")
+            raise ValueError("neither a completion nor a snapshot, or a row of another shard")
         return row
 
     def _segment(self, name: str) -> bytes:
@@ -158,7 +159,7 @@ class Journal:
             return b""
 
     def _warn(self, name: str, why: str) -> None:
-        log.warning("%s", f"{self._store.where}/{FOLDER}/{name} {why}: the rows that it saved are computed again")
+        log.warning("%s", f"{self._store.where}/{FOLDER}/{name} {why}: the rows in it are computed again")
 
 
 def _lines(data: bytes, job: str) -> list[bytes]:
@@ -191,7 +192,7 @@ def _snapshot(values: Mapping[str, Any]) -> Snapshot:
 
 
 def fits(value: object, kind: Any) -> bool:
-    """Whether a value has the type that a record's annotation says, fields of nested records included."""
+    """Whether a value has the type of a record's annotation, checked recursively."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return any(fits(value, one) for one in args)
@@ -225,7 +226,7 @@ def _plain(completion: Completion) -> dict[str, Any]:
 
 
 def _packed(array: np.ndarray[Any, Any]) -> str:
-    """The numbers' bytes as base64, in a hundredth of the time that decimals take."""
+    """The array's bytes as base64: a hundred times faster than decimal numbers."""
     return base64.b64encode(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()).decode("ascii")
 
 

@@ -1,4 +1,4 @@
-"""The manifest: what a job is. Written once when its output folder is made, compared by every later run."""
+"""The manifest: the definition of a job. Written once when its output folder is created, compared by every later run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchspec.errors import OutputError
 
 MANIFEST = "_batchspec/manifest.json"
 VERSION = 2
-"""2: every shard's file names its job in its footer; 1: no file does, see footers.py."""
+"""2: every shard's file names its job in its footer; 1: files do not, see footers.py."""
 SHORT = 64
 
 
@@ -26,7 +26,7 @@ class Manifest:
     config: Mapping[str, Any]
     """The resolved configuration of the first run."""
     recorded: Mapping[str, Any]
-    """Facts that are recorded and not compared: versions, the drafter, the machine."""
+    """Facts that are recorded but not compared: versions, the drafter, the machine."""
     num_rows: int
     """Input rows."""
     shard_rows: int
@@ -35,11 +35,11 @@ class Manifest:
     """link, rename or put (S3): how a shard's file gets its name on this file system."""
     files: tuple[InputFile, ...]
     job: str = ""
-    """Id of the job: every job that was or will be in the folder has another one."""
+    """Id of the job, unique among all jobs that the folder ever holds."""
     began: tuple[str, ...] = ()
-    """Names of the command that began it, see overwrite.py."""
+    """Names of the command that began the job, see overwrite.py."""
     ready: bool = True
-    """False while the job that was there before is being deleted."""
+    """False while the folder's previous job is being deleted."""
 
     @property
     def names_jobs(self) -> bool:
@@ -72,14 +72,14 @@ class Manifest:
             values["began"] = tuple(values.get("began", ()))
             found = cls(**values)
             if not (found.num_rows >= 0 < found.shard_rows and isinstance(found.job, str) and isinstance(found.ready, bool)):
-                raise ValueError("a number or a name of another kind")
+                raise ValueError("a field of another type")
             return found
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise OutputError(f"{where} is damaged ({error}); restore it or use another output.dir") from error
 
 
 def fingerprint(parts: Mapping[str, object]) -> dict[str, str]:
-    """One short string a key: the value as JSON with sorted keys, or its sha256 if that is longer than 64 characters."""
+    """A short string for each key: the value as JSON with sorted keys, or its sha256 if that is longer than 64 characters."""
     return {key: _short(value) for key, value in sorted(parts.items())}
 
 

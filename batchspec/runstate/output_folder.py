@@ -2,16 +2,16 @@
 
 data/part-00042.parquet   the rows of shard 42; data/ holds nothing else
 README.md, report.html    the dataset card and the report, written at the end
-_batchspec/manifest.json  what the job is; written first: a folder with a manifest is a job
+_batchspec/manifest.json  the definition of the job; written first: a folder with a manifest holds a job
 _batchspec/tmp            files under construction
-_batchspec/logs           run-<attempt>.json: how fast each run was; run-<attempt>.timeline.jsonl: what it did when
+_batchspec/logs           run-<attempt>.json: summary of a run; run-<attempt>.timeline.jsonl: its totals over time
 _batchspec/journal        rows of shards that are not committed yet, see journal.py
 _batchspec/claims         leases on shards, see claims.py
 _batchspec/attempts       what runs were computing when they crashed, see attempts.py
 _batchspec/sums           sha256 of each shard as a run committed it, in the format of sha256sum
-_batchspec/progress       what every run says of itself, see heartbeats.py
+_batchspec/progress       what every run reports about itself, see heartbeats.py
 _batchspec/retry          retries of the complete job, see generations.py
-_batchspec/overwrite      which process deleted the job that was there before, see overwrite.py
+_batchspec/overwrite      which process deleted the folder's previous job, see overwrite.py
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ from batchspec.runstate.job_folder import JobFolder
 from batchspec.runstate.journal import FOLDER as JOURNAL
 from batchspec.runstate.journal import Journal
 from batchspec.runstate.overwrite import read_manifest
+from batchspec.runstate.scan import scan, scanning
 from batchspec.runstate.shard_writer import write_verified
-from batchspec.storage.store import scanning, storing
+from batchspec.storage.store import storing
 
 SUMS = "_batchspec/sums"
-TURNS = 20
-"""Tries to publish a shard while runs of another job publish it too."""
+MAX_TRIES = 20
+"""Maximum number of tries to publish a shard while runs of another job publish it too."""
 
 
 class OutputFolder(JobFolder):
@@ -61,34 +62,34 @@ class OutputFolder(JobFolder):
         done = sorted(self.committed() if shards is None else shards)
         if not done:
             raise OutputError(f"{self.path} has no committed shard yet; run the job first")
-        return self._store.scan([f"data/{part_name(index)}" for index in done])
+        return scan(self._store, [f"data/{part_name(index)}" for index in done])
 
     def commit(self, index: int, table: pa.Table, metadata: Mapping[str, str] | None = None) -> bool:
         """Publish a shard's rows, once: False if another run was first (its rows are equivalent, these are dropped).
 
         The whole file is written under a temporary name, fsynced, read back with its checksums and compared, and only then gets
         its name. `metadata` is added to its key-value metadata under `batchspec.` names. Raises ValueError unless the table holds
-        exactly the shard's rows, by (row_index, sample_index) with samples from 0 on; StorageError where writing fails,
-        OutputError as `check_own` and for a file of that name that is not the job's.
+        exactly the shard's rows, by (row_index, sample_index) with samples from 0 on; StorageError if writing fails; OutputError
+        as `check_own`, and for a file of that name that is not the job's.
 
-        A file under the shard's name is not a commit yet: its footer says whose it is. A file of another job, or of this job
-        before the present retry, is replaced if it is still the same version then.
+        A file under the shard's name is not necessarily a commit: its footer shows which job wrote it. A file of another job, or
+        of this job before the present retry, is replaced, unless its version changes in the meantime.
         """
         name = f"data/{part_name(index)}"
-        standing: str | None = None
+        version: str | None = None
         with self._owning():
-            for _ in range(TURNS):
+            for _ in range(MAX_TRIES):
                 path = self._written(index, table, metadata)
-                if self._published(index, path, self._naming(path, name, standing)):
+                if self._published(index, path, self._naming(path, name, version)):
                     return True
-                file = self.files.look(index)
+                file = self.files.read(index)
                 if file is not None and not self.files.is_foreign(file) and file.generation >= self._number:
                     return False
-                standing = None if file is None else file.version
-        raise StorageError(f"publishing {self.path}/{name} failed: runs of another job publish there again and again; end those")
+                version = None if file is None else file.version
+        raise StorageError(f"publishing {self.path}/{name} failed: runs of another job keep publishing it; end them")
 
     def _naming(self, path: Path, name: str, version: str | None) -> Callable[[], bool]:
-        """The step that gives the file its name: if the name is free, or in place of this version."""
+        """A function that gives the file its name, if the name is free or (with `version`) if it has this version."""
         if version is None:
             return lambda: self._store.publish(path, name)
         return lambda: self._store.replace(path, name, version)
@@ -111,7 +112,7 @@ class OutputFolder(JobFolder):
             return pq.read_table(io.BytesIO(self._store.read(name))).replace_schema_metadata(None), version
 
     def recommit(self, index: int, table: pa.Table | None, version: str) -> bool:
-        """A retry's shard is done: `table` replaces its file in one step; None keeps the file as it is.
+        """Finish a shard of a retry: `table` replaces its file atomically; None keeps the file.
 
         False if the file no longer has this `version`: another run was first. Raises as `commit` does.
         """
@@ -123,14 +124,14 @@ class OutputFolder(JobFolder):
                     return False
         else:
             self._check_current()
-        file = self.files.look(index)
+        file = self.files.read(index)
         if file is not None and not self.files.is_foreign(file):
             self._generations.mark(self.generation, index, file.generation)
         return True
 
     @contextmanager
     def _owning(self) -> Iterator[None]:
-        """If a temporary file has vanished because the job was deleted, raise the error that says so."""
+        """Within, if a temporary file vanishes because the job was deleted, raise the OutputError about the deletion."""
         try:
             yield
         except StorageError as error:
@@ -139,9 +140,9 @@ class OutputFolder(JobFolder):
             raise
 
     def _published(self, index: int, path: Path, publish: Callable[[], bool]) -> bool:
-        """Publish the file; its sha256 is stored before, and emptied if the file did not get the name.
+        """Publish the file. Its sha256 is stored first, and cleared if the file did not get the name.
 
-        The run may be suspended for any time between the check of the manifest and the publication, so it checks again after.
+        The run may be suspended between the check of the manifest and the publication, so it checks again afterwards.
         """
         with storing(f"reading {path}"), path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -165,7 +166,7 @@ class OutputFolder(JobFolder):
         return won
 
     def _check_current(self) -> None:
-        """As `check_own`; OutputError also if a retry was begun that this run does not belong to."""
+        """As `check_own`; raises OutputError also if a retry has begun to which this run does not belong."""
         self.check_own()
         if self._store.exists(f"{RETRIES}/{self._number + 1:05d}.json") and len(self.retries()) > self._number:
             raise OutputError(
@@ -174,8 +175,8 @@ class OutputFolder(JobFolder):
             )
 
     def _withdraw(self, index: int) -> None:
-        """Delete the file that this run has just published, if the folder is another job's and that job has no such shard. (A
-        shard that it has, that job replaces itself.)
+        """Delete the file that this run has just published if the folder now holds another job that has no such shard. (If that
+        job has such a shard, its own runs replace the file.)
         """
         with suppress(BatchspecError):
             name, now = f"data/{part_name(index)}", read_manifest(self._store)
@@ -184,7 +185,7 @@ class OutputFolder(JobFolder):
                 self._store.delete(name, file.version)
 
     def damage(self) -> Iterator[str]:
-        """Read all files in data/; one line for each that is not the job's, or whose bytes are not those that were committed."""
+        """Read all files in data/; yields a line for each that is not the job's, or whose bytes have changed since the commit."""
         sums = self._store.list(SUMS)
         faults = dict(self.files.faults())
         for index in sorted(self.files.listed()):
@@ -200,15 +201,15 @@ class OutputFolder(JobFolder):
                 yield str(faults[index])
 
     def attempts(self) -> Attempts:
-        """What runs were computing when they crashed."""
+        """The records of what runs were computing when they crashed."""
         return Attempts(self._work, self.attempt)
 
     def heartbeats(self) -> HeartbeatFiles:
-        """What every run reports about itself."""
+        """The heartbeats of all runs."""
         return HeartbeatFiles(self._store, self.attempt)
 
     def journal(self) -> Journal:
-        """Rows of shards that are not committed."""
+        """The journal of shards that are not committed."""
         manifest = self.manifest
 
         def holds(shard: int, row: int) -> bool:
@@ -240,8 +241,8 @@ class OutputFolder(JobFolder):
         self._put_own("report.html", page.encode())
 
     def _put_own(self, name: str, data: bytes) -> None:
-        """Write a file of the job. If the folder holds another job by then (the run was suspended), the file is deleted again;
-        the next run of that job writes a missing card. Raises as `check_own` does.
+        """Write a file of the job. If the folder holds another job afterwards (because the run was suspended), the file is
+        deleted again; the next run of that job writes its card if it is missing. Raises as `check_own` does.
         """
         self.check_own()
         self._store.put(name, data)
@@ -254,7 +255,7 @@ class OutputFolder(JobFolder):
             raise
 
     def tidy(self) -> None:
-        """The job is complete: delete journal, claims and attempts. Raises as `check_own` does."""
+        """Delete journal, claims and attempts of a complete job. Raises as `check_own` does."""
         self.check_own()
         for store in [self._store, self._work][: 1 if self.generation is None else 2]:
             for name in (JOURNAL, CLAIMS, ATTEMPTS):
@@ -262,7 +263,7 @@ class OutputFolder(JobFolder):
         self._settle_sums()
 
     def _settle_sums(self) -> None:
-        """If several runs published a shard one after the other, keep only the sum of the file that is there."""
+        """If several runs published a shard one after the other, keep only the checksum of the present file."""
         attempts: dict[int, set[str]] = {}
         for name in self._store.list(SUMS):
             if match := re.fullmatch(r"part-(\d{5,18})\.parquet\.(\w+)", name):

@@ -1,7 +1,7 @@
 """output.overwrite=true: which process deletes the old job, and how a run notices that its own job was deleted.
 
-_batchspec/manifest.json          the id `job` is new in every job; a run that does not find its own there publishes nothing
-_batchspec/overwrite/<key>.json   a process of this command has been elected to delete the old job
+_batchspec/manifest.json          every job has a new id `job`; a run that does not find its own id here publishes nothing
+_batchspec/overwrite/<key>.json   a process of the command <key> has been elected to delete the old job
 
 A job is deleted between two writes of the manifest. The first says `ready: false`: from then on no run of the old job commits.
 Then the old job's files are deleted. The second write begins the new job. If the process dies in between, only another run with
@@ -28,11 +28,11 @@ from batchspec.runstate.manifest import MANIFEST, Manifest
 from batchspec.storage.store import Store
 
 CREW = "BATCHSPEC_CREW"
-"""Environment variable with the same value in all processes that one command started together."""
+"""Environment variable with the same value in all processes that a command starts together."""
 FOLDER = "_batchspec/overwrite"
 WAIT_S = 150.0
-"""Another process of the command that takes longer to delete the old job counts as dead."""
-LOOK_S = 0.2
+"""If another process of the command takes longer than this to delete the old job, it counts as dead."""
+POLL_S = 0.2
 READS, AGAIN_S = 3, 0.05
 """Readings of a manifest before it counts as damaged, and the seconds between them."""
 
@@ -42,9 +42,9 @@ class Command:
     """The command that this process belongs to."""
 
     key: str
-    """The same in every process of the command; empty if this is the only one."""
+    """The same in every process of the command; empty if this process is the only one."""
     names: tuple[str, ...]
-    """Names that a later start of the same task also has."""
+    """Names of the command that a later start of the same task has too."""
 
     def began(self, manifest: Manifest) -> bool:
         return bool(self.key) and self.key in manifest.began
@@ -54,8 +54,8 @@ class Command:
 
 
 def this_command(env: Mapping[str, str] | None = None) -> Command:
-    """The command by the environment. A single Slurm task may run several commands in its allocation; only its restarts are known
-    to run the same one again.
+    """The command, from environment variables. A single Slurm task may run several commands in its allocation; only a restart of
+    the task is known to run the same command again.
     """
     env = os.environ if env is None else env
     crew, job = env.get(CREW, ""), env.get("SLURM_ARRAY_JOB_ID") or env.get("SLURM_JOB_ID", "")
@@ -66,7 +66,7 @@ def this_command(env: Mapping[str, str] | None = None) -> Command:
 
 
 def read_manifest(store: Store) -> Manifest | None:
-    """The folder's manifest; None if there is none. A damaged or unreadable one is read READS times.
+    """The folder's manifest; None if there is none. It is read up to READS times if it is damaged or unreadable.
 
     Raises OutputError if it is damaged, StorageError if it cannot be read.
     """
@@ -86,7 +86,7 @@ def read_manifest(store: Store) -> Manifest | None:
 
 
 def present(store: Store) -> Manifest | None:
-    """As `read_manifest`; also None for a damaged one."""
+    """As `read_manifest`, but None for a damaged manifest too."""
     try:
         return read_manifest(store)
     except OutputError:
@@ -97,7 +97,7 @@ def settled(store: Store, command: Command) -> Manifest | None:
     """`present`, after waiting for another process of the command that is deleting the old job."""
     until = time.monotonic() + WAIT_S
     while (found := present(store)) is not None and not found.ready and command.began(found) and time.monotonic() < until:
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
     return found
 
 
@@ -110,12 +110,12 @@ def elected(store: Store, command: Command) -> bool:
         found = present(store)
         if found is not None and found.ready and command.began(found):
             return False
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
     return True
 
 
 def refuse_living(where: str, claims: Claims, shards: Container[int]) -> None:
-    """Raise OutputError if a claim on these shards looks alive at a single reading; StorageError."""
+    """Raise OutputError if a claim on these shards does not look stale at a single reading; StorageError."""
     found = sorted(claims.living(shards), key=lambda one: one[2])
     if not found:
         return
@@ -124,7 +124,7 @@ def refuse_living(where: str, claims: Claims, shards: Container[int]) -> None:
     raise OutputError(
         f"output.overwrite=true would delete the job in {where}, but {_run(claim)} works on it: it renewed its claim on shard "
         f"{shard} {age_s:.0f} s ago{f', and {others} more runs do' if others else ''}; end it and run this again, or use another "
-        f"output.dir (who is dead counts as gone {claims.stale_s:.0f} s after its last claim)"
+        f"output.dir (a run that died counts as gone {claims.stale_s:.0f} s after its last renewal)"
     )
 
 
@@ -135,7 +135,7 @@ def _run(claim: Mapping[str, Any]) -> str:
 
 
 def check_own(store: Store, job: str) -> None:
-    """Read the manifest; raise OutputError if the folder no longer holds this job, by two readings; StorageError."""
+    """Read the manifest; raise OutputError if two readings show that the folder no longer holds this job; StorageError."""
     for again in (False, True):
         try:
             found = read_manifest(store)

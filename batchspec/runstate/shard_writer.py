@@ -1,4 +1,4 @@
-"""Write a shard's table as a Parquet file, fsync it, read it back with its checksums and compare: such a file is whole."""
+"""Write a shard's table as a Parquet file, fsync it, and verify it by reading it back with its checksums."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def write_verified(table: pa.Table, path: Path, rows: range, metadata: Mapping[s
     """Write the file; `metadata` becomes its key-value metadata, under `batchspec.` names.
 
     Raises ValueError unless the table holds exactly these input rows, by (row_index, sample_index) with samples from 0 on;
-    StorageError if writing fails; then there is no file.
+    StorageError if writing fails, and then leaves no file.
     """
     ids = _row_ids(table)
     _check_rows(ids, rows)
@@ -43,7 +43,7 @@ def _check_rows(ids: list[tuple[int, int, str]], rows: range) -> None:
     samples: dict[int, int] = dict.fromkeys(rows, 0)
     for row, sample in places:
         if samples.get(row) != sample:
-            raise ValueError(f"row {row}, sample {sample} is out of place in the shard of rows {rows.start} .. {rows.stop - 1}")
+            raise ValueError(f"row {row}, sample {sample} is out of order in the shard of rows {rows.start} .. {rows.stop - 1}")
         samples[row] += 1
     missing = [row for row, count in samples.items() if not count]
     if missing or places != sorted(places):

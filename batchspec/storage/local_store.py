@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-import polars as pl
+import pyarrow.fs as pafs
 
 from batchspec.errors import ConfigError, OutputError, StorageError
 from batchspec.storage.store import STALE_S, Tail, storage_errors, storing
@@ -229,8 +229,8 @@ class LocalStore:
             folder.mkdir(parents=True, exist_ok=True)
             return folder
 
-    def scan(self, names: Sequence[str]) -> pl.LazyFrame:
-        return pl.scan_parquet([self._path(name) for name in names])
+    def arrow_paths(self, names: Sequence[str]) -> tuple[Sequence[str], pafs.FileSystem | None]:
+        return [str(self._path(name)) for name in names], None
 
     def _written(self, name: str, data: bytes) -> Path:
         path = self.scratch() / f"{self._path(name).name}.{uuid.uuid4().hex}"

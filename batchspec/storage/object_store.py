@@ -22,12 +22,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-import polars as pl
-import pyarrow.dataset as ds
 import pyarrow.fs as pafs
 
 from batchspec.errors import OutputError, StorageError
-from batchspec.storage.store import STALE_S, Tail, scanning, storage_errors, storing
+from batchspec.storage.store import STALE_S, Tail, storage_errors, storing
 
 ABSENT = ""
 """The condition that there is no such object; any other condition is the version that the object must have."""
@@ -201,10 +199,8 @@ class ObjectStore(ABC):
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         return self._folder
 
-    def scan(self, names: Sequence[str]) -> pl.LazyFrame:
-        paths = [f"{self._bucket}/{self._key(name)}" for name in names]
-        with scanning(self.where):
-            return pl.scan_pyarrow_dataset(ds.dataset(paths, filesystem=self._arrow, format="parquet"))
+    def arrow_paths(self, names: Sequence[str]) -> tuple[Sequence[str], pafs.FileSystem | None]:
+        return [f"{self._bucket}/{self._key(name)}" for name in names], self._arrow
 
     @cached_property
     def _arrow(self) -> pafs.FileSystem:

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-import polars as pl
-import pyarrow as pa
+import pyarrow.fs as pafs
 
 from batchspec.errors import StorageError
-from batchspec.storage.retry import reason
 
 STALE_S = 24 * 3600
 """A temporary file that was not written to for so long is abandoned: writing one takes seconds."""
@@ -112,8 +110,8 @@ class Store(Protocol):
     def scratch(self) -> Path:
         """A folder of the local file system from which `publish` takes files."""
 
-    def scan(self, names: Sequence[str]) -> pl.LazyFrame:
-        """The rows of Parquet files, in the order of their names."""
+    def arrow_paths(self, names: Sequence[str]) -> tuple[Sequence[str], pafs.FileSystem | None]:
+        """Paths of files for Arrow, and its file system that has them; None: the local one."""
 
 
 @contextmanager
@@ -123,7 +121,7 @@ def storing(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         code = errno.errorcode.get(error.errno or 0, "OSError")
-        cure = "move away what stands in its place" if error.errno in IN_THE_WAY else "free space or repair the file system"
+        cure = "move away what is in its place" if error.errno in IN_THE_WAY else "free space or repair the file system"
         raise StorageError(
             f"{what} failed: {error.strerror or error} ({code}); nothing committed is lost: {cure} and run the same command again"
         ) from error
@@ -148,15 +146,6 @@ def _guarded(method: Callable[..., T]) -> Callable[..., T]:
             return method(self, *args, **named)
 
     return call
-
-
-@contextmanager
-def scanning(where: str) -> Iterator[None]:
-    """Raise errors of polars and Arrow about files under a root as a StorageError in one line."""
-    try:
-        yield
-    except (pl.exceptions.ComputeError, pa.ArrowException, OSError) as error:
-        raise StorageError(f"reading {where} failed: {reason(error)}; run the same command again after the repair") from error
 
 
 def for_each(store: Store, items: Sequence[Item], act: Callable[[Item], T]) -> Iterator[T]:

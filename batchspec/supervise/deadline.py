@@ -1,4 +1,4 @@
-"""The time limit of the batch system: which rows are still begun before it, and when the run ends by itself to save its work."""
+"""The time limit of the batch system: which rows still begin before it, and when the run ends by itself to save its work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from batchspec.dataset.reader import InputShard
 from batchspec.records import Completion, Request
 
 PREFILLS = 10
-"""A row whose tokens are kept is begun if at least this many times its prefill time is left: its second prefill costs a tenth."""
+"""If tokens are kept, a row begins if at least this many times its prefill time is left: a second prefill then costs a tenth."""
 SHARE = 0.25
 """The reserve is at most this share of the time that the run had when it began."""
 
@@ -18,15 +18,15 @@ SHARE = 0.25
 class Deadline:
     """The end of the job, and how long rows have taken so far.
 
-    left_s       asks the batch system for the seconds that are left; after None the last answer counts
+    left_s       asks the batch system for the seconds that are left; if it returns None, the last answer counts
     reserve_s    the run ends by itself when no more than this is left
     keeps_tokens whether unfinished rows continue from their tokens in the next run
     stop         stops the engine; called once
 
-    The estimate: rows that finished in this run give the wall time of a prefill and of an output token, waiting included, because
-    they ran in the same batch. If tokens are kept, an unfinished row costs only a second prefill, less than an idle slot: rows
-    are begun almost to the end. Otherwise only rows are begun whose predicted output will be done in time. A wrong prediction
-    costs time, never a row.
+    The time that a row needs is estimated from the rows that finished in this run: wall time of a prefill and of an output token,
+    waiting included, because they ran in the same batch. If tokens are kept, an unfinished row costs only a second prefill, less
+    than an idle slot, so rows begin almost until the end. Otherwise a row begins only if its predicted output can finish in time.
+    A wrong prediction costs time, never a row.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Deadline:
         return itertools.takewhile(lambda _: not self.reached, shards)
 
     def requests(self, requests: Iterator[Request]) -> Iterator[Request]:
-        """The requests that there is time for."""
+        """The requests for which there is time."""
         return (request for request in requests if self._reaches(self.need_s(request)))
 
     def check(self) -> None:
@@ -80,8 +80,8 @@ class Deadline:
         return prefill_s + request.predicted_tokens * self._decode_s / max(1, self._tokens)
 
     def _reaches(self, need_s: float) -> bool:
-        """Whether so many seconds are left before the reserve. Before the first no it asks again: the limit may have been
-        extended.
+        """Whether at least `need_s` seconds are left before the reserve. Before its first negative answer it asks the batch
+        system again, because the limit may have been extended.
         """
         if self._enough(need_s):
             return True

@@ -1,6 +1,6 @@
-"""A run takes its claims here and gives them back: a claim that was not given back makes its shard suspect.
+"""Taking and releasing a run's claims. A claim that its run did not release makes its shard suspect.
 
-Claims are leases: see runstate/claims.py. What becomes of suspect shards: see poison_rows.py.
+Claims are leases: see runstate/claims.py. For suspect shards see poison_rows.py.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ def claim_shards(
     shards: Iterator[InputShard], claims: Claims, attempts: Attempts, journal: Journal, journaled: Journaled,
     is_done: Callable[[int], bool] = lambda shard: False,
 ) -> Iterator[tuple[InputShard, bool]]:  # fmt: skip
-    """The shards that this run could claim, each with whether its last owner crashed with it. Raises StorageError.
+    """The shards that this run could claim, each with whether its last owner crashed while it held the shard. Raises
+    StorageError.
 
-    journaled  is brought up to date with what that owner saved
-    is_done    whether another run has committed the shard since the pass began: its claim may be deleted then, and free
+    journaled  updated with what that owner saved
+    is_done    whether another run has committed the shard in the meantime: then its claim may be deleted, and so look free
     """
     for shard in shards:
         if is_done(shard.index) or not claims.take(shard.index):
@@ -38,7 +39,8 @@ def claim_shards(
 
 @contextmanager
 def released_at_end(claims: Claims, attempts: Attempts) -> Iterator[None]:
-    """However the block ends, the run's claims are free at once; if it crashes, the shards that it held become suspect."""
+    """Release the run's claims at the end of the block, however it ends; if it crashes, the shards that it held become
+    suspect."""
     try:
         yield
     except (BatchspecError, KeyboardInterrupt):

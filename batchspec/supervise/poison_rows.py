@@ -1,19 +1,19 @@
 """Poison rows: rows that crash the process that computes them. They are found by isolated retries, and cost only themselves.
 
 A crashed run leaves no evidence of which row crashed it, so every shard that it held is suspect, with all in-flight rows. Suspect
-shards are computed after all others: first in batch retries, then each row that a run crashed with in an isolated retry, alone.
-Each retry is recorded before it begins (runstate/attempts.py), so that the next run knows what this one was doing. A row is only
-found guilty alone: no crash of another row makes an error row of it.
+shards are computed after all others: first in batch retries, then, in isolated retries, one by one, each row that was in flight
+when a batch retry crashed. Each retry is recorded before it begins (runstate/attempts.py), so that the next run knows what this
+one was doing. Only crashes of isolated retries count against a row: a crash of another row never makes it an error row.
 
-A kill from outside looks like a crash. Two rules tell them apart. An isolated row is saved as it goes and continues where it was
-(`checkpoint`): between kills at random moments it gets further, while a poison row never gets beyond one position. And a run
-waits COOLDOWN_S before it retries a row that has crashed alone: kills at random moments, or at a set time after the start, mostly
-come during that wait, and each takes one off the row's crash count. What remains: resume.row_attempts kills that all hit the
-isolated retries themselves are indistinguishable from a poison row.
+A kill from outside looks like a crash. Two rules distinguish them. An isolated row is saved at checkpoints and continues from the
+last one (`checkpoint`): between kills at random moments it makes progress, while a poison row never gets beyond one position. And
+a run waits COOLDOWN_S before it retries a row whose isolated retry has crashed: kills at random moments, or at a set time after
+the start, mostly come during that wait, and each of them lowers the row's crash count by one. One case remains:
+resume.row_attempts kills that all hit the isolated retries themselves are indistinguishable from a poison row.
 
 The state of a row of a suspect shard is never stored: it follows from the records of crashed runs and from the journal.
 
-state            how it is told
+state            condition
 untried          no record of a crashed run names the row
 in-flight        this run's record names it: in a batch retry, a cooldown or an isolated retry
 suspect, n       records of crashed runs name it, and its crash count is n < resume.row_attempts
@@ -57,7 +57,7 @@ from batchspec.runstate.attempts import Attempts
 from batchspec.runstate.journal import Journal, Journaled
 
 COOLDOWN_S = 10.0
-"""Much longer than most rows take between two checkpoints, and short beside the start of a run."""
+"""Much longer than most rows take between two checkpoints, and short compared with the start of a run."""
 TICK_S = 0.1
 
 
@@ -69,14 +69,14 @@ class Retry:
     """Input rows that are in flight together."""
     isolated: bool = False
     cooldown: bool = False
-    """The run waits COOLDOWN_S before it: the row has crashed alone."""
+    """Whether the run waits COOLDOWN_S before it, because an isolated retry of the row has crashed."""
 
 
 def planned_retries(rows: range, crash_counts: Mapping[int, int], *, row_attempts: int, num_slots: int) -> Iterator[Retry]:
-    """What is retried of a suspect shard, in order: untried rows a batch at a time, then suspect rows alone, those with the
-    lowest crash count first. Poison rows are not.
+    """The retries of a suspect shard, in order: batches of untried rows, then isolated retries of suspect rows, those with the
+    lowest crash count first. Poison rows are not retried.
 
-    crash_counts  of the rows that runs crashed with, see `Attempts.crash_counts`
+    crash_counts  crash count of each row that was in flight when a retry crashed, see `Attempts.crash_counts`
     """
     untried = (row for row in rows if row not in crash_counts)
     while batch := list(itertools.islice(untried, num_slots)):
@@ -87,12 +87,13 @@ def planned_retries(rows: range, crash_counts: Mapping[int, int], *, row_attempt
 
 
 class SuspectShards:
-    """Computes suspect shards, row by row or batch by batch, and blames rows whose isolated retries crashed too often.
+    """Computes suspect shards by batch retries and isolated retries; rows whose isolated retries crash too often become error
+    rows.
 
     plan       what is done with each output row
     attempts   records each retry before it begins
     journal    gets every finished row, and in an isolated retry every checkpoint
-    journaled  what earlier runs did of these shards
+    journaled  saved work of earlier runs on these shards
     finished   called with each row that finishes
     """
 
@@ -142,12 +143,12 @@ class SuspectShards:
                 self._finished(completion)
                 self._journal.add(completion)
                 yield completion
-                if retry.isolated:  # a sample that is done need not be done again when the next one crashes
+                if retry.isolated:  # saved, so that a crash of the next sample does not cost this one
                     self._journal.flush()
         self._journal.flush()
 
     def _begin(self, shard: InputShard, retry: Retry) -> None:
-        """Record the retry, after its cooldown if it has one. Nothing of its rows is touched before that."""
+        """Record the retry, after its cooldown if it has one, before any of its rows is computed."""
         if not retry.isolated:
             self._attempts.begin_batch_retry(shard.index, retry.rows)
             return
@@ -158,13 +159,13 @@ class SuspectShards:
         self._attempts.begin_isolated_retry(shard.index, row)
 
     def _planned(self, shard: InputShard, row: int) -> Iterator[Request | Completion | None]:
-        """`WorkPlan.rows` of one input row, with what earlier runs did of it."""
+        """`WorkPlan.rows` of one input row, with the saved work of earlier runs."""
         for entry in self._plan.rows(_slice(shard, row)):
             yield None if entry is None else self._journaled.known(entry)
 
     @contextmanager
     def _checkpointed(self, entries: Sequence[Request | Completion | None]) -> Iterator[None]:
-        """Within, the tokens of the isolated row, all its samples together, are saved at every checkpoint that it gets to."""
+        """Within, save the tokens of the isolated row at every checkpoint that it reaches, counted over all its samples."""
         before, tokens_at_start = self._engine.on_round, self._engine.totals.tokens
         earlier = sum(map(_num_tokens, entries))
         position = checkpoint(earlier)
@@ -197,12 +198,14 @@ class SuspectShards:
         file, place = locate(self._job.source.files, row)
         (request_id,) = request_ids(self._job.source, self._job.columns, _slice(shard, row))
         message = (
-            f"{file} row {place} (id {request_id!r}): {crash_count} runs died or hung at the same place of this row, "
-            "computed alone; look at what they said last, and drop the row, or compute it again with resume=error if they were "
-            "killed from outside"
+            f"{file} row {place} (id {request_id!r}): {crash_count} isolated retries of this row crashed or hung at the same "
+            "output position; inspect the last lines of their logs and drop the row, or compute it again with resume=error if "
+            "they were killed from outside"
         )
         samples = [0]
-        if any(key[0] == row for key in self._journaled.completions):  # so it can be admitted without a crash
+        if any(
+            key[0] == row for key in self._journaled.completions
+        ):  # admission of the row does not crash, since a sample is done
             entries = list(self._planned(shard, row))
             yield from (entry for entry in entries if isinstance(entry, Completion))
             samples = [entry.sample_index for entry in entries if isinstance(entry, Request)]
@@ -218,14 +221,14 @@ def cool_down(engine: Engine) -> None:
     until = time.monotonic() + COOLDOWN_S
     while not engine.stopping and (left_s := until - time.monotonic()) > 0:
         if engine.on_round is not None:
-            engine.on_round(engine.totals)  # watchdog, claims and deadline must see that the run lives
+            engine.on_round(engine.totals)  # keeps watchdog, claims and deadline informed that the run is alive
         time.sleep(min(TICK_S, left_s))
 
 
 def checkpoint(num_tokens: int) -> int:
-    """The last checkpoint at or before so many tokens: 0, 1 ... 32, then each a 16th further.
+    """The last checkpoint at or before `num_tokens` tokens. Checkpoints are 0, 1 .. 32, then each a 16th larger than the last.
 
-    The same in every run: a row that crashes its process at one token is always found at the same checkpoint.
+    They are the same in every run, so a row that always crashes at the same token always crashes at the same checkpoint.
     """
     position = 0
     while (following := position + max(1, position // 16)) <= num_tokens:
@@ -234,7 +237,7 @@ def checkpoint(num_tokens: int) -> int:
 
 
 def _num_tokens(entry: Request | Completion | None) -> int:
-    """Output tokens that earlier runs made."""
+    """Number of output tokens that earlier runs saved."""
     if entry is None:
         return 0
     if isinstance(entry, Request):

@@ -15,7 +15,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
 @dataclass(slots=True)
 class Asked:
-    """Why the run is asked to end: the first signal that came; None if none did."""
+    """The first signal that asked the run to end; None if none came."""
 
     name: str | None = None
 
@@ -24,7 +24,7 @@ class Asked:
 def ending(stop: Callable[[], None]) -> Iterator[Asked]:
     """Within, SIGTERM, SIGUSR1, SIGUSR2 and SIGINT call `stop` once; a second SIGINT raises KeyboardInterrupt.
 
-    Only the main thread can take signals: elsewhere nothing is changed.
+    Only the main thread can handle signals: in other threads this does nothing.
     """
     asked = Asked()
     if threading.current_thread() is not threading.main_thread():

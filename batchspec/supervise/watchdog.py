@@ -13,18 +13,20 @@ from contextlib import contextmanager
 from batchspec import terminal
 from batchspec.errors import BatchspecError, Interrupted
 
-LOOKS = 20
-"""Checks during the limit."""
+NUM_CHECKS = 20
+"""Number of checks within the limit."""
 SAVE_S = 180.0
-"""Longer than a store is waited for. Saving may hang as well: then the process ends without it."""
+"""Time limit of saving, longer than the time-outs of a store. If saving hangs too, the process ends without it."""
 
 
 class Watchdog:
-    """`beat` reports that the run makes progress. A hanging thread cannot end itself, so another thread ends the process."""
+    """Ends the process if `beat`, which reports progress, is not called in time. It has its own thread, because a hanging thread
+    cannot end itself."""
 
     def __init__(self, limit_s: float, save: Callable[[], object]) -> None:
-        """save     called before the end, while the other thread hangs
+        """
         limit_s  seconds without `beat`; 0 is off
+        save     called before the process ends, while the main thread hangs
         """
         self._limit_s, self._save = limit_s, save
         self._beaten_at = math.inf
@@ -33,7 +35,7 @@ class Watchdog:
         self._beaten_at = time.monotonic()
 
     def pause(self) -> None:
-        """Do not expect a beat until the next one."""
+        """Expect no beat until the next call of `beat`."""
         self._beaten_at = math.inf
 
     @contextmanager
@@ -51,9 +53,10 @@ class Watchdog:
             thread.join()
 
     def _watch(self, over: threading.Event) -> None:
-        # Code that hangs with the GIL held stops this thread too; faulthandler's own timer, reset at each check, ends that.
-        late_s = self._limit_s + self._limit_s / LOOKS + SAVE_S
-        while not over.wait(self._limit_s / LOOKS):
+        # Code that hangs while it holds the GIL stops this thread too. faulthandler's timer, reset at each check, ends the
+        # process then.
+        late_s = self._limit_s + self._limit_s / NUM_CHECKS + SAVE_S
+        while not over.wait(self._limit_s / NUM_CHECKS):
             faulthandler.dump_traceback_later(late_s, exit=True)
             if time.monotonic() - self._beaten_at >= self._limit_s:
                 self._end()
@@ -67,7 +70,7 @@ class Watchdog:
         except BatchspecError as error:
             saved = str(error)
         terminal.fail(
-            f"no round ended for {self._limit_s:g} s (cluster.watchdog_s), and the stacks above say where it hangs; "
+            f"no round ended for {self._limit_s:g} s (cluster.watchdog_s); the stacks above show where it hangs; "
             f"{saved}; run the same command again to go on"
         )
         os._exit(Interrupted.exit_code)

@@ -1,8 +1,9 @@
-"""Attention of draft steps: all keys of the first step up to the position, and of each later step its own position's alone.
+"""Attention of draft steps: a query attends to all keys of the first step up to its position, and to one key of each later step,
+that of its own position.
 
-The first part is plain causal attention; the kernel `draft_step_attention` merges the single keys into it. No scores of pairs are
-kept: the backward pass of causal attention, given the merged output and its log-sum-exp, makes its keys' gradients under the
-whole softmax, as in ring attention (Liu et al. 2023, arXiv 2310.01889).
+The first part is plain causal attention; the kernel `draft_step_attention` merges the keys of later steps into it. The score
+matrix is never stored: the backward pass of causal attention, given the merged output and log-sum-exp, gives the gradients under
+the whole softmax, as in ring attention (Liu et al. 2023, arXiv 2310.01889).
 B rows, L positions, H query heads, KVH key heads, D head_dim, J later steps.
 """
 
@@ -21,7 +22,7 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 class Keys:
-    """Keys and values of the draft steps of one layer so far."""
+    """Keys and values of one layer in the draft steps so far."""
 
     def __init__(self) -> None:
         self.first: tuple[Tensor, Tensor] | None = None
@@ -30,7 +31,7 @@ class Keys:
         self._side_by_side: Tensor | None = None
 
     def add(self, k: Tensor, v: Tensor, steps: int) -> None:
-        """Those of the next step of `steps`: [B, L, KVH, D], or [1, L, ...] for all rows alike."""
+        """Add k and v of the next step, out of `steps`: [B, L, KVH, D], or [1, L, KVH, D] if all rows have the same."""
         if self.first is None:
             self.first = (k, v)
             return
@@ -44,7 +45,7 @@ class Keys:
 
     @property
     def own(self) -> Tensor:
-        """[2, J, B, L, KVH, D] of the later steps, without gradients. Later additions do not change it."""
+        """Keys and values of the later steps [2, J, B, L, KVH, D], without gradients. Later additions do not change it."""
         assert self.first is not None
         if self._side_by_side is None:
             k = self.first[0]
@@ -53,14 +54,14 @@ class Keys:
 
 
 def attend(q: Tensor, keys: Keys) -> Tensor:
-    """q [B, L, H, D] of the step whose keys were added last -> [B, L, H, D].
+    """Attention of q [B, L, H, D] of the step whose keys were added last -> [B, L, H, D].
 
-    A GPU has the fast way for bf16 and fp16 alone, and for head sizes that are multiples of 8; the rest is plain products.
+    On a GPU the fast path needs bf16 or fp16 and a head size that is a multiple of 8; otherwise the reference is used.
     """
     assert keys.first is not None
     later = [part for pair in keys.later for part in pair]
     if q.is_cuda and (q.dtype not in _NARROW or q.shape[-1] % 8):
-        # Scores of all pairs are made again on the way back: kept, those of all steps would fill the memory.
+        # The backward pass recomputes the scores: stored, those of all steps would fill the memory.
         out: Tensor = checkpoint(attend_reference, q, *keys.first, *later, use_reentrant=False)
         return out
     merged: Tensor = _Merged.apply(keys.own, q, *keys.first, *later)  # type: ignore[no-untyped-call]
@@ -68,7 +69,7 @@ def attend(q: Tensor, keys: Keys) -> Tensor:
 
 
 def attend_reference(q: Tensor, k: Tensor, v: Tensor, *later: Tensor) -> Tensor:
-    """The same by its definition, scores of all pairs; `later` holds k and v of each later step in turn."""
+    """The same by definition, with the whole score matrix; `later` is k and v of each later step, alternating."""
     length, repeats, wide = q.shape[1], q.shape[2] // k.shape[2], torch.promote_types(q.dtype, torch.float32)
     k, v, *later_heads = (part.repeat_interleave(repeats, 2) for part in (k, v, *later))
     hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu_(1)
@@ -87,7 +88,7 @@ class _Merged(torch.autograd.Function):
         out, lse, seeds = _causal(q, k, v)
         if own.shape[1]:
             draft_step_attention(q, out, lse, own, scale=q.shape[-1] ** -0.5, out=out, out_lse=lse)
-        ctx.own = own  # later steps append to it: autograd need not watch its version
+        ctx.own = own  # not saved for autograd: later steps write to the same buffer, but not to this part
         ctx.save_for_backward(q, k, v, out, lse, *seeds)
         return out
 
@@ -104,7 +105,8 @@ class _Merged(torch.autograd.Function):
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Output, lse [B, H, L], and what else the backward pass needs. torch's own kernels: the public call gives no lse."""
+    """Output, lse [B, H, L], and the random state that the backward pass needs. Internal torch operators, because the public
+    function does not return lse."""
     length = q.shape[1]
     if q.is_cuda:
         out, lse, *seeds, _ = _aten._flash_attention_forward(q, k, v, None, None, length, length, 0.0, True, False)
@@ -129,5 +131,5 @@ def _causal_backward(
 
 
 def _by_head(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """[B, H, L, D], each key head for all of its query heads."""
+    """q, k and v as [B, H, L, D], each key head repeated for all of its query heads."""
     return [part.repeat_interleave(q.shape[2] // part.shape[2], 2).transpose(1, 2) for part in (q, k, v)]

@@ -1,4 +1,4 @@
-"""Completions of a job as training rows: read, split by prompt, cut into batches of like length. Host side, numpy."""
+"""Completions of a job as training rows: read, split by prompt, packed into batches of similar length. Host side, numpy."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from batchspec.records import Ids
 Numbers = npt.NDArray[np.int64]
 
 _NEIGHBOURS = 64
-"""Batches whose rows are sorted by length together: more would save padding, and make batches too alike."""
+"""Rows of this many batches are sorted by length together. More would save padding, but make batches less random."""
 _USABLE = ("ok", "truncated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One completion after its prompt."""
+    """A prompt and its completion."""
 
     ids: Ids
     """int32 [tokens]"""
@@ -30,9 +30,10 @@ class Row:
 
 
 def read_rows(source: Source, *, vocab_size: int, max_len: int) -> list[Row]:
-    """The completions that can be learnt from: finished or truncated, cut to max_len, two completion tokens at least.
+    """The usable rows: status ok or truncated, cut to max_len, with at least two completion tokens.
 
-    Raises InputError for a data set without prompt_ids or token_ids, with token ids outside the vocabulary, or without such rows.
+    Raises InputError for a data set without prompt_ids or token_ids, with token ids outside the vocabulary, or without usable
+    rows.
     """
     for name in ("prompt_ids", "token_ids"):
         kind = str(source.schema.field(name).type) if name in source.schema.names else "not there"
@@ -69,10 +70,11 @@ def _lists(source: Source, name: str) -> Iterator[Ids]:
 
 
 def split_rows(rows: list[Row], held_out: int, seed: int) -> tuple[list[Row], list[Row]]:
-    """(to train, held out): at least `held_out` rows, whole prompts with all their completions, drawn by `seed`.
+    """(rows to train on, held-out rows). At least `held_out` rows are held out, drawn by `seed`, each with all rows of its
+    prompt.
 
-    A prompt with more completions than that asks nothing (the bare opening of a turn): they go one by one. Raises InputError
-    where that leaves nothing to train.
+    Rows of a prompt with more than `held_out` completions are drawn one by one: such a prompt holds no question, only the opening
+    of a turn. Raises InputError if no rows are left to train on.
     """
     by_prompt: dict[bytes, list[Row]] = {}
     for row in rows:
@@ -92,7 +94,8 @@ def split_rows(rows: list[Row], held_out: int, seed: int) -> tuple[list[Row], li
 
 
 def frequent_ids(rows: list[Row], *, vocab_size: int, count: int, keep: tuple[int, ...]) -> Numbers:
-    """[min(count, vocab_size)] rising target ids: `keep`, then those most frequent in the completions, of equals the lowest."""
+    """[min(count, vocab_size)] target ids in ascending order: `keep`, and the most frequent ones of the completions; a tie gives
+    the lower id."""
     counts = np.bincount(np.concatenate([row.ids[row.prompt_len :] for row in rows]), minlength=vocab_size).astype(np.float64)
     counts[[i for i in keep if i < vocab_size]] = np.inf
     chosen: Numbers = np.sort(np.argsort(-counts, kind="stable")[: min(count, vocab_size)])
@@ -100,15 +103,15 @@ def frequent_ids(rows: list[Row], *, vocab_size: int, count: int, keep: tuple[in
 
 
 def unused_id(rows: list[Row], vocab_size: int) -> int:
-    """The highest token id that no row holds, or that the fewest hold: what a mask token may mean without harm."""
+    """The highest token id that occurs in no row, or else the least frequent id: usable as a mask token."""
     counts = np.bincount(np.concatenate([row.ids for row in rows]), minlength=vocab_size)
     return int(vocab_size - 1 - np.argmin(counts[::-1]))
 
 
 def epoch_batches(lengths: Numbers, *, batch_tokens: int, seed: int, epoch: int) -> list[Numbers]:
-    """Row numbers of each batch of an epoch, every row once: rows times the longest is at most batch_tokens.
+    """Row indices of each batch of an epoch, every row once. Number of rows * longest row is at most batch_tokens.
 
-    The same for the same arguments, so that a resumed course goes on in the order of the undisturbed one.
+    Deterministic: a resumed training continues with the same batches.
     """
     rng = np.random.default_rng((seed, 2, epoch))
     order = rng.permutation(len(lengths))
@@ -127,7 +130,7 @@ def epoch_batches(lengths: Numbers, *, batch_tokens: int, seed: int, epoch: int)
 
 
 def course(lengths: Numbers, *, batch_tokens: int, seed: int, epochs: int, steps: int | None) -> list[Numbers]:
-    """The batches of a whole training, in order: of `epochs` passes, or `steps` of them."""
+    """The batches of the whole training, in order: those of `epochs` epochs, or as many as `steps`."""
     batches: list[Numbers] = []
     epoch = 0
     while epoch < epochs if steps is None else len(batches) < steps:

@@ -1,7 +1,7 @@
-"""Acceptance of a head on rows of the target's own output, by exact replay: the rounds that a greedy job would have run.
+"""Acceptance of a head on the target's own outputs, by exact replay of the rounds that a greedy job would have run.
 
-While drafts are accepted they are the row's own tokens, so one pass over the finished row holds every chain that any round
-could draft: step k at place t drafts token t+2+k. The walk then takes them as rounds do.
+Accepted drafts are the row's own tokens, so one pass over the finished row computes the chains of all possible rounds: step k at
+position t drafts token t+2+k. The replay then walks over the row as rounds do.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from batchspec.train.teacher import Teacher
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acceptance:
-    """What rounds with K drafts made of the rows."""
+    """Counts over the replayed rounds with K drafts."""
 
     rounds: int
     tokens: int
     accepted: tuple[int, ...]
-    """[K] rounds that kept the draft at this place, and so all before it"""
+    """[K] rounds that accepted the draft at this position, and so all before it"""
     drafted: tuple[int, ...]
-    """[K] rounds whose row went on far enough to use it"""
+    """[K] rounds whose row was long enough to use the draft at this position"""
 
     @property
     def mean_length(self) -> float:
@@ -37,7 +37,7 @@ class Acceptance:
 
     @property
     def by_position(self) -> list[float]:
-        """Share of the rounds that could keep the draft at this place and did."""
+        """accepted / drafted at each position."""
         return [a / max(d, 1) for a, d in zip(self.accepted, self.drafted, strict=True)]
 
 
@@ -51,14 +51,16 @@ def acceptance(
     batch_tokens: int,
     cast: AbstractContextManager[object],
 ) -> Acceptance:
-    """Replay `rows` with K = max_len and the likeliest draft tokens. Rows sampled at T > 0 are counted as they stand: a job's
-    drafts, which share the noise of the draw, are accepted more often there."""
+    """Replay `rows` with K = max_len and greedy drafts. For rows sampled at T > 0 this underestimates a job's acceptance: there,
+    drafts are drawn with the noise of the target's draw and are accepted more often."""
     kept, counted = array("i"), array("i")
     for batch in _batches(rows, batch_tokens):
         lesson = teacher.lesson(batch, probs=False)
         with cast:
             steps = network(lesson.embedded, lesson.features, max_len)
-            drafts = torch.stack([teacher.hot[network.lm_head(hidden).argmax(-1)] for hidden in steps], -1).cpu().numpy()
+            drafts = (
+                torch.stack([teacher.draft_vocab_ids[network.lm_head(hidden).argmax(-1)] for hidden in steps], -1).cpu().numpy()
+            )
         for row, ids in zip(batch, drafts, strict=True):
             for one, count in _replay(row, ids, max_len):
                 kept.append(one)
@@ -69,9 +71,9 @@ def acceptance(
 
 
 def _replay(row: Row, drafts: Numbers, max_len: int) -> Iterator[tuple[int, int]]:
-    """(drafts kept, drafts that counted) of each round: as in the engine the last token of a row is none of the drafter's.
+    """(drafts accepted, drafts made) of each round. As in the engine, the last token of a row is never drafted.
 
-    drafts  int64 [L, K] at place t the draft of tokens t+2 .. t+1+K
+    drafts  int64 [L, K] at position t the draft of tokens t+2 .. t+1+K
     """
     newest, last = row.prompt_len, len(row.ids) - 1
     following = np.lib.stride_tricks.sliding_window_view(np.pad(row.ids, (0, max_len), constant_values=-1), max_len)[2:]

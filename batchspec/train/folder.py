@@ -1,7 +1,7 @@
-"""The folder of a head in the making: whose it is, its checkpoint, and what it says when it is done.
+"""The output folder of a training.
 
-training.json   what the training is of, and with `complete` its curves
-checkpoint.pt   weights, optimiser, curves and the number of batches learnt, until the head is complete
+training.json   the facts that identify the training; `complete` and its curves once it is complete
+checkpoint.pt   weights, optimiser state, curves and the number of trained batches; deleted once the head is complete
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _OWN = (RECORD, STATE, f".{STATE}", f".{RECORD}", CONFIG, f".{CONFIG}", WEIGHTS,
 
 
 class HeadFolder:
-    """One training's folder. `facts`: all that the head depends on, in plain JSON values; a folder of others is refused.
+    """The folder of one training. Nothing is written or deleted before `begin`.
 
-    Nothing is written, and nothing of an earlier training deleted, before `begin`.
+    facts  everything that the head depends on, as JSON values; a folder of a training with other facts is refused
     """
 
     def __init__(self, path: Path, facts: dict[str, Any], *, overwrite: bool) -> None:
-        """Raises OutputError for a folder that holds something else, or another training, and is not to be overwritten."""
+        """Raises OutputError for a folder with foreign files, and for one of another training unless `overwrite`."""
         self.path, self.facts = path, facts
         self.complete, self._overwrite = False, overwrite
         if path.exists() and not path.is_dir():
@@ -36,13 +36,13 @@ class HeadFolder:
         record = self._record()
         if record is None:
             if path.is_dir() and any(path.iterdir()):
-                raise OutputError(f"output.dir={path} holds files that no training has left there; give an empty folder")
+                raise OutputError(f"output.dir={path} holds files that do not belong to a training; give an empty folder")
         elif not overwrite:
-            self._same(upgraded_keys(record.get("facts", {})))
+            self._check_same(upgraded_keys(record.get("facts", {})))
             self.complete = bool(record.get("complete"))
 
     def begin(self) -> None:
-        """The training begins, or goes on: the folder is its own from now on."""
+        """Begin or resume the training: take over the folder."""
         if self._overwrite:
             for name in _OWN:
                 (self.path / name).unlink(missing_ok=True)
@@ -50,28 +50,28 @@ class HeadFolder:
         self._write({"facts": self.facts, "complete": False})
 
     def save_state(self, state: dict[str, Any]) -> None:
-        """Replace the checkpoint in one step. Raises StorageError where the disk fails."""
+        """Replace the checkpoint atomically. Raises StorageError if writing fails."""
         try:
             torch.save(state, self.path / f".{STATE}")
             os.replace(self.path / f".{STATE}", self.path / STATE)
         except (OSError, RuntimeError) as error:
             raise StorageError(
-                f"{self.path / STATE}: cannot be written: {error}; run the same command again after the repair"
+                f"{self.path / STATE}: cannot be written: {error}; repair the disk and run the same command again"
             ) from error
 
     def load_state(self, device: torch.device) -> dict[str, Any] | None:
-        """The checkpoint, None where there is none. Raises StorageError for one that cannot be read."""
+        """The checkpoint, or None if there is none. Raises StorageError if it cannot be read."""
         path = self.path / STATE
         if not path.is_file():
             return None
         try:
             state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
-        except Exception as error:  # torch.load raises whatever the bytes lead it to
+        except Exception as error:  # torch.load may raise anything for damaged bytes
             raise StorageError(f"{path}: cannot be read ({type(error).__name__}); remove it to start anew") from error
         return state
 
     def finish(self, curves: dict[str, Any]) -> None:
-        """The head is written: say so, with its curves, and drop the checkpoint."""
+        """Mark the training as complete, with its curves, and delete the checkpoint. The head's files are already written."""
         self._write({"facts": self.facts, "complete": True, **curves})
         (self.path / STATE).unlink(missing_ok=True)
 
@@ -82,13 +82,13 @@ class HeadFolder:
             return None
         return record if isinstance(record, dict) else None
 
-    def _same(self, facts: dict[str, Any]) -> None:
+    def _check_same(self, facts: dict[str, Any]) -> None:
         for key in sorted(self.facts.keys() | facts.keys()):
             if self.facts.get(key) != facts.get(key):
                 before, now = (json.dumps(x.get(key)) for x in (facts, self.facts))
                 what = f"{key} {before[:60]}, now {now[:60]}" if len(before) < 60 else f"another {key}"
                 raise OutputError(
-                    f"output.dir={self.path} is of a training with {what}; give another folder, or output.overwrite=true"
+                    f"output.dir={self.path} belongs to a training with {what}; give another folder, or output.overwrite=true"
                 )
 
     def _write(self, record: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""The shape and the first weights of a head to train: a usual EAGLE-3 head of the target, or a published one to go on from."""
+"""The shape and the initial weights of a head to train: a new EAGLE-3 head for the target, or a published one to continue
+from."""
 
 from __future__ import annotations
 
@@ -23,10 +24,12 @@ def new_spec(
     target: ModelSpec, *, draft_vocab: int, aux_layer_ids: list[int] | None, layers: int = 1, inner: int | None = None,
     mask_id: int | None = None,
 ) -> HeadSpec:  # fmt: skip
-    """Layers of the target's shape over `aux_layer_ids`, of which there is a default; raises ConfigError for ids that cannot be.
+    """A head with layers of the target's shape.
 
-    inner    width inside the MLP; None: the target's
-    mask_id  the mask token of a head that drafts in parallel
+    aux_layer_ids  ids of the aux hidden states that it reads; None: the default
+    inner          intermediate size of its MLPs; None: the target's
+    mask_id        the mask token, for a head that drafts in parallel
+    Raises ConfigError for aux_layer_ids that the target does not have.
     """
     spec = dummy_spec(target, draft_vocab_size=draft_vocab)
     spec = replace(
@@ -40,16 +43,17 @@ def new_spec(
         )
     if chosen[0] == 1:
         raise ConfigError(
-            f"train.aux_layer_ids={list(chosen)}: readers take ids that begin with 1 for outputs of layers; put another first"
+            f"train.aux_layer_ids={list(chosen)}: other programs read ids that begin with 1 as layer outputs; put another first"
         )
     return replace(spec, aux_layer_ids=chosen)
 
 
-def new_network(spec: HeadSpec, target: Target, hot: Tensor, *, seed: int) -> HeadNetwork:
-    """Noise, the same for one seed on every device, but lm_head, which starts from the target's rows; fp32, fp64 for fp64.
+def new_network(spec: HeadSpec, target: Target, draft_vocab_ids: Tensor, *, seed: int) -> HeadNetwork:
+    """A network with random weights, the same for one seed on every device; lm_head starts as the target's rows. fp32, or fp64
+    for a target in fp64.
 
-    The final norm starts as the target's, scaled so that logits of noise have a deviation of 1: unscaled, the loss of
-    SmolLM2-135M began at 22 nats.
+    The final norm starts as the target's, scaled so that the logits of random hidden states have a standard deviation of 1:
+    unscaled, the loss of SmolLM2-135M began at 22 nats.
     """
     dtype = torch.promote_types(target.dtype, torch.float32)
     network = network_of(spec, target.embedding.cpu()).to(dtype)
@@ -58,55 +62,56 @@ def new_network(spec: HeadSpec, target: Target, hot: Tensor, *, seed: int) -> He
         for tensor in network.parameters():
             if tensor.dim() > 1:
                 nn.init.normal_(tensor, std=_STD, generator=generator)
-        rows, norm = _output_rows(target, hot).to(dtype), target.final_norm.to("cpu", dtype)
+        rows, norm = _output_rows(target, draft_vocab_ids).to(dtype), target.final_norm.to("cpu", dtype)
         network.lm_head.weight.copy_(rows)
         network.norm.weight.copy_(norm / (rows * norm).norm(dim=1).mean())
     return network.to(target.device)
 
 
-def _output_rows(target: Target, hot: Tensor) -> Tensor:
-    """[V', H] of the target's output matrix, read through its logits, on the CPU."""
+def _output_rows(target: Target, draft_vocab_ids: Tensor) -> Tensor:
+    """The rows [V', H] of the target's output matrix, on the CPU. They are computed as logits of unit vectors, so that any weight
+    format works."""
     units = torch.eye(target.spec.hidden_size, dtype=target.dtype, device=target.device)
-    parts = [target.logits(unit).index_select(1, hot.to(target.device)).t().cpu() for unit in units.split(256)]
+    parts = [target.logits(unit).index_select(1, draft_vocab_ids.to(target.device)).t().cpu() for unit in units.split(256)]
     return torch.cat(parts, 1).clone()
 
 
-def unlearnable(spec: HeadSpec, target: ModelSpec) -> str | None:
-    """Why training cannot go on from a head of this shape; None where it can."""
+def why_not_trainable(spec: HeadSpec, target: ModelSpec) -> str | None:
+    """Why training cannot continue from a head of this shape; None if it can."""
     plain = replace(new_spec(target, draft_vocab=spec.draft_vocab_size, aux_layer_ids=None), layout=spec.layout, rope=spec.rope)
     same = ("aux_layer_ids", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "rms_eps", "mapped", "mask_token_id")
     plain = replace(plain, num_layers=spec.num_layers, windows=(None,) * spec.num_layers)
     if spec != replace(plain, **{name: getattr(spec, name) for name in same}):
-        return "training goes on from plain EAGLE-3 heads with an lm_head and the target's embedding"
+        return "training continues only from plain EAGLE-3 heads with an lm_head and the target's embedding"
     if spec.aux_layer_ids[0] == 1:
         return f"it reads the target's layers {list(spec.aux_layer_ids)}, which cannot be written"
     return None
 
 
-def unlearnable_weights(head: Head) -> str | None:
-    """The same of what only the tensors say."""
+def why_weights_not_trainable(head: Head) -> str | None:
+    """As `why_not_trainable`, for what only the tensors show."""
     width = len(head.spec.aux_layer_ids) * head.spec.target_hidden_size
     if head.hot is not None and bool((head.hot[1:] <= head.hot[:-1]).any()):
-        return "its d2t does not rise, so its draft ids cannot be written again"
+        return "the target ids of its d2t are not ascending, so they cannot be written again"
     if "mask_hidden" in head.tensors and head.tensors["mask_hidden"].shape[1] != width:
-        return "its mask_hidden is stored behind fc, which cannot be learnt"
+        return "its mask_hidden is stored after fc has been applied, which cannot be trained"
     return None
 
 
 def published_network(
     folder: Path, target: Target, *, aux_layers: str, mask_id: int | None, seed: int, layers: int | None = None
 ) -> tuple[HeadNetwork, Numbers]:
-    """A head to go on from, and the target ids int64 [V'] that it drafts.
+    """A head to continue from, and the target ids int64 [V'] that it drafts.
 
-    mask_id  of a chain: it learns to draft in parallel, with this mask token
-    layers   more than the head has: further ones after them, which change nothing until they have learnt; None: as it is
-    Raises CheckpointError for what cannot be loaded, or is no plain head with an lm_head of its own, ConfigError for fewer
+    mask_id  given for a chain, it learns to draft in parallel with this mask token
+    layers   number of layers; those that the head lacks are added and have no effect at first. None: as many as it has
+    Raises CheckpointError for a head that cannot be loaded or is no plain head with an lm_head of its own, ConfigError for fewer
     layers than it has.
     """
     dtype = torch.promote_types(target.dtype, torch.float32)
     head = load_head(folder, target.spec, dtype=dtype, device=torch.device("cpu"), aux_layers=aux_layers)
     spec = head.spec
-    if problem := unlearnable(spec, target.spec) or unlearnable_weights(head):
+    if problem := why_not_trainable(spec, target.spec) or why_weights_not_trainable(head):
         raise CheckpointError(f"{folder}: {problem}; leave draft.path out")
     ids = torch.arange(spec.vocab_size) if head.hot is None else head.hot.cpu().long()
     if spec.mask_token_id is None and mask_id is not None:

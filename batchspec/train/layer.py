@@ -1,6 +1,7 @@
-"""The decoder layer of a head that learns: the forward of `batchspec.model.blocks` over operations that gradients flow through.
+"""The decoder layer of a head in training: the forward pass of `batchspec.model.blocks` over differentiable operations.
 
-B rows, L positions a row (padded at the right), H hidden, NH / KVH heads of D numbers. Parameters have the published names.
+B rows, L positions (padded at the end), H hidden, NH / KVH heads of D numbers. Parameters have the names of published
+checkpoints.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from batchspec.model.blocks.base import ProductSpec, projections
 from batchspec.model.blocks.forward import Product
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.train.attend import Keys, attend
-from batchspec.train.fused import Gate, Turn
+from batchspec.train.fused import RoPE, SwiGLU
 
 Angles = tuple[Tensor, Tensor]
 """cos and sin [L, D], the first half of sin negated"""
@@ -25,17 +26,17 @@ Angles = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One draft step of all positions."""
+    """A draft step, computed for all positions at once."""
 
     count: int
-    """steps there are"""
+    """Number of draft steps in total."""
     rows: int
     angles: Angles
-    """of its positions"""
+    """Those of this step's positions."""
 
 
 class Norm(nn.Module):
-    """Root mean square norm, in fp32 at least."""
+    """RMSNorm, computed in fp32 or fp64."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -64,12 +65,12 @@ class Layer(nn.Module):
         self._layer = spec.build(_Modules(self))
 
     def forward(self, state: Tensor, step: Step, keys: Keys) -> Tensor:
-        """state [B, L, H] -> the residual stream after the layer; adds K and V to `keys`."""
+        """The residual stream after the layer, from `state` [B, L, H] before it. Adds K and V to `keys`."""
         stream, pass_ = GradientStream(state), StepAttention(step, keys, self.spec.attention.head_dim)
         return self._finish(self._layer.attention.queries(stream, pass_), stream, pass_)
 
     def of_normed(self, state: Tensor, x: Tensor, step: Step, keys: Keys) -> Tensor:
-        """The same with x [B, L, input_size], or [1, 1, input_size] of a mask, for what attention reads."""
+        """The same with x, the input of attention: [B, L, input_size], or [1, 1, input_size] for a mask token."""
         pass_ = StepAttention(step, keys, self.spec.attention.head_dim)
         return self._finish(self._layer.attention.queries_of(x, pass_), GradientStream(state), pass_)
 
@@ -102,7 +103,8 @@ class _Modules:
 
 
 class SeparateProduct(Product):
-    """A product whose parts are modules of their own: a tuple of outputs, one a part, or the one output of one part."""
+    """A product whose parts are separate modules. It returns a tuple of their outputs, or the output itself if there is one
+    part."""
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         self._parts = parts
@@ -112,7 +114,7 @@ class SeparateProduct(Product):
         return outputs[0] if len(outputs) == 1 else outputs
 
     def swiglu(self, x: Tensor, row_ids: Tensor | None = None) -> Tensor:
-        out: Tensor = Gate.apply(*self(x))  # type: ignore[no-untyped-call]
+        out: Tensor = SwiGLU.apply(*self(x))  # type: ignore[no-untyped-call]
         return out
 
 
@@ -143,7 +145,7 @@ class GradientStream:
 
 
 class StepAttention:
-    """StoreKV and Attend of a draft step: keys of this step and of those before it, nothing in pages."""
+    """StoreKV and Attend of a draft step: K and V of this step and of earlier ones are in `Keys`, not in pages."""
 
     row_ids: Tensor | None = None
 
@@ -151,13 +153,14 @@ class StepAttention:
         self._step, self._keys, self._head_dim = step, keys, head_dim
 
     def rotate_and_store(self, qkv: Any, *, q_norm: Tensor | None, k_norm: Tensor | None, eps: float) -> Tensor:
-        """q [B or 1, L, NH, D] of q, k and v [B or 1, L or 1, heads * D]."""
+        """Rotate q and k, add k and v to the keys, and return q [B or 1, L, NH, D]. qkv: q, k and v [B or 1, L or 1, heads *
+        D]."""
         assert q_norm is None, "heads with q and k norms are not trained"
         cos, sin = self._step.angles
         q, k, v = (part.unflatten(-1, (-1, self._head_dim)).expand(-1, len(cos), -1, -1) for part in qkv)
-        self._keys.add(Turn.apply(k, cos, sin), v, self._step.count)  # type: ignore[no-untyped-call]
-        turned: Tensor = Turn.apply(q, cos, sin)  # type: ignore[no-untyped-call]
-        return turned
+        self._keys.add(RoPE.apply(k, cos, sin), v, self._step.count)  # type: ignore[no-untyped-call]
+        rotated: Tensor = RoPE.apply(q, cos, sin)  # type: ignore[no-untyped-call]
+        return rotated
 
     def __call__(self, q: Tensor, scale: float) -> Tensor:
         return attend(q.expand(self._step.rows, -1, -1, -1).contiguous(), self._keys).flatten(2)

@@ -1,4 +1,4 @@
-"""The course of a training: batches in their order, the learning rate, checkpoints, acceptance curves."""
+"""The training loop: batches, learning rate, checkpoints, acceptance curves."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from batchspec.train.teacher import Teacher
 
 _WARM = 0.02
 _POINTS = 200
-"""Points of the loss curve."""
+"""Number of points of the loss curve."""
 _LINE_S = 10.0
 
 
 def learning_rate(step: int, steps: int, highest: float) -> float:
-    """Of batch `step`, from 0: rises over the first 2 %, then falls in a straight line to nothing."""
+    """The learning rate of batch `step`, from 0: a linear rise over the first 2 % of the steps, then a linear fall to zero."""
     warm = max(1, round(_WARM * steps))
     return highest * min((step + 1) / warm, (steps - step) / max(1, steps - warm))
 
 
 @dataclass(slots=True, kw_only=True)
 class Course:
-    """All that a training is made of. `say` gets its lines; `run` does the work."""
+    """A training. `run` does the work; `say` prints its progress."""
 
     config: TrainConfig
     network: HeadNetwork
@@ -49,9 +49,10 @@ class Course:
     curves: dict[str, list[dict[str, Any]]]
 
     def run(self, asked: Callable[[], str | None]) -> Acceptance | None:
-        """Train to the end; the acceptance on the rows held out, None without any.
+        """Train to the end; returns the acceptance on the held-out rows, None without any.
 
-        asked  the signal that asks to end, or None: the batch at work is finished, a checkpoint written, Interrupted raised
+        asked  returns the name of the signal that asks to end, or None. After a signal the present batch is finished, a
+               checkpoint is written and Interrupted is raised
         """
         optimiser = Optimiser(self.network, lr=self.config.lr, muon=self.config.muon, fused=self._on_gpu)
         first = self._resume(optimiser)
@@ -75,7 +76,7 @@ class Course:
                 saved = now
                 self.folder.save_state(self._state(step + 1, optimiser))
             if signal:
-                raise Interrupted(f"{signal}: {step + 1} of {total} batches are learnt; run the same command again to go on")
+                raise Interrupted(f"{signal}: {step + 1} of {total} batches are trained; run the same command again to go on")
         return self.measure(total)
 
     @property
@@ -83,7 +84,7 @@ class Course:
         return self.teacher.target.device.type == "cuda"
 
     def _cast(self) -> AbstractContextManager[object]:
-        """bf16 products on a GPU whose target is bf16; the weights that learn stay fp32."""
+        """Autocast to bf16 on a GPU with a bf16 target; the trained weights stay fp32."""
         narrow = self._on_gpu and self.teacher.target.dtype is torch.bfloat16
         return torch.autocast(self.teacher.target.device.type, dtype=torch.bfloat16, enabled=narrow)
 
@@ -97,7 +98,7 @@ class Course:
         return loss.detach(), matches
 
     def measure(self, step: int) -> Acceptance | None:
-        """A point of the acceptance curves, also said."""
+        """Measure acceptance: add a point to the curves and print it."""
         if not self.held_out:
             return None
         found = acceptance(
@@ -108,7 +109,7 @@ class Course:
         self.curves["acceptance"].append({"step": step, "mean_length": round(found.mean_length, 4), "by_position": positions})
         self.say(
             f"after {step:,} batches {found.mean_length:.2f} tokens a round with K={self.draft_len} on {len(self.held_out)} "
-            f"completions held out; accepted by position {' '.join(f'{x:.2f}' for x in found.by_position)}"
+            f"held-out completions; accepted by position {' '.join(f'{x:.2f}' for x in found.by_position)}"
         )
         return found
 
@@ -126,12 +127,12 @@ class Course:
         }  # fmt: skip
 
     def _resume(self, optimiser: Optimiser) -> int:
-        """Take up the checkpoint if there is one; batches learnt."""
+        """Load the checkpoint if there is one; returns the number of trained batches."""
         state = self.folder.load_state(self.teacher.target.device)
         if state is None:
             return 0
         self.network.load_state_dict(state["network"])
         optimiser.load_state_dict(state["optimiser"])
         self.curves = state["curves"]
-        self.say(f"going on behind {state['step']:,} of {len(self.batches):,} batches")
+        self.say(f"continuing after {state['step']:,} of {len(self.batches):,} batches")
         return int(state["step"])

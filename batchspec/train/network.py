@@ -1,8 +1,9 @@
-"""Draft heads that can learn: the tensors of a published checkpoint, and all draft steps of all positions at once.
+"""Draft heads as trainable networks: parameters named as in published checkpoints, draft steps computed for all positions at
+once.
 
-B rows, L positions (padded at the right), H hidden, W = number of aux hidden states * H. Position t reads the embedding of token
-t+1 and the target's features at t, and predicts token t+2: draft step 0. Draft step k is rotated as position t+k; it attends to
-the keys of step 0 at positions 0..t, and of later steps to its own position's alone: what drafting after t attends to in a job.
+B rows, L positions (padded at the end), H hidden, W = number of aux hidden states * H. Draft step 0 at position t reads the
+embedding of token t+1 and the target's features at t, and predicts token t+2. Draft step k has the RoPE position t+k. It attends
+to the keys of step 0 at positions 0..t and, of each later step, to the key of its own position: the same keys as in a job.
 
     chain      step k reads the state that step k-1 left and the embedding of token t+1+k (test-time training)
     parallel   step k reads the mask's feature and embedding, for every k
@@ -26,7 +27,7 @@ from batchspec.train.layer import Layer, Norm, Step
 
 
 class MidLayer(Layer):
-    """The first layer, whose attention reads embedding and state end to end, each normed."""
+    """The first layer: its attention reads the concatenation of the normed embedding and the normed state."""
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
@@ -38,7 +39,7 @@ class MidLayer(Layer):
 
 
 class HeadNetwork(nn.Module):
-    """fc, midlayer.*, layers.1.* .., norm, lm_head: the parameters of a flat checkpoint by their published names. A chain."""
+    """A head that drafts a chain. Parameters as in a flat checkpoint: fc, midlayer.*, layers.1.* .., norm, lm_head."""
 
     def __init__(self, spec: HeadSpec) -> None:
         super().__init__()
@@ -51,10 +52,10 @@ class HeadNetwork(nn.Module):
         self.lm_head = nn.Linear(spec.hidden_size, spec.draft_vocab_size, bias=False)
 
     def forward(self, embedded: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
-        """For each draft step [B, L, H] after the final norm: what lm_head reads.
+        """For each draft step the hidden states [B, L, H] after the final norm, the input of lm_head.
 
-        embedded  [B, L, H] at place t the embedding of token t+1
-        features  [B, L, W] of the target
+        embedded  [B, L, H] at position t the embedding of token t+1
+        features  [B, L, W] aux hidden states of the target
         """
         state = self.fc(features)
         all_steps, keys = self._begin(embedded, steps)
@@ -64,21 +65,21 @@ class HeadNetwork(nn.Module):
             embedded = F.pad(embedded[:, 1:], (0, 0, 0, 1))
 
     def _pass(self, embedded: Tensor, state: Tensor, step: Step, keys: list[Keys]) -> Tensor:
-        """All layers, of one draft step."""
+        """One draft step through all layers."""
         state = self.midlayer.enter(embedded, state, step, keys[0])
         for layer, own in zip(self.layers.values(), keys[1:], strict=True):
             state = layer(state, step, own)
         return state
 
     def _angles(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [positions, D] of positions 0 and on."""
+        """cos and sin [positions, D], from position 0 on."""
         assert isinstance(self.freqs, Tensor)
         wide, factor = torch.promote_types(like.dtype, torch.float32), self.spec.rope.attention_factor
         cos, sin = rope_angles(torch.arange(positions, device=like.device), self.freqs, factor, wide)
         return cos.squeeze(1), sin.squeeze(1)
 
     def _begin(self, embedded: Tensor, count: int) -> tuple[list[Step], list[Keys]]:
-        """All draft steps over rows like `embedded`, and the keys of each layer, none yet."""
+        """The draft steps over rows like `embedded`, and an empty `Keys` for each layer."""
         rows, length = embedded.shape[:2]
         cos, sin = self._angles(length + count, embedded)
         steps = [Step(count, rows, (cos[at : at + length], sin[at : at + length])) for at in range(count)]
@@ -86,16 +87,16 @@ class HeadNetwork(nn.Module):
 
 
 class ParallelNetwork(HeadNetwork):
-    """The same, and mask_hidden, what a place that is not known yet has for a feature: all drafts in one forward."""
+    """A head that drafts all tokens in one forward pass. mask_hidden is the feature of positions that have none yet."""
 
     def __init__(self, spec: HeadSpec, mask_embedding: Tensor) -> None:
-        """mask_embedding [H] the target's embedding of the mask token, which does not learn."""
+        """mask_embedding  [H] the target's embedding of the mask token; not trained"""
         super().__init__(spec)
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, len(spec.aux_layer_ids) * spec.target_hidden_size))
         self.register_buffer("mask_embedding", mask_embedding.detach().clone().view(1, 1, -1), persistent=False)
 
     def forward(self, embedded: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
-        """As of HeadNetwork; step k is the draft after k masks."""
+        """As in HeadNetwork; step k is the draft after k mask tokens."""
         assert isinstance(self.mask_embedding, Tensor)
         (first, *later), keys = self._begin(embedded, steps)
         yield self.norm(self._pass(embedded, self.fc(features), first, keys))
@@ -105,5 +106,5 @@ class ParallelNetwork(HeadNetwork):
 
 
 def network_of(spec: HeadSpec, embedding: Tensor) -> HeadNetwork:
-    """The network of a head: one with a mask drafts in parallel. embedding [V, H] of the target."""
+    """The network of a head; one with a mask token drafts in parallel. embedding: the target's [V, H]."""
     return HeadNetwork(spec) if spec.mask_token_id is None else ParallelNetwork(spec, embedding[spec.mask_token_id])

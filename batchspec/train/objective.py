@@ -1,10 +1,10 @@
-"""What a draft head is taught: at each draft step the target's distribution over the draft vocabulary.
+"""The training objective of a draft head: the target's distribution over the draft vocabulary, at each draft step.
 
-loss = sum over steps k of decay^k * mean over places of cross entropy(target's distribution, head's at step k): Li et al. 2025,
-arXiv 2503.01840 (training-time test). Places whose likeliest token the head cannot draft are left out, as SpecForge does. What
-follows a wrong draft is thrown away by a round, so it can count less: a small head then learns what can be accepted (Hu et al.
-2025, GRIFFIN, arXiv 2502.11018, which leaves such places out).
-N places, V' draft vocabulary, H hidden.
+loss = sum over steps k of decay^k * mean over positions of cross entropy(target's distribution, head's at step k): Li et al.
+2025, arXiv 2503.01840 (training-time test). Positions at which the target's likeliest token is not in the draft vocabulary are
+left out, as SpecForge does. A round discards the drafts after a wrong one, so positions after a wrong draft can have a lower
+weight: a small head then learns more of what can be accepted (Hu et al. 2025, GRIFFIN, arXiv 2502.11018, leaves these positions
+out). N trained positions, V' draft vocabulary, H hidden.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from batchspec.train.network import HeadNetwork
 from batchspec.train.teacher import Lesson
 
 _CHUNK = 16384
-"""Places whose logits are in memory at once."""
+"""Number of positions whose logits are in memory at once."""
 
 
 class SoftCrossEntropy(torch.autograd.Function):
-    """Sum over places of weight * cross entropy(probs, softmax(hidden @ head.T)), and where weighted argmaxes agree.
+    """Sum over positions of weight * cross entropy(probs, softmax(hidden @ head.T)), and the positions at which argmaxes agree.
 
-    hidden [N, H], head [V', H] of one dtype; probs [N, V'] rows of sum 1; best_ids int64 [N] their likeliest columns; weights
-    [N]. Returns a scalar and [N] the weight where the head's likeliest column is best_ids, else 0; fp32 at least.
-    The gradient is made chunk by chunk on the way forward, so that no logits are kept.
+    hidden [N, H] and head [V', H] of one dtype; probs [N, V'], rows of sum 1; best_ids int64 [N], the argmax of each row of
+    probs; weights [N]. Returns the scalar loss, and [N] the weight if the head's argmax is best_ids, else 0; fp32 or fp64.
+    The forward pass computes the gradient chunk by chunk, so that no logits are stored.
     """
 
     @staticmethod
@@ -54,22 +54,24 @@ class SoftCrossEntropy(torch.autograd.Function):
 
 
 def draft_loss(network: HeadNetwork, lesson: Lesson, *, ahead: int, decay: float, missed: float = 1.0) -> tuple[Tensor, Tensor]:
-    """The loss (a scalar), and fp32 [ahead] the share of places where a draft step and the target agree on the likeliest token.
+    """The scalar loss, and fp32 [ahead] the share of positions at which each draft step agrees with the target on the likeliest
+    token.
 
-    missed  what a place counts after an earlier step, from the same place, whose likeliest token was wrong;
-            below 1 such places are no agreement
+    missed  weight of a position after an earlier step of the same draft whose likeliest token was wrong; below 1 such positions
+            do not count as agreement
 
-    Place u is learnt by step k at place u-1-k, which has read the tokens up to u (masks for the last k of them, in a parallel
-    head). Does not synchronise.
+    The target position u is predicted by step k at position u-1-k, which has read the tokens up to u (in a parallel head, mask
+    tokens in place of the last k). Does not synchronise.
     """
     loss = lesson.known.new_zeros(())
     matches = []
     count, length = lesson.embedded.shape[:2]
-    right = lesson.known.new_ones(count * length + 1)  # so far, by where a step stands; the last stands for all before a row
+    # Whether all drafts so far were right, by position of the head. The last entry is for positions before the row's start.
+    right = lesson.known.new_ones(count * length + 1)
     for k, hidden in enumerate(network(lesson.embedded, lesson.features, ahead)):
-        places = lesson.places - 1 - k
-        known = lesson.known * (places >= 0)
-        at = torch.where(places >= 0, lesson.rows * length + places, count * length)
+        positions = lesson.positions - 1 - k
+        known = lesson.known * (positions >= 0)
+        at = torch.where(positions >= 0, lesson.rows * length + positions, count * length)
         reached = right.index_select(0, at)
         total = known.sum().clamp_min(1.0)
         learnt = hidden.flatten(0, 1).index_select(0, at.clamp_max(count * length - 1))

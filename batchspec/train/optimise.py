@@ -1,4 +1,4 @@
-"""Who moves the weights of a head: AdamW, or Muon for the matrices of its layers and AdamW for the rest."""
+"""The optimiser of a head: AdamW, or Muon for the matrices of its layers and AdamW for the rest."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ BETAS = (0.9, 0.95)
 
 
 class Optimiser:
-    """One learning rate and one state for all weights; no weight decay.
+    """One learning rate for all weights; no weight decay.
 
-    muon   fc and the matrices of the layers step along orthogonalised momentum (Jordan et al. 2024), scaled to AdamW's usual step
-           (Liu et al. 2025, arXiv 2502.16982); lm_head, norms and the mask go by AdamW
-    fused  AdamW in one launch: on a GPU
+    muon   Muon for fc and the matrices of the layers: orthogonalised momentum (Jordan et al. 2024), scaled to AdamW's typical
+           step size (Liu et al. 2025, arXiv 2502.16982). lm_head, norms and the mask use AdamW
+    fused  AdamW in one launch (GPU only)
     """
 
     def __init__(self, network: HeadNetwork, *, lr: float, muon: bool, fused: bool) -> None:
@@ -29,7 +29,7 @@ class Optimiser:
             self._parts.append(torch.optim.Muon(matrices, lr=lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
 
     def step(self, loss: Tensor, lr: float, clip: float) -> None:
-        """One step down `loss`, by gradients clipped to the norm `clip`."""
+        """A step on the gradient of `loss`, clipped to the norm `clip`."""
         for part in self._parts:
             part.zero_grad(set_to_none=True)
         loss.backward()

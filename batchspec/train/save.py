@@ -1,8 +1,8 @@
-"""A trained head as a published checkpoint: config.json and model.safetensors, in the layouts that vLLM and SGLang read.
+"""Writes a trained head as a checkpoint: config.json and model.safetensors, in the layouts that vLLM and SGLang read.
 
 flat         SafeAILab, SpecForge, SGLang, vLLM: `midlayer.*`, more layers as `layers.1.*` ..
-speculators  vLLM's speculators: `layers.0.*`, the decoder's shape under transformer_layer_config
-A head that drafts in parallel has mask_hidden and the id of its mask token, and is a `peagle` in the second layout.
+speculators  vLLM's speculators: `layers.0.*`, the shape of the layers under transformer_layer_config
+A head that drafts in parallel also has mask_hidden and the id of its mask token; in the second layout its type is `peagle`.
 Source of names and keys: as in batchspec/draft/formats.py, which reads them.
 """
 
@@ -29,7 +29,7 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 def save_head(
     folder: Path,
     network: HeadNetwork,
-    hot: Tensor,
+    draft_vocab_ids: Tensor,
     target: ModelSpec,
     *,
     layout: str,
@@ -37,17 +37,17 @@ def save_head(
     verifier: str,
     draft_len: int,
 ) -> None:
-    """Write the head; config.json, without which no reader takes the folder, comes last and each file in one step.
+    """Write the head. Each file is written atomically; config.json, which readers require, is written last.
 
-    hot        int64 [V'] rising target ids
-    dtype      of the weights
-    verifier   the target's name, for the speculators layout
-    draft_len  draft tokens a round that the speculators layout names as its default
+    draft_vocab_ids  int64 [V'] ascending target ids of the draft vocabulary
+    dtype            dtype of the weights
+    verifier         the target's name, for the speculators layout
+    draft_len        default number of draft tokens, for the speculators layout
     """
     named = network.state_dict()
     if layout != "flat":
         named = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in named.items()}
-    tensors = checkpoint_tensors(named, network.spec, hot, dtype=dtype)
+    tensors = checkpoint_tensors(named, network.spec, draft_vocab_ids, dtype=dtype)
     scratch = folder / f".{WEIGHTS}"
     save_file(tensors, scratch, metadata={"format": "pt"})
     scratch.chmod(0o644)
@@ -56,18 +56,20 @@ def save_head(
     write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
 
 
-def checkpoint_tensors(weights: Mapping[str, Tensor], spec: HeadSpec, hot: Tensor, *, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The weights on the CPU in `dtype`, with the tables d2t and t2d of a head that drafts some tokens alone."""
+def checkpoint_tensors(
+    weights: Mapping[str, Tensor], spec: HeadSpec, draft_vocab_ids: Tensor, *, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The weights on the CPU in `dtype`, with the tables d2t and t2d if the draft vocabulary is smaller than the target's."""
     tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in weights.items()}
     if spec.mapped:
-        hot = hot.cpu()
-        tensors["d2t"] = hot - torch.arange(len(hot))
-        tensors["t2d"] = torch.zeros(spec.vocab_size, dtype=torch.bool).index_fill_(0, hot, True)
+        draft_vocab_ids = draft_vocab_ids.cpu()
+        tensors["d2t"] = draft_vocab_ids - torch.arange(len(draft_vocab_ids))
+        tensors["t2d"] = torch.zeros(spec.vocab_size, dtype=torch.bool).index_fill_(0, draft_vocab_ids, True)
     return tensors
 
 
 def write_text(path: Path, text: str) -> None:
-    """The file appears whole or not at all."""
+    """Write a file atomically."""
     scratch = path.with_name(f".{path.name}")
     scratch.write_text(text, encoding="utf-8")
     os.replace(scratch, path)
@@ -82,7 +84,7 @@ def head_config(
     parallel = mask_id is not None
     own: dict[str, Any] = {"draft_vocab_size": spec.draft_vocab_size, "torch_dtype": str(dtype).removeprefix("torch.")}
     if layout == "flat":
-        # Readers know the usual taps, and differ in what they make of ids that are given.
+        # Programs that load heads know the default layers, and differ in how they read explicit ids.
         usual = aux_layer_ids == [2, target.num_layers // 2, target.num_layers - 3]
         ids = {} if usual else {"eagle_aux_hidden_state_layer_ids": aux_layer_ids, "num_aux_hidden_states": len(aux_layer_ids)}
         mask = {"parallel_drafting": True, "mask_token_id": mask_id, "ptd_token_id": mask_id} if parallel else {}
@@ -117,7 +119,7 @@ _ARCHITECTURES = {
 
 
 def _shape(spec: HeadSpec, target: ModelSpec) -> dict[str, Any]:
-    """The decoder layer: a Llama's, whatever the target's family."""
+    """The keys of the decoder layers: those of a Llama, whatever the target's family."""
     return {
         "model_type": "llama",
         "num_hidden_layers": spec.num_layers,

@@ -1,4 +1,4 @@
-"""The keys of `batchspec train` with their units, and what is refused before anything is read."""
+"""The keys of `batchspec train` with their units, and the checks that are made before anything is read."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TrainConfig:
     mask_token: int | None = None
     """Id of the mask token of a parallel head. null is the highest id that occurs in no completion."""
     prompts: bool = False
-    """Learn the tokens of the prompts too, not of the completions alone."""
+    """Train on the tokens of the prompts too, not of the completions alone."""
     ahead: int = 6
     """Number of draft steps that are trained. It should be at least the K that jobs will draft with. A chain trains each step
     on its own hidden states of the step before (test-time training), a parallel head trains each after one more mask."""
@@ -103,7 +103,7 @@ DESCRIPTIONS: dict[str, str] = {
     "draft.path": "Folder or hub id of a head whose training goes on. null trains a new one.",
     "draft.parallel": "true trains the head to draft all tokens in one forward pass (draft=parallel).",
 }
-"""Keys that mean something else here than in a job."""
+"""Descriptions of keys that have another meaning here than in a job."""
 RANGES: dict[str, tuple[float, float, str]] = {
     "draft.num_speculative_tokens": (1, 64, "it is the K of the acceptance curves"),
     "input.limit": (1, math.inf, "null takes every completion"),
@@ -112,17 +112,17 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "train.inner": (8, math.inf, "null takes the target's"),
     "train.mask_token": (0, math.inf, "null chooses one"),
     "train.ahead": (1, 16, "6 is usual"),
-    "train.decay": (math.ulp(0.0), 1.0, "1 weighs all draft steps alike"),
-    "train.missed": (0.0, 1.0, "1 weighs all places alike"),
+    "train.decay": (math.ulp(0.0), 1.0, "1 gives all draft steps the same weight"),
+    "train.missed": (0.0, 1.0, "1 gives all positions the same weight"),
     "train.temperature": (0.01, 100.0, "1 is the target's own distribution"),
     "train.lr": (math.ulp(0.0), 1.0, "3e-3 is usual"),
     "train.clip": (math.ulp(0.0), math.inf, "0.5 is usual"),
     "train.epochs": (1, math.inf, "4 is usual"),
-    "train.steps": (1, math.inf, "null goes by train.epochs"),
+    "train.steps": (1, math.inf, "null uses train.epochs"),
     "train.batch_tokens": (8, math.inf, "32768 is usual"),
     "train.max_len": (8, math.inf, "2048 is usual"),
     "train.held_out": (0, math.inf, "0 measures no acceptance"),
-    "train.eval_steps": (0, math.inf, "0 measures at the end alone"),
+    "train.eval_steps": (0, math.inf, "0 measures at the end only"),
     "train.save_s": (0.0, math.inf, "60 is usual"),
     "train.seed": (0, 2**63 - 1, "give a whole number"),
 }
@@ -154,7 +154,7 @@ def check_training(run: TrainRun) -> None:
     check_ranges(run, RANGES)
     _drafter(run)
     if "://" in (run.output.dir or ""):
-        raise ConfigError(f"output.dir={run.output.dir}: a head is trained into a folder of this machine; copy it afterwards")
+        raise ConfigError(f"output.dir={run.output.dir}: a head must be trained into a local folder; copy it afterwards")
     if run.train.max_len > run.train.batch_tokens:
         raise ConfigError(
             f"train.max_len={run.train.max_len} exceeds train.batch_tokens={run.train.batch_tokens}: "
@@ -165,11 +165,13 @@ def check_training(run: TrainRun) -> None:
 def _drafter(run: TrainRun) -> None:
     entry = DRAFTERS.get(run.draft.name)
     if entry is None or not entry.trained:
-        raise ConfigError(f"draft={run.draft.name} is nothing that train makes; use draft=eagle3 or draft=parallel")
+        raise ConfigError(f"draft={run.draft.name} cannot be trained; use draft=eagle3 or draft=parallel")
     if run.draft.parallel not in ("auto", True, False):
         raise ConfigError(f"draft.parallel={run.draft.parallel} must be one of auto, true, false")
     if run.train.mask_token is not None and run.draft.parallel is not True:
-        raise ConfigError(f"train.mask_token={run.train.mask_token} is of draft=parallel; remove one of them")
+        raise ConfigError(
+            f"train.mask_token={run.train.mask_token} applies only to draft=parallel; remove it or use draft=parallel"
+        )
     usual = TrainRun()
     for key in (*(f"draft.{name}" for name in asdict(run.draft)), *UNREAD):
         if key not in READ and value_of(run, key) != value_of(usual, key):

@@ -1,9 +1,9 @@
-"""Partial results of attention over disjoint sets of keys, merged by log-sum-exp:
+"""Merge partial results of attention over disjoint sets of keys by log-sum-exp:
 
     out = sum over parts of 2**(lse[part] - peak) * part_out[part] / sum over parts of 2**(lse[part] - peak),   peak = max lse
 
 with lse = log2 of a part's softmax denominator. Line row_parts[r, 0] + part * n + i is (query, head) pair i of row r's n pairs.
-Bound by launch latency and by reading the partial results, most of which are still in the second-level cache.
+Bound by launch latency and by reading the partial results, most of which are still in the L2 cache.
 Source: Dao et al. 2023 ("Flash-Decoding for long-context inference"), the second kernel.
 """
 
@@ -23,12 +23,12 @@ from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 
 LINES, PARTS = 4, 4
-"""Lines of a program, and parts that it reads at once: they lie in the registers of one warp, so that no sum crosses warps."""
+"""Lines of a program, and parts that it reads at once. They fit into the registers of one warp, so that no sum crosses warps."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partials:
-    """Where the items of cut rows leave their results: one buffer serves every layer of a batch."""
+    """Buffers for the partial results of split rows; all layers of a batch share them."""
 
     out: Tensor
     """fp32 [lines, KVH, D]"""
@@ -37,7 +37,7 @@ class Partials:
 
 
 def partials_of(work: AttentionWork, head_dim: int) -> Partials:
-    """Room for every partial result of this work list."""
+    """Buffers for all partial results of this work list."""
     size = (max(1, work.num_lines), work.shape.kv_heads)
     out = torch.empty(*size, head_dim, dtype=torch.float32, device=work.kv_len.device)
     return Partials(out, torch.empty(size, dtype=torch.float32, device=work.kv_len.device))
@@ -52,7 +52,7 @@ def merge_states_kernel(
     await_earlier(PDL)
     head = tl.program_id(0) % KV_HEADS
     row = tl.program_id(0) // KV_HEADS // TILES
-    first = tl.load(row_parts + 2 * row)  # all four before any is looked at: one latency
+    first = tl.load(row_parts + 2 * row)  # all four loads are issued before one is used: one latency
     parts = tl.load(row_parts + 2 * row + 1)
     begin = tl.load(cu_seqlens_q + row)
     num_lanes = (tl.load(cu_seqlens_q + row + 1) - begin) * HEADS
@@ -94,14 +94,14 @@ def merge_states(
     out: Tensor,
     interpret: bool = False,
 ) -> None:
-    """Write the output of every row that comes in parts; other rows of `out` are left alone.
+    """Write the output of every row that was computed in parts; other rows of `out` stay unchanged.
 
     part_out   fp32 [lines, KVH, D]
-    part_lse   fp32 [lines, KVH]  log2; a part that saw no key has a huge negative one, never -inf
+    part_lse   fp32 [lines, KVH]  log2; for a part without keys a large negative number, never -inf
     row_parts  int32 [R, 2]       first line of the row, number of parts (0: not in parts)
-    cu_seqlens_q    int32 [R+1]        row r's places in `out`
-    max_q      no row owns more places
-    out        fp32, bf16 or fp16 [T, NH, D]  NH a multiple of KVH: a row has NH / KVH pairs a place and K/V head
+    cu_seqlens_q  int32 [R+1]     row r's flat tokens in `out`
+    max_q      maximum number of flat tokens of a row
+    out        fp32, bf16 or fp16 [T, NH, D]  NH a multiple of KVH: a row has NH / KVH pairs for each flat token and K/V head
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """

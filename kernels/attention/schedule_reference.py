@@ -1,4 +1,4 @@
-"""The work list of verify attention in plain Python: what `split_kv_schedule.py` lists, as a loop over rows and groups."""
+"""The work list of verify attention in plain Python, as a loop over rows and groups: the reference of `split_kv_schedule.py`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from batchspec.kernels.attention.work_list import AttentionWork
 
 FIELDS = 8
-"""Of an item."""
+"""Number of fields of an item."""
 WAVES = 5
-"""Times that the card is filled at most: more items of fewer keys would even out nothing more."""
+"""Maximum number of times that the items fill the GPU: more and shorter items would not improve the balance."""
 
 
 def split_kv_schedule_reference(work: AttentionWork, positions: Tensor, targets: tuple[int, int], min_chunk: int) -> None:
-    """Fill items, group_items, counts and row_parts of `work`; targets are the items of a wave, of rows and of groups."""
+    """Fill items, group_items, counts and row_parts of `work`. targets: number of items in a wave, for rows and for groups."""
     shape, heads, shared = work.shape, work.shape.heads_per_kv, work.shared
     group_of, common, starts = [-1] * len(work.kv_len), list[int](), [0]
     if shared is not None:
@@ -62,7 +62,7 @@ def split_kv_schedule_reference(work: AttentionWork, positions: Tensor, targets:
 
 
 def _cut(keys: list[int], tiles: list[int], target: int, chunk: int, min_chunk: int, block: int) -> list[list[tuple[int, int]]]:
-    """(begin, end) of the items of each unit."""
+    """For each unit, the (begin, end) of its items."""
     share = triton.cdiv(sum(num * times for num, times in zip(keys, tiles, strict=True)), target)
     waves = min(max(share // chunk, 1), WAVES)
     length = triton.cdiv(max(triton.cdiv(share, waves), min_chunk), block) * block

@@ -1,7 +1,7 @@
-"""How verify attention runs on a card, by shape: tiles, blocks, warps, stages, and how finely the work is cut.
+"""Launch settings of verify attention by shape: tiles, blocks, warps, stages, and how finely the work is split.
 
-Nothing here changes a result beyond rounding. `python -m batchspec.kernels.attention.verify_attention` times these choices
-beside others.
+They change results by rounding only. `python -m batchspec.kernels.attention.verify_attention` compares the times of these
+settings and others.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from batchspec.kernels.attention.work_list import WorkShape
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_QUERIES = 64
-"""Of a row; longer rows are a prefill."""
+"""Maximum number of queries of a row; longer rows are a prefill."""
 SAMPLES = 8
-"""Rows that a group with a common beginning is expected to have."""
+"""Expected number of rows in a group with a shared prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How the card runs a shape: keys read at once, warps of a program, stages of the pipeline, programs an SM holds."""
+    """Keys that are read at once, warps of a program, pipeline stages, and programs that run at once on an SM."""
 
     block: int
     num_warps: int
@@ -30,11 +30,11 @@ class Config:
 
 
 def config_of(head_dim: int, tile: int, dtype: torch.dtype) -> Config:
-    """What runs fastest by head size and (query, head) pairs of a tile; `main` prints others beside it.
+    """The fastest measured settings for a head size and a number of (query, head) pairs in a tile; `main` times others too.
 
-    Programs an SM holds go by the registers and the shared memory that Triton 3.9 gives these kernels on sm_90.
+    per_sm follows from the registers and the shared memory that Triton 3.9 uses for these kernels on sm_90.
     """
-    if dtype == torch.float32:  # products without tensor cores: all registers
+    if dtype == torch.float32:  # products without tensor cores need many registers
         return Config(32, 8, 2, 4) if head_dim <= 128 else Config(16, 8, 2, 3)
     if head_dim > 128:
         return Config(32, 4, 3, 3 if tile <= 16 else 2) if tile <= 32 else Config(32, 8, 3, 1)
@@ -46,7 +46,7 @@ def config_of(head_dim: int, tile: int, dtype: torch.dtype) -> Config:
 
 
 def tile_of(head_dim: int, lanes: int, dtype: torch.dtype) -> int:
-    """(query, head) pairs of one program where a row or a group has `lanes` of them."""
+    """Number of (query, head) pairs in a program's tile, for a row or a group with `lanes` pairs."""
     most = 16 if dtype == torch.float32 else 128 if head_dim <= 64 else 64
     return min(most, max(16, 1 << (lanes - 1).bit_length()))
 
@@ -65,7 +65,7 @@ def work_shape(
     window: int = 0,
     sink: int = 0,
 ) -> WorkShape:
-    """How to cut the work of such a batch for a card with this many multiprocessors."""
+    """How to split the work of such a batch on a GPU with `num_sms` multiprocessors."""
     lanes = max_q * (num_heads // kv_heads)
     tile, group_tile = tile_of(head_dim, lanes, dtype), tile_of(head_dim, min(num_rows, SAMPLES) * lanes, dtype)
     config, group_config = config_of(head_dim, tile, dtype), config_of(head_dim, group_tile, dtype)

@@ -1,4 +1,4 @@
-"""One block of keys of verify attention: where its pages lie, and the step of the online softmax that adds it.
+"""One block of keys of verify attention: the lookup of its pages, and the online softmax step that adds it.
 
     peak' = max(peak, max s)    mass' = mass * f + sum p    acc' = acc * f + p V    with f = 2^(peak - peak'), p = 2^(s - peak')
 
@@ -22,9 +22,10 @@ def attend_keys(
     TREE: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax: (peak, mass, acc) with the keys `key` below `end` added. base is K's head in page 0."""
+    """One step of the online softmax: (peak, mass, acc) with the keys `key` below `end` added. base: address of K's head in page
+    0."""
     at = page.to(tl.int64) * kv_stride_page + (key % PAGE_SIZE) * (KV_HEADS * HEAD_DIM)
-    at = base + at[:, None] + d[None, :]  # one address for K and V: K is turned in shared memory
+    at = base + at[:, None] + d[None, :]  # the same addresses for K and V: K is transposed in shared memory
     inside = (key < end)[:, None]
     if HEAD_DIM != DIM:
         inside = inside & (d < HEAD_DIM)[None, :]

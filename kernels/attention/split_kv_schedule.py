@@ -1,17 +1,17 @@
 """Work list of verify attention: which program reads which keys for which queries, built on the device once a round.
 
-An item is (unit, tile, first, end, part, sinks, begin, count): the queries of one tile of a unit attend keys first .. end-1, and
-0 .. sinks-1 too. A unit is a row, which owns `count` places from `begin` on, or a group of rows whose common beginning is read
-once for all of them: its members are `count` entries of row_order from `begin` on. Lengths are cut like this:
+An item is (unit, tile, first, end, part, sinks, begin, count): the queries of one tile of a unit attend to keys first .. end-1,
+and also to 0 .. sinks-1. A unit is a row with `count` flat tokens from `begin` on, or a group of rows whose shared prefix is read
+once for all of them: its members are `count` entries of row_order from `begin` on. The keys of a unit are split as follows:
 
-    share = sum of keys * tiles / (programs / KVH)                           what a program gets if the card is filled once
-    waves = share / chunk, at least 1 and at most WAVES                      ... or several times, while items stay long
+    share = sum of keys * tiles / (programs / KVH)                           keys of a program if the GPU is filled once
+    waves = share / chunk, at least 1 and at most WAVES                      ... or several times, as long as items stay long
     item  = a unit's keys in floor(keys / (share / waves)) equal parts       in whole blocks; at least one, at least min_chunk
 
-so few rows fill the card exactly once (a second, partial round of programs would double the time), many rows come in items long
-enough to hide how they begin and end, and many short rows in one item each, which then needs no merge. Items are listed by
-falling length: the card hands them out in that order, so that the last ones to finish are short. A windowed row lists only the
-keys that its first query still sees. Dead rows and padding get an item without keys, which zeroes their output.
+This way, few rows fill the GPU exactly once (a second, partial wave of programs would double the time); many rows are split into
+items long enough to hide the start and end of a program; and many short rows are one item each, which needs no merge. Items are
+listed by falling length: the GPU starts them in that order, so that the last ones to finish are short. A windowed row lists only
+the keys that its first query still sees. Dead rows and padding get an item without keys, which zeroes their output.
 Bound by launch latency: each program ranks its unit among all others, one launch, no host read.
 """
 
@@ -27,7 +27,7 @@ from batchspec.kernels.attention.work_list import AttentionWork, SharedPrefixes,
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 
-WHOLE = 1 << 30  # a chunk that no row exceeds
+WHOLE = 1 << 30  # a chunk longer than any row
 LANES = 64
 
 
@@ -40,7 +40,7 @@ def chunk_of(keys, tiles, target, chunk, min_chunk, WAVES: tl.constexpr, BLOCK: 
 
 @triton.jit
 def item_len(keys, chunk, BLOCK: tl.constexpr):
-    """Keys of each item when `keys` are cut evenly, 0 where there are none."""
+    """Number of keys of each item if `keys` are split evenly; 0 without keys."""
     return tl.cdiv(tl.cdiv(keys, tl.maximum(keys // chunk, 1)), BLOCK) * BLOCK
 
 
@@ -52,7 +52,8 @@ def pick(values, at_index):
 @triton.jit
 def list_items(out_items, index, unit, num_items, tiles, first, length, end, first_part, sinks, start, count,
                LANES: tl.constexpr):  # fmt: skip
-    """Items of one unit from `index` on; the tiles of a part side by side, so that the second finds its keys in the cache."""
+    """Write the items of one unit, from `index` on. The tiles of a part are adjacent, so that the later ones find the keys in the
+    cache."""
     for at in range(0, num_items, LANES):
         lane = at + tl.arange(0, LANES)
         exists = lane < num_items
@@ -69,21 +70,22 @@ def list_items(out_items, index, unit, num_items, tiles, first, length, end, fir
         tl.store(item + 7, tl.zeros([LANES], tl.int32) + count, mask=exists)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_groups", "num_places", "target", "group_target", "chunk", "min_chunk"])
+@triton.jit(do_not_specialize=["num_rows", "num_groups", "num_flat_tokens", "target", "group_target", "chunk", "min_chunk"])
 def split_kv_schedule_kernel(
     cu_seqlens_q, kv_len, positions, row_group, group_start, shared_len, out_items, out_group_items, out_counts, out_row_parts,
-    num_rows, num_groups, num_places, target, group_target, chunk, min_chunk,
+    num_rows, num_groups, num_flat_tokens, target, group_target, chunk, min_chunk,
     HEADS: tl.constexpr, MAX_Q: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, PAGE_SIZE: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, GROUP_TILE: tl.constexpr, GROUP_BLOCK: tl.constexpr, WAVES: tl.constexpr,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program r < num_rows lists row r's items, program num_rows the padding after the last row, the others a group each."""
+    """Program r < num_rows lists the items of row r, program num_rows the padding after the last row, each other program a
+    group."""
     await_earlier(PDL)
     program = tl.program_id(0)
     rows = tl.arange(0, ROWS)
     exists = rows < num_rows
     begin = tl.load(cu_seqlens_q + rows, mask=rows <= num_rows, other=0)
-    finish = tl.where(rows == num_rows, num_places, tl.load(cu_seqlens_q + rows + 1, mask=exists, other=0))
+    finish = tl.where(rows == num_rows, num_flat_tokens, tl.load(cu_seqlens_q + rows + 1, mask=exists, other=0))
     places = tl.maximum(finish - begin, 0)
     length = tl.load(kv_len + rows, mask=exists, other=0)
     alive = (length > 0) & (places > 0)
@@ -157,25 +159,25 @@ def split_kv_schedule(
     shared: SharedPrefixes | None = None,
     interpret: bool = False,
 ) -> AttentionWork:
-    """The work list of a flat batch of R rows and T places.
+    """The work list of a flat batch of R rows and T flat tokens.
 
-    cu_seqlens_q    int32 [R+1]  row r's places are cu_seqlens_q[r] .. cu_seqlens_q[r+1]-1, at most shape.max_q of them
-    kv_len     int32 [R]    keys 0 .. kv_len-1 can be seen; 0 for a dead row
-    positions  int64 [T]    read with a window: a row's first query has its smallest position
-    shared     groups that begin with the same pages, or None
+    cu_seqlens_q  int32 [R+1]  row r's flat tokens are cu_seqlens_q[r] .. cu_seqlens_q[r+1]-1, at most shape.max_q of them
+    kv_len        int32 [R]    number of keys; 0 for a dead row
+    positions     int64 [T]    read with a window only: a row's first query must have its smallest position
+    shared        groups of rows that begin with the same pages, or None
 
     Allocates its outputs. Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides, and for shared
     prefixes under a window.
     """
-    num_rows, num_places = kv_len.shape[0], positions.shape[0]
+    num_rows, num_flat_tokens = kv_len.shape[0], positions.shape[0]
     check("split_kv_schedule: cu_seqlens_q", cu_seqlens_q, (num_rows + 1,), torch.int32)
     check("split_kv_schedule: kv_len", kv_len, (num_rows,), torch.int32)
-    check("split_kv_schedule: positions", positions, (num_places,), torch.int64)
+    check("split_kv_schedule: positions", positions, (num_flat_tokens,), torch.int64)
     if shared is not None:
         _check_shared(shared, num_rows, shape.window)
     num_groups = shared.shared_len.shape[0] if shared is not None else 0
     target, group_target = (max(1, programs // shape.kv_heads) for programs in (shape.programs, shape.group_programs))
-    max_items, max_group_items, num_lines = _bounds(shape, num_rows, num_places, target, group_target, num_groups)
+    max_items, max_group_items, num_lines = _bounds(shape, num_rows, num_flat_tokens, target, group_target, num_groups)
     min_chunk = shape.min_chunk if num_lines else WHOLE
 
     def empty(*size: int) -> Tensor:
@@ -192,7 +194,7 @@ def split_kv_schedule(
     groups = (shared.row_group, shared.group_start, shared.shared_len) if shared is not None else (kv_len, kv_len, kv_len)
     split_kv_schedule_kernel[(num_rows + 1 + num_groups,)](
         cu_seqlens_q, kv_len, positions, *groups, work.items, work.group_items, work.counts, work.row_parts,
-        num_rows, num_groups, num_places, target, group_target, shape.chunk, min_chunk,
+        num_rows, num_groups, num_flat_tokens, target, group_target, shape.chunk, min_chunk,
         HEADS=shape.heads_per_kv, MAX_Q=shape.max_q if num_groups else 1, WINDOW=shape.window, SINK=shape.sink,
         PAGE_SIZE=shape.page_size, TILE=shape.tile, BLOCK=shape.block, GROUP_TILE=shape.group_tile,
         GROUP_BLOCK=shape.group_block, WAVES=WAVES, ROWS=triton.next_power_of_2(num_rows + 1),
@@ -213,13 +215,13 @@ def _check_shared(shared: SharedPrefixes, num_rows: int, window: int) -> None:
 
 
 def _bounds(
-    shape: WorkShape, num_rows: int, num_places: int, target: int, group_target: int, num_groups: int
+    shape: WorkShape, num_rows: int, num_flat_tokens: int, target: int, group_target: int, num_groups: int
 ) -> tuple[int, int, int]:
-    """Most items, padding included, most group items, and most lines of partial results, 0 where no row is to be cut.
+    """Maximum numbers of items (padding included), of group items, and of lines of partial results (0 if no row is to be split).
 
-    Many rows, none of them much longer than a chunk, fill the card uncut: that saves the launch of a merge.
+    Many rows, none of them much longer than a chunk, fill the GPU without a split, which saves the launch of a merge.
     """
-    lanes = num_places * shape.heads_per_kv
+    lanes = num_flat_tokens * shape.heads_per_kv
     tiles = min(num_rows * triton.cdiv(shape.max_q * shape.heads_per_kv, shape.tile), lanes // shape.tile + num_rows)
     read = min(shape.max_kv, shape.window + shape.max_q + shape.page_size) if shape.window else shape.max_kv
     whole = shape.max_whole if num_rows * shape.kv_heads * 3 >= shape.programs * 2 else shape.short

@@ -1,4 +1,4 @@
-"""A tile of verify attention: which (query, head) pairs are its lines, and where their results go."""
+"""A tile of verify attention: the (query, head) pairs of its lines, and the writes of their results."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import triton.language as tl
 
 
 @triton.jit
-def zero_places(out, begin, finish, head, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, TILE: tl.constexpr,
+def zero_tokens(out, begin, finish, head, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, TILE: tl.constexpr,
                 HEAD_DIM: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Zeros for places begin .. finish - 1."""
+    """Write zeros for flat tokens begin .. finish - 1."""
     d = tl.arange(0, DIM)
     for lane in range(begin * HEADS, finish * HEADS, TILE):
         lanes = lane + tl.arange(0, TILE)
@@ -21,7 +21,8 @@ def zero_places(out, begin, finish, head, HEADS: tl.constexpr, KV_HEADS: tl.cons
 @triton.jit
 def lanes_of(tile, unit, begin, count, cu_seqlens_q, kv_len, row_order, max_q, HEADS: tl.constexpr, TILE: tl.constexpr,
              GROUPED: tl.constexpr):  # fmt: skip
-    """Of each line of a tile: its (query, head) pair, its row, that row's first place and pairs, and whether there is one."""
+    """For each line of a tile: its (query, head) pair, its row, the row's first flat token and number of pairs, and whether it
+    exists."""
     lane = tile * TILE + tl.arange(0, TILE)
     if GROUPED:
         member = begin + lane // (max_q * HEADS)
@@ -43,7 +44,7 @@ def write_lines(
     out, part_out, part_lse, row_parts, peak, mass, acc, part, token, q_head, lane, row, num_lanes, head, d, inside, within,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """The softmax of a tile, done: into `out` where the item is a whole row (part < 0), else as a part of the row."""
+    """Finish the softmax of a tile and write it: to `out` if the item is a whole row (part < 0), else as a partial result."""
     mass = tl.maximum(mass, 1e-30)
     acc = acc / mass[:, None]
     if part < 0:

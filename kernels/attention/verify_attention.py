@@ -3,12 +3,11 @@
     out[t] = softmax over the keys k that t sees of (scale * q[t] . K[k]) @ V,   keys 0 .. position[t], or those in the window
                                                                                  and the sink, or those in t's ancestor mask
 
-One program an item of the work list (`split_kv_schedule.py`) and K/V head: the row's queries, in all heads that share the K/V
-head,
-are the lines of one tile; softmax runs online in base 2. An item that is a whole row writes its output, the others write partial
-results in fp32, which `merge_states.py` adds up by log-sum-exp.
-The grid is an upper bound with early exits rather than persistent programs: the card hands out items in the listed order, longest
-first, which balances ragged rows better than any fixed stride, and there is no counter to reset.
+One program for each item of the work list (`split_kv_schedule.py`) and K/V head: the row's queries, in all heads that share the
+K/V head, are the lines of one tile. The softmax is online, in base 2. An item that is a whole row writes its output, the others
+write partial results in fp32, which `merge_states.py` merges.
+The grid is an upper bound with early exits, not persistent programs: the GPU starts items in the listed order, longest first,
+which balances rows of different lengths better than a fixed stride, and there is no counter to reset.
 Bound by reading K/V once: 4.3 TB/s at 64 rows x 8448 keys on an H200. Source: Dao et al. 2023 ("Flash-Decoding for long-context
 inference"); prefixes of a group read once: Juravsky et al. 2024 ("Hydragen", arXiv 2402.05099).
 """
@@ -25,7 +24,7 @@ from torch import Tensor
 from batchspec.kernels.attention.merge_states import Partials, merge_states
 from batchspec.kernels.attention.settings import DTYPES, Config, config_of
 from batchspec.kernels.attention.softmax_step import attend_keys, page_of
-from batchspec.kernels.attention.tile import lanes_of, write_lines, zero_places
+from batchspec.kernels.attention.tile import lanes_of, write_lines, zero_tokens
 from batchspec.kernels.attention.work_list import AttentionWork
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
@@ -51,12 +50,12 @@ def verify_kernel(
     part = tl.load(item + 4)
     begin = tl.load(item + 6)
     count = tl.load(item + 7)
-    if index >= tl.load(num_items):  # behind the other loads, which exist for every program: one latency instead of two
+    if index >= tl.load(num_items):  # after the other loads, which are valid for every program: one latency instead of two
         await_earlier(EARLY)
         return
     if end == 0:  # a dead row, or the padding after the last row
         await_earlier(EARLY)
-        zero_places(out, begin, begin + count, head, HEADS, KV_HEADS, TILE, HEAD_DIM, DIM)
+        zero_tokens(out, begin, begin + count, head, HEADS, KV_HEADS, TILE, HEAD_DIM, DIM)
         return
 
     lane, row, first_place, num_lanes, inside = lanes_of(
@@ -64,13 +63,13 @@ def verify_kernel(
     )
     table_row = unit
     if GROUPED:
-        table_row = tl.max(tl.where(inside, row, -1), 0)  # every live member's table begins with the same pages
+        table_row = tl.max(tl.where(inside, row, -1), 0)  # the page tables of all live members begin with the same pages
         if table_row < 0:
             await_earlier(EARLY)
             return
     table = page_table + table_row.to(tl.int64) * max_pages
     key = tl.arange(0, BLOCK)
-    page = page_of(table, first + key, end, PAGE_SIZE)  # before all that depends on the places: their latencies overlap
+    page = page_of(table, first + key, end, PAGE_SIZE)  # issued before the loads of the flat tokens: their latencies overlap
     token = (first_place + lane // HEADS).to(tl.int64)
     position = tl.load(positions + token, mask=inside, other=-1).to(tl.int32)
     await_earlier(EARLY)
@@ -92,7 +91,7 @@ def verify_kernel(
     TREE: tl.constexpr = ancestors is not None
 
     base = kv + head * HEAD_DIM
-    peak = tl.full([TILE], -1e30, tl.float32)  # finite, so that a query which sees no key of this item gets no NaN
+    peak = tl.full([TILE], -1e30, tl.float32)  # finite, so that a query that sees no key of this item does not get NaN
     mass = tl.zeros([TILE], tl.float32)
     acc = tl.zeros([TILE, DIM], tl.float32)
     if SINK > 0:
@@ -103,8 +102,8 @@ def verify_kernel(
                 bits, scale, kv_stride_part, kv_stride_page, TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, WIDE,
             )  # fmt: skip
     for at in range(first, end, BLOCK):
-        # Page ids a step ahead in registers: as a load that K and V wait for they would take a stage of the pipeline for
-        # themselves, and only one block of K and V would be on its way at a time.
+        # Page ids are loaded one step ahead into registers. Loaded in the same step, they would occupy a pipeline stage, and only
+        # one block of K and V would be in flight at a time.
         next_page = page_of(table, at + BLOCK + key, listed, PAGE_SIZE)
         peak, mass, acc = attend_keys(
             query, peak, mass, acc, page, at + key, end, base, d, position, start, bits, scale, kv_stride_part, kv_stride_page,
@@ -112,7 +111,7 @@ def verify_kernel(
         )  # fmt: skip
         page = next_page
 
-    if TILE > 16:  # read again, for the addresses of a large tile would take registers from the loop
+    if TILE > 16:  # read again: keeping the addresses of a large tile would cost registers in the loop
         lane, row, first_place, num_lanes, inside = lanes_of(
             tl.load(item + 1, volatile=True), unit, begin, count, cu_seqlens_q, kv_len, row_order, max_q, HEADS, TILE, GROUPED
         )
@@ -145,36 +144,36 @@ def verify_attention(
     """Attention of T queries over the pages of their rows, for one layer.
 
     q           fp32, bf16 or fp16 [T, NH, D]  any strides over T and NH: a slice of a fused product is fine
-    kv          [2, P, page_size, KVH, D] of the same dtype, the queries' own K/V written already; contiguous but for the first
-                dimension. Unwritten places in pages of a row are never read
+    kv          [2, P, page_size, KVH, D] of the same dtype, with the queries' own K/V already written; contiguous except for the
+                first dimension. Unwritten slots in a row's pages are never read
     page_table  int32 [R, max pages a row]
     positions   int64 [T]  a query sees keys 0 .. its position, below kv_len, within the work list's window. They may be later
-                ones than the list was made with, while kv_len bounds them
-    work        from `split_kv_schedule`, which says how rows and places lie
+                than those with which the list was made, as long as they are below kv_len
+    work        from `split_kv_schedule`; it has the layout of the rows
     partials    from `partials_of`
     out         [T, NH, D] contiguous, of q's dtype; dead rows and padding get zeros
-    ancestors   int64 [T]  a tree: bit j says that the query sees key tail_start[row] + j; below tail_start it sees every key.
-                A window leaves the tail alone
+    ancestors   int64 [T]  for trees: the query sees key tail_start[row] + j if bit j is set, and all keys below tail_start.
+                A window does not apply to keys from tail_start on
     tail_start  int32 [R]  with ancestors
-    early       the launch before this one has written none of work, page_table, positions: with programmatic launches (`pdl.py`)
-                they are read before it has ended
+    early       the previous launch has not written work, page_table or positions: with programmatic launches (`pdl.py`) they are
+                read before it ends
     config, group_config  warps and stages other than `config_of`'s, for measurements; the blocks are those of work.shape
 
     Products and sums in fp32 (fp32 inputs: no TF32), weights rounded to the dtype of kv. Does not synchronise on a GPU. Raises
     ValueError for other shapes, dtypes or strides.
     """
     shape = work.shape
-    num_places, num_heads, head_dim = q.shape
+    num_flat_tokens, num_heads, head_dim = q.shape
     num_rows = work.kv_len.shape[0]
-    check("verify_attention: q", q, (num_places, shape.kv_heads * shape.heads_per_kv, head_dim), *DTYPES, rows=True)
+    check("verify_attention: q", q, (num_flat_tokens, shape.kv_heads * shape.heads_per_kv, head_dim), *DTYPES, rows=True)
     check("verify_attention: kv[0]", kv[0], (kv.shape[1], shape.page_size, shape.kv_heads, head_dim), q.dtype)
     check("verify_attention: page_table", page_table, (num_rows, page_table.shape[1]), torch.int32)
-    check("verify_attention: positions", positions, (num_places,), torch.int64)
-    check("verify_attention: out", out, (num_places, num_heads, head_dim), q.dtype)
+    check("verify_attention: positions", positions, (num_flat_tokens,), torch.int64)
+    check("verify_attention: out", out, (num_flat_tokens, num_heads, head_dim), q.dtype)
     if (ancestors is None) != (tail_start is None):
         raise ValueError("verify_attention: ancestors and tail_start go together; pass both or neither")
     if ancestors is not None and tail_start is not None:
-        check("verify_attention: ancestors", ancestors, (num_places,), torch.int64)
+        check("verify_attention: ancestors", ancestors, (num_flat_tokens,), torch.int64)
         check("verify_attention: tail_start", tail_start, (num_rows,), torch.int32)
     if not (q.is_cuda or interpret):
         verify_attention_reference(

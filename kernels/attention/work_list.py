@@ -1,4 +1,5 @@
-"""The work list of verify attention as a record: what it is made of, how it is to be cut; `split_kv_schedule.py` makes it."""
+"""The records of verify attention's work list: its inputs, how the work is split, and the list, made by
+`split_kv_schedule.py`."""
 
 from __future__ import annotations
 
@@ -9,33 +10,33 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SharedPrefixes:
-    """Groups of rows that begin with the same pages. No group is read with a window."""
+    """Groups of rows that begin with the same pages. They are not used with a window."""
 
     row_group: Tensor
     """int32 [R] the group of each row, -1 for none"""
     row_order: Tensor
-    """int32 [R] rows, the members of a group side by side"""
+    """int32 [R] rows, the members of a group adjacent"""
     group_start: Tensor
     """int32 [G+1] group g's members are row_order[group_start[g] : group_start[g+1]]; dead ones are skipped"""
     shared_len: Tensor
-    """int32 [G] tokens in common: whole pages, none of them a query of a live member; 0 for an empty group"""
+    """int32 [G] length of the shared prefix: full pages that hold no query of a live member; 0 for an empty group"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkShape:
-    """What the host knows of a batch, and how it wants the work cut."""
+    """The shape of a batch, as far as the host knows it, and how the work is to be split."""
 
     max_q: int
-    """No row owns more places."""
+    """Maximum number of flat tokens of a row."""
     max_kv: int
-    """No kv_len is larger."""
+    """Maximum kv_len."""
     kv_heads: int
     heads_per_kv: int
     page_size: int
     window: int = 0
-    """Keys a query sees, itself included; 0: all."""
+    """Number of keys that a query sees, itself included; 0: all."""
     sink: int = 0
-    """With a window: the first keys, seen too."""
+    """With a window: number of first keys that are seen too."""
     tile: int
     """(query, head) pairs of one item."""
     block: int
@@ -43,22 +44,22 @@ class WorkShape:
     group_tile: int = 64
     group_block: int = 64
     programs: int
-    """Items * kv_heads that the card runs at once."""
+    """Items * kv_heads that the GPU runs at once."""
     group_programs: int
-    """The same of groups."""
+    """The same for groups."""
     chunk: int = 1024
-    """Keys of an item from which on the card is rather filled once more."""
+    """Keys of an item above which the items are split further, to fill the GPU once more."""
     min_chunk: int = 256
-    """Keys below which no row is cut."""
+    """Minimum number of keys of a part: shorter rows are not split."""
     short: int = 768
-    """Keys up to which no row is cut if all are: a merge costs as much as it saves."""
+    """If no row is longer than this number of keys, none is split: a merge would cost as much as it saves."""
     max_whole: int = 2048
-    """Keys up to which no row is cut either, where there are enough rows."""
+    """The same bound if there are enough rows to fill the GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionWork:
-    """A work list and what it was made of. Good for every layer, and for later positions as long as kv_len bounds them."""
+    """A work list and its inputs. It serves all layers, and later positions as long as they are below kv_len."""
 
     shape: WorkShape
     cu_seqlens_q: Tensor
@@ -69,8 +70,8 @@ class AttentionWork:
     group_items: Tensor
     """int32 [max group items, 8]"""
     counts: Tensor
-    """int32 [2] items and group items listed"""
+    """int32 [2] number of items and of group items"""
     row_parts: Tensor
-    """int32 [R, 2] the row's first line of partial results, and how many parts it comes in (0: written directly)"""
+    """int32 [R, 2] the row's first line of partial results, and its number of parts (0: written directly)"""
     num_lines: int
-    """Lines of partial results that any such batch needs at most; 0: no row is ever cut."""
+    """Maximum number of lines of partial results of a batch of this shape; 0: no row is ever split."""

@@ -175,9 +175,10 @@ def next_hash(hashes: Tensor, older: Tensor) -> Tensor:
 
 
 def pack_entries(count: Tensor, end: Tensor, trust: Tensor) -> Tensor:
-    """int64 table entries; of colliding entries the largest is kept: the max_count frequent n-gram, then the latest.
+    """int64 table entries; of colliding entries the largest is kept: the most frequent n-gram, of equally frequent ones the
+    latest.
 
-    All arguments int64: count of the n-gram, end its last corpus index, trust in 1..255.
+    All arguments are int64: count of the n-gram, end its last corpus index, trust in 1..255.
     """
     return (count.clamp(max=(1 << 23) - 1) << (31 + TRUST_BITS)) | (end << TRUST_BITS) | trust
 

@@ -64,7 +64,8 @@ def select_drafts_kernel(
 
 @triton.jit
 def judge_drafts(ids, emitted_ids, lane, count, emitted):
-    """Per row: how many leading draft tokens agree with the emitted tokens, and how many drafts that judges."""
+    """For each row, the number of leading draft tokens that agree with the emitted tokens, and the number of drafts thereby
+    tried."""
     max_judged = tl.minimum(count, emitted)
     num_accepted = tl.min(tl.where((ids == emitted_ids) & (lane < max_judged[:, None]), 1 << 20, lane), 1)
     num_accepted = tl.minimum(num_accepted, max_judged)

@@ -1,6 +1,6 @@
-"""The gate of a SwiGLU: out = round(silu(gate)) * up of a fused product gate_up [T, 2 * I] (Shazeer 2020, arXiv 2002.05202).
+"""SwiGLU activation: out = round(silu(gate)) * up of a fused product gate_up [T, 2 * I] (Shazeer 2020, arXiv 2002.05202).
 
-silu(x) = x / (1 + exp(-x)), in fp32 (fp64 for fp64), rounded to the tensors' dtype before the product, as torch's path does.
+silu(x) = x / (1 + exp(-x)), in fp32 (fp64 for fp64), rounded to the tensors' dtype before the product, as in plain torch.
 Bound by memory at prefill sizes (bytes: 3 * T * I * itemsize), by launch latency at decode sizes.
 """
 
@@ -46,14 +46,14 @@ def silu_and_mul(gate_up: Tensor, *, out: Tensor, interpret: bool = False) -> No
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
-    num_places, width = out.shape
-    check("silu_and_mul: gate_up", gate_up, (num_places, 2 * width), *FLOATS, rows=True)
-    check("silu_and_mul: out", out, (num_places, width), gate_up.dtype)
+    num_flat_tokens, width = out.shape
+    check("silu_and_mul: gate_up", gate_up, (num_flat_tokens, 2 * width), *FLOATS, rows=True)
+    check("silu_and_mul: out", out, (num_flat_tokens, width), gate_up.dtype)
     if not (gate_up.is_cuda or interpret):
         silu_and_mul_reference(gate_up, out=out)
-    elif num_places:
+    elif num_flat_tokens:
         block = min(BLOCK, max(16, triton.next_power_of_2(width)))
-        silu_and_mul_kernel[(num_places * triton.cdiv(width, block),)](
+        silu_and_mul_kernel[(num_flat_tokens * triton.cdiv(width, block),)](
             gate_up, out, gate_up.stride(0), WIDTH=width, BLOCK=block,
             ACC=tl.float64 if gate_up.dtype == torch.float64 else tl.float32,
             num_warps=max(1, block // (32 * VALUES_PER_THREAD)), **launch_args(gate_up),

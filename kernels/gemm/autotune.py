@@ -1,9 +1,9 @@
-"""Times the ways to compute a matrix product against the library's, and checks them: `batchspec doctor --tune`, and the benchmark
-of `linear` and `lm_head`.
+"""Autotune: time and check the tile choices of a matrix product against cuBLAS. Used by `batchspec doctor --tune` and by the
+benchmarks of `linear` and `lm_head`.
 
-Every way is captured in a CUDA graph that cycles over several copies of the weight, because a model's layers never find theirs
-in the second-level cache. Weights and inputs are random: a GPU multiplies zeros faster, at less power. The few fastest ways are
-timed again, next to the library. A way that fails here (too much shared memory) is left out.
+Every tile choice is captured in a CUDA graph that cycles over several copies of the weight, because a model's layers never find
+their weights in the L2 cache. Weights and inputs are random: a GPU multiplies zeros faster, at lower power. The fastest few are
+timed again, together with cuBLAS. A tile choice that fails here (too much shared memory) is left out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DTYPE = torch.bfloat16
 FINALISTS = 4
 EPS = 1e-5
 TOLERANCE = 0.02
-"""Largest error allowed, as a share of the largest value: two to three roundings to bf16."""
+"""Maximum error, as a share of the largest value: two to three roundings to bf16."""
 
 # (op, weight rows, K) of the target shapes
 MODELS: dict[str, tuple[tuple[str, int, int], ...]] = {
@@ -56,7 +56,7 @@ LM_HEADS = {
 
 
 class Result(NamedTuple):
-    """The fastest tile for one product and number of tokens; None where no candidate beat the library."""
+    """The fastest tile for one product and number of tokens; `tile` is None if no candidate beat cuBLAS."""
 
     op: str
     tokens: int
@@ -66,10 +66,10 @@ class Result(NamedTuple):
     us: float
     library_us: float
     candidate: Tile | None
-    """The fastest tile even where the library is faster."""
+    """The fastest tile, even if cuBLAS is faster."""
     candidate_us: float
     error: float
-    """Of the candidate against fp32, as a share of the largest value; for lm_head the share of tokens that differ."""
+    """Error of the candidate against fp32, as a share of the largest value; for lm_head the share of tokens that differ."""
 
     def as_json(self) -> dict[str, Any]:
         values = self._asdict()
@@ -86,12 +86,12 @@ class Trial:
         self.gated = op.endswith("swiglu")
         copies = min(MAX_COPIES, -(-COPIES_BYTES // (rows * k * DTYPE.itemsize)))
         self.weights = torch.empty(copies, rows, k, dtype=DTYPE, device=device).normal_(std=k**-0.5)
-        self.device = self.weights.device  # with its index
+        self.device = self.weights.device  # includes the device index
         self.norm = torch.rand(k, device=device).add_(0.5).to(DTYPE)
         self._clock = GraphClock(self.device)
 
     def inputs(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """x [T, K] and where the result goes: [T, N], ids [T] for lm_head."""
+        """x [T, K], and the output tensor: [T, N], or for lm_head ids [T]."""
         x = torch.randn(tokens, self.k, device=self.device).to(DTYPE)
         if self.op == "lm_head":
             return x, torch.zeros(tokens, dtype=torch.int32, device=self.device)
@@ -109,7 +109,8 @@ class Trial:
         return [partial(launch, x, w, **options) for w in self.weights]
 
     def library(self, x: Tensor, out: Tensor) -> list[Call]:
-        """What runs instead, in separate kernels; of linear_add the product alone: the sum is part of the next norm's kernel."""
+        """The same by cuBLAS and separate kernels. For linear_add only the product: there, the next norm's kernel adds the
+        residual."""
         if self.op == "lm_head":
             return [partial(lm_head_reference, x, w, out_ids=out) for w in self.weights]
 
@@ -125,7 +126,7 @@ class Trial:
         return [partial(run, w) for w in self.weights]
 
     def error(self, tile: Tile, x: Tensor, out: Tensor) -> float:
-        """See `Result.error`. Runs the kernel twice on poisoned outputs: a difference between the runs is an infinite error."""
+        """The error, see `Result.error`. Runs the kernel twice on poisoned outputs; if the runs differ, the error is infinite."""
         if self.op == "linear_add":
             start = torch.randn_like(out)
         else:
@@ -171,7 +172,7 @@ class Trial:
             else:
                 finals.append((self._clock.us(self.calls(tile, x, out), repeats=9), tile, error))
         library_us = min(library_us, self._clock.us(library, repeats=9))
-        torch.cuda.empty_cache()  # partial sums of dead graphs
+        torch.cuda.empty_cache()  # frees the partial sums of deleted graphs
         us, winner, error = min(finals, key=lambda final: final[0])
         tile_or_library = winner if us < library_us else None
         fastest_us = min(us, library_us)
@@ -179,7 +180,7 @@ class Trial:
 
 
 def compile_ahead(trial: Trial, token_counts: Iterable[int]) -> None:
-    """Compile the kernels of all candidates, several at once: a kernel does not depend on tokens, rows or the number of cuts."""
+    """Compile the kernels of all candidates in parallel. A kernel does not depend on tokens, rows or the number of splits."""
     todo: dict[tuple[Any, ...], Call] = {}
     for tokens in token_counts:
         x, out = trial.inputs(tokens)
@@ -187,10 +188,10 @@ def compile_ahead(trial: Trial, token_counts: Iterable[int]) -> None:
             n = trial.rows // 2 if trial.gated else trial.rows
             split = tile.work(tokens, n, trial.k, num_sms(trial.device)).split
             todo[(*tile[:6], split)] = trial.calls(tile, x, out, compile_only=True)[0]
-    counters(trial.device)  # allocated here, not in several threads at once
+    counters(trial.device)  # allocate them before the threads start
 
     def continue_on_error(call: Call) -> None:
-        torch.cuda.set_device(trial.device.index or 0)  # the current device is a thread's own
+        torch.cuda.set_device(trial.device.index or 0)  # the current device is thread-local
         try:
             call()
         except Exception as failure:
@@ -203,7 +204,7 @@ def compile_ahead(trial: Trial, token_counts: Iterable[int]) -> None:
 def run_trials(
     products: Iterable[tuple[str, int, int]], token_counts: Sequence[int], device: torch.device, out: str | None = None
 ) -> list[Result]:
-    """Time all products (op, weight rows, K), print a line each, and append them to `out` as JSON lines."""
+    """Time all products (op, weight rows, K), print a line for each, and append them to `out` as JSON lines."""
     results: list[Result] = []
     print(f"{'product':<44} {'library us':>11} {'TFLOP/s':>8} {'tile us':>9} {'TFLOP/s':>8} {'ratio':>6} {'error':>8}  tile")
     for op, rows, k in products:
@@ -260,7 +261,7 @@ def main_linear() -> None:
 
 
 def _summary(results: Sequence[Result], counts: Sequence[int]) -> None:
-    """The four products of a layer together: what the whole forward would reach, and the bandwidth of its weights."""
+    """Print the rates of the four products of a layer together, and the bandwidth of their weights."""
     plain = [result for result in results if result.op == "linear"]
     for tokens in counts:
         layer = [result for result in plain if result.tokens == tokens]

@@ -2,15 +2,15 @@
 
     linear        y = x W' + b                                   T tokens, K inputs, N outputs, W [N, K]; fp32 sums, rounded once
     linear_add    residual += x W' + b                           in place
-    swiglu        y = silu(x Wg' + bg) * (x Wu' + bu)            W = [Wg; Wu], read where it lies: rows n and N + n in one program
-    norm_linear   linear of rms_norm(x), norm_swiglu the same    squares are summed in the K loop, 1 / rms multiplies the sum
+    swiglu        y = silu(x Wg' + bg) * (x Wu' + bu)            W = [Wg; Wu], not copied: rows n and N + n in one program
+    norm_linear   linear of rms_norm(x), norm_swiglu likewise    squares are summed in the K loop, 1 / rms multiplies the sum
 
-Bound by the weights' bytes at 64 tokens, by tensor cores from about 256; a library's 128 x 256 tiles then fill a quarter of the
-SMs, so the work can be cut along K too. It is a list of units, one K block of one output tile each, K fastest, then tokens
-(programs that run together share a weight tile, and x fits the second-level cache at these sizes); program p takes units
-p * U .. (p+1) * U - 1. U = K blocks of a tile: one tile a program; a fraction of it: split-K; all units / SMs: stream-K
-(Osama et al. 2023, arXiv 2301.03598). A tile in several programs is summed by whichever arrives last, in the order of K:
-equal bits in every run, and nobody waits.
+Bound by the weights' bytes at 64 tokens, by tensor cores from about 256. There, cuBLAS's 128 x 256 tiles fill a quarter of the
+SMs, so the work can be split along K too. The work is a list of units, one K block of one output tile each, K fastest, then
+tokens (programs that run together share a weight tile, and x fits into the L2 cache at these sizes); program p computes units
+p * U .. (p+1) * U - 1. U = K blocks of a tile: one tile for each program; a fraction of it: split-K; all units / SMs: stream-K
+(Osama et al. 2023, arXiv 2301.03598). A tile that several programs share is summed by the last one to finish, in the order of K:
+results are the same bits in every run, and no program waits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def write_tile(
     bias, norm, residual, out, acc, up, squares, m, col, num_tokens, n, k, stride_out, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """What follows the product, on one tile of it: norm, bias, SwiGLU, the residual sum."""
+    """The epilogue on one tile of the product: norm, bias, SwiGLU, residual sum."""
     DTYPE: tl.constexpr = out.dtype.element_ty
     rows = m + tl.arange(0, BLOCK_M)
     cols = col + tl.arange(0, BLOCK_N)
@@ -49,7 +49,7 @@ def write_tile(
         acc += tl.load(bias + cols, mask=cols < n, other=0.0).to(tl.float32)[None, :]
         if GATED:
             up += tl.load(bias + n + cols, mask=cols < n, other=0.0).to(tl.float32)[None, :]
-    # Rounded where separate kernels would round: between product, activation, multiplication and addition.
+    # Rounded as separate kernels would: after the product, the activation, the multiplication and the addition.
     y = acc.to(DTYPE)
     if GATED:
         gate = y.to(tl.float32)
@@ -62,7 +62,7 @@ def write_tile(
     tl.store(out + places, y, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "units_per_program"])  # else other token counts would compile it again
+@triton.jit(do_not_specialize=["num_tokens", "units_per_program"])  # no recompilation for other token counts
 def linear_kernel(
     x, w, bias, norm, residual, out, partials, arrived, num_tokens, n, k, units_per_program, stride_x, stride_w, stride_out, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr,
@@ -117,10 +117,10 @@ def linear(
     x       bf16 or fp32 [T, K]  rows may be slices of wider ones
     weight  same dtype [N, K], contiguous
     bias    same dtype [N], or None
-    tile    how the work is cut (`batchspec.kernels.gemm.tiles.candidates`); the result's bits depend on it
-    out     same dtype [T, N], contiguous: where to write, or None for a new tensor
+    tile    how the work is split (`batchspec.kernels.gemm.tiles.candidates`); the result's bits depend on it
+    out     same dtype [T, N], contiguous; None: a new tensor
 
-    Returns out. Does not synchronise; in a CUDA graph a call before the capture must have come first (it allocates counters).
+    Returns out. Does not synchronise. Call it once before it is captured in a CUDA graph: the first call allocates counters.
     Graphs captured on one stream must not run at the same time. Raises ValueError for other shapes, dtypes or strides.
     """
     out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
@@ -157,7 +157,7 @@ def norm_linear(
     x: Tensor, norm: Tensor, weight: Tensor, bias: Tensor | None = None, *,
     eps: float, tile: Tile, out: Tensor | None = None, interpret: bool = False,
 ) -> Tensor:  # fmt: skip
-    """linear(rms_norm(x) * norm) with norm [K], for tiles that are not cut along K. See `linear`.
+    """linear(rms_norm(x) * norm) with norm [K], for tiles that are not split along K. See `linear`.
 
     x * norm is rounded once and 1 / rms multiplies the fp32 sum; `norm_reference` rounds x / rms and again the product with norm.
     """
@@ -186,7 +186,7 @@ def launch(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor, tile: Tile, norm: Tensor | None = None,
     residual: Tensor | None = None, gated: bool = False, eps: float = 0.0, compile_only: bool = False,
 ) -> None:  # fmt: skip
-    """Check the arguments and start the kernel of any of the products above; `compile_only` stops before it starts."""
+    """Check the arguments and launch the kernel of any of the products above; `compile_only` compiles without a launch."""
     (num_tokens, k), dtype = x.shape, x.dtype
     n = weight.shape[0] // 2 if gated else weight.shape[0]
     check("linear: x", x, (num_tokens, k), *DTYPES, rows=True)
@@ -200,9 +200,9 @@ def launch(
         return
     work = tile.work(num_tokens, n, k, num_sms(x.device))
     if work.split and norm is not None:
-        raise ValueError(f"linear: {tile} cuts K into parts; the norm needs whole rows: use split=1, per_sm=0")
+        raise ValueError(f"linear: {tile} splits K; the norm needs whole rows: use split=1, per_sm=0")
     if work.split and work.num_tiles > MAX_TILES:
-        raise ValueError(f"linear: {work.num_tiles} tiles cut along K; at most {MAX_TILES}: use larger tiles or split=1")
+        raise ValueError(f"linear: {work.num_tiles} tiles split along K; at most {MAX_TILES}: use larger tiles or split=1")
     slot = tile.block_m * tile.block_n * (2 if gated else 1)
     partials = x.new_empty(work.num_slots * slot, dtype=torch.float32) if work.split else None
     grid = (work.num_programs,)

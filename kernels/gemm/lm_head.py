@@ -1,11 +1,10 @@
-"""Greedy tokens without logits: out_ids[t] = the lowest id among the largest of (hidden[t] @ weight.T)[:vocab].
+"""Greedy tokens without stored logits: out_ids[t] = the lowest id among the largest of (hidden[t] @ weight.T)[:vocab].
 
-Each program of the first kernel multiplies one tile and keeps, per row, its largest fp32 logit and that one's lowest id; the
-second kernel takes the first largest of a row's tiles. The logits are those of a product with fp32 output, up to the order of
-summation; the contract is that of `batchspec.kernels.sampling.argmax`: NaN counts as -inf, a row of nothing but -inf gives 0,
-an id is
-always below `vocab`; with `flag_nonfinite` NaN, +inf or no finite logit give NO_TOKEN.
-Bound by the product. What it saves are 2 * 4 * T * V bytes, 0.25 ms at T = 1024, V = 128256 on an H200.
+Each program of the first kernel multiplies one tile and keeps, for each row, its largest fp32 logit with the lowest id; the
+second kernel takes the first maximum over a row's tiles. The logits are those of a product with fp32 output, up to the order of
+summation. The contract is that of `batchspec.kernels.sampling.argmax`: NaN counts as -inf, a row of nothing but -inf gives 0, an
+id is always below `vocab`; with `flag_nonfinite` NaN, +inf or no finite logit give NO_TOKEN.
+Bound by the product. It saves 2 * 4 * T * V bytes of memory traffic, 0.25 ms at T = 1024, V = 128256 on an H200.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def lm_head_kernel(
         acc = tl.dot(a, b.T, acc, input_precision="ieee")
     ids = part * BLOCK_N + tl.arange(0, BLOCK_N)
     if FLAG:
-        acc = tl.where(acc == acc, acc, float("inf"))  # NaN shows in the maximum, as +inf does
+        acc = tl.where(acc == acc, acc, float("inf"))  # NaN becomes +inf, which the maximum keeps and which is flagged too
     acc = tl.where((acc == acc) & (ids < vocab)[None, :], acc, float("-inf"))
     best = tl.max(acc, 1)
     winner = tl.min(tl.where(acc == best[:, None], ids[None, :], vocab), 1)
@@ -93,10 +92,10 @@ def lm_head(
     vocab    valid columns, 1..V (None: V); later ones are never chosen
     map_ids  int32 or int64 [V]  the token of each column (a draft vocabulary), or None
     flag_nonfinite  NO_TOKEN for a row with NaN, +inf or no finite logit among the valid columns; not with map_ids
-    tile     how the work is cut, split=1 and per_sm=0
+    tile     how the work is split, with split=1 and per_sm=0
 
-    `compile_only` stops before the kernels start. Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or
-    strides, and for a tile that is cut along H.
+    `compile_only` compiles without a launch. Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or
+    strides, and for a tile that splits H.
     """
     (num_tokens, k), width = hidden.shape, weight.shape[0]
     vocab = width if vocab is None else vocab
@@ -110,7 +109,7 @@ def lm_head(
     if not 1 <= vocab <= width:
         raise ValueError(f"lm_head: vocab is {vocab}; must be 1..{width}, the rows of weight")
     if tile.split != 1 or tile.per_sm:
-        raise ValueError(f"lm_head: {tile} cuts H into parts; use split=1, per_sm=0")
+        raise ValueError(f"lm_head: {tile} splits H; use split=1, per_sm=0")
     if not (hidden.is_cuda or interpret):
         lm_head_reference(hidden, weight, out_ids=out_ids, vocab=vocab, map_ids=map_ids, flag_nonfinite=flag_nonfinite)
     elif num_tokens:
@@ -137,7 +136,7 @@ def lm_head_reference(
     hidden: Tensor, weight: Tensor, *, out_ids: Tensor, vocab: int | None = None, map_ids: Tensor | None = None,
     flag_nonfinite: bool = False,
 ) -> None:  # fmt: skip
-    """The same with the logits written out; on a GPU by the library's product and the argmax kernel."""
+    """The same with stored logits; on a GPU by cuBLAS and the argmax kernel."""
     if hidden.is_cuda and hidden.dtype is torch.bfloat16:
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     else:

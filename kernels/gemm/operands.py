@@ -1,4 +1,4 @@
-"""The two operands of a matrix product x @ weight.T, read block by block: through descriptors (TMA) or by pointers."""
+"""The two operands of a matrix product x @ weight.T, read block by block: through TMA descriptors or pointers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def read_block(source, row, column, num_rows, num_columns, stride, ROWS: tl.cons
 
 
 def operands(x: Tensor, weight: Tensor, tile: Tile) -> tuple[Tensor | TensorDescriptor, Tensor | TensorDescriptor, bool]:
-    """x [T, K] and weight [N, K] for `read_block`, and whether as descriptors: where the tile asks for them and both fit."""
+    """x [T, K] and weight [N, K] for `read_block`, and whether they are TMA descriptors: if the tile asks for them and both
+    fit."""
     if not (tile.tma and _fits_tma(x) and _fits_tma(weight)):
         return x, weight, False
     left = TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k])
@@ -39,5 +40,5 @@ def operands(x: Tensor, weight: Tensor, tile: Tile) -> tuple[Tensor | TensorDesc
 
 
 def _fits_tma(matrix: Tensor) -> bool:
-    """A descriptor wants rows that begin at multiples of 16 bytes."""
+    """Whether rows begin at multiples of 16 bytes, as TMA descriptors require."""
     return matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.itemsize % 16 == 0

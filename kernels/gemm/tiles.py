@@ -1,4 +1,4 @@
-"""How a matrix product is cut into programs, and which cuts are worth timing (`batchspec.kernels.gemm.autotune` does)."""
+"""How a matrix product is divided among programs, and the candidates that `batchspec.kernels.gemm.autotune` times."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ from typing import NamedTuple
 
 
 class Work(NamedTuple):
-    """A product as a list of units (one K block of one output tile each), dealt out to programs in equal runs."""
+    """A product as a list of units (one K block of one output tile each), of which every program gets an equal, contiguous
+    part."""
 
     num_tiles: int
     units_per_program: int
     num_programs: int
     split: bool
-    """Some tile is shared by several programs."""
+    """Whether some tile is shared by several programs."""
 
     @property
     def num_slots(self) -> int:
-        """Places for partial sums: one for each value of tile + program."""
+        """Number of slots for partial sums: one for each value of tile + program."""
         return self.num_tiles + self.num_programs
 
 
 class Tile(NamedTuple):
-    """One way to compute a product: block sizes, pipeline depth, warps, loads by descriptor (TMA) or by pointer, cuts along K."""
+    """A tile choice: block sizes, pipeline stages, warps, loads by TMA descriptor or by pointer, and the split along K."""
 
     block_m: int
     block_n: int
@@ -30,9 +31,9 @@ class Tile(NamedTuple):
     warps: int
     tma: bool
     split: int = 1
-    """Programs a tile."""
+    """Number of programs that share a tile."""
     per_sm: int = 0
-    """0: as `split` says; else all units are dealt out to this many programs an SM, whatever tiles they belong to."""
+    """0: `split` applies; else all units are divided among this number of programs for each SM (stream-K)."""
 
     def work(self, num_tokens: int, n: int, k: int, num_sms: int) -> Work:
         k_blocks = -(-k // self.block_k)
@@ -42,7 +43,7 @@ class Tile(NamedTuple):
         return Work(num_tiles, per_program, -(-units // per_program), per_program % k_blocks > 0)
 
 
-# block_m, block_n, block_k, stages, warps. A gated product holds two blocks of weights; a norm passes x through registers.
+# block_m, block_n, block_k, stages, warps. A gated product loads two blocks of weights; a fused norm loads x through registers.
 PLAIN = (
     (64, 64, 128, 4, 4), (64, 128, 64, 5, 4), (64, 128, 128, 4, 4), (64, 256, 64, 4, 4), (64, 256, 64, 4, 8),
     (128, 64, 64, 5, 4), (128, 128, 64, 3, 4), (128, 128, 64, 5, 8), (128, 128, 128, 3, 8), (128, 256, 64, 4, 8),
@@ -64,14 +65,15 @@ BLOCKS = {
     "norm_linear": SMALL, "norm_swiglu": SMALL[:-1], "lm_head": HEAD,
 }  # fmt: skip
 WHOLE = ("norm_linear", "norm_swiglu", "lm_head")
-"""Products that cannot be cut along K."""
+"""Products that cannot be split along K."""
 NORM_MAX_K = 2048
-"""A fused norm passes every x through registers once per column of tiles: worth it where launches cost more."""
+"""Maximum K of a fused norm. It loads x through registers once for each column of tiles, which pays only for small products,
+where launches cost more."""
 SHARED_BYTES, REGISTERS = 227 << 10, 1 << 16
 
 
 def candidates(op: str, tokens: int, rows: int, k: int, num_sms: int) -> list[Tile]:
-    """Ways worth timing to compute `op` for this many tokens with a weight [rows, k], bf16, on a GPU like an H100."""
+    """Tile choices that are worth timing for `op` with `tokens` tokens and a bf16 weight [rows, k], on a GPU like an H100."""
     if op.startswith("norm") and k > NORM_MAX_K:
         return []
     gated = op.endswith("swiglu")
@@ -92,7 +94,8 @@ def candidates(op: str, tokens: int, rows: int, k: int, num_sms: int) -> list[Ti
 
 
 def _cuts(tile: Tile, tokens: int, n: int, k: int, num_sms: int, resident: int, *, whole: bool) -> list[tuple[Tile, float]]:
-    """The tile uncut and cut along K where that fills more SMs, with the share of the resident programs' time that is work."""
+    """The tile, and variants that are split along K if that fills more SMs, each with its utilisation of the resident
+    programs."""
     num_tiles, k_blocks = tile.work(tokens, n, k, num_sms).num_tiles, -(-k // tile.block_k)
     fills = [(tile, _fill(num_tiles, resident))]
     if whole or num_tiles > 8 * resident:

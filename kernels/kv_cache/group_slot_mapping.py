@@ -1,9 +1,9 @@
-"""The slot mapping of a flat batch in another page table: layers with a sliding window have page tables of their own.
+"""The slot mapping of a flat batch in another page table: the layers of each sliding window have their own page tables.
 
     key = positions[cu_seqlens_q[r]] + (t - cu_seqlens_q[r])       slot = page_table[r, key // page_size] * page_size + the rest
 
-A row's tokens lie side by side in K/V from its first token's position on; so do the nodes of a draft tree, whose positions go by
-depth. Dead rows, padding and keys past the page table get slot 0 of the scratch page 0.
+A row's tokens are adjacent in K/V, from the position of its first token on; so are the nodes of a draft tree, although their
+positions are their depths. Dead rows, padding and keys past the page table get slot 0 of the scratch page 0.
 One program a row. Bound by launch latency: a few KB.
 """
 
@@ -53,9 +53,9 @@ def group_slot_mapping(
     out_slot_mapping: Tensor,
     interpret: bool = False,
 ) -> None:
-    """Write where the K/V of T tokens of R rows go in the pages of one page table.
+    """Write the slots of the K/V of T flat tokens of R rows, according to one page table.
 
-    cu_seqlens_q      int32 [R+1]  first token of each row, and the end of the last one; padding may follow
+    cu_seqlens_q      int32 [R+1]  first flat token of each row, and the end of the last one; padding may follow
     kv_len            int32 [R]    0 for a dead row, which may own tokens
     positions         int64 [T]
     page_table        int32 [R, max pages a row]

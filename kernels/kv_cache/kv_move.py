@@ -1,9 +1,9 @@
-"""K/V of the accepted path of a draft tree, moved to where a chain's would stand, in all layers by one launch.
+"""Move the K/V of a draft tree's accepted path to the slots that a chain would use, in all layers by one launch.
 
     kv[l, 0 | 1, chain_slots[r, d]] = kv[l, 0 | 1, tree_slots[r, path[r, d]]],   d = 1..accepted_len[r]
 
-A node's number is at least its depth, and numbers grow along a path: a place that is written is no source of a deeper level. A
-program still reads all of its levels before it writes one, for its threads do not run in step.
+A node's id is at least its depth, and ids increase along a path, so a written slot is never the source of a deeper level. A
+program still reads all of its levels before it writes one, because its threads do not run in lockstep.
 Bound by launch latency at few rows, else by memory (bytes read + written: 4 * sum(accepted) * L * KVH * D * itemsize).
 Source: the moves of accepted tokens in https://github.com/sgl-project/sglang (spec_utils).
 """
@@ -24,7 +24,7 @@ from batchspec.kernels.common.pdl import await_earlier, launch_args
 from batchspec.kernels.rounds.move_rows import WORDS
 
 VALUES = 2048
-"""Values that a program holds."""
+"""Number of values that a program moves."""
 
 
 @triton.jit
@@ -55,10 +55,10 @@ def kv_move(
     """Move K and V of R rows' accepted nodes, in place; S nodes a row, at most D levels.
 
     kv            fp32, bf16, fp16 or fp64 [L, 2, P, page_size, KVH, D]
-    tree_slots    int64 [R * S]      cache location of each node
-    path          int32 [R, D+1]     node of each level, rising; 0 of level 0
-    chain_slots   int64 [R * (D+1)]  where each level is to stand: the locations of nodes 0..D
-    accepted_len  int32 [R]          levels that move, 0..D
+    tree_slots    int64 [R * S]      slot of each node
+    path          int32 [R, D+1]     node of each level, ascending; node 0 for level 0
+    chain_slots   int64 [R * (D+1)]  destination slot of each level: the slots of nodes 0..D
+    accepted_len  int32 [R]          number of levels to move, 0..D
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """

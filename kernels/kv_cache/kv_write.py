@@ -1,10 +1,10 @@
-"""Keys and values of a forward's tokens into their pages: kv[0 | 1, slots[t] // page_size, slots[t] % page_size] = k | v [t].
+"""Write keys and values of flat tokens into their pages: kv[0 | 1, slots[t] // page_size, slots[t] % page_size] = k | v [t].
 
-A key whose K or V is not finite is written as NaN in K, and with 0 for such numbers in V. A query that sees the key then gets
-NaN, and no other query does: attention drops the score of a key that a query does not see, but multiplies that key's V by 0.
-
+If K or V of a key is not finite, K is written as NaN, and values of V that are not finite as 0. Queries that see the key then get
+NaN, and no others do: attention masks the score of a key that a query does not see, but still multiplies its V by 0.
 Bound by memory (bytes read + written: 4 * T * KVH * D * itemsize), by launch latency at decode sizes. k and v may be slices of a
-fused QKV product: no copy makes them contiguous first. Slots of dead rows all name the scratch page 0, where any write may win.
+fused QKV product, without a copy. The slots of dead rows are all in the scratch page 0, where the order of writes does not
+matter.
 Source: the paged cache of Kwon et al. 2023 (arXiv 2309.06180).
 """
 
@@ -43,20 +43,20 @@ def kv_write(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor, *, interpre
     """Write T tokens' keys and values into the pages of one layer, in place.
 
     k, v   fp32, bf16, fp16 or fp64 [T, KVH, D]  any strides over T and KVH
-    kv     [2, P, page_size, KVH, D] of the same dtype  keys, values; contiguous but for the first dimension
-    slots  int64 [T]  page * page_size + offset, below P * page_size: not checked, that would read the device
+    kv     [2, P, page_size, KVH, D] of the same dtype  keys, values; contiguous except for the first dimension
+    slot_mapping  int64 [T]  page * page_size + offset, below P * page_size: not checked, which would read the device
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
-    num_places, num_heads, head_dim = k.shape
-    check("kv_write: k", k, (num_places, num_heads, head_dim), *FLOATS, rows=True)
-    check("kv_write: v", v, (num_places, num_heads, head_dim), k.dtype, rows=True)
+    num_flat_tokens, num_heads, head_dim = k.shape
+    check("kv_write: k", k, (num_flat_tokens, num_heads, head_dim), *FLOATS, rows=True)
+    check("kv_write: v", v, (num_flat_tokens, num_heads, head_dim), k.dtype, rows=True)
     check("kv_write: kv[0]", kv[0], (*kv.shape[1:3], num_heads, head_dim), k.dtype)
-    check("kv_write: slot_mapping", slot_mapping, (num_places,), torch.int64)
+    check("kv_write: slot_mapping", slot_mapping, (num_flat_tokens,), torch.int64)
     if not (k.is_cuda or interpret):
         kv_write_reference(k, v, kv, slot_mapping)
-    elif num_places:
-        kv_write_kernel[(num_places,)](
+    elif num_flat_tokens:
+        kv_write_kernel[(num_flat_tokens,)](
             k, v, kv, slot_mapping, k.stride(0), k.stride(1), v.stride(0), v.stride(1), kv.stride(0), kv.stride(2),
             NUM_HEADS=num_heads, HEAD_DIM=head_dim, HEADS=triton.next_power_of_2(num_heads),
             DIM=triton.next_power_of_2(head_dim), num_warps=4,

@@ -1,12 +1,11 @@
-"""Positions and cache locations of the tokens that one forward reads.
+"""Positions and K/V slots of the flat tokens of a forward pass.
 
     position = start[r] + j,   slot = page_table[r, position // page_size] * page_size + position % page_size
 
-Dead rows, padding and positions past the page table get slot 0 of the scratch page 0, never a page that wraps around.
-`compute_slot_mapping` gives row r `q_len[r]` places (prefill, mixed lengths): one program a row sums the lengths before it, one
-launch.
-Rounds of a fixed draft length need no sum: `prepare_verify_inputs` and `prepare_chain_draft_inputs` find their slots with
-`slot_of`.
+Dead rows, padding and positions past the page table get slot 0 of the scratch page 0; indices never wrap around.
+`compute_slot_mapping` is for rows of different lengths, as in prefill: row r has `q_len[r]` flat tokens. One launch: the program
+of each row sums the lengths of the rows before it. Rounds of a fixed draft length need no sum: `prepare_verify_inputs` and
+`prepare_chain_draft_inputs` compute their slots with `slot_of`.
 Bound by launch latency: a few KB.
 """
 
@@ -28,26 +27,26 @@ BLOCK = 128
 
 @triton.jit
 def slot_of(page_table, row, position, inside, max_pages, page_size):
-    """Slots int64 of positions int64 where `inside`, else 0."""
+    """int64 slots of int64 positions; 0 where `inside` is false."""
     page = position // page_size
     known = inside & (page < max_pages)
     location = tl.load(page_table + row * max_pages + page, mask=known, other=0).to(tl.int64) * page_size
     return tl.where(known, location + position % page_size, 0)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_places"])
+@triton.jit(do_not_specialize=["num_rows", "num_flat_tokens"])
 def compute_slot_mapping_kernel(
-    start, q_len, page_table, out_cu_seqlens_q, out_row_ids, out_positions, out_slot_mapping, num_rows, num_places, max_pages,
-    PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    start, q_len, page_table, out_cu_seqlens_q, out_row_ids, out_positions, out_slot_mapping, num_rows, num_flat_tokens,
+    max_pages, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program r < num_rows writes row r's places, program num_rows the padding after the last row."""
+    """Program r < num_rows writes the flat tokens of row r, program num_rows the padding after the last row."""
     row = tl.program_id(0)
     rows = tl.arange(0, ROWS)
     begin = tl.sum(tl.load(q_len + rows, mask=rows < row, other=0), 0)
     tl.store(out_cu_seqlens_q + row, begin)
     is_row = row < num_rows
     owned = tl.load(q_len + row, mask=is_row, other=0)
-    end = tl.minimum(tl.where(is_row, begin + owned, num_places), num_places)
+    end = tl.minimum(tl.where(is_row, begin + owned, num_flat_tokens), num_flat_tokens)
     first = tl.load(start + row, mask=is_row, other=0).to(tl.int64)
     row_id = tl.where(is_row, row, 0)
     for at in range(begin, end, BLOCK):
@@ -76,24 +75,24 @@ def compute_slot_mapping(
     """Write the flat layout of rows of different lengths, in row order.
 
     start          int32 [R]    position of each row's first token
-    q_len          int32 [R]    places of each row, 0 for dead rows; their sum may stay below T
+    q_len          int32 [R]    number of flat tokens of each row, 0 for dead rows; their sum may be below T
     page_table     int32 [R, max pages a row]
-    out_cu_seqlens_q    int32 [R+1]  first place of each row, and their sum
+    out_cu_seqlens_q  int32 [R+1]  first flat token of each row, and their sum
     out_row_ids    int32 [T]    0 for padding, which comes after the last row
     out_positions  int64 [T]    0 for padding
-    out_slot_mapping      int64 [T]    0 for padding and past the page table
+    out_slot_mapping  int64 [T]  0 for padding and past the page table
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
     num_rows, max_pages = page_table.shape
-    num_places = out_slot_mapping.numel()
+    num_flat_tokens = out_slot_mapping.numel()
     check("compute_slot_mapping: start", start, (num_rows,), torch.int32)
     check("compute_slot_mapping: q_len", q_len, (num_rows,), torch.int32)
     check("compute_slot_mapping: page_table", page_table, (num_rows, max_pages), torch.int32)
     check("compute_slot_mapping: out_cu_seqlens_q", out_cu_seqlens_q, (num_rows + 1,), torch.int32)
-    check("compute_slot_mapping: out_row_ids", out_row_ids, (num_places,), torch.int32)
-    check("compute_slot_mapping: out_positions", out_positions, (num_places,), torch.int64)
-    check("compute_slot_mapping: out_slot_mapping", out_slot_mapping, (num_places,), torch.int64)
+    check("compute_slot_mapping: out_row_ids", out_row_ids, (num_flat_tokens,), torch.int32)
+    check("compute_slot_mapping: out_positions", out_positions, (num_flat_tokens,), torch.int64)
+    check("compute_slot_mapping: out_slot_mapping", out_slot_mapping, (num_flat_tokens,), torch.int64)
     if not (start.is_cuda or interpret):
         compute_slot_mapping_reference(
             start,
@@ -115,7 +114,7 @@ def compute_slot_mapping(
             out_positions,
             out_slot_mapping,
             num_rows,
-            num_places,
+            num_flat_tokens,
             max_pages,
             PAGE_SIZE=page_size,
             ROWS=max(2, triton.next_power_of_2(num_rows)),

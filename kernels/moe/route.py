@@ -4,8 +4,9 @@
               over the k, which is the same as softmax over all, then the k largest divided by their sum
     sigmoid   s = 1 / (1 + exp(-logit)), the k largest s + bias; weights s, with norm_topk divided by their sum
 
-The lowest id goes first of equals; NaN counts as -inf, so that every token has k different experts. Scores are compared as
-integers that sort like the numbers, with the id in the low bits: one maximum a slot finds both.
+The lowest id wins of equal scores. Slots are in the order of falling weights, the lowest id first of equals. NaN counts as -inf,
+so that every token has k different experts. Scores are compared as integers that sort like the numbers, with the id in the low
+bits: one maximum a slot finds both.
 Lists are made without atomics: pairs are counted, then each is written after the earlier ones of its expert. Few tokens: one
 program does all. More: a second launch, where every program counts the pairs of all experts and then writes those of its own.
 Bound by launch latency; at prefill sizes by reading the P expert ids E times from the second-level cache.
@@ -73,7 +74,13 @@ def choose(
             values = values / tl.sum(tl.exp(score - largest[:, None]), 1)[:, None]
     if NORM:
         values = values / tl.sum(tl.where(used, values, 0.0), 1)[:, None]
-    places = tokens.to(tl.int64)[:, None] * TOP_K + slot[None, :]
+    place = slot[None, :]
+    if bias is not None:  # by weight
+        before = (values[:, None, :] > values[:, :, None]) | (
+            (values[:, None, :] == values[:, :, None]) & (ids[:, None, :] < ids[:, :, None])
+        )
+        place = tl.sum((before & used[:, None, :]).to(tl.int32), 2)
+    places = tokens.to(tl.int64)[:, None] * TOP_K + place
     write = (tokens < num_tokens)[:, None] & used
     tl.store(out_ids + places, ids, mask=write)
     tl.store(out_weights + places, values, mask=write)
@@ -226,6 +233,9 @@ def route_reference(
     scores = wide.sigmoid() if scoring == "sigmoid" else wide
     choices = scores if bias is None else scores + bias
     ids = torch.sort(choices, dim=-1, descending=True, stable=True).indices[:, :top_k]
+    if bias is not None:
+        ids = ids.sort(-1).values
+        ids = ids.gather(1, torch.sort(scores.gather(1, ids), dim=-1, descending=True, stable=True).indices)
     if scoring == "softmax":
         scores = (wide - wide.max(-1, keepdim=True).values).exp()
     weights = scores.gather(1, ids)

@@ -23,7 +23,7 @@ class Routing(NamedTuple):
     """The outputs of `route`; see the module's docstring."""
 
     expert_ids: Tensor
-    """int32 [T, k], slot order: falling score, the lowest id first of equals"""
+    """int32 [T, k], slots by falling weight, the lowest id first of equals"""
     weights: Tensor
     """fp32 [T, k] (fp64 of fp64 logits)"""
     pairs: Tensor

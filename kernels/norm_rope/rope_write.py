@@ -1,8 +1,11 @@
 """From the fused QKV product to the inputs of attention, in one launch: q/k norms, RoPE, K and V written to their pages.
 
     q, k = round(x / sqrt(mean(x^2) + eps)) * weight            (models with q/k norms, over each head)
-    y[j]       = round(x[j] * cos_j)       - x[j + D/2] * sin_j
-    y[j + D/2] = round(x[j + D/2] * cos_j) + x[j] * sin_j       cos_j = round(cos(position * freqs[j]) * attention_factor)
+    y[j]       = round(x[j] * cos_j)       - x[j + R/2] * sin_j
+    y[j + R/2] = round(x[j + R/2] * cos_j) + x[j] * sin_j       cos_j = round(cos(position * freqs[j]) * attention_factor)
+
+R, twice the number of frequencies, may be below D: the last D - R numbers of each head stay as they are (partial rotary). Or, if
+interleaved, 2j is rotated with 2j + 1 (GPT-J, GLM).
 
 If K or V of a key is not finite, its K is written as NaN, and the values of its V that are not finite as 0. Queries that attend
 to this key get NaN, and no others: for a masked key attention drops the score, but still multiplies V by 0.
@@ -43,39 +46,48 @@ def _magnitude(x):
 def rope_write_kernel(
     qkv, positions, freqs, q_norm, k_norm, out_q, kv, slot_mapping, qkv_stride, kv_stride_part,
     EPS: tl.constexpr, FACTOR: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
+    ROTARY_HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
     HEADS: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, LANES: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = out_q.dtype.element_ty
     t = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     half = lane < HALF
+    turns = lane < ROTARY_HALF
+    # The two numbers of a head that each lane holds: a pair that is rotated together, or two that are not rotated.
+    if INTERLEAVED:
+        at_low, at_high = 2 * lane, 2 * lane + 1
+    elif ROTARY_HALF == HALF:
+        at_low, at_high = lane, HALF + lane
+    else:
+        at_low, at_high = tl.where(turns, lane, ROTARY_HALF + lane), tl.where(turns, ROTARY_HALF + lane, HALF + lane)
     if q_norm is not None:
-        q_low, q_high = tl.load(q_norm + lane, mask=half)[None, :], tl.load(q_norm + HALF + lane, mask=half)[None, :]
-        k_low, k_high = tl.load(k_norm + lane, mask=half)[None, :], tl.load(k_norm + HALF + lane, mask=half)[None, :]
-    freq = tl.load(freqs + lane, mask=half, other=0.0)
+        q_low, q_high = tl.load(q_norm + at_low, mask=half)[None, :], tl.load(q_norm + at_high, mask=half)[None, :]
+        k_low, k_high = tl.load(k_norm + at_low, mask=half)[None, :], tl.load(k_norm + at_high, mask=half)[None, :]
+    freq = tl.load(freqs + lane, mask=turns, other=0.0)
     await_earlier(PDL)
     cell = kv + tl.load(slot_mapping + t) * (NUM_KV_HEADS * 2 * HALF)
     for block in tl.static_range(BLOCKS_PER_PROGRAM):
         first = (tl.program_id(1) * BLOCKS_PER_PROGRAM + block) * HEADS
         head = first + tl.arange(0, HEADS)[:, None]
         k_head, v_head = head - NUM_HEADS, head - NUM_HEADS - NUM_KV_HEADS
-        offset = head * (2 * HALF) + lane[None, :]
+        low_at, high_at = head * (2 * HALF) + at_low[None, :], head * (2 * HALF) + at_high[None, :]
         exists = (v_head < NUM_KV_HEADS) & half[None, :]
-        low = tl.load(qkv + t * qkv_stride + offset, mask=exists, other=0.0).to(ACC)
-        high = tl.load(qkv + t * qkv_stride + HALF + offset, mask=exists, other=0.0).to(ACC)
+        low = tl.load(qkv + t * qkv_stride + low_at, mask=exists, other=0.0).to(ACC)
+        high = tl.load(qkv + t * qkv_stride + high_at, mask=exists, other=0.0).to(ACC)
         is_k = (k_head >= 0) & (v_head < 0)
         v_low, v_high = tl.zeros_like(low), tl.zeros_like(high)
         if (first + HEADS > NUM_HEADS) & (first < NUM_HEADS + NUM_KV_HEADS):  # V of the same keys, to check that it is finite
-            value = qkv + t * qkv_stride + NUM_KV_HEADS * 2 * HALF + offset
-            v_low = tl.load(value, mask=is_k & half[None, :], other=0.0).to(ACC)
-            v_high = tl.load(value + HALF, mask=is_k & half[None, :], other=0.0).to(ACC)
+            value = qkv + t * qkv_stride + NUM_KV_HEADS * 2 * HALF
+            v_low = tl.load(value + low_at, mask=is_k & half[None, :], other=0.0).to(ACC)
+            v_high = tl.load(value + high_at, mask=is_k & half[None, :], other=0.0).to(ACC)
         if block == 0:  # after issuing the loads, which do not depend on it
             angle = tl.load(positions + t).to(tl.float32) * freq
             cos = (tl.cos(angle) * FACTOR).to(dtype).to(ACC)[None, :]
             sin = (tl.sin(angle) * FACTOR).to(dtype).to(ACC)[None, :]
-        to_v = cell + kv_stride_part + v_head * (2 * HALF) + lane[None, :]
-        tl.store(to_v, tl.where(tl.abs(low) < float("inf"), low, 0.0), mask=(v_head >= 0) & exists)
-        tl.store(to_v + HALF, tl.where(tl.abs(high) < float("inf"), high, 0.0), mask=(v_head >= 0) & exists)
+        to_v = cell + kv_stride_part + v_head * (2 * HALF)
+        tl.store(to_v + at_low[None, :], tl.where(tl.abs(low) < float("inf"), low, 0.0), mask=(v_head >= 0) & exists)
+        tl.store(to_v + at_high[None, :], tl.where(tl.abs(high) < float("inf"), high, 0.0), mask=(v_head >= 0) & exists)
         if q_norm is not None:
             scale = (1.0 / tl.sqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) * (0.5 / HALF) + EPS))[:, None]
             low = (low * scale).to(dtype).to(ACC) * tl.where(k_head < 0, q_low, k_low).to(ACC)
@@ -83,15 +95,17 @@ def rope_write_kernel(
             low, high = low.to(dtype).to(ACC), high.to(dtype).to(ACC)
         new_low = (low * cos).to(dtype).to(ACC) - high * sin
         new_high = (high * cos).to(dtype).to(ACC) + low * sin
-        to_q = out_q + t * (NUM_HEADS * 2 * HALF) + offset
-        tl.store(to_q, new_low, mask=(k_head < 0) & half[None, :])
-        tl.store(to_q + HALF, new_high, mask=(k_head < 0) & half[None, :])
+        if ROTARY_HALF < HALF:
+            new_low, new_high = tl.where(turns[None, :], new_low, low), tl.where(turns[None, :], new_high, high)
+        to_q = out_q + t * (NUM_HEADS * 2 * HALF)
+        tl.store(to_q + low_at, new_low, mask=(k_head < 0) & half[None, :])
+        tl.store(to_q + high_at, new_high, mask=(k_head < 0) & half[None, :])
         if (first + HEADS > NUM_HEADS) & (first < NUM_HEADS + NUM_KV_HEADS):
-            to_k = cell + k_head * (2 * HALF) + lane[None, :]
+            to_k = cell + k_head * (2 * HALF)
             largest = tl.maximum(_magnitude(new_low.to(dtype).to(ACC)), _magnitude(new_high.to(dtype).to(ACC)))
             largest = tl.max(tl.maximum(largest, tl.maximum(_magnitude(v_low), _magnitude(v_high))), 1)[:, None]
-            tl.store(to_k, tl.where(largest < float("inf"), new_low, float("nan")), mask=is_k & half[None, :])
-            tl.store(to_k + HALF, tl.where(largest < float("inf"), new_high, float("nan")), mask=is_k & half[None, :])
+            tl.store(to_k + at_low[None, :], tl.where(largest < float("inf"), new_low, float("nan")), mask=is_k & half[None, :])
+            tl.store(to_k + at_high[None, :], tl.where(largest < float("inf"), new_high, float("nan")), mask=is_k & half[None, :])
 
 
 def rope_write(
@@ -103,6 +117,7 @@ def rope_write(
     *,
     attention_factor: float,
     out_q: Tensor,
+    interleaved: bool = False,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
@@ -112,11 +127,12 @@ def rope_write(
 
     qkv               fp32, bf16, fp16 or fp64 [T, (NH + 2 * KVH) * D]  rows may be slices of wider ones
     positions         int64 [T]
-    freqs             fp32 [D/2]  radians a token
+    freqs             fp32 [R/2]  radians a token; the last D - R numbers of each head are not rotated
     kv                [2, P, page_size, KVH, D] of qkv's dtype  keys, values; contiguous but for the first dimension
     slot_mapping      int64 [T]  page * page_size + offset, below P * page_size; not checked, which would read the device
     attention_factor  scale of cos and sin (yarn), else 1
     out_q             [T, NH, D] of qkv's dtype, contiguous; NH may be 0, for K and V alone
+    interleaved       number 2j of a head is rotated with 2j + 1; else j with j + R/2
     q_norm, k_norm    [D] of qkv's dtype: weights of the norms of each head, with `eps`; both or none
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
@@ -126,7 +142,8 @@ def rope_write(
     num_all = num_heads + 2 * num_kv_heads
     check("rope_write: qkv", qkv, (num_tokens, num_all * head_dim), *FLOATS, rows=True)
     check("rope_write: positions", positions, (num_tokens,), torch.int64)
-    check("rope_write: freqs", freqs, (head_dim // 2,), torch.float32)
+    rotary_half = min(max(1, freqs.numel()), head_dim // 2)
+    check("rope_write: freqs", freqs, (rotary_half,), torch.float32)
     check("rope_write: kv[0]", kv[0], (*kv.shape[1:3], num_kv_heads, head_dim), qkv.dtype)
     check("rope_write: slot_mapping", slot_mapping, (num_tokens,), torch.int64)
     check("rope_write: out_q", out_q, (num_tokens, num_heads, head_dim), qkv.dtype)
@@ -138,7 +155,7 @@ def rope_write(
     if not (qkv.is_cuda or interpret):
         rope_write_reference(
             qkv, positions, freqs, kv, slot_mapping, attention_factor=attention_factor, out_q=out_q,
-            q_norm=q_norm, k_norm=k_norm, eps=eps,
+            interleaved=interleaved, q_norm=q_norm, k_norm=k_norm, eps=eps,
         )  # fmt: skip
     elif num_tokens:
         blocks = triton.cdiv(num_all, HEADS)
@@ -147,7 +164,7 @@ def rope_write(
         rope_write_kernel[(num_tokens, blocks // per_program)](
             qkv, positions, freqs, q_norm, k_norm, out_q, kv, slot_mapping, qkv.stride(0), kv.stride(0),
             EPS=eps, FACTOR=attention_factor, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2,
-            HEADS=HEADS, BLOCKS_PER_PROGRAM=per_program, LANES=lanes,
+            ROTARY_HALF=rotary_half, INTERLEAVED=interleaved, HEADS=HEADS, BLOCKS_PER_PROGRAM=per_program, LANES=lanes,
             ACC=tl.float64 if qkv.dtype == torch.float64 else tl.float32, num_warps=2 if lanes >= 64 else 1,
             **launch_args(qkv),
         )  # fmt: skip
@@ -162,6 +179,7 @@ def rope_write_reference(
     *,
     attention_factor: float,
     out_q: Tensor,
+    interleaved: bool = False,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
@@ -173,8 +191,8 @@ def rope_write_reference(
         q, k = _normed(q, q_norm, eps), _normed(k, k_norm, eps)
     angles = positions.to(torch.float32)[:, None, None] * freqs
     cos, sin = ((f(angles) * attention_factor).to(qkv.dtype) for f in (torch.cos, torch.sin))
-    out_q.copy_(_rotated(q, cos, sin))
-    kv_write_reference(_rotated(k, cos, sin), v, kv, slot_mapping)
+    out_q.copy_(_rotated(q, cos, sin, interleaved))
+    kv_write_reference(_rotated(k, cos, sin, interleaved), v, kv, slot_mapping)
 
 
 def _normed(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -182,32 +200,45 @@ def _normed(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()).to(heads.dtype) * weight
 
 
-def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    low, high = heads.chunk(2, -1)
-    return torch.cat((torch.addcmul(low * cos, high, -sin), torch.addcmul(high * cos, low, sin)), -1)
+def _rotated(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    turning, passing = heads.tensor_split([2 * cos.shape[-1]], -1)
+    low, high = turning.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else turning.chunk(2, -1)
+    pairs = torch.addcmul(low * cos, high, -sin), torch.addcmul(high * cos, low, sin)
+    return torch.cat((torch.stack(pairs, -1).flatten(-2) if interleaved else torch.cat(pairs, -1), passing), -1)
 
 
 def main() -> None:
     bench = Bench("rope_write")
-    llama8b, smol135m = (32, 8, 128), (9, 3, 64)
-    for num_tokens, (heads, kv_heads, dim) in (
-        (64, llama8b), (256, llama8b), (16384, llama8b), (256, smol135m), (1024, smol135m),
+    llama8b, smol135m, minimax, glm4 = (
+        (32, 8, 128, 128, False),
+        (9, 3, 64, 64, False),
+        (48, 8, 128, 64, False),
+        (32, 2, 128, 64, True),
+    )
+    for num_tokens, (heads, kv_heads, dim, rotary_dim, interleaved) in (
+        (64, llama8b), (256, llama8b), (16384, llama8b), (256, smol135m), (1024, smol135m), (256, minimax), (16384, minimax),
+        (256, glm4), (16384, glm4),
     ):  # fmt: skip
-        shape = f"T={num_tokens} {heads}/{kv_heads} heads D={dim} bfloat16"
+        shape = f"T={num_tokens} {heads}/{kv_heads} heads D={dim} R={rotary_dim}{' interleaved' * interleaved} bfloat16"
         with continue_on_error(shape):
-            bench_shape(bench, shape, num_tokens, heads, kv_heads, dim)
+            bench_shape(bench, shape, num_tokens, heads, kv_heads, dim, rotary_dim, interleaved)
 
 
-def bench_shape(bench: Bench, shape: str, num_tokens: int, heads: int, kv_heads: int, dim: int) -> None:
+def bench_shape(
+    bench: Bench, shape: str, num_tokens: int, heads: int, kv_heads: int, dim: int, rotary_dim: int, interleaved: bool
+) -> None:
     device = bench.device
     inputs = [torch.randn(num_tokens, (heads + 2 * kv_heads) * dim, device=device).bfloat16() for _ in range(bench.num_copies)]
     positions = torch.randint(0, 131072, (num_tokens,), device=device)
-    freqs = 500000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
+    freqs = 500000.0 ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim)
     slot_mapping = torch.randperm(num_tokens, device=device) + 16
     caches = [torch.zeros(2, num_tokens // 16 + 1, 16, kv_heads, dim, dtype=torch.bfloat16, device=device) for _ in range(2)]
     queries = [torch.full((num_tokens, heads, dim), float("nan"), dtype=torch.bfloat16, device=device) for _ in range(2)]
     calls = [
-        [partial(call, x, positions, freqs, kv, slot_mapping, attention_factor=1.0, out_q=out) for x in inputs]
+        [
+            partial(call, x, positions, freqs, kv, slot_mapping, attention_factor=1.0, out_q=out, interleaved=interleaved)
+            for x in inputs
+        ]
         for call, kv, out in zip((rope_write, rope_write_reference), caches, queries, strict=True)
     ]
     for call in calls:

@@ -1,15 +1,15 @@
-"""Accept and commit, one launch a round: which draft tokens stand, what the row emits, where it ends.
+"""Accept and commit, one launch a round: accepted draft tokens, emitted tokens, and whether the row ends.
 
-With y_j the target's own choice after the last committed token and j draft tokens, j = 0..draft_len:
+y_j is the target's own choice after the last committed token and j draft tokens, j = 0..draft_len:
 
     a = length of the longest prefix with draft_ids[j] == y_j     emitted = y_0 .. y_a     kept = emitted up to its first stop id
 
-A choice of NO_TOKEN (logits that are not finite) confirms no draft and is never kept: the row ends there, FAILED, with the tokens
-before it.
+A choice of NO_TOKEN (logits that are not finite) accepts no draft token and is never kept: the row ends there, FAILED, with the
+tokens before it.
 
-Lossless when y is a draw from the target's distribution that depends on prefix and position alone, whatever drafted (Leviathan
-et al. 2023, arXiv 2211.17192; coupled noise instead of rejection). With `rates` the test is made up for benchmarks: draft token j
-is accepted with probability rates[j] given the ones before it, and the accepted draft tokens are what the row emits.
+Lossless if y is a draw from the target's distribution that depends only on prefix and position, whatever the drafter (Leviathan
+et al. 2023, arXiv 2211.17192; coupled noise instead of rejection). With `rates`, acceptance is simulated for benchmarks: draft
+token j is accepted with probability rates[j] if those before it were, and the row emits the accepted draft tokens.
 Bound by launch latency: a few hundred bytes a row, one program each.
 """
 
@@ -30,7 +30,7 @@ from batchspec.kernels.sampling.counter_rng import position_words, uniform, unif
 
 MAX_DRAFT_LEN = 64
 STOPPED, FULL, FAILED = 1, 2, 3
-"""How a row ends: with a stop id, at its limit, or where the target has no choice."""
+"""How a row ends: with a stop id, at its limit, or because the target's logits are not finite."""
 
 
 @triton.jit
@@ -51,10 +51,10 @@ def accept_kernel(
     fails = has_choice & (emitted < 0)
     if rates is not None:
         word0, word1 = position_words(tl.load(keys + row), (num + lane).to(tl.int64))
-        stands = uniform(word0, word1) < tl.load(rates + lane, mask=lane < length, other=0.0)
+        agrees = uniform(word0, word1) < tl.load(rates + lane, mask=lane < length, other=0.0)
     else:
-        stands = (drafts == emitted) & (emitted >= 0)
-    accepted = tl.min(tl.where(stands & (lane < length), LANES, lane), 0)
+        agrees = (drafts == emitted) & (emitted >= 0)
+    accepted = tl.min(tl.where(agrees & (lane < length), LANES, lane), 0)
     if rates is not None:
         emitted = tl.where(lane < accepted, drafts, emitted)
 
@@ -105,16 +105,15 @@ def accept(
     out_log: Tensor,
     interpret: bool = False,
 ) -> None:
-    """Verify a round's draft tokens and commit what stands. Dead rows: their outputs say so, nothing else is touched.
+    """Verify a round's draft tokens and commit the accepted ones. Of dead rows only out_accepted_len and out_log are written.
 
     draft_ids         int32 [R, K]     proposals, K <= 64; rows may be slices of wider ones
     draft_len         int32 [R]        how many of them count, 0..K
-    target_ids        int32 [T]        y: row r's own are target_ids[cu_seqlens_q[r] + j], j = 0..draft_len[r]; NO_TOKEN: no
-    choice
-    cu_seqlens_q           int32 [R+1]
+    target_ids        int32 [T]        y: those of row r are target_ids[cu_seqlens_q[r] + j], j = 0..draft_len[r]; NO_TOKEN: none
+    cu_seqlens_q      int32 [R+1]
     stop_ids          int32 [R, N]     -1: unused
-    limit             int32 [R]        a row with this many tokens is full; drafts are capped so that it is not passed
-    rates             fp32 [K] | None  made-up acceptance of each draft token, given the ones before it
+    limit             int32 [R]        a row with this many tokens ends; draft lengths are capped so that it is not exceeded
+    rates             fp32 [K] | None  simulated acceptance of each draft token if those before it were accepted
     keys              int64 [R]        noise key of each row, read with `rates` only
     tokens            int32 [R, L]     in/out: kept tokens are appended; rows may be slices of wider ones
     num_tokens        int32 [R]        in/out: committed tokens
@@ -187,10 +186,10 @@ def accept_reference(
     emitted = target_ids[places]
     fails = (emitted < 0) & (lane <= draft_len[:, None])
     if rates is None:
-        stands = (draft_ids == emitted[:, :width]) & (draft_ids >= 0)
+        agrees = (draft_ids == emitted[:, :width]) & (draft_ids >= 0)
     else:
-        stands = uniform_reference(keys[:, None], num_tokens[:, None] + lane[:width]) < rates
-    accepted = (stands & (lane[:width] < draft_len[:, None])).cumprod(1).sum(1)
+        agrees = uniform_reference(keys[:, None], num_tokens[:, None] + lane[:width]) < rates
+    accepted = (agrees & (lane[:width] < draft_len[:, None])).cumprod(1).sum(1)
     if rates is not None:
         emitted[:, :width] = torch.where(lane[:width] < accepted[:, None], draft_ids, emitted[:, :width])
 

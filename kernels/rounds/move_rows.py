@@ -1,8 +1,9 @@
-"""Rows of a state tensor moved to other places: state[dst_ids[m]] = state[src_ids[m]], entries of -1 skipped.
+"""Move rows of a state tensor: state[dst_ids[m]] = state[src_ids[m]]; entries of -1 are skipped.
 
-Used when live rows are packed together for a smaller graph. Sources and destinations are disjoint, so the order does not matter.
-Bound by memory (bytes read + written: 2 * M * W * itemsize), by launch latency for state vectors. Values move as integers of
-their size: every dtype is copied bit for bit by one of four kernels.
+Used by compaction, which packs live rows for a smaller graph. Sources and destinations are disjoint, so the order does not
+matter.
+Bound by memory (bytes read + written: 2 * M * W * itemsize), by launch latency for state vectors. Values are copied as integers
+of their size, so that four kernels serve all dtypes, bit for bit.
 Source: row compaction for static batches, as in https://github.com/vllm-project/vllm (InputBatch.condense).
 """
 
@@ -37,7 +38,7 @@ def move_rows(state: Tensor, src_ids: Tensor, dst_ids: Tensor, *, interpret: boo
 
     state    any dtype of 1, 2, 4 or 8 bytes, [R, W] or [R]  rows may be slices of wider ones
     src_ids  int32 [M]  -1 skips the entry
-    dst_ids  int32 [M]  no row is both a source and a destination, none is a destination twice: not checked
+    dst_ids  int32 [M]  no row may be both source and destination, or destination twice: not checked
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """

@@ -1,4 +1,4 @@
-"""What a round of a fixed draft length reads, in one launch: newest token, draft lengths, positions, cache locations, key counts.
+"""Inputs of a round of a fixed draft length, in one launch: newest token, draft lengths, positions, slot_mapping, kv_len.
 
     position = num_tokens - 1 + j,  j = 0..K      slot = page_table[row, position // page_size] * page_size + position % page_size
     draft_len = min(K, limit - num_tokens - 1)     kv_len = num_tokens + K
@@ -61,18 +61,18 @@ def prepare_verify_inputs(
     out_kv_len: Tensor,
     interpret: bool = False,
 ) -> None:
-    """Write what R rows verify: the newest token and up to K drafts each, S = K + 1 places a row, dead or not.
+    """Write the inputs of verification: for each of R rows, dead or not, S = K + 1 flat tokens, the newest token and K drafts.
 
     tokens         int32 [R, L]      rows may be slices of wider ones
     num_tokens     int32 [R]         committed tokens; the newest is not in K/V yet
-    limit          int32 [R]         no row may pass it: a round emits one token more than it accepts
+    limit          int32 [R]         maximum number of tokens; a round emits one token more than it accepts
     live           int32 [R]
     page_table     int32 [R, max pages a row]
-    out_ids        int32 [R, S]      column 0: the newest token; the rest is left alone
+    out_ids        int32 [R, S]      column 0: the newest token; other columns stay unchanged
     out_draft_len  int32 [R]         0..K; 0 for dead rows
     out_positions  int64 [R * S]
-    out_slot_mapping      int64 [R * S]     0 for dead rows and for positions past the page table
-    out_kv_len     int32 [R]         keys that the last place sees, at most L; 0 for dead rows
+    out_slot_mapping  int64 [R * S]  0 for dead rows and for positions past the page table
+    out_kv_len     int32 [R]         keys that the last flat token sees, at most L; 0 for dead rows
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """

@@ -70,7 +70,7 @@ def make_case(
     device = device or torch.device("cpu")
     num_heads, kv_heads = heads
     q_len, kv_len = [num for num, _ in rows], [keys for _, keys in rows]
-    num_places, per_row = sum(q_len) + padding, max(kv_len) // PAGE_SIZE + 2
+    num_flat_tokens, per_row = sum(q_len) + padding, max(kv_len) // PAGE_SIZE + 2
     pages = (torch.randperm(len(rows) * per_row) + 1).int().view(len(rows), per_row)
     kv = torch.empty(2, len(rows) * per_row + 1, PAGE_SIZE, kv_heads, head_dim)
     kv[0], kv[1] = STALE_KEY, STALE_VALUE
@@ -78,7 +78,7 @@ def make_case(
         at = torch.arange(keys)
         kv[:, pages[row, at // PAGE_SIZE].long(), at % PAGE_SIZE] = torch.randn(2, keys, kv_heads, head_dim)
     ranges = [torch.arange(max(keys - num, 0), max(keys - num, 0) + num) for num, keys in rows]
-    wide = torch.randn(num_places, num_heads + 3 if fused else num_heads, head_dim).to(device, dtype)
+    wide = torch.randn(num_flat_tokens, num_heads + 3 if fused else num_heads, head_dim).to(device, dtype)
     return Case(
         q=wide[:, :num_heads],
         kv=kv.to(device, dtype),

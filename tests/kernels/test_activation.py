@@ -22,10 +22,10 @@ def by_hand(gate_up: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_places", "width"), [(1, 1), (3, 33), (2, 1536), (2, BLOCK), (3, 2 * BLOCK + 8)])
-def test_gate_times_up(num_places: int, width: int, dtype: torch.dtype, interpret: bool, device: torch.device) -> None:
-    gate_up = (torch.randn(num_places, 2 * width, device=device) * 3).to(dtype)
-    out = torch.full((num_places, width), NAN, dtype=dtype, device=device)
+@pytest.mark.parametrize(("num_flat_tokens", "width"), [(1, 1), (3, 33), (2, 1536), (2, BLOCK), (3, 2 * BLOCK + 8)])
+def test_gate_times_up(num_flat_tokens: int, width: int, dtype: torch.dtype, interpret: bool, device: torch.device) -> None:
+    gate_up = (torch.randn(num_flat_tokens, 2 * width, device=device) * 3).to(dtype)
+    out = torch.full((num_flat_tokens, width), NAN, dtype=dtype, device=device)
     silu_and_mul(gate_up, out=out, interpret=interpret)
     torch.testing.assert_close(out.double(), by_hand(gate_up), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] / 16)
 
@@ -46,12 +46,14 @@ def test_rows_of_a_wider_tensor_are_read_in_place(interpret: bool, device: torch
 
 
 @settings(max_examples=20)
-@given(num_places=st.integers(0, 5), width=st.integers(1, 70), scale=st.sampled_from([0.1, 1.0, 30.0]), seed=st.integers(0, 99))
+@given(
+    num_flat_tokens=st.integers(0, 5), width=st.integers(1, 70), scale=st.sampled_from([0.1, 1.0, 30.0]), seed=st.integers(0, 99)
+)
 def test_kernel_and_reference_agree(
-    num_places: int, width: int, scale: float, seed: int, interpret: bool, device: torch.device
+    num_flat_tokens: int, width: int, scale: float, seed: int, interpret: bool, device: torch.device
 ) -> None:
-    gate_up = (torch.randn(num_places, 2 * width, generator=torch.Generator().manual_seed(seed)) * scale).to(device)
-    out, expected = torch.full((2, num_places, width), NAN, device=device)
+    gate_up = (torch.randn(num_flat_tokens, 2 * width, generator=torch.Generator().manual_seed(seed)) * scale).to(device)
+    out, expected = torch.full((2, num_flat_tokens, width), NAN, device=device)
     silu_and_mul_reference(gate_up, out=expected)
     silu_and_mul(gate_up, out=out, interpret=interpret)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)

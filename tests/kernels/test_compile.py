@@ -172,7 +172,7 @@ for _rows in (2, 256):
         out_positions=PI64,
         out_slot_mapping=PI64,
         num_rows=I32,
-        num_places=I32,
+        num_flat_tokens=I32,
         max_pages=I32,
         PAGE_SIZE=16,
         ROWS=_rows,
@@ -298,7 +298,8 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
           BLOCK=2048)  # fmt: skip
     _case(f"rope_write_kernel {_dtype}, no queries", "rope_write", 2, qkv=_values, positions=PI64, freqs=PF32, q_norm=_values,
           k_norm=_values, out_q=_values, kv=_values, slot_mapping=PI64, qkv_stride=I32, kv_stride_part=I64, EPS=1e-6, FACTOR=1.0,
-          NUM_HEADS=0, NUM_KV_HEADS=8, HALF=64, HEADS=8, BLOCKS_PER_PROGRAM=2, LANES=64, ACC=_acc)  # fmt: skip
+          NUM_HEADS=0, NUM_KV_HEADS=8, HALF=64, ROTARY_HALF=64,
+          INTERLEAVED=False, HEADS=8, BLOCKS_PER_PROGRAM=2, LANES=64, ACC=_acc)  # fmt: skip
     _case(f"silu_and_mul_kernel {_dtype}", "activation", 8, gate_up=_values, out=_values, stride=I32, WIDTH=14336, BLOCK=2048,
           ACC=_acc)  # fmt: skip
     for _gains, _blocks in ((None, 1), (_values, 1), (None, 6)):
@@ -321,11 +322,19 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
             NUM_HEADS=32,
             NUM_KV_HEADS=8,
             HALF=64,
+            ROTARY_HALF=64,
+            INTERLEAVED=False,
             HEADS=8,
             BLOCKS_PER_PROGRAM=_blocks,
             LANES=64,
             ACC=_acc,
         )
+    for _rotary_half, _interleaved in ((32, False), (32, True), (64, True)):
+        _case(f"rope_write_kernel {_dtype}, {_rotary_half} pairs, interleaved {_interleaved}", "rope_write", 2, qkv=_values,
+              positions=PI64, freqs=PF32, q_norm=_values, k_norm=_values, out_q=_values, kv=_values, slot_mapping=PI64,
+              qkv_stride=I32, kv_stride_part=I64, EPS=1e-6, FACTOR=1.0, NUM_HEADS=32, NUM_KV_HEADS=8, HALF=64,
+              ROTARY_HALF=_rotary_half, INTERLEAVED=_interleaved, HEADS=8, BLOCKS_PER_PROGRAM=1, LANES=64,
+              ACC=_acc)  # fmt: skip
 for _op, _dtype, _tma, _m, _n, _warps, _split, _even in (
     ("linear", "bf16", True, 128, 256, 8, False, True), ("linear", "bf16", True, 128, 256, 8, True, True),
     ("linear", "bf16", False, 64, 128, 4, True, False), ("linear", "fp32", False, 32, 64, 4, True, True),
@@ -410,7 +419,7 @@ for _groups in (0, 64):
         out_row_parts=PI32,
         num_rows=I32,
         num_groups=I32,
-        num_places=I32,
+        num_flat_tokens=I32,
         target=I32,
         group_target=I32,
         chunk=I32,

@@ -174,7 +174,7 @@ def test_wrong_arguments_are_refused() -> None:
         linear(x, weight, tile=WHOLE_TILE, out=torch.zeros(4, 23), interpret=True)
     with pytest.raises(ValueError, match="the norm needs whole rows"):
         norm_linear(x, torch.ones(64), weight, eps=EPS, tile=SPLIT_2, interpret=True)
-    with pytest.raises(ValueError, match="tiles cut along K; at most"):
+    with pytest.raises(ValueError, match="tiles split along K; at most"):
         linear(x, torch.zeros(16 * 8200, 64), tile=Tile(16, 16, 32, 2, 4, False, 2), interpret=True)
 
 

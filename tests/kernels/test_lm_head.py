@@ -161,5 +161,5 @@ def test_wrong_arguments_are_refused() -> None:
         lm_head(hidden, weight, out_ids=out_ids, vocab=9)
     with pytest.raises(ValueError, match=r"lm_head: map_ids is float32 \[8\]"):
         lm_head(hidden, weight, out_ids=out_ids, map_ids=torch.zeros(8))
-    with pytest.raises(ValueError, match="cuts H into parts"):
+    with pytest.raises(ValueError, match="splits H"):
         lm_head(hidden, weight, out_ids=out_ids, tile=TILE._replace(split=2))

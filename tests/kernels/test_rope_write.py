@@ -37,12 +37,15 @@ class Case:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     attention_factor: float = 1.0
+    interleaved: bool = False
 
     @classmethod
     def make(
         cls, num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device,
-        norms: bool,
+        norms: bool, rotary_dim: int | None = None,
     ) -> Case:  # fmt: skip
+        rotary_dim = rotary_dim or head_dim
+
         def noise(*shape: int) -> Tensor:
             return torch.randn(*shape, device=device).to(dtype)
 
@@ -50,7 +53,7 @@ class Case:
         return cls(
             qkv=noise(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim),
             positions=torch.randint(0, 9000, (num_tokens,), device=device),
-            freqs=10000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim),
+            freqs=10000.0 ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim),
             kv=torch.full((2, num_pages, PAGE_SIZE, num_kv_heads, head_dim), POISON, dtype=dtype, device=device),
             slot_mapping=PAGE_SIZE + torch.randperm(num_tokens, device=device),
             out_q=torch.full((num_tokens, num_heads, head_dim), POISON, dtype=dtype, device=device),
@@ -67,6 +70,7 @@ class Case:
             self.slot_mapping,
             attention_factor=self.attention_factor,
             out_q=self.out_q,
+            interleaved=self.interleaved,
             q_norm=self.q_norm,
             k_norm=self.k_norm,
             eps=EPS,
@@ -88,8 +92,11 @@ class Case:
         rotation = torch.polar(torch.full_like(angle, self.attention_factor), angle)[:, None]
 
         def rotated(x: Tensor) -> Tensor:
-            y = torch.complex(*x.chunk(2, 2)) * rotation
-            return torch.cat((y.real, y.imag), 2)
+            turning, passing = x[..., : 2 * len(self.freqs)], x[..., 2 * len(self.freqs) :]
+            low_high = (turning[..., ::2], turning[..., 1::2]) if self.interleaved else turning.chunk(2, 2)
+            y = torch.complex(*low_high) * rotation
+            turned = torch.view_as_real(y).flatten(2) if self.interleaved else torch.cat((y.real, y.imag), 2)
+            return torch.cat((turned, passing), 2)
 
         return rotated(q), rotated(k), v
 
@@ -130,6 +137,23 @@ def test_all_heads_of_a_token_in_one_program_give_the_same(
     case.run(interpret)
     torch.testing.assert_close((case.out_q, case.kv), few, rtol=1e-6, atol=1e-6)
     case.assert_written()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(128, 64), (96, 72), (24, 2), (10, 6), (64, 64)])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_part_of_each_head_is_rotated_and_the_rest_passes(
+    head_dim: int, rotary_dim: int, interleaved: bool, dtype: torch.dtype, interpret: bool, device: torch.device
+) -> None:
+    for norms in (False, True):
+        case = Case.make(3, 4, 2, head_dim, dtype, device, norms, rotary_dim)
+        case.attention_factor, case.interleaved = 1.25, interleaved
+        case.run(interpret)
+        case.assert_written()
+        if not norms:
+            heads = case.qkv.view(3, 8, head_dim)[..., rotary_dim:]
+            assert torch.equal(case.out_q[..., rotary_dim:], heads[:, :4])
+            assert torch.equal(case.kv.flatten(1, 2)[0, case.slot_mapping][..., rotary_dim:], heads[:, 4:6])
 
 
 def test_angles_are_exact_at_long_positions(interpret: bool, device: torch.device) -> None:
@@ -186,6 +210,8 @@ def test_wrong_arguments_are_refused() -> None:
         ("qkv", torch.zeros(2, 40)),
         ("positions", case.positions.int()),
         ("freqs", case.freqs.double()),
+        ("freqs", torch.zeros(5)),
+        ("freqs", torch.zeros(0)),
         ("slot_mapping", torch.zeros(3, dtype=torch.int64)),
         ("out_q", case.out_q.double()),
         ("q_norm", torch.zeros(4)),

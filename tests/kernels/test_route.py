@@ -43,8 +43,10 @@ def test_a_bias_chooses_but_does_not_weigh(interpret: bool, device: torch.device
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]], device=device)
     bias = torch.tensor([9.0, 0.0, 8.0, 0.0], device=device)
     routing = route(logits, 2, scoring="sigmoid", norm_topk=False, bias=bias, unit_pairs=8, interpret=interpret)
-    assert routing.expert_ids.tolist() == [[0, 2]]
-    torch.testing.assert_close(routing.weights, logits[:, [0, 2]].sigmoid())
+    assert routing.expert_ids.tolist() == [[2, 0]]  # by weight
+    torch.testing.assert_close(routing.weights, logits[:, [2, 0]].sigmoid())
+    tied = route(logits * 0, 3, scoring="sigmoid", norm_topk=True, bias=bias, unit_pairs=8, interpret=interpret)
+    assert tied.expert_ids.tolist() == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize("tokens", [3, 66])

@@ -29,13 +29,13 @@ def slot_by_hand(pages: list[int], position: int, page_size: int) -> int:
 
 
 def ragged(
-    start: list[int], q_len: list[int], table: list[list[int]], num_places: int, interpret: bool, device: torch.device,
+    start: list[int], q_len: list[int], table: list[list[int]], num_flat_tokens: int, interpret: bool, device: torch.device,
     page_size: int = PAGE_SIZE,
 ) -> Lists:  # fmt: skip
     ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
     cu_seqlens_q = torch.full((len(start) + 1,), POISON, **ints)
-    row_ids = torch.full((num_places,), POISON, **ints)
-    positions = torch.full((num_places,), POISON, dtype=torch.int64, device=device)
+    row_ids = torch.full((num_flat_tokens,), POISON, **ints)
+    positions = torch.full((num_flat_tokens,), POISON, dtype=torch.int64, device=device)
     slots = torch.full_like(positions, POISON)
     compute_slot_mapping(
         torch.tensor(start, **ints), torch.tensor(q_len, **ints), torch.tensor(table, **ints), page_size=page_size,
@@ -44,7 +44,7 @@ def ragged(
     return cu_seqlens_q.tolist(), row_ids.tolist(), positions.tolist(), slots.tolist()
 
 
-def ragged_by_hand(start: list[int], q_len: list[int], table: list[list[int]], num_places: int, page_size: int) -> Lists:
+def ragged_by_hand(start: list[int], q_len: list[int], table: list[list[int]], num_flat_tokens: int, page_size: int) -> Lists:
     cu_seqlens_q, row_ids, positions, slots = [0], [], [], []
     for row, length in enumerate(q_len):
         for j in range(length):
@@ -52,7 +52,7 @@ def ragged_by_hand(start: list[int], q_len: list[int], table: list[list[int]], n
             positions.append(start[row] + j)
             slots.append(slot_by_hand(table[row], start[row] + j, page_size))
         cu_seqlens_q.append(cu_seqlens_q[-1] + length)
-    padding = [0] * (num_places - len(slots))
+    padding = [0] * (num_flat_tokens - len(slots))
     return cu_seqlens_q, row_ids + padding, positions + padding, slots + padding
 
 
@@ -77,9 +77,9 @@ def test_ragged_with_long_and_dead_rows(interpret: bool, device: torch.device) -
     table = make_page_table(4, 200)
     q_len = [0, 3 * BLOCK + 5, 0, BLOCK]
     total = sum(q_len)
-    for num_places in (total, total + BLOCK + 1):
-        expected = ragged_by_hand([3, 90, 0, 200], q_len, table, num_places, PAGE_SIZE)
-        assert ragged([3, 90, 0, 200], q_len, table, num_places, interpret, device) == expected
+    for num_flat_tokens in (total, total + BLOCK + 1):
+        expected = ragged_by_hand([3, 90, 0, 200], q_len, table, num_flat_tokens, PAGE_SIZE)
+        assert ragged([3, 90, 0, 200], q_len, table, num_flat_tokens, interpret, device) == expected
 
 
 def test_ragged_without_a_live_row_is_all_padding(interpret: bool, device: torch.device) -> None:
@@ -94,9 +94,9 @@ def test_ragged_equals_a_loop(
 ) -> None:
     start, q_len = [row[0] for row in rows], [row[1] for row in rows]
     table = make_page_table(len(rows), 5)
-    num_places = sum(q_len) + padding
-    expected = ragged_by_hand(start, q_len, table, num_places, page_size)
-    assert ragged(start, q_len, table, num_places, interpret, device, page_size=page_size) == expected
+    num_flat_tokens = sum(q_len) + padding
+    expected = ragged_by_hand(start, q_len, table, num_flat_tokens, page_size)
+    assert ragged(start, q_len, table, num_flat_tokens, interpret, device, page_size=page_size) == expected
 
 
 def test_wrong_arguments_are_refused() -> None:

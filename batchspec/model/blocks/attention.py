@@ -29,6 +29,8 @@ class AttentionSpec:
     o_bias: bool = False
     qk_norm: bool = False
     """q and k are normed, each head by itself, before they are rotated."""
+    qk_norm_rows: bool = False
+    """q and k are normed, each over all of its heads at once, before they are rotated."""
     name: str = "self_attn"
     norm: str = "input_layernorm"
 
@@ -62,8 +64,19 @@ class AttentionSpec:
     @property
     def vectors(self) -> tuple[TensorSpec, ...]:
         norms = [(self.norm, self.hidden_size)]
-        norms += [(f"{self.name}.{x}_norm", self.head_dim) for x in "qk"] if self.qk_norm else []
+        norms += [(f"{self.name}.{x}_norm", size) for x, size in self._qk_norms.items()]
         return tuple(TensorSpec(f"{name}.weight", (size,), "norm") for name, size in norms)
+
+    @property
+    def _qk_norms(self) -> dict[str, int]:
+        """Lengths of the weights of the norms of q and k."""
+        if self.qk_norm_rows:
+            return {"q": self.inner_size, "k": self.kv_size}
+        return dict.fromkeys("qk", self.head_dim) if self.qk_norm else {}
+
+    @property
+    def has_qk_norms(self) -> bool:
+        return self.qk_norm or self.qk_norm_rows
 
     @property
     def activation_size(self) -> int:
@@ -87,8 +100,8 @@ class Attention:
         self.spec, self._scale = spec, spec.head_dim**-0.5
         self.norm = source.vector(f"{spec.norm}.weight")
         self._qkv = source.product(spec.qkv)
-        self._q_norm = source.vector(f"{spec.name}.q_norm.weight") if spec.qk_norm else None
-        self._k_norm = source.vector(f"{spec.name}.k_norm.weight") if spec.qk_norm else None
+        self._q_norm = source.vector(f"{spec.name}.q_norm.weight") if spec.has_qk_norms else None
+        self._k_norm = source.vector(f"{spec.name}.k_norm.weight") if spec.has_qk_norms else None
         self._out = source.product(spec.out)
 
     def norms_in_product(self, stream: Stream) -> bool:

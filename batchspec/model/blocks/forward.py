@@ -16,8 +16,9 @@ from batchspec.model.fused import rms_norm, silu_and_mul
 
 
 class Product(ABC):
-    """x [T, k] -> x W' + b [T, rows], for the parts of one ProductSpec. `row_ids` int32 [T]: the row of each token, or None.
+    """x [T, k] -> x W' + b [T, rows], for the parts of one ProductSpec.
 
+    row_ids int32 [T], or None: the row of each token, as in `FlatBatch`. In rounds that is its slot, in prefill its segment.
     A weight format must implement `__call__`; what it has faster kernels for, it overrides.
     """
 
@@ -77,7 +78,10 @@ class StoreKV(Protocol):
         """int32 [T] the row each token belongs to; None where no product reads it."""
 
     def rotate_and_store(self, qkv: Any, *, q_norm: Tensor | None, k_norm: Tensor | None, eps: float) -> Tensor:
-        """What the product of q, k and v gave -> q [T, NH, D], normed and rotated; K, the same, and V are stored."""
+        """What the product of q, k and v gave -> q [T, NH, D], normed and rotated; K, the same, and V are stored.
+
+        q_norm, k_norm  weights of the norm of each head [D], or of all heads at once [NH * D] and [KVH * D]; or None
+        """
 
 
 class Attend(Protocol):

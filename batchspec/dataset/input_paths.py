@@ -1,0 +1,82 @@
+"""The files that input.path names: files, folders and globs, local or remote."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePath, PurePosixPath
+from typing import Any
+
+from batchspec.dataset.formats import KNOWN, format_of
+from batchspec.errors import InputError
+from batchspec.storage.places import LocalPlace, Place, place_of
+
+
+def find_files(entries: list[Any]) -> dict[str, Place]:
+    """Relative name -> place of every data file that the entries of input.path name, sorted by name.
+
+    Raises InputError if an entry does not exist or has no data files, if entries are on several file systems, or if a file is
+    named twice.
+    """
+    found: list[Place] = []
+    roots: list[str] = []
+    for entry in entries:
+        place = place_of(str(entry))
+        if place.is_file():
+            if format_of(place.path) is None:
+                raise InputError(f"input.path {entry}: no data by its name; names end in one of {KNOWN}")
+            root, files = place.path.parent, [place]
+        elif place.is_dir():
+            root, files = place.path, _data_files(place.path, place.files())
+        elif glob.has_magic(str(entry)):
+            above, matching = place.glob()
+            root, files = above.path, _data_files(above.path, matching)
+        else:
+            place.check_bucket()
+            where = f" (the working folder is {Path.cwd()})" if isinstance(place, LocalPlace) else " and the bucket"
+            raise InputError(f"input.path {entry}: does not exist; check the path{where}")
+        if not files:
+            place.check_bucket()
+            raise InputError(f"input.path {entry}: no data file there; names end in one of {KNOWN}")
+        found += files
+        roots.append(str(root))
+    kinds = sorted({str(entry).partition("://")[0] if "://" in str(entry) else "local" for entry in entries})
+    if len(kinds) > 1:
+        raise InputError(f"input.path names files on {' and on '.join(kinds)}; name those of one file system, or run two jobs")
+    shared = os.path.commonpath(roots) if len(set(map(_first_part, roots))) == 1 else ""
+    names = {place.path.relative_to(shared).as_posix(): place for place in found}
+    for name in names:
+        if not _is_text(name):
+            raise InputError(f"input.path: the name of {name!r} is not valid Unicode; rename the file, in UTF-8")
+    if len(names) < len(found):
+        paths = [place.path for place in found]
+        twice = next(path for path in paths if paths.count(path) > 1)
+        raise InputError(f"input.path names {twice} twice; name each file once")
+    return dict(sorted(names.items()))
+
+
+def _is_text(name: str) -> bool:
+    """Whether a file's name is valid UTF-8: Python represents other bytes as lone surrogates, which cannot be encoded."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _first_part(path: str) -> str:
+    """`/` for an absolute path, the bucket for a path on S3."""
+    return PurePosixPath(path).parts[0]
+
+
+def _data_files(root: PurePath, places: Iterator[Place]) -> list[Place]:
+    """The data files among `places`. As in Arrow's datasets, a file is hidden if a part of its path below `root` begins with a
+    dot or an underscore.
+    """
+    return [
+        place
+        for place in places
+        if format_of(place.path) is not None
+        and not any(part.startswith((".", "_")) for part in place.path.relative_to(root).parts)
+    ]

@@ -1,0 +1,141 @@
+"""The completion of a request: made of its state when it has ended."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from batchspec.engine.request_state import RequestState
+from batchspec.engine.stop_strings import Decode
+from batchspec.engine.thinking import Parts, split_thoughts
+from batchspec.records import Completion, RowError, RowStats
+
+NON_FINITE = "non_finite_logits"
+
+
+def completion_of(
+    state: RequestState,
+    *,
+    decode: Decode | None,
+    drafter: str,
+    eos_ids: frozenset[int],
+    slot: int,
+    now: float,
+    nodes: int | None = None,
+) -> Completion:
+    """The completion of a finished request.
+
+    decode   token ids -> text; None without a tokenizer
+    eos_ids  the model's EOS ids, which are not reported as stop_reason
+    slot     the slot in which the request ended
+    now      the host's clock in seconds
+    nodes    number of nodes in each round's tree; None for chains
+    """
+    request = state.request
+    assert state.finish_reason is not None
+    if state.finish_reason == "error":
+        return _failure(state, _stats(state, drafter, slot, now, nodes))
+    count = len(state.tokens)
+    assert state.num_top is None or len(state.logprobs) >= count, (len(state.logprobs), count)
+    text, reasoning, parts = _texts(state, decode)
+    stop_id = None if state.stop_id is None or state.stop_id in eos_ids else str(state.stop_id)
+    top = None
+    if state.top:
+        top = (np.stack([ids for ids, _ in state.top[:count]]), np.stack([values for _, values in state.top[:count]]))
+    return Completion(
+        request_id=request.request_id,
+        row_index=request.row_index,
+        sample_index=request.sample_index,
+        shard=request.shard,
+        status="truncated" if state.finish_reason == "length" else "ok",
+        finish_reason=state.finish_reason,
+        stop_reason=stop_id if state.stop_string is None else state.stop_string,
+        prompt_ids=request.prompt_ids,
+        token_ids=np.array(state.tokens, np.int32),
+        text=text,
+        reasoning=reasoning,
+        reasoning_truncated=None if parts is None else _cut_off(state, parts),
+        reasoning_tokens=None if parts is None else parts.num_reasoning,
+        logprobs=np.array(state.logprobs[:count], np.float32) if state.logprobs else None,
+        top_logprobs=top,
+        seed=request.seed,
+        predicted_tokens=request.predicted_tokens,
+        cached_tokens=state.cached_tokens,
+        stats=_stats(state, drafter, slot, now, nodes),
+    )
+
+
+def _failure(state: RequestState, stats: RowStats) -> Completion:
+    """The completion of a row whose logits were not finite. Its tokens are dropped, because they may come from damaged
+    numbers."""
+    emitted_in_all = stats.num_prefills + stats.num_accepted + stats.num_rounds
+    request, emitted = state.request, len(state.tokens)
+    return Completion(
+        request_id=request.request_id,
+        row_index=request.row_index,
+        sample_index=request.sample_index,
+        shard=request.shard,
+        status="error",
+        finish_reason="error",
+        prompt_ids=request.prompt_ids,
+        seed=request.seed,
+        predicted_tokens=request.predicted_tokens,
+        cached_tokens=state.cached_tokens,
+        stats=replace(stats, num_discarded=emitted_in_all),
+        error=RowError(
+            code=NON_FINITE,
+            stage="decode",
+            message=(
+                f"the model's logits at position {len(request.prompt_ids) + emitted} (output token {emitted}) hold NaN or "
+                "+inf, or no finite value; check the weights and model.dtype, or drop the row"
+            ),
+            retryable=True,
+        ),
+    )
+
+
+def _stats(state: RequestState, drafter: str, slot: int, now: float, nodes: int | None) -> RowStats:
+    return RowStats(
+        drafter=drafter,
+        draft_len=state.draft_len,
+        num_prefills=state.num_prefills,
+        num_rounds=state.num_rounds,
+        num_drafted=state.num_drafted if nodes is None else nodes * sum(state.drafted_at[:1]),
+        num_accepted=state.num_accepted,
+        num_discarded=state.num_discarded,
+        histogram=tuple(state.histogram),
+        drafted_at=tuple(state.drafted_at),
+        accepted_at=tuple(state.accepted_at),
+        prefill_s=state.prefill_s,
+        decode_s=state.decode_s(now),
+        batch_id=0,
+        slot=slot,
+        num_forced=state.num_forced,
+    )
+
+
+def _texts(state: RequestState, decode: Decode | None) -> tuple[str | None, str | None, Parts | None]:
+    """The answer, the thought (None if there was none), and the tokens of both (None if the model has no think tokens).
+
+    White space between the two is dropped: chat templates add their own.
+    """
+    thinking = state.request.thinking
+    found = state.finder.text if state.finder is not None and state.stop_string is not None else None
+    if thinking is None:
+        return (None if decode is None else decode(state.tokens) if found is None else found), None, None
+    parts = split_thoughts(state.tokens[:-1] if state.stop_id is not None else state.tokens, thinking)
+    if decode is None:
+        return None, None, parts
+    text = decode(parts.answer) if found is None else found
+    if not parts.thoughts:
+        return text, None, parts
+    thoughts = (decode(thought).strip() for thought in parts.thoughts)
+    return text.lstrip(), "\n\n".join(thought for thought in thoughts if thought), parts
+
+
+def _cut_off(state: RequestState, parts: Parts) -> bool:
+    """Whether a thought was cut off, by its budget or by max_new_tokens."""
+    assert state.budget is not None
+    state.budget.forced(state.tokens)
+    return state.budget.closed_a_thought or (parts.inside and state.finish_reason == "length")

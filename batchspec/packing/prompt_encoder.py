@@ -1,0 +1,124 @@
+"""The token ids of a prompt: chat template, tokenizer, checks and truncation. Anything wrong raises BadRow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from batchspec.config.schema import InputConfig
+from batchspec.dataset.columns import ColumnMap
+from batchspec.dataset.messages import BadChat, read_chat
+from batchspec.model.text_bytes import LongText
+from batchspec.packing.cells import BadRow, json_cell
+from batchspec.records import Ids
+
+if TYPE_CHECKING:
+    from batchspec.model.tokenizer import Tokenizer
+
+
+class PromptEncoder:
+    """Encodes prompt cells of the kind `columns.prompt_kind`: prompt, messages or prompt_ids.
+
+    tokenizer  may be None for prompt_ids
+    """
+
+    def __init__(
+        self, input: InputConfig, columns: ColumnMap, tokenizer: Tokenizer | None, *, vocab_size: int, max_len: int
+    ) -> None:
+        self.input, self.columns, self.tokenizer = input, columns, tokenizer
+        self.vocab_size, self.max_len = vocab_size, max_len
+
+    def encode(self, prompt: Any, row: Mapping[str, Any], room: int) -> Ids:
+        """The token ids of a row's prompt, int32 [prompt_len], at least one and at most `room`.
+
+        prompt  the prompt cell
+        row     all cells, of which system, tools and template_kwargs are read
+        room    tokens that max_new_tokens leaves for the prompt in max_len
+        Raises BadRow for a prompt that cannot be encoded, or is too long and not to be truncated.
+        """
+        ids = self._ids(prompt, row, room)
+        if len(ids) <= room:
+            return ids
+        if self.input.on_overlong == "truncate":
+            return ids[-room:]
+        raise self._too_long(f"{len(ids)} prompt tokens", room, ids)
+
+    def _ids(self, prompt: Any, row: Mapping[str, Any], room: int) -> Ids:
+        if self.columns.prompt_kind == "prompt_ids":
+            return self._checked_ids(prompt)
+        chat = self.columns.prompt_kind == "messages" or self.input.chat
+        system, tools = row.get("system"), json_cell(row, "tools", list)
+        if not chat and (system is not None or tools is not None):
+            raise BadRow("bad_parameter", "system and tools need a chat; set input.chat=true or leave them null")
+        kwargs = (json_cell(row, "template_kwargs", dict) if chat else None) or {}
+        with _refused_as("chat template" if chat else "tokenizer"):
+            ids = self._encode_chat(prompt, system, tools, kwargs, room) if chat else self._encode_text(prompt, room)
+        if not ids:
+            raise BadRow("empty_prompt", "the prompt has no tokens; drop the row")
+        return self._known(np.asarray(ids, dtype=np.int64), "the prompt's text")
+
+    def _encode_text(self, prompt: str, room: int) -> list[int]:
+        assert self.tokenizer is not None
+        try:
+            return self.tokenizer.encode(prompt, room=room, keep_end=self.input.on_overlong == "truncate")
+        except LongText as error:
+            raise self._too_long(str(error), room) from None
+
+    def _encode_chat(self, prompt: Any, system: str | None, tools: Any, kwargs: dict[str, Any], room: int) -> list[int]:
+        assert self.tokenizer is not None
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        try:
+            turns = read_chat(messages, system, self.input.final_assistant)
+        except BadChat as error:
+            raise BadRow("bad_messages", str(error)) from None
+        try:
+            return self.tokenizer.encode_chat(
+                turns, tools=tools, template_kwargs={**self.input.template_kwargs, **kwargs},
+                continue_final=turns[-1]["role"] == "assistant", room=room, keep_end=self.input.on_overlong == "truncate",
+            )  # fmt: skip
+        except LongText as error:
+            raise self._too_long(str(error), room) from None
+
+    def _checked_ids(self, prompt: pa.Array) -> Ids:
+        if prompt.null_count:
+            raise BadRow("bad_ids", "prompt_ids holds a null; correct it")
+        return self._known(prompt.to_numpy(), "prompt_ids")
+
+    def _known(self, ids: np.ndarray[Any, Any], where: str) -> Ids:
+        if ids.size and (ids.min() < 0 or ids.max() >= self.vocab_size):
+            outside = ids[(ids < 0) | (ids >= self.vocab_size)]
+            limit = f"the vocabulary 0 .. {self.vocab_size - 1}"
+            raise BadRow("bad_ids", f"{where} holds {outside[0]}, outside {limit}; correct it")
+        return np.asarray(ids, dtype=np.int32)
+
+    def _too_long(self, prompt: str, room: int, prompt_ids: Ids | None = None) -> BadRow:
+        return BadRow(
+            "too_long",
+            f"{prompt} + {self.max_len - room} new tokens exceed model.max_len={self.max_len}; "
+            "shorten the prompt, lower max_new_tokens or set input.on_overlong=truncate",
+            prompt_ids=prompt_ids,
+            status="skipped" if self.input.on_overlong == "skip" else "error",
+        )
+
+
+@contextmanager
+def _refused_as(who: str) -> Iterator[None]:
+    """Within, any exception of the chat template or the tokenizer becomes a BadRow."""
+    try:
+        yield
+    except BadRow:
+        raise
+    except UnicodeError as error:
+        raise BadRow("bad_text", f"the prompt is not valid Unicode ({error}); correct it") from error
+    except Exception as error:  # a template may raise anything
+        code = "template_error" if who == "chat template" else "bad_text"
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise BadRow(code, f"the {who} refuses the prompt ({said}); correct it") from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # a panic in Rust code is not an Exception
+            raise
+        raise BadRow("bad_text", f"the tokenizer crashes on the prompt ({error}); correct it") from error

@@ -1,0 +1,118 @@
+"""The sections of the report that show pictures: acceptance, the job over time, lengths. They need the extra `report`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from batchspec.report import html, pictures
+from batchspec.report.requests import Requests
+from batchspec.report.stats import Acceptance, JobStats
+from batchspec.report.timeline import Course
+
+MAX_GROUPS = 12
+"""Maximum number of groups in a picture; tables list up to MAX_LINES."""
+MAX_LINES = 40
+
+
+def acceptance(stats: JobStats, by: str | None) -> Iterator[str]:
+    """Acceptance by position, by round and by prompt length, and by the output column `by` if given."""
+    rounds = sum(stats.histogram)
+    positions = [str(position.position) for position in stats.by_position]
+    figures = [
+        html.figure(
+            "Acceptance by position",
+            pictures.bars(positions, [p.rate for p in stats.by_position], x="position in the draft", top=1.1),
+            "Share of the draft tokens at each position that were accepted.",
+        ),
+        html.figure(
+            "Rounds by accepted draft tokens",
+            pictures.bars(
+                [str(j) for j in range(len(stats.histogram))],
+                [count / rounds if rounds else None for count in stats.histogram],
+                x="accepted draft tokens",
+            ),
+            f"Share of {rounds:,} rounds. A round emits its accepted draft tokens and one token more.",
+        ),
+        html.figure(
+            "Acceptance length by prompt length",
+            pictures.bars(
+                [group.name for group in stats.by_prompt_tokens],
+                [group.mean_acceptance_length for group in stats.by_prompt_tokens],
+                x="prompt tokens",
+                counts=[group.completions for group in stats.by_prompt_tokens],
+            ),
+            "Tokens a round, every round weighted equally; number of completions in brackets.",
+        ),
+    ]
+    if by is not None:
+        shown = stats.by_column[:MAX_GROUPS]
+        groups = {group.name: group.mean_acceptance_length or 0.0 for group in shown}
+        counts = [group.completions for group in shown]
+        few = f"The {MAX_GROUPS} most frequent of {len(stats.by_column):,} values." if len(stats.by_column) > MAX_GROUPS else ""
+        picture = pictures.rows(groups, form=".2f", counts=counts)
+        figures.append(
+            html.figure(f"Acceptance length by {by}", picture, f"Tokens a round; number of completions in brackets. {few}")
+        )
+    yield "<h2>Acceptance</h2>"
+    yield html.grid(figures)
+    tables = [_groups("prompt tokens", stats.by_prompt_tokens)]
+    if by is not None:
+        tables.append(_groups(by, stats.by_column[:MAX_LINES]))
+    yield (
+        "<details><summary>As numbers</summary>"
+        + html.grid(f'<div class="card">{table}</div>' for table in tables)
+        + "</details>"
+    )
+
+
+def _groups(name: str, groups: Iterable[Acceptance]) -> str:
+    lines = [
+        (g.name, f"{g.completions:,}", html.number(g.mean_acceptance_length), html.percent(g.acceptance_rate)) for g in groups
+    ]
+    return html.table((name, "completions", "tokens a round", "accepted"), lines)
+
+
+def over_time(over: Course | None, *, drafted: bool) -> Iterator[str]:
+    """Tokens a second, use of the slots and, if `drafted`, K and acceptance length over time."""
+    yield "<h2>Over time</h2>"
+    if over is None:
+        yield '<p class="note">No run recorded a timeline.</p>'
+        return
+    runs = len(over.starts_s)
+    joined = f" {runs} runs, without the pauses between them; dotted lines mark the starts of runs." if runs > 1 else ""
+    sums = [float(part.sum()) for part in (over.live_rows, over.prefill, over.waiting, over.ending)]
+    share = [part / (sum(sums) or 1) for part in sums]
+    preempted = f" Requests were preempted for lack of pages {over.preempted:,} times." if over.preempted else ""
+    keys = (
+        html.key("first", f"live rows {share[0]:.0%}")
+        + html.key("fourth", f"in prefill {share[1]:.0%}")
+        + html.key("second", f"waiting for a refill or for pages {share[2]:.0%}")
+        + html.key("third", f"no row left {share[3]:.0%}")
+    )
+    figures = [
+        html.figure("Tokens a second", pictures.speed(over), f"Completion tokens.{joined}"),
+        html.figure("Use of the slots", pictures.slots(over), keys + preempted),
+    ]
+    if drafted:
+        caption = html.key("second", "draft tokens a round (K)") + html.key("first", "tokens a round (acceptance length)")
+        caption += "Means over live rows; K of a tree is its number of levels."
+        figures.append(html.figure("K and acceptance length", pictures.drafting(over), caption))
+    yield html.grid(figures)
+
+
+def lengths(stats: JobStats, requests: Requests) -> Iterator[str]:
+    """Lengths of prompts and completions, and finish reasons."""
+    reasons = {f"error: {code}": count for code, count in stats.by_error.items()}
+    reasons = {reason: count for reason, count in stats.by_finish_reason.items() if reason != "error"} | reasons
+    count = int(requests.output_lens.sum())
+    caption = f"Of {count:,} completion{'s' * (count != 1)}."
+    figures = []
+    if count:
+        prompts = pictures.histogram(requests.prompt_lens, x="prompt tokens")
+        figures.append(html.figure("Prompt lengths", prompts, caption))
+        completions = pictures.histogram(requests.output_lens, x="completion tokens")
+        figures.append(html.figure("Completion lengths", completions, caption))
+    ends = pictures.rows(dict(list(reasons.items())[:MAX_GROUPS]))
+    figures.append(html.figure("Finish reasons", ends, "Completions by finish reason."))
+    yield "<h2>Lengths and finish reasons</h2>"
+    yield html.grid(figures)

@@ -1,0 +1,33 @@
+"""Rows of committed Parquet files as a lazy frame of polars, in whatever store they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.dataset as ds
+
+from batchspec.errors import StorageError
+from batchspec.storage.retry import reason
+from batchspec.storage.store import Store
+
+
+def scan(store: Store, names: Sequence[str]) -> pl.LazyFrame:
+    """The rows of Parquet files, in the order of their names. Raises StorageError."""
+    with scanning(store.where):
+        found, files = store.arrow_paths(names)
+        paths = list(found)
+        if files is None:
+            return pl.scan_parquet(paths)
+        return pl.scan_pyarrow_dataset(ds.dataset(paths, filesystem=files, format="parquet"))
+
+
+@contextmanager
+def scanning(where: str) -> Iterator[None]:
+    """Raise errors of polars and Arrow about files under a root as a StorageError in one line."""
+    try:
+        yield
+    except (pl.exceptions.ComputeError, pa.ArrowException, OSError) as error:
+        raise StorageError(f"reading {where} failed: {reason(error)}; run the same command again after the repair") from error

@@ -1,0 +1,85 @@
+"""Rotary embedding of a part of each head and of interleaved pairs, and q and k normed over all heads at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from batchspec.cache.layout import KVLayout, LayerKV
+from batchspec.errors import CheckpointError
+from batchspec.kernels.norm_rope.rope_write import rope_write as kernel
+from batchspec.model.config_values import ConfigReader
+from batchspec.model.fused import rms_norm, rope_write
+from batchspec.model.rope import rope_frequencies, rope_of
+from batchspec.model.rope_config import RopeSpec, read_rope
+
+CPU = torch.device("cpu")
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, TOKENS = 4, 2, 10, 5
+PLAIN = RopeSpec(type="default", theta=100.0)
+
+
+def pages(dtype: torch.dtype) -> LayerKV:
+    layout = KVLayout(dtype=dtype, num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM, page_size=4)
+    return LayerKV(layout.allocate(1, 3, CPU)[0], layout)
+
+
+def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(TOKENS, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM, generator=generator).to(dtype)
+    return qkv, torch.tensor([0, 1, 2, 70, 9000]), torch.tensor([9, 2, 4, 5, 8])
+
+
+@pytest.mark.parametrize("rotary_dim", [None, 6, 2])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_torch_path_rotates_as_the_kernel_s_reference(rotary_dim: int | None, interleaved: bool) -> None:
+    (qkv, positions, slots), rope = inputs(torch.float64), replace(PLAIN, rotary_dim=rotary_dim, interleaved=interleaved)
+    freqs = rope_frequencies(rope, HEAD_DIM)
+    assert len(freqs) == (rotary_dim or HEAD_DIM) // 2
+    ours, expected = pages(torch.float64), pages(torch.float64)
+    q = rope_write(qkv, rope_of(positions, freqs, rope, torch.float64), ours, slots, q_norm=None, k_norm=None, eps=0.0)
+    out_q = torch.empty_like(q)
+    kernel(qkv, positions, freqs, expected.pages, slots, attention_factor=1.0, out_q=out_q, interleaved=interleaved)
+    torch.testing.assert_close(q, out_q, atol=1e-12, rtol=0)
+    torch.testing.assert_close(ours.pages, expected.pages, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_norms_of_whole_rows_come_before_the_rotation(dtype: torch.dtype) -> None:
+    qkv, positions, slots = inputs(dtype)
+    q_size, k_size = NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM
+    q_norm, k_norm = torch.rand(q_size).to(dtype), torch.rand(k_size).to(dtype)
+    q, k, v = qkv.split((q_size, k_size, k_size), 1)
+    normed = torch.cat((rms_norm(q, q_norm, 1e-5), rms_norm(k, k_norm, 1e-5), v), 1)
+    at = rope_of(positions, rope_frequencies(PLAIN, HEAD_DIM), PLAIN, dtype)
+    ours, expected = pages(dtype), pages(dtype)
+    expected_q = rope_write(normed, at, expected, slots, q_norm=None, k_norm=None, eps=0.0)
+    found_q = rope_write(qkv.clone(), at, ours, slots, q_norm=q_norm, k_norm=k_norm, eps=1e-5)
+    assert torch.equal(found_q, expected_q)
+    assert torch.equal(ours.pages, expected.pages)
+
+
+@pytest.mark.parametrize(
+    ("config", "rotary_dim"),
+    [
+        ({}, None),
+        ({"partial_rotary_factor": 0.5}, 32),
+        ({"partial_rotary_factor": 0.5, "rope_scaling": {"partial_rotary_factor": 1.0}}, None),
+        ({"partial_rotary_factor": 1.0, "rope_parameters": {"partial_rotary_factor": 0.26}}, 16),
+    ],
+)
+def test_the_rope_s_own_factor_counts_before_that_of_the_config(config: dict[str, Any], rotary_dim: int | None) -> None:
+    assert read_rope(ConfigReader(config, "config.json"), 4096, head_dim=64).rotary_dim == rotary_dim
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.01, 0.05])
+def test_a_part_without_pairs_is_refused(factor: float) -> None:
+    with pytest.raises(CheckpointError, match=r"partial_rotary_factor=0\.\d+ rotates \d of the 64 numbers of a head"):
+        read_rope(ConfigReader({"partial_rotary_factor": factor}, "config.json"), 4096, head_dim=64)
+
+
+def test_a_family_without_partial_rotation_refuses_it() -> None:
+    with pytest.raises(CheckpointError, match=r"not supported: rope_scaling\.partial_rotary_factor=0\.5"):
+        read_rope(ConfigReader({"rope_scaling": {"partial_rotary_factor": 0.5}}, "config.json"), 4096)
