@@ -128,7 +128,7 @@ def _random_weight(form: str, num_experts: int, rows: int, k: int, gated: bool, 
     if form == "fp8":
         values = torch.empty(num_experts, rows, k, dtype=E4M3, device=device)
         for expert in values:
-            expert.copy_(torch.randn(rows, k, device=device) * 100)
+            expert.copy_((torch.randn(rows, k, device=device) * 100).clamp(-448, 448))  # the cast gives NaN beyond
         blocks = 2 * -(-rows // 256) if gated else -(-rows // 128)
         scales = torch.rand(num_experts, blocks, -(-k // 128), device=device) + 0.5
         return Fp8Weight(values, scales * (0.01 * k**-0.5))

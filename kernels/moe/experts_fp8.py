@@ -74,7 +74,7 @@ def experts_fp8_kernel(
     for block in range(0, num_blocks):
         at = block * BLOCK_K
         a = load_rows(w, expert, first, w_rows, at, k, BLOCK_N, BLOCK_K, TMA, EVEN_K)
-        places = x + (row.to(tl.int32) * k)[None, :] + (at + depth)[:, None]
+        places = x + (row * k)[None, :] + (at + depth)[:, None]
         if EVEN_K:
             tokens = tl.load(places)
         else:
@@ -223,7 +223,7 @@ def experts_fp8_reference(
     y = torch.empty(len(flat), weight.values.shape[1], device=flat.device)
     for expert in flat.unique().tolist():
         own = (flat == expert).nonzero()[:, 0]
-        picked = Fp8Rows(x.values[rows[own]], x.scales[rows[own]])
+        picked = Fp8Rows(x.values.view(torch.uint8)[rows[own]].view(E4M3), x.scales[rows[own]])  # not every torch indexes e4m3
         y[own] = fp8_product_reference(picked, weight.values[expert], weight.scales[expert], gated=gate is not None)
         if bias is not None:
             y[own] += bias[expert].float()

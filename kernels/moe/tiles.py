@@ -17,7 +17,7 @@ class ExpertTile(NamedTuple):
     """Pairs of a unit: 16, 32, 64, 128 or 256. Both products of a layer read the same units. Triton 3.6 multiplies narrower tiles
     by other instructions, which round otherwise."""
     block_n: int
-    """Rows of W, a multiple of 16 * warps; a gated product reads twice as many."""
+    """Rows of W, a multiple of 64; a gated product reads twice as many. Below 16 * warps, the warps divide the pairs too."""
     block_k: int
     stages: int
     warps: int
@@ -28,14 +28,10 @@ class ExpertTile(NamedTuple):
     """Units whose tiles run one after another before the next units begin."""
 
 
-def unit_pairs_of(num_tokens: int, top_k: int, num_experts: int, dtype: torch.dtype) -> int:
-    """A token tile that holds all pairs of most experts: their mean and two deviations, were the choices independent.
-
-    dtype  of the weights; FP8 takes at most 64 pairs, for the sums of a block and of all need registers
-    """
+def unit_pairs_of(num_tokens: int, top_k: int, num_experts: int) -> int:
+    """A token tile that holds all pairs of most experts: their mean and two deviations, were the choices independent."""
     mean = num_tokens * top_k / num_experts
-    most = 64 if dtype == torch.float8_e4m3fn else 128
-    return min(most, max(16, 1 << (int(mean + 2 * mean**0.5) - 1).bit_length()))
+    return min(128, max(16, 1 << (int(mean + 2 * mean**0.5) - 1).bit_length()))
 
 
 def expert_tile(unit_pairs: int, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
@@ -47,7 +43,8 @@ def expert_tile(unit_pairs: int, *, gated: bool, dtype: torch.dtype) -> ExpertTi
     if dtype == torch.float32:
         return ExpertTile(unit_pairs, 64, 32, 2, 4, False)
     if dtype == torch.float8_e4m3fn:
-        return ExpertTile(unit_pairs, 128, 128, 3 if gated or not few else 4, 4 if few else 8)
+        rows = 64 if gated and unit_pairs > 64 else 128  # the sums of a block and of all need registers
+        return ExpertTile(unit_pairs, rows, 128, 3 if gated or not few else 4, 4 if few else 8)
     if dtype == torch.uint8:
         return ExpertTile(unit_pairs, 128, 128, 4, 4 if few else 8)
     if unit_pairs <= 64:
@@ -57,7 +54,7 @@ def expert_tile(unit_pairs: int, *, gated: bool, dtype: torch.dtype) -> ExpertTi
 
 # block_n, block_k, stages, warps worth timing
 PLAIN = ((64, 64, 6, 4), (64, 128, 4, 4), (128, 64, 3, 4), (128, 64, 4, 8), (128, 128, 3, 8), (256, 64, 3, 8))
-FP8 = ((64, 128, 4, 4), (64, 128, 6, 4), (128, 128, 2, 4), (128, 128, 3, 4), (128, 128, 3, 8), (128, 128, 4, 8))
+FP8 = ((64, 128, 4, 4), (64, 128, 4, 8), (64, 128, 6, 4), (128, 128, 2, 4), (128, 128, 3, 4), (128, 128, 3, 8), (128, 128, 4, 8))
 MXFP4 = ((64, 128, 4, 4), (64, 128, 6, 4), (128, 128, 3, 4), (128, 128, 5, 4), (128, 128, 4, 8), (256, 128, 3, 8))
 SHARED_BYTES = 227 << 10
 
