@@ -31,7 +31,8 @@ class ExpertTile(NamedTuple):
 def unit_pairs_of(num_tokens: int, top_k: int, num_experts: int) -> int:
     """A token tile that holds all pairs of most experts: their mean and two deviations, were the choices independent."""
     mean = num_tokens * top_k / num_experts
-    return min(128, max(16, 1 << (int(mean + 2 * mean**0.5) - 1).bit_length()))
+    deviation = (mean * (1 - top_k / num_experts)) ** 0.5
+    return min(128, max(16, 1 << (int(mean + 2 * deviation) - 1).bit_length()))
 
 
 def expert_tile(unit_pairs: int, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
