@@ -52,7 +52,7 @@ def shuffle_mxfp4(blocks: Tensor, scales: Tensor) -> Mxfp4Weight:
     scales  uint8 [..., N, K / 32]
 
     Raises ValueError where a scale is above 2. Synchronises on a GPU. Leading dimensions are free: take one expert at a time, for
-    the intermediate numbers fill eight times the memory of the blocks, and on the GPU, where this is a hundred times faster.
+    the intermediate numbers fill several times the memory of the blocks, and on the GPU, for it is some fifty passes over them.
     """
     *lead, num_rows, num_scales = scales.shape
     if blocks.shape != (*scales.shape, 16) or blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
