@@ -180,11 +180,7 @@ class DummyWeights:
         return self._noise(self._tensors[name], self._tensors[name].shape)
 
     def stored(self, name: str) -> Tensor:
-        tensor = self._tensors[name]
-        if tensor.dtypes != ("F8_E4M3",):
-            return self.tensor(name)
-        noise = torch.empty(tensor.shape, device=self.device).normal_(0.0, 100.0, generator=self._generator)
-        return noise.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)
+        return self.tensor(name)
 
     def entry(self, name: str, index: int) -> Tensor:
         return self._noise(self._tensors[name], self._tensors[name].shape[1:])
@@ -193,6 +189,9 @@ class DummyWeights:
         if tensor.dtypes == ("U8",):
             low, high = _DUMMY_EXPONENTS if tensor.role == "scale" else (0, 256)
             return torch.randint(low, high, shape, dtype=torch.uint8, device=self.device, generator=self._generator)
+        if tensor.dtypes == ("F8_E4M3",):
+            values = torch.empty(shape, device=self.device).normal_(0.0, 100.0, generator=self._generator)
+            return values.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)
         out = torch.empty(shape, dtype=_dtype_of(tensor, self.dtype), device=self.device)
         if tensor.role in ("norm", "scale"):
             return out.fill_(tensor.typical)

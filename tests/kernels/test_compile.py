@@ -468,6 +468,49 @@ for _stages in (1, 4):
     _case(f"cutoff_kernel {_stages} stages", "cutoff", 32, logits=PF32, row_ids=PI32, temperature=PF32, top_k=PI32, top_p=PF32,
           min_p=PF32, listed=PF32, out_cutoff=PF32, stride_row=I32, vocab=I32, MAX_PASSES=10, STAGES=_stages, DEPTH=8,
           BLOCK=4096)  # fmt: skip
+for _wide, _t, _e, _warps in ((False, 16, 16, 1), (True, 32, 64, 4)):
+    _case(f"router_kernel fp32 {_wide}", "router", _warps, x="*bf16", w=PF32 if _wide else "*bf16", bias=None, out=PF32,
+          num_tokens=I32, stride_x=I32, NUM_EXPERTS=120, K=1536, BLOCK_T=_t, BLOCK_E=_e, BLOCK_K=64 if _wide else 128, WIDE=_wide,
+          INTERPRETED=False)  # fmt: skip
+for _alone, _sigmoid in ((True, False), (False, True)):
+    _case(f"route_kernel alone {_alone}", "route", 16 if _alone else 4, logits=PF32, bias=PF32 if _sigmoid else None,
+          out_ids=PI32, out_weights=PF32, out_pairs=PI32, out_offsets=PI32, out_units=PI32, num_tokens=I32, num_units=I32,
+          stride=I32, NUM_EXPERTS=120, TOP_K=6, SIGMOID=_sigmoid, NORM=True, UNIT_PAIRS=16, ALONE=_alone,
+          TOKENS=16 if _alone else 4, LANES=128, SLOTS=8, BLOCK=64)  # fmt: skip
+_case("list_kernel", "route", 8, expert_ids=PI32, out_pairs=PI32, out_offsets=PI32, out_units=PI32, num_pairs=I32, num_units=I32,
+      NUM_EXPERTS=120, UNIT_PAIRS=16, LANES=128, BLOCK=2048)  # fmt: skip
+for _residual in (None, "*bf16"):
+    _case(f"combine_kernel residual {_residual}", "combine", 8, y="*bf16", weights=PF32, residual=_residual, norm=_residual,
+          out="*bf16", out_aux=_residual, residual_stride=I32, out_stride=I32, aux_stride=I32, EPS=1e-5, TOP_K=6, WIDTH=1536,
+          BLOCK=2048, ACC="fp32", FP32_GAIN=_residual is None)  # fmt: skip
+# (dtype, gated, limit, pairs of a unit, rows of W, K block, warps)
+for _dtype, _gated, _limit, _t, _n, _k, _warps in (
+    ("bf16", True, 7.0, 16, 64, 64, 4), ("bf16", False, None, 128, 128, 64, 8), ("fp32", True, None, 16, 64, 32, 4),
+):  # fmt: skip
+    _ptr, _tma = f"*{_dtype}", _dtype == "bf16"
+    _case(f"experts_kernel {_dtype}, gated {_gated}, {_t} pairs", "experts", _warps, x=_ptr,
+          w=f"tensordesc<bf16[{_n}, {_k}]>" if _tma else _ptr, bias=_ptr if _gated else None, pairs=PI32, units=PI32, out=_ptr,
+          num_units=I32, n=I32, k=I32, stride_x=I32, SLOTS=6 if _gated else 1, GATED=_gated, LIMIT=_limit, ALPHA=1.702,
+          BLOCK_T=_t, BLOCK_N=_n, BLOCK_K=_k, GROUP=8, TMA=_tma, EVEN_K=_tma, INTERPRETED=False)  # fmt: skip
+for _whole in (False, True):
+    _case(f"quantise_kernel whole {_whole}", "quantise", 8, x="*bf16", out="*fp8e4nv", out_scales=PF32, stride=I32, k=I32,
+          WHOLE=_whole, GROUP=128, GROUPS=16, INTERPRETED=False)  # fmt: skip
+# (blocked, gated, quantised, pairs, warps, TMA)
+for _blocked, _gated, _quantised, _t, _warps, _tma in (
+    (True, True, True, 16, 4, True), (True, False, False, 64, 8, True), (False, True, False, 16, 4, False),
+):  # fmt: skip
+    _list = None if _t == 64 else PI32
+    _case(f"experts_fp8_kernel blocked {_blocked}, gated {_gated}, {_t} pairs", "experts_fp8", _warps, x="*fp8e4nv",
+          x_scales=PF32, w="tensordesc<fp8e4nv[128, 128]>" if _tma else "*fp8e4nv", w_scales=PF32,
+          bias=None if _blocked else "*bf16", pairs=_list, units=_list, out="*fp8e4nv" if _quantised else "*bf16",
+          out_scales=PF32 if _quantised else None, num_units=I32, num_rows=I32, n=I32, k=I32, scale_stride=I32,
+          SLOTS=6 if _gated else 1, GATED=_gated, LIMIT=None, ALPHA=1.702, BLOCKED=_blocked, BLOCK_T=_t, BLOCK_N=128, BLOCK_K=128,
+          GROUP=8, TMA=_tma, EVEN_K=_tma, INTERPRETED=False)  # fmt: skip
+for _gated, _t, _warps, _tma in ((True, 16, 4, True), (False, 128, 8, False)):
+    _case(f"experts_mxfp4_kernel gated {_gated}, {_t} pairs", "experts_mxfp4", _warps, x="*bf16",
+          w="tensordesc<i16[128, 32]>" if _tma else "*i16", w_scales=PI32, bias="*bf16", pairs=PI32, units=PI32, out="*bf16",
+          num_units=I32, n=I32, k=I32, stride_x=I32, SLOTS=4 if _gated else 1, GATED=_gated, LIMIT=7.0 if _gated else None,
+          ALPHA=1.702, BLOCK_T=_t, BLOCK_N=128, BLOCK_K=128, GROUP=8, TMA=_tma, EVEN_K=False, INTERPRETED=False)  # fmt: skip
 
 
 def waits_first(name: str, ptx: str) -> None:
