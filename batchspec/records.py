@@ -174,7 +174,7 @@ class Completion:
     sample_index: int
     shard: int
     status: str
-    """ok; truncated (finish_reason length); error; skipped; cancelled."""
+    """ok; truncated (finish_reason length); error; skipped."""
     finish_reason: str
     """stop, length or error."""
     stop_reason: str | None = None

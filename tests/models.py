@@ -48,6 +48,11 @@ def make_checkpoint(
     for name, parameter in model.named_parameters():
         if name.endswith(("norm.weight", "bias")):  # made as ones and zeros, which would hide a mistake
             torch.nn.init.normal_(parameter, mean=float(name.endswith("weight")), std=0.2)
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(parameter, std=2.0)
+    for name, buffer in model.named_buffers():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(buffer, std=0.2)
     model.save_pretrained(folder)
     return folder
 

@@ -193,6 +193,10 @@ def test_prefill_on_a_gpu_is_that_of_the_cpu(longest: int, way: str, window: int
     plan = plan_attention(FlatBatch(**there), layer_kv(kv.cuda()), num_heads=6, window=window)
     assert type(plan) is (flash.VarlenPlan if way == "torch alone" or longest <= flash.SHORT else flash.FlashPlan)
     torch.testing.assert_close(plan.attend(q.cuda(), layer_kv(kv.cuda()), 1 / 8).cpu(), expected, atol=2e-2, rtol=0)
+    sinks = torch.tensor([-2.0, 1.0, 0.0, 4.0, -9.0, 2.0])
+    expected = plan_attention(batch, layer_kv(kv), num_heads=6, window=window).attend(q, layer_kv(kv), 1 / 8, sink_logits=sinks)
+    out = plan.attend(q.cuda(), layer_kv(kv.cuda()), 1 / 8, sink_logits=sinks.cuda()).cpu()
+    torch.testing.assert_close(out, expected, atol=2e-2, rtol=0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -218,6 +222,22 @@ def test_a_key_that_is_not_finite_stays_with_its_row_in_a_prefill_on_a_gpu(longe
     sees = (batch.row_ids == 0) & (batch.positions >= 60) & (batch.positions < 60 + (window or 1000))
     assert bool(out[sees].isnan().all())
     assert torch.equal(out[~sees], healthy[~sees])
+
+
+@pytest.mark.parametrize("window", [None, 30])
+def test_a_sink_takes_its_share_of_each_softmax(window: int | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    batch = make_batch([(300, 320), (3, 40), (1, 7), (20, 20)], generator)
+    q, kv = make_tensors(batch, (4, 2), torch.float64, generator)
+    sinks = torch.tensor([-1.0, 2.0, 0.0, 30.0])
+    plan = plan_attention(batch, layer_kv(kv), num_heads=4, window=window)
+    found = plan.attend(q, layer_kv(kv), 0.5, sink_logits=sinks)
+    for t, (row, position) in enumerate(zip(batch.row_ids.tolist(), batch.positions.tolist(), strict=True)):
+        keys = torch.arange(0 if window is None else max(0, position - window + 1), position + 1)
+        k, v = kv[:, batch.page_table[row, keys // PAGE_SIZE].long(), keys % PAGE_SIZE].repeat_interleave(2, 2)
+        scores = torch.einsum("hd,khd->hk", q[t], k) * 0.5
+        weights = scores.exp() / (scores.exp().sum(1, keepdim=True) + sinks.double().exp()[:, None])
+        torch.testing.assert_close(found[t], torch.einsum("hk,khd->hd", weights, v), atol=1e-12, rtol=1e-9)
 
 
 def test_places_of_rows_without_keys_and_padding_are_zero() -> None:

@@ -14,7 +14,8 @@ from torch import Tensor
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.blocks.base import Projection
 from batchspec.model.files import LocalFiles
-from batchspec.model.quant.fp8_block import BLOCK, Fp8Block
+from batchspec.model.quant.fp8 import BLOCK
+from batchspec.model.quant.fp8_block import FP8_BLOCK
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import Checkpoint, judge_model
@@ -32,7 +33,7 @@ PLAIN = (".1.self_attn.", "down_proj")
 
 
 def is_converted(name: str) -> bool:
-    return name.endswith("_proj.weight") and not any(part in name for part in PLAIN)
+    return name.endswith(("_proj.weight", "w1.weight", "w2.weight", "w3.weight")) and not any(part in name for part in PLAIN)
 
 
 def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,9 +81,10 @@ def logits(folder: Path) -> Tensor:
 
 
 MOE = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 150, "norm_topk_prob": True}
+MINIMAX = {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 150, "rotary_dim": 10}
 
 
-@pytest.mark.parametrize(("family", "config"), [("qwen3", {}), ("qwen2", {}), ("qwen3_moe", MOE)])
+@pytest.mark.parametrize(("family", "config"), [("qwen3", {}), ("qwen2", {}), ("qwen3_moe", MOE), ("minimax_m2", MINIMAX)])
 def test_an_fp8_checkpoint_is_the_model_of_its_dequantised_weights(family: str, config: dict[str, Any], tmp_path: Path) -> None:
     fp8, plain = make_fp8(tmp_path, family, **config)
     assert torch.equal(logits(fp8), logits(plain))
@@ -131,7 +133,7 @@ def test_dummy_weights_need_no_file(tmp_path: Path) -> None:
 
 
 def test_ranks_hold_whole_blocks_with_their_scales() -> None:
-    part, fp8 = Projection("mlp.down_proj", 300, 512), Fp8Block()
+    part, fp8 = Projection("mlp.down_proj", 300, 512), FP8_BLOCK
     assert fp8.shard(part, "rows", 1, 2) == {
         "mlp.down_proj.weight": (slice(0, 300), slice(256, 512)),
         "mlp.down_proj.weight_scale_inv": (slice(0, 3), slice(2, 4)),

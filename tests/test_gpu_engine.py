@@ -53,15 +53,18 @@ class _Noise:
     """The same weights on every device."""
 
     def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
-        self.dtype, self._device, rng = dtype, device, torch.Generator().manual_seed(0)
+        self.dtype, self.device, rng = dtype, device, torch.Generator().manual_seed(0)
         self._tensors = {name: torch.randn(shape, generator=rng) * 0.25 for name, shape in expected_shapes(spec).items()}
 
     def tensor(self, name: str) -> torch.Tensor:
         tensor = self._tensors[name]
-        return (torch.ones_like(tensor) if name.endswith("norm.weight") else tensor).to(self._device, self.dtype)
+        return (torch.ones_like(tensor) if name.endswith("norm.weight") else tensor).to(self.device, self.dtype)
 
     def stored(self, name: str) -> torch.Tensor:
         return self.tensor(name)
+
+    def entry(self, name: str, index: int) -> torch.Tensor:
+        return self.tensor(name)[index]
 
 
 @cache

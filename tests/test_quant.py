@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from batchspec.errors import ConfigError
-from batchspec.model.blocks.base import Projection
+from batchspec.model.blocks.base import GroupedSpec, Projection
+from batchspec.model.blocks.routing import routing_of
 from batchspec.model.quant.formats import Formats
 from batchspec.model.quant.plain import PLAIN
 
@@ -51,3 +52,37 @@ def test_modules_that_are_stored_plain_are_found_by_whole_names() -> None:
     assert formats.of("model.layers.11.mlp.up_proj") is other
     assert formats.of("model.layers.0.self_attn.k_proj") is PLAIN
     assert Formats().of("model.layers.0.self_attn.q_proj") is PLAIN
+
+
+def test_the_experts_of_a_file_that_names_each_lie_in_one_allocation_and_are_cut_as_projections() -> None:
+    spec = GroupedSpec(name="experts", parts=("w1", "w3"), num_experts=3, part_rows=4, k=6)
+    stored = {tensor.name: torch.randn(tensor.shape) for tensor in PLAIN.grouped_tensors(spec)}
+    assert list(stored)[:3] == ["experts.0.w1.weight", "experts.0.w3.weight", "experts.1.w1.weight"]
+    loaded = PLAIN.load_grouped(Stored(stored), spec)
+    x, ids = torch.randn(5, 6), torch.tensor([[2, 0], [0, 1], [1, 0], [0, 2], [2, 1]])
+    found = loaded.up(x, routing_of(torch.ones(5, 2), ids, 3), None)
+    gate, up = (torch.stack([stored[f"experts.{e}.{part}.weight"] for e in range(3)]) for part in ("w1", "w3"))
+    rows = x.repeat_interleave(2, 0).unsqueeze(2)
+    expected = torch.nn.functional.silu(gate[ids.flatten()] @ rows) * (up[ids.flatten()] @ rows)
+    torch.testing.assert_close(found, expected.squeeze(2))
+    cuts = PLAIN.shard_grouped(spec, "columns", 1, 2)
+    assert cuts.keys() == stored.keys()
+    assert cuts["experts.2.w3.weight"] == (slice(2, 4), slice(0, 6))
+
+
+class Stored:
+    """Tensors by name."""
+
+    dtype, device = torch.float32, torch.device("cpu")
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._tensors[name].to(self.dtype)
+
+    def stored(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def entry(self, name: str, index: int) -> torch.Tensor:
+        return self._tensors[name][index]

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from batchspec.draft.base import Drafter
-from batchspec.draft.chain import ChainDrafter
-from batchspec.draft.lookup import LookupDrafter
-from batchspec.draft.none import NoDrafter
-from batchspec.draft.weights import dummy_head, dummy_spec
-from batchspec.engine.engine import Engine
 from batchspec.errors import CheckpointError
 from batchspec.model.blocks.gated_mlp import GatedMlpSpec
-from batchspec.model.blocks.moe import Moe, MoeSpec, route
+from batchspec.model.blocks.moe import MoeSpec
+from batchspec.model.blocks.routing import combine, routing_of, sigmoid_topk, softmax_topk, topk_softmax
 from batchspec.model.products import products
+from batchspec.model.quant import grouped
 from batchspec.model.spec import ModelSpec, load_spec, read_spec
-from batchspec.model.target import Target
 from batchspec.model.weights import expected_shapes
 from batchspec.packing.cost import num_multiplied, read_bytes
-from batchspec.records import Completion, SamplingParams
-from tests.engines import DEVICE, packed, request
 from tests.models import make_checkpoint
+from tests.moe_models import assert_drafts_change_no_token, tiny_moe
 from tests.test_target import Runner, assert_like_transformers, prompts
 
 TINY: dict[str, Any] = {
@@ -72,18 +65,43 @@ def test_the_tensors_are_those_that_transformers_saves(tmp_path: Path) -> None:
 
 
 def test_the_lowest_id_of_equal_experts_is_chosen() -> None:
-    weights, ids = route(torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0], [0.0, 0.0, 0.0, 0.0, 0.0]]), 3, norm_topk=True)
-    assert ids.tolist() == [[1, 2, 4], [0, 1, 2]]
-    torch.testing.assert_close(weights, torch.full((2, 3), 1 / 3))
-    raw, _ = route(torch.zeros(1, 5), 2, norm_topk=False)
+    logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
+    for weights, ids in (
+        softmax_topk(logits, 3, norm_topk=True), topk_softmax(logits, 3), sigmoid_topk(logits, torch.zeros(5), 3)
+    ):  # fmt: skip
+        assert ids.tolist() == [[1, 2, 4], [0, 1, 2]]
+        torch.testing.assert_close(weights, torch.full((2, 3), 1 / 3))
+    raw, _ = softmax_topk(torch.zeros(1, 5), 2, norm_topk=False)
     torch.testing.assert_close(raw, torch.full((1, 2), 0.2))
 
 
-def test_experts_on_all_tokens_masked_are_experts_on_their_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny_moe()
+def test_a_selection_bias_chooses_and_does_not_weigh() -> None:
+    scores = torch.tensor([[0.5, 0.7, 0.4, 0.9, 0.4]])
+    weights, ids = sigmoid_topk(torch.logit(scores), torch.tensor([0.4, 0.1, 0.4, -0.5, 0.4]), 4)
+    assert ids.tolist() == [[1, 0, 2, 4]]  # 0.8, 0.9, 0.8, 0.8 with the bias: expert 3 has 0.4 alone
+    torch.testing.assert_close(weights, scores[:, [1, 0, 2, 4]] / 2)
+
+
+def test_the_pairs_of_each_expert_are_listed() -> None:
+    ids = torch.tensor([[3, 0], [0, 1], [3, 4]])
+    routing = routing_of(torch.ones(3, 2), ids, 6)
+    assert routing.pairs.tolist() == [1, 2, 3, 0, 4, 5]
+    assert routing.offsets.tolist() == [0, 2, 3, 3, 5, 6, 6]
+    assert {tensor.dtype for tensor in (routing.expert_ids, routing.pairs, routing.offsets)} == {torch.int32}
+
+
+def test_outputs_are_added_in_slot_order_and_rounded_once() -> None:
+    values = torch.tensor([[1.0], [2.0**-8], [2.0**-8], [3.0], [0.0], [1.0]]).bfloat16()
+    out = combine(values, torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 2.0]]))
+    assert out.dtype is torch.bfloat16
+    assert out.tolist() == [[1 + 2**-7], [5.0]]  # in bf16 1 + 2**-8 is 1
+
+
+def test_experts_that_compute_a_pair_of_each_token_give_what_they_give_on_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_moe("qwen3_moe")
     ids = prompts([9, 1, 4], 31)
     expected, _ = Runner.start(target, 3).feed(ids)
-    monkeypatch.setattr(Moe, "_own_tokens", Moe._all_tokens)
+    monkeypatch.setattr(grouped, "own_pairs", grouped.bounded_pairs)
     found, _ = Runner.start(target, 3).feed(ids)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
@@ -114,32 +132,6 @@ def test_costs_tell_what_is_stored_from_what_is_read_and_used() -> None:
     assert {(rows, k) for op, rows, k in products(spec) if op != "lm_head"} == {(5120, 2048), (2048, 4096)}  # attention's alone
 
 
-def tiny_moe() -> Target:
-    config = {
-        **QWEN3_30B, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 4, "vocab_size": 31, "max_position_embeddings": 256, "num_experts": 5,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 10, "rope_theta": 100.0,
-    }  # fmt: skip
-    return Target.load(Path(), read_spec(config, "config.json"), dtype=torch.float64, device=DEVICE, dummy=True)
-
-
-def ids_of(done: Completion) -> list[int]:
-    assert done.token_ids is not None
-    return [int(token) for token in done.token_ids]
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafts_of_any_kind_change_no_token(temperature: float) -> None:
-    target = tiny_moe()
-    head_spec = replace(dummy_spec(target.spec, draft_vocab_size=19), aux_layer_ids=(0, 1, 2))
-    head = dummy_head(head_spec, dtype=torch.float64, device=DEVICE)
-    drafters: list[Drafter] = [
-        NoDrafter(), LookupDrafter(4, min_ngram=1, max_ngram=2), ChainDrafter(head, target, 3, slots=3),
-    ]  # fmt: skip
-    found = []
-    for drafter in drafters:
-        engine = Engine(target, drafter, packed(3, draft_len=4), device=DEVICE)
-        asked = [request(i, [i, 2, 3, i, 2], cap=24, sampling=SamplingParams(temperature=temperature)) for i in range(5)]
-        found.append({done.request_id: ids_of(done) for done in engine.run(iter(asked))})
-    assert found[0] == found[1] == found[2]
-    assert all(len(tokens) == 24 for tokens in found[0].values())
+    assert_drafts_change_no_token(tiny_moe("qwen3_moe"), temperature)

@@ -46,10 +46,10 @@ def test_the_kernel_s_plan_equals_torch_s(window: int | None, sink: int, dtype: 
     plan = plan_verify(batch, layer_kv(kv), num_heads=HEADS, window=window, sink=sink, interpret=True)
     # fp64 stays with torch on every device.
     exact = plan_attention(batch, layer_kv(kv.double()), num_heads=HEADS, window=window, sink=sink)
-    expected = exact.attend(q.double(), layer_kv(kv.double()), SCALE)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    for _layer in range(2):
-        out = plan.attend(q, layer_kv(kv), SCALE)
+    for sink_logits in (None, torch.tensor([-2.0, 1.0, 0.0, 4.0], device=DEVICE)):
+        expected = exact.attend(q.double(), layer_kv(kv.double()), SCALE, sink_logits=sink_logits)
+        out = plan.attend(q, layer_kv(kv), SCALE, sink_logits=sink_logits)
         assert out.dtype == dtype
         torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=0)
 

@@ -42,9 +42,13 @@ def plan_attention(batch: FlatBatch, kv: LayerKV, *, num_heads: int, window: int
 class AttentionPlan(Protocol):
     """See `plan_attention`."""
 
-    def attend(self, q: Tensor, kv: LayerKV, scale: float, positions: Tensor | None = None) -> Tensor:
+    def attend(
+        self, q: Tensor, kv: LayerKV, scale: float, positions: Tensor | None = None, sink_logits: Tensor | None = None
+    ) -> Tensor:
         """As the function `attend`, for one layer.
 
         positions  int64 [T] to use instead of the batch's: not earlier, and below the row's kv_len. The steps of a draft chain
                    share a plan this way
+        sink_logits  fp32 (fp64 for fp64) [NH]: one more key of each head, with this logit and the value 0 (gpt-oss). Not `sink`,
+                     which counts real keys
         """

@@ -64,15 +64,17 @@ class VarlenPlan:
         self._longest = max(batch.host.q_len), max(batch.host.kv_len)
         self._window = -1 if window is None else window - 1
 
-    def attend(self, q: Tensor, kv: LayerKV, scale: float, positions: Tensor | None = None) -> Tensor:
+    def attend(
+        self, q: Tensor, kv: LayerKV, scale: float, positions: Tensor | None = None, sink_logits: Tensor | None = None
+    ) -> Tensor:
         """As `AttentionPlan.attend`; for the positions of the batch alone."""
         assert positions is None
         k, v = _keys_of(kv, self._key_slots)
-        out: Tensor = torch.ops.aten._flash_attention_forward(
+        out, lse = torch.ops.aten._flash_attention_forward(
             q, k, v, self._cu_seqlens_q, self._cu_seqlens_k, *self._longest, 0.0, True, False,
             scale=scale, window_size_left=self._window, window_size_right=0,
-        )[0]  # fmt: skip
-        return out
+        )[:2]  # fmt: skip
+        return _with_sinks(out, lse.t(), sink_logits)
 
 
 class FlashPlan:
@@ -99,12 +101,23 @@ class FlashPlan:
             kv_data_type=layout.dtype,
         )
 
-    def attend(self, q: Tensor, kv: LayerKV, scale: float, positions: Tensor | None = None) -> Tensor:
+    def attend(
+        self, q: Tensor, kv: LayerKV, scale: float, positions: Tensor | None = None, sink_logits: Tensor | None = None
+    ) -> Tensor:
         """As `AttentionPlan.attend`; for the positions of the batch alone."""
         assert positions is None
         assert math.isclose(scale, q.shape[-1] ** -0.5), scale
-        out: Tensor = self._wrapper.run(q, *_keys_of(kv, self._key_slots), out=torch.empty_like(q))
-        return out
+        out = torch.empty_like(q)
+        if sink_logits is None:
+            self._wrapper.run(q, *_keys_of(kv, self._key_slots), out=out)
+            return out
+        _, lse = self._wrapper.run(q, *_keys_of(kv, self._key_slots), out=out, return_lse=True)
+        return _with_sinks(out, lse * math.log(2), sink_logits)
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> Tensor:
+    """out [T, NH, D] with lse [T, NH], the natural logarithm of its softmax denominators, to which the sinks are added."""
+    return out if sink_logits is None else out.mul_(torch.sigmoid(lse - sink_logits).unsqueeze(2))
 
 
 def _keys_of(kv: LayerKV, slots: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _SHORT = 16
 """Rows of at most this many queries are padded and computed together; longer rows are computed one by one."""
+_QUERIES = 256
+"""Queries whose scores are in memory at once, where torch's attention does not serve."""
 
 
 class TorchPlan:
@@ -28,14 +30,16 @@ class TorchPlan:
         self._parts: list[_Part] = []
         self._covers = False
 
-    def attend(self, q: Tensor, kv: LayerKV, scale: float, positions: Tensor | None = None) -> Tensor:
+    def attend(
+        self, q: Tensor, kv: LayerKV, scale: float, positions: Tensor | None = None, sink_logits: Tensor | None = None
+    ) -> Tensor:
         positions = self._batch.positions if positions is None else positions
         if positions is not self._at:
             self._plan(replace(self._batch, positions=positions), kv)
             self._at = positions
         out = torch.empty_like(q) if self._covers else torch.zeros_like(q)
         for part in self._parts:
-            part.attend(q, kv, scale, out)
+            part.attend(q, kv, scale, out, sink_logits)
         return out
 
     def _plan(self, batch: FlatBatch, kv: LayerKV) -> None:
@@ -56,7 +60,7 @@ class TorchPlan:
 
 
 class _Part(Protocol):
-    def attend(self, q: Tensor, kv: LayerKV, scale: float, out: Tensor) -> None: ...
+    def attend(self, q: Tensor, kv: LayerKV, scale: float, out: Tensor, sink_logits: Tensor | None) -> None: ...
 
 
 class _Row:
@@ -85,20 +89,36 @@ def _gather(kv: LayerKV, pages: Tensor, out: Tensor) -> Tensor:
     return torch.index_select(kv.pages.view(-1, out.shape[1]), 0, pages, out=out)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attention of q [..., Q, D] over k, v [..., keys, D]; mask [..., Q, keys] of 0 and -inf, None: causal.
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None) -> Tensor:
+    """Attention of q [..., Q, D] over k, v [..., keys, D]; mask [..., Q, keys] of 0 and -inf, None: causal;
+    sinks [..., 1 or Q, 1] or None.
 
     torch adds the mask to the scores. A masked key that is NaN (`kv_write` stores keys that are not finite as NaN), or whose
     score overflows, then gives NaN to every query. If the output has NaN, it is computed again with masked scores replaced by
-    -inf.
+    -inf. With sinks it always is.
     """
+    if sinks is not None:
+        return _by_scores(q, k, v, mask, scale, sinks)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
     if not math.isnan(float(out.sum())):
         return out
+    return torch.where(out.isnan(), _by_scores(q, k, v, mask, scale, None), out)
+
+
+def _by_scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None) -> Tensor:
+    """The same from the definition, some queries at a time."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril() if mask is None else mask == 0
-    scores = (q.to(wide) @ k.to(wide).mT).mul_(scale).masked_fill_(~seen, float("-inf"))
-    return torch.where(out.isnan(), (scores.softmax(-1) @ v.to(wide)).to(out.dtype), out)
+    num_q, num_keys = q.shape[-2], k.shape[-2]
+    seen = torch.ones(num_q, num_keys, dtype=torch.bool, device=q.device).tril() if mask is None else mask == 0
+    k, v, out = k.to(wide), v.to(wide), []
+    for begin in range(0, num_q, _QUERIES):
+        own = slice(begin, begin + _QUERIES)
+        scores = (q[..., own, :].to(wide) @ k.mT).mul_(scale).masked_fill_(~seen[..., own, :], float("-inf"))
+        if sinks is not None:
+            sink = sinks if sinks.shape[-2] == 1 else sinks[..., own, :]
+            scores = torch.cat((scores, sink.to(wide).expand(*scores.shape[:-1], 1)), -1)
+        out.append((scores.softmax(-1)[..., :num_keys] @ v).to(q.dtype))
+    return torch.cat(out, -2)
 
 
 class _LongRow:
@@ -118,7 +138,7 @@ class _LongRow:
             q_ids = torch.arange(row.begin, row.begin + row.num_q, device=kv.pages.device)[:, None]
             self._mask = sees.mask(keys, batch.positions[q_ids], q_ids)
 
-    def attend(self, q: Tensor, kv: LayerKV, scale: float, out: Tensor) -> None:
+    def attend(self, q: Tensor, kv: LayerKV, scale: float, out: Tensor, sink_logits: Tensor | None) -> None:
         kv_heads, head_dim = kv.layout.num_kv_heads, kv.layout.head_dim
         keys, values = _gather(kv, self._pages, self._buffer).view(2, -1, kv_heads, 1, head_dim)[:, : self._num_keys]
         # Query heads that share K/V are a dimension of stride 0 in K and V: on a CPU these are not repeated in memory.
@@ -126,7 +146,8 @@ class _LongRow:
         k, v = (x.permute(1, 2, 0, 3).expand(-1, q.shape[1], -1, -1) for x in (keys, values))
         if kv.pages.is_cuda:  # with a mask, torch 2.11's memory-efficient kernel reads out of bounds at a stride of 0
             k, v = k.contiguous(), v.contiguous()
-        o = _attend(q, k, v, self._mask, scale)
+        sinks = None if sink_logits is None else sink_logits.view(kv_heads, -1, 1, 1)
+        o = _attend(q, k, v, self._mask, scale, sinks)
         out[self._place] = o.permute(2, 0, 1, 3).flatten(1, 2)
 
 
@@ -160,13 +181,14 @@ class _ShortRows:
         self._q_ids = None if in_order else flat
         self._kept = None if in_order else (place < num_q).flatten().nonzero().squeeze(1)
 
-    def attend(self, q: Tensor, kv: LayerKV, scale: float, out: Tensor) -> None:
+    def attend(self, q: Tensor, kv: LayerKV, scale: float, out: Tensor, sink_logits: Tensor | None) -> None:
         (num_heads, head_dim), kv_heads = q.shape[1:], kv.layout.num_kv_heads
         gathered = _gather(kv, self._pages, self._buffer).view(2, self._num_rows, -1, kv_heads, head_dim).transpose(2, 3)
         padded = q if self._q_ids is None else q.index_select(0, self._q_ids)
         shape = (self._num_rows, self._num_q, kv_heads, num_heads // kv_heads, head_dim)
         folded = padded.view(shape).transpose(1, 2).flatten(2, 3)
-        o = _attend(folded, gathered[0], gathered[1], self._mask, scale)
+        sinks = None if sink_logits is None else sink_logits.view(kv_heads, -1, 1).repeat(1, self._num_q, 1)
+        o = _attend(folded, gathered[0], gathered[1], self._mask, scale, sinks)
         o = o.view(self._num_rows, kv_heads, self._num_q, -1, head_dim).transpose(1, 2)
         if self._q_ids is None or self._kept is None:
             out.view(shape).copy_(o)

@@ -81,11 +81,14 @@ class VerifyPlan:
         self._tail_start = None if batch.tree is None else batch.tree.start
         self._listed = False  # a layer has run: other launches lie between the work list and the next attention
 
-    def attend(self, q: Tensor, kv: LayerKV, scale: float, positions: Tensor | None = None) -> Tensor:
+    def attend(
+        self, q: Tensor, kv: LayerKV, scale: float, positions: Tensor | None = None, sink_logits: Tensor | None = None
+    ) -> Tensor:
         """Attention of q [T, NH, D], whose rows may be slices of wider ones -> [T, NH, D]; zeros for dead rows and padding.
 
         kv          this layer's, with the queries' own K/V already written
         positions   int64 [T] instead of the batch's, each row's below its kv_len
+        sink_logits fp32 [NH]: see `AttentionPlan`
         """
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         verify_attention(
@@ -99,6 +102,7 @@ class VerifyPlan:
             out=out,
             ancestors=self._ancestors,
             tail_start=self._tail_start,
+            sink_logits=sink_logits,
             early=self._listed,
             interpret=self._interpret,
         )

@@ -39,7 +39,7 @@ SUFFIXES = {
     "chat": (".jsonl", ".parquet"), "prompt_completion": (".jsonl", ".parquet"), "openai": (".jsonl",),
     "openai's requests": (".parquet",),
 }  # fmt: skip
-STATUSES = ("ok", "truncated", "error", "skipped", "cancelled")
+STATUSES = ("ok", "truncated", "error", "skipped")
 GROUP_ROWS = 8192
 
 

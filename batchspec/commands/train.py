@@ -53,6 +53,8 @@ def train(run: TrainRun) -> Path:
     sources = _sources(run)
     model, dummy = find_model(run.model.path, run.model.revision), run.model.load_format == "dummy"
     folder, spec = model.folder, load_spec(model.folder) if dummy else judge_model(model)
+    if run.model.activations == "fp8":
+        spec = spec.with_fp8_activations()
     if run.draft.path is not None:
         judge_head(find_model(run.draft.path, key="draft.path"), spec, aux_layers=run.draft.aux_layers)
     device = choose_device(run.device)
@@ -182,6 +184,7 @@ def _facts(run: TrainRun, spec: ModelSpec, folder: Path, sources: list[Source]) 
     draft = {f"draft.{key}": getattr(run.draft, key) for key in ("path", "aux_layers", "num_speculative_tokens", "parallel")}
     model = {
         "model.dtype": run.model.dtype,
+        **({} if run.model.activations == "dtype" else {"model.activations": run.model.activations}),
         "model": f"{spec.family} of {spec.num_layers} layers, {spec.hidden_size} wide",
         "model.weights": weights,
     }

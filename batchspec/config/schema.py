@@ -22,6 +22,9 @@ class ModelConfig:
     """Branch, tag or commit of a hub id. null is the default branch."""
     dtype: str = "auto"
     """Data type of weights, activations and K/V. auto is the checkpoint's own, or float32 on a CPU without fast bfloat16."""
+    activations: str = "dtype"
+    """What products with FP8 weights read. dtype: activations as they are, and weights converted to model.dtype at load. fp8:
+    activations quantised as the checkpoint says (W8A8), for now in plain PyTorch, which is slow."""
     max_len: int | None = None
     """Maximum length of a sequence, prompt plus output, in tokens. null is the model's own limit."""
     load_format: str = "auto"

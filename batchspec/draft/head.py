@@ -18,7 +18,8 @@ from batchspec.kernels.gemm.lm_head import lm_head
 from batchspec.kernels.gemm.tiles import Tile
 from batchspec.kernels.norm_rope.norm import rms_norm as tap_norm
 from batchspec.kernels.sampling.argmax import argmax
-from batchspec.model.blocks.base import Gemm, ProductSpec
+from batchspec.model.blocks.base import Gemm, GroupedSpec, ProductSpec
+from batchspec.model.blocks.forward import GroupedProduct
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.decoder import PagedAttend, PagedStore, ResidualStream
 from batchspec.model.fused import rms_norm
@@ -79,6 +80,9 @@ class _HeadWeights:
 
     def vector(self, name: str) -> Tensor:
         return self._tensors[self._prefix + name]
+
+    def grouped(self, spec: GroupedSpec) -> GroupedProduct:
+        raise NotImplementedError  # layers of heads are dense
 
 
 def _fused(tensors: Mapping[str, Tensor], prefix: str, spec: ProductSpec) -> tuple[Tensor, Tensor | None]:

@@ -192,7 +192,7 @@ def dummy_spec(target: ModelSpec, *, draft_vocab_size: int = 32000, parallel: bo
         num_heads=target.num_heads, num_kv_heads=target.num_kv_heads, head_dim=target.head_dim,
         intermediate_size=target.intermediate_size, vocab_size=target.vocab_size, draft_vocab_size=vocab,
         aux_layer_ids=usual_aux_layers(target.num_layers), rms_eps=target.rms_eps,
-        rope=replace(target.rope, rotary_dim=None, interleaved=False), windows=(None,),
+        rope=target.rope.of_heads, windows=(None,),
         qkv_bias=False, o_bias=False, mlp_bias=False, fc_bias=False, qk_norm=False, norm_before_residual=False, input_norm=False,
         fc_norm=False, feed_normed=False, own_embedding=False, own_head=True, mapped=vocab < target.vocab_size,
         mask_token_id=target.vocab_size - 1 if parallel else None,

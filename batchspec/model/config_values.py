@@ -27,6 +27,7 @@ INTEGERS: Ranges = {
     "num_attention_heads": (1, 2**16),
     "num_key_value_heads": (1, 2**16),
     "head_dim": (1, 2**16),
+    "rotary_dim": (2, 2**16),
     "vocab_size": (1, 2**26),
     "draft_vocab_size": (1, 2**26),
     "max_position_embeddings": (1, 2**31 - 1),
@@ -55,9 +56,14 @@ NUMBERS: dict[str, tuple[float, float]] = {
     "attention_factor": (1e-3, 1e3),
     "mscale": (0.0, 1e3),
     "mscale_all_dim": (0.0, 1e3),
+    "swiglu_alpha": (1e-3, 1e3),
+    "swiglu_limit": (1e-3, 1e6),
     "partial_rotary_factor": (0.0, 1.0),
+    "short_factor": (1e-3, 1e6),
+    "rope_local_base_freq": (1.01, 1e15),
+    "query_pre_attn_scalar": (1e-3, 1e9),
 }
-"""key -> lowest and highest value; all values are finite."""
+"""key -> lowest and highest value, in a list of each; all values are finite."""
 
 
 class ConfigReader:
@@ -86,6 +92,10 @@ class ConfigReader:
         """The same with these values for keys that are not there; one that is there and null stays null."""
         return self._with({**defaults, **self._values})
 
+    def over(self, other: ConfigReader) -> ConfigReader:
+        """The same with the values of another object for keys that are not there."""
+        return self.filled(other._values)
+
     def ranged(self, integers: Ranges) -> ConfigReader:
         """The same with the ranges of further keys."""
         return ConfigReader(self._values, self.where, prefix=self._prefix, integers={**self._integers, **integers})
@@ -103,9 +113,16 @@ class ConfigReader:
         value, (low, high) = self._values.get(key), NUMBERS[key]
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:  # NaN is in no range
+        if not _is_number(value, low, high):
             raise self._wrong(key, value, f"a number in {low:g} .. {high:g}")
-        return float(value)
+        return float(value)  # type: ignore[arg-type]
+
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """A list of so many numbers; refused if it is missing."""
+        value, (low, high) = self._values.get(key), NUMBERS[key]
+        if not (isinstance(value, list) and len(value) == count and all(_is_number(item, low, high) for item in value)):
+            raise self._wrong(key, value, f"a list of {count} numbers in {low:g} .. {high:g}")
+        return tuple(float(item) for item in value)
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self._values.get(key)
@@ -154,9 +171,9 @@ class ConfigReader:
         """Whether the value of an unsupported key is none of `neutral`, the values that need no support."""
         return self._values.get(key) not in neutral
 
-    def shown(self, key: str) -> str:
-        """key=value, for messages."""
-        return f"{self._prefix}{key}={short_json(self._values.get(key))}"
+    def shown(self, key: str, *, prefix: bool = True) -> str:
+        """key=value, for messages; with the name of the object that it is in, unless prefix is False."""
+        return f"{self._prefix if prefix else ''}{key}={short_json(self._values.get(key))}"
 
     def refusal(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{self.where}: {problem}")
@@ -169,6 +186,10 @@ class ConfigReader:
 
     def _wrong(self, key: str, value: Any, wanted: str) -> CheckpointError:
         return self.refusal(f"{self._prefix}{key} is {short_json(value)}; it must be {wanted}")
+
+
+def _is_number(value: Any, low: float, high: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high  # NaN is in no range
 
 
 def _is_integer(value: Any, low: int, high: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -10,10 +10,11 @@ from torch import Tensor
 from batchspec.cache.attention import AttentionPlan
 from batchspec.cache.layout import LayerKV
 from batchspec.errors import CheckpointError
-from batchspec.model.blocks.base import ProductSpec
-from batchspec.model.blocks.forward import Product
+from batchspec.model.blocks.base import GroupedSpec, ProductSpec
+from batchspec.model.blocks.forward import GroupedProduct, Product
+from batchspec.model.files import listed
 from batchspec.model.fused import add_norm, rms_norm, rope_write
-from batchspec.model.quant.base import Weights
+from batchspec.model.quant.base import WeightFormat, Weights
 from batchspec.model.quant.formats import Formats
 from batchspec.model.rope import Rope
 
@@ -37,11 +38,11 @@ class ResidualStream:
         return self.residual.is_contiguous() and product.norms_input(self.residual, gated=gated)
 
     def project(
-        self, norm: Tensor, eps: float, product: Product, row_ids: Tensor | None, *, gated: bool = False,
+        self, norm: Tensor | None, eps: float, product: Product, row_ids: Tensor | None, *, gated: bool = False,
         out_aux: Tensor | None = None,
     ) -> Any:  # fmt: skip
-        if self._pending is not None:
-            x = self.normed(norm, eps, out_aux=out_aux)
+        if self._pending is not None or norm is None:
+            x = self._summed(out_aux) if norm is None else self.normed(norm, eps, out_aux=out_aux)
             return product.swiglu(x, row_ids) if gated else product(x, row_ids)
         if out_aux is not None:
             out_aux.copy_(self.residual)
@@ -56,6 +57,15 @@ class ResidualStream:
             out_aux.copy_(self.residual)
         normed = rms_norm(self.residual, norm, eps)
         return normed if out is None else out.copy_(normed)
+
+    def _summed(self, out_aux: Tensor | None) -> Tensor:
+        """The stream itself [T, H], with all that was added. out_aux [T, H] gets it too, or None."""
+        if self._pending is not None:
+            self.residual.add_(self._pending)
+            self._pending = None
+        if out_aux is not None:
+            out_aux.copy_(self.residual)
+        return self.residual
 
     def add(self, values: Tensor) -> None:
         assert self._pending is None
@@ -90,8 +100,8 @@ class PagedAttend:
     positions: Tensor | None = None
     """int64 [T] of the queries, where they are later than the plan's"""
 
-    def __call__(self, q: Tensor, scale: float) -> Tensor:
-        return self.plan.attend(q, self.kv, scale, self.positions).flatten(1)
+    def __call__(self, q: Tensor, scale: float, sink_logits: Tensor | None = None) -> Tensor:
+        return self.plan.attend(q, self.kv, scale, self.positions, sink_logits).flatten(1)
 
 
 class LayerWeights:
@@ -103,10 +113,19 @@ class LayerWeights:
     def product(self, spec: ProductSpec) -> Product:
         """Raises CheckpointError for parts of different formats, which cannot be multiplied as one matrix."""
         names = [self._prefix + part.name for part in spec.parts]
-        first, *others = (self._formats.of(name) for name in names)
-        if any(other != first for other in others):
-            raise CheckpointError(f"{', '.join(names)} must have one weight format; correct modules_to_not_convert")
-        return first.load(self._weights, names, bias=spec.bias)
+        return self._format(names).load(self._weights, names, bias=spec.bias)
 
     def vector(self, name: str) -> Tensor:
         return self._weights.tensor(self._prefix + name)
+
+    def grouped(self, spec: GroupedSpec) -> GroupedProduct:
+        """Raises CheckpointError for experts of different formats."""
+        own = replace(spec, name=self._prefix + spec.name)
+        names = [part.name for expert in range(own.num_experts) for part in own.of(expert).parts]
+        return self._format(names).load_grouped(self._weights, own)
+
+    def _format(self, names: list[str]) -> WeightFormat:
+        first, *others = (self._formats.of(name) for name in names)
+        if any(other != first for other in others):
+            raise CheckpointError(f"{listed(names)} must have one weight format; correct quantization_config")
+        return first

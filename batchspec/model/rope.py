@@ -21,6 +21,8 @@ def rope_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
     """fp32 [R/2] radians a token, R the numbers of a head that are rotated: `rope.rotary_dim`, or all of them."""
     dim = rope.rotary_dim or head_dim
     freqs = 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    if rope.type == "longrope":
+        return freqs / torch.tensor(rope.divisors)
     if rope.type == "linear":
         return freqs / rope.factor
     if rope.type == "llama3":

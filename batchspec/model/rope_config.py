@@ -7,18 +7,20 @@ from dataclasses import dataclass, replace
 
 from batchspec.model.config_values import ConfigReader
 
+USUAL_THETA = 10_000.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
     """Rotary position embedding; the fields after `theta` belong to the types that name them."""
 
     type: str
-    """default, linear, llama3 or yarn."""
+    """default, linear, llama3, yarn or longrope."""
     theta: float
     factor: float = 1.0
     """linear, llama3, yarn: how many times longer than the original context."""
     original_max_len: int = 0
-    """llama3, yarn: context of the pretraining, in tokens."""
+    """llama3, yarn, longrope: context of the pretraining, in tokens."""
     low_freq_factor: float = 1.0
     """llama3."""
     high_freq_factor: float = 4.0
@@ -28,13 +30,26 @@ class RopeSpec:
     beta_slow: float = 1.0
     """yarn: rotations below which it is divided by `factor`."""
     attention_factor: float = 1.0
-    """yarn: cos and sin are multiplied by it."""
+    """yarn, longrope: cos and sin are multiplied by it."""
     truncate: bool = True
     """yarn: round the two ends of the ramp to whole dimensions."""
     rotary_dim: int | None = None
     """The first so many numbers of each head are rotated, the others stay as they are; None: all are rotated. Even."""
     interleaved: bool = False
     """Dimension 2j is rotated with 2j + 1; else j with j + half of those that are rotated."""
+    divisors: tuple[float, ...] = ()
+    """longrope: each frequency is divided by its own."""
+
+    def longest(self, max_len: int) -> int:
+        """The longest row that it is right for, of a model that names `max_len`."""
+        return min(max_len, self.original_max_len) if self.type == "longrope" else max_len
+
+    @property
+    def of_heads(self) -> RopeSpec:
+        """What a new draft head takes over: one that any reader of heads knows."""
+        if self.type == "longrope":
+            return RopeSpec(type="default", theta=self.theta)
+        return replace(self, rotary_dim=None, interleaved=False)
 
 
 def read_rope(config: ConfigReader, max_len: int | None, *, head_dim: int | None = None) -> RopeSpec:
@@ -43,15 +58,24 @@ def read_rope(config: ConfigReader, max_len: int | None, *, head_dim: int | None
     max_len   the original context where the config names none; None: it has to
     head_dim  of a family that may rotate a part of each head (partial_rotary_factor); None: that is refused
 
-    `rope_scaling` where it holds anything, and then nothing of `rope_parameters`, as transformers 5 has it
-    (modeling_rope_utils.py, convert_rope_params_to_dict); rope_theta from there, else from the config.
+    rope_theta from the `rope_part`, else from the config.
     """
-    rope = config.part("rope_scaling") if config.differs("rope_scaling", None, {}) else config.part("rope_parameters")
-    spec = _read_part(config, rope, max_len, config.number("rope_theta", 10_000.0), partial=head_dim is not None)
-    return spec if head_dim is None else replace(spec, rotary_dim=_rotary_dim(config, rope, head_dim))
+    rope = rope_part(config)
+    spec = read_part(config, rope, max_len, config.number("rope_theta", USUAL_THETA), partial=head_dim is not None)
+    return spec if head_dim is None else replace(spec, rotary_dim=read_rotary_dim(config, rope, head_dim))
 
 
-def _rotary_dim(config: ConfigReader, rope: ConfigReader, head_dim: int) -> int | None:
+def rope_part(config: ConfigReader) -> ConfigReader:
+    """`rope_scaling` where it holds anything, and then nothing of `rope_parameters`, as transformers 5 has it
+    (modeling_rope_utils.py, convert_rope_params_to_dict)."""
+    return config.part("rope_scaling") if config.differs("rope_scaling", None, {}) else config.part("rope_parameters")
+
+
+def rope_kind(rope: ConfigReader) -> str:
+    return rope.text("rope_type", rope.text("type", "default"))
+
+
+def read_rotary_dim(config: ConfigReader, rope: ConfigReader, head_dim: int) -> int | None:
     """int(head_dim * partial_rotary_factor), the factor from the rope's part of the config, else from the config."""
     part = rope if rope.given("partial_rotary_factor") else config
     rotary_dim = int(head_dim * part.number("partial_rotary_factor", 1.0))
@@ -63,9 +87,11 @@ def _rotary_dim(config: ConfigReader, rope: ConfigReader, head_dim: int) -> int 
     return None if rotary_dim == head_dim else rotary_dim
 
 
-def _read_part(config: ConfigReader, rope: ConfigReader, max_len: int | None, usual_theta: float, *, partial: bool) -> RopeSpec:
+def read_part(
+    config: ConfigReader, rope: ConfigReader, max_len: int | None, usual_theta: float, *, partial: bool = False
+) -> RopeSpec:
     """One object that describes a rotary embedding. partial: its partial_rotary_factor is the caller's to read."""
-    kind = rope.text("rope_type", rope.text("type", "default"))
+    kind = rope_kind(rope)
     theta = rope.number("rope_theta", usual_theta)
     wrong = [f"{key} per layer type" for key in rope.objects()]
     if kind not in ("default", "linear", "llama3", "yarn"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,13 +11,14 @@ import torch
 from batchspec.cache.layout import KVLayout
 from batchspec.errors import CheckpointError
 from batchspec.model.blocks.attention import AttentionSpec
-from batchspec.model.blocks.base import BlockSpec, Gemm, TensorSpec, projections
+from batchspec.model.blocks.base import PLAIN_NORM, BlockSpec, Gemm, NormForm, TensorSpec, projections
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.config_values import ConfigReader, Json, read_json, shown
 from batchspec.model.families.registry import family_of
 from batchspec.model.quant.formats import ALL_PLAIN, Formats
+from batchspec.model.quant.modelopt import CONFIG_FILE, of_file
 from batchspec.model.quant.registry import read_formats
-from batchspec.model.rope_config import RopeSpec, read_rope
+from batchspec.model.rope_config import RopeSpec
 
 EMBEDDING, FINAL_NORM, OUTPUT = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _GENERATION_KEYS = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -36,11 +37,17 @@ class ModelSpec:
     rms_eps: float
     """of the final norm"""
     rope: RopeSpec
+    local_rope: RopeSpec | None = None
+    """Of layers with a window, where it is another one."""
+    norms: NormForm = PLAIN_NORM
+    """of the final norm"""
+    embedding_scale: float | None = None
+    """Embeddings are multiplied by it, rounded to the model's dtype; None: they are not."""
     tie: bool
     """The output matrix is the embedding."""
     formats: Formats = ALL_PLAIN
     eos_ids: tuple[int, ...]
-    """Of generation_config.json first, then those that only config.json has."""
+    """Of generation_config.json first, then those that only config.json has, unless a family says no (`config_ends`)."""
     max_len: int
     """Longest prompt + output, in tokens."""
     dtype: str
@@ -83,9 +90,19 @@ class ModelSpec:
         return tuple(attention.window for attention in self.attentions)
 
     @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """[num_layers]"""
+        local = self.rope if self.local_rope is None else self.local_rope
+        return tuple(self.rope if window is None else local for window in self.windows)
+
+    @property
     def intermediate_size(self) -> int:
         """Numbers between the two products of the first layer's MLP, of one token: a new draft head takes it over."""
         return self.layers[0].mlp.inner_size
+
+    def with_fp8_activations(self) -> ModelSpec:
+        """The same with activations quantised as the checkpoint says (W8A8). Raises ConfigError where it has no FP8 weights."""
+        return replace(self, formats=self.formats.with_fp8_activations())
 
     def blocks(self) -> Iterator[tuple[str, BlockSpec]]:
         """Each block with the prefix of its names in the checkpoint, in the order of the forward."""
@@ -103,7 +120,7 @@ class ModelSpec:
         """Every tensor of the checkpoint by its full name; lm_head.weight only where it is not tied."""
         matrix = (self.vocab_size, self.hidden_size)
         yield TensorSpec(EMBEDDING, matrix, "weight")
-        yield TensorSpec(FINAL_NORM, (self.hidden_size,), "norm")
+        yield self.norms.tensor(FINAL_NORM.removesuffix(".weight"), self.hidden_size)
         if not self.tie:
             yield TensorSpec(OUTPUT, matrix, "weight")
         for prefix, block in self.blocks():
@@ -127,12 +144,15 @@ def layer_prefix(index: int) -> str:
 
 
 def block_tensors(block: BlockSpec, prefix: str, formats: Formats = ALL_PLAIN) -> Iterator[TensorSpec]:
-    """Every tensor of a block by its full name: those of its projections, as their formats store them, then its vectors."""
+    """Every tensor of a block by its full name: those of its products as their formats store them, then vectors."""
     for part in projections(block):
         for tensor in formats.of(prefix + part.name).tensors(part):
-            yield TensorSpec(prefix + tensor.name, tensor.shape, tensor.role, tensor.dtypes)
+            yield replace(tensor, name=prefix + tensor.name)
+    for spec in block.grouped:
+        for tensor in formats.of(prefix + spec.of(0).parts[0].name).grouped_tensors(spec):
+            yield replace(tensor, name=prefix + tensor.name)
     for tensor in block.vectors:
-        yield TensorSpec(prefix + tensor.name, tensor.shape, tensor.role, tensor.dtypes)
+        yield replace(tensor, name=prefix + tensor.name)
 
 
 def load_spec(folder: Path) -> ModelSpec:
@@ -145,7 +165,10 @@ def load_spec(folder: Path) -> ModelSpec:
     if not path.is_file():
         raise CheckpointError(f"{shown(folder)}: no config.json; model.path must be a Hugging Face model folder")
     generation = read_json(folder / "generation_config.json")
-    return read_spec(read_json(path), shown(path), generation, shown(folder / "generation_config.json"))
+    config = read_json(path)
+    if config.get("quantization_config") is None and (beside := of_file(read_json(folder / CONFIG_FILE))) is not None:
+        config["quantization_config"] = beside
+    return read_spec(config, shown(path), generation, shown(folder / "generation_config.json"))
 
 
 def read_spec(values: Json, where: str, generation: Json | None = None, generation_where: str = "") -> ModelSpec:
@@ -154,22 +177,26 @@ def read_spec(values: Json, where: str, generation: Json | None = None, generati
     family = family_of(config)
     config = config.filled(family.defaults).ranged(family.integers)
     formats = read_formats(config)
-    not_built = ["quantization_config"] if formats is None else []
-    family.check(config, not_built)
-    assert formats is not None
-    max_len = config.integer("max_position_embeddings")
+    family.check(config)
     ends = ConfigReader(generation or {}, generation_where).integer_or_integers("eos_token_id")
+    if family.config_ends or not ends:
+        ends += config.integer_or_integers("eos_token_id")
+    layers = family.layers(config)
+    rope = family.rope(config)
     return ModelSpec(
         family=family.name,
         hidden_size=config.integer("hidden_size"),
         vocab_size=config.integer("vocab_size"),
-        layers=family.layers(config),
+        layers=layers,
         rms_eps=config.number("rms_norm_eps", 1e-6),
-        rope=read_rope(config, max_len),
+        rope=rope,
+        local_rope=family.local_rope(config),
+        norms=family.norms,
+        embedding_scale=family.embedding_scale(config),
         tie=config.flag("tie_word_embeddings"),
         formats=formats,
-        eos_ids=tuple(dict.fromkeys(ends + config.integer_or_integers("eos_token_id"))),
-        max_len=max_len,
+        eos_ids=tuple(dict.fromkeys(ends)),
+        max_len=rope.longest(config.integer("max_position_embeddings")),
         dtype=_dtype(config),
         generation={key: value for key in _GENERATION_KEYS if (value := (generation or {}).get(key)) is not None},
     )

@@ -55,7 +55,11 @@ class Target:
         # A GPU multiplies bf16 into fp32 itself; elsewhere the head is kept in the dtype of the logits.
         self._narrow_head = head if head.is_cuda and head.dtype is torch.bfloat16 else None
         self._head = Linear(head.to(self._head_dtype)) if self._narrow_head is None else None
-        self._freqs = rope_frequencies(spec.rope, spec.head_dim).to(device)
+        self._ropes = list(dict.fromkeys(spec.ropes))
+        self._rope_ids = [self._ropes.index(rope) for rope in spec.ropes]
+        self._freqs = [rope_frequencies(rope, spec.head_dim).to(device) for rope in self._ropes]
+        scale = spec.embedding_scale
+        self._embedding_scale = None if scale is None else float(torch.tensor(scale, dtype=self.dtype))
 
     @classmethod
     def load(cls, folder: Path, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, dummy: bool = False) -> Target:
@@ -99,8 +103,9 @@ class Target:
         """
         if len(set(aux_layer_ids)) < len(aux_layer_ids) or not all(0 <= i <= self.spec.num_layers for i in aux_layer_ids):
             raise ValueError(f"aux_layer_ids {aux_layer_ids} must be different boundaries in 0 .. {self.spec.num_layers}")
-        stream = ResidualStream(self._embedding.index_select(0, batch.token_ids))
-        rope = rope_of(batch.positions, self._freqs, self.spec.rope, self.dtype)
+        embedded = self._embedding.index_select(0, batch.token_ids)
+        stream = ResidualStream(embedded if self._embedding_scale is None else embedded.mul_(self._embedding_scale))
+        ropes = [rope_of(batch.positions, freqs, rope, self.dtype) for freqs, rope in zip(self._freqs, self._ropes, strict=True)]
         windows, group_of = self.spec.windows, cache.groups.target_layers
         batches = [batch.of_group(group) for group in range(cache.groups.num_groups)]
         # Layers with the same window are of one group, and a plan fits any of them.
@@ -115,6 +120,7 @@ class Target:
         places = batch.cu_seqlens_q[1:] - 1 if ends_only else None
         for i, layer in enumerate(self._layers):
             kv, own, own_batch = cache.layer(i), windows[i], batches[group_of[i]]
+            rope = ropes[self._rope_ids[i]]
             store = PagedStore(rope=rope, slot_mapping=own_batch.slot_mapping, kv=kv, row_ids=batch.row_ids)
             q = layer.attention.queries(stream, store, _aux_at(aux, aux_layer_ids, i))
             if kv_only and i == last:

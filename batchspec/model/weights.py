@@ -21,6 +21,7 @@ from batchspec.model.spec import EMBEDDING, OUTPUT, ModelSpec, load_spec
 
 Shapes = dict[str, tuple[int, ...]]
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 14
+_DUMMY_EXPONENTS = (116, 123)
 
 
 def expected_shapes(spec: ModelSpec) -> Shapes:
@@ -50,7 +51,8 @@ def check_tensors(where: str, spec: ModelSpec, stored: Mapping[str, StoredTensor
     expected = {tensor.name: tensor for tensor in spec.tensors()}
     if spec.tie and OUTPUT in stored:
         expected[OUTPUT] = replace(expected[EMBEDDING], name=OUTPUT)
-    unexpected = [name for name in stored.keys() - expected.keys() if not name.endswith("rotary_emb.inv_freq")]
+    past = ("rotary_emb.inv_freq", *spec.formats.read_past)
+    unexpected = [name for name in stored.keys() - expected.keys() if not name.endswith(past)]
     if problems := misfits(expected.values(), stored, unexpected):
         raise CheckpointError(f"{where}: the weights do not fit config.json: {'; '.join(problems)}")
 
@@ -65,10 +67,12 @@ def misfits(expected: Iterable[TensorSpec], stored: Mapping[str, StoredTensor], 
         if names
     ]
     problems += _wrapper(missing, unexpected)
+    if any(name.startswith("block.0.") for name in unexpected):
+        problems.append("names as in gpt-oss's folder original/: use the files of the folder above it")
     shapes = [
         f"{name} is {list(stored[name].shape)}, config.json says {list(by_name[name].shape)}"
         for name in common
-        if stored[name].shape != by_name[name].shape
+        if stored[name].shape not in (by_name[name].shape, *by_name[name].others)
     ]
     floats = [name for name in common if by_name[name].dtypes == FLOATS and stored[name].dtype not in FLOATS]
     others = [
@@ -106,9 +110,10 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
-        self._folder, self.dtype, self._device = folder, dtype, device
+        self._folder, self.dtype, self.device = folder, dtype, device
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
+        self._specs = {tensor.name: tensor for tensor in spec.tensors()}
         files = LocalFiles(folder)
         check_tensors(files.where, spec, stored_tensors(files))
         with self._stack:
@@ -120,11 +125,17 @@ class Checkpoint:
 
     def tensor(self, name: str) -> Tensor:
         tensor: Tensor = self._files[name].get_tensor(name)
-        return tensor.to(device=self._device, dtype=self.dtype)
+        spec, tensor = self._specs[name], tensor.to(self.device)
+        dtype = _dtype_of(spec, self.dtype)
+        return (tensor.to(torch.promote_types(dtype, torch.float32)) + spec.offset if spec.offset else tensor).to(dtype)
 
     def stored(self, name: str) -> Tensor:
         tensor: Tensor = self._files[name].get_tensor(name)
-        return tensor.to(self._device)
+        return tensor.to(self.device)
+
+    def entry(self, name: str, index: int) -> Tensor:
+        part: Tensor = self._files[name].get_slice(name)[index : index + 1]
+        return part[0].to(self.device)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -148,26 +159,43 @@ class Checkpoint:
                 )
 
 
-class DummyWeights:
-    """Noise of the right shapes from the spec alone: N(0, 0.02^2), norms and scales of quantised weights 1.
+def _dtype_of(tensor: TensorSpec, model: torch.dtype) -> torch.dtype:
+    """The dtype in memory of a tensor of a model that computes in `model`."""
+    return torch.promote_types(model, torch.float32) if tensor.wide else model
 
-    The same in every run on one kind of device, and never rounded to a quantised format.
+
+class DummyWeights:
+    """Noise of the right shapes from the spec alone: N(0, 0.02^2), norms 1; FP8 weights N(0, 100^2), their scales 0.0002.
+
+    The same in every run on one kind of device. Four-bit values and exponents, which a file holds as bytes, are random bytes, the
+    exponents such that values are small.
     """
 
     def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         self._tensors = {tensor.name: tensor for tensor in spec.tensors()}
-        self.dtype, self._device = dtype, device
+        self.dtype, self.device = dtype, device
         self._generator = torch.Generator(device).manual_seed(0)
 
     def tensor(self, name: str) -> Tensor:
-        tensor = self._tensors[name]
-        out = torch.empty(tensor.shape, dtype=self.dtype, device=self._device)
-        if tensor.role in ("norm", "scale"):
-            return out.fill_(1.0)
-        return out.normal_(0.0, 0.02, generator=self._generator)
+        return self._noise(self._tensors[name], self._tensors[name].shape)
 
     def stored(self, name: str) -> Tensor:
         return self.tensor(name)
+
+    def entry(self, name: str, index: int) -> Tensor:
+        return self._noise(self._tensors[name], self._tensors[name].shape[1:])
+
+    def _noise(self, tensor: TensorSpec, shape: tuple[int, ...]) -> Tensor:
+        if tensor.dtypes == ("U8",):
+            low, high = _DUMMY_EXPONENTS if tensor.role == "scale" else (0, 256)
+            return torch.randint(low, high, shape, dtype=torch.uint8, device=self.device, generator=self._generator)
+        if tensor.dtypes == ("F8_E4M3",):
+            values = torch.empty(shape, device=self.device).normal_(0.0, 100.0, generator=self._generator)
+            return values.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)
+        out = torch.empty(shape, dtype=_dtype_of(tensor, self.dtype), device=self.device)
+        if tensor.role in ("norm", "scale"):
+            return out.fill_(tensor.typical)
+        return out.normal_(0.0, 0.02, generator=self._generator)
 
 
 @dataclass(frozen=True, slots=True)

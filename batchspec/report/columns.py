@@ -10,7 +10,7 @@ MEANINGS = {
     "request_id": "`id` of the input, or made from the input file's name and the row",
     "row_index": "row of the input, from 0",
     "sample_index": "number of the completion of one input row, from 0",
-    "status": "`ok`; `truncated`: cut off at the token limit; `error`; `skipped`: prompt too long; `cancelled`: the job ended",
+    "status": "`ok`; `truncated`: cut off at the token limit; `error`; `skipped`: prompt too long",
     "messages": "the conversation as turns of role and content; the last turn is the answer if the job stores it there",
     "completion": "the answer, without stop strings and special tokens",
     "reasoning": "the reasoning block before the answer, if the model has tokens for one",

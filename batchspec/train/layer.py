@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from batchspec.model.blocks.base import ProductSpec, projections
-from batchspec.model.blocks.forward import Product
+from batchspec.model.blocks.base import GroupedSpec, ProductSpec, projections
+from batchspec.model.blocks.forward import GroupedProduct, Product
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.train.attend import Keys, attend
 from batchspec.train.fused import RoPE, SwiGLU
@@ -101,6 +101,9 @@ class _Modules:
     def vector(self, name: str) -> Tensor:
         return self._root.get_parameter(name)
 
+    def grouped(self, spec: GroupedSpec) -> GroupedProduct:
+        raise NotImplementedError  # layers of heads are dense
+
 
 class SeparateProduct(Product):
     """A product whose parts are separate modules. It returns a tuple of their outputs, or the output itself if there is one
@@ -128,10 +131,10 @@ class GradientStream:
         return False
 
     def project(
-        self, norm: Tensor, eps: float, product: Product, row_ids: Tensor | None, *, gated: bool = False,
+        self, norm: Tensor | None, eps: float, product: Product, row_ids: Tensor | None, *, gated: bool = False,
         out_aux: Tensor | None = None,
     ) -> Any:  # fmt: skip
-        x = self.normed(norm, eps)
+        x = self.state if norm is None else self.normed(norm, eps)
         return product.swiglu(x, row_ids) if gated else product(x, row_ids)
 
     def normed(self, norm: Tensor, eps: float, *, out_aux: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -162,5 +165,6 @@ class StepAttention:
         rotated: Tensor = RoPE.apply(q, cos, sin)  # type: ignore[no-untyped-call]
         return rotated
 
-    def __call__(self, q: Tensor, scale: float) -> Tensor:
+    def __call__(self, q: Tensor, scale: float, sink_logits: Tensor | None = None) -> Tensor:
+        assert sink_logits is None, "heads with sinks are not trained"
         return attend(q.expand(self._step.rows, -1, -1, -1).contiguous(), self._keys).flatten(2)

@@ -34,6 +34,7 @@ class MidLayer(Layer):
         self.hidden_norm = Norm(spec.attention.hidden_size, spec.attention.eps)
 
     def enter(self, embedded: Tensor, state: Tensor, step: Step, keys: Keys) -> Tensor:
+        assert self.spec.attention.norm is not None
         norm = self.get_submodule(self.spec.attention.norm)
         return self.of_normed(state, torch.cat([norm(embedded), self.hidden_norm(state)], -1), step, keys)
 

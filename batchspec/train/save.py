@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from batchspec.draft.formats import HeadSpec
+from batchspec.model.families.registry import FAMILIES
 from batchspec.model.rope_config import RopeSpec
 from batchspec.model.spec import ModelSpec
 from batchspec.train.network import HeadNetwork
@@ -101,7 +102,7 @@ def head_config(
             "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
-            "verifier": {"name_or_path": verifier, "architectures": [_ARCHITECTURES[target.family]]},
+            "verifier": {"name_or_path": verifier, "architectures": [FAMILIES[target.family].architecture]},
         },
         "transformer_layer_config": shape,
         "eagle_aux_hidden_state_layer_ids": aux_layer_ids,
@@ -111,11 +112,6 @@ def head_config(
         **own,
         "tie_word_embeddings": False,
     }
-
-
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "mistral": "MistralForCausalLM",
-}  # fmt: skip
 
 
 def _shape(spec: HeadSpec, target: ModelSpec) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
     out = sum over parts of 2**(lse[part] - peak) * part_out[part] / sum over parts of 2**(lse[part] - peak),   peak = max lse
 
-with lse = log2 of a part's softmax denominator. Line row_parts[r, 0] + part * n + i is (query, head) pair i of row r's n pairs.
+with lse = log2 of a part's softmax denominator; times `sink_share` of the whole where heads have sinks.
+Line row_parts[r, 0] + part * n + i is (query, head) pair i of row r's n pairs.
 Bound by launch latency and by reading the partial results, most of which are still in the L2 cache.
 Source: Dao et al. 2023 ("Flash-Decoding for long-context inference"), the second kernel.
 """
@@ -17,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchspec.kernels.attention.tile import sink_share
 from batchspec.kernels.attention.work_list import AttentionWork
 from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import check
@@ -45,8 +47,8 @@ def partials_of(work: AttentionWork, head_dim: int) -> Partials:
 
 @triton.jit
 def merge_states_kernel(
-    part_out, part_lse, row_parts, cu_seqlens_q, out, KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr, TILES: tl.constexpr, LINES: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    part_out, part_lse, row_parts, cu_seqlens_q, sink_logits, out, KV_HEADS: tl.constexpr, HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILES: tl.constexpr, LINES: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, tile of LINES pairs, K/V head); the loads of PARTS parts are in flight at once."""
     await_earlier(PDL)
@@ -79,8 +81,12 @@ def merge_states_kernel(
         mass = mass * shrink + tl.sum(weight, 0)
         acc = acc * shrink[:, None] + tl.sum(values * weight[:, :, None], 0)
         peak = new_peak
-    acc = acc / tl.maximum(mass, 1e-30)[:, None]
-    target = (begin + lane // HEADS).to(tl.int64) * (KV_HEADS * HEADS) + head * HEADS + lane % HEADS
+    mass = tl.maximum(mass, 1e-30)
+    acc = acc / mass[:, None]
+    q_head = head * HEADS + lane % HEADS
+    if sink_logits is not None:
+        acc = acc * sink_share(sink_logits, q_head, lane < num_lanes, peak + tl.log2(mass))[:, None]
+    target = (begin + lane // HEADS).to(tl.int64) * (KV_HEADS * HEADS) + q_head
     tl.store(out + target[:, None] * HEAD_DIM + d[None, :], acc.to(out.dtype.element_ty), mask=within)
 
 
@@ -92,6 +98,7 @@ def merge_states(
     *,
     max_q: int,
     out: Tensor,
+    sink_logits: Tensor | None = None,
     interpret: bool = False,
 ) -> None:
     """Write the output of every row that was computed in parts; other rows of `out` stay unchanged.
@@ -101,6 +108,7 @@ def merge_states(
     row_parts  int32 [R, 2]       first line of the row, number of parts (0: not in parts)
     cu_seqlens_q  int32 [R+1]     row r's flat tokens in `out`
     max_q      maximum number of flat tokens of a row
+    sink_logits  fp32 [NH] or None: joins the denominator of each softmax once (`verify_attention`)
     out        fp32, bf16 or fp16 [T, NH, D]  NH a multiple of KVH: a row has NH / KVH pairs for each flat token and K/V head
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
@@ -112,27 +120,35 @@ def merge_states(
     check("merge_states: row_parts", row_parts, (num_rows, 2), torch.int32)
     check("merge_states: cu_seqlens_q", cu_seqlens_q, (num_rows + 1,), torch.int32)
     check("merge_states: out", out, (out.shape[0], heads * kv_heads, head_dim), torch.float32, torch.bfloat16, torch.float16)
+    if sink_logits is not None:
+        check("merge_states: sink_logits", sink_logits, (out.shape[1],), torch.float32)
     if not (out.is_cuda or interpret):
-        merge_states_reference(part_out, part_lse, row_parts, cu_seqlens_q, out=out)
+        merge_states_reference(part_out, part_lse, row_parts, cu_seqlens_q, out=out, sink_logits=sink_logits)
     elif num_rows:
         tiles = triton.cdiv(max_q * heads, LINES)
         merge_states_kernel[(num_rows * tiles * kv_heads,)](
-            part_out, part_lse, row_parts, cu_seqlens_q, out, KV_HEADS=kv_heads, HEADS=heads, HEAD_DIM=head_dim,
+            part_out, part_lse, row_parts, cu_seqlens_q, sink_logits, out, KV_HEADS=kv_heads, HEADS=heads, HEAD_DIM=head_dim,
             DIM=max(16, triton.next_power_of_2(head_dim)), TILES=tiles, LINES=LINES, PARTS=PARTS, num_warps=1,
             **launch_args(out),
         )  # fmt: skip
 
 
-def merge_states_reference(part_out: Tensor, part_lse: Tensor, row_parts: Tensor, cu_seqlens_q: Tensor, *, out: Tensor) -> None:
+def merge_states_reference(
+    part_out: Tensor, part_lse: Tensor, row_parts: Tensor, cu_seqlens_q: Tensor, *, out: Tensor, sink_logits: Tensor | None = None
+) -> None:
     """The same in plain torch."""
     begins, (kv_heads, head_dim) = cu_seqlens_q.tolist(), part_out.shape[1:]
     for (first, parts), begin, stop in zip(row_parts.tolist(), begins, begins[1:], strict=False):
         lines = slice(first, first + parts * (stop - begin) * (out.shape[1] // kv_heads))
         if parts and stop > begin:
-            weights = part_lse[lines].view(parts, -1, kv_heads, 1).mul(0.6931471805599453).softmax(0)
-            merged = (part_out[lines].view(parts, -1, kv_heads, head_dim) * weights).sum(0)
-            pairs = merged.view(stop - begin, -1, kv_heads, head_dim).transpose(1, 2)
-            out[begin:stop] = pairs.reshape(stop - begin, -1, head_dim).to(out.dtype)
+            lse = part_lse[lines].view(parts, -1, kv_heads, 1).mul(0.6931471805599453)
+            merged = (part_out[lines].view(parts, -1, kv_heads, head_dim) * lse.softmax(0)).sum(0)
+            merged, lse = (
+                x.view(stop - begin, -1, kv_heads, x.shape[-1]).transpose(1, 2).flatten(1, 2) for x in (merged, lse.logsumexp(0))
+            )
+            if sink_logits is not None:
+                merged = merged * torch.sigmoid(lse - sink_logits[:, None])
+            out[begin:stop] = merged.to(out.dtype)
 
 
 def main() -> None:

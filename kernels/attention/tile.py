@@ -40,14 +40,25 @@ def lanes_of(tile, unit, begin, count, cu_seqlens_q, kv_len, row_order, max_q, H
 
 
 @triton.jit
+def sink_share(sink_logits, q_head, exists, lse):
+    """What of the softmax is not the sink's: 1 / (1 + e^sink / 2^lse), for the sink of each line's head."""
+    sink = tl.load(sink_logits + q_head, mask=exists, other=float("-inf")) * 1.4426950408889634
+    return 1.0 / (1.0 + tl.exp2(sink - lse))
+
+
+@triton.jit
 def write_lines(
-    out, part_out, part_lse, row_parts, peak, mass, acc, part, token, q_head, lane, row, num_lanes, head, d, inside, within,
+    out, part_out, part_lse, row_parts, sink_logits, peak, mass, acc, part, token, q_head, lane, row, num_lanes, head, d,
+    inside, within,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Finish the softmax of a tile and write it: to `out` if the item is a whole row (part < 0), else as a partial result."""
+    """Finish the softmax of a tile and write it: to `out` if the item is a whole row (part < 0), else as a partial result,
+    which has no sinks."""
     mass = tl.maximum(mass, 1e-30)
     acc = acc / mass[:, None]
     if part < 0:
+        if sink_logits is not None:
+            acc = acc * sink_share(sink_logits, q_head, inside, peak + tl.log2(mass))[:, None]
         place = token * (KV_HEADS * HEADS) + q_head
         tl.store(out + place[:, None] * HEAD_DIM + d[None, :], acc.to(out.dtype.element_ty), mask=within)
     else:

@@ -2,6 +2,7 @@
 
     out[t] = softmax over the keys k that t sees of (scale * q[t] . K[k]) @ V,   keys 0 .. position[t], or those in the window
                                                                                  and the sink, or those in t's ancestor mask
+    with sink_logits: the softmax has one more key, whose logit is a constant of the head and whose value is 0 (gpt-oss)
 
 One program for each item of the work list (`split_kv_schedule.py`) and K/V head: the row's queries, in all heads that share the
 K/V head, are the lines of one tile. The softmax is online, in base 2. An item that is a whole row writes its output, the others
@@ -33,7 +34,7 @@ from batchspec.kernels.common.pdl import await_earlier, launch_args
 @triton.jit(do_not_specialize=["max_pages", "max_q"])
 def verify_kernel(
     q, kv, page_table, positions, cu_seqlens_q, kv_len, row_order, items, num_items, row_parts, ancestors, tail_start,
-    out, part_out, part_lse, scale, max_pages, max_q, q_stride_t, q_stride_h, kv_stride_part, kv_stride_page,
+    sink_logits, out, part_out, part_lse, scale, max_pages, max_q, q_stride_t, q_stride_h, kv_stride_part, kv_stride_page,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SINK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr,
     WIDE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
@@ -119,8 +120,8 @@ def verify_kernel(
         q_head = head * HEADS + lane % HEADS
         within = inside[:, None] & (d < HEAD_DIM)[None, :]
     write_lines(
-        out, part_out, part_lse, row_parts, peak, mass, acc, part, token, q_head, lane, row, num_lanes, head, d, inside, within,
-        KV_HEADS, HEADS, HEAD_DIM,
+        out, part_out, part_lse, row_parts, sink_logits, peak, mass, acc, part, token, q_head, lane, row, num_lanes, head, d,
+        inside, within, KV_HEADS, HEADS, HEAD_DIM,
     )  # fmt: skip
 
 
@@ -136,6 +137,7 @@ def verify_attention(
     out: Tensor,
     ancestors: Tensor | None = None,
     tail_start: Tensor | None = None,
+    sink_logits: Tensor | None = None,
     config: Config | None = None,
     group_config: Config | None = None,
     early: bool = False,
@@ -155,6 +157,7 @@ def verify_attention(
     ancestors   int64 [T]  for trees: the query sees key tail_start[row] + j if bit j is set, and all keys below tail_start.
                 A window does not apply to keys from tail_start on
     tail_start  int32 [R]  with ancestors
+    sink_logits fp32 [NH]  joins the denominator of each softmax once, not scaled
     early       the previous launch has not written work, page_table or positions: with programmatic launches (`pdl.py`) they are
                 read before it ends
     config, group_config  warps and stages other than `config_of`'s, for measurements; the blocks are those of work.shape
@@ -175,10 +178,13 @@ def verify_attention(
     if ancestors is not None and tail_start is not None:
         check("verify_attention: ancestors", ancestors, (num_flat_tokens,), torch.int64)
         check("verify_attention: tail_start", tail_start, (num_rows,), torch.int32)
+    if sink_logits is not None:
+        check("verify_attention: sink_logits", sink_logits, (num_heads,), torch.float32)
     if not (q.is_cuda or interpret):
         verify_attention_reference(
-            q, kv, page_table, positions, work, scale=scale, out=out, ancestors=ancestors, tail_start=tail_start
-        )
+            q, kv, page_table, positions, work, scale=scale, out=out, ancestors=ancestors, tail_start=tail_start,
+            sink_logits=sink_logits,
+        )  # fmt: skip
         return
     heads = {
         "KV_HEADS": shape.kv_heads, "HEADS": shape.heads_per_kv, "HEAD_DIM": head_dim,
@@ -191,7 +197,7 @@ def verify_attention(
         row_order = work.shared.row_order if kind and work.shared else work.cu_seqlens_q
         verify_kernel[(items.shape[0] * shape.kv_heads,)](
             q, kv, page_table, positions, work.cu_seqlens_q, work.kv_len, row_order, items,
-            work.counts[kind:], work.row_parts, ancestors, tail_start, out, partials.out, partials.lse,
+            work.counts[kind:], work.row_parts, ancestors, tail_start, sink_logits, out, partials.out, partials.lse,
             scale * math.log2(math.e), page_table.shape[1], shape.max_q, q.stride(0), q.stride(1), kv.stride(0), kv.stride(1),
             **heads, PAGE_SIZE=shape.page_size, WINDOW=shape.window, SINK=shape.sink, TILE=tile, BLOCK=block, GROUPED=bool(kind),
             WIDE=not q.is_cuda and q.dtype == torch.bfloat16, num_warps=choice.num_warps, num_stages=choice.num_stages,
@@ -204,8 +210,9 @@ def verify_attention(
     launch(work.items, 0, shape.tile, shape.block, config or config_of(head_dim, shape.tile, q.dtype))
     if work.num_lines:
         merge_states(
-            partials.out, partials.lse, work.row_parts, work.cu_seqlens_q, max_q=shape.max_q, out=out, interpret=interpret
-        )
+            partials.out, partials.lse, work.row_parts, work.cu_seqlens_q, max_q=shape.max_q, out=out, sink_logits=sink_logits,
+            interpret=interpret,
+        )  # fmt: skip
 
 
 def verify_attention_reference(
@@ -219,6 +226,7 @@ def verify_attention_reference(
     out: Tensor,
     ancestors: Tensor | None = None,
     tail_start: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> None:
     """The same in plain torch, row by row: every key gathered, softmax over the whole row in fp32."""
     shape, begins = work.shape, work.cu_seqlens_q.tolist()
@@ -238,7 +246,10 @@ def verify_attention_reference(
             bits = (ancestors[begin:stop, None] >> tail.clamp(0, 63)) & 1
             seen = torch.where(tail < 0, seen, (bits != 0) & (tail < 64))
         scores = torch.einsum("thd,khd->htk", q[begin:stop].float(), k) * scale
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(2)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if sink_logits is not None:
+            scores = torch.cat((scores, sink_logits[:, None, None].expand(-1, stop - begin, 1)), 2)
+        weights = scores.softmax(2)[:, :, :length]
         out[begin:stop] = torch.einsum("htk,khd->thd", weights, v).to(out.dtype)
 
 

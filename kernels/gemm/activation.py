@@ -1,11 +1,15 @@
-"""SwiGLU activation: out = round(silu(gate)) * up of a fused product gate_up [T, 2 * I] (Shazeer 2020, arXiv 2002.05202).
+"""The gate of a gated MLP: out = round(act(gate)) * up of a fused product gate_up [T, 2 * I] (Shazeer 2020, arXiv 2002.05202).
 
-silu(x) = x / (1 + exp(-x)), in fp32 (fp64 for fp64), rounded to the tensors' dtype before the product, as in plain torch.
+    silu(x)      = x / (1 + exp(-x))
+    gelu_tanh(x) = x / (1 + exp(-2u)),  u = sqrt(2 / pi) * (x + 0.044715 x^3), which is x (1 + tanh(u)) / 2 (arXiv 1606.08415)
+
+In fp32 (fp64 for fp64), rounded to the tensors' dtype before the product, as in plain torch.
 Bound by memory at prefill sizes (bytes: 3 * T * I * itemsize), by launch latency at decode sizes.
 """
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
@@ -20,13 +24,15 @@ from batchspec.kernels.common.checks import FLOATS, check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 
 BLOCK = 2048
+GELU_SLOPE = 2 * math.sqrt(2 / math.pi)
 VALUES_PER_THREAD = 8  # a 16-byte load of bf16
 
 
 @triton.jit
 def silu_and_mul_kernel(
-    gate_up, out, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr
+    gate_up, out, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
+    """GELU: the slope of gelu_tanh at 0 times 2, or 0 for silu."""
     blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // blocks).to(tl.int64)
     lane = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -34,7 +40,10 @@ def silu_and_mul_kernel(
     await_earlier(PDL)
     gate = tl.load(gate_up + row * stride + lane, mask=exists, other=0.0).to(ACC)
     up = tl.load(gate_up + row * stride + WIDTH + lane, mask=exists, other=0.0).to(ACC)
-    opened = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(ACC)
+    inner = gate
+    if GELU > 0:
+        inner = GELU * (gate + 0.044715 * gate * gate * gate)
+    opened = (gate / (1.0 + tl.exp(-inner))).to(out.dtype.element_ty).to(ACC)
     tl.store(out + row * WIDTH + lane, opened * up, mask=exists)
 
 
@@ -46,15 +55,34 @@ def silu_and_mul(gate_up: Tensor, *, out: Tensor, interpret: bool = False) -> No
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
-    num_flat_tokens, width = out.shape
-    check("silu_and_mul: gate_up", gate_up, (num_flat_tokens, 2 * width), *FLOATS, rows=True)
-    check("silu_and_mul: out", out, (num_flat_tokens, width), gate_up.dtype)
+    _check("silu_and_mul", gate_up, out)
     if not (gate_up.is_cuda or interpret):
         silu_and_mul_reference(gate_up, out=out)
-    elif num_flat_tokens:
+    else:
+        _launch(gate_up, out, gelu=0.0)
+
+
+def gelu_tanh_and_mul(gate_up: Tensor, *, out: Tensor, interpret: bool = False) -> None:
+    """Write gelu_tanh(first half) * second half of each row. Arguments as of `silu_and_mul`."""
+    _check("gelu_tanh_and_mul", gate_up, out)
+    if not (gate_up.is_cuda or interpret):
+        gelu_tanh_and_mul_reference(gate_up, out=out)
+    else:
+        _launch(gate_up, out, gelu=GELU_SLOPE)
+
+
+def _check(name: str, gate_up: Tensor, out: Tensor) -> None:
+    num_flat_tokens, width = out.shape
+    check(f"{name}: gate_up", gate_up, (num_flat_tokens, 2 * width), *FLOATS, rows=True)
+    check(f"{name}: out", out, (num_flat_tokens, width), gate_up.dtype)
+
+
+def _launch(gate_up: Tensor, out: Tensor, *, gelu: float) -> None:
+    num_flat_tokens, width = out.shape
+    if num_flat_tokens:
         block = min(BLOCK, max(16, triton.next_power_of_2(width)))
         silu_and_mul_kernel[(num_flat_tokens * triton.cdiv(width, block),)](
-            gate_up, out, gate_up.stride(0), WIDTH=width, BLOCK=block,
+            gate_up, out, gate_up.stride(0), WIDTH=width, BLOCK=block, GELU=gelu,
             ACC=tl.float64 if gate_up.dtype == torch.float64 else tl.float32,
             num_warps=max(1, block // (32 * VALUES_PER_THREAD)), **launch_args(gate_up),
         )  # fmt: skip
@@ -64,6 +92,12 @@ def silu_and_mul_reference(gate_up: Tensor, *, out: Tensor) -> None:
     """The same in plain torch."""
     gate, up = gate_up.chunk(2, dim=-1)
     torch.mul(F.silu(gate), up, out=out)
+
+
+def gelu_tanh_and_mul_reference(gate_up: Tensor, *, out: Tensor) -> None:
+    """The same in plain torch."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    torch.mul(F.gelu(gate, approximate="tanh"), up, out=out)
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
     rms_norm: out = round(x / sqrt(mean(x^2) + eps)) * weight          add_norm: residual += hidden, then the norm of the sum
 
 fp32 inside (fp64 for fp64); rounded to the tensors' dtype where the torch path rounds: the sum, the normed value, the product.
+A weight in fp32 over narrower tensors multiplies the normed value before it is rounded, once (Gemma, OLMo 2).
 Bound by memory at prefill sizes (bytes a value: 2 * itemsize, with the residual sum 4, with out_aux 5), by launch latency at
 decode sizes. One program holds a row in registers, so the row is read once.
 """
@@ -45,22 +46,24 @@ def norm_kernel(
         if out_aux is not None:
             tl.store(out_aux + row * aux_stride + lane, x, mask=exists)
         x = x.to(ACC)
-    normed = (x * (1.0 / tl.sqrt(tl.sum(x * x, 0) * (1.0 / WIDTH) + EPS))).to(out.dtype.element_ty)
-    tl.store(out + row * out_stride + lane, normed.to(ACC) * scale.to(ACC), mask=exists)
+    normed = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) * (1.0 / WIDTH) + EPS))
+    if weight.dtype.element_ty == out.dtype.element_ty:
+        normed = normed.to(out.dtype.element_ty).to(ACC)
+    tl.store(out + row * out_stride + lane, normed * scale.to(ACC), mask=exists)
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float, *, out: Tensor, interpret: bool = False) -> None:
     """Write the RMS norm of each row.
 
     hidden  fp32, bf16, fp16 or fp64 [T, H]  rows may be slices of wider ones
-    weight  [H] of the same dtype
-    out     [T, H] of the same dtype  rows may be slices of wider ones
+    weight  [H] of the same dtype, or fp32: then the result is rounded once
+    out     [T, H] of the same dtype  rows may be slices of wider ones; may be `hidden`
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
     num_tokens, width = hidden.shape
     check("rms_norm: hidden", hidden, (num_tokens, width), *FLOATS, rows=True)
-    check("rms_norm: weight", weight, (width,), hidden.dtype)
+    check("rms_norm: weight", weight, (width,), hidden.dtype, torch.promote_types(hidden.dtype, torch.float32))
     check("rms_norm: out", out, (num_tokens, width), hidden.dtype, rows=True)
     if not (hidden.is_cuda or interpret):
         rms_norm_reference(hidden, weight, eps, out=out)
@@ -82,7 +85,7 @@ def add_norm(
 
     hidden    fp32, bf16, fp16 or fp64 [T, H]  rows may be slices of wider ones
     residual  [T, H] of the same dtype  rows may be slices of wider ones
-    weight    [H] of the same dtype
+    weight    [H] of the same dtype, or fp32: then the norm is rounded once
     out       [T, H] of the same dtype  rows may be slices of wider ones
     out_aux   [T, H] of the same dtype or None: a copy of the sum, a drafter's aux hidden state; rows may be slices of wider ones
 
@@ -91,7 +94,7 @@ def add_norm(
     num_tokens, width = hidden.shape
     check("add_norm: hidden", hidden, (num_tokens, width), *FLOATS, rows=True)
     check("add_norm: residual", residual, (num_tokens, width), hidden.dtype, rows=True)
-    check("add_norm: weight", weight, (width,), hidden.dtype)
+    check("add_norm: weight", weight, (width,), hidden.dtype, torch.promote_types(hidden.dtype, torch.float32))
     check("add_norm: out", out, (num_tokens, width), hidden.dtype, rows=True)
     if out_aux is not None:
         check("add_norm: out_aux", out_aux, (num_tokens, width), hidden.dtype, rows=True)
@@ -118,7 +121,10 @@ def rms_norm_reference(hidden: Tensor, weight: Tensor, eps: float, *, out: Tenso
     """The same in plain torch."""
     wide = hidden if hidden.dtype == torch.float64 else hidden.float()
     normed = wide * (wide.square().mean(1, keepdim=True) + eps).rsqrt()
-    torch.mul(normed.to(hidden.dtype), weight, out=out)
+    if weight.dtype == hidden.dtype:
+        torch.mul(normed.to(hidden.dtype), weight, out=out)
+    else:
+        out.copy_(normed * weight)
 
 
 def add_norm_reference(

@@ -90,9 +90,11 @@ def rope_write_kernel(
         tl.store(to_v + at_high[None, :], tl.where(tl.abs(high) < float("inf"), high, 0.0), mask=(v_head >= 0) & exists)
         if q_norm is not None:
             scale = (1.0 / tl.sqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) * (0.5 / HALF) + EPS))[:, None]
-            low = (low * scale).to(dtype).to(ACC) * tl.where(k_head < 0, q_low, k_low).to(ACC)
-            high = (high * scale).to(dtype).to(ACC) * tl.where(k_head < 0, q_high, k_high).to(ACC)
-            low, high = low.to(dtype).to(ACC), high.to(dtype).to(ACC)
+            low, high = low * scale, high * scale
+            if q_norm.dtype.element_ty == dtype:
+                low, high = low.to(dtype).to(ACC), high.to(dtype).to(ACC)
+            low = (low * tl.where(k_head < 0, q_low, k_low).to(ACC)).to(dtype).to(ACC)
+            high = (high * tl.where(k_head < 0, q_high, k_high).to(ACC)).to(dtype).to(ACC)
         new_low = (low * cos).to(dtype).to(ACC) - high * sin
         new_high = (high * cos).to(dtype).to(ACC) + low * sin
         if ROTARY_HALF < HALF:
@@ -133,7 +135,8 @@ def rope_write(
     attention_factor  scale of cos and sin (yarn), else 1
     out_q             [T, NH, D] of qkv's dtype, contiguous; NH may be 0, for K and V alone
     interleaved       number 2j of a head is rotated with 2j + 1; else j with j + R/2
-    q_norm, k_norm    [D] of qkv's dtype: weights of the norms of each head, with `eps`; both or none
+    q_norm, k_norm    [D] of qkv's dtype, or fp32 (rounded once, after the product): weights of the norms of each head, with
+                      `eps`; both of one dtype, or none
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
@@ -150,8 +153,8 @@ def rope_write(
     if (q_norm is None) != (k_norm is None):
         raise ValueError("rope_write: one of q_norm and k_norm is None; give both or none")
     if q_norm is not None and k_norm is not None:
-        check("rope_write: q_norm", q_norm, (head_dim,), qkv.dtype)
-        check("rope_write: k_norm", k_norm, (head_dim,), qkv.dtype)
+        check("rope_write: q_norm", q_norm, (head_dim,), qkv.dtype, torch.promote_types(qkv.dtype, torch.float32))
+        check("rope_write: k_norm", k_norm, (head_dim,), q_norm.dtype)
     if not (qkv.is_cuda or interpret):
         rope_write_reference(
             qkv, positions, freqs, kv, slot_mapping, attention_factor=attention_factor, out_q=out_q,
@@ -197,7 +200,8 @@ def rope_write_reference(
 
 def _normed(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = heads if heads.dtype == torch.float64 else heads.float()
-    return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()).to(heads.dtype) * weight
+    normed = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return normed.to(heads.dtype) * weight if weight.dtype == heads.dtype else (normed * weight).to(heads.dtype)
 
 
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

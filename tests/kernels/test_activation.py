@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchspec.kernels.gemm.activation import BLOCK, silu_and_mul, silu_and_mul_reference
+from batchspec.kernels.gemm.activation import (
+    BLOCK,
+    gelu_tanh_and_mul,
+    gelu_tanh_and_mul_reference,
+    silu_and_mul,
+    silu_and_mul_reference,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Two roundings of the dtype; the interpreter cuts bf16 off instead of rounding it.
@@ -28,6 +34,19 @@ def test_gate_times_up(num_flat_tokens: int, width: int, dtype: torch.dtype, int
     out = torch.full((num_flat_tokens, width), NAN, dtype=dtype, device=device)
     silu_and_mul(gate_up, out=out, interpret=interpret)
     torch.testing.assert_close(out.double(), by_hand(gate_up), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] / 16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gelu_s_gate_times_up(dtype: torch.dtype, interpret: bool, device: torch.device) -> None:
+    gate_up = (torch.randn(4, 2 * 45, device=device) * 3).to(dtype)
+    gate_up[0, :4] = torch.tensor([-1e4, 1e4, 0.0, -8.0])
+    out, reference = (torch.full((4, 45), NAN, dtype=dtype, device=device) for _ in range(2))
+    gelu_tanh_and_mul(gate_up, out=out, interpret=interpret)
+    gelu_tanh_and_mul_reference(gate_up, out=reference)
+    gate, up = gate_up.double().chunk(2, 1)
+    exact = gate / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
+    for found in (out, reference):
+        torch.testing.assert_close(found.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 def test_a_closed_gate_is_zero_and_an_open_one_lets_through(interpret: bool, device: torch.device) -> None:

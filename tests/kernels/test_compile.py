@@ -236,6 +236,9 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
         _case(f"norm_kernel {_dtype}, residual {_residual}, aux {_aux}", "norm", 2, hidden=_values, residual=_residual,
               weight=_values, out=_values, out_aux=_aux, hidden_stride=I32, residual_stride=I32, out_stride=I32, aux_stride=I32,
               EPS=1e-5, WIDTH=576, BLOCK=1024, ACC=_acc)  # fmt: skip
+    _case(f"norm_kernel {_dtype}, weight in fp32", "norm", 2, hidden=_values, residual=_values,
+              weight=PF32, out=_values, out_aux=None, hidden_stride=I32, residual_stride=I32, out_stride=I32, aux_stride=I32,
+              EPS=1e-5, WIDTH=576, BLOCK=1024, ACC=_acc)  # fmt: skip
     for _positions in (None, PI64):
         _case(f"eagle_head_input_kernel {_dtype}, positions {_positions}", "eagle_head_input", 2, token_ids=PI32,
               row_ids=None if _positions is None else PI32, positions=_positions, hidden=_values, embedding=_values,
@@ -300,8 +303,9 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
           k_norm=_values, out_q=_values, kv=_values, slot_mapping=PI64, qkv_stride=I32, kv_stride_part=I64, EPS=1e-6, FACTOR=1.0,
           NUM_HEADS=0, NUM_KV_HEADS=8, HALF=64, ROTARY_HALF=64,
           INTERLEAVED=False, HEADS=8, BLOCKS_PER_PROGRAM=2, LANES=64, ACC=_acc)  # fmt: skip
-    _case(f"silu_and_mul_kernel {_dtype}", "activation", 8, gate_up=_values, out=_values, stride=I32, WIDTH=14336, BLOCK=2048,
-          ACC=_acc)  # fmt: skip
+    for _gelu in (0.0, 1.6):
+        _case(f"silu_and_mul_kernel {_dtype}, gelu {_gelu}", "activation", 8, gate_up=_values, out=_values, stride=I32,
+              WIDTH=14336, BLOCK=2048, GELU=_gelu, ACC=_acc)  # fmt: skip
     for _gains, _blocks in ((None, 1), (_values, 1), (None, 6)):
         _case(
             f"rope_write_kernel {_dtype}, norms {_gains}, {_blocks} blocks",
@@ -357,15 +361,17 @@ for _dtype, _tma in (("bf16", True), ("bf16", False), ("fp32", False)):
 for _map in (None, PI32, PI64):
     _case(f"first_top_kernel map {_map}", "lm_head", 4, top=PF32, top_ids=PI32, map_ids=_map, out_ids=PI32, out_stride=I32,
           num_parts=I32, FLAG=_map is None, BLOCK=1024)  # fmt: skip
-# (dtype, D, tile, block, warps, window, grouped, tree, early)
-for _dtype, _dim, _tile, _block, _warps, _window, _grouped, _tree, _early in (
-    ("bf16", 128, 16, 64, 4, 0, False, False, False), ("bf16", 96, 64, 64, 4, 0, True, False, False),
-    ("bf16", 64, 16, 64, 4, 0, False, False, True), ("bf16", 128, 64, 64, 4, 0, True, False, True),
-    ("fp32", 64, 16, 32, 8, 512, False, False, False), ("fp16", 256, 32, 32, 4, 0, False, True, False),
-    ("bf16", 96, 16, 64, 4, 0, True, False, True), ("bf16", 64, 16, 32, 4, 512, False, True, False),
+# (dtype, D, tile, block, warps, window, grouped, tree, early, sinks)
+for _dtype, _dim, _tile, _block, _warps, _window, _grouped, _tree, _early, _sinks in (
+    ("bf16", 128, 16, 64, 4, 0, False, False, False, False), ("bf16", 96, 64, 64, 4, 0, True, False, False, False),
+    ("bf16", 64, 16, 64, 4, 0, False, False, True, False), ("bf16", 128, 64, 64, 4, 0, True, False, True, False),
+    ("fp32", 64, 16, 32, 8, 512, False, False, False, False), ("fp16", 256, 32, 32, 4, 0, False, True, False, False),
+    ("bf16", 64, 64, 64, 4, 128, False, False, True, True),
+    ("bf16", 96, 16, 64, 4, 0, True, False, True, False), ("bf16", 64, 16, 32, 4, 512, False, True, False, True),
 ):  # fmt: skip
     _case(
-        f"verify_kernel {_dtype} D={_dim}, tile {_tile}, window {_window}, grouped {_grouped}, tree {_tree}, early {_early}",
+        f"verify_kernel {_dtype} D={_dim}, tile {_tile}, window {_window}, grouped {_grouped}, tree {_tree}, early {_early}, "
+        f"sinks {_sinks}",
         "verify_attention",
         _warps,
         q=f"*{_dtype}",
@@ -380,6 +386,7 @@ for _dtype, _dim, _tile, _block, _warps, _window, _grouped, _tree, _early in (
         row_parts=PI32,
         ancestors=PI64 if _tree else None,
         tail_start=PI32 if _tree else None,
+        sink_logits=PF32 if _sinks else None,
         out=f"*{_dtype}",
         part_out=PF32,
         part_lse=PF32,
@@ -439,27 +446,72 @@ for _groups in (0, 64):
         GROUPS=_groups,
         LANES=64,
     )
-_case(
-    "merge_states_kernel",
-    "merge_states",
-    1,
-    part_out=PF32,
-    part_lse=PF32,
-    row_parts=PI32,
-    cu_seqlens_q=PI32,
-    out="*bf16",
-    KV_HEADS=8,
-    HEADS=4,
-    HEAD_DIM=96,
-    DIM=128,
-    TILES=4,
-    LINES=4,
-    PARTS=8,
-)
+for _sink_logits in (None, PF32):
+    _case(
+        f"merge_states_kernel sinks {_sink_logits}",
+        "merge_states",
+        1,
+        part_out=PF32,
+        part_lse=PF32,
+        row_parts=PI32,
+        cu_seqlens_q=PI32,
+        sink_logits=_sink_logits,
+        out="*bf16",
+        KV_HEADS=8,
+        HEADS=4,
+        HEAD_DIM=96,
+        DIM=128,
+        TILES=4,
+        LINES=4,
+        PARTS=8,
+    )
 for _stages in (1, 4):
     _case(f"cutoff_kernel {_stages} stages", "cutoff", 32, logits=PF32, row_ids=PI32, temperature=PF32, top_k=PI32, top_p=PF32,
           min_p=PF32, listed=PF32, out_cutoff=PF32, stride_row=I32, vocab=I32, MAX_PASSES=10, STAGES=_stages, DEPTH=8,
           BLOCK=4096)  # fmt: skip
+for _wide, _t, _e, _warps in ((False, 16, 16, 1), (True, 32, 64, 4)):
+    _case(f"router_kernel fp32 {_wide}", "router", _warps, x="*bf16", w=PF32 if _wide else "*bf16", bias=None, out=PF32,
+          num_tokens=I32, stride_x=I32, NUM_EXPERTS=120, K=1536, BLOCK_T=_t, BLOCK_E=_e, BLOCK_K=64 if _wide else 128, WIDE=_wide,
+          INTERPRETED=False)  # fmt: skip
+for _alone, _sigmoid in ((True, False), (False, True)):
+    _case(f"route_kernel alone {_alone}", "route", 16 if _alone else 4, logits=PF32, bias=PF32 if _sigmoid else None,
+          out_ids=PI32, out_weights=PF32, out_pairs=PI32, out_offsets=PI32, out_units=PI32, num_tokens=I32, num_units=I32,
+          stride=I32, NUM_EXPERTS=120, TOP_K=6, SIGMOID=_sigmoid, NORM=True, UNIT_PAIRS=16, ALONE=_alone,
+          TOKENS=16 if _alone else 4, LANES=128, SLOTS=8, BLOCK=64)  # fmt: skip
+_case("list_kernel", "route", 8, expert_ids=PI32, out_pairs=PI32, out_offsets=PI32, out_units=PI32, num_pairs=I32, num_units=I32,
+      NUM_EXPERTS=120, UNIT_PAIRS=16, LANES=128, BLOCK=2048)  # fmt: skip
+for _residual in (None, "*bf16"):
+    _case(f"combine_kernel residual {_residual}", "combine", 8, y="*bf16", weights=PF32, residual=_residual, norm=_residual,
+          out="*bf16", out_aux=_residual, residual_stride=I32, out_stride=I32, aux_stride=I32, EPS=1e-5, TOP_K=6, WIDTH=1536,
+          BLOCK=2048, ACC="fp32", FP32_GAIN=_residual is None)  # fmt: skip
+# (dtype, gated, limit, pairs of a unit, rows of W, K block, warps)
+for _dtype, _gated, _limit, _t, _n, _k, _warps in (
+    ("bf16", True, 7.0, 16, 64, 64, 4), ("bf16", False, None, 128, 128, 64, 8), ("fp32", True, None, 16, 64, 32, 4),
+):  # fmt: skip
+    _ptr, _tma = f"*{_dtype}", _dtype == "bf16"
+    _case(f"experts_kernel {_dtype}, gated {_gated}, {_t} pairs", "experts", _warps, x=_ptr,
+          w=f"tensordesc<bf16[{_n}, {_k}]>" if _tma else _ptr, bias=_ptr if _gated else None, pairs=PI32, units=PI32, out=_ptr,
+          num_units=I32, n=I32, k=I32, stride_x=I32, SLOTS=6 if _gated else 1, GATED=_gated, LIMIT=_limit, ALPHA=1.702,
+          BLOCK_T=_t, BLOCK_N=_n, BLOCK_K=_k, GROUP=8, TMA=_tma, EVEN_K=_tma, INTERPRETED=False)  # fmt: skip
+for _whole in (False, True):
+    _case(f"quantise_kernel whole {_whole}", "quantise", 8, x="*bf16", out="*fp8e4nv", out_scales=PF32, stride=I32, k=I32,
+          WHOLE=_whole, GROUP=128, GROUPS=16, INTERPRETED=False)  # fmt: skip
+# (blocked, gated, quantised, pairs, warps, TMA)
+for _blocked, _gated, _quantised, _t, _warps, _tma in (
+    (True, True, True, 16, 4, True), (True, False, False, 64, 8, True), (False, True, False, 16, 4, False),
+):  # fmt: skip
+    _list = None if _t == 64 else PI32
+    _case(f"experts_fp8_kernel blocked {_blocked}, gated {_gated}, {_t} pairs", "experts_fp8", _warps, x="*fp8e4nv",
+          x_scales=PF32, w="tensordesc<fp8e4nv[128, 128]>" if _tma else "*fp8e4nv", w_scales=PF32,
+          bias=None if _blocked else "*bf16", pairs=_list, units=_list, out="*fp8e4nv" if _quantised else "*bf16",
+          out_scales=PF32 if _quantised else None, num_units=I32, num_rows=I32, n=I32, k=I32, scale_stride=I32,
+          SLOTS=6 if _gated else 1, GATED=_gated, LIMIT=None, ALPHA=1.702, BLOCKED=_blocked, BLOCK_T=_t, BLOCK_N=128, BLOCK_K=128,
+          GROUP=8, TMA=_tma, EVEN_K=_tma, INTERPRETED=False)  # fmt: skip
+for _gated, _t, _warps, _tma in ((True, 16, 4, True), (False, 128, 8, False)):
+    _case(f"experts_mxfp4_kernel gated {_gated}, {_t} pairs", "experts_mxfp4", _warps, x="*bf16",
+          w="tensordesc<i16[128, 32]>" if _tma else "*i16", w_scales=PI32, bias="*bf16", pairs=PI32, units=PI32, out="*bf16",
+          num_units=I32, n=I32, k=I32, stride_x=I32, SLOTS=4 if _gated else 1, GATED=_gated, LIMIT=7.0 if _gated else None,
+          ALPHA=1.702, BLOCK_T=_t, BLOCK_N=128, BLOCK_K=128, GROUP=8, TMA=_tma, EVEN_K=False, INTERPRETED=False)  # fmt: skip
 
 
 def waits_first(name: str, ptx: str) -> None:
@@ -537,11 +589,12 @@ SELDOM = frozenset({
     "rope_write_kernel bf16, 32 pairs, interleaved False", "rope_write_kernel bf16, 64 pairs, interleaved True",
     "linear_kernel linear bf16, TMA True, split False", "linear_kernel linear bf16, TMA True, split True",
     "linear_kernel linear bf16, TMA False, split True", "linear_kernel swiglu bf16, TMA False, split False",
-    "verify_kernel bf16 D=128, tile 16, window 0, grouped False, tree False, early False",
-    "verify_kernel bf16 D=128, tile 64, window 0, grouped True, tree False, early True",
-    "verify_kernel bf16 D=96, tile 64, window 0, grouped True, tree False, early False",
-    "verify_kernel bf16 D=64, tile 16, window 0, grouped False, tree False, early True",
-    "verify_kernel fp32 D=64, tile 16, window 512, grouped False, tree False, early False",
+    "verify_kernel bf16 D=128, tile 16, window 0, grouped False, tree False, early False, sinks False",
+    "verify_kernel bf16 D=128, tile 64, window 0, grouped True, tree False, early True, sinks False",
+    "verify_kernel bf16 D=96, tile 64, window 0, grouped True, tree False, early False, sinks False",
+    "verify_kernel bf16 D=64, tile 16, window 0, grouped False, tree False, early True, sinks False",
+    "verify_kernel fp32 D=64, tile 16, window 512, grouped False, tree False, early False, sinks False",
+    "verify_kernel bf16 D=64, tile 64, window 128, grouped False, tree False, early True, sinks True",
 })  # fmt: skip
 """Variants whose branches other variants reach: each value of each constant that a kernel branches on is compiled every time."""
 assert CASES.keys() >= SELDOM

@@ -42,6 +42,19 @@ def test_norm_of_each_row(num_tokens: int, width: int, dtype: torch.dtype, inter
     assert_near(out, by_hand(hidden, weight))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_weight_in_fp32_is_rounded_with_the_product_once(dtype: torch.dtype, interpret: bool, device: torch.device) -> None:
+    hidden, weight = noise(40, 96, dtype=dtype, device=device), noise(96, dtype=torch.float32, device=device)
+    exact, out = by_hand(hidden, weight), hidden.clone()
+    rms_norm(out, weight, EPS, out=out, interpret=interpret)  # in place
+    one_rounding = torch.finfo(dtype).eps / (1 if dtype == torch.bfloat16 and interpret else 2)  # bf16 is cut off there
+    torch.testing.assert_close(out.double(), exact, rtol=1.01 * one_rounding, atol=1e-6)
+    residual = torch.zeros_like(hidden)
+    summed = torch.empty_like(hidden)
+    add_norm(hidden, residual, weight, EPS, out=summed, interpret=interpret)
+    assert torch.equal(summed, out)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_aux", [False, True])
 def test_the_residual_takes_the_sum_and_the_norm_is_that_of_the_rounded_sum(

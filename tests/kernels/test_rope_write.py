@@ -157,6 +157,13 @@ def test_a_part_of_each_head_is_rotated_and_the_rest_passes(
             assert torch.equal(case.kv.flatten(1, 2)[0, case.slot_mapping][..., rotary_dim:], heads[:, 4:6])
 
 
+def test_norm_weights_in_fp32_are_rounded_with_the_product(interpret: bool, device: torch.device) -> None:
+    case = Case.make(3, 4, 2, 64, torch.bfloat16, device, norms=False)
+    case.q_norm, case.k_norm = torch.randn(2, 64, device=device).unbind()
+    case.run(interpret)
+    case.assert_written()
+
+
 def test_angles_are_exact_at_long_positions(interpret: bool, device: torch.device) -> None:
     case = Case.make(6, 2, 1, 64, torch.float32, device, norms=False)
     case.positions = torch.tensor([0, 1, 105614, 131071, 1048575, 16777215], device=device)

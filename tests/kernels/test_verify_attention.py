@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -30,7 +31,7 @@ def check(case: Case, interpret: bool, *, programs: tuple[int, ...] = (1, 40), *
         torch.testing.assert_close(out.float(), expected, atol=TOLERANCE[out.dtype], rtol=0)
 
 
-def by_hand(case: Case, window: int = 0, sink: int = 0) -> Tensor:
+def by_hand(case: Case, window: int = 0, sink: int = 0, sink_logits: Tensor | None = None) -> Tensor:
     """One query and head at a time, in fp64, from the definition."""
     out = torch.zeros(case.q.shape, dtype=torch.float64)
     group = case.shape.heads_per_kv
@@ -42,7 +43,10 @@ def by_hand(case: Case, window: int = 0, sink: int = 0) -> Tensor:
             places = [k % PAGE_SIZE for k in seen]
             for head in range(case.q.shape[1]):
                 keys, values = case.kv[:, pages, places, head // group].double()
-                out[t, head] = (keys @ case.q[t, head].double() * case.scale).softmax(0) @ values
+                scores = keys @ case.q[t, head].double() * case.scale
+                if sink_logits is not None:
+                    scores, values = torch.cat((scores, sink_logits[head : head + 1].double())), F.pad(values, (0, 0, 0, 1))
+                out[t, head] = scores.softmax(0) @ values
     return out
 
 
@@ -57,6 +61,23 @@ def test_ragged_rows_dead_rows_and_padding(window: int, sink: int, interpret: bo
         torch.testing.assert_close(out.double().cpu(), by_hand(case, window, sink), atol=1e-5, rtol=0)
         assert not out[5:7].any()  # the dead row
         assert not out[11:].any()  # the padding
+
+
+@pytest.mark.parametrize("window", [0, 20])
+def test_a_sink_joins_each_softmax_once_however_rows_are_cut(window: int, interpret: bool, device: torch.device) -> None:
+    case = make_case(RAGGED, heads=(6, 2), padding=3, window=window, device=device)
+    logits = torch.tensor([-3.0, 3.0, 0.0, 40.0, -60.0, float("-inf")], device=device)
+    expected = by_hand(case, window, sink_logits=logits)
+    for programs in (1, 40):
+        work = case.work(interpret=interpret, programs=programs)
+        out = case.run(work, interpret=interpret, sink_logits=logits)
+        torch.testing.assert_close(out.double().cpu(), expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(case.expected(work, sink_logits=logits).double().cpu(), expected, atol=1e-5, rtol=0)
+
+
+def test_sinks_are_not_in_the_parts_of_shared_prefixes(interpret: bool, device: torch.device) -> None:
+    case = share(make_case([(2, 100), (1, 120), (2, 66)], heads=(4, 2), device=device), [([0, 1], 64)])
+    check(case, interpret, sink_logits=torch.tensor([-1.0, 2.0, 0.5, 5.0], device=device))
 
 
 @pytest.mark.parametrize(("heads", "dtype"), covering([(1, 1), (4, 2), (9, 3), (4, 1), (16, 1)], [*TOLERANCE], one_in=3))

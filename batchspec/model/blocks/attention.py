@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from batchspec.model.blocks.base import Gemm, ProductSpec, Projection, TensorSpec
+from batchspec.model.blocks.base import PLAIN_NORM, Gemm, GroupedSpec, NormForm, ProductSpec, Projection, TensorSpec
 from batchspec.model.blocks.forward import Attend, BlockSource, Product, StoreKV, Stream
+from batchspec.model.fused import rms_norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +32,18 @@ class AttentionSpec:
     """q and k are normed, each head by itself, before they are rotated."""
     qk_norm_rows: bool = False
     """q and k are normed, each over all of its heads at once, before they are rotated."""
+    sinks: bool = False
+    """Each head has a learned logit that joins the denominator of its softmax."""
+    scale: float | None = None
+    """Of the scores; None: 1 / sqrt(head_dim)."""
+    fused_qkv: bool = False
+    """The file holds q, k and v as one projection, `qkv_proj`, their rows one after another."""
     name: str = "self_attn"
-    norm: str = "input_layernorm"
+    norm: str | None = "input_layernorm"
+    """of the residual stream; None: what comes in is not normed"""
+    post_norm: str | None = None
+    """of what the block adds to the stream; None: it is not normed"""
+    norms: NormForm = PLAIN_NORM
 
     @property
     def inner_size(self) -> int:
@@ -46,11 +57,14 @@ class AttentionSpec:
     @property
     def qkv(self) -> ProductSpec:
         sizes, k = {"q": self.inner_size, "k": self.kv_size, "v": self.kv_size}, self.input_size or self.hidden_size
+        if self.fused_qkv:
+            return ProductSpec((Projection(f"{self.name}.qkv_proj", sum(sizes.values()), k, self.qkv_bias, fused=True),))
         return ProductSpec(tuple(Projection(f"{self.name}.{x}_proj", rows, k, self.qkv_bias) for x, rows in sizes.items()))
 
     @property
     def kv(self) -> ProductSpec:
         """The part of `qkv` that makes K and V."""
+        assert not self.fused_qkv
         return ProductSpec(self.qkv.parts[1:])
 
     @property
@@ -62,10 +76,15 @@ class AttentionSpec:
         return self.qkv, self.out
 
     @property
+    def grouped(self) -> tuple[GroupedSpec, ...]:
+        return ()
+
+    @property
     def vectors(self) -> tuple[TensorSpec, ...]:
-        norms = [(self.norm, self.hidden_size)]
+        norms = [(name, self.hidden_size) for name in (self.norm, self.post_norm) if name is not None]
         norms += [(f"{self.name}.{x}_norm", size) for x, size in self._qk_norms.items()]
-        return tuple(TensorSpec(f"{name}.weight", (size,), "norm") for name, size in norms)
+        sinks = (TensorSpec(f"{self.name}.sinks", (self.num_heads,), "bias", wide=True),) if self.sinks else ()
+        return *(self.norms.tensor(name, size) for name, size in norms), *sinks
 
     @property
     def _qk_norms(self) -> dict[str, int]:
@@ -84,10 +103,16 @@ class AttentionSpec:
         return 2 * self.qkv.rows + self.inner_size
 
     def gemms(self, tokens: float) -> tuple[Gemm, ...]:
+        into = ("linear", "norm_linear") if self.norms_in_kernel else ("linear",)
         return (
-            Gemm(product=self.qkv, ops=("linear", "norm_linear")),
-            Gemm(product=self.out, ops=("linear", "linear_add")),
+            Gemm(product=self.qkv, ops=into),
+            Gemm(product=self.out, ops=("linear", "linear_add") if self.post_norm is None else ("linear",)),
         )
+
+    @property
+    def norms_in_kernel(self) -> bool:
+        """Whether kernels that norm their input compute its norm."""
+        return self.norm is not None and self.norms == PLAIN_NORM
 
     def build(self, source: BlockSource) -> Attention:
         return Attention(self, source)
@@ -97,19 +122,27 @@ class Attention:
     """Two halves, because a pass may need the second for some of its tokens only: up to q, and from q on."""
 
     def __init__(self, spec: AttentionSpec, source: BlockSource) -> None:
-        self.spec, self._scale = spec, spec.head_dim**-0.5
-        self.norm = source.vector(f"{spec.norm}.weight")
+        self.spec, self._scale = spec, spec.head_dim**-0.5 if spec.scale is None else spec.scale
+        self._norm = None if spec.norm is None else source.vector(f"{spec.norm}.weight")
+        self._post_norm = None if spec.post_norm is None else source.vector(f"{spec.post_norm}.weight")
         self._qkv = source.product(spec.qkv)
         self._q_norm = source.vector(f"{spec.name}.q_norm.weight") if spec.has_qk_norms else None
         self._k_norm = source.vector(f"{spec.name}.k_norm.weight") if spec.has_qk_norms else None
+        self._sinks = source.vector(f"{spec.name}.sinks") if spec.sinks else None
         self._out = source.product(spec.out)
 
+    @property
+    def norm(self) -> Tensor:
+        """The weight of the norm that it enters through."""
+        assert self._norm is not None
+        return self._norm
+
     def norms_in_product(self, stream: Stream) -> bool:
-        return stream.norms_in_product(self._qkv, gated=False)
+        return self.spec.norms_in_kernel and stream.norms_in_product(self._qkv, gated=False)
 
     def queries(self, stream: Stream, store: StoreKV, out_aux: Tensor | None = None) -> Tensor:
         """q [T, NH, D]; K and V are stored. out_aux [T, H] gets the stream that enters the layer, or None."""
-        return self._stored(stream.project(self.norm, self.spec.eps, self._qkv, store.row_ids, out_aux=out_aux), store)
+        return self._stored(stream.project(self._norm, self.spec.eps, self._qkv, store.row_ids, out_aux=out_aux), store)
 
     def queries_of(self, normed: Tensor, store: StoreKV, product: Product | None = None) -> Tensor:
         """The same of an input [T, input_size] that the caller has normed.
@@ -120,7 +153,11 @@ class Attention:
 
     def finish(self, q: Tensor, stream: Stream, attend: Attend, *, add_in_product: bool) -> None:
         """From q [T, NH, D] of the stream's tokens to the stream. add_in_product: see `Block`."""
-        stream.add_product(self._out, attend(q, self._scale), attend.row_ids, in_product=add_in_product)
+        attended = attend(q, self._scale, self._sinks)
+        if self._post_norm is None:
+            stream.add_product(self._out, attended, attend.row_ids, in_product=add_in_product)
+        else:
+            stream.add(rms_norm(self._out(attended, attend.row_ids), self._post_norm, self.spec.eps))
 
     def _stored(self, qkv: Any, store: StoreKV) -> Tensor:
         return store.rotate_and_store(qkv, q_norm=self._q_norm, k_norm=self._k_norm, eps=self.spec.eps)

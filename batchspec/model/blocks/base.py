@@ -26,6 +26,32 @@ class TensorSpec:
     role: Role
     dtypes: tuple[str, ...] = FLOATS
     """What the file may hold, as safetensors calls it."""
+    offset: float = 0.0
+    """Added to what the file holds, in fp32 at least."""
+    wide: bool = False
+    """Kept in fp32 at least, whatever the model's dtype is."""
+    others: tuple[tuple[int, ...], ...] = ()
+    """Other shapes in which the file may hold the same numbers."""
+    typical: float = 1.0
+    """Of a scale: what it is among dummy weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormForm:
+    """How the RMS norms of a family use their weights."""
+
+    offset: float = 0.0
+    """Added to the weight of the file: 1 where it holds the difference to 1."""
+    wide: bool = False
+    """The normed value is multiplied in fp32 and rounded once; else it is rounded, then multiplied in the model's dtype. Kernels
+    tell the two by the weight's dtype."""
+
+    def tensor(self, name: str, size: int) -> TensorSpec:
+        """The weight [size] of a norm of this name."""
+        return TensorSpec(f"{name}.weight", (size,), "norm", offset=self.offset, wide=self.wide)
+
+
+PLAIN_NORM = NormForm()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +63,8 @@ class Projection:
     rows: int
     k: int
     bias: bool = False
+    fused: bool = False
+    """It is several projections, whose rows lie one after another in one tensor of the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +84,77 @@ class ProductSpec:
     @property
     def bias(self) -> bool:
         return self.parts[0].bias
+
+
+@dataclass(frozen=True, slots=True)
+class Clamp:
+    """g sigmoid(alpha g) (u + 1) with g = min(gate, limit), u = clamp(up, -limit, limit), in place of silu(gate) up."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedSpec:
+    """The same product of each of E experts, of which a token goes through some: a matrix [rows, k] an expert.
+
+    Which tensors a file holds for it depends on the weight format, as for a projection.
+    """
+
+    name: str
+    """of the experts, relative to the layer"""
+    parts: tuple[str, ...]
+    """Names of the projections of an expert that are multiplied as one matrix, their rows one after another."""
+    num_experts: int
+    part_rows: int
+    """Rows of one of them."""
+    k: int
+    bias: bool = False
+    stacked: bool = False
+    """A file holds the one part of all experts as one tensor."""
+    interleaved: bool = False
+    """Its even rows are those of the gate, its odd ones up's; in memory the gate's come first."""
+
+    @property
+    def rows(self) -> int:
+        return len(self.parts) * self.part_rows
+
+    def of(self, expert: int) -> ProductSpec:
+        """The product of one expert; stacked ones are all named alike."""
+        names = (f"{self.name}.{part}" if self.stacked else f"{self.name}.{expert}.{part}" for part in self.parts)
+        return ProductSpec(tuple(Projection(name, self.part_rows, self.k, self.bias) for name in names))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec:
+    """E gated MLPs of one shape: the grouped products gate-up, gate before up, and down."""
+
+    name: str
+    """relative to the layer"""
+    num_experts: int
+    hidden_size: int
+    expert_size: int
+    """I, numbers between the two products of one expert"""
+    parts: tuple[str, str, str] | tuple[str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Names of gate, up and down of each expert; or of gate-up and down of all experts, stacked, gate and up interleaved."""
+    bias: bool = False
+    clamp: Clamp | None = None
+    """None: plain SwiGLU."""
+
+    @property
+    def gate_up(self) -> GroupedSpec:
+        stacked = len(self.parts) == 2
+        return self._grouped(self.parts[:-1], (2 if stacked else 1) * self.expert_size, self.hidden_size, interleaved=stacked)
+
+    @property
+    def down(self) -> GroupedSpec:
+        return self._grouped(self.parts[-1:], self.hidden_size, self.expert_size)
+
+    def _grouped(self, parts: tuple[str, ...], rows: int, k: int, *, interleaved: bool = False) -> GroupedSpec:
+        return GroupedSpec(
+            name=self.name, parts=parts, num_experts=self.num_experts, part_rows=rows, k=k, bias=self.bias,
+            stacked=len(self.parts) == 2, interleaved=interleaved,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +186,11 @@ class BlockSpec(Protocol):
 
     @property
     def products(self) -> tuple[ProductSpec, ...]:
-        """All matrix products whose weights are in the checkpoint, in the order in which they are loaded."""
+        """All matrix products whose weights are in the checkpoint, in the order in which they are loaded, but grouped ones."""
+
+    @property
+    def grouped(self) -> tuple[GroupedSpec, ...]:
+        """Those of experts, loaded after the others."""
 
     @property
     def vectors(self) -> tuple[TensorSpec, ...]:

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from batchspec.model.blocks.base import ProductSpec
+from batchspec.model.blocks.base import Clamp, GroupedSpec, ProductSpec
+from batchspec.model.blocks.routing import Routing
 from batchspec.model.fused import rms_norm, silu_and_mul
 
 
@@ -48,6 +49,19 @@ class Product(ABC):
         return out
 
 
+class GroupedProduct(Protocol):
+    """The product of each expert of a layer with the pairs that go through it (`blocks/routing.py`): P pairs of k a token.
+
+    The first of the two that an expert has is called by `up`, the second by `down`.
+    """
+
+    def up(self, x: Tensor, routing: Routing, clamp: Clamp | None) -> Tensor:
+        """x [T, H] -> silu(first half) * second half of each pair's product, or what `clamp` says, [P, I] in pair order."""
+
+    def down(self, inner: Tensor, routing: Routing) -> Tensor:
+        """inner [P, I] -> each pair's product [P, H] in pair order."""
+
+
 class Stream(Protocol):
     """The residual stream of a pass. What a block leaves to be added is added by the next norm, in the same kernel."""
 
@@ -55,10 +69,13 @@ class Stream(Protocol):
         """Whether `project` would hand the stream to this product as it is, if nothing were left to be added."""
 
     def project(
-        self, norm: Tensor, eps: float, product: Product, row_ids: Tensor | None, *, gated: bool = False,
+        self, norm: Tensor | None, eps: float, product: Product, row_ids: Tensor | None, *, gated: bool = False,
         out_aux: Tensor | None = None,
     ) -> Any:  # fmt: skip
-        """product(rms_norm(stream)), gated: product.swiglu of it. out_aux [T, H] gets the stream, or None."""
+        """product(rms_norm(stream)), gated: product.swiglu of it; norm None: product(stream).
+
+        out_aux [T, H] gets the stream, or None.
+        """
 
     def normed(self, norm: Tensor, eps: float, *, out_aux: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """rms_norm(stream) [T, H], written to `out` where given. out_aux [T, H] gets the stream, or None."""
@@ -91,8 +108,11 @@ class Attend(Protocol):
     def row_ids(self) -> Tensor | None:
         """As of `StoreKV`, of the tokens that go on."""
 
-    def __call__(self, q: Tensor, scale: float) -> Tensor:
-        """q [T, NH, D] -> attended values [T, NH * D] over the stored K and V."""
+    def __call__(self, q: Tensor, scale: float, sink_logits: Tensor | None = None) -> Tensor:
+        """q [T, NH, D] -> attended values [T, NH * D] over the stored K and V.
+
+        sink_logits  fp32 [NH], in the softmax as one more key of each head, whose value is 0; or None
+        """
 
 
 class BlockSource(Protocol):
@@ -103,6 +123,9 @@ class BlockSource(Protocol):
 
     def vector(self, name: str) -> Tensor:
         """A norm or another small tensor, by its whole name."""
+
+    def grouped(self, spec: GroupedSpec) -> GroupedProduct:
+        """Called once for each grouped product, in order."""
 
 
 class Block(Protocol):

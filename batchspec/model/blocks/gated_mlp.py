@@ -1,13 +1,15 @@
-"""The gated MLP (SwiGLU): down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv 2002.05202)."""
+"""The gated MLP: down(act(gate(x)) * up(x)), act SiLU (SwiGLU) or GELU (GEGLU) (Shazeer 2020, arXiv 2002.05202)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
-from batchspec.model.blocks.base import Gemm, ProductSpec, Projection, TensorSpec
+from batchspec.model.blocks.base import PLAIN_NORM, Gemm, GroupedSpec, NormForm, ProductSpec, Projection, TensorSpec
 from batchspec.model.blocks.forward import BlockSource, Stream
+from batchspec.model.fused import gelu_tanh_and_mul, rms_norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,11 +21,22 @@ class GatedMlpSpec:
     eps: float
     """of its norm"""
     bias: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    fused_gate_up: bool = False
+    """The file holds gate and up as one projection, `gate_up_proj`, their rows one after another."""
     name: str = "mlp"
-    norm: str = "post_attention_layernorm"
+    norm: str | None = "post_attention_layernorm"
+    """of the residual stream; None: what comes in is not normed"""
+    post_norm: str | None = None
+    """of what the block adds to the stream; None: it is not normed"""
+    norms: NormForm = PLAIN_NORM
 
     @property
     def gate_up(self) -> ProductSpec:
+        if self.fused_gate_up:
+            return ProductSpec(
+                (Projection(f"{self.name}.gate_up_proj", 2 * self.inner_size, self.hidden_size, self.bias, fused=True),)
+            )
         names = (f"{self.name}.gate_proj", f"{self.name}.up_proj")
         return ProductSpec(tuple(Projection(name, self.inner_size, self.hidden_size, self.bias) for name in names))
 
@@ -36,8 +49,12 @@ class GatedMlpSpec:
         return self.gate_up, self.down
 
     @property
+    def grouped(self) -> tuple[GroupedSpec, ...]:
+        return ()
+
+    @property
     def vectors(self) -> tuple[TensorSpec, ...]:
-        return (TensorSpec(f"{self.norm}.weight", (self.hidden_size,), "norm"),)
+        return tuple(self.norms.tensor(name, self.hidden_size) for name in (self.norm, self.post_norm) if name is not None)
 
     @property
     def activation_size(self) -> int:
@@ -45,10 +62,18 @@ class GatedMlpSpec:
         return 3 * self.inner_size
 
     def gemms(self, tokens: float) -> tuple[Gemm, ...]:
+        gated: tuple[str, ...] = ("linear", "swiglu") if self.activation == "silu" else ("linear",)
+        if self.norms_in_kernel:
+            gated += ("norm_swiglu" if self.activation == "silu" else "norm_linear",)
         return (
-            Gemm(product=self.gate_up, ops=("linear", "swiglu", "norm_swiglu")),
-            Gemm(product=self.down, ops=("linear", "linear_add")),
+            Gemm(product=self.gate_up, ops=gated),
+            Gemm(product=self.down, ops=("linear", "linear_add") if self.post_norm is None else ("linear",)),
         )
+
+    @property
+    def norms_in_kernel(self) -> bool:
+        """Whether kernels that norm their input compute its norm."""
+        return self.norm is not None and self.norms == PLAIN_NORM
 
     def build(self, source: BlockSource) -> GatedMlp:
         return GatedMlp(self, source)
@@ -58,13 +83,19 @@ class GatedMlp:
     """See the module's docstring."""
 
     def __init__(self, spec: GatedMlpSpec, source: BlockSource) -> None:
-        self._eps = spec.eps
-        self._norm = source.vector(f"{spec.norm}.weight")
+        self._spec, self._silu = spec, spec.activation == "silu"
+        self._norm = None if spec.norm is None else source.vector(f"{spec.norm}.weight")
+        self._post_norm = None if spec.post_norm is None else source.vector(f"{spec.post_norm}.weight")
         self._gate_up, self._down = source.product(spec.gate_up), source.product(spec.down)
 
     def norms_in_product(self, stream: Stream) -> bool:
-        return stream.norms_in_product(self._gate_up, gated=True)
+        return self._spec.norms_in_kernel and stream.norms_in_product(self._gate_up, gated=self._silu)
 
     def __call__(self, stream: Stream, row_ids: Tensor | None, *, add_in_product: bool) -> None:
-        inner = stream.project(self._norm, self._eps, self._gate_up, row_ids, gated=True)
-        stream.add_product(self._down, inner, row_ids, in_product=add_in_product)
+        inner = stream.project(self._norm, self._spec.eps, self._gate_up, row_ids, gated=self._silu)
+        if not self._silu:
+            inner = gelu_tanh_and_mul(inner)
+        if self._post_norm is None:
+            stream.add_product(self._down, inner, row_ids, in_product=add_in_product)
+        else:
+            stream.add(rms_norm(self._down(inner, row_ids), self._post_norm, self._spec.eps))

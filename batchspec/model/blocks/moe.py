@@ -1,79 +1,98 @@
 """A mixture of experts: each token goes through the k gated MLPs that its router prefers.
 
-    p = softmax(x Wg')           in fp32 at least, over all E experts
-    the k largest p              the lowest id of equals; divided by their sum with norm_topk
-    sum of p_e * down_e(silu(gate_e(x)) * up_e(x))
+    logits = norm(x) Wg' + b                          in fp32 at least
+    weights, ids = routing (`blocks/routing.py`)
+    sum over the slots of weight * down_e(act(gate_e(x), up_e(x)))
 
-The plain path, for any device and dtype, a reference for kernels. On a CPU an expert sees its own tokens; on a GPU, where that
-would need their number on the host and a CUDA graph could not hold it, it sees all of them and the rest is masked.
+The experts of a layer are two grouped products (`forward.GroupedProduct`), each in its weight format.
 Source: transformers, models/qwen3_moe (Qwen3MoeTopKRouter, Qwen3MoeExperts).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchspec.model.blocks.base import Gemm, ProductSpec, Projection, TensorSpec
+from batchspec.model.blocks.base import PLAIN_NORM, ExpertsSpec, Gemm, GroupedSpec, NormForm, ProductSpec, Projection, TensorSpec
 from batchspec.model.blocks.forward import BlockSource, Stream
+from batchspec.model.blocks.routing import Routing, combine, routing_of, sigmoid_topk, softmax_topk, topk_softmax
+
+Scoring = Literal["softmax_topk", "topk_softmax"]
+"""A function of `blocks/routing.py`; `sigmoid_topk` is that of a router with a selection bias."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSpec:
+    """The shape of a router. No weight format changes its tensors."""
+
+    name: str
+    """of its matrix [E, H], without `.weight`"""
+    top_k: int
+    """Experts of a token."""
+    scoring: Scoring = "softmax_topk"
+    norm_topk: bool = True
+    """softmax_topk: the weights of a token's experts sum to 1, as they always do in the others."""
+    bias: bool = False
+    selection_bias: str | None = None
+    """Name of a vector [E], with which experts are chosen, by `sigmoid_topk`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:
     """The shape of a mixture of experts."""
 
-    hidden_size: int
-    expert_size: int
-    """Numbers between the two products of one expert."""
-    num_experts: int
-    top_k: int
-    """Experts of a token."""
-    norm_topk: bool
-    """The weights of a token's experts sum to 1."""
+    router: RouterSpec
+    experts: ExpertsSpec
     eps: float
     """of its norm"""
-    name: str = "mlp"
     norm: str = "post_attention_layernorm"
+    norms: NormForm = PLAIN_NORM
 
-    def gate_up(self, expert: int) -> ProductSpec:
-        names = (f"{self.name}.experts.{expert}.{x}_proj" for x in ("gate", "up"))
-        return ProductSpec(tuple(Projection(name, self.expert_size, self.hidden_size) for name in names))
-
-    def down(self, expert: int) -> ProductSpec:
-        return ProductSpec((Projection(f"{self.name}.experts.{expert}.down_proj", self.hidden_size, self.expert_size),))
+    @property
+    def hidden_size(self) -> int:
+        return self.experts.hidden_size
 
     @property
     def products(self) -> tuple[ProductSpec, ...]:
-        return tuple(make(expert) for expert in range(self.num_experts) for make in (self.gate_up, self.down))
+        return ()
+
+    @property
+    def grouped(self) -> tuple[GroupedSpec, ...]:
+        return self.experts.gate_up, self.experts.down
 
     @property
     def vectors(self) -> tuple[TensorSpec, ...]:
-        """The norm, and the router, which no weight format changes."""
+        """The norm, and all of the router, in fp32."""
+        router, num_experts = self.router, self.experts.num_experts
+        biases = [f"{router.name}.bias"] if router.bias else []
+        biases += [router.selection_bias] if router.selection_bias else []
         return (
-            TensorSpec(f"{self.norm}.weight", (self.hidden_size,), "norm"),
-            TensorSpec(f"{self.name}.gate.weight", (self.num_experts, self.hidden_size), "weight"),
+            self.norms.tensor(self.norm, self.hidden_size),
+            TensorSpec(f"{router.name}.weight", (num_experts, self.hidden_size), "weight", wide=True),
+            *(TensorSpec(name, (num_experts,), "bias", wide=True) for name in biases),
         )
 
     @property
     def inner_size(self) -> int:
-        return self.top_k * self.expert_size
+        return self.router.top_k * self.experts.expert_size
 
     @property
     def activation_size(self) -> int:
-        """Probabilities and their order; gate, up and their product of one expert; its output and the sum."""
-        return 4 * self.num_experts + 3 * self.expert_size + 2 * self.hidden_size
+        """fp32 scores and their order; of all pairs what is between the products and what comes out; of one expert gate, up and
+        their product; the fp32 sum and what is added to it."""
+        own = self.experts
+        pairs = self.router.top_k * (own.expert_size + own.hidden_size)
+        return 8 * own.num_experts + pairs + 3 * own.expert_size + 4 * own.hidden_size
 
     def gemms(self, tokens: float) -> tuple[Gemm, ...]:
         """Experts that are read: E (1 - (1 - k/E)^T), as if each token chose independently of the others."""
-        read = self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** tokens)
-        router = ProductSpec((Projection(f"{self.name}.gate", self.num_experts, self.hidden_size),))
-        experts = (
-            Gemm(product=product, ops=(), stored=self.num_experts, read=read, active=self.top_k)
-            for product in (self.gate_up(0), self.down(0))
-        )
+        num_experts, top_k = self.experts.num_experts, self.router.top_k
+        read = num_experts * (1 - (1 - top_k / num_experts) ** tokens)
+        router = ProductSpec((Projection(self.router.name, num_experts, self.hidden_size),))
+        experts = (Gemm(product=spec.of(0), ops=(), stored=num_experts, read=read, active=top_k) for spec in self.grouped)
         return Gemm(product=router, ops=()), *experts
 
     def build(self, source: BlockSource) -> Moe:
@@ -84,53 +103,29 @@ class Moe:
     """See the module's docstring."""
 
     def __init__(self, spec: MoeSpec, source: BlockSource) -> None:
-        self._spec = spec
-        self._norm, self._router = (source.vector(vector.name) for vector in spec.vectors)
-        self._experts = [
-            (source.product(spec.gate_up(expert)), source.product(spec.down(expert))) for expert in range(spec.num_experts)
-        ]
+        self._spec, router = spec, spec.router
+        self._norm = source.vector(f"{spec.norm}.weight")
+        self._router = source.vector(f"{router.name}.weight")
+        self._bias = source.vector(f"{router.name}.bias") if router.bias else None
+        self._selection_bias = source.vector(router.selection_bias) if router.selection_bias else None
+        self._gate_up, self._down = source.grouped(spec.experts.gate_up), source.grouped(spec.experts.down)
 
     def norms_in_product(self, stream: Stream) -> bool:
         return False
 
     def __call__(self, stream: Stream, row_ids: Tensor | None, *, add_in_product: bool) -> None:
         x = stream.normed(self._norm, self._spec.eps)
-        weights, expert_ids = route(F.linear(x, self._router), self._spec.top_k, norm_topk=self._spec.norm_topk)
-        combine = self._all_tokens if x.is_cuda else self._own_tokens
-        stream.add(combine(x, row_ids, weights.to(x.dtype), expert_ids))
+        routing = self._route(x)
+        inner = self._gate_up.up(x, routing, self._spec.experts.clamp)
+        stream.add(combine(self._down.down(inner, routing), routing.weights))
 
-    def _expert(self, expert: int, x: Tensor, row_ids: Tensor | None) -> Tensor:
-        gate_up, down = self._experts[expert]
-        out: Tensor = down(gate_up.swiglu(x, row_ids), row_ids)
-        return out
-
-    def _own_tokens(self, x: Tensor, row_ids: Tensor | None, weights: Tensor, expert_ids: Tensor) -> Tensor:
-        """Each expert on the tokens that chose it; their number is read on the host."""
-        out = torch.zeros_like(x)
-        for expert in range(self._spec.num_experts):
-            tokens, choice = (expert_ids == expert).nonzero(as_tuple=True)
-            if len(tokens):
-                rows = None if row_ids is None else row_ids[tokens]
-                out.index_add_(0, tokens, self._expert(expert, x[tokens], rows) * weights[tokens, choice].unsqueeze(1))
-        return out
-
-    def _all_tokens(self, x: Tensor, row_ids: Tensor | None, weights: Tensor, expert_ids: Tensor) -> Tensor:
-        """Each expert on all tokens; nothing is read on the host."""
-        out = torch.zeros_like(x)
-        for expert in range(self._spec.num_experts):
-            chosen = expert_ids == expert
-            weight = (weights * chosen).sum(1, keepdim=True)
-            values = self._expert(expert, x, row_ids) * weight
-            out += torch.where(chosen.any(1, keepdim=True), values, 0)
-        return out
-
-
-def route(logits: Tensor, top_k: int, *, norm_topk: bool) -> tuple[Tensor, Tensor]:
-    """Router logits [T, E] -> the weights of each token's experts [T, k], fp32 (fp64 of fp64), and their ids int64 [T, k].
-
-    Falling weights, the lowest id first of equals. Does not synchronise.
-    """
-    probabilities = torch.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    ordered = torch.sort(probabilities, dim=-1, descending=True, stable=True)
-    weights, expert_ids = ordered.values[:, :top_k], ordered.indices[:, :top_k]
-    return weights / weights.sum(-1, keepdim=True) if norm_topk else weights, expert_ids
+    def _route(self, x: Tensor) -> Routing:
+        router = self._spec.router
+        logits = F.linear(x.to(self._router.dtype), self._router, self._bias)
+        if self._selection_bias is not None:
+            found = sigmoid_topk(logits, self._selection_bias, router.top_k)
+        elif router.scoring == "topk_softmax":
+            found = topk_softmax(logits, router.top_k)
+        else:
+            found = softmax_topk(logits, router.top_k, norm_topk=router.norm_topk)
+        return routing_of(*found, self._spec.experts.num_experts)

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from batchspec.model.blocks.attention import AttentionSpec
+from batchspec.model.blocks.base import PLAIN_NORM, NormForm
 from batchspec.model.blocks.gated_mlp import GatedMlpSpec
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.config_values import ConfigReader, Json, Ranges, short_json
+from batchspec.model.rope_config import RopeSpec, read_rope
 
 # Keys of other models' computation that are refused unless null or false, and those that are unless 1.
 NOT_BUILT = (
@@ -22,6 +24,18 @@ NOT_BUILT_SCALES = (
     "logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "scale_emb",
     "scale_depth", "partial_rotary_factor", "rotary_pct",
 )  # fmt: skip
+EXPERT_COUNTS: Ranges = {"num_experts": (1, 2**16), "num_local_experts": (1, 2**16), "num_experts_per_tok": (1, 2**16)}
+"""What `read_num_experts` reads: the ranges of a family with experts."""
+
+
+def plain_rope(config: ConfigReader) -> RopeSpec:
+    """One rotation for all layers, of whole heads."""
+    return read_rope(config, config.integer("max_position_embeddings"))
+
+
+def partial_rope(config: ConfigReader) -> RopeSpec:
+    """One rotation for all layers, of partial_rotary_factor of each head."""
+    return read_rope(config, config.integer("max_position_embeddings"), head_dim=read_heads(config)[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,19 +52,26 @@ class Family:
     """What a missing key means: the defaults of transformers 5 (models/*/configuration_*.py)."""
     integers: Ranges = field(default_factory=dict)
     """Ranges of its own keys."""
+    rope: Callable[[ConfigReader], RopeSpec] = plain_rope
+    config_ends: bool = True
+    """eos_token_id of config.json counts beside that of generation_config.json, not only where that one names none."""
+    local_rope: Callable[[ConfigReader], RopeSpec | None] = lambda config: None
+    """Of layers with a window, where it is another one."""
+    norms: NormForm = PLAIN_NORM
+    """of the final norm"""
+    embedding_scale: Callable[[ConfigReader], float | None] = lambda config: None
     computes: frozenset[str] = frozenset()
-    """Keys among NOT_BUILT that this family's blocks compute."""
+    """Keys among NOT_BUILT, NOT_BUILT_SCALES and hidden_act that this family's blocks compute."""
     refuses: Callable[[ConfigReader], list[str]] = lambda config: []
     """What this family refuses beyond NOT_BUILT, as `key=value`."""
     window_switch: bool = False
     """Windows count only with use_sliding_window, from layer max_window_layers on."""
 
-    def check(self, config: ConfigReader, not_built: Sequence[str] = ()) -> None:
-        """Raises CheckpointError that names every key whose computation is not built, `not_built` among them."""
-        found = [config.shown(key) for key in not_built]
-        found += [config.shown(key) for key in NOT_BUILT if key not in self.computes and config.differs(key, None, False)]
-        found += [config.shown(key) for key in NOT_BUILT_SCALES if config.differs(key, None, 1.0)]
-        if config.text("hidden_act", "silu") not in ("silu", "swish"):
+    def check(self, config: ConfigReader) -> None:
+        """Raises CheckpointError that names every key whose computation is not built."""
+        found = [config.shown(key) for key in NOT_BUILT if key not in self.computes and config.differs(key, None, False)]
+        found += [config.shown(key) for key in NOT_BUILT_SCALES if key not in self.computes and config.differs(key, None, 1.0)]
+        if "hidden_act" not in self.computes and config.text("hidden_act", "silu") not in ("silu", "swish"):
             found.append(config.shown("hidden_act"))
         found += self.refuses(config)
         if found:
@@ -91,6 +112,20 @@ def read_mlp(config: ConfigReader, *, bias: bool = False) -> GatedMlpSpec:
 def dense_layers(attentions: Sequence[AttentionSpec], mlp: GatedMlpSpec) -> tuple[LayerSpec, ...]:
     """The same gated MLP in every layer."""
     return tuple(LayerSpec(attention, mlp) for attention in attentions)
+
+
+def read_num_experts(config: ConfigReader) -> tuple[int, int]:
+    """Experts of a layer, and of a token. Files have num_experts or num_local_experts; transformers 5 saves the second."""
+    key = "num_local_experts" if config.given("num_local_experts") else "num_experts"
+    num_experts, top_k = config.integer(key), config.integer("num_experts_per_tok")
+    if top_k > num_experts:
+        raise config.refusal(f"num_experts_per_tok {top_k} exceeds the {num_experts} experts; correct it")
+    return num_experts, top_k
+
+
+def refuses_windows(config: ConfigReader) -> list[str]:
+    """`Family.refuses` of a family whose layers all read all keys."""
+    return [f"{config.shown('sliding_window')} in a {config.text('model_type')}"] if config.given("sliding_window") else []
 
 
 def read_heads(config: ConfigReader) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from batchspec.model.blocks.layer import LayerSpec
 from batchspec.model.config_values import ConfigReader
-from batchspec.model.families.base import Family, dense_layers, read_attentions, read_mlp
+from batchspec.model.families.base import Family, dense_layers, read_attentions, read_mlp, refuses_windows
 
 
 def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
@@ -12,8 +12,4 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
     return dense_layers(attentions, read_mlp(config, bias=config.flag("mlp_bias")))
 
 
-def _refuses(config: ConfigReader) -> list[str]:
-    return [f"{config.shown('sliding_window')} in a llama"] if config.given("sliding_window") else []
-
-
-LLAMA = Family(name="llama", architecture="LlamaForCausalLM", layers=_layers, refuses=_refuses)
+LLAMA = Family(name="llama", architecture="LlamaForCausalLM", layers=_layers, refuses=refuses_windows)

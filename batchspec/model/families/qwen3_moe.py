@@ -6,24 +6,24 @@ of these models, is refused. Source: transformers, models/qwen3_moe.
 
 from __future__ import annotations
 
+from batchspec.model.blocks.base import ExpertsSpec
 from batchspec.model.blocks.layer import LayerSpec
-from batchspec.model.blocks.moe import MoeSpec
+from batchspec.model.blocks.moe import MoeSpec, RouterSpec
 from batchspec.model.config_values import ConfigReader
-from batchspec.model.families.base import Family, read_attentions, read_mlp
+from batchspec.model.families.base import EXPERT_COUNTS, Family, read_attentions, read_mlp, read_num_experts
 
 
 def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
     attentions = read_attentions(config, bias=config.flag("attention_bias"), qk_norm=True, window_switch=True)
-    # transformers 5 saves num_local_experts; published files have num_experts.
-    num_experts, top_k = config.integer("num_local_experts", config.integer("num_experts")), config.integer("num_experts_per_tok")
-    if top_k > num_experts:
-        raise config.refusal(f"num_experts_per_tok {top_k} exceeds the {num_experts} experts; correct it")
+    num_experts, top_k = read_num_experts(config)
     experts = MoeSpec(
-        hidden_size=config.integer("hidden_size"),
-        expert_size=config.integer("moe_intermediate_size"),
-        num_experts=num_experts,
-        top_k=top_k,
-        norm_topk=config.flag("norm_topk_prob"),
+        router=RouterSpec(name="mlp.gate", top_k=top_k, norm_topk=config.flag("norm_topk_prob")),
+        experts=ExpertsSpec(
+            name="mlp.experts",
+            num_experts=num_experts,
+            hidden_size=config.integer("hidden_size"),
+            expert_size=config.integer("moe_intermediate_size"),
+        ),
         eps=config.number("rms_norm_eps", 1e-6),
     )
     step, dense = config.integer("decoder_sparse_step"), config.integers("mlp_only_layers") or ()
@@ -46,9 +46,8 @@ QWEN3_MOE = Family(
         "decoder_sparse_step": 1,
     },
     integers={
-        "num_experts": (1, 2**16), "num_local_experts": (1, 2**16), "num_experts_per_tok": (1, 2**16),
-        "moe_intermediate_size": (1, 2**24), "decoder_sparse_step": (1, 4096), "mlp_only_layers": (0, 4096),
+        **EXPERT_COUNTS, "moe_intermediate_size": (1, 2**24), "decoder_sparse_step": (1, 4096), "mlp_only_layers": (0, 4096),
     },
-    computes=frozenset({"num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"}),
+    computes=frozenset({*EXPERT_COUNTS, "moe_intermediate_size"}),
     refuses=_refuses,
 )  # fmt: skip

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from batchspec.model.config_values import ConfigReader
 from batchspec.model.families.base import Family
+from batchspec.model.families.gemma3_text import GEMMA3_TEXT
+from batchspec.model.families.glm4 import GLM4
+from batchspec.model.families.gpt_oss import GPT_OSS
 from batchspec.model.families.llama import LLAMA
+from batchspec.model.families.minimax_m2 import MINIMAX_M2
 from batchspec.model.families.mistral import MISTRAL
+from batchspec.model.families.mixtral import MIXTRAL
+from batchspec.model.families.olmo2 import OLMO2
+from batchspec.model.families.phi3 import PHI3
 from batchspec.model.families.qwen2 import QWEN2
 from batchspec.model.families.qwen3 import QWEN3
 from batchspec.model.families.qwen3_moe import QWEN3_MOE
@@ -18,6 +25,13 @@ FAMILIES: dict[str, Family] = {
         QWEN3,
         MISTRAL,
         QWEN3_MOE,
+        MIXTRAL,
+        MINIMAX_M2,
+        GPT_OSS,
+        GEMMA3_TEXT,
+        PHI3,
+        OLMO2,
+        GLM4,
     )
 }
 

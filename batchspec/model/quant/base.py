@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from batchspec.errors import ConfigError
-from batchspec.model.blocks.base import Projection, TensorSpec
-from batchspec.model.blocks.forward import Product
+from batchspec.model.blocks.base import GroupedSpec, Projection, TensorSpec
+from batchspec.model.blocks.forward import GroupedProduct, Product
 
 Cut = Literal["columns", "rows"]
 """columns: each rank makes some of the outputs (W is cut along its rows); rows: each rank reads some of the inputs."""
@@ -25,11 +25,18 @@ class Weights(Protocol):
     def dtype(self) -> torch.dtype:
         """The model's."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where tensors go."""
+
     def tensor(self, name: str) -> Tensor:
         """The tensor of that name in the checkpoint, in the model's dtype, on its device."""
 
     def stored(self, name: str) -> Tensor:
         """The same in the dtype of the file: what a quantised format reads."""
+
+    def entry(self, name: str, index: int) -> Tensor:
+        """`stored(name)[index]`, nothing else of it read."""
 
 
 class WeightFormat(Protocol):
@@ -46,6 +53,15 @@ class WeightFormat(Protocol):
 
     def shard(self, part: Projection, cut: Cut, rank: int, ranks: int) -> Slices:
         """What `rank` of `ranks` holds. Raises ConfigError where the projection cannot be cut so."""
+
+    def grouped_tensors(self, spec: GroupedSpec) -> tuple[TensorSpec, ...]:
+        """What a file holds for a grouped product."""
+
+    def load_grouped(self, weights: Weights, spec: GroupedSpec) -> GroupedProduct:
+        """A grouped product, its name whole: all weights in one allocation, into which each tensor is read."""
+
+    def shard_grouped(self, spec: GroupedSpec, cut: Cut, rank: int, ranks: int) -> Slices:
+        """What `rank` of `ranks` holds: a part of every expert."""
 
 
 def bias_of(part: Projection) -> tuple[TensorSpec, ...]:
@@ -64,9 +80,16 @@ def share(part: Projection, size: int, rank: int, ranks: int, *, multiple: int =
     return slice(rank * size // ranks, (rank + 1) * size // ranks)
 
 
+def row_share(part: Projection, rank: int, ranks: int, *, multiple: int = 1) -> slice:
+    """The rows of a rank, as `share`. Raises ConfigError for projections in one tensor, whose shares are not one slice."""
+    if part.fused:
+        raise ConfigError(f"{part.name} holds several projections, which are not cut over GPUs; use one GPU a model")
+    return share(part, part.rows, rank, ranks, multiple=multiple)
+
+
 def shard_bias(part: Projection, cut: Cut, rank: int, ranks: int) -> Slices:
     """Cut along its outputs with the weight; where the inputs are cut, rank 0 alone adds it."""
     if not part.bias or (cut == "rows" and rank):
         return {}
     whole = slice(0, part.rows)
-    return {f"{part.name}.bias": (share(part, part.rows, rank, ranks) if cut == "columns" else whole,)}
+    return {f"{part.name}.bias": (row_share(part, rank, ranks) if cut == "columns" else whole,)}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
+from batchspec.errors import ConfigError
 from batchspec.model.quant.base import WeightFormat
+from batchspec.model.quant.fp8 import Fp8
 from batchspec.model.quant.plain import PLAIN
 
 
@@ -15,11 +18,22 @@ class Formats:
     quantised: WeightFormat = PLAIN
     plain_modules: tuple[str, ...] = ()
     """Names of modules that are stored plain; what lies inside them is plain too."""
+    plain_patterns: tuple[str, ...] = ()
+    """Regular expressions: a projection whose name begins with a match is stored plain."""
+    read_past: tuple[str, ...] = ()
+    """Tensors of the checkpoint whose names end so are not needed."""
 
     def of(self, name: str) -> WeightFormat:
         """The format of the projection with this name, as in `model.layers.0.self_attn.q_proj`."""
         path = f".{name}."
-        return PLAIN if any(f".{module}." in path for module in self.plain_modules) else self.quantised
+        plain = any(f".{module}." in path for module in self.plain_modules)
+        return PLAIN if plain or any(re.match(pattern, name) for pattern in self.plain_patterns) else self.quantised
+
+    def with_fp8_activations(self) -> Formats:
+        """The same with activations quantised as the checkpoint says. Raises ConfigError where it has no FP8 weights."""
+        if not isinstance(self.quantised, Fp8):
+            raise ConfigError("model.activations=fp8 needs a checkpoint with FP8 weights; use dtype")
+        return replace(self, quantised=self.quantised.with_activations())
 
 
 ALL_PLAIN = Formats()

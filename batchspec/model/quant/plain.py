@@ -10,18 +10,41 @@ from torch import Tensor
 
 from batchspec.kernels.gemm import linear as kernels
 from batchspec.kernels.gemm.tiles import Tile
-from batchspec.model.blocks.base import Projection, TensorSpec
+from batchspec.model.blocks.base import GroupedSpec, Projection, TensorSpec
 from batchspec.model.blocks.forward import Product
 from batchspec.model.fused import rms_norm, silu_and_mul
-from batchspec.model.quant.base import Cut, Slices, Weights, bias_of, shard_bias, share
+from batchspec.model.quant.base import Cut, Slices, Weights, bias_of, row_share, shard_bias, share
+from batchspec.model.quant.grouped import GroupedLinear, SeparateExperts, load_stacked, shard_stacked, stacked_bias
 from batchspec.tuning.policy import gemm_tile
 
 
-class Plain:
+class Plain(SeparateExperts):
     """`NAME.weight` [N, K] of any floating-point dtype, converted to the model's as it is read."""
 
     def tensors(self, part: Projection) -> tuple[TensorSpec, ...]:
         return TensorSpec(f"{part.name}.weight", (part.rows, part.k), "weight"), *bias_of(part)
+
+    def matrix(self, weights: Weights, name: str) -> Tensor:
+        return weights.stored(f"{name}.weight")
+
+    def grouped_tensors(self, spec: GroupedSpec) -> tuple[TensorSpec, ...]:
+        """Stacked ones lie transposed, [E, k, rows], as transformers saves gpt-oss."""
+        if not spec.stacked:
+            return super().grouped_tensors(spec)
+        shape = (spec.num_experts, spec.k, spec.rows)
+        return TensorSpec(spec.of(0).parts[0].name, shape, "weight"), *stacked_bias(spec)
+
+    def load_grouped(self, weights: Weights, spec: GroupedSpec) -> GroupedLinear:
+        if not spec.stacked:
+            return super().load_grouped(weights, spec)
+        return load_stacked(weights, spec, lambda expert: weights.entry(spec.of(0).parts[0].name, expert).t())
+
+    def shard_grouped(self, spec: GroupedSpec, cut: Cut, rank: int, ranks: int) -> Slices:
+        if not spec.stacked:
+            return super().shard_grouped(spec, cut, rank, ranks)
+        (rows, columns), experts = shard_stacked(spec, cut, rank, ranks), slice(0, spec.num_experts)
+        bias = {tensor.name: (experts, rows) for tensor in stacked_bias(spec) if cut == "columns" or rank == 0}
+        return {spec.of(0).parts[0].name: (experts, columns, rows), **bias}
 
     def nbytes(self, rows: int, k: int, dtype: torch.dtype) -> int:
         return rows * k * dtype.itemsize
@@ -33,7 +56,7 @@ class Plain:
     def shard(self, part: Projection, cut: Cut, rank: int, ranks: int) -> Slices:
         rows, columns = slice(0, part.rows), slice(0, part.k)
         if cut == "columns":
-            rows = share(part, part.rows, rank, ranks)
+            rows = row_share(part, rank, ranks)
         else:
             columns = share(part, part.k, rank, ranks)
         return {f"{part.name}.weight": (rows, columns)} | shard_bias(part, cut, rank, ranks)
@@ -86,13 +109,13 @@ class Linear(Product):
         return self.tile("norm_swiglu" if gated else "norm_linear", x) is not None
 
     def of_norm(self, x: Tensor, norm: Tensor, eps: float, row_ids: Tensor | None = None) -> Tensor:
-        tile = self.tile("norm_linear", x)
+        tile = self.tile("norm_linear", x) if norm.dtype is x.dtype else None
         if tile is None:
             return self(rms_norm(x, norm, eps))
         return kernels.norm_linear(x, norm, self._weight, self._bias, eps=eps, tile=tile)
 
     def swiglu_of_norm(self, x: Tensor, norm: Tensor, eps: float, row_ids: Tensor | None = None) -> Tensor:
-        tile = self.tile("norm_swiglu", x)
+        tile = self.tile("norm_swiglu", x) if norm.dtype is x.dtype else None
         if tile is None:
             return self.swiglu(rms_norm(x, norm, eps))
         return kernels.norm_swiglu(x, norm, self._weight, self._bias, eps=eps, tile=tile)

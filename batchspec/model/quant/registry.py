@@ -5,21 +5,35 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from batchspec.model.config_values import ConfigReader
+from batchspec.model.quant.compressed_tensors import read_compressed_tensors
 from batchspec.model.quant.formats import ALL_PLAIN, Formats
 from batchspec.model.quant.fp8_block import read_fp8
+from batchspec.model.quant.modelopt import read_modelopt
+from batchspec.model.quant.mxfp4 import read_mxfp4
 
-READERS: dict[str, Callable[[ConfigReader], Formats | None]] = {
+READERS: dict[str, Callable[[ConfigReader], Formats | str]] = {
     "fp8": read_fp8,
+    "compressed-tensors": read_compressed_tensors,
+    "modelopt": read_modelopt,
+    "mxfp4": read_mxfp4,
 }
-"""quant_method -> what reads its `quantization_config`; None for a variant that is not built"""
+"""quant_method -> what reads its `quantization_config`; text: what of it is not built"""
+_BUILT = (
+    "use a checkpoint in FP8 (e4m3 in blocks of 128 x 128, or of compressed-tensors or modelopt with a scale a row or a tensor), "
+    "gpt-oss in MXFP4, or one that is not quantised"
+)
 
 
-def read_formats(config: ConfigReader) -> Formats | None:
-    """The formats that a config.json asks for; None where they are not built. Raises CheckpointError for malformed values."""
+def read_formats(config: ConfigReader) -> Formats:
+    """The formats that a config.json asks for. Raises CheckpointError, in one line, for others and for malformed values."""
     if not config.differs("quantization_config", None, False):
         return ALL_PLAIN
-    if "quantization_config" not in config.objects():
-        return None
-    part = config.part("quantization_config")
-    reader = READERS.get(part.text("quant_method"))
-    return None if reader is None else reader(part)
+    reason = "not an object"
+    if "quantization_config" in config.objects():
+        part = config.part("quantization_config")
+        reader = READERS.get(part.text("quant_method"))
+        found = part.shown("quant_method") if reader is None else reader(part)
+        if isinstance(found, Formats):
+            return found
+        reason = found
+    raise config.refusal(f"not supported: {config.shown('quantization_config')}: {reason}; {_BUILT}")

@@ -1,0 +1,90 @@
+"""Gemma 3, text only: windows in most layers, with a rotation of their own; norms before and after each block.
+
+RMS norms multiply by 1 + weight, in fp32; the MLP's gate is a GELU; embeddings are scaled by sqrt(H), scores by
+1 / sqrt(query_pre_attn_scalar). Windows in all but each sliding_window_pattern-th layer, unless layer_types says otherwise.
+`rope_scaling` and rope_theta are those of layers without a window, rope_local_base_freq is that of layers with one.
+Source: transformers, models/gemma3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from batchspec.model.blocks.base import NormForm
+from batchspec.model.blocks.layer import LayerSpec
+from batchspec.model.config_values import ConfigReader
+from batchspec.model.families.base import Family, dense_layers, read_attentions, read_mlp
+from batchspec.model.rope_config import RopeSpec, read_part, rope_kind
+
+_NORMS = NormForm(offset=1.0, wide=True)
+_GELU = "gelu_pytorch_tanh"
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+
+
+def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
+    if not config.given("layer_types"):
+        pattern = config.integer("sliding_window_pattern")
+        kinds = [_LOCAL if (i + 1) % pattern else _GLOBAL for i in range(config.integer("num_hidden_layers"))]
+        config = config.replaced(layer_types=kinds)
+    attentions = [
+        replace(
+            attention,
+            scale=config.number("query_pre_attn_scalar") ** -0.5,
+            post_norm="post_attention_layernorm",
+            norms=_NORMS,
+        )
+        for attention in read_attentions(config, bias=config.flag("attention_bias"), qk_norm=True)
+    ]
+    mlp = replace(
+        read_mlp(config),
+        activation="gelu_tanh",
+        norm="pre_feedforward_layernorm",
+        post_norm="post_feedforward_layernorm",
+        norms=_NORMS,
+    )
+    return dense_layers(attentions, mlp)
+
+
+def _global_rope(config: ConfigReader) -> RopeSpec:
+    return _rope(config, config.part("rope_scaling").over(_part(config, _GLOBAL)), config.number("rope_theta", 1_000_000.0))
+
+
+def _local_rope(config: ConfigReader) -> RopeSpec:
+    return _rope(config, _part(config, _LOCAL), config.number("rope_local_base_freq", 10_000.0))
+
+
+def _part(config: ConfigReader, kind: str) -> ConfigReader:
+    """What rope_parameters says of layers of this kind. Only `rope_type` names a type, as transformers reads it."""
+    return config.part("rope_parameters").part(kind).filled({"rope_type": "default"})
+
+
+def _rope(config: ConfigReader, rope: ConfigReader, usual_theta: float) -> RopeSpec:
+    if rope_kind(rope) not in ("default", "linear"):
+        raise config.refusal(f"rotary embedding not supported: {rope.shown('rope_type')} (supported: default, linear)")
+    return read_part(config, rope, config.integer("max_position_embeddings"), usual_theta)
+
+
+def _refuses(config: ConfigReader) -> list[str]:
+    found = [config.shown("use_bidirectional_attention")] if config.flag("use_bidirectional_attention") else []
+    found += [config.shown("hidden_activation")] if config.text("hidden_activation", _GELU) != _GELU else []
+    # Rotations of this family are named by kind of layer; others would be read past.
+    ropes = config.part("rope_parameters")
+    return found + [ropes.shown(key) for key in ropes if key not in (_LOCAL, _GLOBAL)]
+
+
+GEMMA3_TEXT = Family(
+    name="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    layers=_layers,
+    defaults={
+        "head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096, "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": 256, "tie_word_embeddings": True,
+    },
+    integers={"sliding_window_pattern": (1, 4096)},
+    rope=_global_rope,
+    local_rope=_local_rope,
+    norms=_NORMS,
+    embedding_scale=lambda config: config.integer("hidden_size") ** 0.5,
+    computes=frozenset({"query_pre_attn_scalar", "rope_local_base_freq", "hidden_act"}),
+    refuses=_refuses,
+)  # fmt: skip

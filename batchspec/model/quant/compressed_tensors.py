@@ -1,0 +1,83 @@
+"""quant_method compressed-tensors: FP8 weights with a scale a row, a tensor or a block of 128 x 128.
+
+One group of projections (`config_groups`) with one scheme, all Linear but those of `ignore`. Scales of an FP8 K/V cache are read
+past. Source: https://github.com/vllm-project/compressed-tensors (quantization/quant_args.py, quant_config.py, utils/match.py).
+"""
+
+from __future__ import annotations
+
+import re
+
+from batchspec.model.config_values import ConfigReader
+from batchspec.model.quant.formats import Formats
+from batchspec.model.quant.fp8 import BLOCK, Activations, Fp8, Scales
+
+KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".k_proj.output_scale", ".v_proj.output_scale")
+"""What the names of scales of an FP8 K/V cache end with."""
+_FORMATS = ("float-quantized", "naive-quantized")
+_SCALES: dict[str, Scales] = {"channel": "row", "tensor": "tensor", "block": "block"}
+_PATTERN = "re:"
+
+
+def read_compressed_tensors(config: ConfigReader) -> Formats | str:
+    """`quantization_config` -> formats, or what is not built of it. Raises CheckpointError for malformed values."""
+    stored, names = config.text("format"), config.part("config_groups").objects()
+    if stored not in _FORMATS:
+        return f"compressed-tensors {config.shown('format')}"
+    if len(names) != 1:
+        return f"compressed-tensors with {len(names)} config_groups"
+    group = config.part("config_groups").part(names[0])
+    if group.texts("targets") != ("Linear",):
+        return f"compressed-tensors with {group.shown('targets')}"
+    if group.given("output_activations"):
+        return f"compressed-tensors with {group.shown('output_activations')}"
+    if config.part("sparsity_config").text("format", "dense") != "dense":
+        return f"compressed-tensors with {config.shown('sparsity_config')}"
+    scheme = _scheme(group.part("weights"), group.part("input_activations") if group.given("input_activations") else None)
+    if isinstance(scheme, str):
+        return scheme
+    ignored = config.texts("ignore") or ()
+    patterns = tuple(name.removeprefix(_PATTERN) for name in ignored if name.startswith(_PATTERN))
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except (re.error, RecursionError, OverflowError):
+            raise config.refusal(f"{config.shown('ignore')}: {pattern[:60]!r} is not a regular expression; correct it") from None
+    return Formats(scheme, tuple(name for name in ignored if not name.startswith(_PATTERN)), patterns, KV_SCALES)
+
+
+def _scheme(weights: ConfigReader, inputs: ConfigReader | None) -> Fp8 | str:
+    weights = weights.ranged({"num_bits": (1, 64), "group_size": (-1, 2**20), "block_structure": (1, 2**20)})
+    strategy = weights.text("strategy")
+    if not _is_fp8(weights) or weights.flag("dynamic") or strategy not in _SCALES:
+        return f"compressed-tensors with weights of {_shown(weights)}"
+    if strategy == "block" and weights.integers("block_structure") != (BLOCK, BLOCK):
+        return f"compressed-tensors with {weights.shown('block_structure')}"
+    activations = "plain" if inputs is None else _activations(inputs)
+    if activations is None or (strategy == "block" and activations not in ("group", "plain")):
+        return f"compressed-tensors with weights of strategy {strategy} and activations of {_shown(inputs)}"
+    if strategy != "block" and activations == "group":
+        return f"compressed-tensors with weights of strategy {strategy} and activations of {_shown(inputs)}"
+    return Fp8(_SCALES[strategy], activations)
+
+
+def _is_fp8(part: ConfigReader) -> bool:
+    return part.integer("num_bits", 8) == 8 and part.text("type", "int") == "float" and part.flag("symmetric", True)
+
+
+def _activations(inputs: ConfigReader) -> Activations | None:
+    """None: quantised in a way that is not built."""
+    inputs = inputs.ranged({"num_bits": (1, 64), "group_size": (-1, 2**20)})
+    strategy, dynamic = inputs.text("strategy", "tensor"), inputs.differs("dynamic", None, False)
+    if not _is_fp8(inputs):
+        return None
+    if dynamic and inputs.flag("dynamic"):
+        if strategy == "token":
+            return "token"
+        return "group" if strategy == "group" and inputs.integer("group_size", 0) == BLOCK else None
+    return "static" if strategy == "tensor" else None
+
+
+def _shown(part: ConfigReader | None) -> str:
+    assert part is not None
+    return ", ".join(part.shown(key, prefix=False) for key in ("num_bits", "type", "strategy", "dynamic", "symmetric"))

@@ -1,0 +1,34 @@
+"""quant_method modelopt, FP8: weights with one scale, activations with a calibrated one.
+
+Described in `quantization_config` of config.json, in older checkpoints in hf_quant_config.json beside it. Scales of an FP8 K/V
+cache are read past.
+Source: https://github.com/NVIDIA/Model-Optimizer (modelopt/torch/export/convert_hf_config.py).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+
+from batchspec.model.config_values import ConfigReader, Json
+from batchspec.model.quant.compressed_tensors import KV_SCALES
+from batchspec.model.quant.formats import Formats
+from batchspec.model.quant.fp8 import Fp8
+
+CONFIG_FILE = "hf_quant_config.json"
+
+
+def of_file(values: Json) -> Json | None:
+    """`quantization_config` as hf_quant_config.json says it; None of an empty file."""
+    return {**values, "quant_method": "modelopt"} if values else None
+
+
+def read_modelopt(config: ConfigReader) -> Formats | str:
+    """`quantization_config` -> formats, or what is not built of it."""
+    part = config.part("quantization") if config.given("quantization") else config
+    if part.text("quant_algo") != "FP8":
+        return f"modelopt with {part.shown('quant_algo')}"
+    if part.text("kv_cache_quant_algo") not in ("", "FP8"):
+        return f"modelopt with {part.shown('kv_cache_quant_algo')}"
+    excluded = (part.texts("exclude_modules") or ()) + (part.texts("ignore") or ())
+    patterns = tuple(fnmatch.translate(name) for name in excluded if "*" in name)
+    return Formats(Fp8("tensor", "static"), tuple(name for name in excluded if "*" not in name), patterns, KV_SCALES)

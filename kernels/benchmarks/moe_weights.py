@@ -1,0 +1,138 @@
+"""The products that `moe_bench` times: shapes of models, and random weights of each format behind one interface."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from batchspec.kernels.moe import experts, experts_fp8, experts_mxfp4
+from batchspec.kernels.moe.experts_fp8 import Fp8Weight
+from batchspec.kernels.moe.gate import SWIGLU, Gate
+from batchspec.kernels.moe.mxfp4 import Mxfp4Weight, dequantise_mxfp4, mxfp4_shapes
+from batchspec.kernels.moe.quantise import E4M3, Fp8Rows, quantise_rows
+from batchspec.kernels.moe.tiles import ExpertTile
+from batchspec.kernels.moe.units import Routing
+
+FORMATS = ("bf16", "fp8", "mxfp4")
+
+
+@dataclass(frozen=True, slots=True)
+class MoeShape:
+    """Of a model: experts, experts of a token, hidden size, size of an expert; the gate, biases, formats worth timing."""
+
+    experts: int
+    top_k: int
+    hidden: int
+    width: int
+    gate: Gate = SWIGLU
+    bias: bool = False
+    formats: tuple[str, ...] = ("bf16", "fp8")
+
+
+MODELS = {
+    "gpt-oss-120b": MoeShape(128, 4, 2880, 2880, Gate(7.0), True, ("mxfp4", "bf16")),
+    "qwen3-30b": MoeShape(128, 8, 2048, 768),
+    "minimax-m2": MoeShape(256, 8, 3072, 1536, formats=("fp8",)),
+}
+
+
+@dataclass(slots=True)
+class Product:
+    """The first (gated) or second product of a layer, with random weights of one format."""
+
+    shape: MoeShape
+    form: str
+    gated: bool
+    weight: Any
+    bias: Tensor | None
+    device: torch.device
+    wide: Tensor | None
+    """MXFP4 weights dequantised, bf16"""
+
+    @property
+    def rows(self) -> int:
+        return 2 * self.shape.width if self.gated else self.shape.hidden
+
+    @property
+    def k(self) -> int:
+        return self.shape.hidden if self.gated else self.shape.width
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return {"bf16": torch.bfloat16, "fp8": E4M3, "mxfp4": torch.uint8}[self.form]
+
+    @property
+    def flop_s(self) -> float:
+        return 1.5e15 if self.form == "fp8" else 7.9e14
+
+    @property
+    def tolerance(self) -> float:
+        """bf16 outputs; the tensor cores' sums of e4m3 hold about 14 bits."""
+        return 6e-3 if self.form == "fp8" else 4e-3
+
+    @property
+    def expert_bytes(self) -> float:
+        parts = (self.weight,) if isinstance(self.weight, Tensor) else self.weight
+        return sum(part.nbytes for part in parts) / self.shape.experts
+
+    def inputs(self, tokens: int) -> Any:
+        rows = tokens if self.gated else tokens * self.shape.top_k
+        x = torch.randn(rows, self.k, device=self.device).bfloat16()
+        return quantise_rows(x) if self.form == "fp8" else x
+
+    def first(self, x: Any, rows: int) -> Any:
+        return Fp8Rows(x.values[:rows], x.scales[:rows]) if self.form == "fp8" else x[:rows]
+
+    def input_bytes(self, x: Any) -> int:
+        return sum(part.nbytes for part in x) if self.form == "fp8" else x.nbytes
+
+    def empty(self, pairs: int) -> Tensor:
+        return torch.empty(pairs, self.rows // 2 if self.gated else self.rows, dtype=torch.bfloat16, device=self.device)
+
+    def run(self, x: Any, routing: Routing, tile: ExpertTile, out: Tensor, *, compile_only: bool = False) -> None:
+        module: Any = {"bf16": experts, "fp8": experts_fp8, "mxfp4": experts_mxfp4}[self.form]
+        gate = self.shape.gate if self.gated else None
+        module.launch("moe_bench", x, self.weight, self.bias, routing, tile, out, gate=gate, compile_only=compile_only)
+
+    def reference(self, x: Any, ids: Tensor) -> Tensor:
+        """fp32 [P, N]"""
+        if self.form == "fp8":
+            return experts_fp8.experts_fp8_reference(x, self.weight, self.bias, ids, gate=self.shape.gate if self.gated else None)
+        weight = self.weight if self.wide is None else self.wide
+        if self.gated:
+            return experts.experts_up_reference(x, weight, self.bias, ids, gate=self.shape.gate).float()
+        return experts.experts_down_reference(x, weight, self.bias, ids).float()
+
+
+def make_products(shape: MoeShape, form: str, device: torch.device) -> tuple[Product, Product]:
+    """Both products of a layer."""
+    products = []
+    for gated, rows, k in ((True, 2 * shape.width, shape.hidden), (False, shape.hidden, shape.width)):
+        bias = torch.randn(shape.experts, rows, device=device).bfloat16() if shape.bias else None
+        weight = _random_weight(form, shape.experts, rows, k, gated, device)
+        wide = None
+        if form == "mxfp4":
+            wide = torch.empty(shape.experts, rows, k, dtype=torch.bfloat16, device=device)
+            for expert, own in enumerate(wide):  # one by one: the intermediate numbers take far more memory
+                own.copy_(dequantise_mxfp4(Mxfp4Weight(weight.words[expert], weight.scales[expert]), k, torch.bfloat16))
+        products.append(Product(shape, form, gated, weight, bias, device, wide))
+    return products[0], products[1]
+
+
+def _random_weight(form: str, num_experts: int, rows: int, k: int, gated: bool, device: torch.device) -> Any:
+    if form == "bf16":
+        return torch.empty(num_experts, rows, k, dtype=torch.bfloat16, device=device).normal_(std=k**-0.5)
+    if form == "fp8":
+        values = torch.empty(num_experts, rows, k, dtype=E4M3, device=device)
+        for expert in values:
+            expert.copy_((torch.randn(rows, k, device=device) * 100).clamp(-448, 448))  # the cast gives NaN beyond
+        blocks = 2 * -(-rows // 256) if gated else -(-rows // 128)
+        scales = torch.rand(num_experts, blocks, -(-k // 128), device=device) + 0.5
+        return Fp8Weight(values, scales * (0.01 * k**-0.5))
+    words_shape, scales_shape = mxfp4_shapes(rows, k)
+    words = torch.randint(0, 256, (num_experts, *words_shape), dtype=torch.uint8, device=device)
+    exponents = torch.randint(118 + 126, 124 + 126, (num_experts, *scales_shape), dtype=torch.uint8, device=device)
+    return Mxfp4Weight(words, exponents)

@@ -1,0 +1,170 @@
+"""A token's experts added up, with the residual sum and the next norm in the same launch.
+
+    hidden[t] = sum over the slots s, in order, of weights[t, s] * y[t * k + s]      in fp32, rounded once
+    combine:      out = hidden              combine_norm: residual += hidden, out = rms_norm(residual) * weight
+
+The norm rounds as `batchspec.kernels.norm_rope.norm` does. One program a token. Bound by memory at prefill sizes (bytes:
+T * H * (k + 3) * itemsize), by launch latency at decode sizes.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
+from batchspec.kernels.benchmarks.timing import Bench
+from batchspec.kernels.common.checks import FLOATS, check
+from batchspec.kernels.common.pdl import await_earlier, launch_args
+from batchspec.kernels.norm_rope.norm import add_norm_reference
+
+VALUES_PER_THREAD = 8  # a 16-byte load of bf16
+
+
+@triton.jit
+def combine_kernel(
+    y, weights, residual, norm, out, out_aux, residual_stride, out_stride, aux_stride,
+    EPS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+    FP32_GAIN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """With `residual` None: combine; else combine_norm, where `out_aux` may be None."""
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    inside = lane < WIDTH
+    if residual is not None:
+        gain = tl.load(norm + lane, mask=inside, other=0.0).to(ACC)
+    await_earlier(PDL)
+    if residual is not None:
+        at = residual + token * residual_stride + lane
+        before = tl.load(at, mask=inside, other=0.0).to(ACC)
+    x = tl.zeros([BLOCK], ACC)
+    for slot in tl.static_range(TOP_K):
+        weight = tl.load(weights + token * TOP_K + slot).to(ACC)
+        x += weight * tl.load(y + (token * TOP_K + slot) * WIDTH + lane, mask=inside, other=0.0).to(ACC)
+    if residual is not None:
+        x = (before + x.to(DTYPE).to(ACC)).to(DTYPE)
+        tl.store(at, x, mask=inside)
+        if out_aux is not None:
+            tl.store(out_aux + token * aux_stride + lane, x, mask=inside)
+        x = x.to(ACC)
+        x = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) * (1.0 / WIDTH) + EPS))
+        x = (x if FP32_GAIN else x.to(DTYPE).to(ACC)) * gain
+    tl.store(out + token * out_stride + lane, x, mask=inside)
+
+
+def combine(y: Tensor, weights: Tensor, *, out: Tensor, interpret: bool = False) -> None:
+    """Write the weighted sum of each token's pairs.
+
+    y        bf16, fp32, fp16 or fp64 [T * k, H] contiguous, in pair order
+    weights  fp32 (fp64 with fp64) [T, k]
+    out      [T, H] of any of these dtypes  rows may be slices of wider ones
+
+    Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
+    """
+    _check(y, weights, out)
+    if y.is_cuda or interpret:
+        _launch(y, weights, None, None, 0.0, out, None, fp32_gain=False)
+    else:
+        out.copy_(combine_reference(y, weights))
+
+
+def combine_norm(
+    y: Tensor, weights: Tensor, residual: Tensor, weight: Tensor, eps: float, *, out: Tensor, out_aux: Tensor | None = None,
+    fp32_gain: bool = False, interpret: bool = False,
+) -> None:  # fmt: skip
+    """Add the weighted sum to residual [T, H] in place and write the norm of that; see `combine`.
+
+    residual, weight, out  the dtype of the model; residual and out rows may be slices of wider ones
+    out_aux                [T, H]  a copy of the new residual, for a drafter, or None
+    fp32_gain              the normed row is not rounded before it is multiplied by weight [H]
+    """
+    _check(y, weights, out)
+    check("combine_norm: residual", residual, tuple(out.shape), out.dtype, rows=True)
+    check("combine_norm: weight", weight, (out.shape[1],), out.dtype)
+    if out_aux is not None:
+        check("combine_norm: out_aux", out_aux, tuple(out.shape), out.dtype, rows=True)
+    if y.is_cuda or interpret:
+        _launch(y, weights, residual, weight, eps, out, out_aux, fp32_gain=fp32_gain)
+    else:
+        combine_norm_reference(y, weights, residual, weight, eps, out=out, out_aux=out_aux, fp32_gain=fp32_gain)
+
+
+def _check(y: Tensor, weights: Tensor, out: Tensor) -> None:
+    (num_tokens, top_k), width = weights.shape, y.shape[1]
+    wide = torch.promote_types(y.dtype, torch.float32)
+    check("combine: y", y, (num_tokens * top_k, width), *FLOATS)
+    check("combine: weights", weights, (num_tokens, top_k), wide)
+    check("combine: out", out, (num_tokens, width), *FLOATS, rows=True)
+
+
+def _launch(
+    y: Tensor, weights: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, out: Tensor, out_aux: Tensor | None,
+    *, fp32_gain: bool,
+) -> None:  # fmt: skip
+    num_tokens, width = out.shape
+    block = max(16, triton.next_power_of_2(width))
+    if num_tokens:
+        combine_kernel[(num_tokens,)](
+            y, weights, residual, weight, out, out_aux, 0 if residual is None else residual.stride(0), out.stride(0),
+            0 if out_aux is None else out_aux.stride(0),
+            EPS=eps, TOP_K=weights.shape[1], WIDTH=width, BLOCK=block, ACC=tl.float64 if y.dtype == torch.float64 else tl.float32,
+            FP32_GAIN=fp32_gain, num_warps=min(16, max(1, block // (32 * VALUES_PER_THREAD))), **launch_args(y),
+        )  # fmt: skip
+
+
+def combine_reference(y: Tensor, weights: Tensor) -> Tensor:
+    """fp32 (fp64 of fp64) [T, H]: the same in plain torch, slot by slot."""
+    num_tokens, top_k = weights.shape
+    pairs = y.view(num_tokens, top_k, y.shape[1]).to(weights.dtype)
+    total = weights[:, :1] * pairs[:, 0]
+    for slot in range(1, top_k):
+        total += weights[:, slot : slot + 1] * pairs[:, slot]
+    return total
+
+
+def combine_norm_reference(
+    y: Tensor, weights: Tensor, residual: Tensor, weight: Tensor, eps: float, *, out: Tensor, out_aux: Tensor | None = None,
+    fp32_gain: bool = False,
+) -> None:  # fmt: skip
+    """The same in plain torch."""
+    hidden = combine_reference(y, weights).to(out.dtype)
+    if not fp32_gain:
+        add_norm_reference(hidden, residual, weight, eps, out=out, out_aux=out_aux)
+        return
+    residual.add_(hidden)
+    if out_aux is not None:
+        out_aux.copy_(residual)
+    wide = residual.to(torch.promote_types(residual.dtype, torch.float32))
+    out.copy_(wide * (wide.square().mean(1, keepdim=True) + eps).rsqrt() * weight.to(wide.dtype))
+
+
+def main() -> None:
+    bench = Bench("combine")
+    for tokens, top_k, width in ((64, 4, 2880), (64, 8, 2048), (256, 8, 3072), (1024, 8, 2048), (16384, 8, 2048)):
+        shape = f"T={tokens} k={top_k} H={width} bfloat16"
+        with continue_on_error(shape):
+            ys = [torch.randn(tokens * top_k, width, device=bench.device).bfloat16() for _ in range(bench.num_copies)]
+            weights = torch.rand(tokens, top_k, device=bench.device)
+            residual = torch.randn(tokens, width, device=bench.device).bfloat16()
+            gain = torch.randn(width, device=bench.device).bfloat16()
+            out, expected = torch.full_like(residual, torch.nan), torch.empty_like(residual)
+            wanted = residual.clone()
+            combine_norm_reference(ys[0], weights, wanted, gain, 1e-6, out=expected)
+            combine_norm(ys[0], weights, residual, gain, 1e-6, out=out)
+            torch.testing.assert_close(residual, wanted, rtol=2**-6, atol=1e-2)
+            torch.testing.assert_close(out, expected, rtol=2**-5, atol=3e-2)
+            bench.row(
+                shape,
+                [partial(combine_norm, y, weights, residual, gain, 1e-6, out=out) for y in ys],
+                [partial(combine_norm_reference, y, weights, residual, gain, 1e-6, out=expected) for y in ys],
+                num_bytes=ys[0].nbytes + 3 * out.nbytes,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Rows to e4m3 with a scale for each 128 values, or one for the whole row: the activations of products with FP8 weights.
+
+    scale = max(largest |x|, 1e-10) / 448        values = x / scale, rounded to nearest even
+
+in fp32, as vLLM's per_token_group_quant_fp8 with group size 128 does (no power-of-two scales). One program a row. Bound by memory
+at prefill sizes (bytes a value: itemsize + 1), by launch latency at decode sizes.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
+from batchspec.kernels.benchmarks.timing import Bench
+from batchspec.kernels.common.checks import check
+from batchspec.kernels.common.pdl import await_earlier, launch_args
+
+E4M3 = torch.float8_e4m3fn
+GROUP = 128
+LARGEST, SMALLEST = 448.0, 1e-10
+
+
+class Fp8Rows(NamedTuple):
+    """Quantised rows."""
+
+    values: Tensor
+    """e4m3 [R, K], contiguous"""
+    scales: Tensor
+    """fp32 [R, ceil(K / 128)], contiguous, or [R, 1]: one of the whole row"""
+
+
+@triton.jit
+def to_e4m3(x, largest, INTERPRETED: tl.constexpr):
+    """Values and scale of groups whose largest magnitude is given, in the shape that multiplies x."""
+    scale = tl.div_rn(tl.maximum(largest, 1e-10), 448.0)
+    y = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+    y = tl.minimum(tl.maximum(y, -448.0), 448.0)
+    if INTERPRETED:  # its cast drops the carry of a rounding up to the next power of two
+        bits = y.to(tl.int32, bitcast=True)
+        rounded = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+        y = tl.where(tl.abs(y) < 0.015625, (y + 24576.0) - 24576.0, rounded)  # subnormals: multiples of 2^-9
+    return y.to(tl.float8e4nv), scale
+
+
+@triton.jit
+def quantise_kernel(
+    x, out, out_scales, stride, k, WHOLE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, GROUPS)
+    place = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    await_earlier(PDL)
+    values = tl.load(x + row * stride + place, mask=place < k, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(values), 1)
+    if WHOLE:
+        largest = tl.broadcast_to(tl.max(largest, 0), [GROUPS])
+    y, scale = to_e4m3(values, largest[:, None], INTERPRETED)
+    tl.store(out + row * k + place, y, mask=place < k)
+    num_scales = 1 if WHOLE else tl.cdiv(k, GROUP)
+    tl.store(out_scales + row * num_scales + group[:, None], scale, mask=group[:, None] < num_scales)
+
+
+def quantise_rows(x: Tensor, *, whole: bool = False, interpret: bool = False) -> Fp8Rows:
+    """Quantise each row.
+
+    x      bf16 or fp32 [R, K]  rows may be slices of wider ones
+    whole  one scale a row, else one for each 128 values
+
+    Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
+    """
+    num_rows, k = x.shape
+    check("quantise_rows: x", x, (num_rows, k), torch.bfloat16, torch.float32, rows=True)
+    if not (x.is_cuda or interpret):
+        return quantise_rows_reference(x, whole=whole)
+    num_groups = -(-k // GROUP)
+    rows = Fp8Rows(x.new_empty(num_rows, k, dtype=E4M3), x.new_empty(num_rows, 1 if whole else num_groups, dtype=torch.float32))
+    if num_rows:
+        groups = triton.next_power_of_2(num_groups)
+        quantise_kernel[(num_rows,)](
+            x, *rows, x.stride(0), k, WHOLE=whole, GROUP=GROUP, GROUPS=groups, INTERPRETED=not x.is_cuda,
+            num_warps=min(16, max(1, groups // 2)), **launch_args(x),
+        )  # fmt: skip
+    return rows
+
+
+def quantise_rows_reference(x: Tensor, *, whole: bool = False) -> Fp8Rows:
+    """The same in plain torch."""
+    num_rows, k = x.shape
+    size = k if whole else GROUP
+    wide = torch.nn.functional.pad(x.float(), (0, -k % size)).view(num_rows, -(-k // size), size)
+    scales = wide.abs().amax(-1).clamp(min=SMALLEST) / LARGEST
+    values = (wide / scales[..., None]).clamp(-LARGEST, LARGEST).to(E4M3)
+    return Fp8Rows(values.view(num_rows, -1)[:, :k].contiguous(), scales)
+
+
+def main() -> None:
+    bench = Bench("quantise")
+    for rows, k in ((64, 2048), (512, 768), (256, 3072), (2048, 1536), (65536, 2048)):
+        shape = f"R={rows} K={k} bfloat16"
+        with continue_on_error(shape):
+            inputs = [torch.randn(rows, k, device=bench.device).bfloat16() for _ in range(bench.num_copies)]
+            for found, wanted in zip(quantise_rows(inputs[0]), quantise_rows_reference(inputs[0]), strict=True):
+                torch.testing.assert_close(found.float(), wanted.float(), rtol=0, atol=0)
+            bench.row(
+                shape,
+                [partial(quantise_rows, x) for x in inputs],
+                [partial(quantise_rows_reference, x) for x in inputs],
+                num_bytes=rows * k * 3 + rows * k // 32,
+            )
+
+
+if __name__ == "__main__":
+    main()

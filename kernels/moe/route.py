@@ -1,0 +1,284 @@
+"""Which experts each token goes to, and the work list of the grouped products, from the router's logits.
+
+    softmax   the k largest logits; weights are their shares of the softmax over all E experts, or with norm_topk of the softmax
+              over the k, which is the same as softmax over all, then the k largest divided by their sum
+    sigmoid   s = 1 / (1 + exp(-logit)), the k largest s + bias; weights s, with norm_topk divided by their sum
+
+The lowest id wins of equal scores. Slots are in the order of falling weights, the lowest id first of equals. NaN counts as -inf,
+so that every token has k different experts. Scores are compared as integers that sort like the numbers, with the id in the low
+bits: one maximum a slot finds both.
+Lists are made without atomics: pairs are counted, then each is written after the earlier ones of its expert. Few tokens: one
+program does all. More: a second launch, where every program counts the pairs of all experts and then writes those of its own.
+Bound by launch latency; at prefill sizes by reading the P expert ids E times from the second-level cache.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
+from batchspec.kernels.benchmarks.timing import Bench
+from batchspec.kernels.common.checks import check
+from batchspec.kernels.common.pdl import await_earlier, launch_args
+from batchspec.kernels.moe.units import FIELDS, Routing, max_units
+
+Scoring = Literal["softmax", "sigmoid"]
+MAX_EXPERTS, MAX_TOP_K = 512, 16
+ONE_LAUNCH_TOKENS = 64
+TOKENS = 4  # of a program, one a warp
+TOKENS_ALONE = 16  # at a time, where one program does all
+BLOCK, BLOCK_ALONE = 2048, 64  # pairs at a time
+
+
+@triton.jit
+def choose(
+    logits, bias, out_ids, out_weights, tokens, num_tokens, stride, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    SIGMOID: tl.constexpr, NORM: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """The experts and weights of some tokens."""
+    lane = tl.arange(0, LANES)
+    slot = tl.arange(0, SLOTS)
+    inside = (tokens < num_tokens)[:, None] & (lane < NUM_EXPERTS)[None, :]
+    logit = tl.load(logits + tokens.to(tl.int64)[:, None] * stride + lane[None, :], mask=inside, other=float("-inf"))
+    score = tl.where(logit == logit, logit.to(tl.float32), float("-inf"))
+    choice = score
+    if SIGMOID:
+        score = 1.0 / (1.0 + tl.exp(-score))
+        choice = score
+        if bias is not None:
+            choice += tl.load(bias + lane, mask=lane < NUM_EXPERTS, other=0.0)[None, :]
+    bits = (choice + 0.0).to(tl.int32, bitcast=True)  # -0 + 0 is 0
+    sortable = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+    key = sortable * 4294967296 + (LANES - 1 - lane).to(tl.int64)[None, :]
+    key = tl.where((lane < NUM_EXPERTS)[None, :], key, -0x7FFFFFFFFFFFFFFF)
+    ids = tl.zeros([tokens.shape[0], SLOTS], tl.int32)
+    values = tl.zeros([tokens.shape[0], SLOTS], tl.float32)
+    for s in tl.static_range(TOP_K):
+        best = tl.max(key, 1)
+        chosen = key == best[:, None]
+        at = (slot == s)[None, :]
+        ids = tl.where(at, (LANES - 1 - (best & 0xFFFFFFFF)).to(tl.int32)[:, None], ids)
+        values = tl.where(at, tl.sum(tl.where(chosen, score, 0.0), 1)[:, None], values)
+        key = tl.where(chosen, -0x7FFFFFFFFFFFFFFF, key)
+    used = (slot < TOP_K)[None, :]
+    if not SIGMOID:
+        largest = tl.max(tl.where(used, values, float("-inf")), 1)
+        values = tl.exp(values - largest[:, None])
+        if not NORM:
+            values = values / tl.sum(tl.exp(score - largest[:, None]), 1)[:, None]
+    if NORM:
+        values = values / tl.sum(tl.where(used, values, 0.0), 1)[:, None]
+    place = slot[None, :]
+    if bias is not None:  # by weight
+        before = (values[:, None, :] > values[:, :, None]) | (
+            (values[:, None, :] == values[:, :, None]) & (ids[:, None, :] < ids[:, :, None])
+        )
+        place = tl.sum((before & used[:, None, :]).to(tl.int32), 2)
+    places = tokens.to(tl.int64)[:, None] * TOP_K + place
+    write = (tokens < num_tokens)[:, None] & used
+    tl.store(out_ids + places, ids, mask=write)
+    tl.store(out_weights + places, values, mask=write)
+
+
+@triton.jit
+def count_pairs(expert_ids, num_pairs, LANES: tl.constexpr, BLOCK: tl.constexpr):
+    """The number of pairs of each expert [LANES]."""
+    counts = tl.zeros([LANES], tl.int32)
+    for base in range(0, num_pairs, BLOCK):
+        pair = base + tl.arange(0, BLOCK)
+        expert = tl.load(expert_ids + pair, mask=pair < num_pairs, other=0)
+        counts += tl.histogram(expert, LANES, mask=pair < num_pairs)
+    return counts
+
+
+@triton.jit
+def write_units(
+    counts, out_offsets, out_units, num_pairs, num_units, NUM_EXPERTS: tl.constexpr, UNIT_PAIRS: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    """Offsets and units from the number of pairs of each expert [LANES]; returns its first place in the list of pairs."""
+    lane = tl.arange(0, LANES)
+    first = tl.cumsum(counts, 0) - counts
+    tl.store(out_offsets + lane, first, mask=lane < NUM_EXPERTS)
+    tl.store(out_offsets + NUM_EXPERTS, num_pairs)
+    units = (counts + UNIT_PAIRS - 1) // UNIT_PAIRS
+    begin = tl.cumsum(units, 0) - units
+    for index in range(tl.max(units, 0)):
+        at = out_units + (begin + index) * 4
+        exists = index < units
+        tl.store(at, lane, mask=exists)
+        tl.store(at + 1, first + index * UNIT_PAIRS, mask=exists)
+        tl.store(at + 2, tl.minimum(counts - index * UNIT_PAIRS, UNIT_PAIRS), mask=exists)
+        tl.store(at + 3, tl.zeros([LANES], tl.int32), mask=exists)
+    for base in range(tl.sum(units, 0) * 4, num_units * 4, LANES):
+        tl.store(out_units + base + lane, tl.zeros([LANES], tl.int32), mask=base + lane < num_units * 4)
+    return first
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_units"])
+def route_kernel(
+    logits, bias, out_ids, out_weights, out_pairs, out_offsets, out_units, num_tokens, num_units, stride,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr, NORM: tl.constexpr, UNIT_PAIRS: tl.constexpr,
+    ALONE: tl.constexpr, TOKENS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """ALONE: the one program of the launch also makes the lists; else `list_kernel` follows."""
+    token = tl.arange(0, TOKENS)
+    await_earlier(PDL)
+    if ALONE:
+        for base in range(0, num_tokens, TOKENS):
+            choose(
+                logits, bias, out_ids, out_weights, base + token, num_tokens, stride,
+                NUM_EXPERTS, TOP_K, SIGMOID, NORM, LANES, SLOTS,
+            )  # fmt: skip
+        tl.debug_barrier()  # the ids of all tokens are written before they are read
+        num_pairs = num_tokens * TOP_K
+        counts = count_pairs(out_ids, num_pairs, LANES, BLOCK)
+        place = write_units(counts, out_offsets, out_units, num_pairs, num_units, NUM_EXPERTS, UNIT_PAIRS, LANES)
+        index = tl.arange(0, BLOCK)
+        for base in range(0, num_pairs, BLOCK):
+            exists = base + index < num_pairs
+            expert = tl.load(out_ids + base + index, mask=exists, other=-1)
+            earlier = (expert[:, None] == expert[None, :]) & (index[:, None] > index[None, :])
+            own = expert[:, None] == tl.arange(0, LANES)[None, :]
+            at = tl.sum(tl.where(own, place[None, :], 0), 1) + tl.sum(earlier.to(tl.int32), 1)
+            tl.store(out_pairs + at, base + index, mask=exists)
+            place += tl.sum(own.to(tl.int32), 0)
+    else:
+        choose(
+            logits, bias, out_ids, out_weights, tl.program_id(0) * TOKENS + token, num_tokens, stride,
+            NUM_EXPERTS, TOP_K, SIGMOID, NORM, LANES, SLOTS,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_units"])
+def list_kernel(
+    expert_ids, out_pairs, out_offsets, out_units, num_pairs, num_units,
+    NUM_EXPERTS: tl.constexpr, UNIT_PAIRS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program e writes the pairs of expert e; program 0 offsets and units too."""
+    own = tl.program_id(0)
+    await_earlier(PDL)
+    counts = count_pairs(expert_ids, num_pairs, LANES, BLOCK)
+    place = tl.sum(tl.where(tl.arange(0, LANES) < own, counts, 0), 0)
+    for base in range(0, num_pairs, BLOCK):
+        pair = base + tl.arange(0, BLOCK)
+        mine = (tl.load(expert_ids + pair, mask=pair < num_pairs, other=-1) == own).to(tl.int32)
+        tl.store(out_pairs + place + tl.cumsum(mine, 0) - 1, pair, mask=mine != 0)
+        place += tl.sum(mine, 0)
+    if own == 0:
+        write_units(counts, out_offsets, out_units, num_pairs, num_units, NUM_EXPERTS, UNIT_PAIRS, LANES)
+
+
+def route(
+    logits: Tensor, top_k: int, *, scoring: Scoring = "softmax", norm_topk: bool, bias: Tensor | None = None, unit_pairs: int,
+    interpret: bool = False,
+) -> Routing:  # fmt: skip
+    """Experts, weights and the work list of T tokens; see the module's docstring.
+
+    logits      fp32 or bf16 [T, E], E up to 512; rows may be slices of wider ones. On a CPU fp64 too
+    top_k       experts of a token, up to 16
+    norm_topk   the weights of a token sum to 1
+    bias        fp32 [E], added to the sigmoid for the choice alone; None with softmax
+    unit_pairs  pairs of a unit: the token tile of the grouped products
+
+    Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
+    """
+    num_tokens, num_experts = logits.shape
+    check("route: logits", logits, (num_tokens, num_experts), torch.float32, torch.bfloat16, torch.float64, rows=True)
+    if not (1 <= top_k <= min(num_experts, MAX_TOP_K) and num_experts <= MAX_EXPERTS):
+        raise ValueError(f"route: {top_k} of {num_experts} experts; at most {MAX_TOP_K} of {MAX_EXPERTS}")
+    if bias is not None:
+        check("route: bias", bias, (num_experts,), torch.float32)
+        if scoring != "sigmoid":
+            raise ValueError("route: a bias is for sigmoid scores; softmax takes none")
+    if not (logits.is_cuda or interpret):
+        return route_reference(logits, top_k, scoring=scoring, norm_topk=norm_topk, bias=bias, unit_pairs=unit_pairs)
+    num_pairs, num_units = num_tokens * top_k, max_units(num_tokens, top_k, num_experts, unit_pairs)
+    routing = Routing(
+        expert_ids=logits.new_empty(num_tokens, top_k, dtype=torch.int32),
+        weights=logits.new_empty(num_tokens, top_k, dtype=torch.float32),
+        pairs=logits.new_empty(num_pairs, dtype=torch.int32),
+        offsets=logits.new_empty(num_experts + 1, dtype=torch.int32),
+        units=logits.new_empty(num_units, FIELDS, dtype=torch.int32),
+        unit_pairs=unit_pairs,
+    )
+    ids, weights, pairs, offsets, units, _ = routing
+    alone = num_tokens <= ONE_LAUNCH_TOKENS
+    tokens = TOKENS_ALONE if alone else TOKENS
+    sizes = {"NUM_EXPERTS": num_experts, "UNIT_PAIRS": unit_pairs, "LANES": max(16, triton.next_power_of_2(num_experts))}
+    route_kernel[(1 if alone else triton.cdiv(num_tokens, tokens),)](
+        logits, bias, ids, weights, pairs, offsets, units, num_tokens, num_units, logits.stride(0),
+        TOP_K=top_k, SIGMOID=scoring == "sigmoid", NORM=norm_topk, ALONE=alone, TOKENS=tokens,
+        SLOTS=triton.next_power_of_2(top_k), BLOCK=BLOCK_ALONE,
+        num_warps=tokens, **sizes, **launch_args(logits),
+    )  # fmt: skip
+    if not alone:
+        list_kernel[(num_experts,)](
+            ids, pairs, offsets, units, num_pairs, num_units, BLOCK=BLOCK, num_warps=8, **sizes, **launch_args(logits)
+        )
+    return routing
+
+
+def route_reference(
+    logits: Tensor, top_k: int, *, scoring: Scoring = "softmax", norm_topk: bool, bias: Tensor | None = None, unit_pairs: int
+) -> Routing:
+    """The same in plain torch, in fp32 (fp64 of fp64)."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    wide = wide.masked_fill(wide.isnan(), float("-inf"))
+    scores = wide.sigmoid() if scoring == "sigmoid" else wide
+    choices = scores if bias is None else scores + bias
+    ids = torch.sort(choices, dim=-1, descending=True, stable=True).indices[:, :top_k]
+    if bias is not None:
+        ids = ids.sort(-1).values
+        ids = ids.gather(1, torch.sort(scores.gather(1, ids), dim=-1, descending=True, stable=True).indices)
+    if scoring == "softmax":
+        scores = (wide - wide.max(-1, keepdim=True).values).exp()
+    weights = scores.gather(1, ids)
+    if norm_topk:
+        weights = weights / weights.sum(-1, keepdim=True)
+    elif scoring == "softmax":
+        weights = weights / scores.sum(-1, keepdim=True)
+    return lists_reference(ids, weights, logits.shape[1], unit_pairs)
+
+
+def lists_reference(expert_ids: Tensor, weights: Tensor, num_experts: int, unit_pairs: int) -> Routing:
+    """The lists of given choices, in plain torch."""
+    flat = expert_ids.flatten()
+    counts = torch.bincount(flat.long(), minlength=num_experts)
+    offsets = torch.zeros(num_experts + 1, dtype=torch.int32, device=flat.device)
+    offsets[1:] = counts.cumsum(0)
+    num_tokens, top_k = expert_ids.shape
+    num_units = max_units(num_tokens, top_k, num_experts, unit_pairs)
+    units = torch.zeros(num_units, FIELDS, dtype=torch.int32, device=flat.device)
+    rows = [
+        (expert, first, min(unit_pairs, end - first), 0)
+        for expert, (begin, end) in enumerate(zip(offsets.tolist(), offsets.tolist()[1:], strict=False))
+        for first in range(begin, end, unit_pairs)
+    ]
+    if rows:
+        units[: len(rows)] = torch.tensor(rows, dtype=torch.int32)
+    pairs = torch.sort(flat, stable=True).indices.int()
+    return Routing(expert_ids.int(), weights, pairs, offsets, units, unit_pairs)
+
+
+def main() -> None:
+    bench = Bench("route")
+    for tokens, experts, top_k in ((16, 128, 4), (64, 128, 8), (256, 128, 8), (1024, 256, 8), (16384, 128, 8)):
+        shape = f"T={tokens} E={experts} k={top_k}"
+        with continue_on_error(shape):
+            inputs = [torch.randn(tokens, experts, device=bench.device) for _ in range(bench.num_copies)]
+            call = partial(route, top_k=top_k, norm_topk=True, unit_pairs=16)
+            reference = partial(route_reference, top_k=top_k, norm_topk=True, unit_pairs=16)
+            for found, wanted in zip(call(inputs[0]), reference(inputs[0]), strict=True):
+                torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+            num_bytes = inputs[0].nbytes + 3 * tokens * top_k * 4
+            bench.row(shape, [partial(call, x) for x in inputs], [partial(reference, x) for x in inputs], num_bytes=num_bytes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""Routings and weights that the tests of the grouped products share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from batchspec.kernels.moe.route import lists_reference
+from batchspec.kernels.moe.units import Routing
+
+SPREADS = ["every token other experts", "all tokens on the same", "experts without tokens"]
+
+
+def routing_of(tokens: int, experts: int, top_k: int, spread: str, unit_pairs: int, device: torch.device) -> Routing:
+    """A routing with random weights, whose choices are spread over the experts as named."""
+    if spread == SPREADS[0]:
+        ids = torch.rand(tokens, experts).argsort(1)[:, :top_k]
+    elif spread == SPREADS[1]:
+        ids = torch.arange(top_k).flip(0).expand(tokens, top_k) + (experts - top_k)
+    else:
+        ids = torch.rand(tokens, max(top_k, experts // 2)).argsort(1)[:, :top_k] * (experts // max(top_k, experts // 2))
+    return lists_reference(ids.int().contiguous().to(device), torch.rand(tokens, top_k, device=device), experts, unit_pairs)
+
+
+def noise(*shape: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> Tensor:
+    return (torch.randn(shape, device=device) * scale).to(dtype)
+
+
+def assert_near(found: Tensor, wanted: Tensor, *, tolerance: float) -> None:
+    """By the norm of the difference; NaN never passes."""
+    error = (found.double() - wanted.double()).norm() / wanted.double().norm()
+    assert error < tolerance, float(error)

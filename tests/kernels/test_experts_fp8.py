@@ -1,0 +1,124 @@
+"""FP8: rows are quantised as stated, and products are those of the quantised numbers, whatever the scales are of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from batchspec.kernels.gemm.fp8_linear import fp8_linear, fp8_swiglu
+from batchspec.kernels.moe.experts_fp8 import Fp8Weight, experts_fp8_down, experts_fp8_reference, experts_fp8_up
+from batchspec.kernels.moe.experts_fp8 import experts_fp8_up_quantised as up_quantised
+from batchspec.kernels.moe.gate import SWIGLU, Gate
+from batchspec.kernels.moe.quantise import E4M3, Fp8Rows, quantise_rows, quantise_rows_reference
+from batchspec.kernels.moe.tiles import ExpertTile
+from tests.kernels.moe_cases import SPREADS, assert_near, noise, routing_of
+
+TILE = ExpertTile(16, 64, 128, 2, 4)
+SCALES = ["block", "row", "tensor"]
+HIDDEN, WIDTH = 144, 80  # tails of the blocks of 128
+
+
+def weight_of(experts: int, rows: int, k: int, scales_of: str, gated: bool, device: torch.device) -> Fp8Weight:
+    blocks = 2 * -(-rows // 256) if gated else -(-rows // 128)
+    shape = {"block": (experts, blocks, -(-k // 128)), "row": (experts, rows), "tensor": (experts,)}[scales_of]
+    values = (torch.randn(experts, rows, k, device=device) * 50).to(E4M3)
+    return Fp8Weight(values, (torch.rand(shape, device=device) + 0.1) / 500)
+
+
+def dequantised(weight: Fp8Weight, gated: bool) -> Tensor:
+    (_, rows, k), scales = weight.values.shape, weight.scales
+    if scales.dim() == 3:
+        halves = scales.chunk(2, 1) if gated else (scales,)
+        scales = torch.cat([half.repeat_interleave(128, 1)[:, : rows // len(halves)] for half in halves], 1)
+        return weight.values.double() * scales.repeat_interleave(128, 2)[:, :, :k].double()
+    return weight.values.double() * scales.view(*scales.shape, *[1] * (3 - scales.dim())).double()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("k", [128, 300, 16])
+def test_rows_are_quantised_by_their_largest_value(k: int, whole: bool, interpret: bool, device: torch.device) -> None:
+    wide = torch.randn(7, 2 * k, device=device) * torch.logspace(-6, 4, 7, device=device)[:, None]
+    x = wide[:, k:]
+    x[2] = 0
+    found = quantise_rows(x, whole=whole, interpret=interpret)
+    wanted = quantise_rows_reference(x, whole=whole)
+    assert torch.equal(found.scales, wanted.scales)
+    assert torch.equal(found.values.float(), wanted.values.float())
+    assert found.scales[2].unique().item() == pytest.approx(1e-10 / 448)
+    scales = found.scales.repeat_interleave(k if whole else 128, 1)[:, :k]
+    largest = x.abs().amax(1, keepdim=True)
+    assert (
+        (found.values.float() * scales - x).abs() <= largest / 28 + 1e-30
+    ).all()  # half a place of the largest: 2^-4 / 448 * 256
+
+
+@pytest.mark.parametrize(
+    ("scales_of", "spread", "gate", "tma"),
+    [("block", SPREADS[0], SWIGLU, True), ("block", SPREADS[2], Gate(0.5), False), ("row", SPREADS[1], SWIGLU, True),
+     ("tensor", SPREADS[2], Gate(0.5), True)],
+)  # fmt: skip
+def test_both_products(scales_of: str, spread: str, gate: Gate, tma: bool, interpret: bool, device: torch.device) -> None:
+    tokens, experts, top_k, tile = 9, 5, 2, TILE._replace(tma=tma)
+    routing = routing_of(tokens, experts, top_k, spread, 16, device)
+    ids = routing.expert_ids
+    x = quantise_rows_reference(noise(tokens, HIDDEN, dtype=torch.float32, device=device), whole=scales_of != "block")
+    up = weight_of(experts, 2 * WIDTH, HIDDEN, scales_of, True, device)
+    bias = noise(experts, 2 * WIDTH, dtype=torch.bfloat16, device=device) if gate.limit else None
+    found = experts_fp8_up(x, up, bias, routing, tile=tile, gate=gate, dtype=torch.float32, interpret=interpret)
+    assert_near(found, experts_fp8_reference(x, up, bias, ids, gate=gate), tolerance=1e-5)
+    both = torch.einsum("tsnk,tk->tsn", dequantised(up, True)[ids.long()], _wide(x)).flatten(0, 1)
+    both = both if bias is None else both + bias[ids.flatten().long()].double()
+    assert_near(found, gate(*both.chunk(2, -1)), tolerance=1e-5)
+
+    h = quantise_rows_reference(found, whole=scales_of != "block")
+    down = weight_of(experts, HIDDEN, WIDTH, scales_of, False, device)
+    y = experts_fp8_down(h, down, None, routing, tile=tile, dtype=torch.float32, interpret=interpret)
+    assert_near(y, torch.einsum("pnk,pk->pn", dequantised(down, False)[ids.flatten().long()], _wide(h)), tolerance=1e-5)
+    assert experts_fp8_down(h, down, None, routing, tile=tile, interpret=interpret).dtype == torch.bfloat16
+
+
+def _wide(rows: Fp8Rows) -> Tensor:
+    k = rows.values.shape[1]
+    scales = rows.scales.repeat_interleave(k if rows.scales.shape[1] == 1 else 128, 1)[:, :k]
+    return rows.values.double() * scales.double()
+
+
+def test_the_first_product_quantises_its_own_result(interpret: bool, device: torch.device) -> None:
+    tokens, experts, width = 6, 3, 160
+    routing = routing_of(tokens, experts, 2, SPREADS[0], 16, device)
+    x = quantise_rows_reference(noise(tokens, HIDDEN, dtype=torch.float32, device=device))
+    weight = weight_of(experts, 2 * width, HIDDEN, "block", True, device)
+    tile = TILE._replace(block_n=128)
+    found = up_quantised(x, weight, None, routing, tile=tile, interpret=interpret)
+    wanted = quantise_rows_reference(experts_fp8_up(x, weight, None, routing, tile=tile, interpret=interpret))
+    torch.testing.assert_close(found.scales, wanted.scales, rtol=2**-8, atol=0)  # the interpreter cuts bf16 off
+    assert_near(_wide(found), _wide(wanted), tolerance=0.02)
+    if interpret:
+        with pytest.raises(ValueError, match="must hold the 128 values of a scale"):
+            up_quantised(x, weight, None, routing, tile=TILE, interpret=True)
+
+
+@pytest.mark.parametrize("scales_of", SCALES)
+def test_dense_product(scales_of: str, interpret: bool, device: torch.device) -> None:
+    tokens = 21  # two units
+    x = quantise_rows_reference(noise(tokens, HIDDEN, dtype=torch.float32, device=device), whole=scales_of != "block")
+    weight = weight_of(1, WIDTH, HIDDEN, scales_of, False, device)
+    bias = noise(WIDTH, dtype=torch.bfloat16, device=device)
+    y = fp8_linear(x, weight.values[0], weight.scales[0], bias, tile=TILE, dtype=torch.float32, interpret=interpret)
+    assert_near(y, _wide(x) @ dequantised(weight, False)[0].T + bias.double(), tolerance=1e-5)
+    gated = weight_of(1, 2 * WIDTH, HIDDEN, scales_of, True, device)
+    y = fp8_swiglu(x, gated.values[0], gated.scales[0], tile=TILE, dtype=torch.float32, interpret=interpret)
+    assert_near(y, SWIGLU(*(_wide(x) @ dequantised(gated, True)[0].T).chunk(2, -1)), tolerance=1e-5)
+
+
+def test_wrong_arguments_are_refused(device: torch.device) -> None:
+    routing = routing_of(4, 3, 2, SPREADS[0], 16, device)
+    x = quantise_rows_reference(torch.zeros(4, HIDDEN))
+    weight = weight_of(3, 2 * WIDTH, HIDDEN, "block", True, device)
+    with pytest.raises(ValueError, match="scales of weight"):
+        experts_fp8_up(x, weight._replace(scales=weight.scales[:, :1]), None, routing, tile=TILE, interpret=True)
+    with pytest.raises(ValueError, match="scales of x"):
+        experts_fp8_up(x._replace(scales=x.scales[:, :1]), weight, None, routing, tile=TILE, interpret=True)
+    with pytest.raises(ValueError, match="block_k must be 128"):
+        experts_fp8_up(x, weight, None, routing, tile=TILE._replace(block_k=64), interpret=True)

@@ -1,0 +1,112 @@
+"""Routing: the chosen experts, their weights and the lists of pairs are those of the plain computation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchspec.kernels.moe.route import Scoring, route, route_reference
+from batchspec.kernels.moe.units import Routing, max_units
+
+
+def assert_same(found: Routing, wanted: Routing) -> None:
+    for name in ("expert_ids", "pairs", "offsets", "units"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+    torch.testing.assert_close(found.weights, wanted.weights, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("tokens", [20, 70])  # one launch with a tail, two launches
+@pytest.mark.parametrize(("scoring", "norm_topk"), [("softmax", True), ("softmax", False), ("sigmoid", True), ("sigmoid", False)])
+def test_scorings(scoring: Scoring, norm_topk: bool, tokens: int, interpret: bool, device: torch.device) -> None:
+    logits = torch.randn(tokens, 10, device=device)
+    bias = torch.randn(10, device=device) if scoring == "sigmoid" else None
+    found = route(logits, 3, scoring=scoring, norm_topk=norm_topk, bias=bias, unit_pairs=8, interpret=interpret)
+    assert_same(found, route_reference(logits, 3, scoring=scoring, norm_topk=norm_topk, bias=bias, unit_pairs=8))
+    if norm_topk:
+        torch.testing.assert_close(found.weights.sum(1), torch.ones(tokens, device=device))
+
+
+def test_softmax_of_the_chosen_is_the_renormalised_softmax_of_all(interpret: bool, device: torch.device) -> None:
+    logits = torch.randn(9, 12, device=device)
+    routing = route(logits, 4, norm_topk=True, unit_pairs=16, interpret=interpret)
+    top = logits.topk(4)
+    assert torch.equal(routing.expert_ids.long(), top.indices)
+    torch.testing.assert_close(routing.weights, top.values.softmax(-1))
+    every = logits.softmax(-1).topk(4).values
+    torch.testing.assert_close(routing.weights, every / every.sum(-1, keepdim=True))
+
+
+def test_a_bias_chooses_but_does_not_weigh(interpret: bool, device: torch.device) -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]], device=device)
+    bias = torch.tensor([9.0, 0.0, 8.0, 0.0], device=device)
+    routing = route(logits, 2, scoring="sigmoid", norm_topk=False, bias=bias, unit_pairs=8, interpret=interpret)
+    assert routing.expert_ids.tolist() == [[2, 0]]  # by weight
+    torch.testing.assert_close(routing.weights, logits[:, [2, 0]].sigmoid())
+    tied = route(logits * 0, 3, scoring="sigmoid", norm_topk=True, bias=bias, unit_pairs=8, interpret=interpret)
+    assert tied.expert_ids.tolist() == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("tokens", [3, 66])
+def test_the_lowest_id_wins_ties(tokens: int, interpret: bool, device: torch.device) -> None:
+    logits = torch.zeros(tokens, 7, device=device)
+    logits[0] = torch.tensor([-1.0, 2.0, -0.0, 0.0, 2.0, -3.0, 0.0])
+    logits[1] = torch.tensor([float("nan"), -1.0, float("-inf"), float("inf"), float("nan"), -2.0, float("-inf")])
+    routing = route(logits, 5, norm_topk=True, unit_pairs=8, interpret=interpret)
+    assert routing.expert_ids[:3].tolist() == [[1, 4, 2, 3, 6], [3, 1, 5, 0, 2], [0, 1, 2, 3, 4]]
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    tokens=st.integers(1, 80), experts=st.integers(1, 40), top_k=st.integers(1, 6), unit_pairs=st.sampled_from([8, 16, 32]),
+    skew=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_any_size(
+    tokens: int, experts: int, top_k: int, unit_pairs: int, skew: bool, seed: int, interpret: bool, device: torch.device
+) -> None:
+    torch.manual_seed(seed)
+    logits = torch.randn(tokens, experts, device=device)
+    if skew:  # all tokens on the same experts, the others without tokens
+        logits += torch.linspace(0, 100, experts, device=device)
+    top_k = min(top_k, experts)
+    found = route(logits, top_k, norm_topk=True, unit_pairs=unit_pairs, interpret=interpret)
+    assert_same(found, route_reference(logits, top_k, norm_topk=True, unit_pairs=unit_pairs))
+    assert_lists_hold_every_pair_once(found, tokens, experts)
+
+
+def assert_lists_hold_every_pair_once(routing: Routing, tokens: int, experts: int) -> None:
+    top_k = routing.expert_ids.shape[1]
+    flat = routing.expert_ids.flatten()
+    assert sorted(routing.pairs.tolist()) == list(range(tokens * top_k))
+    seen: list[int] = []
+    for expert, first, count, _ in routing.units.tolist():
+        assert 0 <= count <= routing.unit_pairs
+        own: Tensor = routing.pairs[first : first + count]
+        assert (flat[own.long()] == expert).all()
+        seen += own.tolist()
+    assert seen == routing.pairs.tolist()
+    assert len(routing.units) == max_units(tokens, top_k, experts, routing.unit_pairs)
+
+
+def test_rows_of_wider_logits_are_read_in_place(interpret: bool, device: torch.device) -> None:
+    wide = torch.randn(6, 40, device=device)
+    found = route(wide[::2, 5:25], 3, norm_topk=False, unit_pairs=8, interpret=interpret)
+    assert_same(found, route_reference(wide[::2, 5:25].contiguous(), 3, norm_topk=False, unit_pairs=8))
+
+
+def test_the_largest_number_of_experts(interpret: bool, device: torch.device) -> None:
+    logits = torch.randn(5, 512, device=device)
+    found = route(logits, 16, norm_topk=True, unit_pairs=8, interpret=interpret)
+    assert_same(found, route_reference(logits, 16, norm_topk=True, unit_pairs=8))
+
+
+def test_wrong_arguments_are_refused() -> None:
+    logits = torch.zeros(4, 8)
+    with pytest.raises(ValueError, match="9 of 8 experts"):
+        route(logits, 9, norm_topk=True, unit_pairs=8)
+    with pytest.raises(ValueError, match="route: bias"):
+        route(logits, 2, scoring="sigmoid", norm_topk=True, bias=torch.zeros(7), unit_pairs=8)
+    with pytest.raises(ValueError, match="softmax takes none"):
+        route(logits, 2, norm_topk=True, bias=torch.zeros(8), unit_pairs=8)

@@ -1,0 +1,262 @@
+"""FP8 of compressed-tensors and modelopt: the model of the dequantised weights; activations quantised as the definition says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from batchspec.config.compose import compose
+from batchspec.draft.lookup import LookupDrafter
+from batchspec.draft.none import NoDrafter
+from batchspec.engine.engine import Engine
+from batchspec.errors import CheckpointError, ConfigError
+from batchspec.model.blocks.base import ProductSpec, Projection
+from batchspec.model.decoder import LayerWeights
+from batchspec.model.files import LocalFiles
+from batchspec.model.quant.formats import Formats
+from batchspec.model.quant.fp8 import Activations, Fp8, Fp8Linear, Fp8Weight, joined, quantised
+from batchspec.model.spec import load_spec, read_spec
+from batchspec.model.target import Target
+from batchspec.model.weights import judge_model
+from batchspec.prepare import Job, job_fingerprint, open_job
+from tests.engines import DEVICE, packed, request
+from tests.models import make_checkpoint, make_tokenizer
+from tests.moe_models import ids_of
+from tests.runs import make_prompts
+from tests.test_target import Runner, prompts
+
+CPU = torch.device("cpu")
+ODD: dict[str, Any] = {"hidden_size": 136, "intermediate_size": 200, "num_hidden_layers": 2}
+WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "group_size": None}
+TOKEN = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token"}
+
+
+def compressed(strategy: str, inputs: dict[str, Any] | None, **changes: Any) -> dict[str, Any]:
+    weights = {**WEIGHTS, "strategy": strategy, **({"block_structure": [128, 128]} if strategy == "block" else {})}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "re:.*layers\\.1\\.mlp\\.down.*"], "kv_cache_scheme": {"num_bits": 8}, **changes,
+    }  # fmt: skip
+
+
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "ignore": ["lm_head", "*.1.mlp.down*"]}
+LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
+    "row, token": (compressed("channel", TOKEN), "row"),
+    "tensor, token": (compressed("tensor", TOKEN), "tensor"),
+    "tensor, static": (compressed("tensor", {**TOKEN, "dynamic": False, "strategy": "tensor"}), "tensor"),
+    "row, plain": (compressed("channel", None), "row"),
+    "block, group": (compressed("block", {**TOKEN, "strategy": "group", "group_size": 128}), "block"),
+    "modelopt": (MODELOPT, "tensor"),
+}
+
+
+def stored_as(weight: Tensor, scales: str) -> tuple[Tensor, Tensor]:
+    """e4m3 and the scales of the file; the largest number of each is 448, one row is zero."""
+    if scales == "block":
+        blocks = torch.nn.functional.pad(weight, (0, -weight.shape[1] % 128, 0, -weight.shape[0] % 128))
+        scale = blocks.unflatten(1, (-1, 128)).unflatten(0, (-1, 128)).abs().amax((1, 3)) / 448
+    else:
+        largest = weight.abs().amax(1, keepdim=True).clamp(min=1e-9) if scales == "row" else weight.abs().max().view(1)
+        scale = (largest / 448).bfloat16()  # as llm-compressor writes it
+    return (weight / spread(scale, weight)).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
+def spread(scale: Tensor, weight: Tensor) -> Tensor:
+    scale = scale.float()
+    if scale.dim() == 2 and scale.shape[0] < weight.shape[0]:
+        scale = scale.repeat_interleave(128, 0)[: weight.shape[0]].repeat_interleave(128, 1)[:, : weight.shape[1]]
+    return scale
+
+
+def make(
+    folder: Path, layout: str, *, family: str = "llama", scalars: tuple[int, ...] = (1,), **config: Any
+) -> tuple[Path, Path]:
+    """A checkpoint in this layout, and the plain one of its dequantised weights."""
+    quantisation, scales = LAYOUTS[layout]
+    plain, fp8 = make_checkpoint(folder / "plain", family, **{**ODD, **config}), folder / "fp8"
+    tensors, stored = load_file(plain / "model.safetensors"), {}
+    for name, tensor in list(tensors.items()):
+        stored[name] = tensor
+        if name.endswith("_proj.weight") and "layers.1.mlp.down" not in name:
+            tensor[3] = 0.0
+            weight, scale = stored_as(tensor, scales)
+            tensors[name] = weight.float() * spread(scale, tensor)
+            stored |= {name: weight, f"{name}_scale": scale.reshape(scalars) if scales == "tensor" else scale}
+            if layout in ("modelopt", "tensor, static"):
+                stored[name.replace("weight", "input_scale")] = torch.full(scalars, 0.03)
+        if name.endswith("k_proj.weight"):
+            stored[name.replace("k_proj.weight", "k_scale")] = torch.tensor(0.5)
+            stored[name.replace("weight", "k_scale")] = torch.tensor(0.5)
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    fp8.mkdir()
+    save_file(stored, fp8 / "model.safetensors")
+    values = json.loads((plain / "config.json").read_text())
+    (fp8 / "config.json").write_text(json.dumps({**values, "quantization_config": quantisation}))
+    return fp8, plain
+
+
+def logits(folder: Path, *, fp8: bool = False, dtype: torch.dtype = torch.float32) -> Tensor:
+    spec = load_spec(folder)
+    target = Target.load(folder, spec.with_fp8_activations() if fp8 else spec, dtype=dtype, device=CPU)
+    return torch.cat(Runner.start(target, 2).feed(prompts([13, 5], 320))[0])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("scalars", [(1,), ()])
+def test_a_checkpoint_is_the_model_of_its_dequantised_weights(layout: str, scalars: tuple[int, ...], tmp_path: Path) -> None:
+    fp8, plain = make(tmp_path, layout, scalars=scalars, attention_bias=True)
+    judge_model(LocalFiles(fp8))
+    assert torch.equal(logits(fp8), logits(plain))
+
+
+@pytest.mark.parametrize(("family", "config"), [("glm4", {"head_dim": 36}), ("gemma3_text", {"head_dim": 34})])
+def test_fused_projections_and_norms_of_other_families_too(family: str, config: dict[str, Any], tmp_path: Path) -> None:
+    fp8, plain = make(tmp_path, "row, token", family=family, **config)
+    assert torch.equal(logits(fp8), logits(plain))
+
+
+def test_experts_of_a_mixture_too(tmp_path: Path) -> None:
+    experts: dict[str, Any] = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 30, "norm_topk_prob": True}
+    fp8, plain = make(tmp_path, "row, token", family="qwen3_moe", **experts)
+    assert torch.equal(logits(fp8), logits(plain))
+    with pytest.raises(ConfigError, match=r"model\.activations=fp8 is not built for experts; use dtype"):
+        logits(fp8, fp8=True)
+
+
+def test_a_config_beside_the_model_s_is_read(tmp_path: Path) -> None:
+    fp8, _ = make(tmp_path, "modelopt")
+    config = json.loads((fp8 / "config.json").read_text())
+    expected, quantisation = load_spec(fp8), config.pop("quantization_config")
+    (fp8 / "config.json").write_text(json.dumps(config))
+    del quantisation["quant_method"]
+    quantisation["exclude_modules"] = quantisation.pop("ignore")
+    beside = {"producer": {"name": "modelopt"}, "quantization": quantisation}
+    (fp8 / "hf_quant_config.json").write_text(json.dumps(beside))
+    assert load_spec(fp8) == expected
+
+
+# --- quantised activations
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "plain" not in name])
+def test_quantised_activations_are_near_and_not_the_same(layout: str, tmp_path: Path) -> None:
+    fp8, plain = make(tmp_path, layout, num_hidden_layers=1, initializer_range=0.05)
+    found, expected = logits(fp8, fp8=True), logits(plain)
+    error = (found - expected).norm() / expected.norm()
+    assert 1e-3 < error < 0.1
+    wide = logits(fp8, fp8=True, dtype=torch.float64)
+    torch.testing.assert_close(found.double(), wide, rtol=0, atol=2e-2 * float(wide.abs().max()))
+
+
+def by_hand(x: Tensor, weight: Fp8Weight, size: int, static: float | None) -> Tensor:
+    """Each number of the product by itself, in Python's floats."""
+    scales = [
+        [static or max(float(row[at : at + size].abs().max()), 1e-10) / 448 for at in range(0, x.shape[1], size)] for row in x
+    ]
+    out = torch.zeros(x.shape[0], weight.values.shape[0], dtype=torch.float64)
+    numbers = weight.values.double() * weight.spread.double()
+    for t, row in enumerate(x):
+        each = torch.tensor([scales[t][j // size] for j in range(len(row))], dtype=torch.float64)
+        out[t] = numbers @ ((row.double() / each).clamp(-448, 448).to(torch.float8_e4m3fn).double() * each)
+    return out
+
+
+@pytest.mark.parametrize(("blocked", "static"), [(False, None), (False, 0.01), (True, None)])
+def test_the_product_is_that_of_the_definition(blocked: bool, static: float | None) -> None:
+    x, weight = torch.randn(5, 300, dtype=torch.float64) * 2, torch.randn(200, 300)
+    x[1], x[2, 7], x[3, :128] = 0.0, 1e5, 1e-14
+    values, scale = stored_as(weight, "block" if blocked else "row")
+    part = Fp8Weight(values, scale.float(), blocked, static)
+    bias = torch.randn(200, dtype=torch.float64)
+    kind: Activations = "group" if blocked else "static" if static else "token"
+    found = Fp8Linear([part], bias, kind)(x)
+    torch.testing.assert_close(found, by_hand(x, part, 128 if blocked else 300, static) + bias, rtol=1e-12, atol=1e-12)
+    narrow = Fp8Linear([part], None, kind)(x.bfloat16())
+    assert narrow.dtype is torch.bfloat16
+
+
+def test_quantisation_rounds_to_the_nearest_even_number_and_saturates() -> None:
+    x = torch.tensor([[448.0, 17.0, 19.0, -1e-12, 0.0]])
+    values, scale = quantised(x, "token")
+    assert scale.tolist() == [[1.0]]
+    assert values.float().tolist() == [[448.0, 16.0, 20.0, 0.0, 0.0]]
+    values, _ = quantised(torch.tensor([[900.0, -900.0, 1.0]]), "static", 1.0)
+    assert values.float().tolist() == [[448.0, -448.0, 1.0]]
+    values, scale = quantised(torch.zeros(2, 300), "group")
+    assert (scale > 0).all()
+    assert not values.float().any()
+    assert scale.shape == (2, 3)
+
+
+def test_parts_are_joined_where_every_number_keeps_its_scale() -> None:
+    def part(rows: int, *, blocked: bool, static: float | None = None) -> Fp8Weight:
+        shape = (-(-rows // 128), 2) if blocked else (rows, 1)
+        return Fp8Weight(torch.randn(rows, 200).to(torch.float8_e4m3fn), torch.rand(shape), blocked, static)
+
+    for parts, count in (
+        ([part(256, blocked=True), part(40, blocked=True)], 1),
+        ([part(40, blocked=True), part(256, blocked=True)], 2),
+        ([part(40, blocked=False), part(3, blocked=False)], 1),
+        ([part(40, blocked=False, static=0.5), part(3, blocked=False, static=0.25)], 2),
+    ):
+        found = joined(parts)
+        assert len(found) == count
+        spread_out = [weight.values.float() * weight.spread for weight in found]
+        assert torch.equal(torch.cat(spread_out), torch.cat([weight.values.float() * weight.spread for weight in parts]))
+
+
+def test_rows_do_not_depend_on_those_beside_them_and_drafts_change_no_token(tmp_path: Path) -> None:
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "vocab_size": 31, "num_hidden_layers": 2}
+    config = {"model_type": "llama", **shape, "max_position_embeddings": 256, "quantization_config": LAYOUTS["row, token"][0]}
+    spec = read_spec(config, "config.json").with_fp8_activations()
+    target = Target.load(tmp_path, spec, dtype=torch.float64, device=DEVICE, dummy=True)
+    found = []
+    for drafter in (NoDrafter(), LookupDrafter(4, min_ngram=1, max_ngram=2)):
+        engine = Engine(target, drafter, packed(3, draft_len=4), device=DEVICE)
+        asked = (request(i, [i, 2, 3, i, 2], cap=16) for i in range(4))
+        found.append({done.request_id: ids_of(done) for done in engine.run(asked)})
+    assert found[0] == found[1]
+
+
+def test_an_input_that_was_not_calibrated_is_refused(tmp_path: Path) -> None:
+    fp8, _ = make(tmp_path, "modelopt", num_hidden_layers=1)
+    tensors = load_file(fp8 / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.input_scale"].zero_()
+    save_file(tensors, fp8 / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"up_proj\.input_scale is 0; it must be positive"):
+        logits(fp8, fp8=True)
+
+
+def test_parts_of_one_product_in_two_formats_are_refused(tmp_path: Path) -> None:
+    formats = Formats(Fp8("row", "token"), ("up_proj",))
+    product = ProductSpec((Projection("mlp.gate_proj", 4, 4), Projection("mlp.up_proj", 4, 4)))
+    weights: Any = None
+    with pytest.raises(CheckpointError, match="must have one weight format; correct quantization_config"):
+        LayerWeights(weights, formats, "model.layers.0.").product(product)
+
+
+# --- the key of a job
+
+
+def test_the_key_is_a_part_of_what_a_job_is_and_needs_fp8_weights(tmp_path: Path) -> None:
+    fp8, plain = make(tmp_path, "row, token", num_hidden_layers=1)
+    for folder in (fp8, plain):
+        make_tokenizer(folder)
+    words = [f"input.path={make_prompts(tmp_path / 'in.parquet', 2)}", f"output.dir={tmp_path}/out", "draft=none", "device=cpu"]
+    words.append("decode.max_new_tokens=4")
+
+    def opened(folder: Path, activations: str) -> Job:
+        return open_job(compose([f"model.path={folder}", f"model.activations={activations}", *words]))
+
+    usual, asked = opened(fp8, "dtype"), opened(fp8, "fp8")
+    assert asked.spec == usual.spec.with_fp8_activations() != usual.spec
+    assert job_fingerprint(asked) == {**job_fingerprint(usual), "model.activations": '"fp8"'}
+    with pytest.raises(ConfigError, match=r"model\.activations=fp8 needs a checkpoint with FP8 weights; use dtype"):
+        opened(plain, "fp8")
