@@ -93,7 +93,7 @@ def alone(requests: list[Request]) -> dict[str, list[int]]:
     [
         pytest.param([[5, 2], [5, 2]], 2, id="the last rows of two groups die"),
         pytest.param([[5, 5, 2, 2]], 0, id="members beyond the bucket die"),
-        pytest.param([[2, 6, 6, 3]], 0, id="rows move"),
+        pytest.param([[2, 6, 6, 3]], 0, id="rows move", marks=pytest.mark.slow),
         pytest.param([[2, 6, 6, 3]], 2, id="rows move between launched rounds"),
     ],
 )

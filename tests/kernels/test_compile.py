@@ -584,7 +584,7 @@ def constants_of(name: str) -> dict[str, object]:
 SELDOM = frozenset({
     "argmax_kernel bf16, map *i32", "first_top_kernel map *i32", "move_rows_kernel i16", "move_rows_kernel i32",
     "kv_move_kernel i16", "cutoff_kernel 1 stages",
-    "accept_kernel K=0, rates *fp32", "accept_kernel K=4, rates None", "accept_kernel K=64, rates None",
+    "accept_kernel K=0, rates *fp32", "accept_kernel K=4, rates *fp32", "accept_kernel K=64, rates None",
     "rope_write_kernel bf16, norms None, 1 blocks", "rope_write_kernel bf16, norms *bf16, 1 blocks",
     "rope_write_kernel bf16, 32 pairs, interleaved False", "rope_write_kernel bf16, 64 pairs, interleaved True",
     "linear_kernel linear bf16, TMA True, split False", "linear_kernel linear bf16, TMA True, split True",
