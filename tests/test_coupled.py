@@ -26,6 +26,7 @@ from batchspec.engine.engine import Engine
 from batchspec.engine.round import RoundOptions
 from batchspec.records import Completion, Request, SamplingParams
 from tests.engines import DEVICE, VOCAB, full_logits, packed, request, tiny_target
+from tests.kernels.covering import covering
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -77,14 +78,23 @@ def acceptance(done: dict[str, Completion]) -> float:
     return sum(s.num_accepted for s in stats) / (K * sum(s.num_rounds for s in stats))
 
 
+def noisy_requests() -> list[Request]:
+    return [request(i, [i, 3, 5], cap=1 + 6 * (K + 1), sampling=SamplingParams(temperature=100.0)) for i in range(8)]
+
+
+@cache
+def noisy_tokens() -> dict[str, list[int]]:
+    """Without drafts."""
+    return tokens(run(NoDrafter(), noisy_requests()))
+
+
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_drafts_and_draws_share_their_noise(name: str) -> None:
     """At a temperature where noise decides nearly everything, it decides alike for draft and draw: every position is right."""
-    requests = [request(i, [i, 3, 5], cap=40, sampling=SamplingParams(temperature=100.0)) for i in range(8)]
-    own, plain = run(DRAFTERS[name](), requests), run(DRAFTERS[name](), requests, coupled=False)
+    own, plain = run(DRAFTERS[name](), noisy_requests()), run(DRAFTERS[name](), noisy_requests(), coupled=False)
     assert acceptance(own) > 0.85
     assert acceptance(plain) < 0.3
-    assert tokens(own) == tokens(plain) == tokens(run(NoDrafter(), requests))
+    assert tokens(own) == tokens(plain) == noisy_tokens()
 
 
 @pytest.mark.parametrize(
@@ -103,19 +113,25 @@ def test_a_drafter_that_knows_the_targets_logits_is_always_right(sampling: Sampl
         assert acceptance(run(drafter, requests, coupled=False)) < 0.8
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_token_for_token_what_is_drawn_without_drafts(name: str) -> None:
+def mixed_tokens(drafter: Drafter) -> dict[str, list[int]]:
+    """Of rows with samplings of all kinds."""
     samplings = [
         SamplingParams(temperature=0.6), SamplingParams(temperature=1.0, top_k=4), SamplingParams(temperature=1.0, top_p=0.8),
         SamplingParams(temperature=1.0, min_p=0.1), SamplingParams(), SamplingParams(temperature=0.8, repetition_penalty=1.3),
     ]  # fmt: skip
     requests = [request(i, [i % 7, 2, i % 3], cap=5 + i, sampling=samplings[i % 6]) for i in range(24)]
-    drafter = DRAFTERS[name]()
-    found = []
-    for one in (drafter, NoDrafter()):
-        engine = Engine(tiny_target(), one, packed(SLOTS, draft_len=one.max_len), device=DEVICE, penalties=True)
-        found.append(tokens({done.request_id: done for done in engine.run(iter(requests))}))
-    assert found[0] == found[1]
+    engine = Engine(tiny_target(), drafter, packed(SLOTS, draft_len=drafter.max_len), device=DEVICE, penalties=True)
+    return tokens({done.request_id: done for done in engine.run(iter(requests))})
+
+
+@cache
+def mixed_tokens_without_drafts() -> dict[str, list[int]]:
+    return mixed_tokens(NoDrafter())
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_token_for_token_what_is_drawn_without_drafts(name: str) -> None:
+    assert mixed_tokens(DRAFTERS[name]()) == mixed_tokens_without_drafts()
 
 
 def probabilities(ids: list[int], sampling: SamplingParams) -> Tensor:
@@ -135,15 +151,10 @@ def probabilities(ids: list[int], sampling: SamplingParams) -> Tensor:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", ["eagle3", "tree"])
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        SamplingParams(temperature=1.3), SamplingParams(temperature=1.0, top_k=6), SamplingParams(temperature=1.4, top_p=0.8),
-        SamplingParams(temperature=1.4, min_p=0.1),
-    ],
-    ids=["temperature", "top_k", "top_p", "min_p"],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "sampling"), covering(["eagle3", "tree"], [
+    SamplingParams(temperature=1.3), SamplingParams(temperature=1.0, top_k=6), SamplingParams(temperature=1.4, top_p=0.8),
+    SamplingParams(temperature=1.4, min_p=0.1),
+]))  # fmt: skip
 def test_drawn_tokens_have_the_targets_distribution(name: str, sampling: SamplingParams) -> None:
     """Chi-square over the second and third token of 400 samples; most of the third ones are accepted drafts."""
     prompt, count = [4, 9, 2], 400

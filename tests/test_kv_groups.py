@@ -37,6 +37,7 @@ from tests.drafting import synthetic
 from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request, tiny_spec, tiny_target
 from tests.freed_pages import poison_freed_pages
 from tests.heads import random_tensors, tiny_design, write_head
+from tests.kernels.covering import covering
 
 WINDOW = 7
 SLIDING, MIXED, TWO_WINDOWS = (WINDOW, WINDOW), (None, WINDOW), (WINDOW, 3)
@@ -149,11 +150,11 @@ def batch_of(slots: int = 3, **changes: Any) -> PackedBatch:
     return packed(slots, max_len=80, num_pages=200, prefill_tokens=24, **changes)
 
 
-@pytest.mark.parametrize(("page_size", "run_ahead"), [(2, 1), (4, 0), (4, 2), (16, 1)])
-@pytest.mark.parametrize("windows", [SLIDING, MIXED, TWO_WINDOWS])
+@pytest.mark.parametrize(("paging", "windows"), covering([(2, 1), (4, 0), (4, 2), (16, 1)], [SLIDING, MIXED, TWO_WINDOWS]))
 def test_tokens_are_those_of_plain_decoding(
-    windows: tuple[int | None, ...], page_size: int, run_ahead: int, poisoned: list[Engine]
+    paging: tuple[int, int], windows: tuple[int | None, ...], poisoned: list[Engine]
 ) -> None:
+    page_size, run_ahead = paging
     requests = long_requests(sampling=SamplingParams(temperature=0.8) if run_ahead == 2 else None)
     batch = batch_of(page_size=page_size, run_ahead=run_ahead)
     poisoned.append(Engine(windowed_target(windows), NoDrafter(), batch, device=DEVICE))
@@ -163,8 +164,7 @@ def test_tokens_are_those_of_plain_decoding(
 DRAFTERS = ["lookup", "window", "chain", "chain with a window", "parallel", "tree", "tree with a window"]
 
 
-@pytest.mark.parametrize("windows", [SLIDING, MIXED])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(("name", "windows"), covering(DRAFTERS, [SLIDING, MIXED]))
 def test_drafts_and_tokens_are_those_of_an_engine_that_keeps_every_page(
     name: str, windows: tuple[int | None, ...], poisoned: list[Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,8 +222,7 @@ def test_of_a_mixed_model_the_full_layers_keep_all_pages_and_the_others_those_of
     assert max(sliding for _, sliding in samples) <= 8
 
 
-@pytest.mark.parametrize("windows", [SLIDING, MIXED])
-@pytest.mark.parametrize("name", ["chain", "tree"])
+@pytest.mark.parametrize(("name", "windows"), covering(["chain", "tree"], [SLIDING, MIXED]))
 def test_preempted_rows_come_back_with_the_same_tokens(
     name: str, windows: tuple[int | None, ...], poisoned: list[Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,8 +236,7 @@ def test_preempted_rows_come_back_with_the_same_tokens(
     assert poisoned[0].totals.preempted > 0
 
 
-@pytest.mark.parametrize("windows", [SLIDING, MIXED, TWO_WINDOWS])
-@pytest.mark.parametrize("name", ["none", "chain"])
+@pytest.mark.parametrize(("name", "windows"), covering(["none", "chain"], [SLIDING, MIXED, TWO_WINDOWS]))
 def test_samples_of_a_prompt_and_rows_with_a_common_prefix_share_its_pages(
     name: str, windows: tuple[int | None, ...], poisoned: list[Engine], tmp_path: Path
 ) -> None:

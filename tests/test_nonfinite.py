@@ -35,6 +35,7 @@ from batchspec.engine.round import RoundOptions
 from batchspec.model.target import Target
 from batchspec.records import Completion, Request, SamplingParams
 from tests.engines import DEVICE, VOCAB, ForcedDrafter, decode, packed, plain_tokens, request, tiny_target
+from tests.kernels.covering import covering
 from tests.models import make_checkpoint, make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -138,23 +139,20 @@ def test_a_row_fails_alone_whatever_drafts(name: str) -> None:
     check(run(name, requests), requests)
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        SamplingParams(temperature=1.0),
-        SamplingParams(temperature=0.8, top_k=5, top_p=0.9),
-        SamplingParams(repetition_penalty=1.3, presence_penalty=0.2),
-    ],
-    ids=["draws", "filters", "penalties"],
-)
-@pytest.mark.parametrize("name", ["none", "right", "tree"])
+DRAWS = SamplingParams(temperature=1.0)
+FILTERS = SamplingParams(temperature=0.8, top_k=5, top_p=0.9)
+PENALTIES = SamplingParams(repetition_penalty=1.3, presence_penalty=0.2)
+
+
+@pytest.mark.parametrize(("name", "sampling"), covering(["none", "right", "tree"], [DRAWS, FILTERS, PENALTIES]))
 def test_a_row_fails_alone_however_tokens_are_chosen(name: str, sampling: SamplingParams) -> None:
     requests = prompts(16, sampling)
     check(run(name, requests), requests)
 
 
-@pytest.mark.parametrize("options", [{"argmax": False}, {"logprobs": 2}, {"uniform_slots": False}], ids=str)
-@pytest.mark.parametrize("name", ["none", "right", "tree"])
+@pytest.mark.parametrize(
+    ("name", "options"), covering(["none", "right", "tree"], [{"argmax": False}, {"logprobs": 2}, {"uniform_slots": False}])
+)
 def test_a_row_fails_alone_with_every_option(name: str, options: dict[str, Any]) -> None:
     requests = prompts(16, SamplingParams())
     check(run(name, requests, **options), requests)

@@ -140,10 +140,23 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Target:
     return Target.load(folder, load_spec(folder), dtype=dtype, device=CPU)
 
 
-@pytest.mark.parametrize("name", MODELS)
+COVERED = ("llama linear", "llama yarn", "llama yarn, exact", "qwen2", "qwen3", "mistral")
+"""Passes of every kind with -m slow alone: in a pass they differ from the other models by weights and frequencies."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in COVERED else ()) for name in MODELS])
 def test_logits_and_64_greedy_tokens_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     family, config = MODELS[name]
     assert_like_transformers(make_checkpoint(tmp_path, family, **config))
+
+
+@pytest.mark.parametrize("name", COVERED)
+def test_logits_of_a_row_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    family, config = MODELS[name]
+    folder, (ids,) = make_checkpoint(tmp_path, family, **config), prompts([100])
+    with torch.inference_mode():
+        expected = oracle(folder)(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(run(load(folder), ids)[0], expected, atol=1e-4, rtol=0)
 
 
 def assert_like_transformers(folder: Path, **options: Any) -> None:

@@ -24,6 +24,7 @@ from batchspec.model.rope_config import RopeSpec
 from batchspec.tuning import table as tuning
 from batchspec.tuning.policy import gemm_tile
 from batchspec.tuning.table import save, tune
+from tests.kernels.covering import covering
 from tests.stand_ins import dense_spec
 
 GPU = "NVIDIA H200"
@@ -151,8 +152,10 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("op", ["linear", "linear_add", "swiglu", "norm_linear", "norm_swiglu", "lm_head"])
-@pytest.mark.parametrize("wins", [Tile(16, 32, 16, 2, 4, True), None], ids=["tile", "library"])
+@pytest.mark.parametrize(
+    ("op", "wins"),
+    covering(["linear", "linear_add", "swiglu", "norm_linear", "norm_swiglu", "lm_head"], [Tile(16, 32, 16, 2, 4, True), None]),
+)
 def test_tuning_writes_down_the_fastest_right_way(
     op: str, wins: Tile | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

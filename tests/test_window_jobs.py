@@ -133,9 +133,14 @@ JOBS = [
     ("minimax", "lookup", 62),
 ]
 """Model, drafter, and a number of pages with which rows preempt each other."""
+QUICK = [("mistral, 11", "tree"), ("mistral, layer types", "head"), ("qwen2, later layers", "always right")]
+"""Jobs of one window, of two groups and of a windowed model that drafts; the others run with -m slow."""
 
 
-@pytest.mark.parametrize(("name", "drafter", "pages"), JOBS, ids=[f"{name}, {drafter}" for name, drafter, _ in JOBS])
+@pytest.mark.parametrize(
+    ("name", "drafter", "pages"),
+    [pytest.param(*job, marks=() if job[:2] in QUICK else pytest.mark.slow, id=f"{job[0]}, {job[1]}") for job in JOBS],
+)
 def test_tokens_and_probabilities_of_a_job_equal_those_of_transformers(
     name: str, drafter: str, pages: int, folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,7 +183,9 @@ def test_tokens_and_probabilities_of_a_job_equal_those_of_transformers(
     assert facts["mean_acceptance_length"] > (2 if drafter == "always right" else 0)
 
 
-@pytest.mark.parametrize("name", ["mistral, 11", "qwen2, later layers", "qwen3, layer types"])
+@pytest.mark.parametrize(
+    "name", ["mistral, 11", "qwen2, later layers", pytest.param("qwen3, layer types", marks=pytest.mark.slow)]
+)
 def test_a_window_of_one_key_more_or_less_would_show(name: str, folder: Any) -> None:
     """transformers' own rule is what the jobs are compared with: the window counts the query itself."""
     path, row = folder(name), prompts()[3]

@@ -353,10 +353,10 @@ for _op, _dtype, _tma, _m, _n, _warps, _split, _even in (
           arrived=PI32 if _split else None, num_tokens=I32, n=I32, k=I32, units_per_program=I32, stride_x=I32, stride_w=I32,
           stride_out=I32, eps="fp32", BLOCK_M=_m, BLOCK_N=_n, BLOCK_K=64, TMA=_tma, EVEN_K=_even, GATED=_gated, SPLIT=_split,
           INTERPRETED=False)  # fmt: skip
-for _dtype, _tma in (("bf16", True), ("fp32", False)):
+for _dtype, _tma in (("bf16", True), ("bf16", False), ("fp32", False)):
     _x = f"tensordesc<{_dtype}[64, 64]>" if _tma else f"*{_dtype}"
-    _case(f"lm_head_kernel {_dtype}", "lm_head", 4, x=_x, w=_x, top=PF32, top_ids=PI32, num_tokens=I32, width=I32, vocab=I32,
-          num_parts=I32, k=I32, stride_x=I32, stride_w=I32, BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, TMA=_tma, EVEN_K=True,
+    _case(f"lm_head_kernel {_dtype}, TMA {_tma}", "lm_head", 4, x=_x, w=_x, top=PF32, top_ids=PI32, num_tokens=I32, width=I32,
+          vocab=I32, num_parts=I32, k=I32, stride_x=I32, stride_w=I32, BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, TMA=_tma, EVEN_K=True,
           FLAG=True, INTERPRETED=False)  # fmt: skip
 for _map in (None, PI32, PI64):
     _case(f"first_top_kernel map {_map}", "lm_head", 4, top=PF32, top_ids=PI32, map_ids=_map, out_ids=PI32, out_stride=I32,
@@ -367,6 +367,7 @@ for _dtype, _dim, _tile, _block, _warps, _window, _grouped, _tree, _early, _sink
     ("bf16", 64, 16, 64, 4, 0, False, False, True, False), ("bf16", 128, 64, 64, 4, 0, True, False, True, False),
     ("fp32", 64, 16, 32, 8, 512, False, False, False, False), ("fp16", 256, 32, 32, 4, 0, False, True, False, False),
     ("bf16", 64, 64, 64, 4, 128, False, False, True, True),
+    ("bf16", 96, 16, 64, 4, 0, True, False, True, False), ("bf16", 64, 16, 32, 4, 512, False, True, False, True),
 ):  # fmt: skip
     _case(
         f"verify_kernel {_dtype} D={_dim}, tile {_tile}, window {_window}, grouped {_grouped}, tree {_tree}, early {_early}, "
@@ -562,9 +563,41 @@ def cubin_bytes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return sizes
 
 
+def with_dtype(name: str, dtype: str) -> str:
+    return re.sub(r"\b(fp32|bf16|fp16|fp64)\b", dtype, name)
+
+
 def seldom(name: str) -> bool:
-    """Compiled with -m slow alone: fp16, which differs from bf16 in no branch of a kernel, and fp64, which is interpreted."""
-    return bool(re.search(r"\b(fp16|fp64)\b", name))
+    """Compiled with -m slow alone: fp16 and fp32 where bf16 takes the same branches, fp64, which is interpreted, and `SELDOM`."""
+    if re.search(r"\b(fp16|fp64)\b", name) or name in SELDOM:
+        return True
+    alike = with_dtype(name, "bf16")
+    return alike != name and alike in CASES and constants_of(alike) == constants_of(name)
+
+
+def constants_of(name: str) -> dict[str, object]:
+    """What a kernel branches on, up to the type of its values."""
+    _, _, arguments, _ = CASES[name]
+    return {key: with_dtype(kind, "bf16") if isinstance(kind, str) else kind for key, kind in arguments.items()}
+
+
+SELDOM = frozenset({
+    "argmax_kernel bf16, map *i32", "first_top_kernel map *i32", "move_rows_kernel i16", "move_rows_kernel i32",
+    "kv_move_kernel i16", "cutoff_kernel 1 stages",
+    "accept_kernel K=0, rates *fp32", "accept_kernel K=4, rates *fp32", "accept_kernel K=64, rates None",
+    "rope_write_kernel bf16, norms None, 1 blocks", "rope_write_kernel bf16, norms *bf16, 1 blocks",
+    "rope_write_kernel bf16, 32 pairs, interleaved False", "rope_write_kernel bf16, 64 pairs, interleaved True",
+    "linear_kernel linear bf16, TMA True, split False", "linear_kernel linear bf16, TMA True, split True",
+    "linear_kernel linear bf16, TMA False, split True", "linear_kernel swiglu bf16, TMA False, split False",
+    "verify_kernel bf16 D=128, tile 16, window 0, grouped False, tree False, early False, sinks False",
+    "verify_kernel bf16 D=128, tile 64, window 0, grouped True, tree False, early True, sinks False",
+    "verify_kernel bf16 D=96, tile 64, window 0, grouped True, tree False, early False, sinks False",
+    "verify_kernel bf16 D=64, tile 16, window 0, grouped False, tree False, early True, sinks False",
+    "verify_kernel fp32 D=64, tile 16, window 512, grouped False, tree False, early False, sinks False",
+    "verify_kernel bf16 D=64, tile 64, window 128, grouped False, tree False, early True, sinks True",
+})  # fmt: skip
+"""Variants whose branches other variants reach: each value of each constant that a kernel branches on is compiled every time."""
+assert CASES.keys() >= SELDOM
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if seldom(name) else ()) for name in CASES])

@@ -48,7 +48,7 @@ def kept_mass(logits: Tensor, low: float, temp: float, k: int) -> tuple[float, f
 
 @pytest.mark.parametrize("k", [1, 2, 7, 39, 40])
 def test_top_k_is_the_kth_largest(k: int, interpret: bool, device: torch.device) -> None:
-    logits = separated(3, 41, device=device)
+    logits = separated(1, 41, device=device)
     assert cut(logits, interpret, k=k).tolist() == logits.topk(k).values[:, -1].tolist()
 
 
@@ -77,7 +77,7 @@ def test_forbidden_ids_are_kept_only_when_top_k_reaches_them(interpret: bool, de
 def test_top_p_is_the_end_of_the_smallest_likeliest_set_that_reaches_it(
     p: float, temp: float, interpret: bool, device: torch.device
 ) -> None:
-    logits = separated(2, 33, device=device)
+    logits = separated(1, 33, device=device)
     expected = []
     for row in logits.tolist():
         falling = sorted(row, reverse=True)
@@ -144,8 +144,8 @@ def test_each_token_takes_the_settings_of_its_row(interpret: bool, device: torch
 
 
 def test_rows_of_a_wider_tensor_are_read_in_place(interpret: bool, device: torch.device) -> None:
-    wide = torch.full((3, 80), 99.0, device=device)
-    wide[:, 8:49] = separated(3, 41, device=device)
+    wide = torch.full((2, 80), 99.0, device=device)
+    wide[:, 8:49] = separated(2, 41, device=device)
     logits = wide[:, 8:49]
     assert cut(logits, interpret, k=6, p=0.8).tolist() == cut(logits.contiguous(), interpret, k=6, p=0.8).tolist()
 
@@ -170,14 +170,22 @@ def test_zeros_of_either_sign_are_one_value(row: list[float], interpret: bool, d
 # any logits
 
 
-@settings(max_examples=15)
-@given(
+KEPT = given(
     seed=st.integers(0, 999), vocab=st.sampled_from([2, 17, 300, 1003]), scale=st.sampled_from([0.01, 1.0, 6.0, 1e4]),
     levels=st.sampled_from([0, 3, 40]), forbidden=st.booleans(), temp=st.sampled_from([0.3, 1.0, 2.0]),
     k=st.sampled_from([0, 1, 20, 299, 5000]), p=st.sampled_from([1.0, 0.999, 0.9, 0.3, 1e-5]),
     min_p=st.sampled_from([0.0, 0.0, 0.05]), short_list=st.booleans(),
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("examples", [8, pytest.param(40, marks=pytest.mark.slow)])
 def test_the_kept_set_is_that_of_the_reference_up_to_the_rounding_of_sums(
+    examples: int, interpret: bool, device: torch.device
+) -> None:
+    settings(max_examples=examples)(KEPT(check_kept_set))(interpret=interpret, device=device)
+
+
+def check_kept_set(
     seed: int, vocab: int, scale: float, levels: int, forbidden: bool, temp: float, k: int, p: float, min_p: float,
     short_list: bool, interpret: bool, device: torch.device,
 ) -> None:  # fmt: skip
@@ -206,14 +214,14 @@ def test_the_kept_set_is_that_of_the_reference_up_to_the_rounding_of_sums(
         assert min(low, expected) >= floor - 1e-4
 
 
-@pytest.mark.parametrize("scale", [0.05, 8.0])
+@pytest.mark.parametrize("scale", [0.05, pytest.param(8.0, marks=pytest.mark.slow)])
 def test_long_rows_whatever_the_capacity_of_the_list(
     scale: float, interpret: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits = torch.randn(1, 2000, device=device) * scale
     cases: list[dict[str, Any]] = [{"k": 900}, {"k": 1500, "p": 0.9}]
     usual = [cut(logits, interpret, **case).tolist() for case in cases]
-    monkeypatch.setattr(module, "BLOCK", 256)
+    monkeypatch.setattr(module, "BLOCK", 512)
     monkeypatch.setattr(module, "DEPTH", 2)
     assert [cut(logits, interpret, **case).tolist() for case in cases] == usual
     monkeypatch.setattr(module, "MAX_PASSES", 1)
@@ -221,23 +229,18 @@ def test_long_rows_whatever_the_capacity_of_the_list(
 
 
 def test_a_cutoff_does_not_depend_on_the_rest_of_the_batch(interpret: bool, device: torch.device) -> None:
-    logits = torch.randn(4, 700, device=device) * torch.tensor([[0.1], [1.0], [3.0], [9.0]], device=device)
+    logits = torch.randn(2, 700, device=device) * torch.tensor([[0.1], [3.0]], device=device)
     together = cut(logits, interpret, k=600, p=0.95)
-    for t in range(4):
+    for t in range(2):
         assert cut(logits[t : t + 1], interpret, k=600, p=0.95)[0] == together[t]
 
 
-@pytest.mark.parametrize("value", [NAN, INF])
-@pytest.mark.parametrize("where", [slice(3, 4), slice(None)], ids=["one", "all"])
-def test_a_row_that_is_not_finite_leaves_the_others_alone(
-    where: slice, value: float, interpret: bool, device: torch.device
-) -> None:
+def test_a_row_that_is_not_finite_leaves_the_others_alone(interpret: bool, device: torch.device) -> None:
     """Its own cutoff is undefined and not used by `sample`, but the search must end."""
-    logits = separated(4, 300, device=device)
-    healthy = cut(logits, interpret, k=20, p=0.7, min_p=0.01).tolist()
-    logits[1, where] = value
-    found = cut(logits, interpret, k=20, p=0.7, min_p=0.01).tolist()
-    assert [found[row] for row in (0, 2, 3)] == [healthy[row] for row in (0, 2, 3)]
+    logits = separated(6, 300, device=device)
+    healthy = cut(logits[::5], interpret, k=20, p=0.7, min_p=0.01).tolist()
+    logits[1, 3], logits[2, 3], logits[3], logits[4] = NAN, INF, NAN, INF
+    assert cut(logits, interpret, k=20, p=0.7, min_p=0.01)[::5].tolist() == healthy
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from batchspec.kernels.norm_rope import rope_write as module
 from batchspec.kernels.norm_rope.rope_write import rope_write
+from tests.kernels.covering import covering
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Roundings of cos, sin, a product and the sum; the interpreter cuts bf16 off instead of rounding it.
@@ -113,13 +114,11 @@ class Case:
         assert bool((cells[:, untouched] == POISON).all())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), SHAPES)
-@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(("shape", "norms", "dtype"), covering(SHAPES, [False, True], DTYPES, one_in=4))
 def test_every_head_is_written_to_its_slot(
-    num_heads: int, num_kv_heads: int, head_dim: int, norms: bool, dtype: torch.dtype, interpret: bool, device: torch.device
+    shape: tuple[int, int, int], norms: bool, dtype: torch.dtype, interpret: bool, device: torch.device
 ) -> None:
-    case = Case.make(3, num_heads, num_kv_heads, head_dim, dtype, device, norms)
+    case = Case.make(3, *shape, dtype, device, norms)
     case.run(interpret)
     case.assert_written()
 
@@ -139,12 +138,14 @@ def test_all_heads_of_a_token_in_one_program_give_the_same(
     case.assert_written()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(128, 64), (96, 72), (24, 2), (10, 6), (64, 64)])
-@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("dims", "interleaved", "dtype"),
+    covering([(128, 64), (96, 72), (24, 2), (10, 6), (64, 64)], [False, True], [torch.float32, torch.bfloat16]),
+)
 def test_a_part_of_each_head_is_rotated_and_the_rest_passes(
-    head_dim: int, rotary_dim: int, interleaved: bool, dtype: torch.dtype, interpret: bool, device: torch.device
+    dims: tuple[int, int], interleaved: bool, dtype: torch.dtype, interpret: bool, device: torch.device
 ) -> None:
+    head_dim, rotary_dim = dims
     for norms in (False, True):
         case = Case.make(3, 4, 2, head_dim, dtype, device, norms, rotary_dim)
         case.attention_factor, case.interleaved = 1.25, interleaved
@@ -192,7 +193,7 @@ def test_slices_of_wider_rows_and_a_layer_of_a_cache_are_used_in_place(interpret
     assert bool((layers[:, [0, 2]] == POISON).all())
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(
     num_tokens=st.integers(0, 6), num_kv_heads=st.integers(1, 4), group=st.integers(1, 4), half=st.integers(1, 20),
     norms=st.booleans(), factor=st.sampled_from([1.0, 1.3]),
@@ -232,9 +233,7 @@ def test_wrong_arguments_are_refused() -> None:
         rope_write(**{**good, "q_norm": None})
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("norms", [False, True])
-@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize(("many", "norms", "dtype"), covering([False, True], [False, True], DTYPES))
 def test_a_key_that_is_not_finite_is_nan_in_k_and_zero_in_v(
     many: bool, norms: bool, dtype: torch.dtype, interpret: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,9 +109,12 @@ def test_a_group_lists_its_prefix_once_for_each_tile_of_members(interpret: bool,
     assert work.row_parts[:, 1].tolist() == [2, 0, 2, 0, 2]
 
 
-@settings(max_examples=25)
-@given(data=st.data())
-def test_kernel_equals_the_loop_and_covers_every_key_once(data: st.DataObject, device: torch.device) -> None:
+@pytest.mark.parametrize("examples", [12, pytest.param(60, marks=pytest.mark.slow)])
+def test_kernel_equals_the_loop_and_covers_every_key_once(examples: int, device: torch.device) -> None:
+    settings(max_examples=examples)(given(data=st.data())(kernel_equals_the_loop))(device=device)
+
+
+def kernel_equals_the_loop(data: st.DataObject, device: torch.device) -> None:
     rows = data.draw(st.lists(st.tuples(st.integers(0, 9), st.integers(9, 150), st.booleans()), min_size=1, max_size=6))
     shape: dict[str, Any] = {"tile": data.draw(st.sampled_from([16, 32])), "block": data.draw(st.sampled_from([16, 32]))}
     window = data.draw(st.sampled_from([0, 0, 1, 20, 70]))
