@@ -178,7 +178,7 @@ KEPT = given(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("examples", [8, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [4, pytest.param(40, marks=pytest.mark.slow)])
 def test_the_kept_set_is_that_of_the_reference_up_to_the_rounding_of_sums(
     examples: int, interpret: bool, device: torch.device
 ) -> None:
