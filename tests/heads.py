@@ -135,7 +135,8 @@ def parallel_tensors(
     target: Target, design: Design, rows: Sequence[Sequence[int]], *, steps: int = 60, num_drafts: int = 4
 ) -> Tensors:
     """A head that knows these rows and what masks stand for: all tokens from true features, then some beginnings with masks."""
-    assert design.mask_id is not None
+    mask_id = design.mask_id
+    assert mask_id is not None
     ids, features, embedding = padded(rows), padded_taps(target, design, rows), target.embedding.cpu().float()
     rng = torch.Generator().manual_seed(0)
     most = min(map(len, rows)) - num_drafts
@@ -148,7 +149,7 @@ def parallel_tensors(
         known = place < begin - 1
         mask = tensors["mask_hidden"].view(1, 1, -1)
         taps = torch.where(known[..., None], features[:, :count].repeat(COPIES, 1, 1), mask)
-        tokens = torch.where(known, ids[:, 1 : count + 1].repeat(COPIES, 1), design.mask_id)
+        tokens = torch.where(known, ids[:, 1 : count + 1].repeat(COPIES, 1), mask_id)
         wanted = columns[:, 2 : count + 2].repeat(COPIES, 1).masked_fill(place >= begin + num_drafts - 2, UNCOUNTED)
         _, logits = run_head(design, tensors, embedding, tokens, taps)
         return F.cross_entropy(logits.flatten(0, 1), wanted.flatten())

@@ -98,7 +98,8 @@ def test_a_row_that_kills_the_process_is_found_and_its_neighbours_come_out_whole
     assert frame["request_id"].to_list() == [f"q{i}" for i in range(ROWS)]
     bad = frame.filter(pl.col("status") == "error").select("request_id", "error").unnest("error").row(0, named=True)
     assert (bad["request_id"], bad["code"], bad["retryable"]) == ("q7", "crash", True)
-    assert "prompts.parquet row 7 (id 'q7'): 2 runs died" in bad["message"]
+    assert "prompts.parquet row 7 (id 'q7'): 2 isolated retries of this row crashed or hung" in bad["message"]
+    assert "at the same output position" in bad["message"]
     assert tokens(tmp_path / "out") == finished | {"q7": None}
     assert not (tmp_path / "out/_batchspec/attempts").exists()
 

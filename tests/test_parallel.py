@@ -247,7 +247,7 @@ def test_buffers_hold_every_place_of_all_slots(tmp_path: Path) -> None:
     assert len(drafter._ids) == len(drafter._positions) == len(drafter._slots) == len(drafter._fed) == 35
     for k in range(1, 8):
         assert drafter._layout._row_ids[k].tolist() == [slot for slot in range(5) for _ in range(k)]
-        assert drafter._layout._cu_seqlens_q[k - 1].tolist()[: 5 + 1] == [slot * k for slot in range(6)]
+        assert drafter._layout._cu_seqlens_q[k].tolist()[: 5 + 1] == [slot * k for slot in range(6)]
     requests = [request(i, [i, 2], cap=12) for i in range(9)]
     tokens, _, _ = run(requests, packed(5, row_buckets=(1, 2, 5), draft_len=7), drafter, options=synthetic(7))
     assert len(tokens) == 9

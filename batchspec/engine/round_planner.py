@@ -61,10 +61,10 @@ class RoundPlanner:
         """adaptive: choose the draft length of each round, 0 included, where rounds are timed; else it is the largest."""
         self._executor, self._batch = executor, batch
         self._max_len = executor.drafter.max_len
+        self._windows = Counter((*executor.target.spec.windows, *executor.drafter.kv_windows))
         self._lengths = None
         if adaptive and executor.graphs.captures:
             self._lengths = DraftLengths(self._max_len, choices=executor.round.draft_lens)
-            self._windows = Counter((*executor.target.spec.windows, *executor.drafter.kv_windows))
         self._clock = RoundClock()
         self._round_s: dict[int, float] = {}
         self._draft_len = 0

@@ -75,7 +75,7 @@ class Family:
             found.append(config.shown("hidden_act"))
         found += self.refuses(config)
         if found:
-            raise config.refusal(f"not supported: {', '.join(found)}; use a dense, unquantized checkpoint without them")
+            raise config.refusal(f"not supported: {', '.join(found)}; use a checkpoint without them")
 
 
 def read_attentions(
