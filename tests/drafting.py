@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,26 @@ def proposals(rows: DeviceBatch, draft_ids: Tensor, draft_len: Tensor) -> Propos
         count, limit = int(rows.num_tokens[slot]), int(rows.limit[slot])
         found.append((tuple(rows.tokens[slot, :count].tolist()), draft_ids[slot, : max(0, limit - count - 1)].tolist()))
     return found
+
+
+Reference = Callable[..., list[int]]
+"""design, tensors, target, prefix, count, window=, sink= -> drafts (`tests/eagle_reference.py`)"""
+_EXPECTED: dict[tuple[Reference, int, tuple[int, ...], int | None, int], tuple[Tensors, list[int]]] = {}
+"""By the identity of a head's tensors, which are kept so that no others get it, and what follows the prefix: as far as asked."""
+
+
+def check_proposals(
+    seen: Proposals, reference: Reference, design: Design, tensors: Tensors, *, window: int | None = None, sink: int = 0
+) -> None:
+    """Every draft that may count is what a row computed by itself, without cache or batch, has there."""
+    assert len(seen) > 5
+    for prefix, drafts in seen:
+        key, count = (reference, id(tensors), prefix, window, sink), len(drafts)
+        _, found = _EXPECTED.get(key, (tensors, []))
+        if len(found) < count:
+            found = reference(design, tensors, TARGET(), prefix, count, window=window, sink=sink)
+            _EXPECTED[key] = tensors, found
+        assert drafts == found[:count]
 
 
 class Recording(DrafterBase):

@@ -16,8 +16,9 @@ from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.engine.engine import Engine
 from batchspec.errors import CheckpointError
+from batchspec.kernels.moe.mxfp4 import VALUES, dequantise_blocks
 from batchspec.model.files import LocalFiles
-from batchspec.model.quant.mxfp4 import VALUES, Mxfp4, dequantised
+from batchspec.model.quant.mxfp4 import Mxfp4
 from batchspec.model.spec import load_spec, read_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import expected_shapes, judge_model
@@ -69,7 +70,7 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
     """[N, K] -> blocks and scales: the exponent of the largest of 32 numbers less 2, the nearest value, low half first."""
     groups = weight.double().unflatten(1, (-1, 32))
     exponent = groups.abs().amax(-1, keepdim=True).clamp(min=2.0**-100).log2().floor() - 2
-    table = torch.tensor(VALUES, dtype=torch.float64)
+    table = torch.tensor(VALUES[:8], dtype=torch.float64)
     codes = ((groups / 2**exponent).abs().clamp(max=6).unsqueeze(-1) - table).abs().argmin(-1) + 8 * (groups < 0)
     codes = codes.to(torch.uint8)
     return codes[..., 0::2] | codes[..., 1::2] << 4, (exponent.squeeze(-1) + 127).to(torch.uint8)
@@ -86,7 +87,7 @@ def make_mxfp4(folder: Path) -> tuple[Path, Path]:
             pairs = [quantised(expert.t().float() * 2.0 ** (i - 4)) for i, expert in enumerate(tensor)]
             del stored[name]
             stored |= {f"{name}_blocks": torch.stack([b for b, _ in pairs]), f"{name}_scales": torch.stack([s for _, s in pairs])}
-            tensors[name] = torch.stack([dequantised(*pair).t() for pair in pairs]).bfloat16().contiguous()
+            tensors[name] = torch.stack([dequantise_blocks(*pair).t() for pair in pairs]).bfloat16().contiguous()
     save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
     packed_.mkdir()
     save_file(stored, packed_ / "model.safetensors", metadata={"format": "pt"})
@@ -116,9 +117,9 @@ def test_an_mxfp4_checkpoint_is_the_bf16_model_of_its_values(tmp_path: Path) -> 
 
 def test_bytes_are_two_values_the_low_half_first_times_a_power_of_two() -> None:
     blocks = torch.tensor([[list(range(0, 256, 16)), [0x21] * 16]], dtype=torch.uint8)
-    values = dequantised(blocks, torch.tensor([[127, 125]], dtype=torch.uint8))
+    values = dequantise_blocks(blocks, torch.tensor([[127, 125]], dtype=torch.uint8))
     assert values[0, 0:32:2].tolist() == [0.0] * 16
-    assert values[0, 1:32:2].tolist() == [*VALUES, *(-value for value in VALUES)]
+    assert values[0, 1:32:2].tolist() == list(VALUES)
     assert values[0, 32:].tolist() == [0.125, 0.25] * 16
 
 

@@ -31,6 +31,7 @@ from batchspec.records import SamplingParams
 from tests.drafting import (
     TARGET,
     Recording,
+    check_proposals,
     drawn_batch,
     expected_tokens,
     known_requests,
@@ -57,26 +58,7 @@ def make_drafter(
 
 
 def check_drafts(drafter: Recorded, design: Design, tensors: Tensors, *, window: int | None = None, sink: int = 0) -> None:
-    """Every draft that may count is what a row computed by itself, without cache or batch, has there."""
-    assert len(drafter.seen) > 5
-    for prefix, drafts in drafter.seen:
-        if drafts:
-            assert drafts == expected_drafts(design, tensors, prefix, len(drafts), window, sink)
-
-
-_EXPECTED: dict[tuple[int, tuple[int, ...], int | None, int], tuple[Tensors, list[int]]] = {}
-"""By the identity of a head's tensors, which are kept so that no others get it, and what follows the prefix: as far as asked."""
-
-
-def expected_drafts(
-    design: Design, tensors: Tensors, prefix: tuple[int, ...], count: int, window: int | None, sink: int
-) -> list[int]:
-    key = (id(tensors), prefix, window, sink)
-    _, found = _EXPECTED.get(key, (tensors, []))
-    if len(found) < count:
-        found = reference_parallel_drafts(design, tensors, TARGET(), prefix, count, window=window, sink=sink)
-        _EXPECTED[key] = tensors, found
-    return found[:count]
+    check_proposals(drafter.seen, reference_parallel_drafts, design, tensors, window=window, sink=sink)
 
 
 DESIGNS: dict[str, dict[str, Any]] = {

@@ -138,8 +138,7 @@ class RequestState:
         self.first_token_at = self.first_token_at or now
 
     def add_round(self, accepted: int, drafted: int, num_emitted: int, tokens: Sequence[int]) -> None:
-        """Add a round that emitted `num_emitted` = accepted + 1 tokens, of which the device kept `tokens`: those up to a stop
-        id."""
+        """Add a round that emitted `num_emitted` = accepted + 1 tokens. The device kept `tokens`, those up to a stop id."""
         rounds_accepted, rounds_drafted = [0] * (self.draft_len + 1), [0] * (self.draft_len + 1)
         rounds_accepted[accepted] = rounds_drafted[drafted] = 1
         self.add_counts(rounds_accepted, rounds_drafted)

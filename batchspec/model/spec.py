@@ -166,8 +166,8 @@ def load_spec(folder: Path) -> ModelSpec:
         raise CheckpointError(f"{shown(folder)}: no config.json; model.path must be a Hugging Face model folder")
     generation = read_json(folder / "generation_config.json")
     config = read_json(path)
-    if config.get("quantization_config") is None and (beside := of_file(read_json(folder / CONFIG_FILE))) is not None:
-        config["quantization_config"] = beside
+    if config.get("quantization_config") is None and (from_file := of_file(read_json(folder / CONFIG_FILE))) is not None:
+        config["quantization_config"] = from_file
     return read_spec(config, shown(path), generation, shown(folder / "generation_config.json"))
 
 

@@ -51,8 +51,8 @@ def check_tensors(where: str, spec: ModelSpec, stored: Mapping[str, StoredTensor
     expected = {tensor.name: tensor for tensor in spec.tensors()}
     if spec.tie and OUTPUT in stored:
         expected[OUTPUT] = replace(expected[EMBEDDING], name=OUTPUT)
-    past = ("rotary_emb.inv_freq", *spec.formats.read_past)
-    unexpected = [name for name in stored.keys() - expected.keys() if not name.endswith(past)]
+    ignored = ("rotary_emb.inv_freq", *spec.formats.ignored_suffixes)
+    unexpected = [name for name in stored.keys() - expected.keys() if not name.endswith(ignored)]
     if problems := misfits(expected.values(), stored, unexpected):
         raise CheckpointError(f"{where}: the weights do not fit config.json: {'; '.join(problems)}")
 

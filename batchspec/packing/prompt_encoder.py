@@ -36,7 +36,7 @@ class PromptEncoder:
         """The token ids of a row's prompt, int32 [prompt_len], at least one and at most `room`.
 
         prompt  the prompt cell
-        row     all cells, of which system, tools and template_kwargs are read
+        row     all cells; system, tools and template_kwargs are read
         room    tokens that max_new_tokens leaves for the prompt in max_len
         Raises BadRow for a prompt that cannot be encoded, or is too long and not to be truncated.
         """

@@ -86,11 +86,14 @@ def unshuffle_mxfp4(weight: Mxfp4Weight, k: int) -> tuple[Tensor, Tensor]:
 
 def dequantise_mxfp4(weight: Mxfp4Weight, k: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """[..., N, K] in plain torch; exact in bf16, fp32 and fp64."""
-    blocks, scales = unshuffle_mxfp4(weight, k)
-    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).long()
-    wide = torch.promote_types(dtype, torch.float32)
-    values = torch.tensor(VALUES, dtype=wide, device=codes.device)[codes]
-    return torch.ldexp(values, (scales.to(torch.int32) - 127)[..., None]).flatten(-2).to(dtype)
+    return dequantise_blocks(*unshuffle_mxfp4(weight, k)).to(dtype)
+
+
+def dequantise_blocks(blocks: Tensor, scales: Tensor) -> Tensor:
+    """A checkpoint's uint8 [..., N, K / 32, 16] and uint8 [..., N, K / 32] -> fp32 [..., N, K]."""
+    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).int()
+    values = torch.tensor(VALUES, device=blocks.device)[codes]
+    return torch.ldexp(values, scales.int()[..., None] - 127).flatten(-2)
 
 
 @triton.jit

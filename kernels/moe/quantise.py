@@ -32,7 +32,7 @@ class Fp8Rows(NamedTuple):
     values: Tensor
     """e4m3 [R, K], contiguous"""
     scales: Tensor
-    """fp32 [R, ceil(K / 128)], contiguous, or [R, 1]: one of the whole row"""
+    """fp32 (fp64 of fp64) [R, ceil(K / 128)], contiguous, or [R, 1]: one of the whole row"""
 
 
 @triton.jit
@@ -91,10 +91,11 @@ def quantise_rows(x: Tensor, *, whole: bool = False, interpret: bool = False) ->
 
 
 def quantise_rows_reference(x: Tensor, *, whole: bool = False) -> Fp8Rows:
-    """The same in plain torch."""
+    """The same in plain torch, of any floating-point dtype; fp64 in fp64."""
     num_rows, k = x.shape
     size = k if whole else GROUP
-    wide = torch.nn.functional.pad(x.float(), (0, -k % size)).view(num_rows, -(-k // size), size)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = torch.nn.functional.pad(wide, (0, -k % size)).view(num_rows, -(-k // size), size)
     scales = wide.abs().amax(-1).clamp(min=SMALLEST) / LARGEST
     values = (wide / scales[..., None]).clamp(-LARGEST, LARGEST).to(E4M3)
     return Fp8Rows(values.view(num_rows, -1)[:, :k].contiguous(), scales)

@@ -96,7 +96,7 @@ class Clamp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedSpec:
-    """The same product of each of E experts, of which a token goes through some: a matrix [rows, k] an expert.
+    """One matrix [rows, k] for each of E experts; a token is multiplied with the matrices of its own experts only.
 
     Which tensors a file holds for it depends on the weight format, as for a projection.
     """

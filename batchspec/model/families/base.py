@@ -54,7 +54,7 @@ class Family:
     """Ranges of its own keys."""
     rope: Callable[[ConfigReader], RopeSpec] = plain_rope
     config_ends: bool = True
-    """eos_token_id of config.json counts beside that of generation_config.json, not only where that one names none."""
+    """Whether eos_token_id of config.json counts in addition to that of generation_config.json; else only if that has none."""
     local_rope: Callable[[ConfigReader], RopeSpec | None] = lambda config: None
     """Of layers with a window, where it is another one."""
     norms: NormForm = PLAIN_NORM

@@ -67,7 +67,7 @@ def _rope(config: ConfigReader, rope: ConfigReader, usual_theta: float) -> RopeS
 def _refuses(config: ConfigReader) -> list[str]:
     found = [config.shown("use_bidirectional_attention")] if config.flag("use_bidirectional_attention") else []
     found += [config.shown("hidden_activation")] if config.text("hidden_activation", _GELU) != _GELU else []
-    # Rotations of this family are named by kind of layer; others would be read past.
+    # Rotations of this family are named by kind of layer; others would be ignored.
     ropes = config.part("rope_parameters")
     return found + [ropes.shown(key) for key in ropes if key not in (_LOCAL, _GLOBAL)]
 

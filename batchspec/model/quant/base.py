@@ -87,6 +87,18 @@ def row_share(part: Projection, rank: int, ranks: int, *, multiple: int = 1) -> 
     return share(part, part.rows, rank, ranks, multiple=multiple)
 
 
+def shard_matrix(part: Projection, cut: Cut, rank: int, ranks: int, *, multiple: int = 1) -> tuple[slice, slice]:
+    """Rows and columns of its weight that a rank holds, as `share`."""
+    if cut == "columns":
+        return row_share(part, rank, ranks, multiple=multiple), slice(0, part.k)
+    return slice(0, part.rows), share(part, part.k, rank, ranks, multiple=multiple)
+
+
+def joined_bias(weights: Weights, names: Sequence[str]) -> Tensor:
+    """The biases of projections that are multiplied as one matrix."""
+    return torch.cat([weights.tensor(f"{name}.bias") for name in names])
+
+
 def shard_bias(part: Projection, cut: Cut, rank: int, ranks: int) -> Slices:
     """Cut along its outputs with the weight; where the inputs are cut, rank 0 alone adds it."""
     if not part.bias or (cut == "rows" and rank):

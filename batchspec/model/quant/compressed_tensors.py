@@ -1,7 +1,7 @@
 """quant_method compressed-tensors: FP8 weights with a scale a row, a tensor or a block of 128 x 128.
 
-One group of projections (`config_groups`) with one scheme, all Linear but those of `ignore`. Scales of an FP8 K/V cache are read
-past. Source: https://github.com/vllm-project/compressed-tensors (quantization/quant_args.py, quant_config.py, utils/match.py).
+One group of projections (`config_groups`) with one scheme, all Linear but those of `ignore`. Scales of an FP8 K/V cache are
+ignored. Source: https://github.com/vllm-project/compressed-tensors (quantization/quant_args.py, quant_config.py, utils/match.py).
 """
 
 from __future__ import annotations
@@ -54,9 +54,7 @@ def _scheme(weights: ConfigReader, inputs: ConfigReader | None) -> Fp8 | str:
     if strategy == "block" and weights.integers("block_structure") != (BLOCK, BLOCK):
         return f"compressed-tensors with {weights.shown('block_structure')}"
     activations = "plain" if inputs is None else _activations(inputs)
-    if activations is None or (strategy == "block" and activations not in ("group", "plain")):
-        return f"compressed-tensors with weights of strategy {strategy} and activations of {_shown(inputs)}"
-    if strategy != "block" and activations == "group":
+    if activations is None or activations not in (("group", "plain") if strategy == "block" else ("token", "static", "plain")):
         return f"compressed-tensors with weights of strategy {strategy} and activations of {_shown(inputs)}"
     return Fp8(_SCALES[strategy], activations)
 

@@ -20,8 +20,8 @@ class Formats:
     """Names of modules that are stored plain; what lies inside them is plain too."""
     plain_patterns: tuple[str, ...] = ()
     """Regular expressions: a projection whose name begins with a match is stored plain."""
-    read_past: tuple[str, ...] = ()
-    """Tensors of the checkpoint whose names end so are not needed."""
+    ignored_suffixes: tuple[str, ...] = ()
+    """Tensors of the checkpoint whose names end so are not read."""
 
     def of(self, name: str) -> WeightFormat:
         """The format of the projection with this name, as in `model.layers.0.self_attn.q_proj`."""

@@ -27,15 +27,14 @@ import torch
 from torch import Tensor
 
 from batchspec.errors import CheckpointError, ConfigError
+from batchspec.kernels.moe.quantise import E4M3, LARGEST, quantise_rows_reference
 from batchspec.model.blocks.base import GroupedSpec, Projection, TensorSpec
 from batchspec.model.blocks.forward import Product
-from batchspec.model.quant.base import Cut, Slices, Weights, bias_of, row_share, shard_bias, share
+from batchspec.model.quant.base import Cut, Slices, Weights, bias_of, joined_bias, shard_bias, shard_matrix
 from batchspec.model.quant.grouped import GroupedLinear, SeparateExperts
 from batchspec.model.quant.plain import Linear
 
 BLOCK = 128
-E4M3 = torch.float8_e4m3fn
-LARGEST, SMALLEST = 448.0, 1e-10
 _DUMMY_SCALE, _DUMMY_INPUT_SCALE = 2e-4, 0.02
 
 Scales = Literal["block", "row", "tensor"]
@@ -80,9 +79,9 @@ class Fp8(SeparateExperts):
     def load(self, weights: Weights, names: Sequence[str], *, bias: bool) -> Product:
         if self.quantises:
             parts = [self._part(weights, name) for name in names]
-            return Fp8Linear(joined(parts), _biases(weights, names, bias), self.made_for)
+            return Fp8Linear(joined(parts), joined_bias(weights, names) if bias else None, self.made_for)
         matrix = torch.cat([self.matrix(weights, name) for name in names])
-        return Linear(matrix, _biases(weights, names, bias))
+        return Linear(matrix, joined_bias(weights, names) if bias else None)
 
     def matrix(self, weights: Weights, name: str) -> Tensor:
         """The weight [N, K] in the model's dtype, each number times its scale in fp32 and rounded once."""
@@ -95,11 +94,7 @@ class Fp8(SeparateExperts):
         return SeparateExperts.load_grouped(self, weights, spec)
 
     def shard(self, part: Projection, cut: Cut, rank: int, ranks: int) -> Slices:
-        rows, columns, multiple = slice(0, part.rows), slice(0, part.k), BLOCK if self.scales == "block" else 1
-        if cut == "columns":
-            rows = row_share(part, rank, ranks, multiple=multiple)
-        else:
-            columns = share(part, part.k, rank, ranks, multiple=multiple)
+        rows, columns = shard_matrix(part, cut, rank, ranks, multiple=BLOCK if self.scales == "block" else 1)
         scale: dict[Scales, tuple[slice, ...]] = {
             "block": tuple(slice(own.start // BLOCK, -(-own.stop // BLOCK)) for own in (rows, columns)),
             "row": (rows,),
@@ -120,10 +115,6 @@ class Fp8(SeparateExperts):
             if not 0 < input_scale < float("inf"):
                 raise CheckpointError(f"{name}.input_scale is {input_scale:g}; it must be positive: calibrate the checkpoint")
         return Fp8Weight(values, scale, self.scales == "block", input_scale)
-
-
-def _biases(weights: Weights, names: Sequence[str], bias: bool) -> Tensor | None:
-    return torch.cat([weights.tensor(f"{name}.bias") for name in names]) if bias else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,15 +174,10 @@ class Fp8Linear(Product):
 
 def quantised(x: Tensor, activations: Activations, input_scale: float | None = None) -> tuple[Tensor, Tensor]:
     """x [T, K] -> e4m3 [T, K] and scales, fp32 (fp64 of fp64): group [T, ceil(K / 128)], else [T, 1]. Does not synchronise."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    if activations == "static":
-        assert input_scale is not None
-        scale = wide.new_full((x.shape[0], 1), input_scale)
-        each = scale
-    else:
+    if activations != "static":
         assert activations in ("token", "group")
-        size = BLOCK if activations == "group" else x.shape[1]
-        groups = torch.nn.functional.pad(wide, (0, -x.shape[1] % size)).unflatten(1, (-1, size))
-        scale = groups.abs().amax(-1).clamp(min=SMALLEST) / LARGEST
-        each = scale.repeat_interleave(size, 1)[:, : x.shape[1]]
-    return (wide / each).clamp(-LARGEST, LARGEST).to(E4M3), scale
+        return quantise_rows_reference(x, whole=activations == "token")
+    assert input_scale is not None
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = wide.new_full((x.shape[0], 1), input_scale)
+    return (wide / scale).clamp(-LARGEST, LARGEST).to(E4M3), scale

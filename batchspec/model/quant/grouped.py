@@ -50,7 +50,7 @@ class GroupedLinear:
 
 
 def _shares(routing: Routing) -> Iterator[tuple[int, Tensor]]:
-    """Experts and their pairs, int64; P stands for none."""
+    """Each expert with its pairs, int64; P is padding."""
     return bounded_pairs(routing) if routing.pairs.is_cuda else own_pairs(routing)
 
 
@@ -128,14 +128,23 @@ def load_stacked(weights: Weights, spec: GroupedSpec, matrix: Callable[[int], Te
     return GroupedLinear(weight, torch.stack(biases) if biases else None)
 
 
-def shard_stacked(spec: GroupedSpec, cut: Cut, rank: int, ranks: int) -> tuple[slice, slice]:
-    """Rows and columns that a rank holds of the matrix of each expert; of interleaved rows whole pairs."""
+def shard_stacked(spec: GroupedSpec, cut: Cut, rank: int, ranks: int, *, multiple: int = 1) -> tuple[slice, slice]:
+    """Rows and columns that a rank holds of the matrix of each expert; of interleaved rows whole pairs.
+
+    multiple  shares of columns must be multiples of it: the size of a quantisation block
+    """
     part, rows, columns = spec.of(0).parts[0], slice(0, spec.rows), slice(0, spec.k)
     if cut == "columns":
         pairs = 2 if spec.interleaved else 1
         own = share(part, spec.rows // pairs, rank, ranks)
         return slice(pairs * own.start, pairs * own.stop), columns
-    return rows, share(part, spec.k, rank, ranks)
+    return rows, share(part, spec.k, rank, ranks, multiple=multiple)
+
+
+def shard_stacked_bias(spec: GroupedSpec, cut: Cut, rank: int, rows: slice) -> Slices:
+    """As `shard_bias`; `rows` of `shard_stacked`."""
+    experts = slice(0, spec.num_experts)
+    return {tensor.name: (experts, rows) for tensor in stacked_bias(spec) if cut == "columns" or rank == 0}
 
 
 def _parts(spec: GroupedSpec) -> Iterator[tuple[int, slice, Projection]]:

@@ -13,8 +13,15 @@ from batchspec.kernels.gemm.tiles import Tile
 from batchspec.model.blocks.base import GroupedSpec, Projection, TensorSpec
 from batchspec.model.blocks.forward import Product
 from batchspec.model.fused import rms_norm, silu_and_mul
-from batchspec.model.quant.base import Cut, Slices, Weights, bias_of, row_share, shard_bias, share
-from batchspec.model.quant.grouped import GroupedLinear, SeparateExperts, load_stacked, shard_stacked, stacked_bias
+from batchspec.model.quant.base import Cut, Slices, Weights, bias_of, joined_bias, shard_bias, shard_matrix
+from batchspec.model.quant.grouped import (
+    GroupedLinear,
+    SeparateExperts,
+    load_stacked,
+    shard_stacked,
+    shard_stacked_bias,
+    stacked_bias,
+)
 from batchspec.tuning.policy import gemm_tile
 
 
@@ -43,23 +50,17 @@ class Plain(SeparateExperts):
         if not spec.stacked:
             return super().shard_grouped(spec, cut, rank, ranks)
         (rows, columns), experts = shard_stacked(spec, cut, rank, ranks), slice(0, spec.num_experts)
-        bias = {tensor.name: (experts, rows) for tensor in stacked_bias(spec) if cut == "columns" or rank == 0}
-        return {spec.of(0).parts[0].name: (experts, columns, rows), **bias}
+        return {spec.of(0).parts[0].name: (experts, columns, rows), **shard_stacked_bias(spec, cut, rank, rows)}
 
     def nbytes(self, rows: int, k: int, dtype: torch.dtype) -> int:
         return rows * k * dtype.itemsize
 
     def load(self, weights: Weights, names: Sequence[str], *, bias: bool) -> Product:
         weight = torch.cat([weights.tensor(f"{name}.weight") for name in names])
-        return Linear(weight, torch.cat([weights.tensor(f"{name}.bias") for name in names]) if bias else None)
+        return Linear(weight, joined_bias(weights, names) if bias else None)
 
     def shard(self, part: Projection, cut: Cut, rank: int, ranks: int) -> Slices:
-        rows, columns = slice(0, part.rows), slice(0, part.k)
-        if cut == "columns":
-            rows = row_share(part, rank, ranks)
-        else:
-            columns = share(part, part.k, rank, ranks)
-        return {f"{part.name}.weight": (rows, columns)} | shard_bias(part, cut, rank, ranks)
+        return {f"{part.name}.weight": shard_matrix(part, cut, rank, ranks)} | shard_bias(part, cut, rank, ranks)
 
 
 PLAIN = Plain()
