@@ -2,7 +2,7 @@
 
 Formula, work list and order of sums are those of `experts.py`, so the result is that of the dequantised weights, which bf16 holds
 exactly. Weights are in the order of `mxfp4.py`. Bound by their bytes (17/32 a value) and, close to it, by the instructions that
-unpack them: about five for two values.
+unpack them: about four for two values.
 """
 
 from __future__ import annotations
