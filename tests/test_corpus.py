@@ -93,7 +93,7 @@ def test_a_table_follows_from_its_documents_alone() -> None:
 def test_where_runs_meet_the_one_seen_more_often_stays() -> None:
     words = torch.tensor([1, 2, 7, -1, 1, 2, 7, -1, 3, 4, 9, -1], dtype=torch.int32)
     (entry,) = build_table(words, (2,), 1).tolist()
-    assert (entry >> 8) & 0x7FFFFFFF == 5  # the place of the second "2", behind which 7 came twice
+    assert (entry >> 8) & 0x7FFFFFFF == 5  # the place of the second "2", after which 7 came twice
     assert entry & 255 == 255 * 2 // 3
 
 

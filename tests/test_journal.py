@@ -154,7 +154,7 @@ def test_a_refresh_adds_what_other_runs_left_since(tmp_path: Path, monkeypatch: 
     assert names == [f"{FOLDER}/b-000001.json"]
     listed = LocalStore.list(reader._store, FOLDER)  # type: ignore[arg-type]
     monkeypatch.setattr(LocalStore, "list", lambda self, name: [*listed, "c-000000.json"])
-    reader.refresh(found)  # gone between the look at the folder and at the file
+    reader.refresh(found)  # deleted after the folder was listed and before the file is read
 
 
 @pytest.mark.parametrize(

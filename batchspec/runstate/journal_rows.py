@@ -66,7 +66,7 @@ def fits(value: object, kind: Any) -> bool:
 
 
 def _resolved(kind: Any) -> Any:
-    """What a type statement stands for: NumPy declares NDArray by one from 2.5 on, with Python 3.12 and later."""
+    """The type itself where a type statement names it, as NumPy names NDArray from 2.5 on with Python 3.12 and later."""
     while (named := getattr(get_origin(kind) or kind, "__value__", None)) is not None:
         kind = named
     return kind
