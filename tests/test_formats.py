@@ -11,8 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig
 
 from batchspec.draft.formats import HeadSpec, read_head
+from batchspec.draft.layouts import _LAYER_DEFAULTS
 from batchspec.draft.weights import dummy_head, dummy_spec, expected_shapes, head_bytes, load_head, normalised, read_head_spec
 from batchspec.errors import CheckpointError
 from batchspec.model.rope import rope_frequencies
@@ -189,6 +191,12 @@ def test_the_defaults_that_speculators_leaves_out_are_those_of_its_model_type(tm
     assert (spec_of(folder).rms_eps, spec_of(folder).rope.theta) == (1e-6, 10_000.0)
     configure(folder, "transformer_layer_config", num_hidden_layers=None)
     assert "missing tensors: layers.1." in refusal(folder)  # transformers' llama has 32
+
+
+@pytest.mark.parametrize("family", [*_LAYER_DEFAULTS])
+def test_values_that_a_config_leaves_out_are_those_of_transformers(family: str) -> None:
+    known = AutoConfig.for_model(family)
+    assert {key: getattr(known, key) for key in _LAYER_DEFAULTS[family]} == _LAYER_DEFAULTS[family]
 
 
 def test_windows_are_read_whatever_the_switch_of_the_family_says(tmp_path: Path) -> None:
