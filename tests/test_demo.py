@@ -31,7 +31,7 @@ def model() -> Path:
 
 
 def run_demo(folder: Path, *overrides: str) -> tuple[pl.DataFrame, str]:
-    """Output rows and what the run said, from the folder a user would stand in."""
+    """Output rows and what the run said, started in the folder that will hold the output."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-m", "batchspec.run", "+job=demo", *overrides]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
@@ -70,7 +70,7 @@ def test_good_rows_have_answers_and_bad_rows_say_why(demo: tuple[pl.DataFrame, s
     assert good["completion"].str.len_chars().median() > 40  # type: ignore[operator]
 
 
-def test_the_shipped_head_drafts_and_is_believed(demo: tuple[pl.DataFrame, str]) -> None:
+def test_drafts_of_the_shipped_head_are_accepted(demo: tuple[pl.DataFrame, str]) -> None:
     spec = demo[0].filter(pl.col("status") != "error")["spec_decode"].struct.unnest()
     assert set(spec["drafter"]) == {"eagle3"}
     assert 1 + int(spec["num_accepted_draft_tokens"].sum()) / int(spec["num_spec_steps"].sum()) > 1.6

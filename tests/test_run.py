@@ -20,7 +20,7 @@ GIVEN = ["model.path=m", "input.path=i.parquet", "output.dir=o"]
 
 
 class Jobs:
-    """Stands where batchspec.job stands: keeps the configurations it is run with."""
+    """In place of batchspec.job: keeps the configurations it is run with."""
 
     def __init__(self) -> None:
         self.ran: list[RunConfig] = []

@@ -63,7 +63,7 @@ class HeadSpec:
     mapped: bool
     """It has d2t: draft ids are not target ids."""
     mask_token_id: int | None = None
-    """What stands for a token that is not known yet: it can draft in parallel. None: chains only."""
+    """Replaces a token that is not known yet: with it the head can draft in parallel. None: chains only."""
 
     def kv_windows(self, window: int | None, sink: int) -> tuple[int | None, ...]:
         """[num_layers] newest keys that each layer reads where it is limited to `window` of them and the first `sink` ones.
@@ -156,7 +156,7 @@ def _mask_token_id(config: ConfigReader, tensors: Collection[str], vocab_size: i
 
 
 def read_mask_token(config: ConfigReader, vocab_size: int) -> int | None:
-    """The token that stands for those not known yet, under any of its names; None where it has none."""
+    """The token that replaces those not known yet, under any of its names; None if it has none."""
     given = {key: config.integer(key) for key in MASK_KEYS if config.given(key)}
     if len(set(given.values())) > 1 or not all(token < vocab_size for token in given.values()):
         said = ", ".join(map(config.shown, given))

@@ -97,7 +97,7 @@ class EagleHead:
 
     def __init__(self, head: Head, target: Target, *, argmax: bool = True) -> None:
         spec, tensors = head.spec, head.tensors
-        self.spec, self._argmax, self.map_ids = spec, argmax, head.hot
+        self.spec, self._argmax, self.map_ids = spec, argmax, head.map_ids
         self._fc = Linear(tensors["fc.weight"], tensors.get("fc.bias"))
         self._input_norm = tensors.get("input_norm.weight")
         self._tap_norms = [tensors[f"fc_norm.{i}.weight"] for i in range(len(spec.aux_layer_ids))] if spec.fc_norm else []

@@ -1,4 +1,4 @@
-"""The products that `moe_bench` times: shapes of models, and random weights of each format behind one interface."""
+"""The products that `moe_bench` times: shapes of models, and random weights of each format with one interface."""
 
 from __future__ import annotations
 
