@@ -78,12 +78,11 @@ def open_job(
     assert config.model.path is not None
     model, dummy = find_model(config.model.path, config.model.revision), config.model.load_format == "dummy"
     spec = load_spec(model.folder) if dummy else judge_model(model)
-    if config.model.activations == "fp8":
-        spec = spec.with_fp8_activations()
     device = choose_device(config.device if here else "cpu")
     if here and config.draft.adaptive and device.type == "cpu":
         raise ConfigError("draft.adaptive=true goes by times measured on a GPU, and this job runs on the CPU; remove the key")
     dtype = resolve_dtype(config.model.dtype, spec, device)
+    spec = spec.on(device, dtype, config.model.activations)
     drafter = open_drafter(config, spec)
     check_head(config.draft, drafter.head, spec)
     tokenizer = tokenizer or open_tokenizer(model.folder, config, columns)
@@ -119,8 +118,8 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             "model.weights": "dummy" if config.model.load_format == "dummy" else weight_files(job.folder).fingerprint,
             "model.tokenizer": None if job.tokenizer is None else job.tokenizer.fingerprint,
             "model.dtype": str(job.dtype).removeprefix("torch."),
-            # Left out at its default, so that jobs begun before this key existed resume.
-            **({} if config.model.activations == "dtype" else {"model.activations": config.model.activations}),
+            # As resolved on this device, and left out where plain, so that jobs begun before this key existed resume.
+            **({"model.activations": "fp8"} if job.spec.formats.quantises else {}),
             "model.max_len": job.admission.max_len,
             "model.end_ids": sorted(job.admission.end_ids),
             "model.think_tokens": None if think is None else (think.begin_id, think.end_id),

@@ -96,7 +96,8 @@ def _draw(count: int, prompt_len: int, vocab_size: int, *, lognormal_cap: int = 
 
 def _dummy(args: argparse.Namespace, device: torch.device) -> Workload:
     spec = shape_spec(args.shape)
-    target = Target.load(Path(), spec, dtype=resolve_dtype(args.dtype, spec, device), device=device, dummy=True)
+    dtype = resolve_dtype(args.dtype, spec, device)
+    target = Target.load(Path(), spec.on(device, dtype), dtype=dtype, device=device, dummy=True)
     count = args.requests or args.batch
     if count % args.samples:
         raise ConfigError(f"--samples {args.samples}: {count} requests are no multiple of it; change --batch or --requests")
@@ -126,7 +127,12 @@ def _config_json(name: str) -> bytes:
 
 def _real(args: argparse.Namespace, device: torch.device) -> Workload:
     source = {"path": args.input} | ({"chat": True, "on_overlong": "truncate"} if args.chat else {})
-    given = {"model": {"path": args.model}, "input": source, "decode": {"max_new_tokens": args.gen}, "device": device.type}
+    given = {
+        "model": {"path": args.model, "dtype": args.dtype},
+        "input": source,
+        "decode": {"max_new_tokens": args.gen},
+        "device": device.type,
+    }
     config = from_dict(given)
     job = open_job(config)
     kinds = set(filter(None, args.kind.split(",")))
@@ -143,8 +149,7 @@ def _real(args: argparse.Namespace, device: torch.device) -> Workload:
                 found.append(replace(request, stop_ids=entry.stop_ids) if args.eos else request)
     if not found:
         raise ConfigError(f"--input {args.input} --kind {args.kind}: no prompt is left; check the kind column")
-    dtype = resolve_dtype(args.dtype, job.spec, device)
-    target = Target.load(job.folder, job.spec, dtype=dtype, device=device)
+    target = Target.load(job.folder, job.spec, dtype=job.dtype, device=device)
     count = args.requests or len(found)
     repeated = [replace(found[i % len(found)], request_id=str(i), row_index=i, seed=i) for i in range(count)]
     return Workload(target, job.folder, repeated)

@@ -22,9 +22,11 @@ class ModelConfig:
     """Branch, tag or commit of a hub id. null is the default branch."""
     dtype: str = "auto"
     """Data type of weights, activations and K/V. auto is the checkpoint's own, or float32 on a CPU without fast bfloat16."""
-    activations: str = "dtype"
-    """What products with FP8 weights read. dtype: activations as they are, and weights converted to model.dtype at load. fp8:
-    activations quantised as the checkpoint says (W8A8), for now in plain PyTorch, which is slow."""
+    activations: str = "auto"
+    """What products with FP8 weights read. fp8: activations quantised as the checkpoint says (W8A8); in bfloat16 on Hopper GPUs
+    and newer these are fast kernels, elsewhere plain PyTorch, which is slow. dtype: activations as they are, and weights
+    converted to model.dtype at load, which takes twice the memory. auto is fp8 where it is fast and the checkpoint quantises
+    activations, else dtype."""
     max_len: int | None = None
     """Maximum length of a sequence, prompt plus output, in tokens. null is the model's own limit."""
     load_format: str = "auto"

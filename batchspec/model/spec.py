@@ -100,6 +100,10 @@ class ModelSpec:
         """Numbers between the two products of the first layer's MLP, of one token: a new draft head takes it over."""
         return self.layers[0].mlp.inner_size
 
+    def on(self, device: torch.device, dtype: torch.dtype, activations: str = "auto") -> ModelSpec:
+        """The same as it is computed in `dtype` on this device: see `Formats.on`."""
+        return replace(self, formats=self.formats.on(device, dtype, activations))
+
     def with_fp8_activations(self) -> ModelSpec:
         """The same with activations quantised as the checkpoint says (W8A8). Raises ConfigError where it has no FP8 weights."""
         return replace(self, formats=self.formats.with_fp8_activations())
@@ -129,7 +133,8 @@ class ModelSpec:
     def gemm_bytes(self, prefix: str, gemm: Gemm, dtype: torch.dtype) -> int:
         """Bytes in memory of one weight of this product."""
         weight_format = self.formats.of(prefix + gemm.product.parts[0].name)
-        return weight_format.nbytes(gemm.product.rows, gemm.product.k, dtype)
+        nbytes = weight_format.expert_nbytes if gemm.grouped else weight_format.nbytes
+        return nbytes(gemm.product.rows, gemm.product.k, dtype)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of all weights in memory; norms and biases are too few to count."""

@@ -18,7 +18,7 @@ def assert_same(found: Routing, wanted: Routing) -> None:
     torch.testing.assert_close(found.weights, wanted.weights, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("tokens", [20, 70])  # one launch with a tail, two launches
+@pytest.mark.parametrize("tokens", [20, 110])  # one launch with a tail, two launches
 @pytest.mark.parametrize(("scoring", "norm_topk"), [("softmax", True), ("softmax", False), ("sigmoid", True), ("sigmoid", False)])
 def test_scorings(scoring: Scoring, norm_topk: bool, tokens: int, interpret: bool, device: torch.device) -> None:
     logits = torch.randn(tokens, 10, device=device)
@@ -49,7 +49,7 @@ def test_a_bias_chooses_but_does_not_weigh(interpret: bool, device: torch.device
     assert tied.expert_ids.tolist() == [[0, 1, 2]]
 
 
-@pytest.mark.parametrize("tokens", [3, 66])
+@pytest.mark.parametrize("tokens", [3, 150])
 def test_the_lowest_id_wins_ties(tokens: int, interpret: bool, device: torch.device) -> None:
     logits = torch.zeros(tokens, 7, device=device)
     logits[0] = torch.tensor([-1.0, 2.0, -0.0, 0.0, 2.0, -3.0, 0.0])

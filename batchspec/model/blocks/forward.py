@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from batchspec.kernels.moe.quantise import Fp8Rows
+from batchspec.kernels.moe.units import Routing
 from batchspec.model.blocks.base import Clamp, GroupedSpec, ProductSpec
-from batchspec.model.blocks.routing import Routing
 from batchspec.model.fused import rms_norm, silu_and_mul
 
 
@@ -50,16 +51,23 @@ class Product(ABC):
 
 
 class GroupedProduct(Protocol):
-    """The product of each expert of a layer with the pairs that go through it (`blocks/routing.py`): P pairs of k a token.
+    """The product of each expert of a layer with the pairs that go through it (`kernels/moe/units.py`): P pairs of k a token.
 
     The first of the two that an expert has is called by `up`, the second by `down`.
     """
 
-    def up(self, x: Tensor, routing: Routing, clamp: Clamp | None) -> Tensor:
-        """x [T, H] -> silu(first half) * second half of each pair's product, or what `clamp` says, [P, I] in pair order."""
+    @property
+    def reads_groups(self) -> bool:
+        """Whether `down` quantises what it reads to e4m3, with a scale for each 128 values, unless it is quantised already."""
 
-    def down(self, inner: Tensor, routing: Routing) -> Tensor:
-        """inner [P, I] -> each pair's product [P, H] in pair order."""
+    def up(self, x: Tensor, routing: Routing, clamp: Clamp | None, *, quantise: bool) -> Tensor | Fp8Rows:
+        """x [T, H] -> silu(first half) * second half of each pair's product, or what `clamp` says, [P, I] in pair order.
+
+        quantise  the result may be quantised as `reads_groups` says
+        """
+
+    def down(self, inner: Tensor | Fp8Rows, routing: Routing) -> Tensor:
+        """inner [P, I], quantised only where `reads_groups` -> each pair's product [P, H] in pair order."""
 
 
 class Stream(Protocol):
@@ -82,6 +90,9 @@ class Stream(Protocol):
 
     def add(self, values: Tensor) -> None:
         """stream += values [T, H]."""
+
+    def add_pairs(self, values: Tensor, weights: Tensor) -> None:
+        """stream += the sum over the slots of each token of weights [T, k] * values [T * k, H], in slot order."""
 
     def add_product(self, product: Product, x: Tensor, row_ids: Tensor | None, *, in_product: bool) -> None:
         """stream += product(x). in_product: in the product's own kernel where there is one."""
