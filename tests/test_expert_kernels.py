@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from batchspec.commands.workloads import shape_spec
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.engine import Engine
@@ -27,6 +28,7 @@ from tests.moe_models import Noise, ids_of, tiny_spec
 from tests.test_fp8 import TOKEN, compressed
 from tests.test_target import Runner, prompts
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; test_gpu_experts.py runs on a GPU")
 CPU = torch.device("cpu")
 VOCAB = 31
 FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
@@ -174,6 +176,18 @@ def test_activations_are_quantised_by_default_where_that_is_fast_and_the_checkpo
         assert blocks.on(CPU, torch.bfloat16) == blocks.with_fp8_activations()
         assert blocks.on(CPU, torch.bfloat16, "dtype") == blocks.on(CPU, torch.float32) == blocks
         assert plain.on(CPU, torch.bfloat16) == plain
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "converted"),
+    [("gpt-oss-20b", 14.0, 41.8), ("gpt-oss-120b", 66.3, 233.7), ("qwen3-30b-a3b-fp8", 31.2, 61.1), ("llama8b-fp8", 9.1, 16.1)],
+)
+def test_gigabytes_of_published_models(name: str, kept: float, converted: float) -> None:
+    """Scales of MXFP4 are stored to whole blocks of 128."""
+    spec = shape_spec(name)
+    assert spec.weight_bytes(torch.bfloat16) / 1e9 == pytest.approx(converted, rel=0.01)
+    with kernels(torch.bfloat16):
+        assert spec.on(CPU, torch.bfloat16).weight_bytes(torch.bfloat16) / 1e9 == pytest.approx(kept, rel=0.01)
 
 
 def test_scales_that_the_kernels_cannot_read_are_refused_with_what_can() -> None:

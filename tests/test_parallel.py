@@ -18,7 +18,8 @@ from torch import Tensor
 from batchspec import run as job_run
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.cache.pages import KVCache
-from batchspec.commands.workloads import COMMON, make_job
+from batchspec.commands.shapes import COMMON
+from batchspec.commands.workloads import make_job
 from batchspec.config.schema import DraftConfig, RunConfig
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.parallel import ParallelDrafter

@@ -21,7 +21,8 @@ from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.groups import KVGroups
 from batchspec.cache.pages import SCRATCH_PAGE, KVCache
 from batchspec.commands import plan
-from batchspec.commands.workloads import COMMON, make_job
+from batchspec.commands.shapes import COMMON
+from batchspec.commands.workloads import make_job
 from batchspec.config.schema import DraftConfig, RunConfig, TreeConfig
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter

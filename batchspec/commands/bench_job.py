@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
-from batchspec.commands.workloads import COMMON, SHAPES
+from batchspec.commands.shapes import COMMON, SHAPES
 from batchspec.config.compose import compose
 from batchspec.engine.engine import Engine
 from batchspec.engine.output_processor import EngineTotals

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from batchspec.commands.shapes import COMMON, SHAPES
 from batchspec.config.typed import from_dict
 from batchspec.errors import ConfigError
 from batchspec.model.spec import ModelSpec, load_spec
@@ -21,24 +22,6 @@ from batchspec.model.target import Target, resolve_dtype
 from batchspec.prepare import open_job
 from batchspec.records import Ids, Request, SamplingParams
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama8b": {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "rope_theta": 500000.0,
-    },
-    "llama1b": {
-        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "rope_theta": 500000.0, "tie_word_embeddings": True,
-    },
-    "smol135m": {
-        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
-        "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152, "rope_theta": 100000.0, "tie_word_embeddings": True,
-    },
-}  # fmt: skip
-COMMON: dict[str, Any] = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
-    "hidden_act": "silu", "torch_dtype": "bfloat16", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
 MEDIAN_LOG, SIGMA = 6.685, 0.7
 """The long tail that reasoning output has: lognormal, median 800 tokens."""
 

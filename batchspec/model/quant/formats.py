@@ -50,6 +50,11 @@ class Formats:
         """Whether products quantise activations."""
         return isinstance(self.quantised, Fp8) and self.quantised.quantises
 
+    def quantises_input_of(self, name: str) -> bool:
+        """Whether the projection with this name quantises activations."""
+        own = self.of(name)
+        return isinstance(own, Fp8) and own.quantises
+
     def with_fp8_activations(self) -> Formats:
         """The same with activations quantised as the checkpoint says. Raises ConfigError where it has no FP8 weights."""
         if not isinstance(self.quantised, Fp8):
