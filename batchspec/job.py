@@ -135,6 +135,7 @@ def report_speed(output: OutputFolder, totals: EngineTotals, *, seconds: float, 
         row_rounds=totals.row_rounds,
         accepted=totals.accepted,
         preempted=totals.preempted,
+        expert_correlation=totals.expert_correlation,
     )
     say(summary.line())
     output.log_run(summary.facts())

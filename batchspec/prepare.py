@@ -236,6 +236,7 @@ def build_engine(
         refill_dead=ablation.dead_rows,
         adaptive=config.draft.adaptive is not False,
         overlap=ablation.overlap,
+        expert_correlation=config.packing.expert_correlation,
     )
 
 

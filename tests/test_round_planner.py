@@ -45,7 +45,7 @@ def planner(
     """
     drafter = SimpleNamespace(max_len=max_len, kv_windows=kv_windows[1])
     executor: Any = SimpleNamespace(
-        target=SimpleNamespace(spec=SimpleNamespace(windows=kv_windows[0])),
+        target=SimpleNamespace(spec=SimpleNamespace(windows=kv_windows[0], experts=None)),
         drafter=drafter,
         round=SimpleNamespace(drafter=drafter, draft_lens=draft_lens),
         rows=SimpleNamespace(live=torch.ones(batch.num_slots, dtype=torch.int32)),

@@ -125,7 +125,10 @@ def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = 
     batch, ahead = None, None
     if demand.num_completions:
         batch = plan_batch(job, demand, rates)
-        ahead = forecast(batch, job.spec, rates, demand, dtype=job.dtype, accepted=job.drafter.assumed_accepted)
+        ahead = forecast(
+            batch, job.spec, rates, demand, dtype=job.dtype, accepted=job.drafter.assumed_accepted,
+            correlation=config.packing.expert_correlation,
+        )  # fmt: skip
     return Plan(
         job=job, survey=seen, rates=rates, num_completions=demand.num_completions, batch=batch, forecast=ahead
     )  # fmt: skip

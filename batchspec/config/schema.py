@@ -183,6 +183,9 @@ class PackingConfig:
     """Maximum number of tokens of one prefill pass."""
     run_ahead: int | None = None
     """Number of rounds that are launched before the results of the first are read. null is 2 on a GPU and 0 on a CPU."""
+    expert_correlation: float = 1.0
+    """For a mixture of experts: tokens of a round read as many experts as this share of them would if it chose independently.
+    `plan` and the choice of the batch use it; a run counts experts itself, and its last line says what it found."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -120,6 +120,12 @@ class ModelSpec:
             for gemm in block.gemms(tokens):
                 yield prefix, gemm
 
+    @property
+    def experts(self) -> tuple[int, int] | None:
+        """Number of experts of a layer, and of those that a token goes through; None without experts. All such layers have as
+        many."""
+        return next(((gemm.stored, gemm.active) for _, gemm in self.gemms(1) if gemm.grouped), None)
+
     def tensors(self) -> Iterator[TensorSpec]:
         """Every tensor of the checkpoint by its full name; lm_head.weight only where it is not tied."""
         matrix = (self.vocab_size, self.hidden_size)

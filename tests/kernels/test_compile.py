@@ -475,10 +475,12 @@ for _wide, _t, _e, _warps in ((False, 16, 16, 1), (True, 32, 64, 4)):
           INTERPRETED=False)  # fmt: skip
 for _alone, _sigmoid in ((True, False), (False, True)):
     _case(f"route_kernel alone {_alone}", "route", 16 if _alone else 4, logits=PF32, bias=PF32 if _sigmoid else None,
-          out_ids=PI32, out_weights=PF32, out_pairs=PI32, out_offsets=PI32, out_units=PI32, num_tokens=I32, num_units=I32,
+          out_ids=PI32, out_weights=PF32, out_pairs=PI32, out_offsets=PI32, out_units=PI32,
+          out_num_read=PI32 if _alone else None, num_tokens=I32, num_units=I32,
           stride=I32, NUM_EXPERTS=120, TOP_K=6, SIGMOID=_sigmoid, NORM=True, UNIT_PAIRS=16, ALONE=_alone,
           TOKENS=16 if _alone else 4, LANES=128, SLOTS=8, BLOCK=64)  # fmt: skip
-_case("list_kernel", "route", 8, expert_ids=PI32, out_pairs=PI32, out_offsets=PI32, out_units=PI32, num_pairs=I32, num_units=I32,
+_case("list_kernel", "route", 8, expert_ids=PI32, out_pairs=PI32, out_offsets=PI32, out_units=PI32,
+      out_num_read=PI32, num_pairs=I32, num_units=I32,
       NUM_EXPERTS=120, UNIT_PAIRS=16, LANES=128, BLOCK=2048)  # fmt: skip
 for _residual, _gain in ((None, None), ("*bf16", "*bf16"), ("*bf16", PF32)):
     _case(f"combine_kernel residual {_residual}, norm {_gain}", "combine", 8, y="*bf16", weights=PF32, residual=_residual,

@@ -142,6 +142,11 @@ class BlockSource(Protocol):
 class Block(Protocol):
     """A block that computes: enters through a norm of the stream, adds to the stream."""
 
+    @property
+    def num_experts_read(self) -> Tensor | None:
+        """int32 [1]: experts that had tokens in the latest forward, for statistics: passes that overlap write it both. None
+        without experts."""
+
     def norms_in_product(self, stream: Stream) -> bool:
         """Whether its first product takes the stream un-normed for as many tokens: the block before it adds in place then."""
 

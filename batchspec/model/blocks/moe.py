@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchspec.kernels.moe.route import MAX_EXPERTS, MAX_TOP_K, Scoring, route, route_reference
+from batchspec.kernels.moe.route import MAX_EXPERTS, MAX_TOP_K, Scoring, num_read, route, route_reference
 from batchspec.kernels.moe.router import router_logits, router_logits_reference
 from batchspec.kernels.moe.units import Routing
 from batchspec.model.blocks.base import PLAIN_NORM, ExpertsSpec, Gemm, GroupedSpec, NormForm, ProductSpec, Projection, TensorSpec
@@ -112,6 +112,7 @@ class Moe:
         self._bias = source.vector(f"{router.name}.bias") if router.bias else None
         self._selection_bias = source.vector(router.selection_bias) if router.selection_bias else None
         self._gate_up, self._down = source.grouped(spec.experts.gate_up), source.grouped(spec.experts.down)
+        self.num_experts_read = torch.zeros(1, dtype=torch.int32, device=self._router.device)
 
     def norms_in_product(self, stream: Stream) -> bool:
         return False
@@ -131,8 +132,10 @@ class Moe:
         }  # fmt: skip
         if has_fast_experts(x.device, x.dtype) and num_experts <= MAX_EXPERTS and router.top_k <= MAX_TOP_K:
             logits = router_logits(x, self._router, self._bias, interpret=not x.is_cuda)
-            return route(logits, router.top_k, interpret=not x.is_cuda, **how)
-        return route_reference(router_logits_reference(x, self._router, self._bias), router.top_k, **how)
+            return route(logits, router.top_k, out_num_read=self.num_experts_read, interpret=not x.is_cuda, **how)
+        routing = route_reference(router_logits_reference(x, self._router, self._bias), router.top_k, **how)
+        self.num_experts_read.copy_(num_read(routing))
+        return routing
 
 
 def _narrowed(router: Tensor) -> Tensor:
