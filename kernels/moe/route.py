@@ -72,14 +72,14 @@ def choose(
         values = tl.exp(values - largest[:, None])
         if not NORM:
             values = values / tl.sum(tl.exp(score - largest[:, None]), 1)[:, None]
-    if NORM:
-        values = values / tl.sum(tl.where(used, values, 0.0), 1)[:, None]
     place = slot[None, :]
-    if bias is not None:  # by weight
+    if bias is not None:  # by weight, while no weight is NaN: every slot must get an expert
         before = (values[:, None, :] > values[:, :, None]) | (
             (values[:, None, :] == values[:, :, None]) & (ids[:, None, :] < ids[:, :, None])
         )
         place = tl.sum((before & used[:, None, :]).to(tl.int32), 2)
+    if NORM:
+        values = values / tl.sum(tl.where(used, values, 0.0), 1)[:, None]
     places = tokens.to(tl.int64)[:, None] * TOP_K + place
     write = (tokens < num_tokens)[:, None] & used
     tl.store(out_ids + places, ids, mask=write)

@@ -47,7 +47,10 @@ def expert_tile(unit_pairs: int, *, gated: bool, dtype: torch.dtype) -> ExpertTi
         rows = 64 if gated and unit_pairs > 64 else 128  # the sums of a block and of all need registers
         return ExpertTile(unit_pairs, rows, 128, 3 if gated or not few else 4, 4 if few else 8)
     if dtype == torch.uint8:
-        return ExpertTile(unit_pairs, 128, 128, 4, 4 if few else 8)
+        if few:
+            return ExpertTile(unit_pairs, 128, 128, 3 if gated else 4, 4)
+        # Several programs an SM: one unpacks while another multiplies. Shared memory and registers of 128 gated rows allow one.
+        return ExpertTile(unit_pairs, 64, 128, 3, 4) if gated and unit_pairs == 64 else ExpertTile(unit_pairs, 128, 128, 3, 8)
     if unit_pairs <= 64:
         return ExpertTile(unit_pairs, 64 if gated else 128, 64, 5 if few else 4, 4)
     return ExpertTile(unit_pairs, 128, 64, 4, 8)
