@@ -35,6 +35,7 @@ from batchspec.records import PackedBatch, SamplingParams
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.runstate.job_folder import default_shard_rows
 from batchspec.runstate.manifest import fingerprint
+from batchspec.text import counted
 
 SURVEY_ROWS = 512
 """Number of rows that are surveyed to choose the shape of the batch."""
@@ -203,8 +204,8 @@ def make_engine(job: Job, seen: Survey, progress: ProgressBar) -> Engine:
     batch = plan_batch(job, demand, device_rates(job.device, job.dtype), loaded=True)
     drafter = job.drafter.build(weights, target, slots=batch.num_slots)
     progress.phase(
-        f"{batch.num_slots} slots, {batch.num_pages} pages of {batch.page_size} tokens, rows of at most {batch.max_len} tokens, "
-        f"draft={drafter.name} K={drafter.max_len}"
+        f"{counted(batch.num_slots, 'slot')}, {batch.num_pages} pages of {batch.page_size} tokens, "
+        f"rows of at most {batch.max_len} tokens, draft={drafter.name} K={drafter.max_len}"
     )
     engine = build_engine(config, target, drafter, batch, tokenizer=job.tokenizer)
     if job.device.type == "cuda":

@@ -33,6 +33,7 @@ from batchspec.errors import ConfigError, InputError, OutputError
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
 from batchspec.storage.store import storing
+from batchspec.text import counted
 
 FORMATS = ("chat", "prompt_completion", "openai")
 SUFFIXES = {
@@ -122,8 +123,8 @@ def export(output: OutputFolder, target: Path, form: str, statuses: set[str]) ->
     if len(done) < output.num_shards:
         terminal.say(f"{len(done)} of {output.num_shards} shards are committed; the others are not in the file")
     missing = ", ".join(f"{number:,} {status}" for status, number in sorted(left_out.items()) if number)
-    what = "rows" if target.suffix == ".parquet" else "lines"
-    return f"{target}: {count:,} {what}" + (f"; rows left out: {missing}" if missing else "")
+    what = counted(count, "row" if target.suffix == ".parquet" else "line")
+    return f"{target}: {what}" + (f"; rows left out: {missing}" if missing else "")
 
 
 def _rows(output: OutputFolder, shards: list[int], form: str) -> Iterator[Line]:

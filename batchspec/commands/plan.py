@@ -18,7 +18,7 @@ from batchspec.packing.predict import SHORT_TOKENS
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, open_job, plan_batch
 from batchspec.records import Ids, PackedBatch
-from batchspec.text import MESSAGE_CHARS, one_line
+from batchspec.text import MESSAGE_CHARS, counted, one_line
 
 SAMPLE_ROWS = 10_000
 SHARD_ROWS = 500
@@ -99,8 +99,8 @@ class Plan:
         return [
             f"model        {spec.family}, {spec.num_layers} layers, {num_multiplied(spec) / 1e6:,.0f} M weights a token, "
             f"{_bytes(spec.weight_bytes(job.dtype))} in {dtype} on {job.device.type}",
-            f"shape        {batch.num_slots} slots, rows up to {batch.max_len:,} tokens, drafter {job.config.draft.name} "
-            f"({job.drafter.shape}), prefill passes of {batch.prefill_tokens:,} tokens",
+            f"shape        {counted(batch.num_slots, 'slot')}, rows up to {batch.max_len:,} tokens, "
+            f"drafter {job.config.draft.name} ({job.drafter.shape}), prefill passes of {batch.prefill_tokens:,} tokens",
             f"pages        {pages} of {batch.page_size} tokens, {_bytes(pages_bytes)}",
             f"rounds       {ahead.rounds:,} of {ahead.round_s * 1e3:.1f} ms, {_duration(ahead.decode_s)}; "
             f"each reads {_bytes(ahead.kv_read_bytes)} of K/V",
