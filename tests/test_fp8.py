@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.engine.engine import Engine
 from batchspec.errors import CheckpointError, ConfigError
+from batchspec.kernels.moe.quantise import Fp8Rows
 from batchspec.model.blocks.base import ProductSpec, Projection
 from batchspec.model.decoder import LayerWeights
 from batchspec.model.files import LocalFiles
+from batchspec.model.quant import fp8_products
 from batchspec.model.quant.formats import Formats
 from batchspec.model.quant.fp8 import Fp8
 from batchspec.model.quant.fp8_products import Activations, Fp8Linear, Fp8Weight, pieces, quantised
@@ -212,6 +215,25 @@ def test_parts_are_joined_where_every_number_keeps_its_scale() -> None:
         assert len(found) == count
         spread_out = [weight.values.float() * weight.spread for weight in found]
         assert torch.equal(torch.cat(spread_out), torch.cat([weight.values.float() * weight.spread for weight in parts]))
+
+
+@pytest.mark.parametrize(("scales", "times"), [((None, None), 1), ((0.5, 0.5), 1), ((0.5, 0.25), 2)])
+def test_activations_are_quantised_once_for_all_parts_with_one_scale(
+    scales: tuple[float | None, float | None], times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = [Fp8Weight(torch.randn(40, 200).to(torch.float8_e4m3fn), torch.rand(1, 2), scale) for scale in scales]
+    if scales[0] is not None:
+        parts = [replace(part, scale=torch.rand(40)) for part in parts]
+    product = Fp8Linear(parts, None, "group" if scales[0] is None else "static")
+    calls: list[float | None] = []
+
+    def counted(x: Tensor, activations: Activations, scale: float | None = None) -> Fp8Rows:
+        calls.append(scale)
+        return quantised(x, activations, scale)
+
+    monkeypatch.setattr(fp8_products, "quantised", counted)
+    assert product(torch.randn(3, 200)).shape == (3, 80)
+    assert len(calls) == times
 
 
 def test_rows_do_not_depend_on_those_beside_them_and_drafts_change_no_token(tmp_path: Path) -> None:

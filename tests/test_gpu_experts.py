@@ -271,7 +271,7 @@ def test_whole_jobs_with_and_without_drafts(name: str, record_property: Callable
     }  # fmt: skip
     found = {}
     for way, drafter in drafters.items():
-        engine = Engine(target, drafter, packed(8, draft_len=4), device=GPU)
+        engine = Engine(target, drafter, packed(8, draft_len=4, page_size=16), device=GPU)
         done = list(engine.run(request(i, [i % 50, 2, 3, i % 7, 2], cap=40) for i in range(48)))
         assert [one.error for one in done if one.error is not None] == []
         assert engine.executor.graphs.num_captured > 0

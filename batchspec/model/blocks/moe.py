@@ -140,5 +140,7 @@ class Moe:
 
 def _narrowed(router: Tensor) -> Tensor:
     """In bf16 where that holds every number, as of a bf16 checkpoint: on a GPU its product with bf16 is one pass, not three."""
-    narrow = router.bfloat16() if router.is_cuda else router
+    if not router.is_cuda:
+        return router
+    narrow = router.bfloat16()
     return narrow if torch.equal(narrow.to(router.dtype), router) else router
