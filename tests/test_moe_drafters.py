@@ -298,13 +298,15 @@ def test_a_head_trained_for_experts_drafts_and_changes_no_token(made: Path) -> N
     alike = ["request_id", "token_ids", "finish_reason"]
     assert plain.select(alike).equals(drafted.select(alike))
     counts = drafted["spec_decode"].struct.unnest()
-    assert counts["num_accepted_draft_tokens"].sum() > 0.5 * counts["num_spec_steps"].sum()  # of what it knows by heart
+    assert float(counts["num_accepted_draft_tokens"].sum()) > 0.5 * float(
+        counts["num_spec_steps"].sum()
+    )  # of what it knows by heart
 
 
 def test_the_probe_finds_the_boundaries_of_a_head_of_gpt_oss(tmp_path: Path, capsys: Any) -> None:
     """Ids in the other convention under experts; and what the head of the final hidden state reads is said."""
     folder = tmp_path / "model"
-    shape = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 16, "initializer_range": 0.5}
+    shape: dict[str, Any] = {**SMALL["gpt_oss"], "initializer_range": 0.5}
     make_checkpoint(folder, "gpt_oss", vocab=48, hidden_size=16, intermediate_size=32, num_hidden_layers=5, **shape)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 48, 3 + i).tolist() for i in range(5)]
