@@ -13,7 +13,7 @@ import torch
 from batchspec import __version__
 from batchspec.adapt.limits import check_head, check_weights, memory_bytes
 from batchspec.batch.sampling_mode import SamplingMode
-from batchspec.config.schema import RunConfig
+from batchspec.config.schema import TEMPLATE_DATE, RunConfig
 from batchspec.dataset.columns import ColumnMap, check_ids, map_columns
 from batchspec.dataset.reader import Source, open_source
 from batchspec.dataset.schema import output_schema
@@ -88,6 +88,7 @@ def open_job(
     check_head(config.draft, drafter.head, spec)
     tokenizer = tokenizer or open_tokenizer(model.folder, config, columns)
     admission = Admission(config, source=source, columns=columns, spec=spec, tokenizer=tokenizer)
+    output_schema(source.schema, columns, config.output, channels=admission.has_channels)
     if fetch:
         if not dummy:
             model.fetch()
@@ -106,13 +107,14 @@ def open_tokenizer(folder: Path, config: RunConfig, columns: ColumnMap) -> Token
     if columns.prompt_kind == "prompt_ids" and not (folder / "tokenizer.json").is_file():
         return None
     template = config.model.chat_template
-    return Tokenizer(folder, Path(template) if template else None)
+    return Tokenizer(folder, Path(template) if template else None, date=config.input.template_date)
 
 
 def job_fingerprint(job: Job) -> dict[str, str]:
     """Everything that changes results. Drafter, slots, pages and versions do not; they may differ between the runs of one job."""
     config, decode = job.config, asdict(job.config.decode)
-    schema, think = output_schema(job.source.schema, job.columns, config.output), job.admission.think
+    think, channels = job.admission.think, job.admission.has_channels
+    schema = output_schema(job.source.schema, job.columns, config.output, channels=channels)
     return fingerprint(
         {
             "model.config": (job.folder / "config.json").read_text(encoding="utf-8"),
@@ -129,7 +131,8 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             "input.files": [file.identity for file in job.source.files],
             "input.columns": dict(sorted(job.columns.names.items())),
             **{f"input.{key}": getattr(config.input, key) for key in ("chat", "on_overlong", "limit", "template_kwargs")},
-            # Left out at its default, so that jobs begun before this key existed resume.
+            # Left out at their defaults, so that jobs begun before these keys existed resume.
+            **({} if config.input.template_date == TEMPLATE_DATE else {"input.template_date": config.input.template_date}),
             **({} if config.input.final_assistant == "error" else {"input.final_assistant": config.input.final_assistant}),
             "output.schema": [(field.name, str(field.type)) for field in schema],
             "output.messages": config.output.messages,

@@ -73,14 +73,11 @@ class Plan:
         think, decode = self.job.admission.think, self.job.config.decode
         if think is None:
             return []
+        closing = [*self.job.admission.closing, *think.closing]
         begin = "every answer" if think.begin_id is None else f"{think.begin} ({think.begin_id})"
         opened, count = self.survey.num_opened, len(self.survey.prompt_tokens)
         budget = decode.thinking_token_budget
-        limit = (
-            "no budget of its own"
-            if budget is None
-            else f"at most {budget:,} tokens, then {len(self.job.admission.closing)} forced"
-        )
+        limit = "no budget of its own" if budget is None else f"at most {budget:,} tokens, then {len(closing)} forced"
         return [
             f"thinking     from {begin} to {think.end} ({think.end_id}); {opened:,} of {count:,} prompts end inside one; {limit}"
         ]

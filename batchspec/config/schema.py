@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+TEMPLATE_DATE = "2025-01-01"
+
 
 @dataclass(slots=True, kw_only=True)
 class ModelConfig:
@@ -34,9 +36,9 @@ class ModelConfig:
     chat_template: str | None = None
     """Path of a Jinja file that replaces the checkpoint's chat template."""
     think_tokens: Any = "auto"
-    """The tokens that begin and end a reasoning block. auto is `<think>` and `</think>` or the like, if the tokenizer has them;
-    none turns reasoning off; [begin,end] names two tokens, by text or id; [end] is for a model that begins every answer with a
-    reasoning block and emits no begin token."""
+    """The tokens that begin and end a reasoning block. auto is `<think>` and `</think>` or the like, or the channels of harmony
+    (gpt-oss), if the tokenizer has them; none turns reasoning off; [begin,end] names two tokens, by text or id; [end] is for a
+    model that begins every answer with a reasoning block and emits no begin token."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -209,7 +211,11 @@ class InputConfig:
     limit: int | None = None
     """Maximum number of input rows, from the first on. null is all of them."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Additional variables of the chat template."""
+    """Additional variables of the chat template, e.g. {reasoning_effort: high} for gpt-oss. The column template_kwargs, JSON
+    text, overrides them for its row."""
+    template_date: str = TEMPLATE_DATE
+    """Date that a chat template takes for today's, e.g. 2025-08-05 or 2025-08-05T12:00. It is part of the job, so that all of its
+    runs give a row the same prompt."""
     max_error_fraction: float = 0.5
     """Maximum share of error rows; with more of them the job ends with exit code 3. A job of nothing but error rows always
     does."""
@@ -227,7 +233,8 @@ class OutputConfig:
     messages: str = "full"
     """Content of the column `messages`: full (prompt and answer), prompt, or none (no such column)."""
     reasoning_in_messages: bool = False
-    """Whether the answer in `messages` contains the reasoning block, between the model's think tokens."""
+    """Whether the answer in `messages` contains the reasoning block, between the model's think tokens. With gpt-oss it is the
+    message's field `thinking`."""
     token_ids: bool = False
     """Write the column `token_ids`: the output tokens of each completion."""
     prompt_ids: bool = False

@@ -59,9 +59,10 @@ def expected_tensors(spec: HeadSpec) -> list[TensorSpec]:
     mask_hidden may come with more leading dimensions of one, and as wide as the head is instead of as its aux hidden states.
     The vocabulary tables d2t and t2d are checked for themselves.
     """
-    fc, hidden = fc_product(spec).parts[0], spec.hidden_size
-    width = fc.k
-    tensors = [*PLAIN.tensors(fc), TensorSpec("norm.weight", (hidden,), "norm")]
+    fc, hidden = fc_product(spec), spec.hidden_size
+    width = feature_width(spec)
+    tensors = [] if fc is None else PLAIN.tensors(fc.parts[0])
+    tensors = [*tensors, TensorSpec("norm.weight", (hidden,), "norm")]
     if spec.input_norm:
         tensors.append(TensorSpec("input_norm.weight", (width,), "norm"))
     if spec.fc_norm:
@@ -87,9 +88,16 @@ def expected_shapes(spec: HeadSpec) -> Shapes:
     return shapes_of(expected_tensors(spec))
 
 
-def fc_product(spec: HeadSpec) -> ProductSpec:
-    """Aux hidden states end to end -> the feature [H]."""
-    return ProductSpec((Projection("fc", spec.hidden_size, len(spec.aux_layer_ids) * spec.target_hidden_size, spec.fc_bias),))
+def feature_width(spec: HeadSpec) -> int:
+    """Numbers of the target's hidden states that a head reads at each token."""
+    return len(spec.aux_layer_ids) * spec.target_hidden_size
+
+
+def fc_product(spec: HeadSpec) -> ProductSpec | None:
+    """Aux hidden states end to end -> the feature [H]; None where the feature is the target's last hidden state itself."""
+    if spec.final_hidden:
+        return None
+    return ProductSpec((Projection("fc", spec.hidden_size, feature_width(spec), spec.fc_bias),))
 
 
 def head_layers(spec: HeadSpec) -> tuple[LayerSpec, ...]:
@@ -214,7 +222,7 @@ def head_bytes(spec: HeadSpec, dtype: torch.dtype) -> int:
 
 def _check(where: str, spec: HeadSpec, stored: Mapping[str, StoredTensor]) -> None:
     expected = {tensor.name: tensor for tensor in expected_tensors(spec)}
-    optional = {"t2d", *(["d2t"] if spec.own_head else [])}
+    optional = {"t2d", *(["d2t"] if spec.own_head else []), *(["fc.weight", "fc.bias"] if spec.final_hidden else [])}
     if "mask_hidden" in expected and "mask_hidden" in stored and stored["mask_hidden"].shape in _mask_shapes(spec):
         expected["mask_hidden"] = replace(expected["mask_hidden"], shape=stored["mask_hidden"].shape)
     problems = misfits(expected.values(), stored, stored.keys() - expected.keys() - optional)
@@ -227,7 +235,7 @@ def _check(where: str, spec: HeadSpec, stored: Mapping[str, StoredTensor]) -> No
 
 
 def _mask_shapes(spec: HeadSpec) -> set[tuple[int, ...]]:
-    widths = (len(spec.aux_layer_ids) * spec.target_hidden_size, spec.hidden_size)
+    widths = (feature_width(spec), spec.hidden_size)
     return {(*leading, width) for width in widths for leading in ((), (1,), (1, 1))}
 
 
