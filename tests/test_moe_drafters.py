@@ -198,7 +198,7 @@ def test_a_head_of_the_final_hidden_state_is_one_with_the_target_s_norm_and_no_f
     same = {"fc.weight": unit, "input_norm.weight": target.final_norm.clone()}
     spec = replace(head.spec, rms_eps=target.spec.rms_eps)
     heads = [replace(head, spec=spec)]
-    heads.append(Head(replace(spec, final_hidden=False, input_norm=True), head.tensors | same, head.hot))
+    heads.append(Head(replace(spec, final_hidden=False, input_norm=True), head.tensors | same, head.map_ids))
     if kind == "parallel":  # the other head norms its mask, so it has the one whose norm is this one's
         mask = torch.randn(1, target.spec.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         masks = [rms_norm(mask.clone(), target.final_norm, spec.rms_eps), mask]
