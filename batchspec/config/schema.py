@@ -186,9 +186,9 @@ class PackingConfig:
     run_ahead: int | None = None
     """Number of rounds that are launched before the results of the first are read. null is 2 on a GPU and 0 on a CPU."""
     expert_correlation: float = 1.0
-    """For a mixture of experts: a factor; T tokens of a round read as many experts as factor * T tokens that choose independently.
-    It is below 1 because tokens of one text choose alike. `plan` and the choice of the batch use it; a run measures the factor
-    and prints it in its last line."""
+    """For a mixture of experts: a factor f; T tokens of a round read as many experts as f * T tokens that choose independently. It
+    is at most 1, because tokens of one text choose alike. `plan` and the choice of the batch use it; a run measures it and prints
+    it in its last line."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -236,7 +236,8 @@ def route(
     )  # fmt: skip
     if not alone:
         list_kernel[(num_experts,)](
-            ids, pairs, offsets, units, out_num_read, num_pairs, num_units, BLOCK=BLOCK, num_warps=8, **sizes, **launch_args(logits)
+            ids, pairs, offsets, units, out_num_read, num_pairs, num_units,
+            BLOCK=BLOCK, num_warps=8, **sizes, **launch_args(logits),
         )  # fmt: skip
     return routing
 
