@@ -186,8 +186,8 @@ class PackingConfig:
     run_ahead: int | None = None
     """Number of rounds that are launched before the results of the first are read. null is 2 on a GPU and 0 on a CPU."""
     expert_correlation: float = 1.0
-    """For a mixture of experts: a factor f; T tokens of a round read as many experts as f * T tokens that choose independently. It
-    is at most 1, because tokens of one text choose alike. `plan` and the choice of the batch use it; a run measures it and prints
+    """For a mixture of experts: a factor f; T tokens of a round read as many experts as f * T tokens that choose independently.
+    f is at most 1, as tokens of one text choose alike. `plan` and the choice of the batch use it; a run measures it and prints
     it in its last line."""
 
 
