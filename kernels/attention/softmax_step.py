@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from batchspec.kernels.common.e4m3 import e4m3_values
+
 
 @triton.jit
 def page_of(table, key, end, PAGE_SIZE: tl.constexpr):
@@ -20,10 +22,10 @@ def page_of(table, key, end, PAGE_SIZE: tl.constexpr):
 def attend_keys(
     q, peak, mass, acc, page, key, end, base, d, position, start, bits, scale, kv_stride_part, kv_stride_page,
     TREE: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, FP8: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: (peak, mass, acc) with the keys `key` below `end` added. base: address of K's head in page
-    0."""
+    0. FP8: K and V are e4m3, multiplied in q's dtype; `scale` [TILE, 1] contains K's scale, acc lacks V's."""
     at = page.to(tl.int64) * kv_stride_page + (key % PAGE_SIZE) * (KV_HEADS * HEAD_DIM)
     at = base + at[:, None] + d[None, :]  # the same addresses for K and V: K is transposed in shared memory
     inside = (key < end)[:, None]
@@ -31,7 +33,10 @@ def attend_keys(
         inside = inside & (d < HEAD_DIM)[None, :]
     k = tl.load(at, mask=inside, other=0.0)
     v = tl.load(at + kv_stride_part, mask=inside, other=0.0)
-    if WIDE:
+    if FP8:
+        k = e4m3_values(k, q.dtype, INTERPRETED)
+        v = v.to(q.dtype)
+    elif WIDE:
         k = k.to(tl.float32)
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     seen = key[None, :] <= tl.minimum(position, end - 1)[:, None]
@@ -50,8 +55,24 @@ def attend_keys(
     p = tl.exp2(s - new_peak[:, None])
     mass = mass * shrink + tl.sum(p, 1)
     p = p.to(v.dtype)
-    if WIDE:
+    if WIDE and not FP8:
         p = p.to(tl.float32)
         v = v.to(tl.float32)
     acc = acc * shrink[:, None] + tl.dot(p, v, input_precision="ieee")
     return new_peak, mass, acc
+
+
+@triton.jit
+def narrowed(q, scale):
+    """Queries in the dtype in which they are multiplied with e4m3 keys, and the softmax scale of each line [TILE, 1].
+
+    fp16, to which one instruction converts two e4m3 numbers (bf16 takes three more), or fp32 for fp32. q is scaled by a power of
+    two where it would overflow in fp16.
+    """
+    scales = scale + tl.zeros([q.shape[0], 1], tl.float32)
+    if q.dtype != tl.float32:
+        wide = q.to(tl.float32)
+        excess = tl.maximum(tl.floor(tl.log2(tl.max(tl.abs(wide), 1))) - 14.0, 0.0)[:, None]
+        q = (wide * tl.exp2(-excess)).to(tl.float16)
+        scales = scales * tl.exp2(excess)
+    return q, scales

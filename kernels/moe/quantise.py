@@ -19,11 +19,11 @@ from torch import Tensor
 from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
 from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import check
+from batchspec.kernels.common.e4m3 import E4M3, LARGEST, round_to_e4m3
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 
-E4M3 = torch.float8_e4m3fn
 GROUP = 128
-LARGEST, SMALLEST = 448.0, 1e-10
+SMALLEST = 1e-10
 
 
 class Fp8Rows(NamedTuple):
@@ -40,12 +40,7 @@ def to_e4m3(x, largest, INTERPRETED: tl.constexpr):
     """Values and scale of groups whose largest magnitude is given, in the shape that multiplies x."""
     scale = tl.div_rn(tl.maximum(largest, 1e-10), 448.0)
     y = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
-    y = tl.minimum(tl.maximum(y, -448.0), 448.0)
-    if INTERPRETED:  # its cast drops the carry of a rounding up to the next power of two
-        bits = y.to(tl.int32, bitcast=True)
-        rounded = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-        y = tl.where(tl.abs(y) < 0.015625, (y + 24576.0) - 24576.0, rounded)  # subnormals: multiples of 2^-9
-    return y.to(tl.float8e4nv), scale
+    return round_to_e4m3(y, INTERPRETED), scale
 
 
 @triton.jit

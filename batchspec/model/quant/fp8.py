@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from batchspec.errors import CheckpointError, ConfigError
-from batchspec.kernels.moe.quantise import E4M3, LARGEST, quantise_rows_reference
+from batchspec.kernels.common.e4m3 import E4M3, LARGEST
+from batchspec.kernels.moe.quantise import quantise_rows_reference
 from batchspec.model.blocks.base import GroupedSpec, Projection, TensorSpec
 from batchspec.model.blocks.forward import Product
 from batchspec.model.quant.base import Cut, Slices, Weights, bias_of, joined_bias, shard_bias, shard_matrix
