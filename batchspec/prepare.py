@@ -23,6 +23,8 @@ from batchspec.engine.engine import Engine
 from batchspec.engine.round import RoundOptions
 from batchspec.errors import CapacityError, ConfigError
 from batchspec.model.hub import find_model
+from batchspec.model.kv_calibration import CALIBRATION, check_fp8_kv, give_scales
+from batchspec.model.kv_scales import KVScales
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target, resolve_dtype
 from batchspec.model.tokenizer import Tokenizer
@@ -55,6 +57,8 @@ class Job:
     admission: Admission
     drafter: DrafterSpec[Any]
     """Its checkpoint is judged, its weights are not read."""
+    kv_scales: KVScales | None = None
+    """Those that an earlier run kept in the output folder, with cache.dtype=fp8."""
 
     @property
     def shard_rows(self) -> int:
@@ -81,6 +85,9 @@ def open_job(
     if config.model.activations == "fp8":
         spec = spec.with_fp8_activations()
     device = choose_device(config.device if here else "cpu")
+    if config.cache.dtype == "fp8":
+        spec = spec.with_fp8_kv()
+        check_fp8_kv(config.cache.scales, spec, model, device)
     if here and config.draft.adaptive and device.type == "cpu":
         raise ConfigError("draft.adaptive=true goes by times measured on a GPU, and this job runs on the CPU; remove the key")
     dtype = resolve_dtype(config.model.dtype, spec, device)
@@ -121,6 +128,11 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             "model.dtype": str(job.dtype).removeprefix("torch."),
             # Left out at its default, so that jobs begun before this key existed resume.
             **({} if config.model.activations == "dtype" else {"model.activations": config.model.activations}),
+            **(
+                {}
+                if config.cache.dtype == "auto"
+                else {"cache.dtype": config.cache.dtype, "cache.scales": config.cache.scales, "cache.calibration": CALIBRATION}
+            ),
             "model.max_len": job.admission.max_len,
             "model.end_ids": sorted(job.admission.end_ids),
             "model.think_tokens": None if think is None else (think.begin_id, think.end_id),
@@ -199,6 +211,10 @@ def make_engine(job: Job, seen: Survey, progress: ProgressBar) -> Engine:
     check_memory(job)
     progress.phase(f"loading {config.model.path} in {dtype} on {job.device.type}")
     target = Target.load(job.folder, job.spec, dtype=job.dtype, device=job.device, dummy=config.model.load_format == "dummy")
+    if job.spec.fp8_kv:
+        weights_of = None if config.model.load_format == "dummy" else job.folder
+        source = give_scales(target, job.kv_scales, config.cache.scales, weights_of, job.tokenizer)
+        progress.phase(f"K and V in e4m3, scales {source}")
     weights = job.drafter.load(dtype=job.dtype, device=job.device)
     check_weights(config.draft, job.drafter.trainable(weights))
     batch = plan_batch(job, demand, device_rates(job.device, job.dtype), loaded=True)

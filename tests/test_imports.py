@@ -52,6 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "draft",
         "engine",
         "model.hub",
+        "model.kv_scales",
         "model.weights",
         "packing",
         "prepare",

@@ -1,7 +1,9 @@
 """quant_method compressed-tensors: FP8 weights with a scale a row, a tensor or a block of 128 x 128.
 
-One group of projections (`config_groups`) with one scheme, all Linear but those of `ignore`. Scales of an FP8 K/V cache are
-ignored. Source: https://github.com/vllm-project/compressed-tensors (quantization/quant_args.py, quant_config.py, utils/match.py).
+One group of projections (`config_groups`) with one scheme, all Linear but those of `ignore`.
+
+Scales of an FP8 K/V cache are no weights: `kv_scales.py` reads them.
+Source: https://github.com/vllm-project/compressed-tensors (quantization/quant_args.py, quant_config.py, utils/match.py).
 """
 
 from __future__ import annotations

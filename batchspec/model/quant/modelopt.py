@@ -1,7 +1,7 @@
 """quant_method modelopt, FP8: weights with one scale, activations with a calibrated one.
 
 Described in `quantization_config` of config.json, in older checkpoints in hf_quant_config.json of the same folder. Scales of an
-FP8 K/V cache are ignored.
+FP8 K/V cache are no weights: `kv_scales.py` reads them.
 Source: https://github.com/NVIDIA/Model-Optimizer (modelopt/torch/export/convert_hf_config.py).
 """
 
