@@ -53,6 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "engine",
         "model.hub",
         "model.kv_scales",
+        "model.spec",
         "model.weights",
         "packing",
         "prepare",

@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from batchspec import run
 from batchspec.cache.layout import KVLayout
+from batchspec.commands import verify
+from batchspec.commands.verify_kv import divergence
 from batchspec.config.compose import compose
 from batchspec.errors import CheckpointError, OutputError
 from batchspec.model.kv_calibration import MARGIN, MAX_TOKENS, calibrate, calibration_prompts
@@ -223,3 +225,35 @@ def test_a_gpu_without_e4m3_is_refused(model: Path, data: Path, monkeypatch: pyt
     config = compose([f"model.path={model}", f"input.path={data}", "cache.dtype=fp8"])
     with pytest.raises(Exception, match=r"cache.dtype=fp8 needs a GPU of compute capability 8.9 or newer, an A100 has 8.0"):
         open_job(config)
+
+
+@pytest.mark.parametrize("ran_with", ["auto", "fp8"])
+def test_verify_kv_compares_both_caches_on_the_jobs_own_tokens(
+    ran_with: str, model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, other = tmp_path / "out", tmp_path / "other"
+    for folder, dtype in ((out, ran_with), (other, {"auto": "fp8", "fp8": "auto"}[ran_with])):
+        assert job(model, data, folder, "draft=none", f"cache.dtype={dtype}", "decode.temperature=1.0") == 0
+    differ = sum(a != b for a, b in zip(tokens(out), tokens(other), strict=True))
+    capsys.readouterr()
+    assert verify.main([str(out), "--rows", "0"]) == 0  # with the job's own cache and scales
+    assert "12 completions decoded again" in capsys.readouterr().out
+    assert verify.main([str(out), "--rows", "0", "--kv"]) == 0
+    text = capsys.readouterr().out
+    names = {"auto": ("float64", "fp8"), "fp8": ("fp8", "float64")}[ran_with]
+    assert f"12 completions, written with K and V in {names[0]}, decoded again with {names[1]}: {differ} differ" in text
+    assert "over 144 output positions: mean" in text
+    report = verify.compare_kv(out, 4)
+    assert 0 < report.mean_kl < report.largest_kl < 1
+
+
+def test_the_divergence_is_that_of_the_two_distributions() -> None:
+    plain, fp8 = tiny_target(), in_e4m3(tiny_target())
+    prompt, output = [1, 2, 3], [4, 5, 6, 7]
+    found = list(divergence(fp8, prompt, output))
+    for place, value in enumerate(found):
+        ids = [*prompt, *output[:place]]
+        p, q = (torch.log_softmax(full_logits(target, ids), -1) for target in (plain, fp8))
+        assert value == pytest.approx(float((p.exp() * (p - q)).sum()), rel=1e-6, abs=1e-12)
+    assert len(found) == 4
+    assert list(divergence(fp8, prompt, [])) == []

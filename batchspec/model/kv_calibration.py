@@ -17,21 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
-from batchspec.batch.flat_batch import FlatBatch, HostLayout
-from batchspec.cache.groups import KVGroups
-from batchspec.cache.pages import KVCache
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.kernels.common.e4m3 import LARGEST
 from batchspec.model.calibration_texts import TEXTS
 from batchspec.model.files import ModelFiles, stored_tensors
 from batchspec.model.kv_scales import KVScales, checkpoint_scales, names_of_scales
+from batchspec.model.single_row import forward_row
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
 
@@ -100,27 +96,9 @@ def calibrate(target: Target, prompts: Iterator[list[int]]) -> KVScales:
     spec = target.spec
     largest = torch.zeros(spec.num_layers, 2, spec.num_kv_heads, dtype=torch.float64)
     for ids in prompts:
-        for layer, kv in enumerate(_keys_and_values(target, ids[: spec.max_len])):
-            found = kv.double().abs().nan_to_num(0.0, posinf=0.0).amax((1, 2, 4)).cpu()
+        _, cache = forward_row(target, ids[: spec.max_len], fp8=False, kv_only=True)
+        for layer, kv in enumerate(cache.layers):
+            found = kv.pages.double().abs().nan_to_num(0.0, posinf=0.0).amax((1, 2, 4)).cpu()
             largest[layer] = torch.maximum(largest[layer], found)
     exponent = torch.where(largest > 0, MARGIN * largest / LARGEST, 1.0).log2().ceil()
     return KVScales(exponent.clamp(-100, 100).exp2().float())
-
-
-def _keys_and_values(target: Target, ids: list[int]) -> list[Tensor]:
-    """K and V of each layer [2, P, page_size, KVH, D] after a forward over the ids."""
-    spec, device, count = target.spec, target.device, len(ids)
-    layout = replace(spec.kv_layout(target.dtype, count), fp8=False)
-    cache = KVCache.allocate(layout, groups=KVGroups.single(spec.num_layers), num_pages=(2,), device=device)
-
-    def ints(values: object) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    positions = torch.arange(count, device=device)
-    batch = FlatBatch(
-        token_ids=ints(ids), row_ids=ints([0] * count), positions=positions, slot_mapping=positions + count,
-        cu_seqlens_q=ints([0, count]), kv_len=ints([count]), page_table=ints([[1]]), max_q=count, max_kv=count,
-        host=HostLayout([count], [count]),
-    )  # fmt: skip
-    target.forward(batch, cache, kv_only=True)
-    return [layer.pages for layer in cache.layers]

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from batchspec.errors import OutputError
 from batchspec.model.kv_scales import KVScales, checkpoint_scales
+from batchspec.model.spec import ModelSpec
 from batchspec.prepare import Job
 from batchspec.runner.oom_fallback import EngineWithFallback
 from batchspec.runstate.output_folder import KV_SCALES, OutputFolder
@@ -16,10 +17,9 @@ def with_saved_scales(job: Job, output: OutputFolder) -> Job:
 
     Raises OutputError where they are damaged, or where the checkpoint's own are others by now.
     """
-    data = output.kv_scales() if job.spec.fp8_kv else None
-    if data is None:
+    saved = saved_scales(output, job.spec) if job.spec.fp8_kv else None
+    if saved is None:
         return job
-    saved = KVScales.from_json(data, job.spec, f"{output.path}/{KV_SCALES}")
     dummy, how = job.config.model.load_format == "dummy", job.config.cache.scales
     own = None if dummy or how == "calibrate" else checkpoint_scales(job.folder, job.spec)
     if own is not None and own.fingerprint != saved.fingerprint:
@@ -28,6 +28,12 @@ def with_saved_scales(job: Job, output: OutputFolder) -> Job:
             f"{own.fingerprint[:12]}); use the checkpoint that it began with, or another output.dir"
         )
     return replace(job, kv_scales=saved)
+
+
+def saved_scales(output: OutputFolder, spec: ModelSpec) -> KVScales | None:
+    """The scales that a job keeps; None if it keeps none. Raises OutputError if they are damaged."""
+    data = output.kv_scales()
+    return None if data is None else KVScales.from_json(data, spec, f"{output.path}/{KV_SCALES}")
 
 
 def keep_scales(job: Job, output: OutputFolder, holder: EngineWithFallback) -> None:
