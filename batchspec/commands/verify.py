@@ -3,9 +3,9 @@
 batchspec promises equal tokens, up to rounding. For each row that differs, the first difference is printed with its gap: how far
 apart the scores (logit + temperature * noise) of the two tokens are. A gap near the rounding error of the dtype is a tie resolved
 the other way; a large gap is an error. --dtype and --device decode the rows in another precision or on another device: the share
-of rows that differ then measures the effect of the precision. --kv decodes them with the other K/V cache, the model's data type for
-a job with cache.dtype=fp8 and fp8 for any other, and adds the mean KL divergence of the next token between the two caches, over the
-written tokens. --files instead reads every output file and finds those that a disk or a copy has changed.
+of rows that differ then measures the effect of the precision. --kv decodes them with the other K/V cache (the
+model's data type for a job with cache.dtype=fp8, fp8 for any other) and adds the mean KL divergence of the next token between the
+two caches, over the written tokens. --files instead reads every output file and finds those that a disk or a copy has changed.
 """
 
 from __future__ import annotations
