@@ -100,27 +100,28 @@ def verify_kernel(
     base = kv + head * HEAD_DIM
     peak = tl.full([TILE], -1e30, tl.float32)  # finite, so that a query that sees no key of this item does not get NaN
     mass = tl.zeros([TILE], tl.float32)
-    acc = tl.zeros([TILE, DIM], tl.float32)
+    acc = tl.zeros([TILE, DIM // 2 if FP8 else DIM], tl.float32)
+    odd = tl.zeros([TILE, DIM // 2], tl.float32) if FP8 else 0.0
     if SINK > 0:
         sinks = tl.load(item + 5)
         for at in range(0, sinks, BLOCK):
-            peak, mass, acc = attend_keys(
-                query, peak, mass, acc, page_of(table, at + key, sinks, PAGE_SIZE), at + key, sinks, base, d, position, start,
-                bits, scale, kv_stride_part, kv_stride_page, TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, WIDE,
+            peak, mass, acc, odd = attend_keys(
+                query, peak, mass, acc, odd, page_of(table, at + key, sinks, PAGE_SIZE), at + key, sinks, base, d, position,
+                start, bits, scale, kv_stride_part, kv_stride_page, TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, WIDE,
                 FP8, INTERPRETED,
             )  # fmt: skip
     for at in range(first, end, BLOCK):
         # Page ids are loaded one step ahead into registers. Loaded in the same step, they would occupy a pipeline stage, and only
         # one block of K and V would be in flight at a time.
         next_page = page_of(table, at + BLOCK + key, listed, PAGE_SIZE)
-        peak, mass, acc = attend_keys(
-            query, peak, mass, acc, page, at + key, end, base, d, position, start, bits, scale, kv_stride_part, kv_stride_page,
-            TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, WIDE, FP8, INTERPRETED,
+        peak, mass, acc, odd = attend_keys(
+            query, peak, mass, acc, odd, page, at + key, end, base, d, position, start, bits, scale, kv_stride_part,
+            kv_stride_page, TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, WIDE, FP8, INTERPRETED,
         )  # fmt: skip
         page = next_page
 
     if FP8:
-        acc = acc * tl.load(scales + KV_HEADS + head)
+        acc = tl.reshape(tl.join(acc, odd), [TILE, DIM]) * tl.load(scales + KV_HEADS + head)
     if TILE > 16:  # read again: keeping the addresses of a large tile would cost registers in the loop
         lane, row, first_place, num_lanes, inside = lanes_of(
             tl.load(item + 1, volatile=True), unit, begin, count, cu_seqlens_q, kv_len, row_order, max_q, HEADS, TILE, GROUPED
@@ -206,7 +207,7 @@ def verify_attention(
         return
     heads = {
         "KV_HEADS": shape.kv_heads, "HEADS": shape.heads_per_kv, "HEAD_DIM": head_dim,
-        "DIM": max(16, triton.next_power_of_2(head_dim)),
+        "DIM": max(16 if scales is None else 32, triton.next_power_of_2(head_dim)),
     }  # fmt: skip
 
     args = launch_args(q)

@@ -30,6 +30,7 @@ PAGE_SIZE, DTYPE = 16, torch.bfloat16
 CONFIGS = (Config(64, 4, 3, 3), Config(32, 4, 4, 4), Config(32, 4, 5, 3), Config(64, 4, 2, 4), Config(128, 4, 2, 3))
 WIDE = (Config(64, 4, 3, 2), Config(32, 4, 4, 3), Config(64, 4, 2, 3), Config(64, 8, 3, 2), Config(128, 8, 2, 2))
 NARROW = (Config(64, 4, 3, 6), Config(64, 4, 4, 4), Config(64, 2, 3, 6), Config(32, 2, 4, 8), Config(128, 4, 2, 4))
+FP8 = (Config(64, 4, 4, 4), Config(64, 4, 3, 4), Config(128, 4, 3, 3), Config(128, 4, 2, 4), Config(128, 8, 3, 2))
 GROUP_CONFIGS = (
     (32, Config(64, 4, 3, 2)), (64, Config(64, 4, 3, 2)), (64, Config(64, 4, 2, 2)), (64, Config(64, 8, 3, 1)),
     (128, Config(64, 8, 3, 1)), (128, Config(128, 8, 2, 1)),
@@ -152,7 +153,8 @@ def settings(inputs: Inputs) -> Iterator[tuple[str, WorkShape, dict[str, Config]
                 cut = replace(shape, group_tile=tile, group_block=config.block, group_programs=programs)
                 yield f"{name}, filled x{waves}", cut, {"group_config": config}
     else:
-        for config in inputs.model.wide if shape.tile > 16 and inputs.model.wide else inputs.model.configs:
+        configs = inputs.model.wide if shape.tile > 16 and inputs.model.wide else inputs.model.configs
+        for config in (*configs, *(FP8 if inputs.scales is not None else ())):
             yield describe(config), replace(shape, block=config.block, programs=sms * config.per_sm), {"config": config}
     for times in (0.5, 2.0):
         yield f"programs x{times}", replace(shape, programs=int(shape.programs * times)), {}

@@ -91,13 +91,15 @@ def rope_write_kernel(
             cos = (tl.cos(angle) * FACTOR).to(dtype).to(ACC)[None, :]
             sin = (tl.sin(angle) * FACTOR).to(dtype).to(ACC)[None, :]
         to_v = cell + kv_stride_part + v_head * (2 * HALF)
-        new_v_low, new_v_high = tl.where(tl.abs(low) < float("inf"), low, 0.0), tl.where(tl.abs(high) < float("inf"), high, 0.0)
-        if scales is not None:
-            # Of K for heads of K, of V for heads of V, which follow them.
+        if scales is None:
+            tl.store(to_v + at_low[None, :], tl.where(tl.abs(low) < float("inf"), low, 0.0), mask=(v_head >= 0) & exists)
+            tl.store(to_v + at_high[None, :], tl.where(tl.abs(high) < float("inf"), high, 0.0), mask=(v_head >= 0) & exists)
+        else:  # the scales of V follow those of K, as the heads do
             inverse = tl.div_rn(1.0, tl.load(scales + k_head, mask=(k_head >= 0) & (v_head < NUM_KV_HEADS), other=1.0))
-            new_v_low, new_v_high = e4m3_bits(new_v_low, inverse, INTERPRETED), e4m3_bits(new_v_high, inverse, INTERPRETED)
-        tl.store(to_v + at_low[None, :], new_v_low, mask=(v_head >= 0) & exists)
-        tl.store(to_v + at_high[None, :], new_v_high, mask=(v_head >= 0) & exists)
+            low_bits = e4m3_bits(tl.where(tl.abs(low) < float("inf"), low, 0.0), inverse, INTERPRETED)
+            high_bits = e4m3_bits(tl.where(tl.abs(high) < float("inf"), high, 0.0), inverse, INTERPRETED)
+            tl.store(to_v + at_low[None, :], low_bits, mask=(v_head >= 0) & exists)
+            tl.store(to_v + at_high[None, :], high_bits, mask=(v_head >= 0) & exists)
         if q_norm is not None:
             scale = (1.0 / tl.sqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) * (0.5 / HALF) + EPS))[:, None]
             low, high = low * scale, high * scale
@@ -116,14 +118,18 @@ def rope_write_kernel(
             to_k = cell + k_head * (2 * HALF)
             largest = tl.maximum(_magnitude(new_low.to(dtype).to(ACC)), _magnitude(new_high.to(dtype).to(ACC)))
             largest = tl.max(tl.maximum(largest, tl.maximum(_magnitude(v_low), _magnitude(v_high))), 1)[:, None]
-            whole = largest < float("inf")
             if scales is None:
-                k_low_out, k_high_out = tl.where(whole, new_low, float("nan")), tl.where(whole, new_high, float("nan"))
+                tl.store(
+                    to_k + at_low[None, :], tl.where(largest < float("inf"), new_low, float("nan")), mask=is_k & half[None, :]
+                )
+                tl.store(
+                    to_k + at_high[None, :], tl.where(largest < float("inf"), new_high, float("nan")), mask=is_k & half[None, :]
+                )
             else:
-                k_low_out = tl.where(whole, e4m3_bits(new_low.to(dtype).to(ACC), inverse, INTERPRETED), 0x7F)
-                k_high_out = tl.where(whole, e4m3_bits(new_high.to(dtype).to(ACC), inverse, INTERPRETED), 0x7F)
-            tl.store(to_k + at_low[None, :], k_low_out, mask=is_k & half[None, :])
-            tl.store(to_k + at_high[None, :], k_high_out, mask=is_k & half[None, :])
+                low_bits = e4m3_bits(new_low.to(dtype).to(ACC), inverse, INTERPRETED)
+                high_bits = e4m3_bits(new_high.to(dtype).to(ACC), inverse, INTERPRETED)
+                tl.store(to_k + at_low[None, :], tl.where(largest < float("inf"), low_bits, 0x7F), mask=is_k & half[None, :])
+                tl.store(to_k + at_high[None, :], tl.where(largest < float("inf"), high_bits, 0x7F), mask=is_k & half[None, :])
 
 
 def rope_write(
