@@ -14,13 +14,15 @@ from safetensors.torch import load_file, save_file
 from batchspec import run
 from batchspec.cache.layout import KVLayout
 from batchspec.commands import verify
-from batchspec.commands.verify_kv import divergence
+from batchspec.commands.verify_kv import compare_kv, divergence
 from batchspec.config.compose import compose
 from batchspec.errors import CheckpointError, OutputError
 from batchspec.model.kv_calibration import MARGIN, MAX_TOKENS, calibrate, calibration_prompts
 from batchspec.model.kv_scales import KVScales, checkpoint_scales
 from batchspec.model.spec import load_spec
 from batchspec.model.tokenizer import Tokenizer
+from batchspec.packing.cost import kv_read_bytes
+from batchspec.packing.kv_memory import KVMemory
 from batchspec.prepare import open_job
 from batchspec.runstate.output_folder import KV_SCALES
 from tests.engines import VOCAB, full_logits, in_e4m3, tiny_target
@@ -55,6 +57,13 @@ def test_a_layout_counts_one_byte_a_number() -> None:
         dtype=torch.bfloat16, fp8=True, num_kv_heads=8, head_dim=128, page_size=16
     )
     assert 2 * fp8.kv_layout(torch.bfloat16, 16).page_bytes == plain.kv_layout(torch.bfloat16, 16).page_bytes
+    read = [kv_read_bytes(spec, dtype=torch.bfloat16, rows=8, context_tokens=100, tokens_per_row=4) for spec in (plain, fp8)]
+    assert read[0] == 2 * read[1]
+    sizes = {"page_size": 16, "max_len": 512, "max_tokens": 512, "lookahead": 4, "pass_tokens": 512}
+    memory = [KVMemory.of(spec, torch.bfloat16, (), **sizes) for spec in (plain, fp8)]
+    assert memory[1].rows(10**10, 400) >= 1.9 * memory[0].rows(10**10, 400)
+    head = ((plain.kv_layout(torch.bfloat16, 16), None),)  # a drafter's layer keeps its own layout
+    assert KVMemory.of(fp8, torch.bfloat16, head, **sizes).page_bytes == (34 * memory[1].page_bytes[0] // 32,)
     assert fp8.kv_layout(torch.bfloat16, 16).allocate(1, 2, torch.device("cpu")).dtype is torch.float8_e4m3fn
 
 
@@ -243,7 +252,7 @@ def test_verify_kv_compares_both_caches_on_the_jobs_own_tokens(
     names = {"auto": ("float64", "fp8"), "fp8": ("fp8", "float64")}[ran_with]
     assert f"12 completions, written with K and V in {names[0]}, decoded again with {names[1]}: {differ} differ" in text
     assert "over 144 output positions: mean" in text
-    report = verify.compare_kv(out, 4)
+    report = compare_kv(out, 4)
     assert 0 < report.mean_kl < report.largest_kl < 1
 
 

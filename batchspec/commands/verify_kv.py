@@ -62,7 +62,8 @@ def compare_kv(out: str | Path, num_rows: int, *, dtype: str | None = None, devi
         weights = None if job.config.model.load_format == "dummy" else job.folder
         output = OutputFolder(out)
         give_scales(target, saved_scales(output, job.spec), output.manifest.config["cache"]["scales"], weights, job.tokenizer)
-    differences, divergences = [], []
+    differences: list[Difference] = []
+    divergences: list[float] = []
     for request, difference in decode_again(engine, job, written):
         differences += [] if difference is None else [difference]
         divergences += divergence(target, request.prompt_ids.tolist(), written[request.row_index, request.sample_index])

@@ -50,14 +50,19 @@ class Encoder(Protocol):
     def encode_chat(self, messages: Sequence[Any]) -> list[int]: ...
 
 
-def check_fp8_kv(how: str, spec: ModelSpec, files: ModelFiles, device: torch.device) -> None:
-    """Raises ConfigError for a GPU without e4m3, CheckpointError if cache.scales=checkpoint and the checkpoint has none."""
+def check_e4m3(device: torch.device) -> None:
+    """Raises ConfigError for a GPU without e4m3."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         major, minor = torch.cuda.get_device_capability(device)
         raise ConfigError(
             f"cache.dtype=fp8 needs a GPU of compute capability 8.9 or newer, {torch.cuda.get_device_name(device)} has "
             f"{major}.{minor}; use cache.dtype=auto"
         )
+
+
+def check_fp8_kv(how: str, spec: ModelSpec, files: ModelFiles, device: torch.device) -> None:
+    """Raises as `check_e4m3`, and CheckpointError if cache.scales=checkpoint and the checkpoint has none."""
+    check_e4m3(device)
     if how == "checkpoint" and names_of_scales(spec, stored_tensors(files), files.where) is None:
         raise CheckpointError(
             f"{files.where} has no K/V scales (k_scale, v_scale), which cache.scales=checkpoint asks for; use cache.scales=auto"
