@@ -13,7 +13,7 @@ import torch
 from batchspec import __version__
 from batchspec.adapt.limits import check_head, check_weights, memory_bytes
 from batchspec.batch.sampling_mode import SamplingMode
-from batchspec.config.schema import RunConfig
+from batchspec.config.schema import CacheConfig, RunConfig
 from batchspec.dataset.columns import ColumnMap, check_ids, map_columns
 from batchspec.dataset.reader import Source, open_source
 from batchspec.dataset.schema import output_schema
@@ -128,11 +128,7 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             "model.dtype": str(job.dtype).removeprefix("torch."),
             # Left out at its default, so that jobs begun before this key existed resume.
             **({} if config.model.activations == "dtype" else {"model.activations": config.model.activations}),
-            **(
-                {}
-                if config.cache.dtype == "auto"
-                else {"cache.dtype": config.cache.dtype, "cache.scales": config.cache.scales, "cache.calibration": CALIBRATION}
-            ),
+            **_kv_parts(config.cache),
             "model.max_len": job.admission.max_len,
             "model.end_ids": sorted(job.admission.end_ids),
             "model.think_tokens": None if think is None else (think.begin_id, think.end_id),
@@ -149,6 +145,13 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             "output.logprobs": config.output.logprobs,
         }
     )
+
+
+def _kv_parts(cache: CacheConfig) -> dict[str, Any]:
+    """What changes results of how K and V are stored; keys at their defaults are left out, as above."""
+    parts = {"cache.dtype": cache.dtype, "cache.scales": cache.scales}
+    given = {key: value for key, value in parts.items() if value != "auto"}
+    return given | ({"cache.calibration": CALIBRATION} if cache.dtype == "fp8" else {})
 
 
 def recorded_facts(job: Job) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from batchspec.model.tokenizer import Tokenizer
 from batchspec.packing.cost import kv_read_bytes
 from batchspec.packing.kv_memory import KVMemory
 from batchspec.prepare import open_job
-from batchspec.runstate.output_folder import KV_SCALES
+from batchspec.runstate.output_folder import KV_SCALES, OutputFolder
 from tests.engines import VOCAB, full_logits, in_e4m3, tiny_target
 from tests.models import make_checkpoint, make_tokenizer
 from tests.stand_ins import LLAMA_8B
@@ -195,7 +195,7 @@ def test_other_scales_are_another_job(model: Path, data: Path, tmp_path: Path, c
     assert job(scaled, data, out, "cache.dtype=fp8") == 0
     assert (KVScales.from_json((out / KV_SCALES).read_bytes(), load_spec(model), "").values[0, 0] == 0.25).all()
     for more, named in (
-        (["cache.dtype=fp8", "cache.scales=calibrate"], 'cache.scales: "auto" -> "calibrate"'),
+        (["cache.dtype=fp8", "cache.scales=calibrate"], 'cache.scales: (none) -> "calibrate"'),
         ([], 'cache.dtype: "fp8" -> (none)'),
     ):
         assert job(scaled, data, out, *more) == OutputError.exit_code
@@ -266,3 +266,19 @@ def test_the_divergence_is_that_of_the_two_distributions() -> None:
         assert value == pytest.approx(float((p.exp() * (p - q)).sum()), rel=1e-6, abs=1e-12)
     assert len(found) == 4
     assert list(divergence(fp8, prompt, [])) == []
+
+
+def test_a_run_that_comes_second_uses_the_scales_of_the_first(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may differ by a machine: both began with an empty folder, and made their engines before one could keep its own."""
+    assert job(model, data, tmp_path / "alone", "cache.dtype=fp8") == 0
+    first = KVScales(KVScales.from_json((tmp_path / "alone" / KV_SCALES).read_bytes(), load_spec(model), "").values * 2**12)
+    monkeypatch.setattr(OutputFolder, "keep_kv_scales", lambda *_: first.to_json())
+    assert job(model, data, tmp_path / "second", "cache.dtype=fp8") == 0
+    monkeypatch.undo()
+    (tmp_path / "alone" / KV_SCALES).write_bytes(first.to_json())
+    for part in (tmp_path / "alone" / "data").iterdir():
+        part.unlink()
+    assert job(model, data, tmp_path / "alone", "cache.dtype=fp8") == 0
+    assert tokens(tmp_path / "second") == tokens(tmp_path / "alone")
