@@ -138,6 +138,8 @@ class StackedFp8:
 class Fp8Experts(PlainExperts):
     """The products of all experts of a layer: a GroupedProduct. Each token is quantised once for all its slots."""
 
+    weight_dtype = E4M3
+
     def __init__(
         self, weight: StackedFp8, bias: Tensor | None, activations: Activations, input_scale: float | None, dtype: torch.dtype
     ) -> None:

@@ -107,6 +107,7 @@ class PackedExperts:
     """The products of all experts of a layer with MXFP4 weights, unpacked in registers: a GroupedProduct. Kernels alone."""
 
     reads_groups = False
+    weight_dtype = torch.uint8
 
     def __init__(self, weight: Mxfp4Weight, bias: Tensor | None) -> None:
         self.weight, self._bias = weight, bias
