@@ -40,6 +40,7 @@ from batchspec.runner.run_shards import ShardRunner, check_errors
 from batchspec.runstate.generations import Generation
 from batchspec.runstate.journal import Journaled, saved_rows
 from batchspec.runstate.output_folder import OutputFolder
+from batchspec.text import counted
 
 
 def run_job(config: RunConfig, source: Source | None = None) -> None:
@@ -54,9 +55,7 @@ def run_job(config: RunConfig, source: Source | None = None) -> None:
     finished = output.finished() if resumes else set()
     complete = retry is None and resumes and len(finished) == output.num_shards
     if complete:
-        say(
-            f"{output.path}: already complete: {job.source.num_rows} rows in {output.num_shards} shards{nothing_to_retry(config)}"
-        )
+        say(f"{output.path}: already complete: {size_of(job, output)}{nothing_to_retry(config)}")
     else:
         try:
             compute(job, output, finished, retry=retry)
@@ -66,11 +65,11 @@ def run_job(config: RunConfig, source: Source | None = None) -> None:
         if others := output.missing():
             say(f"{output.path}: this run's part is done; other runs work on {len(others)} of {output.num_shards} shards")
             return
-        say(f"{output.path}: done, {job.source.num_rows} rows in {output.num_shards} shards")
+        say(f"{output.path}: done, {size_of(job, output)}")
     stats = finish(output, again=not complete)
     errors = stats.by_status.get("error", 0)
     if errors:
-        say(f"{output.path}: {errors} error row{'s' * (errors > 1)}; the column `error` says why")
+        say(f"{output.path}: {counted(errors, 'error row')}; the column `error` says why")
     check_errors(job, stats.error_rows, all_failed=errors == stats.completions)
     say(f"inspect it:  batchspec stats {output.path}")
     say(f"             python -c \"import polars; print(polars.read_parquet('{output.path}/data'))\"")
@@ -139,9 +138,15 @@ def report_speed(output: OutputFolder, totals: EngineTotals, *, seconds: float, 
         row_rounds=totals.row_rounds,
         accepted=totals.accepted,
         preempted=totals.preempted,
+        expert_correlation=totals.expert_correlation,
     )
     say(summary.line())
     output.log_run(summary.facts())
+
+
+def size_of(job: Job, output: OutputFolder) -> str:
+    """Rows and shards of a job that has begun."""
+    return f"{counted(job.source.num_rows, 'row')} in {counted(output.num_shards, 'shard')}"
 
 
 def finish(output: OutputFolder, *, again: bool) -> JobStats:

@@ -13,7 +13,7 @@ import torch
 from batchspec import __version__
 from batchspec.adapt.limits import check_head, check_weights, memory_bytes
 from batchspec.batch.sampling_mode import SamplingMode
-from batchspec.config.schema import CacheConfig, RunConfig
+from batchspec.config.schema import TEMPLATE_DATE, CacheConfig, RunConfig
 from batchspec.dataset.columns import ColumnMap, check_ids, map_columns
 from batchspec.dataset.reader import Source, open_source
 from batchspec.dataset.schema import output_schema
@@ -37,6 +37,7 @@ from batchspec.records import PackedBatch, SamplingParams
 from batchspec.report.progress_bar import ProgressBar
 from batchspec.runstate.job_folder import default_shard_rows
 from batchspec.runstate.manifest import fingerprint
+from batchspec.text import counted
 
 SURVEY_ROWS = 512
 """Number of rows that are surveyed to choose the shape of the batch."""
@@ -82,8 +83,6 @@ def open_job(
     assert config.model.path is not None
     model, dummy = find_model(config.model.path, config.model.revision), config.model.load_format == "dummy"
     spec = load_spec(model.folder) if dummy else judge_model(model)
-    if config.model.activations == "fp8":
-        spec = spec.with_fp8_activations()
     device = choose_device(config.device if here else "cpu")
     if config.cache.dtype == "fp8":
         spec = spec.with_fp8_kv()
@@ -91,10 +90,12 @@ def open_job(
     if here and config.draft.adaptive and device.type == "cpu":
         raise ConfigError("draft.adaptive=true goes by times measured on a GPU, and this job runs on the CPU; remove the key")
     dtype = resolve_dtype(config.model.dtype, spec, device)
+    spec = spec.on(device, dtype, config.model.activations)
     drafter = open_drafter(config, spec)
     check_head(config.draft, drafter.head, spec)
     tokenizer = tokenizer or open_tokenizer(model.folder, config, columns)
     admission = Admission(config, source=source, columns=columns, spec=spec, tokenizer=tokenizer)
+    output_schema(source.schema, columns, config.output, channels=admission.has_channels)
     if fetch:
         if not dummy:
             model.fetch()
@@ -113,21 +114,22 @@ def open_tokenizer(folder: Path, config: RunConfig, columns: ColumnMap) -> Token
     if columns.prompt_kind == "prompt_ids" and not (folder / "tokenizer.json").is_file():
         return None
     template = config.model.chat_template
-    return Tokenizer(folder, Path(template) if template else None)
+    return Tokenizer(folder, Path(template) if template else None, date=config.input.template_date)
 
 
 def job_fingerprint(job: Job) -> dict[str, str]:
     """Everything that changes results. Drafter, slots, pages and versions do not; they may differ between the runs of one job."""
     config, decode = job.config, asdict(job.config.decode)
-    schema, think = output_schema(job.source.schema, job.columns, config.output), job.admission.think
+    think, channels = job.admission.think, job.admission.has_channels
+    schema = output_schema(job.source.schema, job.columns, config.output, channels=channels)
     return fingerprint(
         {
             "model.config": (job.folder / "config.json").read_text(encoding="utf-8"),
             "model.weights": "dummy" if config.model.load_format == "dummy" else weight_files(job.folder).fingerprint,
             "model.tokenizer": None if job.tokenizer is None else job.tokenizer.fingerprint,
             "model.dtype": str(job.dtype).removeprefix("torch."),
-            # Left out at its default, so that jobs begun before this key existed resume.
-            **({} if config.model.activations == "dtype" else {"model.activations": config.model.activations}),
+            # As resolved on this device, and left out where plain, so that jobs begun before this key existed resume.
+            **({"model.activations": "fp8"} if job.spec.formats.quantises else {}),
             **_kv_parts(config.cache),
             "model.max_len": job.admission.max_len,
             "model.end_ids": sorted(job.admission.end_ids),
@@ -137,7 +139,8 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             "input.files": [file.identity for file in job.source.files],
             "input.columns": dict(sorted(job.columns.names.items())),
             **{f"input.{key}": getattr(config.input, key) for key in ("chat", "on_overlong", "limit", "template_kwargs")},
-            # Left out at its default, so that jobs begun before this key existed resume.
+            # Left out at their defaults, so that jobs begun before these keys existed resume.
+            **({} if config.input.template_date == TEMPLATE_DATE else {"input.template_date": config.input.template_date}),
             **({} if config.input.final_assistant == "error" else {"input.final_assistant": config.input.final_assistant}),
             "output.schema": [(field.name, str(field.type)) for field in schema],
             "output.messages": config.output.messages,
@@ -223,8 +226,8 @@ def make_engine(job: Job, seen: Survey, progress: ProgressBar) -> Engine:
     batch = plan_batch(job, demand, device_rates(job.device, job.dtype), loaded=True)
     drafter = job.drafter.build(weights, target, slots=batch.num_slots)
     progress.phase(
-        f"{batch.num_slots} slots, {batch.num_pages} pages of {batch.page_size} tokens, rows of at most {batch.max_len} tokens, "
-        f"draft={drafter.name} K={drafter.max_len}"
+        f"{counted(batch.num_slots, 'slot')}, {batch.num_pages} pages of {batch.page_size} tokens, "
+        f"rows of at most {batch.max_len} tokens, draft={drafter.name} K={drafter.max_len}"
     )
     engine = build_engine(config, target, drafter, batch, tokenizer=job.tokenizer)
     if job.device.type == "cuda":
@@ -256,6 +259,7 @@ def build_engine(
         refill_dead=ablation.dead_rows,
         adaptive=config.draft.adaptive is not False,
         overlap=ablation.overlap,
+        expert_correlation=config.packing.expert_correlation,
     )
 
 

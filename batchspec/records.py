@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,11 +63,48 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Channels:
+    """The special tokens of harmony, the format of gpt-oss, and the words between them that decide what a message is.
+
+    A message is `<|start|>` role `<|channel|>` name `<|constrain|>` type `<|message|>` text, then `<|end|>`, `<|return|>` (end of
+    the answer) or `<|call|>` (a tool call). Role, recipient (` to=NAME`, after role or name) and type are ordinary tokens.
+    Source: https://cookbook.openai.com/articles/openai-harmony
+    """
+
+    start_id: int
+    channel_id: int
+    message_id: int
+    constrain_id: int | None
+    end_ids: frozenset[int]
+    """Tokens that end a message: end, return, call."""
+    role: frozenset[tuple[int, ...]]
+    """Every way to write "assistant" in tokens."""
+    analysis: frozenset[tuple[int, ...]]
+    """Every way to write "analysis": the channel of thoughts."""
+    others: frozenset[tuple[int, ...]]
+    """Every way to write "final" and "commentary"."""
+    recipient: frozenset[int]
+    """Tokens with which a recipient begins."""
+
+    def is_call(self, header: Sequence[int]) -> bool:
+        """Whether a header names a recipient."""
+        return not self.recipient.isdisjoint(header)
+
+    def begins_thought(self, header: Sequence[int]) -> bool:
+        """Whether the text after a complete header is a thought."""
+        if self.is_call(header) or self.channel_id not in header or header[-1] != self.message_id:
+            return False
+        name = tuple(header[header.index(self.channel_id) + 1 :])
+        return any(name[: len(word)] == word for word in self.analysis)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Thinking:
-    """The think tokens that separate a row's thought from its answer, and the budget of the thought."""
+    """The tokens that separate a row's thought from its answer, and the budget of the thought."""
 
     begin_id: int | None
-    """Token that begins a thought; None: every answer begins inside a thought, without a token."""
+    """Token that begins a thought; None: every answer begins inside a thought, without a token. With channels: the token that
+    begins the text of any message."""
     end_id: int
     opened: bool | None
     """Whether the prompt ends inside a thought (True) or after one (False). None: it has none; an end token without a begin token
@@ -74,7 +112,13 @@ class Thinking:
     budget: int | None
     """Maximum number of tokens in all of the row's thoughts together; None: no limit."""
     closing: tuple[int, ...]
-    """Tokens that are forced after a thought that has used up the budget; the last one is end_id."""
+    """Tokens that are forced after a thought that has used up the budget. They end with end_id; with channels they go on to the
+    text of the final channel."""
+    channels: Channels | None = None
+    """None for a pair of think tokens."""
+    header: tuple[int, ...] = ()
+    """With channels: tokens of the prompt's last message up to where its text begins, because the output continues it. Empty if
+    the prompt ends after a message, or has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -189,6 +233,8 @@ class Completion:
     """The text of the thought; None if there was none."""
     reasoning_truncated: bool | None = None
     """Whether the thought was cut off, by its budget or by max_new_tokens; None if the model has no think tokens."""
+    tool_calls: str | None = None
+    """JSON text of the list of tool calls, as in OpenAI's chat format; None if there were none."""
     reasoning_tokens: int | None = None
     """Number of tokens of the thought, without the think tokens around it."""
     logprobs: NDArray[np.float32] | None = None

@@ -23,6 +23,11 @@ UNSAFE = re.compile(
 )
 
 
+def counted(number: int, noun: str) -> str:
+    """1 shard, 2 shards, 1,000 shards."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def for_terminal(text: str) -> str:
     """The text with every character of UNSAFE written as its escape; tabs and newlines stay."""
     return UNSAFE.sub(lambda found: _escape(found[0]), text)

@@ -68,7 +68,7 @@ def run_head(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Places 0 .. m-1: what each feeds to the next draft step [..., m, H], and its logits over the draft vocabulary.
 
-    tokens [..., m] the token behind each place; taps the target's features of the first places, fed the hidden states of the
+    tokens [..., m] the token after each place; taps the target's features of the first places, fed the hidden states of the
     others (where both are given for training: fed alone).
     """
 
@@ -150,7 +150,7 @@ def reference_parallel_drafts(
     design: Design, tensors: dict[str, Tensor], target: Target, ids: Sequence[int], num_drafts: int,
     *, window: int | None = None, sink: int = 0,
 ) -> list[int]:  # fmt: skip
-    """Draft tokens behind `ids` in one pass: masks stand for the tokens that are not known yet, a learned feature for theirs."""
+    """Draft tokens after `ids` in one pass: masks replace the tokens that are not known yet, a learned feature their features."""
     assert design.mask_id is not None
     masks = num_drafts - 1
     taps = target_taps(target, ids[:-1], design.taps).double()
@@ -167,7 +167,7 @@ def reference_drafts(
     design: Design, tensors: dict[str, Tensor], target: Target, ids: Sequence[int], num_drafts: int,
     *, window: int | None = None, sink: int = 0,
 ) -> list[int]:  # fmt: skip
-    """Draft tokens behind `ids`, whose last token the target has not read yet."""
+    """Draft tokens after `ids`, whose last token the target has not read yet."""
     taps = target_taps(target, ids[:-1], design.taps).double()
     embedding, head = target.embedding.cpu().double(), target_head(design, target)
     tokens, fed = list(ids[1:]), torch.empty(0, design.hidden, dtype=torch.float64)
@@ -203,7 +203,7 @@ def reference_tree(
     design: Design, tensors: dict[str, Tensor], target: Target, ids: Sequence[int], *, topk: int, depth: int, nodes: int,
     products: bool = False, window: int | None = None, sink: int = 0,
 ) -> list[tuple[int, int]]:  # fmt: skip
-    """(token, number of the node above; 0 is the root, 1 the first here) of the tree behind `ids`, every path computed anew."""
+    """(token, number of the node above; 0 is the root, 1 the first here) of the tree after `ids`, every path computed anew."""
     taps = target_taps(target, ids[:-1], design.taps).double()
     embedding, head = target.embedding.cpu().double(), target_head(design, target)
 

@@ -105,7 +105,7 @@ def decode(ids: Sequence[int]) -> str:
 
 
 def full_logits(target: Target, ids: Sequence[int]) -> Tensor:
-    """Logits [V] behind `ids`, computed anew from the first token in one pass, with a cache of its own."""
+    """Logits [V] after `ids`, computed anew from the first token in one pass, with a cache of its own."""
     count = len(ids)
     spec = target.spec
     cache = KVCache.allocate(

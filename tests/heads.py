@@ -61,9 +61,9 @@ def random_tensors(design: Design, *, seed: int = 0) -> Tensors:
         tensors["embed_tokens.weight"] = noise(design.vocab, hidden)
     if design.draft_vocab is not None:
         tensors["lm_head.weight"] = noise(design.draft_vocab, hidden) * (3 / hidden**0.5)
-        hot = torch.randperm(design.vocab, generator=rng)[: design.draft_vocab].sort().values
-        tensors["d2t"] = hot - torch.arange(design.draft_vocab)
-        tensors["t2d"] = torch.zeros(design.vocab, dtype=torch.bool).index_fill_(0, hot, True)
+        map_ids = torch.randperm(design.vocab, generator=rng)[: design.draft_vocab].sort().values
+        tensors["d2t"] = map_ids - torch.arange(design.draft_vocab)
+        tensors["t2d"] = torch.zeros(design.vocab, dtype=torch.bool).index_fill_(0, map_ids, True)
     return tensors
 
 
@@ -134,7 +134,7 @@ def distilled_tensors(target: Target, design: Design, rows: Sequence[Sequence[in
 def parallel_tensors(
     target: Target, design: Design, rows: Sequence[Sequence[int]], *, steps: int = 60, num_drafts: int = 4
 ) -> Tensors:
-    """A head that knows these rows and what masks stand for: all tokens from true features, then some beginnings with masks."""
+    """A head that knows these rows, with and without masks: all tokens from true features, then some beginnings with masks."""
     mask_id = design.mask_id
     assert mask_id is not None
     ids, features, embedding = padded(rows), padded_taps(target, design, rows), target.embedding.cpu().float()
@@ -142,7 +142,7 @@ def parallel_tensors(
     most = min(map(len, rows)) - num_drafts
 
     def loss_of(tensors: Tensors, columns: Tensor) -> Tensor:
-        """Each row is cut at a place of its own in each of its copies: masks follow, and behind them nothing counts."""
+        """Each row is cut at a place of its own in each of its copies: masks follow, and nothing after them counts."""
         count = most + num_drafts - 3
         begin = torch.randint(2, most, (len(rows) * COPIES, 1), generator=rng)
         place = torch.arange(count)
@@ -178,8 +178,8 @@ def trained_tensors(
     tensors = random_tensors(design)
     trained = {name: t.float().requires_grad_() for name, t in tensors.items() if t.is_floating_point()}
     tables = {name: t for name, t in tensors.items() if not t.is_floating_point()}
-    hot = tables["d2t"] + torch.arange(len(tables["d2t"]))
-    column = torch.full((design.vocab,), UNCOUNTED).scatter_(0, hot, torch.arange(len(hot)))
+    map_ids = tables["d2t"] + torch.arange(len(tables["d2t"]))
+    column = torch.full((design.vocab,), UNCOUNTED).scatter_(0, map_ids, torch.arange(len(map_ids)))
     ids = padded(rows, -1)
     columns = column[ids.clamp(min=0)].masked_fill(ids < 0, UNCOUNTED)
     optimiser = torch.optim.Adam(trained.values(), lr=1e-2, fused=True)

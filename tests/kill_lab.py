@@ -68,13 +68,13 @@ class Conduct:
     wait: bool = False
     """It stops (SIGSTOP) before it begins."""
     publish_at: int | None = None
-    """It stops (SIGSTOP) before it publishes its shard for this time, counted from 1, and after its last look at the manifest."""
+    """It stops (SIGSTOP) before it publishes its shard for this time (counted from 1), after its last reading of the manifest."""
     hold: tuple[str, str] | None = None
     """It stops (SIGSTOP) when it is about to do this CALL on a path that matches this pattern, once."""
 
 
 def work(config: RunConfig, said: Path, conduct: Conduct) -> None:
-    """The process: what `python -m batchspec.run` does behind the reading of its command line."""
+    """The process: what `python -m batchspec.run` does after it has read its command line."""
     os.environ.update(conduct.environ)
     sys.stderr = said.open("a", buffering=1)
     torch.set_num_threads(1)
@@ -330,7 +330,7 @@ def check_part(number: int, file: pq.ParquetFile) -> None:
 def check_rows(read: Callable[[], pl.DataFrame], retry: Callable[[], int], expected: Sequence[Row]) -> list[str]:
     """All rows of a complete job are as expected, but for those that are blamed for kills, which are given.
 
-    Each of these says so; behind a retry of errors they too are as expected.
+    Each of these says so; after a retry of errors they too are as expected.
     """
     frame = read()
     errors = frame.select("request_id", "error").unnest("error").filter(pl.col("code") == "crash")
@@ -347,7 +347,7 @@ def check_rows(read: Callable[[], pl.DataFrame], retry: Callable[[], int], expec
 
 @contextmanager
 def polled(check: Callable[[], int]) -> Iterator[list[int]]:
-    """`check` again and again in a thread while the block runs; what it gave. What it raises is raised behind the block."""
+    """`check` again and again in a thread while the block runs; what it returned. What it raises is raised after the block."""
     seen: list[int] = []
     wrong: list[BaseException] = []
     over = threading.Event()

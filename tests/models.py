@@ -73,7 +73,7 @@ THINKING_TEMPLATE = CHAT_TEMPLATE.replace(
     "assistant\n{% endif %}",
     "assistant\n{% if quick is defined %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}{% endif %}",
 )
-"""Begins the answer inside a thought; with the variable `quick` behind an empty one."""
+"""Begins the answer inside a thought; with the variable `quick` after an empty one."""
 
 
 def make_thinking_tokenizer(folder: Path, *, chat_template: str = THINKING_TEMPLATE, more: Sequence[str] = ()) -> Path:

@@ -14,7 +14,7 @@ from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.weights import dummy_head, dummy_spec
 from batchspec.engine.engine import Engine
-from batchspec.model.spec import read_spec
+from batchspec.model.spec import ModelSpec, read_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import DummyWeights
 from batchspec.records import Completion, SamplingParams
@@ -35,12 +35,16 @@ _CHANGES: dict[str, dict[str, Any]] = {
 
 def tiny_moe(family: str, **changes: Any) -> Target:
     """Two layers of noise, five experts, two of a token."""
-    config = {**_SHAPE, "model_type": family, **_CHANGES[family], **changes}
-    spec = read_spec(config, "config.json")
-    return Target(spec, _Noise(spec, dtype=torch.float64, device=DEVICE), DEVICE)
+    spec = tiny_spec(family, **changes)
+    return Target(spec, Noise(spec, dtype=torch.float64, device=DEVICE), DEVICE)
 
 
-class _Noise(DummyWeights):
+def tiny_spec(family: str, **changes: Any) -> ModelSpec:
+    """The shape of `tiny_moe`."""
+    return read_spec({**_SHAPE, "model_type": family, **_CHANGES[family], **changes}, "config.json")
+
+
+class Noise(DummyWeights):
     """With biases and sinks that count."""
 
     def tensor(self, name: str) -> Tensor:

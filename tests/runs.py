@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -16,7 +18,14 @@ from typing import Any
 import polars as pl
 import pytest
 import torch
+from hydra._internal import config_loader_impl, defaults_list
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import IConfigRepository
+from hydra._internal.defaults_list import DefaultsList
 from hydra._internal.hydra import Hydra
+from hydra.core.default_element import ResultDefault
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig
 
 from batchspec import job, run
 from batchspec.packing import cost
@@ -47,7 +56,7 @@ def put(module: Any, name: str, value: Any) -> None:
 
 def make_jobs_quick(patch: pytest.MonkeyPatch) -> None:
     """Leave out what takes longer than a tiny model's rows: the report, another measurement of the machine, and Hydra's composing
-    of the whole configuration once more to look for its own mode.
+    of the same options again, be it in another job or once more to find its own mode.
     """
     get_mode = Hydra.get_mode
 
@@ -57,6 +66,40 @@ def make_jobs_quick(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(job, "can_draw", lambda: False)
     patch.setattr(cost, "calibrate", cache(cost.calibrate))
     patch.setattr(Hydra, "get_mode", mode)
+    compose_options_once(patch)
+
+
+def compose_options_once(patch: pytest.MonkeyPatch) -> None:
+    """Hydra composes a choice of options once; the values of keys are put into a copy. Options that may change, in folders
+    outside the package, are composed as ever.
+    """
+    create, merge = defaults_list.create_defaults_list, ConfigLoaderImpl._compose_config_from_defaults_list
+    lists: dict[Any, DefaultsList] = {}
+    merged: dict[int, DictConfig] = {}
+
+    def create_once(
+        repo: IConfigRepository, config_name: str | None, overrides_list: list[Override], prepend_hydra: bool, skip_missing: bool
+    ) -> DefaultsList:
+        sources = [(source.scheme(), source.path) for source in repo.get_sources()]
+        if any(scheme not in ("pkg", "structured") for scheme, _ in sources):
+            return create(repo, config_name, overrides_list, prepend_hydra, skip_missing)
+        given = [each for each in overrides_list if not each.is_sweep_override()]
+        values = [each for each in given if isinstance(each.value(), dict) or not repo.group_exists(each.key_or_group)]
+        options = [each for each in given if all(each is not value for value in values)]
+        key = (*sources, config_name, prepend_hydra, skip_missing, *(each.input_line for each in options))
+        if key not in lists:
+            lists[key] = create(repo, config_name, options, prepend_hydra, skip_missing)
+        return replace(lists[key], config_overrides=values)
+
+    def merge_once(self: ConfigLoaderImpl, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
+        if not any(known.defaults is defaults for known in lists.values()):
+            return merge(self, defaults, repo)
+        if id(defaults) not in merged:
+            merged[id(defaults)] = merge(self, defaults, repo)
+        return copy.deepcopy(merged[id(defaults)])
+
+    patch.setattr(config_loader_impl, "create_defaults_list", create_once)
+    patch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", merge_once)
 
 
 @contextmanager

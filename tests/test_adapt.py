@@ -67,9 +67,9 @@ def heads(folder: Path, name: str, dtype: torch.dtype) -> list[Head]:
     for seed in (3, 4):
         design = tiny_design(target.spec, **DESIGNS[name])
         tensors = random_tensors(design, seed=seed)
-        if found and found[0].hot is not None:
-            tensors["d2t"] = found[0].hot.cpu().long() - torch.arange(len(found[0].hot))
-            tensors["t2d"] = torch.zeros(design.vocab, dtype=torch.bool).index_fill_(0, found[0].hot.cpu().long(), True)
+        if found and found[0].map_ids is not None:
+            tensors["d2t"] = found[0].map_ids.cpu().long() - torch.arange(len(found[0].map_ids))
+            tensors["t2d"] = torch.zeros(design.vocab, dtype=torch.bool).index_fill_(0, found[0].map_ids.cpu().long(), True)
         if found and design.own_embedding:
             tensors["embed_tokens.weight"] = found[0].tensors["embed_tokens.weight"].cpu().double()
         write_head(folder / f"head{seed}", design, tensors, layout="speculators")
@@ -325,10 +325,10 @@ def test_a_measurement_comes_after_every_few_steps_and_is_not_interrupted(monkey
 def test_the_memory_of_learning_is_what_the_formula_says() -> None:
     target = tiny_target(torch.float32)
     spec = new_spec(target.spec, draft_vocab=19, aux_layer_ids=[0, 1, 2])
-    hot = torch.arange(19)
-    network = new_network(spec, target, hot, seed=0)
+    map_ids = torch.arange(19)
+    network = new_network(spec, target, map_ids, seed=0)
     drafter = SimpleNamespace()
-    learner = Learner(network, hot.numpy(), target, drafter, lr=1e-3, steps=3, batch_tokens=64)
+    learner = Learner(network, map_ids.numpy(), target, drafter, lr=1e-3, steps=3, batch_tokens=64)
     learner._loss([Row(ids=np.arange(20, dtype=np.int32), prompt_len=2)]).backward()
     gradients = sum(p.grad.nbytes for p in network.parameters() if p.grad is not None)
     learner.learn([Row(ids=np.arange(20, dtype=np.int32), prompt_len=2)])
@@ -345,12 +345,12 @@ def test_the_memory_of_learning_is_what_the_formula_says() -> None:
 
 
 def test_a_step_on_the_job_is_one_of_training_at_a_rate_that_rises() -> None:
-    target, hot, usual = tiny_target(torch.float32), torch.arange(19), TrainConfig()
+    target, map_ids, usual = tiny_target(torch.float32), torch.arange(19), TrainConfig()
     spec = new_spec(target.spec, draft_vocab=19, aux_layer_ids=[0, 1, 2])
-    network, other = (new_network(spec, target, hot, seed=0) for _ in range(2))
-    learner = Learner(network, hot.numpy(), target, SimpleNamespace(), lr=1e-2, steps=3, batch_tokens=64)
+    network, other = (new_network(spec, target, map_ids, seed=0) for _ in range(2))
+    learner = Learner(network, map_ids.numpy(), target, SimpleNamespace(), lr=1e-2, steps=3, batch_tokens=64)
     optimiser = Optimiser(other, lr=1e-2, muon=usual.muon, fused=False)
-    teacher = Teacher(target, spec.aux_layer_ids, hot, torch.float32)
+    teacher = Teacher(target, spec.aux_layer_ids, map_ids, torch.float32)
     rows = [Row(ids=np.arange(20, dtype=np.int32), prompt_len=2)]
     for done in range(1, WARM_STEPS + 3):
         learner.learn(rows)
@@ -360,8 +360,8 @@ def test_a_step_on_the_job_is_one_of_training_at_a_rate_that_rises() -> None:
     assert all(torch.allclose(tensor, wanted[name], atol=1e-4) for name, tensor in network.state_dict().items())
     learner.begin_again()
     learner.learn(rows)
-    first = new_network(spec, target, hot, seed=0)
-    Learner(first, hot.numpy(), target, SimpleNamespace(), lr=5e-3, steps=3, batch_tokens=64).learn(rows)
+    first = new_network(spec, target, map_ids, seed=0)
+    Learner(first, map_ids.numpy(), target, SimpleNamespace(), lr=5e-3, steps=3, batch_tokens=64).learn(rows)
     wanted = first.state_dict()
     assert all(torch.allclose(tensor, wanted[name], atol=1e-4) for name, tensor in network.state_dict().items())
 
@@ -393,11 +393,11 @@ def test_a_copy_that_has_learnt_measures_better_until_it_drafts(kind: str) -> No
     engine = Engine(target, NoDrafter(), packed(4, page_size=16, num_pages=40), device=device)
     done = list(engine.run(request(i, [i, 2 * i, 3], cap=24) for i in range(12)))
     rows = [row for one in done if (row := row_of(one)) is not None]
-    spec, hot = new_spec(target.spec, draft_vocab=31, aux_layer_ids=[0, 1, 2]), torch.arange(31)
-    network = new_network(spec, target, hot, seed=0)
+    spec, map_ids = new_spec(target.spec, draft_vocab=31, aux_layer_ids=[0, 1, 2]), torch.arange(31)
+    network = new_network(spec, target, map_ids, seed=0)
     first = {normalised(name): tensor.detach().to(dtype, copy=True) for name, tensor in network.state_dict().items()}
     drafter = ChainDrafter(Head(spec, first, None), target, 3, slots=2)
-    learner = Learner(network, hot.numpy(), target, drafter, lr=5e-3, steps=3, batch_tokens=512)
+    learner = Learner(network, map_ids.numpy(), target, drafter, lr=5e-3, steps=3, batch_tokens=512)
     learner.rehearse()
     same = learner.compare(rows)
     assert same.drafts == same.learns

@@ -20,8 +20,8 @@ ROWS = 64
 def chosen(
     rates: list[float], costs: list[float], *, rounds: int = 3000, seed: int = 0, attention: list[float] | None = None
 ) -> np.ndarray:
-    """Draft lengths of each round; rates[k]: share that keeps draft k behind kept ones; costs[K]: seconds of a round over dead
-    rows, attention[K]: what live ones add."""
+    """Draft lengths of each round; rates[k]: share that accepts draft k after accepted ones; costs[K]: seconds of a round over
+    dead rows, attention[K]: what live ones add."""
     rng = np.random.default_rng(seed)
     lengths = DraftLengths(len(rates))
     for k, cost in enumerate(costs):
@@ -59,7 +59,7 @@ def test_the_best_length_is_found_and_kept(rates: list[float], costs: list[float
 
 def test_what_drafts_cost_in_attention_is_not_charged_to_rounds_without() -> None:
     """256 rows of 1,280 tokens of an 8B model, in ms, and drafts that are kept one time in ten: nothing beats K = 0, where
-    attention is cheapest, and who never looks there does not know."""
+    attention is cheapest, which only a probe of K = 0 shows."""
     base, attention = [7.6, 10.5, 13.0, 15.5], [10.7, 13.2, 15.0, 17.0]
     late = chosen([0.1, 0.2, 0.6], base, attention=attention)[200:]
     assert (late == 0).mean() > 0.95
@@ -82,7 +82,7 @@ def test_no_drafts_are_found_to_pay_where_every_length_costs_the_same(cost: floa
         ([0.7, 0.7, 0.2], [1.0, 1.2, 1.4, 2.4], 1.0, {0: 1 / 3, 1: 1 / 3, 3: 1 / 3}),
     ],
 )
-def test_one_round_in_sixty_four_looks_at_another_length(
+def test_one_round_in_sixty_four_probes_another_length(
     rates: list[float], costs: list[float], attention: float, shares: dict[int, float]
 ) -> None:
     """At the next longer one, the next shorter one and none, in turn."""
@@ -94,26 +94,26 @@ def test_one_round_in_sixty_four_looks_at_another_length(
 
 
 @pytest.mark.parametrize(("cost", "looked_at"), [(2.0, True), (2.25, False)])
-def test_a_length_that_would_not_pay_with_all_its_drafts_kept_is_never_looked_at(cost: float, looked_at: bool) -> None:
+def test_a_length_that_would_not_pay_with_all_its_drafts_accepted_is_never_probed(cost: float, looked_at: bool) -> None:
     """One draft makes 1.7 tokens in 1.2 s; two could make 3."""
     assert (2 in chosen([0.7, 0.0], [1.0, 1.2, cost])) == looked_at
 
 
-def test_looks_at_a_dear_length_cost_one_percent_of_all_rounds() -> None:
-    """A tree whose rounds take as long as nine without drafts, of whose eight levels hardly one stands."""
+def test_probes_of_an_expensive_length_cost_one_percent_of_all_rounds() -> None:
+    """A tree whose rounds take as long as nine without drafts, of whose eight levels hardly one is accepted."""
     lengths, rounds = DraftLengths(8, choices=(0, 8)), 20_000
     for k, cost in ((0, 1.0), (8, 8.5)):
         lengths.set_base(ROWS, k, cost)
-    looks = 0
+    probes = 0
     for _ in range(rounds):
         k, _ = lengths.choose(ROWS, 0)
         lengths.observe(k, np.full(ROWS, min(k, 1), np.int32))
-        looks += k == 8
-    lost = looks * (8.5 - 2.0)
+        probes += k == 8
+    lost = probes * (8.5 - 2.0)
     assert 0.8 * PROBE_SHARE * rounds < lost < 1.2 * PROBE_SHARE * rounds
 
 
-def test_lengths_are_looked_at_more_often_while_they_are_new() -> None:
+def test_lengths_are_probed_more_often_while_they_are_new() -> None:
     """Twice each, the longer one first; to another head they are new again."""
     lengths = DraftLengths(3)
     for k, cost in enumerate([1.0, 1.2, 1.4, 2.4]):
@@ -126,8 +126,8 @@ def test_lengths_are_looked_at_more_often_while_they_are_new() -> None:
     assert taken == {208: 3, 216: 3, 224: 1, 232: 1, 240: 0, 248: 0}
 
 
-def test_a_look_stands_beside_the_length_that_pays_as_of_now() -> None:
-    """Second drafts are lost in masses just before the eighth round, which looks beyond one draft, not beyond two."""
+def test_a_probe_is_next_to_the_length_that_pays_now() -> None:
+    """Second drafts are lost in masses just before the eighth round, which tries two drafts, not three."""
     lengths = DraftLengths(2)
     for k, cost in enumerate([1.0, 1.2, 1.4]):
         lengths.set_base(ROWS, k, cost)
@@ -229,7 +229,7 @@ def test_long_contexts_make_drafts_cheap() -> None:
 
 
 def test_a_draft_is_judged_by_the_rounds_that_kept_those_before_it() -> None:
-    """Every other row keeps both drafts or none: the second one stands wherever the first does."""
+    """Every other row keeps both drafts or none: the second one is accepted whenever the first is."""
     lengths = DraftLengths(2)
     for k, cost in enumerate([1.0, 1.0, 1.25]):
         lengths.set_base(ROWS, k, cost)
@@ -294,7 +294,7 @@ def test_a_round_that_took_less_than_one_over_dead_rows_makes_no_token_a_gain() 
 
 
 def test_a_round_without_drafts_that_prepares_one_is_not_taken_for_one_that_does_not() -> None:
-    """A look at 0 between rounds that draft ends with the first draft of the next; staying at 0 would not pay for that."""
+    """A probe of 0 between rounds that draft ends with the first draft of the next; staying at 0 would not pay for that."""
     lengths = DraftLengths(1)
     for k, cost in enumerate((1.0, 1.5)):
         lengths.set_base(ROWS, k, cost)

@@ -80,7 +80,7 @@ def test_a_row_becomes_a_request_a_sample_that_shares_its_prompt() -> None:
     assert (other.row_index, other.sample_index, other.sampling.temperature) == (1, 0, 0.5)
 
 
-def test_a_row_s_own_values_stand_before_the_job_s() -> None:
+def test_a_row_s_own_values_have_precedence_over_the_job_s() -> None:
     table = prompts(
         "a", "b", max_new_tokens=pa.array([5, None]), temperature=pa.array([0.7, None]), top_p=pa.array([0.9, None]),
         top_k=pa.array([3, None]), min_p=pa.array([0.1, None]), stop=pa.array([["x"], None]),
@@ -248,7 +248,7 @@ def test_a_chat_without_a_template_is_refused_at_once(monkeypatch: pytest.Monkey
             admit(table, input__chat=chat)
 
 
-def test_a_seed_given_back_repeats_each_sample_wherever_the_row_stands() -> None:
+def test_a_seed_given_back_repeats_each_sample_whatever_the_place_of_the_row() -> None:
     samples = requests(prompts("a", "b"), decode__n=3)
     assert len({request.seed for request in samples}) == 6
     assert [request.seed for request in samples[:3]] == [(base := hash64(0, "q0")), hash64(base, 1), hash64(base, 2)]

@@ -269,7 +269,7 @@ def test_a_row_that_can_never_fit_is_refused_with_the_numbers() -> None:
         allocator.refill()
 
 
-def test_compaction_moves_only_rows_behind_the_bucket() -> None:
+def test_compaction_moves_only_rows_after_the_bucket() -> None:
     pools = pools_of(40)
     allocator = SlotAllocator(shape(4, 40), pools, (progress(request(i, [i], cap=4)) for i in range(4)))
     rows = allocator.refill()

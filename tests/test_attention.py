@@ -111,7 +111,7 @@ some_rows = st.lists(one_row, min_size=1, max_size=6).filter(lambda rows: any(q 
 @settings(max_examples=60, deadline=None)
 @given(some_rows, st.none() | st.integers(1, 30), st.integers(0, 12), st.integers(0, 99))
 def test_any_mix_of_rows_is_exact_in_fp64(rows: list[tuple[int, int]], window: int | None, sink: int, seed: int) -> None:
-    """The first `sink` keys are seen from behind any window too."""
+    """The first `sink` keys are seen too, whatever the window."""
     check(rows, (4, 2), window, torch.float64, seed, sink)
 
 
@@ -150,8 +150,8 @@ def test_a_key_that_is_not_finite_reaches_the_queries_that_see_it_and_no_others(
 
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 9])
 @pytest.mark.parametrize("num_nodes", [1, 7, 40, 64])
-def test_nodes_of_a_tree_see_what_stands_before_it_and_their_own_path(num_nodes: int, window: int | None) -> None:
-    """Keys by node, positions by depth: a query at depth d is d behind the first node, however many nodes stand between."""
+def test_nodes_of_a_tree_see_the_tokens_before_it_and_their_own_path(num_nodes: int, window: int | None) -> None:
+    """Keys by node, positions by depth: a query at depth d has the first node's position plus d, whatever its number."""
     rng, generator = random.Random(num_nodes), torch.Generator().manual_seed(0)
     starts, parents = [5, 11, 0], [random_parents(rng, num_nodes, 5) for _ in range(3)]
     batch = make_batch([(num_nodes, start + num_nodes) for start in starts], generator)
@@ -252,7 +252,7 @@ def test_places_of_rows_without_keys_and_padding_are_zero() -> None:
     assert out[[0, 1, 4]].ne(0).all()
 
 
-def test_page_table_entries_behind_a_row_are_never_read() -> None:
+def test_page_table_entries_after_a_row_are_never_read() -> None:
     generator = torch.Generator().manual_seed(0)
     batch = make_batch([(1, 30), (1, 3), (20, 22)], generator)
     q, kv = make_tensors(batch, (4, 2), torch.float32, generator)

@@ -21,7 +21,7 @@ def test_the_job_layer_keeps_to_its_budget_in_flat_memory_and_writes_every_row_o
     print(facts)
     # By the processor's clock: a slow machine, whose cores do other work too, was seen to take 1.65 times the budget.
     assert facts["cpu_us"] + facts["journal_us"] < 2.5 * facts["budget_us"] == 640
-    # What a row leaves behind for good would show: 100 bytes of each are 50 MB in half of a million rows.
+    # Memory that a row never frees would show: 100 bytes of each are 50 MB in half of a million rows.
     assert facts["resident_mb_q4"] - facts["resident_mb_q2"] < 30
     out = OutputFolder(tmp_path / "out")
     assert not out.missing()

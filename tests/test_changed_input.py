@@ -111,8 +111,8 @@ def test_an_input_that_changes_ends_the_run_before_a_row_of_it_is_committed(
     assert pl.read_parquet(out / "data")["request_id"].to_list() == [f"q{i}" for i in range(ROWS)]
 
 
-def test_the_commit_looks_at_the_input_once_more(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All is read in one piece and right; the file changes behind that, before anything is committed."""
+def test_the_commit_checks_the_input_once_more(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is read at once and right; then the file changes, before anything is committed."""
     path = tmp_path / "in.parquet"
     path.write_bytes(as_parquet())
     commit = decode_shards.commit_shard
@@ -157,7 +157,7 @@ def test_other_json_lines_are_noticed_though_size_and_time_are_the_same(tmp_path
 
 
 @pytest.mark.parametrize(("name", "first"), [("0", 0), ("2", 3), ("3", 6)])
-def test_only_the_files_of_the_rows_asked_for_are_looked_at(tmp_path: Path, name: str, first: int) -> None:
+def test_only_the_files_of_the_rows_asked_for_are_checked(tmp_path: Path, name: str, first: int) -> None:
     for i in range(4):  # file 1 has no rows
         (tmp_path / f"{i}.jsonl").write_bytes(as_lines(count=0 if i == 1 else 3))
     source = open_source(InputConfig(path=str(tmp_path)))

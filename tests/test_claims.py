@@ -173,7 +173,7 @@ def owner_of(root: Path, shard: int) -> str:
     return str(json.loads((root / FOLDER / f"{shard:05d}.json").read_text())["owner"])
 
 
-def test_of_two_that_take_over_at_once_the_one_that_stands_there_has_the_shard(
+def test_of_two_that_take_over_at_once_the_one_whose_claim_remains_has_the_shard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dead, one, other = (open_claims(tmp_path, name) for name in "abc")
@@ -221,10 +221,10 @@ def test_a_run_writes_its_claims_no_more_often_than_a_beat(tmp_path: Path, monke
     assert written == pytest.approx([RENEW_S, 2 * RENEW_S, 3 * RENEW_S])
 
 
-def test_claims_that_are_deleted_while_another_run_looks_belong_to_nobody(
+def test_claims_that_are_deleted_while_another_run_reads_them_belong_to_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run that completes the job deletes them all, perhaps between another one's look at the folder and at a claim."""
+    """The run that completes the job deletes them all, even after another one listed the folder and before it reads them."""
     one, other = open_claims(tmp_path, "a", **ELSEWHERE), open_claims(tmp_path, "b")
     assert one.take(0)
     names = LocalStore.list(other._store, FOLDER)  # type: ignore[arg-type]
@@ -234,7 +234,7 @@ def test_claims_that_are_deleted_while_another_run_looks_belong_to_nobody(
     assert other.take(0)
 
 
-def test_who_looks_for_work_reads_the_claims_on_that_work_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_work_reads_the_claims_on_missing_shards_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Claims on shards that are committed stay where they are: a job of thousands must not read them again and again."""
     one, other = open_claims(tmp_path, "a", **ELSEWHERE), open_claims(tmp_path, "b")
     assert all(one.take(shard) for shard in range(20))
@@ -262,7 +262,7 @@ def _take_all(args: tuple[str, str]) -> list[int]:
 def test_sixteen_processes_share_the_shards_and_take_none_twice(tmp_path: Path) -> None:
     with ProcessPoolExecutor(4) as pool:
         taken = list(pool.map(_take_all, [(str(tmp_path), f"run{i}") for i in range(16)]))
-    # The pool's processes live on while the later runs look: nobody is gone, so each shard is taken once.
+    # The pool's processes are alive while the later runs check: no run has ended, so each shard is taken once.
     assert sorted(shard for shards in taken for shard in shards) == list(range(40))
 
 

@@ -29,7 +29,7 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return calls
 
 
-def test_a_command_gets_the_words_behind_it_and_gives_the_exit_code(heard: list[list[str]]) -> None:
+def test_a_command_gets_the_words_after_it_and_gives_the_exit_code(heard: list[list[str]]) -> None:
     assert cli.main(["stats", "out", "--json"]) == 7
     assert heard == [["out", "--json"]]
 

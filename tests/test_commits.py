@@ -35,7 +35,7 @@ def test_shards_come_back_in_order_when_they_are_committed_and_the_next_ones_are
     assert events.index(f"decoded {WAITING + 1}") > events.index("committed 0")  # decoding does not run away from it
 
 
-def test_a_failed_commit_is_raised_and_no_shard_behind_it_is_given_back() -> None:
+def test_a_failed_commit_is_raised_and_no_shard_after_it_is_given_back() -> None:
     def commit(shard: int) -> None:
         if shard == 2:
             raise OSError("full")

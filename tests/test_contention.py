@@ -33,7 +33,7 @@ def expected(lab: KillLab) -> list[Row]:
 
 
 def race_of_renames(lab: KillLab, count: int) -> None:
-    """Each has looked and found the shard's name free, and stops before the rename that gives it; then all of them go on.
+    """Each has found the shard's name free and stops before its rename to it; then all of them go on.
 
     All win, one after the other, in float32: whichever stays, its rows and tokens are those of all, and the end says so.
     """
@@ -58,7 +58,7 @@ def race_of_renames(lab: KillLab, count: int) -> None:
     assert list(folder.damage()) == []
     check = ["sh", "-c", "cat _batchspec/sums/* | sha256sum --check --status"]
     assert subprocess.run(check, cwd=out, check=False).returncode == 0
-    assert lab.said.read_text().count(f"{out}: done, 2 rows in 1 shards") == count
+    assert lab.said.read_text().count(f"{out}: done, 2 rows in 1 shard") == count
 
 
 def test_runs_that_all_rename_one_shard_into_place_have_the_same_rows(lab: KillLab) -> None:

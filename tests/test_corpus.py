@@ -55,6 +55,13 @@ def test_a_beginning_in_common_with_the_row_before_comes_once() -> None:
     assert kept(corpus) == [1, 2, 3, 4, 5, 6, -1, 3, 4, 5, 9, -1, 4, 5, 9]
 
 
+def test_a_document_of_one_run_with_no_token_after_it_is_not_kept() -> None:
+    shortest = LENGTHS[0]
+    corpus = feed(make(), list(range(10, 10 + shortest)), list(range(20, 21 + shortest)))
+    corpus.refresh(corpus.next_update())
+    assert kept(corpus) == list(range(20, 21 + shortest))
+
+
 def test_the_oldest_rows_make_room_and_a_row_that_is_too_long_keeps_its_end() -> None:
     corpus = make(12)
     for first in range(10, 90, 10):
@@ -93,7 +100,7 @@ def test_a_table_follows_from_its_documents_alone() -> None:
 def test_where_runs_meet_the_one_seen_more_often_stays() -> None:
     words = torch.tensor([1, 2, 7, -1, 1, 2, 7, -1, 3, 4, 9, -1], dtype=torch.int32)
     (entry,) = build_table(words, (2,), 1).tolist()
-    assert (entry >> 8) & 0x7FFFFFFF == 5  # the place of the second "2", behind which 7 came twice
+    assert (entry >> 8) & 0x7FFFFFFF == 5  # the place of the second "2", after which 7 came twice
     assert entry & 255 == 255 * 2 // 3
 
 

@@ -58,7 +58,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "window": lambda: WindowDrafter(tiny_target(), K, slots=SLOTS, window=3),
     "pard": lambda: pard(parallel=True),
     "pard chain": lambda: pard(parallel=False),
-    "hybrid": lambda: HybridDrafter(eagle3(), LookupDrafter(K), slots=SLOTS, device=DEVICE),
+    "hybrid": lambda: HybridDrafter(eagle3(), LookupDrafter(K, min_ngram=2, max_ngram=6), slots=SLOTS, device=DEVICE),
 }
 
 
@@ -135,7 +135,7 @@ def test_token_for_token_what_is_drawn_without_drafts(name: str) -> None:
 
 
 def probabilities(ids: list[int], sampling: SamplingParams) -> Tensor:
-    """[V] of the token behind `ids`: the target's own, by a sort."""
+    """[V] of the token after `ids`: the target's own, by a sort."""
     probs = torch.softmax(full_logits(tiny_target(), ids).double() / sampling.temperature, 0)
     values, order = probs.sort(descending=True)
     keep = torch.ones(VOCAB, dtype=torch.bool)

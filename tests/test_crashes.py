@@ -200,7 +200,7 @@ def kill_at_token(row: str, count: int, sample: int = 0) -> None:
 @pytest.mark.parametrize(
     ("more", "deadly"),
     [([], partial(kill_at_token, "q1", 11, sample=1)), (["output.logprobs=0"], partial(poison, "q1", signal.SIGKILL, sample=1))],
-    ids=["behind a token", "in its prefill, no tokens kept"],
+    ids=["after a token", "in its prefill, no tokens kept"],
 )
 def test_a_row_that_kills_always_at_one_place_is_found_and_its_finished_samples_stay(
     model: Path, tmp_path: Path, more: list[str], deadly: Patch

@@ -231,7 +231,7 @@ def test_pruned_and_whole_catch_up_carry_the_same_state(name: str, tmp_path: Pat
 
 
 def test_drafts_near_the_end_of_the_page_table_write_nothing_but_scratch(tmp_path: Path) -> None:
-    """A row that ends with the last page of its table drafts behind it: those places go to the scratch page."""
+    """A row that ends with the last page of its table drafts past it: those places go to the scratch page."""
     design, tensors = design_and_tensors("random")
     drafter = make_drafter(tmp_path, design, tensors, 5, slots=2)
     requests = [request(i, [i, 2, 3], cap=13) for i in range(2)]
@@ -241,7 +241,7 @@ def test_drafts_near_the_end_of_the_page_table_write_nothing_but_scratch(tmp_pat
 
 
 def test_a_target_that_is_far_away_of_a_short_trained_head_is_reached(tmp_path: Path) -> None:
-    """max_position_embeddings of the head is 8 in every test here: positions behind it are computed like any other."""
+    """max_position_embeddings of the head is 8 in every test here: later positions are computed like any other."""
     design, tensors = design_and_tensors("random")
     drafter = make_drafter(tmp_path, design, tensors, 2, slots=1)
     run([request(0, list(range(20)), cap=30)], packed(1, draft_len=2), drafter)
@@ -249,12 +249,12 @@ def test_a_target_that_is_far_away_of_a_short_trained_head_is_reached(tmp_path: 
     check_drafts(drafter, design, tensors)
 
 
-def test_page_keys_of_a_drafter_with_kv_cover_the_token_behind_the_page() -> None:
+def test_page_keys_of_a_drafter_with_kv_cover_the_token_after_the_page() -> None:
     ids = np.arange(9, dtype=np.int32)
     other = ids.copy()
     other[4] = 77
     assert len(prefix_hashes(ids, 4)) == 2
     assert len(prefix_hashes(ids, 4, lookahead=1)) == 2
-    assert len(prefix_hashes(ids[:8], 4, lookahead=1)) == 1  # the token behind the second page is not known
+    assert len(prefix_hashes(ids[:8], 4, lookahead=1)) == 1  # the token after the second page is not known
     assert prefix_hashes(ids[:8], 4)[:1] == prefix_hashes(other[:8], 4)[:1]
     assert prefix_hashes(ids, 4, lookahead=1)[0] != prefix_hashes(other, 4, lookahead=1)[0]

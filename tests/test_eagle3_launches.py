@@ -185,7 +185,7 @@ def test_the_fast_path_launches_products_and_own_kernels_only(name: str, tmp_pat
 
 
 @pytest.mark.parametrize("name", DESIGNS)
-def test_a_round_without_drafts_behind_it_computes_k_and_v_only(name: str, tmp_path: Path) -> None:
+def test_a_round_without_drafts_after_it_computes_k_and_v_only(name: str, tmp_path: Path) -> None:
     num_layers = DESIGNS[name].get("layers", 1)
     for part, of_torch, own in launches(tmp_path, 3, DESIGNS[name], prepare_next=False):
         assert part == "keep warm"
@@ -233,13 +233,13 @@ def test_parallel_drafts_take_one_forward_whatever_their_number(name: str, max_l
 @pytest.mark.parametrize("name", DESIGNS)
 def test_a_tree_is_grown_by_a_forward_and_a_choice_a_level(name: str, tmp_path: Path) -> None:
     num_layers = DESIGNS[name].get("layers", 1)
-    once = {"mul", "sub", "add", "minimum", "clone"}  # where the levels stand, before the first of them
+    once = {"mul", "sub", "add", "minimum", "clone"}  # the positions of the levels, before the first of them
     for part, of_torch, own in launches(tmp_path, 4, DESIGNS[name], drafter=WatchedTree):
         if part == "propose":
             assert set(of_torch) <= PRODUCTS | once | {"topk", "logsumexp", "index_select"}
             assert sum(of_torch[operation] for operation in once) <= 8
             assert of_torch["topk"] == of_torch["logsumexp"] == own["expand_tree"] == 4
-            assert of_torch["index_select"] == own["eagle_head_input"] == 3  # nothing goes through the head behind the last level
+            assert of_torch["index_select"] == own["eagle_head_input"] == 3  # nothing goes through the head after the last level
             assert own["prepare_tree_inputs"] == own["rerank_tree"] == 1
             assert own["attend"] == 3 * num_layers
         else:

@@ -44,7 +44,7 @@ def use(engine: Engine, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["not run", "run", "left half-way"])
-@pytest.mark.parametrize("drafter", [NoDrafter, lambda: LookupDrafter(2)], ids=["none", "lookup"])
+@pytest.mark.parametrize("drafter", [NoDrafter, lambda: LookupDrafter(2, min_ngram=2, max_ngram=6)], ids=["none", "lookup"])
 def test_an_engine_that_nobody_holds_is_freed_without_the_garbage_collector(drafter: type[Drafter], how: str) -> None:
     engine = Engine(tiny_target(), drafter(), packed(2), device=DEVICE)
     use(engine, how)

@@ -57,7 +57,7 @@ def test_chat_and_prompt_completion_hold_good_rows_and_say_what_they_left_out(
     assert capsys.readouterr().out == f"{file}: 3 lines; rows left out: 1 error, 1 truncated\n"
     assert main([str(out), str(file), "--to", "prompt_completion", "--status", "truncated,error", "--overwrite"]) == 0
     assert lines(file) == [{"prompt": [turn("user", "say 2")], "completion": [turn("assistant", "answer 2.0")]}]
-    assert capsys.readouterr().out == f"{file}: 1 lines; rows left out: 1 error, 3 ok\n"
+    assert capsys.readouterr().out == f"{file}: 1 line; rows left out: 1 error, 3 ok\n"
 
 
 @pytest.mark.parametrize("kept", ["full", "prompt"])

@@ -64,7 +64,7 @@ def test_a_window_holds_several_shards_and_rows_for_every_slot_twice() -> None:
     assert windows(feed(caps, shard_rows=60, slots=30)) == [240]
 
 
-def test_what_is_left_behind_the_last_whole_window_belongs_to_it() -> None:
+def test_rows_after_the_last_whole_window_belong_to_it() -> None:
     caps = [1 + i % 60 for i in range(200)]
     assert windows(feed(caps, shard_rows=10, slots=40)) == [80, 120]
     assert windows(feed(caps, shard_rows=10, slots=96)) == [200]

@@ -208,11 +208,11 @@ def test_a_job_of_the_version_before_goes_on_and_its_files_count_by_their_rows(
         OutputFolder(out).committed()
 
 
-# --- a run that stood still, and the job that took its folder
+# --- a run that was suspended, and the job that took its folder
 
 
 def stands_still_before_its_put(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], Any]) -> None:
-    """The next run that publishes has looked at the manifest; then all this happens, and only then comes its PUT."""
+    """The next run that publishes has read the manifest; then all this happens, and only then comes its PUT."""
     publish = S3Store.publish
 
     def late(self: S3Store, path: Path, name: str) -> bool:
@@ -252,7 +252,7 @@ def downloads(server: Lab) -> list[Any]:
     return [io.BytesIO(server.held(key)) for key in server.names() if key.startswith("out/data/")]
 
 
-def test_on_s3_a_run_that_stood_still_replaces_nothing_of_the_job_that_took_its_folder(
+def test_on_s3_a_run_that_was_suspended_replaces_nothing_of_the_job_that_took_its_folder(
     remote: Any, server: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = new_folder(remote, 6, 2)
@@ -309,7 +309,7 @@ def test_a_card_that_is_written_into_the_folder_of_another_job_is_taken_back(
     assert not second[0].has_card()
 
 
-def test_who_stands_still_while_it_deletes_a_job_deletes_nothing_of_the_next_one(
+def test_a_run_suspended_while_it_deletes_a_job_deletes_nothing_of_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new_folder(tmp_path, 6, 2)
@@ -339,9 +339,16 @@ def begin_retry(folder: OutputFolder, number: int = 1) -> Generation:
     return retry
 
 
+def test_a_retry_is_named_by_the_words_that_begin_it_again(whole: OutputFolder) -> None:
+    words = "resume=error decode.max_new_tokens=8"
+    assert [str(begin_retry(whole, number)) for number in (1, 2)] == [words, f"{words} resume.retry_id=2"]
+
+
 @pytest.mark.parametrize("method", ["link", "rename"])
-def test_a_run_that_stood_still_does_not_undo_a_retry(whole: OutputFolder, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    """Between its look at the name and the rename, which replaces: its file is gone when it goes on."""
+def test_a_run_that_was_suspended_does_not_undo_a_retry(
+    whole: OutputFolder, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """It is suspended after it found the name free and before its rename, which would replace. Its own file is deleted."""
     shard = Path(whole.path) / "data/part-00001.parquet"
     kept = shard.read_bytes()
     shard.unlink()
@@ -395,7 +402,7 @@ def test_a_retry_of_the_job_before_is_none_of_this_job(whole: OutputFolder) -> N
         assert now.commit(index, table)
     with pytest.raises(OutputError, match="was overwritten"):
         begin_retry(late)
-    late.check_own = lambda: None  # type: ignore[method-assign]  # it had looked already
+    late.check_own = lambda: None  # type: ignore[method-assign]  # it had checked already
     stale = replace(begin_retry(late), job=whole.manifest.job)
     fresh = OutputFolder(whole.path)
     assert fresh.generation is None

@@ -11,8 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig
 
 from batchspec.draft.formats import HeadSpec, read_head
+from batchspec.draft.layouts import _LAYER_DEFAULTS
 from batchspec.draft.weights import dummy_head, dummy_spec, expected_shapes, head_bytes, load_head, normalised, read_head_spec
 from batchspec.errors import CheckpointError
 from batchspec.model.rope import rope_frequencies
@@ -100,11 +102,11 @@ def test_one_head_is_the_same_in_every_layout(changes: dict[str, Any], tmp_path:
         assert head.tensors.keys() == tensors.keys() - {"d2t", "t2d"}
         assert all(torch.equal(head.tensors[name], tensors[name]) for name in head.tensors)
         if design.draft_vocab is None:
-            assert (head.hot, spec.own_head, spec.draft_vocab_size) == (None, False, 40)
+            assert (head.map_ids, spec.own_head, spec.draft_vocab_size) == (None, False, 40)
         else:
-            assert head.hot is not None
-            assert head.hot.dtype == torch.int32
-            assert head.hot.tolist() == tensors["t2d"].nonzero().flatten().tolist()  # an OFFSET: target id = draft id + d2t
+            assert head.map_ids is not None
+            assert head.map_ids.dtype == torch.int32
+            assert head.map_ids.tolist() == tensors["t2d"].nonzero().flatten().tolist()  # an OFFSET: target id = draft id + d2t
 
 
 def test_tensor_names_have_one_spelling() -> None:
@@ -123,7 +125,7 @@ def test_tensor_names_have_one_spelling() -> None:
         ([1, 17, 32], "auto", (2, 18, 33)),
         ([1, 17, 32], "input", (1, 17, 32)),
         ([2, 18, 33], "output", (3, 19, 34)),
-        ([24, 30, 36], "auto", (24, 30, 36)),  # the last boundary, behind the last layer
+        ([24, 30, 36], "auto", (24, 30, 36)),  # the last boundary, after the last layer
     ],
 )
 @pytest.mark.parametrize("key", ["eagle_aux_hidden_state_layer_ids", "eagle_config"])
@@ -180,8 +182,8 @@ def test_norm_output_means_the_norm_before_lm_head_to_specforge_and_what_is_fed_
     assert spec_of(folder).feed_normed
     configure(folder, architectures=["LlamaForCausalLMEagle3"])
     assert not spec_of(folder).feed_normed
-    configure(folder, norm_output=False)
-    assert "norm_output=false (in this layout: no norm before lm_head)" in refusal(folder)
+    configure(folder, norm_output=False)  # of its newer configs: an EAGLE-3 head
+    assert not spec_of(folder).feed_normed
 
 
 def test_the_defaults_that_speculators_leaves_out_are_those_of_its_model_type(tmp_path: Path) -> None:
@@ -189,6 +191,12 @@ def test_the_defaults_that_speculators_leaves_out_are_those_of_its_model_type(tm
     assert (spec_of(folder).rms_eps, spec_of(folder).rope.theta) == (1e-6, 10_000.0)
     configure(folder, "transformer_layer_config", num_hidden_layers=None)
     assert "missing tensors: layers.1." in refusal(folder)  # transformers' llama has 32
+
+
+@pytest.mark.parametrize("family", [*_LAYER_DEFAULTS])
+def test_values_that_a_config_leaves_out_are_those_of_transformers(family: str) -> None:
+    known = AutoConfig.for_model(family)
+    assert {key: getattr(known, key) for key in _LAYER_DEFAULTS[family]} == _LAYER_DEFAULTS[family]
 
 
 def test_windows_are_read_whatever_the_switch_of_the_family_says(tmp_path: Path) -> None:
@@ -379,7 +387,7 @@ def test_the_draft_vocabulary_must_lie_in_the_targets(tmp_path: Path) -> None:
     known = torch.zeros(40, dtype=torch.bool)
     assert "d2t and t2d disagree on 19 draft ids" in refusal(change(folder, d2t=offsets, t2d=known))
     assert "t2d is [39], config.json says [40]" in refusal(change(folder, t2d=known[1:]))
-    assert load_head(change(folder, t2d=None), TARGET, dtype=torch.float32, device=CPU).hot is not None
+    assert load_head(change(folder, t2d=None), TARGET, dtype=torch.float32, device=CPU).map_ids is not None
 
 
 def test_what_is_no_head_is_refused(tmp_path: Path) -> None:
@@ -401,8 +409,8 @@ def test_a_dummy_head_has_the_shapes_of_the_usual_one() -> None:
     assert head_bytes(spec, torch.bfloat16) == pytest.approx(0.85e9, rel=0.02)
     small = dummy_spec(DEEP, draft_vocab_size=7)
     one, other = (dummy_head(small, dtype=torch.float32, device=CPU) for _ in range(2))
-    assert one.hot is not None
-    assert one.hot.tolist() == [0, 5, 11, 17, 22, 28, 34]
+    assert one.map_ids is not None
+    assert one.map_ids.tolist() == [0, 5, 11, 17, 22, 28, 34]
     assert {name: tuple(t.shape) for name, t in one.tensors.items()} | {"d2t": (7,)} == expected_shapes(small)
     assert all(torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors)
     assert one.tensors["layers.0.hidden_norm.weight"].eq(1).all()

@@ -14,8 +14,8 @@ from torch import Tensor
 from batchspec.errors import CheckpointError, ConfigError
 from batchspec.model.blocks.base import Projection
 from batchspec.model.files import LocalFiles
-from batchspec.model.quant.fp8 import BLOCK
 from batchspec.model.quant.fp8_block import FP8_BLOCK
+from batchspec.model.quant.fp8_products import BLOCK
 from batchspec.model.spec import load_spec
 from batchspec.model.target import Target
 from batchspec.model.weights import Checkpoint, judge_model

@@ -201,7 +201,7 @@ SECRETS = {
 
 
 def everything(out: Path) -> bytes:
-    """Every byte of a folder, and what stands in Parquet uncompressed."""
+    """Every byte of a folder, and the uncompressed contents of Parquet."""
     found = b""
     for path in out.rglob("*"):
         if path.is_file():

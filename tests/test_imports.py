@@ -1,4 +1,4 @@
-"""Who may import whom (README, "How it is built"), read from the source: what stands under TYPE_CHECKING is free."""
+"""Who may import whom (README, "How it is built"), read from the source: imports under TYPE_CHECKING are free."""
 
 from __future__ import annotations
 
@@ -135,10 +135,12 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
 
 
 def sources() -> list[Path]:
-    return sorted(path for folder in ("batchspec", "kernels") for path in (ROOT / folder).rglob("*.py") if not _behind_link(path))
+    return sorted(
+        path for folder in ("batchspec", "kernels") for path in (ROOT / folder).rglob("*.py") if not _through_link(path)
+    )
 
 
-def _behind_link(path: Path) -> bool:
+def _through_link(path: Path) -> bool:
     return any(parent.is_symlink() for parent in path.parents)
 
 

@@ -32,7 +32,7 @@ def out(tmp_path: Path) -> Path:
 
 
 def fact(text: str, name: str) -> str:
-    """What stands behind a name at the beginning of a line."""
+    """The rest of the line that begins with this name."""
     (value,) = [line.removeprefix(name).strip() for line in text.splitlines() if line.startswith(f"{name} ")]
     return value
 

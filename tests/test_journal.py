@@ -8,13 +8,16 @@ import logging
 import zlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar, get_origin
 
 import numpy as np
 import pytest
+from typing_extensions import TypeAliasType
 
 from batchspec.records import Completion, RowError, RowStats, Snapshot
+from batchspec.runstate import journal_rows
 from batchspec.runstate.journal import FOLDER, VERSION, Journal
+from batchspec.runstate.journal_rows import fits
 from batchspec.storage.local_store import LocalStore
 
 STATS = RowStats(
@@ -66,6 +69,45 @@ def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
     assert found.snapshots == {(9, 0): LEFT}
 
 
+def test_arrays_of_another_width_come_back_as_the_same_numbers(tmp_path: Path) -> None:
+    """A segment says nothing about the width of its numbers."""
+    writer = journal(tmp_path)
+    wide = replace(FULL, token_ids=np.array([3, 4, 5], np.int64), logprobs=np.array([-0.1, -0.2, -3.0], ">f8"))
+    writer.add(wide)
+    writer.flush()
+    same(journal(tmp_path, "b").read(skip=set()).completions[7, 1], FULL)
+
+
+def test_rows_come_back_where_numpy_declares_ndarray_by_a_type_statement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NumPy 2.5 does with Python 3.12: `type NDArray[ScalarT: np.generic] = np.ndarray[...]`."""
+    scalar = TypeVar("scalar")
+    arrays = TypeAliasType("arrays", np.ndarray[Any, np.dtype[scalar]], type_params=(scalar,))
+    assert not isinstance(get_origin(arrays[np.int32]), type)
+    hints = dict.fromkeys(("prompt_ids", "token_ids"), arrays[np.int32]) | {"logprobs": arrays[np.float32] | None}
+    known = journal_rows._hints
+
+    def declared(record: type) -> list[tuple[str, Any]]:
+        return [(name, hints.get(name, hint) if record is Completion else hint) for name, hint in known(record)]
+
+    monkeypatch.setattr(journal_rows, "_hints", declared)
+    writer = journal(tmp_path)
+    writer.add(FULL)
+    writer.flush()
+    same(journal(tmp_path, "b").read(skip=set()).completions[7, 1], FULL)
+    assert not fits([3, 4], arrays[np.int32])
+
+
+def test_an_annotation_that_cannot_be_checked_is_a_fault_of_the_code_and_not_of_the_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = journal(tmp_path)
+    writer.add(BAD)
+    writer.flush()
+    monkeypatch.setattr(journal_rows, "_hints", lambda record: [("status", Literal["ok"])])
+    with pytest.raises(NotImplementedError, match="cannot check values of the type"):
+        journal(tmp_path, "b").read(skip=set())
+
+
 def test_nothing_is_written_for_nothing(tmp_path: Path) -> None:
     writer = journal(tmp_path)
     assert writer.flush() == 0
@@ -112,7 +154,7 @@ def test_a_refresh_adds_what_other_runs_left_since(tmp_path: Path, monkeypatch: 
     assert names == [f"{FOLDER}/b-000001.json"]
     listed = LocalStore.list(reader._store, FOLDER)  # type: ignore[arg-type]
     monkeypatch.setattr(LocalStore, "list", lambda self, name: [*listed, "c-000000.json"])
-    reader.refresh(found)  # gone between the look at the folder and at the file
+    reader.refresh(found)  # deleted after the folder was listed and before the file is read
 
 
 @pytest.mark.parametrize(

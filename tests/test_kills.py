@@ -116,14 +116,14 @@ def test_kills_at_random_moments_leave_every_row_once_and_no_reader_sees_a_part_
             while not (out / "README.md").exists():
                 codes = killer.end([lab.start(out) for _ in range(killer.num_runs)])
                 assert set(codes) <= {0, -signal.SIGKILL}, lab.said.read_text()[-2000:]
-        assert lab.run(out) == 0  # the one that wrote the card may have been killed right behind it
+        assert lab.run(out) == 0  # the one that wrote the card may have been killed right after it
         assert check_visible(out) == SHARDS
         unlucky += check_rows(partial(pl.read_parquet, out / "data"), partial(lab.run, out, "resume=error"), expected)
         complete += 1
         polls += len(visible)
         seen |= set(visible)
         shutil.rmtree(out)
-    print(f"{killer.died} kills, {complete} jobs completed, {polls} looks at data/ by the reader, which saw {sorted(seen)} parts")
+    print(f"{killer.died} kills, {complete} jobs completed, {polls} readings of data/, which saw {sorted(seen)} parts")
     print(f"taken for rows that kill: {unlucky}")
     assert len(unlucky) <= kills // 200
     assert len(seen) > 2

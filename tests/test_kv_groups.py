@@ -63,7 +63,7 @@ def long_requests(count: int = 5, *, sampling: SamplingParams | None = None, sam
 
 
 class Recorded:
-    """Keeps what a drafter proposed for each live row, with the tokens that it stood at."""
+    """Keeps what a drafter proposed for each live row, with the tokens that the row had then."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -233,7 +233,7 @@ def check_statistics(completion: Completion, kind: str, *, scarce_pages: bool) -
     assert sum(stats.histogram) == stats.num_rounds
     assert sum(j * count for j, count in enumerate(stats.histogram)) == stats.num_accepted
     assert (stats.num_prefills == 1) or scarce_pages
-    # A forced drafter knows nothing of what would have come behind a stop.
+    # A forced drafter does not know the tokens that would have followed a stop.
     if kind == "right" and completion.finish_reason == "length":
         assert stats.num_accepted == stats.num_drafted
     if kind == "wrong" and completion.finish_reason == "length":
@@ -317,7 +317,7 @@ def test_rounds_do_no_more_than_the_rows_in_slots_ask_for(monkeypatch: pytest.Mo
     assert modes == [SamplingMode(random=True, filters=True, penalties=True)] * 7 + [SamplingMode()] * 12
 
 
-def test_what_is_drafted_behind_the_end_of_a_row_lies_in_no_page_of_another() -> None:
+def test_what_is_drafted_after_the_end_of_a_row_lies_in_no_page_of_another() -> None:
     """Short rows follow long ones in their slots, and other rows get the pages that those had."""
     requests = [request(i, [i, 3], cap=3 if i % 4 else 40) for i in range(12)]
     drafter = WindowDrafter(tiny_target(), 4, slots=2, window=50)
@@ -383,7 +383,7 @@ def test_logprobs_are_those_of_the_raw_logits(changes: dict[str, Any]) -> None:
         torch.testing.assert_close(torch.from_numpy(done.top_logprobs[1][place]), best.values.float())
 
 
-def test_tokens_behind_a_stop_string_leave_no_logprobs() -> None:
+def test_tokens_after_a_stop_string_leave_no_logprobs() -> None:
     """Right drafts, a token of the prefill and five of each round: the string is complete at the third of one."""
     plain = request(0, [3, 1, 4], cap=60, sampling=SamplingParams(temperature=1.5))
     output = plain_tokens(tiny_target(), plain)
@@ -452,11 +452,11 @@ def test_a_run_that_is_stopped_keeps_every_token_that_it_has_read(run_ahead: int
     batch = packed(3, num_pages=25, max_len=43, run_ahead=run_ahead)
     engine = Engine(tiny_target(), LookupDrafter(4, min_ngram=1, max_ngram=3), batch, device=DEVICE)
 
-    def stop_behind_a_set_back(totals: EngineTotals) -> None:
+    def stop_after_a_set_back(totals: EngineTotals) -> None:
         if totals.preempted:
             engine.stop()
 
-    engine.on_round = stop_behind_a_set_back
+    engine.on_round = stop_after_a_set_back
     assert not list(engine.run(iter(requests)))
     left = engine.unfinished()
     assert len(left) == 3

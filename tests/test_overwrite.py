@@ -50,7 +50,7 @@ def out(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def elsewhere(claims: Claims) -> Claims:
-    """A run of a machine whose processes nobody here can look at."""
+    """A run of another machine, whose processes cannot be seen from here."""
     claims._process |= {"host": "node7", "pid": 123, "task": "17/3/0"}
     return claims
 
@@ -215,7 +215,7 @@ def test_runs_that_begin_a_job_at_once_begin_the_same_one_where_a_rename_replace
 def test_segments_of_a_job_that_was_there_before_are_none_of_this_job(tmp_path: Path) -> None:
     first = new_folder(tmp_path, 6, 2)
     journal = first.journal()
-    journal._check_own = lambda: None  # it had looked already
+    journal._check_own = lambda: None  # it had checked already
     journal.add(completion(0))
     second = new_folder(tmp_path, 6, 2, overwrite=True)
     assert journal.flush() == 1

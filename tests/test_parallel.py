@@ -18,7 +18,8 @@ from torch import Tensor
 from batchspec import run as job_run
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.cache.pages import KVCache
-from batchspec.commands.workloads import COMMON, make_job
+from batchspec.commands.shapes import COMMON
+from batchspec.commands.workloads import make_job
 from batchspec.config.schema import DraftConfig, RunConfig
 from batchspec.draft.chain import ChainDrafter
 from batchspec.draft.parallel import ParallelDrafter
@@ -171,7 +172,7 @@ def test_a_trained_head_is_accepted(tmp_path: Path) -> None:
 
 
 def test_rejected_places_are_never_read_nor_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """K/V behind each row's last standing place is poisoned before every draft: it changes neither drafts nor counts."""
+    """K/V after each row's last committed place is poisoned before every draft: it changes neither drafts nor counts."""
     design, tensors = design_and_tensors("random")
     results, propose = [], Recorded.propose
     for poisons in (False, True):
@@ -192,7 +193,7 @@ def test_rejected_places_are_never_read_nor_counted(tmp_path: Path, monkeypatch:
 
 
 def test_drafts_near_the_length_limit_are_capped_and_write_nothing_but_scratch(tmp_path: Path) -> None:
-    """Rows end with the last page of their tables; masks behind it keep their positions and go to the scratch page."""
+    """Rows end with the last page of their tables; masks after it keep their positions and go to the scratch page."""
     design, tensors = design_and_tensors("random")
     drafter = make_drafter(tmp_path, design, tensors, 6, slots=2)
     requests = [request(i, [i, 2, 3], cap=13) for i in range(2)]
@@ -203,7 +204,7 @@ def test_drafts_near_the_length_limit_are_capped_and_write_nothing_but_scratch(t
 
 
 def test_no_place_wraps_to_position_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The keys of a row's first position, and of its neighbour's, are the same before and behind the drafts at its end."""
+    """The keys of a row's first position, and of its neighbour's, are the same before and after the drafts at its end."""
     design, tensors = design_and_tensors("random")
     drafter = make_drafter(tmp_path, design, tensors, 6, slots=2)
     propose, rounds = Recorded.propose, []
@@ -219,7 +220,7 @@ def test_no_place_wraps_to_position_0(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Recorded, "propose", guarded)
     run([request(i, [i, 2, 3], cap=13) for i in range(2)], packed(2, draft_len=6, max_len=16, num_pages=9), drafter)
-    assert max(rounds) > 0, "some masks stood behind the longest row"
+    assert max(rounds) > 0, "some masks came after the end of the longest row"
 
 
 def test_buffers_hold_every_place_of_all_slots(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A small model drafts for another one: what it proposes is what transformers computes for a whole row with masks behind it."""
+"""A small model drafts for another one: what it proposes is what transformers computes for a whole row with masks at its end."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def expected_tokens(requests: list[Request]) -> dict[str, list[int]]:
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize(("family", "vocab"), [("llama", VOCAB), ("qwen3", VOCAB + 40), ("mistral", VOCAB)])
 def test_drafts_are_those_of_a_plain_forward(family: str, vocab: int, parallel: bool, tmp_path: Path) -> None:
-    """Drafts stand as often as not, so that rounds accept 0 .. K of them; of a wider vocabulary the target's part counts."""
+    """About half of the drafts are accepted, so rounds accept 0 .. K of them. Of a wider vocabulary the target's part counts."""
     folder = write(tmp_path / "m", family, vocab=vocab)
     drafter = drafter_of(folder, 4, slots=3, parallel=parallel)
     options = RoundOptions(synthetic=tuple(0.8 ** (j + 1) for j in range(4)))
@@ -140,7 +140,7 @@ def test_tokens_are_those_of_plain_decoding_with_rows_set_back_and_rounds_ahead(
 
 
 def test_the_target_as_its_own_drafter_is_always_right(tmp_path: Path) -> None:
-    """A chain of the same weights is accepted whole, and the first of parallel drafts, which no mask stands before, always."""
+    """A chain of the same weights is accepted whole, and the first of parallel drafts, which follows no mask, always."""
     folder = write(tmp_path / "m", max_position_embeddings=96)
     target = Target.load(folder, load_spec(folder), dtype=torch.float64, device=DEVICE)
     for parallel in (False, True):
@@ -149,7 +149,7 @@ def test_the_target_as_its_own_drafter_is_always_right(tmp_path: Path) -> None:
         for completion in engine.run(iter([request(i, [i, 2, 3], cap=17) for i in range(3)])):
             assert completion.stats is not None
             if not parallel:
-                assert completion.stats.num_rounds == 4  # 16 tokens behind the prefill's
+                assert completion.stats.num_rounds == 4  # 16 tokens after the prefill's
             assert completion.stats.accepted_at[0] == completion.stats.drafted_at[0] > 3
 
 
@@ -173,7 +173,7 @@ def test_rounds_of_any_draft_length_keep_its_keys_warm(tmp_path: Path, monkeypat
 
 
 def test_drafts_near_the_length_limit_write_nothing_but_scratch(tmp_path: Path) -> None:
-    """More drafts than the longest row has places: those behind it go to the scratch page, and no token changes."""
+    """More drafts than the longest row has places: those past it go to the scratch page, and no token changes."""
     folder = write(tmp_path / "m")
     requests = [request(i, [1 + i, 2], cap=5) for i in range(3)]
     tokens, _ = run(requests, packed(2, page_size=2, max_len=7, num_pages=9, draft_len=9), drafter_of(folder, 9, slots=2))

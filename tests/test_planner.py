@@ -1,4 +1,4 @@
-"""The shape fits the memory and the job, explicit values stand, and requests come in a good order."""
+"""The shape fits the memory and the job, explicit values are kept, and requests come in a good order."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def test_the_buffers_of_rows_fit_what_is_held_back_for_them() -> None:
     assert needed <= held <= 1.3 * needed
 
 
-def test_places_behind_the_end_of_rows_have_pages_too() -> None:
-    """A tree of 60 nodes needs 59 places behind a row's last token: four pages more a row, and one row must have them."""
+def test_places_after_the_end_of_rows_have_pages_too() -> None:
+    """A tree of 60 nodes needs 59 places after a row's last token: four pages more a row, and one row must have them."""
     demand = Demand(num_completions=4, prompt_tokens=90, output_tokens=30, max_tokens=128)
     sizes = [_small(demand, num_lookahead_slots).num_pages for num_lookahead_slots in (0, 59)]
     assert sizes == [4 * 8 + 1, 4 * 12 + 1]
@@ -237,7 +237,7 @@ def survey(*rows: tuple[int, int]) -> Survey:
     return seen
 
 
-def test_the_longest_row_is_known_only_where_every_row_was_looked_at() -> None:
+def test_the_longest_row_is_known_only_if_every_row_was_surveyed() -> None:
     """The longest prompt and the largest cap belong to different rows."""
     seen = survey((30, 6), (4, 20), (10, 5))
     assert seen.demand(3, 512).max_tokens == 36
@@ -257,7 +257,7 @@ def test_a_small_job_gets_no_more_slots_or_pages_than_it_can_use() -> None:
     assert batch.max_len == 40
 
 
-def test_what_the_job_says_stands() -> None:
+def test_what_the_job_sets_is_kept() -> None:
     batch = on_gpu(max_num_seqs=24, pages=5000, max_num_batched_tokens=777, run_ahead=5)
     assert (batch.num_slots, batch.num_pages, batch.prefill_tokens, batch.run_ahead) == (24, 5000, 777, 5)
     assert batch.row_buckets == (1, 2, 4, 8, 12, 16, 24)
@@ -341,7 +341,7 @@ def test_the_longest_predicted_row_goes_first_and_ties_keep_their_order() -> Non
     assert order(*reversed(rows)) == [(3, 0), (1, 0), (2, 0), (0, 0)]
 
 
-def test_rows_with_a_common_prefix_stand_together_where_their_longest_stands() -> None:
+def test_rows_with_a_common_prefix_are_neighbours_in_the_place_of_their_longest() -> None:
     shared = [request(0, [7, 8, 1], 5), request(4, [7, 8, 2], 50)]
     others = [request(1, [1, 1, 1], 40), request(2, [2, 2, 2], 60), request(3, [3], 1)]
     assert order(*shared, *others) == [(2, 0), (4, 0), (0, 0), (1, 0), (3, 0)]
@@ -355,7 +355,7 @@ def test_a_deeper_common_prefix_counts_more_than_one_that_all_rows_have() -> Non
     assert order(*rows) == [(0, 0), (2, 0), (1, 0), (3, 0)]
 
 
-def test_the_samples_of_a_row_stand_together() -> None:
+def test_the_samples_of_a_row_are_neighbours() -> None:
     rows = [request(row, [row], 10, sample) for sample in range(3) for row in range(2)]
     assert order(*rows) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
 

@@ -110,8 +110,8 @@ def test_a_head_of_another_model_is_none_of_them(model: Path, tmp_path: Path, ca
     assert verdict.endswith("is the head made for this model?")
 
 
-def test_acceptance_is_measured_behind_longer_contexts_of_the_same_prompts(model: Path, tmp_path: Path, capsys: Any) -> None:
-    """The head knows the answers by heart, and nothing of what else the model says: behind other rows it is lost."""
+def test_acceptance_is_measured_after_longer_contexts_of_the_same_prompts(model: Path, tmp_path: Path, capsys: Any) -> None:
+    """The head knows the answers by heart and nothing else: after other rows its drafts are wrong."""
     head = write_head(tmp_path / "h", *distilled(model))
     *_, context, warning = probed(model, head, capsys, "--contexts", "4096,40,90")
     assert " after 5 tokens, " in context

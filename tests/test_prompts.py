@@ -62,7 +62,7 @@ def test_turns_become_prompts_and_their_answers_train_a_head(model: Path, tmp_pa
     assert cli.main(["train", "draft=eagle3", *words, *quick]) == 0
 
 
-def test_chats_grow_by_a_turn_that_the_model_writes_behind_them(model: Path, tmp_path: Path) -> None:
+def test_chats_grow_by_a_turn_that_the_model_writes_after_them(model: Path, tmp_path: Path) -> None:
     tokenizer = Tokenizer(model)
     pl.DataFrame({"messages": [[{"role": "user", "content": f"{i}?"}] for i in range(24)]}).write_parquet(tmp_path / "q.parquet")
     answers = job(model, tmp_path / "q.parquet", tmp_path / "answers", "decode.max_new_tokens=100")
@@ -86,7 +86,7 @@ def test_chats_grow_by_a_turn_that_the_model_writes_behind_them(model: Path, tmp
     assert len(pl.read_parquet(tmp_path / "two.parquet")) == 2
 
 
-def test_texts_to_work_on_are_written_under_their_task_and_stand_below_it_in_the_question(
+def test_texts_to_work_on_are_written_under_their_task_and_follow_it_in_the_question(
     model: Path, tmp_path: Path, capsys: Any
 ) -> None:
     (tmp_path / "tasks.txt").write_text("Summarize this.\n\n  Translate this.  \n")
@@ -112,7 +112,7 @@ def test_texts_to_work_on_are_written_under_their_task_and_stand_below_it_in_the
     assert all([turn["role"] for turn in messages] == ["user"] for messages in asked)
 
 
-def test_the_shipped_tasks_are_told_apart_and_others_are_looked_at(model: Path, tmp_path: Path) -> None:
+def test_the_shipped_tasks_are_told_apart_and_others_are_checked(model: Path, tmp_path: Path) -> None:
     assert main(["--open", str(model), "--rows", "0", "--texts", "200", str(tmp_path / "o.parquet")]) == 0
     assert pl.read_parquet(tmp_path / "o.parquet")["task"].n_unique() == 40
     (tmp_path / "empty.txt").write_text(" \n")

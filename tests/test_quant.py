@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from batchspec.errors import ConfigError
+from batchspec.kernels.moe.route import lists_reference
 from batchspec.model.blocks.base import GroupedSpec, Projection
-from batchspec.model.blocks.routing import routing_of
 from batchspec.model.quant.formats import Formats
 from batchspec.model.quant.plain import PLAIN
 
@@ -60,7 +60,8 @@ def test_the_experts_of_a_file_that_names_each_lie_in_one_allocation_and_are_cut
     assert list(stored)[:3] == ["experts.0.w1.weight", "experts.0.w3.weight", "experts.1.w1.weight"]
     loaded = PLAIN.load_grouped(Stored(stored), spec)
     x, ids = torch.randn(5, 6), torch.tensor([[2, 0], [0, 1], [1, 0], [0, 2], [2, 1]])
-    found = loaded.up(x, routing_of(torch.ones(5, 2), ids, 3), None)
+    found = loaded.up(x, lists_reference(ids, torch.ones(5, 2), 3, 16), None, quantise=False)
+    assert isinstance(found, torch.Tensor)
     gate, up = (torch.stack([stored[f"experts.{e}.{part}.weight"] for e in range(3)]) for part in ("w1", "w3"))
     rows = x.repeat_interleave(2, 0).unsqueeze(2)
     expected = torch.nn.functional.silu(gate[ids.flatten()] @ rows) * (up[ids.flatten()] @ rows)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from batchspec.errors import CheckpointError
+from batchspec.kernels.moe.route import lists_reference, route_reference
 from batchspec.model.blocks.gated_mlp import GatedMlpSpec
 from batchspec.model.blocks.moe import MoeSpec
-from batchspec.model.blocks.routing import combine, routing_of, sigmoid_topk, softmax_topk, topk_softmax
 from batchspec.model.products import products
 from batchspec.model.quant import grouped
 from batchspec.model.spec import ModelSpec, load_spec, read_spec
@@ -64,37 +64,30 @@ def test_the_tensors_are_those_that_transformers_saves(tmp_path: Path) -> None:
     assert expected_shapes(load_spec(folder)) == saved
 
 
-def test_the_lowest_id_of_equal_experts_is_chosen() -> None:
+def test_the_lowest_id_of_equal_experts_is_chosen_and_a_selection_bias_does_not_weigh() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
-    for weights, ids in (
-        softmax_topk(logits, 3, norm_topk=True), topk_softmax(logits, 3), sigmoid_topk(logits, torch.zeros(5), 3)
-    ):  # fmt: skip
-        assert ids.tolist() == [[1, 2, 4], [0, 1, 2]]
-        torch.testing.assert_close(weights, torch.full((2, 3), 1 / 3))
-    raw, _ = softmax_topk(torch.zeros(1, 5), 2, norm_topk=False)
-    torch.testing.assert_close(raw, torch.full((1, 2), 0.2))
+    others: list[dict[str, Any]] = [{}, {"scoring": "sigmoid", "bias": torch.zeros(5)}]
+    for options in others:
+        routing = route_reference(logits, 3, norm_topk=True, unit_pairs=16, **options)
+        assert routing.expert_ids.tolist() == [[1, 2, 4], [0, 1, 2]]
+        torch.testing.assert_close(routing.weights, torch.full((2, 3), 1 / 3))
+    raw = route_reference(torch.zeros(1, 5), 2, norm_topk=False, unit_pairs=16)
+    torch.testing.assert_close(raw.weights, torch.full((1, 2), 0.2))
+    scores, bias = torch.tensor([[0.5, 0.7, 0.4, 0.9, 0.4]]), torch.tensor([0.4, 0.1, 0.4, -0.5, 0.4])
+    routing = route_reference(torch.logit(scores), 4, scoring="sigmoid", norm_topk=True, bias=bias, unit_pairs=16)
+    assert routing.expert_ids.tolist() == [[1, 0, 2, 4]]  # 0.8, 0.9, 0.8, 0.8 with the bias: expert 3 has 0.4 alone
+    torch.testing.assert_close(routing.weights, scores[:, [1, 0, 2, 4]] / 2)
 
 
-def test_a_selection_bias_chooses_and_does_not_weigh() -> None:
-    scores = torch.tensor([[0.5, 0.7, 0.4, 0.9, 0.4]])
-    weights, ids = sigmoid_topk(torch.logit(scores), torch.tensor([0.4, 0.1, 0.4, -0.5, 0.4]), 4)
-    assert ids.tolist() == [[1, 0, 2, 4]]  # 0.8, 0.9, 0.8, 0.8 with the bias: expert 3 has 0.4 alone
-    torch.testing.assert_close(weights, scores[:, [1, 0, 2, 4]] / 2)
-
-
-def test_the_pairs_of_each_expert_are_listed() -> None:
-    ids = torch.tensor([[3, 0], [0, 1], [3, 4]])
-    routing = routing_of(torch.ones(3, 2), ids, 6)
-    assert routing.pairs.tolist() == [1, 2, 3, 0, 4, 5]
-    assert routing.offsets.tolist() == [0, 2, 3, 3, 5, 6, 6]
-    assert {tensor.dtype for tensor in (routing.expert_ids, routing.pairs, routing.offsets)} == {torch.int32}
-
-
-def test_outputs_are_added_in_slot_order_and_rounded_once() -> None:
-    values = torch.tensor([[1.0], [2.0**-8], [2.0**-8], [3.0], [0.0], [1.0]]).bfloat16()
-    out = combine(values, torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 2.0]]))
-    assert out.dtype is torch.bfloat16
-    assert out.tolist() == [[1 + 2**-7], [5.0]]  # in bf16 1 + 2**-8 is 1
+def test_the_pairs_of_each_expert_are_listed_and_cut_into_units() -> None:
+    ids = torch.tensor([[3, 0], [0, 1], [3, 4], [3, 5]])
+    routing = lists_reference(ids, torch.ones(4, 2), 7, 2)
+    assert routing.pairs.tolist() == [1, 2, 3, 0, 4, 6, 5, 7]
+    assert routing.offsets.tolist() == [0, 2, 3, 3, 6, 7, 8, 8]
+    used = [[0, 0, 2, 0], [1, 2, 1, 0], [3, 3, 2, 0], [3, 5, 1, 0], [4, 6, 1, 0], [5, 7, 1, 0]]
+    assert routing.units.tolist() == used + [[0, 0, 0, 0]] * 5
+    indices = (routing.expert_ids, routing.pairs, routing.offsets, routing.units)
+    assert {tensor.dtype for tensor in indices} == {torch.int32}
 
 
 def test_experts_that_compute_a_pair_of_each_token_give_what_they_give_on_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ def test_a_type_is_said_with_its_limits(name: str, kind: str) -> None:
     assert KEYS["run"][name].type == kind
 
 
-def test_drafters_stand_at_the_keys_that_they_read() -> None:
+def test_each_key_names_the_drafters_that_read_it() -> None:
     assert KEYS["run"]["draft.tree.topk"].drafters == ("eagle3",)
     assert KEYS["run"]["draft.num_speculative_tokens"].drafters == ()
 

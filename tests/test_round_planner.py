@@ -45,7 +45,7 @@ def planner(
     """
     drafter = SimpleNamespace(max_len=max_len, kv_windows=kv_windows[1])
     executor: Any = SimpleNamespace(
-        target=SimpleNamespace(spec=SimpleNamespace(windows=kv_windows[0])),
+        target=SimpleNamespace(spec=SimpleNamespace(windows=kv_windows[0], experts=None)),
         drafter=drafter,
         round=SimpleNamespace(drafter=drafter, draft_lens=draft_lens),
         rows=SimpleNamespace(live=torch.ones(batch.num_slots, dtype=torch.int32)),
@@ -82,7 +82,7 @@ def arrived(at: float) -> PendingResult:
 
 @pytest.mark.parametrize("accepted", [0, 1])
 def test_every_kind_of_round_is_charged_with_what_such_rounds_take(accepted: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where drafts pay the rounds without any are looks that prepare the next draft; where they do not, most prepare none."""
+    """If drafts pay, only probes have no drafts, and they prepare the next draft; if not, most rounds prepare none."""
     monkeypatch.setattr(executor_module, "rehearse", lambda *_, **__: PrefillCost(least=0.0, token=0.0))
     monkeypatch.setattr(PendingResult, "seconds_since", lambda result, began: result.arrived - began)
     one = planner(packed(4), 1)

@@ -20,7 +20,7 @@ GIVEN = ["model.path=m", "input.path=i.parquet", "output.dir=o"]
 
 
 class Jobs:
-    """Stands where batchspec.job stands: keeps the configurations it is run with."""
+    """In place of batchspec.job: keeps the configurations it is run with."""
 
     def __init__(self) -> None:
         self.ran: list[RunConfig] = []
@@ -168,6 +168,13 @@ def test_mistakes_in_the_users_recipe_are_one_line_too(
 ) -> None:
     assert run.main(["--config-dir", own_recipe(tmp_path / "mine", body), "+job=mine"]) == 2
     assert said in line(capsys)
+
+
+def test_a_recipe_without_its_first_line_is_told_which(jobs: Jobs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = own_recipe(tmp_path / "mine", "")
+    (tmp_path / "mine/job/mine.yaml").write_text("decode: {n: 3}\n")
+    assert run.main(["--config-dir", folder, "+job=mine", *GIVEN]) == 2
+    assert line(capsys) == "job/mine: the keys of a recipe are those of a whole job; begin the file with `# @package _global_`"
 
 
 def test_an_error_of_the_job_is_one_line_with_its_exit_code(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:

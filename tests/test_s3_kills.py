@@ -143,7 +143,7 @@ def killed_and_resumed(server: Lab, lab: KillLab, step: Step, side: str, expecte
 def test_a_kill_at_every_kind_of_put_leaves_every_row_once(
     server: Lab, lab: KillLab, puts: list[str], expected: list[Row], every: bool
 ) -> None:
-    """Before the first of a kind is done, and behind a later one that is done and not answered; then the other way round.
+    """Before the first of a kind is done, and after a later one that is done and not answered; then the other way round.
 
     Not every one: the kinds that make the job, its claims, its shards and its end, as on a local file system every kind is
     tried (test_kills.py).
@@ -166,7 +166,7 @@ def test_a_kill_at_every_put_leaves_every_row_once(server: Lab, lab: KillLab, pu
         met = [killed_and_resumed(server, lab, step, side, expected) for step in steps_of(puts)]
         assert met == puts
         assert met.count("data/part-N.parquet") == SHARDS
-    print(f"killed at each of {len(puts)} PUTs, before and behind it")
+    print(f"killed at each of {len(puts)} PUTs, before and after it")
 
 
 @pytest.mark.soak
@@ -189,7 +189,7 @@ def test_kills_at_random_moments_leave_every_row_once(server: Lab, lab: KillLab,
     assert len(unlucky) <= 1
 
 
-# --- a run that stands still between its look at the manifest and its PUT, while another job takes the folder
+# --- a run that is suspended after it read the manifest and before its PUT, while another job takes the folder
 
 STALE_S = 1.0
 OVERWRITE = ("output.overwrite=true", "decode.temperature=1.5")
@@ -210,7 +210,7 @@ def environ(server: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-def stood_still(server: Lab, lab: KillLab, number: int, moment: str) -> None:
+def suspended_run(server: Lab, lab: KillLab, number: int, moment: str) -> None:
     """The first job stops before its PUT of this number, for longer than its claims are good for, and goes on at a moment of the
     second: before the second has published its own first shard, or when it is done.
     """
@@ -245,19 +245,19 @@ def check_taken(server: Lab, taken: list[Row]) -> None:
     assert jobs == {folder.manifest.job}
 
 
-def test_a_run_that_stood_still_leaves_no_row_in_the_job_that_took_its_folder(
+def test_a_run_that_was_suspended_leaves_no_row_in_the_job_that_took_its_folder(
     server: Lab, lab: KillLab, taken: list[Row], environ: None
 ) -> None:
-    stood_still(server, lab, 2, "within")
+    suspended_run(server, lab, 2, "within")
     check_taken(server, taken)
 
 
 @pytest.mark.soak
-def test_twenty_runs_that_stood_still_leave_no_row_in_the_jobs_that_took_their_folders(
+def test_twenty_runs_that_were_suspended_leave_no_row_in_the_jobs_that_took_their_folders(
     server: Lab, lab: KillLab, taken: list[Row], environ: None
 ) -> None:
     for turn in range(20):
         number, moment = 1 + turn // 2 % SHARDS, ("within", "after")[turn % 2]
-        stood_still(server, lab, number, moment)
+        suspended_run(server, lab, number, moment)
         check_taken(server, taken)
         print(f"turn {turn}: stopped before PUT {number}, went on {moment} the second job", flush=True)

@@ -80,6 +80,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "input.chat": (True, "input.chat"),
     "input.on_overlong": ("skip", "input.on_overlong"),
     "input.final_assistant": ("drop", "input.final_assistant"),
+    "input.template_date": ("2025-08-05", "input.template_date"),
     "input.limit": (7, "input.rows"),
     "input.template_kwargs": ({"x": 1}, "input.template_kwargs"),
     "output.shard_rows": (4, "output.shard_rows"),

@@ -73,7 +73,7 @@ def test_ties_at_the_cutoff_are_all_kept() -> None:
     assert (logits >= cutoffs(logits, torch.tensor([0]), rows).unsqueeze(1)).tolist() == [[True, True, True, False]]
 
 
-def test_ties_that_run_on_behind_the_quick_sort_are_kept_whatever_is_beside() -> None:
+def test_ties_that_go_on_after_the_quick_sort_are_kept_whatever_other_rows_hold() -> None:
     logits = torch.zeros(2, VOCAB)
     logits[0, 0] = 1.0
     rows = make_rows(2)
@@ -107,7 +107,7 @@ def seen_of(rows: DeviceBatch, prompt: list[int], output: list[int]) -> None:
     drafts=st.lists(st.integers(0, 9), min_size=3, max_size=3),
     seed=st.integers(0, 99),
 )
-def test_penalties_behind_drafts_equal_those_of_committed_tokens(
+def test_penalties_after_drafts_equal_those_of_committed_tokens(
     prompt: list[int], output: list[int], drafts: list[int], seed: int
 ) -> None:
     rows = make_rows(1, vocab=10)
@@ -128,7 +128,7 @@ def test_penalties_behind_drafts_equal_those_of_committed_tokens(
         torch.testing.assert_close(together[place : place + 1], expected)
 
 
-def test_committed_tokens_are_marked_and_those_behind_the_stop_are_not() -> None:
+def test_committed_tokens_are_marked_and_those_after_the_stop_are_not() -> None:
     rows = make_rows(2, vocab=6)
     seen_of(rows, [0, 5], [])
     mark_output(rows, torch.tensor([[5, 1, 2], [4, -1, -1]], dtype=torch.int32), torch.tensor([2, 1], dtype=torch.int32))

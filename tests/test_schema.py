@@ -25,7 +25,7 @@ def test_the_columns_are_those_of_the_contract() -> None:
     assert names({"id": pa.string(), "prompt": pa.string()}) == [*ALWAYS, "id", "prompt"]
 
 
-def test_optional_columns_stand_in_their_place() -> None:
+def test_optional_columns_have_their_place() -> None:
     got = names({"prompt": pa.string()}, token_ids=True, prompt_ids=True, logprobs=2, messages="none", passthrough="none")
     assert got[4:14] == [
         "completion", "reasoning", "reasoning_truncated", "finish_reason", "stop_reason",

@@ -194,7 +194,7 @@ def test_a_job_that_never_began_one_that_nobody_works_on_and_no_job_at_all(
             command.main(words)
         assert refused.value.exit_code == 2
     assert capsys.readouterr().out == ""
-    assert not out.exists(), "to look changes nothing"
+    assert not out.exists(), "reading the status changes nothing"
     job(out, committed=1)
     assert command.main([str(out)]) == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -227,7 +227,7 @@ def test_json_says_all_of_it_and_watching_ends_with_the_job(
 
 
 class Files:
-    """Stands for HeartbeatFiles; a store that answers as `act` does."""
+    """In place of HeartbeatFiles: a store that answers as `act` does."""
 
     beat_s = 0.01
 

@@ -281,7 +281,7 @@ def test_what_another_put_in_the_place_of_a_file_or_a_folder_is_to_be_moved_away
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("act", ["put_if_absent", "put", "replace"])
-def test_what_gets_a_name_is_on_the_disk_before_and_its_name_and_its_folder_are_behind(
+def test_what_gets_a_name_is_on_the_disk_before_and_its_name_and_its_folder_are_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str, method: str
 ) -> None:
     here, steps = store(tmp_path, method), list[tuple[str, str]]()

@@ -106,7 +106,7 @@ def test_a_tap_that_nothing_would_be_written_to_is_refused(taps: tuple[int, ...]
 
 @pytest.mark.parametrize("taps", [(), (0, 1), (1, 2)])
 def test_only_the_ends_of_rows_gives_their_logits_and_everything_that_later_passes_read(taps: tuple[int, ...]) -> None:
-    """Of other places the last layer keeps K/V alone; a tap behind the last layer asks for all of them."""
+    """Of other places the last layer keeps K/V alone; a tap after the last layer asks for all of them."""
     ids = prompts([9, 1, 20], VOCAB)
     whole, ends = Runner.start(tiny_target(window=5), 3), Runner.start(tiny_target(window=5), 3)
     expected, expected_taps = whole.feed(ids, taps)
@@ -167,7 +167,7 @@ def assert_like_transformers(folder: Path, **options: Any) -> None:
         reference = [model(torch.tensor([ids])).logits[0] for ids in expected]
 
     runner = Runner.start(load(folder), len(rows))
-    # Prefill in uneven chunks, one row behind the others, long and short ones in one pass.
+    # Prefill in uneven chunks, one row after the others, long and short ones in one pass.
     parts = [runner.feed([rows[0][:20], rows[1], []])[0], runner.feed([rows[0][20:23], [], rows[2][:1]])[0]]
     parts.append(runner.feed([rows[0][23:], [], rows[2][1:]])[0])
     ids = [list(row) for row in rows]

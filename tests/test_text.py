@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from batchspec import cli, run, terminal
 from batchspec.runstate.output_folder import OutputFolder
-from batchspec.text import for_markdown, for_terminal, one_line
+from batchspec.text import counted, for_markdown, for_terminal, one_line
 from tests.models import make_checkpoint, make_tokenizer
 from tests.test_imports import module_of, sources
 
@@ -29,6 +29,10 @@ def test_control_and_direction_characters_are_written_out() -> None:
     assert for_terminal("na\u00efve \u65e5\u672c \U0001f468\u200d\U0001f469 \u0646\u200c") == (
         "na\u00efve \u65e5\u672c \U0001f468\u200d\U0001f469 \u0646\u200c"
     )
+
+
+def test_one_of_a_thing_has_no_plural() -> None:
+    assert [counted(number, "row") for number in (0, 1, 2, 1000)] == ["0 rows", "1 row", "2 rows", "1,000 rows"]
 
 
 def test_one_line_is_one_line_and_short() -> None:

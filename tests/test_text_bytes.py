@@ -67,7 +67,7 @@ texts = st.text(st.sampled_from("ab !<|end|>0é각각e\u0301\u1100\u1161\u11a8 \
 @pytest.mark.parametrize("found", BOUNDED)
 @settings(max_examples=150, deadline=None)
 @given(text=texts)
-def test_no_text_has_more_bytes_than_its_tokens_can_stand_for(found: Tokenizer, text: str) -> None:
+def test_no_text_has_more_bytes_than_its_tokens_can_decode_to(found: Tokenizer, text: str) -> None:
     bound = bound_of(found)
     assert bound is not None
     counted = len(text.encode().translate(None, bound.left_out))

@@ -28,7 +28,7 @@ from batchspec.engine.thinking import split_thoughts
 from batchspec.errors import ConfigError
 from batchspec.model.thinking import find_think_tokens
 from batchspec.model.tokenizer import Tokenizer
-from batchspec.records import Completion, Request, SamplingParams, Thinking
+from batchspec.records import Channels, Completion, Request, SamplingParams, Thinking
 from tests.engines import DEVICE, VOCAB, ForcedDrafter, _draw, decode, full_logits, packed, request, tiny_target
 from tests.models import make_checkpoint, make_thinking_tokenizer, make_tokenizer
 
@@ -40,6 +40,45 @@ def thinking(
     budget: int | None = None, *, opened: bool | None = None, closing: tuple[int, ...] = (), begin: int | None = BEGIN
 ) -> Thinking:
     return Thinking(begin_id=begin, end_id=END, opened=opened, budget=budget, closing=(*closing, END))
+
+
+START, CHANNEL, MESSAGE, RETURN, ROLE, ANALYSIS, FINAL, TO = 5, 3, 6, 8, 10, 7, 9, 2
+CHANNELS = Channels(
+    start_id=START, channel_id=CHANNEL, message_id=MESSAGE, constrain_id=None, end_ids=frozenset({END, RETURN}),
+    role=frozenset({(ROLE,)}), analysis=frozenset({(ANALYSIS,)}), others=frozenset({(FINAL,)}), recipient=frozenset({TO}),
+)  # fmt: skip
+HEADERS = ((), (START, ROLE), (START, ROLE, CHANNEL, ANALYSIS, MESSAGE), (START, ROLE, CHANNEL, ANALYSIS), (START, CHANNEL))
+
+
+def harmony(budget: int | None, header: tuple[int, ...], closing: tuple[int, ...]) -> Thinking:
+    """Channels instead of a pair of marks."""
+    lead = (END, START, ROLE, CHANNEL, FINAL, MESSAGE)
+    return Thinking(
+        begin_id=MESSAGE, end_id=END, opened=None, budget=budget, closing=(*closing, *lead), channels=CHANNELS, header=header
+    )
+
+
+def thought_of(tokens: list[int], how: Thinking) -> tuple[bool, int]:
+    """Whether the next token is within a thought, and how many tokens of thoughts there are: by the definition of channels."""
+    header: list[int] | None = None
+    inside, used = False, 0
+    for place, token in enumerate([*how.header, *tokens]):
+        of_output = place >= len(how.header)
+        if token == START or (token == CHANNEL and (header is None or CHANNEL in header)):
+            header, inside = [token], False
+        elif token == MESSAGE:
+            if header is not None:
+                inside = TO not in header and header[header.index(CHANNEL) :][1:2] == [ANALYSIS] if CHANNEL in header else False
+            header = None
+        elif token in (END, RETURN):
+            header, inside = None, False
+        elif header == [START, ROLE] and token not in (CHANNEL, TO):
+            header = None
+        elif header is not None:
+            header.append(token)
+        else:
+            used += inside and of_output
+    return inside, used
 
 
 def answer_of(tokens: list[int], how: Thinking) -> list[int]:
@@ -62,7 +101,7 @@ def plain_tokens(req: Request) -> list[int]:
     assert how is not None
     out: list[int] = []
     prompt = req.prompt_ids.tolist()
-    inside, used = how.opened is True, 0
+    inside, used = (how.opened is True, 0) if how.channels is None else thought_of([], how)
     while True:
         if inside and how.budget is not None and used >= how.budget:
             new, inside, used = list(how.closing), False, used + len(how.closing) - 1
@@ -79,6 +118,8 @@ def plain_tokens(req: Request) -> list[int]:
                 used += 1
         for token in new:
             out.append(token)
+            if how.channels is not None:
+                inside, used = thought_of(out, how)
             text = decode(answer_of(out, how))
             if token in req.stop_ids or any(stop in text for stop in req.stop) or len(out) == req.max_new_tokens:
                 return out
@@ -108,6 +149,10 @@ def requests_that_think(draw: st.DrawFn) -> list[Request]:
             closing=draw(st.sampled_from([(), (11,), (12, 13, 12)])),
             begin=draw(st.sampled_from([BEGIN, BEGIN, None])),
         )
+        if draw(st.booleans()):  # a tiny vocabulary, so that noise says these tokens often
+            likely = draw(st.lists(st.sampled_from(range(2, 11)), min_size=3, max_size=8))
+            req = replace(req, prompt_ids=np.array(likely, np.int32), stop=())
+            how = harmony(how.budget, draw(st.sampled_from(HEADERS)), how.closing[:-1])
         found.append(replace(req, thinking=how))
     return found
 
@@ -122,6 +167,10 @@ def check(completion: Completion, req: Request) -> None:
     emitted = counts.num_prefills + counts.num_accepted + counts.num_rounds
     assert len(tokens) - counts.num_forced + counts.num_discarded == emitted
     assert sum(counts.histogram) == counts.num_rounds
+    if how.channels is not None:
+        said = tokens[:-1] if completion.finish_reason == "stop" else tokens
+        assert completion.reasoning_tokens == thought_of(said, how)[1]
+        return
     by_string = completion.stop_reason in req.stop
     said = tokens[:-1] if completion.finish_reason == "stop" and not by_string else tokens
     text = decode(answer_of(said, how))
@@ -195,7 +244,7 @@ def check_budgets(requests: list[Request], data: st.DataObject) -> None:
     assert tokens == expected
 
 
-def test_a_row_that_changes_its_slot_is_looked_at_when_its_budget_or_a_thought_says_so() -> None:
+def test_a_row_that_changes_its_slot_is_checked_when_its_budget_or_a_thought_says_so() -> None:
     """Not a token later: at the one that uses the budget up, and at the one that begins a thought, in the new slot alone."""
     table = SlotTable(4, 64, 0)
     for slot, opened in ((2, True), (3, False)):

@@ -101,7 +101,7 @@ def test_the_replay_counts_the_rounds_that_the_engine_runs(made: Path, tmp_path:
     spec = load_spec(made / "model")
     target = Target.load(made / "model", spec, dtype=torch.float32, device=CPU)
     head = load_head(tmp_path / "head", spec, dtype=torch.float32, device=CPU)
-    assert head.hot is None
+    assert head.map_ids is None
     network, _ = published_network(tmp_path / "head", target, aux_layers="auto", mask_id=None, seed=0)
     rows = read_rows(open_source(InputConfig(path=str(made / "out"))), vocab_size=spec.vocab_size, max_len=64)
     teacher = Teacher(target, head.spec.aux_layer_ids, torch.arange(spec.vocab_size), torch.float32)
@@ -129,7 +129,7 @@ def test_a_killed_training_goes_on_to_the_same_head_and_the_same_curves(
             before(self, state)
             seen.append(state["step"])
             if len(seen) == 17:
-                raise KeyboardInterrupt  # nothing behind this line runs, as after a kill
+                raise KeyboardInterrupt  # nothing after this line runs, as after a kill
 
         patch.setattr(HeadFolder, "save_state", killed)
         with pytest.raises(KeyboardInterrupt):
@@ -143,7 +143,7 @@ def test_a_killed_training_goes_on_to_the_same_head_and_the_same_curves(
     assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["config.json", "model.safetensors", "training.json"]
 
 
-def test_a_signal_ends_it_behind_a_checkpoint_with_the_code_of_an_interrupted_job(made: Path, tmp_path: Path, capfd: Any) -> None:
+def test_a_signal_ends_it_after_a_checkpoint_with_the_code_of_an_interrupted_job(made: Path, tmp_path: Path, capfd: Any) -> None:
     from batchspec.train import loop
 
     def signalled(*arguments: Any, **options: Any) -> Any:
@@ -170,9 +170,9 @@ def test_both_layouts_hold_the_same_head_and_draft_the_same(made: Path, tmp_path
     assert flat.spec.draft_vocab_size == 40
     assert flat.tensors.keys() == other.tensors.keys()
     assert all(torch.equal(tensor, other.tensors[name]) for name, tensor in flat.tensors.items())
-    assert flat.hot is not None
-    assert other.hot is not None
-    assert torch.equal(flat.hot, other.hot)
+    assert flat.map_ids is not None
+    assert other.map_ids is not None
+    assert torch.equal(flat.map_ids, other.map_ids)
     frames = [
         job(made / "model", tmp_path / f"o-{name}", f"draft={kind}", f"draft.path={tmp_path / name}")
         for name in ("flat", "speculators")
@@ -221,8 +221,8 @@ def test_a_parallel_head_is_written_as_published_ones_are(made: Path, tmp_path: 
     assert "layers.1.self_attn.q_proj.weight" in other
 
 
-def test_a_parallel_head_learns_what_masks_stand_for(made: Path, tmp_path: Path) -> None:
-    """Drafts behind the first one are made of masks alone, and stand."""
+def test_a_parallel_head_learns_the_tokens_that_masks_replace(made: Path, tmp_path: Path) -> None:
+    """Drafts after the first one are made of masks alone, and are accepted."""
     words = ["draft=parallel", "draft.num_speculative_tokens=3", "train.steps=150", "train.lr=1e-2", "train.held_out=0"]
     assert train(made, tmp_path / "h", *words) == 0
     drafts = ["draft=parallel", "draft.num_speculative_tokens=3", f"draft.path={tmp_path / 'h'}"]

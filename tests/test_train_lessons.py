@@ -51,7 +51,7 @@ def reference_of(network: Any, target: Target) -> tuple[Design, dict[str, Tensor
 
 
 def reference_logits(network: Any, target: Target, row: Row, place: int, step: int) -> Tensor:
-    """Of draft step `step` behind `place`, by definition: true features up to the place, own states behind it."""
+    """Of draft step `step` after `place`, by definition: true features up to the place, own states after it."""
     design, tensors = reference_of(network, target)
     taps = target_taps(target, row.ids.tolist(), design.taps)[: place + 1].double()
     ids, fed = torch.from_numpy(row.ids).long(), torch.empty(0, design.hidden, dtype=torch.float64)
@@ -75,7 +75,7 @@ def test_draft_steps_of_a_padded_batch_are_those_of_the_definition() -> None:
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_a_parallel_head_learns_the_drafts_behind_masks_of_all_places_together(layers: int) -> None:
+def test_a_parallel_head_learns_the_drafts_after_masks_of_all_places_together(layers: int) -> None:
     target, teacher, chain, rows = tiny()
     mask_id = 30
     spec = replace(chain.spec, mask_token_id=mask_id, num_layers=layers, windows=(None,) * layers)
@@ -213,7 +213,7 @@ def test_the_replay_is_a_walk_with_the_drafts_of_the_definition() -> None:
     design, tensors = reference_of(network, target)
     tensors["d2t"] = teacher.draft_vocab_ids.cpu() - torch.arange(12)
     rng = np.random.default_rng(0)
-    for row in rows:  # drafts stand often enough if the rows are made of them
+    for row in rows:  # drafts are accepted often enough if the rows are made of them
         ids = row.ids[: row.prompt_len + 1].tolist()
         while len(ids) < len(row.ids):
             ids += [*reference_drafts(design, tensors, target, ids, int(rng.integers(1, 4))), int(rng.integers(VOCAB))]

@@ -21,7 +21,8 @@ from batchspec.batch.flat_batch import FlatBatch
 from batchspec.cache.groups import KVGroups
 from batchspec.cache.pages import SCRATCH_PAGE, KVCache
 from batchspec.commands import plan
-from batchspec.commands.workloads import COMMON, make_job
+from batchspec.commands.shapes import COMMON
+from batchspec.commands.workloads import make_job
 from batchspec.config.schema import DraftConfig, RunConfig, TreeConfig
 from batchspec.draft.base import Drafter
 from batchspec.draft.chain import ChainDrafter
@@ -172,7 +173,7 @@ def test_products_underflow_where_sums_do_not(tmp_path: Path, monkeypatch: pytes
     tensors["lm_head.weight"] = tensors["lm_head.weight"] * 60
     target = tiny_target(torch.float32, window=5)
     head = make_head(tmp_path, design, tensors, dtype=torch.float32)
-    monkeypatch.setattr(graphs, "GRAPH_DTYPES", ())  # what a capture runs cannot be looked at
+    monkeypatch.setattr(graphs, "GRAPH_DTYPES", ())  # what a capture runs cannot be inspected
     agree = {}
     for rank in (LOGPROB, PROB):
         seen.clear()
@@ -218,7 +219,7 @@ def test_every_tree_gives_the_tokens_of_no_drafts_in_fp32(tmp_path: Path) -> Non
 def test_kv_of_what_is_committed_is_that_of_a_forward_from_the_start(
     sampling: SamplingParams | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind every round, in all layers of the target: the accepted path lies where a chain's would."""
+    """After every round, in all layers of the target: the accepted path has the places of a chain's."""
     design, tensors = design_and_tensors("distilled")
     shape, run_tree, moved = shape_of(3, 4, 20), TreeRound.run, []
     drafter = make_drafter(tmp_path, design, tensors, shape, slots=2)
@@ -305,7 +306,7 @@ def test_a_round_emits_the_path_that_the_target_draws(tmp_path: Path) -> None:
 
 
 def test_rows_end_where_they_should_with_whole_trees_to_the_end(tmp_path: Path) -> None:
-    """A tree needs places behind the row's limit: they have pages, and rows of a full page table are as long as they may be."""
+    """A tree needs places past the row's limit: they have pages, and rows of a full page table still reach their limit."""
     design, tensors = design_and_tensors("random")
     shape = shape_of(3, 6, 40)
     drafter = make_drafter(tmp_path, design, tensors, shape, slots=2)

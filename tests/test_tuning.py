@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from batchspec.commands.workloads import SHAPES, shape_spec
+from batchspec.commands.workloads import shape_spec
 from batchspec.draft.head import products as head_products
 from batchspec.draft.weights import dummy_spec
 from batchspec.errors import ConfigError
@@ -107,7 +107,7 @@ def test_the_products_of_a_model() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", trial.MODELS)
 def test_the_benchmarks_time_the_products_of_the_known_shapes(name: str) -> None:
     assert {*trial.MODELS[name], trial.LM_HEADS[name]} == set(products(shape_spec(name)))
 

@@ -22,7 +22,7 @@ LEFT_OUT = [(None, 0, torch.bfloat16), (30, 0, torch.bfloat16), (30, 4, torch.fl
 
 
 def make_batch() -> FlatBatch:
-    """Four rows of up to 3 tokens; the third is dead but keeps its places, as the uniform layout does; padding behind."""
+    """Four rows of up to 3 tokens; the third is dead but keeps its places, as the uniform layout does; padding at the end."""
     starts, q_len, kv_len = [37, 250, 0, 70], [3, 1, 2, 3], [40, 251, 0, 73]
     table = (torch.randperm(4 * 17) + 1).int().view(4, 17)
     table[3, :4] = table[0, :4]
@@ -67,7 +67,7 @@ def test_the_kernel_s_plan_equals_torch_s(window: int | None, sink: int, dtype: 
 
 @pytest.mark.parametrize(("window", "sink"), [(None, 0), (30, 0), (2, 4)])
 def test_the_kernel_s_plan_of_a_tree_equals_torch_s(window: int | None, sink: int) -> None:
-    """Of the first and last row both drafts stand below the newest token; a window may be narrower than a path is long."""
+    """Of the first and last row both drafts are children of the newest token; a window may be narrower than a path is long."""
     batch = make_batch()
     batch.positions[[2, 8]] -= 1
     chain, leaves = [0b1, 0b11, 0b111], [0b1, 0b11, 0b101]

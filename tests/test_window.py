@@ -51,7 +51,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def drafts_of(folder: Path, tokens: list[int], count: int, window: int, sink: int, own: int | None) -> list[int]:
     """By transformers, the whole sequence anew for each draft: committed places but the newest see all that the model sees, the
-    newest one and those behind it the window and the sink alone."""
+    newest one and those after it the window and the sink alone."""
     from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM

@@ -132,7 +132,7 @@ def test_what_all_workers_refuse_is_said_once(monkeypatch: pytest.MonkeyPatch, c
     assert sorted(line for line in said.splitlines() if "note" in line) == ["[0] note 0", "[1] note 1", "[2] note 2"]
 
 
-def test_how_a_job_that_is_done_is_looked_at_is_said_once(command: list[str], tmp_path: Path) -> None:
+def test_how_to_inspect_a_finished_job_is_said_once(command: list[str], tmp_path: Path) -> None:
     """Also where another folder was meant by the name, which the workers say in its short form."""
     for out in (f"{tmp_path}/./out/", f"{tmp_path}/out"):
         done = start(command, out, "cluster.workers=2", "device=cpu")

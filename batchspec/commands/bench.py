@@ -28,7 +28,8 @@ from batchspec.commands import bench_job, bench_rounds
 from batchspec.commands.bench_engines import DRAFTS, OPTIONS, TREES, Bench, parse_options
 from batchspec.commands.bench_variants import Record, TransformersVariant, Variant, engine_variants
 from batchspec.commands.doctor import versions
-from batchspec.commands.workloads import SHAPES, make_job, make_workload
+from batchspec.commands.shapes import SHAPES
+from batchspec.commands.workloads import make_job, make_workload
 from batchspec.config.values import violation
 from batchspec.errors import ConfigError
 

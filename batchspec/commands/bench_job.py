@@ -4,7 +4,7 @@ A whole job runs in DIR with a stand-in for the engine and one for the tokenizer
 packing, time line, claims, journal and commits are the real ones. A row has 512 prompt tokens, as a chat of about 2 KB of text,
 and 512 output tokens with as much text; tokens of both and messages are written.
 
-The budget is 5 % of the time that an engine of 100,000 output tokens a second takes for a row: 256 us. Against it stand the
+The budget is 5 % of the time that an engine of 100,000 output tokens a second takes for a row: 256 us. It is compared with the
 seconds of the run by the clock, start-up left out, and the journal: a run as fast as this one writes it more seldom by the row
 than a job would, so that a flush is timed by itself. `--tokenizer FOLDER` says what real tokens of such text cost; that is
 apart from the budget.
@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
-from batchspec.commands.workloads import COMMON, SHAPES
+from batchspec.commands.shapes import COMMON, SHAPES
 from batchspec.config.compose import compose
 from batchspec.engine.engine import Engine
 from batchspec.engine.output_processor import EngineTotals

@@ -16,7 +16,8 @@ from batchspec.arguments import ArgumentParser
 from batchspec.cache.flash import SHORT, flashinfer
 from batchspec.commands.bench_engines import DRAFT_VOCAB
 from batchspec.commands.probe import CONTEXTS, lines_of, probe
-from batchspec.commands.workloads import SHAPES, shape_spec
+from batchspec.commands.shapes import SHAPES
+from batchspec.commands.workloads import shape_spec
 from batchspec.draft.head import products as head_products
 from batchspec.draft.spec import USUAL_DRAFT_VOCAB
 from batchspec.draft.weights import dummy_spec, judge_head
@@ -114,6 +115,8 @@ def _products(args: argparse.Namespace) -> list[Product]:
     known = args.model in SHAPES
     a_shape = known or Path(args.model).is_file()
     spec = shape_spec(args.model) if a_shape else load_spec(find_model(args.model, key="MODEL").folder)
+    if torch.cuda.is_available():
+        spec = spec.on(torch.device("cuda", torch.cuda.current_device()), torch.bfloat16)
     head = None
     if args.draft_path:
         head = judge_head(find_model(args.draft_path, key="--draft-path"), spec)

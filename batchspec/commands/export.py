@@ -28,11 +28,13 @@ import pyarrow.parquet as pq
 
 from batchspec import terminal
 from batchspec.arguments import ArgumentParser
+from batchspec.dataset.messages import THINKING_FIELD
 from batchspec.dataset.openai import Line, filled, parse_request, request_row, request_schema, response_line
 from batchspec.errors import ConfigError, InputError, OutputError
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.scan import scanning
 from batchspec.storage.store import storing
+from batchspec.text import counted
 
 FORMATS = ("chat", "prompt_completion", "openai")
 SUFFIXES = {
@@ -112,6 +114,8 @@ def export(output: OutputFolder, target: Path, form: str, statuses: set[str]) ->
     else:
         goes_on = kept == "full" and config.get("input", {}).get("final_assistant") == "continue"
         lines = (_training_line(row, form, whole=kept == "full", goes_on=goes_on) for row in rows)
+        if target.suffix == ".jsonl":
+            lines = ({name: [_as_openai(turn) for turn in turns] for name, turns in line.items()} for line in lines)
     if target.suffix == ".parquet":
         with scanning(output.path):
             turns = output.scan(done[:1]).select("messages").head(0).collect().to_arrow().schema.field("messages").type
@@ -122,8 +126,8 @@ def export(output: OutputFolder, target: Path, form: str, statuses: set[str]) ->
     if len(done) < output.num_shards:
         terminal.say(f"{len(done)} of {output.num_shards} shards are committed; the others are not in the file")
     missing = ", ".join(f"{number:,} {status}" for status, number in sorted(left_out.items()) if number)
-    what = "rows" if target.suffix == ".parquet" else "lines"
-    return f"{target}: {count:,} {what}" + (f"; rows left out: {missing}" if missing else "")
+    what = counted(count, "row" if target.suffix == ".parquet" else "line")
+    return f"{target}: {what}" + (f"; rows left out: {missing}" if missing else "")
 
 
 def _rows(output: OutputFolder, shards: list[int], form: str) -> Iterator[Line]:
@@ -131,7 +135,9 @@ def _rows(output: OutputFolder, shards: list[int], form: str) -> Iterator[Line]:
     names += ["finish_reason", "reasoning", "usage", "error", "perf"] if form == "openai" else ["messages"]
     for index in shards:
         with scanning(output.path):
-            shard = output.scan([index]).select(names).collect()
+            rows = output.scan([index])
+            there = [*names, "tool_calls"] if "tool_calls" in rows.collect_schema() else names
+            shard = rows.select(there).collect()
         yield from shard.iter_rows(named=True)
 
 
@@ -142,8 +148,23 @@ def _training_line(row: Line, form: str, *, whole: bool, goes_on: bool) -> dict[
     goes_on  the answer may continue a final assistant turn of the prompt: then the last message is the complete answer
     """
     prompt = row["messages"][:-1] if whole else row["messages"]
-    answer = row["messages"][-1:] if goes_on else [{"role": "assistant", "content": row["completion"]}]
+    answer = row["messages"][-1:] if goes_on else [_answer(row, whole)]
     return {"messages": prompt + answer} if form == "chat" else {"prompt": prompt, "completion": answer}
+
+
+def _answer(row: Line, whole: bool) -> dict[str, Any]:
+    answer = {"role": "assistant", "content": row["completion"]}
+    if row.get("tool_calls") is not None:
+        answer["tool_calls"] = row["tool_calls"]
+    if whole and (thought := row["messages"][-1].get(THINKING_FIELD)) is not None:
+        answer[THINKING_FIELD] = thought
+    return answer
+
+
+def _as_openai(turn: Line) -> dict[str, Any]:
+    """The turn as OpenAI's chat format has it: tool calls as a list, and no null fields."""
+    turn = {name: value for name, value in turn.items() if value is not None or name == "content"}
+    return turn | ({"tool_calls": json.loads(turn["tool_calls"])} if "tool_calls" in turn else {})
 
 
 def from_openai(source: Path, target: Path, drop: Sequence[str] = ()) -> str:

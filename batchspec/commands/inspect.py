@@ -24,8 +24,8 @@ NUM_NEAREST = 5
 FACT_CHARS = 10_000
 """Maximum number of characters shown of a copied column; the Parquet file has the whole value."""
 SHOWN_APART = {
-    "request_id", "row_index", "sample_index", "status", "messages", "completion", "reasoning", "prompt_ids", "token_ids",
-    "logprobs", "top_logprobs", "usage", "error", "spec_decode", "perf",
+    "request_id", "row_index", "sample_index", "status", "messages", "completion", "reasoning", "tool_calls", "prompt_ids",
+    "token_ids", "logprobs", "top_logprobs", "usage", "error", "spec_decode", "perf",
 }  # fmt: skip
 """Output columns that have a section of their own, or are too long for one line."""
 
@@ -86,8 +86,8 @@ def _blocks(row: Row, samples: list[int], where: str, manifest: Manifest) -> Ite
         prompt.pop()
     for turn in prompt:
         yield f"{one_line(turn['role'])}\n{terminal.indented(turn['content'] or turn.get('tool_calls') or '')}"
-    for name in ("reasoning", "completion"):
-        if row[name] is not None:
+    for name in ("reasoning", "completion", "tool_calls"):
+        if row.get(name) is not None:
             yield f"{name}\n{terminal.indented(row[name])}"
     if row["spec_decode"] is not None:
         yield _speculation(row["spec_decode"])

@@ -18,7 +18,7 @@ from batchspec.packing.predict import SHORT_TOKENS
 from batchspec.packing.survey import Survey
 from batchspec.prepare import Job, open_job, plan_batch
 from batchspec.records import Ids, PackedBatch
-from batchspec.text import MESSAGE_CHARS, one_line
+from batchspec.text import MESSAGE_CHARS, counted, one_line
 
 SAMPLE_ROWS = 10_000
 SHARD_ROWS = 500
@@ -73,14 +73,11 @@ class Plan:
         think, decode = self.job.admission.think, self.job.config.decode
         if think is None:
             return []
+        closing = [*self.job.admission.closing, *think.closing]
         begin = "every answer" if think.begin_id is None else f"{think.begin} ({think.begin_id})"
         opened, count = self.survey.num_opened, len(self.survey.prompt_tokens)
         budget = decode.thinking_token_budget
-        limit = (
-            "no budget of its own"
-            if budget is None
-            else f"at most {budget:,} tokens, then {len(self.job.admission.closing)} forced"
-        )
+        limit = "no budget of its own" if budget is None else f"at most {budget:,} tokens, then {len(closing)} forced"
         return [
             f"thinking     from {begin} to {think.end} ({think.end_id}); {opened:,} of {count:,} prompts end inside one; {limit}"
         ]
@@ -99,8 +96,8 @@ class Plan:
         return [
             f"model        {spec.family}, {spec.num_layers} layers, {num_multiplied(spec) / 1e6:,.0f} M weights a token, "
             f"{_bytes(spec.weight_bytes(job.dtype))} in {dtype} on {job.device.type}",
-            f"shape        {batch.num_slots} slots, rows up to {batch.max_len:,} tokens, drafter {job.config.draft.name} "
-            f"({job.drafter.shape}), prefill passes of {batch.prefill_tokens:,} tokens",
+            f"shape        {counted(batch.num_slots, 'slot')}, rows up to {batch.max_len:,} tokens, "
+            f"drafter {job.config.draft.name} ({job.drafter.shape}), prefill passes of {batch.prefill_tokens:,} tokens",
             f"pages        {pages} of {batch.page_size} tokens, {_bytes(pages_bytes)}{', K and V in e4m3' * spec.fp8_kv}",
             f"rounds       {ahead.rounds:,} of {ahead.round_s * 1e3:.1f} ms, {_duration(ahead.decode_s)}; "
             f"each reads {_bytes(ahead.kv_read_bytes)} of K/V",
@@ -125,7 +122,10 @@ def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = 
     batch, ahead = None, None
     if demand.num_completions:
         batch = plan_batch(job, demand, rates)
-        ahead = forecast(batch, job.spec, rates, demand, dtype=job.dtype, accepted=job.drafter.assumed_accepted)
+        ahead = forecast(
+            batch, job.spec, rates, demand, dtype=job.dtype, accepted=job.drafter.assumed_accepted,
+            correlation=config.packing.expert_correlation,
+        )  # fmt: skip
     return Plan(
         job=job, survey=seen, rates=rates, num_completions=demand.num_completions, batch=batch, forecast=ahead
     )  # fmt: skip

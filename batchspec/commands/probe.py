@@ -130,7 +130,7 @@ def _requests(job: Job, num_rows: int) -> list[Request]:
 def _ways(stored: HeadSpec, target: ModelSpec) -> list[HeadSpec]:
     """The stored reading first, then boundaries one higher and one lower, each with both residual streams."""
     ways = []
-    for shift in (0, 1, -1):
+    for shift in (0,) if stored.final_hidden else (0, 1, -1):
         aux_layer_ids = tuple(tap + shift for tap in stored.aux_layer_ids)
         if all(0 <= tap <= target.num_layers for tap in aux_layer_ids):
             residuals = (stored.norm_before_residual, not stored.norm_before_residual)
@@ -241,7 +241,8 @@ def lines_of(found: Probe) -> list[str]:
 def _way(spec: HeadSpec) -> str:
     stream = "the normed feature" if spec.norm_before_residual else "the feature without a norm"
     fed = "" if spec.mask_token_id is not None else f", fed back {'after' if spec.feed_normed else 'before'} the final norm"
-    return f"boundaries {', '.join(map(str, spec.aux_layer_ids))}, residual from {stream}{fed}"
+    read = "the final hidden state" if spec.final_hidden else f"boundaries {', '.join(map(str, spec.aux_layer_ids))}"
+    return f"{read}, residual from {stream}{fed}"
 
 
 def _advice(stored: HeadSpec, best: HeadSpec, readings: dict[tuple[int, ...], str]) -> str:

@@ -53,11 +53,11 @@ def train(run: TrainRun) -> Path:
     sources = _sources(run)
     model, dummy = find_model(run.model.path, run.model.revision), run.model.load_format == "dummy"
     folder, spec = model.folder, load_spec(model.folder) if dummy else judge_model(model)
-    if run.model.activations == "fp8":
-        spec = spec.with_fp8_activations()
     if run.draft.path is not None:
         judge_head(find_model(run.draft.path, key="draft.path"), spec, aux_layers=run.draft.aux_layers)
     device = choose_device(run.device)
+    dtype = resolve_dtype(run.model.dtype, spec, device)
+    spec = spec.on(device, dtype, run.model.activations)
     limits = [run.train.max_len, spec.max_len, *([run.model.max_len] if run.model.max_len else [])]
     rows = [row for source in sources for row in read_rows(source, vocab_size=spec.vocab_size, max_len=min(limits))]
     trained, held_out = split_rows(rows, run.train.held_out, run.train.seed)
@@ -69,7 +69,6 @@ def train(run: TrainRun) -> Path:
     if out.complete:
         say(f"{out.path}: already complete; draft={kind} draft.path={out.path} drafts with it")
         return out.path
-    dtype = resolve_dtype(run.model.dtype, spec, device)
     say(f"loading {run.model.path} in {str(dtype).removeprefix('torch.')} on {device.type}")
     target = Target.load(folder, spec, dtype=dtype, device=device, dummy=dummy)
     network, ids = _network(run, target, trained)
@@ -184,7 +183,7 @@ def _facts(run: TrainRun, spec: ModelSpec, folder: Path, sources: list[Source]) 
     draft = {f"draft.{key}": getattr(run.draft, key) for key in ("path", "aux_layers", "num_speculative_tokens", "parallel")}
     model = {
         "model.dtype": run.model.dtype,
-        **({} if run.model.activations == "dtype" else {"model.activations": run.model.activations}),
+        **({"model.activations": "fp8"} if spec.formats.quantises else {}),
         "model": f"{spec.family} of {spec.num_layers} layers, {spec.hidden_size} wide",
         "model.weights": weights,
     }

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from batchspec.commands.shapes import COMMON, SHAPES
 from batchspec.config.typed import from_dict
 from batchspec.errors import ConfigError
 from batchspec.model.kv_calibration import check_e4m3, give_scales
@@ -23,24 +24,6 @@ from batchspec.model.tokenizer import Tokenizer
 from batchspec.prepare import open_job
 from batchspec.records import Ids, Request, SamplingParams
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama8b": {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "rope_theta": 500000.0,
-    },
-    "llama1b": {
-        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "rope_theta": 500000.0, "tie_word_embeddings": True,
-    },
-    "smol135m": {
-        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
-        "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152, "rope_theta": 100000.0, "tie_word_embeddings": True,
-    },
-}  # fmt: skip
-COMMON: dict[str, Any] = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
-    "hidden_act": "silu", "torch_dtype": "bfloat16", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
 MEDIAN_LOG, SIGMA = 6.685, 0.7
 """The long tail that reasoning output has: lognormal, median 800 tokens."""
 
@@ -98,7 +81,8 @@ def _draw(count: int, prompt_len: int, vocab_size: int, *, lognormal_cap: int = 
 
 def _dummy(args: argparse.Namespace, device: torch.device) -> Workload:
     spec = shape_spec(args.shape)
-    target = Target.load(Path(), spec, dtype=resolve_dtype(args.dtype, spec, device), device=device, dummy=True)
+    dtype = resolve_dtype(args.dtype, spec, device)
+    target = Target.load(Path(), spec.on(device, dtype), dtype=dtype, device=device, dummy=True)
     count = args.requests or args.batch
     if count % args.samples:
         raise ConfigError(f"--samples {args.samples}: {count} requests are no multiple of it; change --batch or --requests")
@@ -128,7 +112,12 @@ def _config_json(name: str) -> bytes:
 
 def _real(args: argparse.Namespace, device: torch.device) -> Workload:
     source = {"path": args.input} | ({"chat": True, "on_overlong": "truncate"} if args.chat else {})
-    given = {"model": {"path": args.model}, "input": source, "decode": {"max_new_tokens": args.gen}, "device": device.type}
+    given = {
+        "model": {"path": args.model, "dtype": args.dtype},
+        "input": source,
+        "decode": {"max_new_tokens": args.gen},
+        "device": device.type,
+    }
     config = from_dict(given)
     job = open_job(config)
     kinds = set(filter(None, args.kind.split(",")))
@@ -145,8 +134,7 @@ def _real(args: argparse.Namespace, device: torch.device) -> Workload:
                 found.append(replace(request, stop_ids=entry.stop_ids) if args.eos else request)
     if not found:
         raise ConfigError(f"--input {args.input} --kind {args.kind}: no prompt is left; check the kind column")
-    dtype = resolve_dtype(args.dtype, job.spec, device)
-    target = Target.load(job.folder, job.spec, dtype=dtype, device=device)
+    target = Target.load(job.folder, job.spec, dtype=job.dtype, device=device)
     count = args.requests or len(found)
     repeated = [replace(found[i % len(found)], request_id=str(i), row_index=i, seed=i) for i in range(count)]
     return Workload(_with_kv(target, args, device, job.tokenizer), job.folder, repeated)

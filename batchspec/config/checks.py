@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from datetime import datetime
 from typing import Any
 
 from batchspec.config.schema import DraftConfig, RunConfig
@@ -48,6 +49,7 @@ def check(config: RunConfig, *, require: Iterable[str] = ()) -> None:
     _cache(config)
     _decode(config)
     _thinking(config)
+    _date(config)
     _names(config)
     if config.resume.retry != "none" and config.output.overwrite:
         raise ConfigError("output.overwrite=true leaves resume.retry nothing to retry; remove one of them")
@@ -191,6 +193,15 @@ def _thinking(config: RunConfig) -> None:
         )
     if decode.thinking_token_budget is not None and config.draft.synthetic is not None:
         raise ConfigError("decode.thinking_token_budget says nothing where draft.synthetic makes up what is accepted; remove one")
+
+
+def _date(config: RunConfig) -> None:
+    try:
+        datetime.fromisoformat(config.input.template_date)
+    except ValueError:
+        raise ConfigError(
+            f"input.template_date={config.input.template_date!r} must be a date, or a date and a time; write 2025-08-05"
+        ) from None
 
 
 def _names(config: RunConfig) -> None:

@@ -191,6 +191,8 @@ def one_line(error: Exception, known: Any = None) -> str:
     full_key = override or re.search(r"full_key: (\S+)", said)
     recipe = re.search(r"^In '([^']+)': \w+ raised while composing config:\n(.*)", text)
     where = f"{recipe[1]}: " if recipe else ""
+    if recipe and full_key and full_key[1] == recipe[1].partition("/")[0]:
+        return f"{where}the keys of a recipe are those of a whole job; begin the file with `# @package _global_`"
     if full_key and re.search(r"Key '[^']+' (is )?not in", said):
         return f"{where}{unknown_key(full_key[1], known)}"
     if isinstance(error, OmegaConfBaseException):

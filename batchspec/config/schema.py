@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+TEMPLATE_DATE = "2025-01-01"
+
 
 @dataclass(slots=True, kw_only=True)
 class ModelConfig:
@@ -22,9 +24,11 @@ class ModelConfig:
     """Branch, tag or commit of a hub id. null is the default branch."""
     dtype: str = "auto"
     """Data type of weights, activations and K/V. auto is the checkpoint's own, or float32 on a CPU without fast bfloat16."""
-    activations: str = "dtype"
-    """What products with FP8 weights read. dtype: activations as they are, and weights converted to model.dtype at load. fp8:
-    activations quantised as the checkpoint says (W8A8), for now in plain PyTorch, which is slow."""
+    activations: str = "auto"
+    """What products with FP8 weights read. fp8: activations quantised as the checkpoint says (W8A8); in bfloat16 on Hopper GPUs
+    and newer these are fast kernels, elsewhere plain PyTorch, which is slow. dtype: activations as they are, and weights
+    converted to model.dtype at load, which takes twice the memory. auto is fp8 where it is fast and the checkpoint quantises
+    activations, else dtype."""
     max_len: int | None = None
     """Maximum length of a sequence, prompt plus output, in tokens. null is the model's own limit."""
     load_format: str = "auto"
@@ -32,9 +36,9 @@ class ModelConfig:
     chat_template: str | None = None
     """Path of a Jinja file that replaces the checkpoint's chat template."""
     think_tokens: Any = "auto"
-    """The tokens that begin and end a reasoning block. auto is `<think>` and `</think>` or the like, if the tokenizer has them;
-    none turns reasoning off; [begin,end] names two tokens, by text or id; [end] is for a model that begins every answer with a
-    reasoning block and emits no begin token."""
+    """The tokens that begin and end a reasoning block. auto is `<think>` and `</think>` or the like, or the channels of harmony
+    (gpt-oss), if the tokenizer has them; none turns reasoning off; [begin,end] names two tokens, by text or id; [end] is for a
+    model that begins every answer with a reasoning block and emits no begin token."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -181,6 +185,9 @@ class PackingConfig:
     """Maximum number of tokens of one prefill pass."""
     run_ahead: int | None = None
     """Number of rounds that are launched before the results of the first are read. null is 2 on a GPU and 0 on a CPU."""
+    expert_correlation: float = 1.0
+    """For a mixture of experts: tokens of a round read as many experts as this share of them would if it chose independently.
+    `plan` and the choice of the batch use it; a run counts experts itself, and its last line says what it found."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -218,7 +225,11 @@ class InputConfig:
     limit: int | None = None
     """Maximum number of input rows, from the first on. null is all of them."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Additional variables of the chat template."""
+    """Additional variables of the chat template, e.g. {reasoning_effort: high} for gpt-oss. The column template_kwargs, JSON
+    text, overrides them for its row."""
+    template_date: str = TEMPLATE_DATE
+    """Date that a chat template takes for today's, e.g. 2025-08-05 or 2025-08-05T12:00. It is part of the job, so that all of its
+    runs give a row the same prompt."""
     max_error_fraction: float = 0.5
     """Maximum share of error rows; with more of them the job ends with exit code 3. A job of nothing but error rows always
     does."""
@@ -236,7 +247,8 @@ class OutputConfig:
     messages: str = "full"
     """Content of the column `messages`: full (prompt and answer), prompt, or none (no such column)."""
     reasoning_in_messages: bool = False
-    """Whether the answer in `messages` contains the reasoning block, between the model's think tokens."""
+    """Whether the answer in `messages` contains the reasoning block, between the model's think tokens. With gpt-oss it is the
+    message's field `thinking`."""
     token_ids: bool = False
     """Write the column `token_ids`: the output tokens of each completion."""
     prompt_ids: bool = False

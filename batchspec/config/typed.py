@@ -20,6 +20,10 @@ from batchspec.config.values import PATHS, SHIPPED, expand_home, literal, shippe
 from batchspec.errors import ConfigError
 
 Schema = TypeVar("Schema")
+_STRUCTURED: dict[type, DictConfig] = {}
+"""Schemas as Hydra's configurations, with their defaults; `OmegaConf.merge` copies them."""
+_REGISTERED: dict[str, type] = {}
+"""Name -> the schema that Hydra knows by it."""
 
 
 def keys(config: Any = None, prefix: str = "") -> list[str]:
@@ -73,7 +77,9 @@ def typed(cfg: DictConfig, schema: type[Schema]) -> Schema:
     known = schema()
     _refuse_unknown(cfg, known, "", known)
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), _with_lists(cfg, list_keys(known))))
+        if schema not in _STRUCTURED:
+            _STRUCTURED[schema] = OmegaConf.structured(schema)
+        config = OmegaConf.to_object(OmegaConf.merge(_STRUCTURED[schema], _with_lists(cfg, list_keys(known))))
     except OmegaConfBaseException as error:
         raise ConfigError(type_error(error)) from error
     assert isinstance(config, schema)
@@ -141,7 +147,9 @@ def shipped_prompts(path: Any) -> Any:
 
 def register(name: str = "run_schema", schema: type = RunConfig) -> None:
     """Register a schema with Hydra under the name that the defaults list of a file of conf begins with."""
-    ConfigStore.instance().store(name=name, node=_lists_as_any(schema))
+    if _REGISTERED.get(name) is not schema:
+        ConfigStore.instance().store(name=name, node=_lists_as_any(schema))
+        _REGISTERED[name] = schema
 
 
 @cache

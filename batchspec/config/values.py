@@ -61,6 +61,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
     "packing.memory_gb": (math.ulp(0.0), math.inf, "null lets the planner choose"),
     "packing.max_num_batched_tokens": (1, math.inf, "null lets the planner choose"),
     "packing.run_ahead": (0, 64, "null lets the planner choose"),
+    "packing.expert_correlation": (math.ulp(0.0), 1.0, "1 is tokens that choose independently"),
     "input.limit": (1, math.inf, "null takes every row"),
     "input.max_error_fraction": (0.0, 1.0, "1 ends a job of nothing but error rows alone"),
     "output.shard_rows": (1, 10_000_000, "null lets batchspec choose"),
@@ -79,7 +80,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("auto", "float32", "bfloat16", "float64"),
-    "model.activations": ("dtype", "fp8"),
+    "model.activations": ("auto", "dtype", "fp8"),
     "model.load_format": ("auto", "dummy"),
     "cache.dtype": ("auto", "fp8"),
     "cache.scales": ("auto", "checkpoint", "calibrate"),

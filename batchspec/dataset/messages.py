@@ -25,6 +25,8 @@ FINAL = ("error", "continue", "drop")
 """What becomes of a chat that ends with the assistant's turn: input.final_assistant."""
 TOOL_FIELDS = ("name", "tool_calls", "tool_call_id")
 """Fields of a message in the output besides role and content, if the input's messages may have them; tool_calls is JSON text."""
+THINKING_FIELD = "thinking"
+"""Field of an assistant's message that has its thought, as the chat templates of gpt-oss name it."""
 _ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "model": "assistant",
     "system": "system", "tool": "tool", "observation": "tool",

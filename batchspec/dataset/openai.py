@@ -42,9 +42,11 @@ NUMBERS = {
     "top_k": "top_k", "min_p": "min_p", "seed": "seed", "n": "n",
 }  # fmt: skip
 """Key of a body -> column."""
-TURN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+TURN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 """Keys of a message that chat templates read."""
-JSON_TEXT = {"tools": "tools", "chat_template_kwargs": "template_kwargs"}
+TEMPLATE_KWARGS = "chat_template_kwargs"
+OF_TEMPLATE = ("reasoning_effort",)
+"""Keys of a body that are arguments of the chat template."""
 WITHOUT_EFFECT = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 """Keys of a body that change no token."""
 NEUTRAL = {
@@ -76,8 +78,10 @@ def parse_request(text: str, where: str, drop: Sequence[str] = ()) -> dict[str, 
             continue
         if key in NUMBERS:
             row[NUMBERS[key]] = _number(value, COLUMNS[NUMBERS[key]], f"{where}: body.{key}")
-        elif key in JSON_TEXT:
-            row[JSON_TEXT[key]] = json.dumps(value, ensure_ascii=False)
+        elif key == "tools":
+            row["tools"] = json.dumps(value, ensure_ascii=False)
+        elif key == TEMPLATE_KWARGS or key in OF_TEMPLATE:
+            row["template_kwargs"] = json.dumps(_template_kwargs(body, where), ensure_ascii=False)
         elif key == "stop":
             row["stop"] = _strings(value, f"{where}: body.stop")
         elif key not in NEUTRAL or value != NEUTRAL[key]:
@@ -86,6 +90,13 @@ def parse_request(text: str, where: str, drop: Sequence[str] = ()) -> dict[str, 
                 f"set it for the whole job if there is a key for it, and pass --drop {key}"
             )
     return row
+
+
+def _template_kwargs(body: Line, where: str) -> dict[str, Any]:
+    kwargs = body.get(TEMPLATE_KWARGS) or {}
+    if not isinstance(kwargs, dict):
+        raise InputError(f"{where}: body.{TEMPLATE_KWARGS} is not an object; correct the line")
+    return {**kwargs, **{key: body[key] for key in OF_TEMPLATE if body.get(key) is not None}}
 
 
 def _messages(turns: Any, where: str) -> list[Message]:
@@ -170,7 +181,11 @@ def _choice(row: Line) -> dict[str, Any]:
     message = {"role": "assistant", "content": row["completion"]}
     if row["reasoning"] is not None:
         message["reasoning_content"] = row["reasoning"]
-    return {"index": row["sample_index"], "message": message, "logprobs": None, "finish_reason": row["finish_reason"]}
+    reason = row["finish_reason"]
+    if row.get("tool_calls") is not None:
+        message |= {"content": row["completion"] or None, "tool_calls": json.loads(row["tool_calls"])}
+        reason = "tool_calls" if reason == "stop" else reason
+    return {"index": row["sample_index"], "message": message, "logprobs": None, "finish_reason": reason}
 
 
 def _usage(usages: Sequence[Line]) -> dict[str, Any]:

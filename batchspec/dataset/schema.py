@@ -9,13 +9,15 @@ import pyarrow as pa
 
 from batchspec.config.schema import OutputConfig
 from batchspec.dataset.columns import ColumnMap
-from batchspec.dataset.messages import TOOL_FIELDS, may_call_tools
+from batchspec.dataset.messages import THINKING_FIELD, TOOL_FIELDS, may_call_tools
 from batchspec.errors import ConfigError
 
 TURN = (("role", pa.string()), ("content", pa.large_string()))
 MESSAGES = pa.list_(pa.struct(TURN))
 TOOL_MESSAGES = pa.list_(pa.struct([*TURN, *((name, pa.large_string()) for name in TOOL_FIELDS)]))
-"""Messages of an input that may call tools; tool_calls is the JSON text of OpenAI's list."""
+"""Messages of an input or an output that may call tools; tool_calls is the JSON text of OpenAI's list."""
+THINKING_MESSAGES = pa.list_(pa.struct([*TURN, *((name, pa.large_string()) for name in (THINKING_FIELD, *TOOL_FIELDS))]))
+"""The same with the thought in a field of its own, where the templates of gpt-oss read it."""
 TOP_LOGPROBS = pa.list_(pa.list_(pa.struct([("id", pa.int32()), ("logprob", pa.float32())])))
 USAGE = pa.struct([(f"{name}_tokens", pa.int32()) for name in ("prompt", "completion", "reasoning", "cached", "total")])
 ERROR = pa.struct([("code", pa.string()), ("stage", pa.string()), ("message", pa.string()), ("retryable", pa.bool_())])
@@ -51,29 +53,33 @@ PERF = pa.struct(
 )
 
 
-def output_schema(input_schema: pa.Schema, columns: ColumnMap, output: OutputConfig) -> pa.Schema:
+def output_schema(input_schema: pa.Schema, columns: ColumnMap, output: OutputConfig, *, channels: bool = False) -> pa.Schema:
     """The schema of every output file of a job: its own columns, then the input's columns that output.passthrough copies.
 
+    channels  the model's outputs have channels (harmony): there is a column of tool calls
     A mapped input column `messages`, `prompt_ids` or `seed` is not copied: the output's column of that name has its values.
     Raises ConfigError if another input column has the name of an output column, or output.passthrough names a missing column.
     """
-    own = _own_fields(output, messages_type(input_schema, columns))
+    own = _own_fields(output, messages_type(input_schema, columns, output, channels=channels), channels)
     copied = _passthrough(input_schema, columns, output.passthrough, {field.name for field in own})
     return pa.schema([*own, *(pa.field(name, _plain(input_schema.field(name).type)) for name in copied)])
 
 
-def messages_type(input_schema: pa.Schema, columns: ColumnMap) -> pa.DataType:
-    """Type of the column `messages`: role and content, and the fields of tool calls if the input's messages may have them."""
+def messages_type(input_schema: pa.Schema, columns: ColumnMap, output: OutputConfig, *, channels: bool = False) -> pa.DataType:
+    """Type of the column `messages`: role and content, and the fields of tool calls if input or output may have them."""
+    if channels and output.reasoning_in_messages:
+        return THINKING_MESSAGES
     calls = columns.prompt_kind == "messages" and may_call_tools(input_schema.field(columns.prompt_column))
-    return TOOL_MESSAGES if calls else MESSAGES
+    return TOOL_MESSAGES if calls or channels else MESSAGES
 
 
-def _own_fields(output: OutputConfig, messages: pa.DataType) -> list[pa.Field]:
+def _own_fields(output: OutputConfig, messages: pa.DataType, channels: bool) -> list[pa.Field]:
     ids = pa.list_(pa.int32())
     optional = {
         "messages": output.messages != "none",
         "prompt_ids": output.prompt_ids,
         "token_ids": output.token_ids,
+        "tool_calls": channels,
         "logprobs": output.logprobs is not None,
         "top_logprobs": bool(output.logprobs),
     }
@@ -86,6 +92,7 @@ def _own_fields(output: OutputConfig, messages: pa.DataType) -> list[pa.Field]:
         pa.field("completion", pa.large_string()),
         pa.field("reasoning", pa.large_string()),
         pa.field("reasoning_truncated", pa.bool_()),
+        pa.field("tool_calls", pa.large_string()),
         pa.field("finish_reason", pa.string()),
         pa.field("stop_reason", pa.string()),
         pa.field("prompt_ids", ids),

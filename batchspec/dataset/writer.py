@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from batchspec.config.schema import InputConfig, OutputConfig
 from batchspec.dataset.columns import ColumnMap, is_list, is_text
 from batchspec.dataset.json_text import BadJson
-from batchspec.dataset.messages import BadChat, Message, kept_turn, messages_of, read_chat, without_nulls
+from batchspec.dataset.messages import THINKING_FIELD, BadChat, Message, kept_turn, messages_of, read_chat, without_nulls
 from batchspec.dataset.reader import InputShard
 from batchspec.dataset.schema import messages_type, output_schema
 from batchspec.dataset.untyped_columns import as_text, json_kinds, value_of
@@ -36,31 +36,38 @@ def build_table(
     input: InputConfig,
     output: OutputConfig,
     attempt: str,
-    think_tokens: tuple[str, str] = ("<think>", "</think>"),
+    think_tokens: tuple[str, str] | None = ("<think>", "</think>"),
     finished_at: datetime | None = None,
 ) -> pa.Table:
     """The output rows of a shard, by (row_index, sample_index), in the schema of `output_schema`.
 
     `messages` is the prompt's turns and the answer as the assistant's turn; a plain `prompt` becomes a user turn whether or not
     a chat template wrapped it, because a user/assistant pair is what training on the output needs. Rows given as prompt_ids have
-    no messages. `think_tokens` enclose a thought there if output.reasoning_in_messages asks for it. Copied columns come
-    from `shard.table`; text that is not valid UTF-8 gets U+FFFD, so that every reader can open the file. `attempt` is the uuid of
-    the run, `finished_at` (default now) the time of the build.
+    no messages. `think_tokens` enclose a thought there if output.reasoning_in_messages asks for it; None: the model's outputs
+    have channels, and thoughts and tool calls are fields of their own. Copied columns come from `shard.table`; text that is not
+    valid UTF-8 gets U+FFFD, so that every reader can open the file. `attempt` is the uuid of the run, `finished_at` (default now)
+    the time of the build.
     """
     completions = sorted(completions, key=lambda c: (c.row_index, c.sample_index))
-    schema = output_schema(shard.table.schema, columns, output)
+    channels = think_tokens is None
+    schema = output_schema(shard.table.schema, columns, output, channels=channels)
     input_fields = {field.name: field for field in shard.table.schema}
     rows = pa.array([c.row_index - shard.first_row for c in completions], pa.int64())
-    names = [field.name for field in messages_type(shard.table.schema, columns).value_type]
+    names = [field.name for field in messages_type(shard.table.schema, columns, output, channels=channels).value_type]
     turns = _prompt_turns(shard, columns, input, names) if output.messages != "none" else []
     when = finished_at or datetime.now(UTC)
 
     def turns_of(completion: Completion) -> list[Turn] | None:
-        answer = completion.text
-        if answer is not None and output.reasoning_in_messages and completion.reasoning is not None:
-            answer = _with_thought(completion, think_tokens)
         prompt = turns[completion.row_index - shard.first_row]
-        return _messages(prompt, answer if output.messages == "full" else None, input.final_assistant == "continue")
+        if completion.text is None or output.messages != "full":
+            return prompt
+        answer: Turn = {"content": completion.text}
+        if think_tokens is None:
+            answer |= {"tool_calls": completion.tool_calls}
+        if output.reasoning_in_messages and completion.reasoning is not None:
+            own = {THINKING_FIELD: completion.reasoning}
+            answer |= own if think_tokens is None else {"content": _with_thought(completion, think_tokens)}
+        return _messages(prompt, answer, input.final_assistant == "continue")
 
     values: dict[str, Callable[[Completion], Any]] = {
         "messages": turns_of,
@@ -174,12 +181,12 @@ def _turns(prompt: Any, system: str | None, final: str, names: Sequence[str]) ->
         return None
 
 
-def _messages(prompt: list[Turn] | None, answer: str | None, goes_on: bool) -> list[Turn] | None:
-    if prompt is None or answer is None:
-        return prompt
+def _messages(prompt: list[Turn] | None, answer: Turn, goes_on: bool) -> list[Turn] | None:
+    if prompt is None:
+        return None
     if goes_on and prompt and prompt[-1]["role"] == "assistant":
-        return [*prompt[:-1], {**prompt[-1], "content": f"{prompt[-1]['content']}{answer}"}]
-    return [*prompt, {"role": "assistant", "content": answer}]
+        return [*prompt[:-1], {**prompt[-1], **answer, "content": f"{prompt[-1]['content']}{answer['content']}"}]
+    return [*prompt, {"role": "assistant", **answer}]
 
 
 def _with_thought(completion: Completion, think_tokens: tuple[str, str]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from batchspec.cache.layout import KVLayout
-from batchspec.draft.layouts import MASK_KEYS, SPECFORGE, HeadConfig, read_config
+from batchspec.draft.layouts import MASK_KEYS, SPECFORGE, HeadConfig, family_of, read_config
 from batchspec.model.config_values import ConfigReader
 from batchspec.model.families.base import read_heads, read_windows
 from batchspec.model.families.registry import has_window_switch
@@ -62,8 +62,10 @@ class HeadSpec:
     """False: the target's lm_head, over the target's vocabulary."""
     mapped: bool
     """It has d2t: draft ids are not target ids."""
+    final_hidden: bool = False
+    """It reads the target's last hidden state, after the target's final norm, in place of fc of aux hidden states."""
     mask_token_id: int | None = None
-    """What stands for a token that is not known yet: it can draft in parallel. None: chains only."""
+    """Replaces a token that is not known yet: with it the head can draft in parallel. None: chains only."""
 
     def kv_windows(self, window: int | None, sink: int) -> tuple[int | None, ...]:
         """[num_layers] newest keys that each layer reads where it is limited to `window` of them and the first `sink` ones.
@@ -95,11 +97,13 @@ def read_head(folder: Path, tensors: Collection[str], target: ModelSpec, *, aux_
 
 def _head_spec(source: HeadConfig, tensors: Collection[str], target: ModelSpec, aux_layers: str) -> HeadSpec:
     config, shape, eagle = source.whole, source.shape, source.eagle
-    family = shape.text("model_type", "llama")
+    family = family_of(shape)
     num_layers, vocab_size = shape.integer("num_hidden_layers"), shape.integer("vocab_size")
     num_kv_heads, head_dim = read_heads(shape)
-    draft_vocab = config.integer("draft_vocab_size", vocab_size)
-    # SpecForge's norm_output says that lm_head reads the normed state, which it always does; others say with it what is fed back.
+    draft_vocab = _draft_vocab_size(config, vocab_size)
+    final_hidden = eagle.given("use_aux_hidden_state") and not eagle.flag("use_aux_hidden_state")
+    # In SpecForge's older configs norm_output says that lm_head reads the normed state, which it always does; in others, and in
+    # SpecForge's newer ones, what is fed back (https://github.com/sgl-project/SpecForge/pull/879). doctor --probe tries both.
     specforge = config.texts("architectures") == (SPECFORGE,)
 
     def has(part: str) -> bool:
@@ -110,6 +114,8 @@ def _head_spec(source: HeadConfig, tensors: Collection[str], target: ModelSpec, 
 
     if flag("norm_before_fc", "input_norm.") and flag("fc_norm", "fc_norm."):
         raise config.refusal("norm_before_fc and fc_norm exclude each other; set one of them false")
+    if final_hidden and (flag("norm_before_fc", "input_norm.") or flag("fc_norm", "fc_norm.")):
+        raise config.refusal("use_aux_hidden_state false leaves norm_before_fc and fc_norm nothing to norm; set them false")
     return HeadSpec(
         layout=source.layout,
         hidden_size=shape.integer("hidden_size"),
@@ -121,24 +127,33 @@ def _head_spec(source: HeadConfig, tensors: Collection[str], target: ModelSpec, 
         intermediate_size=shape.integer("intermediate_size"),
         vocab_size=vocab_size,
         draft_vocab_size=draft_vocab,
-        aux_layer_ids=_aux_layer_ids(source, target, aux_layers),
+        aux_layer_ids=(target.num_layers,) if final_hidden else _aux_layer_ids(source, target, aux_layers),
         rms_eps=shape.number("rms_norm_eps", 1e-6),
         rope=read_rope(shape, shape.integer("max_position_embeddings") if shape.given("max_position_embeddings") else None),
         windows=_windows(shape, family, num_layers),
         qkv_bias=shape.flag("attention_bias") or has("self_attn.q_proj.bias"),
         o_bias=has("self_attn.o_proj.bias"),
         mlp_bias=shape.flag("mlp_bias") or has("mlp.gate_proj.bias"),
-        fc_bias=has("fc.bias"),
+        fc_bias=has("fc.bias") and not final_hidden,
         qk_norm=has("self_attn.q_norm."),
         norm_before_residual=config.flag("norm_before_residual"),
         input_norm=flag("norm_before_fc", "input_norm."),
         fc_norm=flag("fc_norm", "fc_norm."),
         feed_normed=config.flag("norm_output") and not specforge,
         own_embedding="embed_tokens.weight" in tensors,
-        own_head="lm_head.weight" in tensors or config.given("draft_vocab_size"),
+        own_head="lm_head.weight" in tensors or draft_vocab != vocab_size or config.given("draft_vocab_size"),
         mapped="d2t" in tensors or draft_vocab != vocab_size,
+        final_hidden=final_hidden,
         mask_token_id=_mask_token_id(config, tensors, vocab_size),
     )
+
+
+def _draft_vocab_size(config: ConfigReader, vocab_size: int) -> int:
+    """Under either of its names; all tokens where it has none."""
+    given = {key: config.integer(key) for key in ("draft_vocab_size", "truncated_vocab_size") if config.given(key)}
+    if len(set(given.values())) > 1:
+        raise config.refusal(f"{', '.join(map(config.shown, given))} must be equal; correct one of them")
+    return next(iter(given.values()), vocab_size)
 
 
 def _mask_token_id(config: ConfigReader, tensors: Collection[str], vocab_size: int) -> int | None:
@@ -156,7 +171,7 @@ def _mask_token_id(config: ConfigReader, tensors: Collection[str], vocab_size: i
 
 
 def read_mask_token(config: ConfigReader, vocab_size: int) -> int | None:
-    """The token that stands for those not known yet, under any of its names; None where it has none."""
+    """The token that replaces those not known yet, under any of its names; None if it has none."""
     given = {key: config.integer(key) for key in MASK_KEYS if config.given(key)}
     if len(set(given.values())) > 1 or not all(token < vocab_size for token in given.values()):
         said = ", ".join(map(config.shown, given))
@@ -173,7 +188,7 @@ def _aux_layer_ids(source: HeadConfig, target: ModelSpec, aux_layers: str) -> tu
     """
     config, keys = source.whole, ("eagle_aux_hidden_state_layer_ids", "layer_ids")
     named = next(((part, key) for part in (config, source.eagle) for key in keys if part.given(key)), None)
-    ids = None if named is None else named[0].integers(named[1])
+    ids = None if named is None else named[0].integers(named[1]) or None  # NVIDIA's are empty for the usual ones
     last = target.num_layers
     if ids is None:
         aux_layer_ids = [2, last // 2, last - 3]
@@ -211,6 +226,11 @@ def _check_target(head: HeadSpec, target: ModelSpec, config: ConfigReader) -> No
     if head.target_hidden_size != target.hidden_size:
         raise config.refusal(
             f"target_hidden_size {head.target_hidden_size}, the target's {target.hidden_size}: a head of another target"
+        )
+    if head.hidden_size != target.hidden_size and head.final_hidden:
+        raise config.refusal(
+            f"use_aux_hidden_state false with hidden_size {head.hidden_size} needs a target of that width, not of "
+            f"{target.hidden_size}: a head of another target"
         )
     if head.hidden_size != target.hidden_size:
         shared = [name for name, own in (("embed_tokens", head.own_embedding), ("lm_head", head.own_head)) if not own]

@@ -97,8 +97,8 @@ class EagleHead:
 
     def __init__(self, head: Head, target: Target, *, argmax: bool = True) -> None:
         spec, tensors = head.spec, head.tensors
-        self.spec, self._argmax, self.map_ids = spec, argmax, head.hot
-        self._fc = Linear(tensors["fc.weight"], tensors.get("fc.bias"))
+        self.spec, self._argmax, self.map_ids = spec, argmax, head.map_ids
+        self._fc = None if spec.final_hidden else Linear(tensors["fc.weight"], tensors.get("fc.bias"))
         self._input_norm = tensors.get("input_norm.weight")
         self._tap_norms = [tensors[f"fc_norm.{i}.weight"] for i in range(len(spec.aux_layer_ids))] if spec.fc_norm else []
         self._hidden_norm = tensors[HIDDEN_NORM]
@@ -124,7 +124,8 @@ class EagleHead:
         """
         for name, norm in self._norms.items():
             norm.copy_(tensors[name])
-        self._fc.rewrite(tensors["fc.weight"], tensors.get("fc.bias"))
+        if self._fc is not None:
+            self._fc.rewrite(tensors["fc.weight"], tensors.get("fc.bias"))
         for layer in self._layers:
             layer.rewrite(tensors)
         if self._lm_head is not None:
@@ -134,6 +135,8 @@ class EagleHead:
 
     def features(self, aux_hidden_states: Tensor, row_ids: Tensor | None) -> Tensor:
         """Aux hidden states [T, W] of the target -> features [T, H]. row_ids int32 [T]: as of `Product`, None: of no row."""
+        if self._fc is None:
+            return rms_norm(aux_hidden_states, self._target.final_norm, self._target.spec.rms_eps)
         eps = self.spec.rms_eps
         if self._input_norm is not None:
             aux_hidden_states = rms_norm(aux_hidden_states, self._input_norm, eps)
@@ -240,7 +243,8 @@ def _store(at: Place, kv: LayerKV) -> PagedStore:
 
 def products(spec: HeadSpec) -> list[Product]:
     """The products that drafting could use: R * S tokens of fc, qkv and K/V, R of the rest."""
-    gemms = [Gemm(product=fc_product(spec), ops=("linear",))]
+    fc = fc_product(spec)
+    gemms = [] if fc is None else [Gemm(product=fc, ops=("linear",))]
     for layer in head_layers(spec):
         attention, (_, out), (gate_up, down) = layer.attention, layer.attention.gemms(1), layer.mlp.gemms(1)
         # The head norms what its layers read, so no product norms its input and none adds to the stream for such a one.

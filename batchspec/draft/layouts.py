@@ -38,8 +38,8 @@ _SHAPE = frozenset((
 ))  # fmt: skip
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 _EAGLE = frozenset((
-    "architectures", "draft_vocab_size", "target_hidden_size", "num_aux_hidden_states", "bias", "fc_norm", "norm_before_fc",
-    "norm_before_residual", "norm_output", "eagle_aux_hidden_state_layer_ids", "eagle_config", "layer_ids",
+    "architectures", "draft_vocab_size", "truncated_vocab_size", "target_hidden_size", "num_aux_hidden_states", "bias", "fc_norm",
+    "norm_before_fc", "norm_before_residual", "norm_output", "eagle_aux_hidden_state_layer_ids", "eagle_config", "layer_ids",
     "speculators_model_type", "transformer_layer_config", "parallel_drafting", *MASK_KEYS,
 ))  # fmt: skip
 # Nothing of these changes what a loaded head computes. tie_word_embeddings: a head without lm_head uses the target's anyway.
@@ -51,14 +51,16 @@ _HARMLESS = frozenset((
     "_attn_implementation", "_attn_implementation_autoset", "return_dict", "output_hidden_states", "output_attentions",
     "torchscript", "is_decoder", "chunk_size_feed_forward", "id2label", "label2id", "problem_type", "tokenizer_class", "prefix",
     "finetuning_task", "task_specific_params", "tie_encoder_decoder", "add_cross_attention", "use_bfloat16", "tf_legacy_loss",
-    "pruned_heads", "ttt_length", "_experts_implementation",
+    "pruned_heads", "ttt_length", "_experts_implementation", "target_layer_count",
 ))  # fmt: skip
+# What configs of dense heads repeat from a gpt-oss target.
+_OF_GPT_OSS = frozenset(("num_local_experts", "experts_per_token", "num_experts_per_tok"))
 # Keys of eagle_config, with the only value that is built where there is one (NVIDIA ModelOpt exports them).
 _EAGLE_CONFIG: dict[str, Any] = {
-    "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
+    "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
     "use_mtp_layernorm": False, "has_lm_head": True, "next_layer_regular": True, "parallel_draft_step": 1,
 }  # fmt: skip
-_EAGLE_CONFIG_READ = ("eagle_aux_hidden_state_layer_ids", "layer_ids", "norm_before_fc")
+_EAGLE_CONFIG_READ = ("eagle_aux_hidden_state_layer_ids", "layer_ids", "norm_before_fc", "use_aux_hidden_state")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +96,7 @@ def _layout(config: ConfigReader) -> tuple[str, ConfigReader]:
     if kind is not None and not config.given("transformer_layer_config"):
         raise config.refusal("no transformer_layer_config, which holds the shape of the head's layers; export the head again")
     shape = config if kind is None else config.part("transformer_layer_config")
-    family = shape.text("model_type", "llama")
+    family = family_of(shape)
     if family not in _FAMILIES:
         raise config.refusal(f"model_type {family[:60]!r} of the head is not supported; supported are {', '.join(_FAMILIES)}")
     layout, known = ("flat", _FLAT) if kind is None else ("speculators", _SPECULATORS[kind])
@@ -102,6 +104,12 @@ def _layout(config: ConfigReader) -> tuple[str, ConfigReader]:
         if name not in known:
             raise config.refusal(f"architectures {name[:60]!r} is not supported; a {layout} head has {', '.join(known)}")
     return layout, shape if kind is None else shape.filled(_LAYER_DEFAULTS.get(family, {}))
+
+
+def family_of(shape: ConfigReader) -> str:
+    """The family whose decoder layer it has. SpecForge's dense heads of gpt-oss name the target's; they are Llama layers."""
+    family = shape.text("model_type", "llama")
+    return "llama" if family == "gpt_oss" and shape.texts("architectures") == (SPECFORGE,) else family
 
 
 def _eagle_config(config: ConfigReader) -> ConfigReader:
@@ -118,18 +126,16 @@ def _eagle_config(config: ConfigReader) -> ConfigReader:
 
 def _refuse(config: ConfigReader, shape: ConfigReader, layout: str) -> None:
     parts = [config] if layout == "flat" else [config, shape]
+    of_target = _OF_GPT_OSS if shape.text("model_type", "llama") == "gpt_oss" else frozenset()
     allowed = [_SHAPE | _EAGLE | _HARMLESS] if layout == "flat" else [_EAGLE | _HARMLESS, _SHAPE | _HARMLESS]
     found = [
         part.shown(key)
         for part, known in zip(parts, allowed, strict=True)
         for key in part
-        if key not in known and part.differs(key, None, False, [], {})
+        if key not in known | of_target and part.differs(key, None, False, [], {})
     ]
     if shape.text("hidden_act", "silu") not in ("silu", "swish"):
         found.append(shape.shown("hidden_act"))
-    specforge = config.texts("architectures") == (SPECFORGE,)
-    if layout == "flat" and specforge and config.given("norm_output") and not config.flag("norm_output"):
-        found.append("norm_output=false (in this layout: no norm before lm_head)")
     if found:
         raise config.refusal(
             f"not known to draft=eagle3: {', '.join(found)}; remove a key from config.json if it changes no computation"

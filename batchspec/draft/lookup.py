@@ -32,9 +32,7 @@ class LookupDrafter(NoFeatures):
     name = "lookup"
     fixed_len = False
 
-    def __init__(
-        self, max_len: int, *, min_ngram: int = 2, max_ngram: int = 6, growth: int = 2, corpus: Corpus | None = None
-    ) -> None:
+    def __init__(self, max_len: int, *, min_ngram: int, max_ngram: int, growth: int = 2, corpus: Corpus | None = None) -> None:
         """corpus: one that indexes n-grams of min_ngram to max_ngram tokens; None: only the row's own tokens"""
         self.max_len = max_len
         self.min_ngram = min_ngram

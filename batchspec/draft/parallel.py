@@ -27,7 +27,7 @@ from batchspec.cache.pages import KVCache
 from batchspec.draft.coupled import later_draws
 from batchspec.draft.head import Place
 from batchspec.draft.reader import HeadReader, Reading, zeros_on
-from batchspec.draft.weights import Head
+from batchspec.draft.weights import Head, feature_width
 from batchspec.kernels.drafting.gather_last_accepted import gather_last_accepted
 from batchspec.kernels.drafting.prepare_parallel_draft_inputs import prepare_parallel_draft_inputs
 from batchspec.model.target import Target
@@ -58,8 +58,8 @@ class ParallelDrafter(HeadReader):
 
     @torch.inference_mode()
     def _feature_of(self, mask_hidden: Tensor) -> Tensor:
-        """[H] h of a mask. A checkpoint stores it before fc, [1, W], or after fc, [1, H]."""
-        if mask_hidden.shape[1] == len(self._spec.aux_layer_ids) * self._spec.target_hidden_size:
+        """[H] h of a mask. A checkpoint stores it before fc, [1, W], or after fc, [1, H]; without fc as h itself."""
+        if mask_hidden.shape[1] == feature_width(self._spec) and not self._spec.final_hidden:
             mask_hidden = self.head.features(mask_hidden, None)
         return mask_hidden[0]
 

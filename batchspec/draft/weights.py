@@ -32,11 +32,12 @@ _IGNORED = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.wei
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Head:
-    """A head's shape and its tensors by normalised name; `hot` int32 [draft vocabulary] target ids, None where they are equal."""
+    """A head's shape and its tensors by normalised name."""
 
     spec: HeadSpec
     tensors: dict[str, Tensor]
-    hot: Tensor | None
+    map_ids: Tensor | None
+    """int32 [draft vocabulary] target id of each draft id; None if they are equal."""
 
 
 def normalised(name: str) -> str:
@@ -58,9 +59,10 @@ def expected_tensors(spec: HeadSpec) -> list[TensorSpec]:
     mask_hidden may come with more leading dimensions of one, and as wide as the head is instead of as its aux hidden states.
     The vocabulary tables d2t and t2d are checked for themselves.
     """
-    fc, hidden = fc_product(spec).parts[0], spec.hidden_size
-    width = fc.k
-    tensors = [*PLAIN.tensors(fc), TensorSpec("norm.weight", (hidden,), "norm")]
+    fc, hidden = fc_product(spec), spec.hidden_size
+    width = feature_width(spec)
+    tensors = [] if fc is None else PLAIN.tensors(fc.parts[0])
+    tensors = [*tensors, TensorSpec("norm.weight", (hidden,), "norm")]
     if spec.input_norm:
         tensors.append(TensorSpec("input_norm.weight", (width,), "norm"))
     if spec.fc_norm:
@@ -86,9 +88,16 @@ def expected_shapes(spec: HeadSpec) -> Shapes:
     return shapes_of(expected_tensors(spec))
 
 
-def fc_product(spec: HeadSpec) -> ProductSpec:
-    """Aux hidden states end to end -> the feature [H]."""
-    return ProductSpec((Projection("fc", spec.hidden_size, len(spec.aux_layer_ids) * spec.target_hidden_size, spec.fc_bias),))
+def feature_width(spec: HeadSpec) -> int:
+    """Numbers of the target's hidden states that a head reads at each token."""
+    return len(spec.aux_layer_ids) * spec.target_hidden_size
+
+
+def fc_product(spec: HeadSpec) -> ProductSpec | None:
+    """Aux hidden states end to end -> the feature [H]; None where the feature is the target's last hidden state itself."""
+    if spec.final_hidden:
+        return None
+    return ProductSpec((Projection("fc", spec.hidden_size, feature_width(spec), spec.fc_bias),))
 
 
 def head_layers(spec: HeadSpec) -> tuple[LayerSpec, ...]:
@@ -142,7 +151,7 @@ def judge_head(files: ModelFiles, target: ModelSpec, *, aux_layers: str = "auto"
     spec = read_head(files.folder, stored, target, aux_layers=aux_layers)
     _check(files.where, spec, stored)
     if spec.mapped:
-        _hot(files.where, spec, {name: _table(files, stored[name]) for name in ("d2t", "t2d") if name in stored})
+        _map_ids(files.where, spec, {name: _table(files, stored[name]) for name in ("d2t", "t2d") if name in stored})
     return spec
 
 
@@ -162,11 +171,11 @@ def load_head(folder: Path, target: ModelSpec, *, dtype: torch.dtype, device: to
     for file_name in weight_names(LocalFiles(folder)):
         with safe_open(folder / file_name, framework="pt") as file:
             tensors |= {normalised(name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    hot = _hot(shown(folder), spec, tensors) if spec.mapped else None
+    map_ids = _map_ids(shown(folder), spec, tensors) if spec.mapped else None
     kept = {name: tensors[name].to(device=device, dtype=dtype) for name in expected_shapes(spec) if name != "d2t"}
     if spec.mask_token_id is not None:
         kept["mask_hidden"] = kept["mask_hidden"].view(1, -1)
-    return Head(spec, kept, None if hot is None else hot.to(device))
+    return Head(spec, kept, None if map_ids is None else map_ids.to(device))
 
 
 def dummy_head(spec: HeadSpec, *, dtype: torch.dtype, device: torch.device) -> Head:
@@ -177,8 +186,8 @@ def dummy_head(spec: HeadSpec, *, dtype: torch.dtype, device: torch.device) -> H
         if tensor.role != "table":
             out = torch.empty(tensor.shape, dtype=dtype, device=device)
             tensors[tensor.name] = out.fill_(1.0) if tensor.role == "norm" else out.normal_(0.0, 0.02, generator=generator)
-    hot = torch.arange(spec.draft_vocab_size, device=device) * spec.vocab_size // spec.draft_vocab_size
-    return Head(spec, tensors, hot.int() if spec.mapped else None)
+    map_ids = torch.arange(spec.draft_vocab_size, device=device) * spec.vocab_size // spec.draft_vocab_size
+    return Head(spec, tensors, map_ids.int() if spec.mapped else None)
 
 
 def dummy_spec(target: ModelSpec, *, draft_vocab_size: int = 32000, parallel: bool = False) -> HeadSpec:
@@ -213,7 +222,7 @@ def head_bytes(spec: HeadSpec, dtype: torch.dtype) -> int:
 
 def _check(where: str, spec: HeadSpec, stored: Mapping[str, StoredTensor]) -> None:
     expected = {tensor.name: tensor for tensor in expected_tensors(spec)}
-    optional = {"t2d", *(["d2t"] if spec.own_head else [])}
+    optional = {"t2d", *(["d2t"] if spec.own_head else []), *(["fc.weight", "fc.bias"] if spec.final_hidden else [])}
     if "mask_hidden" in expected and "mask_hidden" in stored and stored["mask_hidden"].shape in _mask_shapes(spec):
         expected["mask_hidden"] = replace(expected["mask_hidden"], shape=stored["mask_hidden"].shape)
     problems = misfits(expected.values(), stored, stored.keys() - expected.keys() - optional)
@@ -226,25 +235,25 @@ def _check(where: str, spec: HeadSpec, stored: Mapping[str, StoredTensor]) -> No
 
 
 def _mask_shapes(spec: HeadSpec) -> set[tuple[int, ...]]:
-    widths = (len(spec.aux_layer_ids) * spec.target_hidden_size, spec.hidden_size)
+    widths = (feature_width(spec), spec.hidden_size)
     return {(*leading, width) for width in widths for leading in ((), (1,), (1, 1))}
 
 
-def _hot(where: str, spec: HeadSpec, tensors: dict[str, Tensor]) -> Tensor:
+def _map_ids(where: str, spec: HeadSpec, tensors: dict[str, Tensor]) -> Tensor:
     """int32 [draft vocabulary] target id of each draft id: d2t is the offset between the two."""
     d2t = tensors["d2t"]
-    hot = d2t.long() + torch.arange(len(d2t))
-    outside = (hot < 0) | (hot >= spec.vocab_size)
+    map_ids = d2t.long() + torch.arange(len(d2t))
+    outside = (map_ids < 0) | (map_ids >= spec.vocab_size)
     if outside.any():
         first = int(outside.nonzero()[0])
         raise CheckpointError(
             f"{where}: d2t leads {int(outside.sum())} draft ids out of the vocabulary of {spec.vocab_size}: "
-            f"draft id {first} to {int(hot[first])}; d2t must hold target id minus draft id"
+            f"draft id {first} to {int(map_ids[first])}; d2t must hold target id minus draft id"
         )
-    if "t2d" in tensors and not (known := tensors["t2d"].bool()[hot]).all():
+    if "t2d" in tensors and not (known := tensors["t2d"].bool()[map_ids]).all():
         first = int((~known).nonzero()[0])
         raise CheckpointError(
             f"{where}: d2t and t2d disagree on {int((~known).sum())} draft ids: draft id {first} is target id "
-            f"{int(hot[first])}, which t2d leaves out; export the head again"
+            f"{int(map_ids[first])}, which t2d leaves out; export the head again"
         )
-    return hot.int()
+    return map_ids.int()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from batchspec.engine.request_state import RequestState
 from batchspec.engine.stop_strings import Decode
 from batchspec.engine.thinking import Parts, split_thoughts
+from batchspec.engine.tool_calls import tool_calls
 from batchspec.records import Completion, RowError, RowStats
 
 NON_FINITE = "non_finite_logits"
@@ -38,7 +39,8 @@ def completion_of(
         return _failure(state, _stats(state, drafter, slot, now, nodes))
     count = len(state.tokens)
     assert state.num_top is None or len(state.logprobs) >= count, (len(state.logprobs), count)
-    text, reasoning, parts = _texts(state, decode)
+    texts = _texts(state, decode)
+    parts = texts.parts
     stop_id = None if state.stop_id is None or state.stop_id in eos_ids else str(state.stop_id)
     top = None
     if state.top:
@@ -53,8 +55,9 @@ def completion_of(
         stop_reason=stop_id if state.stop_string is None else state.stop_string,
         prompt_ids=request.prompt_ids,
         token_ids=np.array(state.tokens, np.int32),
-        text=text,
-        reasoning=reasoning,
+        text=texts.answer,
+        reasoning=texts.reasoning,
+        tool_calls=texts.tool_calls,
         reasoning_truncated=None if parts is None else _cut_off(state, parts),
         reasoning_tokens=None if parts is None else parts.num_reasoning,
         logprobs=np.array(state.logprobs[:count], np.float32) if state.logprobs else None,
@@ -115,23 +118,38 @@ def _stats(state: RequestState, drafter: str, slot: int, now: float, nodes: int 
     )
 
 
-def _texts(state: RequestState, decode: Decode | None) -> tuple[str | None, str | None, Parts | None]:
-    """The answer, the thought (None if there was none), and the tokens of both (None if the model has no think tokens).
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    answer: str | None = None
+    reasoning: str | None = None
+    tool_calls: str | None = None
+    parts: Parts | None = None
+    """The tokens of all; None if the model has no think tokens."""
 
-    White space between the two is dropped: chat templates add their own.
+
+def _texts(state: RequestState, decode: Decode | None) -> _Texts:
+    """The answer, the thought (None if there was none) and the tool calls.
+
+    White space between thought and answer is dropped: chat templates add their own. Messages of the answer are separated by an
+    empty line.
     """
     thinking = state.request.thinking
     found = state.finder.text if state.finder is not None and state.stop_string is not None else None
     if thinking is None:
-        return (None if decode is None else decode(state.tokens) if found is None else found), None, None
+        return _Texts(None if decode is None else decode(state.tokens) if found is None else found)
     parts = split_thoughts(state.tokens[:-1] if state.stop_id is not None else state.tokens, thinking)
     if decode is None:
-        return None, None, parts
-    text = decode(parts.answer) if found is None else found
+        return _Texts(parts=parts)
+    messages = [decode(message) for message in parts.answers()]
+    if found is not None:
+        messages[-1] = found
+    calls, more = tool_calls(parts.calls, state.request, decode)
+    messages += more
+    text = "\n\n".join([message for message in messages if message.strip()]) if len(messages) > 1 else messages[0]
     if not parts.thoughts:
-        return text, None, parts
+        return _Texts(text, None, calls, parts)
     thoughts = (decode(thought).strip() for thought in parts.thoughts)
-    return text.lstrip(), "\n\n".join(thought for thought in thoughts if thought), parts
+    return _Texts(text.lstrip(), "\n\n".join(thought for thought in thoughts if thought), calls, parts)
 
 
 def _cut_off(state: RequestState, parts: Parts) -> bool:

@@ -1,8 +1,9 @@
 """Chooses K of the next round: the most expected tokens a second, by measured round times and acceptance.
 
-    score(K) = (1 + sum_{k<=K} p_1 ... p_k) / (base_s[R, K] + context_tokens * token_s[R, K])
+    score(K) = (1 + sum_{k<=K} p_1 ... p_k) / (base_s[R, K] + experts_s[R, K] + context_tokens * token_s[R, K])
 
-base_s is a round over dead rows, timed once for each graph. token_s is the time that one more context token adds (attention) with
+base_s is a round over dead rows, timed once for each graph; experts_s is what the experts take that live rows read besides
+(`expert_reads.py`), 0 without experts. token_s is the time that one more context token adds (attention) with
 R rows: the least of the newest measurements; where K has none, that of the nearest K; where R has none, those of the nearest R.
 p_k is the share of rows that accept draft token k after they accepted those before it, with a prior and a half-life.
 
@@ -19,6 +20,8 @@ from collections import deque
 
 import numpy as np
 from numpy.typing import NDArray
+
+from batchspec.engine.expert_reads import ExpertReads
 
 PROBE_EVERY, PROBE_EVERY_AT_FIRST = 64, 8
 """The first a multiple of the second."""
@@ -42,10 +45,11 @@ def candidates(max_len: int) -> tuple[int, ...]:
 
 
 class DraftLengths:
-    def __init__(self, max_len: int, choices: tuple[int, ...] | None = None) -> None:
+    def __init__(self, max_len: int, choices: tuple[int, ...] | None = None, experts: ExpertReads | None = None) -> None:
         """choices: draft lengths that may be chosen, rising from 0 to max_len, instead of `candidates`."""
         self.max_len, self.choices = max_len, choices or candidates(max_len)
         self._lengths = np.array(self.choices)
+        self._experts = experts
         self._base: dict[tuple[int, int, bool], float] = {}
         self._token_s: dict[int, dict[int, deque[float]]] = {}
         self._rounds, self._lost_rounds = 0, 0.0
@@ -92,6 +96,7 @@ class DraftLengths:
         """A round over live rows took `seconds`; prepare_next as for `set_base`."""
         if context_tokens:
             base = self._base[num_rows, draft_len, prepare_next or draft_len > 0]
+            base += float(self._experts_s(num_rows, np.array([draft_len]))[0])
             newest = self._token_s.setdefault(num_rows, {}).setdefault(draft_len, deque(maxlen=NUM_TIMES))
             newest.append(max(0.0, seconds - base) / context_tokens)
 
@@ -108,7 +113,7 @@ class DraftLengths:
 
     def _seconds(self, num_rows: int, context_tokens: int) -> NDArray[np.float64]:
         """Of a round for each of `choices`."""
-        base = np.array([self._base[num_rows, k, k > 0] for k in self.choices])
+        base = np.array([self._base[num_rows, k, k > 0] for k in self.choices]) + self._experts_s(num_rows, self._lengths)
         if not context_tokens or not self._token_s:
             return base
         timed = self._token_s.get(num_rows) or self._token_s[min(self._token_s, key=lambda at: abs(math.log(at / num_rows)))]
@@ -116,6 +121,9 @@ class DraftLengths:
         added = [least[k] if k in least else least[min(least, key=lambda at: abs(at - k))] for k in self.choices]
         seconds: NDArray[np.float64] = base + context_tokens * np.array(added)
         return seconds
+
+    def _experts_s(self, num_rows: int, draft_lens: NDArray[np.int64]) -> NDArray[np.float64]:
+        return np.zeros(len(draft_lens)) if self._experts is None else self._experts.added_s(num_rows, draft_lens)
 
     def _pick(self, num_rows: int, context_tokens: int) -> int:
         tokens, seconds = self._tokens(), self._seconds(num_rows, context_tokens)

@@ -48,18 +48,20 @@ class Engine:
         refill_dead: bool = True,
         adaptive: bool = False,
         overlap: bool = False,
+        expert_correlation: float = 1.0,
     ) -> None:
         """`decode` turns ids into text (needed for stop strings); `penalties` allocates penalty state.
 
         refill_dead  False: no new rows until all have ended (ablation)
         adaptive     choose the draft length of each round, 0 included, by measured times and acceptance (GPU only)
         overlap      prefill concurrently with the rounds, not between them (GPU only)
+        expert_correlation  share of tokens that choose experts independently, until rounds were counted (`ExpertReads`)
         """
         self.target, self.drafter, self.batch, self.options = target, drafter, batch, options or RoundOptions()
         self.executor = Executor(
             target, drafter, batch, device=device, options=self.options, penalties=penalties, overlap=overlap
         )
-        self.planner = RoundPlanner(self.executor, batch, adaptive=adaptive)
+        self.planner = RoundPlanner(self.executor, batch, adaptive=adaptive, expert_correlation=expert_correlation)
         self.totals = EngineTotals()
         self.on_round: Callable[[EngineTotals], None] | None = None
         """Called after each result that was processed."""
@@ -194,6 +196,8 @@ class Engine:
         self.totals.add(result, log)
         self.totals.live_rows = len(self.slots.live)
         self.planner.learn(launch, result, log.accepted_len)
+        if self.planner.experts is not None:
+            self.totals.expert_correlation = self.planner.experts.correlation
         for slot in self.slots.budgets_due(slots, log):
             state = self.slots.at(slot)
             if self._processor.hold_to_budget(state):

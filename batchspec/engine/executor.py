@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from batchspec.batch.device_batch import DeviceBatch
 from batchspec.batch.sampling_mode import SamplingMode
@@ -95,7 +99,10 @@ class Executor:
             self.prefix_groups.write(scheduled.new_prefix_groups, scheduled.num_rows)
         self.drafter.refresh(scheduled.drafter_update)
         shape = Shape(scheduled.num_rows, scheduled.draft_len, scheduled.mode, scheduled.shares_prefixes, scheduled.prepare_next)
-        self._pending.append(PendingResult.send(self.graphs.run(shape)))
+        result = self.graphs.run(shape)
+        if scheduled.counts_experts:
+            result = replace(result, experts_read=self.target.experts_read())
+        self._pending.append(PendingResult.send(result))
 
     def read(self) -> PendingResult:
         """Wait for the oldest result and take it."""
@@ -121,6 +128,26 @@ class Executor:
         batch = self.batch
         longest = min(batch.longest_prompt or batch.max_len, batch.max_len - 1)
         return rehearse(self.round, self.rows, max_tokens=batch.prefill_tokens, longest=longest, mode=mode)
+
+    @contextmanager
+    def different_tokens(self) -> Iterator[None]:
+        """Within this block the newest token of each slot is another one, as of live rows: they choose different experts.
+
+        No row may live.
+        """
+        tokens, newest = self.rows.tokens, (self.rows.num_tokens - 1).clamp(min=0).long().unsqueeze(1)
+        before, noise = tokens.gather(1, newest), torch.Generator(tokens.device).manual_seed(0)
+        tokens.scatter_(1, newest, torch.empty_like(before).random_(self.target.spec.vocab_size, generator=noise))
+        try:
+            yield
+        finally:
+            tokens.scatter_(1, newest, before)
+
+    def experts_read(self) -> NDArray[np.int32]:
+        """int32 [layers with experts]: how many had tokens in the latest forward. Synchronises."""
+        found = self.target.experts_read()
+        assert found is not None
+        return found.cpu().numpy()
 
     def stream_of_rounds(self) -> AbstractContextManager[object]:
         """The current stream within this block is that of the rounds."""

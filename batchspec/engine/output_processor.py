@@ -31,6 +31,8 @@ class EngineTotals:
     preempted: int = 0
     """Times that a request lost its slot because pages ran out."""
     live_rows: int = 0
+    expert_correlation: float | None = None
+    """See `expert_reads.py`; None without experts."""
     _group: object = None
     """When the group of the latest prefill result began: its passes share that moment."""
     _group_s: float = 0.0

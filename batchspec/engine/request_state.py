@@ -11,7 +11,8 @@ import numpy as np
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.page_tables import RowPages
 from batchspec.engine.stop_strings import StopFinder
-from batchspec.engine.thinking import Kind, ThinkingBudget, ThoughtTracker
+from batchspec.engine.thinking import ThinkingBudget, tracker_of
+from batchspec.engine.token_kinds import Kind, Tracker
 from batchspec.kernels.rounds.accept import FAILED, STOPPED
 from batchspec.records import Request, Snapshot
 
@@ -64,7 +65,7 @@ class RequestState:
     stop_string: str | None = None
     stop_id: int | None = None
     budget: ThinkingBudget | None = field(init=False)
-    _thought: ThoughtTracker | None = field(init=False)
+    _thought: Tracker | None = field(init=False)
     """The state after the last of `tokens`; used for stop strings only."""
 
     def __post_init__(self) -> None:
@@ -187,7 +188,7 @@ class RequestState:
     def _restart(self) -> None:
         thinking = self.request.thinking
         self.tokens, self.finish_reason, self.stop_string, self.stop_id = [], None, None, None
-        self._thought = None if thinking is None else ThoughtTracker(thinking)
+        self._thought = None if thinking is None else tracker_of(thinking)
         if self.finder is not None:
             self.finder.restart()
 
@@ -219,6 +220,6 @@ class RequestState:
         """The stop string that this token completes, if any. Stop strings are searched for in the answer, not in thoughts."""
         assert self.finder is not None
         kind = Kind.ANSWER if self._thought is None else self._thought.push(token)
-        if kind is Kind.END_OF_OUTPUT_SO_FAR:
+        if kind in (Kind.END_OF_OUTPUT_SO_FAR, Kind.HEADER):
             self.finder.restart()
         return self.finder.push(token) if kind is Kind.ANSWER else None

@@ -49,22 +49,24 @@ class RoundResult:
     log           int32 [R, 5+K] accepted_len (-1: dead row), draft_len, kept, finish, then the emitted tokens, -1 after them
     logprobs      float32 [R, S] of the emitted tokens
     top_ids       int32 [R, S, N] and top_logprobs float32 [R, S, N], likeliest first
+    experts_read  int32 [layers with experts] how many had tokens, of the rounds that are counted
     """
 
     log: Tensor
     logprobs: Tensor | None = None
     top_ids: Tensor | None = None
     top_logprobs: Tensor | None = None
+    experts_read: Tensor | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors that are not None."""
-        fields = (self.log, self.logprobs, self.top_ids, self.top_logprobs)
+        fields = (self.log, self.logprobs, self.top_ids, self.top_logprobs, self.experts_read)
         return tuple(field for field in fields if field is not None)
 
     def to_host(self) -> RoundResult:
         """Copies in pinned host memory, in stream order: complete only once an event recorded after this call has passed."""
-        fields = (self.log, self.logprobs, self.top_ids, self.top_logprobs)
+        fields = (self.log, self.logprobs, self.top_ids, self.top_logprobs, self.experts_read)
         return RoundResult(*(None if field is None else field.to("cpu", non_blocking=True) for field in fields))  # type: ignore[arg-type]
 
 

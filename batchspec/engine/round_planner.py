@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.cache.groups import most_keys
 from batchspec.engine.draft_lengths import DraftLengths
 from batchspec.engine.executor import Executor
+from batchspec.engine.expert_reads import COUNT_EVERY, ExpertReads
 from batchspec.engine.graphs import Shape
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.results import Ints, PendingResult
@@ -34,6 +36,8 @@ class Launch:
     """Keys that a layer reads of all rows, on average over the layers; 0 where no time is learnt from the round."""
     overlaps: bool = False
     """Prefill or other work ran concurrently: the round's time says nothing of other rounds."""
+    counts_experts: bool = False
+    """The result says how many experts the round read."""
 
 
 class RoundClock:
@@ -57,14 +61,21 @@ class RoundClock:
 class RoundPlanner:
     """Results are to be shown to `learn` in the order of their launches."""
 
-    def __init__(self, executor: Executor, batch: PackedBatch, *, adaptive: bool) -> None:
-        """adaptive: choose the draft length of each round, 0 included, where rounds are timed; else it is the largest."""
+    def __init__(self, executor: Executor, batch: PackedBatch, *, adaptive: bool, expert_correlation: float = 1.0) -> None:
+        """adaptive: choose the draft length of each round, 0 included, where rounds are timed; else it is the largest.
+
+        expert_correlation  of `ExpertReads`, until rounds were counted
+        """
         self._executor, self._batch = executor, batch
         self._max_len = executor.drafter.max_len
         self._windows = Counter((*executor.target.spec.windows, *executor.drafter.kv_windows))
+        experts = executor.target.spec.experts
+        self.experts = None if experts is None else ExpertReads(*experts, expert_correlation)
+        """What is known of the experts that rounds read; None for a target without experts."""
+        self._num_rounds = 0
         self._lengths = None
         if adaptive and executor.graphs.captures:
-            self._lengths = DraftLengths(self._max_len, choices=executor.round.draft_lens)
+            self._lengths = DraftLengths(self._max_len, executor.round.draft_lens, self.experts)
         self._clock = RoundClock()
         self._round_s: dict[int, float] = {}
         self._draft_len = 0
@@ -90,14 +101,27 @@ class RoundPlanner:
         graphs.prepare([*shapes, *(replace(shape, shared=True) for shape in shapes if shared)])
         if cost is None:
             return None
-        for shape in shapes:
-            whole = shape.num_rows == batch.num_slots and shape.prepare_next
-            seconds = graphs.seconds(shape) if whole or lengths is not None else 0.0
-            if whole:
-                self._draft_len, self._round_s[shape.draft_len] = shape.draft_len, seconds
-            if lengths is not None:
-                lengths.set_base(shape.num_rows, shape.draft_len, seconds, prepare_next=shape.prepare_next)
+        if self.experts is not None and lengths is not None:
+            self._time_experts(self.experts, Shape(batch.num_slots, 0, mode, prepare_next=False))
+        with nullcontext() if self.experts is None else self._executor.different_tokens():
+            for shape in shapes:
+                whole = shape.num_rows == batch.num_slots and shape.prepare_next
+                seconds = graphs.seconds(shape) if whole or lengths is not None else 0.0
+                if whole:
+                    self._draft_len, self._round_s[shape.draft_len] = shape.draft_len, seconds
+                if lengths is not None:
+                    lengths.set_base(shape.num_rows, shape.draft_len, seconds, prepare_next=shape.prepare_next)
+                    if self.experts is not None:
+                        self.experts.set_base(shape.num_rows, shape.draft_len, self._executor.experts_read())
         return cost
+
+    def _time_experts(self, experts: ExpertReads, shape: Shape) -> None:
+        """The same round over rows with one token, which choose the same experts, and over rows with different ones."""
+        graphs, executor = self._executor.graphs, self._executor
+        same_s, same = graphs.seconds(shape), executor.experts_read().mean()
+        with executor.different_tokens():
+            many_s, many = graphs.seconds(shape), executor.experts_read().mean()
+        experts.set_cost(many_s - same_s, float(many - same))
 
     @property
     def round_s(self) -> float:
@@ -116,6 +140,7 @@ class RoundPlanner:
             draft_len, next_drafts = self._lengths.choose(num_rows, context_tokens)
             prepare_next = draft_len > 0 or next_drafts
         self._draft_len = draft_len
+        self._num_rounds += 1
         return Launch(
             owners=owners.copy(),
             num_rows=num_rows,
@@ -123,6 +148,11 @@ class RoundPlanner:
             prepare_next=prepare_next,
             context_tokens=context_tokens,
             overlaps=overlaps,
+            counts_experts=self.experts is not None
+            and self._num_rounds % COUNT_EVERY == 0
+            and not overlaps
+            and self._executor.round.is_uniform
+            and bool((owners[:num_rows] >= 0).all()),
         )
 
     def _context_tokens(self, num_tokens: NDArray[np.int64]) -> int:
@@ -135,6 +165,8 @@ class RoundPlanner:
 
     def learn(self, launch: Launch, result: PendingResult, accepted_len: Ints) -> None:
         """A result has arrived, of a round or a prefill; accepted_len int32 [rows] of the round."""
+        if launch.counts_experts and self.experts is not None and result.result.experts_read is not None:
+            self.experts.observe(result.result.experts_read.numpy(), launch.num_rows * (launch.draft_len + 1))
         if self._lengths is None:
             return
         seconds = self._clock.seconds_of(launch, result)

@@ -210,6 +210,7 @@ class Scheduler:
             mode=slots.mode,
             shares_prefixes=groups.any,
             new_prefix_groups=new_groups,
+            counts_experts=launch.counts_experts,
             drafter_update=self._executor.drafter.next_update(),
         )
 

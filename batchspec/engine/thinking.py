@@ -1,6 +1,6 @@
 """A row's thought, from its tokens alone: inside or outside, what its budget forces, and its parts at the end.
 
-`ThoughtTracker` is the rule; everything else that asks about thoughts pushes tokens through one. A thought that has used its
+`tracker_of` gives the rule; everything else that asks about thoughts pushes tokens through it. A thought that has used its
 budget is closed: before the next token would be drawn, the closing tokens are put there instead. So the tokens depend on the row
 alone, as everywhere: what rounds emitted after that place is thrown away.
 """
@@ -10,28 +10,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
+from batchspec.engine.channels import ChannelTracker
+from batchspec.engine.token_kinds import Header, Kind, Tracker
 from batchspec.records import Thinking
 
 
-class Kind(Enum):
-    """What a token is."""
-
-    THOUGHT = "thought"
-    ANSWER = "answer"
-    BEGIN = "begin"
-    """The mark that begins a thought."""
-    END = "end"
-    """The mark that ends one."""
-    END_OF_OUTPUT_SO_FAR = "end of output so far"
-    """An end mark without a begin, in the prompt neither: all tokens before it were a thought."""
-
-
-class ThoughtTracker:
-    """Says of each token of an output, in order, whether it is thought, answer or a mark between them."""
+class ThoughtTracker(Tracker):
+    """By a pair of think tokens."""
 
     def __init__(self, thinking: Thinking) -> None:
+        super().__init__()
         self._begin_id, self._end_id = thinking.begin_id, thinking.end_id
         self.inside = thinking.opened is True
         self._unknown = thinking.opened is None
@@ -49,12 +38,17 @@ class ThoughtTracker:
         return Kind.THOUGHT if self.inside else Kind.ANSWER
 
 
+def tracker_of(thinking: Thinking) -> Tracker:
+    """What a row's output tokens are: by a pair of think tokens, or by harmony's channels."""
+    return ThoughtTracker(thinking) if thinking.channels is None else ChannelTracker(thinking.channels, thinking.header)
+
+
 class ThinkingBudget:
     """Follows a growing list of output tokens and says when the tokens that close a thought must come."""
 
     def __init__(self, thinking: Thinking, stop_ids: Collection[int]) -> None:
         self._budget, self._closing, self._stop_ids = thinking.budget, thinking.closing, stop_ids
-        self._tracker = ThoughtTracker(thinking)
+        self._tracker = tracker_of(thinking)
         self._num_read = self._num_used = 0
         self.closed_a_thought = False
 
@@ -89,22 +83,40 @@ class ThinkingBudget:
 
 
 @dataclass(slots=True)
+class Call:
+    """A tool call, or any other message with a recipient."""
+
+    header: list[int]
+    """The header's tokens, its special ones included."""
+    arguments: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class Parts:
-    """An output without the tokens that begin and end thoughts."""
+    """An output without the tokens that begin and end thoughts and messages."""
 
     thoughts: list[list[int]] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)
     inside: bool = False
     """It ended in the middle of a thought."""
+    breaks: list[int] = field(default_factory=list)
+    """Places in `answer` where a message of its own begins."""
+    calls: list[Call] = field(default_factory=list)
 
     @property
     def num_reasoning(self) -> int:
         return sum(map(len, self.thoughts))
 
+    def answers(self) -> list[list[int]]:
+        """The messages of the answer; one of no tokens if there is none."""
+        places = [0, *self.breaks, len(self.answer)]
+        found = [self.answer[begin:end] for begin, end in itertools.pairwise(places) if begin < end]
+        return found or [[]]
+
 
 def split_thoughts(tokens: Sequence[int], thinking: Thinking) -> Parts:
-    """The thoughts and the answer of an output, its stop id left out."""
-    tracker, parts = ThoughtTracker(thinking), Parts()
+    """The thoughts, the answer and the tool calls of an output, its stop id left out."""
+    tracker, parts = tracker_of(thinking), Parts()
     if tracker.inside:
         parts.thoughts.append([])
     for token in tokens:
@@ -119,5 +131,25 @@ def split_thoughts(tokens: Sequence[int], thinking: Thinking) -> Parts:
                 parts.thoughts[-1].append(token)
             case Kind.ANSWER:
                 parts.answer.append(token)
+            case Kind.HEADER:
+                parts.breaks.append(len(parts.answer))
+            case Kind.BEGIN_CALL:
+                parts.calls.append(Call(tracker.header))
+            case Kind.CALL:
+                parts.calls[-1].arguments.append(token)
+        _add_unfinished(parts, tracker.take_dropped())
     parts.inside = tracker.inside
+    _add_unfinished(parts, tracker.finish())
     return parts
+
+
+def _add_unfinished(parts: Parts, header: Header | None) -> None:
+    """A header without a message: of a call its recipient is known; otherwise what is no part of a header is text."""
+    if header is None:
+        return
+    if header.is_call:
+        parts.calls.append(Call(header.tokens))
+    elif header.text:
+        parts.breaks.append(len(parts.answer))
+        parts.answer += header.text
+        parts.breaks.append(len(parts.answer))

@@ -30,6 +30,7 @@ INTEGERS: Ranges = {
     "rotary_dim": (2, 2**16),
     "vocab_size": (1, 2**26),
     "draft_vocab_size": (1, 2**26),
+    "truncated_vocab_size": (1, 2**26),
     "max_position_embeddings": (1, 2**31 - 1),
     "original_max_position_embeddings": (1, 2**31 - 1),
     "sliding_window": (1, 2**31 - 1),

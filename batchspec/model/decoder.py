@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from batchspec.cache.attention import AttentionPlan
 from batchspec.cache.layout import LayerKV
 from batchspec.errors import CheckpointError
+from batchspec.kernels.moe.combine import combine
 from batchspec.model.blocks.base import GroupedSpec, ProductSpec
 from batchspec.model.blocks.forward import GroupedProduct, Product
 from batchspec.model.files import listed
-from batchspec.model.fused import add_norm, rms_norm, rope_write
+from batchspec.model.fused import add_norm, combine_norm, rms_norm, rope_write
 from batchspec.model.quant.base import WeightFormat, Weights
 from batchspec.model.quant.formats import Formats
 from batchspec.model.rope import Rope
+
+
+class Pairs(NamedTuple):
+    """What the experts of T tokens gave, before it is added up."""
+
+    values: Tensor
+    """[T * k, H]"""
+    weights: Tensor
+    """[T, k]"""
 
 
 class ResidualStream:
@@ -27,7 +38,7 @@ class ResidualStream:
     def __init__(self, residual: Tensor) -> None:
         """residual [T, H]; its rows may be slices of wider ones, which products do not add to."""
         self.residual = residual
-        self._pending: Tensor | None = None
+        self._pending: Tensor | Pairs | None = None
 
     def select(self, places: Tensor) -> ResidualStream:
         """The stream of some tokens, int64 [R], right after a norm."""
@@ -52,6 +63,8 @@ class ResidualStream:
     def normed(self, norm: Tensor, eps: float, *, out_aux: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         if self._pending is not None:
             pending, self._pending = self._pending, None
+            if isinstance(pending, Pairs):
+                return combine_norm(*pending, self.residual, norm, eps, out_aux, out)
             return add_norm(pending, self.residual, norm, eps, out_aux, out)
         if out_aux is not None:
             out_aux.copy_(self.residual)
@@ -61,8 +74,12 @@ class ResidualStream:
     def _summed(self, out_aux: Tensor | None) -> Tensor:
         """The stream itself [T, H], with all that was added. out_aux [T, H] gets it too, or None."""
         if self._pending is not None:
-            self.residual.add_(self._pending)
-            self._pending = None
+            pending, self._pending = self._pending, None
+            if isinstance(pending, Pairs):
+                added = torch.empty_like(self.residual)
+                combine(*pending, out=added)
+                pending = added
+            self.residual.add_(pending)
         if out_aux is not None:
             out_aux.copy_(self.residual)
         return self.residual
@@ -70,6 +87,10 @@ class ResidualStream:
     def add(self, values: Tensor) -> None:
         assert self._pending is None
         self._pending = values
+
+    def add_pairs(self, values: Tensor, weights: Tensor) -> None:
+        assert self._pending is None
+        self._pending = Pairs(values, weights)
 
     def add_product(self, product: Product, x: Tensor, row_ids: Tensor | None, *, in_product: bool) -> None:
         assert self._pending is None

@@ -8,8 +8,10 @@ from torch import Tensor
 
 from batchspec.cache.layout import LayerKV
 from batchspec.kernels.gemm import activation
+from batchspec.kernels.moe import combine
 from batchspec.kernels.norm_rope import norm
 from batchspec.model.rope import Rope
+from batchspec.tuning.policy import has_fast_experts
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -45,6 +47,19 @@ def add_norm(
         out_aux.copy_(residual)
     normed = rms_norm(residual, weight, eps)
     return normed if out is None else out.copy_(normed)
+
+
+def combine_norm(
+    values: Tensor, weights: Tensor, residual: Tensor, weight: Tensor, eps: float, out_aux: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`add_norm` of what `combine` makes of the outputs of all pairs: values [T * k, H] and their weights [T, k]."""
+    if values.is_cuda or has_fast_experts(values.device, values.dtype):
+        out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) if out is None else out
+        interpret = not values.is_cuda
+        combine.combine_norm(values, weights, residual, weight, eps, out=out, out_aux=out_aux, interpret=interpret)
+        return out
+    return add_norm(combine.combine_reference(values, weights).to(residual.dtype), residual, weight, eps, out_aux, out)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:

@@ -102,6 +102,10 @@ class ModelSpec:
         """Numbers between the two products of the first layer's MLP, of one token: a new draft head takes it over."""
         return self.layers[0].mlp.inner_size
 
+    def on(self, device: torch.device, dtype: torch.dtype, activations: str = "auto") -> ModelSpec:
+        """The same as it is computed in `dtype` on this device: see `Formats.on`."""
+        return replace(self, formats=self.formats.on(device, dtype, activations))
+
     def with_fp8_activations(self) -> ModelSpec:
         """The same with activations quantised as the checkpoint says (W8A8). Raises ConfigError where it has no FP8 weights."""
         return replace(self, formats=self.formats.with_fp8_activations())
@@ -122,6 +126,12 @@ class ModelSpec:
             for gemm in block.gemms(tokens):
                 yield prefix, gemm
 
+    @property
+    def experts(self) -> tuple[int, int] | None:
+        """Number of experts of a layer, and of those that a token goes through; None without experts. All such layers have as
+        many."""
+        return next(((gemm.stored, gemm.active) for _, gemm in self.gemms(1) if gemm.grouped), None)
+
     def tensors(self) -> Iterator[TensorSpec]:
         """Every tensor of the checkpoint by its full name; lm_head.weight only where it is not tied."""
         matrix = (self.vocab_size, self.hidden_size)
@@ -135,7 +145,8 @@ class ModelSpec:
     def gemm_bytes(self, prefix: str, gemm: Gemm, dtype: torch.dtype) -> int:
         """Bytes in memory of one weight of this product."""
         weight_format = self.formats.of(prefix + gemm.product.parts[0].name)
-        return weight_format.nbytes(gemm.product.rows, gemm.product.k, dtype)
+        nbytes = weight_format.expert_nbytes if gemm.grouped else weight_format.nbytes
+        return nbytes(gemm.product.rows, gemm.product.k, dtype)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of all weights in memory; norms and biases are too few to count."""

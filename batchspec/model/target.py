@@ -82,6 +82,11 @@ class Target:
         """[H] weight of the norm before the logits."""
         return self._norm
 
+    def experts_read(self) -> Tensor | None:
+        """int32 [layers with experts]: how many experts had tokens in the latest forward; None without any. A copy."""
+        found = [layer.num_experts_read for layer in self._layers if layer.num_experts_read is not None]
+        return torch.cat(found) if found else None
+
     @torch.inference_mode()
     def forward(
         self,

@@ -1,6 +1,6 @@
 """The process that renders chat templates, which are untrusted code: in Jinja's sandbox, with limits on CPU time and memory.
 
-It is run as a script and imports only jinja2. It reads and answers JSON lines: first {"sources": {name: Jinja}, "cpu_s",
+It is run as a script and imports only jinja2. It reads and answers JSON lines: first {"sources": {name: Jinja}, "date", "cpu_s",
 "memory_bytes"}, answered by {"errors": {name: message}}, then for each chat {"name", "variables", "limit"}, answered by {"text"},
 {"error"}, or {"too_long": bytes}.
 """
@@ -75,21 +75,24 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def environment() -> ImmutableSandboxedEnvironment:
-    """The Jinja environment in which transformers renders chat templates (utils/chat_template_utils.py)."""
+def environment(date: str) -> ImmutableSandboxedEnvironment:
+    """The Jinja environment in which transformers renders chat templates (utils/chat_template_utils.py), with a fixed clock.
+
+    date  what strftime_now gives, in ISO format: prompts must not depend on the day of a run
+    """
     env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
     env.filters["tojson"] = _tojson
     env.globals["raise_exception"] = _raise_exception
-    env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    env.globals["strftime_now"] = lambda form: datetime.fromisoformat(date).strftime(form)
     return env
 
 
-def _compiled(sources: dict[str, str], cpu_s: int) -> tuple[dict[str, Template], dict[str, str]]:
+def _compiled(sources: dict[str, str], date: str, cpu_s: int) -> tuple[dict[str, Template], dict[str, str]]:
     templates, errors = {}, {}
     for name, source in sources.items():
         _extend_cpu_limit(cpu_s)
         try:
-            templates[name] = environment().from_string(source)
+            templates[name] = environment(date).from_string(source)
         except Exception as error:  # compiling already evaluates constant expressions, with arbitrary filters
             errors[name] = _message(error)
     return templates, errors
@@ -127,7 +130,7 @@ def main() -> None:
     request = json.loads(sys.stdin.buffer.readline())
     cpu_s = request["cpu_s"]
     resource.setrlimit(resource.RLIMIT_AS, (request["memory_bytes"],) * 2)
-    templates, errors = _compiled(request["sources"], cpu_s)
+    templates, errors = _compiled(request["sources"], request["date"], cpu_s)
     answer: dict[str, Any] = {"errors": errors}
     while True:
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")

@@ -15,6 +15,7 @@ from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
+from batchspec.config.schema import TEMPLATE_DATE
 from batchspec.errors import CheckpointError
 from batchspec.model import template_process
 from batchspec.model.template_process import Limit
@@ -30,16 +31,16 @@ PASSED_ENVIRONMENT = ("PATH", "TZ", "PYTHON", "LD_LIBRARY_PATH", "LANG", "LC_")
 
 
 class Templates:
-    """The templates of a checkpoint, by name. `where` is the prefix of error messages."""
+    """The templates of a checkpoint, by name. `where` is the prefix of error messages, `date` what they take for today."""
 
-    def __init__(self, sources: Mapping[str, str], where: str) -> None:
+    def __init__(self, sources: Mapping[str, str], where: str, *, date: str = TEMPLATE_DATE) -> None:
         """Raises CheckpointError if one is not valid Jinja. Templates are compiled by `check`, or before the first chat."""
-        self._sources, self._where = dict(sources), where
+        self._sources, self._where, self._date = dict(sources), where, date
         self._process: subprocess.Popen[bytes] | None = None
         self._owner, self._lock = 0, threading.Lock()
         for name, source in self._sources.items():
             try:
-                template_process.environment().parse(source)
+                template_process.environment(date).parse(source)
             except TemplateSyntaxError as error:
                 raise self._bad(name, f", line {error.lineno}: {error.message}") from None
             except RecursionError:
@@ -94,7 +95,7 @@ class Templates:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._owner = os.getpid()
         weakref.finalize(self, self._process.kill)
-        request = {"sources": self._sources, "cpu_s": CPU_S, "memory_bytes": MEMORY_BYTES}
+        request = {"sources": self._sources, "date": self._date, "cpu_s": CPU_S, "memory_bytes": MEMORY_BYTES}
         answer = self._ask(json.dumps(request).encode() + b"\n")
         errors = answer["errors"] if "errors" in answer else {"/".join(self._sources): answer["error"]}
         for name, problem in errors.items():

@@ -15,6 +15,7 @@ from typing import Any
 
 import tokenizers
 
+from batchspec.config.schema import TEMPLATE_DATE
 from batchspec.errors import CheckpointError
 from batchspec.model.config_values import Json, read_json, read_text, shown
 from batchspec.model.template_process import Limit
@@ -26,6 +27,8 @@ END_CHARS = 1 << 20
 _SPARE_TOKENS = 64
 """Tokens required beyond the wanted ones, because cutting the text changes the few tokens right after the cut."""
 _WRITES_ARGUMENTS = re.compile(r"\barguments\s*\|\s*(tojson|items|dictsort)|\barguments\.(items|keys)\b")
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Fields of an assistant's message that hold its thought, as servers and templates call them."""
 _MARK = "BATCHSPECTHEANSWERGOESONHERE"
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -45,7 +48,8 @@ class Tokenizer:
     fingerprint: str
     """sha256 of everything that determines the ids: tokenizer.json, special tokens, templates."""
 
-    def __init__(self, folder: Path, chat_template: Path | None = None) -> None:
+    def __init__(self, folder: Path, chat_template: Path | None = None, *, date: str = TEMPLATE_DATE) -> None:
+        """`date` is what the templates take for today, in ISO format: input.template_date."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise CheckpointError(f"{shown(folder)}: no tokenizer.json; save the tokenizer in the fast format")
@@ -60,7 +64,7 @@ class Tokenizer:
         config = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
         self._variables = _special_tokens(config)
         sources = _template_sources(folder, config, chat_template)
-        self._templates = Templates(sources, shown(folder))
+        self._templates = Templates(sources, shown(folder), date=date)
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = {token.content: index for index, token in added.items() if token.special}
         self.added_ids = {token.content: index for index, token in added.items()}
@@ -86,6 +90,21 @@ class Tokenizer:
     def encode_part(self, text: str) -> list[int]:
         """Ids of a part of a text, without added BOS or other special tokens."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def spellings(self, text: str) -> frozenset[tuple[int, ...]]:
+        """Every sequence of the vocabulary's tokens that is this short text, whichever of them the tokenizer itself gives."""
+        found: dict[tuple[int, ...], int] = {(): 0}  # ids -> number of characters
+        complete = {tuple(self.encode_part(text))}
+        pieces = {piece: self._tokenizer.token_to_id(piece.replace(" ", "\u0120")) for piece in _substrings(text)}
+        while found:
+            ids, begin = found.popitem()
+            if begin == len(text):
+                complete.add(ids)
+            for end in range(begin + 1, len(text) + 1):
+                token = pieces[text[begin:end]]
+                if token is not None and self.decode([token], skip_special=False) == text[begin:end]:
+                    found[*ids, token] = end
+        return frozenset(complete)
 
     def encode_chat(
         self,
@@ -131,6 +150,7 @@ class Tokenizer:
             messages = [*messages[:-1], {**final, "content": f"{final['content']}{_MARK}"}]
         if self._takes_objects(name):
             messages = [_with_objects(message) for message in messages]
+        messages = [self._named_as_read(name, message) for message in messages]
         fixed = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": not continue_final}
         variables = {**self._variables, **fixed, **(template_kwargs or {})}
         text = self._templates.render(name, variables, limit)
@@ -148,6 +168,17 @@ class Tokenizer:
         """Whether the template encodes the arguments of a tool call as JSON itself: OpenAI's JSON text would be encoded twice."""
         source = self._templates.source(name) if name in self._templates else ""
         return bool(_WRITES_ARGUMENTS.search(source)) and "is string" not in source
+
+    def _named_as_read(self, name: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The message with its thought under the template's own name for it, and without a null content that it would search."""
+        source = self._templates.source(name)
+        wanted = next((field for field in _THOUGHTS if re.search(rf"""\.{field}\b|["']{field}["']""", source)), None)
+        there = next((field for field in _THOUGHTS if isinstance(message.get(field), str)), None)
+        if wanted is not None and there is not None and message.get(wanted) is None:
+            message = {key: value for key, value in message.items() if key != there} | {wanted: message[there]}
+        if message.get("content", "") is None and re.search(r"""["']content["'] in \w""", source):
+            message = {key: value for key, value in message.items() if key != "content"}
+        return message
 
     def _check_tools(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> None:
         """Raise ValueError if the template would silently leave out tools or tool calls."""
@@ -186,6 +217,10 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of ids; bytes that are not (yet) valid UTF-8 become U+FFFD."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
+
+
+def _substrings(text: str) -> set[str]:
+    return {text[begin:end] for begin in range(len(text)) for end in range(begin + 1, len(text) + 1)}
 
 
 def _with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:

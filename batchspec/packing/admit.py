@@ -69,11 +69,11 @@ class Admission:
         special_ids = tokenizer.special_ids if tokenizer else {}
         self.special_ids: Mapping[str, int] = {text: token for text, token in special_ids.items() if token < self.vocab_size}
         self.think = find_think_tokens(config.model.think_tokens, tokenizer, spec.vocab_size)
-        if self.think is not None:  # think tokens are not part of an answer's text, so a stop string must become a stop id
-            marks = {self.think.begin: self.think.begin_id, self.think.end: self.think.end_id}
-            self.special_ids |= {text: token for text, token in marks.items() if text and token is not None}
+        if self.think is not None:  # their texts are not part of an answer's text, so a stop string must become a stop id
+            self.special_ids |= self.think.tokens()
         self.predictor = LengthPredictor()
-        eos = set() if self.decode.ignore_eos else set(spec.eos_ids) | set(tokenizer.eos_ids if tokenizer else ())
+        of_answer = self.think.stop_ids if self.think is not None else ()
+        eos = set() if self.decode.ignore_eos else {*spec.eos_ids, *(tokenizer.eos_ids if tokenizer else ()), *of_answer}
         outside = [token for token in self.decode.stop_ids if token >= self.vocab_size]
         if outside:
             raise ConfigError(f"decode.stop_ids={outside} exceed the vocabulary of {self.vocab_size} tokens; remove them")
@@ -95,7 +95,7 @@ class Admission:
             raise ConfigError("a chat needs a template, and the model has none; set model.chat_template, or give plain prompts")
 
     def _closing(self) -> tuple[int, ...]:
-        """The tokens that are forced when a thought has used its budget."""
+        """The tokens of the text that is forced when a thought has used its budget, before those that end the thought."""
         text, budget = self.decode.thinking_closing, self.decode.thinking_token_budget
         if self.think is None:
             if budget is not None:
@@ -107,9 +107,14 @@ class Admission:
         if text and self.tokenizer is None:
             raise ConfigError("decode.thinking_closing needs a tokenizer, and the model folder has none; remove the key")
         ids = self.tokenizer.encode_part(text) if text and self.tokenizer is not None else []
-        if {self.think.begin_id, self.think.end_id, *self.end_ids} & set(ids):
+        if {self.think.begin_id, self.think.end_id, *self.think.tokens().values(), *self.end_ids} & set(ids):
             raise ConfigError(f"decode.thinking_closing={text!r} holds a think token or one that ends the output; take it out")
-        return (*ids, self.think.end_id)
+        return tuple(ids)
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether the model's outputs have channels (harmony): tool calls are told from the answer."""
+        return self.think is not None and self.think.channels is not None
 
     def observe(self, completion: Completion) -> None:
         """Update the predicted output length with a finished row."""
@@ -196,9 +201,7 @@ class Admission:
                 raise BadRow("bad_parameter", problem.removeprefix("decode.") if problem else said)
         if think is None:
             return None
-        return Thinking(
-            begin_id=think.begin_id, end_id=think.end_id, opened=think.opened_by(prompt_ids), budget=budget, closing=self.closing
-        )  # fmt: skip
+        return think.of_row(prompt_ids, budget, self.closing)
 
     def _values(self, row: dict[str, Any]) -> dict[str, float]:
         """The sampling values of a row: the row's own, or else the job's."""

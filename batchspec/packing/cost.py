@@ -118,9 +118,12 @@ def num_multiplied(spec: ModelSpec) -> int:
     return sum(gemm.active * gemm.size for _, gemm in spec.gemms(1)) + spec.vocab_size * spec.hidden_size
 
 
-def read_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: float) -> float:
-    """Bytes of weights that a forward pass over `tokens` tokens reads; of experts, the expected number that the tokens choose."""
-    layers = sum(gemm.read * spec.gemm_bytes(prefix, gemm, dtype) for prefix, gemm in spec.gemms(tokens))
+def read_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: float, *, correlation: float = 1.0) -> float:
+    """Bytes of weights that a forward pass over `tokens` tokens reads; of experts, the expected number that the tokens choose.
+
+    correlation  tokens choose as many experts as `correlation * tokens` independent ones (`packing.expert_correlation`)
+    """
+    layers = sum(gemm.read * spec.gemm_bytes(prefix, gemm, dtype) for prefix, gemm in spec.gemms(correlation * tokens))
     return layers + spec.vocab_size * spec.hidden_size * dtype.itemsize
 
 
@@ -130,11 +133,15 @@ def kv_read_bytes(spec: ModelSpec, *, dtype: torch.dtype, rows: int, context_tok
 
 
 def round_seconds(
-    spec: ModelSpec, rates: Rates, *, dtype: torch.dtype, rows: int, context_tokens: float, tokens_per_row: float
-) -> float:
-    """Seconds of one round: `rows` rows with `context_tokens` tokens of K/V each verify `tokens_per_row` tokens."""
+    spec: ModelSpec, rates: Rates, *, dtype: torch.dtype, rows: int, context_tokens: float, tokens_per_row: float,
+    correlation: float = 1.0,
+) -> float:  # fmt: skip
+    """Seconds of one round: `rows` rows with `context_tokens` tokens of K/V each verify `tokens_per_row` tokens.
+
+    correlation  as of `read_bytes`
+    """
     tokens = rows * tokens_per_row
-    products_s = _products_s(spec, rates, dtype, tokens)
+    products_s = _products_s(spec, rates, dtype, tokens, correlation)
     kv_bytes = kv_read_bytes(spec, dtype=dtype, rows=rows, context_tokens=context_tokens, tokens_per_row=tokens_per_row)
     flop = _attention_flop(spec, tokens, _round_keys(spec, context_tokens, tokens_per_row))
     attention_s = max(kv_bytes / rates.bytes_s, flop / rates.flop_s(tokens))
@@ -153,8 +160,8 @@ def prefill_seconds(spec: ModelSpec, rates: Rates, *, dtype: torch.dtype, prompt
     return share * (_products_s(spec, rates, dtype, pass_tokens) + rates.overhead_s) + attention_s
 
 
-def _products_s(spec: ModelSpec, rates: Rates, dtype: torch.dtype, tokens: float) -> float:
-    read_s = read_bytes(spec, dtype, tokens) / rates.bytes_s
+def _products_s(spec: ModelSpec, rates: Rates, dtype: torch.dtype, tokens: float, correlation: float = 1.0) -> float:
+    read_s = read_bytes(spec, dtype, tokens, correlation=correlation) / rates.bytes_s
     if tokens > 2 * rates.tile:
         tokens = -(-tokens // rates.tile) * rates.tile
     arithmetic_s = 2.0 * num_multiplied(spec) * tokens / rates.flop_s(tokens)

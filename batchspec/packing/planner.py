@@ -103,7 +103,9 @@ def choose_batch(
         source = f"the GPU's free {free_bytes / 1e9:.2f} GB less {reserve / 1e9:.2f} GB for passes, rounds and graphs"
     budget = _kv_budget(packing, memory, budget, source)
     most = min(limit, memory.rows(budget, _expected_tokens(held)))
-    slots = packing.max_num_seqs or _choose_slots(spec, rates, held, limit=limit, dtype=dtype, draft_len=draft_len, most=most)
+    slots = packing.max_num_seqs or _choose_slots(
+        spec, rates, held, limit=limit, dtype=dtype, draft_len=draft_len, most=most, correlation=packing.expert_correlation
+    )
     pages, *more_pages = memory.num_pages(budget, slots)
     prefill_tokens = packing.max_num_batched_tokens or min(pass_tokens, max(PAGE_SIZE, slots * demand.max_tokens))
     return PackedBatch(
@@ -121,8 +123,9 @@ def choose_batch(
 
 
 def forecast(
-    batch: PackedBatch, spec: ModelSpec, rates: Rates, demand: Demand, *, dtype: torch.dtype, accepted: float
-) -> Forecast:
+    batch: PackedBatch, spec: ModelSpec, rates: Rates, demand: Demand, *, dtype: torch.dtype, accepted: float,
+    correlation: float = 1.0,
+) -> Forecast:  # fmt: skip
     """Rounds and seconds of the whole job, if every round is full and accepts `accepted` draft tokens of each row.
 
     Half of a mean output is added for the last rows, which run in a nearly empty batch.
@@ -131,7 +134,9 @@ def forecast(
     rounds = demand.num_completions * row_rounds / batch.num_slots + row_rounds / 2
     context = demand.prompt_tokens + demand.output_tokens / 2
     rows, places = batch.num_slots, batch.draft_len + 1
-    round_s = round_seconds(spec, rates, dtype=dtype, rows=rows, context_tokens=context, tokens_per_row=places)
+    round_s = round_seconds(
+        spec, rates, dtype=dtype, rows=rows, context_tokens=context, tokens_per_row=places, correlation=correlation
+    )
     kv_bytes = kv_read_bytes(spec, dtype=dtype, rows=rows, context_tokens=context, tokens_per_row=places)
     prefill_s = prefill_seconds(spec, rates, dtype=dtype, prompt_tokens=demand.prompt_tokens, pass_tokens=batch.prefill_tokens)
     return Forecast(
@@ -258,15 +263,18 @@ def _kv_budget(packing: PackingConfig, memory: KVMemory, budget: int, source: st
 
 
 def _choose_slots(
-    spec: ModelSpec, rates: Rates, demand: Demand, *, limit: int, dtype: torch.dtype, draft_len: int, most: int
-) -> int:
+    spec: ModelSpec, rates: Rates, demand: Demand, *, limit: int, dtype: torch.dtype, draft_len: int, most: int,
+    correlation: float,
+) -> int:  # fmt: skip
     """The best number of slots among powers of two and about `most`, the number of rows that the pages hold."""
     context = demand.prompt_tokens + demand.output_tokens / 2
 
     def speed(slots: int) -> float:
         rows = min(slots, most)
         places = (draft_len + 1) * slots / rows
-        return rows / round_seconds(spec, rates, dtype=dtype, rows=rows, context_tokens=context, tokens_per_row=places)
+        return rows / round_seconds(
+            spec, rates, dtype=dtype, rows=rows, context_tokens=context, tokens_per_row=places, correlation=correlation
+        )
 
     if most > 64:
         # A partly filled tile takes as long as a full one. Rows need all their pages only at their end, so a few more rows fit.

@@ -15,6 +15,7 @@ MEANINGS = {
     "completion": "the answer, without stop strings and special tokens",
     "reasoning": "the reasoning block before the answer, if the model has tokens for one",
     "reasoning_truncated": "whether the reasoning block was cut off",
+    "tool_calls": "tool calls of the answer as JSON text, in the form of OpenAI's chat format",
     "finish_reason": "`stop`, `length` or `error`",
     "stop_reason": "the stop string or token id that ended the answer",
     "prompt_ids": "token ids of the prompt",

@@ -20,6 +20,8 @@ class RunSummary:
     """Rounds, summed over the live rows of each."""
     accepted: int
     preempted: int
+    expert_correlation: float | None = None
+    """Share of the tokens of a round that would read as many experts if they chose independently; None without experts."""
 
     @property
     def tok_s(self) -> float:
@@ -39,12 +41,14 @@ class RunSummary:
             f"{self.tok_s:,.1f} tok/s (start-up, {self.start_up_s:.1f} s, left out); "
             f"mean acceptance length {self.mean_acceptance_length:.3f}, "
             f"{self.rounds:,} rounds, {self.mean_live_rows:.1f} live rows a round"
+            + ("" if self.expert_correlation is None else f"; packing.expert_correlation {self.expert_correlation:.3g}")
         )
 
     def facts(self) -> dict[str, float]:
         """The values of the line, and those from which they were computed."""
-        return {
+        found = {
             "seconds": round(self.seconds, 3), "start_up_s": round(self.start_up_s, 3), "tokens": self.tokens,
             "tok_s": round(self.tok_s, 1), "mean_acceptance_length": round(self.mean_acceptance_length, 4),
             "rounds": self.rounds, "mean_live_rows": round(self.mean_live_rows, 2), "preempted": self.preempted,
         }  # fmt: skip
+        return found if self.expert_correlation is None else found | {"expert_correlation": round(self.expert_correlation, 4)}

@@ -83,5 +83,5 @@ def shard_table(job: Job, done: DecodedShard, attempt: str) -> pa.Table:
         input=job.config.input,
         output=job.config.output,
         attempt=attempt,
-        think_tokens=(think.begin, think.end) if think else ("", ""),
+        think_tokens=None if job.admission.has_channels else (think.begin, think.end) if think else ("", ""),
     )

@@ -10,22 +10,17 @@ journal only saves work. If several segments have the same row, a finished one i
 
 from __future__ import annotations
 
-import base64
 import json
 import logging
 import re
 import time
 import zlib
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from functools import cache
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
-
-import numpy as np
+from collections.abc import Callable, Collection, Container, Iterable
+from dataclasses import dataclass, field, replace
 
 from batchspec.errors import StorageError
-from batchspec.records import Completion, Request, RowError, RowStats, Snapshot
+from batchspec.records import Completion, Request, Snapshot
+from batchspec.runstate.journal_rows import fits, from_json, to_json
 from batchspec.storage.store import Store, for_each
 
 FOLDER = "_batchspec/journal"
@@ -105,8 +100,8 @@ class Journal:
         Raises StorageError.
         """
         self._flushed_at = time.monotonic()
-        lines = [json.dumps({"done": _plain(done)}) for done in self._waiting]
-        lines += [json.dumps({"left": asdict(snapshot)}) for snapshot in snapshots]
+        rows: list[Completion | Snapshot] = [*self._waiting, *snapshots]
+        lines = [json.dumps(to_json(row)) for row in rows]
         if lines:
             body = "\n".join(lines).encode()
             header = {"version": VERSION, "job": self._job, "rows": len(lines), "crc32": zlib.crc32(body)}
@@ -141,8 +136,7 @@ class Journal:
 
     def _row(self, line: bytes) -> Completion | Snapshot:
         """One line of a segment. Raises one of several errors if it is not a row of this job."""
-        values = json.loads(line)
-        row = _completion(values["done"]) if "done" in values else _snapshot(values["left"])
+        row = from_json(json.loads(line))
         if not (fits(row, type(row)) and self._holds(row.shard, row.row_index) and row.sample_index >= 0):
             raise ValueError("neither a completion nor a snapshot, or a row of another shard")
         return row
@@ -181,75 +175,3 @@ def _take(row: Completion | Snapshot, found: Journaled, skip: Container[int]) ->
         found.completions[key] = row
     elif (known := found.snapshots.get(key)) is None or len(known.tokens) < len(row.tokens):
         found.snapshots[key] = row
-
-
-def _snapshot(values: Mapping[str, Any]) -> Snapshot:
-    snapshot = Snapshot(**_tuples(values))
-    counts = (*snapshot.tokens, *snapshot.accepted, *snapshot.drafted)
-    if len(snapshot.accepted) != len(snapshot.drafted) or min(counts, default=0) < 0:
-        raise ValueError("counts that do not fit")
-    return snapshot
-
-
-def fits(value: object, kind: Any) -> bool:
-    """Whether a value has the type of a record's annotation, checked recursively."""
-    origin, args = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):
-        return any(fits(value, one) for one in args)
-    if origin is tuple:
-        if not isinstance(value, tuple):
-            return False
-        kinds = args[:1] * len(value) if args[-1] is Ellipsis else args
-        return len(kinds) == len(value) and all(map(fits, value, kinds))
-    if origin is not None:
-        return isinstance(value, origin)
-    if is_dataclass(kind):
-        return type(value) is kind and all(fits(getattr(value, name), hint) for name, hint in _hints(kind))
-    return type(value) is kind or (kind is float and type(value) is int)
-
-
-@cache
-def _hints(record: type) -> list[tuple[str, Any]]:
-    return [*get_type_hints(record).items()]
-
-
-def _plain(completion: Completion) -> dict[str, Any]:
-    """A completion as JSON values: arrays as base64, records as dicts."""
-    values = {item.name: getattr(completion, item.name) for item in fields(Completion)}
-    for name in ("stats", "error"):
-        values[name] = None if values[name] is None else asdict(values[name])
-    for name in ("prompt_ids", "token_ids", "logprobs"):
-        values[name] = None if values[name] is None else _packed(values[name])
-    if completion.top_logprobs is not None:
-        values["top_logprobs"] = [completion.top_logprobs[0].shape, *map(_packed, completion.top_logprobs)]
-    return values
-
-
-def _packed(array: np.ndarray[Any, Any]) -> str:
-    """The array's bytes as base64: a hundred times faster than decimal numbers."""
-    return base64.b64encode(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()).decode("ascii")
-
-
-def _completion(values: dict[str, Any]) -> Completion:
-    def array(name: str, dtype: str) -> Any:
-        return None if values[name] is None else _unpacked(values[name], dtype)
-
-    stats, error, top = values["stats"], values["error"], values["top_logprobs"]
-    arrays: dict[str, Any] = {
-        "prompt_ids": array("prompt_ids", "<i4"),
-        "token_ids": array("token_ids", "<i4"),
-        "logprobs": array("logprobs", "<f4"),
-        "top_logprobs": top and (_unpacked(top[1], "<i4").reshape(top[0]), _unpacked(top[2], "<f4").reshape(top[0])),
-        "stats": None if stats is None else RowStats(**_tuples(stats)),
-        "error": None if error is None else RowError(**error),
-    }
-    return Completion(**(values | arrays))
-
-
-def _unpacked(text: str, dtype: str) -> Any:
-    found = np.frombuffer(base64.b64decode(text), dtype)
-    return found.astype(found.dtype.newbyteorder("="), copy=False)
-
-
-def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

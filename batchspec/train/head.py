@@ -91,7 +91,7 @@ def why_not_trainable(spec: HeadSpec, target: ModelSpec) -> str | None:
 def why_weights_not_trainable(head: Head) -> str | None:
     """As `why_not_trainable`, for what only the tensors show."""
     width = len(head.spec.aux_layer_ids) * head.spec.target_hidden_size
-    if head.hot is not None and bool((head.hot[1:] <= head.hot[:-1]).any()):
+    if head.map_ids is not None and bool((head.map_ids[1:] <= head.map_ids[:-1]).any()):
         return "the target ids of its d2t are not ascending, so they cannot be written again"
     if "mask_hidden" in head.tensors and head.tensors["mask_hidden"].shape[1] != width:
         return "its mask_hidden is stored after fc has been applied, which cannot be trained"
@@ -113,7 +113,7 @@ def published_network(
     spec = head.spec
     if problem := why_not_trainable(spec, target.spec) or why_weights_not_trainable(head):
         raise CheckpointError(f"{folder}: {problem}; leave draft.path out")
-    ids = torch.arange(spec.vocab_size) if head.hot is None else head.hot.cpu().long()
+    ids = torch.arange(spec.vocab_size) if head.map_ids is None else head.map_ids.cpu().long()
     if spec.mask_token_id is None and mask_id is not None:
         spec = replace(spec, mask_token_id=mask_id)
     had, wanted = spec.num_layers, layers or spec.num_layers

@@ -143,6 +143,9 @@ class GradientStream:
     def add(self, values: Tensor) -> None:
         self.state = self.state + values
 
+    def add_pairs(self, values: Tensor, weights: Tensor) -> None:
+        raise NotImplementedError  # layers of heads are dense
+
     def add_product(self, product: Product, x: Tensor, row_ids: Tensor | None, *, in_product: bool) -> None:
         self.add(product(x, row_ids))
 

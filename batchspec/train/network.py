@@ -45,7 +45,9 @@ class HeadNetwork(nn.Module):
     def __init__(self, spec: HeadSpec) -> None:
         super().__init__()
         self.spec = spec
-        (fc,), (first, *others) = fc_product(spec).parts, head_layers(spec)
+        product, (first, *others) = fc_product(spec), head_layers(spec)
+        assert product is not None, "why_not_trainable"
+        (fc,) = product.parts
         self.fc = nn.Linear(fc.k, fc.rows, bias=fc.bias)
         self.midlayer, self.norm = MidLayer(first), Norm(spec.hidden_size, spec.rms_eps)
         self.layers = nn.ModuleDict({str(i): Layer(layer) for i, layer in enumerate(others, 1)})

@@ -128,7 +128,7 @@ RANGES: dict[str, tuple[float, float, str]] = {
 }
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("auto", "float32", "bfloat16", "float64"),
-    "model.activations": ("dtype", "fp8"),
+    "model.activations": ("auto", "dtype", "fp8"),
     "model.load_format": ("auto", "dummy"),
     "draft.aux_layers": ("auto", "input", "output"),
     "output.layout": ("flat", "speculators"),

@@ -14,6 +14,8 @@ import torch
 from batchspec.kernels.attention.settings import work_shape
 from batchspec.kernels.attention.work_list import WorkShape
 from batchspec.kernels.gemm.tiles import Tile
+from batchspec.kernels.moe import tiles
+from batchspec.kernels.moe.tiles import ExpertTile
 from batchspec.tuning.table import measured_tile
 
 
@@ -23,6 +25,33 @@ def gemm_tile(op: str, tokens: int, rows: int, k: int, device: torch.device) -> 
     Raises ConfigError where a table of tuned products is not valid. Does not synchronise.
     """
     return measured_tile(op, tokens, rows, k, device)
+
+
+FAST_DTYPES = (torch.bfloat16,)
+
+
+def has_fast_experts(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products of experts and FP8 products of a model in `dtype` run as kernels: in bf16 on Hopper and newer.
+
+    Elsewhere they are plain torch. Callers have the kernels interpreted on a CPU, where tests alone make this true.
+    """
+    return dtype in FAST_DTYPES and is_hopper(device)
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Or newer."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def expert_unit_pairs(tokens: int, top_k: int, num_experts: int, dtype: torch.dtype | None = None) -> int:
+    """Pairs of a unit of the grouped products of so many tokens; with one expert and top_k 1 those of a dense FP8 product."""
+    return tiles.unit_pairs_of(tokens, top_k, num_experts, dtype)
+
+
+def expert_tile(unit_pairs: int, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
+    """How a grouped product with weights of this dtype (uint8: MXFP4) is cut. No choice changes the bits of a token."""
+    return tiles.expert_tile(unit_pairs, gated=gated, dtype=dtype)
 
 
 def attention_shape(

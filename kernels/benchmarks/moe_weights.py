@@ -1,4 +1,4 @@
-"""The products that `moe_bench` times: shapes of models, and random weights of each format behind one interface."""
+"""The products that `moe_bench` times: shapes of models, and random weights of each format with one interface."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ class MoeShape:
 
 MODELS = {
     "gpt-oss-120b": MoeShape(128, 4, 2880, 2880, Gate(7.0), True, ("mxfp4", "bf16")),
+    "gpt-oss-20b": MoeShape(32, 4, 2880, 2880, Gate(7.0), True, ("mxfp4",)),
     "qwen3-30b": MoeShape(128, 8, 2048, 768),
     "minimax-m2": MoeShape(256, 8, 3072, 1536, formats=("fp8",)),
 }

@@ -63,9 +63,9 @@ def _product(
 def fp8_linear_reference(
     x: Fp8Rows, weight: Tensor, scales: Tensor, bias: Tensor | None = None, *, gate: Gate | None = None
 ) -> Tensor:
-    """fp32: the same in plain torch."""
+    """fp32 (fp64 of fp64): the same in plain torch."""
     y = fp8_product_reference(x, weight, scales, gated=gate is not None)
-    y = y if bias is None else y + bias.float()
+    y = y if bias is None else y + bias.to(y.dtype)
     return y if gate is None else gate(*y.chunk(2, dim=-1))
 
 

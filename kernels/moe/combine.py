@@ -29,7 +29,7 @@ VALUES_PER_THREAD = 8  # a 16-byte load of bf16
 def combine_kernel(
     y, weights, residual, norm, out, out_aux, residual_stride, out_stride, aux_stride,
     EPS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
-    FP32_GAIN: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """With `residual` None: combine; else combine_norm, where `out_aux` may be None."""
     DTYPE: tl.constexpr = out.dtype.element_ty
@@ -53,7 +53,9 @@ def combine_kernel(
             tl.store(out_aux + token * aux_stride + lane, x, mask=inside)
         x = x.to(ACC)
         x = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) * (1.0 / WIDTH) + EPS))
-        x = (x if FP32_GAIN else x.to(DTYPE).to(ACC)) * gain
+        if norm.dtype.element_ty == DTYPE:
+            x = x.to(DTYPE).to(ACC)
+        x = x * gain
     tl.store(out + token * out_stride + lane, x, mask=inside)
 
 
@@ -68,30 +70,30 @@ def combine(y: Tensor, weights: Tensor, *, out: Tensor, interpret: bool = False)
     """
     _check(y, weights, out)
     if y.is_cuda or interpret:
-        _launch(y, weights, None, None, 0.0, out, None, fp32_gain=False)
+        _launch(y, weights, None, None, 0.0, out, None)
     else:
         out.copy_(combine_reference(y, weights))
 
 
 def combine_norm(
     y: Tensor, weights: Tensor, residual: Tensor, weight: Tensor, eps: float, *, out: Tensor, out_aux: Tensor | None = None,
-    fp32_gain: bool = False, interpret: bool = False,
+    interpret: bool = False,
 ) -> None:  # fmt: skip
     """Add the weighted sum to residual [T, H] in place and write the norm of that; see `combine`.
 
-    residual, weight, out  the dtype of the model; residual and out rows may be slices of wider ones
-    out_aux                [T, H]  a copy of the new residual, for a drafter, or None
-    fp32_gain              the normed row is not rounded before it is multiplied by weight [H]
+    residual, out  the dtype of the model; rows may be slices of wider ones
+    weight         [H] of the same dtype, or fp32: then the norm is rounded once
+    out_aux        [T, H]  a copy of the new residual, for a drafter, or None
     """
     _check(y, weights, out)
     check("combine_norm: residual", residual, tuple(out.shape), out.dtype, rows=True)
-    check("combine_norm: weight", weight, (out.shape[1],), out.dtype)
+    check("combine_norm: weight", weight, (out.shape[1],), out.dtype, torch.promote_types(out.dtype, torch.float32))
     if out_aux is not None:
         check("combine_norm: out_aux", out_aux, tuple(out.shape), out.dtype, rows=True)
     if y.is_cuda or interpret:
-        _launch(y, weights, residual, weight, eps, out, out_aux, fp32_gain=fp32_gain)
+        _launch(y, weights, residual, weight, eps, out, out_aux)
     else:
-        combine_norm_reference(y, weights, residual, weight, eps, out=out, out_aux=out_aux, fp32_gain=fp32_gain)
+        combine_norm_reference(y, weights, residual, weight, eps, out=out, out_aux=out_aux)
 
 
 def _check(y: Tensor, weights: Tensor, out: Tensor) -> None:
@@ -103,9 +105,8 @@ def _check(y: Tensor, weights: Tensor, out: Tensor) -> None:
 
 
 def _launch(
-    y: Tensor, weights: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, out: Tensor, out_aux: Tensor | None,
-    *, fp32_gain: bool,
-) -> None:  # fmt: skip
+    y: Tensor, weights: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, out: Tensor, out_aux: Tensor | None
+) -> None:
     num_tokens, width = out.shape
     block = max(16, triton.next_power_of_2(width))
     if num_tokens:
@@ -113,7 +114,7 @@ def _launch(
             y, weights, residual, weight, out, out_aux, 0 if residual is None else residual.stride(0), out.stride(0),
             0 if out_aux is None else out_aux.stride(0),
             EPS=eps, TOP_K=weights.shape[1], WIDTH=width, BLOCK=block, ACC=tl.float64 if y.dtype == torch.float64 else tl.float32,
-            FP32_GAIN=fp32_gain, num_warps=min(16, max(1, block // (32 * VALUES_PER_THREAD))), **launch_args(y),
+            num_warps=min(16, max(1, block // (32 * VALUES_PER_THREAD))), **launch_args(y),
         )  # fmt: skip
 
 
@@ -128,19 +129,10 @@ def combine_reference(y: Tensor, weights: Tensor) -> Tensor:
 
 
 def combine_norm_reference(
-    y: Tensor, weights: Tensor, residual: Tensor, weight: Tensor, eps: float, *, out: Tensor, out_aux: Tensor | None = None,
-    fp32_gain: bool = False,
-) -> None:  # fmt: skip
+    y: Tensor, weights: Tensor, residual: Tensor, weight: Tensor, eps: float, *, out: Tensor, out_aux: Tensor | None = None
+) -> None:
     """The same in plain torch."""
-    hidden = combine_reference(y, weights).to(out.dtype)
-    if not fp32_gain:
-        add_norm_reference(hidden, residual, weight, eps, out=out, out_aux=out_aux)
-        return
-    residual.add_(hidden)
-    if out_aux is not None:
-        out_aux.copy_(residual)
-    wide = residual.to(torch.promote_types(residual.dtype, torch.float32))
-    out.copy_(wide * (wide.square().mean(1, keepdim=True) + eps).rsqrt() * weight.to(wide.dtype))
+    add_norm_reference(combine_reference(y, weights).to(out.dtype), residual, weight, eps, out=out, out_aux=out_aux)
 
 
 def main() -> None:

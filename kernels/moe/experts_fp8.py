@@ -25,7 +25,7 @@ from batchspec.kernels.common.e4m3 import E4M3
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 from batchspec.kernels.moe.experts import add_bias_and_gate, check_launch, load_rows, write_pairs
 from batchspec.kernels.moe.gate import SWIGLU, Gate
-from batchspec.kernels.moe.quantise import GROUP, Fp8Rows, quantise_rows_reference, to_e4m3
+from batchspec.kernels.moe.quantise import GROUP, Fp8Rows, magnitude, quantise_rows_reference, to_e4m3
 from batchspec.kernels.moe.tiles import ExpertTile
 from batchspec.kernels.moe.units import Routing, program_place, unit_pairs
 
@@ -112,7 +112,7 @@ def experts_fp8_kernel(
         write_pairs(acc, out, first, pair, exists, n, BLOCK_N)
     else:
         y = tl.where((first + tl.arange(0, BLOCK_N) < n)[:, None], acc, 0.0).to(tl.bfloat16).to(tl.float32)
-        y, scales = to_e4m3(y, tl.max(tl.abs(y), 0)[None, :], INTERPRETED)
+        y, scales = to_e4m3(y, tl.max(magnitude(y), 0)[None, :], INTERPRETED)
         write_pairs(y, out, first, pair, exists, n, BLOCK_N)
         tl.store(out_scales + (pair * tl.cdiv(n, 128) + tile)[None, :], scales, mask=exists[None, :])
 
@@ -217,33 +217,33 @@ def _check_scales(kernel: str, x: Fp8Rows, weight: Fp8Weight, gated: bool, tile:
 def experts_fp8_reference(
     x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, expert_ids: Tensor, *, gate: Gate | None = None
 ) -> Tensor:
-    """fp32 [P, N]: the same in plain torch. With a gate each row of x serves its k pairs, without one pair each."""
+    """fp32 (fp64 of fp64) [P, N]: the same in plain torch. With a gate each row of x serves its k pairs, else one pair each."""
     slots = 1 if gate is None else expert_ids.shape[1]
     flat = expert_ids.flatten().long()
     rows = torch.arange(len(flat), device=flat.device) // slots
-    y = torch.empty(len(flat), weight.values.shape[1], device=flat.device)
+    y = torch.empty(len(flat), weight.values.shape[1], dtype=x.scales.dtype, device=flat.device)
     for expert in flat.unique().tolist():
         own = (flat == expert).nonzero()[:, 0]
         picked = Fp8Rows(x.values.view(torch.uint8)[rows[own]].view(E4M3), x.scales[rows[own]])  # not every torch indexes e4m3
         y[own] = fp8_product_reference(picked, weight.values[expert], weight.scales[expert], gated=gate is not None)
         if bias is not None:
-            y[own] += bias[expert].float()
+            y[own] += bias[expert].to(y.dtype)
     return y if gate is None else gate(*y.chunk(2, dim=-1))
 
 
 def fp8_product_reference(x: Fp8Rows, values: Tensor, scales: Tensor, *, gated: bool) -> Tensor:
-    """fp32 [R, N] of rows and one weight [N, K] with its scales [row blocks, blocks], [N] or []."""
-    num_rows, k = values.shape
+    """fp32 (fp64 of fp64) [R, N] of rows and one weight [N, K] with its scales [row blocks, blocks], [N] or []."""
+    (num_rows, k), wide = values.shape, x.scales.dtype
     if scales.dim() < 2:
-        return x.values.float() @ values.float().T * x.scales * scales
+        return x.values.to(wide) @ values.to(wide).T * x.scales * scales.to(wide)
     parts = 2 if gated else 1
     of_row = torch.arange(num_rows // parts, device=values.device) // GROUP
     of_row = torch.cat([of_row + part * (len(scales) // parts) for part in range(parts)])
-    y = torch.zeros(len(x.values), num_rows, device=values.device)
+    y = torch.zeros(len(x.values), num_rows, dtype=wide, device=values.device)
     for block in range(-(-k // GROUP)):
         part = slice(block * GROUP, (block + 1) * GROUP)
-        dot = x.values[:, part].float() @ values[:, part].float().T
-        y += dot * x.scales[:, block, None] * scales[of_row, block]
+        dot = x.values[:, part].to(wide) @ values[:, part].to(wide).T
+        y += dot * x.scales[:, block, None] * scales[of_row, block].to(wide)
     return y
 
 

@@ -2,7 +2,7 @@
 
 Formula, work list and order of sums are those of `experts.py`, so the result is that of the dequantised weights, which bf16 holds
 exactly. Weights are in the order of `mxfp4.py`. Bound by their bytes (17/32 a value) and, close to it, by the instructions that
-unpack them: about five for two values.
+unpack them: about four for two values.
 """
 
 from __future__ import annotations
@@ -72,10 +72,11 @@ def experts_mxfp4_kernel(
             b_scales = load_scales(w_scales, expert, n + first, w_rows, block, num_blocks, BLOCK_N)
         for part in tl.static_range(4):
             depth = block * BLOCK_K + part * PART_K + tl.arange(0, PART_K)
+            # Lanes without a pair read nothing: all programs would read the same row for them.
             if EVEN_K:
-                tokens = tl.load(rows + depth[:, None])
+                tokens = tl.load(rows + depth[:, None], mask=exists[None, :], other=0.0)
             else:
-                tokens = tl.load(rows + depth[:, None], mask=(depth < k)[:, None], other=0.0)
+                tokens = tl.load(rows + depth[:, None], mask=(depth < k)[:, None] & exists[None, :], other=0.0)
             if INTERPRETED:
                 tokens = tokens.to(tl.float32)
             acc = tl.dot(unpack(a, a_scales, part, INTERPRETED), tokens, acc, input_precision="ieee")

@@ -6,10 +6,11 @@ Here 128 values of a row, padded with zeros at the end, are 32 words of 16 bits,
 96 + j. So one tile of words serves four dots of 32 values, each with one scale a row, and no value moves between registers.
 
     bit of a word  15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
-    of value        0  3  3  1  3  3  2  0  0  0  1  1  1  2  2  2      first bit of each its sign, then exponent and mantissa
+    of value        0  3  3  1  3  3  2  0  0  0  1  1  1  2  2  2
 
 Bits 15 and 8 to 6 are where bf16 has its sign, the end of its exponent and the first of its mantissa, and read as value * 2^-126:
-value 0 takes one mask, values 1 and 2 a shift before it. Bytes of the scales are u + 126, the bf16 exponent of 2^(u - 1), so that
+value 0 takes one mask, values 1 and 2 a shift before it, value 3 a shift, a mask, a multiplication that moves its bits apart, and
+a mask (`PLACES` names the bits, the sign first). Bytes of the scales are u + 126, the bf16 exponent of 2^(u - 1), so that
 one multiplication gives value * 2^(u - 127). Hence scales above 2 (u > 128) are refused.
 """
 
@@ -25,7 +26,7 @@ from torch import Tensor
 BLOCK = 128
 SCALE_BLOCK = 32
 LARGEST_SCALE = 128
-PLACES = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 13, 11, 10))
+PLACES = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (11, 10, 14, 13))
 """Bits of a word that hold value 0, 1, 2 and 3."""
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -104,7 +105,7 @@ def unpack(words, scales, PART: tl.constexpr, INTERPRETED: tl.constexpr):
         if PART < 3:
             bits = (word << (3 * PART)) & 0x81C0
         else:
-            bits = ((word << 1) & 0x8000) | ((word >> 5) & 0x100) | ((word >> 4) & 0xC0)
+            bits = (((word >> 7) & 0xD8) * 2081) & 0x81C0
         exponent = (scales >> (8 * PART)) & 0xFF
         y = (bits << 16).to(tl.float32, bitcast=True) * (exponent << 23).to(tl.float32, bitcast=True)[:, None]
     else:  # two words at once
@@ -130,8 +131,8 @@ def unpack(words, scales, PART: tl.constexpr, INTERPRETED: tl.constexpr):
             )  # fmt: skip
         else:
             y = tl.inline_asm_elementwise(
-                """{ .reg .b32 s, e, v; shl.b32 s, $1, 1; shr.u32 e, $1, 5; shr.u32 v, $1, 4; and.b32 v, v, 0x00C000C0;
-                lop3.b32 v, e, 0x01000100, v, 0xEA; lop3.b32 v, s, 0x80008000, v, 0xEA; mul.rn.bf16x2 $0, v, $2; }""",
+                """{ .reg .b32 v; shr.u32 v, $1, 7; and.b32 v, v, 0x00D800D8; mul.lo.u32 v, v, 2081;
+                and.b32 v, v, 0x81C081C0; mul.rn.bf16x2 $0, v, $2; }""",
                 "=r,r,r,r", [words, scale], dtype=tl.bfloat16, is_pure=True, pack=2,
             )  # fmt: skip
     return y

@@ -1,6 +1,6 @@
 """Rows to e4m3 with a scale for each 128 values, or one for the whole row: the activations of products with FP8 weights.
 
-    scale = max(largest |x|, 1e-10) / 448        values = x / scale, rounded to nearest even
+    scale = max(largest |x|, 1e-10) / 448, or as given        values = x / scale within -448 .. 448, rounded to nearest even
 
 in fp32, as vLLM's per_token_group_quant_fp8 with group size 128 does (no power-of-two scales). One program a row. Bound by memory
 at prefill sizes (bytes a value: itemsize + 1), by launch latency at decode sizes.
@@ -36,62 +36,82 @@ class Fp8Rows(NamedTuple):
 
 
 @triton.jit
+def magnitude(x):
+    """|x|, of NaN inf: the scale is inf then, and products with it are NaN, as the value's own would be."""
+    return tl.where(x == x, tl.abs(x), float("inf"))
+
+
+@triton.jit
 def to_e4m3(x, largest, INTERPRETED: tl.constexpr):
     """Values and scale of groups whose largest magnitude is given, in the shape that multiplies x."""
     scale = tl.div_rn(tl.maximum(largest, 1e-10), 448.0)
+    return scaled_e4m3(x, scale, INTERPRETED), scale
+
+
+@triton.jit
+def scaled_e4m3(x, scale, INTERPRETED: tl.constexpr):
+    """x / scale as e4m3."""
     y = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
-    return round_to_e4m3(y, INTERPRETED), scale
+    return round_to_e4m3(y, INTERPRETED)
 
 
 @triton.jit
 def quantise_kernel(
-    x, out, out_scales, stride, k, WHOLE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    x, out, out_scales, given, stride, k, WHOLE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """given: the scale of every row, or None."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     place = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     await_earlier(PDL)
     values = tl.load(x + row * stride + place, mask=place < k, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(values), 1)
-    if WHOLE:
-        largest = tl.broadcast_to(tl.max(largest, 0), [GROUPS])
-    y, scale = to_e4m3(values, largest[:, None], INTERPRETED)
+    largest = tl.max(magnitude(values), 1)
+    if given is not None:
+        scale = tl.zeros([GROUPS, 1], tl.float32) + tl.where(tl.max(largest, 0) < float("inf"), given, float("inf"))
+        y = scaled_e4m3(values, scale, INTERPRETED)
+    else:
+        if WHOLE:
+            largest = tl.broadcast_to(tl.max(largest, 0), [GROUPS])
+        y, scale = to_e4m3(values, largest[:, None], INTERPRETED)
     tl.store(out + row * k + place, y, mask=place < k)
     num_scales = 1 if WHOLE else tl.cdiv(k, GROUP)
     tl.store(out_scales + row * num_scales + group[:, None], scale, mask=group[:, None] < num_scales)
 
 
-def quantise_rows(x: Tensor, *, whole: bool = False, interpret: bool = False) -> Fp8Rows:
+def quantise_rows(x: Tensor, *, whole: bool = False, scale: float | None = None, interpret: bool = False) -> Fp8Rows:
     """Quantise each row.
 
     x      bf16 or fp32 [R, K]  rows may be slices of wider ones
     whole  one scale a row, else one for each 128 values
+    scale  that of every row, calibrated beforehand, or None; with `whole`
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
     num_rows, k = x.shape
     check("quantise_rows: x", x, (num_rows, k), torch.bfloat16, torch.float32, rows=True)
+    if scale is not None and not whole:
+        raise ValueError("quantise_rows: a given scale is that of whole rows")
     if not (x.is_cuda or interpret):
-        return quantise_rows_reference(x, whole=whole)
+        return quantise_rows_reference(x, whole=whole, scale=scale)
     num_groups = -(-k // GROUP)
     rows = Fp8Rows(x.new_empty(num_rows, k, dtype=E4M3), x.new_empty(num_rows, 1 if whole else num_groups, dtype=torch.float32))
     if num_rows:
         groups = triton.next_power_of_2(num_groups)
         quantise_kernel[(num_rows,)](
-            x, *rows, x.stride(0), k, WHOLE=whole, GROUP=GROUP, GROUPS=groups, INTERPRETED=not x.is_cuda,
+            x, *rows, scale, x.stride(0), k, WHOLE=whole, GROUP=GROUP, GROUPS=groups, INTERPRETED=not x.is_cuda,
             num_warps=min(16, max(1, groups // 2)), **launch_args(x),
         )  # fmt: skip
     return rows
 
 
-def quantise_rows_reference(x: Tensor, *, whole: bool = False) -> Fp8Rows:
+def quantise_rows_reference(x: Tensor, *, whole: bool = False, scale: float | None = None) -> Fp8Rows:
     """The same in plain torch, of any floating-point dtype; fp64 in fp64."""
     num_rows, k = x.shape
     size = k if whole else GROUP
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     wide = torch.nn.functional.pad(wide, (0, -k % size)).view(num_rows, -(-k // size), size)
-    scales = wide.abs().amax(-1).clamp(min=SMALLEST) / LARGEST
+    scales = wide.abs().amax(-1).clamp(min=SMALLEST) / LARGEST if scale is None else wide.new_full(wide.shape[:2], scale)
     values = (wide / scales[..., None]).clamp(-LARGEST, LARGEST).to(E4M3)
     return Fp8Rows(values.view(num_rows, -1)[:, :k].contiguous(), scales)
 

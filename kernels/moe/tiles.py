@@ -28,11 +28,15 @@ class ExpertTile(NamedTuple):
     """Units whose tiles run one after another before the next units begin."""
 
 
-def unit_pairs_of(num_tokens: int, top_k: int, num_experts: int) -> int:
-    """A token tile that holds all pairs of most experts: their mean and two deviations, were the choices independent."""
+def unit_pairs_of(num_tokens: int, top_k: int, num_experts: int, dtype: torch.dtype | None = None) -> int:
+    """A token tile that holds all pairs of most experts: their mean and two deviations, were the choices independent.
+
+    dtype  of the weights, as of `expert_tile`. Of MXFP4 two units of 32 pairs take less time than one of 64
+    """
     mean = num_tokens * top_k / num_experts
     deviation = (mean * (1 - top_k / num_experts)) ** 0.5
-    return min(128, max(16, 1 << (int(mean + 2 * deviation) - 1).bit_length()))
+    pairs = min(128, max(16, 1 << (int(mean + 2 * deviation) - 1).bit_length()))
+    return 32 if pairs == 64 and dtype == torch.uint8 else pairs
 
 
 def expert_tile(unit_pairs: int, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
@@ -47,7 +51,12 @@ def expert_tile(unit_pairs: int, *, gated: bool, dtype: torch.dtype) -> ExpertTi
         rows = 64 if gated and unit_pairs > 64 else 128  # the sums of a block and of all need registers
         return ExpertTile(unit_pairs, rows, 128, 3 if gated or not few else 4, 4 if few else 8)
     if dtype == torch.uint8:
-        return ExpertTile(unit_pairs, 128, 128, 4, 4 if few else 8)
+        # Every program gathers its tokens, which costs more than their products from 32 on: many rows of W a program.
+        if unit_pairs == 16:
+            return ExpertTile(unit_pairs, 128, 128, 3 if gated else 4, 4)
+        if unit_pairs == 32 and not gated:
+            return ExpertTile(unit_pairs, 256, 128, 3, 8)
+        return ExpertTile(unit_pairs, 128, 128, 4, 8)
     if unit_pairs <= 64:
         return ExpertTile(unit_pairs, 64 if gated else 128, 64, 5 if few else 4, 4)
     return ExpertTile(unit_pairs, 128, 64, 4, 8)
@@ -56,7 +65,9 @@ def expert_tile(unit_pairs: int, *, gated: bool, dtype: torch.dtype) -> ExpertTi
 # block_n, block_k, stages, warps worth timing
 PLAIN = ((64, 64, 6, 4), (64, 128, 4, 4), (128, 64, 3, 4), (128, 64, 4, 8), (128, 128, 3, 8), (256, 64, 3, 8))
 FP8 = ((64, 128, 4, 4), (64, 128, 4, 8), (64, 128, 6, 4), (128, 128, 2, 4), (128, 128, 3, 4), (128, 128, 3, 8), (128, 128, 4, 8))
-MXFP4 = ((64, 128, 4, 4), (64, 128, 6, 4), (128, 128, 3, 4), (128, 128, 5, 4), (128, 128, 4, 8), (256, 128, 3, 8))
+MXFP4 = (
+    (64, 128, 3, 4), (64, 128, 4, 4), (64, 128, 6, 4), (128, 128, 3, 4), (128, 128, 5, 4), (128, 128, 4, 8), (256, 128, 3, 8),
+)  # fmt: skip
 SHARED_BYTES = 227 << 10
 
 

@@ -26,7 +26,7 @@ class Row:
     drafts: list[int]
     """Draft tokens that count."""
     targets: list[int]
-    """The target's choice behind the last committed token and behind each draft token."""
+    """The target's choice after the last committed token and after each draft token."""
     tokens: list[int] = field(default_factory=lambda: [1, 2, 3])
     stop_ids: tuple[int, ...] = ()
     limit: int = 1000
@@ -167,8 +167,8 @@ def test_no_draft_confirms_a_choice_that_is_none(interpret: bool, device: torch.
     assert after.tokens == [1, 2, 3, 10]
 
 
-def test_drafts_behind_draft_len_do_not_count(interpret: bool, device: torch.device) -> None:
-    log, _ = one(Row([10], [10, 55]), interpret, device)  # behind it draft and target would agree
+def test_drafts_after_draft_len_do_not_count(interpret: bool, device: torch.device) -> None:
+    log, _ = one(Row([10], [10, 55]), interpret, device)  # after it draft and target would agree
     assert log == [1, 1, 2, 0, 10, 55, -1, -1, -1]
 
 

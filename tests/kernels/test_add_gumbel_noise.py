@@ -34,16 +34,16 @@ def test_logits_over_temperature_plus_noise(vocab: int, dtype: torch.dtype, inte
 def test_a_draft_vocabulary_has_the_noise_of_its_tokens(dtype: torch.dtype, interpret: bool, device: torch.device) -> None:
     """The argmax is then the token that the target draws, if the draft vocabulary contains it."""
     vocab, count = 40, 60
-    hot = torch.arange(3, vocab, 2, device=device)
+    map_ids = torch.arange(3, vocab, 2, device=device)
     logits = torch.randn(count, vocab, generator=torch.Generator().manual_seed(1)).to(device)
     ids, keys = torch.arange(count, dtype=torch.int32, device=device), torch.arange(count, device=device)
     rest = (ids, keys + 9, keys, torch.ones(count, device=device), torch.full((count,), -torch.inf, device=device))
-    own = logits[:, hot].contiguous()
-    add_gumbel_noise(own, *rest, hot.to(dtype), interpret=interpret)
-    drawn, logits_of_hot = torch.empty_like(ids), torch.full_like(logits, -torch.inf)
-    logits_of_hot[:, hot] = logits[:, hot]
-    sample(logits_of_hot, *rest, out_ids=drawn, interpret=interpret)
-    assert hot[own.argmax(1)].tolist() == drawn.tolist()
+    own = logits[:, map_ids].contiguous()
+    add_gumbel_noise(own, *rest, map_ids.to(dtype), interpret=interpret)
+    drawn, logits_of_known = torch.empty_like(ids), torch.full_like(logits, -torch.inf)
+    logits_of_known[:, map_ids] = logits[:, map_ids]
+    sample(logits_of_known, *rest, out_ids=drawn, interpret=interpret)
+    assert map_ids[own.argmax(1)].tolist() == drawn.tolist()
 
 
 def test_nan_and_logits_below_the_cutoff_never_win(interpret: bool, device: torch.device) -> None:

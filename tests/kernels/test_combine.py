@@ -32,12 +32,13 @@ def test_weighted_sum_in_slot_order(
 def test_residual_and_norm(dtype: torch.dtype, aux: bool, fp32_gain: bool, interpret: bool, device: torch.device) -> None:
     tokens, top_k, width = 6, 4, 90
     y = torch.randn(tokens * top_k, width, device=device).to(dtype)
-    weights, gain = torch.rand(tokens, top_k, device=device), torch.randn(width, device=device).to(dtype)
+    weights = torch.rand(tokens, top_k, device=device)
+    gain = torch.randn(width, device=device).to(torch.float32 if fp32_gain else dtype)
     residual = torch.randn(tokens, width, device=device).to(dtype)
     found, wanted = residual.clone(), residual.clone()
     out, expected, copy = (torch.full_like(residual, torch.nan) for _ in range(3))
-    combine_norm(y, weights, found, gain, 1e-5, out=out, out_aux=copy if aux else None, fp32_gain=fp32_gain, interpret=interpret)
-    combine_norm_reference(y, weights, wanted, gain, 1e-5, out=expected, fp32_gain=fp32_gain)
+    combine_norm(y, weights, found, gain, 1e-5, out=out, out_aux=copy if aux else None, interpret=interpret)
+    combine_norm_reference(y, weights, wanted, gain, 1e-5, out=expected)
     tolerance = 1e-6 if dtype is torch.float32 else 1e-2  # the interpreter cuts bf16 off
     assert_near(found, wanted, tolerance=tolerance)
     assert_near(out, expected, tolerance=tolerance)

@@ -498,15 +498,17 @@ for _wide, _t, _e, _warps in ((False, 16, 16, 1), (True, 32, 64, 4)):
           INTERPRETED=False)  # fmt: skip
 for _alone, _sigmoid in ((True, False), (False, True)):
     _case(f"route_kernel alone {_alone}", "route", 16 if _alone else 4, logits=PF32, bias=PF32 if _sigmoid else None,
-          out_ids=PI32, out_weights=PF32, out_pairs=PI32, out_offsets=PI32, out_units=PI32, num_tokens=I32, num_units=I32,
+          out_ids=PI32, out_weights=PF32, out_pairs=PI32, out_offsets=PI32, out_units=PI32,
+          out_num_read=PI32 if _alone else None, num_tokens=I32, num_units=I32,
           stride=I32, NUM_EXPERTS=120, TOP_K=6, SIGMOID=_sigmoid, NORM=True, UNIT_PAIRS=16, ALONE=_alone,
           TOKENS=16 if _alone else 4, LANES=128, SLOTS=8, BLOCK=64)  # fmt: skip
-_case("list_kernel", "route", 8, expert_ids=PI32, out_pairs=PI32, out_offsets=PI32, out_units=PI32, num_pairs=I32, num_units=I32,
+_case("list_kernel", "route", 8, expert_ids=PI32, out_pairs=PI32, out_offsets=PI32, out_units=PI32,
+      out_num_read=PI32, num_pairs=I32, num_units=I32,
       NUM_EXPERTS=120, UNIT_PAIRS=16, LANES=128, BLOCK=2048)  # fmt: skip
-for _residual in (None, "*bf16"):
-    _case(f"combine_kernel residual {_residual}", "combine", 8, y="*bf16", weights=PF32, residual=_residual, norm=_residual,
-          out="*bf16", out_aux=_residual, residual_stride=I32, out_stride=I32, aux_stride=I32, EPS=1e-5, TOP_K=6, WIDTH=1536,
-          BLOCK=2048, ACC="fp32", FP32_GAIN=_residual is None)  # fmt: skip
+for _residual, _gain in ((None, None), ("*bf16", "*bf16"), ("*bf16", PF32)):
+    _case(f"combine_kernel residual {_residual}, norm {_gain}", "combine", 8, y="*bf16", weights=PF32, residual=_residual,
+          norm=_gain, out="*bf16", out_aux=_residual, residual_stride=I32, out_stride=I32, aux_stride=I32, EPS=1e-5, TOP_K=6,
+          WIDTH=1536, BLOCK=2048, ACC="fp32")  # fmt: skip
 # (dtype, gated, limit, pairs of a unit, rows of W, K block, warps)
 for _dtype, _gated, _limit, _t, _n, _k, _warps in (
     ("bf16", True, 7.0, 16, 64, 64, 4), ("bf16", False, None, 128, 128, 64, 8), ("fp32", True, None, 16, 64, 32, 4),
@@ -516,9 +518,9 @@ for _dtype, _gated, _limit, _t, _n, _k, _warps in (
           w=f"tensordesc<bf16[{_n}, {_k}]>" if _tma else _ptr, bias=_ptr if _gated else None, pairs=PI32, units=PI32, out=_ptr,
           num_units=I32, n=I32, k=I32, stride_x=I32, SLOTS=6 if _gated else 1, GATED=_gated, LIMIT=_limit, ALPHA=1.702,
           BLOCK_T=_t, BLOCK_N=_n, BLOCK_K=_k, GROUP=8, TMA=_tma, EVEN_K=_tma, INTERPRETED=False)  # fmt: skip
-for _whole in (False, True):
-    _case(f"quantise_kernel whole {_whole}", "quantise", 8, x="*bf16", out="*fp8e4nv", out_scales=PF32, stride=I32, k=I32,
-          WHOLE=_whole, GROUP=128, GROUPS=16, INTERPRETED=False)  # fmt: skip
+for _one, _scale in ((False, None), (True, None), (True, "fp32")):
+    _case(f"quantise_kernel whole {_one}, given {_scale}", "quantise", 8, x="*bf16", out="*fp8e4nv", out_scales=PF32,
+          given=_scale, stride=I32, k=I32, WHOLE=_one, GROUP=128, GROUPS=16, INTERPRETED=False)  # fmt: skip
 # (blocked, gated, quantised, pairs, warps, TMA)
 for _blocked, _gated, _quantised, _t, _warps, _tma in (
     (True, True, True, 16, 4, True), (True, False, False, 64, 8, True), (False, True, False, 16, 4, False),

@@ -99,6 +99,7 @@ def test_default_tiles_hold_the_pairs_of_an_expert_and_use_the_wide_instruction(
     sizes = [unit_pairs_of(tokens, 8, 128) for tokens in (1, 16, 64, 256, 512, 1024, 16384)]
     assert sizes == [16, 16, 16, 32, 64, 128, 128]
     assert [unit_pairs_of(tokens, 1, 1) for tokens in (1, 17, 64, 65, 300)] == [16, 32, 64, 128, 128]
+    assert [unit_pairs_of(tokens, 1, 1, torch.uint8) for tokens in (1, 17, 64, 65, 300)] == [16, 32, 32, 128, 128]
     for unit_pairs in sizes:
         for gated in (False, True):
             tile = expert_tile(unit_pairs, gated=gated, dtype=dtype)

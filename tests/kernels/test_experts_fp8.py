@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -52,6 +54,31 @@ def test_rows_are_quantised_by_their_largest_value(k: int, whole: bool, interpre
     assert (
         (found.values.float() * scales - x).abs() <= largest / 28 + 1e-30
     ).all()  # half a place of the largest: 2^-4 / 448 * 256
+
+
+def test_rows_are_quantised_by_a_given_scale_and_saturate(interpret: bool, device: torch.device) -> None:
+    x = torch.randn(5, 200, device=device)
+    x[3, 7] = -1000.0
+    found = quantise_rows(x, whole=True, scale=0.25, interpret=interpret)
+    assert torch.equal(found.scales, torch.full((5, 1), 0.25, device=device))
+    assert torch.equal(found.values.float(), (x / 0.25).clamp(-448, 448).to(E4M3).float())
+    assert found.values.float()[3, 7].item() == -448
+    with pytest.raises(ValueError, match="a given scale is that of whole rows"):
+        quantise_rows(x, scale=0.25, interpret=interpret)
+
+
+@pytest.mark.parametrize("options", [{}, {"whole": True}, {"whole": True, "scale": 0.25}])
+def test_nan_is_not_lost(options: dict[str, Any], interpret: bool, device: torch.device) -> None:
+    """Whatever it is multiplied with; other rows are as they were."""
+    x = torch.randn(3, 200, device=device)
+    expected = quantise_rows_reference(x, **options)
+    x[1, 5] = torch.nan
+    found = quantise_rows(x, **options, interpret=interpret)
+    products = found.values.float() * found.scales.repeat_interleave(-(-200 // found.scales.shape[1]), 1)[:, :200]
+    assert products[1].sum().isnan()
+    for row in (0, 2):
+        assert torch.equal(found.values.float()[row], expected.values.float()[row])
+        assert torch.equal(found.scales[row], expected.scales[row])
 
 
 @pytest.mark.parametrize(

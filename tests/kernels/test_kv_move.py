@@ -1,4 +1,4 @@
-"""kv_move: K/V of accepted nodes where a chain's would stand, bit for bit; all else untouched, overlapping moves included."""
+"""kv_move: K/V of accepted nodes in the places of a chain's, bit for bit; all else untouched, overlapping moves included."""
 
 from __future__ import annotations
 

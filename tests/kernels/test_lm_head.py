@@ -103,13 +103,13 @@ def test_a_row_that_is_not_finite_is_flagged_where_it_is_asked_for(interpret: bo
             NO_TOKEN
         ]
     assert choose(ones, torch.full_like(logits, -INF), interpret, flag_nonfinite=True) == [NO_TOKEN]
-    logits[:30], logits[37:] = -INF, NAN  # legitimate, and behind the vocabulary
+    logits[:30], logits[37:] = -INF, NAN  # legitimate, and past the vocabulary
     assert choose(ones, logits, interpret, vocab=37, flag_nonfinite=True) == [30]
     with pytest.raises(ValueError, match="lm_head: map_ids with flag_nonfinite"):
         choose(hidden, weight, interpret, map_ids=torch.arange(40, device=device), flag_nonfinite=True)
 
 
-def test_columns_behind_the_vocabulary_are_never_chosen(interpret: bool, device: torch.device) -> None:
+def test_columns_after_the_vocabulary_are_never_chosen(interpret: bool, device: torch.device) -> None:
     weight = torch.randn(50, 1, device=device)
     weight[37:] = INF
     hidden = torch.ones(2, 1, device=device)

@@ -22,7 +22,7 @@ def test_merged_pieces_are_the_whole(
     expected = torch.einsum("qhx,hxd->qhd", scores.flatten(2).softmax(2), wide.flatten(1, 2))
 
     def lines(x: torch.Tensor) -> torch.Tensor:
-        """[q, NH, parts, ...] -> [parts * q * group, KVH, ...], behind two lines that are another row's."""
+        """[q, NH, parts, ...] -> [parts * q * group, KVH, ...], after two lines that are another row's."""
         split = x.unflatten(1, (kv_heads, group)).movedim(3, 0).movedim(2, 3)
         return torch.cat([torch.full_like(split[0].flatten(0, 1)[:2], 7.0), split.flatten(0, 2)])
 

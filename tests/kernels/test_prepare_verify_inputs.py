@@ -55,7 +55,7 @@ def test_dead_rows_go_to_the_scratch_slot_and_have_no_keys(interpret: bool, devi
     assert found["positions"] == found["slot_mapping"] == [0, 0, 0, 0]
 
 
-def test_places_behind_the_page_table_go_to_the_scratch_slot_and_are_no_keys(interpret: bool, device: torch.device) -> None:
+def test_places_after_the_page_table_go_to_the_scratch_slot_and_are_no_keys(interpret: bool, device: torch.device) -> None:
     found = run([(8, 8, 1)], 4, 8, interpret, device)
     assert found["positions"] == [7, 8, 9, 10]
     assert found["slot_mapping"] == [2 * 4 + 3, 0, 0, 0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,13 +14,17 @@ from batchspec.kernels.moe.route import Scoring, route, route_reference
 from batchspec.kernels.moe.units import Routing, max_units
 
 
-def assert_same(found: Routing, wanted: Routing) -> None:
+def assert_same_lists(found: Routing, wanted: Routing) -> None:
     for name in ("expert_ids", "pairs", "offsets", "units"):
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+
+
+def assert_same(found: Routing, wanted: Routing) -> None:
+    assert_same_lists(found, wanted)
     torch.testing.assert_close(found.weights, wanted.weights, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("tokens", [20, 70])  # one launch with a tail, two launches
+@pytest.mark.parametrize("tokens", [20, 110])  # one launch with a tail, two launches
 @pytest.mark.parametrize(("scoring", "norm_topk"), [("softmax", True), ("softmax", False), ("sigmoid", True), ("sigmoid", False)])
 def test_scorings(scoring: Scoring, norm_topk: bool, tokens: int, interpret: bool, device: torch.device) -> None:
     logits = torch.randn(tokens, 10, device=device)
@@ -49,7 +55,7 @@ def test_a_bias_chooses_but_does_not_weigh(interpret: bool, device: torch.device
     assert tied.expert_ids.tolist() == [[0, 1, 2]]
 
 
-@pytest.mark.parametrize("tokens", [3, 66])
+@pytest.mark.parametrize("tokens", [3, 150])
 def test_the_lowest_id_wins_ties(tokens: int, interpret: bool, device: torch.device) -> None:
     logits = torch.zeros(tokens, 7, device=device)
     logits[0] = torch.tensor([-1.0, 2.0, -0.0, 0.0, 2.0, -3.0, 0.0])
@@ -110,3 +116,21 @@ def test_wrong_arguments_are_refused() -> None:
         route(logits, 2, scoring="sigmoid", norm_topk=True, bias=torch.zeros(7), unit_pairs=8)
     with pytest.raises(ValueError, match="softmax takes none"):
         route(logits, 2, norm_topk=True, bias=torch.zeros(8), unit_pairs=8)
+
+
+@pytest.mark.parametrize("tokens", [4, 150])
+@pytest.mark.parametrize(("scoring", "norm_topk"), [("softmax", True), ("softmax", False), ("sigmoid", True), ("sigmoid", False)])
+def test_a_token_that_is_not_finite_has_different_experts_like_any_other(
+    scoring: Scoring, norm_topk: bool, tokens: int, interpret: bool, device: torch.device
+) -> None:
+    """The products of experts read memory by these ids. Its weights may be NaN, those of other tokens are untouched."""
+    logits = torch.randn(tokens, 9, device=device)
+    bias = torch.randn(9, device=device) if scoring == "sigmoid" else None
+    call: dict[str, Any] = {"scoring": scoring, "norm_topk": norm_topk, "bias": bias, "unit_pairs": 16}
+    logits[0], logits[1], logits[2, 3] = float("nan"), float("-inf"), float("inf")
+    found = route(logits, 4, interpret=interpret, **call)
+    for row in found.expert_ids.tolist():
+        assert len(set(row)) == 4
+        assert set(row) <= set(range(9))
+    assert_same_lists(found, route_reference(logits, 4, **call))
+    torch.testing.assert_close(found.weights[3:], route_reference(logits[3:], 4, **call).weights, rtol=1e-5, atol=1e-7)

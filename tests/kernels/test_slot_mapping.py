@@ -56,7 +56,7 @@ def ragged_by_hand(start: list[int], q_len: list[int], table: list[list[int]], n
     return cu_seqlens_q, row_ids + padding, positions + padding, slots + padding
 
 
-def test_positions_behind_the_page_table_keep_counting_and_use_the_scratch_page(interpret: bool, device: torch.device) -> None:
+def test_positions_after_the_page_table_keep_counting_and_use_the_scratch_page(interpret: bool, device: torch.device) -> None:
     assert ragged([6, 8], [4, 2], [[3, 5], [4, 6]], 6, interpret, device)[2:] == ([6, 7, 8, 9, 8, 9], [22, 23, 0, 0, 0, 0])
 
 
@@ -65,7 +65,7 @@ def test_slots_beyond_two_to_the_31_do_not_wrap(interpret: bool, device: torch.d
     assert ragged([17], [1], [[1, page]], 1, interpret, device, page_size=16)[3] == [page * 16 + 1]
 
 
-def test_ragged_pads_behind_the_last_row(interpret: bool, device: torch.device) -> None:
+def test_ragged_pads_after_the_last_row(interpret: bool, device: torch.device) -> None:
     cu_seqlens_q, row_ids, positions, slots = ragged([2, 9, 4], [3, 0, 1], [[1, 2], [3, 4], [5, 6]], 7, interpret, device)
     assert cu_seqlens_q == [0, 3, 3, 4]
     assert row_ids == [0, 0, 0, 2, 0, 0, 0]

@@ -79,7 +79,7 @@ def test_items_of_ragged_rows_are_a_small_share_of_the_work() -> None:
 def test_a_windowed_row_lists_its_window_from_a_page_on_and_the_sink_once(interpret: bool, device: torch.device) -> None:
     case = make_case([(2, 200), (1, 30)], window=40, sink=5, device=device)
     items = items_of(case.work(interpret=interpret, programs=100))
-    # Row 0's first query stands at 198 and sees keys from 159 on, which lie in the page from 144 on.
+    # Row 0's first query has position 198 and sees keys from 159 on, which lie in the page from 144 on.
     assert sorted(item for item in items if item[0] == 0)[0] == [0, 0, 144, 176, 0, 5, 0, 2]
     assert {item[5] for item in items if item[0] == 0 and item[2] > 144} == {0}
     assert min(item[2] for item in items if item[0] == 1) == 0

@@ -170,6 +170,8 @@ class Gemm:
     """Weights that T tokens read, on average."""
     active: int = 1
     """Weights that each token is multiplied with."""
+    grouped: bool = False
+    """They are of experts."""
 
     @property
     def size(self) -> int:

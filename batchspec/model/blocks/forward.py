@@ -9,10 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from batchspec.kernels.moe.quantise import Fp8Rows
+from batchspec.kernels.moe.units import Routing
 from batchspec.model.blocks.base import Clamp, GroupedSpec, ProductSpec
-from batchspec.model.blocks.routing import Routing
 from batchspec.model.fused import rms_norm, silu_and_mul
 
 
@@ -50,16 +52,27 @@ class Product(ABC):
 
 
 class GroupedProduct(Protocol):
-    """The product of each expert of a layer with the pairs that go through it (`blocks/routing.py`): P pairs of k a token.
+    """The product of each expert of a layer with the pairs that go through it (`kernels/moe/units.py`): P pairs of k a token.
 
     The first of the two that an expert has is called by `up`, the second by `down`.
     """
 
-    def up(self, x: Tensor, routing: Routing, clamp: Clamp | None) -> Tensor:
-        """x [T, H] -> silu(first half) * second half of each pair's product, or what `clamp` says, [P, I] in pair order."""
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Of the weights in memory; uint8 is MXFP4. How tokens are tiled depends on it (`tuning/policy.py`)."""
 
-    def down(self, inner: Tensor, routing: Routing) -> Tensor:
-        """inner [P, I] -> each pair's product [P, H] in pair order."""
+    @property
+    def reads_groups(self) -> bool:
+        """Whether `down` quantises what it reads to e4m3, with a scale for each 128 values, unless it is quantised already."""
+
+    def up(self, x: Tensor, routing: Routing, clamp: Clamp | None, *, quantise: bool) -> Tensor | Fp8Rows:
+        """x [T, H] -> silu(first half) * second half of each pair's product, or what `clamp` says, [P, I] in pair order.
+
+        quantise  the result may be quantised as `reads_groups` says
+        """
+
+    def down(self, inner: Tensor | Fp8Rows, routing: Routing) -> Tensor:
+        """inner [P, I], quantised only where `reads_groups` -> each pair's product [P, H] in pair order."""
 
 
 class Stream(Protocol):
@@ -82,6 +95,9 @@ class Stream(Protocol):
 
     def add(self, values: Tensor) -> None:
         """stream += values [T, H]."""
+
+    def add_pairs(self, values: Tensor, weights: Tensor) -> None:
+        """stream += the sum over the slots of each token of weights [T, k] * values [T * k, H], in slot order."""
 
     def add_product(self, product: Product, x: Tensor, row_ids: Tensor | None, *, in_product: bool) -> None:
         """stream += product(x). in_product: in the product's own kernel where there is one."""
@@ -130,6 +146,11 @@ class BlockSource(Protocol):
 
 class Block(Protocol):
     """A block that computes: enters through a norm of the stream, adds to the stream."""
+
+    @property
+    def num_experts_read(self) -> Tensor | None:
+        """int32 [1]: experts that had tokens in the latest forward, for statistics: passes that overlap write it both. None
+        without experts."""
 
     def norms_in_product(self, stream: Stream) -> bool:
         """Whether its first product takes the stream un-normed for as many tokens: the block before it adds in place then."""

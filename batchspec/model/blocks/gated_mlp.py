@@ -82,6 +82,8 @@ class GatedMlpSpec:
 class GatedMlp:
     """See the module's docstring."""
 
+    num_experts_read = None
+
     def __init__(self, spec: GatedMlpSpec, source: BlockSource) -> None:
         self._spec, self._silu = spec, spec.activation == "silu"
         self._norm = None if spec.norm is None else source.vector(f"{spec.norm}.weight")

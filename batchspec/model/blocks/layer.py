@@ -40,6 +40,11 @@ class DecoderLayer:
     def __init__(self, attention: Attention, mlp: Block) -> None:
         self.attention, self._mlp = attention, mlp
 
+    @property
+    def num_experts_read(self) -> Tensor | None:
+        """As of `Block`."""
+        return self._mlp.num_experts_read
+
     def finish(self, q: Tensor, stream: Stream, attend: Attend, *, add_in_product: bool) -> None:
         """From q [T, NH, D] to the end of the layer. add_in_product: see `Block`; of what follows the layer."""
         self.attention.finish(q, stream, attend, add_in_product=self._mlp.norms_in_product(stream))

@@ -1,27 +1,28 @@
 """A mixture of experts: each token goes through the k gated MLPs that its router prefers.
 
     logits = norm(x) Wg' + b                          in fp32 at least
-    weights, ids = routing (`blocks/routing.py`)
+    weights, ids = route(logits)                      `kernels/moe/route.py`
     sum over the slots of weight * down_e(act(gate_e(x), up_e(x)))
 
-The experts of a layer are two grouped products (`forward.GroupedProduct`), each in its weight format.
+The experts of a layer are two grouped products (`forward.GroupedProduct`), each in its weight format. The sum is added to the
+stream by the norm that follows.
 Source: transformers, models/qwen3_moe (Qwen3MoeTopKRouter, Qwen3MoeExperts).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 
+from batchspec.kernels.moe.route import MAX_EXPERTS, MAX_TOP_K, Scoring, num_read, route, route_reference
+from batchspec.kernels.moe.router import router_logits, router_logits_reference
+from batchspec.kernels.moe.units import Routing
 from batchspec.model.blocks.base import PLAIN_NORM, ExpertsSpec, Gemm, GroupedSpec, NormForm, ProductSpec, Projection, TensorSpec
 from batchspec.model.blocks.forward import BlockSource, Stream
-from batchspec.model.blocks.routing import Routing, combine, routing_of, sigmoid_topk, softmax_topk, topk_softmax
-
-Scoring = Literal["softmax_topk", "topk_softmax"]
-"""A function of `blocks/routing.py`; `sigmoid_topk` is that of a router with a selection bias."""
+from batchspec.tuning.policy import expert_unit_pairs, has_fast_experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +33,12 @@ class RouterSpec:
     """of its matrix [E, H], without `.weight`"""
     top_k: int
     """Experts of a token."""
-    scoring: Scoring = "softmax_topk"
+    scoring: Scoring = "softmax"
     norm_topk: bool = True
-    """softmax_topk: the weights of a token's experts sum to 1, as they always do in the others."""
+    """The weights of a token's experts sum to 1; of softmax that is the softmax over their logits alone."""
     bias: bool = False
     selection_bias: str | None = None
-    """Name of a vector [E], with which experts are chosen, by `sigmoid_topk`."""
+    """Name of a vector [E] that is added to sigmoid scores for the choice alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +82,10 @@ class MoeSpec:
 
     @property
     def activation_size(self) -> int:
-        """fp32 scores and their order; of all pairs what is between the products and what comes out; of one expert gate, up and
-        their product; the fp32 sum and what is added to it."""
-        own = self.experts
-        pairs = self.router.top_k * (own.expert_size + own.hidden_size)
+        """fp32 scores and their order; of all pairs what is between the products, once more quantised, and what comes out; the
+        lists of pairs. In plain torch of one expert gate, up and their product; the fp32 sum and what is added to it."""
+        own, top_k = self.experts, self.router.top_k
+        pairs = top_k * (2 * own.expert_size + own.hidden_size + 8)
         return 8 * own.num_experts + pairs + 3 * own.expert_size + 4 * own.hidden_size
 
     def gemms(self, tokens: float) -> tuple[Gemm, ...]:
@@ -92,7 +93,9 @@ class MoeSpec:
         num_experts, top_k = self.experts.num_experts, self.router.top_k
         read = num_experts * (1 - (1 - top_k / num_experts) ** tokens)
         router = ProductSpec((Projection(self.router.name, num_experts, self.hidden_size),))
-        experts = (Gemm(product=spec.of(0), ops=(), stored=num_experts, read=read, active=top_k) for spec in self.grouped)
+        experts = (
+            Gemm(product=spec.of(0), ops=(), stored=num_experts, read=read, active=top_k, grouped=True) for spec in self.grouped
+        )
         return Gemm(product=router, ops=()), *experts
 
     def build(self, source: BlockSource) -> Moe:
@@ -105,10 +108,11 @@ class Moe:
     def __init__(self, spec: MoeSpec, source: BlockSource) -> None:
         self._spec, router = spec, spec.router
         self._norm = source.vector(f"{spec.norm}.weight")
-        self._router = source.vector(f"{router.name}.weight")
+        self._router = _narrowed(source.vector(f"{router.name}.weight"))
         self._bias = source.vector(f"{router.name}.bias") if router.bias else None
         self._selection_bias = source.vector(router.selection_bias) if router.selection_bias else None
         self._gate_up, self._down = source.grouped(spec.experts.gate_up), source.grouped(spec.experts.down)
+        self.num_experts_read = torch.zeros(1, dtype=torch.int32, device=self._router.device)
 
     def norms_in_product(self, stream: Stream) -> bool:
         return False
@@ -116,16 +120,27 @@ class Moe:
     def __call__(self, stream: Stream, row_ids: Tensor | None, *, add_in_product: bool) -> None:
         x = stream.normed(self._norm, self._spec.eps)
         routing = self._route(x)
-        inner = self._gate_up.up(x, routing, self._spec.experts.clamp)
-        stream.add(combine(self._down.down(inner, routing), routing.weights))
+        inner = self._gate_up.up(x, routing, self._spec.experts.clamp, quantise=self._down.reads_groups)
+        stream.add_pairs(self._down.down(inner, routing), routing.weights)
 
     def _route(self, x: Tensor) -> Routing:
-        router = self._spec.router
-        logits = F.linear(x.to(self._router.dtype), self._router, self._bias)
-        if self._selection_bias is not None:
-            found = sigmoid_topk(logits, self._selection_bias, router.top_k)
-        elif router.scoring == "topk_softmax":
-            found = topk_softmax(logits, router.top_k)
-        else:
-            found = softmax_topk(logits, router.top_k, norm_topk=router.norm_topk)
-        return routing_of(*found, self._spec.experts.num_experts)
+        """Does not synchronise."""
+        router, num_experts = self._spec.router, self._spec.experts.num_experts
+        unit_pairs = expert_unit_pairs(x.shape[0], router.top_k, num_experts, self._gate_up.weight_dtype)
+        how: dict[str, Any] = {
+            "scoring": router.scoring, "norm_topk": router.norm_topk, "bias": self._selection_bias, "unit_pairs": unit_pairs
+        }  # fmt: skip
+        if has_fast_experts(x.device, x.dtype) and num_experts <= MAX_EXPERTS and router.top_k <= MAX_TOP_K:
+            logits = router_logits(x, self._router, self._bias, interpret=not x.is_cuda)
+            return route(logits, router.top_k, out_num_read=self.num_experts_read, interpret=not x.is_cuda, **how)
+        routing = route_reference(router_logits_reference(x, self._router, self._bias), router.top_k, **how)
+        self.num_experts_read.copy_(num_read(routing))
+        return routing
+
+
+def _narrowed(router: Tensor) -> Tensor:
+    """In bf16 where that holds every number, as of a bf16 checkpoint: on a GPU its product with bf16 is one pass, not three."""
+    if not router.is_cuda:
+        return router
+    narrow = router.bfloat16()
+    return narrow if torch.equal(narrow.to(router.dtype), router) else router

@@ -23,7 +23,7 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
         config = config.replaced(layer_types=[kinds[i % 2] for i in range(config.integer("num_hidden_layers"))])
     num_experts, top_k = read_num_experts(config)
     experts = MoeSpec(
-        router=RouterSpec(name="mlp.router", top_k=top_k, scoring="topk_softmax", bias=True),
+        router=RouterSpec(name="mlp.router", top_k=top_k, bias=True),
         experts=ExpertsSpec(
             name="mlp.experts",
             num_experts=num_experts,

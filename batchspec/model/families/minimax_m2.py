@@ -30,7 +30,7 @@ def _layers(config: ConfigReader) -> tuple[LayerSpec, ...]:
     num_experts, top_k = read_num_experts(config)
     name = "block_sparse_moe"
     experts = MoeSpec(
-        router=RouterSpec(name=f"{name}.gate", top_k=top_k, selection_bias=f"{name}.e_score_correction_bias"),
+        router=RouterSpec(name=f"{name}.gate", top_k=top_k, scoring="sigmoid", selection_bias=f"{name}.e_score_correction_bias"),
         experts=ExpertsSpec(
             name=f"{name}.experts",
             num_experts=num_experts,

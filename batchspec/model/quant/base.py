@@ -48,6 +48,12 @@ class WeightFormat(Protocol):
     def nbytes(self, rows: int, k: int, dtype: torch.dtype) -> int:
         """Bytes in memory of a weight [rows, k] of a model that computes in `dtype`."""
 
+    def for_kernels(self) -> WeightFormat:
+        """The same with weights kept as the fast kernels of this format read them, where activations are plain."""
+
+    def expert_nbytes(self, rows: int, k: int, dtype: torch.dtype) -> int:
+        """The same of the weight of one expert in a grouped product."""
+
     def load(self, weights: Weights, names: Sequence[str], *, bias: bool) -> Product:
         """The projections of these names as one product, read in this order: all weights, then all biases."""
 

@@ -12,7 +12,8 @@ import re
 
 from batchspec.model.config_values import ConfigReader
 from batchspec.model.quant.formats import Formats
-from batchspec.model.quant.fp8 import BLOCK, Activations, Fp8, Scales
+from batchspec.model.quant.fp8 import Fp8, Scales
+from batchspec.model.quant.fp8_products import BLOCK, Activations
 
 KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 """What the names of scales of an FP8 K/V cache end with."""

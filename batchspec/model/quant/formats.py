@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+import torch
+
 from batchspec.errors import ConfigError
 from batchspec.model.quant.base import WeightFormat
 from batchspec.model.quant.fp8 import Fp8
 from batchspec.model.quant.plain import PLAIN
+from batchspec.tuning.policy import has_fast_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,29 @@ class Formats:
         path = f".{name}."
         plain = any(f".{module}." in path for module in self.plain_modules)
         return PLAIN if plain or any(re.match(pattern, name) for pattern in self.plain_patterns) else self.quantised
+
+    def on(self, device: torch.device, dtype: torch.dtype, activations: str) -> Formats:
+        """The same as a model in `dtype` on this device keeps its weights.
+
+        activations  as model.activations. auto quantises them where the checkpoint says how and there is a fast kernel: weights
+                     that are converted take twice the memory
+        Raises ConfigError where the checkpoint has no FP8 weights to quantise activations for.
+        """
+        fast = has_fast_experts(device, dtype)
+        own = self.quantised
+        if activations == "fp8" or (activations == "auto" and fast and isinstance(own, Fp8) and own.made_for != "plain"):
+            return self.with_fp8_activations()
+        return replace(self, quantised=own.for_kernels()) if fast else self
+
+    @property
+    def quantises(self) -> bool:
+        """Whether products quantise activations."""
+        return isinstance(self.quantised, Fp8) and self.quantised.quantises
+
+    def quantises_input_of(self, name: str) -> bool:
+        """Whether the projection with this name quantises activations."""
+        own = self.of(name)
+        return isinstance(own, Fp8) and own.quantises
 
     def with_fp8_activations(self) -> Formats:
         """The same with activations quantised as the checkpoint says. Raises ConfigError where it has no FP8 weights."""

@@ -4,17 +4,9 @@
     NAME.weight_scale   [ceil(N / 128), ceil(K / 128)], [N, 1] or [1], of any floating-point dtype (`weight_scale_inv` in some)
     NAME.input_scale    [1], where activations were calibrated
 
-A product either converts the weight to the model's dtype at load and reads activations as they are, or quantises them too (W8A8):
-
-    q = x / s, limited to -448 .. 448 and rounded to e4m3 (to nearest even); the scale s is, by the checkpoint,
-        token   max(largest |x|, 1e-10) / 448 over the row
-        group   the same over each 128 values of the row
-        static  input_scale
-    y = sum of q * weight over K, times both scales, in fp32 (fp64 in a model of fp64); where the weight's scales are of blocks,
-        the sum over each 128 of K is multiplied by its own scales and added
-
-Both are plain torch, on any device: the references for kernels.
-Source: DeepSeek-V3 (arXiv 2412.19437, section 3.3); vLLM's per_token_group_quant_fp8 for the smallest scale.
+A product either converts the weight to the model's dtype at load and reads activations as they are, or keeps the weight and
+quantises activations too (W8A8, `fp8_products.py`), as the checkpoint says.
+Source: DeepSeek-V3 (arXiv 2412.19437, section 3.3).
 """
 
 from __future__ import annotations
@@ -27,20 +19,16 @@ import torch
 from torch import Tensor
 
 from batchspec.errors import CheckpointError, ConfigError
-from batchspec.kernels.common.e4m3 import E4M3, LARGEST
-from batchspec.kernels.moe.quantise import quantise_rows_reference
 from batchspec.model.blocks.base import GroupedSpec, Projection, TensorSpec
-from batchspec.model.blocks.forward import Product
+from batchspec.model.blocks.forward import GroupedProduct, Product
 from batchspec.model.quant.base import Cut, Slices, Weights, bias_of, joined_bias, shard_bias, shard_matrix
-from batchspec.model.quant.grouped import GroupedLinear, SeparateExperts
+from batchspec.model.quant.fp8_products import BLOCK, Activations, Fp8Experts, Fp8Linear, Fp8Weight, StackedFp8
+from batchspec.model.quant.grouped import SeparateExperts, expert_biases, expert_parts
 from batchspec.model.quant.plain import Linear
 
-BLOCK = 128
 _DUMMY_SCALE, _DUMMY_INPUT_SCALE = 2e-4, 0.02
 
 Scales = Literal["block", "row", "tensor"]
-Activations = Literal["plain", "token", "group", "static"]
-"""plain: products read them in the model's dtype; the others: see the module's docstring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +40,16 @@ class Fp8(SeparateExperts):
     """How the checkpoint says that activations are quantised."""
     scale_name: str = "weight_scale"
     quantises: bool = False
-    """Products quantise activations as `made_for` says; else they are plain."""
+    """Products keep the weight and quantise activations as `made_for` says; else they are plain, and so is the weight."""
 
     def with_activations(self) -> Fp8:
         """The same with activations quantised. Raises ConfigError where the checkpoint says nothing of them."""
         if self.made_for == "plain":
             raise ConfigError("model.activations=fp8: the checkpoint has FP8 weights for activations that are not; use dtype")
         return replace(self, quantises=True)
+
+    def for_kernels(self) -> Fp8:
+        return self  # a kernel for plain activations is not built
 
     def tensors(self, part: Projection) -> tuple[TensorSpec, ...]:
         shapes: dict[Scales, tuple[tuple[int, ...], ...]] = {
@@ -80,7 +71,7 @@ class Fp8(SeparateExperts):
     def load(self, weights: Weights, names: Sequence[str], *, bias: bool) -> Product:
         if self.quantises:
             parts = [self._part(weights, name) for name in names]
-            return Fp8Linear(joined(parts), joined_bias(weights, names) if bias else None, self.made_for)
+            return Fp8Linear(parts, joined_bias(weights, names) if bias else None, self.made_for)
         matrix = torch.cat([self.matrix(weights, name) for name in names])
         return Linear(matrix, joined_bias(weights, names) if bias else None)
 
@@ -89,10 +80,18 @@ class Fp8(SeparateExperts):
         part = self._part(weights, name)
         return (part.values.float() * part.spread).to(weights.dtype)
 
-    def load_grouped(self, weights: Weights, spec: GroupedSpec) -> GroupedLinear:
-        if self.quantises:
-            raise ConfigError("model.activations=fp8 is not built for experts; use dtype")
-        return SeparateExperts.load_grouped(self, weights, spec)
+    def load_grouped(self, weights: Weights, spec: GroupedSpec) -> GroupedProduct:
+        """Calibrated inputs: all experts of a layer have the largest of their scales, as vLLM's fused experts do."""
+        if not self.quantises:
+            return SeparateExperts.load_grouped(self, weights, spec)
+        stacked = StackedFp8(spec, self.scales == "block", weights.device)
+        inputs = []
+        for expert, place, part in expert_parts(spec):
+            own = self._part(weights, part.name)
+            stacked.put(expert, place, own)
+            inputs += [] if own.input_scale is None else [own.input_scale]
+        bias, input_scale = expert_biases(weights, spec), max(inputs, default=None)
+        return Fp8Experts(stacked, bias, self.made_for, input_scale, weights.dtype)
 
     def shard(self, part: Projection, cut: Cut, rank: int, ranks: int) -> Slices:
         rows, columns = shard_matrix(part, cut, rank, ranks, multiple=BLOCK if self.scales == "block" else 1)
@@ -109,76 +108,10 @@ class Fp8(SeparateExperts):
     def _part(self, weights: Weights, name: str) -> Fp8Weight:
         values, scale = weights.stored(f"{name}.weight"), weights.stored(f"{name}.{self.scale_name}").float()
         if self.scales != "block":
-            scale = scale.reshape(-1, 1).expand(values.shape[0], 1).contiguous()
+            scale = scale.reshape(-1).expand(values.shape[0]).contiguous()
         input_scale = None
         if self.quantises and self.made_for == "static":
             input_scale = float(weights.stored(f"{name}.input_scale"))
             if not 0 < input_scale < float("inf"):
                 raise CheckpointError(f"{name}.input_scale is {input_scale:g}; it must be positive: calibrate the checkpoint")
-        return Fp8Weight(values, scale, self.scales == "block", input_scale)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Fp8Weight:
-    """A weight in memory: one form for all checkpoints."""
-
-    values: Tensor
-    """e4m3 [N, K]"""
-    scale: Tensor
-    """fp32 [ceil(N / 128), ceil(K / 128)] of blocks, or [N, 1] of rows"""
-    blocked: bool
-    input_scale: float | None = None
-    """static: of the activations"""
-
-    @property
-    def spread(self) -> Tensor:
-        """The scale of each number, [N, K], or of each row, [N, 1]."""
-        if not self.blocked:
-            return self.scale
-        rows, k = self.values.shape
-        return self.scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :k]
-
-
-def joined(parts: Sequence[Fp8Weight]) -> list[Fp8Weight]:
-    """Weights of one input as one, their rows one after another, where every number keeps its scale; else as they are."""
-    whole = all(not part.blocked or part.values.shape[0] % BLOCK == 0 for part in parts[:-1])
-    if not whole or len({(part.blocked, part.input_scale) for part in parts}) > 1:
-        return list(parts)
-    values, scale = torch.cat([part.values for part in parts]), torch.cat([part.scale for part in parts])
-    return [replace(parts[0], values=values, scale=scale)]
-
-
-class Fp8Linear(Product):
-    """x [T, K] -> q(x) q(w)' with both scales, + bias [T, N], rounded to x's dtype at the end. See the module's docstring."""
-
-    def __init__(self, parts: Sequence[Fp8Weight], bias: Tensor | None, activations: Activations) -> None:
-        self._parts, self._bias, self._activations = parts, bias, activations
-
-    def __call__(self, x: Tensor, row_ids: Tensor | None = None) -> Tensor:
-        out = torch.cat([self._product(x, part) for part in self._parts], -1)
-        return (out if self._bias is None else out + self._bias).to(x.dtype)
-
-    def _product(self, x: Tensor, part: Fp8Weight) -> Tensor:
-        values, scale = quantised(x, self._activations, part.input_scale)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        if not part.blocked:
-            return values.to(wide) @ part.values.to(wide).T * scale * part.scale.to(wide).T
-        out = x.new_zeros(x.shape[0], part.values.shape[0], dtype=wide)
-        scale = scale.expand(-1, part.scale.shape[1])
-        rows = part.scale.repeat_interleave(BLOCK, 0)[: part.values.shape[0]].to(wide)
-        for block in range(part.scale.shape[1]):
-            own = slice(block * BLOCK, (block + 1) * BLOCK)
-            sums = values[:, own].to(wide) @ part.values[:, own].to(wide).T
-            out += sums * scale[:, block : block + 1] * rows[:, block]
-        return out
-
-
-def quantised(x: Tensor, activations: Activations, input_scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """x [T, K] -> e4m3 [T, K] and scales, fp32 (fp64 of fp64): group [T, ceil(K / 128)], else [T, 1]. Does not synchronise."""
-    if activations != "static":
-        assert activations in ("token", "group")
-        return quantise_rows_reference(x, whole=activations == "token")
-    assert input_scale is not None
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    scale = wide.new_full((x.shape[0], 1), input_scale)
-    return (wide / scale).clamp(-LARGEST, LARGEST).to(E4M3), scale
+        return Fp8Weight(values, scale, input_scale)

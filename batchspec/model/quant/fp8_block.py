@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from batchspec.model.config_values import ConfigReader
 from batchspec.model.quant.formats import Formats
-from batchspec.model.quant.fp8 import BLOCK, Fp8
+from batchspec.model.quant.fp8 import Fp8
+from batchspec.model.quant.fp8_products import BLOCK
 
 FP8_BLOCK = Fp8("block", "group", "weight_scale_inv")
 

@@ -1,6 +1,6 @@
-"""The products of a layer's experts in plain torch, on any device and in any dtype, a reference for kernels; how they are loaded.
+"""The products of a layer's experts, and how they are loaded: as kernels in bf16 on Hopper, elsewhere in plain torch.
 
-T tokens, E experts, P pairs of k a token (`blocks/routing.py`), H hidden, I numbers between the two products of an expert.
+T tokens, E experts, P pairs of k a token (`kernels/moe/units.py`), H hidden, I numbers between the two products of an expert.
 """
 
 from __future__ import annotations
@@ -13,40 +13,81 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchspec.kernels.moe.experts import experts_down, experts_up
+from batchspec.kernels.moe.gate import SWIGLU, Gate
+from batchspec.kernels.moe.quantise import Fp8Rows
+from batchspec.kernels.moe.units import Routing
 from batchspec.model.blocks.base import Clamp, GroupedSpec, Projection, TensorSpec
-from batchspec.model.blocks.routing import Routing
+from batchspec.model.blocks.forward import GroupedProduct
 from batchspec.model.fused import clamped_swiglu, silu_and_mul
 from batchspec.model.quant.base import Cut, Slices, Weights, share
+from batchspec.tuning.policy import expert_tile, has_fast_experts
 
 
-class GroupedLinear:
-    """Weights of all experts in one allocation [E, rows, k], biases [E, rows]: a GroupedProduct.
+class PlainExperts(ABC):
+    """The reference: expert by expert in plain torch, on any device and in any dtype.
 
     On a CPU an expert computes its own pairs. On a GPU that would need their number on the host, and a CUDA graph could not hold
     it: an expert computes T pairs there, those that are not its own for nothing.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._weight, self._bias = weight, bias
+    rows: int
+    """Of the matrix of an expert."""
 
-    def up(self, x: Tensor, routing: Routing, clamp: Clamp | None) -> Tensor:
+    @abstractmethod
+    def product(self, expert: int, x: Tensor) -> Tensor:
+        """x [N, k] -> the product with the weights of one expert [N, rows]."""
+
+    def plain_up(self, x: Tensor, routing: Routing, clamp: Clamp | None) -> Tensor:
         num_tokens, top_k = routing.expert_ids.shape
-        out = x.new_empty(num_tokens * top_k + 1, self._weight.shape[1] // 2)
+        out = x.new_empty(num_tokens * top_k + 1, self.rows // 2)
         for expert, pairs in _shares(routing):
-            gate_up = self._product(expert, x[(pairs // top_k).clamp_(max=num_tokens - 1)])
+            gate_up = self.product(expert, x[(pairs // top_k).clamp_(max=num_tokens - 1)])
             inner = silu_and_mul(gate_up) if clamp is None else clamped_swiglu(gate_up, alpha=clamp.alpha, limit=clamp.limit)
             out.index_copy_(0, pairs, inner)
         return out[:-1]
 
-    def down(self, inner: Tensor, routing: Routing) -> Tensor:
+    def plain_down(self, inner: Tensor, routing: Routing) -> Tensor:
         num_pairs = inner.shape[0]
-        out = inner.new_empty(num_pairs + 1, self._weight.shape[1])
+        out = inner.new_empty(num_pairs + 1, self.rows)
         for expert, pairs in _shares(routing):
-            out.index_copy_(0, pairs, self._product(expert, inner[pairs.clamp(max=num_pairs - 1)]))
+            out.index_copy_(0, pairs, self.product(expert, inner[pairs.clamp(max=num_pairs - 1)]))
         return out[:-1]
 
-    def _product(self, expert: int, x: Tensor) -> Tensor:
+
+class GroupedLinear(PlainExperts):
+    """Weights of all experts in one allocation [E, rows, k], biases [E, rows]: a GroupedProduct."""
+
+    reads_groups = False
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._weight, self._bias, self.rows, self.weight_dtype = weight, bias, weight.shape[1], weight.dtype
+        self._fast = has_fast_experts(weight.device, weight.dtype) and weight.shape[2] * weight.itemsize % ROW_BYTES == 0
+
+    def up(self, x: Tensor, routing: Routing, clamp: Clamp | None, *, quantise: bool) -> Tensor:
+        if not self._fast:
+            return self.plain_up(x, routing, clamp)
+        tile = expert_tile(routing.unit_pairs, gated=True, dtype=x.dtype)
+        return experts_up(x, self._weight, self._bias, routing, tile=tile, gate=gate_of(clamp), interpret=not x.is_cuda)
+
+    def down(self, inner: Tensor | Fp8Rows, routing: Routing) -> Tensor:
+        assert isinstance(inner, Tensor)
+        if not self._fast:
+            return self.plain_down(inner, routing)
+        tile = expert_tile(routing.unit_pairs, gated=False, dtype=inner.dtype)
+        return experts_down(inner, self._weight, self._bias, routing, tile=tile, interpret=not inner.is_cuda)
+
+    def product(self, expert: int, x: Tensor) -> Tensor:
         return F.linear(x, self._weight[expert], None if self._bias is None else self._bias[expert])
+
+
+ROW_BYTES = 16
+"""Rows that the kernels gather, and rows of weights that they load by TMA, are multiples of it."""
+
+
+def gate_of(clamp: Clamp | None) -> Gate:
+    """What the kernels call it."""
+    return SWIGLU if clamp is None else Gate(clamp.limit, clamp.alpha)
 
 
 def _shares(routing: Routing) -> Iterator[tuple[int, Tensor]]:
@@ -80,6 +121,10 @@ class SeparateExperts(ABC):
         """See `WeightFormat`."""
 
     @abstractmethod
+    def nbytes(self, rows: int, k: int, dtype: torch.dtype) -> int:
+        """See `WeightFormat`."""
+
+    @abstractmethod
     def shard(self, part: Projection, cut: Cut, rank: int, ranks: int) -> Slices:
         """See `WeightFormat`."""
 
@@ -88,29 +133,43 @@ class SeparateExperts(ABC):
         """The weight [N, K] of the projection of that name, of any floating-point dtype."""
 
     def grouped_tensors(self, spec: GroupedSpec) -> tuple[TensorSpec, ...]:
-        return tuple(tensor for _, _, part in _parts(spec) for tensor in self.tensors(part))
+        return tuple(tensor for _, _, part in expert_parts(spec) for tensor in self.tensors(part))
 
-    def load_grouped(self, weights: Weights, spec: GroupedSpec) -> GroupedLinear:
+    def expert_nbytes(self, rows: int, k: int, dtype: torch.dtype) -> int:
+        return self.nbytes(rows, k, dtype)
+
+    def load_grouped(self, weights: Weights, spec: GroupedSpec) -> GroupedProduct:
         """Each matrix goes to its place: no more than one is in memory twice."""
-        shape = (spec.num_experts, spec.rows, spec.k)
-        weight = torch.empty(shape, dtype=weights.dtype, device=weights.device)
-        bias = torch.empty(shape[:2], dtype=weights.dtype, device=weights.device) if spec.bias else None
-        for expert, place, part in _parts(spec):
+        weight = torch.empty((spec.num_experts, spec.rows, spec.k), dtype=weights.dtype, device=weights.device)
+        for expert, place, part in expert_parts(spec):
             weight[expert, place].copy_(self.matrix(weights, part.name))
-            if bias is not None:
-                bias[expert, place].copy_(weights.stored(f"{part.name}.bias"))
-        return GroupedLinear(weight, bias)
+        return GroupedLinear(weight, expert_biases(weights, spec))
 
     def shard_grouped(self, spec: GroupedSpec, cut: Cut, rank: int, ranks: int) -> Slices:
         found: Slices = {}
-        for _, _, part in _parts(spec):
+        for _, _, part in expert_parts(spec):
             found |= self.shard(part, cut, rank, ranks)
         return found
+
+
+def expert_biases(weights: Weights, spec: GroupedSpec) -> Tensor | None:
+    """[E, rows] of experts whose projections are apart in the file, or None."""
+    if not spec.bias:
+        return None
+    bias = torch.empty((spec.num_experts, spec.rows), dtype=weights.dtype, device=weights.device)
+    for expert, place, part in expert_parts(spec):
+        bias[expert, place].copy_(weights.stored(f"{part.name}.bias"))
+    return bias
 
 
 def gate_first(rows: Tensor) -> Tensor:
     """[2I, ...] with even rows of the gate and odd ones of up -> gate, then up."""
     return torch.cat((rows[0::2], rows[1::2]))
+
+
+def order_of(spec: GroupedSpec) -> Callable[[Tensor], Tensor]:
+    """What brings the rows of a stacked expert from the file's order to that in memory."""
+    return gate_first if spec.interleaved else torch.Tensor.clone
 
 
 def stacked_bias(spec: GroupedSpec) -> tuple[TensorSpec, ...]:
@@ -121,11 +180,16 @@ def stacked_bias(spec: GroupedSpec) -> tuple[TensorSpec, ...]:
 def load_stacked(weights: Weights, spec: GroupedSpec, matrix: Callable[[int], Tensor]) -> GroupedLinear:
     """Stacked experts, read one at a time. matrix: expert -> its weight [rows, k] as in the file, of any floating-point dtype."""
     weight = torch.empty((spec.num_experts, spec.rows, spec.k), dtype=weights.dtype, device=weights.device)
-    order = gate_first if spec.interleaved else torch.Tensor.clone
+    order = order_of(spec)
     for expert in range(spec.num_experts):
         weight[expert].copy_(order(matrix(expert)))
-    biases = [order(bias) for tensor in stacked_bias(spec) for bias in weights.tensor(tensor.name)]
-    return GroupedLinear(weight, torch.stack(biases) if biases else None)
+    return GroupedLinear(weight, stacked_biases(weights, spec))
+
+
+def stacked_biases(weights: Weights, spec: GroupedSpec) -> Tensor | None:
+    """[E, rows] of stacked experts in memory's order, or None."""
+    biases = [order_of(spec)(bias) for tensor in stacked_bias(spec) for bias in weights.tensor(tensor.name)]
+    return torch.stack(biases) if biases else None
 
 
 def shard_stacked(spec: GroupedSpec, cut: Cut, rank: int, ranks: int, *, multiple: int = 1) -> tuple[slice, slice]:
@@ -147,7 +211,7 @@ def shard_stacked_bias(spec: GroupedSpec, cut: Cut, rank: int, rows: slice) -> S
     return {tensor.name: (experts, rows) for tensor in stacked_bias(spec) if cut == "columns" or rank == 0}
 
 
-def _parts(spec: GroupedSpec) -> Iterator[tuple[int, slice, Projection]]:
+def expert_parts(spec: GroupedSpec) -> Iterator[tuple[int, slice, Projection]]:
     """Every projection of every expert, with its rows in the expert's matrix."""
     for expert in range(spec.num_experts):
         for i, part in enumerate(spec.of(expert).parts):

@@ -1,23 +1,39 @@
-"""MXFP4 experts of gpt-oss, converted to the model's dtype as they are read: the reference for kernels. All else is plain.
+"""MXFP4 experts of gpt-oss: as they are in bf16 on Hopper, elsewhere converted to the model's dtype as they are read.
 
 A file holds `NAME_blocks` u8 [E, N, K / 32, 16], two values a byte, the low half first, and `NAME_scales` u8 [E, N, K / 32].
 A value is one of 0, 0.5, 1, 1.5, 2, 3, 4, 6 (bit 3: negative) times 2^(scale - 127). In bf16 that is exact, so the model is
-that of its bf16 weights. Source: OCP Microscaling Formats (MX) 1.0, sections 5.2, 5.3; transformers, integrations/mxfp4.py.
+that of its bf16 weights. All else is plain.
+Source: OCP Microscaling Formats (MX) 1.0, sections 5.2, 5.3; transformers, integrations/mxfp4.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from batchspec.kernels.moe.mxfp4 import dequantise_blocks
-from batchspec.model.blocks.base import GroupedSpec, TensorSpec
+from batchspec.errors import CheckpointError
+from batchspec.kernels.moe.experts_mxfp4 import experts_mxfp4_down, experts_mxfp4_up
+from batchspec.kernels.moe.mxfp4 import LARGEST_SCALE, Mxfp4Weight, dequantise_blocks, mxfp4_shapes, shuffle_mxfp4
+from batchspec.kernels.moe.quantise import Fp8Rows
+from batchspec.kernels.moe.units import Routing
+from batchspec.model.blocks.base import Clamp, GroupedSpec, TensorSpec
+from batchspec.model.blocks.forward import GroupedProduct
 from batchspec.model.config_values import ConfigReader
 from batchspec.model.quant.base import Cut, Slices, Weights
 from batchspec.model.quant.formats import Formats
-from batchspec.model.quant.grouped import GroupedLinear, load_stacked, shard_stacked, shard_stacked_bias, stacked_bias
+from batchspec.model.quant.grouped import (
+    gate_of,
+    load_stacked,
+    order_of,
+    shard_stacked,
+    shard_stacked_bias,
+    stacked_bias,
+    stacked_biases,
+)
 from batchspec.model.quant.plain import Plain
+from batchspec.tuning.policy import expert_tile
 
 BLOCK = 32
 
@@ -25,6 +41,16 @@ BLOCK = 32
 @dataclass(frozen=True, slots=True)
 class Mxfp4(Plain):
     """See the module's docstring."""
+
+    packed: bool = False
+    """Weights stay as they are; else they are converted to the model's dtype."""
+
+    def packs(self, k: int, dtype: torch.dtype) -> bool:
+        """Whether a weight of so many columns stays as it is in a model of `dtype`: the kernels read whole blocks and bf16."""
+        return self.packed and k % BLOCK == 0 and dtype is torch.bfloat16
+
+    def for_kernels(self) -> Mxfp4:
+        return Mxfp4(packed=True)
 
     def grouped_tensors(self, spec: GroupedSpec) -> tuple[TensorSpec, ...]:
         name, blocks = spec.of(0).parts[0].name, (spec.num_experts, spec.rows, -(-spec.k // BLOCK))
@@ -34,7 +60,15 @@ class Mxfp4(Plain):
             *stacked_bias(spec),
         )
 
-    def load_grouped(self, weights: Weights, spec: GroupedSpec) -> GroupedLinear:
+    def expert_nbytes(self, rows: int, k: int, dtype: torch.dtype) -> int:
+        if not self.packs(k, dtype):
+            return self.nbytes(rows, k, dtype)
+        (_, words), (blocks, _, scales) = mxfp4_shapes(rows, k)
+        return rows * (words + blocks * scales)
+
+    def load_grouped(self, weights: Weights, spec: GroupedSpec) -> GroupedProduct:
+        if self.packs(spec.k, weights.dtype):
+            return self._load_packed(weights, spec)
         blocks, scales, *_ = (tensor.name for tensor in self.grouped_tensors(spec))
 
         def matrix(expert: int) -> Tensor:
@@ -42,12 +76,50 @@ class Mxfp4(Plain):
 
         return load_stacked(weights, spec, matrix)
 
+    def _load_packed(self, weights: Weights, spec: GroupedSpec) -> PackedExperts:
+        """One expert at a time, shuffled where it will be multiplied. Raises CheckpointError for scales above 2."""
+        blocks, scales, *_ = (tensor.name for tensor in self.grouped_tensors(spec))
+        shapes, order = mxfp4_shapes(spec.rows, spec.k), order_of(spec)
+        words, exponents = (torch.empty((spec.num_experts, *shape), dtype=torch.uint8, device=weights.device) for shape in shapes)
+        largest = torch.zeros((), dtype=torch.uint8, device=weights.device)
+        for expert in range(spec.num_experts):
+            values, own = order(weights.entry(blocks, expert)), order(weights.entry(scales, expert))
+            largest = torch.maximum(largest, own.max())
+            shuffled = shuffle_mxfp4(values, own.clamp(max=LARGEST_SCALE))
+            words[expert].copy_(shuffled.words)
+            exponents[expert].copy_(shuffled.scales)
+        if int(largest) > LARGEST_SCALE:
+            raise CheckpointError(
+                f"{scales}: a scale is 2^{int(largest) - 127}, the kernels for MXFP4 weights read at most 2^1; "
+                "model.dtype=float32 converts the weights"
+            )
+        return PackedExperts(Mxfp4Weight(words, exponents), stacked_biases(weights, spec))
+
     def shard_grouped(self, spec: GroupedSpec, cut: Cut, rank: int, ranks: int) -> Slices:
         blocks, scales, *_ = (tensor.name for tensor in self.grouped_tensors(spec))
         rows, columns = shard_stacked(spec, cut, rank, ranks, multiple=BLOCK)
         own = (slice(0, spec.num_experts), rows, slice(columns.start // BLOCK, columns.stop // BLOCK))
         found: Slices = {blocks: (*own, slice(0, BLOCK // 2)), scales: own}
         return found | shard_stacked_bias(spec, cut, rank, rows)
+
+
+class PackedExperts:
+    """The products of all experts of a layer with MXFP4 weights, unpacked in registers: a GroupedProduct. Kernels alone."""
+
+    reads_groups = False
+    weight_dtype = torch.uint8
+
+    def __init__(self, weight: Mxfp4Weight, bias: Tensor | None) -> None:
+        self.weight, self._bias = weight, bias
+
+    def up(self, x: Tensor, routing: Routing, clamp: Clamp | None, *, quantise: bool) -> Tensor:
+        tile = expert_tile(routing.unit_pairs, gated=True, dtype=torch.uint8)
+        return experts_mxfp4_up(x, self.weight, self._bias, routing, tile=tile, gate=gate_of(clamp), interpret=not x.is_cuda)
+
+    def down(self, inner: Tensor | Fp8Rows, routing: Routing) -> Tensor:
+        assert isinstance(inner, Tensor)
+        tile = expert_tile(routing.unit_pairs, gated=False, dtype=torch.uint8)
+        return experts_mxfp4_down(inner, self.weight, self._bias, routing, tile=tile, interpret=not inner.is_cuda)
 
 
 def read_mxfp4(config: ConfigReader) -> Formats:

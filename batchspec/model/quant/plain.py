@@ -11,11 +11,10 @@ from torch import Tensor
 from batchspec.kernels.gemm import linear as kernels
 from batchspec.kernels.gemm.tiles import Tile
 from batchspec.model.blocks.base import GroupedSpec, Projection, TensorSpec
-from batchspec.model.blocks.forward import Product
+from batchspec.model.blocks.forward import GroupedProduct, Product
 from batchspec.model.fused import rms_norm, silu_and_mul
 from batchspec.model.quant.base import Cut, Slices, Weights, bias_of, joined_bias, shard_bias, shard_matrix
 from batchspec.model.quant.grouped import (
-    GroupedLinear,
     SeparateExperts,
     load_stacked,
     shard_stacked,
@@ -41,7 +40,7 @@ class Plain(SeparateExperts):
         shape = (spec.num_experts, spec.k, spec.rows)
         return TensorSpec(spec.of(0).parts[0].name, shape, "weight"), *stacked_bias(spec)
 
-    def load_grouped(self, weights: Weights, spec: GroupedSpec) -> GroupedLinear:
+    def load_grouped(self, weights: Weights, spec: GroupedSpec) -> GroupedProduct:
         if not spec.stacked:
             return super().load_grouped(weights, spec)
         return load_stacked(weights, spec, lambda expert: weights.entry(spec.of(0).parts[0].name, expert).t())
@@ -51,6 +50,9 @@ class Plain(SeparateExperts):
             return super().shard_grouped(spec, cut, rank, ranks)
         (rows, columns), experts = shard_stacked(spec, cut, rank, ranks), slice(0, spec.num_experts)
         return {spec.of(0).parts[0].name: (experts, columns, rows), **shard_stacked_bias(spec, cut, rank, rows)}
+
+    def for_kernels(self) -> Plain:
+        return self
 
     def nbytes(self, rows: int, k: int, dtype: torch.dtype) -> int:
         return rows * k * dtype.itemsize

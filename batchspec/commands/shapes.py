@@ -1,0 +1,56 @@
+"""config.json of the shapes that `batchspec bench` and `doctor` know by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+COMMON: dict[str, Any] = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+    "hidden_act": "silu", "torch_dtype": "bfloat16", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+"""Keys of every shape that has none of its own."""
+_LLAMA_8B: dict[str, Any] = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "rope_theta": 500000.0,
+}  # fmt: skip
+_GPT_OSS: dict[str, Any] = {
+    "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "hidden_size": 2880, "intermediate_size": 2880,
+    "num_experts_per_tok": 4, "head_dim": 64, "num_attention_heads": 64, "num_key_value_heads": 8, "sliding_window": 128,
+    "vocab_size": 201088, "rope_theta": 150000.0, "attention_bias": True, "swiglu_limit": 7.0,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
+    },
+}  # fmt: skip
+_QWEN3_30B: dict[str, Any] = {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144,
+    "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "vocab_size": 151936, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+_FP8: dict[str, Any] = {
+    "quantization_config": {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head", "mlp.gate"],
+    }
+}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama8b": _LLAMA_8B,
+    "llama8b-fp8": _LLAMA_8B | _FP8,
+    "llama1b": {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "rope_theta": 500000.0, "tie_word_embeddings": True,
+    },
+    "smol135m": {
+        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152, "rope_theta": 100000.0, "tie_word_embeddings": True,
+    },
+    "gpt-oss-20b": _GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt-oss-120b": _GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128},
+    "qwen3-30b-a3b": _QWEN3_30B,
+    "qwen3-30b-a3b-fp8": _QWEN3_30B | _FP8,
+}  # fmt: skip

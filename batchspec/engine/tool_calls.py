@@ -1,0 +1,59 @@
+"""Tool calls of an output as JSON text, in the form of OpenAI's chat format."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from batchspec.engine.thinking import Call
+from batchspec.records import Channels, Request
+
+NAMESPACE = "functions."
+"""Recipients that are the user's own tools begin with it; others, such as `python`, belong to the model's format."""
+_RECIPIENT = re.compile(r"\bto=(\S+)")
+
+
+def tool_calls(calls: Sequence[Call], request: Request, decode: Callable[[Sequence[int]], str]) -> tuple[str | None, list[str]]:
+    """JSON text of the list of calls (None if there is none), and the texts of those that name no recipient after all.
+
+    A call is {"id", "type": "function", "function": {"name", "arguments"}, "recipient", "content_type"}: name is the recipient
+    without `functions.`, arguments the message's text as it is, content_type what the header says of it, such as json, or null.
+    """
+    channels = request.thinking.channels if request.thinking is not None else None
+    assert channels is not None or not calls
+    found: list[dict[str, Any]] = []
+    texts = []
+    for call in calls:
+        assert channels is not None
+        before, kind = _header_texts(call.header, channels, decode)
+        arguments, recipient = decode(call.arguments), _RECIPIENT.search(before)
+        if recipient is None:
+            texts.append(f"{before.strip().removeprefix('assistant').strip()}{arguments}")
+            continue
+        words = before.replace(recipient[0], " ").split()
+        named = " ".join(word for word in words if word not in ("assistant", "analysis", "commentary", "final"))
+        found.append(
+            {
+                "id": f"call_{request.row_index}_{request.sample_index}_{len(found)}",
+                "type": "function",
+                "function": {"name": recipient[1].removeprefix(NAMESPACE), "arguments": arguments},
+                "recipient": recipient[1],
+                "content_type": kind.strip() or named or None,
+            }
+        )
+    return (json.dumps(found, ensure_ascii=False) if found else None), texts
+
+
+def _header_texts(header: Sequence[int], channels: Channels, decode: Callable[[Sequence[int]], str]) -> tuple[str, str]:
+    """The text before the constrain token, a space between the parts that special tokens separate, and the text after it."""
+    parts: list[list[int]] = [[]]
+    place = next((place for place, token in enumerate(header) if token == channels.constrain_id), len(header))
+    for token in header[:place]:
+        if token in (channels.start_id, channels.channel_id, channels.message_id):
+            parts.append([])
+        else:
+            parts[-1].append(token)
+    kind = [token for token in header[place + 1 :] if token not in (channels.channel_id, channels.message_id)]
+    return " ".join(decode(part) for part in parts), decode(kind)

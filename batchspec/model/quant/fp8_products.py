@@ -1,0 +1,210 @@
+"""Products with FP8 weights and activations (W8A8): as kernels in bf16 on Hopper, elsewhere in plain torch.
+
+    q = x / s, limited to -448 .. 448 and rounded to e4m3 (to nearest even); the scale s is, by the checkpoint,
+        token   max(largest |x|, 1e-10) / 448 over the row
+        group   the same over each 128 values of the row
+        static  calibrated
+    y = sum of q * weight over K, times both scales, in fp32 (fp64 in a model of fp64); where the weight's scales are of blocks,
+        the sum over each 128 of K is multiplied by its own scales and added
+
+Source: DeepSeek-V3 (arXiv 2412.19437, section 3.3); vLLM's per_token_group_quant_fp8 for the smallest scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from batchspec.kernels.common.e4m3 import E4M3
+from batchspec.kernels.gemm.fp8_linear import fp8_linear, fp8_linear_reference, fp8_swiglu
+from batchspec.kernels.moe import experts_fp8 as kernels
+from batchspec.kernels.moe.quantise import Fp8Rows, quantise_rows, quantise_rows_reference
+from batchspec.kernels.moe.tiles import ExpertTile
+from batchspec.kernels.moe.units import Routing
+from batchspec.model.blocks.base import Clamp, GroupedSpec
+from batchspec.model.blocks.forward import Product
+from batchspec.model.quant.grouped import ROW_BYTES, PlainExperts, gate_of
+from batchspec.tuning.policy import expert_tile, expert_unit_pairs, has_fast_experts
+
+BLOCK = 128
+
+Activations = Literal["plain", "token", "group", "static"]
+"""plain: products read them in the model's dtype; the others: see the module's docstring."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fp8Weight:
+    """The weight of one projection: one form for all checkpoints."""
+
+    values: Tensor
+    """e4m3 [N, K]"""
+    scale: Tensor
+    """fp32 [ceil(N / 128), ceil(K / 128)] of blocks, or [N] of rows"""
+    input_scale: float | None = None
+    """static: of the activations"""
+
+    @property
+    def blocked(self) -> bool:
+        return self.scale.dim() == 2
+
+    @property
+    def spread(self) -> Tensor:
+        """The scale of each number, [N, K], or of each row, [N, 1]."""
+        if not self.blocked:
+            return self.scale[:, None]
+        rows, k = self.values.shape
+        return self.scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :k]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows of a product that are one product of FP8."""
+
+    rows: slice
+    scales: slice
+    """Rows of the scales."""
+    input_scale: float | None
+
+
+def pieces(parts: Sequence[Fp8Weight]) -> list[Piece]:
+    """Parts of one input, their rows one after another, as few pieces in which every number keeps its scale."""
+    found: list[Piece] = []
+    row, scale = 0, 0
+    for part in parts:
+        own = Piece(slice(row, row + len(part.values)), slice(scale, scale + len(part.scale)), part.input_scale)
+        row, scale = own.rows.stop, own.scales.stop
+        last = found[-1] if found else None
+        whole = not part.blocked or (last is not None and (last.rows.stop - last.rows.start) % BLOCK == 0)
+        if last is not None and whole and last.input_scale == own.input_scale:
+            found[-1] = replace(last, rows=slice(last.rows.start, row), scales=slice(last.scales.start, scale))
+        else:
+            found.append(own)
+    return found
+
+
+class Fp8Linear(Product):
+    """x [T, K] -> q(x) q(w)' with both scales, + bias [T, N], rounded to x's dtype at the end. See the module's docstring.
+
+    x is quantised once for all parts, of calibrated ones once for each scale.
+    """
+
+    def __init__(self, parts: Sequence[Fp8Weight], bias: Tensor | None, activations: Activations) -> None:
+        self._values, self._scales = torch.cat([part.values for part in parts]), torch.cat([part.scale for part in parts])
+        self._bias, self._activations, self._pieces = bias, activations, pieces(parts)
+        self._gates = len({part.input_scale for part in parts}) == 1 and _is_gate_and_up(parts)
+
+    def __call__(self, x: Tensor, row_ids: Tensor | None = None) -> Tensor:
+        fast = _is_fast(x)
+        rows = {scale: quantised(x, self._activations, scale) for scale in {piece.input_scale for piece in self._pieces}}
+        outs = []
+        for piece in self._pieces:
+            own, weight, scales = rows[piece.input_scale], self._values[piece.rows], self._scales[piece.scales]
+            bias = None if self._bias is None else self._bias[piece.rows]
+            if fast:
+                tile = _dense_tile(x.shape[0], gated=False)
+                outs.append(fp8_linear(own, weight, scales, bias, tile=tile, dtype=x.dtype, interpret=not x.is_cuda))
+            else:
+                outs.append(fp8_linear_reference(own, weight, scales, bias).to(x.dtype))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
+
+    def swiglu(self, x: Tensor, row_ids: Tensor | None = None) -> Tensor:
+        if not (self._gates and _is_fast(x)):
+            return super().swiglu(x, row_ids)
+        rows = quantised(x, self._activations, self._pieces[0].input_scale)
+        tile = _dense_tile(x.shape[0], gated=True)
+        return fp8_swiglu(rows, self._values, self._scales, self._bias, tile=tile, dtype=x.dtype, interpret=not x.is_cuda)
+
+
+class StackedFp8:
+    """The weights of all experts, filled one projection after another."""
+
+    def __init__(self, spec: GroupedSpec, blocked: bool, device: torch.device) -> None:
+        self.values = torch.empty((spec.num_experts, spec.rows, spec.k), dtype=E4M3, device=device)
+        self._part_rows, self._part_scales = spec.part_rows, -(-spec.part_rows // BLOCK) if blocked else spec.part_rows
+        columns = (-(-spec.k // BLOCK),) if blocked else ()
+        self.scales = torch.empty((spec.num_experts, len(spec.parts) * self._part_scales, *columns), device=device)
+        self.gated = len(spec.parts) == 2
+
+    def put(self, expert: int, rows: slice, part: Fp8Weight) -> None:
+        """rows: the projection's place in the matrix of its expert."""
+        self.values[expert, rows].copy_(part.values)
+        first = rows.start // self._part_rows * self._part_scales
+        self.scales[expert, first : first + self._part_scales].copy_(part.scale)
+
+
+class Fp8Experts(PlainExperts):
+    """The products of all experts of a layer: a GroupedProduct. Each token is quantised once for all its slots."""
+
+    weight_dtype = E4M3
+
+    def __init__(
+        self, weight: StackedFp8, bias: Tensor | None, activations: Activations, input_scale: float | None, dtype: torch.dtype
+    ) -> None:
+        self.weight, self._bias, self._gated = kernels.Fp8Weight(weight.values, weight.scales), bias, weight.gated
+        self._activations, self._input_scale, self._dtype, self.rows = activations, input_scale, dtype, weight.values.shape[1]
+        self._fast = has_fast_experts(weight.values.device, dtype) and weight.values.shape[2] % ROW_BYTES == 0
+
+    @property
+    def reads_groups(self) -> bool:
+        """The kernel that quantises what it writes rounds it to bf16 first."""
+        return self._fast and self._activations == "group" and self._dtype is torch.bfloat16
+
+    def up(self, x: Tensor, routing: Routing, clamp: Clamp | None, *, quantise: bool) -> Tensor | Fp8Rows:
+        if not self._fast:
+            return self.plain_up(x, routing, clamp)
+        rows, tile, interpret = self._quantised(x), expert_tile(routing.unit_pairs, gated=True, dtype=E4M3), not x.is_cuda
+        gate = gate_of(clamp)
+        if quantise and tile.block_n == BLOCK:
+            return kernels.experts_fp8_up_quantised(
+                rows, self.weight, self._bias, routing, tile=tile, gate=gate, interpret=interpret
+            )
+        return kernels.experts_fp8_up(
+            rows, self.weight, self._bias, routing, tile=tile, gate=gate, dtype=x.dtype, interpret=interpret
+        )
+
+    def down(self, inner: Tensor | Fp8Rows, routing: Routing) -> Tensor:
+        if not self._fast:
+            assert isinstance(inner, Tensor)
+            return self.plain_down(inner, routing)
+        rows = self._quantised(inner) if isinstance(inner, Tensor) else inner
+        tile = expert_tile(routing.unit_pairs, gated=False, dtype=E4M3)
+        return kernels.experts_fp8_down(
+            rows, self.weight, self._bias, routing, tile=tile, dtype=self._dtype, interpret=not rows.values.is_cuda
+        )
+
+    def product(self, expert: int, x: Tensor) -> Tensor:
+        values, scales = self.weight.values[expert], self.weight.scales[expert]
+        out = kernels.fp8_product_reference(self._quantised(x), values, scales, gated=self._gated)
+        return (out if self._bias is None else out + self._bias[expert]).to(x.dtype)
+
+    def _quantised(self, x: Tensor) -> Fp8Rows:
+        return quantised(x, self._activations, self._input_scale)
+
+
+def quantised(x: Tensor, activations: Activations, input_scale: float | None = None) -> Fp8Rows:
+    """x [T, K] -> e4m3 [T, K] and scales, fp32 (fp64 of fp64): group [T, ceil(K / 128)], else [T, 1]. Does not synchronise."""
+    assert activations != "plain"
+    whole = activations != "group"
+    if _is_fast(x):
+        return quantise_rows(x, whole=whole, scale=input_scale, interpret=not x.is_cuda)
+    return quantise_rows_reference(x, whole=whole, scale=input_scale)
+
+
+def _is_fast(x: Tensor) -> bool:
+    return has_fast_experts(x.device, x.dtype) and x.shape[1] % ROW_BYTES == 0
+
+
+def _dense_tile(num_tokens: int, *, gated: bool) -> ExpertTile:
+    return expert_tile(expert_unit_pairs(num_tokens, 1, 1), gated=gated, dtype=E4M3)
+
+
+def _is_gate_and_up(parts: Sequence[Fp8Weight]) -> bool:
+    """Whether the rows of the up half begin a block of scales of their own, as `fp8_swiglu` reads them."""
+    rows, first = sum(len(part.values) for part in parts), len(parts[0].values)
+    if len(parts) == 1:
+        return rows % 2 == 0 and (not parts[0].blocked or rows % (2 * BLOCK) == 0)
+    return len(parts) == 2 and first * 2 == rows

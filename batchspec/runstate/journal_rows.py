@@ -1,0 +1,114 @@
+"""Rows of the journal as JSON values.
+
+{"done": a Completion}   arrays as base64 of little-endian numbers, their widths in DTYPES; records as objects
+{"left": a Snapshot}     of an unfinished row
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from dataclasses import asdict, fields, is_dataclass
+from functools import cache
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from batchspec.records import Completion, RowError, RowStats, Snapshot
+
+DTYPES = {"prompt_ids": "<i4", "token_ids": "<i4", "logprobs": "<f4"}
+"""Type of the numbers in a segment, for each array of a completion."""
+
+
+def to_json(row: Completion | Snapshot) -> dict[str, Any]:
+    """A row as JSON values."""
+    return {"left": asdict(row)} if isinstance(row, Snapshot) else {"done": _plain(row)}
+
+
+def from_json(values: dict[str, Any]) -> Completion | Snapshot:
+    """The row of `to_json`. Raises one of ValueError, KeyError, TypeError, IndexError, AttributeError and OverflowError if the
+    values cannot be a row; `fits` checks the types of the rest.
+    """
+    return _completion(values["done"]) if "done" in values else _snapshot(values["left"])
+
+
+def _snapshot(values: Mapping[str, Any]) -> Snapshot:
+    snapshot = Snapshot(**_tuples(values))
+    counts = (*snapshot.tokens, *snapshot.accepted, *snapshot.drafted)
+    if len(snapshot.accepted) != len(snapshot.drafted) or min(counts, default=0) < 0:
+        raise ValueError("counts that do not fit")
+    return snapshot
+
+
+def fits(value: object, kind: Any) -> bool:
+    """Whether a value has the type of a record's annotation, checked recursively.
+
+    Raises NotImplementedError for an annotation of another form than the records have: the code is at fault, not the row.
+    """
+    kind = _resolved(kind)
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return any(fits(value, one) for one in args)
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
+        kinds = args[:1] * len(value) if args[-1] is Ellipsis else args
+        return len(kinds) == len(value) and all(map(fits, value, kinds))
+    kind = origin or kind
+    if not isinstance(kind, type):
+        raise NotImplementedError(f"the journal cannot check values of the type {kind!r}")
+    if origin is not None:
+        return isinstance(value, origin)
+    if is_dataclass(kind):
+        return type(value) is kind and all(fits(getattr(value, name), hint) for name, hint in _hints(kind))
+    return type(value) is kind or (kind is float and type(value) is int)
+
+
+def _resolved(kind: Any) -> Any:
+    """The type itself where a type statement names it, as NumPy names NDArray from 2.5 on with Python 3.12 and later."""
+    while (named := getattr(get_origin(kind) or kind, "__value__", None)) is not None:
+        kind = named
+    return kind
+
+
+@cache
+def _hints(record: type) -> list[tuple[str, Any]]:
+    return [*get_type_hints(record).items()]
+
+
+def _plain(completion: Completion) -> dict[str, Any]:
+    """A completion as JSON values: arrays as base64, records as dicts."""
+    values = {item.name: getattr(completion, item.name) for item in fields(Completion)}
+    for name in ("stats", "error"):
+        values[name] = None if values[name] is None else asdict(values[name])
+    for name in DTYPES:
+        values[name] = None if values[name] is None else _packed(values[name], DTYPES[name])
+    if (top := completion.top_logprobs) is not None:
+        values["top_logprobs"] = [top[0].shape, _packed(top[0], "<i4"), _packed(top[1], "<f4")]
+    return values
+
+
+def _packed(array: np.ndarray[Any, Any], dtype: str) -> str:
+    """The array's bytes as base64: a hundred times faster than decimal numbers."""
+    return base64.b64encode(array.astype(dtype, copy=False).tobytes()).decode("ascii")
+
+
+def _completion(values: dict[str, Any]) -> Completion:
+    stats, error, top = values["stats"], values["error"], values["top_logprobs"]
+    arrays: dict[str, Any] = {
+        **{name: None if values[name] is None else _unpacked(values[name], dtype) for name, dtype in DTYPES.items()},
+        "top_logprobs": top and (_unpacked(top[1], "<i4").reshape(top[0]), _unpacked(top[2], "<f4").reshape(top[0])),
+        "stats": None if stats is None else RowStats(**_tuples(stats)),
+        "error": None if error is None else RowError(**error),
+    }
+    return Completion(**(values | arrays))
+
+
+def _unpacked(text: str, dtype: str) -> Any:
+    found = np.frombuffer(base64.b64decode(text), dtype)
+    return found.astype(found.dtype.newbyteorder("="), copy=False)
+
+
+def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
