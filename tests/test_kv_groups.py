@@ -103,7 +103,7 @@ def make_drafter(name: str, target: Target, folder: Path, slots: int) -> Drafter
     if name == "none":
         return NoDrafter()
     if name == "lookup":
-        return _Lookup(4)
+        return _Lookup(4, min_ngram=2, max_ngram=6)
     if name == "window":
         return _Window(target, 3, slots=slots, window=5, sink=2)
     narrow = {"window": 5} if "with a window" in name else {}
