@@ -66,14 +66,14 @@ def test_rounds_that_read_nearly_all_experts_say_nothing() -> None:
 
 def test_what_live_rows_read_beyond_the_timed_round_is_added() -> None:
     reads = ExpertReads(128, 4)
-    reads.set_cost(seconds=60e-6, counts=30.0)
+    reads.set_cost(seconds=60e-6, num_experts=30.0)
     reads.set_base(16, 0, counts(32 / 128, 128))
     reads.set_base(16, 3, counts(1.0, 128))
     added = reads.added_s(16, np.array([0, 3]))
     assert added[0] == pytest.approx(2e-6 * (128 * (1 - (1 - 4 / 128) ** 16) - 32))
     assert added[1] == 0.0  # it read more than live rows will
     assert reads.added_s(8, np.array([0])) == 0.0  # never timed
-    reads.set_cost(seconds=-1e-6, counts=30.0)
+    reads.set_cost(seconds=-1e-6, num_experts=30.0)
     assert reads.expert_s == 0.0
 
 
@@ -92,7 +92,7 @@ def test_drafts_that_pay_in_a_dense_model_do_not_where_they_read_more_experts() 
         reads.set_base(2, k, counts(4 / 128, 128))
     assert chosen(None) == 3
     assert chosen(reads) == 3
-    reads.set_cost(seconds=1e-3, counts=1.0)
+    reads.set_cost(seconds=1e-3, num_experts=1.0)
     assert chosen(reads) == 0
 
 
@@ -100,7 +100,7 @@ def test_an_experts_time_is_not_charged_to_the_context() -> None:
     """A time per token of context is learnt from what the experts leave."""
     reads = ExpertReads(128, 4)
     reads.set_base(4, 0, counts(4 / 128, 128))
-    reads.set_cost(seconds=1e-3, counts=1.0)
+    reads.set_cost(seconds=1e-3, num_experts=1.0)
     experts_s = float(reads.added_s(4, np.array([0]))[0])
     lengths = DraftLengths(1, choices=(0, 1), experts=reads)
     for k, prepares in ((0, False), (0, True), (1, True)):

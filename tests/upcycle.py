@@ -1,20 +1,22 @@
-"""Models to check formats and experts on real text: made of a dense Llama-like one, and compared with it. A developer's tool.
+"""A developer's tool: makes MoE, FP8 and MXFP4 models from a dense Llama-like model, and compares their outputs with its own.
 
     python -m tests.upcycle make smollm2-135m /tmp/made
     python -m tests.upcycle compare smollm2-135m /tmp/made/fp8_block prompts.parquet
 
-`make` writes a folder each:
+`make` writes one folder per model:
 
-fp8_block, fp8_channel   the dense model with its projections in FP8: 128 x 128 blocks; a scale a row (compressed-tensors)
-moe                      a Mixtral whose experts are copies of the dense MLP under a random router: weights that sum to one, so
-                         the dense model's function, up to rounding
-moe_fp8_block, moe_fp8_channel   the same in FP8
-gpt_oss                  the same function as a gpt-oss: sinks that weigh nothing, no windows, no clamp that is reached, and an up
-                         bias of -1, as its SwiGLU multiplies by up + 1. In bf16 this sum rounds: compare in float32
-gpt_oss_mxfp4            its experts in MXFP4; compare with gpt_oss
+fp8_block         the dense model with its projections in FP8, one scale per block of 128 x 128
+fp8_channel       the dense model with its projections in FP8, one scale per row (compressed-tensors)
+moe               a Mixtral whose experts are copies of the dense MLP, with a random router. The weights of a token's experts sum
+                  to 1, so up to rounding it computes the same function as the dense model
+moe_fp8_block, moe_fp8_channel   moe in FP8
+gpt_oss           a gpt-oss with the same function up to rounding: attention sinks of weight 0, no sliding windows, a clamp that
+                  no activation reaches, and an up bias of -1, because gpt-oss multiplies by up + 1. In bf16 rounding up - 1 loses
+                  digits of up: compare in float32
+gpt_oss_mxfp4     gpt_oss with its experts in MXFP4; compare it with gpt_oss
 
-`compare` decodes prompts greedily with the first model and reads its outputs with both: the mean KL divergence of the second
-one's distributions of the next token, and the share of tokens that it would have chosen otherwise.
+`compare` decodes prompts greedily with the first model and computes the next-token distributions of both models along these
+outputs. It prints the mean KL divergence KL(first || second) and the share of positions at which the likeliest tokens differ.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from batchspec.train.teacher import Teacher
 Tensors = dict[str, Tensor]
 BLOCK, FP8_MAX = 128, 448.0
 SPLITS = {".w1": ".gate_proj", ".w3": ".up_proj", ".w2": ".down_proj"}
-"""Mixtral's names of an expert's projections -> Llama's."""
+"""Mixtral's names of an expert's projections -> Llama's names of an MLP's."""
 FP8_BLOCK: dict[str, Any] = {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK],
     "modules_to_not_convert": ["lm_head", "block_sparse_moe.gate"],
@@ -67,15 +69,17 @@ MXFP4 = {
 }
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 UNREACHED = 1e4
-"""gpt-oss: a limit that no activation reaches, and minus the logit of a sink that weighs nothing."""
+"""The limit of gpt-oss's clamp, which no activation reaches. An attention sink with minus this logit has weight 0."""
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
 def make(source: Path, out: Path, *, num_experts: int, top_k: int = 2) -> list[Path]:
-    """Write all folders; returns them. Raises ValueError for a model that is not Llama-like."""
+    """Write the folders of all models and return them. Raises ValueError for another architecture than Llama, or with biases."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     if config["model_type"] not in ("llama", "mistral") or config.get("mlp_bias") or config.get("attention_bias"):
-        raise ValueError(f"{source}: model_type {config['model_type']} or biases; give a Llama or Mistral without biases")
+        raise ValueError(
+            f"{source}: model_type is {config['model_type']}, or it has biases; use a Llama or Mistral without biases"
+        )
     dense: Tensors = {}
     for file in weight_names(LocalFiles(source)):
         dense |= load_file(source / file)
@@ -116,7 +120,7 @@ def _of_mlp(name: str) -> bool:
 
 
 def _router(dense: Tensors, layer: str, num_experts: int) -> Tensor:
-    """[E, H] noise whose logits differ by about one; another one in each layer."""
+    """A router's matrix [E, H] of noise, different in each layer. Logits of normed tokens differ by about 1."""
     gate = dense[f"{layer}mlp.gate_proj.weight"]
     generator = torch.Generator().manual_seed(int(layer.split(".")[2]))
     return torch.randn(num_experts, gate.shape[1], generator=generator).mul_(gate.shape[1] ** -0.5).to(gate.dtype)
@@ -127,7 +131,7 @@ def _layers(dense: Tensors) -> list[str]:
 
 
 def mixtral(dense: Tensors, num_experts: int) -> Tensors:
-    """Copies of each MLP; Mixtral's softmax over the chosen experts sums to one."""
+    """The tensors of a Mixtral whose experts are copies of the dense MLP; see `moe` in the module's docstring."""
     made = {name: tensor for name, tensor in dense.items() if not _of_mlp(name)}
     for layer in _layers(dense):
         made[f"{layer}block_sparse_moe.gate.weight"] = _router(dense, layer, num_experts)
@@ -138,7 +142,7 @@ def mixtral(dense: Tensors, num_experts: int) -> Tensors:
 
 
 def gpt_oss(dense: Tensors, num_experts: int, num_heads: int) -> Tensors:
-    """Experts stacked and transposed, gate and up interleaved, as transformers saves them."""
+    """The tensors of a gpt-oss; experts stacked and transposed, gate and up interleaved, as transformers saves them."""
     made = {name: tensor for name, tensor in dense.items() if not _of_mlp(name)}
     for layer in _layers(dense):
         gate, up, down = (dense[f"{layer}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
@@ -168,7 +172,7 @@ def gpt_oss_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def fp8(tensors: Tensors, quantise: Callable[[Tensor], tuple[Tensor, Tensor]], suffix: str) -> Tensors:
-    """Every projection of the layers but routers as e4m3 and scales."""
+    """Quantise every projection of the layers except routers to e4m3 and scales. suffix: of the scale's name, after `.weight`."""
     made: Tensors = {}
     for name, tensor in tensors.items():
         if name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")):
@@ -179,7 +183,7 @@ def fp8(tensors: Tensors, quantise: Callable[[Tensor], tuple[Tensor, Tensor]], s
 
 
 def fp8_block(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 [N, K] and fp32 [ceil(N / 128), ceil(K / 128)]: the largest number of each block becomes 448."""
+    """weight [N, K] -> e4m3 [N, K] and scales fp32 [ceil(N / 128), ceil(K / 128)]; the largest number of a block becomes 448."""
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
     scale = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)).abs().amax((1, 3)).clamp(min=1e-12) / FP8_MAX
@@ -188,13 +192,13 @@ def fp8_block(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fp8_channel(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 [N, K] and bf16 [N, 1]."""
+    """weight [N, K] -> e4m3 [N, K] and scales bf16 [N, 1]; the largest number of a row becomes 448."""
     scale = (weight.abs().amax(1, keepdim=True).clamp(min=1e-12) / FP8_MAX).bfloat16()
     return (weight / scale.float()).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale
 
 
 def mxfp4(tensors: Tensors) -> Tensors:
-    """The experts of a gpt-oss as blocks [E, N, K / 32, 16] and scales [E, N, K / 32], as published."""
+    """Quantise the experts of a gpt-oss to blocks [E, N, K / 32, 16] and scales [E, N, K / 32], as gpt-oss is published."""
     made: Tensors = {}
     for name, tensor in tensors.items():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
@@ -206,8 +210,11 @@ def mxfp4(tensors: Tensors) -> Tensors:
 
 
 def mxfp4_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[N, K] -> u8 [N, K / 32, 16] and u8 [N, K / 32]: the exponent of the largest of 32 numbers less 2 (OCP MX v1.0), then the
-    nearest value of E2M1; the number with the even index in the low half."""
+    """[N, K] -> blocks uint8 [N, K / 32, 16] and scales uint8 [N, K / 32].
+
+    The scale of 32 numbers is 2^(e - 2), e the exponent of the largest magnitude (OCP MX v1.0). Each number becomes the nearest
+    value of E2M1; of two neighbours the first goes into the low half of a byte.
+    """
     groups = weight.unflatten(1, (-1, 32))
     exponent = groups.abs().amax(-1, keepdim=True).clamp(min=2.0**-100).log2().floor() - 2
     steps = torch.tensor([(low + high) / 2 for low, high in itertools.pairwise(E2M1)])
@@ -220,7 +227,7 @@ class Comparison:
     mean_kl: float
     """KL(reference || other) of the next token, in nats, mean over output positions."""
     changed: float
-    """Share of output positions at which the other model's likeliest token is another one."""
+    """Share of output positions at which the likeliest tokens of the two models differ."""
     positions: int
 
     def __str__(self) -> str:
@@ -231,7 +238,10 @@ class Comparison:
 def compare(
     reference: Path, other: Path, prompts: str, *, rows: int, tokens: int, chat: bool = False, dtype: str = "auto", batch: int = 8
 ) -> Comparison:
-    """Both models along the reference's greedy outputs. dtype: that both compute in; auto is bfloat16 on a GPU, else float32."""
+    """Compare both models along the reference's greedy outputs.
+
+    dtype  in which both models compute; auto is bfloat16 on a GPU, float32 on a CPU
+    """
     device = choose_device("auto")
     dtype = ("bfloat16" if device.type == "cuda" else "float32") if dtype == "auto" else dtype
     outputs = _greedy(reference, prompts, rows=rows, tokens=tokens, chat=chat, dtype=dtype)
@@ -252,7 +262,7 @@ def _teacher(folder: Path, dtype: torch.dtype, device: torch.device) -> Teacher:
 
 
 def _greedy(folder: Path, prompts: str, *, rows: int, tokens: int, chat: bool, dtype: str) -> list[Row]:
-    """The model's greedy outputs, by a job."""
+    """The model's greedy outputs, made by a batchspec job."""
     with tempfile.TemporaryDirectory() as out:
         asked = [
             f"model.path={folder}", f"model.dtype={dtype}", f"input.path={prompts}", f"input.limit={rows}", f"input.chat={chat}",

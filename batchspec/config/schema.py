@@ -25,8 +25,8 @@ class ModelConfig:
     dtype: str = "auto"
     """Data type of weights, activations and K/V. auto is the checkpoint's own, or float32 on a CPU without fast bfloat16."""
     activations: str = "auto"
-    """What products with FP8 weights read. fp8: activations quantised as the checkpoint says (W8A8); in bfloat16 on Hopper GPUs
-    and newer these are fast kernels, elsewhere plain PyTorch, which is slow. dtype: activations as they are, and weights
+    """For FP8 checkpoints: whether products quantise activations. fp8: yes, as the checkpoint says (W8A8), by fast kernels in
+    bfloat16 on Hopper GPUs and newer, and by plain PyTorch elsewhere, which is slow. dtype: no, activations stay, and weights are
     converted to model.dtype at load, which takes twice the memory. auto is fp8 where it is fast and the checkpoint quantises
     activations, else dtype."""
     max_len: int | None = None
@@ -186,8 +186,9 @@ class PackingConfig:
     run_ahead: int | None = None
     """Number of rounds that are launched before the results of the first are read. null is 2 on a GPU and 0 on a CPU."""
     expert_correlation: float = 1.0
-    """For a mixture of experts: tokens of a round read as many experts as this share of them would if it chose independently.
-    `plan` and the choice of the batch use it; a run counts experts itself, and its last line says what it found."""
+    """For a mixture of experts: a factor f; T tokens of a round read as many experts as f * T tokens that choose independently.
+    f is at most 1, as tokens of one text choose alike. `plan` and the choice of the batch use it; a run measures it and prints
+    it in its last line."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -228,8 +229,8 @@ class InputConfig:
     """Additional variables of the chat template, e.g. {reasoning_effort: high} for gpt-oss. The column template_kwargs, JSON
     text, overrides them for its row."""
     template_date: str = TEMPLATE_DATE
-    """Date that a chat template takes for today's, e.g. 2025-08-05 or 2025-08-05T12:00. It is part of the job, so that all of its
-    runs give a row the same prompt."""
+    """Date that chat templates get as today's date, e.g. 2025-08-05 or 2025-08-05T12:00. It is fixed for a job, so that every run
+    of the job makes the same prompt from a row."""
     max_error_fraction: float = 0.5
     """Maximum share of error rows; with more of them the job ends with exit code 3. A job of nothing but error rows always
     does."""

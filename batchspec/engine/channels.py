@@ -1,14 +1,14 @@
-"""The channels of a harmony output (gpt-oss), told apart by token ids: thoughts, answer, tool calls.
+"""Tells thoughts, answer and tool calls of a harmony output (gpt-oss) apart, by token ids.
 
-A message is a header, `<|message|>`, text and a token that ends it. A header decides what the text is:
+A message consists of a header, `<|message|>`, its text and an end token. The header decides what the text is:
 
 with a recipient (` to=NAME`)   a tool call
 channel `analysis`              a thought
-any other, or no channel        the answer: `final`, and preambles to the user in `commentary`
+another channel, or none        the answer: channel `final`, and preambles to the user in channel `commentary`
 
-Models leave out or repeat these tokens, and no text may be lost by that. Text outside of messages is part of the answer. A header
-that no `<|message|>` ends, as in `<|channel|>final` and text right after it, is text too, without role and channel name (or the
-beginning of one, where the output ends).
+Models sometimes leave out or repeat these tokens; no text may be lost then. Text outside of messages belongs to the answer. So
+does text in a header without `<|message|>`, as in `<|channel|>final` with the text right after it: the role and the channel name
+are removed, and the rest is text. If the output ends within such a name, the part of the name is removed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from batchspec.records import Channels
 
 
 class ChannelTracker(Tracker):
-    """`header` is what the prompt has of the message that the output continues: `Thinking.header`."""
+    """The tracker for harmony. header: how the prompt begins the message that the output continues (`Thinking.header`)."""
 
     def __init__(self, channels: Channels, header: Sequence[int]) -> None:
         super().__init__()
         self._channels = channels
         self._in_header = False
         self._text = Kind.ANSWER
-        """What a token of text is, outside of headers."""
+        """The kind of a text token outside of headers."""
         self._dropped: Header | None = None
         for token in header:
             self.push(token)
@@ -87,14 +87,14 @@ class ChannelTracker(Tracker):
         return Kind.BEGIN if self.inside else Kind.HEADER
 
     def _is_text(self, token: int) -> bool:
-        """Whether a token right after the role cannot be of a header: the answer begins without one."""
+        """Whether the header so far is `<|start|>` and a role, and the token cannot continue it: then it begins the answer."""
         channels = self._channels
-        goes_on = {channels.channel_id, channels.constrain_id} | channels.recipient
-        return tuple(self.header[1:]) in channels.role and token not in goes_on
+        continues = {channels.channel_id, channels.constrain_id} | channels.recipient
+        return tuple(self.header[1:]) in channels.role and token not in continues
 
 
 def _without_name(part: list[int], names: frozenset[tuple[int, ...]]) -> list[int]:
-    """The tokens after a name, or none of a name that is cut off."""
+    """The tokens of `part` after the name with which it begins; [] if `part` is the beginning of a name."""
     if any(name[: len(part)] == tuple(part) for name in names):
         return []
     return part[max((len(name) for name in names if tuple(part[: len(name)]) == name), default=0) :]

@@ -1,4 +1,4 @@
-"""What the tokens of an output are: thought, answer, tool call, or marks between them."""
+"""The kinds of output tokens (thought, answer, tool call, or a mark between them), and the interface that tells them apart."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """What a token is."""
+    """The kind of an output token."""
 
     THOUGHT = "thought"
     ANSWER = "answer"
@@ -19,43 +19,44 @@ class Kind(Enum):
     BEGIN_CALL = "begin of a tool call"
     """The mark that begins the arguments of a tool call, whose header is complete."""
     HEADER = "header"
-    """A token before a message's text, which begins a message of its own. Should its text never begin, `take_dropped` or `finish`
-    gives the header."""
+    """A token of the header of a message, before its text. If the text never begins, `take_dropped` or `finish` returns the
+    header."""
     END = "end"
-    """The mark that ends one."""
+    """The mark that ends a thought or a message, or a special token that is no text."""
     END_OF_OUTPUT_SO_FAR = "end of output so far"
-    """An end mark without a begin, in the prompt neither: all tokens before it were a thought."""
+    """A mark that ends a thought, if no mark began it in prompt or output: all earlier tokens of the output were that thought."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A header after which no message began."""
+    """A header without the text of a message after it."""
 
     tokens: list[int]
     text: list[int]
-    """Its tokens that are no part of a header."""
+    """Those of `tokens` that belong to the answer: all but special tokens, role and channel name."""
     is_call: bool
+    """Whether the header names a recipient, which makes it a tool call without arguments. `text` is then empty."""
 
 
 class Tracker(ABC):
-    """Says of each token of an output, in order, what it is."""
+    """Tells the kind of each token of an output, pushed one after another."""
 
     inside: bool
-    """Within a thought."""
+    """Whether the next token is inside a thought."""
     header: list[int]
-    """The header of the last message, its special tokens included. Empty without channels."""
+    """The tokens of the newest header, special tokens included. Empty for a model without channels."""
 
     def __init__(self) -> None:
         self.inside, self.header = False, []
 
     @abstractmethod
     def push(self, token: int) -> Kind:
-        """The next token."""
+        """The kind of the next token of the output."""
 
     def take_dropped(self) -> Header | None:
-        """The header that the last token ended without a message."""
+        """The header that the last token ended before its text began, if it did so; returned once."""
         return None
 
     def finish(self) -> Header | None:
-        """The header in which the output ended. Tokens may be pushed afterwards."""
+        """The header that is incomplete at the end of the output, or None. Tokens may still be pushed afterwards."""
         return None

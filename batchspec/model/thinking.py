@@ -1,4 +1,4 @@
-"""The tokens with which a model begins and ends a thought, and whether a prompt ends inside one. No torch here.
+"""The tokens with which a model begins and ends a thought, and whether a prompt ends inside one. Does not import torch.
 
 Thoughts are found by token ids, never by text: decoding may drop special tokens, and text can contain "<think>" by chance.
 """
@@ -22,42 +22,46 @@ KNOWN = (
 A Reasoning; Seed-OSS."""
 
 HARMONY = ("start", "channel", "message", "end", "return", "call")
-"""Special tokens of harmony, `<|NAME|>`, that every message or end of an answer needs."""
+"""Names of the special tokens `<|NAME|>` that a tokenizer must have to count as one of harmony."""
 RECIPIENT = (" to", "to", " to=", "to=")
-"""What a recipient begins with, if it is one token."""
+"""Texts with which a recipient can begin; those that are one token of the tokenizer are searched for."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkTokens:
-    """`begin` and `end` are the tokens' texts, empty if only ids are known. begin_id None: every answer begins inside a thought.
-    `boundary_ids` are the other added tokens, such as those that end a turn: a thought never extends across one."""
+    """The tokens around a model's thoughts: a pair of think tokens, or the special tokens of harmony."""
 
     begin: str
+    """Text that begins a thought; empty if only the id is known, or if there is no such token."""
     end: str
+    """Text that ends a thought; empty if only the id is known."""
     begin_id: int | None
+    """None: every answer begins inside a thought, without a token. With harmony: `<|message|>`."""
     end_id: int
     boundary_ids: frozenset[int] = frozenset()
+    """The tokenizer's other added tokens, such as those that end a turn: a thought never extends across one."""
     closing: tuple[int, ...] = ()
-    """Tokens that end a thought and lead to the answer."""
+    """Tokens that end a thought and begin the answer."""
     channels: Channels | None = None
-    """Of harmony: thoughts are a channel of their own."""
+    """Only with harmony, where a thought is a message in a channel of its own."""
     marks: tuple[tuple[str, int], ...] = ()
-    """Of harmony: text and id of its special tokens."""
+    """Only with harmony: (text, id) of each special token in HARMONY."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer: of harmony all that end a message, but the end of one that others may follow."""
+        """With harmony `<|return|>` and `<|call|>`, which end an answer; not `<|end|>`, after which other messages may follow.
+        Otherwise ()."""
         return () if self.channels is None else tuple(sorted(self.channels.end_ids - {self.end_id}))
 
     def tokens(self) -> dict[str, int]:
-        """Text -> id of the tokens whose texts are known."""
+        """Text -> id of these tokens, of those with a known text."""
         if self.channels is not None:
             return dict(self.marks)
         found = {self.begin: self.begin_id, self.end: self.end_id}
         return {text: token for text, token in found.items() if text and token is not None}
 
     def of_row(self, prompt_ids: Ids, budget: int | None, closing: tuple[int, ...]) -> Thinking:
-        """What the engine must know of a row; `closing` are the tokens of a text that comes before `self.closing`."""
+        """The engine's `Thinking` for a row with this prompt. closing: tokens of a text to force before `self.closing`."""
         header = () if self.channels is None else open_header(self.channels, prompt_ids.tolist())
         return Thinking(
             begin_id=self.begin_id, end_id=self.end_id, opened=self.opened_by(prompt_ids), budget=budget,
@@ -65,9 +69,10 @@ class ThinkTokens:
         )  # fmt: skip
 
     def opened_by(self, prompt_ids: Ids) -> bool | None:
-        """Whether a prompt ends inside a thought (True), after one (False), or without one (None).
+        """Whether a prompt ends inside a thought (True) or after one (False). None: the answer has no thought so far.
 
-        Only the tokens after the last boundary token, such as the one that ends a turn, belong to the answer.
+        Only tokens after the last boundary token, such as the one that ends a turn, count as part of the answer.
+        With harmony: True or None, by the prompt's last message.
         """
         if self.channels is not None:
             header = open_header(self.channels, prompt_ids.tolist())
@@ -105,9 +110,7 @@ def _think_tokens(names: list[str | int], tokenizer: Tokenizer | None, vocab_siz
     ids = [_single(name, tokenizer, vocab_size) for name in names]
     texts = [name if isinstance(name, str) else "" for name in names]
     if len(set(ids)) < len(ids):
-        raise ConfigError(
-            f"model.think_tokens={names} are the same token; name the one that begins and the one that ends a thought"
-        )
+        raise ConfigError(f"model.think_tokens={names} names one token twice; name one that begins and one that ends a thought")
     added = {} if tokenizer is None else tokenizer.added_ids
     boundary_ids = frozenset(token for text, token in added.items() if text.strip() and token not in ids)
     begin, begin_id = ("", None) if len(ids) == 1 else (texts[0], ids[0])
@@ -128,7 +131,7 @@ def _single(name: str | int, tokenizer: Tokenizer | None, vocab_size: int) -> in
 
 
 def find_harmony(tokenizer: Tokenizer, vocab_size: int) -> ThinkTokens | None:
-    """The channels of a tokenizer that has harmony's special tokens; None if it lacks one."""
+    """The tokens of harmony, if tokenizer and vocabulary have all special tokens in HARMONY; else None."""
     found = {name: tokenizer.added_ids.get(f"<|{name}|>", vocab_size) for name in HARMONY}
     if any(token >= vocab_size for token in found.values()):
         return None
@@ -152,7 +155,7 @@ def find_harmony(tokenizer: Tokenizer, vocab_size: int) -> ThinkTokens | None:
 
 
 def open_header(channels: Channels, prompt_ids: list[int]) -> tuple[int, ...]:
-    """The tokens of a prompt's last message, up to `<|message|>`; () if that message has ended, or there is none."""
+    """The header of a prompt's last message, with its `<|message|>` if there; () if that message has ended, or there is none."""
     for place in range(len(prompt_ids) - 1, -1, -1):
         token = prompt_ids[place]
         if token in channels.end_ids:

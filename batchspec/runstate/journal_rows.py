@@ -1,7 +1,7 @@
 """Rows of the journal as JSON values.
 
-{"done": a Completion}   arrays as base64 of little-endian numbers, their widths in DTYPES; records as objects
-{"left": a Snapshot}     of an unfinished row
+{"done": {...}}   the Completion of a finished row: records as objects, arrays as base64 of little-endian numbers (see DTYPES)
+{"left": {...}}   the Snapshot of an unfinished row
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ import numpy as np
 from batchspec.records import Completion, RowError, RowStats, Snapshot
 
 DTYPES = {"prompt_ids": "<i4", "token_ids": "<i4", "logprobs": "<f4"}
-"""Type of the numbers in a segment, for each array of a completion."""
+"""NumPy type of the stored numbers, for each array of a completion; `top_logprobs` has ids <i4 and logprobs <f4."""
 
 
 def to_json(row: Completion | Snapshot) -> dict[str, Any]:
-    """A row as JSON values."""
+    """A row as JSON values; `from_json` is the inverse."""
     return {"left": asdict(row)} if isinstance(row, Snapshot) else {"done": _plain(row)}
 
 
 def from_json(values: dict[str, Any]) -> Completion | Snapshot:
-    """The row of `to_json`. Raises one of ValueError, KeyError, TypeError, IndexError, AttributeError and OverflowError if the
-    values cannot be a row; `fits` checks the types of the rest.
+    """The row from which `to_json` made these values.
+
+    Raises ValueError, KeyError, TypeError, IndexError, AttributeError or OverflowError if no row can be made of them. The fields
+    of the row may still have wrong types: callers check them with `fits`.
     """
     return _completion(values["done"]) if "done" in values else _snapshot(values["left"])
 
@@ -37,14 +39,14 @@ def _snapshot(values: Mapping[str, Any]) -> Snapshot:
     snapshot = Snapshot(**_tuples(values))
     counts = (*snapshot.tokens, *snapshot.accepted, *snapshot.drafted)
     if len(snapshot.accepted) != len(snapshot.drafted) or min(counts, default=0) < 0:
-        raise ValueError("counts that do not fit")
+        raise ValueError("tokens, accepted and drafted of a snapshot must be 0 or more, and as many accepted as drafted")
     return snapshot
 
 
 def fits(value: object, kind: Any) -> bool:
-    """Whether a value has the type of a record's annotation, checked recursively.
+    """Whether a value has the annotated type `kind`, checked recursively through tuples and records.
 
-    Raises NotImplementedError for an annotation of another form than the records have: the code is at fault, not the row.
+    Raises NotImplementedError for a form of annotation that this function does not know: that is a bug, not a bad row.
     """
     kind = _resolved(kind)
     origin, args = get_origin(kind), get_args(kind)
@@ -66,7 +68,7 @@ def fits(value: object, kind: Any) -> bool:
 
 
 def _resolved(kind: Any) -> Any:
-    """The type itself where a type statement names it, as NumPy names NDArray from 2.5 on with Python 3.12 and later."""
+    """The type that an alias of a `type` statement names; other types unchanged. NDArray is one in NumPy 2.5 on Python 3.12."""
     while (named := getattr(get_origin(kind) or kind, "__value__", None)) is not None:
         kind = named
     return kind
@@ -90,7 +92,7 @@ def _plain(completion: Completion) -> dict[str, Any]:
 
 
 def _packed(array: np.ndarray[Any, Any], dtype: str) -> str:
-    """The array's bytes as base64: a hundred times faster than decimal numbers."""
+    """The array's bytes as base64, which is a hundred times faster to write than decimal numbers."""
     return base64.b64encode(array.astype(dtype, copy=False).tobytes()).decode("ascii")
 
 

@@ -1,7 +1,7 @@
-"""Matrix products with FP8 weights and activations (W8A8) of a dense model: y = x @ weight.T + bias, and the same with SwiGLU.
+"""Matrix products of dense models with FP8 weights and activations (W8A8): y = x @ weight.T + bias, and the same with SwiGLU.
 
-The grouped product of `batchspec.kernels.moe.experts_fp8` with one expert that has every row: the same formula, order of sums and
-tiles. Bound by the weights' bytes up to about 175 tokens, then by the tensor cores.
+They run the kernel of `batchspec.kernels.moe.experts_fp8` with one expert that multiplies every row: the formula, the order of
+sums and the tiles are the same. Bound by memory (the weights) up to about 175 tokens, then by the tensor cores.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ def fp8_linear(
 ) -> Tensor:  # fmt: skip
     """x @ weight.T + bias.
 
-    x       [T, K], from `quantise_rows`: a scale for each 128 values where the weight's scales are of blocks, else one a row
+    x       [T, K], from `quantise_rows`: one scale per 128 values if the weight has block scales, else one per row
     weight  e4m3 [N, K], contiguous
-    scales  fp32 [ceil(N / 128), ceil(K / 128)], [N], or [] of the whole weight; contiguous
+    scales  fp32, contiguous: [ceil(N / 128), ceil(K / 128)] of blocks, [N] of rows, or [] of the whole weight
     bias    bf16 or fp32 [N], or None
+    tile    block_k is 128; with block scales block_n divides 128
+    dtype   of the result: bf16 or fp32; on a CPU any float dtype
 
-    Returns [T, N] of `dtype`. Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
+    Returns [T, N]. Does not synchronise on a GPU. The launch raises ValueError for other shapes, dtypes or strides.
     """
     return _product(x, weight, scales, bias, None, tile, dtype, interpret)
 
@@ -40,9 +42,9 @@ def fp8_swiglu(
     x: Fp8Rows, weight: Tensor, scales: Tensor, bias: Tensor | None = None, *, tile: ExpertTile, gate: Gate = SWIGLU,
     dtype: torch.dtype = torch.bfloat16, interpret: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The gate of gate_up = x @ weight.T + bias, weight [2 * I, K] with the gate's rows first -> [T, I]. See `fp8_linear`.
+    """gate(g, u) [T, I], where [g, u] = x @ weight.T + bias and weight [2 * I, K] has the gate rows first. See `fp8_linear`.
 
-    scales  of blocks: [2 * ceil(I / 128), ceil(K / 128)], those of the up rows begin a block of their own
+    scales  of blocks: [2 * ceil(I / 128), ceil(K / 128)], ceil(I / 128) rows for the gate, then as many for up
     """
     return _product(x, weight, scales, bias, gate, tile, dtype, interpret)
 
@@ -63,7 +65,7 @@ def _product(
 def fp8_linear_reference(
     x: Fp8Rows, weight: Tensor, scales: Tensor, bias: Tensor | None = None, *, gate: Gate | None = None
 ) -> Tensor:
-    """fp32 (fp64 of fp64): the same in plain torch."""
+    """`fp8_linear`, or `fp8_swiglu` if a gate is given, in plain torch: in the dtype of x.scales (fp32 or fp64)."""
     y = fp8_product_reference(x, weight, scales, gated=gate is not None)
     y = y if bias is None else y + bias.to(y.dtype)
     return y if gate is None else gate(*y.chunk(2, dim=-1))

@@ -1,10 +1,12 @@
-"""A token's experts added up, with the residual sum and the next norm in the same launch.
+"""The weighted sum of the outputs of each token's experts; with the residual sum and the next norm in the same launch.
 
-    hidden[t] = sum over the slots s, in order, of weights[t, s] * y[t * k + s]      in fp32, rounded once
-    combine:      out = hidden              combine_norm: residual += hidden, out = rms_norm(residual) * weight
+    hidden[t] = sum over slots s, in order, of weights[t, s] * y[t * k + s]      in fp32, rounded once
+    combine:        out = hidden
+    combine_norm:   residual += hidden, out = rms_norm(residual) * weight
 
-The norm rounds as `batchspec.kernels.norm_rope.norm` does. One program a token. Bound by memory at prefill sizes (bytes:
-T * H * (k + 3) * itemsize), by launch latency at decode sizes.
+T tokens, k slots (experts) per token; y holds the output of one expert per pair (token, slot), see `units.py`.
+The norm rounds as `batchspec.kernels.norm_rope.norm` does. Each program computes one token. Bound by memory at prefill sizes
+(bytes: T * H * (k + 3) * itemsize), by launch latency at decode sizes.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ def combine_kernel(
     EPS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """With `residual` None: combine; else combine_norm, where `out_aux` may be None."""
+    """The kernel of `combine` if `residual` is None, else that of `combine_norm`; `out_aux` may be None in both."""
     DTYPE: tl.constexpr = out.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
@@ -63,8 +65,8 @@ def combine(y: Tensor, weights: Tensor, *, out: Tensor, interpret: bool = False)
     """Write the weighted sum of each token's pairs.
 
     y        bf16, fp32, fp16 or fp64 [T * k, H] contiguous, in pair order
-    weights  fp32 (fp64 with fp64) [T, k]
-    out      [T, H] of any of these dtypes  rows may be slices of wider ones
+    weights  [T, k], fp32; fp64 if y is fp64
+    out      bf16, fp32, fp16 or fp64 [T, H]  rows may be slices of wider rows
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
@@ -79,11 +81,11 @@ def combine_norm(
     y: Tensor, weights: Tensor, residual: Tensor, weight: Tensor, eps: float, *, out: Tensor, out_aux: Tensor | None = None,
     interpret: bool = False,
 ) -> None:  # fmt: skip
-    """Add the weighted sum to residual [T, H] in place and write the norm of that; see `combine`.
+    """Add the weighted sum to `residual` in place and write the norm of the new residual to `out`; see `combine`.
 
-    residual, out  the dtype of the model; rows may be slices of wider ones
-    weight         [H] of the same dtype, or fp32: then the norm is rounded once
-    out_aux        [T, H]  a copy of the new residual, for a drafter, or None
+    residual, out  [T, H] of the model's dtype  rows may be slices of wider rows
+    weight         [H] of the same dtype, or fp32: the normed value is then rounded once, after the multiplication by `weight`
+    out_aux        [T, H] that gets a copy of the new residual, for a drafter; or None
     """
     _check(y, weights, out)
     check("combine_norm: residual", residual, tuple(out.shape), out.dtype, rows=True)
@@ -119,7 +121,7 @@ def _launch(
 
 
 def combine_reference(y: Tensor, weights: Tensor) -> Tensor:
-    """fp32 (fp64 of fp64) [T, H]: the same in plain torch, slot by slot."""
+    """`combine` in plain torch, slot by slot: [T, H] in the dtype of `weights`."""
     num_tokens, top_k = weights.shape
     pairs = y.view(num_tokens, top_k, y.shape[1]).to(weights.dtype)
     total = weights[:, :1] * pairs[:, 0]
@@ -131,7 +133,7 @@ def combine_reference(y: Tensor, weights: Tensor) -> Tensor:
 def combine_norm_reference(
     y: Tensor, weights: Tensor, residual: Tensor, weight: Tensor, eps: float, *, out: Tensor, out_aux: Tensor | None = None
 ) -> None:
-    """The same in plain torch."""
+    """`combine_norm` in plain torch."""
     add_norm_reference(combine_reference(y, weights).to(out.dtype), residual, weight, eps, out=out, out_aux=out_aux)
 
 

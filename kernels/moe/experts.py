@@ -1,12 +1,13 @@
-"""Grouped products of a mixture of experts: every pair (token, slot) times the weights of its expert.
+"""Grouped products of a mixture of experts: the row of every pair p = (token, slot) times the weights of its expert e.
 
     experts_up    h[p] = gate(x[token of p] Wg[e]' + bg[e], x[token of p] Wu[e]' + bu[e])     W [E, 2I, H]: gate rows, up rows
     experts_down  y[p] = h[p] W[e]' + b[e]                                                    W [E, H, I]
 
-One program a unit (`units.py`) and tile of rows of W. At decode an expert has few tokens, so W is the operand that is 64 rows or
-more wide and the tokens are the narrow one: acc [rows of W, pairs]. Token rows are gathered by pointers, weights come through
-descriptors (TMA). Every sum runs over K in the same order whatever the tile and the number of tokens, in fp32, rounded once.
-Bound by the weights of the experts that have tokens up to about 200 tokens an expert, then by the tensor cores.
+Each program multiplies one tile of rows of W with the pairs of one unit (`units.py`). A tensor-core instruction takes at least 64
+rows of its first operand (M) and as few as 8 of its second (N). At decode an expert has few tokens, so W is the first operand and
+the tokens are the second: acc [rows of W, pairs]. Token rows are gathered by pointers, weights are loaded by TMA descriptors.
+Sums over K are in fp32 and rounded once; their order depends on neither the tile nor the number of tokens.
+Bound by memory (the weights of the experts that have tokens) up to about 200 tokens per expert, then by the tensor cores.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 from batchspec.kernels.gemm.operands import DTYPES
-from batchspec.kernels.moe.gate import SWIGLU, Gate, open_gate
+from batchspec.kernels.moe.gate import SWIGLU, Gate, apply_gate
 from batchspec.kernels.moe.tiles import ExpertTile
 from batchspec.kernels.moe.units import Routing, check_routing, program_place, unit_pairs
 
@@ -30,7 +31,10 @@ from batchspec.kernels.moe.units import Routing, check_routing, program_place, u
 @triton.jit
 def load_rows(w, expert, first, num_rows, at, k, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
               EVEN_K: tl.constexpr):  # fmt: skip
-    """[BLOCK_N, BLOCK_K] of an expert's weights [num_rows, k] from row `first` and column `at`, 0 past the last column."""
+    """The block [BLOCK_N, BLOCK_K] of an expert's weights [num_rows, k] that begins at row `first` and column `at`.
+
+    Columns past the last one are 0. Rows past the last one have unspecified numbers, which `write_pairs` leaves out.
+    """
     if TMA:
         block = w.load([expert * num_rows + first, at])
     else:
@@ -47,7 +51,7 @@ def load_rows(w, expert, first, num_rows, at, k, BLOCK_N: tl.constexpr, BLOCK_K:
 @triton.jit
 def add_bias_and_gate(acc, up, bias, expert, first, n, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
                       BLOCK_N: tl.constexpr):  # fmt: skip
-    """What follows the sums of a tile [BLOCK_N, pairs], in fp32."""
+    """Add the bias to the fp32 sums of a tile [BLOCK_N, pairs]; if GATED, apply the gate to acc and up."""
     column = first + tl.arange(0, BLOCK_N)
     inside = column < n
     if bias is not None:
@@ -56,13 +60,13 @@ def add_bias_and_gate(acc, up, bias, expert, first, n, GATED: tl.constexpr, LIMI
         if GATED:
             up += tl.load(own + n, mask=inside, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        acc = open_gate(acc, up, LIMIT, ALPHA)
+        acc = apply_gate(acc, up, LIMIT, ALPHA)
     return acc
 
 
 @triton.jit
 def write_pairs(y, out, first, pair, exists, n, BLOCK_N: tl.constexpr):
-    """A tile [BLOCK_N, pairs] to its places in out [P, n]."""
+    """Store a tile [BLOCK_N, pairs] transposed: column by column to the rows of its pairs in out [P, n]."""
     column = first + tl.arange(0, BLOCK_N)
     places = out + pair[:, None] * n + column[None, :]
     tl.store(places, tl.trans(y.to(out.dtype.element_ty)), mask=exists[:, None] & (column < n)[None, :])
@@ -75,8 +79,8 @@ def experts_kernel(
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
     EVEN_K: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """SLOTS: pairs that read one row of x."""
-    DOT: tl.constexpr = tl.float32 if INTERPRETED else x.dtype.element_ty  # the interpreter takes bf16 for integers
+    """SLOTS: number of pairs that read one row of x: top_k in the first product, 1 in the second."""
+    DOT: tl.constexpr = tl.float32 if INTERPRETED else x.dtype.element_ty  # Triton's interpreter holds bf16 as integers
     unit, tile = program_place(num_units, tl.cdiv(n, BLOCK_N), GROUP)
     await_earlier(PDL)
     expert, pair, exists, count = unit_pairs(pairs, units, unit, 0, BLOCK_T)
@@ -108,13 +112,13 @@ def experts_up(
 ) -> Tensor:  # fmt: skip
     """The gated first product of each pair.
 
-    x        bf16 or fp32 [T, H]  rows may be slices of wider ones (16-byte rows on a GPU). On a CPU fp64 too
+    x        bf16 or fp32 [T, H], on a CPU also fp64  rows may be slices of wider rows; on a GPU they begin at 16-byte boundaries
     weight   same dtype [E, 2I, H], contiguous, gate rows before up rows
     bias     same dtype [E, 2I], or None
-    routing  from `route`, its unit_pairs = tile.block_t
-    out      same dtype [P, I] contiguous, in pair order, or None for a new tensor
+    routing  from `route` with unit_pairs=tile.block_t
+    out      same dtype or fp32 [P, I], contiguous, in pair order; None: a new tensor of x's dtype
 
-    Returns out. Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
+    Returns out. Does not synchronise on a GPU. The launch raises ValueError for other shapes, dtypes or strides.
     """
     num_tokens, num_experts, width = x.shape[0], weight.shape[0], weight.shape[1] // 2
     out = x.new_empty(num_tokens * routing.expert_ids.shape[1], width) if out is None else out
@@ -191,7 +195,7 @@ def experts_down_reference(h: Tensor, weight: Tensor, bias: Tensor | None, exper
 
 
 def _product(x: Tensor, row_ids: Tensor, weight: Tensor, bias: Tensor | None, expert_ids: Tensor) -> Tensor:
-    """fp32 (fp64) [P, N]: row row_ids[p] of x times the weights of pair p's expert."""
+    """[P, N]: row row_ids[p] of x times the weights of the expert of pair p; fp32, or fp64 if x is fp64."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     out = torch.empty(len(row_ids), weight.shape[1], dtype=dtype, device=x.device)
     flat = expert_ids.flatten()

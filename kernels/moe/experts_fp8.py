@@ -1,12 +1,13 @@
 """Grouped products of experts with FP8 weights and activations (W8A8).
 
-    block   y = sum over blocks of 128 of K of (x8 . w8) * scale of x (row, block) * scale of w (128 rows, block)
-    row     y = (sum over K of x8 . w8) * scale of x (row) * scale of w (row, or the expert's one)
+    block scales   y = sum over blocks b of 128 columns: (sum over b of x8 * w8) * x_scale[row, b] * w_scale[block of 128 rows, b]
+    row scales     y = (sum over K of x8 * w8) * x_scale[row] * w_scale[row of W, or one for the whole expert]
 
-Products of e4m3 on the tensor cores, whose sums hold about 14 bits: after every 128 of K they are added up in fp32 (DeepSeek-V3,
-arXiv 2412.19437, section 3.3.2). The rest is as in `experts.py`, the order of sums included. `experts_fp8_up` can quantise its
-result, which is rounded to bf16 first, as a launch of `quantise_rows` would have it.
-Scales of blocks of the gate's and the up's rows lie apart: [gate; up], ceil(I / 128) each.
+x8 and w8 are the e4m3 values of activations and weights, K the reduction dimension. Tensor cores keep about 14 bits of a sum of
+e4m3 products, so partial sums over 128 of K are added up in fp32 registers (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
+Programs, tiles and order of sums are as in `experts.py`. `experts_fp8_up_quantised` rounds its result to bf16 and quantises it in
+the same launch; the bits equal those of `quantise_rows` on the bf16 result of `experts_fp8_up`.
+Block scales of a gated product: ceil(I / 128) rows for the gate, then ceil(I / 128) rows for up.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ class Fp8Weight(NamedTuple):
     """The weights of all experts."""
 
     values: Tensor
-    """e4m3 [E, N, K], contiguous; of a gated product N = 2I, gate rows before up rows"""
+    """e4m3 [E, N, K], contiguous. In a gated product N = 2I, gate rows before up rows"""
     scales: Tensor
-    """fp32, contiguous: [E, ceil(N / 128), ceil(K / 128)] (gated: 2 * ceil(I / 128)), [E, N], or [E]"""
+    """fp32, contiguous, one per block: [E, ceil(N / 128), ceil(K / 128)], gated [E, 2 * ceil(I / 128), ceil(K / 128)]; one per
+    row: [E, N]; or one per expert: [E]"""
 
 
 @triton.jit
 def scale_at(scales, expert, tile_row, num_rows, block, num_blocks):
-    """The scale of a block of 128 rows and 128 of K; 0 past the last."""
+    """The scale of a block of 128 rows and 128 columns of an expert's weight; 0 past the last block of columns."""
     return tl.load(scales + (expert * num_rows + tile_row) * num_blocks + block, mask=block < num_blocks, other=0.0)
 
 
@@ -52,7 +54,8 @@ def experts_fp8_kernel(
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
     EVEN_K: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """num_rows, scale_stride: rows of x without routing; 1 with a scale for each row of W, 0 with one for all."""
+    """num_rows: rows of x, read only without routing. scale_stride: 1 if each row of W has a scale, 0 if an expert has one.
+    It is not read with block scales. SLOTS: number of pairs that read one row of x."""
     DOT: tl.constexpr = tl.float32 if INTERPRETED else x.dtype.element_ty
     unit, tile = program_place(num_units, tl.cdiv(n, BLOCK_N), GROUP)
     await_earlier(PDL)
@@ -68,7 +71,7 @@ def experts_fp8_kernel(
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     AHEAD: tl.constexpr = BLOCKED and BLOCK_T <= 32
-    if AHEAD:  # scales a step ahead in registers, where those suffice: they are not part of the pipeline
+    if AHEAD:  # load scales one block ahead: Triton does not pipeline them. Wider tiles have no registers left for this
         x_scale = tl.load(x_scales + row * num_blocks)
         scale = scale_at(w_scales, expert, first // 128, scale_rows, 0, num_blocks)
         up_scale = scale_at(w_scales, expert, tl.cdiv(n, 128) + first // 128, scale_rows, 0, num_blocks) if GATED else scale
@@ -123,12 +126,14 @@ def experts_fp8_up(
 ) -> Tensor:  # fmt: skip
     """The gated first product of each pair.
 
-    x        [T, H], from `quantise_rows`: a scale for each 128 values where the weight's scales are of blocks, else one a row
+    x        [T, H], from `quantise_rows`: one scale per 128 values if the weight has block scales, else one per row
     weight   [E, 2I, H]
     bias     bf16 or fp32 [E, 2I], or None
-    routing  from `route`, its unit_pairs = tile.block_t; tile.block_k is 128, tile.block_n divides 128 with scales of blocks
+    routing  from `route` with unit_pairs=tile.block_t
+    tile     block_k is 128; with block scales block_n divides 128
+    dtype    of the result: bf16 or fp32; on a CPU any float dtype
 
-    Returns [P, I] of `dtype` in pair order. Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
+    Returns [P, I] in pair order. Does not synchronise on a GPU. The launch raises ValueError for other shapes, dtypes or strides.
     """
     num_pairs, width = routing.expert_ids.numel(), weight.values.shape[1] // 2
     if not (x.values.is_cuda or interpret):
@@ -142,7 +147,11 @@ def experts_fp8_up_quantised(
     x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, routing: Routing, *, tile: ExpertTile, gate: Gate = SWIGLU,
     interpret: bool = False,
 ) -> Fp8Rows:  # fmt: skip
-    """`quantise_rows` of `experts_fp8_up` in bf16, in one launch: tile.block_n is 128, one scale each."""
+    """`experts_fp8_up` in bf16 and `quantise_rows` on its result, in one launch.
+
+    tile.block_n must be 128: a program then holds the 128 values of each scale that it writes.
+    Returns [P, I] in pair order with one scale per 128 values.
+    """
     num_pairs, width = routing.expert_ids.numel(), weight.values.shape[1] // 2
     if not (x.values.is_cuda or interpret):
         return quantise_rows_reference(experts_fp8_reference(x, weight, bias, routing.expert_ids, gate=gate).bfloat16())
@@ -169,7 +178,7 @@ def launch(
     kernel: str, x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, routing: Routing | None, tile: ExpertTile, out: Tensor, *,
     gate: Gate | None = None, out_scales: Tensor | None = None, compile_only: bool = False,
 ) -> None:  # fmt: skip
-    """Check the arguments and start the kernel, unless `compile_only`. Without a routing: one expert on every row."""
+    """Check the arguments and start the kernel, or only compile it. routing None: one expert multiplies every row of x."""
     num_experts, w_rows, k = weight.values.shape
     num_rows, n = x.values.shape[0], w_rows if gate is None else w_rows // 2
     blocked = _check_scales(kernel, x, weight, gate is not None, tile)
@@ -199,7 +208,7 @@ def launch(
 
 
 def _check_scales(kernel: str, x: Fp8Rows, weight: Fp8Weight, gated: bool, tile: ExpertTile) -> bool:
-    """Raise ValueError unless scales fit each other and the tile; whether they are of blocks."""
+    """Whether the weight has block scales. Raises ValueError unless x, weight, their scales and the tile fit each other."""
     (num_experts, w_rows, k), num_rows = weight.values.shape, x.values.shape[0]
     check(f"{kernel}: x", x.values, (num_rows, k), E4M3)
     check(f"{kernel}: weight", weight.values, (num_experts, w_rows, k), E4M3)
@@ -210,21 +219,25 @@ def _check_scales(kernel: str, x: Fp8Rows, weight: Fp8Weight, gated: bool, tile:
     check(f"{kernel}: scales of x", x.scales, (num_rows, num_blocks), torch.float32)
     check(f"{kernel}: scales of weight", weight.scales, shape, torch.float32)
     if tile.block_k != GROUP or (blocked and GROUP % tile.block_n):
-        raise ValueError(f"{kernel}: {tile}; block_k must be {GROUP}, and block_n divide it where scales are of blocks")
+        raise ValueError(f"{kernel}: {tile}; block_k must be {GROUP}; with block scales block_n must divide {GROUP}")
     return blocked
 
 
 def experts_fp8_reference(
     x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, expert_ids: Tensor, *, gate: Gate | None = None
 ) -> Tensor:
-    """fp32 (fp64 of fp64) [P, N]: the same in plain torch. With a gate each row of x serves its k pairs, else one pair each."""
+    """The product of each pair in plain torch: [P, N], with a gate [P, N / 2], in the dtype of x.scales (fp32 or fp64).
+
+    With a gate row t of x is the input of the k pairs of token t; without, row p is the input of pair p.
+    """
     slots = 1 if gate is None else expert_ids.shape[1]
     flat = expert_ids.flatten().long()
     rows = torch.arange(len(flat), device=flat.device) // slots
     y = torch.empty(len(flat), weight.values.shape[1], dtype=x.scales.dtype, device=flat.device)
     for expert in flat.unique().tolist():
         own = (flat == expert).nonzero()[:, 0]
-        picked = Fp8Rows(x.values.view(torch.uint8)[rows[own]].view(E4M3), x.scales[rows[own]])  # not every torch indexes e4m3
+        # Indexed as uint8: some torch versions cannot index e4m3.
+        picked = Fp8Rows(x.values.view(torch.uint8)[rows[own]].view(E4M3), x.scales[rows[own]])
         y[own] = fp8_product_reference(picked, weight.values[expert], weight.scales[expert], gated=gate is not None)
         if bias is not None:
             y[own] += bias[expert].to(y.dtype)
@@ -232,7 +245,12 @@ def experts_fp8_reference(
 
 
 def fp8_product_reference(x: Fp8Rows, values: Tensor, scales: Tensor, *, gated: bool) -> Tensor:
-    """fp32 (fp64 of fp64) [R, N] of rows and one weight [N, K] with its scales [row blocks, blocks], [N] or []."""
+    """R rows times one weight, in plain torch: [R, N] in the dtype of x.scales (fp32 or fp64).
+
+    values  e4m3 [N, K]
+    scales  [row blocks, ceil(K / 128)] of blocks, [N] of rows, or [] of the whole weight
+    gated   gate rows and up rows have blocks of scales of their own
+    """
     (num_rows, k), wide = values.shape, x.scales.dtype
     if scales.dim() < 2:
         return x.values.to(wide) @ values.to(wide).T * x.scales * scales.to(wide)

@@ -1,8 +1,8 @@
-"""Grouped products of experts with MXFP4 weights: nibbles become bf16 in registers, from which the tensor cores read them.
+"""Grouped products of experts with MXFP4 weights: 4-bit values become bf16 in registers, from which the tensor cores read them.
 
-Formula, work list and order of sums are those of `experts.py`, so the result is that of the dequantised weights, which bf16 holds
-exactly. Weights are in the order of `mxfp4.py`. Bound by their bytes (17/32 a value) and, close to it, by the instructions that
-unpack them: about four for two values.
+bf16 holds every dequantised weight exactly. Formula, work list and order of sums are those of `experts.py`, so the result equals
+that of `experts.py` with dequantised weights. Weights are in the order of `mxfp4.py`.
+Bound by memory (17/32 bytes per weight); the instructions that unpack weights, about four for two values, take nearly as long.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ from batchspec.kernels.moe.units import Routing, program_place, unit_pairs
 
 @triton.jit
 def load_scales(scales, expert, first, num_rows, block, num_blocks, BLOCK_N: tl.constexpr):
-    """int32 [BLOCK_N]: the four scales of each row for this block of 128."""
+    """int32 [BLOCK_N]: for each row the four scales of this block of 128 columns, one per byte."""
     rows = tl.minimum(first + tl.arange(0, BLOCK_N), num_rows - 1)
     return tl.load(scales + (expert * num_blocks + block).to(tl.int64) * num_rows + rows)
 
 
 @triton.jit
 def wait_for(acc):
-    """acc, read here: a product still on its way at the end of the loop would make ptxas wait after every wgmma (C7515)."""
+    """acc unchanged, but only once its wgmma has finished.
+
+    If a wgmma were still running at the end of the loop's body, ptxas would wait after every single wgmma (its warning C7515).
+    """
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], dtype=tl.float32, is_pure=True, pack=1)
 
 
@@ -51,7 +54,7 @@ def experts_mxfp4_kernel(
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
     EVEN_K: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """w: int16 words, BLOCK_K / 4 of a row for BLOCK_K = 128 values. SLOTS: pairs that read one row of x."""
+    """w: int16 words, 32 (BLOCK_K / 4) for each 128 values (BLOCK_K) of a row. SLOTS: number of pairs that read one row of x."""
     unit, tile = program_place(num_units, tl.cdiv(n, BLOCK_N), GROUP)
     await_earlier(PDL)
     expert, pair, exists, count = unit_pairs(pairs, units, unit, 0, BLOCK_T)
@@ -96,13 +99,14 @@ def experts_mxfp4_up(
 ) -> Tensor:  # fmt: skip
     """The gated first product of each pair.
 
-    x        bf16 [T, H]  rows may be slices of wider ones (16-byte rows on a GPU). On a CPU any float dtype
-    weight   of [E, 2I, H], gate rows before up rows, from `shuffle_mxfp4`
+    x        bf16 [T, H], on a CPU any float dtype  rows may be slices of wider rows; on a GPU they begin at 16-byte boundaries
+    weight   from `shuffle_mxfp4`, of a matrix [E, 2I, H], gate rows before up rows
     bias     bf16 or fp32 [E, 2I], or None
-    routing  from `route`, its unit_pairs = tile.block_t; tile.block_k is 128
-    out      the dtype of x or fp32 [P, I] contiguous, in pair order, or None for a new tensor
+    routing  from `route` with unit_pairs=tile.block_t
+    tile     block_k is 128
+    out      bf16 or fp32 [P, I], contiguous, in pair order; None: a new tensor of x's dtype
 
-    Returns out. Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
+    Returns out. Does not synchronise on a GPU. The launch raises ValueError for other shapes, dtypes or strides.
     """
     (num_tokens, top_k), width = routing.expert_ids.shape, weight.words.shape[1] // 2
     out = x.new_empty(num_tokens * top_k, width) if out is None else out
@@ -118,7 +122,7 @@ def experts_mxfp4_down(
     h: Tensor, weight: Mxfp4Weight, bias: Tensor | None, routing: Routing, *, tile: ExpertTile, out: Tensor | None = None,
     interpret: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The second product of each pair: h [P, I] in pair order, weight of [E, H, I] -> [P, H]. See `experts_mxfp4_up`."""
+    """The second product of each pair: h [P, I] in pair order, weight of a matrix [E, H, I] -> [P, H]. See `experts_mxfp4_up`."""
     out = h.new_empty(h.shape[0], weight.words.shape[1]) if out is None else out
     if h.is_cuda or interpret:
         launch("experts_mxfp4_down", h, weight, bias, routing, tile, out)

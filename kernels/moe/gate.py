@@ -1,4 +1,4 @@
-"""The gate of an expert: what its first product becomes before the second, in a kernel and in plain torch."""
+"""The activation between the two products of an expert, gate and up -> one number, in a kernel and in plain torch."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """silu(g) * u, or with a limit g' * sigmoid(alpha * g') * (u' + 1), g' = min(g, limit), u' = u within +-limit.
+    """limit None: silu(g) * u. Else g' * sigmoid(alpha * g') * (u' + 1) with g' = min(g, limit), u' = u clamped to +-limit.
 
-    The second form is gpt-oss's (openai/gpt-oss, gpt_oss/torch/model.py, swiglu). The caller rounds once.
+    g and u are the gate half and the up half of the first product, bias included. `alpha` is unused without a limit.
+    The second form is that of gpt-oss (openai/gpt-oss, gpt_oss/torch/model.py, swiglu). The caller rounds the result.
     """
 
     limit: float | None = None
     alpha: float = 1.702
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Of the halves of a gate-up product, with bias."""
+        """The activation of gate and up, tensors of one shape, in their dtype."""
         if self.limit is None:
             return gate * torch.sigmoid(gate) * up
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
@@ -32,8 +33,8 @@ SWIGLU = Gate()
 
 
 @triton.jit
-def open_gate(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
-    """`Gate` of two blocks in fp32; LIMIT None: silu."""
+def apply_gate(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """`Gate` applied to two fp32 blocks of one shape. LIMIT None: silu(gate) * up."""
     if LIMIT is None:
         y = gate / (1.0 + tl.exp(-gate)) * up
     else:

@@ -1,17 +1,20 @@
 """MXFP4 weights in the order in which the grouped products read them.
 
-A checkpoint holds, of each row, blocks of 32 values: 16 bytes, low nibble first, and one scale 2^(u - 127). A nibble is sign, two
-bits of exponent, one of mantissa: +-{0, .5, 1, 1.5, 2, 3, 4, 6} (OCP Microscaling Formats 1.0).
-Here 128 values of a row, padded with zeros at the end, are 32 words of 16 bits, and word j holds the values j, 32 + j, 64 + j and
-96 + j. So one tile of words serves four dots of 32 values, each with one scale a row, and no value moves between registers.
+A checkpoint stores each row in blocks of 32 values: 16 bytes, low nibble first, and one scale byte u that means 2^(u - 127).
+A nibble has a sign bit, two exponent bits and one mantissa bit: +-{0, .5, 1, 1.5, 2, 3, 4, 6} (OCP Microscaling Formats 1.0).
 
-    bit of a word  15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
-    of value        0  3  3  1  3  3  2  0  0  0  1  1  1  2  2  2
+Here a row is padded with zeros to a multiple of 128 values. Each 128 values are 32 words of 16 bits; word j holds values j,
+32 + j, 64 + j and 96 + j as its values 0, 1, 2 and 3. So value i of all words is one block of 32 values with one scale per row: a
+tile of words is the operand of four dots, one after another, and no value moves between registers.
 
-Bits 15 and 8 to 6 are where bf16 has its sign, the end of its exponent and the first of its mantissa, and read as value * 2^-126:
-value 0 takes one mask, values 1 and 2 a shift before it, value 3 a shift, a mask, a multiplication that moves its bits apart, and
-a mask (`PLACES` names the bits, the sign first). Bytes of the scales are u + 126, the bf16 exponent of 2^(u - 1), so that
-one multiplication gives value * 2^(u - 127). Hence scales above 2 (u > 128) are refused.
+    bit of the word         15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
+    belongs to value         0  3  3  1  3  3  2  0  0  0  1  1  1  2  2  2
+
+In bf16, bit 15 is the sign, bits 8 and 7 are the lowest bits of the exponent, and bit 6 is the highest bit of the mantissa. So a
+word with a nibble in these four bits and zeros elsewhere, read as bf16, is value * 2^-126. Value 0 needs a mask to get there;
+values 1 and 2 a shift and a mask; value 3 a shift, a mask, a multiplication that spreads its bits, and a mask (`PLACES` lists the
+bits of each value, sign first). A scale is stored as the byte u + 126, which is the bf16 exponent of 2^(u - 1), so that one
+multiplication gives value * 2^(u - 127). u + 126 must be less than 255: scales above 2 (u > 128) are refused.
 """
 
 from __future__ import annotations
@@ -27,17 +30,17 @@ BLOCK = 128
 SCALE_BLOCK = 32
 LARGEST_SCALE = 128
 PLACES = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (11, 10, 14, 13))
-"""Bits of a word that hold value 0, 1, 2 and 3."""
+"""For values 0, 1, 2 and 3 of a word: its bits that hold sign, exponent, exponent, mantissa."""
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 class Mxfp4Weight(NamedTuple):
-    """The weights of all experts, shuffled; E any leading dimensions."""
+    """Weights in the order of the module's docstring. E stands for any leading dimensions, such as the experts."""
 
     words: Tensor
     """uint8 [E, N, ceil(K / 128) * 64], contiguous"""
     scales: Tensor
-    """uint8 [E, ceil(K / 128), N, 4], contiguous"""
+    """uint8 [E, ceil(K / 128), N, 4], contiguous; u + 126 of the four blocks of 32 in each 128 values"""
 
 
 def mxfp4_shapes(num_rows: int, k: int) -> tuple[tuple[int, int], tuple[int, int, int]]:
@@ -47,13 +50,14 @@ def mxfp4_shapes(num_rows: int, k: int) -> tuple[tuple[int, int], tuple[int, int
 
 
 def shuffle_mxfp4(blocks: Tensor, scales: Tensor) -> Mxfp4Weight:
-    """From a checkpoint's order.
+    """Convert weights from a checkpoint's order.
 
     blocks  uint8 [..., N, K / 32, 16]
     scales  uint8 [..., N, K / 32]
 
-    Raises ValueError where a scale is above 2. Synchronises on a GPU. Leading dimensions are free: take one expert at a time, for
-    the intermediate numbers fill several times the memory of the blocks, and on the GPU, for it is some fifty passes over them.
+    Raises ValueError for other shapes or dtypes and for a scale above 2. Synchronises on a GPU.
+    Convert one expert at a time, because temporaries take several times the memory of the blocks; and convert on the GPU, because
+    the conversion makes about fifty passes over them.
     """
     *lead, num_rows, num_scales = scales.shape
     if blocks.shape != (*scales.shape, 16) or blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
@@ -75,7 +79,7 @@ def shuffle_mxfp4(blocks: Tensor, scales: Tensor) -> Mxfp4Weight:
 
 
 def unshuffle_mxfp4(weight: Mxfp4Weight, k: int) -> tuple[Tensor, Tensor]:
-    """The checkpoint's blocks and scales again; k is a multiple of 32."""
+    """Convert back to a checkpoint's blocks and scales; k, the number of columns, is a multiple of 32."""
     *lead, num_rows, _ = weight.words.shape
     words = weight.words.view(torch.int16).view(*lead, num_rows, -1, 32)
     parts = [sum((words >> place & 1) << (3 - bit) for bit, place in enumerate(places)) for places in PLACES]
@@ -86,7 +90,7 @@ def unshuffle_mxfp4(weight: Mxfp4Weight, k: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantise_mxfp4(weight: Mxfp4Weight, k: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """[..., N, K] in plain torch; exact in bf16, fp32 and fp64."""
+    """The weights as numbers [..., N, K], in plain torch; exact in bf16, fp32 and fp64."""
     return dequantise_blocks(*unshuffle_mxfp4(weight, k)).to(dtype)
 
 
@@ -99,7 +103,11 @@ def dequantise_blocks(blocks: Tensor, scales: Tensor) -> Tensor:
 
 @triton.jit
 def unpack(words, scales, PART: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Values [N, 32] PART of int16 words, times their scales: int32 [N], a byte a part. bf16, interpreted fp32."""
+    """Value PART (0 to 3) of each word, times its scale: [N, 32], bf16; fp32 in Triton's interpreter.
+
+    words   int16 [N, 32]
+    scales  int32 [N]; byte PART is the stored scale of that value's block
+    """
     if INTERPRETED:
         word = words.to(tl.int32) & 0xFFFF
         if PART < 3:
@@ -108,8 +116,8 @@ def unpack(words, scales, PART: tl.constexpr, INTERPRETED: tl.constexpr):
             bits = (((word >> 7) & 0xD8) * 2081) & 0x81C0
         exponent = (scales >> (8 * PART)) & 0xFF
         y = (bits << 16).to(tl.float32, bitcast=True) * (exponent << 23).to(tl.float32, bitcast=True)[:, None]
-    else:  # two words at once
-        scale = tl.inline_asm_elementwise(  # byte PART, as exponent of both halves
+    else:  # each instruction works on two words
+        scale = tl.inline_asm_elementwise(  # byte PART to the exponent bits of both bf16 halves
             "{ .reg .b32 e, i; mov.b32 i, $2; prmt.b32 e, $1, 0, i; shr.u32 $0, e, 1; }", "=r,r,r",
             [scales, 0x0404 + PART * 0x1010], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip

@@ -1,9 +1,10 @@
-"""Rows to e4m3 with a scale for each 128 values, or one for the whole row: the activations of products with FP8 weights.
+"""Quantise rows to e4m3 with one scale per 128 values or per row: the activations of products with FP8 weights.
 
-    scale = max(largest |x|, 1e-10) / 448, or as given        values = x / scale within -448 .. 448, rounded to nearest even
+    scale  = max(largest |x| of the group, 1e-10) / 448, or a given scale
+    values = x / scale, clamped to -448 .. 448, rounded to nearest even
 
-in fp32, as vLLM's per_token_group_quant_fp8 with group size 128 does (no power-of-two scales). One program a row. Bound by memory
-at prefill sizes (bytes a value: itemsize + 1), by launch latency at decode sizes.
+Computed in fp32, as vLLM's per_token_group_quant_fp8 with group size 128 does (scales are not rounded to powers of two).
+Each program quantises one row. Bound by memory at prefill sizes (itemsize + 1 bytes a value), by launch latency at decode sizes.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ class Fp8Rows(NamedTuple):
     values: Tensor
     """e4m3 [R, K], contiguous"""
     scales: Tensor
-    """fp32 (fp64 of fp64) [R, ceil(K / 128)], contiguous, or [R, 1]: one of the whole row"""
+    """[R, ceil(K / 128)], or [R, 1] with one scale per row; contiguous, fp32 (fp64 if the rows were fp64)"""
 
 
 @triton.jit
 def magnitude(x):
-    """|x|, of NaN inf: the scale is inf then, and products with it are NaN, as the value's own would be."""
+    """|x|, and inf for NaN. The scale of a group with NaN is then inf, and products with the group are NaN, as they must be."""
     return tl.where(x == x, tl.abs(x), float("inf"))
 
 
 @triton.jit
 def to_e4m3(x, largest, INTERPRETED: tl.constexpr):
-    """Values and scale of groups whose largest magnitude is given, in the shape that multiplies x."""
+    """x as e4m3, and the scales of its groups; `largest`, their largest magnitudes, broadcasts against x, as do the scales."""
     scale = tl.div_rn(tl.maximum(largest, 1e-10), 448.0)
     return scaled_e4m3(x, scale, INTERPRETED), scale
 
@@ -60,7 +61,7 @@ def quantise_kernel(
     x, out, out_scales, given, stride, k, WHOLE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """given: the scale of every row, or None."""
+    """given: one scale for all rows, or None. WHOLE: one scale per row. GROUPS: groups of a row, padded to a power of two."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     place = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -82,16 +83,16 @@ def quantise_kernel(
 def quantise_rows(x: Tensor, *, whole: bool = False, scale: float | None = None, interpret: bool = False) -> Fp8Rows:
     """Quantise each row.
 
-    x      bf16 or fp32 [R, K]  rows may be slices of wider ones
-    whole  one scale a row, else one for each 128 values
-    scale  that of every row, calibrated beforehand, or None; with `whole`
+    x      bf16 or fp32 [R, K]  rows may be slices of wider rows
+    whole  True: one scale per row; False: one per 128 values of a row
+    scale  a calibrated scale for all rows, which needs `whole`; None: computed from each row
 
-    Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
+    Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides, and for a scale without `whole`.
     """
     num_rows, k = x.shape
     check("quantise_rows: x", x, (num_rows, k), torch.bfloat16, torch.float32, rows=True)
     if scale is not None and not whole:
-        raise ValueError("quantise_rows: a given scale is that of whole rows")
+        raise ValueError(f"quantise_rows: scale={scale} applies to whole rows; pass whole=True, or scale=None")
     if not (x.is_cuda or interpret):
         return quantise_rows_reference(x, whole=whole, scale=scale)
     num_groups = -(-k // GROUP)
@@ -106,7 +107,7 @@ def quantise_rows(x: Tensor, *, whole: bool = False, scale: float | None = None,
 
 
 def quantise_rows_reference(x: Tensor, *, whole: bool = False, scale: float | None = None) -> Fp8Rows:
-    """The same in plain torch, of any floating-point dtype; fp64 in fp64."""
+    """`quantise_rows` in plain torch, for any floating-point dtype; fp64 rows are scaled in fp64."""
     num_rows, k = x.shape
     size = k if whole else GROUP
     wide = x.to(torch.promote_types(x.dtype, torch.float32))

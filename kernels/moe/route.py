@@ -1,15 +1,17 @@
-"""Which experts each token goes to, and the work list of the grouped products, from the router's logits.
+"""From the router's logits: the k experts of each token, their weights, and the work list of the grouped products.
 
-    softmax   the k largest logits; weights are their shares of the softmax over all E experts, or with norm_topk of the softmax
-              over the k, which is the same as softmax over all, then the k largest divided by their sum
-    sigmoid   s = 1 / (1 + exp(-logit)), the k largest s + bias; weights s, with norm_topk divided by their sum
+    softmax   experts: the k largest logits. Weights: softmax over all E experts; with norm_topk over the k chosen ones, which
+              equals the softmax over all divided by the sum of the k
+    sigmoid   s = 1 / (1 + exp(-logit)). Experts: the k largest s + bias. Weights: s; with norm_topk divided by their sum
 
-The lowest id wins of equal scores. Slots are in the order of falling weights, the lowest id first of equals. NaN counts as -inf,
-so that every token has k different experts. Scores are compared as integers that sort like the numbers, with the id in the low
-bits: one maximum a slot finds both.
-Lists are made without atomics: pairs are counted, then each is written after the earlier ones of its expert. Few scores: one
-program does all. More: a second launch, where every program counts the pairs of all experts and then writes those of its own.
-Bound by launch latency; at prefill sizes by reading the P expert ids E times from the second-level cache.
+Of experts with equal scores the lowest id is chosen. A token's slots are sorted by weight, largest first; equal weights by id,
+lowest first. NaN counts as -inf, so every token gets k different experts. The choice packs each score, as an integer that sorts
+like the number, and the expert's id in the low bits into one int64: one maximum per slot finds both.
+
+The lists are made without atomics: pairs are counted per expert, then each pair is written after the earlier pairs of its expert.
+Up to ONE_LAUNCH_SCORES scores (T * E) one program does everything. Beyond, a second launch has one program per expert, which
+counts the pairs of all experts and writes those of its own.
+Bound by launch latency; at prefill sizes by reading the P expert ids E times from the L2 cache.
 """
 
 from __future__ import annotations
@@ -30,10 +32,10 @@ from batchspec.kernels.moe.units import FIELDS, Routing, max_units
 
 Scoring = Literal["softmax", "sigmoid"]
 MAX_EXPERTS, MAX_TOP_K = 512, 16
-ONE_LAUNCH_SCORES = 1024  # T * E; measured on an H200: one launch takes 18 to 58 us at 64 tokens, two 6 to 14 us at 256
-TOKENS = 4  # of a program, one a warp
-TOKENS_ALONE = 16  # at a time, where one program does all
-BLOCK, BLOCK_ALONE = 2048, 64  # pairs at a time
+ONE_LAUNCH_SCORES = 1024  # T * E. Measured on an H200: one launch takes 18 to 58 us for 64 tokens, two take 6 to 14 us for 256
+TOKENS = 4  # per program, one per warp, when there are two launches
+TOKENS_ALONE = 16  # per iteration, when one program does everything
+BLOCK, BLOCK_ALONE = 2048, 64  # pairs per iteration: with two launches, with one
 
 
 @triton.jit
@@ -41,7 +43,7 @@ def choose(
     logits, bias, out_ids, out_weights, tokens, num_tokens, stride, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
     SIGMOID: tl.constexpr, NORM: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """The experts and weights of some tokens."""
+    """Choose and write the experts and weights of some tokens, given by index. LANES, SLOTS: E and k padded to powers of two."""
     lane = tl.arange(0, LANES)
     slot = tl.arange(0, SLOTS)
     inside = (tokens < num_tokens)[:, None] & (lane < NUM_EXPERTS)[None, :]
@@ -73,7 +75,7 @@ def choose(
         if not NORM:
             values = values / tl.sum(tl.exp(score - largest[:, None]), 1)[:, None]
     place = slot[None, :]
-    if bias is not None:  # by weight, while no weight is NaN: every slot must get an expert
+    if bias is not None:  # slots were found by s + bias: sort them by s, before a division by 0 can make weights NaN
         before = (values[:, None, :] > values[:, :, None]) | (
             (values[:, None, :] == values[:, :, None]) & (ids[:, None, :] < ids[:, :, None])
         )
@@ -102,7 +104,10 @@ def write_units(
     counts, out_offsets, out_units, out_num_read, num_pairs, num_units, NUM_EXPERTS: tl.constexpr, UNIT_PAIRS: tl.constexpr,
     LANES: tl.constexpr,
 ):  # fmt: skip
-    """Offsets and units from the number of pairs of each expert [LANES]; returns its first place in the list of pairs."""
+    """Write offsets, units and the number of experts with pairs, from `counts`, the number of pairs of each expert [LANES].
+
+    Returns the index of each expert's first pair in the list of pairs [LANES].
+    """
     lane = tl.arange(0, LANES)
     if out_num_read is not None:
         tl.store(out_num_read, tl.sum((counts > 0).to(tl.int32), 0))
@@ -129,7 +134,7 @@ def route_kernel(
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr, NORM: tl.constexpr, UNIT_PAIRS: tl.constexpr,
     ALONE: tl.constexpr, TOKENS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ALONE: the one program of the launch also makes the lists; else `list_kernel` follows."""
+    """ALONE: the launch has one program, which also makes the lists. Otherwise `list_kernel` makes them afterwards."""
     token = tl.arange(0, TOKENS)
     await_earlier(PDL)
     if ALONE:
@@ -163,7 +168,7 @@ def list_kernel(
     expert_ids, out_pairs, out_offsets, out_units, out_num_read, num_pairs, num_units,
     NUM_EXPERTS: tl.constexpr, UNIT_PAIRS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program e writes the pairs of expert e; program 0 offsets and units too."""
+    """Program e writes the pairs of expert e; program 0 also writes offsets and units."""
     own = tl.program_id(0)
     await_earlier(PDL)
     counts = count_pairs(expert_ids, num_pairs, LANES, BLOCK)
@@ -183,19 +188,22 @@ def route(
 ) -> Routing:  # fmt: skip
     """Experts, weights and the work list of T tokens; see the module's docstring.
 
-    logits      fp32 or bf16 [T, E], E up to 512; rows may be slices of wider ones. On a CPU fp64 too
-    top_k       experts of a token, up to 16
-    norm_topk   the weights of a token sum to 1
-    bias        fp32 [E], added to the sigmoid for the choice alone; None with softmax
-    unit_pairs  pairs of a unit: the token tile of the grouped products
-    out_num_read  int32 [1], or None: the number of experts that have tokens
+    logits        fp32 or bf16 [T, E], E up to 512 (on a CPU also fp64)  rows may be slices of wider rows
+    top_k         number of experts per token, up to 16
+    norm_topk     the weights of a token are made to sum to 1
+    bias          fp32 [E], added to the sigmoid scores to choose experts, not to the weights; None with softmax
+    unit_pairs    most pairs of a unit: the tile over pairs (block_t) of the grouped products
+    out_num_read  int32 [1] that gets the number of experts that have tokens, or None
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
     num_tokens, num_experts = logits.shape
     check("route: logits", logits, (num_tokens, num_experts), torch.float32, torch.bfloat16, torch.float64, rows=True)
     if not (1 <= top_k <= min(num_experts, MAX_TOP_K) and num_experts <= MAX_EXPERTS):
-        raise ValueError(f"route: {top_k} of {num_experts} experts; at most {MAX_TOP_K} of {MAX_EXPERTS}")
+        raise ValueError(
+            f"route: top_k is {top_k} of {num_experts} experts; must be 1 to {MAX_TOP_K} and at most the number of experts, "
+            f"which is at most {MAX_EXPERTS}"
+        )
     if bias is not None:
         check("route: bias", bias, (num_experts,), torch.float32)
         if scoring != "sigmoid":
@@ -228,25 +236,16 @@ def route(
     )  # fmt: skip
     if not alone:
         list_kernel[(num_experts,)](
-            ids,
-            pairs,
-            offsets,
-            units,
-            out_num_read,
-            num_pairs,
-            num_units,
-            BLOCK=BLOCK,
-            num_warps=8,
-            **sizes,
-            **launch_args(logits),
-        )
+            ids, pairs, offsets, units, out_num_read, num_pairs, num_units,
+            BLOCK=BLOCK, num_warps=8, **sizes, **launch_args(logits),
+        )  # fmt: skip
     return routing
 
 
 def route_reference(
     logits: Tensor, top_k: int, *, scoring: Scoring = "softmax", norm_topk: bool, bias: Tensor | None = None, unit_pairs: int
 ) -> Routing:
-    """The same in plain torch, in fp32 (fp64 of fp64)."""
+    """`route` in plain torch, without limits on E and k; computed in fp32, or in fp64 if the logits are fp64."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     wide = wide.masked_fill(wide.isnan(), float("-inf"))
     scores = wide.sigmoid() if scoring == "sigmoid" else wide
@@ -266,7 +265,7 @@ def route_reference(
 
 
 def lists_reference(expert_ids: Tensor, weights: Tensor, num_experts: int, unit_pairs: int) -> Routing:
-    """The lists of given choices, in plain torch. Does not synchronise."""
+    """A Routing from experts and weights [T, k] that were already chosen, in plain torch. Does not synchronise."""
     (num_tokens, top_k), device = expert_ids.shape, expert_ids.device
     by_expert = torch.sort(expert_ids.flatten().int(), stable=True)
     offsets = torch.searchsorted(by_expert.values, torch.arange(num_experts + 1, dtype=torch.int32, device=device)).int()

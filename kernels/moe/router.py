@@ -1,8 +1,8 @@
 """The router's logits in fp32: logits = x @ weight.T + bias, T tokens, E experts.
 
-Not rounded to the model's dtype, as a plain product would be: near ties between experts stay apart. Every sum runs over H in
-the same order whatever T: blocks of one size, and tiles too narrow for the instructions that Triton uses from 64 rows on. fp32
-weights are split into two TF32 parts, about 22 bits. Bound by latency at decode sizes.
+The logits are not rounded to the model's dtype, so that nearly equal experts keep their order. The order of each sum over H does
+not depend on T: every launch uses blocks of one size and tiles of fewer than 64 rows, as Triton takes another instruction from 64
+rows on. fp32 weights are split into two TF32 parts, which hold about 22 bits. Bound by launch latency at decode sizes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 
-MANY_TOKENS = 256
-BLOCK_K, BLOCK_K_WIDE = 128, 64  # for fp32 weights, whose parts take registers
+MANY_TOKENS = 256  # beyond, tiles are larger
+BLOCK_K, BLOCK_K_WIDE = 128, 64  # WIDE: for fp32 operands, whose two TF32 parts take more registers
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -29,7 +29,7 @@ def router_kernel(
     x, w, bias, out, num_tokens, stride_x, NUM_EXPERTS: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """WIDE: products of fp32."""
+    """WIDE: x or w is fp32, and products are fp32 made of three TF32 products."""
     expert_tiles: tl.constexpr = (NUM_EXPERTS + BLOCK_E - 1) // BLOCK_E
     token = tl.program_id(0) // expert_tiles * BLOCK_T + tl.arange(0, BLOCK_T)
     expert = tl.program_id(0) % expert_tiles * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -58,11 +58,11 @@ def router_kernel(
 
 
 def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, interpret: bool = False) -> Tensor:
-    """fp32 [T, E].
+    """The router's logits [T, E], fp32; fp64 if x is fp64.
 
-    x       bf16 or fp32 [T, H]  rows may be slices of wider ones. On a CPU fp64 too, which gives fp64
-    weight  bf16 or fp32 [E, H], contiguous
-    bias    bf16 or fp32 [E], or None
+    x       bf16 or fp32 [T, H], on a CPU also fp64  rows may be slices of wider rows
+    weight  bf16 or fp32 [E, H], on a CPU also fp64; contiguous
+    bias    bf16 or fp32 [E], on a CPU also fp64; or None
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
@@ -87,7 +87,7 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, inte
 
 
 def router_logits_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The same in plain torch."""
+    """`router_logits` in plain torch."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 

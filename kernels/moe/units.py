@@ -1,7 +1,8 @@
-"""What a router decides about a batch: experts, weights, the pairs of each expert, and the work list of the grouped products.
+"""A routed batch: experts and weights of each token, pairs of each expert, and the units (work list) of the grouped products.
 
-T tokens choose k of E experts each: P = T * k pairs, pair t * k + s is slot s of token t. A unit is up to `unit_pairs` pairs of
-one expert that lie side by side in `pairs`; the number of units is known on the card alone, its bound on the host.
+T tokens choose k of E experts each. That makes P = T * k pairs (token, slot); pair t * k + s is slot s of token t.
+`pairs` lists them sorted by expert. A unit is a run of up to `unit_pairs` pairs of one expert in this list, and each program of a
+grouped product works on one unit. Only the GPU knows the number of units; the host launches for an upper bound (`max_units`).
 """
 
 from __future__ import annotations
@@ -16,33 +17,34 @@ from torch import Tensor
 from batchspec.kernels.common.checks import check
 
 FIELDS = 4
-"""Of a unit: expert, index of its first pair in `pairs`, number of pairs (0: nothing to do), 0."""
+"""Numbers that describe a unit: expert, index of its first pair in `pairs`, number of pairs (0: nothing to do), 0."""
 
 
 class Routing(NamedTuple):
     """The outputs of `route`; see the module's docstring."""
 
     expert_ids: Tensor
-    """int32 [T, k], slots by falling weight, the lowest id first of equals"""
+    """int32 [T, k]; slots of a token sorted by weight, largest first, then by id, lowest first"""
     weights: Tensor
-    """fp32 [T, k] (fp64 of fp64 logits)"""
+    """[T, k], fp32; fp64 if the logits were fp64"""
     pairs: Tensor
-    """int32 [P], by (expert, pair)"""
+    """int32 [P], sorted by expert, then by pair"""
     offsets: Tensor
-    """int32 [E + 1]: expert e has pairs[offsets[e]:offsets[e + 1]]"""
+    """int32 [E + 1]: the pairs of expert e are pairs[offsets[e]:offsets[e + 1]]"""
     units: Tensor
-    """int32 [max_units, 4], by (expert, first pair), those without pairs last"""
+    """int32 [max_units, 4], sorted by expert, then by first pair; units without pairs come last"""
     unit_pairs: int
+    """Most pairs of a unit."""
 
 
 def max_units(num_tokens: int, top_k: int, num_experts: int, unit_pairs: int) -> int:
-    """The most units that so many pairs can need, however they are spread over the experts."""
+    """An upper bound of the number of units of this many tokens, whatever experts they choose."""
     num_pairs = num_tokens * top_k
     return min(num_experts, num_pairs) + num_pairs // unit_pairs
 
 
 def check_routing(kernel: str, routing: Routing, num_tokens: int, num_experts: int) -> None:
-    """`check` what the grouped products read of a routing."""
+    """`check` the tensors of a routing that the grouped products read. Raises ValueError."""
     top_k = routing.expert_ids.shape[1]
     check(f"{kernel}: pairs", routing.pairs, (num_tokens * top_k,), torch.int32)
     check(f"{kernel}: offsets", routing.offsets, (num_experts + 1,), torch.int32)
@@ -51,9 +53,10 @@ def check_routing(kernel: str, routing: Routing, num_tokens: int, num_experts: i
 
 @triton.jit
 def program_place(num_units, num_tiles, GROUP: tl.constexpr):
-    """Unit and tile of rows of this program: tiles of GROUP units before the next units, units fastest.
+    """The unit of this program and its tile of rows of W.
 
-    Units of one expert that run side by side read the same weights, and the tokens of a group stay in the second-level cache.
+    Programs run in this order: groups of GROUP units; in a group, tiles; for a tile, the group's units. So neighbouring programs
+    with units of one expert read the same weights, and the tokens of a group stay in the L2 cache.
     """
     program = tl.program_id(0)
     first = program // (GROUP * num_tiles) * GROUP
@@ -64,7 +67,10 @@ def program_place(num_units, num_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def unit_pairs(pairs, units, unit, num_rows, BLOCK_T: tl.constexpr):
-    """A unit's expert, its pairs int64 [BLOCK_T], which of them exist, and their number. `pairs` None: one expert, all rows."""
+    """A unit's expert, its pairs int64 [BLOCK_T], which of them exist bool [BLOCK_T], and how many exist.
+
+    pairs None: there is one expert, and every row of x (num_rows) is a pair.
+    """
     lane = tl.arange(0, BLOCK_T)
     if pairs is None:
         expert = unit * 0

@@ -63,7 +63,7 @@ def test_rows_are_quantised_by_a_given_scale_and_saturate(interpret: bool, devic
     assert torch.equal(found.scales, torch.full((5, 1), 0.25, device=device))
     assert torch.equal(found.values.float(), (x / 0.25).clamp(-448, 448).to(E4M3).float())
     assert found.values.float()[3, 7].item() == -448
-    with pytest.raises(ValueError, match="a given scale is that of whole rows"):
+    with pytest.raises(ValueError, match=r"scale=0\.\d+ applies to whole rows; pass whole=True, or scale=None"):
         quantise_rows(x, scale=0.25, interpret=interpret)
 
 

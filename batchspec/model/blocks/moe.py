@@ -1,11 +1,12 @@
 """A mixture of experts: each token goes through the k gated MLPs that its router prefers.
 
-    logits = norm(x) Wg' + b                          in fp32 at least
-    weights, ids = route(logits)                      `kernels/moe/route.py`
-    sum over the slots of weight * down_e(act(gate_e(x), up_e(x)))
+    x = norm(stream)
+    logits = x Wr' + b                                in fp32, or fp64 in a model of fp64; Wr [E, H] is the router's matrix
+    ids, weights = route(logits)                      k of E experts per token, `kernels/moe/route.py`
+    stream += sum over the k slots, in order, of weight * down_e(act(gate_e(x), up_e(x))), e the expert of the slot
 
-The experts of a layer are two grouped products (`forward.GroupedProduct`), each in its weight format. The sum is added to the
-stream by the norm that follows.
+The experts of a layer are two grouped products (`forward.GroupedProduct`), each in its weight format. The next norm of the stream
+computes the sum over the slots and adds it (`Stream.add_pairs`).
 Source: transformers, models/qwen3_moe (Qwen3MoeTopKRouter, Qwen3MoeExperts).
 """
 
@@ -30,15 +31,15 @@ class RouterSpec:
     """The shape of a router. No weight format changes its tensors."""
 
     name: str
-    """of its matrix [E, H], without `.weight`"""
+    """Name of its matrix [E, H] in the checkpoint, without `.weight`."""
     top_k: int
-    """Experts of a token."""
+    """Number of experts per token."""
     scoring: Scoring = "softmax"
     norm_topk: bool = True
-    """The weights of a token's experts sum to 1; of softmax that is the softmax over their logits alone."""
+    """The weights of a token's experts are made to sum to 1. With softmax they are then the softmax over the chosen logits."""
     bias: bool = False
     selection_bias: str | None = None
-    """Name of a vector [E] that is added to sigmoid scores for the choice alone."""
+    """Name of a vector [E] that is added to the sigmoid scores when experts are chosen, but not to their weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +49,9 @@ class MoeSpec:
     router: RouterSpec
     experts: ExpertsSpec
     eps: float
-    """of its norm"""
+    """Epsilon of `norm`."""
     norm: str = "post_attention_layernorm"
+    """Name of the norm before router and experts."""
     norms: NormForm = PLAIN_NORM
 
     @property
@@ -66,7 +68,7 @@ class MoeSpec:
 
     @property
     def vectors(self) -> tuple[TensorSpec, ...]:
-        """The norm, and all of the router, in fp32."""
+        """The norm's weight, and the router's matrix and biases; the router's are kept in fp32 at least."""
         router, num_experts = self.router, self.experts.num_experts
         biases = [f"{router.name}.bias"] if router.bias else []
         biases += [router.selection_bias] if router.selection_bias else []
@@ -82,14 +84,21 @@ class MoeSpec:
 
     @property
     def activation_size(self) -> int:
-        """fp32 scores and their order; of all pairs what is between the products, once more quantised, and what comes out; the
-        lists of pairs. In plain torch of one expert gate, up and their product; the fp32 sum and what is added to it."""
+        """Numbers per token of temporary tensors, as an upper bound for kernels and plain torch:
+
+        fp32 scores of the experts and their order; for each of the k pairs the result of the first product, the same quantised,
+        the result of the second product, and its entries in the lists of pairs; gate, up and their product of one expert; the
+        fp32 sum over the slots and one of its terms.
+        """
         own, top_k = self.experts, self.router.top_k
         pairs = top_k * (2 * own.expert_size + own.hidden_size + 8)
         return 8 * own.num_experts + pairs + 3 * own.expert_size + 4 * own.hidden_size
 
     def gemms(self, tokens: float) -> tuple[Gemm, ...]:
-        """Experts that are read: E (1 - (1 - k/E)^T), as if each token chose independently of the others."""
+        """The router's and the experts' products over T tokens.
+
+        T tokens that choose k of E experts independently of each other read E (1 - (1 - k/E)^T) experts on average.
+        """
         num_experts, top_k = self.experts.num_experts, self.router.top_k
         read = num_experts * (1 - (1 - top_k / num_experts) ** tokens)
         router = ProductSpec((Projection(self.router.name, num_experts, self.hidden_size),))
@@ -112,6 +121,7 @@ class Moe:
         self._bias = source.vector(f"{router.name}.bias") if router.bias else None
         self._selection_bias = source.vector(router.selection_bias) if router.selection_bias else None
         self._gate_up, self._down = source.grouped(spec.experts.gate_up), source.grouped(spec.experts.down)
+        # int32 [1]: the number of experts that had tokens in the newest call.
         self.num_experts_read = torch.zeros(1, dtype=torch.int32, device=self._router.device)
 
     def norms_in_product(self, stream: Stream) -> bool:
@@ -124,7 +134,7 @@ class Moe:
         stream.add_pairs(self._down.down(inner, routing), routing.weights)
 
     def _route(self, x: Tensor) -> Routing:
-        """Does not synchronise."""
+        """Experts, weights and work list for x [T, H]. Does not synchronise."""
         router, num_experts = self._spec.router, self._spec.experts.num_experts
         unit_pairs = expert_unit_pairs(x.shape[0], router.top_k, num_experts, self._gate_up.weight_dtype)
         how: dict[str, Any] = {
@@ -139,7 +149,10 @@ class Moe:
 
 
 def _narrowed(router: Tensor) -> Tensor:
-    """In bf16 where that holds every number, as of a bf16 checkpoint: on a GPU its product with bf16 is one pass, not three."""
+    """On a GPU the matrix in bf16, if bf16 holds every number exactly, as from a bf16 checkpoint; else the matrix as it is.
+
+    The product of bf16 with bf16 takes one pass of the tensor cores; with fp32 it takes three.
+    """
     if not router.is_cuda:
         return router
     narrow = router.bfloat16()

@@ -1,4 +1,4 @@
-"""A weight format: how a projection lies in the checkpoint's files and in memory, and how it is cut over ranks."""
+"""A weight format: how a projection is stored in a checkpoint and in memory, and how tensor-parallel ranks divide it."""
 
 from __future__ import annotations
 
@@ -13,34 +13,36 @@ from batchspec.model.blocks.base import GroupedSpec, Projection, TensorSpec
 from batchspec.model.blocks.forward import GroupedProduct, Product
 
 Cut = Literal["columns", "rows"]
-"""columns: each rank makes some of the outputs (W is cut along its rows); rows: each rank reads some of the inputs."""
+"""columns (column parallel): each rank computes some of the outputs, so the rows of W [N, K] are divided.
+rows (row parallel): each rank reads some of the inputs, so the columns of W are divided."""
 Slices = dict[str, tuple[slice, ...]]
-"""tensor name -> the part of it that a rank holds, a slice for each dimension; a tensor that it does not need is left out"""
+"""Name of a tensor -> the part that a rank holds: one slice per dimension, () for all of it. Tensors that the rank does not need
+are left out."""
 
 
 class Weights(Protocol):
-    """Where a model's tensors come from."""
+    """A source of a model's tensors, such as a checkpoint."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The model's."""
+        """The model's dtype."""
 
     @property
     def device(self) -> torch.device:
-        """Where tensors go."""
+        """The device on which tensors are returned."""
 
     def tensor(self, name: str) -> Tensor:
         """The tensor of that name in the checkpoint, in the model's dtype, on its device."""
 
     def stored(self, name: str) -> Tensor:
-        """The same in the dtype of the file: what a quantised format reads."""
+        """The same tensor in the dtype of the file, as quantised formats need it."""
 
     def entry(self, name: str, index: int) -> Tensor:
-        """`stored(name)[index]`, nothing else of it read."""
+        """`stored(name)[index]`; only this entry is read from the file."""
 
 
 class WeightFormat(Protocol):
-    """One file of this folder."""
+    """How weights are stored, loaded and divided; each file of this folder that reads a format has one."""
 
     def tensors(self, part: Projection) -> tuple[TensorSpec, ...]:
         """What a file holds for one projection: names, shapes and dtypes; the weight first, the bias last."""
@@ -49,36 +51,36 @@ class WeightFormat(Protocol):
         """Bytes in memory of a weight [rows, k] of a model that computes in `dtype`."""
 
     def for_kernels(self) -> WeightFormat:
-        """The same with weights kept as the fast kernels of this format read them, where activations are plain."""
+        """This format with weights kept in memory as its kernels for plain activations read them; itself if it has none."""
 
     def expert_nbytes(self, rows: int, k: int, dtype: torch.dtype) -> int:
-        """The same of the weight of one expert in a grouped product."""
+        """Bytes in memory of the weight [rows, k] of one expert of a grouped product, in a model that computes in `dtype`."""
 
     def load(self, weights: Weights, names: Sequence[str], *, bias: bool) -> Product:
         """The projections of these names as one product, read in this order: all weights, then all biases."""
 
     def shard(self, part: Projection, cut: Cut, rank: int, ranks: int) -> Slices:
-        """What `rank` of `ranks` holds. Raises ConfigError where the projection cannot be cut so."""
+        """What `rank` of `ranks` holds. Raises ConfigError if the projection cannot be divided so."""
 
     def grouped_tensors(self, spec: GroupedSpec) -> tuple[TensorSpec, ...]:
-        """What a file holds for a grouped product."""
+        """What a file holds for a grouped product: names, shapes and dtypes."""
 
     def load_grouped(self, weights: Weights, spec: GroupedSpec) -> GroupedProduct:
-        """A grouped product, its name whole: all weights in one allocation, into which each tensor is read."""
+        """Load a grouped product into one allocation for all experts. spec.name is the experts' full name in the file."""
 
     def shard_grouped(self, spec: GroupedSpec, cut: Cut, rank: int, ranks: int) -> Slices:
-        """What `rank` of `ranks` holds: a part of every expert."""
+        """What `rank` of `ranks` holds: a part of every expert. Raises ConfigError if experts cannot be divided so."""
 
 
 def bias_of(part: Projection) -> tuple[TensorSpec, ...]:
-    """The bias of a projection, which is stored alike in all formats."""
+    """The bias of a projection; every format stores it in the same way."""
     return (TensorSpec(f"{part.name}.bias", (part.rows,), "bias"),) if part.bias else ()
 
 
 def share(part: Projection, size: int, rank: int, ranks: int, *, multiple: int = 1) -> slice:
-    """The share of `size` rows or columns that a rank holds. Raises ConfigError unless all ranks get equal ones.
+    """The share of `size` rows or columns that a rank holds. Raises ConfigError unless all ranks get equal shares.
 
-    multiple  shares must be multiples of it: the side of a quantisation block
+    multiple  each share must be a multiple of it, such as the side of a quantisation block
     """
     if size % (ranks * multiple):
         blocks = f" in blocks of {multiple}" if multiple > 1 else ""
@@ -87,14 +89,14 @@ def share(part: Projection, size: int, rank: int, ranks: int, *, multiple: int =
 
 
 def row_share(part: Projection, rank: int, ranks: int, *, multiple: int = 1) -> slice:
-    """The rows of a rank, as `share`. Raises ConfigError for projections in one tensor, whose shares are not one slice."""
+    """The rows that a rank holds, see `share`. Raises ConfigError for a tensor of several projections: they are not one slice."""
     if part.fused:
         raise ConfigError(f"{part.name} holds several projections, which are not cut over GPUs; use one GPU a model")
     return share(part, part.rows, rank, ranks, multiple=multiple)
 
 
 def shard_matrix(part: Projection, cut: Cut, rank: int, ranks: int, *, multiple: int = 1) -> tuple[slice, slice]:
-    """Rows and columns of its weight that a rank holds, as `share`."""
+    """The rows and columns of the projection's weight that a rank holds, see `share`."""
     if cut == "columns":
         return row_share(part, rank, ranks, multiple=multiple), slice(0, part.k)
     return slice(0, part.rows), share(part, part.k, rank, ranks, multiple=multiple)
@@ -106,7 +108,7 @@ def joined_bias(weights: Weights, names: Sequence[str]) -> Tensor:
 
 
 def shard_bias(part: Projection, cut: Cut, rank: int, ranks: int) -> Slices:
-    """Cut along its outputs with the weight; where the inputs are cut, rank 0 alone adds it."""
+    """The part of the bias that a rank holds. Column parallel: the rank's outputs. Row parallel: rank 0 alone adds the bias."""
     if not part.bias or (cut == "rows" and rank):
         return {}
     whole = slice(0, part.rows)

@@ -1,8 +1,7 @@
-"""quant_method compressed-tensors: FP8 weights with a scale a row, a tensor or a block of 128 x 128.
+"""quant_method compressed-tensors: FP8 weights with one scale per row, per tensor or per block of 128 x 128.
 
-One group of projections (`config_groups`) with one scheme, all Linear but those of `ignore`.
-
-Scales of an FP8 K/V cache are no weights: `kv_scales.py` reads them.
+`config_groups` must hold one group: one scheme for all Linear layers except those in `ignore`. `kv_scales.py` reads the scales of
+an FP8 K/V cache.
 Source: https://github.com/vllm-project/compressed-tensors (quantization/quant_args.py, quant_config.py, utils/match.py).
 """
 
@@ -16,14 +15,17 @@ from batchspec.model.quant.fp8 import Fp8, Scales
 from batchspec.model.quant.fp8_products import BLOCK, Activations
 
 KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".k_proj.output_scale", ".v_proj.output_scale")
-"""What the names of scales of an FP8 K/V cache end with."""
+"""Endings of the names of the scales of an FP8 K/V cache."""
 _FORMATS = ("float-quantized", "naive-quantized")
 _SCALES: dict[str, Scales] = {"channel": "row", "tensor": "tensor", "block": "block"}
 _PATTERN = "re:"
 
 
 def read_compressed_tensors(config: ConfigReader) -> Formats | str:
-    """`quantization_config` -> formats, or what is not built of it. Raises CheckpointError for malformed values."""
+    """`quantization_config` -> formats, or a text that names what of it is not supported.
+
+    Raises CheckpointError for malformed values.
+    """
     stored, names = config.text("format"), config.part("config_groups").objects()
     if stored not in _FORMATS:
         return f"compressed-tensors {config.shown('format')}"
@@ -67,7 +69,7 @@ def _is_fp8(part: ConfigReader) -> bool:
 
 
 def _activations(inputs: ConfigReader) -> Activations | None:
-    """None: quantised in a way that is not built."""
+    """How the checkpoint says that activations are quantised; None: in a way that is not supported."""
     inputs = inputs.ranged({"num_bits": (1, 64), "group_size": (-1, 2**20)})
     strategy, dynamic = inputs.text("strategy", "tensor"), inputs.differs("dynamic", None, False)
     if not _is_fp8(inputs):

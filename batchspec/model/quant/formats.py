@@ -20,11 +20,11 @@ class Formats:
 
     quantised: WeightFormat = PLAIN
     plain_modules: tuple[str, ...] = ()
-    """Names of modules that are stored plain; what lies inside them is plain too."""
+    """Names of modules that are stored plain, with all modules inside them."""
     plain_patterns: tuple[str, ...] = ()
     """Regular expressions: a projection whose name begins with a match is stored plain."""
     ignored_suffixes: tuple[str, ...] = ()
-    """Tensors of the checkpoint whose names end so are not read."""
+    """Tensors of the checkpoint whose names have one of these endings are not read."""
 
     def of(self, name: str) -> WeightFormat:
         """The format of the projection with this name, as in `model.layers.0.self_attn.q_proj`."""
@@ -33,11 +33,11 @@ class Formats:
         return PLAIN if plain or any(re.match(pattern, name) for pattern in self.plain_patterns) else self.quantised
 
     def on(self, device: torch.device, dtype: torch.dtype, activations: str) -> Formats:
-        """The same as a model in `dtype` on this device keeps its weights.
+        """The formats in which a model in `dtype` keeps its weights on this device.
 
-        activations  as model.activations. auto quantises them where the checkpoint says how and there is a fast kernel: weights
-                     that are converted take twice the memory
-        Raises ConfigError where the checkpoint has no FP8 weights to quantise activations for.
+        activations  the value of model.activations. auto quantises activations if the checkpoint says how and kernels for it run
+                     here, because weights that are converted instead take twice the memory
+        Raises ConfigError for fp8 if the checkpoint has no FP8 weights, or none that are made for quantised activations.
         """
         fast = has_fast_experts(device, dtype)
         own = self.quantised
@@ -56,7 +56,10 @@ class Formats:
         return isinstance(own, Fp8) and own.quantises
 
     def with_fp8_activations(self) -> Formats:
-        """The same with activations quantised as the checkpoint says. Raises ConfigError where it has no FP8 weights."""
+        """These formats with activations quantised as the checkpoint says.
+
+        Raises ConfigError if the checkpoint has no FP8 weights, or does not say how activations are quantised.
+        """
         if not isinstance(self.quantised, Fp8):
             raise ConfigError("model.activations=fp8 needs a checkpoint with FP8 weights; use dtype")
         return replace(self, quantised=self.quantised.with_activations())

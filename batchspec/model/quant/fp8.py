@@ -1,11 +1,11 @@
-"""FP8 weights: e4m3 with a fp32 scale of each block of 128 x 128, of each row, or of the whole, by which they are multiplied.
+"""FP8 weights: e4m3 values times a scale per block of 128 x 128, per row, or for the whole weight.
 
     NAME.weight         e4m3 [N, K]
-    NAME.weight_scale   [ceil(N / 128), ceil(K / 128)], [N, 1] or [1], of any floating-point dtype (`weight_scale_inv` in some)
-    NAME.input_scale    [1], where activations were calibrated
+    NAME.weight_scale   [ceil(N / 128), ceil(K / 128)], [N, 1] or [1], of any floating-point dtype; some name it weight_scale_inv
+    NAME.input_scale    [1], the scale of the activations, if they were calibrated
 
-A product either converts the weight to the model's dtype at load and reads activations as they are, or keeps the weight and
-quantises activations too (W8A8, `fp8_products.py`), as the checkpoint says.
+There are two ways to multiply. Either the weight is converted to the model's dtype at load, and activations are read as they are.
+Or the weight stays e4m3, and activations are quantised as the checkpoint says (W8A8, `fp8_products.py`). `Formats.on` chooses.
 Source: DeepSeek-V3 (arXiv 2412.19437, section 3.3).
 """
 
@@ -37,19 +37,19 @@ class Fp8(SeparateExperts):
 
     scales: Scales
     made_for: Activations
-    """How the checkpoint says that activations are quantised."""
+    """How activations must be quantised for this checkpoint; plain: not at all."""
     scale_name: str = "weight_scale"
     quantises: bool = False
-    """Products keep the weight and quantise activations as `made_for` says; else they are plain, and so is the weight."""
+    """True: weights stay e4m3, and products quantise activations as `made_for` says. False: weights are converted at load."""
 
     def with_activations(self) -> Fp8:
-        """The same with activations quantised. Raises ConfigError where the checkpoint says nothing of them."""
+        """This format with quantised activations. Raises ConfigError if the checkpoint does not say how to quantise them."""
         if self.made_for == "plain":
-            raise ConfigError("model.activations=fp8: the checkpoint has FP8 weights for activations that are not; use dtype")
+            raise ConfigError("model.activations=fp8: the checkpoint does not say how to quantise activations; use dtype")
         return replace(self, quantises=True)
 
     def for_kernels(self) -> Fp8:
-        return self  # a kernel for plain activations is not built
+        return self  # no kernel multiplies FP8 weights with plain activations
 
     def tensors(self, part: Projection) -> tuple[TensorSpec, ...]:
         shapes: dict[Scales, tuple[tuple[int, ...], ...]] = {
@@ -76,12 +76,12 @@ class Fp8(SeparateExperts):
         return Linear(matrix, joined_bias(weights, names) if bias else None)
 
     def matrix(self, weights: Weights, name: str) -> Tensor:
-        """The weight [N, K] in the model's dtype, each number times its scale in fp32 and rounded once."""
+        """The weight [N, K] in the model's dtype: values are multiplied by their scales in fp32, then rounded once."""
         part = self._part(weights, name)
         return (part.values.float() * part.spread).to(weights.dtype)
 
     def load_grouped(self, weights: Weights, spec: GroupedSpec) -> GroupedProduct:
-        """Calibrated inputs: all experts of a layer have the largest of their scales, as vLLM's fused experts do."""
+        """With calibrated inputs all experts of a layer use the largest of their input scales, as vLLM's fused experts do."""
         if not self.quantises:
             return SeparateExperts.load_grouped(self, weights, spec)
         stacked = StackedFp8(spec, self.scales == "block", weights.device)
@@ -113,5 +113,7 @@ class Fp8(SeparateExperts):
         if self.quantises and self.made_for == "static":
             input_scale = float(weights.stored(f"{name}.input_scale"))
             if not 0 < input_scale < float("inf"):
-                raise CheckpointError(f"{name}.input_scale is {input_scale:g}; it must be positive: calibrate the checkpoint")
+                raise CheckpointError(
+                    f"{name}.input_scale is {input_scale:g}; it must be positive and finite: calibrate the checkpoint again"
+                )
         return Fp8Weight(values, scale, input_scale)

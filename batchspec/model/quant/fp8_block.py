@@ -1,4 +1,4 @@
-"""quant_method fp8: blocks of 128 x 128 with `NAME.weight_scale_inv`, by which, in spite of its name, they are multiplied.
+"""quant_method fp8: blocks of 128 x 128 with scales `NAME.weight_scale_inv`. Values are multiplied by them, despite the name.
 
 Source: DeepSeek-V3 (arXiv 2412.19437, section 3.3); transformers, quantizers/quantizer_finegrained_fp8.py.
 """
@@ -14,7 +14,7 @@ FP8_BLOCK = Fp8("block", "group", "weight_scale_inv")
 
 
 def read_fp8(config: ConfigReader) -> Formats | str:
-    """`quantization_config` -> formats, or what is not built of it."""
+    """`quantization_config` -> formats, or a text that names what of it is not supported."""
     blocks = config.ranged({"weight_block_size": (1, 2**20)}).integers("weight_block_size")
     if blocks != (BLOCK, BLOCK):
         return f"fp8 with {config.shown('weight_block_size')}"

@@ -1,11 +1,11 @@
-"""Products with FP8 weights and activations (W8A8): as kernels in bf16 on Hopper, elsewhere in plain torch.
+"""Products with FP8 weights and activations (W8A8): Triton kernels in bf16 on Hopper or newer, plain torch elsewhere.
 
-    q = x / s, limited to -448 .. 448 and rounded to e4m3 (to nearest even); the scale s is, by the checkpoint,
-        token   max(largest |x|, 1e-10) / 448 over the row
-        group   the same over each 128 values of the row
-        static  calibrated
-    y = sum of q * weight over K, times both scales, in fp32 (fp64 in a model of fp64); where the weight's scales are of blocks,
-        the sum over each 128 of K is multiplied by its own scales and added
+    q = x / s, clamped to -448 .. 448, rounded to e4m3 (to nearest even). The checkpoint says how the scale s is found:
+        token   one per row: max(largest |x| of the row, 1e-10) / 448
+        group   one per 128 values of a row, by the same formula
+        static  one calibrated scale, stored in the checkpoint
+    y = (sum over K of q * weight) * s * weight scale, in fp32 (fp64 in a model of fp64). If the weight has block scales, this is
+        computed for each 128 of K with the scales of that block, and the results are added.
 
 Source: DeepSeek-V3 (arXiv 2412.19437, section 3.3); vLLM's per_token_group_quant_fp8 for the smallest scale.
 """
@@ -33,19 +33,19 @@ from batchspec.tuning.policy import expert_tile, expert_unit_pairs, has_fast_exp
 BLOCK = 128
 
 Activations = Literal["plain", "token", "group", "static"]
-"""plain: products read them in the model's dtype; the others: see the module's docstring."""
+"""How activations are quantised. plain: not at all, products read the model's dtype; the others: see the module's docstring."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fp8Weight:
-    """The weight of one projection: one form for all checkpoints."""
+    """The weight of one projection, in the same form for all FP8 checkpoints."""
 
     values: Tensor
     """e4m3 [N, K]"""
     scale: Tensor
     """fp32 [ceil(N / 128), ceil(K / 128)] of blocks, or [N] of rows"""
     input_scale: float | None = None
-    """static: of the activations"""
+    """The scale of the activations if they are `static`, else None."""
 
     @property
     def blocked(self) -> bool:
@@ -53,7 +53,7 @@ class Fp8Weight:
 
     @property
     def spread(self) -> Tensor:
-        """The scale of each number, [N, K], or of each row, [N, 1]."""
+        """Scales that broadcast against `values`: [N, K] from block scales, [N, 1] from row scales."""
         if not self.blocked:
             return self.scale[:, None]
         rows, k = self.values.shape
@@ -62,16 +62,20 @@ class Fp8Weight:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows of a product that are one product of FP8."""
+    """A range of a weight's rows that one FP8 product can compute: its scales are whole blocks, and it has one input scale."""
 
     rows: slice
     scales: slice
-    """Rows of the scales."""
+    """The rows of the weight's scales that belong to `rows`."""
     input_scale: float | None
 
 
 def pieces(parts: Sequence[Fp8Weight]) -> list[Piece]:
-    """Parts of one input, their rows one after another, as few pieces in which every number keeps its scale."""
+    """Divide the concatenated rows of several projections of one input into as few FP8 products as possible.
+
+    Two neighbouring parts join if they have the same input scale and, with block scales, the second begins at a multiple of 128
+    rows of the joined piece, so that every block still has its own scale.
+    """
     found: list[Piece] = []
     row, scale = 0, 0
     for part in parts:
@@ -87,9 +91,9 @@ def pieces(parts: Sequence[Fp8Weight]) -> list[Piece]:
 
 
 class Fp8Linear(Product):
-    """x [T, K] -> q(x) q(w)' with both scales, + bias [T, N], rounded to x's dtype at the end. See the module's docstring.
+    """x [T, K] -> y + bias [T, N] in x's dtype, y as in the module's docstring.
 
-    x is quantised once for all parts, of calibrated ones once for each scale.
+    x is quantised once for all parts; with calibrated scales once for each different one.
     """
 
     def __init__(self, parts: Sequence[Fp8Weight], bias: Tensor | None, activations: Activations) -> None:
@@ -120,7 +124,7 @@ class Fp8Linear(Product):
 
 
 class StackedFp8:
-    """The weights of all experts, filled one projection after another."""
+    """The weights of all experts of a grouped product, in one allocation that is filled one projection at a time."""
 
     def __init__(self, spec: GroupedSpec, blocked: bool, device: torch.device) -> None:
         self.values = torch.empty((spec.num_experts, spec.rows, spec.k), dtype=E4M3, device=device)
@@ -130,14 +134,14 @@ class StackedFp8:
         self.gated = len(spec.parts) == 2
 
     def put(self, expert: int, rows: slice, part: Fp8Weight) -> None:
-        """rows: the projection's place in the matrix of its expert."""
+        """Copy a projection and its scales. rows: the projection's rows in the matrix of its expert."""
         self.values[expert, rows].copy_(part.values)
         first = rows.start // self._part_rows * self._part_scales
         self.scales[expert, first : first + self._part_scales].copy_(part.scale)
 
 
 class Fp8Experts(PlainExperts):
-    """The products of all experts of a layer: a GroupedProduct. Each token is quantised once for all its slots."""
+    """A GroupedProduct with FP8 weights and activations. Each token is quantised once for all its slots."""
 
     weight_dtype = E4M3
 
@@ -150,7 +154,7 @@ class Fp8Experts(PlainExperts):
 
     @property
     def reads_groups(self) -> bool:
-        """The kernel that quantises what it writes rounds it to bf16 first."""
+        """True only in bf16: the kernel that quantises its result rounds it to bf16 first."""
         return self._fast and self._activations == "group" and self._dtype is torch.bfloat16
 
     def up(self, x: Tensor, routing: Routing, clamp: Clamp | None, *, quantise: bool) -> Tensor | Fp8Rows:
@@ -186,7 +190,10 @@ class Fp8Experts(PlainExperts):
 
 
 def quantised(x: Tensor, activations: Activations, input_scale: float | None = None) -> Fp8Rows:
-    """x [T, K] -> e4m3 [T, K] and scales, fp32 (fp64 of fp64): group [T, ceil(K / 128)], else [T, 1]. Does not synchronise."""
+    """x [T, K] -> e4m3 [T, K] with scales [T, ceil(K / 128)] for `group`, else [T, 1], fp32 or for fp64 x fp64.
+
+    Does not synchronise.
+    """
     assert activations != "plain"
     whole = activations != "group"
     if _is_fast(x):
@@ -203,7 +210,7 @@ def _dense_tile(num_tokens: int, *, gated: bool) -> ExpertTile:
 
 
 def _is_gate_and_up(parts: Sequence[Fp8Weight]) -> bool:
-    """Whether the rows of the up half begin a block of scales of their own, as `fp8_swiglu` reads them."""
+    """Whether parts are gate and up of one size, and up begins with a new block of scales, as `fp8_swiglu` needs it."""
     rows, first = sum(len(part.values) for part in parts), len(parts[0].values)
     if len(parts) == 1:
         return rows % 2 == 0 and (not parts[0].blocked or rows % (2 * BLOCK) == 0)

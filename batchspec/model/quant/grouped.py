@@ -1,6 +1,7 @@
-"""The products of a layer's experts, and how they are loaded: as kernels in bf16 on Hopper, elsewhere in plain torch.
+"""The grouped products of a layer's experts: Triton kernels in bf16 on Hopper or newer, plain torch elsewhere; and their loading.
 
-T tokens, E experts, P pairs of k a token (`kernels/moe/units.py`), H hidden, I numbers between the two products of an expert.
+T tokens, E experts, k experts per token, P = T * k pairs (token, slot) (`kernels/moe/units.py`), H the hidden size, I the number
+of values between the two products of an expert.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from batchspec.tuning.policy import expert_tile, has_fast_experts
 class PlainExperts(ABC):
     """The reference: expert by expert in plain torch, on any device and in any dtype.
 
-    On a CPU an expert computes its own pairs. On a GPU that would need their number on the host, and a CUDA graph could not hold
-    it: an expert computes T pairs there, those that are not its own for nothing.
+    On a CPU each expert computes its own pairs. On a GPU the host would have to read their number, which a CUDA graph cannot do.
+    So each expert computes T pairs there, as many as it can have at most, and the results of surplus pairs are dropped.
     """
 
     rows: int
-    """Of the matrix of an expert."""
+    """Number of rows of an expert's matrix."""
 
     @abstractmethod
     def product(self, expert: int, x: Tensor) -> Tensor:
-        """x [N, k] -> the product with the weights of one expert [N, rows]."""
+        """x [N, k] -> x times the weight of one expert, with bias: [N, rows]. k is the number of columns of the weight."""
 
     def plain_up(self, x: Tensor, routing: Routing, clamp: Clamp | None) -> Tensor:
         num_tokens, top_k = routing.expert_ids.shape
         out = x.new_empty(num_tokens * top_k + 1, self.rows // 2)
-        for expert, pairs in _shares(routing):
+        for expert, pairs in _pairs_by_expert(routing):
             gate_up = self.product(expert, x[(pairs // top_k).clamp_(max=num_tokens - 1)])
             inner = silu_and_mul(gate_up) if clamp is None else clamped_swiglu(gate_up, alpha=clamp.alpha, limit=clamp.limit)
             out.index_copy_(0, pairs, inner)
@@ -50,13 +51,13 @@ class PlainExperts(ABC):
     def plain_down(self, inner: Tensor, routing: Routing) -> Tensor:
         num_pairs = inner.shape[0]
         out = inner.new_empty(num_pairs + 1, self.rows)
-        for expert, pairs in _shares(routing):
+        for expert, pairs in _pairs_by_expert(routing):
             out.index_copy_(0, pairs, self.product(expert, inner[pairs.clamp(max=num_pairs - 1)]))
         return out[:-1]
 
 
 class GroupedLinear(PlainExperts):
-    """Weights of all experts in one allocation [E, rows, k], biases [E, rows]: a GroupedProduct."""
+    """A GroupedProduct with weights in the model's dtype: one tensor [E, rows, k] for all experts, biases [E, rows]."""
 
     reads_groups = False
 
@@ -82,21 +83,21 @@ class GroupedLinear(PlainExperts):
 
 
 ROW_BYTES = 16
-"""Rows that the kernels gather, and rows of weights that they load by TMA, are multiples of it."""
+"""Kernels run only if rows of activations and of weights have a multiple of this many bytes: gathers and TMA need it."""
 
 
 def gate_of(clamp: Clamp | None) -> Gate:
-    """What the kernels call it."""
+    """The kernels' form of a clamp."""
     return SWIGLU if clamp is None else Gate(clamp.limit, clamp.alpha)
 
 
-def _shares(routing: Routing) -> Iterator[tuple[int, Tensor]]:
-    """Each expert with its pairs, int64; P is padding."""
+def _pairs_by_expert(routing: Routing) -> Iterator[tuple[int, Tensor]]:
+    """(expert, its pairs int64); pair P, which does not exist, is padding."""
     return bounded_pairs(routing) if routing.pairs.is_cuda else own_pairs(routing)
 
 
 def own_pairs(routing: Routing) -> Iterator[tuple[int, Tensor]]:
-    """Of each expert that has some; their number is read on the host."""
+    """(expert, its pairs) for each expert that has pairs. The host reads their number, which synchronises on a GPU."""
     pairs = routing.pairs.long()
     for expert, (begin, end) in enumerate(pairwise(routing.offsets.tolist())):
         if end > begin:
@@ -104,7 +105,7 @@ def own_pairs(routing: Routing) -> Iterator[tuple[int, Tensor]]:
 
 
 def bounded_pairs(routing: Routing) -> Iterator[tuple[int, Tensor]]:
-    """T of every expert, which no expert exceeds: its own, then P; nothing is read on the host."""
+    """(expert, T pairs) for every expert: its own pairs, at most T, then padding with P. Does not synchronise."""
     num_pairs, num_tokens = routing.pairs.shape[0], routing.expert_ids.shape[0]
     pairs = F.pad(routing.pairs.long(), (0, num_tokens), value=num_pairs)
     place = torch.arange(num_tokens, device=pairs.device)
@@ -114,7 +115,7 @@ def bounded_pairs(routing: Routing) -> Iterator[tuple[int, Tensor]]:
 
 
 class SeparateExperts(ABC):
-    """Formats whose files hold each projection of an expert as any other one."""
+    """Base of formats whose files store each projection of each expert as separate tensors, like projections outside experts."""
 
     @abstractmethod
     def tensors(self, part: Projection) -> tuple[TensorSpec, ...]:
@@ -130,7 +131,7 @@ class SeparateExperts(ABC):
 
     @abstractmethod
     def matrix(self, weights: Weights, name: str) -> Tensor:
-        """The weight [N, K] of the projection of that name, of any floating-point dtype."""
+        """The weight [N, K] of the projection with this name, in any floating-point dtype."""
 
     def grouped_tensors(self, spec: GroupedSpec) -> tuple[TensorSpec, ...]:
         return tuple(tensor for _, _, part in expert_parts(spec) for tensor in self.tensors(part))
@@ -139,7 +140,7 @@ class SeparateExperts(ABC):
         return self.nbytes(rows, k, dtype)
 
     def load_grouped(self, weights: Weights, spec: GroupedSpec) -> GroupedProduct:
-        """Each matrix goes to its place: no more than one is in memory twice."""
+        """Copy each matrix into the allocation as soon as it is read, so that only one matrix at a time is in memory twice."""
         weight = torch.empty((spec.num_experts, spec.rows, spec.k), dtype=weights.dtype, device=weights.device)
         for expert, place, part in expert_parts(spec):
             weight[expert, place].copy_(self.matrix(weights, part.name))
@@ -153,7 +154,7 @@ class SeparateExperts(ABC):
 
 
 def expert_biases(weights: Weights, spec: GroupedSpec) -> Tensor | None:
-    """[E, rows] of experts whose projections are apart in the file, or None."""
+    """Biases [E, rows] of experts whose projections are separate tensors in the file; None without biases."""
     if not spec.bias:
         return None
     bias = torch.empty((spec.num_experts, spec.rows), dtype=weights.dtype, device=weights.device)
@@ -163,22 +164,22 @@ def expert_biases(weights: Weights, spec: GroupedSpec) -> Tensor | None:
 
 
 def gate_first(rows: Tensor) -> Tensor:
-    """[2I, ...] with even rows of the gate and odd ones of up -> gate, then up."""
+    """Reorder rows [2I, ...]: even rows are the gate's and go first, odd rows are up's."""
     return torch.cat((rows[0::2], rows[1::2]))
 
 
 def order_of(spec: GroupedSpec) -> Callable[[Tensor], Tensor]:
-    """What brings the rows of a stacked expert from the file's order to that in memory."""
+    """A function that copies the rows of a stacked expert from the file's order to the order in memory."""
     return gate_first if spec.interleaved else torch.Tensor.clone
 
 
 def stacked_bias(spec: GroupedSpec) -> tuple[TensorSpec, ...]:
-    """The bias of stacked experts, which is stored alike in all formats."""
+    """The bias of stacked experts; every format stores it in the same way."""
     return (TensorSpec(f"{spec.of(0).parts[0].name}_bias", (spec.num_experts, spec.rows), "bias"),) if spec.bias else ()
 
 
 def load_stacked(weights: Weights, spec: GroupedSpec, matrix: Callable[[int], Tensor]) -> GroupedLinear:
-    """Stacked experts, read one at a time. matrix: expert -> its weight [rows, k] as in the file, of any floating-point dtype."""
+    """Load stacked experts one at a time. matrix: expert -> its weight [rows, k], rows in the file's order, any float dtype."""
     weight = torch.empty((spec.num_experts, spec.rows, spec.k), dtype=weights.dtype, device=weights.device)
     order = order_of(spec)
     for expert in range(spec.num_experts):
@@ -187,15 +188,15 @@ def load_stacked(weights: Weights, spec: GroupedSpec, matrix: Callable[[int], Te
 
 
 def stacked_biases(weights: Weights, spec: GroupedSpec) -> Tensor | None:
-    """[E, rows] of stacked experts in memory's order, or None."""
+    """Biases [E, rows] of stacked experts, rows in the order of memory; None without biases."""
     biases = [order_of(spec)(bias) for tensor in stacked_bias(spec) for bias in weights.tensor(tensor.name)]
     return torch.stack(biases) if biases else None
 
 
 def shard_stacked(spec: GroupedSpec, cut: Cut, rank: int, ranks: int, *, multiple: int = 1) -> tuple[slice, slice]:
-    """Rows and columns that a rank holds of the matrix of each expert; of interleaved rows whole pairs.
+    """The rows and columns of each expert's matrix that a rank holds. A gate row and its interleaved up row stay together.
 
-    multiple  shares of columns must be multiples of it: the size of a quantisation block
+    multiple  a share of columns must be a multiple of it, such as the size of a quantisation block
     """
     part, rows, columns = spec.of(0).parts[0], slice(0, spec.rows), slice(0, spec.k)
     if cut == "columns":
@@ -206,7 +207,7 @@ def shard_stacked(spec: GroupedSpec, cut: Cut, rank: int, ranks: int, *, multipl
 
 
 def shard_stacked_bias(spec: GroupedSpec, cut: Cut, rank: int, rows: slice) -> Slices:
-    """As `shard_bias`; `rows` of `shard_stacked`."""
+    """The part of a stacked bias that a rank holds, as in `shard_bias`. rows: the rank's rows, from `shard_stacked`."""
     experts = slice(0, spec.num_experts)
     return {tensor.name: (experts, rows) for tensor in stacked_bias(spec) if cut == "columns" or rank == 0}
 

@@ -1,7 +1,7 @@
-"""quant_method modelopt, FP8: weights with one scale, activations with a calibrated one.
+"""quant_method modelopt, FP8: each weight has one scale, and its activations have one calibrated scale.
 
-Described in `quantization_config` of config.json, in older checkpoints in hf_quant_config.json of the same folder. Scales of an
-FP8 K/V cache are no weights: `kv_scales.py` reads them.
+`quantization_config` in config.json describes it; in older checkpoints hf_quant_config.json in the same folder does.
+`kv_scales.py` reads the scales of an FP8 K/V cache.
 Source: https://github.com/NVIDIA/Model-Optimizer (modelopt/torch/export/convert_hf_config.py).
 """
 
@@ -18,12 +18,12 @@ CONFIG_FILE = "hf_quant_config.json"
 
 
 def of_file(values: Json) -> Json | None:
-    """`quantization_config` as hf_quant_config.json says it; None of an empty file."""
+    """The values of hf_quant_config.json as a `quantization_config`; None if it has no values."""
     return {**values, "quant_method": "modelopt"} if values else None
 
 
 def read_modelopt(config: ConfigReader) -> Formats | str:
-    """`quantization_config` -> formats, or what is not built of it."""
+    """`quantization_config` -> formats, or a text that names what of it is not supported."""
     part = config.part("quantization") if config.given("quantization") else config
     if part.text("quant_algo") != "FP8":
         return f"modelopt with {part.shown('quant_algo')}"

@@ -1,8 +1,8 @@
-"""MXFP4 experts of gpt-oss: as they are in bf16 on Hopper, elsewhere converted to the model's dtype as they are read.
+"""MXFP4 experts of gpt-oss. In bf16 on Hopper or newer they stay MXFP4; elsewhere loading converts them to the model's dtype.
 
-A file holds `NAME_blocks` u8 [E, N, K / 32, 16], two values a byte, the low half first, and `NAME_scales` u8 [E, N, K / 32].
-A value is one of 0, 0.5, 1, 1.5, 2, 3, 4, 6 (bit 3: negative) times 2^(scale - 127). In bf16 that is exact, so the model is
-that of its bf16 weights. All else is plain.
+A file holds `NAME_blocks` u8 [E, N, K / 32, 16], two values per byte, low half first, and `NAME_scales` u8 [E, N, K / 32].
+A value is one of 0, 0.5, 1, 1.5, 2, 3, 4, 6 (negative if bit 3 is set) times 2^(scale - 127). bf16 holds it exactly, so
+conversion does not change the model. All other weights are plain.
 Source: OCP Microscaling Formats (MX) 1.0, sections 5.2, 5.3; transformers, integrations/mxfp4.py.
 """
 
@@ -43,10 +43,10 @@ class Mxfp4(Plain):
     """See the module's docstring."""
 
     packed: bool = False
-    """Weights stay as they are; else they are converted to the model's dtype."""
+    """True: weights stay MXFP4 where `packs` allows it. False: loading converts them to the model's dtype."""
 
     def packs(self, k: int, dtype: torch.dtype) -> bool:
-        """Whether a weight of so many columns stays as it is in a model of `dtype`: the kernels read whole blocks and bf16."""
+        """Whether a weight of k columns stays MXFP4 in a model of `dtype`. The kernels need whole blocks of 32 and bf16."""
         return self.packed and k % BLOCK == 0 and dtype is torch.bfloat16
 
     def for_kernels(self) -> Mxfp4:
@@ -77,7 +77,7 @@ class Mxfp4(Plain):
         return load_stacked(weights, spec, matrix)
 
     def _load_packed(self, weights: Weights, spec: GroupedSpec) -> PackedExperts:
-        """One expert at a time, shuffled where it will be multiplied. Raises CheckpointError for scales above 2."""
+        """Load one expert at a time and shuffle it on the model's device. Raises CheckpointError for scales above 2."""
         blocks, scales, *_ = (tensor.name for tensor in self.grouped_tensors(spec))
         shapes, order = mxfp4_shapes(spec.rows, spec.k), order_of(spec)
         words, exponents = (torch.empty((spec.num_experts, *shape), dtype=torch.uint8, device=weights.device) for shape in shapes)
@@ -90,8 +90,8 @@ class Mxfp4(Plain):
             exponents[expert].copy_(shuffled.scales)
         if int(largest) > LARGEST_SCALE:
             raise CheckpointError(
-                f"{scales}: a scale is 2^{int(largest) - 127}, the kernels for MXFP4 weights read at most 2^1; "
-                "model.dtype=float32 converts the weights"
+                f"{scales}: a scale is 2^{int(largest) - 127}, but the kernels for MXFP4 weights read at most 2^1; "
+                "set model.dtype=float32, which converts the weights"
             )
         return PackedExperts(Mxfp4Weight(words, exponents), stacked_biases(weights, spec))
 
@@ -104,7 +104,7 @@ class Mxfp4(Plain):
 
 
 class PackedExperts:
-    """The products of all experts of a layer with MXFP4 weights, unpacked in registers: a GroupedProduct. Kernels alone."""
+    """A GroupedProduct with MXFP4 weights that the kernels unpack in registers. It has no plain torch version."""
 
     reads_groups = False
     weight_dtype = torch.uint8
@@ -123,7 +123,7 @@ class PackedExperts:
 
 
 def read_mxfp4(config: ConfigReader) -> Formats:
-    """quantization_config with quant_method mxfp4; experts alone are quantised."""
+    """`quantization_config` with quant_method mxfp4 -> formats. Only experts are quantised."""
     plain = config.texts("modules_to_not_convert") or ()
-    # Names with a star for the layer's number, as in model.layers.*.self_attn.
+    # Names have a star for the number of the layer, as in model.layers.*.self_attn: keep what follows the star.
     return Formats(Mxfp4(), tuple(name.rsplit("*.", 1)[-1] for name in plain))

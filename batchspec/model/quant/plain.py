@@ -25,7 +25,7 @@ from batchspec.tuning.policy import gemm_tile
 
 
 class Plain(SeparateExperts):
-    """`NAME.weight` [N, K] of any floating-point dtype, converted to the model's as it is read."""
+    """`NAME.weight` [N, K] of any floating-point dtype; loading converts it to the model's dtype."""
 
     def tensors(self, part: Projection) -> tuple[TensorSpec, ...]:
         return TensorSpec(f"{part.name}.weight", (part.rows, part.k), "weight"), *bias_of(part)
@@ -34,7 +34,7 @@ class Plain(SeparateExperts):
         return weights.stored(f"{name}.weight")
 
     def grouped_tensors(self, spec: GroupedSpec) -> tuple[TensorSpec, ...]:
-        """Stacked ones lie transposed, [E, k, rows], as transformers saves gpt-oss."""
+        """Stacked experts are stored transposed, [E, k, rows], as transformers saves gpt-oss."""
         if not spec.stacked:
             return super().grouped_tensors(spec)
         shape = (spec.num_experts, spec.k, spec.rows)
@@ -69,11 +69,12 @@ PLAIN = Plain()
 
 
 class Linear(Product):
-    """x [T, in] -> x @ weight.T + bias [T, out]; every token's row gets the same weight.
+    """x [T, in] -> x @ weight.T + bias [T, out].
 
-    On a CPU the weight is kept in oneDNN's blocked layout: 1.3x (40 tokens) to 2.5x (8 tokens, fp32) faster than F.linear,
-    which reorders it in every call. A GPU and other dtypes keep the plain weight; there, bf16 products of few tokens are cut as
-    measured (`batchspec.tuning`). Captured in a CUDA graph, it must have run once with as many tokens before.
+    On a CPU an fp32 or bf16 weight is kept in oneDNN's blocked layout: 1.3x (40 tokens) to 2.5x (8 tokens, fp32) faster than
+    F.linear, which reorders it in every call. Otherwise the weight is kept as it is. On a GPU in bf16, a Triton kernel computes
+    the product if it measured faster than the library (`batchspec.tuning`). Before a product is captured in a CUDA graph, it must
+    have run once with the same number of tokens.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -82,7 +83,7 @@ class Linear(Product):
         self._weight = _packed(weight) if self._packed else weight
 
     def rewrite(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Take other numbers of the same shapes: on a GPU where these lie, so that captured graphs read them."""
+        """Replace weight and bias by others of the same shapes. On a GPU addresses stay: captured graphs read the new numbers."""
         if self._packed:
             self._weight = _packed(weight)
         else:
@@ -99,7 +100,7 @@ class Linear(Product):
         return F.linear(x, self._weight, self._bias) if tile is None else kernels.linear(x, self._weight, self._bias, tile=tile)
 
     def tile(self, op: str, x: Tensor) -> Tile | None:
-        """How `op` (`batchspec.tuning`) on x is cut where it measured faster than the library's product, else None."""
+        """The tile with which the Triton kernel computes `op` (`batchspec.tuning`) on x; None: use the library's product."""
         if not (x.is_cuda and x.dtype is torch.bfloat16):
             return None
         return gemm_tile(op, x.shape[0], self._weight.shape[0], self._weight.shape[1], x.device)
@@ -140,6 +141,6 @@ def _can_pack(weight: Tensor) -> bool:
 
 
 def _packed(weight: Tensor) -> Tensor:
-    # The layout does not depend on the batch beyond "more than one row".
+    # oneDNN chooses the layout by the number of rows of x, here 64; every number above 1 gives the same layout.
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 64)
     return packed

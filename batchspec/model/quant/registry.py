@@ -17,15 +17,16 @@ READERS: dict[str, Callable[[ConfigReader], Formats | str]] = {
     "modelopt": read_modelopt,
     "mxfp4": read_mxfp4,
 }
-"""quant_method -> what reads its `quantization_config`; text: what of it is not built"""
+"""quant_method -> the function that reads its `quantization_config`. It returns formats, or a text that names what of the
+configuration is not supported."""
 _BUILT = (
-    "use a checkpoint in FP8 (e4m3 in blocks of 128 x 128, or of compressed-tensors or modelopt with a scale a row or a tensor), "
+    "use a checkpoint in FP8 (e4m3 in blocks of 128 x 128, or of compressed-tensors or modelopt with a scale per row or tensor), "
     "gpt-oss in MXFP4, or one that is not quantised"
 )
 
 
 def read_formats(config: ConfigReader) -> Formats:
-    """The formats that a config.json asks for. Raises CheckpointError, in one line, for others and for malformed values."""
+    """The formats that a config.json asks for. Raises CheckpointError, in one line, for unsupported and malformed values."""
     if not config.differs("quantization_config", None, False):
         return ALL_PLAIN
     reason = "not an object"
