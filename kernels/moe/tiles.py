@@ -56,7 +56,7 @@ def expert_tile(unit_pairs: int, *, gated: bool, dtype: torch.dtype) -> ExpertTi
         rows = 64 if gated and unit_pairs > 64 else 128  # sums of one block of K and total sums both take registers
         return ExpertTile(unit_pairs, rows, 128, 3 if gated or not few else 4, 4 if few else 8)
     if dtype == torch.uint8:
-        # Every program gathers its own tokens. From 32 pairs on that takes longer than their products, so a program has many rows.
+        # Every program gathers its own tokens, which takes longer than their products from 32 pairs on: many rows a program.
         if unit_pairs == 16:
             return ExpertTile(unit_pairs, 128, 128, 3 if gated else 4, 4)
         if unit_pairs == 32 and not gated:
