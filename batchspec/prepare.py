@@ -168,6 +168,11 @@ def recorded_facts(job: Job) -> dict[str, Any]:
     }
 
 
+def weight_bytes(job: Job) -> int:
+    """Bytes of the weights of target and drafter in the device's memory."""
+    return job.spec.weight_bytes(job.dtype) + job.drafter.weight_bytes(dtype=job.dtype, device=job.device)
+
+
 def learning_bytes(job: Job, max_len: int) -> int:
     """Bytes that the drafter needs to learn while the job runs, whose rows have up to `max_len` tokens."""
     adapting = memory_bytes(
@@ -181,7 +186,7 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
 
     loaded  the weights, the drafter's included, are in memory already
     """
-    weights, shape = job.spec.weight_bytes(job.dtype) + job.drafter.weight_bytes(job.dtype), job.drafter.shape
+    weights, shape = weight_bytes(job), job.drafter.shape
     learning = learning_bytes(job, demand.max_tokens)
     if loaded and job.device.type == "cuda":
         torch.cuda.empty_cache()  # memory that loading used and released counts as free
@@ -265,7 +270,7 @@ def build_engine(
 
 def check_memory(job: Job) -> None:
     """Raises CapacityError for weights that the device could not hold if it held nothing else."""
-    weights = job.spec.weight_bytes(job.dtype) + job.drafter.weight_bytes(job.dtype)
+    weights = weight_bytes(job)
     on_gpu = job.device.type == "cuda"
     memory = torch.cuda.mem_get_info(job.device)[1] if on_gpu else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if weights > memory:
