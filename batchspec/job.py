@@ -32,6 +32,7 @@ from batchspec.report.stats import JobStats, job_stats
 from batchspec.report.summary import RunSummary
 from batchspec.runner.adaptation import Adaptation
 from batchspec.runner.compute_all import ComputeAll
+from batchspec.runner.kv_scales import keep_scales, with_saved_scales
 from batchspec.runner.new_retry import MAY_DIFFER, new_retry
 from batchspec.runner.oom_fallback import EngineWithFallback, MakeEngine
 from batchspec.runner.retry_plan import RetryPlan
@@ -99,6 +100,8 @@ def compute(
     is_retry = retry is not None or (not new_job and output.generation is not None)
     num_errors = job_stats(output.path).error_rows if finished and not is_retry else 0
     check_errors(job, num_errors)
+    if not new_job:
+        job = with_saved_scales(job, output)
     journaled = Journaled() if new_job or retry is not None else output.journal().read(finished)
     with progress_bar(job, seen, finished, journaled) as progress:
         loading = time.perf_counter()
@@ -107,6 +110,7 @@ def compute(
         adaptation.serve(holder.engine)
         start_up_s = time.perf_counter() - loading
         create_output(job, output, retry)  # no check can refuse the job from here on
+        keep_scales(job, output, holder)
         plan = work_plan(job, output, is_retry=is_retry)
         if is_retry:
             progress.phase(f"{len(output.missing())} of {output.num_shards} shards are written anew; the other rows stay")

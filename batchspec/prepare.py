@@ -13,7 +13,7 @@ import torch
 from batchspec import __version__
 from batchspec.adapt.limits import check_head, check_weights, memory_bytes
 from batchspec.batch.sampling_mode import SamplingMode
-from batchspec.config.schema import TEMPLATE_DATE, RunConfig
+from batchspec.config.schema import TEMPLATE_DATE, CacheConfig, RunConfig
 from batchspec.dataset.columns import ColumnMap, check_ids, map_columns
 from batchspec.dataset.reader import Source, open_source
 from batchspec.dataset.schema import output_schema
@@ -23,6 +23,8 @@ from batchspec.engine.engine import Engine
 from batchspec.engine.round import RoundOptions
 from batchspec.errors import CapacityError, ConfigError
 from batchspec.model.hub import find_model
+from batchspec.model.kv_calibration import CALIBRATION, check_fp8_kv, give_scales
+from batchspec.model.kv_scales import KVScales
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target, resolve_dtype
 from batchspec.model.tokenizer import Tokenizer
@@ -56,6 +58,8 @@ class Job:
     admission: Admission
     drafter: DrafterSpec[Any]
     """Its checkpoint is judged, its weights are not read."""
+    kv_scales: KVScales | None = None
+    """Those that an earlier run kept in the output folder, with cache.dtype=fp8."""
 
     @property
     def shard_rows(self) -> int:
@@ -80,6 +84,9 @@ def open_job(
     model, dummy = find_model(config.model.path, config.model.revision), config.model.load_format == "dummy"
     spec = load_spec(model.folder) if dummy else judge_model(model)
     device = choose_device(config.device if here else "cpu")
+    if config.cache.dtype == "fp8":
+        spec = spec.with_fp8_kv()
+        check_fp8_kv(config.cache.scales, spec, model, device)
     if here and config.draft.adaptive and device.type == "cpu":
         raise ConfigError("draft.adaptive=true goes by times measured on a GPU, and this job runs on the CPU; remove the key")
     dtype = resolve_dtype(config.model.dtype, spec, device)
@@ -123,6 +130,7 @@ def job_fingerprint(job: Job) -> dict[str, str]:
             "model.dtype": str(job.dtype).removeprefix("torch."),
             # As resolved on this device, and left out where plain, so that jobs begun before this key existed resume.
             **({"model.activations": "fp8"} if job.spec.formats.quantises else {}),
+            **_kv_parts(config.cache),
             "model.max_len": job.admission.max_len,
             "model.end_ids": sorted(job.admission.end_ids),
             "model.think_tokens": None if think is None else (think.begin_id, think.end_id),
@@ -142,6 +150,13 @@ def job_fingerprint(job: Job) -> dict[str, str]:
     )
 
 
+def _kv_parts(cache: CacheConfig) -> dict[str, Any]:
+    """What changes results of how K and V are stored; keys at their defaults are left out, as above."""
+    parts = {"cache.dtype": cache.dtype, "cache.scales": cache.scales}
+    given = {key: value for key, value in parts.items() if value != "auto"}
+    return given | ({"cache.calibration": CALIBRATION} if cache.dtype == "fp8" else {})
+
+
 def recorded_facts(job: Job) -> dict[str, Any]:
     return {
         "batchspec": __version__,
@@ -151,6 +166,11 @@ def recorded_facts(job: Job) -> dict[str, Any]:
         "model": str(job.config.model.path),
         "drafter": job.config.draft.name,
     }
+
+
+def weight_bytes(job: Job) -> int:
+    """Bytes of the weights of target and drafter in the device's memory."""
+    return job.spec.weight_bytes(job.dtype) + job.drafter.weight_bytes(dtype=job.dtype, device=job.device)
 
 
 def learning_bytes(job: Job, max_len: int) -> int:
@@ -166,7 +186,7 @@ def plan_batch(job: Job, demand: Demand, rates: Rates, *, loaded: bool = False) 
 
     loaded  the weights, the drafter's included, are in memory already
     """
-    weights, shape = job.spec.weight_bytes(job.dtype) + job.drafter.weight_bytes(job.dtype), job.drafter.shape
+    weights, shape = weight_bytes(job), job.drafter.shape
     learning = learning_bytes(job, demand.max_tokens)
     if loaded and job.device.type == "cuda":
         torch.cuda.empty_cache()  # memory that loading used and released counts as free
@@ -202,6 +222,10 @@ def make_engine(job: Job, seen: Survey, progress: ProgressBar) -> Engine:
     check_memory(job)
     progress.phase(f"loading {config.model.path} in {dtype} on {job.device.type}")
     target = Target.load(job.folder, job.spec, dtype=job.dtype, device=job.device, dummy=config.model.load_format == "dummy")
+    if job.spec.fp8_kv:
+        weights_of = None if config.model.load_format == "dummy" else job.folder
+        source = give_scales(target, job.kv_scales, config.cache.scales, weights_of, job.tokenizer)
+        progress.phase(f"K and V in e4m3, scales {source}")
     weights = job.drafter.load(dtype=job.dtype, device=job.device)
     check_weights(config.draft, job.drafter.trainable(weights))
     batch = plan_batch(job, demand, device_rates(job.device, job.dtype), loaded=True)
@@ -246,7 +270,7 @@ def build_engine(
 
 def check_memory(job: Job) -> None:
     """Raises CapacityError for weights that the device could not hold if it held nothing else."""
-    weights = job.spec.weight_bytes(job.dtype) + job.drafter.weight_bytes(job.dtype)
+    weights = weight_bytes(job)
     on_gpu = job.device.type == "cuda"
     memory = torch.cuda.mem_get_info(job.device)[1] if on_gpu else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if weights > memory:

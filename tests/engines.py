@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -40,9 +41,21 @@ def tiny_spec(window: int | None = None, **changes: Any) -> ModelSpec:
 
 
 @cache
-def tiny_target(dtype: torch.dtype = torch.float64, window: int | None = None) -> Target:
+def tiny_target(dtype: torch.dtype = torch.float64, window: int | None = None, fp8_kv: bool = False) -> Target:
     """Two layers of noise, scaled up so that the distribution is not flat and greedy output neither loops at once nor never."""
-    return Target.load(Path(), tiny_spec(window), dtype=dtype, device=DEVICE, dummy=True)
+    target = Target.load(Path(), tiny_spec(window), dtype=dtype, device=DEVICE, dummy=True)
+    return in_e4m3(target) if fp8_kv else target
+
+
+def in_e4m3(target: Target) -> Target:
+    """The same target with an e4m3 cache: other scales in each head, and some numbers that saturate."""
+    spec = target.spec
+    twin = copy(target)
+    twin.spec = spec.with_fp8_kv()
+    shape = (spec.num_layers, 2, spec.num_kv_heads)
+    count = torch.arange(spec.num_layers * 2 * spec.num_kv_heads, device=DEVICE)
+    twin.kv_scales = (1.5e-4 * (1 + 0.17 * count)).view(shape)
+    return twin
 
 
 def request(
@@ -96,8 +109,9 @@ def full_logits(target: Target, ids: Sequence[int]) -> Tensor:
     count = len(ids)
     spec = target.spec
     cache = KVCache.allocate(
-        spec.kv_layout(target.dtype, count), groups=KVGroups.single(spec.num_layers), num_pages=(2,), device=DEVICE
-    )
+        spec.kv_layout(target.dtype, count), groups=KVGroups.single(spec.num_layers), num_pages=(2,), device=DEVICE,
+        scales=target.kv_scales,
+    )  # fmt: skip
 
     def ints(values: object) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=DEVICE)

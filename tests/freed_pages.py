@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 from batchspec.cache.pages import SCRATCH_PAGE, PagePool
 from batchspec.engine.engine import Engine
@@ -24,7 +25,8 @@ def poison_freed_pages(patch: pytest.MonkeyPatch, engines: Sequence[Engine]) -> 
             groups = [*cache.groups.target_layers, *[cache.groups.draft_group] * engine.drafter.num_kv_layers]
             for layer, own in zip(cache.layers, groups, strict=True):
                 if own == group:
-                    layer.pages[0, list(pages)], layer.pages[1, list(pages)] = key, value
+                    layer.pages[0, list(pages)] = key
+                    layer.pages[1, list(pages)] = min(value, torch.finfo(layer.pages.dtype).max)
 
     def taking(pool: PagePool, count: int) -> list[int]:
         pages = take(pool, count)

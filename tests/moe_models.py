@@ -41,7 +41,12 @@ def tiny_moe(family: str, **changes: Any) -> Target:
 
 def tiny_spec(family: str, **changes: Any) -> ModelSpec:
     """The shape of `tiny_moe`."""
-    return read_spec({**_SHAPE, "model_type": family, **_CHANGES[family], **changes}, "config.json")
+    return read_spec(tiny_config(family, **changes), "config.json")
+
+
+def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
+    """The config.json of `tiny_moe`."""
+    return {**_SHAPE, "model_type": family, **_CHANGES[family], **changes}
 
 
 class Noise(DummyWeights):

@@ -294,3 +294,9 @@ def test_busy_time_counts_overlaps_once(spans: list[tuple[int, int]]) -> None:
     events = [graph_launch(1), *(kernel("k", ts, dur, 1) for ts, dur in spans)]
     covered = {us for ts, dur in spans for us in range(ts, ts + dur)}
     assert read_trace(events, 1).busy_us == len(covered)
+
+
+def test_an_fp8_cache_is_decoded_like_any_other(shape: Path, tmp_path: Path) -> None:
+    (row,) = lines(shape, tmp_path / "o.jsonl", "--draft", "lookup", "--k", "2", "--kv", "fp8")
+    assert row["tokens"] == 48
+    assert "--kv fp8" in row["command"]

@@ -52,7 +52,7 @@ def test_what_a_spec_says_before_weights_are_read_is_what_its_drafter_has(name: 
     assert layers == tuple((drafter.kv_layout(4), window) for window in drafter.kv_windows)
     assert len(layers) == drafter.num_kv_layers
     assert (drafter.rewritable is not None) == (spec.head is not None) == ("draft.adapt.every_shards" in DRAFTERS[name].reads)
-    assert (spec.weight_bytes(target.dtype) > 0) == bool(layers)
+    assert (spec.weight_bytes(dtype=target.dtype, device=target.device) > 0) == bool(layers)
     assert 0 <= spec.assumed_accepted <= 3
 
 

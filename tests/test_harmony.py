@@ -154,6 +154,22 @@ def test_what_only_looked_like_a_call_stays_text(think: ThinkTokens, tokenizer: 
     assert said(think, tokenizer, " to be or not<|return|>")[2:4] == (None, ["to be or not"])
 
 
+@pytest.mark.parametrize(
+    ("text", "texts"),
+    [
+        ("<|channel|>commentary to", []),  # cut off in the recipient
+        ("<|channel|>commentary to=", []),
+        ("<|start|>assistant<|channel|>analysis to<|end|>", []),
+        ("<|channel|>commentary to be<|return|>", ["to be"]),
+        (" to", ["to"]),
+    ],
+)
+def test_a_name_of_a_channel_is_no_text_where_a_recipient_is_missing(
+    think: ThinkTokens, tokenizer: Tokenizer, text: str, texts: list[str]
+) -> None:
+    assert said(think, tokenizer, f"{THOUGHT}{text}" if text.startswith("<") else text)[1:4] == ([""], None, texts)
+
+
 @given(data=st.data())
 def test_every_token_of_text_is_in_exactly_one_part(think: ThinkTokens, tokenizer: Tokenizer, data: st.DataObject) -> None:
     """Whatever comes in whatever order: but for role, name, recipient and type before a message token, which name the message."""

@@ -52,6 +52,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "draft",
         "engine",
         "model.hub",
+        "model.kv_scales",
+        "model.spec",
         "model.weights",
         "packing",
         "prepare",

@@ -34,7 +34,7 @@ from batchspec.engine.round import RoundOptions
 from batchspec.model.target import Target
 from batchspec.records import PackedBatch, Request, SamplingParams
 from tests.drafting import synthetic
-from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request, tiny_spec, tiny_target
+from tests.engines import DEVICE, VOCAB, in_e4m3, packed, plain_tokens, request, tiny_spec, tiny_target
 from tests.freed_pages import poison_freed_pages
 from tests.heads import random_tensors, tiny_design, write_head
 from tests.kernels.covering import covering
@@ -44,9 +44,10 @@ SLIDING, MIXED, TWO_WINDOWS = (WINDOW, WINDOW), (None, WINDOW), (WINDOW, 3)
 
 
 @cache
-def windowed_target(windows: tuple[int | None, ...]) -> Target:
+def windowed_target(windows: tuple[int | None, ...], fp8_kv: bool = False) -> Target:
     """The tiny target with these windows, one a layer."""
-    return Target.load(Path(), tiny_spec(windows=windows), dtype=torch.float64, device=DEVICE, dummy=True)
+    target = Target.load(Path(), tiny_spec(windows=windows), dtype=torch.float64, device=DEVICE, dummy=True)
+    return in_e4m3(target) if fp8_kv else target
 
 
 def long_requests(count: int = 5, *, sampling: SamplingParams | None = None, samples: int = 1) -> list[Request]:
@@ -102,7 +103,7 @@ def make_drafter(name: str, target: Target, folder: Path, slots: int) -> Drafter
     if name == "none":
         return NoDrafter()
     if name == "lookup":
-        return _Lookup(4)
+        return _Lookup(4, min_ngram=2, max_ngram=6)
     if name == "window":
         return _Window(target, 3, slots=slots, window=5, sink=2)
     narrow = {"window": 5} if "with a window" in name else {}
@@ -132,16 +133,16 @@ def run(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]:
 
 @cache
 def _expected(
-    windows: tuple[int | None, ...], seed: int, cap: int, sampling: SamplingParams, prompt: tuple[int, ...]
+    windows: tuple[int | None, ...], fp8_kv: bool, seed: int, cap: int, sampling: SamplingParams, prompt: tuple[int, ...]
 ) -> list[int]:
-    return plain_tokens(windowed_target(windows), request(seed - 1000, prompt, cap=cap, sampling=sampling))
+    return plain_tokens(windowed_target(windows, fp8_kv), request(seed - 1000, prompt, cap=cap, sampling=sampling))
 
 
 def expected(target: Target, requests: Sequence[Request]) -> dict[str, list[int]]:
     """Of plain decoding, one row at a time; computed once for all tests."""
-    windows = target.spec.windows
+    windows, fp8_kv = target.spec.windows, target.spec.fp8_kv
     return {
-        one.request_id: _expected(windows, one.seed, one.max_new_tokens, one.sampling, tuple(one.prompt_ids.tolist()))
+        one.request_id: _expected(windows, fp8_kv, one.seed, one.max_new_tokens, one.sampling, tuple(one.prompt_ids.tolist()))
         for one in requests
     }
 
@@ -159,6 +160,22 @@ def test_tokens_are_those_of_plain_decoding(
     batch = batch_of(page_size=page_size, run_ahead=run_ahead)
     poisoned.append(Engine(windowed_target(windows), NoDrafter(), batch, device=DEVICE))
     assert run(poisoned[0], requests) == expected(windowed_target(windows), requests)
+
+
+@pytest.mark.parametrize("name", ["chain", "tree", "parallel", "window"])
+def test_e4m3_keys_give_the_tokens_of_plain_decoding_over_e4m3_keys(
+    name: str, poisoned: list[Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With windows, shared prefixes, preempted rows and drafts, whose own K/V are not e4m3."""
+    monkeypatch.setattr("batchspec.engine.allocator.SHORT_CAP_TOKENS", 0)
+    target, requests = windowed_target(MIXED, fp8_kv=True), long_requests(8, sampling=SamplingParams(temperature=1.0))
+    batch = replace(batch_of(6, page_size=2, draft_len=8, run_ahead=1), num_pages=1 + 39)
+    engine = Engine(target, make_drafter(name, target, tmp_path, 6), batch, device=DEVICE)
+    poisoned.append(engine)
+    assert run(engine, requests) == expected(target, requests)
+    assert engine.totals.preempted > 0
+    assert engine.totals.cached_tokens > 0
+    assert [layer.layout.fp8 for layer in engine.executor.cache.layers] == [True, True] + [False] * engine.drafter.num_kv_layers
 
 
 DRAFTERS = ["lookup", "window", "chain", "chain with a window", "parallel", "tree", "tree with a window"]

@@ -63,10 +63,11 @@ def run(
     refill_dead: bool = True,
     short_cap: int = 512,
     dtype: torch.dtype = torch.float64,
+    fp8_kv: bool = False,
 ) -> tuple[dict[str, list[int]], dict[str, Completion], Engine]:
     """The job through the engine. A `short_cap` below the caps makes admission trust predictions, so that pages run out."""
     engine = Engine(
-        tiny_target(dtype, window=5),
+        tiny_target(dtype, window=5, fp8_kv=fp8_kv),
         drafter,
         batch,
         device=DEVICE,
@@ -89,8 +90,8 @@ def run(
     return {name: c.token_ids.tolist() for name, c in done.items() if c.token_ids is not None}, done, engine
 
 
-def expected_tokens(requests: list[Request]) -> dict[str, list[int]]:
-    return {r.request_id: plain_tokens(tiny_target(window=5), r) for r in requests}
+def expected_tokens(requests: list[Request], *, fp8_kv: bool = False) -> dict[str, list[int]]:
+    return {r.request_id: plain_tokens(tiny_target(window=5, fp8_kv=fp8_kv), r) for r in requests}
 
 
 @cache
@@ -164,7 +165,8 @@ def test_every_packing_and_drafter_is_lossless_in_more_examples(requests: list[R
 
 
 def check_lossless(requests: list[Request], data: st.DataObject) -> None:
-    expected = expected_tokens(requests)
+    fp8_kv = data.draw(st.booleans(), label="e4m3 K/V")
+    expected = expected_tokens(requests, fp8_kv=fp8_kv)
     draft_len = data.draw(st.integers(1, 8), label="K")
     kind = data.draw(
         st.sampled_from(["none", "lookup", "window", "parallel", "pard", "tree", "hybrid", "right", "wrong"]), label="drafter"
@@ -216,6 +218,7 @@ def check_lossless(requests: list[Request], data: st.DataObject) -> None:
         uniform_slots=data.draw(st.booleans(), label="uniform_slots"),
         refill_dead=data.draw(st.booleans(), label="refill_dead"),
         short_cap=data.draw(st.sampled_from([2, 512]), label="short_cap"),
+        fp8_kv=fp8_kv,
     )
     assert tokens == expected
     for completion in done.values():
@@ -272,14 +275,15 @@ def test_an_index_of_ended_rows_drafts_more_and_changes_no_token_whatever_it_hol
     assert rounds[0] < sum(c.stats.num_rounds for c in done.values() if c.stats)
 
 
-@pytest.mark.parametrize("run_ahead", [0, 2])
-def test_pages_that_run_out_set_rows_back_and_change_nothing(run_ahead: int) -> None:
+@pytest.mark.parametrize(("run_ahead", "fp8_kv"), [(0, False), (2, False), (2, True)])
+def test_pages_that_run_out_set_rows_back_and_change_nothing(run_ahead: int, fp8_kv: bool) -> None:
     requests = [request(i, [i, 5, 7], cap=90, predicted=4) for i in range(4)]
     batch = packed(4, num_pages=40, max_len=93, run_ahead=run_ahead)
-    tokens, done, engine = run(requests, batch, LookupDrafter(4, min_ngram=1, max_ngram=2), short_cap=2)
+    tokens, done, engine = run(requests, batch, LookupDrafter(4, min_ngram=1, max_ngram=2), short_cap=2, fp8_kv=fp8_kv)
     assert engine.totals.preempted > 0
     assert max(c.stats.num_prefills for c in done.values() if c.stats) > 1
-    assert tokens == expected_tokens(requests)
+    assert tokens == expected_tokens(requests, fp8_kv=fp8_kv)
+    assert not fp8_kv or tokens != expected_tokens(requests)  # the rounding of K and V shows
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from batchspec import run as job_run
-from batchspec.config.schema import DraftConfig, RunConfig
+from batchspec.config.schema import DraftConfig, ModelConfig, RunConfig
 from batchspec.draft.pard import PardDrafter, PardModel, load_pard, read_pard
 from batchspec.draft.spec import open_drafter
 from batchspec.engine import allocator
@@ -26,6 +26,9 @@ from batchspec.records import PackedBatch, Request, SamplingParams
 from tests.drafting import Recording
 from tests.engines import DEVICE, VOCAB, packed, plain_tokens, request, tiny_target
 from tests.models import make_checkpoint
+from tests.moe_models import tiny_config
+from tests.test_expert_kernels import MXFP4, kernels
+from tests.test_fp8 import TOKEN, compressed
 
 MASK = 30
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -170,6 +173,25 @@ def test_rounds_of_any_draft_length_keep_its_keys_warm(tmp_path: Path, monkeypat
     assert tokens == expected_tokens(requests)
     assert {len(drafts) for _, drafts in drafter.seen} >= {1, 2, 3, 4}
     check_drafts(folder, drafter)
+
+
+@pytest.mark.parametrize(("family", "quantised"), [("mixtral", compressed("channel", TOKEN)), ("gpt_oss", MXFP4)])
+def test_a_quantised_drafter_keeps_its_weights_where_there_are_kernels_for_them(
+    family: str, quantised: dict[str, Any], tmp_path: Path
+) -> None:
+    """The plan counts what is kept."""
+    folder, dtype = tmp_path, torch.bfloat16
+    sizes = {"hidden_size": 96, "intermediate_size": 64, "quantization_config": quantised}
+    (folder / "config.json").write_text(json.dumps(tiny_config(family, **sizes, pard_token=MASK)))
+    config = RunConfig(draft=DraftConfig(name="pard", path=str(folder)), model=ModelConfig(load_format="dummy"))
+    whole = load_spec(folder)
+    drafter = open_drafter(config, tiny_target().spec)
+    assert drafter.load(dtype=dtype, device=DEVICE).model.spec == whole
+    assert drafter.weight_bytes(dtype=dtype, device=DEVICE) == whole.weight_bytes(dtype)
+    with kernels(dtype):
+        kept = whole.on(DEVICE, dtype)
+        assert drafter.load(dtype=dtype, device=DEVICE).model.spec == kept != whole
+        assert drafter.weight_bytes(dtype=dtype, device=DEVICE) == kept.weight_bytes(dtype) < whole.weight_bytes(dtype)
 
 
 def test_drafts_near_the_length_limit_write_nothing_but_scratch(tmp_path: Path) -> None:

@@ -58,6 +58,8 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "model.chat_template": ("{folder}/other.jinja", "model.tokenizer"),
     "model.think_tokens": ("none", "model.think_tokens"),
     "draft.synthetic": ([0.5], "draft.synthetic"),
+    "cache.dtype": ("fp8", "cache.dtype"),
+    "cache.scales": ("calibrate", "cache.scales"),
     "decode.max_new_tokens": (23, "decode.max_new_tokens"),
     "decode.min_new_tokens": (1, "decode.min_new_tokens"),
     "decode.temperature": (0.5, "decode.temperature"),

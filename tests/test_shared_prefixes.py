@@ -26,7 +26,7 @@ from batchspec.engine.engine import Engine
 from batchspec.model.target import Target
 from batchspec.packing.planner import row_buckets
 from batchspec.records import Request
-from tests.engines import DEVICE, VOCAB, packed, request, tiny_spec
+from tests.engines import DEVICE, VOCAB, in_e4m3, packed, request, tiny_spec
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 PREFIX = 8
@@ -34,10 +34,11 @@ PREFIX = 8
 
 
 @cache
-def narrow_target() -> Target:
+def narrow_target(fp8_kv: bool = False) -> Target:
     """Two heads that share one K/V head: few programs for the interpreter."""
     spec = tiny_spec(num_heads=2, num_kv_heads=1)
-    return Target.load(Path(), spec, dtype=torch.float32, device=DEVICE, dummy=True)
+    target = Target.load(Path(), spec, dtype=torch.float32, device=DEVICE, dummy=True)
+    return in_e4m3(target) if fp8_kv else target
 
 
 @pytest.fixture
@@ -63,24 +64,26 @@ def family(first: int, beginning: int, caps: list[int], stops: tuple[str, ...] =
     return [request(first + i, [*ids, i, beginning], cap=cap, stop=stops, predicted=4) for i, cap in enumerate(caps)]
 
 
-def tokens(requests: list[Request], slots: int, run_ahead: int, patch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+def tokens(
+    requests: list[Request], slots: int, run_ahead: int, patch: pytest.MonkeyPatch, *, fp8_kv: bool = False
+) -> dict[str, list[int]]:
     batch = packed(slots, row_buckets=row_buckets(slots), run_ahead=run_ahead, prefill_tokens=200)
-    engine = Engine(narrow_target(), NoDrafter(), batch, device=DEVICE)
+    engine = Engine(narrow_target(fp8_kv), NoDrafter(), batch, device=DEVICE)
     take = PagePool.take
 
     def poison(pool: PagePool, count: int) -> list[int]:
         pages = take(pool, count)
         kv = engine.executor.cache.target_kv[0]
-        kv[:, 0, pages], kv[:, 1, pages] = float("nan"), 1e4  # what a row that failed leaves
+        kv[:, 0, pages], kv[:, 1, pages] = float("nan"), min(1e4, torch.finfo(kv.dtype).max)  # what a row that failed leaves
         return pages
 
     patch.setattr(PagePool, "take", poison)
     return {c.request_id: c.token_ids.tolist() for c in engine.run(iter(requests)) if c.token_ids is not None}
 
 
-def alone(requests: list[Request]) -> dict[str, list[int]]:
+def alone(requests: list[Request], *, fp8_kv: bool = False) -> dict[str, list[int]]:
     """The same rows one at a time, without kernels and without sharing."""
-    engine = Engine(narrow_target(), NoDrafter(), packed(1), device=DEVICE)
+    engine = Engine(narrow_target(fp8_kv), NoDrafter(), packed(1), device=DEVICE)
     done: dict[str, list[int]] = {}
     for one in requests:
         engine.pools.forget()
@@ -109,3 +112,11 @@ def test_a_batch_that_shrinks_keeps_the_tokens(
     assert 4 in kernels
     if len(caps) == 1:
         assert 2 in kernels  # the survivors still share
+
+
+def test_rows_that_share_e4m3_keys_keep_the_tokens(kernels: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = family(0, 1, [4, 6, 6, 3])
+    expected = alone(requests, fp8_kv=True)
+    with monkeypatch.context() as patch:
+        assert tokens(requests, 4, 1, patch, fp8_kv=True) == expected
+    assert 4 in kernels

@@ -8,27 +8,34 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from batchspec.kernels.common.e4m3 import E4M3, from_e4m3, movable
+from batchspec.kernels.kv_cache.kv_gather import kv_gather
 from batchspec.kernels.kv_cache.kv_write import kv_write
 from batchspec.kernels.norm_rope.rope_write import rope_write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """The K/V format of one layer: a page holds K and V of `page_size` tokens, num_kv_heads * head_dim numbers of `dtype` each.
-
-    K and V have no scales: they are stored in the dtype in which the model computes.
-    """
+    """The K/V format of one layer: a page holds K and V of `page_size` tokens, num_kv_heads * head_dim numbers each."""
 
     dtype: torch.dtype
+    """In which the model computes K and V, and attention reads them."""
+    fp8: bool = False
+    """Stored as e4m3, with an fp32 scale of each head; else in `dtype`."""
     num_kv_heads: int
     head_dim: int
     page_size: int
     """Tokens."""
 
     @property
+    def stored(self) -> torch.dtype:
+        """The dtype of pages."""
+        return E4M3 if self.fp8 else self.dtype
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of K and V of one token in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return 2 * self.num_kv_heads * self.head_dim * self.stored.itemsize
 
     @property
     def page_bytes(self) -> int:
@@ -39,7 +46,7 @@ class KVLayout:
         """Zeroed pages [num_layers, 2 (K, V), P, page_size, KVH, D]. Zeroed, so that unwritten slots, which may be read under a
         mask, are finite."""
         shape = (num_layers, 2, num_pages, self.page_size, self.num_kv_heads, self.head_dim)
-        return torch.zeros(shape, dtype=self.dtype, device=device)
+        return torch.zeros(shape, dtype=self.stored, device=device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,10 +56,38 @@ class LayerKV:
     pages: Tensor
     """[2 (K, V), P, page_size, KVH, D]"""
     layout: KVLayout
+    scales: Tensor | None = None
+    """fp32 [2 (K, V), KVH] of an e4m3 layout: what a stored number is multiplied by"""
+
+    def __post_init__(self) -> None:
+        assert (self.scales is not None) == self.layout.fp8, self.layout
 
     def write(self, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         """Write k, v [T, KVH, D] to the slots int64 [T], as the kernel `kv_write` does."""
-        kv_write(k, v, self.pages, slot_mapping)
+        kv_write(k, v, self.pages, slot_mapping, scales=self.scales)
+
+    def read_slots(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V [N, KVH, D] at slots int64 [N], in the layout's dtype."""
+        if self.scales is not None:
+            return kv_gather(self.pages, self.scales, slots, dtype=self.layout.dtype)
+        k, v = (part.flatten(0, 1).index_select(0, slots) for part in self.pages)
+        return k, v
+
+    def page_buffer(self, num_pages: int) -> Tensor:
+        """Memory for `read_pages`."""
+        return movable(self.pages).new_empty(2 * num_pages, self.pages[0, 0].numel())
+
+    def read_pages(self, ids: Tensor, buffer: Tensor) -> Tensor:
+        """K and V [2, N * page_size, KVH, D] of N pages, in the layout's dtype.
+
+        ids     int64 [2 * N]  the page ids, then the same ids + P
+        buffer  of `page_buffer(N)`; the result may be a view of it
+        """
+        torch.index_select(movable(self.pages).view(-1, buffer.shape[1]), 0, ids, out=buffer)
+        values = buffer.view(2, -1, self.layout.num_kv_heads, self.layout.head_dim)
+        if self.scales is None:
+            return values
+        return from_e4m3(values.view(E4M3), self.scales[:, None, :, None], self.layout.dtype)
 
     def rope_write(
         self,
@@ -73,6 +108,6 @@ class LayerKV:
         out_q = qkv.new_empty(qkv.shape[0], num_heads, self.layout.head_dim)
         rope_write(
             qkv, positions, freqs, self.pages, slot_mapping, attention_factor=attention_factor, out_q=out_q,
-            interleaved=interleaved, q_norm=q_norm, k_norm=k_norm, eps=eps,
+            interleaved=interleaved, q_norm=q_norm, k_norm=k_norm, eps=eps, scales=self.scales,
         )  # fmt: skip
         return out_q

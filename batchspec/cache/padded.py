@@ -83,12 +83,6 @@ def _similar(rows: list[_Row]) -> list[list[_Row]]:
     return groups
 
 
-def _gather(kv: LayerKV, pages: Tensor, out: Tensor) -> Tensor:
-    """Copy K and V of n pages in one call. pages int64 [2 * n]: the page ids, then the same ids + P. out [2 * n, page_size * KVH
-    * D]."""
-    return torch.index_select(kv.pages.view(-1, out.shape[1]), 0, pages, out=out)
-
-
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None) -> Tensor:
     """Attention of q [..., Q, D] over k, v [..., keys, D]; mask [..., Q, keys] of 0 and -inf, None: causal;
     sinks [..., 1 or Q, 1] or None.
@@ -130,7 +124,7 @@ class _LongRow:
         self._pages = torch.cat((pages, pages + kv.pages.shape[1]))
         first_key = row.first_page * kv.layout.page_size
         self._num_keys = row.kv_len - first_key
-        self._buffer = kv.pages.new_empty(2 * row.num_pages, kv.pages[0, 0].numel())
+        self._buffer = kv.page_buffer(row.num_pages)
         self._mask = None
         # kv_len == num_q does not mean that the queries begin at position 0: drafts past the row's end are not counted as keys.
         if sees.narrow or row.kv_len > row.num_q or int(batch.positions[row.begin]):
@@ -140,7 +134,7 @@ class _LongRow:
 
     def attend(self, q: Tensor, kv: LayerKV, scale: float, out: Tensor, sink_logits: Tensor | None) -> None:
         kv_heads, head_dim = kv.layout.num_kv_heads, kv.layout.head_dim
-        keys, values = _gather(kv, self._pages, self._buffer).view(2, -1, kv_heads, 1, head_dim)[:, : self._num_keys]
+        keys, values = kv.read_pages(self._pages, self._buffer).view(2, -1, kv_heads, 1, head_dim)[:, : self._num_keys]
         # Query heads that share K/V are a dimension of stride 0 in K and V: on a CPU these are not repeated in memory.
         q = q[self._place].view(-1, kv_heads, q.shape[1] // kv_heads, head_dim).permute(1, 2, 0, 3)
         k, v = (x.permute(1, 2, 0, 3).expand(-1, q.shape[1], -1, -1) for x in (keys, values))
@@ -171,7 +165,7 @@ class _ShortRows:
         table = batch.page_table[index, (first + page).clamp(max=batch.page_table.shape[1] - 1)].long()
         pages = torch.where(page < num_pages, table, 0).flatten()
         self._pages = torch.cat((pages, pages + kv.pages.shape[1]))
-        self._buffer = kv.pages.new_empty(2 * pages.shape[0], kv.pages[0, 0].numel())
+        self._buffer = kv.page_buffer(pages.shape[0])
         keys = first * page_size + torch.arange(page.shape[0] * page_size, device=device)
         positions = torch.minimum(batch.positions[q_ids], kv_len - 1)
         mask = sees.mask(keys[:, None], positions[:, :, None], q_ids[:, :, None])
@@ -183,7 +177,7 @@ class _ShortRows:
 
     def attend(self, q: Tensor, kv: LayerKV, scale: float, out: Tensor, sink_logits: Tensor | None) -> None:
         (num_heads, head_dim), kv_heads = q.shape[1:], kv.layout.num_kv_heads
-        gathered = _gather(kv, self._pages, self._buffer).view(2, self._num_rows, -1, kv_heads, head_dim).transpose(2, 3)
+        gathered = kv.read_pages(self._pages, self._buffer).view(2, self._num_rows, -1, kv_heads, head_dim).transpose(2, 3)
         padded = q if self._q_ids is None else q.index_select(0, self._q_ids)
         shape = (self._num_rows, self._num_q, kv_heads, num_heads // kv_heads, head_dim)
         folded = padded.view(shape).transpose(1, 2).flatten(2, 3)

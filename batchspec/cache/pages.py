@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 import torch
@@ -46,27 +46,36 @@ class KVCache:
         device: torch.device,
         num_draft_layers: int = 0,
         draft_layout: KVLayout | None = None,
+        scales: Tensor | None = None,
     ) -> KVCache:
         """Zeroed pages.
 
         num_pages     of each group
-        draft_layout  of the drafter's layers; None: the target's
+        draft_layout  of the drafter's layers, which have no scales; None: the target's
+        scales        fp32 [target layers, 2 (K, V), KVH] of an e4m3 layout
         """
-        draft_layout = draft_layout or layout
+        draft_layout = draft_layout or replace(layout, fp8=False)
         assert draft_layout.page_size == layout.page_size, (layout, draft_layout)  # a row has one number of pages
         target_kv = tuple(
             layout.allocate(groups.num_target_layers(group), count, device) for group, count in enumerate(num_pages)
         )
         draft_kv = draft_layout.allocate(num_draft_layers, num_pages[groups.draft_group], device)
-        return cls.of(layout, groups, target_kv, tuple(LayerKV(pages, draft_layout) for pages in draft_kv))
+        return cls.of(layout, groups, target_kv, tuple(LayerKV(pages, draft_layout) for pages in draft_kv), scales)
 
     @classmethod
     def of(
-        cls, layout: KVLayout, groups: KVGroups, target_kv: tuple[Tensor, ...], draft_layers: tuple[LayerKV, ...] = ()
+        cls,
+        layout: KVLayout,
+        groups: KVGroups,
+        target_kv: tuple[Tensor, ...],
+        draft_layers: tuple[LayerKV, ...] = (),
+        scales: Tensor | None = None,
     ) -> KVCache:
         """A cache over memory that is already allocated."""
-        by_group = [iter(kv) for kv in target_kv]
-        target_layers = tuple(LayerKV(next(by_group[group]), layout) for group in groups.target_layers)
+        by_group, of_layers = [iter(kv) for kv in target_kv], [None] * len(groups.target_layers) if scales is None else scales
+        target_layers = tuple(
+            LayerKV(next(by_group[group]), layout, own) for group, own in zip(groups.target_layers, of_layers, strict=True)
+        )
         return cls((*target_layers, *draft_layers), groups, target_kv, layout.page_size, tuple(range(groups.num_groups)))
 
     def layer(self, index: int) -> LayerKV:

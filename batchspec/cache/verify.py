@@ -103,6 +103,7 @@ class VerifyPlan:
             ancestors=self._ancestors,
             tail_start=self._tail_start,
             sink_logits=sink_logits,
+            scales=kv.scales,
             early=self._listed,
             interpret=self._interpret,
         )

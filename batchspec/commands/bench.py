@@ -119,6 +119,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("--opt", nargs="+", default=[], help=f"variants with NAME=false,...: {', '.join(OPTIONS)}")
     add("--prefill-tokens", type=int, default=0, help="tokens of a prefill pass; 0: as a job")
     add("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
+    add("--kv", default="auto", choices=["auto", "fp8"], help="cache.dtype: fp8 stores K and V as e4m3, scales calibrated")
     add("--device", default="auto", choices=["auto", "cpu"])
     add("--runs", type=int, default=1, help="turns; ratios are medians over them")
     add("--profile", metavar="FILE", help="append a table of the kernels of some rounds of each variant (needs a GPU)")

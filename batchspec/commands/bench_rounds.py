@@ -21,6 +21,7 @@ from batchspec.commands.profile import PROFILED_ROUNDS, profile_calls
 from batchspec.engine.engine import Engine
 from batchspec.engine.graphs import Shape
 from batchspec.errors import ConfigError
+from batchspec.kernels.common.e4m3 import movable
 
 WARM_ROUNDS = 3
 FIRST_ID = 3
@@ -102,7 +103,10 @@ def _begin(engine: Engine, past: int) -> None:
     rows.keys.copy_(torch.arange(len(rows.keys), device=device))
     rows.limit.fill_(engine.batch.max_len)
     for layer in engine.executor.cache.layers:
-        layer.pages.normal_(generator=noise)
+        if layer.layout.fp8:
+            movable(layer.pages).random_(0, 0x48, generator=noise)  # bits of 0 .. 3.75
+        else:
+            layer.pages.normal_(generator=noise)
     rows.num_tokens.fill_(past)
     rows.prompt_len.fill_(past)
     rows.live.fill_(1)

@@ -98,7 +98,7 @@ class Plan:
             f"{_bytes(spec.weight_bytes(job.dtype))} in {dtype} on {job.device.type}",
             f"shape        {counted(batch.num_slots, 'slot')}, rows up to {batch.max_len:,} tokens, "
             f"drafter {job.config.draft.name} ({job.drafter.shape}), prefill passes of {batch.prefill_tokens:,} tokens",
-            f"pages        {pages} of {batch.page_size} tokens, {_bytes(pages_bytes)}",
+            f"pages        {pages} of {batch.page_size} tokens, {_bytes(pages_bytes)}{', K and V in e4m3' * spec.fp8_kv}",
             f"rounds       {ahead.rounds:,} of {ahead.round_s * 1e3:.1f} ms, {_duration(ahead.decode_s)}; "
             f"each reads {_bytes(ahead.kv_read_bytes)} of K/V",
             f"prefill      {_duration(ahead.prefill_s)}",

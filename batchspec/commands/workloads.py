@@ -17,8 +17,10 @@ import torch
 from batchspec.commands.shapes import COMMON, SHAPES
 from batchspec.config.typed import from_dict
 from batchspec.errors import ConfigError
+from batchspec.model.kv_calibration import check_e4m3, give_scales
 from batchspec.model.spec import ModelSpec, load_spec
 from batchspec.model.target import Target, resolve_dtype
+from batchspec.model.tokenizer import Tokenizer
 from batchspec.prepare import open_job
 from batchspec.records import Ids, Request, SamplingParams
 
@@ -90,7 +92,7 @@ def _dummy(args: argparse.Namespace, device: torch.device) -> Workload:
         for i, prompt in enumerate(prompts)
         for sample in range(args.samples)
     ]
-    return Workload(target, Path(), sorted(requests, key=lambda request: -request.max_new_tokens))
+    return Workload(_with_kv(target, args, device, None), Path(), sorted(requests, key=lambda one: -one.max_new_tokens))
 
 
 def shape_spec(name: str) -> ModelSpec:
@@ -135,7 +137,16 @@ def _real(args: argparse.Namespace, device: torch.device) -> Workload:
     target = Target.load(job.folder, job.spec, dtype=job.dtype, device=device)
     count = args.requests or len(found)
     repeated = [replace(found[i % len(found)], request_id=str(i), row_index=i, seed=i) for i in range(count)]
-    return Workload(target, job.folder, repeated)
+    return Workload(_with_kv(target, args, device, job.tokenizer), job.folder, repeated)
+
+
+def _with_kv(target: Target, args: argparse.Namespace, device: torch.device, tokenizer: Tokenizer | None) -> Target:
+    """The target with the K/V cache that --kv asks for. Raises ConfigError for a GPU without e4m3."""
+    if args.kv == "fp8":
+        check_e4m3(device)
+        target.spec = target.spec.with_fp8_kv()
+        give_scales(target, None, "calibrate", None, tokenizer)
+    return target
 
 
 def _request(index: int, prompt: Ids, cap: int, *, row: int, sample: int = 0) -> Request:

@@ -46,6 +46,7 @@ def check(config: RunConfig, *, require: Iterable[str] = ()) -> None:
     check_choices(config, CHOICES)
     _drafter(config)
     check_ranges(config, RANGES)
+    _cache(config)
     _decode(config)
     _thinking(config)
     _date(config)
@@ -152,6 +153,14 @@ def _adapt(config: RunConfig) -> None:
         raise ConfigError(f"{asked} and draft.synthetic, which makes up what is accepted: nothing would come of it; remove one")
     if config.ablation.overlap:
         raise ConfigError(f"{asked} and ablation.overlap=true: learning and prefill would share a workspace; remove one")
+
+
+def _cache(config: RunConfig) -> None:
+    scales = config.cache.scales
+    if scales != "auto" and config.cache.dtype != "fp8":
+        raise ConfigError(f"cache.scales={scales} is not used by cache.dtype={config.cache.dtype}; set fp8 or remove the key")
+    if scales == "checkpoint" and config.model.load_format == "dummy":
+        raise ConfigError("cache.scales=checkpoint: model.load_format=dummy reads no checkpoint; use auto")
 
 
 def _decode(config: RunConfig) -> None:

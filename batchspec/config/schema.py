@@ -192,6 +192,20 @@ class PackingConfig:
 
 
 @dataclass(slots=True, kw_only=True)
+class CacheConfig:
+    """The K/V cache of the target. A drafter's own K/V keep the model's data type."""
+
+    dtype: str = "auto"
+    """Data type of K and V in memory. auto is the model's; fp8 is e4m3 with a scale of each layer and head: half of the memory of
+    bfloat16, other tokens than with the model's type where rounding decides. Speculation, preemption and shared prefixes change
+    no token of it. On a GPU it needs compute capability 8.9 (Ada, Hopper) or newer."""
+    scales: str = "auto"
+    """Where the scales of cache.dtype=fp8 come from. checkpoint: its k_scale and v_scale. calibrate: the largest K and V over
+    fixed texts, with a margin. auto is the checkpoint's if it has them, else calibrate. A job keeps its scales in the output
+    folder, for all its runs."""
+
+
+@dataclass(slots=True, kw_only=True)
 class InputConfig:
     """The input dataset."""
 
@@ -303,6 +317,7 @@ class RunConfig:
     draft: DraftConfig = field(default_factory=DraftConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     packing: PackingConfig = field(default_factory=PackingConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
     input: InputConfig = field(default_factory=InputConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
     resume: ResumeConfig = field(default_factory=ResumeConfig)

@@ -82,6 +82,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("auto", "float32", "bfloat16", "float64"),
     "model.activations": ("auto", "dtype", "fp8"),
     "model.load_format": ("auto", "dummy"),
+    "cache.dtype": ("auto", "fp8"),
+    "cache.scales": ("auto", "checkpoint", "calibrate"),
     "draft.aux_layers": ("auto", "input", "output"),
     "draft.tree.rank": ("logprob", "prob"),
     "input.on_overlong": ("error", "truncate", "skip"),

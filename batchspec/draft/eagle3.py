@@ -49,7 +49,7 @@ class Eagle3DrafterSpec(DrafterSpec[Head]):
         layout, draft = self.head.kv_layout(dtype, page_size), self.config.draft
         return tuple((layout, window) for window in self.head.kv_windows(draft.window, draft.sink_tokens or 0))
 
-    def weight_bytes(self, dtype: torch.dtype) -> int:
+    def weight_bytes(self, *, dtype: torch.dtype, device: torch.device) -> int:
         return head_bytes(self.head, dtype)
 
     def fetch(self) -> None:

@@ -12,7 +12,7 @@ Legend: R rows, T flat positions, K draft_len.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -47,6 +47,13 @@ class PardSpec:
     mask_token_id: int | None
     """The token in place of one that is not known yet; None: the model drafts a chain."""
 
+    def on(self, device: torch.device, dtype: torch.dtype) -> PardSpec:
+        """The same as it drafts in `dtype` on this device, with weights in the formats of the fast kernels: see `ModelSpec.on`.
+
+        What a drafter proposes changes no token, so `model.activations` is for the target alone.
+        """
+        return replace(self, model=self.model.on(device, dtype))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PardModel:
@@ -70,6 +77,7 @@ def read_pard(folder: Path, target: ModelSpec) -> PardSpec:
 
 def load_pard(folder: Path, spec: PardSpec, *, dtype: torch.dtype, device: torch.device, dummy: bool = False) -> PardModel:
     """The drafter's weights in the target's dtype. Raises CheckpointError as `Target.load`; PARD-2's tensors are named there."""
+    spec = spec.on(device, dtype)
     if not dummy:
         weight_files(folder)
     return PardModel(spec, Target.load(folder, spec.model, dtype=dtype, device=device, dummy=dummy))
@@ -169,8 +177,8 @@ class PardDrafterSpec(DrafterSpec[PardModel]):
         layout = self.pard.model.kv_layout(dtype, page_size)
         return tuple((layout, window) for window in self.pard.model.windows)
 
-    def weight_bytes(self, dtype: torch.dtype) -> int:
-        return self.pard.model.weight_bytes(dtype)
+    def weight_bytes(self, *, dtype: torch.dtype, device: torch.device) -> int:
+        return self.pard.on(device, dtype).model.weight_bytes(dtype)
 
     def fetch(self) -> None:
         resolve_model(self._path, key="draft.path")

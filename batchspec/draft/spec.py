@@ -58,8 +58,8 @@ class DrafterSpec(ABC, Generic[W]):
         """K/V format of each layer of its own, which follow the target's layers, and how many newest keys it reads; None: all."""
         return ()
 
-    def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of its weights in the device's memory."""
+    def weight_bytes(self, *, dtype: torch.dtype, device: torch.device) -> int:
+        """Bytes of the weights that `load` keeps in the device's memory."""
         return 0
 
     def state_bytes(self) -> int:

@@ -58,6 +58,7 @@ class Executor:
             device=device,
             num_draft_layers=drafter.num_kv_layers,
             draft_layout=drafter.kv_layout(batch.page_size),
+            scales=target.kv_scales,
         )
         self.round = round_for(target, drafter, self.cache, batch, options, device)
         self.rows = DeviceBatch.allocate(

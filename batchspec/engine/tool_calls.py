@@ -13,6 +13,7 @@ from batchspec.records import Channels, Request
 NAMESPACE = "functions."
 """Recipients that are the user's own tools begin with it; others, such as `python`, belong to the model's format."""
 _RECIPIENT = re.compile(r"\bto=(\S+)")
+_NAMES = re.compile(r"^(\s*(assistant|analysis|commentary|final)\b)+")
 
 
 def tool_calls(calls: Sequence[Call], request: Request, decode: Callable[[Sequence[int]], str]) -> tuple[str | None, list[str]]:
@@ -30,7 +31,7 @@ def tool_calls(calls: Sequence[Call], request: Request, decode: Callable[[Sequen
         before, kind = _header_texts(call.header, channels, decode)
         arguments, recipient = decode(call.arguments), _RECIPIENT.search(before)
         if recipient is None:
-            texts.append(f"{before.strip().removeprefix('assistant').strip()}{arguments}")
+            texts += _text_of_no_call(call, channels, f"{_NAMES.sub('', before).strip()}{arguments}")
             continue
         words = before.replace(recipient[0], " ").split()
         named = " ".join(word for word in words if word not in ("assistant", "analysis", "commentary", "final"))
@@ -44,6 +45,11 @@ def tool_calls(calls: Sequence[Call], request: Request, decode: Callable[[Sequen
             }
         )
     return (json.dumps(found, ensure_ascii=False) if found else None), texts
+
+
+def _text_of_no_call(call: Call, channels: Channels, text: str) -> list[str]:
+    """None where an output ended in a channel's header, in the middle of ` to=NAME`: that was going to be a recipient."""
+    return [] if channels.channel_id in call.header and text in ("to", "to=") else [text]
 
 
 def _header_texts(header: Sequence[int], channels: Channels, decode: Callable[[Sequence[int]], str]) -> tuple[str, str]:

@@ -46,6 +46,8 @@ class ModelSpec:
     tie: bool
     """The output matrix is the embedding."""
     formats: Formats = ALL_PLAIN
+    fp8_kv: bool = False
+    """K and V are stored as e4m3: the job's choice, not the checkpoint's."""
     eos_ids: tuple[int, ...]
     """Of generation_config.json first, then those that only config.json has, unless a family says no (`config_ends`)."""
     max_len: int
@@ -61,7 +63,7 @@ class ModelSpec:
 
     def kv_layout(self, dtype: torch.dtype, page_size: int) -> KVLayout:
         """How each of its layers keeps keys and values, computed in `dtype`."""
-        return KVLayout(dtype=dtype, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, page_size=page_size)
+        return KVLayout(dtype=dtype, fp8=self.fp8_kv, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, page_size=page_size)
 
     @property
     def num_layers(self) -> int:
@@ -107,6 +109,10 @@ class ModelSpec:
     def with_fp8_activations(self) -> ModelSpec:
         """The same with activations quantised as the checkpoint says (W8A8). Raises ConfigError where it has no FP8 weights."""
         return replace(self, formats=self.formats.with_fp8_activations())
+
+    def with_fp8_kv(self) -> ModelSpec:
+        """The same with K and V stored as e4m3, which needs a scale of each head: see `Target.kv_scales`."""
+        return replace(self, fp8_kv=True)
 
     def blocks(self) -> Iterator[tuple[str, BlockSpec]]:
         """Each block with the prefix of its names in the checkpoint, in the order of the forward."""

@@ -58,6 +58,9 @@ class Target:
         self._ropes = list(dict.fromkeys(spec.ropes))
         self._rope_ids = [self._ropes.index(rope) for rope in spec.ropes]
         self._freqs = [rope_frequencies(rope, spec.head_dim).to(device) for rope in self._ropes]
+        self.kv_scales: Tensor | None = None
+        """fp32 [L, 2 (K, V), KVH] scales of an e4m3 cache, where spec.fp8_kv (`kv_scales.py`). Set before an engine is made:
+        caches hold views of it."""
         scale = spec.embedding_scale
         self._embedding_scale = None if scale is None else float(torch.tensor(scale, dtype=self.dtype))
 

@@ -13,6 +13,7 @@ import torch
 from batchspec.config.schema import PackingConfig
 from batchspec.engine.engine import Engine
 from batchspec.errors import CapacityError
+from batchspec.model.kv_scales import KVScales
 from batchspec.packing.cost import device_rates
 from batchspec.packing.planner import PAGE_SIZE
 from batchspec.packing.survey import Survey
@@ -71,6 +72,12 @@ class EngineWithFallback:
         self._fall_back(batch, message)
         self._make()
         self.engine.totals = totals
+
+    def adopt_kv_scales(self, scales: KVScales) -> None:
+        """Use these in the present engine, which holds no K/V of a row yet, and in any later one."""
+        self._job = replace(self._job, kv_scales=scales)
+        assert self.engine.target.kv_scales is not None
+        self.engine.target.kv_scales.copy_(scales.values)
 
     def _make(self) -> None:
         with OutOfMemoryGuard() as guard:

@@ -10,6 +10,7 @@ _batchspec/claims         leases on shards, see claims.py
 _batchspec/attempts       what runs were computing when they crashed, see attempts.py
 _batchspec/sums           sha256 of each shard as a run committed it, in the format of sha256sum
 _batchspec/progress       what every run reports about itself, see heartbeats.py
+_batchspec/kv_scales.json scales of an e4m3 K/V cache, the same for all runs; written once
 _batchspec/retry          retries of the complete job, see generations.py
 _batchspec/overwrite      which process deleted the folder's previous job, see overwrite.py
 """
@@ -46,6 +47,7 @@ from batchspec.runstate.shard_writer import write_verified
 from batchspec.storage.store import storing
 
 SUMS = "_batchspec/sums"
+KV_SCALES = "_batchspec/kv_scales.json"
 MAX_TRIES = 20
 """Maximum number of tries to publish a shard while runs of another job publish it too."""
 
@@ -220,6 +222,15 @@ class OutputFolder(JobFolder):
     def head(self, name: str) -> HeadFiles:
         """A draft head that runs of this job trained."""
         return HeadFiles(self._store, name)
+
+    def kv_scales(self) -> bytes | None:
+        """The K/V scales that all runs of the job use; None if no run has kept them yet."""
+        return self._store.read(KV_SCALES) if self._store.exists(KV_SCALES) else None
+
+    def keep_kv_scales(self, own: bytes) -> bytes:
+        """Keep a run's scales if no other run was first; returns those that are kept."""
+        self._store.put_if_absent(KV_SCALES, own)
+        return self._store.read(KV_SCALES)
 
     def log_run(self, facts: Mapping[str, float]) -> None:
         """Store the summary of a run that has ended. Raises StorageError, and OutputError as `check_own`."""

@@ -44,9 +44,9 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def expert_unit_pairs(tokens: int, top_k: int, num_experts: int) -> int:
+def expert_unit_pairs(tokens: int, top_k: int, num_experts: int, dtype: torch.dtype | None = None) -> int:
     """Pairs of a unit of the grouped products of so many tokens; with one expert and top_k 1 those of a dense FP8 product."""
-    return tiles.unit_pairs_of(tokens, top_k, num_experts)
+    return tiles.unit_pairs_of(tokens, top_k, num_experts, dtype)
 
 
 def expert_tile(unit_pairs: int, *, gated: bool, dtype: torch.dtype) -> ExpertTile:

@@ -9,6 +9,8 @@ K/V head, are the lines of one tile. The softmax is online, in base 2. An item t
 write partial results in fp32, which `merge_states.py` merges.
 The grid is an upper bound with early exits, not persistent programs: the GPU starts items in the listed order, longest first,
 which balances rows of different lengths better than a fixed stride, and there is no counter to reset.
+With e4m3 K/V (half of the bytes) K's scale is folded into the softmax scale, V's into the output; products are in fp16, which
+holds every e4m3 number.
 Bound by reading K/V once: 4.3 TB/s at 64 rows x 8448 keys on an H200. Source: Dao et al. 2023 ("Flash-Decoding for long-context
 inference"); prefixes of a group read once: Juravsky et al. 2024 ("Hydragen", arXiv 2402.05099).
 """
@@ -24,20 +26,21 @@ from torch import Tensor
 
 from batchspec.kernels.attention.merge_states import Partials, merge_states
 from batchspec.kernels.attention.settings import DTYPES, Config, config_of
-from batchspec.kernels.attention.softmax_step import attend_keys, page_of
+from batchspec.kernels.attention.softmax_step import attend_keys, narrowed, page_of
 from batchspec.kernels.attention.tile import lanes_of, write_lines, zero_tokens
 from batchspec.kernels.attention.work_list import AttentionWork
 from batchspec.kernels.common.checks import check
+from batchspec.kernels.common.e4m3 import E4M3, movable
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 
 
 @triton.jit(do_not_specialize=["max_pages", "max_q"])
 def verify_kernel(
-    q, kv, page_table, positions, cu_seqlens_q, kv_len, row_order, items, num_items, row_parts, ancestors, tail_start,
+    q, kv, scales, page_table, positions, cu_seqlens_q, kv_len, row_order, items, num_items, row_parts, ancestors, tail_start,
     sink_logits, out, part_out, part_lse, scale, max_pages, max_q, q_stride_t, q_stride_h, kv_stride_part, kv_stride_page,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SINK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr,
-    WIDE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    WIDE: tl.constexpr, INTERPRETED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if not EARLY:
         await_earlier(PDL)
@@ -81,6 +84,8 @@ def verify_kernel(
     query = tl.load(q + (token * q_stride_t + q_head * q_stride_h)[:, None] + d[None, :], mask=within, other=0.0)
     if WIDE:
         query = query.to(tl.float32)
+    if scales is not None:
+        query, scale = narrowed(query, scale * tl.load(scales + head))
     listed = end
     if ancestors is not None:
         start = tl.load(tail_start + row) + tl.zeros([TILE], tl.int32)
@@ -90,28 +95,33 @@ def verify_kernel(
         bits = position
         end = tl.minimum(end, tl.max(position, 0) + 1)
     TREE: tl.constexpr = ancestors is not None
+    FP8: tl.constexpr = scales is not None
 
     base = kv + head * HEAD_DIM
     peak = tl.full([TILE], -1e30, tl.float32)  # finite, so that a query that sees no key of this item does not get NaN
     mass = tl.zeros([TILE], tl.float32)
-    acc = tl.zeros([TILE, DIM], tl.float32)
+    acc = tl.zeros([TILE, DIM // 2 if FP8 else DIM], tl.float32)
+    odd = tl.zeros([TILE, DIM // 2], tl.float32) if FP8 else 0.0
     if SINK > 0:
         sinks = tl.load(item + 5)
         for at in range(0, sinks, BLOCK):
-            peak, mass, acc = attend_keys(
-                query, peak, mass, acc, page_of(table, at + key, sinks, PAGE_SIZE), at + key, sinks, base, d, position, start,
-                bits, scale, kv_stride_part, kv_stride_page, TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, WIDE,
+            peak, mass, acc, odd = attend_keys(
+                query, peak, mass, acc, odd, page_of(table, at + key, sinks, PAGE_SIZE), at + key, sinks, base, d, position,
+                start, bits, scale, kv_stride_part, kv_stride_page, TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, WIDE,
+                FP8, INTERPRETED,
             )  # fmt: skip
     for at in range(first, end, BLOCK):
         # Page ids are loaded one step ahead into registers. Loaded in the same step, they would occupy a pipeline stage, and only
         # one block of K and V would be in flight at a time.
         next_page = page_of(table, at + BLOCK + key, listed, PAGE_SIZE)
-        peak, mass, acc = attend_keys(
-            query, peak, mass, acc, page, at + key, end, base, d, position, start, bits, scale, kv_stride_part, kv_stride_page,
-            TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, WIDE,
+        peak, mass, acc, odd = attend_keys(
+            query, peak, mass, acc, odd, page, at + key, end, base, d, position, start, bits, scale, kv_stride_part,
+            kv_stride_page, TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, WIDE, FP8, INTERPRETED,
         )  # fmt: skip
         page = next_page
 
+    if FP8:
+        acc = tl.reshape(tl.join(acc, odd), [TILE, DIM]) * tl.load(scales + KV_HEADS + head)
     if TILE > 16:  # read again: keeping the addresses of a large tile would cost registers in the loop
         lane, row, first_place, num_lanes, inside = lanes_of(
             tl.load(item + 1, volatile=True), unit, begin, count, cu_seqlens_q, kv_len, row_order, max_q, HEADS, TILE, GROUPED
@@ -138,6 +148,7 @@ def verify_attention(
     ancestors: Tensor | None = None,
     tail_start: Tensor | None = None,
     sink_logits: Tensor | None = None,
+    scales: Tensor | None = None,
     config: Config | None = None,
     group_config: Config | None = None,
     early: bool = False,
@@ -146,8 +157,8 @@ def verify_attention(
     """Attention of T queries over the pages of their rows, for one layer.
 
     q           fp32, bf16 or fp16 [T, NH, D]  any strides over T and NH: a slice of a fused product is fine
-    kv          [2, P, page_size, KVH, D] of the same dtype, with the queries' own K/V already written; contiguous except for the
-                first dimension. Unwritten slots in a row's pages are never read
+    kv          [2, P, page_size, KVH, D] of the same dtype, with scales e4m3, with the queries' own K/V already written;
+                contiguous except for the first dimension. Unwritten slots in a row's pages are never read
     page_table  int32 [R, max pages a row]
     positions   int64 [T]  a query sees keys 0 .. its position, below kv_len, within the work list's window. They may be later
                 than those with which the list was made, as long as they are below kv_len
@@ -158,18 +169,26 @@ def verify_attention(
                 A window does not apply to keys from tail_start on
     tail_start  int32 [R]  with ancestors
     sink_logits fp32 [NH]  joins the denominator of each softmax once, not scaled
+    scales      fp32 [2, KVH]  of K and of V, positive, with an e4m3 cache
     early       the previous launch has not written work, page_table or positions: with programmatic launches (`pdl.py`) they are
                 read before it ends
     config, group_config  warps and stages other than `config_of`'s, for measurements; the blocks are those of work.shape
 
-    Products and sums in fp32 (fp32 inputs: no TF32), weights rounded to the dtype of kv. Does not synchronise on a GPU. Raises
-    ValueError for other shapes, dtypes or strides.
+    Products and sums in fp32 (fp32 inputs: no TF32), weights rounded to the dtype of kv, with e4m3 to fp16. Does not synchronise
+    on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
     shape = work.shape
     num_flat_tokens, num_heads, head_dim = q.shape
     num_rows = work.kv_len.shape[0]
     check("verify_attention: q", q, (num_flat_tokens, shape.kv_heads * shape.heads_per_kv, head_dim), *DTYPES, rows=True)
-    check("verify_attention: kv[0]", kv[0], (kv.shape[1], shape.page_size, shape.kv_heads, head_dim), q.dtype)
+    check(
+        "verify_attention: kv[0]",
+        kv[0],
+        (kv.shape[1], shape.page_size, shape.kv_heads, head_dim),
+        q.dtype if scales is None else E4M3,
+    )
+    if scales is not None:
+        check("verify_attention: scales", scales, (2, shape.kv_heads), torch.float32)
     check("verify_attention: page_table", page_table, (num_rows, page_table.shape[1]), torch.int32)
     check("verify_attention: positions", positions, (num_flat_tokens,), torch.int64)
     check("verify_attention: out", out, (num_flat_tokens, num_heads, head_dim), q.dtype)
@@ -183,12 +202,12 @@ def verify_attention(
     if not (q.is_cuda or interpret):
         verify_attention_reference(
             q, kv, page_table, positions, work, scale=scale, out=out, ancestors=ancestors, tail_start=tail_start,
-            sink_logits=sink_logits,
+            sink_logits=sink_logits, scales=scales,
         )  # fmt: skip
         return
     heads = {
         "KV_HEADS": shape.kv_heads, "HEADS": shape.heads_per_kv, "HEAD_DIM": head_dim,
-        "DIM": max(16, triton.next_power_of_2(head_dim)),
+        "DIM": max(16 if scales is None else 32, triton.next_power_of_2(head_dim)),
     }  # fmt: skip
 
     args = launch_args(q)
@@ -196,12 +215,12 @@ def verify_attention(
     def launch(items: Tensor, kind: int, tile: int, block: int, choice: Config) -> None:
         row_order = work.shared.row_order if kind and work.shared else work.cu_seqlens_q
         verify_kernel[(items.shape[0] * shape.kv_heads,)](
-            q, kv, page_table, positions, work.cu_seqlens_q, work.kv_len, row_order, items,
+            q, kv, scales, page_table, positions, work.cu_seqlens_q, work.kv_len, row_order, items,
             work.counts[kind:], work.row_parts, ancestors, tail_start, sink_logits, out, partials.out, partials.lse,
             scale * math.log2(math.e), page_table.shape[1], shape.max_q, q.stride(0), q.stride(1), kv.stride(0), kv.stride(1),
             **heads, PAGE_SIZE=shape.page_size, WINDOW=shape.window, SINK=shape.sink, TILE=tile, BLOCK=block, GROUPED=bool(kind),
             WIDE=not q.is_cuda and q.dtype == torch.bfloat16, num_warps=choice.num_warps, num_stages=choice.num_stages,
-            EARLY=early and args["PDL"], **args,
+            INTERPRETED=not q.is_cuda, EARLY=early and args["PDL"], **args,
         )  # fmt: skip
 
     if len(work.group_items):
@@ -227,6 +246,7 @@ def verify_attention_reference(
     ancestors: Tensor | None = None,
     tail_start: Tensor | None = None,
     sink_logits: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> None:
     """The same in plain torch, row by row: every key gathered, softmax over the whole row in fp32."""
     shape, begins = work.shape, work.cu_seqlens_q.tolist()
@@ -236,7 +256,10 @@ def verify_attention_reference(
             continue
         keys = torch.arange(length, device=q.device)
         where = page_table[row, keys // shape.page_size].long(), keys % shape.page_size
-        k, v = (part[where].float().repeat_interleave(shape.heads_per_kv, 1) for part in kv)
+        k, v = (movable(part)[where].view(part.dtype).float() for part in kv)
+        if scales is not None:
+            k, v = k * scales[0, :, None], v * scales[1, :, None]
+        k, v = (part.repeat_interleave(shape.heads_per_kv, 1) for part in (k, v))
         position = positions[begin:stop, None]
         seen = keys <= position
         if shape.window:

@@ -1,5 +1,5 @@
-"""Benchmark of verify attention: `python -m batchspec.kernels.attention.verify_attention [8b] [ragged] [1b] [135m] [shared]`;
-without arguments all sections.
+"""Benchmark of verify attention: `python -m batchspec.kernels.attention.verify_attention [8b] [ragged] [1b] [135m] [shared]
+[fp8]`; without names of sections all of them. fp8: over e4m3 K/V, whose bytes are half, with queries in bf16 as without.
 
 For every shape it prints the error against the reference, and the time of attention and merge from a captured graph, with the
 default settings and with the best of some others: the measurements for the choices in `config_of` and `work_shape`.
@@ -24,11 +24,13 @@ from batchspec.kernels.attention.split_kv_schedule import split_kv_schedule
 from batchspec.kernels.attention.verify_attention import verify_attention, verify_attention_reference
 from batchspec.kernels.attention.work_list import AttentionWork, SharedPrefixes, WorkShape
 from batchspec.kernels.benchmarks.timing import graph_us
+from batchspec.kernels.common.e4m3 import to_e4m3
 
 PAGE_SIZE, DTYPE = 16, torch.bfloat16
 CONFIGS = (Config(64, 4, 3, 3), Config(32, 4, 4, 4), Config(32, 4, 5, 3), Config(64, 4, 2, 4), Config(128, 4, 2, 3))
 WIDE = (Config(64, 4, 3, 2), Config(32, 4, 4, 3), Config(64, 4, 2, 3), Config(64, 8, 3, 2), Config(128, 8, 2, 2))
 NARROW = (Config(64, 4, 3, 6), Config(64, 4, 4, 4), Config(64, 2, 3, 6), Config(32, 2, 4, 8), Config(128, 4, 2, 4))
+FP8 = (Config(64, 4, 4, 4), Config(64, 4, 3, 4), Config(128, 4, 3, 3), Config(128, 4, 2, 4), Config(128, 8, 3, 2))
 GROUP_CONFIGS = (
     (32, Config(64, 4, 3, 2)), (64, Config(64, 4, 3, 2)), (64, Config(64, 4, 2, 2)), (64, Config(64, 8, 3, 1)),
     (128, Config(64, 8, 3, 1)), (128, Config(128, 8, 2, 1)),
@@ -59,6 +61,7 @@ class Inputs:
     shape: WorkShape
     q: Tensor
     copies: Tensor
+    scales: Tensor | None
     page_table: Tensor
     positions: Tensor
     cu_seqlens_q: Tensor
@@ -73,7 +76,7 @@ class Inputs:
         scale = 1 / math.sqrt(self.q.shape[2])
         verify_attention(
             self.q, kv, self.page_table, self.positions, work, partials, scale=scale, out=out,
-            config=configs.get("config"), group_config=configs.get("group_config"),
+            scales=self.scales, config=configs.get("config"), group_config=configs.get("group_config"),
         )  # fmt: skip
 
     def time_us(self, shape: WorkShape, **configs: Config) -> float:
@@ -91,13 +94,15 @@ class Inputs:
         partials.lse.fill_(float("nan"))
         self.call(work, partials, out, self.copies[0], **configs)
         scale = 1 / math.sqrt(self.q.shape[2])
-        verify_attention_reference(self.q, self.copies[0], self.page_table, self.positions, work, scale=scale, out=expected)
+        where = self.page_table, self.positions, work
+        verify_attention_reference(self.q, self.copies[0], *where, scale=scale, out=expected, scales=self.scales)
         return float((out.float() - expected.float()).norm() / expected.float().norm())
 
 
 def make_inputs(
-    name: str, model: Model, lengths: list[int], max_q: int, *, samples: int = 1, prefix: int = 0, share: bool = False
-) -> Inputs:
+    name: str, model: Model, lengths: list[int], max_q: int, *, samples: int = 1, prefix: int = 0, share: bool = False,
+    fp8: bool = False,
+) -> Inputs:  # fmt: skip
     """Groups of `samples` adjacent rows share their first `prefix` tokens; `share`: attention reads them once a group."""
     device, rows = torch.device("cuda"), len(lengths)
     per_row = max(lengths) // PAGE_SIZE + 1
@@ -110,6 +115,10 @@ def make_inputs(
     copies = torch.empty(num_copies, 2, pages, PAGE_SIZE, model.kv_heads, model.head_dim, dtype=DTYPE, device=device).normal_()
     kv_len = torch.tensor(lengths, dtype=torch.int32, device=device)
     positions = (kv_len[:, None] - max_q + torch.arange(max_q, device=device)).long().flatten()
+    scales = None
+    if fp8:
+        scales = torch.full((2, model.kv_heads), 2.0**-6, device=device)
+        copies = torch.stack([to_e4m3(copy, scales[:, None, None, :, None]) for copy in copies])
     fused = torch.randn(rows * max_q, model.num_heads + 2 * model.kv_heads, model.head_dim, device=device).to(DTYPE)
     shape = work_shape(
         num_rows=rows, max_q=max_q, max_kv=max(lengths), num_heads=model.num_heads, kv_heads=model.kv_heads,
@@ -124,9 +133,10 @@ def make_inputs(
         group_start=ints(list(range(0, rows + 1, samples))), shared_len=ints([prefix] * groups),
     )  # fmt: skip
     return Inputs(
-        name=name, model=model, shape=shape, q=fused[:, : model.num_heads], copies=copies, page_table=table, positions=positions,
+        name=name, model=model, shape=shape, q=fused[:, : model.num_heads], copies=copies, scales=scales, page_table=table,
+        positions=positions,
         cu_seqlens_q=ints(list(range(0, rows * max_q + 1, max_q))), kv_len=kv_len, shared=shared if share else None,
-        num_bytes=2 * unique * model.kv_heads * model.head_dim * DTYPE.itemsize,
+        num_bytes=2 * unique * model.kv_heads * model.head_dim * copies.itemsize,
     )  # fmt: skip
 
 
@@ -143,7 +153,8 @@ def settings(inputs: Inputs) -> Iterator[tuple[str, WorkShape, dict[str, Config]
                 cut = replace(shape, group_tile=tile, group_block=config.block, group_programs=programs)
                 yield f"{name}, filled x{waves}", cut, {"group_config": config}
     else:
-        for config in inputs.model.wide if shape.tile > 16 and inputs.model.wide else inputs.model.configs:
+        configs = inputs.model.wide if shape.tile > 16 and inputs.model.wide else inputs.model.configs
+        for config in (*configs, *(FP8 if inputs.scales is not None else ())):
             yield describe(config), replace(shape, block=config.block, programs=sms * config.per_sm), {"config": config}
     for times in (0.5, 2.0):
         yield f"programs x{times}", replace(shape, programs=int(shape.programs * times)), {}
@@ -186,29 +197,30 @@ def _negate(source: Tensor, target: Tensor) -> None:
     torch.neg(source, out=target)  # runs a kernel, unlike copy_
 
 
-def sections() -> dict[str, Callable[[], Iterator[Inputs]]]:
+def sections(fp8: bool) -> dict[str, Callable[[], Iterator[Inputs]]]:
     """Name -> the shapes of one section of the table, allocated one at a time because they are large."""
+    make = partial(make_inputs, fp8=fp8)
 
     def target_8b() -> Iterator[Inputs]:
         for rows, keys, widths in ((64, 8448, (1, 2, 4, 6, 8)), (16, 8448, (1, 4)), (4, 8448, (1, 4, 8)), (256, 1024, (1, 2))):
             for width in widths:
-                yield make_inputs(f"8b {rows} x {keys} S={width}", MODELS["8b"], [keys] * rows, width)
+                yield make(f"8b {rows} x {keys} S={width}", MODELS["8b"], [keys] * rows, width)
 
     def ragged() -> Iterator[Inputs]:
         generator = torch.Generator().manual_seed(0)
         lengths = (torch.randn(64, generator=generator) * 1.0 + math.log(4096)).exp().clamp(512, 32768).int().tolist()
         for width in (1, 4):
-            yield make_inputs(f"8b 64 x lognormal 512..32K S={width}", MODELS["8b"], lengths, width)
+            yield make(f"8b 64 x lognormal 512..32K S={width}", MODELS["8b"], lengths, width)
 
     def small(name: str, rows: int, keys: int, widths: tuple[int, ...]) -> Iterator[Inputs]:
         for width in widths:
-            yield make_inputs(f"{name} {rows} x {keys} S={width}", MODELS[name], [keys] * rows, width)
+            yield make(f"{name} {rows} x {keys} S={width}", MODELS[name], [keys] * rows, width)
 
     def shared() -> Iterator[Inputs]:
         for width in (1, 4):
             for share in (False, True):
                 name = f"8b 8 x 8 x 8192+256 S={width} {'shared' if share else 'apart'}"
-                yield make_inputs(name, MODELS["8b"], [8448] * 64, width, samples=8, prefix=8192, share=share)
+                yield make(name, MODELS["8b"], [8448] * 64, width, samples=8, prefix=8192, share=share)
 
     return {
         "8b": target_8b, "ragged": ragged, "1b": partial(small, "1b", 256, 1280, (1, 2)),
@@ -228,8 +240,9 @@ def main() -> None:
     started = time.perf_counter()
     columns = f"{'ms':>8} {'TB/s':>6} {'of copy':>7} {'error':>9} {'list us':>8} {'best ms':>9} {'TB/s':>6}  best setting"
     print(f"{'shape':<34} {columns}")
-    for name, make in sections().items():
-        if len(sys.argv) == 1 or name in sys.argv[1:]:
+    fp8, asked = "fp8" in sys.argv[1:], set(sys.argv[1:]) - {"fp8"}
+    for name, make in sections(fp8).items():
+        if not asked or name in asked:
             for inputs in make():
                 try:
                     measure(inputs, copy_tb_s)

@@ -82,7 +82,9 @@ def same_bits(product: Product, tokens: int, device: torch.device) -> bool:
     x = product.inputs(tokens)
     outs = []
     for count in (tokens, min(tokens, ALONE)):
-        tile = expert_tile(unit_pairs_of(count, shape.top_k, shape.experts), gated=product.gated, dtype=product.dtype)
+        tile = expert_tile(
+            unit_pairs_of(count, shape.top_k, shape.experts, product.dtype), gated=product.gated, dtype=product.dtype
+        )
         rows = count if product.gated else count * shape.top_k
         outs.append(product.empty(count * shape.top_k))
         product.run(product.first(x, rows), routing_of(shape, ids[:count].contiguous(), tile.block_t), tile, outs[-1])
@@ -121,7 +123,7 @@ def compile_ahead(products: Sequence[Product], token_counts: Sequence[int], swee
 
 
 def tiles_of(product: Product, tokens: int, sweep: bool) -> list[ExpertTile]:
-    unit_pairs = unit_pairs_of(tokens, product.shape.top_k, product.shape.experts)
+    unit_pairs = unit_pairs_of(tokens, product.shape.top_k, product.shape.experts, product.dtype)
     sizes = [unit_pairs]
     if sweep:
         sizes += [size for size in (unit_pairs // 2, unit_pairs * 2) if 16 <= size <= 256]

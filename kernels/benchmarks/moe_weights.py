@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from batchspec.kernels.common.e4m3 import E4M3
 from batchspec.kernels.moe import experts, experts_fp8, experts_mxfp4
 from batchspec.kernels.moe.experts_fp8 import Fp8Weight
 from batchspec.kernels.moe.gate import SWIGLU, Gate
 from batchspec.kernels.moe.mxfp4 import Mxfp4Weight, dequantise_mxfp4, mxfp4_shapes
-from batchspec.kernels.moe.quantise import E4M3, Fp8Rows, quantise_rows
+from batchspec.kernels.moe.quantise import Fp8Rows, quantise_rows
 from batchspec.kernels.moe.tiles import ExpertTile
 from batchspec.kernels.moe.units import Routing
 
@@ -34,6 +35,7 @@ class MoeShape:
 
 MODELS = {
     "gpt-oss-120b": MoeShape(128, 4, 2880, 2880, Gate(7.0), True, ("mxfp4", "bf16")),
+    "gpt-oss-20b": MoeShape(32, 4, 2880, 2880, Gate(7.0), True, ("mxfp4",)),
     "qwen3-30b": MoeShape(128, 8, 2048, 768),
     "minimax-m2": MoeShape(256, 8, 3072, 1536, formats=("fp8",)),
 }

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
 from batchspec.kernels.benchmarks.timing import Bench
+from batchspec.kernels.common.e4m3 import E4M3
 from batchspec.kernels.moe.experts_fp8 import Fp8Weight, fp8_product_reference, launch
 from batchspec.kernels.moe.gate import SWIGLU, Gate
-from batchspec.kernels.moe.quantise import E4M3, Fp8Rows, quantise_rows
+from batchspec.kernels.moe.quantise import Fp8Rows, quantise_rows
 from batchspec.kernels.moe.tiles import ExpertTile, expert_tile, unit_pairs_of
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
 from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import FLOATS, check
+from batchspec.kernels.common.e4m3 import E4M3, movable
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 from batchspec.kernels.rounds.move_rows import WORDS
 
@@ -54,7 +55,7 @@ def kv_move(
 ) -> None:
     """Move K and V of R rows' accepted nodes, in place; S nodes a row, at most D levels.
 
-    kv            fp32, bf16, fp16 or fp64 [L, 2, P, page_size, KVH, D]
+    kv            fp32, bf16, fp16, fp64 or e4m3 [L, 2, P, page_size, KVH, D]
     tree_slots    int64 [R * S]      slot of each node
     path          int32 [R, D+1]     node of each level, ascending; node 0 for level 0
     chain_slots   int64 [R * (D+1)]  destination slot of each level: the slots of nodes 0..D
@@ -63,7 +64,7 @@ def kv_move(
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
     num_rows, levels = path.shape
-    check("kv_move: kv", kv, tuple(kv.shape), *FLOATS)
+    check("kv_move: kv", kv, tuple(kv.shape), *FLOATS, E4M3)
     check("kv_move: tree_slots", tree_slots, (tree_slots.numel(),), torch.int64)
     check("kv_move: path", path, (num_rows, levels), torch.int32)
     check("kv_move: chain_slots", chain_slots, (num_rows * levels,), torch.int64)
@@ -90,7 +91,7 @@ def kv_move_reference(kv: Tensor, tree_slots: Tensor, path: Tensor, chain_slots:
     level = torch.arange(levels, device=kv.device)
     moves = (level > 0) & (level <= accepted_len[:, None])
     source = tree_slots.view(num_rows, -1).gather(1, path.long())[moves]
-    flat = kv.flatten(2, 3)
+    flat = movable(kv).flatten(2, 3)
     flat[:, :, chain_slots.view(num_rows, levels)[moves]] = flat[:, :, source]
 
 

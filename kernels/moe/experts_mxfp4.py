@@ -75,10 +75,11 @@ def experts_mxfp4_kernel(
             b_scales = load_scales(w_scales, expert, n + first, w_rows, block, num_blocks, BLOCK_N)
         for part in tl.static_range(4):
             depth = block * BLOCK_K + part * PART_K + tl.arange(0, PART_K)
+            # Lanes without a pair read nothing: all programs would read the same row for them.
             if EVEN_K:
-                tokens = tl.load(rows + depth[:, None])
+                tokens = tl.load(rows + depth[:, None], mask=exists[None, :], other=0.0)
             else:
-                tokens = tl.load(rows + depth[:, None], mask=(depth < k)[:, None], other=0.0)
+                tokens = tl.load(rows + depth[:, None], mask=(depth < k)[:, None] & exists[None, :], other=0.0)
             if INTERPRETED:
                 tokens = tokens.to(tl.float32)
             acc = tl.dot(unpack(a, a_scales, part, INTERPRETED), tokens, acc, input_precision="ieee")

@@ -34,10 +34,12 @@ SWIGLU = Gate()
 
 @triton.jit
 def apply_gate(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
-    """`Gate` applied to two fp32 blocks of one shape. LIMIT None: silu(gate) * up."""
+    """`Gate` applied to two fp32 blocks of one shape. LIMIT None: silu(gate) * up. NaN stays NaN: it marks damaged weights."""
     if LIMIT is None:
         y = gate / (1.0 + tl.exp(-gate)) * up
     else:
-        gate = tl.minimum(gate, LIMIT)
-        y = gate / (1.0 + tl.exp(-ALPHA * gate)) * (tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0)
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        y = gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
     return y

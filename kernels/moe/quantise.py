@@ -20,11 +20,11 @@ from torch import Tensor
 from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
 from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import check
+from batchspec.kernels.common.e4m3 import E4M3, LARGEST, round_to_e4m3
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 
-E4M3 = torch.float8_e4m3fn
 GROUP = 128
-LARGEST, SMALLEST = 448.0, 1e-10
+SMALLEST = 1e-10
 
 
 class Fp8Rows(NamedTuple):
@@ -53,12 +53,7 @@ def to_e4m3(x, largest, INTERPRETED: tl.constexpr):
 def scaled_e4m3(x, scale, INTERPRETED: tl.constexpr):
     """x / scale as e4m3."""
     y = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
-    y = tl.minimum(tl.maximum(y, -448.0), 448.0)
-    if INTERPRETED:  # Triton's interpreter loses the carry when a cast rounds up to a power of two: round before the cast
-        bits = y.to(tl.int32, bitcast=True)
-        rounded = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-        y = tl.where(tl.abs(y) < 0.015625, (y + 24576.0) - 24576.0, rounded)  # subnormals: multiples of 2^-9
-    return y.to(tl.float8e4nv)
+    return round_to_e4m3(y, INTERPRETED)
 
 
 @triton.jit

@@ -31,14 +31,17 @@ class ExpertTile(NamedTuple):
     """Number of consecutive units that run all their tiles before the next units begin, so that tokens stay in the L2 cache."""
 
 
-def unit_pairs_of(num_tokens: int, top_k: int, num_experts: int) -> int:
+def unit_pairs_of(num_tokens: int, top_k: int, num_experts: int, dtype: torch.dtype | None = None) -> int:
     """The tile over pairs, 16 to 128: a power of two that holds all pairs of most experts.
 
     That is their mean number plus two standard deviations, as if each token chose its experts independently.
+
+    dtype  of the weights, as in `expert_tile`. With MXFP4, two units of 32 pairs take less time than one of 64
     """
     mean = num_tokens * top_k / num_experts
     deviation = (mean * (1 - top_k / num_experts)) ** 0.5
-    return min(128, max(16, 1 << (int(mean + 2 * deviation) - 1).bit_length()))
+    pairs = min(128, max(16, 1 << (int(mean + 2 * deviation) - 1).bit_length()))
+    return 32 if pairs == 64 and dtype == torch.uint8 else pairs
 
 
 def expert_tile(unit_pairs: int, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
@@ -53,10 +56,12 @@ def expert_tile(unit_pairs: int, *, gated: bool, dtype: torch.dtype) -> ExpertTi
         rows = 64 if gated and unit_pairs > 64 else 128  # sums of one block of K and total sums both take registers
         return ExpertTile(unit_pairs, rows, 128, 3 if gated or not few else 4, 4 if few else 8)
     if dtype == torch.uint8:
-        if few:
+        # Every program gathers its own tokens, which takes longer than their products from 32 pairs on: many rows a program.
+        if unit_pairs == 16:
             return ExpertTile(unit_pairs, 128, 128, 3 if gated else 4, 4)
-        # With several programs per SM, one unpacks while another multiplies. 128 gated rows leave room for one only.
-        return ExpertTile(unit_pairs, 64, 128, 3, 4) if gated and unit_pairs == 64 else ExpertTile(unit_pairs, 128, 128, 3, 8)
+        if unit_pairs == 32 and not gated:
+            return ExpertTile(unit_pairs, 256, 128, 3, 8)
+        return ExpertTile(unit_pairs, 128, 128, 4, 8)
     if unit_pairs <= 64:
         return ExpertTile(unit_pairs, 64 if gated else 128, 64, 5 if few else 4, 4)
     return ExpertTile(unit_pairs, 128, 64, 4, 8)

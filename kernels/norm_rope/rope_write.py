@@ -10,6 +10,9 @@ interleaved, 2j is rotated with 2j + 1 (GPT-J, GLM).
 If K or V of a key is not finite, its K is written as NaN, and the values of its V that are not finite as 0. Queries that attend
 to this key get NaN, and no others: for a masked key attention drops the score, but still multiplies V by 0.
 
+With scales K and V are rounded to the tensors' dtype, then stored as e4m3 (`common/e4m3.py`) with a scale of each head; what is
+finite saturates.
+
 Angles are computed in fp32 from the positions, so that no cos and sin tables of the batch are made or read; rounded to the
 tensors' dtype where the torch path rounds (Su et al. 2021, arXiv 2104.09864). Bound by memory at prefill sizes (read and written
 once: 2 * T * (NH + 2 * KVH) * D * itemsize), by launch latency at decode sizes. With few tokens each block of heads is a program;
@@ -28,6 +31,7 @@ from torch import Tensor
 from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
 from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import FLOATS, check
+from batchspec.kernels.common.e4m3 import E4M3, e4m3_bits, movable
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 from batchspec.kernels.kv_cache.kv_write import kv_write_reference
 
@@ -44,10 +48,11 @@ def _magnitude(x):
 
 @triton.jit
 def rope_write_kernel(
-    qkv, positions, freqs, q_norm, k_norm, out_q, kv, slot_mapping, qkv_stride, kv_stride_part,
+    qkv, positions, freqs, q_norm, k_norm, out_q, kv, scales, slot_mapping, qkv_stride, kv_stride_part,
     EPS: tl.constexpr, FACTOR: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
     ROTARY_HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
-    HEADS: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, LANES: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, LANES: tl.constexpr, ACC: tl.constexpr,
+    INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = out_q.dtype.element_ty
     t = tl.program_id(0).to(tl.int64)
@@ -86,8 +91,15 @@ def rope_write_kernel(
             cos = (tl.cos(angle) * FACTOR).to(dtype).to(ACC)[None, :]
             sin = (tl.sin(angle) * FACTOR).to(dtype).to(ACC)[None, :]
         to_v = cell + kv_stride_part + v_head * (2 * HALF)
-        tl.store(to_v + at_low[None, :], tl.where(tl.abs(low) < float("inf"), low, 0.0), mask=(v_head >= 0) & exists)
-        tl.store(to_v + at_high[None, :], tl.where(tl.abs(high) < float("inf"), high, 0.0), mask=(v_head >= 0) & exists)
+        if scales is None:
+            tl.store(to_v + at_low[None, :], tl.where(tl.abs(low) < float("inf"), low, 0.0), mask=(v_head >= 0) & exists)
+            tl.store(to_v + at_high[None, :], tl.where(tl.abs(high) < float("inf"), high, 0.0), mask=(v_head >= 0) & exists)
+        else:  # the scales of V follow those of K, as the heads do
+            inverse = tl.div_rn(1.0, tl.load(scales + k_head, mask=(k_head >= 0) & (v_head < NUM_KV_HEADS), other=1.0))
+            low_bits = e4m3_bits(tl.where(tl.abs(low) < float("inf"), low, 0.0), inverse, INTERPRETED)
+            high_bits = e4m3_bits(tl.where(tl.abs(high) < float("inf"), high, 0.0), inverse, INTERPRETED)
+            tl.store(to_v + at_low[None, :], low_bits, mask=(v_head >= 0) & exists)
+            tl.store(to_v + at_high[None, :], high_bits, mask=(v_head >= 0) & exists)
         if q_norm is not None:
             scale = (1.0 / tl.sqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) * (0.5 / HALF) + EPS))[:, None]
             low, high = low * scale, high * scale
@@ -106,8 +118,18 @@ def rope_write_kernel(
             to_k = cell + k_head * (2 * HALF)
             largest = tl.maximum(_magnitude(new_low.to(dtype).to(ACC)), _magnitude(new_high.to(dtype).to(ACC)))
             largest = tl.max(tl.maximum(largest, tl.maximum(_magnitude(v_low), _magnitude(v_high))), 1)[:, None]
-            tl.store(to_k + at_low[None, :], tl.where(largest < float("inf"), new_low, float("nan")), mask=is_k & half[None, :])
-            tl.store(to_k + at_high[None, :], tl.where(largest < float("inf"), new_high, float("nan")), mask=is_k & half[None, :])
+            if scales is None:
+                tl.store(
+                    to_k + at_low[None, :], tl.where(largest < float("inf"), new_low, float("nan")), mask=is_k & half[None, :]
+                )
+                tl.store(
+                    to_k + at_high[None, :], tl.where(largest < float("inf"), new_high, float("nan")), mask=is_k & half[None, :]
+                )
+            else:
+                low_bits = e4m3_bits(new_low.to(dtype).to(ACC), inverse, INTERPRETED)
+                high_bits = e4m3_bits(new_high.to(dtype).to(ACC), inverse, INTERPRETED)
+                tl.store(to_k + at_low[None, :], tl.where(largest < float("inf"), low_bits, 0x7F), mask=is_k & half[None, :])
+                tl.store(to_k + at_high[None, :], tl.where(largest < float("inf"), high_bits, 0x7F), mask=is_k & half[None, :])
 
 
 def rope_write(
@@ -123,6 +145,7 @@ def rope_write(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    scales: Tensor | None = None,
     interpret: bool = False,
 ) -> None:
     """Write the rotated queries of T tokens, and write their rotated keys and their values to the pages of one layer.
@@ -130,13 +153,15 @@ def rope_write(
     qkv               fp32, bf16, fp16 or fp64 [T, (NH + 2 * KVH) * D]  rows may be slices of wider ones
     positions         int64 [T]
     freqs             fp32 [R/2]  radians a token; the last D - R numbers of each head are not rotated
-    kv                [2, P, page_size, KVH, D] of qkv's dtype  keys, values; contiguous but for the first dimension
+    kv                [2, P, page_size, KVH, D] of qkv's dtype, with scales e4m3  keys, values; contiguous but for the first
+                      dimension
     slot_mapping      int64 [T]  page * page_size + offset, below P * page_size; not checked, which would read the device
     attention_factor  scale of cos and sin (yarn), else 1
     out_q             [T, NH, D] of qkv's dtype, contiguous; NH may be 0, for K and V alone
     interleaved       number 2j of a head is rotated with 2j + 1; else j with j + R/2
     q_norm, k_norm    [D] of qkv's dtype, or fp32 (rounded once, after the product): weights of the norms of each head, with
                       `eps`; both of one dtype, or none
+    scales            fp32 [2, KVH]  of K and of V, positive, with an e4m3 cache
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
@@ -147,7 +172,9 @@ def rope_write(
     check("rope_write: positions", positions, (num_tokens,), torch.int64)
     rotary_half = min(max(1, freqs.numel()), head_dim // 2)
     check("rope_write: freqs", freqs, (rotary_half,), torch.float32)
-    check("rope_write: kv[0]", kv[0], (*kv.shape[1:3], num_kv_heads, head_dim), qkv.dtype)
+    check("rope_write: kv[0]", kv[0], (*kv.shape[1:3], num_kv_heads, head_dim), qkv.dtype if scales is None else E4M3)
+    if scales is not None:
+        check("rope_write: scales", scales, (2, num_kv_heads), torch.float32)
     check("rope_write: slot_mapping", slot_mapping, (num_tokens,), torch.int64)
     check("rope_write: out_q", out_q, (num_tokens, num_heads, head_dim), qkv.dtype)
     if (q_norm is None) != (k_norm is None):
@@ -158,18 +185,18 @@ def rope_write(
     if not (qkv.is_cuda or interpret):
         rope_write_reference(
             qkv, positions, freqs, kv, slot_mapping, attention_factor=attention_factor, out_q=out_q,
-            interleaved=interleaved, q_norm=q_norm, k_norm=k_norm, eps=eps,
+            interleaved=interleaved, q_norm=q_norm, k_norm=k_norm, eps=eps, scales=scales,
         )  # fmt: skip
     elif num_tokens:
         blocks = triton.cdiv(num_all, HEADS)
         per_program = blocks if num_tokens >= MANY_TOKENS else 1
         lanes = triton.next_power_of_2(head_dim // 2)
         rope_write_kernel[(num_tokens, blocks // per_program)](
-            qkv, positions, freqs, q_norm, k_norm, out_q, kv, slot_mapping, qkv.stride(0), kv.stride(0),
+            qkv, positions, freqs, q_norm, k_norm, out_q, movable(kv), scales, slot_mapping, qkv.stride(0), kv.stride(0),
             EPS=eps, FACTOR=attention_factor, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2,
             ROTARY_HALF=rotary_half, INTERLEAVED=interleaved, HEADS=HEADS, BLOCKS_PER_PROGRAM=per_program, LANES=lanes,
-            ACC=tl.float64 if qkv.dtype == torch.float64 else tl.float32, num_warps=2 if lanes >= 64 else 1,
-            **launch_args(qkv),
+            ACC=tl.float64 if qkv.dtype == torch.float64 else tl.float32, INTERPRETED=not qkv.is_cuda,
+            num_warps=2 if lanes >= 64 else 1, **launch_args(qkv),
         )  # fmt: skip
 
 
@@ -186,6 +213,7 @@ def rope_write_reference(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    scales: Tensor | None = None,
 ) -> None:
     """The same in plain torch."""
     num_heads, head_dim = out_q.shape[1:]
@@ -195,7 +223,7 @@ def rope_write_reference(
     angles = positions.to(torch.float32)[:, None, None] * freqs
     cos, sin = ((f(angles) * attention_factor).to(qkv.dtype) for f in (torch.cos, torch.sin))
     out_q.copy_(_rotated(q, cos, sin, interleaved))
-    kv_write_reference(_rotated(k, cos, sin, interleaved), v, kv, slot_mapping)
+    kv_write_reference(_rotated(k, cos, sin, interleaved), v, kv, slot_mapping, scales)
 
 
 def _normed(heads: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -65,9 +65,9 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
           keys=PI64, temperature=PF32, cutoff=f"*{_acc}", map_ids=None if _dtype == "bf16" else PI64, stride_row=I32, vocab=I32,
           ACC=_acc,
           BLOCK=1024)  # fmt: skip
-    _case(f"kv_write_kernel {_dtype}", "kv_write", 4, k=f"*{_dtype}", v=f"*{_dtype}", kv=f"*{_dtype}", slot_mapping=PI64,
-          k_stride_t=I32, k_stride_h=I32, v_stride_t=I32, v_stride_h=I32, kv_stride_part=I64, kv_stride_slot=I32,
-          NUM_HEADS=3, HEAD_DIM=64, HEADS=4, DIM=64)  # fmt: skip
+    _case(f"kv_write_kernel {_dtype}", "kv_write", 4, k=f"*{_dtype}", v=f"*{_dtype}", kv=f"*{_dtype}", scales=None,
+          slot_mapping=PI64, k_stride_t=I32, k_stride_h=I32, v_stride_t=I32, v_stride_h=I32, kv_stride_part=I64,
+          kv_stride_slot=I32, NUM_HEADS=3, HEAD_DIM=64, HEADS=4, DIM=64, INTERPRETED=False)  # fmt: skip
 _STEP_SIZES = {"num_tokens": I32, "length": I32, "step_stride": I32, "scale": "fp32", "HEADS": 9, "KEY_HEADS": 3, "D": 64,
         "LANES": 64,
         "TOKENS": 16}  # fmt: skip
@@ -224,9 +224,13 @@ for _dtype in ("fp32", "fp64"):
     _case(f"rerank_tree_kernel {_dtype}", "rerank_tree", 8, scores=_values, ids=PI32, parents=PI32, out_ids=PI32,
           out_parents=PI32, scratch=PI32, ids_stride=I32, parents_stride=I32, NUM_NODES=510, NUM_KEPT=60, LANES=512,
           OTHERS=16)  # fmt: skip
-for _word, _width in (("i16", 1024), ("i32", 192), ("i64", 8)):
+for _word, _width in (("i8", 1024), ("i16", 1024), ("i32", 192), ("i64", 8)):
     _case(f"kv_move_kernel {_word}", "kv_move", 4, kv=f"*{_word}", tree_slots=PI64, path=PI32, chain_slots=PI64,
           accepted_len=PI32, stride_part=I64, NODES=61, DEPTH=6, WIDTH=_width, LEVELS=8, BLOCK=256)  # fmt: skip
+for _dtype in ("bf16", "fp32"):
+    _case(f"kv_gather_kernel {_dtype}", "kv_gather", 8, kv="*fp8e4nv", scales=PF32, slots=PI64, out_k=f"*{_dtype}",
+          out_v=f"*{_dtype}", num_rows=I32, kv_stride_part=I64, NUM_HEADS=8, HEAD_DIM=128, ROWS=8, BLOCK=1024,
+          INTERPRETED=False)  # fmt: skip
 for _word in ("i8", "i16", "i32", "i64"):
     _case(f"move_rows_kernel {_word}", "move_rows", 4, state=f"*{_word}", src_ids=PI32, dst_ids=PI32, stride_row=I32, width=I32,
           BLOCK=1024)  # fmt: skip
@@ -300,9 +304,9 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
           WIDTH=576,
           BLOCK=2048)  # fmt: skip
     _case(f"rope_write_kernel {_dtype}, no queries", "rope_write", 2, qkv=_values, positions=PI64, freqs=PF32, q_norm=_values,
-          k_norm=_values, out_q=_values, kv=_values, slot_mapping=PI64, qkv_stride=I32, kv_stride_part=I64, EPS=1e-6, FACTOR=1.0,
-          NUM_HEADS=0, NUM_KV_HEADS=8, HALF=64, ROTARY_HALF=64,
-          INTERLEAVED=False, HEADS=8, BLOCKS_PER_PROGRAM=2, LANES=64, ACC=_acc)  # fmt: skip
+          k_norm=_values, out_q=_values, kv=_values, scales=None, slot_mapping=PI64, qkv_stride=I32, kv_stride_part=I64, EPS=1e-6,
+          FACTOR=1.0, NUM_HEADS=0, NUM_KV_HEADS=8, HALF=64, ROTARY_HALF=64,
+          INTERLEAVED=False, HEADS=8, BLOCKS_PER_PROGRAM=2, LANES=64, ACC=_acc, INTERPRETED=False)  # fmt: skip
     for _gelu in (0.0, 1.6):
         _case(f"silu_and_mul_kernel {_dtype}, gelu {_gelu}", "activation", 8, gate_up=_values, out=_values, stride=I32,
               WIDTH=14336, BLOCK=2048, GELU=_gelu, ACC=_acc)  # fmt: skip
@@ -318,6 +322,7 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
             k_norm=_gains,
             out_q=_values,
             kv=_values,
+            scales=None,
             slot_mapping=PI64,
             qkv_stride=I32,
             kv_stride_part=I64,
@@ -332,13 +337,24 @@ for _dtype in ("fp32", "bf16", "fp16", "fp64"):
             BLOCKS_PER_PROGRAM=_blocks,
             LANES=64,
             ACC=_acc,
+            INTERPRETED=False,
         )
     for _rotary_half, _interleaved in ((32, False), (32, True), (64, True)):
         _case(f"rope_write_kernel {_dtype}, {_rotary_half} pairs, interleaved {_interleaved}", "rope_write", 2, qkv=_values,
-              positions=PI64, freqs=PF32, q_norm=_values, k_norm=_values, out_q=_values, kv=_values, slot_mapping=PI64,
-              qkv_stride=I32, kv_stride_part=I64, EPS=1e-6, FACTOR=1.0, NUM_HEADS=32, NUM_KV_HEADS=8, HALF=64,
+              positions=PI64, freqs=PF32, q_norm=_values, k_norm=_values, out_q=_values, kv=_values, scales=None,
+              slot_mapping=PI64, qkv_stride=I32, kv_stride_part=I64, EPS=1e-6, FACTOR=1.0, NUM_HEADS=32, NUM_KV_HEADS=8, HALF=64,
               ROTARY_HALF=_rotary_half, INTERLEAVED=_interleaved, HEADS=8, BLOCKS_PER_PROGRAM=1, LANES=64,
-              ACC=_acc)  # fmt: skip
+              ACC=_acc, INTERPRETED=False)  # fmt: skip
+for _dtype, _gains, _blocks in (("bf16", "*bf16", 1), ("bf16", None, 6), ("fp64", None, 1)):
+    _acc, _values = "fp64" if _dtype == "fp64" else "fp32", f"*{_dtype}"
+    _case(f"rope_write_kernel {_dtype} to e4m3, norms {_gains}, {_blocks} blocks", "rope_write", 2, qkv=_values, positions=PI64,
+          freqs=PF32, q_norm=_gains, k_norm=_gains, out_q=_values, kv="*u8", scales=PF32, slot_mapping=PI64, qkv_stride=I32,
+          kv_stride_part=I64, EPS=1e-6, FACTOR=1.0, NUM_HEADS=32, NUM_KV_HEADS=8, HALF=64, ROTARY_HALF=64, INTERLEAVED=False,
+          HEADS=8, BLOCKS_PER_PROGRAM=_blocks, LANES=64, ACC=_acc, INTERPRETED=False)  # fmt: skip
+    if _blocks == 1:
+        _case(f"kv_write_kernel {_dtype} to e4m3", "kv_write", 4, k=_values, v=_values, kv="*u8", scales=PF32, slot_mapping=PI64,
+              k_stride_t=I32, k_stride_h=I32, v_stride_t=I32, v_stride_h=I32, kv_stride_part=I64, kv_stride_slot=I32,
+              NUM_HEADS=3, HEAD_DIM=64, HEADS=4, DIM=64, INTERPRETED=False)  # fmt: skip
 for _op, _dtype, _tma, _m, _n, _warps, _split, _even in (
     ("linear", "bf16", True, 128, 256, 8, False, True), ("linear", "bf16", True, 128, 256, 8, True, True),
     ("linear", "bf16", False, 64, 128, 4, True, False), ("linear", "fp32", False, 32, 64, 4, True, True),
@@ -361,21 +377,27 @@ for _dtype, _tma in (("bf16", True), ("bf16", False), ("fp32", False)):
 for _map in (None, PI32, PI64):
     _case(f"first_top_kernel map {_map}", "lm_head", 4, top=PF32, top_ids=PI32, map_ids=_map, out_ids=PI32, out_stride=I32,
           num_parts=I32, FLAG=_map is None, BLOCK=1024)  # fmt: skip
-# (dtype, D, tile, block, warps, window, grouped, tree, early, sinks)
-for _dtype, _dim, _tile, _block, _warps, _window, _grouped, _tree, _early, _sinks in (
+# (dtype, D, tile, block, warps, window, grouped, tree, early, sinks), "e4m3": of K and V, with bf16 queries
+for _stored, _dim, _tile, _block, _warps, _window, _grouped, _tree, _early, _sinks in (
     ("bf16", 128, 16, 64, 4, 0, False, False, False, False), ("bf16", 96, 64, 64, 4, 0, True, False, False, False),
     ("bf16", 64, 16, 64, 4, 0, False, False, True, False), ("bf16", 128, 64, 64, 4, 0, True, False, True, False),
     ("fp32", 64, 16, 32, 8, 512, False, False, False, False), ("fp16", 256, 32, 32, 4, 0, False, True, False, False),
     ("bf16", 64, 64, 64, 4, 128, False, False, True, True),
     ("bf16", 96, 16, 64, 4, 0, True, False, True, False), ("bf16", 64, 16, 32, 4, 512, False, True, False, True),
+    ("e4m3", 128, 16, 64, 4, 0, False, False, True, False), ("e4m3", 64, 16, 64, 4, 128, False, False, False, True),
+    ("e4m3", 128, 64, 64, 4, 0, True, False, True, False), ("e4m3", 64, 128, 64, 8, 0, True, False, False, False),
+    ("e4m3", 128, 32, 64, 4, 0, False, True, False, False), ("e4m3 fp32", 64, 16, 32, 8, 0, False, False, False, False),
 ):  # fmt: skip
+    _fp8 = _stored.startswith("e4m3")
+    _dtype = {"e4m3": "bf16", "e4m3 fp32": "fp32"}.get(_stored, _stored)
     _case(
-        f"verify_kernel {_dtype} D={_dim}, tile {_tile}, window {_window}, grouped {_grouped}, tree {_tree}, early {_early}, "
+        f"verify_kernel {_stored} D={_dim}, tile {_tile}, window {_window}, grouped {_grouped}, tree {_tree}, early {_early}, "
         f"sinks {_sinks}",
         "verify_attention",
         _warps,
         q=f"*{_dtype}",
-        kv=f"*{_dtype}",
+        kv="*fp8e4nv" if _fp8 else f"*{_dtype}",
+        scales=PF32 if _fp8 else None,
         page_table=PI32,
         positions=PI64,
         cu_seqlens_q=PI32,
@@ -408,6 +430,7 @@ for _dtype, _dim, _tile, _block, _warps, _window, _grouped, _tree, _early, _sink
         BLOCK=_block,
         GROUPED=_grouped,
         WIDE=False,
+        INTERPRETED=False,
         EARLY=_early,
     )
 for _groups in (0, 64):

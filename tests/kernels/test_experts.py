@@ -75,6 +75,19 @@ def test_a_token_alone_has_the_bits_of_a_token_among_many(device: torch.device) 
     assert torch.equal(one, every[:2])
 
 
+def test_a_damaged_weight_is_not_clamped_to_a_number(interpret: bool, device: torch.device) -> None:
+    """NaN in the gate's row 1 and in the up's row 2 must reach the output: the row of the job becomes an error."""
+    tokens, hidden, width = 3, 32, 16
+    routing = routing_of(tokens, 1, 1, SPREADS[0], 16, device)
+    x = noise(tokens, hidden, dtype=torch.float32, device=device)
+    weight = noise(1, 2 * width, hidden, dtype=torch.float32, device=device)
+    weight[0, 1, 5] = weight[0, width + 2, 7] = torch.nan
+    out = experts_up(x, weight, None, routing, tile=SMALL, gate=CLAMPED, interpret=interpret)
+    nan = experts_up_reference(x, weight, None, routing.expert_ids, gate=CLAMPED).isnan()
+    assert nan.any(0).nonzero().flatten().tolist() == [1, 2]
+    assert torch.equal(out.isnan(), nan)
+
+
 def test_no_tokens_is_no_work(interpret: bool, device: torch.device) -> None:
     routing = routing_of(0, 4, 2, SPREADS[0], 16, device)
     x, weight = torch.zeros(0, 32, device=device), torch.zeros(4, 32, 32, device=device)
@@ -99,6 +112,7 @@ def test_default_tiles_hold_the_pairs_of_an_expert_and_use_the_wide_instruction(
     sizes = [unit_pairs_of(tokens, 8, 128) for tokens in (1, 16, 64, 256, 512, 1024, 16384)]
     assert sizes == [16, 16, 16, 32, 64, 128, 128]
     assert [unit_pairs_of(tokens, 1, 1) for tokens in (1, 17, 64, 65, 300)] == [16, 32, 64, 128, 128]
+    assert [unit_pairs_of(tokens, 1, 1, torch.uint8) for tokens in (1, 17, 64, 65, 300)] == [16, 32, 32, 128, 128]
     for unit_pairs in sizes:
         for gated in (False, True):
             tile = expert_tile(unit_pairs, gated=gated, dtype=dtype)

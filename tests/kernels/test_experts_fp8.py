@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from batchspec.kernels.common.e4m3 import E4M3
 from batchspec.kernels.gemm.fp8_linear import fp8_linear, fp8_swiglu
 from batchspec.kernels.moe.experts_fp8 import Fp8Weight, experts_fp8_down, experts_fp8_reference, experts_fp8_up
 from batchspec.kernels.moe.experts_fp8 import experts_fp8_up_quantised as up_quantised
 from batchspec.kernels.moe.gate import SWIGLU, Gate
-from batchspec.kernels.moe.quantise import E4M3, Fp8Rows, quantise_rows, quantise_rows_reference
+from batchspec.kernels.moe.quantise import Fp8Rows, quantise_rows, quantise_rows_reference
 from batchspec.kernels.moe.tiles import ExpertTile
 from tests.kernels.moe_cases import SPREADS, assert_near, noise, routing_of
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from batchspec.kernels.moe.quantise import Fp8Rows
@@ -55,6 +56,10 @@ class GroupedProduct(Protocol):
 
     The first of the two that an expert has is called by `up`, the second by `down`.
     """
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Of the weights in memory; uint8 is MXFP4. How tokens are tiled depends on it (`tuning/policy.py`)."""
 
     @property
     def reads_groups(self) -> bool:

@@ -136,7 +136,7 @@ class Moe:
     def _route(self, x: Tensor) -> Routing:
         """Experts, weights and work list for x [T, H]. Does not synchronise."""
         router, num_experts = self._spec.router, self._spec.experts.num_experts
-        unit_pairs = expert_unit_pairs(x.shape[0], router.top_k, num_experts)
+        unit_pairs = expert_unit_pairs(x.shape[0], router.top_k, num_experts, self._gate_up.weight_dtype)
         how: dict[str, Any] = {
             "scoring": router.scoring, "norm_topk": router.norm_topk, "bias": self._selection_bias, "unit_pairs": unit_pairs
         }  # fmt: skip

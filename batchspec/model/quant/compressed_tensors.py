@@ -1,7 +1,7 @@
 """quant_method compressed-tensors: FP8 weights with one scale per row, per tensor or per block of 128 x 128.
 
-`config_groups` must hold one group: one scheme for all Linear layers except those in `ignore`. Scales of an FP8 K/V cache are not
-read.
+`config_groups` must hold one group: one scheme for all Linear layers except those in `ignore`. `kv_scales.py` reads the scales of
+an FP8 K/V cache.
 Source: https://github.com/vllm-project/compressed-tensors (quantization/quant_args.py, quant_config.py, utils/match.py).
 """
 

@@ -19,9 +19,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from batchspec.kernels.common.e4m3 import E4M3
 from batchspec.kernels.gemm.fp8_linear import fp8_linear, fp8_linear_reference, fp8_swiglu
 from batchspec.kernels.moe import experts_fp8 as kernels
-from batchspec.kernels.moe.quantise import E4M3, Fp8Rows, quantise_rows, quantise_rows_reference
+from batchspec.kernels.moe.quantise import Fp8Rows, quantise_rows, quantise_rows_reference
 from batchspec.kernels.moe.tiles import ExpertTile
 from batchspec.kernels.moe.units import Routing
 from batchspec.model.blocks.base import Clamp, GroupedSpec
@@ -141,6 +142,8 @@ class StackedFp8:
 
 class Fp8Experts(PlainExperts):
     """A GroupedProduct with FP8 weights and activations. Each token is quantised once for all its slots."""
+
+    weight_dtype = E4M3
 
     def __init__(
         self, weight: StackedFp8, bias: Tensor | None, activations: Activations, input_scale: float | None, dtype: torch.dtype

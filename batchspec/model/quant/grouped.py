@@ -62,7 +62,7 @@ class GroupedLinear(PlainExperts):
     reads_groups = False
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._weight, self._bias, self.rows = weight, bias, weight.shape[1]
+        self._weight, self._bias, self.rows, self.weight_dtype = weight, bias, weight.shape[1], weight.dtype
         self._fast = has_fast_experts(weight.device, weight.dtype) and weight.shape[2] * weight.itemsize % ROW_BYTES == 0
 
     def up(self, x: Tensor, routing: Routing, clamp: Clamp | None, *, quantise: bool) -> Tensor:

@@ -1,7 +1,7 @@
 """quant_method modelopt, FP8: each weight has one scale, and its activations have one calibrated scale.
 
-`quantization_config` in config.json describes it; in older checkpoints hf_quant_config.json in the same folder does. Scales of an
-FP8 K/V cache are not read.
+`quantization_config` in config.json describes it; in older checkpoints hf_quant_config.json in the same folder does.
+`kv_scales.py` reads the scales of an FP8 K/V cache.
 Source: https://github.com/NVIDIA/Model-Optimizer (modelopt/torch/export/convert_hf_config.py).
 """
 

@@ -107,6 +107,7 @@ class PackedExperts:
     """A GroupedProduct with MXFP4 weights that the kernels unpack in registers. It has no plain torch version."""
 
     reads_groups = False
+    weight_dtype = torch.uint8
 
     def __init__(self, weight: Mxfp4Weight, bias: Tensor | None) -> None:
         self.weight, self._bias = weight, bias

@@ -1,0 +1,145 @@
+"""Rows of a job decoded again, one at a time and without speculation: what `batchspec verify` compares the job's tokens with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import polars as pl
+import torch
+from torch import Tensor
+
+from batchspec.batch.logits import LogitRows, apply_penalties, forbid_stop_ids
+from batchspec.cache.page_tables import RowPages
+from batchspec.config.schema import CacheConfig, DraftConfig
+from batchspec.config.typed import from_dict
+from batchspec.engine.engine import Engine
+from batchspec.engine.prefill import flat_batch
+from batchspec.engine.step import Segment
+from batchspec.errors import OutputError
+from batchspec.kernels.sampling.sample import gumbel_reference
+from batchspec.packing.planner import PAGE_SIZE
+from batchspec.prepare import Job, job_fingerprint, make_engine, open_job, survey_first
+from batchspec.records import Request
+from batchspec.report.progress_bar import ProgressBar
+from batchspec.runner.kv_scales import with_saved_scales
+from batchspec.runstate.output_folder import OutputFolder
+from batchspec.runstate.scan import scanning
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """The first output token of a row that differs from plain decoding."""
+
+    request_id: str
+    sample_index: int
+    token_index: int
+    """Index of the output token, from 0."""
+    written: int | None
+    """Token id in the output; None if the output ended before."""
+    plain: int | None
+    """Token id of plain decoding; None if that ended before."""
+    gap: float | None
+    """Score of the plain token minus that of the written one, in logits; None if one of them is missing."""
+
+
+def decode_again(
+    engine: Engine, job: Job, written: dict[tuple[int, int], list[int]]
+) -> Iterator[tuple[Request, Difference | None]]:
+    """Each request of `written`, and where plain decoding differs from what was written."""
+    for request in requests_of(job, set(written)):
+        tokens = written[request.row_index, request.sample_index]
+        (again,) = engine.run(iter([request]))
+        plain = [] if again.token_ids is None else again.token_ids.tolist()
+        yield request, None if plain == tokens else first_difference(engine, request, tokens, plain)
+
+
+def job_of(out: str | Path, dtype: str | None, device: str | None, *, other_kv: bool = False) -> Job:
+    """The job of an output folder, to decode one row at a time without speculation, with the K/V scales that it keeps.
+
+    dtype, device  to decode with; None: those of the job
+    other_kv       with the other cache.dtype: the model's for a job in fp8, fp8 for any other
+    Raises OutputError if there is no job, or the input or the model have changed.
+    """
+    output = OutputFolder(out)
+    config = from_dict(output.manifest.config)
+    as_run = open_job(config)
+    output.check(
+        fingerprint=job_fingerprint(as_run), num_rows=as_run.source.num_rows, shard_rows=config.output.shard_rows
+    )  # fmt: skip
+    config.draft = DraftConfig(name="none")
+    config.model.dtype, config.device = dtype or config.model.dtype, device or config.device
+    config.packing.max_num_seqs, config.packing.run_ahead = 1, None
+    config.packing.pages = config.packing.memory_gb = None
+    if other_kv:
+        config.cache = CacheConfig(dtype="auto") if config.cache.dtype == "fp8" else replace(config.cache, dtype="fp8")
+    return with_saved_scales(open_job(config), output)
+
+
+def plain_engine(job: Job) -> Engine:
+    """An engine without a drafter."""
+    with ProgressBar(0) as progress:
+        engine = make_engine(job, survey_first(job), progress)
+    assert engine.drafter.max_len == 0
+    return engine
+
+
+def written_tokens(out: str | Path, num_rows: int) -> dict[tuple[int, int], list[int]]:
+    """(row, sample) -> the output tokens of a job, of `num_rows` evenly spread completions; 0: of all. Raises OutputError."""
+    table = OutputFolder(out).scan()
+    if "token_ids" not in table.collect_schema().names():
+        raise OutputError(f"{out} holds no token_ids, which verify needs; run the job with output.token_ids=true")
+    with scanning(str(out)):
+        rows = table.filter(pl.col("token_ids").is_not_null()).select("row_index", "sample_index", "token_ids").collect()
+    if num_rows and rows.height > num_rows:
+        rows = rows[[i * rows.height // num_rows for i in range(num_rows)]]
+    return {(row, sample): tokens for row, sample, tokens in rows.iter_rows()}
+
+
+def requests_of(job: Job, wanted: set[tuple[int, int]]) -> Iterator[Request]:
+    """The requests of these (row, sample)."""
+    size = job.shard_rows
+    shards = {row // size for row, _ in wanted}
+    skip = set(range(-(-job.source.num_rows // size))) - shards
+    for shard in job.source.shards(size, skip):
+        for entry in job.admission.admit(shard):
+            if isinstance(entry, Request) and (entry.row_index, entry.sample_index) in wanted:
+                yield entry
+
+
+def first_difference(engine: Engine, request: Request, written: list[int], plain: list[int]) -> Difference:
+    """Where two outputs of a request begin to differ; they do."""
+    token_index = next((i for i, (a, b) in enumerate(zip(written, plain, strict=False)) if a != b), min(len(written), len(plain)))
+    old = written[token_index] if token_index < len(written) else None
+    new = plain[token_index] if token_index < len(plain) else None
+    gap = None
+    if old is not None and new is not None:
+        scores = _scores(engine, request, plain[:token_index])
+        gap = float(scores[new] - scores[old])
+    return Difference(
+        request_id=request.request_id, sample_index=request.sample_index, token_index=token_index, written=old, plain=new, gap=gap
+    )  # fmt: skip
+
+
+@torch.inference_mode()
+def _scores(engine: Engine, request: Request, output: list[int]) -> Tensor:
+    """The score [V] that the draw after `output` maximises: penalised logit + temperature * noise, before top-k, top-p, min-p."""
+    rows, count = engine.executor.rows, len(request.prompt_ids) + len(output)
+    pages = RowPages(engine.pools.groups.num_groups)
+    engine.pools.grow(pages, -(-count // PAGE_SIZE))
+    rows.begin([0], [request], [output])
+    rows.grant([(0, 0, pages.columns())])
+    batch, _ = flat_batch(rows, [Segment(0, 0, count, True)], PAGE_SIZE)
+    hidden, _ = engine.executor.round.target.forward(batch, engine.executor.cache)
+    engine.pools.release(pages)
+    logits = engine.executor.round.target.logits(hidden[-1:])
+    position = torch.tensor([count], device=logits.device)
+    places = LogitRows(torch.zeros(1, dtype=torch.int32, device=logits.device), position)
+    if rows.seen.shape[1]:
+        apply_penalties(logits, places, rows)
+    forbid_stop_ids(logits, places, rows)
+    if request.sampling.temperature == 0:
+        return logits[0]
+    noise = gumbel_reference(rows.keys[:1], position, logits.shape[1])[0]
+    return logits[0] + request.sampling.temperature * noise

@@ -1,0 +1,88 @@
+"""`batchspec verify OUT --kv`: what an fp8 K/V cache changes on a job's own prompts.
+
+Rows are decoded again with the other cache than the job's. Then both caches read the same tokens, prompt and written output
+(teacher-forced), in one pass a row: KL(p || q) over the vocabulary at every output position, with p of a cache in the model's
+data type and q of the fp8 cache, before temperature and penalties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from batchspec.commands.decode_again import Difference, decode_again, job_of, plain_engine, written_tokens
+from batchspec.errors import OutputError
+from batchspec.model.kv_calibration import give_scales
+from batchspec.model.single_row import forward_row
+from batchspec.model.target import Target
+from batchspec.runner.kv_scales import saved_scales
+from batchspec.runstate.output_folder import OutputFolder
+
+POSITIONS = 256
+"""Whose logits are in memory at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVComparison:
+    """The job's tokens against those of the other cache."""
+
+    written_with: str
+    decoded_with: str
+    num_rows: int
+    differences: tuple[Difference, ...]
+    num_positions: int
+    mean_kl: float
+    """Nats a position."""
+    largest_kl: float
+
+    def lines(self) -> list[str]:
+        """For people."""
+        count = len(self.differences)
+        at = sorted(difference.token_index for difference in self.differences)
+        gaps = sorted(abs(difference.gap) for difference in self.differences if difference.gap is not None)
+        first = f"; first difference at token {at[len(at) // 2]} (median)" if at else ""
+        gap = f", score gap there {gaps[len(gaps) // 2]:.3g} (median), {gaps[-1]:.3g} (largest)" if gaps else ""
+        return [
+            f"{self.num_rows} completions, written with K and V in {self.written_with}, decoded again with {self.decoded_with}: "
+            f"{count} differ ({count / max(1, self.num_rows):.1%}){first}{gap}",
+            f"KL divergence of the next token, fp8 from the model's data type, over {self.num_positions:,} output positions: "
+            f"mean {self.mean_kl:.3g} nats, largest {self.largest_kl:.3g}",
+        ]
+
+
+def compare_kv(out: str | Path, num_rows: int, *, dtype: str | None = None, device: str | None = None) -> KVComparison:
+    """See the module's docstring; arguments and errors as of `verify`. An output without tokens is an OutputError."""
+    job, written = job_of(out, dtype, device, other_kv=True), written_tokens(out, num_rows)
+    engine = plain_engine(job)
+    target, model_dtype = engine.target, str(job.dtype).removeprefix("torch.")
+    if target.kv_scales is None:
+        weights = None if job.config.model.load_format == "dummy" else job.folder
+        output = OutputFolder(out)
+        give_scales(target, saved_scales(output, job.spec), output.manifest.config["cache"]["scales"], weights, job.tokenizer)
+    differences: list[Difference] = []
+    divergences: list[float] = []
+    for request, difference in decode_again(engine, job, written):
+        differences += [] if difference is None else [difference]
+        divergences += divergence(target, request.prompt_ids.tolist(), written[request.row_index, request.sample_index])
+    if not divergences:
+        raise OutputError(f"{out}: the rows have no output tokens to compare; choose others with --rows")
+    names = (model_dtype, "fp8") if job.spec.fp8_kv else ("fp8", model_dtype)
+    return KVComparison(
+        written_with=names[0], decoded_with=names[1], num_rows=len(written), differences=tuple(differences),
+        num_positions=len(divergences), mean_kl=sum(divergences) / len(divergences), largest_kl=max(divergences),
+    )  # fmt: skip
+
+
+@torch.inference_mode()
+def divergence(target: Target, prompt: list[int], output: list[int]) -> Iterator[float]:
+    """KL(p || q) at each output position."""
+    ids = [*prompt, *output][:-1]
+    if not output:
+        return
+    hidden = [forward_row(target, ids, fp8=fp8)[0][len(prompt) - 1 :] for fp8 in (False, True)]
+    for at in range(0, len(output), POSITIONS):
+        p, q = (target.logits(part[at : at + POSITIONS]).double().log_softmax(-1) for part in hidden)
+        yield from (p.exp() * (p - q)).sum(-1).clamp(min=0.0).tolist()

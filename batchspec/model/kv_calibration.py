@@ -1,0 +1,109 @@
+"""Scales of an e4m3 K/V cache by calibration: the largest K and V of each head over fixed texts, with a margin.
+
+    scale = 2 ** ceil(log2(MARGIN * largest / 448))
+
+Powers of two, so that a number that is read back is exact in bf16: prefill, which converts K and V, and rounds, which multiply
+after the product, attend to the same keys. And so that the last bits of a machine's products do not show in the scales.
+The margin costs nothing where numbers are normal in e4m3, down to 1 / 3,500 of the largest; below they lose precision. It covers
+what other texts and rotations by RoPE (at most the square root of two) add; what still exceeds 448 * scale saturates.
+
+The texts do not depend on the job, so that a model has the same scales in all jobs: prose, code, mathematics, lists and other
+languages, as the tokenizer encodes them, chats as its template writes them, and ids spread over the vocabulary. With large biases
+(Qwen2.5, gpt-oss) a few channels of K are large, whatever the text, and their rounding, up to 1 / 16 of them, is added to every
+score: no scale mends that. `batchspec verify --kv` measures what it costs on a job's own prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from batchspec.errors import CheckpointError, ConfigError
+from batchspec.kernels.common.e4m3 import LARGEST
+from batchspec.model.calibration_texts import TEXTS
+from batchspec.model.files import ModelFiles, stored_tensors
+from batchspec.model.kv_scales import KVScales, checkpoint_scales, names_of_scales
+from batchspec.model.single_row import forward_row
+from batchspec.model.spec import ModelSpec
+from batchspec.model.target import Target
+
+CALIBRATION = 1
+"""Changes with all that changes the scales of a model; a job with scales of another one is not resumed."""
+MARGIN = 4.0
+MAX_TOKENS = 512
+"""Tokens of a prompt that are read."""
+_SPREAD_TOKENS, _STRIDE = 256, 7919
+
+
+class Encoder(Protocol):
+    """What calibration needs of a tokenizer."""
+
+    @property
+    def has_chat_template(self) -> bool: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_chat(self, messages: Sequence[Any]) -> list[int]: ...
+
+
+def check_e4m3(device: torch.device) -> None:
+    """Raises ConfigError for a GPU without e4m3."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        major, minor = torch.cuda.get_device_capability(device)
+        raise ConfigError(
+            f"cache.dtype=fp8 needs a GPU of compute capability 8.9 or newer, {torch.cuda.get_device_name(device)} has "
+            f"{major}.{minor}; use cache.dtype=auto"
+        )
+
+
+def check_fp8_kv(how: str, spec: ModelSpec, files: ModelFiles, device: torch.device) -> None:
+    """Raises as `check_e4m3`, and CheckpointError if cache.scales=checkpoint and the checkpoint has none."""
+    check_e4m3(device)
+    if how == "checkpoint" and names_of_scales(spec, stored_tensors(files), files.where) is None:
+        raise CheckpointError(
+            f"{files.where} has no K/V scales (k_scale, v_scale), which cache.scales=checkpoint asks for; use cache.scales=auto"
+        )
+
+
+def give_scales(target: Target, saved: KVScales | None, how: str, folder: Path | None, tokenizer: Encoder | None) -> str:
+    """Set the target's scales: those saved, or as cache.scales asks for. Returns where they come from, for people.
+
+    folder  of the weights; None: they are dummy
+    Raises CheckpointError where a checkpoint holds scales that cannot be used.
+    """
+    scales, source = saved, "of the output folder"
+    if scales is None and folder is not None and how != "calibrate":
+        scales, source = checkpoint_scales(folder, target.spec), "of the checkpoint"
+    if scales is None:
+        scales, source = calibrate(target, calibration_prompts(tokenizer, target.spec.vocab_size)), "calibrated"
+    target.kv_scales = scales.values.to(target.device)
+    return source
+
+
+def calibration_prompts(tokenizer: Encoder | None, vocab_size: int) -> Iterator[list[int]]:
+    """Token ids of each prompt, the same for a model in every process. Ids beyond the vocabulary are left out."""
+    texts = [] if tokenizer is None else [tokenizer.encode(text) for text in TEXTS]
+    if tokenizer is not None and tokenizer.has_chat_template:
+        with suppress(ValueError):  # a template that wants more than a user's turn: the texts alone are read
+            texts += [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in TEXTS[:2]]
+    spread = [(i * _STRIDE) % vocab_size for i in range(_SPREAD_TOKENS)]
+    for ids in (*texts, spread):
+        if kept := [token for token in ids if token < vocab_size][:MAX_TOKENS]:
+            yield kept
+
+
+def calibrate(target: Target, prompts: Iterator[list[int]]) -> KVScales:
+    """See the module's docstring. Runs the target over each prompt, with a cache in its own dtype."""
+    spec = target.spec
+    largest = torch.zeros(spec.num_layers, 2, spec.num_kv_heads, dtype=torch.float64)
+    for ids in prompts:
+        _, cache = forward_row(target, ids[: spec.max_len], fp8=False, kv_only=True)
+        for layer, kv in enumerate(cache.layers):
+            found = kv.pages.double().abs().nan_to_num(0.0, posinf=0.0).amax((1, 2, 4)).cpu()
+            largest[layer] = torch.maximum(largest[layer], found)
+    exponent = torch.where(largest > 0, MARGIN * largest / LARGEST, 1.0).log2().ceil()
+    return KVScales(exponent.clamp(-100, 100).exp2().float())

@@ -1,0 +1,119 @@
+"""Scales of an e4m3 K/V cache: one for K and one for V of each layer and head. Of the checkpoint, or of a calibration.
+
+    NAME.k_scale, NAME.v_scale            [], [1] or one a head, where NAME is model.layers.N.self_attn (compressed-tensors)
+    NAME.k_proj.k_scale, NAME.v_proj.v_scale          modelopt
+    NAME.k_proj.output_scale, NAME.v_proj.output_scale       older compressed-tensors
+
+A stored number is multiplied by its scale. Source: vLLM, model_loader/weight_utils.py (maybe_remap_kv_scale_name).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from batchspec.errors import CheckpointError, OutputError
+from batchspec.model.config_values import shown
+from batchspec.model.files import LocalFiles, StoredTensor, stored_tensors
+from batchspec.model.spec import ModelSpec, layer_prefix
+
+VERSION = 1
+_NAMES = {
+    "k": ("self_attn.k_scale", "self_attn.k_proj.k_scale", "self_attn.k_proj.output_scale"),
+    "v": ("self_attn.v_scale", "self_attn.v_proj.v_scale", "self_attn.v_proj.output_scale"),
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVScales:
+    """All scales of a model."""
+
+    values: Tensor
+    """fp32 [L, 2 (K, V), KVH], positive, on the CPU"""
+
+    def __post_init__(self) -> None:
+        assert self.values.dtype is torch.float32
+        assert self.values.device.type == "cpu"
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal scales have equal ones."""
+        return sha256(json.dumps([list(self.values.shape), self.values.flatten().tolist()]).encode()).hexdigest()
+
+    def to_json(self) -> bytes:
+        """A file that keeps every bit."""
+        content = {"version": VERSION, "fingerprint": self.fingerprint, "scales": self.values.tolist()}
+        return (json.dumps(content) + "\n").encode()
+
+    @classmethod
+    def from_json(cls, data: bytes, spec: ModelSpec, where: str) -> KVScales:
+        """Raises OutputError for bytes that are not the scales of such a model."""
+        try:
+            content = json.loads(data)
+            found = cls(torch.tensor(content["scales"], dtype=torch.float32))
+            if content["version"] != VERSION or content["fingerprint"] != found.fingerprint:
+                raise ValueError("version or fingerprint do not fit")
+            if tuple(found.values.shape) != (spec.num_layers, 2, spec.num_kv_heads):
+                raise ValueError(f"scales of shape {list(found.values.shape)}")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise OutputError(f"{where} is damaged ({error}); restore it or use another output.dir") from error
+        return found
+
+
+def names_of_scales(spec: ModelSpec, stored: Collection[str], where: str) -> list[tuple[str, str]] | None:
+    """[L] the tensors of K's and V's scales, among the names of a checkpoint; None if it has none.
+
+    Raises CheckpointError if it has some of them only.
+    """
+    found = []
+    for layer in range(spec.num_layers):
+        of_layer = [
+            [layer_prefix(layer) + name for name in names if layer_prefix(layer) + name in stored] for names in _NAMES.values()
+        ]
+        found.append(tuple(names[0] if names else "" for names in of_layer))
+    missing = [
+        layer_prefix(i) + _NAMES[part][0]
+        for i, pair in enumerate(found)
+        for part, name in zip("kv", pair, strict=True)
+        if not name
+    ]
+    if len(missing) == 2 * spec.num_layers:
+        return None
+    if missing:
+        raise CheckpointError(
+            f"{where}: {len(missing)} of {2 * spec.num_layers} K/V scales are missing, {missing[0]} among them; "
+            "set cache.scales=calibrate to compute all of them"
+        )
+    return [(k, v) for k, v in found]
+
+
+def checkpoint_scales(folder: Path, spec: ModelSpec) -> KVScales | None:
+    """The scales that a model's files hold; None if they hold none. Raises CheckpointError if they cannot be used."""
+    stored = stored_tensors(LocalFiles(folder))
+    names = names_of_scales(spec, stored, shown(folder))
+    if names is None:
+        return None
+    rows = [torch.stack([_read(folder, name, stored[name], spec.num_kv_heads) for name in pair]) for pair in names]
+    return KVScales(torch.stack(rows))
+
+
+def _read(folder: Path, name: str, stored: StoredTensor, num_heads: int) -> Tensor:
+    with safe_open(folder / stored.file, framework="pt") as file:
+        values: Tensor = file.get_tensor(name).float().flatten()
+    if values.numel() not in (1, num_heads):
+        raise CheckpointError(
+            f"{shown(folder)}: {name} is {list(stored.shape)}; it must be one number, or one for each of {num_heads} K/V heads; "
+            "set cache.scales=calibrate"
+        )
+    if not bool((values > 0).all() and values.isfinite().all()):
+        raise CheckpointError(
+            f"{shown(folder)}: {name} holds {values.min():g}; scales must be positive; set cache.scales=calibrate"
+        )
+    return values.expand(num_heads)

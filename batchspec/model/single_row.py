@@ -1,0 +1,38 @@
+"""One row through the target in one pass, with a cache of its own: for calibration and comparisons, not for jobs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from batchspec.batch.flat_batch import FlatBatch, HostLayout
+from batchspec.cache.groups import KVGroups
+from batchspec.cache.pages import KVCache
+from batchspec.model.target import Target
+
+
+def forward_row(target: Target, ids: list[int], *, fp8: bool, kv_only: bool = False) -> tuple[Tensor, KVCache]:
+    """Hidden states [T, H] after the final norm, and the cache, whose layers hold K and V in page 1.
+
+    fp8      K and V in e4m3, by target.kv_scales; else in the target's dtype
+    kv_only  the hidden states are undefined, and the last layer ends with its K and V
+    """
+    spec, device, count = target.spec, target.device, len(ids)
+    layout = replace(spec.kv_layout(target.dtype, count), fp8=fp8)
+    scales = target.kv_scales if fp8 else None
+    groups = KVGroups.single(spec.num_layers)
+    cache = KVCache.allocate(layout, groups=groups, num_pages=(2,), device=device, scales=scales)
+
+    def ints(values: object) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    positions = torch.arange(count, device=device)
+    batch = FlatBatch(
+        token_ids=ints(ids), row_ids=ints([0] * count), positions=positions, slot_mapping=positions + count,
+        cu_seqlens_q=ints([0, count]), kv_len=ints([count]), page_table=ints([[1]]), max_q=count, max_kv=count,
+        host=HostLayout([count], [count]),
+    )  # fmt: skip
+    hidden, _ = target.forward(batch, cache, kv_only=kv_only)
+    return hidden, cache

@@ -1,0 +1,45 @@
+"""K/V scales of a job with cache.dtype=fp8: the first run keeps its own in the output folder, all others use those."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from batchspec.errors import OutputError
+from batchspec.model.kv_scales import KVScales, checkpoint_scales
+from batchspec.model.spec import ModelSpec
+from batchspec.prepare import Job
+from batchspec.runner.oom_fallback import EngineWithFallback
+from batchspec.runstate.output_folder import KV_SCALES, OutputFolder
+
+
+def with_saved_scales(job: Job, output: OutputFolder) -> Job:
+    """The job with the scales of its earlier runs, if there are any.
+
+    Raises OutputError where they are damaged, or where the checkpoint's own are others by now.
+    """
+    saved = saved_scales(output, job.spec) if job.spec.fp8_kv else None
+    if saved is None:
+        return job
+    dummy, how = job.config.model.load_format == "dummy", job.config.cache.scales
+    own = None if dummy or how == "calibrate" else checkpoint_scales(job.folder, job.spec)
+    if own is not None and own.fingerprint != saved.fingerprint:
+        raise OutputError(
+            f"output.dir {output.path} holds this job with other K/V scales (kv_scales: {saved.fingerprint[:12]} -> "
+            f"{own.fingerprint[:12]}); use the checkpoint that it began with, or another output.dir"
+        )
+    return replace(job, kv_scales=saved)
+
+
+def saved_scales(output: OutputFolder, spec: ModelSpec) -> KVScales | None:
+    """The scales that a job keeps; None if it keeps none. Raises OutputError if they are damaged."""
+    data = output.kv_scales()
+    return None if data is None else KVScales.from_json(data, spec, f"{output.path}/{KV_SCALES}")
+
+
+def keep_scales(job: Job, output: OutputFolder, holder: EngineWithFallback) -> None:
+    """After the folder is made: this run's scales become the job's, or the job's become this run's. Raises OutputError."""
+    scales = holder.engine.target.kv_scales
+    if scales is None:
+        return
+    kept = output.keep_kv_scales(KVScales(scales.cpu()).to_json())
+    holder.adopt_kv_scales(KVScales.from_json(kept, job.spec, f"{output.path}/{KV_SCALES}"))

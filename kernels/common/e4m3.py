@@ -1,0 +1,62 @@
+"""Numbers of 8 bits, e4m3fn: 4 bits of exponent, 3 of mantissa, at most 448, no infinities. Rounding to them and reading them.
+
+    stored = round(limit(x / scale, -448 .. 448))     x is about stored * scale
+
+x / scale is x * (1 / scale), both in fp32 (fp64 of fp64), so that torch and Triton give the same bits. A number above 448 * scale
+saturates; NaN stays NaN. Source: Micikevicius et al. 2022 ("FP8 Formats for Deep Learning", arXiv 2209.05433).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0
+
+
+@triton.jit
+def round_to_e4m3(x, INTERPRETED: tl.constexpr):
+    """fp32 -> e4m3, saturating; NaN becomes some number."""
+    x = tl.minimum(tl.maximum(x, -448.0), 448.0)
+    if INTERPRETED:  # its cast drops the carry of a rounding up to the next power of two
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+        x = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, rounded)  # subnormals: multiples of 2^-9
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def e4m3_bits(x, inverse, INTERPRETED: tl.constexpr):
+    """x * inverse as the bits of e4m3, uint8, saturating; the result for NaN is some number. x fp32 or fp64."""
+    scaled = (x * inverse.to(x.dtype)).to(tl.float32)
+    return round_to_e4m3(scaled, INTERPRETED).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def e4m3_values(stored, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
+    """e4m3 -> dtype (fp16, bf16 or fp32), which is exact."""
+    values = stored.to(dtype)
+    if INTERPRETED:  # it reads NaN as 480
+        nan = (stored.to(tl.uint8, bitcast=True) & 0x7F) == 0x7F
+        values = tl.where(nan, float("nan"), values).to(dtype)
+    return values
+
+
+def to_e4m3(x: Tensor, scales: Tensor) -> Tensor:
+    """x, of any floating-point dtype, to e4m3; scales fp32, broadcast to it."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (x.to(wide) * scales.reciprocal().to(wide)).clamp_(-LARGEST, LARGEST).to(E4M3)
+
+
+def from_e4m3(stored: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers that e4m3 stands for, rounded once to `dtype`; scales fp32, broadcast to `stored`."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return (stored.to(wide) * scales.to(wide)).to(dtype)
+
+
+def movable(stored: Tensor) -> Tensor:
+    """e4m3 as uint8, any other dtype as it is, over the same memory: not every operation of torch that copies takes e4m3."""
+    return stored.view(torch.uint8) if stored.dtype is E4M3 else stored

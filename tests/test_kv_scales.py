@@ -1,0 +1,284 @@
+"""Scales of an e4m3 K/V cache: read from a checkpoint or calibrated, kept by the job, the same in every run of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from batchspec import run
+from batchspec.cache.layout import KVLayout
+from batchspec.commands import verify
+from batchspec.commands.verify_kv import compare_kv, divergence
+from batchspec.config.compose import compose
+from batchspec.errors import CheckpointError, OutputError
+from batchspec.model.kv_calibration import MARGIN, MAX_TOKENS, calibrate, calibration_prompts
+from batchspec.model.kv_scales import KVScales, checkpoint_scales
+from batchspec.model.spec import load_spec
+from batchspec.model.tokenizer import Tokenizer
+from batchspec.packing.cost import kv_read_bytes
+from batchspec.packing.kv_memory import KVMemory
+from batchspec.prepare import open_job
+from batchspec.runstate.output_folder import KV_SCALES, OutputFolder
+from tests.engines import VOCAB, full_logits, in_e4m3, tiny_target
+from tests.models import make_checkpoint, make_tokenizer
+from tests.stand_ins import LLAMA_8B
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer(make_checkpoint(tmp_path_factory.mktemp("model"), "llama", dtype=torch.float64))
+
+
+def with_scales(model: Path, folder: Path, scales: dict[str, Any]) -> Path:
+    """The model, with further tensors among its weights."""
+    folder.mkdir()
+    for file in model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {name: torch.as_tensor(value) for name, value in scales.items()}, folder / "model.safetensors")
+    return folder
+
+
+def names(model: Path, k: str, v: str) -> dict[str, Any]:
+    """The two of every layer, as one number each."""
+    layers = load_spec(model).num_layers
+    return {f"model.layers.{i}.self_attn.{name}": size * (i + 1) for i in range(layers) for name, size in ((k, 0.25), (v, 0.5))}
+
+
+def test_a_layout_counts_one_byte_a_number() -> None:
+    plain, fp8 = (LLAMA_8B if kind == "plain" else LLAMA_8B.with_fp8_kv() for kind in ("plain", "fp8"))
+    assert fp8.kv_layout(torch.bfloat16, 16) == KVLayout(
+        dtype=torch.bfloat16, fp8=True, num_kv_heads=8, head_dim=128, page_size=16
+    )
+    assert 2 * fp8.kv_layout(torch.bfloat16, 16).page_bytes == plain.kv_layout(torch.bfloat16, 16).page_bytes
+    read = [kv_read_bytes(spec, dtype=torch.bfloat16, rows=8, context_tokens=100, tokens_per_row=4) for spec in (plain, fp8)]
+    assert read[0] == 2 * read[1]
+    sizes = {"page_size": 16, "max_len": 512, "max_tokens": 512, "lookahead": 4, "pass_tokens": 512}
+    memory = [KVMemory.of(spec, torch.bfloat16, (), **sizes) for spec in (plain, fp8)]
+    assert memory[1].rows(10**10, 400) >= 1.9 * memory[0].rows(10**10, 400)
+    head = ((plain.kv_layout(torch.bfloat16, 16), None),)  # a drafter's layer keeps its own layout
+    assert KVMemory.of(fp8, torch.bfloat16, head, **sizes).page_bytes == (34 * memory[1].page_bytes[0] // 32,)
+    assert fp8.kv_layout(torch.bfloat16, 16).allocate(1, 2, torch.device("cpu")).dtype is torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("k", "v"),
+    [("k_scale", "v_scale"), ("k_proj.k_scale", "v_proj.v_scale"), ("k_proj.output_scale", "v_proj.output_scale")],
+)
+def test_scales_of_a_tensor_count_for_all_heads(model: Path, k: str, v: str, tmp_path: Path) -> None:
+    found = checkpoint_scales(with_scales(model, tmp_path / "m", names(model, k, v)), load_spec(model))
+    assert found is not None
+    assert found.values[:, 0].unique(dim=1).flatten().tolist() == [0.25 * (i + 1) for i in range(len(found.values))]
+    assert torch.equal(found.values[:, 1], 2 * found.values[:, 0])
+
+
+def test_scales_of_heads_are_kept_apart(model: Path, tmp_path: Path) -> None:
+    heads = load_spec(model).num_kv_heads
+    of_heads = {name: torch.arange(1.0, heads + 1).view(heads, 1, 1) for name in names(model, "k_scale", "v_scale")}
+    found = checkpoint_scales(with_scales(model, tmp_path / "m", of_heads), load_spec(model))
+    assert found is not None
+    assert found.values[0, 0].tolist() == list(range(1, heads + 1))
+
+
+def test_a_checkpoint_without_scales_has_none(model: Path) -> None:
+    assert checkpoint_scales(model, load_spec(model)) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model.layers.0.self_attn.k_scale": None}, r"1 of \d+ K/V scales are missing, model.layers.0.self_attn.k_scale among"),
+        ({"model.layers.0.self_attn.k_scale": 0.0}, "holds 0; scales must be positive"),
+        ({"model.layers.0.self_attn.v_scale": float("nan")}, "holds nan"),
+        ({"model.layers.0.self_attn.v_scale": torch.ones(7)}, r"v_scale is \[7\]; it must be one number, or one for each of"),
+    ],
+)
+def test_scales_that_cannot_be_used_are_refused(change: dict[str, Any], message: str, model: Path, tmp_path: Path) -> None:
+    scales = {name: value for name, value in (names(model, "k_scale", "v_scale") | change).items() if value is not None}
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint_scales(with_scales(model, tmp_path / "m", scales), load_spec(model))
+
+
+def test_calibration_leaves_a_margin_over_the_largest_number_of_each_head() -> None:
+    target = tiny_target()
+    scales = calibrate(target, iter([[1, 2, 3, 4, 5] * 6, [7, 8, 9]])).values
+    assert scales.shape == (2, 2, 2)
+    assert torch.equal(scales.log2(), scales.log2().round())
+    again = calibrate(target, iter([[7, 8, 9], [1, 2, 3, 4, 5] * 6])).values
+    assert torch.equal(scales, again)
+    assert bool((calibrate(target, iter([[1]])).values <= scales).all())
+    quantised = in_e4m3(target)
+    quantised.kv_scales = scales
+    near = (full_logits(quantised, list(range(20))) - full_logits(target, list(range(20)))).abs().max()
+    quantised.kv_scales = scales / 2**10  # everything saturates
+    far = (full_logits(quantised, list(range(20))) - full_logits(target, list(range(20)))).abs().max()
+    assert 0 < near < far / 3
+    assert MARGIN >= 2**0.5  # what a rotation may add
+
+
+def test_calibration_reads_text_chats_and_the_whole_vocabulary(model: Path) -> None:
+    tokenizer, vocab = Tokenizer(model), load_spec(model).vocab_size
+    prompts = list(calibration_prompts(tokenizer, vocab))
+    assert prompts == list(calibration_prompts(Tokenizer(model), vocab))
+    assert len(prompts) >= 8
+    assert all(0 < len(ids) <= MAX_TOKENS and max(ids) < vocab for ids in prompts)
+    (alone,) = calibration_prompts(None, VOCAB)
+    assert set(alone) == set(range(VOCAB))
+
+
+def test_a_file_of_scales_keeps_every_bit_and_shows_damage() -> None:
+    spec = tiny_target().spec
+    scales = KVScales(torch.rand(2, 2, 2))
+    data = scales.to_json()
+    again = KVScales.from_json(data, spec, "here")
+    assert torch.equal(again.values, scales.values)
+    assert again.fingerprint == scales.fingerprint
+    changed = json.loads(data)
+    changed["scales"][0][0][0] *= 2
+    for wrong in (b"", b"[]", data.replace(b'"version": 1', b'"version": 9'), json.dumps(changed).encode()):
+        with pytest.raises(OutputError, match="here is damaged"):
+            KVScales.from_json(wrong, spec, "here")
+    with pytest.raises(OutputError, match=r"scales of shape \[1, 2, 2\]"):
+        KVScales.from_json(KVScales(torch.ones(1, 2, 2)).to_json(), spec, "here")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    rows = [{"id": f"q{i}", "prompt": "Say the words " + " ".join(f"word{(i * k) % 7}" for k in range(i % 5))} for i in range(12)]
+    pl.DataFrame(rows).write_parquet(tmp_path / "prompts.parquet")
+    return tmp_path / "prompts.parquet"
+
+
+def job(model: Path, data: Path, out: Path, *more: str) -> int:
+    return run.main(
+        [
+            f"model.path={model}", "model.dtype=float64", f"input.path={data}", f"output.dir={out}", "output.shard_rows=3",
+            "output.token_ids=true", "decode.max_new_tokens=12", "packing.max_num_seqs=4", "decode.ignore_eos=true", *more,
+        ]
+    )  # fmt: skip
+
+
+def tokens(out: Path) -> list[list[int]]:
+    return pl.read_parquet(out / "data").sort("row_index")["token_ids"].to_list()
+
+
+def test_speculation_and_scarce_pages_change_no_token_of_a_job(model: Path, data: Path, tmp_path: Path) -> None:
+    assert job(model, data, tmp_path / "plain", "draft=none", "cache.dtype=fp8", "packing.max_num_seqs=1") == 0
+    assert job(model, data, tmp_path / "drafts", "draft=lookup", "cache.dtype=fp8", "packing.pages=9") == 0
+    assert tokens(tmp_path / "plain") == tokens(tmp_path / "drafts")
+    kept = [(tmp_path / name / KV_SCALES).read_bytes() for name in ("plain", "drafts")]
+    assert kept[0] == kept[1]
+
+
+def test_a_resumed_job_uses_the_scales_that_it_began_with(model: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert job(model, data, out, "cache.dtype=fp8") == 0
+    whole, kept = tokens(out), KVScales.from_json((out / KV_SCALES).read_bytes(), load_spec(model), "")
+    coarse = KVScales(kept.values * 2**12)  # as if begun with these: K and V are all but zero
+    (out / KV_SCALES).write_bytes(coarse.to_json())
+    for part in (out / "data").iterdir():
+        part.unlink()
+    assert job(model, data, out, "cache.dtype=fp8") == 0
+    assert tokens(out) != whole
+    assert (out / KV_SCALES).read_bytes() == coarse.to_json()
+
+
+def test_other_scales_are_another_job(model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    scaled = with_scales(model, tmp_path / "scaled", names(model, "k_scale", "v_scale"))
+    assert job(scaled, data, out, "cache.dtype=fp8") == 0
+    assert (KVScales.from_json((out / KV_SCALES).read_bytes(), load_spec(model), "").values[0, 0] == 0.25).all()
+    for more, named in (
+        (["cache.dtype=fp8", "cache.scales=calibrate"], 'cache.scales: (none) -> "calibrate"'),
+        ([], 'cache.dtype: "fp8" -> (none)'),
+    ):
+        assert job(scaled, data, out, *more) == OutputError.exit_code
+        assert named in capsys.readouterr().err
+    next((out / "data").iterdir()).unlink()
+    own = KVScales(torch.full_like(torch.ones(load_spec(model).num_layers, 2, load_spec(model).num_kv_heads), 0.5))
+    (out / KV_SCALES).write_bytes(own.to_json())
+    assert job(scaled, data, out, "cache.dtype=fp8") == OutputError.exit_code
+    assert "holds this job with other K/V scales (kv_scales: " in capsys.readouterr().err
+    (out / KV_SCALES).write_bytes(b"{")
+    assert job(scaled, data, out, "cache.dtype=fp8") == OutputError.exit_code
+    assert f"{KV_SCALES} is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["cache.scales=calibrate"], "cache.scales=calibrate is not used by cache.dtype=auto; set fp8 or remove the key"),
+        (["cache.dtype=fp8", "cache.scales=checkpoint"], "has no K/V scales (k_scale, v_scale), which cache.scales=checkpoint"),
+        (["cache.dtype=fp16"], "cache.dtype=fp16 must be one of auto, fp8"),
+        (["cache.dtype=fp8", "cache.scales=checkpoint", "model.load_format=dummy"], "load_format=dummy reads no checkpoint"),
+    ],
+)
+def test_keys_that_say_nothing_are_refused(
+    more: list[str], message: str, model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert job(model, data, tmp_path / "out", *more) != 0
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_gpu_without_e4m3_is_refused(model: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (8, 0))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda *_: "an A100")
+    config = compose([f"model.path={model}", f"input.path={data}", "cache.dtype=fp8"])
+    with pytest.raises(Exception, match=r"cache.dtype=fp8 needs a GPU of compute capability 8.9 or newer, an A100 has 8.0"):
+        open_job(config)
+
+
+@pytest.mark.parametrize("ran_with", ["auto", "fp8"])
+def test_verify_kv_compares_both_caches_on_the_jobs_own_tokens(
+    ran_with: str, model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, other = tmp_path / "out", tmp_path / "other"
+    for folder, dtype in ((out, ran_with), (other, {"auto": "fp8", "fp8": "auto"}[ran_with])):
+        assert job(model, data, folder, "draft=none", f"cache.dtype={dtype}", "decode.temperature=1.0") == 0
+    differ = sum(a != b for a, b in zip(tokens(out), tokens(other), strict=True))
+    capsys.readouterr()
+    assert verify.main([str(out), "--rows", "0"]) == 0  # with the job's own cache and scales
+    assert "12 completions decoded again" in capsys.readouterr().out
+    assert verify.main([str(out), "--rows", "0", "--kv"]) == 0
+    text = capsys.readouterr().out
+    names = {"auto": ("float64", "fp8"), "fp8": ("fp8", "float64")}[ran_with]
+    assert f"12 completions, written with K and V in {names[0]}, decoded again with {names[1]}: {differ} differ" in text
+    assert "over 144 output positions: mean" in text
+    report = compare_kv(out, 4)
+    assert 0 < report.mean_kl < report.largest_kl < 1
+
+
+def test_the_divergence_is_that_of_the_two_distributions() -> None:
+    plain, fp8 = tiny_target(), in_e4m3(tiny_target())
+    prompt, output = [1, 2, 3], [4, 5, 6, 7]
+    found = list(divergence(fp8, prompt, output))
+    for place, value in enumerate(found):
+        ids = [*prompt, *output[:place]]
+        p, q = (torch.log_softmax(full_logits(target, ids), -1) for target in (plain, fp8))
+        assert value == pytest.approx(float((p.exp() * (p - q)).sum()), rel=1e-6, abs=1e-12)
+    assert len(found) == 4
+    assert list(divergence(fp8, prompt, [])) == []
+
+
+def test_a_run_that_comes_second_uses_the_scales_of_the_first(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may differ by a machine: both began with an empty folder, and made their engines before one could keep its own."""
+    assert job(model, data, tmp_path / "alone", "cache.dtype=fp8") == 0
+    first = KVScales(KVScales.from_json((tmp_path / "alone" / KV_SCALES).read_bytes(), load_spec(model), "").values * 2**12)
+    monkeypatch.setattr(OutputFolder, "keep_kv_scales", lambda *_: first.to_json())
+    assert job(model, data, tmp_path / "second", "cache.dtype=fp8") == 0
+    monkeypatch.undo()
+    (tmp_path / "alone" / KV_SCALES).write_bytes(first.to_json())
+    for part in (tmp_path / "alone" / "data").iterdir():
+        part.unlink()
+    assert job(model, data, tmp_path / "alone", "cache.dtype=fp8") == 0
+    assert tokens(tmp_path / "second") == tokens(tmp_path / "alone")
