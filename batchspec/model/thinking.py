@@ -110,7 +110,7 @@ def _think_tokens(names: list[str | int], tokenizer: Tokenizer | None, vocab_siz
     ids = [_single(name, tokenizer, vocab_size) for name in names]
     texts = [name if isinstance(name, str) else "" for name in names]
     if len(set(ids)) < len(ids):
-        raise ConfigError(f"model.think_tokens={names} has the same token twice; name one that begins and one that ends a thought")
+        raise ConfigError(f"model.think_tokens={names} has the same token twice; name one that begins and another that ends it")
     added = {} if tokenizer is None else tokenizer.added_ids
     boundary_ids = frozenset(token for text, token in added.items() if text.strip() and token not in ids)
     begin, begin_id = ("", None) if len(ids) == 1 else (texts[0], ids[0])
