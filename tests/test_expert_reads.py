@@ -75,6 +75,8 @@ def test_what_live_rows_read_beyond_the_timed_round_is_added() -> None:
     assert reads.added_s(8, np.array([0])) == 0.0  # never timed
     reads.set_cost(seconds=-1e-6, num_experts=30.0)
     assert reads.expert_s == 0.0
+    reads.set_cost(seconds=1e-4, num_experts=0.01)  # noise
+    assert reads.expert_s == 0.0
 
 
 def test_drafts_that_pay_in_a_dense_model_do_not_where_they_read_more_experts() -> None:

@@ -64,8 +64,11 @@ class ExpertReads:
         self._read[num_rows, draft_len] = float(counts.mean())
 
     def set_cost(self, seconds: float, num_experts: float) -> None:
-        """Set s from two timed rounds: the second read `num_experts` more experts per layer and took `seconds` longer."""
-        self.expert_s = max(0.0, seconds / num_experts) if num_experts > 0 else 0.0
+        """Set s from two timed rounds: the second read `num_experts` more experts per layer and took `seconds` longer.
+
+        Rounds that differ by less than one expert per layer say nothing of it: s is 0.
+        """
+        self.expert_s = max(0.0, seconds / num_experts) if num_experts >= 1 else 0.0
 
     def added_s(self, num_rows: int, draft_lens: NDArray[np.int64]) -> NDArray[np.float64]:
         """added_s of the module's docstring for each draft length, float64 [len(draft_lens)]; 0 where no round was timed."""
