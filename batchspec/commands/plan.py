@@ -16,7 +16,7 @@ from batchspec.packing.kv_memory import kv_bytes
 from batchspec.packing.planner import Forecast, forecast
 from batchspec.packing.predict import SHORT_TOKENS
 from batchspec.packing.survey import Survey
-from batchspec.prepare import Job, open_job, plan_batch
+from batchspec.prepare import Job, check_memory, open_job, plan_batch
 from batchspec.records import Ids, PackedBatch
 from batchspec.text import MESSAGE_CHARS, counted, one_line
 
@@ -121,6 +121,7 @@ def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = 
     rates = device_rates(job.device, job.dtype)
     batch, ahead = None, None
     if demand.num_completions:
+        check_memory(job)
         batch = plan_batch(job, demand, rates)
         ahead = forecast(
             batch, job.spec, rates, demand, dtype=job.dtype, accepted=job.drafter.assumed_accepted,
