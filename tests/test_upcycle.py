@@ -96,5 +96,5 @@ def test_a_comparison_says_how_far_a_model_is(made: Path, capsys: pytest.Capture
 def test_a_model_with_biases_is_refused(made: Path, tmp_path: Path) -> None:
     config = json.loads((made / "dense/config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "qwen2"}))
-    with pytest.raises(ValueError, match="model_type qwen2 or biases"):
+    with pytest.raises(ValueError, match="model_type is qwen2, or it has biases"):
         make(tmp_path, tmp_path / "out", num_experts=2)

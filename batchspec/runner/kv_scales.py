@@ -38,8 +38,9 @@ def saved_scales(output: OutputFolder, spec: ModelSpec) -> KVScales | None:
 
 def keep_scales(job: Job, output: OutputFolder, holder: EngineWithFallback) -> None:
     """After the folder is made: this run's scales become the job's, or the job's become this run's. Raises OutputError."""
-    scales = holder.engine.target.kv_scales
-    if scales is None:
+    if not job.spec.fp8_kv:
         return
+    scales = holder.engine.target.kv_scales
+    assert scales is not None
     kept = output.keep_kv_scales(KVScales(scales.cpu()).to_json())
     holder.adopt_kv_scales(KVScales.from_json(kept, job.spec, f"{output.path}/{KV_SCALES}"))
