@@ -51,7 +51,7 @@ def mean_length(frame: pl.DataFrame) -> float:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny fp64 model, prompts of which each comes 32 times, and half-trained heads: eagle3, parallel."""
+    """A tiny fp64 model, an input that repeats each prompt 32 times, and two half-trained heads: eagle3 and parallel."""
     folder = tmp_path_factory.mktemp("adapt")
     make_checkpoint(folder / "model", "llama", vocab=96, hidden_size=32, intermediate_size=48, dtype=torch.float64)
     rng = np.random.default_rng(0)

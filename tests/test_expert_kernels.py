@@ -121,7 +121,7 @@ def test_all_tokens_may_have_the_same_experts(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["bf16, gpt_oss", "fp8 blocks, qwen3_moe", "mxfp4, gpt_oss"])
 def test_bits_of_a_token_depend_neither_on_the_others_nor_on_padding(name: str) -> None:
-    """NaN in rows that nobody reads stays there."""
+    """NaN in padding rows changes no other row."""
     family, changes = CASES[name]
     dtype = torch.bfloat16
     with kernels(dtype):

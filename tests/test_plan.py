@@ -100,7 +100,7 @@ def test_an_input_without_a_good_row_is_said_so(job: RunConfig) -> None:
 def test_weights_that_no_memory_holds_are_named_before_the_pages(job: RunConfig) -> None:
     """Else the message would be about K/V, for which nothing is left."""
     config = MODEL | {"num_hidden_layers": 4000, "hidden_size": 16384, "num_attention_heads": 64, "intermediate_size": 65536}
-    (Path(job.model.path) / "config.json").write_text(json.dumps(config))
+    (Path(str(job.model.path)) / "config.json").write_text(json.dumps(config))
     job.model.load_format = "dummy"
     write(job, prompt_ids=[[1, 2, 3]])
     with pytest.raises(CapacityError, match=r"the weights take [\d,]+\.\d GB as torch.float32, and this machine has"):

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """dense, and beside it what is made of it: sizes that no block divides, a tied output matrix."""
+    """A folder with the dense model and every model made of it. Blocks do not divide its sizes; its output matrix is tied."""
     folder = tmp_path_factory.mktemp("upcycle")
     shape: dict[str, Any] = {"hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2, "tie_word_embeddings": True}
     dense = make_checkpoint(folder / "dense", "llama", vocab=320, dtype=torch.bfloat16, **shape)

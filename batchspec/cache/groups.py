@@ -59,7 +59,7 @@ class KVGroups:
         return self.target_layers.count(group)
 
     def max_columns(self, group: int, num_tokens: int, page_size: int, lookahead: int) -> int:
-        """The most pages that a decoding row of `num_tokens` tokens holds, the last `lookahead` of which are uncommitted."""
+        """Maximum number of pages of a decoding row with `num_tokens` tokens, the last `lookahead` of them uncommitted."""
         columns, window = -(-num_tokens // page_size), self.windows[group]
         # The first and last key that may still be read can be anywhere in their pages, hence one page more.
         return columns if window is None else min(columns, -(-(window + 1 + lookahead) // page_size) + 1)

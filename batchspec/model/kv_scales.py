@@ -29,6 +29,8 @@ _NAMES = {
     "k": ("self_attn.k_scale", "self_attn.k_proj.k_scale", "self_attn.k_proj.output_scale"),
     "v": ("self_attn.v_scale", "self_attn.v_proj.v_scale", "self_attn.v_proj.output_scale"),
 }
+SUFFIXES = (".k_scale", ".v_scale", ".q_scale", ".k_proj.output_scale", ".v_proj.output_scale")
+"""Endings of the names of all scales of an FP8 K/V cache, those of the queries included, which are not read."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

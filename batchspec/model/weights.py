@@ -17,7 +17,7 @@ from batchspec.errors import CheckpointError
 from batchspec.model.blocks.base import FLOATS, TensorSpec
 from batchspec.model.config_values import shown
 from batchspec.model.files import MAX_HEADER_BYTES, LocalFiles, ModelFiles, StoredTensor, listed, stored_tensors, weight_names
-from batchspec.model.quant.compressed_tensors import KV_SCALES
+from batchspec.model.kv_scales import SUFFIXES
 from batchspec.model.spec import EMBEDDING, OUTPUT, ModelSpec, load_spec
 
 Shapes = dict[str, tuple[int, ...]]
@@ -52,7 +52,7 @@ def check_tensors(where: str, spec: ModelSpec, stored: Mapping[str, StoredTensor
     expected = {tensor.name: tensor for tensor in spec.tensors()}
     if spec.tie and OUTPUT in stored:
         expected[OUTPUT] = replace(expected[EMBEDDING], name=OUTPUT)
-    ignored = ("rotary_emb.inv_freq", *KV_SCALES, *spec.formats.ignored_suffixes)
+    ignored = ("rotary_emb.inv_freq", *SUFFIXES)
     unexpected = [name for name in stored.keys() - expected.keys() if not name.endswith(ignored)]
     if problems := misfits(expected.values(), stored, unexpected):
         raise CheckpointError(f"{where}: the weights do not fit config.json: {'; '.join(problems)}")

@@ -52,7 +52,7 @@ def to_e4m3(x: Tensor, scales: Tensor) -> Tensor:
 
 
 def from_e4m3(stored: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers that e4m3 stands for, rounded once to `dtype`; scales fp32, broadcast to `stored`."""
+    """stored * scales, rounded once to `dtype`; scales fp32, broadcast to `stored`."""
     wide = torch.promote_types(dtype, torch.float32)
     return (stored.to(wide) * scales.to(wide)).to(dtype)
 

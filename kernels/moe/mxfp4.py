@@ -35,7 +35,7 @@ VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, 
 
 
 class Mxfp4Weight(NamedTuple):
-    """Weights in the order of the module's docstring. E stands for any leading dimensions, such as the experts."""
+    """Weights in the layout that the module's docstring describes. E is any number of leading dimensions, such as the experts."""
 
     words: Tensor
     """uint8 [E, N, ceil(K / 128) * 64], contiguous"""

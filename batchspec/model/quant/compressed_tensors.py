@@ -14,8 +14,6 @@ from batchspec.model.quant.formats import Formats
 from batchspec.model.quant.fp8 import Fp8, Scales
 from batchspec.model.quant.fp8_products import BLOCK, Activations
 
-KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".k_proj.output_scale", ".v_proj.output_scale")
-"""Endings of the names of the scales of an FP8 K/V cache."""
 _FORMATS = ("float-quantized", "naive-quantized")
 _SCALES: dict[str, Scales] = {"channel": "row", "tensor": "tensor", "block": "block"}
 _PATTERN = "re:"
@@ -48,7 +46,7 @@ def read_compressed_tensors(config: ConfigReader) -> Formats | str:
             re.compile(pattern)
         except (re.error, RecursionError, OverflowError):
             raise config.refusal(f"{config.shown('ignore')}: {pattern[:60]!r} is not a regular expression; correct it") from None
-    return Formats(scheme, tuple(name for name in ignored if not name.startswith(_PATTERN)), patterns, KV_SCALES)
+    return Formats(scheme, tuple(name for name in ignored if not name.startswith(_PATTERN)), patterns)
 
 
 def _scheme(weights: ConfigReader, inputs: ConfigReader | None) -> Fp8 | str:

@@ -23,8 +23,6 @@ class Formats:
     """Names of modules that are stored plain, with all modules inside them."""
     plain_patterns: tuple[str, ...] = ()
     """Regular expressions: a projection whose name begins with a match is stored plain."""
-    ignored_suffixes: tuple[str, ...] = ()
-    """Tensors of the checkpoint whose names have one of these endings are not read."""
 
     def of(self, name: str) -> WeightFormat:
         """The format of the projection with this name, as in `model.layers.0.self_attn.q_proj`."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import fnmatch
 
 from batchspec.model.config_values import ConfigReader, Json
-from batchspec.model.quant.compressed_tensors import KV_SCALES
 from batchspec.model.quant.formats import Formats
 from batchspec.model.quant.fp8 import Fp8
 
@@ -31,4 +30,4 @@ def read_modelopt(config: ConfigReader) -> Formats | str:
         return f"modelopt with {part.shown('kv_cache_quant_algo')}"
     excluded = (part.texts("exclude_modules") or ()) + (part.texts("ignore") or ())
     patterns = tuple(fnmatch.translate(name) for name in excluded if "*" in name)
-    return Formats(Fp8("tensor", "static"), tuple(name for name in excluded if "*" not in name), patterns, KV_SCALES)
+    return Formats(Fp8("tensor", "static"), tuple(name for name in excluded if "*" not in name), patterns)
