@@ -42,7 +42,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(doctor, "flashinfer", lambda: object())
     monkeypatch.setattr(doctor, "supported", lambda device: True)
-    tuning._table.cache_clear()
+    tuning.forget_tables()
 
 
 @pytest.fixture

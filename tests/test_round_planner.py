@@ -225,12 +225,31 @@ def test_the_engine_refills_by_what_rounds_take(round_s: float, rounds: int, mon
 def test_a_rehearsal_is_the_largest_pass_that_there_can_be_and_a_short_one(
     max_tokens: int, longest: int, ends: list[int], short: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twice each: the first time compiles."""
+    """More than once each: the first time compiles."""
     passes: list[list[int]] = []
     monkeypatch.setattr(prefill, "prefill_chunk", lambda _, __, segments, ___: passes.append([s.end for s in segments]))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     rows: Any = SimpleNamespace(page_tables=(torch.ones(4, 8),), live=torch.zeros(4))
     none: Any = None
     rehearse(none, rows, max_tokens=max_tokens, longest=longest, mode=MODE)
-    assert passes == [ends, ends, [short], [short]]
+    assert passes == [ends] * 3 + [[short]] * 6
     assert not rows.page_tables[0].any()
+
+
+@pytest.mark.parametrize("stalled", [1, 3, 5, 8])
+def test_a_stall_of_the_host_does_not_make_a_pass_dear(stalled: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full pass of 100 tokens takes 0.25 s and a short one 0.0625 s; one of them, or the one that compiles, takes 8 s more."""
+    clock, taken = [0.0], iter([0.25] * 3 + [0.0625] * 6)
+    stalls = iter([place in (0, stalled) for place in range(9)])
+
+    def timed_pass(*_: Any) -> None:
+        clock[0] += next(taken) + 8.0 * next(stalls)
+
+    monkeypatch.setattr(prefill, "prefill_chunk", timed_pass)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(prefill.time, "perf_counter", lambda: clock[0])
+    rows: Any = SimpleNamespace(page_tables=(), live=torch.zeros(4))
+    none: Any = None
+    cost = rehearse(none, rows, max_tokens=100, longest=40, mode=MODE)
+    assert cost.least == 0.0625
+    assert cost.token == 0.0025

@@ -39,9 +39,9 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: GPU)
     (tmp_path / "conf").mkdir()
     monkeypatch.setattr(tuning, "files", lambda package: tmp_path / "conf")
-    tuning._table.cache_clear()
+    tuning.forget_tables()
     yield tmp_path / "cache" / "batchspec" / "tuned"
-    tuning._table.cache_clear()
+    tuning.forget_tables()
 
 
 def entry(op: str, rows: int, k: int, tokens: int, tile: Tile | None) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def measured_tile(op: str, tokens: int, rows: int, k: int, device: torch.device)
     """
     if device.type != "cuda":
         return None
-    choices = _table(torch.cuda.get_device_name(device)).get((op, rows, k), ())
+    choices = _table_of(device).get((op, rows, k), ())
     place = bisect_left(choices, tokens, key=lambda choice: choice[0])
     return choices[place][1] if place < len(choices) else None
 
@@ -70,8 +70,20 @@ def save(entries: Sequence[dict[str, Any]], gpu: str, path: Path | None = None) 
     part = path.with_name(f"{path.name}.{os.getpid()}")
     part.write_text(text, encoding="utf-8")
     part.replace(path)  # a reader never sees half a table
-    _table.cache_clear()
+    forget_tables()
     return path
+
+
+def forget_tables() -> None:
+    """Read the files again when a tile is next asked for."""
+    _table.cache_clear()
+    _table_of.cache_clear()
+
+
+@cache
+def _table_of(device: torch.device) -> Table:
+    """Cached: asking CUDA for a device's name takes microseconds, and a prefill pass asks for four tiles a layer."""
+    return _table(torch.cuda.get_device_name(device))
 
 
 @cache
