@@ -51,3 +51,16 @@ def test_an_engine_that_nobody_holds_is_freed_without_the_garbage_collector(draf
     executor = weakref.ref(engine.executor)
     del engine
     assert executor() is None
+
+
+@pytest.mark.parametrize("how", ["run", "left half-way"])
+def test_garbage_collections_skip_older_objects_during_a_run_and_no_longer(how: str) -> None:
+    engine = Engine(tiny_target(), NoDrafter(), packed(2), device=DEVICE)
+    running = engine.run(iter(requests()))
+    next(running)
+    assert gc.get_freeze_count() > 0
+    if how == "run":
+        assert len(list(running)) == 3
+    else:
+        running.close()
+    assert gc.get_freeze_count() == 0

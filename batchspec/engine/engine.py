@@ -6,6 +6,7 @@ ahead of what it has read (`run_ahead`); `Scheduler` says what keeps that safe.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -91,14 +92,15 @@ class Engine:
             if not self.planner.ready:
                 self._prefill_cost = self.planner.prepare(SamplingMode())
             self._reset(requests)
-        while True:
-            # No stream may be current while the caller runs.
-            with self.executor.stream_of_rounds():
-                done = list(self._step())
-                finished = self._finished
-            yield from done
-            if finished:
-                return
+        with _older_objects_frozen():
+            while True:
+                # No stream may be current while the caller runs.
+                with self.executor.stream_of_rounds():
+                    done = list(self._step())
+                    finished = self._finished
+                yield from done
+                if finished:
+                    return
 
     def _reset(self, requests: Iterator[Request]) -> None:
         """An earlier run may have been left half-way: rows, results and pages begin anew."""
@@ -244,3 +246,16 @@ def _states(
             yield state
         else:
             ended_at_once.append(state)
+
+
+@contextmanager
+def _older_objects_frozen() -> Iterator[None]:
+    """Within this block garbage collections skip the objects that exist already, torch's and the model's.
+
+    To look at them all took 0.1 to 0.17 s in the middle of a run (SmolLM2-135M, H200), and meanwhile no round is launched.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
