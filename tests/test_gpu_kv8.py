@@ -116,7 +116,7 @@ def test_attention_equals_its_reference_at_real_sizes(
         cu_seqlens, kv_len, positions, shared=shared,
         shape=work_shape(
             num_rows=rows, max_q=max_q, max_kv=max(lengths), num_heads=heads, kv_heads=kv_heads, head_dim=dim, page_size=16,
-            dtype=dtype, num_sms=torch.cuda.get_device_properties(GPU).multi_processor_count, window=window,
+            dtype=dtype, fp8=True, num_sms=torch.cuda.get_device_properties(GPU).multi_processor_count, window=window,
         ),
     )  # fmt: skip
     out, partials = torch.full_like(q, float("nan")), partials_of(work, dim)
