@@ -183,6 +183,7 @@ def decoded(
 def test_drafts_and_scarce_pages_leave_rows_as_they_are(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """In bf16 products differ by far more than a last bit: there rows end without an error, of the lengths that they have."""
     own, asked = fp8_target(dtype), requests(60, longest=120)
+    asked = [replace(one, predicted_tokens=1) for one in asked]  # admission trusts it and takes in too many for 19 pages
     drafters: dict[str, Callable[[], Drafter]] = {
         "lookup": partial(LookupDrafter, 4, min_ngram=1, max_ngram=3),
         "window": partial(WindowDrafter, own, 3, slots=8, window=12, sink=2),
@@ -190,7 +191,7 @@ def test_drafts_and_scarce_pages_leave_rows_as_they_are(name: str, dtype: torch.
         "tree": partial(eagle, tmp_path, "cuda", 3, 8, own=own, tree=TREE),
     }
     expected = decoded(NoDrafter(), shape(8), asked, dtype)[1]
-    engine, found = decoded(drafters[name](), shape(8, num_pages=44), asked, dtype)
+    engine, found = decoded(drafters[name](), shape(8, num_pages=20), asked, dtype)
     assert engine.executor.graphs.num_captured > 0
     assert engine.totals.preempted > 0
     assert share(found, expected) >= (MOST_EQUAL if dtype is torch.float32 else 0.0)

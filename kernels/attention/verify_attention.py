@@ -101,8 +101,8 @@ def verify_kernel(
 
     base = kv + head * HEAD_DIM
     peak = tl.full([TILE], -1e30, tl.float32)  # finite, so that a query that sees no key of this item does not get NaN
-    # Triton divides the keys of so small a tile among warps, whose sums of weights would meet in shared memory at every step: they
-    # stay apart for each key of a block until the end. In other tiles each warp has all keys of its lines.
+    # Triton divides the keys of so small a tile among warps, whose sums of weights would meet in shared memory at every step:
+    # they stay apart for each key of a block until the end. In other tiles each warp has all keys of its lines.
     APART: tl.constexpr = FP8 and TILE < DIM // 2
     mass = tl.zeros([TILE, BLOCK] if APART else [TILE], tl.float32)
     acc = tl.zeros([TILE, DIM // 2 if FP8 else DIM], tl.float32)
