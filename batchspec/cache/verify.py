@@ -54,6 +54,7 @@ def plan_verify(
         head_dim=layout.head_dim,
         page_size=layout.page_size,
         dtype=layout.dtype,
+        fp8=layout.fp8,
         device=kv.pages.device,
         window=window,
         sink=sink,

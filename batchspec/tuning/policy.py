@@ -56,12 +56,12 @@ def expert_tile(unit_pairs: int, *, gated: bool, dtype: torch.dtype) -> ExpertTi
 
 def attention_shape(
     *, num_rows: int, max_q: int, max_kv: int, num_heads: int, kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype,
-    device: torch.device, window: int | None, sink: int,
+    fp8: bool, device: torch.device, window: int | None, sink: int,
 ) -> WorkShape:  # fmt: skip
     """Tiles of verify attention and how its keys are split, for rows of at most max_q queries and max_kv keys."""
     return work_shape(
         num_rows=num_rows, max_q=max_q, max_kv=max_kv, num_heads=num_heads, kv_heads=kv_heads, head_dim=head_dim,
-        page_size=page_size, dtype=dtype, num_sms=_num_sms(device), window=window or 0, sink=sink,
+        page_size=page_size, dtype=dtype, fp8=fp8, num_sms=_num_sms(device), window=window or 0, sink=sink,
     )  # fmt: skip
 
 

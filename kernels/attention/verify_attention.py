@@ -9,7 +9,7 @@ K/V head, are the lines of one tile. The softmax is online, in base 2. An item t
 write partial results in fp32, which `merge_states.py` merges.
 The grid is an upper bound with early exits, not persistent programs: the GPU starts items in the listed order, longest first,
 which balances rows of different lengths better than a fixed stride, and there is no counter to reset.
-With e4m3 K/V (half of the bytes) K's scale is folded into the softmax scale, V's into the output; products are in fp16, which
+With e4m3 K/V (`e4m3_step.py`) K's scale is folded into the softmax scale, V's into the output; products are in fp16, which
 holds every e4m3 number.
 Bound by reading K/V once: 4.3 TB/s at 64 rows x 8448 keys on an H200. Source: Dao et al. 2023 ("Flash-Decoding for long-context
 inference"); prefixes of a group read once: Juravsky et al. 2024 ("Hydragen", arXiv 2402.05099).
@@ -24,9 +24,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchspec.kernels.attention.e4m3_step import attend_pairs, narrowed
 from batchspec.kernels.attention.merge_states import Partials, merge_states
-from batchspec.kernels.attention.settings import DTYPES, Config, config_of
-from batchspec.kernels.attention.softmax_step import attend_keys, narrowed, page_of
+from batchspec.kernels.attention.settings import DTYPES, Config, config_of, fp8_config_of
+from batchspec.kernels.attention.softmax_step import attend_keys, page_of
 from batchspec.kernels.attention.tile import lanes_of, write_lines, zero_tokens
 from batchspec.kernels.attention.work_list import AttentionWork
 from batchspec.kernels.common.checks import check
@@ -84,8 +85,10 @@ def verify_kernel(
     query = tl.load(q + (token * q_stride_t + q_head * q_stride_h)[:, None] + d[None, :], mask=within, other=0.0)
     if WIDE:
         query = query.to(tl.float32)
-    if scales is not None:
+    FP8: tl.constexpr = scales is not None
+    if FP8:
         query, scale = narrowed(query, scale * tl.load(scales + head))
+        even_q, odd_q = tl.split(tl.reshape(query, [TILE, DIM // 2, 2]))
     listed = end
     if ancestors is not None:
         start = tl.load(tail_start + row) + tl.zeros([TILE], tl.int32)
@@ -95,32 +98,47 @@ def verify_kernel(
         bits = position
         end = tl.minimum(end, tl.max(position, 0) + 1)
     TREE: tl.constexpr = ancestors is not None
-    FP8: tl.constexpr = scales is not None
 
     base = kv + head * HEAD_DIM
     peak = tl.full([TILE], -1e30, tl.float32)  # finite, so that a query that sees no key of this item does not get NaN
-    mass = tl.zeros([TILE], tl.float32)
+    # Triton divides the keys of so small a tile among warps, whose sums of weights would meet in shared memory at every step:
+    # they stay apart for each key of a block until the end. In other tiles each warp has all keys of its lines.
+    APART: tl.constexpr = FP8 and TILE < DIM // 2
+    mass = tl.zeros([TILE, BLOCK] if APART else [TILE], tl.float32)
     acc = tl.zeros([TILE, DIM // 2 if FP8 else DIM], tl.float32)
     odd = tl.zeros([TILE, DIM // 2], tl.float32) if FP8 else 0.0
     if SINK > 0:
         sinks = tl.load(item + 5)
         for at in range(0, sinks, BLOCK):
-            peak, mass, acc, odd = attend_keys(
-                query, peak, mass, acc, odd, page_of(table, at + key, sinks, PAGE_SIZE), at + key, sinks, base, d, position,
-                start, bits, scale, kv_stride_part, kv_stride_page, TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, WIDE,
-                FP8, INTERPRETED,
-            )  # fmt: skip
+            page_at = page_of(table, at + key, sinks, PAGE_SIZE)
+            if FP8:
+                peak, mass, acc, odd = attend_pairs(
+                    even_q, odd_q, peak, mass, acc, odd, page_at, at + key, sinks, base, position, start, bits, scale,
+                    kv_stride_part, TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, INTERPRETED,
+                )  # fmt: skip
+            else:
+                peak, mass, acc = attend_keys(
+                    query, peak, mass, acc, page_at, at + key, sinks, base, d, position, start, bits, scale, kv_stride_part,
+                    kv_stride_page, TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, WIDE,
+                )  # fmt: skip
     for at in range(first, end, BLOCK):
         # Page ids are loaded one step ahead into registers. Loaded in the same step, they would occupy a pipeline stage, and only
         # one block of K and V would be in flight at a time.
         next_page = page_of(table, at + BLOCK + key, listed, PAGE_SIZE)
-        peak, mass, acc, odd = attend_keys(
-            query, peak, mass, acc, odd, page, at + key, end, base, d, position, start, bits, scale, kv_stride_part,
-            kv_stride_page, TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, WIDE, FP8, INTERPRETED,
-        )  # fmt: skip
+        if FP8:
+            peak, mass, acc, odd = attend_pairs(
+                even_q, odd_q, peak, mass, acc, odd, page, at + key, end, base, position, start, bits, scale, kv_stride_part,
+                TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, INTERPRETED,
+            )  # fmt: skip
+        else:
+            peak, mass, acc = attend_keys(
+                query, peak, mass, acc, page, at + key, end, base, d, position, start, bits, scale, kv_stride_part,
+                kv_stride_page, TREE, WINDOW, SINK, PAGE_SIZE, KV_HEADS, HEAD_DIM, DIM, WIDE,
+            )  # fmt: skip
         page = next_page
 
     if FP8:
+        mass = tl.sum(mass, 1) if APART else mass
         acc = tl.reshape(tl.join(acc, odd), [TILE, DIM]) * tl.load(scales + KV_HEADS + head)
     if TILE > 16:  # read again: keeping the addresses of a large tile would cost registers in the loop
         lane, row, first_place, num_lanes, inside = lanes_of(
@@ -172,7 +190,7 @@ def verify_attention(
     scales      fp32 [2, KVH]  of K and of V, positive, with an e4m3 cache
     early       the previous launch has not written work, page_table or positions: with programmatic launches (`pdl.py`) they are
                 read before it ends
-    config, group_config  warps and stages other than `config_of`'s, for measurements; the blocks are those of work.shape
+    config, group_config  warps and stages other than those of `settings.py`, for measurements; the blocks are those of work.shape
 
     Products and sums in fp32 (fp32 inputs: no TF32), weights rounded to the dtype of kv, with e4m3 to fp16. Does not synchronise
     on a GPU. Raises ValueError for other shapes, dtypes or strides.
@@ -210,7 +228,7 @@ def verify_attention(
         "DIM": max(16 if scales is None else 32, triton.next_power_of_2(head_dim)),
     }  # fmt: skip
 
-    args = launch_args(q)
+    args, choose = launch_args(q), config_of if scales is None else fp8_config_of
 
     def launch(items: Tensor, kind: int, tile: int, block: int, choice: Config) -> None:
         row_order = work.shared.row_order if kind and work.shared else work.cu_seqlens_q
@@ -224,9 +242,9 @@ def verify_attention(
         )  # fmt: skip
 
     if len(work.group_items):
-        choice = group_config or config_of(head_dim, shape.group_tile, q.dtype)
+        choice = group_config or choose(head_dim, shape.group_tile, q.dtype)
         launch(work.group_items, 1, shape.group_tile, shape.group_block, choice)
-    launch(work.items, 0, shape.tile, shape.block, config or config_of(head_dim, shape.tile, q.dtype))
+    launch(work.items, 0, shape.tile, shape.block, config or choose(head_dim, shape.tile, q.dtype))
     if work.num_lines:
         merge_states(
             partials.out, partials.lse, work.row_parts, work.cu_seqlens_q, max_q=shape.max_q, out=out, sink_logits=sink_logits,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchspec.kernels.attention.merge_states import partials_of
-from batchspec.kernels.attention.settings import config_of, tile_of
+from batchspec.kernels.attention.settings import config_of, fp8_config_of, tile_of
 from batchspec.kernels.attention.verify_attention import verify_attention
 from tests.kernels.attention_cases import PAGE_SIZE, Case, make_case, share
 from tests.kernels.covering import covering
@@ -260,9 +260,9 @@ def any_batch_equals_the_reference(data: st.DataObject, device: torch.device) ->
 def test_settings_exist_for_every_shape(head_dim: int, dtype: torch.dtype) -> None:
     for lanes in (1, 12, 32, 64, 1024):
         tile = tile_of(head_dim, lanes, dtype)
-        config = config_of(head_dim, tile, dtype)
         assert tile in (16, 32, 64, 128)
-        assert config.block in (16, 32, 64, 128)
+        for choose in (config_of, fp8_config_of):
+            assert choose(head_dim, tile, dtype).block in (16, 32, 64, 128)
         assert tile * head_dim <= 16384  # its sums stay in registers
 
 
