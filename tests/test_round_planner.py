@@ -247,7 +247,7 @@ def test_a_stall_of_the_host_does_not_make_a_pass_dear(stalled: int, monkeypatch
 
     monkeypatch.setattr(prefill, "prefill_chunk", timed_pass)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(prefill.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr("batchspec.engine.prefill.time.perf_counter", lambda: clock[0])
     rows: Any = SimpleNamespace(page_tables=(), live=torch.zeros(4))
     none: Any = None
     cost = rehearse(none, rows, max_tokens=100, longest=40, mode=MODE)
