@@ -6,11 +6,14 @@
 # long short small   decode tok/s of dummy shapes            opt     each option of the engine turned off
 # floor              the same at low acceptance rates (HEADS and DATA too, see below)
 # lengths window     round time by K; by K and window        job     192 prompts of 8K with lognormal outputs, Parquet to Parquet
+# moe                gpt-oss and Qwen3-30B-A3B (SHAPES)      fp8     Llama-8B in FP8, with K/V in bf16 and in FP8
+# one_row            gpt-oss-120b, one row: round time by K in parallel and as a chain
 # Of SmolLM2-135M, with HEADS=folder (eagle3/, parallel/: jobs/train_head.sh) and DATA=folder (gsm8k_test, gsm8k_train, specbench
 # .parquet: one user turn per row in the column `prompt`; the last without the questions that are of GSM8K):
 # gsm8k              the test questions, with and without a head    drafters  acceptance of every drafter
 # rows               K = 3..8 at 1, 2, 4, 8 rows                    draws     by temperature, with and without coupled drafts
 # trees              sums against products of probabilities         adapt     a half-trained head that learns during the job
+# quantised          SmolLM2 made a MoE, FP8 and MXFP4: KL divergence, acceptance of the head, rows that differ without drafts
 set -euo pipefail
 out=${1:?OUT SECTION..., such as out/figures long; the sections are listed at the top of this file}
 shift
@@ -55,6 +58,36 @@ figure_opt() {
     dummy llama8b --batch 64 --prompt 8192 --gen 3072 --requests 96 --draft eagle3 --k 3 --opt "${general[@]}" dead_rows=false overlap=true
     dummy llama8b --batch 64 --prompt 8448 --rounds 20 --draft eagle3 --k 3 --opt "${general[@]}" --profile "$out/opt.txt"
     dummy llama8b --batch 1 --prompt 8192 --gen 256 --draft eagle3 --k 3 --opt argmax=false --runs 3
+}
+figure_moe() {
+    for shape in ${SHAPES:-gpt-oss-20b gpt-oss-120b qwen3-30b-a3b qwen3-30b-a3b-fp8}; do
+        dummy "$shape" --batch 256 --prompt 1024 --gen 512 --draft none eagle3 --k auto --profile "$out/$shape.txt"
+        dummy "$shape" --batch 64 --prompt 8192 --gen 512 --draft none eagle3 --k auto
+    done
+}
+figure_fp8() {
+    for kv in auto fp8; do
+        dummy llama8b-fp8 --kv "$kv" --batch 256 --prompt 1024 --gen 512 --draft none eagle3 --k auto
+        dummy llama8b-fp8 --kv "$kv" --batch 64 --prompt 8192 --gen 512 --draft none eagle3 --k auto
+    done
+    dummy llama8b --batch 64 --prompt 8192 --gen 1 --draft none # its prefill beside that of FP8
+}
+figure_one_row() {
+    rates=.6,.5,.4,.3,.25,.2,.15,.1 dummy gpt-oss-120b --batch 1 --prompt 4096 --rounds 200 --draft none parallel eagle3 --k 3 4 5 6 7 8
+}
+figure_quantised() { # in a checkout: tests.upcycle makes the models
+    local data=$DATA/gsm8k_test.parquet head=(--draft-path "$HEADS/eagle3") name other
+    [ -e "$out/made" ] || "$python" -m tests.upcycle make "$model" "$out/made"
+    real dense gsm8k_test --batch 256 --draft none eagle3 --k 3 "${head[@]}" --runs 3
+    for name in fp8_block fp8_channel moe moe_fp8_block moe_fp8_channel gpt_oss_mxfp4; do
+        other=$model
+        [ "$name" != gpt_oss_mxfp4 ] || other=$out/made/gpt_oss
+        echo "$name: $("$python" -m tests.upcycle compare "$other" "$out/made/$name" "$data" --rows 256 --tokens 128 --chat | tail -1)"
+        model=$out/made/$name real "$name" gsm8k_test --batch 256 --draft none eagle3 --k 3 "${head[@]}" --runs 3
+        run "job-$name" model.path="$out/made/$name" input.path="$data" input.chat=true input.limit=640 draft=eagle3 \
+            draft.path="$HEADS/eagle3" decode=greedy decode.max_new_tokens=256 output.token_ids=true output.prompt_ids=true
+        "$python" -m batchspec.cli verify "$out/job-$name" --rows 128
+    done
 }
 figure_lengths() {
     dummy llama8b --batch 64 --prompt 8448 --rounds 30 --draft none eagle3 parallel --k 0 1 2 3 4 5 6 7 8

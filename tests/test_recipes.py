@@ -20,7 +20,23 @@ from tests.forked import python_for_scripts
 from tests.models import make_checkpoint, make_tokenizer
 
 JOBS = Path(__file__).parents[1] / "jobs"
-SECTIONS = ["long", "short", "small", "opt", "lengths", "window", "job", "gsm8k", "drafters", "rows", "draws", "trees"]
+SECTIONS = [
+    "long",
+    "short",
+    "small",
+    "opt",
+    "lengths",
+    "window",
+    "job",
+    "gsm8k",
+    "drafters",
+    "rows",
+    "draws",
+    "trees",
+    "moe",
+    "fp8",
+    "one_row",
+]
 
 
 def script(name: str, *words: object, **env: object) -> subprocess.CompletedProcess[str]:
@@ -88,6 +104,24 @@ def test_the_figure_of_adaptation_compares_two_jobs_over_one_half_trained_head(t
     assert plain.draft.path == learns.draft.path == str(tmp_path / "out" / "half")
     assert (plain.draft.adapt.every_shards, learns.draft.adapt.every_shards) == (0, 1)
     assert plain.packing.max_num_seqs == learns.packing.max_num_seqs
+
+
+def test_the_figure_of_quantised_models_compares_each_with_the_model_that_it_was_made_from(tmp_path: Path) -> None:
+    lines = recorded(tmp_path, "quantised", MODEL="dense")
+    made = tmp_path / "out" / "made"
+    assert lines[0][1:] == ["tests.upcycle", "make", "dense", str(made)]
+    compared = {line[4]: line[3] for line in lines if line[1:3] == ["tests.upcycle", "compare"]}
+    assert compared == {
+        str(made / name): str(made / "gpt_oss") if name == "gpt_oss_mxfp4" else "dense"
+        for name in ("fp8_block", "fp8_channel", "moe", "moe_fp8_block", "moe_fp8_channel", "gpt_oss_mxfp4")
+    }
+    benches = [bench._parse(line[3:]) for line in lines if line[1:3] == ["batchspec.cli", "bench"]]
+    assert [args.model for args in benches] == ["dense", *compared]
+    jobs = [compose(line[2:]) for line in lines if line[1] == "batchspec.run"]
+    assert [job.model.path for job in jobs] == [*compared]
+    assert all(job.output.token_ids and job.decode.temperature == 0 for job in jobs)
+    verified = [line[3] for line in lines if line[1:3] == ["batchspec.cli", "verify"]]
+    assert verified == [job.output.dir for job in jobs]
 
 
 def test_an_unknown_figure_is_no_success(tmp_path: Path) -> None:
