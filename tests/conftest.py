@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -13,6 +14,9 @@ from hypothesis import settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which torch leaves to later
+    from tests.interpreter import make_interpreter_quick
+
+    make_interpreter_quick()
 
 settings.register_profile(
     "batchspec",
@@ -55,6 +59,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first: where workers take whole files, none is left alone with one at the end."""
     order = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.name, len(LONG)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What collection makes stays: garbage is neither looked for meanwhile nor, later, among modules and thousands of tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
