@@ -7,8 +7,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from tests.forked import run_python
 
 ROOT = Path(__file__).parents[1]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -103,8 +103,7 @@ class Hub(ThreadingHTTPServer):
 
     def _called(self, script: str, home: Path, given: Any, env: Mapping[str, str]) -> list[Any]:
         known = {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONPATH": str(ROOT)}
-        words = [sys.executable, "-c", script, json.dumps(given)]
-        done = subprocess.run(words, env={**os.environ, **known, **env}, capture_output=True, text=True, timeout=300, check=False)
+        done = run_python(["-c", script, json.dumps(given)], env={**os.environ, **known, **env})
         found = [json.loads(line.removeprefix("CALLED ")) for line in done.stdout.splitlines() if line.startswith("CALLED ")]
         assert len(found) == len(given), done.stderr
         return found

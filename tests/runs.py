@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -142,11 +142,16 @@ def _child(arguments: list[str], log: Path, patch: Patch, environ: dict[str, str
     os._exit(code)
 
 
-def start_apart(arguments: list[str], log: Path, patch: Patch = nothing) -> ForkServerProcess:
-    """The run's process; what it says goes to `log`. `patch`, of a test module, is called there first."""
+def fork_context() -> ForkServerContext:
+    """Its processes are forked from a server that has imported what a run needs."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.runs", "batchspec.job"])
-    process = context.Process(target=_child, args=(arguments, log, patch, dict(os.environ)))
+    return context
+
+
+def start_apart(arguments: list[str], log: Path, patch: Patch = nothing) -> ForkServerProcess:
+    """The run's process; what it says goes to `log`. `patch`, of a test module, is called there first."""
+    process = fork_context().Process(target=_child, args=(arguments, log, patch, dict(os.environ)))
     process.start()
     return process
 

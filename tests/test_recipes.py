@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import polars as pl
@@ -15,6 +16,7 @@ import torch
 from batchspec.commands import bench
 from batchspec.config.compose import compose, composed
 from batchspec.train.settings import TrainRun
+from tests.forked import python_for_scripts
 from tests.models import make_checkpoint, make_tokenizer
 
 JOBS = Path(__file__).parents[1] / "jobs"
@@ -26,15 +28,19 @@ def script(name: str, *words: object, **env: object) -> subprocess.CompletedProc
     return subprocess.run(["bash", JOBS / name, *map(str, words)], env=known, capture_output=True, text=True, timeout=300)
 
 
-def test_a_model_alone_makes_a_head_and_the_same_command_goes_on(tmp_path: Path) -> None:
+@pytest.fixture
+def python() -> Iterator[Path]:
+    with python_for_scripts() as program:
+        yield program
+
+
+def test_a_model_alone_makes_a_head_and_the_same_command_goes_on(tmp_path: Path, python: Path) -> None:
     model, work = tmp_path / "model", tmp_path / "work"
     make_tokenizer(model)
     make_checkpoint(model, "llama", hidden_size=32, intermediate_size=48, initializer_range=0.02, max_position_embeddings=1024)
     pl.DataFrame({"prompt": ["one?", "two?"]}).write_parquet(tmp_path / "mine.parquet")
     words = ["train.steps=2", "train.held_out=2", "train.max_len=128", "train.ahead=2"]
-    sizes = {"TURNS": 12, "TEXTS": 8, "CAP": 24, "PROMPTS": tmp_path / "mine.parquet"}
-    words = ["train.steps=2", "train.held_out=2", "train.max_len=128", "train.ahead=2"]
-    sizes = {"TURNS": 12, "TEXTS": 8, "CAP": 24, "PROMPTS": tmp_path / "mine.parquet"}
+    sizes = {"PYTHON": python, "TURNS": 12, "TEXTS": 8, "CAP": 24, "PROMPTS": tmp_path / "mine.parquet"}
     first = script("train_head.sh", model, work, *words, **sizes)
     assert first.returncode == 0, first.stderr
     assert (work / "head" / "model.safetensors").exists()

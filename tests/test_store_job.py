@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -22,13 +20,13 @@ from batchspec.runstate.output_folder import OutputFolder
 from batchspec.storage import retry
 from tests import cloud_lab, s3_lab
 from tests.cloud_lab import CloudLab, running_azure, running_gcs
+from tests.forked import run_python
 from tests.hub_lab import REPO, running_hub
 from tests.hub_lab import TOKEN as HUB_TOKEN
 from tests.models import make_checkpoint, make_tokenizer
 from tests.runs import put, run_apart, signalled_after_commits, start_apart
 from tests.s3_lab import BUCKET, KEY_ID, SECRET, Faults, running_lab
 
-ROOT = Path(__file__).parents[1]
 ROWS = 12
 SECRETS = (s3_lab.KEY_ID, s3_lab.SECRET, cloud_lab.TOKEN, cloud_lab.ACCOUNT_KEY, HUB_TOKEN)
 Lab = s3_lab.Lab | CloudLab
@@ -209,9 +207,7 @@ def test_a_dataset_of_the_hub_is_computed_and_written_to_a_bucket(lab: Lab, mode
         command = arguments(model, f"hf://datasets/{REPO}@main/in", out)
         environ = os.environ | {"HF_ENDPOINT": hub.url, "HF_TOKEN": HUB_TOKEN}
         code = "import sys; from batchspec import run; sys.exit(run.main(sys.argv[1:]))"
-        ended = subprocess.run(
-            [sys.executable, "-c", code, *command], cwd=ROOT, check=False, capture_output=True, env=environ, text=True
-        )
+        ended = run_python(["-c", code, *command], env=environ)
     assert ended.returncode == 0, ended.stderr
     assert [name for name, _ in tokens(out)] == [f"q{i}" for i in range(ROWS)]
     written = b"".join(lab.body(key) for key in lab.keys("out/")).decode("latin-1")

@@ -1,0 +1,121 @@
+"""Python programs in processes of their own that start at once: a server that has torch imported forks them (tests/runs.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from subprocess import CompletedProcess
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from batchspec.packing import cost
+from tests.runs import fork_context, make_jobs_quick, put
+
+
+def run_python(
+    words: Sequence[str], *, env: Mapping[str, str] = os.environ, cwd: Path | str = ".", timeout_s: float = 300
+) -> CompletedProcess[str]:
+    """What `subprocess.run([sys.executable, *words], capture_output=True, text=True)` returns. `words` begin with -c or -m.
+
+    Jobs in there are quick, see `make_jobs_quick`. Raises AssertionError where the program takes longer than `timeout_s`.
+    """
+    with TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        process = fork_context().Process(target=_child, args=(list(words), dict(env), os.path.abspath(cwd), out, err))
+        process.start()
+        process.join(timeout_s)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise AssertionError(f"{words} hangs: {err.read_text(errors='replace')}")
+        return CompletedProcess(list(words), process.exitcode, out.read_text(errors="replace"), err.read_text(errors="replace"))
+
+
+def _child(words: list[str], environ: dict[str, str], cwd: str, out: Path, err: Path) -> None:
+    os.environ.clear()  # of the server, which may have begun before a test changed it
+    os.environ.update(environ)
+    os.chdir(cwd)
+    for path, number in ((out, 1), (err, 2)):
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(handle, number)
+        os.close(handle)
+    make_jobs_quick(pytest.MonkeyPatch())
+    put(cost, "calibrate", lambda *_: cost.H200)
+    code = _program(words)
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _program(words: list[str]) -> int:
+    """Exit code of what `python *words` does."""
+    option, program, *rest = words
+    sys.argv = ["-c" if option == "-c" else program, *rest]
+    try:
+        if option == "-c":
+            exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            sys.modules.pop(program, None)  # it runs as __main__: not a second time beside what the server imported
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+_CLIENT = """#!{python} -IS
+import json, os, socket, sys
+with socket.socket(socket.AF_UNIX) as server:
+    server.connect({path!r})
+    server.sendall(json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()]).encode())
+    server.shutdown(socket.SHUT_WR)
+    code, out, err = json.load(server.makefile())
+sys.stdout.write(out)
+sys.stderr.write(err)
+sys.exit(code)
+"""
+
+
+@contextmanager
+def python_for_scripts() -> Iterator[Path]:
+    """A program that a script may call instead of Python, as `run_python`; its output comes when it has ended."""
+    with TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as server:
+        path, program = Path(folder, "server"), Path(folder, "python")
+        program.write_text(_CLIENT.format(python=sys.executable, path=str(path)))
+        program.chmod(0o755)
+        server.bind(str(path))
+        server.listen()
+        threading.Thread(target=_serve, args=(server,), daemon=True).start()
+        yield program
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def _serve(server: socket.socket) -> None:
+    while True:
+        try:
+            client, _ = server.accept()
+        except OSError:
+            return  # it is over
+        with client, client.makefile("rw") as stream:
+            words, env, cwd = json.load(stream)
+            try:
+                done = run_python(words, env=env, cwd=cwd)
+                answer = [done.returncode, done.stdout, done.stderr]
+            except AssertionError as error:
+                answer = [1, "", str(error)]
+            json.dump(answer, stream)
