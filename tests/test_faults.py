@@ -164,8 +164,8 @@ def test_every_io_error_ends_the_run_with_74(
 
 
 def short_patience() -> None:
-    retry.CONNECT_S = retry.REQUEST_S = 0.5
-    retry.DEADLINE_S = 1.5
+    retry.CONNECT_S = retry.REQUEST_S = 0.25
+    retry.DEADLINE_S = 0.75
 
 
 @pytest.mark.parametrize("kind", ["truncation", "black hole"])
