@@ -109,6 +109,7 @@ def fixed_seed() -> None:
 @pytest.fixture(scope="module")
 def poisoned() -> Iterator[None]:
     """Memory that nothing was written to yet holds NaN and the largest integers: what reads it shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what torch.empty gives
+    # What torch.empty gives is filled. The public function imports the compiler of torch, which takes more than a second.
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
     yield
-    torch.use_deterministic_algorithms(False)
+    torch._C._set_deterministic_algorithms(False)
