@@ -290,7 +290,7 @@ def words(folder: Path, out: str, *overrides: str) -> list[str]:
 
 
 def test_a_head_trained_for_experts_drafts_and_changes_no_token(made: Path) -> None:
-    train = ["train.steps=125", "train.held_out=2", "train.batch_tokens=700", "train.max_len=64", "train.ahead=3", "device=cpu"]
+    train = ["train.steps=150", "train.held_out=2", "train.batch_tokens=700", "train.max_len=64", "train.ahead=3", "device=cpu"]
     model, rows, head = f"model.path={made / 'model'}", f"input.path={made / 'out'}", f"output.dir={made / 'head'}"
     assert cli.main(["train", model, rows, head, "draft=eagle3", *train]) == 0
     assert run.main(words(made, "drafted", "draft=eagle3", f"draft.path={made / 'head'}", "draft.num_speculative_tokens=3")) == 0
