@@ -76,6 +76,7 @@ class Gcs(ThreadingHTTPServer):
 
 class GcsHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # a body after its headers would wait for the client's delayed acknowledgement
     server: Gcs
 
     def log_message(self, *_: Any) -> None:
@@ -226,7 +227,7 @@ class CloudLab:
 def running_gcs() -> Iterator[CloudLab]:
     pytest.importorskip("obstore", reason="gs:// and az:// need obstore: pip install obstore")
     server = Gcs()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield CloudLab("gs", server.server_port, server.faults, server)
     finally:

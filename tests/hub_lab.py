@@ -113,7 +113,7 @@ class Hub(ThreadingHTTPServer):
 def running_hub(root: Path | None = None) -> Iterator[Hub]:
     """With the models under `root`, and a dataset as soon as something is committed."""
     hub = Hub(root)
-    threading.Thread(target=hub.serve_forever, daemon=True).start()
+    threading.Thread(target=hub.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield hub
     finally:
@@ -124,6 +124,7 @@ def running_hub(root: Path | None = None) -> Iterator[Hub]:
 class _Handler(BaseHTTPRequestHandler):
     server: Hub
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # a body after its headers would wait for the client's delayed acknowledgement
 
     def do_HEAD(self) -> None:
         self._answer()

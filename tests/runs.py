@@ -7,10 +7,10 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
 from batchspec import job, run
+from batchspec.model import templates, tokenizer
+from batchspec.model.templates import Templates
 from batchspec.packing import cost
 from batchspec.report.page import can_draw
 from batchspec.runstate.output_folder import OutputFolder
@@ -55,8 +57,8 @@ def put(module: Any, name: str, value: Any) -> None:
 
 
 def make_jobs_quick(patch: pytest.MonkeyPatch) -> None:
-    """Leave out what takes longer than a tiny model's rows: the report, another measurement of the machine, and Hydra's composing
-    of the same options again, be it in another job or once more to find its own mode.
+    """Leave out what takes longer than a tiny model's rows: the report, another measurement of the machine, another process for
+    the same templates, and Hydra's composing of the same options again, be it in another job or once more to find its own mode.
     """
     get_mode = Hydra.get_mode
 
@@ -66,7 +68,18 @@ def make_jobs_quick(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(job, "can_draw", lambda: False)
     patch.setattr(cost, "calibrate", cache(cost.calibrate))
     patch.setattr(Hydra, "get_mode", mode)
+    patch.setattr(tokenizer, "Templates", templates_of_a_folder)
     compose_options_once(patch)
+
+
+def templates_of_a_folder(sources: Mapping[str, str], where: str, *, date: str) -> Templates:
+    """Jobs share the process that renders the same templates: to start one takes half as long as a job."""
+    return _templates(tuple(sources.items()), where, date, templates.CPU_S, templates.MEMORY_BYTES)
+
+
+@lru_cache(maxsize=4)
+def _templates(sources: tuple[tuple[str, str], ...], where: str, date: str, *_limits: int) -> Templates:
+    return Templates(dict(sources), where, date=date)
 
 
 def compose_options_once(patch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,7 @@ def running_lab() -> Iterator[Lab]:
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = make_server("127.0.0.1", 0, app, threaded=True)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     lab = Lab(server.server_port, faults)
     try:
         lab.client.create_bucket(Bucket=BUCKET)

@@ -22,7 +22,7 @@ from tests.engines import tiny_target
 from tests.heads import random_tensors, tiny_design, write_head
 from tests.models import make_checkpoint
 
-NUM_PROMPTS, NUM_ROWS, CAP = 16, 512, 20
+NUM_PROMPTS, NUM_ROWS, CAP = 16, 384, 20
 LEARNS = ["draft.adapt.every_shards=2", "draft.adapt.time_share=1", "draft.adapt.lr=5e-3"]
 
 

@@ -97,7 +97,7 @@ QUESTION = "???"
 """What omegaconf calls a value that is missing: no configuration can hold it."""
 
 
-@settings(max_examples=500)
+@settings(max_examples=250)
 @given(st.dictionaries(TEXTS, VALUES, max_size=4))
 def test_every_value_of_a_configuration_comes_back_from_the_card_as_it_is(values: dict[str, Any]) -> None:
     assume(QUESTION not in repr(values))

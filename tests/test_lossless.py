@@ -289,8 +289,8 @@ def test_pages_that_run_out_set_rows_back_and_change_nothing(run_ahead: int, fp8
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_rows_that_are_all_sampled_alike_are_set_back_and_go_on(sampling: SamplingParams) -> None:
     """No row beside them makes a round do what these ask for; a row set back knows its own output, and nothing of its slot's."""
-    requests = [request(i, [i, 5, 7, 1, 3], cap=40, sampling=sampling, predicted=4) for i in range(6)]
-    tokens, done, _ = run(requests, packed(3, num_pages=24, max_len=45), lookup(3, 2, 0), short_cap=2)
+    requests = [request(i, [i, 5, 7, 1, 3], cap=24, sampling=sampling, predicted=4) for i in range(5)]
+    tokens, done, _ = run(requests, packed(3, num_pages=16, max_len=29), lookup(3, 2, 0), short_cap=2)
     assert max(c.stats.num_prefills for c in done.values() if c.stats) > 1
     assert tokens == expected_tokens(requests)
 

@@ -176,7 +176,7 @@ def test_a_folder_of_more_than_a_page_is_listed_and_deleted_in_full(lab: Lab) ->
 def test_ages_are_by_the_stores_clock(lab: Lab) -> None:
     here = store(lab)
     here.put("old", b"")
-    time.sleep(2.1)  # the clock of such a store has seconds
+    time.sleep(1.1)  # the clock of such a store has seconds
     here.put("new", b"")
     old, new, gone = here.ages_s(["old", "new", "gone"])
     assert 1 <= old <= BOUND_S

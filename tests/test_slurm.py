@@ -19,6 +19,7 @@ import torch
 from batchspec import run
 from batchspec.cluster import slurm
 from batchspec.cluster.slurm import Task, parse_time, requeue, this_task
+from tests.forked import run_python
 from tests.models import make_checkpoint, make_tokenizer
 from tests.slurm_lab import Lab, lacking, running_slurm, wait_for
 
@@ -193,15 +194,14 @@ def test_four_nodes_lose_no_row_to_preemption_time_limit_dead_nodes_and_another_
 def test_a_task_whose_time_runs_out_untold_ends_by_itself_saves_and_requeues(model: Path, tmp_path: Path) -> None:
     """Without a signal, and with stand-ins for Slurm's clients: a real time limit is a minute at least."""
     for name, says in (
-        ("squeue", f"[ -f {tmp_path}/ends ] && echo INVALID || {{ touch {tmp_path}/ends; echo 0:08; }}"),
+        ("squeue", f"[ -f {tmp_path}/ends ] && echo INVALID || {{ touch {tmp_path}/ends; echo 0:05; }}"),
         ("scontrol", f"echo $* >> {tmp_path}/asked; echo JobState=RUNNING Reason=None Restarts=0"),
     ):
         (tmp_path / name).write_text(f"#!/bin/sh\n{says}\n")
         (tmp_path / name).chmod(0o755)
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "ENVIRONMENT": "BATCH"}
     words = [*job_of(model, tmp_path, 4000), "packing.max_num_seqs=2", f"output.dir={tmp_path / 'out'}", "cluster.signal_s=2"]
-    command = [sys.executable, "-m", "batchspec.run", *words]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    done = run_python(["-m", "batchspec.run", *words], env=env)
     assert done.returncode == 75, done.stderr
     assert re.search(r"batchspec: time limit: \d+ of 1000 shards are committed, [1-9]\d* more rows are saved", done.stderr)
     assert done.stderr.splitlines()[-1] == "batchspec: job 7 is requeued, restart 1 of 10"

@@ -6,11 +6,10 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 from batchspec import run
 from batchspec.commands import status as command
 from batchspec.commands.status import render
+from batchspec.engine.round import Round, RoundResult
 from batchspec.errors import ConfigError, Interrupted, OutputError, StorageError
 from batchspec.report.status import JobStatus, StatusReader
 from batchspec.runstate import heartbeats as heartbeats_module
@@ -30,6 +30,7 @@ from batchspec.runstate.heartbeats import FOLDER, HeartbeatWriter, RunHeartbeat
 from batchspec.runstate.output_folder import OutputFolder
 from tests.io_samples import built, dataset, new_folder, shards_of
 from tests.models import make_checkpoint, make_tokenizer
+from tests.runs import put, start_apart
 
 NOW = 1_000_000.0
 
@@ -287,26 +288,24 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ]  # fmt: skip
 
 
-def started(words: list[str]) -> subprocess.Popen[str]:
-    """The job in a process of its own, at 20 rounds a second and with a progress file every tenth of one."""
-    program = (
-        "import sys, time; from batchspec import run; from batchspec.runstate import heartbeats\n"
-        "from batchspec.engine.round import Round\n"
-        "heartbeats.BEAT_S, step = 0.1, Round.run\n"
-        "Round.run = lambda self, *rest, **named: (time.sleep(0.05), step(self, *rest, **named))[1]\n"
-        "sys.exit(run.main(sys.argv[1:]))"
-    )
-    return subprocess.Popen(
-        [sys.executable, "-c", program, *words], cwd=Path(__file__).parents[1], stderr=subprocess.PIPE, text=True
-    )
+def slowly() -> None:
+    """A patch: 20 rounds a second and a progress file every tenth of one."""
+    put(heartbeats_module, "BEAT_S", 0.1)
+    step = Round.run
+
+    def slow(self: Round, *rest: Any, **named: Any) -> RoundResult:
+        time.sleep(0.05)
+        return step(self, *rest, **named)
+
+    Round.run = slow  # type: ignore[method-assign]
 
 
-def until(reader: StatusReader, process: subprocess.Popen[str], wanted: Callable[[JobStatus], bool]) -> JobStatus:
-    while process.poll() is None:
+def until(reader: StatusReader, process: ForkServerProcess, log: Path, wanted: Callable[[JobStatus], bool]) -> JobStatus:
+    while process.exitcode is None:
         if wanted(status := reader.read()):
             return status
         time.sleep(0.05)
-    raise AssertionError(process.communicate()[1])
+    raise AssertionError(log.read_text())
 
 
 def test_a_job_is_followed_from_before_its_beginning_through_a_signal_and_a_kill_to_its_end(
@@ -317,23 +316,26 @@ def test_a_job_is_followed_from_before_its_beginning_through_a_signal_and_a_kill
     reader = StatusReader(OutputFolder(out))
     assert reader.read().state == "not begun"
 
-    first = started(words)
-    status = until(reader, first, lambda status: status.tokens > 0 and status.left_s is not None)
+    log = tmp_path / "log"
+    first = start_apart(words, log, slowly)
+    status = until(reader, first, log, lambda status: status.tokens > 0 and status.left_s is not None)
     (mine,) = status.runs
     assert (status.state, mine.state, mine.run.pid, mine.run.slots, mine.lives) == ("running", "running", first.pid, 3, True)
     assert mine.shards
     assert 0 <= status.completions < status.completions_total == 24
-    first.send_signal(signal.SIGTERM)
-    assert first.wait() == 75
+    assert first.pid is not None
+    os.kill(first.pid, signal.SIGTERM)
+    first.join(60)
+    assert first.exitcode == 75
     status = reader.read()
     assert (status.state, status.runs[0].state, status.left_s) == ("stopped", "interrupted", None)
     assert status.runs[0].run.said.startswith("SIGTERM: ")
     assert status.stale_claims == {}, "it gave them up itself"
 
-    second = started(words)
-    until(reader, second, lambda status: any(each.lives and each.run.tokens > 0 for each in status.runs))
-    os.kill(second.pid, signal.SIGKILL)
-    second.wait()
+    second = start_apart(words, log, slowly)
+    until(reader, second, log, lambda status: any(each.lives and each.run.tokens > 0 for each in status.runs))
+    second.kill()
+    second.join()
     status = reader.read()
     assert status.state == "stopped"
     assert set(status.stale_claims.values()) == {each.run.attempt for each in status.runs if each.state == "gone"}

@@ -14,6 +14,7 @@ import pytest
 
 from batchspec.errors import CheckpointError
 from batchspec.model import templates
+from batchspec.model import tokenizer as tokenizer_module
 from batchspec.model.tokenizer import Tokenizer
 from tests.models import CHAT_TEMPLATE, make_tokenizer
 
@@ -33,6 +34,12 @@ CHAT = [
     {"role": "user", "content": "And \u00e9\u00e8 \U0001f600?"},
 ]
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "a <b> & 'c' \u00e9", "parameters": {}}}]
+
+
+@pytest.fixture(autouse=True)
+def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tokenizer here has a process of its own for its templates, as outside the tests (tests/runs.py)."""
+    monkeypatch.setattr(tokenizer_module, "Templates", templates.Templates)
 
 
 @pytest.fixture

@@ -161,7 +161,7 @@ def test_a_signal_ends_it_after_a_checkpoint_with_the_code_of_an_interrupted_job
 
 @pytest.mark.parametrize("kind", ["eagle3", "parallel"])
 def test_both_layouts_hold_the_same_head_and_draft_the_same(made: Path, tmp_path: Path, kind: str) -> None:
-    words = [f"draft={kind}", "train.draft_vocab=40", "train.steps=30", "train.lr=1e-2", "train.layers=2"]
+    words = [f"draft={kind}", "train.draft_vocab=40", "train.steps=15", "train.lr=1e-2", "train.layers=2"]
     for layout in ("flat", "speculators"):
         assert train(made, tmp_path / layout, f"output.layout={layout}", *words) == 0
     spec = load_spec(made / "model")
@@ -223,7 +223,7 @@ def test_a_parallel_head_is_written_as_published_ones_are(made: Path, tmp_path: 
 
 def test_a_parallel_head_learns_the_tokens_that_masks_replace(made: Path, tmp_path: Path) -> None:
     """Drafts after the first one are made of masks alone, and are accepted."""
-    words = ["draft=parallel", "draft.num_speculative_tokens=3", "train.steps=150", "train.lr=1e-2", "train.held_out=0"]
+    words = ["draft=parallel", "draft.num_speculative_tokens=3", "train.steps=100", "train.lr=1e-2", "train.held_out=0"]
     assert train(made, tmp_path / "h", *words) == 0
     drafts = ["draft=parallel", "draft.num_speculative_tokens=3", f"draft.path={tmp_path / 'h'}"]
     frame = job(made / "model", tmp_path / "o", *drafts)

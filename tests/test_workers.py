@@ -6,11 +6,10 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ from batchspec.cluster import workers
 from batchspec.config.schema import RunConfig
 from batchspec.errors import ConfigError
 from tests.models import make_checkpoint, make_tokenizer
+from tests.runs import run_apart, start_apart
 
-ROOT = Path(__file__).parents[1]
 ROWS = 48
 
 
@@ -49,18 +48,19 @@ def tokens(out: Path) -> dict[str, list[int]]:
     return dict(frame.select("request_id", "token_ids").iter_rows())
 
 
-def start(command: list[str], out: Path | str, *more: str) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "batchspec.run", *command, f"output.dir={out}", *more]
-    return subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+def ended(parent: ForkServerProcess) -> int:
+    parent.join(120)
+    assert parent.exitcode is not None, "it hangs"
+    return parent.exitcode
 
 
-def workers_of(parent: subprocess.Popen[str]) -> list[int]:
+def workers_of(parent: ForkServerProcess) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()]
 
 
-def wait_until(done: Callable[[], bool], parent: subprocess.Popen[str]) -> None:
+def wait_until(done: Callable[[], bool], parent: ForkServerProcess) -> None:
     while not done():
-        assert parent.poll() is None, "the job ended before"
+        assert parent.exitcode is None, "the job ended before"
         time.sleep(0.02)
 
 
@@ -81,26 +81,28 @@ def test_whatever_ends_workers_or_their_parent_the_job_is_completed_with_the_sam
     command: list[str], tmp_path: Path
 ) -> None:
     """One of two workers is killed: the other completes the job. In another folder a signal comes, then the parent is killed."""
-    parent = start(command, tmp_path / "died", "cluster.workers=2")
+    log, together = tmp_path / "log", [*command, "cluster.workers=2"]
+    parent = start_apart([*together, f"output.dir={tmp_path / 'died'}"], log)
     wait_until(lambda: len(owners(tmp_path / "died")) > 0, parent)
     os.kill(workers_of(parent)[1], signal.SIGKILL)
-    said = parent.communicate()[1]
-    assert parent.returncode == 0, said
+    code, said = ended(parent), log.read_text()
+    assert code == 0, said
     assert "batchspec: worker 1 was killed by SIGKILL; 1 other takes its shards over\n" in said
 
-    parent = start(command, tmp_path / "stopped", "cluster.workers=2")
+    parent = start_apart([*together, f"output.dir={tmp_path / 'stopped'}"], log)
     wait_until(lambda: len(owners(tmp_path / "stopped")) == 2, parent)  # both have begun
-    parent.send_signal(signal.SIGUSR1)
-    said = parent.communicate()[1]
-    assert parent.returncode == 75, said
+    assert parent.pid is not None
+    os.kill(parent.pid, signal.SIGUSR1)
+    code, said = ended(parent), log.read_text()
+    assert code == 75, said
     assert len(re.findall(r"\[[01]\] batchspec: SIGUSR1: \d+ of 12 shards are committed", said)) == 2, said
 
     saved = journals(tmp_path / "stopped")
-    parent = start(command, tmp_path / "stopped", "cluster.workers=2", "draft=lookup")
+    parent = start_apart([*together, f"output.dir={tmp_path / 'stopped'}", "draft=lookup"], log)
     wait_until(lambda: len(owners(tmp_path / "stopped")) == 2, parent)
     pids = workers_of(parent)
     parent.kill()
-    parent.communicate()
+    ended(parent)
     wait_for_end(pids)
     assert journals(tmp_path / "stopped") > saved
     assert run.main([*command, f"output.dir={tmp_path / 'stopped'}"]) == 0
@@ -135,9 +137,9 @@ def test_what_all_workers_refuse_is_said_once(monkeypatch: pytest.MonkeyPatch, c
 def test_how_to_inspect_a_finished_job_is_said_once(command: list[str], tmp_path: Path) -> None:
     """Also where another folder was meant by the name, which the workers say in its short form."""
     for out in (f"{tmp_path}/./out/", f"{tmp_path}/out"):
-        done = start(command, out, "cluster.workers=2", "device=cpu")
-        said = [re.sub(r"^\[[01]\] ", "", line) for line in done.communicate()[1].splitlines()]
-        assert done.returncode == 0
+        code, text = run_apart([*command, f"output.dir={out}", "cluster.workers=2", "device=cpu"], tmp_path / "log")
+        said = [re.sub(r"^\[[01]\] ", "", line) for line in text.splitlines()]
+        assert code == 0
         closing = [line for line in said if str(tmp_path / "out") in line]
         assert len(closing) == len(set(closing)) >= 3
         assert said.count(f"inspect it:  batchspec stats {tmp_path / 'out'}") == 1

@@ -620,6 +620,7 @@ SELDOM = frozenset({
     "verify_kernel bf16 D=64, tile 16, window 0, grouped False, tree False, early True, sinks False",
     "verify_kernel fp32 D=64, tile 16, window 512, grouped False, tree False, early False, sinks False",
     "verify_kernel bf16 D=64, tile 64, window 128, grouped False, tree False, early True, sinks True",
+    "verify_kernel e4m3 D=128, tile 64, window 0, grouped True, tree False, early True, sinks False",
 })  # fmt: skip
 """Variants whose branches other variants reach: each value of each constant that a kernel branches on is compiled every time."""
 assert CASES.keys() >= SELDOM
