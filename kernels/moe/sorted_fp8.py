@@ -21,7 +21,7 @@ from batchspec.kernels.moe.experts import add_bias_and_gate, check_launch, load_
 from batchspec.kernels.moe.experts_fp8 import Fp8Weight, scale_at
 from batchspec.kernels.moe.gate import Gate
 from batchspec.kernels.moe.quantise import GROUP, Fp8Rows, magnitude, to_e4m3
-from batchspec.kernels.moe.sorted_mxfp4 import HEIGHTS, load_tokens, store_rows
+from batchspec.kernels.moe.sorted_mxfp4 import blocks_of, load_tokens, store_rows
 from batchspec.kernels.moe.tiles import ExpertTile
 from batchspec.kernels.moe.units import Routing, program_place
 
@@ -143,8 +143,7 @@ def launch(
     tma = tile.tma and x.values.data_ptr() % 16 == 0 and weight.values.data_ptr() % 16 == 0 and k % 16 == 0
     flat = weight.values.view(num_experts * w_rows, k)
     low = min(low, tile.block_t)
-    blocks = {height: TensorDescriptor.from_tensor(x.values, [height, GROUP]) if tma else x.values for height in HEIGHTS}
-    xs = [blocks[height] if low <= height <= tile.block_t else None for height in HEIGHTS]
+    xs = blocks_of(x.values, low, tile, tma)
     grid = (len(routing.units) * triton.cdiv(n, tile.block_n),)
     start = partial(sorted_fp8_kernel.warmup, grid=grid) if compile_only else sorted_fp8_kernel[grid]
     start(

@@ -77,10 +77,14 @@ def multiply(
     up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     for block in range(0, num_blocks):
         tokens = tl.trans(load_tokens(x, begin, count, block * 128, num_rows, k, BLOCK_T, 128, TMA))
-        a = load_rows(w, expert, first, w_rows, block * 32, width, BLOCK_N, 32, TMA, True)
+        if GATED and TMA:  # one copy for gate and up: each copy costs the program a barrier
+            a, b = tl.split(w.load([expert * 2, first, block * 32]).permute(1, 2, 0))
+        else:
+            a = load_rows(w, expert, first, w_rows, block * 32, width, BLOCK_N, 32, TMA, True)
         a_scales = load_scales(w_scales, expert, first, w_rows, block, num_blocks, BLOCK_N)
         if GATED:  # loaded before the first dot, so that unpacking runs while that dot runs
-            b = load_rows(w, expert, n + first, w_rows, block * 32, width, BLOCK_N, 32, TMA, True)
+            if not TMA:
+                b = load_rows(w, expert, n + first, w_rows, block * 32, width, BLOCK_N, 32, TMA, True)
             b_scales = load_scales(w_scales, expert, n + first, w_rows, block, num_blocks, BLOCK_N)
         if INTERPRETED:
             tokens = tokens.to(tl.float32)
@@ -102,7 +106,10 @@ def sorted_mxfp4_kernel(
     LOW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
     INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x16 to x256: x [num_rows, k] with blocks of so many rows, None where LOW to BLOCK_T does not include it."""
+    """x16 to x256: x [num_rows, k] with blocks of so many rows, None where LOW to BLOCK_T does not include it.
+
+    w: words [E * 2, n, words of a row] in a gated product with TMA, else [E * rows, words of a row].
+    """
     unit, tile = program_place(num_units, tl.cdiv(n, BLOCK_N), GROUP)
     await_earlier(PDL)
     expert = tl.load(units + unit * 4)
@@ -124,6 +131,12 @@ def sorted_mxfp4_kernel(
     if BLOCK_T >= 256 and ((count > (128 if LOW < 256 else 0)) & (count <= 256)):
         multiply(x256, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT, ALPHA,
                  256, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
+
+
+def blocks_of(x: Tensor, low: int, tile: ExpertTile, tma: bool) -> list[Tensor | TensorDescriptor | None]:
+    """x for each height of tile; None where `low` to the tile's own does not include it."""
+    heights = [height if low <= height <= tile.block_t else 0 for height in HEIGHTS]
+    return [(TensorDescriptor.from_tensor(x, [height, tile.block_k]) if tma else x) if height else None for height in heights]
 
 
 def launch(
@@ -153,13 +166,16 @@ def launch(
     flat = weight.words.view(torch.int16).view(num_experts * w_rows, -1)
     tma = tile.tma and x.data_ptr() % 16 == 0 and k * x.itemsize % 16 == 0 and flat.data_ptr() % 16 == 0
     low = min(low, tile.block_t)
-    blocks = {height: TensorDescriptor.from_tensor(x, [height, BLOCK]) if tma else x for height in HEIGHTS}
-    xs = [blocks[height] if low <= height <= tile.block_t else None for height in HEIGHTS]
+    xs = blocks_of(x, low, tile, tma)
+    w: Tensor | TensorDescriptor = flat
+    if tma:
+        w = TensorDescriptor.from_tensor(flat, [tile.block_n, BLOCK // 4])
+        if gate is not None:
+            w = TensorDescriptor.from_tensor(flat.view(-1, n, flat.shape[1]), [2, tile.block_n, BLOCK // 4])
     grid = (len(routing.units) * triton.cdiv(n, tile.block_n),)
     start = partial(sorted_mxfp4_kernel.warmup, grid=grid) if compile_only else sorted_mxfp4_kernel[grid]
     start(
-        *xs, TensorDescriptor.from_tensor(flat, [tile.block_n, BLOCK // 4]) if tma else flat, weight.scales.view(torch.int32),
-        bias, routing.pairs, routing.units, out, len(routing.units), num_pairs, n, k,
+        *xs, w, weight.scales.view(torch.int32), bias, routing.pairs, routing.units, out, len(routing.units), num_pairs, n, k,
         SCATTER=gate is None, GATED=gate is not None, LIMIT=gate and gate.limit, ALPHA=gate and gate.alpha,
         LOW=low, BLOCK_T=tile.block_t, BLOCK_N=tile.block_n, GROUP=tile.group, TMA=tma,
         INTERPRETED=not x.is_cuda, num_warps=tile.warps, num_stages=tile.stages, **launch_args(x),

@@ -18,7 +18,7 @@ from batchspec.kernels.common.pdl import await_earlier, launch_args
 from batchspec.kernels.gemm.operands import DTYPES
 from batchspec.kernels.moe.experts import add_bias_and_gate, check_launch, load_rows
 from batchspec.kernels.moe.gate import Gate
-from batchspec.kernels.moe.sorted_mxfp4 import HEIGHTS, load_tokens, store_rows
+from batchspec.kernels.moe.sorted_mxfp4 import blocks_of, load_tokens, store_rows
 from batchspec.kernels.moe.tiles import ExpertTile
 from batchspec.kernels.moe.units import Routing, program_place
 
@@ -95,8 +95,7 @@ def launch(
     tma = tile.tma and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0 and k * weight.itemsize % 16 == 0
     flat = weight.view(num_experts * w_rows, k)
     low = min(low, tile.block_t)
-    blocks = {height: TensorDescriptor.from_tensor(x, [height, tile.block_k]) if tma else x for height in HEIGHTS}
-    xs = [blocks[height] if low <= height <= tile.block_t else None for height in HEIGHTS]
+    xs = blocks_of(x, low, tile, tma)
     grid = (len(routing.units) * triton.cdiv(n, tile.block_n),)
     start = partial(sorted_plain_kernel.warmup, grid=grid) if compile_only else sorted_plain_kernel[grid]
     start(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from batchspec.kernels.benchmarks import moe_sweep
 from batchspec.kernels.benchmarks.moe_sweep import Variant, fits, relative, result, variants
 from batchspec.kernels.benchmarks.moe_weights import FORMATS, MODELS, MoeShape, Product, make_products
 from batchspec.kernels.common.e4m3 import E4M3
@@ -123,6 +126,40 @@ def test_variants_begin_with_todays_tile_and_fit(device: torch.device) -> None:
                 assert all(
                     fits(variant.tile, product.gated, form) and variant.low <= variant.tile.block_t for variant in found[1:]
                 )
+
+
+class Clock:
+    """Counts calls instead of timing them: the first variant, today's, takes 1 us."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def us(self, calls: Sequence[Callable[[], object]]) -> float:
+        calls[0]()
+        self.count += 1
+        return float(self.count)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_sweep_times_all_variants_that_are_right(
+    form: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(moe_sweep, "BLOCKS", {form: ((64, 128, 2, 4),)})
+    monkeypatch.setattr(moe_sweep, "variants", lambda product, tokens: variants(product, tokens)[:2])
+    product = products_of(form, device)[1]
+    monkeypatch.setattr(type(product), "tolerance", 2e-2)
+    clock: Any = Clock()
+    rows = moe_sweep.sweep_case("model", product, 3, clock, device)
+    assert [row.variant.form for row in rows] == ["gathered", "sorted"]
+    assert "WRONG" not in capsys.readouterr().out
+    monkeypatch.setattr(type(product), "tolerance", 1e-9)
+    with pytest.raises(ValueError, match="no variant is right"):
+        moe_sweep.sweep_case("model", product, 3, clock, device)
+    assert capsys.readouterr().out.count("WRONG") == 2
+    moe_sweep.summary(rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("model down 3")
+    assert lines[1].endswith("2/2")
 
 
 def test_wrong_arguments_are_refused(device: torch.device) -> None:
