@@ -29,7 +29,11 @@ from torch import Tensor
 from batchspec.kernels.benchmarks.continue_on_error import continue_on_error
 from batchspec.kernels.benchmarks.moe_bench import ALONE, BYTES_S, ROUTINGS, routing_of, spread_ids
 from batchspec.kernels.benchmarks.moe_weights import FORMATS, MODELS, Product, make_products
-from batchspec.kernels.benchmarks.timing import GraphClock
+from batchspec.kernels.benchmarks.timing import Call, GraphClock
+from batchspec.kernels.common.pdl import set_enabled
+from batchspec.kernels.moe.combine import combine_norm
+from batchspec.kernels.moe.route import route
+from batchspec.kernels.moe.router import router_logits
 from batchspec.kernels.moe.sort_rows import sort_fp8_rows, sort_rows
 from batchspec.kernels.moe.tiles import SHARED_BYTES, ExpertTile, expert_tile, unit_pairs_of
 from batchspec.kernels.moe.units import Routing
@@ -201,14 +205,27 @@ def check_best(case: str, product: Product, x: Any, tokens: int, variant: Varian
         print(f"{case} {variant.text()}: bits DIFFER from those of {few} tokens", flush=True)
 
 
-def time_sorting(name: str, product: Product, tokens: int, clock: GraphClock, device: torch.device) -> float:
-    """Microseconds of `sort_rows` before the first product."""
-    x, ids = product.inputs(tokens), spread_ids(product.shape, tokens, "all", device)
-    routing = routing_of(product.shape, ids, 16)
-    call = partial(sort_fp8_rows if product.form == "fp8" else sort_rows, x, routing)
-    us = clock.us([call])
-    print(f"{name} sort {tokens}: {us:.2f} us", flush=True)
-    return us
+def time_rest(name: str, product: Product, tokens: int, clock: GraphClock, device: torch.device) -> dict[str, float]:
+    """Microseconds of the launches around the products, each repeated alone: with PDL, and without it."""
+    shape, x = product.shape, product.inputs(tokens)
+    wide = torch.randn(tokens, shape.hidden, device=device).bfloat16()
+    router = torch.randn(shape.experts, shape.hidden, device=device).bfloat16()
+    routing = routing_of(shape, spread_ids(shape, tokens, "all", device), 16)
+    y, gain = torch.randn(tokens * shape.top_k, shape.hidden, device=device).bfloat16(), torch.ones_like(wide[0])
+    out, logits = torch.empty_like(wide), torch.randn(tokens, shape.experts, device=device)
+    calls: dict[str, Call] = {
+        "router": partial(router_logits, wide, router),
+        "route": partial(route, logits, shape.top_k, norm_topk=True, unit_pairs=32),
+        "sort": partial(sort_fp8_rows if product.form == "fp8" else sort_rows, x, routing),
+        "combine_norm": partial(combine_norm, y, routing.weights, wide.clone(), gain, 1e-6, out=out),
+    }
+    found: dict[str, float] = {}
+    for pdl in (True, False):
+        before = set_enabled(pdl)
+        found |= {kernel + ("" if pdl else ", no PDL"): clock.us([call]) for kernel, call in calls.items()}
+        set_enabled(before)
+    print(f"{name} {tokens}: " + "; ".join(f"{kernel} {us:.1f} us" for kernel, us in found.items()), flush=True)
+    return found
 
 
 def summary(found: Sequence[Found]) -> None:
@@ -240,7 +257,7 @@ def main() -> None:
         (model, form) for model in arguments.models for form in MODELS[model].formats if form in wanted_formats(model, arguments)
     ]
     compile_all(pairs, arguments.tokens, arguments.jobs, device)
-    clock, found, sorting = GraphClock(device), [], {}
+    clock, found, rest = GraphClock(device), [], {}
     for model, form in pairs:
         products, name = make_products(MODELS[model], form, device), f"{model} {form}"
         for tokens in arguments.tokens:
@@ -248,10 +265,10 @@ def main() -> None:
                 print(f"{name} {tokens}: out of time", flush=True)
                 continue
             with continue_on_error(f"{name} {tokens}"):
-                sorting[f"{name} {tokens}"] = time_sorting(name, products[0], tokens, clock, device)
+                rest[f"{name} {tokens}"] = time_rest(name, products[0], tokens, clock, device)
                 for product in products:
                     found += sweep_case(name, product, tokens, clock, device)
-            save(found, sorting)
+            save(found, rest)
         print(f"{name}: done at {time.monotonic() - begin:.0f} s", flush=True)
         del products
         torch.cuda.empty_cache()
@@ -285,11 +302,11 @@ def compile_all(pairs: Sequence[tuple[str, str]], token_counts: Sequence[int], j
     print(f"{len(todo)} kernels compiled in {time.monotonic() - started:.0f} s", flush=True)
 
 
-def save(found: Sequence[Found], sorting: dict[str, float]) -> None:
+def save(found: Sequence[Found], rest: dict[str, dict[str, float]]) -> None:
     if folder := os.environ.get("OUT"):
         rows = [row._asdict() | {"variant": row.variant.text(), "us": round(row.us, 2)} for row in found]
         with open(os.path.join(folder, "moe_sweep.json"), "w", encoding="utf-8") as file:
-            json.dump({"products": rows, "sort_us": sorting}, file)
+            json.dump({"products": rows, "rest_us": rest}, file)
 
 
 if __name__ == "__main__":
