@@ -122,6 +122,24 @@ def compile_one(task: tuple[str, str, bool, Variant]) -> str:
     return ""
 
 
+def compile_rest(task: tuple[str, str, int, bool]) -> str:
+    """Run the launches around the products once, with or without PDL, so that they are compiled."""
+    model, form, tokens, pdl = task
+    device = torch.device("cuda")
+    try:
+        product = make_products(replace(MODELS[model], experts=MODELS[model].top_k), form, device, only_shapes=True)[0]
+        product.shape = MODELS[model]
+        set_enabled(pdl)
+        for call in rest_calls(product, tokens, device).values():
+            call()
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{model} {form} {tokens} tokens: {type(error).__name__}: {str(error)[:200]}"
+    finally:
+        set_enabled(True)
+    return ""
+
+
 def arranged(product: Product, x: Any, routing: Routing, variant: Variant) -> Any:
     """x as this form of the product reads it."""
     if variant.form == "gathered":
@@ -205,20 +223,25 @@ def check_best(case: str, product: Product, x: Any, tokens: int, variant: Varian
         print(f"{case} {variant.text()}: bits DIFFER from those of {few} tokens", flush=True)
 
 
-def time_rest(name: str, product: Product, tokens: int, clock: GraphClock, device: torch.device) -> dict[str, float]:
-    """Microseconds of the launches around the products, each repeated alone: with PDL, and without it."""
+def rest_calls(product: Product, tokens: int, device: torch.device) -> dict[str, Call]:
+    """The launches around the products."""
     shape, x = product.shape, product.inputs(tokens)
     wide = torch.randn(tokens, shape.hidden, device=device).bfloat16()
     router = torch.randn(shape.experts, shape.hidden, device=device).bfloat16()
     routing = routing_of(shape, spread_ids(shape, tokens, "all", device), 16)
     y, gain = torch.randn(tokens * shape.top_k, shape.hidden, device=device).bfloat16(), torch.ones_like(wide[0])
     out, logits = torch.empty_like(wide), torch.randn(tokens, shape.experts, device=device)
-    calls: dict[str, Call] = {
+    return {
         "router": partial(router_logits, wide, router),
         "route": partial(route, logits, shape.top_k, norm_topk=True, unit_pairs=32),
         "sort": partial(sort_fp8_rows if product.form == "fp8" else sort_rows, x, routing),
         "combine_norm": partial(combine_norm, y, routing.weights, wide.clone(), gain, 1e-6, out=out),
     }
+
+
+def time_rest(name: str, product: Product, tokens: int, clock: GraphClock, device: torch.device) -> dict[str, float]:
+    """Microseconds of the launches around the products, each repeated alone: with PDL, and without it."""
+    calls = rest_calls(product, tokens, device)
     found: dict[str, float] = {}
     for pdl in (True, False):
         before = set_enabled(pdl)
@@ -296,7 +319,10 @@ def compile_all(pairs: Sequence[tuple[str, str]], token_counts: Sequence[int], j
                         todo.setdefault(key, (model, form, product.gated, own))
     started = time.monotonic()
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        for failure in pool.imap_unordered(compile_one, todo.values()):
+        rest = pool.map_async(
+            compile_rest, [(*pair, tokens, pdl) for pair in pairs for tokens in token_counts for pdl in (True, False)]
+        )
+        for failure in (*pool.imap_unordered(compile_one, todo.values()), *rest.get()):
             if failure:
                 print(f"not compiled: {failure}", flush=True)
     print(f"{len(todo)} kernels compiled in {time.monotonic() - started:.0f} s", flush=True)
