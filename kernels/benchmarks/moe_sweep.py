@@ -4,11 +4,12 @@
 
     gathered  programs gather the rows of their tokens (experts.py, experts_fp8.py, experts_mxfp4.py)
     sorted    rows lie in the order of the list of pairs (sorted_plain.py, sorted_fp8.py, sorted_mxfp4.py), after `sort_rows`
+    ring      as sorted, with persistent programs in which one warp loads (persistent_mxfp4.py); only if `--forms` names it
 
 Kernels are compiled first, by `--jobs` processes, into Triton's cache on disk. Every variant is checked against the reference
 in plain torch, and its bits against those of the other variants (FP8: of the sorted ones). The last table has a line for
 each product and number of tokens: the fastest variant, its share of the larger of bytes / 4.3 TB/s and operations / 790 TFLOP/s
-(FP8 1500), and the share of the tile that the model takes today. Everything is written to $OUT/moe_sweep.json if OUT is set.
+(FP8 1500), and the share of the tile that the model takes today. Everything is written to $OUT if OUT is set.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Variant(NamedTuple):
 
     def text(self) -> str:
         tile = self.tile
-        pairs = f"{tile.block_t}" if self.form == "gathered" else f"{self.low}-{tile.block_t}"
+        pairs = f"{tile.block_t}" if self.form != "sorted" else f"{self.low}-{tile.block_t}"
         return f"{self.form:<8} {pairs:>7} x{tile.block_n:>4} x{tile.block_k:>4} {tile.stages}st {tile.warps}w"
 
 
@@ -66,8 +67,8 @@ class Found(NamedTuple):
     same_bits: bool
 
 
-def variants(product: Product, tokens: int) -> list[Variant]:
-    """Today's tile first, then sorted variants."""
+def variants(product: Product, tokens: int, forms: Sequence[str] = ("sorted",)) -> list[Variant]:
+    """Today's tile first, then those of the other forms."""
     shape, gated, dtype = product.shape, product.gated, product.dtype
     today = expert_tile(unit_pairs_of(tokens, shape.top_k, shape.experts, dtype), gated=gated, dtype=dtype)
     mean = tokens * shape.top_k / shape.experts
@@ -77,7 +78,12 @@ def variants(product: Product, tokens: int) -> list[Variant]:
         for block_n, block_k, stages, warps in BLOCKS[product.form]:
             tile = ExpertTile(block_t, block_n, block_k, stages, warps)
             lows = {16, block_t} if block_t <= 64 else {32, block_t}
-            found += [Variant("sorted", tile, low) for low in sorted(lows) if fits(tile, gated, product.form)]
+            if "sorted" in forms and fits(tile, gated, product.form):
+                found += [Variant("sorted", tile, low) for low in sorted(lows)]
+        if "ring" in forms and product.form == "mxfp4":
+            for block_n, warps in ((64, 4), (128, 4), (128, 8), (256, 8)):
+                tiles = [ExpertTile(block_t, block_n, 128, stages, warps) for stages in (8, 6, 5, 4, 3)]
+                found += [Variant("ring", tile) for tile in tiles if fits(tile, gated, product.form)][:1]
     return found
 
 
@@ -152,6 +158,8 @@ def arranged(product: Product, x: Any, routing: Routing, variant: Variant) -> An
 def run(product: Product, x: Any, routing: Routing, variant: Variant, out: Tensor, *, compile_only: bool = False) -> None:
     if variant.form == "gathered":
         product.run(x, routing, variant.tile, out, compile_only=compile_only)
+    elif variant.form == "ring":
+        product.run_ring(x, routing, variant.tile, out, compile_only=compile_only)
     else:
         product.run_sorted(x, routing, variant.tile, variant.low, out, compile_only=compile_only)
 
@@ -172,7 +180,9 @@ def relative(found: Tensor, wanted: Tensor) -> float:
     return float((found.float() - wanted).norm() / wanted.norm())
 
 
-def sweep_case(name: str, product: Product, tokens: int, clock: GraphClock, device: torch.device) -> list[Found]:
+def sweep_case(
+    name: str, product: Product, tokens: int, clock: GraphClock, device: torch.device, forms: Sequence[str]
+) -> list[Found]:
     """All variants of one product for so many tokens."""
     case = f"{name} {'up' if product.gated else 'down'} {tokens}"
     x, shape = product.inputs(tokens), product.shape
@@ -186,7 +196,7 @@ def sweep_case(name: str, product: Product, tokens: int, clock: GraphClock, devi
     inputs: dict[tuple[str, int], list[tuple[Any, Routing]]] = {}
     bits: Tensor | None = None
     rows = []
-    for variant in variants(product, tokens):
+    for variant in variants(product, tokens, forms):
         with continue_on_error(f"{case} {variant.text()}"):
             y = result(product, x, all_ids[0], variant)
             if bits is None and (variant.form == "sorted" or product.form != "fp8"):  # FP8: the forms multiply scales differently
@@ -269,6 +279,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["gpt-oss-20b", "gpt-oss-120b", "qwen3-30b"])
     parser.add_argument("--formats", nargs="+", choices=FORMATS, help="default: MXFP4 for gpt-oss, all of the others")
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument("--forms", nargs="+", choices=("sorted", "ring"), default=["sorted"], help="beside today's")
     parser.add_argument("--jobs", type=int, default=14, help="processes that compile")
     parser.add_argument("--seconds", type=float, default=240, help="start no new case after this time")
     arguments = parser.parse_args()
@@ -279,7 +290,7 @@ def main() -> None:
     pairs = [
         (model, form) for model in arguments.models for form in MODELS[model].formats if form in wanted_formats(model, arguments)
     ]
-    compile_all(pairs, arguments.tokens, arguments.jobs, device)
+    compile_all(pairs, arguments.tokens, arguments.jobs, device, arguments.forms)
     clock, found, rest = GraphClock(device), [], {}
     for model, form in pairs:
         products, name = make_products(MODELS[model], form, device), f"{model} {form}"
@@ -290,8 +301,8 @@ def main() -> None:
             with continue_on_error(f"{name} {tokens}"):
                 rest[f"{name} {tokens}"] = time_rest(name, products[0], tokens, clock, device)
                 for product in products:
-                    found += sweep_case(name, product, tokens, clock, device)
-            save(found, rest)
+                    found += sweep_case(name, product, tokens, clock, device, arguments.forms)
+            save(found, rest, arguments.forms)
         print(f"{name}: done at {time.monotonic() - begin:.0f} s", flush=True)
         del products
         torch.cuda.empty_cache()
@@ -304,7 +315,9 @@ def wanted_formats(model: str, arguments: argparse.Namespace) -> Sequence[str]:
     return ("mxfp4",) if "mxfp4" in MODELS[model].formats else FORMATS
 
 
-def compile_all(pairs: Sequence[tuple[str, str]], token_counts: Sequence[int], jobs: int, device: torch.device) -> None:
+def compile_all(
+    pairs: Sequence[tuple[str, str]], token_counts: Sequence[int], jobs: int, device: torch.device, forms: Sequence[str]
+) -> None:
     """Compile every kernel that the sweep starts. Kernels of two models that differ in the number of experts alone are one."""
     todo: dict[Any, tuple[str, str, bool, Variant]] = {}
     for model, form in pairs:
@@ -312,9 +325,9 @@ def compile_all(pairs: Sequence[tuple[str, str]], token_counts: Sequence[int], j
         for product in make_products(replace(shape, experts=shape.top_k), form, device, only_shapes=True):
             product.shape = shape
             for tokens in token_counts:
-                for variant in variants(product, tokens):
+                for variant in variants(product, tokens, forms):
                     found = [variant, variant._replace(tile=variant.tile._replace(block_t=16), low=16)]
-                    for own in found[: 2 if variant.form == "sorted" else 1]:
+                    for own in found[: 1 if variant.form == "gathered" else 2]:
                         key = (form, product.gated, own, shape.hidden, shape.width, shape.top_k, shape.gate)
                         todo.setdefault(key, (model, form, product.gated, own))
     started = time.monotonic()
@@ -328,10 +341,10 @@ def compile_all(pairs: Sequence[tuple[str, str]], token_counts: Sequence[int], j
     print(f"{len(todo)} kernels compiled in {time.monotonic() - started:.0f} s", flush=True)
 
 
-def save(found: Sequence[Found], rest: dict[str, dict[str, float]]) -> None:
+def save(found: Sequence[Found], rest: dict[str, dict[str, float]], forms: Sequence[str]) -> None:
     if folder := os.environ.get("OUT"):
         rows = [row._asdict() | {"variant": row.variant.text(), "us": round(row.us, 2)} for row in found]
-        with open(os.path.join(folder, "moe_sweep.json"), "w", encoding="utf-8") as file:
+        with open(os.path.join(folder, f"moe_sweep_{'_'.join(forms)}.json"), "w", encoding="utf-8") as file:
             json.dump({"products": rows, "rest_us": rest}, file)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from batchspec.kernels.common.e4m3 import E4M3
-from batchspec.kernels.moe import experts, experts_fp8, experts_mxfp4, sorted_fp8, sorted_mxfp4, sorted_plain
+from batchspec.kernels.moe import experts, experts_fp8, experts_mxfp4, persistent_mxfp4, sorted_fp8, sorted_mxfp4, sorted_plain
 from batchspec.kernels.moe.experts_fp8 import Fp8Weight
 from batchspec.kernels.moe.gate import SWIGLU, Gate
 from batchspec.kernels.moe.mxfp4 import Mxfp4Weight, dequantise_mxfp4, mxfp4_shapes
@@ -106,6 +106,11 @@ class Product:
         module: Any = {"bf16": sorted_plain, "fp8": sorted_fp8, "mxfp4": sorted_mxfp4}[self.form]
         gate = self.shape.gate if self.gated else None
         module.launch("moe_bench", x, self.weight, self.bias, routing, tile, out, gate=gate, low=low, compile_only=compile_only)
+
+    def run_ring(self, x: Any, routing: Routing, tile: ExpertTile, out: Tensor, *, compile_only: bool = False) -> None:
+        """`run_sorted` with persistent programs; MXFP4 alone."""
+        gate = self.shape.gate if self.gated else None
+        persistent_mxfp4.launch("moe_bench", x, self.weight, self.bias, routing, tile, out, gate=gate, compile_only=compile_only)
 
     def reference(self, x: Any, ids: Tensor) -> Tensor:
         """fp32 [P, N]"""

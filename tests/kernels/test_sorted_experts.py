@@ -120,7 +120,8 @@ def test_variants_begin_with_todays_tile_and_fit(device: torch.device) -> None:
         shape = replace(MODELS[model], experts=MODELS[model].top_k)
         for product in make_products(shape, form, device, only_shapes=True):
             for tokens in (1, 64, 4096):
-                found = variants(product, tokens)
+                found = variants(product, tokens, ["sorted", "ring"])
+                assert {variant.form for variant in found} == {"gathered", "sorted"} | ({"ring"} if form == "mxfp4" else set())
                 assert found[0].form == "gathered"
                 assert len(found) == len(set(found))
                 assert all(
@@ -145,16 +146,16 @@ def test_a_sweep_times_all_variants_that_are_right(
     form: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(moe_sweep, "BLOCKS", {form: ((64, 128, 2, 4),)})
-    monkeypatch.setattr(moe_sweep, "variants", lambda product, tokens: variants(product, tokens)[:2])
+    monkeypatch.setattr(moe_sweep, "variants", lambda product, tokens, forms: variants(product, tokens, forms)[:2])
     product = products_of(form, device)[1]
     monkeypatch.setattr(type(product), "tolerance", 2e-2)
     clock: Any = Clock()
-    rows = moe_sweep.sweep_case("model", product, 3, clock, device)
+    rows = moe_sweep.sweep_case("model", product, 3, clock, device, ["sorted"])
     assert [row.variant.form for row in rows] == ["gathered", "sorted"]
     assert "WRONG" not in capsys.readouterr().out
     monkeypatch.setattr(type(product), "tolerance", 1e-9)
     with pytest.raises(ValueError, match="no variant is right"):
-        moe_sweep.sweep_case("model", product, 3, clock, device)
+        moe_sweep.sweep_case("model", product, 3, clock, device, ["sorted"])
     assert capsys.readouterr().out.count("WRONG") == 2
     moe_sweep.summary(rows)
     lines = capsys.readouterr().out.splitlines()
