@@ -1,8 +1,9 @@
-"""Grouped products of experts with MXFP4 weights on sorted rows: persistent programs, with a warp that loads and warps that multiply.
+"""Grouped products of experts with MXFP4 weights on sorted rows: persistent programs, warps that load and warps that multiply.
 
 As `sorted_mxfp4.py`, in Gluon, Triton's language with explicit layouts and barriers. One program per SM works on one tile after
 another. One warp copies words and tokens by TMA into a ring of buffers, also those of the next tile while the others finish one.
-Each of the other warps waits for a buffer, unpacks its words and multiplies. Not interpretable: it runs on a GPU alone.
+Each of one or two groups of four warps waits for a buffer, unpacks its 64 rows of words and multiplies; groups do not wait for
+each other, so one unpacks while another multiplies. Not interpretable: it runs on a GPU alone.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def place_of(item, num_units, tiles, GROUP: gl.constexpr):
 
 @gluon.jit
 def produce(
-    x, w, units, tokens, gates, ups, full, empty, num_units, n, k, tiles, GATED: gl.constexpr, BLOCK_N: gl.constexpr,
+    x, w, units, tokens, gates, ups, full, empty, num_units, n, k, tiles, GATED: gl.constexpr, ROWS: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads."""
@@ -80,7 +81,7 @@ def produce(
         unit, tile = place_of(item, num_units, tiles, GROUP)
         if gl.load(units + unit * 4 + 2) > 0:
             begin = gl.load(units + unit * 4 + 1)
-            row = gl.load(units + unit * 4) * w_rows + tile * BLOCK_N
+            row = gl.load(units + unit * 4) * w_rows + tile * ROWS
             for block in range(num_blocks):
                 at = step % STAGES
                 ready = full.index(at)
@@ -97,9 +98,9 @@ def produce(
 def multiply(
     scales, bias, pairs, units, out, tokens, gates, ups, full, empty, num_units, n, k, tiles, SCATTER: gl.constexpr,
     GATED: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, SUMS: gl.constexpr, STORE: gl.constexpr,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, SUMS: gl.constexpr, STORE: gl.constexpr, OWN: gl.constexpr,
 ):  # fmt: skip
-    """The warps that multiply."""
+    """Group OWN of the warps that multiply: rows OWN * BLOCK_N to (OWN + 1) * BLOCK_N of a tile of ROWS rows."""
     A: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     num_blocks = gl.cdiv(k, 128)
     w_rows = n * 2 if GATED else n
@@ -110,7 +111,7 @@ def multiply(
         if count > 0:
             expert = gl.load(units + unit * 4)
             begin = gl.load(units + unit * 4 + 1)
-            first = tile * BLOCK_N
+            first = tile * ROWS + OWN * BLOCK_N
             rows = first + gl.arange(0, BLOCK_N, gl.SliceLayout(1, A))
             own = scales + (expert * num_blocks).to(gl.int64) * w_rows + gl.minimum(rows, w_rows - 1)
             own_up = scales + (expert * num_blocks).to(gl.int64) * w_rows + gl.minimum(n + rows, w_rows - 1)
@@ -128,9 +129,11 @@ def multiply(
                     next_up_scale = gl.load(own_up + ahead)
                 mbarrier.wait(full.index(at), (step // STAGES) & 1)
                 b = tokens.index(at).permute((1, 0))
-                acc = warpgroup_mma(unpack_block(gates.index(at).load(A), scale, BLOCK_N, A), b, acc, is_async=True)
+                acc = warpgroup_mma(
+                    unpack_block(gates.index(at).slice(OWN * BLOCK_N, BLOCK_N).load(A), scale, BLOCK_N, A), b, acc, is_async=True
+                )
                 if GATED:
-                    up_words = unpack_block(ups.index(at).load(A), up_scale, BLOCK_N, A)
+                    up_words = unpack_block(ups.index(at).slice(OWN * BLOCK_N, BLOCK_N).load(A), up_scale, BLOCK_N, A)
                     acc = warpgroup_mma_wait(0, deps=[acc])
                     up = warpgroup_mma(up_words, b, up, is_async=True)
                     up = warpgroup_mma_wait(0, deps=[up])
@@ -165,43 +168,64 @@ def multiply(
 def persistent_mxfp4_kernel(
     x, w, scales, bias, pairs, units, out, num_units, n, k, SCATTER: gl.constexpr, GATED: gl.constexpr, LIMIT: gl.constexpr,
     ALPHA: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    num_warps: gl.constexpr,
+    TEAMS: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """x [P, k] by blocks [BLOCK_T, 128]; w [E * rows, words of a row] by blocks [BLOCK_N, 32]."""
+    """x [P, k] by blocks [BLOCK_T, 128]; w [E * rows, words of a row] by blocks [TEAMS * BLOCK_N, 32].
+
+    TEAMS: groups of warps that multiply. REGISTERS: of each thread in these.
+    """
+    ROWS: gl.constexpr = TEAMS * BLOCK_N
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, BLOCK_T, 16])
     STORE: gl.constexpr = gl.BlockedLayout([8, 1], [16, 2], [1, num_warps], [0, 1])
-    tiles = gl.cdiv(n, BLOCK_N)
+    tiles = gl.cdiv(n, ROWS)
     tokens = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_T, 128], x.layout)
-    gates = gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_N, 32], w.layout)
-    ups = gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_N, 32], w.layout) if GATED else gates
+    gates = gl.allocate_shared_memory(gl.int16, [STAGES, ROWS, 32], w.layout)
+    ups = gl.allocate_shared_memory(gl.int16, [STAGES, ROWS, 32], w.layout) if GATED else gates
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
-    gl.warp_specialize(
-        [
-            (multiply, (scales, bias, pairs, units, out, tokens, gates, ups, full, empty, num_units, n, k, tiles, SCATTER, GATED,
-                        LIMIT, ALPHA, BLOCK_T, BLOCK_N, STAGES, GROUP, SUMS, STORE)),
-            (produce, (x, w, units, tokens, gates, ups, full, empty, num_units, n, k, tiles, GATED, BLOCK_N, STAGES, GROUP)),
-        ],
-        [1], [24],
-    )  # fmt: skip
+        mbarrier.init(empty.index(stage), count=TEAMS)
+    if TEAMS == 1:
+        gl.warp_specialize(
+            [
+                (multiply, (scales, bias, pairs, units, out, tokens, gates, ups, full, empty, num_units, n, k, tiles, SCATTER,
+                            GATED, LIMIT, ALPHA, BLOCK_T, BLOCK_N, ROWS, STAGES, GROUP, SUMS, STORE, gl.constexpr(0))),
+                (produce, (x, w, units, tokens, gates, ups, full, empty, num_units, n, k, tiles, GATED, ROWS, STAGES, GROUP)),
+            ],
+            [1], [24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (multiply, (scales, bias, pairs, units, out, tokens, gates, ups, full, empty, num_units, n, k, tiles, SCATTER,
+                            GATED, LIMIT, ALPHA, BLOCK_T, BLOCK_N, ROWS, STAGES, GROUP, SUMS, STORE, gl.constexpr(0))),
+                (multiply, (scales, bias, pairs, units, out, tokens, gates, ups, full, empty, num_units, n, k, tiles, SCATTER,
+                            GATED, LIMIT, ALPHA, BLOCK_T, BLOCK_N, ROWS, STAGES, GROUP, SUMS, STORE, gl.constexpr(1))),
+                (produce, (x, w, units, tokens, gates, ups, full, empty, num_units, n, k, tiles, GATED, ROWS, STAGES, GROUP)),
+            ],
+            [4, 1], [REGISTERS, 24],
+        )  # fmt: skip
 
 
 def launch(
     kernel: str, x: Tensor, weight: Mxfp4Weight, bias: Tensor | None, routing: Routing, tile: ExpertTile, out: Tensor, *,
     gate: Gate | None = None, compile_only: bool = False, programs: int = 132,
 ) -> None:  # fmt: skip
-    """As `sorted_mxfp4.launch`, with as many programs as the GPU has SMs. tile.stages: buffers of the ring."""
+    """As `sorted_mxfp4.launch`, with as many programs as the GPU has SMs.
+
+    tile  stages: buffers of the ring; warps: of those that multiply, which divide block_n
+    """
     num_pairs, (num_experts, w_rows, _), k = routing.expert_ids.numel(), weight.words.shape, x.shape[1]
     n = w_rows if gate is None else w_rows // 2
     check(f"{kernel}: x", x, (num_pairs, k), torch.bfloat16)
     check(f"{kernel}: out", out, (num_pairs, n), torch.bfloat16, torch.float32)
     check_launch(kernel, routing, tile, num_experts)
+    if tile.warps not in (4, 8) or tile.block_k != BLOCK:
+        raise ValueError(f"{kernel}: {tile}; 4 or 8 warps multiply blocks of {BLOCK} columns")
     if not len(routing.units):
         return
-    flat = weight.words.view(torch.int16).view(num_experts * w_rows, -1)
+    flat, teams = weight.words.view(torch.int16).view(num_experts * w_rows, -1), tile.warps // 4
     tokens, words = [tile.block_t, BLOCK], [tile.block_n, BLOCK // 4]
     grid = (min(programs, len(routing.units) * triton.cdiv(n, tile.block_n)),)
     start = partial(persistent_mxfp4_kernel.warmup, grid=grid) if compile_only else persistent_mxfp4_kernel[grid]
@@ -210,5 +234,6 @@ def launch(
         TensorDescriptor.from_tensor(flat, words, gl.NVMMASharedLayout.get_default_for(words, gl.int16)),
         weight.scales.view(torch.int32), bias, routing.pairs, routing.units, out, len(routing.units), n, k,
         SCATTER=gate is None, GATED=gate is not None, LIMIT=gate and gate.limit, ALPHA=gate and gate.alpha,
-        BLOCK_T=tile.block_t, BLOCK_N=tile.block_n, STAGES=tile.stages, GROUP=tile.group, num_warps=tile.warps,
+        BLOCK_T=tile.block_t, BLOCK_N=tile.block_n // teams, STAGES=tile.stages, GROUP=tile.group,
+        TEAMS=teams, REGISTERS=240, num_warps=4,
     )  # fmt: skip
