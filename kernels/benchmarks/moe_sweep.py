@@ -32,6 +32,7 @@ from batchspec.kernels.benchmarks.moe_bench import ALONE, BYTES_S, ROUTINGS, rou
 from batchspec.kernels.benchmarks.moe_weights import FORMATS, MODELS, Product, make_products
 from batchspec.kernels.benchmarks.timing import Call, GraphClock
 from batchspec.kernels.common.pdl import set_enabled
+from batchspec.kernels.moe import router
 from batchspec.kernels.moe.combine import combine_norm
 from batchspec.kernels.moe.route import route
 from batchspec.kernels.moe.router import router_logits
@@ -237,16 +238,25 @@ def rest_calls(product: Product, tokens: int, device: torch.device) -> dict[str,
     """The launches around the products."""
     shape, x = product.shape, product.inputs(tokens)
     wide = torch.randn(tokens, shape.hidden, device=device).bfloat16()
-    router = torch.randn(shape.experts, shape.hidden, device=device).bfloat16()
+    gate = torch.randn(shape.experts, shape.hidden, device=device).bfloat16()
     routing = routing_of(shape, spread_ids(shape, tokens, "all", device), 16)
     y, gain = torch.randn(tokens * shape.top_k, shape.hidden, device=device).bfloat16(), torch.ones_like(wide[0])
     out, logits = torch.empty_like(wide), torch.randn(tokens, shape.experts, device=device)
     return {
-        "router": partial(router_logits, wide, router),
+        "router": partial(router_logits, wide, gate),
+        "router of 4 stages": partial(router_of, 4, wide, gate),
         "route": partial(route, logits, shape.top_k, norm_topk=True, unit_pairs=32),
         "sort": partial(sort_fp8_rows if product.form == "fp8" else sort_rows, x, routing),
         "combine_norm": partial(combine_norm, y, routing.weights, wide.clone(), gain, 1e-6, out=out),
     }
+
+
+def router_of(stages: int, x: Tensor, weight: Tensor) -> Tensor:
+    """`router_logits` with another number of stages."""
+    before, router.FEW_STAGES = router.FEW_STAGES, stages
+    logits = router_logits(x, weight)
+    router.FEW_STAGES = before
+    return logits
 
 
 def time_rest(name: str, product: Product, tokens: int, clock: GraphClock, device: torch.device) -> dict[str, float]:
