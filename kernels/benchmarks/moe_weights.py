@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from batchspec.kernels.common.e4m3 import E4M3
-from batchspec.kernels.moe import experts, experts_fp8, experts_mxfp4
+from batchspec.kernels.moe import experts, experts_fp8, experts_mxfp4, persistent_mxfp4, sorted_fp8, sorted_mxfp4, sorted_plain
 from batchspec.kernels.moe.experts_fp8 import Fp8Weight
 from batchspec.kernels.moe.gate import SWIGLU, Gate
 from batchspec.kernels.moe.mxfp4 import Mxfp4Weight, dequantise_mxfp4, mxfp4_shapes
@@ -99,6 +99,19 @@ class Product:
         gate = self.shape.gate if self.gated else None
         module.launch("moe_bench", x, self.weight, self.bias, routing, tile, out, gate=gate, compile_only=compile_only)
 
+    def run_sorted(
+        self, x: Any, routing: Routing, tile: ExpertTile, low: int, out: Tensor, *, compile_only: bool = False
+    ) -> None:
+        """`run` on rows in the order of the list of pairs."""
+        module: Any = {"bf16": sorted_plain, "fp8": sorted_fp8, "mxfp4": sorted_mxfp4}[self.form]
+        gate = self.shape.gate if self.gated else None
+        module.launch("moe_bench", x, self.weight, self.bias, routing, tile, out, gate=gate, low=low, compile_only=compile_only)
+
+    def run_ring(self, x: Any, routing: Routing, tile: ExpertTile, out: Tensor, *, compile_only: bool = False) -> None:
+        """`run_sorted` with persistent programs; MXFP4 alone."""
+        gate = self.shape.gate if self.gated else None
+        persistent_mxfp4.launch("moe_bench", x, self.weight, self.bias, routing, tile, out, gate=gate, compile_only=compile_only)
+
     def reference(self, x: Any, ids: Tensor) -> Tensor:
         """fp32 [P, N]"""
         if self.form == "fp8":
@@ -109,14 +122,14 @@ class Product:
         return experts.experts_down_reference(x, weight, self.bias, ids).float()
 
 
-def make_products(shape: MoeShape, form: str, device: torch.device) -> tuple[Product, Product]:
-    """Both products of a layer."""
+def make_products(shape: MoeShape, form: str, device: torch.device, *, only_shapes: bool = False) -> tuple[Product, Product]:
+    """Both products of a layer. only_shapes: the weights may have any values, and there is no reference for MXFP4."""
     products = []
     for gated, rows, k in ((True, 2 * shape.width, shape.hidden), (False, shape.hidden, shape.width)):
         bias = torch.randn(shape.experts, rows, device=device).bfloat16() if shape.bias else None
         weight = _random_weight(form, shape.experts, rows, k, gated, device)
         wide = None
-        if form == "mxfp4":
+        if form == "mxfp4" and not only_shapes:
             wide = torch.empty(shape.experts, rows, k, dtype=torch.bfloat16, device=device)
             for expert, own in enumerate(wide):  # one by one: the intermediate numbers take far more memory
                 own.copy_(dequantise_mxfp4(Mxfp4Weight(weight.words[expert], weight.scales[expert]), k, torch.bfloat16))

@@ -1,0 +1,182 @@
+"""Grouped products of experts with MXFP4 weights, on rows in the order of the list of pairs.
+
+As `experts_mxfp4.py`, with three differences. Rows of one expert follow each other (`sort_rows.py`), so a unit's tokens are one
+block that TMA loads. The four values of every word form one operand of 128 columns, so the tensor cores run through a whole block
+of K without a wait between. And a unit of few pairs is multiplied with a narrower tile, chosen on the GPU.
+The order of sums over K is the same as there, and does not depend on the tile.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from batchspec.kernels.common.checks import check
+from batchspec.kernels.common.pdl import await_earlier, launch_args
+from batchspec.kernels.moe.experts import add_bias_and_gate, check_launch, load_rows
+from batchspec.kernels.moe.experts_mxfp4 import load_scales, wait_for
+from batchspec.kernels.moe.gate import Gate
+from batchspec.kernels.moe.mxfp4 import BLOCK, Mxfp4Weight, mxfp4_shapes, unpack
+from batchspec.kernels.moe.tiles import ExpertTile
+from batchspec.kernels.moe.units import Routing, program_place
+
+HEIGHTS = (16, 32, 64, 128, 256)
+
+
+@triton.jit
+def unpack_block(words, scales, BLOCK_N: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The 128 values of each row: [N, 128]. Joining moves no value between registers."""
+    zero = unpack(words, scales, 0, INTERPRETED)
+    one = unpack(words, scales, 1, INTERPRETED)
+    two = unpack(words, scales, 2, INTERPRETED)
+    three = unpack(words, scales, 3, INTERPRETED)
+    parts = tl.join(tl.join(zero, two), tl.join(one, three))  # [N, 32, two bits of the part: high, low]
+    return parts.permute(0, 2, 3, 1).reshape(BLOCK_N, 128)
+
+
+@triton.jit
+def load_tokens(x, begin, count, at, num_rows, k, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr):
+    """The block [BLOCK_T, BLOCK_K] of x [num_rows, k] from row `begin`, column `at`. Rows past `count` are unspecified."""
+    if TMA:
+        tokens = x.load([begin, at])
+    else:
+        lane = tl.arange(0, BLOCK_T)[:, None]
+        column = at + tl.arange(0, BLOCK_K)[None, :]
+        tokens = tl.load(x + (begin + lane).to(tl.int64) * k + column, mask=(lane < count) & (column < k), other=0.0)
+    return tokens
+
+
+@triton.jit
+def store_rows(y, out, pairs, begin, count, first, n, SCATTER: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Store a tile [BLOCK_N, BLOCK_T] transposed, to rows in the list's order, or if SCATTER to the rows of the pairs."""
+    lane = tl.arange(0, BLOCK_T)
+    row = begin + lane
+    if SCATTER:
+        row = tl.load(pairs + row, mask=lane < count, other=0)
+    column = first + tl.arange(0, BLOCK_N)
+    places = out + row.to(tl.int64)[:, None] * n + column[None, :]
+    tl.store(places, tl.trans(y.to(out.dtype.element_ty)), mask=(lane < count)[:, None] & (column < n)[None, :])
+
+
+@triton.jit
+def multiply(
+    x, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k,
+    SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """One tile of BLOCK_N rows of W (gated: and as many of up) by BLOCK_T rows of x."""
+    num_blocks = tl.cdiv(k, 128)
+    width = num_blocks * 32
+    w_rows = 2 * n if GATED else n
+    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    for block in range(0, num_blocks):
+        tokens = tl.trans(load_tokens(x, begin, count, block * 128, num_rows, k, BLOCK_T, 128, TMA))
+        if GATED and TMA:  # one copy for gate and up: each copy costs the program a barrier
+            a, b = tl.split(w.load([expert * 2, first, block * 32]).permute(1, 2, 0))
+        else:
+            a = load_rows(w, expert, first, w_rows, block * 32, width, BLOCK_N, 32, TMA, True)
+        a_scales = load_scales(w_scales, expert, first, w_rows, block, num_blocks, BLOCK_N)
+        if GATED:  # loaded before the first dot, so that unpacking runs while that dot runs
+            if not TMA:
+                b = load_rows(w, expert, n + first, w_rows, block * 32, width, BLOCK_N, 32, TMA, True)
+            b_scales = load_scales(w_scales, expert, n + first, w_rows, block, num_blocks, BLOCK_N)
+        if INTERPRETED:
+            tokens = tokens.to(tl.float32)
+        acc = tl.dot(unpack_block(a, a_scales, BLOCK_N, INTERPRETED), tokens, acc, input_precision="ieee")
+        if GATED:
+            up = tl.dot(unpack_block(b, b_scales, BLOCK_N, INTERPRETED), tokens, up, input_precision="ieee")
+        if not INTERPRETED:
+            acc = wait_for(acc)
+            if GATED:
+                up = wait_for(up)
+    acc = add_bias_and_gate(acc, up, bias, expert, first, n, GATED, LIMIT, ALPHA, BLOCK_N)
+    store_rows(acc, out, pairs, begin, count, first, n, SCATTER, BLOCK_T, BLOCK_N)
+
+
+@triton.jit(do_not_specialize=["num_units", "num_rows"])
+def sorted_mxfp4_kernel(
+    x16, x32, x64, x128, x256, w, w_scales, bias, pairs, units, out, num_units, num_rows, n, k,
+    SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    LOW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
+    INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """x16 to x256: x [num_rows, k] with blocks of so many rows, None where LOW to BLOCK_T does not include it.
+
+    w: words [E * 2, n, words of a row] in a gated product with TMA, else [E * rows, words of a row].
+    """
+    unit, tile = program_place(num_units, tl.cdiv(n, BLOCK_N), GROUP)
+    await_earlier(PDL)
+    expert = tl.load(units + unit * 4)
+    begin = tl.load(units + unit * 4 + 1)
+    count = tl.load(units + unit * 4 + 2)
+    first = tile * BLOCK_N
+    if LOW <= 16 and ((count > 0) & (count <= 16)):
+        multiply(x16, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT, ALPHA,
+                 16, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
+    if LOW <= 32 and BLOCK_T >= 32 and ((count > (16 if LOW < 32 else 0)) & (count <= 32)):
+        multiply(x32, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT, ALPHA,
+                 32, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
+    if LOW <= 64 and BLOCK_T >= 64 and ((count > (32 if LOW < 64 else 0)) & (count <= 64)):
+        multiply(x64, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT, ALPHA,
+                 64, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
+    if LOW <= 128 and BLOCK_T >= 128 and ((count > (64 if LOW < 128 else 0)) & (count <= 128)):
+        multiply(x128, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT, ALPHA,
+                 128, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
+    if BLOCK_T >= 256 and ((count > (128 if LOW < 256 else 0)) & (count <= 256)):
+        multiply(x256, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT, ALPHA,
+                 256, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
+
+
+def blocks_of(x: Tensor, low: int, tile: ExpertTile, tma: bool) -> list[Tensor | TensorDescriptor | None]:
+    """x for each height of tile; None where `low` to the tile's own does not include it."""
+    heights = [height if low <= height <= tile.block_t else 0 for height in HEIGHTS]
+    return [(TensorDescriptor.from_tensor(x, [height, tile.block_k]) if tma else x) if height else None for height in heights]
+
+
+def launch(
+    kernel: str, x: Tensor, weight: Mxfp4Weight, bias: Tensor | None, routing: Routing, tile: ExpertTile, out: Tensor, *,
+    gate: Gate | None = None, low: int = 16, compile_only: bool = False,
+) -> None:  # fmt: skip
+    """Check the arguments and start the kernel, unless `compile_only`.
+
+    x    bf16 [P, K], in the order of the list of pairs
+    out  bf16 or fp32 [P, N]; with a gate in the order of the list, without in pair order
+    low  the narrowest tile over pairs that a unit of few pairs may use
+    """
+    num_pairs, (num_experts, w_rows, _), k = routing.expert_ids.numel(), weight.words.shape, x.shape[1]
+    n = w_rows if gate is None else w_rows // 2
+    words, scales = mxfp4_shapes(w_rows, k)
+    check(f"{kernel}: x", x, (num_pairs, k), torch.bfloat16)
+    check(f"{kernel}: words", weight.words, (num_experts, *words), torch.uint8)
+    check(f"{kernel}: scales", weight.scales, (num_experts, *scales), torch.uint8)
+    check(f"{kernel}: out", out, (num_pairs, n), torch.bfloat16, torch.float32)
+    if bias is not None:
+        check(f"{kernel}: bias", bias, (num_experts, w_rows), torch.bfloat16, torch.float32)
+    check_launch(kernel, routing, tile, num_experts)
+    if tile.block_k != BLOCK:
+        raise ValueError(f"{kernel}: block_k is {tile.block_k}; must be {BLOCK}")
+    if not len(routing.units):
+        return
+    flat = weight.words.view(torch.int16).view(num_experts * w_rows, -1)
+    tma = tile.tma and x.data_ptr() % 16 == 0 and k * x.itemsize % 16 == 0 and flat.data_ptr() % 16 == 0
+    low = min(low, tile.block_t)
+    xs = blocks_of(x, low, tile, tma)
+    w: Tensor | TensorDescriptor = flat
+    if tma:
+        w = TensorDescriptor.from_tensor(flat, [tile.block_n, BLOCK // 4])
+        if gate is not None:
+            w = TensorDescriptor.from_tensor(flat.view(-1, n, flat.shape[1]), [2, tile.block_n, BLOCK // 4])
+    grid = (len(routing.units) * triton.cdiv(n, tile.block_n),)
+    start = partial(sorted_mxfp4_kernel.warmup, grid=grid) if compile_only else sorted_mxfp4_kernel[grid]
+    start(
+        *xs, w, weight.scales.view(torch.int32), bias, routing.pairs, routing.units, out, len(routing.units), num_pairs, n, k,
+        SCATTER=gate is None, GATED=gate is not None, LIMIT=gate and gate.limit, ALPHA=gate and gate.alpha,
+        LOW=low, BLOCK_T=tile.block_t, BLOCK_N=tile.block_n, GROUP=tile.group, TMA=tma,
+        INTERPRETED=not x.is_cuda, num_warps=tile.warps, num_stages=tile.stages, **launch_args(x),
+    )  # fmt: skip
