@@ -1,9 +1,8 @@
 """Copies rows of x into the order of the list of pairs, so that the rows of one expert follow each other.
 
-    out[i] = x[pairs[i] // slots]        slots: number of pairs that read one row of x, top_k before the first product
+    out[i] = x[pairs[i] // k]        k: experts of a token
 
-The grouped products then read the rows of a unit as one block by TMA. Scales of FP8 rows are written transposed, [blocks, P], so
-that a product reads one block's scales of neighbouring rows at once.
+The grouped products read the rows of a unit as one block by TMA. `quantise_rows` does the same for FP8 rows.
 Each program copies one row. Bound by launch latency at decode sizes, by memory at prefill sizes.
 """
 
@@ -15,27 +14,17 @@ import triton.language as tl
 from torch import Tensor
 
 from batchspec.kernels.common.checks import FLOATS, check
-from batchspec.kernels.common.e4m3 import E4M3, movable
 from batchspec.kernels.common.pdl import await_earlier, launch_args
-from batchspec.kernels.moe.quantise import Fp8Rows
 from batchspec.kernels.moe.units import Routing
 
 
 @triton.jit
-def sort_rows_kernel(
-    x, scales, pairs, out, out_scales, num_pairs, stride_x, k, num_scales, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
-    SCALES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """scales None: x has no scales."""
+def sort_rows_kernel(x, pairs, out, stride_x, k, SLOTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     await_earlier(PDL)
     source = tl.load(pairs + row).to(tl.int64) // SLOTS
     tl.store(out + row * k + lane, tl.load(x + source * stride_x + lane, mask=lane < k), mask=lane < k)
-    if scales is not None:
-        block = tl.arange(0, SCALES)
-        scale = tl.load(scales + source * num_scales + block, mask=block < num_scales)
-        tl.store(out_scales + block.to(tl.int64) * num_pairs + row, scale, mask=block < num_scales)
 
 
 def sort_rows(x: Tensor, routing: Routing, *, interpret: bool = False) -> Tensor:
@@ -43,52 +32,28 @@ def sort_rows(x: Tensor, routing: Routing, *, interpret: bool = False) -> Tensor
 
     Rows may be slices of wider rows. Raises ValueError for other shapes or strides.
     """
-    top_k = _check(x, routing)
+    num_tokens, k = x.shape
+    check("sort_rows: x", x, (num_tokens, k), *FLOATS, rows=True)
+    check_pairs("sort_rows", routing, num_tokens)
     if not (x.is_cuda or interpret):
         return sort_rows_reference(x, routing)
-    out = x.new_empty(len(routing.pairs), x.shape[1])
-    _launch(x, None, routing, out, None, top_k)
-    return out
-
-
-def sort_fp8_rows(x: Fp8Rows, routing: Routing, *, interpret: bool = False) -> Fp8Rows:
-    """`sort_rows` of quantised rows: values [P, K], scales transposed [blocks, P]."""
-    top_k = _check(x.values, routing)
-    check("sort_fp8_rows: scales", x.scales, (len(x.values), x.scales.shape[1]), torch.float32)
-    if not (x.values.is_cuda or interpret):
-        return sort_fp8_rows_reference(x, routing)
-    out = Fp8Rows(
-        x.values.new_empty(len(routing.pairs), x.values.shape[1]), x.scales.new_empty(x.scales.shape[1], len(routing.pairs))
-    )
-    _launch(movable(x.values), x.scales, routing, movable(out.values), out.scales, top_k)
-    return out
-
-
-def _check(x: Tensor, routing: Routing) -> int:
-    num_tokens, top_k = routing.expert_ids.shape
-    check("sort_rows: x", x, (num_tokens, x.shape[1]), *FLOATS, E4M3, rows=True)
-    check("sort_rows: pairs", routing.pairs, (num_tokens * top_k,), torch.int32)
-    return top_k
-
-
-def _launch(x: Tensor, scales: Tensor | None, routing: Routing, out: Tensor, out_scales: Tensor | None, slots: int) -> None:
-    num_pairs, k = out.shape
-    num_scales = 0 if scales is None else scales.shape[1]
+    out = x.new_empty(len(routing.pairs), k)
     block = max(128, triton.next_power_of_2(k))
-    if num_pairs:
-        sort_rows_kernel[(num_pairs,)](
-            x, scales, routing.pairs, out, out_scales, num_pairs, x.stride(0), k, num_scales, SLOTS=slots, BLOCK=block,
-            SCALES=max(16, triton.next_power_of_2(max(1, num_scales))),
+    if len(out):
+        sort_rows_kernel[(len(out),)](
+            x, routing.pairs, out, x.stride(0), k, SLOTS=routing.expert_ids.shape[1], BLOCK=block,
             num_warps=min(8, max(1, block * x.itemsize // (32 * 16))), **launch_args(x),
         )  # fmt: skip
+    return out
+
+
+def check_pairs(kernel: str, routing: Routing, num_tokens: int) -> None:
+    """Raise ValueError unless the routing is one of so many tokens."""
+    top_k = routing.expert_ids.shape[1]
+    check(f"{kernel}: expert_ids", routing.expert_ids, (num_tokens, top_k), torch.int32)
+    check(f"{kernel}: pairs", routing.pairs, (num_tokens * top_k,), torch.int32)
 
 
 def sort_rows_reference(x: Tensor, routing: Routing) -> Tensor:
     """`sort_rows` in plain torch."""
-    return movable(x)[routing.pairs.long() // routing.expert_ids.shape[1]].view(x.dtype)
-
-
-def sort_fp8_rows_reference(x: Fp8Rows, routing: Routing) -> Fp8Rows:
-    """`sort_fp8_rows` in plain torch."""
-    source = routing.pairs.long() // routing.expert_ids.shape[1]
-    return Fp8Rows(movable(x.values)[source].view(E4M3), x.scales[source].T.contiguous())
+    return x[routing.pairs.long() // routing.expert_ids.shape[1]]
