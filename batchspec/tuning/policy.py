@@ -50,7 +50,7 @@ def expert_unit_pairs(tokens: int, top_k: int, num_experts: int, dtype: torch.dt
 
 
 def expert_tile(unit_pairs: int, num_pairs: int, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
-    """How a grouped product of so many pairs, with weights of this dtype (uint8: MXFP4), is cut. No choice changes a token's bits."""
+    """How a grouped product with weights of this dtype (uint8: MXFP4) is cut. No choice changes the bits of a token."""
     return tiles.expert_tile(unit_pairs, num_pairs, gated=gated, dtype=dtype)
 
 

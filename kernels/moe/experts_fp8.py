@@ -5,8 +5,8 @@
 
 x8 and w8 are the e4m3 values of activations and weights, K the reduction dimension. Tensor cores keep about 14 bits of a sum of
 e4m3 products, so partial sums over 128 of K are added up in fp32 registers (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
-Programs, order of rows and order of sums are as in `experts_plain.py`. `experts_fp8_up_quantised` rounds its result to bf16 and quantises it in
-the same launch; the bits equal those of `quantise_rows` on the bf16 result of `experts_fp8_up`.
+Programs, order of rows and order of sums are as in `experts_plain.py`. `experts_fp8_up_quantised` rounds its result to bf16 and
+quantises it in the same launch; the bits equal those of `quantise_rows` on the bf16 result of `experts_fp8_up`.
 Block scales of a gated product: ceil(I / 128) rows for the gate, then ceil(I / 128) rows for up.
 """
 
@@ -160,7 +160,8 @@ def experts_fp8_up(
     tile     block_k is 128; with block scales block_n divides 128
     dtype    of the result: bf16 or fp32; on a CPU any float dtype
 
-    Returns [P, I] in the order of the list. Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
+    Returns [P, I] in the order of the list. Does not synchronise on a GPU. The launch raises ValueError for other shapes,
+    dtypes or strides.
     """
     if not (x.values.is_cuda or interpret):
         return experts_fp8_up_reference(x, weight, bias, routing, gate=gate).to(dtype)
@@ -205,7 +206,7 @@ def launch(
     kernel: str, x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, routing: Routing | None, tile: ExpertTile, out: Tensor, *,
     gate: Gate | None = None, out_scales: Tensor | None = None, compile_only: bool = False,
 ) -> None:  # fmt: skip
-    """Check the arguments and start the kernel, unless `compile_only`. routing None: one expert multiplies every row of x.
+    """Check the arguments and start the kernel, unless `compile_only`. routing None: one expert multiplies every row.
 
     out_scales  fp32 [ceil(N / 128), P]: out is e4m3 with one scale per 128 values; None: out is bf16 or fp32
     """

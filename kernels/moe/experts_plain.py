@@ -1,4 +1,4 @@
-"""Grouped products of a mixture of experts with bf16 weights: the row of every pair p = (token, slot) times its expert e's weights.
+"""Grouped products of experts with bf16 weights: the row of every pair p = (token, slot) times the weights of its expert e.
 
     up    h[i] = gate(x[i] Wg[e]' + bg[e], x[i] Wu[e]' + bu[e])     W [E, 2I, H]: gate rows, up rows
     down  y[p] = h[i] W[e]' + b[e]                                  W [E, H, I]          i: place of p in the list of pairs

@@ -4,8 +4,8 @@
     values = x / scale, clamped to -448 .. 448, rounded to nearest even
 
 Computed in fp32, as vLLM's per_token_group_quant_fp8 with group size 128 does (scales are not rounded to powers of two).
-Each program quantises one row. With a routing a token is quantised once for each of its pairs: at decode sizes another launch that
-copies rows would take longer. Bound by memory at prefill sizes (itemsize + 1 bytes a value), by launch latency at decode sizes.
+Each program quantises one row. With a routing a token is quantised once for each of its pairs, which saves a launch that copies
+rows. Bound by memory at prefill sizes (itemsize + 1 bytes a value), by launch latency at decode sizes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def scaled_e4m3(x, scale, INTERPRETED: tl.constexpr):
     return round_to_e4m3(y, INTERPRETED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def quantise_kernel(
     x, pairs, out, out_scales, given, num_rows, stride, k, SLOTS: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr,
     GROUPS: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
@@ -115,8 +115,8 @@ def quantise_rows(
     if num_rows:
         groups = triton.next_power_of_2(num_groups)
         quantise_kernel[(num_rows,)](
-            x, routing and routing.pairs, rows.values, rows.scales, scale, num_rows,
-            x.stride(0), k, SLOTS=1 if routing is None else routing.expert_ids.shape[1], WHOLE=whole, GROUP=GROUP, GROUPS=groups,
+            x, routing and routing.pairs, *rows, scale, num_rows, x.stride(0), k,
+            SLOTS=1 if routing is None else routing.expert_ids.shape[1], WHOLE=whole, GROUP=GROUP, GROUPS=groups,
             INTERPRETED=not x.is_cuda, num_warps=min(16, max(1, groups // 2)), **launch_args(x),
         )  # fmt: skip
     return rows

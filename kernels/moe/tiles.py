@@ -17,8 +17,8 @@ class ExpertTile(NamedTuple):
     """
 
     block_t: int
-    """Most pairs of a unit, one of `HEIGHTS`. Both products of a layer read the same units. Triton 3.6 uses other instructions for
-    narrower tiles, which round differently."""
+    """Most pairs of a unit, one of `HEIGHTS`. Both products of a layer read the same units. Triton 3.6 uses other instructions
+    for narrower tiles, which round differently."""
     block_n: int
     """Rows of W, a multiple of 64. A gated product reads as many of the gate and as many of up. If it is below 16 * warps, the
     warps divide the pairs among them too."""
@@ -33,7 +33,7 @@ class ExpertTile(NamedTuple):
     group: int = 8
     """Number of consecutive units that run all their tiles before the next units begin, so that tokens stay in the L2 cache."""
     low: int = 16
-    """The narrowest tile over pairs, one of `HEIGHTS` up to block_t: a unit takes the narrowest from here on that holds its pairs."""
+    """The narrowest tile over pairs, one of `HEIGHTS` up to block_t. A unit takes the narrowest from here on that holds it."""
 
 
 def unit_pairs_of(num_tokens: int, top_k: int, num_experts: int, dtype: torch.dtype | None = None) -> int:
@@ -63,10 +63,10 @@ MANY_PROGRAMS = 8192
 def expert_tile(unit_pairs: int, num_pairs: int, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
     """A good tile for units of `unit_pairs` among `num_pairs` pairs, and weights of this dtype (uint8: MXFP4).
 
-    Measured on one H200 on 2026-11-22 with `batchspec.kernels.benchmarks.moe_bench --sweep`: MXFP4 on gpt-oss-20b (32 experts) and
-    gpt-oss-120b (128), bf16 and FP8 on Qwen3-30B-A3B (128), each at 16, 64, 256, 512, 1,024 and 4,096 tokens, 0.5 to 512 pairs an
-    expert. Both products of a layer together take at most 3 % longer than with the best measured units, the single product at most
-    5 %. Between these points the units grow with the mean number of pairs (`unit_pairs_of`).
+    Measured on one H200 on 2026-11-22 with `batchspec.kernels.benchmarks.moe_bench --sweep`: MXFP4 on gpt-oss-20b (32 experts)
+    and gpt-oss-120b (128), bf16 and FP8 on Qwen3-30B-A3B (128), each at 16, 64, 256, 512, 1,024 and 4,096 tokens, 0.5 to 512
+    pairs an expert. The two products of a layer together take at most 2 % longer than with the fastest tiles of each. Between
+    these points the units grow with the mean number of pairs (`unit_pairs_of`).
     """
     if dtype == torch.float32:
         return ExpertTile(unit_pairs, 64, 32, 2, 4, False)

@@ -2,7 +2,8 @@
 
 T tokens choose k of E experts each. That makes P = T * k pairs (token, slot); pair t * k + s is slot s of token t.
 `pairs` lists them sorted by expert. A unit is a run of up to `unit_pairs` pairs of one expert in this list, and each program of a
-grouped product works on one unit. "In the order of the list" means row i belongs to pair pairs[i]; "in pair order", row p to pair p. Only the GPU knows the number of units; the host launches for an upper bound (`max_units`).
+grouped product works on one unit. Only the GPU knows the number of units; the host launches for an upper bound (`max_units`).
+Rows are in pair order if row p belongs to pair p, and in the order of the list if row i belongs to pair pairs[i].
 """
 
 from __future__ import annotations

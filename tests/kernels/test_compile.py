@@ -511,9 +511,9 @@ for _residual, _gain in ((None, None), ("*bf16", "*bf16"), ("*bf16", PF32)):
           WIDTH=1536, BLOCK=2048, ACC="fp32")  # fmt: skip
 
 
-def _blocks(dtype: str, low: int, block_t: int, block_k: int, tma: bool) -> dict[str, object]:
+def _tokens_of(dtype: str, low: int, block_t: int, block_k: int, tma: bool) -> dict[str, object]:
     """Types of x16 to x256."""
-    kinds = {}
+    kinds: dict[str, object] = {}
     for height in (16, 32, 64, 128, 256):
         kind = f"tensordesc<{dtype}[{height}, {block_k}]>" if tma else f"*{dtype}"
         kinds[f"x{height}"] = kind if low <= height <= block_t else None
@@ -527,7 +527,7 @@ for _dtype, _gated, _limit, _low, _t, _n, _k, _warps in (
 ):  # fmt: skip
     _ptr, _tma = f"*{_dtype}", _dtype == "bf16"
     _case(f"experts_plain_kernel {_dtype}, gated {_gated}, {_low} to {_t} pairs", "experts_plain", _warps,
-          **_blocks(_dtype, _low, _t, _k, _tma), w=f"tensordesc<bf16[{_n}, {_k}]>" if _tma else _ptr,
+          **_tokens_of(_dtype, _low, _t, _k, _tma), w=f"tensordesc<bf16[{_n}, {_k}]>" if _tma else _ptr,
           bias=_ptr if _gated else None, pairs=PI32, units=PI32, out=_ptr, num_units=I32, num_rows=I32, n=I32, k=I32,
           SCATTER=not _gated, GATED=_gated, LIMIT=_limit, ALPHA=1.702, LOW=_low, BLOCK_T=_t, BLOCK_N=_n, BLOCK_K=_k, GROUP=8,
           TMA=_tma, EVEN_K=_tma, INTERPRETED=False)  # fmt: skip
@@ -535,8 +535,8 @@ _case("sort_rows_kernel", "sort_rows", 8, x="*bf16", pairs=PI32, out="*bf16", st
       BLOCK=4096)  # fmt: skip
 for _one, _scale in ((False, None), (True, None), (True, "fp32")):
     _case(f"quantise_kernel whole {_one}, given {_scale}", "quantise", 8, x="*bf16",
-          pairs=None if _one else PI32, out="*fp8e4nv", out_scales=PF32,
-          given=_scale, num_rows=I32, stride=I32, k=I32, SLOTS=8, WHOLE=_one, GROUP=128, GROUPS=16, INTERPRETED=False)  # fmt: skip
+          pairs=None if _one else PI32, out="*fp8e4nv", out_scales=PF32, given=_scale, num_rows=I32,
+          stride=I32, k=I32, SLOTS=8, WHOLE=_one, GROUP=128, GROUPS=16, INTERPRETED=False)  # fmt: skip
 # (blocked, gated, quantised, pairs, rows of W, warps, TMA, one expert)
 for _blocked, _gated, _quantised, _t, _n, _warps, _tma, _one in (
     (True, True, True, 32, 128, 4, True, False), (True, False, False, 64, 128, 4, True, False),
@@ -545,7 +545,7 @@ for _blocked, _gated, _quantised, _t, _n, _warps, _tma, _one in (
 ):  # fmt: skip
     _list, _low = None if _one else PI32, _t if _one else 16
     _case(f"experts_fp8_kernel blocked {_blocked}, gated {_gated}, {_t} pairs, one expert {_one}", "experts_fp8", _warps,
-          **_blocks("fp8e4nv", _low, _t, 128, _tma), x_scales=PF32, w=f"tensordesc<fp8e4nv[{_n}, 128]>" if _tma else "*fp8e4nv",
+          **_tokens_of("fp8e4nv", _low, _t, 128, _tma), x_scales=PF32, w=f"tensordesc<fp8e4nv[{_n}, 128]>" if _tma else "*fp8e4nv",
           w_scales=PF32, bias=None if _blocked else "*bf16", pairs=_list, units=_list,
           out="*fp8e4nv" if _quantised else "*bf16", out_scales=PF32 if _quantised else None, num_units=I32, num_rows=I32, n=I32,
           k=I32, scale_stride=I32, SCATTER=not (_gated or _one), GATED=_gated, LIMIT=None, ALPHA=1.702, BLOCKED=_blocked,
@@ -557,7 +557,7 @@ for _gated, _low, _t, _n, _warps, _tma in (
 ):  # fmt: skip
     _words = "tensordesc<i16[2, 64, 32]>" if _gated else "tensordesc<i16[128, 32]>"
     _case(f"experts_mxfp4_kernel gated {_gated}, {_low} to {_t} pairs, TMA {_tma}", "experts_mxfp4", _warps,
-          **_blocks("bf16", _low, _t, 128, _tma), w=_words if _tma else "*i16", w_scales=PI32, bias="*bf16", pairs=PI32,
+          **_tokens_of("bf16", _low, _t, 128, _tma), w=_words if _tma else "*i16", w_scales=PI32, bias="*bf16", pairs=PI32,
           units=PI32, out="*bf16", num_units=I32, num_rows=I32, n=I32, k=I32, SCATTER=not _gated, GATED=_gated,
           LIMIT=7.0 if _gated else None, ALPHA=1.702, LOW=_low, BLOCK_T=_t, BLOCK_N=_n, GROUP=8, TMA=_tma,
           INTERPRETED=False)  # fmt: skip

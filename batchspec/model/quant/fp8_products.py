@@ -208,7 +208,9 @@ def _is_fast(x: Tensor) -> bool:
 
 
 def _dense_tile(num_tokens: int, *, gated: bool) -> ExpertTile:
-    return expert_tile(expert_unit_pairs(num_tokens, 1, 1, E4M3), num_tokens, gated=gated, dtype=E4M3)
+    """One height: every unit but the last is full."""
+    tile = expert_tile(expert_unit_pairs(num_tokens, 1, 1, E4M3), num_tokens, gated=gated, dtype=E4M3)
+    return tile._replace(low=tile.block_t)
 
 
 def _is_gate_and_up(parts: Sequence[Fp8Weight]) -> bool:
