@@ -152,8 +152,8 @@ def experts_fp8_up(
 ) -> Tensor:  # fmt: skip
     """The gated first product of each pair.
 
-    x        [P, H] in the order of the list of pairs, from `quantise_rows`: a scale per 128 values if the weight has block scales,
-             else one per row
+    x        [P, H] in the order of the list of pairs, from `quantise_rows`: one scale per 128 values if the weight has block
+             scales, else one per row
     weight   [E, 2I, H]
     bias     bf16 or fp32 [E, 2I], or None
     routing  from `route` with unit_pairs=tile.block_t
