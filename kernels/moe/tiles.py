@@ -50,13 +50,13 @@ def unit_pairs_of(num_tokens: int, top_k: int, num_experts: int, dtype: torch.dt
     if dtype == torch.float8_e4m3fn:
         return min(64, pairs)
     if dtype == torch.uint8:
-        return min(64 if mean < MANY_PAIRS else 128, pairs)
+        return min(64 if mean < MANY_EXPERT_PAIRS else 128, pairs)
     return min(128, max(32, pairs))
 
 
-MANY_PAIRS = 256
+MANY_EXPERT_PAIRS = 256
 """Mean pairs of an expert from which units of MXFP4 products have 128 pairs."""
-MANY_PROGRAMS = 8192
+MANY_LAYER_PAIRS = 8192
 """Pairs of a layer from which an MXFP4 product is divided into fewer programs with more rows of W."""
 
 
@@ -78,7 +78,7 @@ def expert_tile(unit_pairs: int, num_pairs: int, *, gated: bool, dtype: torch.dt
         if unit_pairs >= 128:
             return ExpertTile(unit_pairs, 64, 128, 2, 4, low=32) if gated else ExpertTile(unit_pairs, 128, 128, 2, 8, low=128)
         if gated:
-            return ExpertTile(unit_pairs, 64 if unit_pairs < 64 or num_pairs < MANY_PROGRAMS else 128, 128, 3, 4)
+            return ExpertTile(unit_pairs, 64 if unit_pairs < 64 or num_pairs < MANY_LAYER_PAIRS else 128, 128, 3, 4)
         return ExpertTile(unit_pairs, 128, 128, 4 if unit_pairs == 32 else 3, 4)
     low = 16 if unit_pairs <= 64 else 32
     if gated and unit_pairs <= 64:
