@@ -549,7 +549,8 @@ for _blocked, _gated, _quantised, _t, _n, _warps, _tma, _one in (
           w=f"tensordesc<fp8e4nv[{_n}, 128]>" if _tma else "*fp8e4nv", w_scales=PF32,
           bias=None if _blocked else "*bf16", pairs=_list, units=_list, out="*fp8e4nv" if _quantised else "*bf16",
           out_scales=PF32 if _quantised else None, num_units=I32, num_rows=I32, n=I32, k=I32, scale_stride=I32,
-          SCATTER=not (_gated or _one), GATED=_gated, LIMIT=None, ALPHA=1.702, BLOCKED=_blocked, LOW=_low, BLOCK_T=_t, BLOCK_N=_n, GROUP=8, TMA=_tma, EVEN_K=_tma, STAGES=4, INTERPRETED=False)  # fmt: skip
+          SCATTER=not (_gated or _one), GATED=_gated, LIMIT=None, ALPHA=1.702, BLOCKED=_blocked, LOW=_low, BLOCK_T=_t,
+          BLOCK_N=_n, GROUP=8, TMA=_tma, EVEN_K=_tma, STAGES=4, INTERPRETED=False)  # fmt: skip
 # (gated, lowest tile, pairs, rows of W, warps, TMA)
 for _gated, _low, _t, _n, _warps, _tma in (
     (True, 16, 64, 64, 4, True), (False, 16, 64, 128, 4, True), (True, 32, 128, 64, 4, True), (False, 128, 128, 128, 8, True),
