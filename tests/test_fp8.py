@@ -196,7 +196,7 @@ def test_quantisation_rounds_to_the_nearest_even_number_and_saturates() -> None:
     values, scale = quantised(torch.zeros(2, 300), "group")
     assert (scale > 0).all()
     assert not values.float().any()
-    assert scale.shape == (2, 3)
+    assert scale.shape == (3, 2)
 
 
 def test_parts_are_joined_where_every_number_keeps_its_scale() -> None:

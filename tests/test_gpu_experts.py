@@ -100,9 +100,10 @@ def moe_of(spec: ModelSpec) -> Moe:
     return mlp.build(source_of(spec))
 
 
-def routing_of(spread: str, tokens: int, spec: MoeSpec) -> Routing:
+def routing_of(spread: str, tokens: int, spec: MoeSpec, dtype: torch.dtype) -> Routing:
+    """dtype: of the weights."""
     num_experts, top_k = spec.experts.num_experts, spec.router.top_k
-    unit_pairs = expert_unit_pairs(tokens, top_k, num_experts)
+    unit_pairs = expert_unit_pairs(tokens, top_k, num_experts, dtype)
     if spread == "random":
         return route(torch.randn(tokens, num_experts, device=GPU), top_k, norm_topk=True, unit_pairs=unit_pairs)
     own = [7, 2, 23, 11] if spread == "all on the same" else None
@@ -126,7 +127,8 @@ def test_grouped_products_are_those_of_plain_torch(name: str, spread: str) -> No
     up, down = (source_of(spec).grouped(grouped) for grouped in mlp.grouped)
     wide_up, wide_down = (source_of(wide, torch.float32).grouped(grouped) for grouped in mlp.grouped)
     for tokens in COUNTS:
-        routing, x = routing_of(spread, tokens, mlp), torch.randn(tokens, mlp.hidden_size, device=GPU).to(BF16)
+        routing = routing_of(spread, tokens, mlp, up.weight_dtype)
+        x = torch.randn(tokens, mlp.hidden_size, device=GPU).to(BF16)
         inner = up.up(x, routing, mlp.experts.clamp, quantise=False)
         expected = wide_up.up(x.float(), routing, mlp.experts.clamp, quantise=False)
         assert isinstance(inner, Tensor)

@@ -94,7 +94,7 @@ def test_experts_that_compute_a_pair_of_each_token_give_what_they_give_on_their_
     target = tiny_moe("qwen3_moe")
     ids = prompts([9, 1, 4], 31)
     expected, _ = Runner.start(target, 3).feed(ids)
-    monkeypatch.setattr(grouped, "own_pairs", grouped.bounded_pairs)
+    monkeypatch.setattr(grouped, "own_places", grouped.bounded_places)
     found, _ = Runner.start(target, 3).feed(ids)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-12, rtol=0)

@@ -2,20 +2,21 @@
 
     python -m batchspec.kernels.benchmarks.moe_bench [--models qwen3-30b ...] [--formats bf16 ...] [--sweep] [--seconds 240]
 
-Weights, inputs and routers are random. Every product is checked against its reference in plain torch, with tokens on experts of
-their own choice, all on the same k, and on half of the experts; the bits of the first tokens alone are compared with theirs among
-all. The share is that of the larger of bytes / 4.3 TB/s and operations / 790 TFLOP/s (FP8 1500). `--sweep` times other tiles and
-prints the fastest beside the default. Kernels are compiled ahead, several at once; lines appear as they are known.
+Weights, inputs and routers are random. Every tile is checked against the reference in plain torch, and its bits against those of
+the first. The fastest is also checked with all tokens on the same experts and on half of them, and the bits of the first tokens
+alone with theirs among all. The share is that of the larger of bytes / 4.3 TB/s and operations / 790 TFLOP/s (FP8 1500).
+`--sweep` times other tiles and prints the fastest beside the default. Kernels are compiled ahead by `--jobs` processes, into
+Triton's cache on disk.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
+import multiprocessing
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,29 +29,38 @@ from batchspec.kernels.benchmarks.timing import Call, GraphClock
 from batchspec.kernels.moe.combine import combine_norm, combine_norm_reference
 from batchspec.kernels.moe.quantise import quantise_rows
 from batchspec.kernels.moe.route import lists_reference, route, route_reference
-from batchspec.kernels.moe.tiles import ExpertTile, candidates, expert_tile, unit_pairs_of
+from batchspec.kernels.moe.router import router_logits
+from batchspec.kernels.moe.sort_rows import sort_rows
+from batchspec.kernels.moe.tiles import ExpertTile, candidates, expert_tile
 from batchspec.kernels.moe.units import Routing
 
-TOKENS = (1, 16, 64, 256, 1024, 2048)
+TOKENS = (16, 64, 256, 512, 1024, 4096)
 BYTES_S = 4.3e12
 ROUTINGS = 4  # of a timing: a few tokens must not find their experts in the second-level cache
 ALONE = 16  # tokens whose bits are compared
-COLUMNS = f"{'case':<44} {'us':>9} {'GB/s':>7} {'TFLOP/s':>8} {'share':>6}  tile"
+COLUMNS = f"{'case':<34} {'us':>9} {'GB/s':>7} {'TFLOP/s':>8} {'share':>6}  error   tile"
 
 
 class Timing(NamedTuple):
     """One product with one tile."""
 
+    case: str
     tile: ExpertTile
     us: float
     num_bytes: float
     flop: float
     floor_us: float
+    error: float
+    same_bits: bool
+    """As the first tile that was timed."""
 
     def line(self, case: str) -> str:
         rates = f"{self.num_bytes / self.us / 1e3:>7.0f} {self.flop / self.us / 1e6:>8.1f} {self.floor_us / self.us:>6.1%}"
-        tile = "x".join(map(str, self.tile[:3])) + f" {self.tile.stages} stages {self.tile.warps} warps group {self.tile.group}"
-        return f"{case:<44} {self.us:>9.2f} {rates}  {tile}"
+        return f"{case:<34} {self.us:>9.2f} {rates}  {self.error:.0e}   {text_of(self.tile)}"
+
+
+def text_of(tile: ExpertTile) -> str:
+    return f"{tile.low}-{tile.block_t} x{tile.block_n} x{tile.block_k} {tile.stages} stages {tile.warps} warps"
 
 
 def spread_ids(shape: MoeShape, tokens: int, spread: str, device: torch.device) -> Tensor:
@@ -67,112 +77,86 @@ def routing_of(shape: MoeShape, ids: Tensor, unit_pairs: int) -> Routing:
     return lists_reference(ids, weights / weights.sum(1, keepdim=True), shape.experts, unit_pairs)
 
 
-def error_of(product: Product, tile: ExpertTile, ids: Tensor, x: Any) -> float:
-    """Norm of the difference over the norm of the reference; NaN where something was not written."""
-    out = product.empty(ids.numel()).fill_(torch.nan)
-    product.run(x, routing_of(product.shape, ids, tile.block_t), tile, out)
-    wanted = product.reference(x, ids)
-    return float((out.float() - wanted).norm() / wanted.norm())
-
-
-def same_bits(product: Product, tokens: int, device: torch.device) -> bool:
-    """Whether the first tokens get the same bits alone as among all."""
-    shape = product.shape
-    ids = spread_ids(shape, tokens, "all", device)
-    x = product.inputs(tokens)
-    outs = []
-    for count in (tokens, min(tokens, ALONE)):
-        tile = expert_tile(
-            unit_pairs_of(count, shape.top_k, shape.experts, product.dtype), gated=product.gated, dtype=product.dtype
-        )
-        rows = count if product.gated else count * shape.top_k
-        outs.append(product.empty(count * shape.top_k))
-        product.run(product.first(x, rows), routing_of(shape, ids[:count].contiguous(), tile.block_t), tile, outs[-1])
-    return torch.equal(outs[0][: len(outs[1])], outs[1])
-
-
-def time_tile(product: Product, tile: ExpertTile, all_ids: Sequence[Tensor], x: Any, clock: GraphClock) -> Timing:
-    shape, pairs = product.shape, all_ids[0].numel()
-    out = product.empty(pairs)
-    routings = [routing_of(shape, ids, tile.block_t) for ids in all_ids]
-    us = clock.us([partial(product.run, x, routing, tile, out) for routing in routings])
-    touched = sum(len(ids.unique()) for ids in all_ids) / len(all_ids)
-    num_bytes = touched * product.expert_bytes + product.input_bytes(x) + out.nbytes
-    flop = 2.0 * pairs * product.rows * product.k
-    return Timing(tile, us, num_bytes, flop, 1e6 * max(num_bytes / BYTES_S, flop / product.flop_s))
-
-
-def compile_ahead(products: Sequence[Product], token_counts: Sequence[int], sweep: bool, device: torch.device) -> None:
-    """Compile every kernel that `bench_products` starts, several at once."""
-    todo: dict[tuple[Any, ...], Call] = {}
-    for product in products:
-        for tokens in {*token_counts, ALONE}:
-            x, ids = product.inputs(tokens), spread_ids(product.shape, tokens, "all", device)
-            for tile in tiles_of(product, tokens, sweep):
-                routing = routing_of(product.shape, ids, tile.block_t)
-                out = product.empty(ids.numel())
-                todo[(product.gated, tile)] = partial(product.run, x, routing, tile, out, compile_only=True)
-
-    def compile_one(call: Call) -> None:
-        torch.cuda.set_device(device.index or 0)  # the current device is a thread's own
-        with continue_on_error("not compiled"):
-            call()
-
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        list(pool.map(compile_one, todo.values()))
+def relative(found: Tensor, wanted: Tensor) -> float:
+    """Norm of the difference over the norm of what is wanted; NaN where something was not written."""
+    return float((found.float() - wanted).norm() / wanted.norm())
 
 
 def tiles_of(product: Product, tokens: int, sweep: bool) -> list[ExpertTile]:
-    unit_pairs = unit_pairs_of(tokens, product.shape.top_k, product.shape.experts, product.dtype)
-    sizes = [unit_pairs]
-    if sweep:
-        sizes += [size for size in (unit_pairs // 2, unit_pairs * 2) if 16 <= size <= 256]
-    found = [tile for size in sizes for tile in candidates(size, gated=product.gated, dtype=product.dtype)]
+    shape = product.shape
+    found = candidates(tokens, shape.top_k, shape.experts, gated=product.gated, dtype=product.dtype)
     return found if sweep else found[:1]
 
 
-def bench_products(
-    name: str, products: Sequence[Product], token_counts: Sequence[int], sweep: bool, deadline: float,
-    save: Callable[[dict[str, Any]], None], device: torch.device,
-) -> None:  # fmt: skip
-    clock = GraphClock(device)
-    for product in products:
-        for tokens in token_counts:
-            case = f"{name} {'up' if product.gated else 'down'} T={tokens}"
-            if time.monotonic() > deadline:
-                print(f"{case}: out of time")
-                return
-            with continue_on_error(case):
-                x = product.inputs(tokens)
-                tiles = tiles_of(product, tokens, sweep)
-                errors = [
-                    error_of(product, tiles[0], spread_ids(product.shape, tokens, s, device), x) for s in ("all", "same", "half")
-                ]
-                if not max(errors) < product.tolerance:
-                    print(f"{case}: WRONG, errors {errors}", flush=True)
-                    continue
-                bits = "" if same_bits(product, tokens, device) else "  bits DIFFER from those of 16 tokens"
-                all_ids = [spread_ids(product.shape, tokens, "all", device) for _ in range(ROUTINGS)]
-                timings = []
-                for tile in tiles:
-                    with continue_on_error(f"{case} {tile}"):
-                        timings.append(time_tile(product, tile, all_ids, x, clock))
-                        save({"case": case, "tile": tile._asdict(), "us": round(timings[-1].us, 2)})
-                print(timings[0].line(case) + f"  error {max(errors):.1e}{bits}", flush=True)
-                best = min(timings, key=lambda timing: timing.us)
-                if best.us < 0.98 * timings[0].us:
-                    wrong = error_of(product, best.tile, all_ids[0], x)
-                    print(best.line("  fastest") + f"  error {wrong:.1e}", flush=True)
+def alone_tile(product: Product) -> ExpertTile:
+    """A tile for a few tokens, other than that of many."""
+    return expert_tile(16, ALONE * product.shape.top_k, gated=product.gated, dtype=product.dtype)
+
+
+def bench_case(name: str, product: Product, tokens: int, sweep: bool, clock: GraphClock) -> list[Timing]:
+    """All tiles of one product for so many tokens that are right, the default first. Raises ValueError if none is."""
+    case, device = f"{name} {'up' if product.gated else 'down'} {tokens}", product.device
+    x, shape = product.inputs(tokens), product.shape
+    all_ids = [spread_ids(shape, tokens, "all", device) for _ in range(ROUTINGS)]
+    wanted = product.reference(x, routing_of(shape, all_ids[0], 16))
+    out, touched = torch.empty_like(wanted, dtype=torch.bfloat16), sum(len(ids.unique()) for ids in all_ids) / len(all_ids)
+    flop = 2.0 * len(out) * product.rows * product.k
+    inputs: dict[int, list[tuple[Any, Routing]]] = {}
+    bits: Tensor | None = None
+    found = []
+    for tile in tiles_of(product, tokens, sweep):
+        with continue_on_error(f"{case} {text_of(tile)}"):
+            if tile.block_t not in inputs:
+                routings = [routing_of(shape, ids, tile.block_t) for ids in all_ids]
+                inputs[tile.block_t] = [(product.rows_of(x, routing), routing) for routing in routings]
+            own = inputs[tile.block_t]
+            y = product.result(x, own[0][1], tile)
+            error, bits = relative(y, wanted), y if bits is None else bits
+            if not error < product.tolerance:
+                print(f"{case} {text_of(tile)}: WRONG, error {error}", flush=True)
+                continue
+            us = clock.us([partial(product.run, rows, routing, tile, out) for rows, routing in own])
+            num_bytes = touched * product.expert_bytes + product.rows_bytes(own[0][0]) + out.nbytes
+            floor_us = 1e6 * max(num_bytes / BYTES_S, flop / product.flop_s)
+            found.append(Timing(case, tile, us, num_bytes, flop, floor_us, error, torch.equal(bits, y)))
+    if not found:
+        raise ValueError(f"{case}: no tile is right")
+    check_tile(case, product, x, tokens, min(found, key=lambda timing: timing.us).tile)
+    return found
+
+
+def check_tile(case: str, product: Product, x: Tensor, tokens: int, tile: ExpertTile) -> None:
+    """Check a tile with all tokens on the same experts and on half of them, and the first tokens alone."""
+    shape = product.shape
+    for spread in ("same", "half"):
+        routing = routing_of(shape, spread_ids(shape, tokens, spread, product.device), tile.block_t)
+        error = relative(product.result(x, routing, tile), product.reference(x, routing))
+        if not error < product.tolerance:
+            print(f"{case} {text_of(tile)}: WRONG with {spread} experts, error {error}", flush=True)
+    few, ids = min(tokens, ALONE), spread_ids(shape, tokens, "all", product.device)
+    own = x[: few if product.gated else few * shape.top_k]
+    alone = product.result(own, routing_of(shape, ids[:few].contiguous(), 16), alone_tile(product))
+    if not torch.equal(alone, product.result(x, routing_of(shape, ids, tile.block_t), tile)[: len(alone)]):
+        print(f"{case} {text_of(tile)}: bits DIFFER from those of {few} tokens", flush=True)
+
+
+def report(timings: Sequence[Timing]) -> None:
+    """Lines of one case: the default, and the fastest where it is faster."""
+    default, best = timings[0], min(timings, key=lambda timing: timing.us)
+    different = sum(not timing.same_bits for timing in timings)
+    print(default.line(default.case) + (f"  bits DIFFER in {different} tiles" if different else ""), flush=True)
+    if best.us < 0.98 * default.us:
+        print(best.line("  fastest"), flush=True)
 
 
 def bench_rest(name: str, shape: MoeShape, token_counts: Sequence[int], device: torch.device) -> None:
-    """Routing, quantisation and combination."""
+    """The launches around the products."""
     clock = GraphClock(device)
     for tokens in token_counts:
-        with continue_on_error(f"{name} T={tokens}"):
+        with continue_on_error(f"{name} {tokens}"):
             logits = torch.randn(tokens, shape.experts, device=device)
-            call = partial(route, top_k=shape.top_k, norm_topk=True, unit_pairs=32)
-            found, wanted = call(logits), route_reference(logits, shape.top_k, norm_topk=True, unit_pairs=32)
+            call = partial(route, logits, shape.top_k, norm_topk=True, unit_pairs=32)
+            found, wanted = call(), route_reference(logits, shape.top_k, norm_topk=True, unit_pairs=32)
             for field in ("expert_ids", "pairs", "offsets", "units"):
                 assert torch.equal(getattr(found, field), getattr(wanted, field)), f"route: {field}"
             torch.testing.assert_close(found.weights, wanted.weights, rtol=1e-5, atol=1e-7)
@@ -185,11 +169,64 @@ def bench_rest(name: str, shape: MoeShape, token_counts: Sequence[int], device: 
             combine()
             torch.testing.assert_close(residual, wanted_residual, rtol=2**-6, atol=2e-2)
             torch.testing.assert_close(out, expected, rtol=2**-5, atol=3e-2)
-            times = (clock.us([partial(call, logits)]), clock.us([combine]), clock.us([partial(quantise_rows, residual)]))
-            print(
-                f"{name} T={tokens}: route {times[0]:.2f} us, combine_norm {times[1]:.2f} us, quantise_rows {times[2]:.2f} us",
-                flush=True,
-            )
+            gate = torch.randn(shape.experts, shape.hidden, device=device).bfloat16()
+            calls: dict[str, Call] = {
+                "router": partial(router_logits, residual, gate), "route": call, "sort_rows": partial(sort_rows, residual, found),
+                "quantise_rows": partial(quantise_rows, residual, found), "combine_norm": combine,
+            }  # fmt: skip
+            print(f"{name} {tokens}: " + ", ".join(f"{key} {clock.us([one]):.2f} us" for key, one in calls.items()), flush=True)
+
+
+def compile_one(task: tuple[str, str, bool, ExpertTile]) -> str:
+    """Compile one kernel in a process of its own. Its name in Triton's cache does not depend on the number of experts."""
+    model, form, gated, tile = task
+    try:
+        shape = replace(MODELS[model], experts=MODELS[model].top_k)
+        product = make_products(shape, form, torch.device("cuda"), only_shapes=True)[0 if gated else 1]
+        x, routing = product.inputs(4), routing_of(shape, spread_ids(shape, 4, "all", product.device), tile.block_t)
+        product.run(product.rows_of(x, routing), routing, tile, product.empty(len(routing.pairs)), compile_only=True)
+    except Exception as error:
+        return f"{model} {form} {'up' if gated else 'down'} {text_of(tile)}: {type(error).__name__}: {str(error)[:200]}"
+    return ""
+
+
+def compile_ahead(cases: Sequence[tuple[str, str]], token_counts: Sequence[int], sweep: bool, jobs: int) -> None:
+    """Compile every product that is timed. Kernels of two models that differ in the number of experts alone are one."""
+    todo: dict[Any, tuple[str, str, bool, ExpertTile]] = {}
+    for model, form in cases:
+        shape = MODELS[model]
+        for product in make_products(replace(shape, experts=shape.top_k), form, torch.device("cuda"), only_shapes=True):
+            product.shape = shape
+            for tile in (alone_tile(product), *(tile for tokens in token_counts for tile in tiles_of(product, tokens, sweep))):
+                key = (form, product.gated, tile, shape.hidden, shape.width, shape.gate, shape.bias)
+                todo.setdefault(key, (model, form, product.gated, tile))
+    started = time.monotonic()
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        for failure in pool.imap_unordered(compile_one, todo.values()):
+            if failure:
+                print(f"not compiled: {failure}", flush=True)
+    print(f"{len(todo)} kernels compiled in {time.monotonic() - started:.0f} s", flush=True)
+
+
+def bench_all(
+    cases: Sequence[tuple[str, str]], token_counts: Sequence[int], sweep: bool, deadline: float,
+    save: Callable[[dict[str, Any]], None],
+) -> None:  # fmt: skip
+    device = torch.device("cuda")
+    clock = GraphClock(device)
+    print(COLUMNS, flush=True)
+    for model, form in cases:
+        for product in make_products(MODELS[model], form, device):
+            for tokens in token_counts:
+                if time.monotonic() > deadline:
+                    print(f"{model} {form} {tokens}: out of time", flush=True)
+                    continue
+                with continue_on_error(f"{model} {form} {tokens}"):
+                    timings = bench_case(f"{model} {form}", product, tokens, sweep, clock)
+                    report(timings)
+                    for timing in timings:
+                        save(timing._asdict() | {"tile": timing.tile._asdict()})
+        torch.cuda.empty_cache()
 
 
 def main() -> None:
@@ -198,33 +235,25 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--sweep", action="store_true", help="time other tiles too")
+    parser.add_argument("--jobs", type=int, default=14, help="processes that compile")
     parser.add_argument("--seconds", type=float, default=300, help="start no new case after this time")
     parser.add_argument("--out", help="append each timing as JSON to this file")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("moe_bench: no GPU here, nothing to time")
         return
-    device, begin = torch.device("cuda"), time.monotonic()
+    begin = time.monotonic()
 
     def save(row: dict[str, Any]) -> None:
         if arguments.out:
             with open(arguments.out, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
 
-    print(COLUMNS, flush=True)
+    cases = [(model, form) for model in arguments.models for form in MODELS[model].formats if form in arguments.formats]
+    compile_ahead(cases, arguments.tokens, arguments.sweep, arguments.jobs)
     for model in arguments.models:
-        shape = MODELS[model]
-        bench_rest(model, shape, arguments.tokens, device)
-        for form in (form for form in arguments.formats if form in shape.formats):
-            products = make_products(shape, form, device)
-            started = time.monotonic()
-            compile_ahead(products, arguments.tokens, arguments.sweep, device)
-            print(f"{model} {form}: compiled in {time.monotonic() - started:.0f} s", flush=True)
-            bench_products(
-                f"{model} {form}", products, arguments.tokens, arguments.sweep, begin + arguments.seconds, save, device
-            )
-            del products
-            torch.cuda.empty_cache()
+        bench_rest(model, MODELS[model], arguments.tokens, torch.device("cuda"))
+    bench_all(cases, arguments.tokens, arguments.sweep, begin + arguments.seconds, save)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from batchspec.kernels.common.e4m3 import E4M3
-from batchspec.kernels.moe import experts, experts_fp8, experts_mxfp4
+from batchspec.kernels.moe import experts_fp8, experts_mxfp4, experts_plain
 from batchspec.kernels.moe.experts_fp8 import Fp8Weight
 from batchspec.kernels.moe.gate import SWIGLU, Gate
 from batchspec.kernels.moe.mxfp4 import Mxfp4Weight, dequantise_mxfp4, mxfp4_shapes
-from batchspec.kernels.moe.quantise import Fp8Rows, quantise_rows
+from batchspec.kernels.moe.quantise import quantise_rows
+from batchspec.kernels.moe.sort_rows import sort_rows
 from batchspec.kernels.moe.tiles import ExpertTile
 from batchspec.kernels.moe.units import Routing
 
@@ -80,43 +81,54 @@ class Product:
         parts = (self.weight,) if isinstance(self.weight, Tensor) else self.weight
         return sum(part.nbytes for part in parts) / self.shape.experts
 
-    def inputs(self, tokens: int) -> Any:
-        rows = tokens if self.gated else tokens * self.shape.top_k
-        x = torch.randn(rows, self.k, device=self.device).bfloat16()
-        return quantise_rows(x) if self.form == "fp8" else x
+    def inputs(self, tokens: int) -> Tensor:
+        """bf16 rows of tokens; of the second product, of pairs in pair order."""
+        return torch.randn(tokens if self.gated else tokens * self.shape.top_k, self.k, device=self.device).bfloat16()
 
-    def first(self, x: Any, rows: int) -> Any:
-        return Fp8Rows(x.values[:rows], x.scales[:rows]) if self.form == "fp8" else x[:rows]
+    def rows_of(self, x: Tensor, routing: Routing) -> Any:
+        """x as the product reads it: in the order of the list of pairs, FP8 quantised."""
+        if not self.gated:  # as if each pair were a token of its own
+            routing = routing._replace(expert_ids=routing.expert_ids.view(-1, 1))
+        interpret = not x.is_cuda
+        return (
+            quantise_rows(x, routing, interpret=interpret) if self.form == "fp8" else sort_rows(x, routing, interpret=interpret)
+        )
 
-    def input_bytes(self, x: Any) -> int:
-        return sum(part.nbytes for part in x) if self.form == "fp8" else x.nbytes
+    def rows_bytes(self, rows: Any) -> int:
+        return sum(part.nbytes for part in rows) if self.form == "fp8" else rows.nbytes
 
     def empty(self, pairs: int) -> Tensor:
         return torch.empty(pairs, self.rows // 2 if self.gated else self.rows, dtype=torch.bfloat16, device=self.device)
 
-    def run(self, x: Any, routing: Routing, tile: ExpertTile, out: Tensor, *, compile_only: bool = False) -> None:
-        module: Any = {"bf16": experts, "fp8": experts_fp8, "mxfp4": experts_mxfp4}[self.form]
+    def run(self, rows: Any, routing: Routing, tile: ExpertTile, out: Tensor, *, compile_only: bool = False) -> None:
+        module: Any = {"bf16": experts_plain, "fp8": experts_fp8, "mxfp4": experts_mxfp4}[self.form]
         gate = self.shape.gate if self.gated else None
-        module.launch("moe_bench", x, self.weight, self.bias, routing, tile, out, gate=gate, compile_only=compile_only)
+        module.launch("moe_bench", rows, self.weight, self.bias, routing, tile, out, gate=gate, compile_only=compile_only)
 
-    def reference(self, x: Any, ids: Tensor) -> Tensor:
-        """fp32 [P, N]"""
-        if self.form == "fp8":
-            return experts_fp8.experts_fp8_reference(x, self.weight, self.bias, ids, gate=self.shape.gate if self.gated else None)
-        weight = self.weight if self.wide is None else self.wide
-        if self.gated:
-            return experts.experts_up_reference(x, weight, self.bias, ids, gate=self.shape.gate).float()
-        return experts.experts_down_reference(x, weight, self.bias, ids).float()
+    def result(self, x: Tensor, routing: Routing, tile: ExpertTile) -> Tensor:
+        """The product in pair order; NaN where nothing was written."""
+        out = self.empty(len(routing.pairs)).fill_(torch.nan)
+        self.run(self.rows_of(x, routing), routing, tile, out)
+        return torch.empty_like(out).index_copy_(0, routing.pairs.long(), out) if self.gated else out
+
+    def reference(self, x: Tensor, routing: Routing) -> Tensor:
+        """fp32 [P, N] in pair order"""
+        rows, weight = self.rows_of(x, routing), self.weight if self.wide is None else self.wide
+        module: Any = experts_fp8 if self.form == "fp8" else experts_plain
+        name = f"{module.__name__.rsplit('.', 1)[-1]}_{'up' if self.gated else 'down'}_reference"
+        gate = {"gate": self.shape.gate} if self.gated else {}
+        out: Tensor = getattr(module, name)(rows, weight, self.bias, routing, **gate).float()
+        return torch.empty_like(out).index_copy_(0, routing.pairs.long(), out) if self.gated else out
 
 
-def make_products(shape: MoeShape, form: str, device: torch.device) -> tuple[Product, Product]:
-    """Both products of a layer."""
+def make_products(shape: MoeShape, form: str, device: torch.device, *, only_shapes: bool = False) -> tuple[Product, Product]:
+    """Both products of a layer. only_shapes: the weights may have any values, and there is no reference for MXFP4."""
     products = []
     for gated, rows, k in ((True, 2 * shape.width, shape.hidden), (False, shape.hidden, shape.width)):
         bias = torch.randn(shape.experts, rows, device=device).bfloat16() if shape.bias else None
         weight = _random_weight(form, shape.experts, rows, k, gated, device)
         wide = None
-        if form == "mxfp4":
+        if form == "mxfp4" and not only_shapes:
             wide = torch.empty(shape.experts, rows, k, dtype=torch.bfloat16, device=device)
             for expert, own in enumerate(wide):  # one by one: the intermediate numbers take far more memory
                 own.copy_(dequantise_mxfp4(Mxfp4Weight(weight.words[expert], weight.scales[expert]), k, torch.bfloat16))

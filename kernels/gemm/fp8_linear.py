@@ -80,7 +80,7 @@ def main() -> None:
                 weight = [torch.randn(rows, k, device=bench.device).to(E4M3) for _ in range(bench.num_copies)]
                 scales = torch.rand(rows // 128, k // 128, device=bench.device) / k
                 x = quantise_rows(torch.randn(tokens, k, device=bench.device).bfloat16())
-                tile = expert_tile(unit_pairs_of(tokens, 1, 1), gated=False, dtype=E4M3)
+                tile = expert_tile(unit_pairs_of(tokens, 1, 1, E4M3), tokens, gated=False, dtype=E4M3)
                 found, wanted = fp8_linear(x, weight[0], scales, tile=tile), fp8_linear_reference(x, weight[0], scales)
                 assert (found - wanted).norm() < 4e-3 * wanted.norm(), "differs from the reference"
                 bench.row(

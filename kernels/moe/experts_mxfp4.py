@@ -1,7 +1,8 @@
 """Grouped products of experts with MXFP4 weights: 4-bit values become bf16 in registers, from which the tensor cores read them.
 
-bf16 holds every dequantised weight exactly. Formula, work list and order of sums are those of `experts.py`, so the result equals
-that of `experts.py` with dequantised weights. Weights are in the order of `mxfp4.py`.
+bf16 holds every dequantised weight exactly. Formula, work list, order of rows and order of sums are those of `experts_plain.py`,
+so the result equals that of `experts_plain.py` with dequantised weights. Weights are in the order of `mxfp4.py`. The four values
+of every word form one operand of 128 columns, so the tensor cores run through a whole block of K without a wait between.
 Bound by memory (17/32 bytes per weight); the instructions that unpack weights, about four for two values, take nearly as long.
 """
 
@@ -17,18 +18,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
-from batchspec.kernels.moe.experts import (
-    add_bias_and_gate,
-    check_launch,
-    experts_down_reference,
-    experts_up_reference,
-    load_rows,
-    write_pairs,
-)
+from batchspec.kernels.moe.blocks import add_bias_and_gate, blocks_of, check_launch, load_rows, load_tokens, store_rows
+from batchspec.kernels.moe.experts_plain import experts_plain_down_reference, experts_plain_up_reference
 from batchspec.kernels.moe.gate import SWIGLU, Gate
 from batchspec.kernels.moe.mxfp4 import BLOCK, Mxfp4Weight, dequantise_mxfp4, mxfp4_shapes, unpack
 from batchspec.kernels.moe.tiles import ExpertTile
-from batchspec.kernels.moe.units import Routing, program_place, unit_pairs
+from batchspec.kernels.moe.units import Routing, program_place
 
 
 @triton.jit
@@ -47,50 +42,85 @@ def wait_for(acc):
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], dtype=tl.float32, is_pure=True, pack=1)
 
 
-@triton.jit(do_not_specialize=["num_units"])
-def experts_mxfp4_kernel(
-    x, w, w_scales, bias, pairs, units, out, num_units, n, k, stride_x,
-    SLOTS: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
-    EVEN_K: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def unpack_block(words, scales, BLOCK_N: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The 128 values of each row: [N, 128]. Joining moves no value between registers."""
+    zero = unpack(words, scales, 0, INTERPRETED)
+    one = unpack(words, scales, 1, INTERPRETED)
+    two = unpack(words, scales, 2, INTERPRETED)
+    three = unpack(words, scales, 3, INTERPRETED)
+    parts = tl.join(tl.join(zero, two), tl.join(one, three))  # [N, 32, two bits of the part: high, low]
+    return parts.permute(0, 2, 3, 1).reshape(BLOCK_N, 128)
+
+
+@triton.jit
+def multiply(
+    x, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k,
+    SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """w: int16 words, 32 (BLOCK_K / 4) for each 128 values (BLOCK_K) of a row. SLOTS: number of pairs that read one row of x."""
-    unit, tile = program_place(num_units, tl.cdiv(n, BLOCK_N), GROUP)
-    await_earlier(PDL)
-    expert, pair, exists, count = unit_pairs(pairs, units, unit, 0, BLOCK_T)
-    if count == 0:
-        return
-    num_blocks = tl.cdiv(k, BLOCK_K)
-    PART_K: tl.constexpr = BLOCK_K // 4
-    rows = x + (pair // SLOTS * stride_x)[None, :]
-    first = tile * BLOCK_N
+    """One tile of BLOCK_N rows of W (gated: and as many of up) by BLOCK_T rows of x."""
+    num_blocks = tl.cdiv(k, 128)
+    width = num_blocks * 32
     w_rows = 2 * n if GATED else n
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     for block in range(0, num_blocks):
-        a = load_rows(w, expert, first, w_rows, block * PART_K, num_blocks * PART_K, BLOCK_N, PART_K, TMA, True)
+        tokens = tl.trans(load_tokens(x, begin, count, block * 128, num_rows, k, BLOCK_T, 128, TMA))
+        if GATED and TMA:  # one copy for gate and up: each copy costs the program a barrier
+            a, b = tl.split(w.load([expert * 2, first, block * 32]).permute(1, 2, 0))
+        else:
+            a = load_rows(w, expert, first, w_rows, block * 32, width, BLOCK_N, 32, TMA, True)
         a_scales = load_scales(w_scales, expert, first, w_rows, block, num_blocks, BLOCK_N)
-        if GATED:
-            b = load_rows(w, expert, n + first, w_rows, block * PART_K, num_blocks * PART_K, BLOCK_N, PART_K, TMA, True)
+        if GATED:  # loaded before the first dot, so that unpacking runs while that dot runs
+            if not TMA:
+                b = load_rows(w, expert, n + first, w_rows, block * 32, width, BLOCK_N, 32, TMA, True)
             b_scales = load_scales(w_scales, expert, n + first, w_rows, block, num_blocks, BLOCK_N)
-        for part in tl.static_range(4):
-            depth = block * BLOCK_K + part * PART_K + tl.arange(0, PART_K)
-            # Lanes without a pair read nothing: all programs would read the same row for them.
-            if EVEN_K:
-                tokens = tl.load(rows + depth[:, None], mask=exists[None, :], other=0.0)
-            else:
-                tokens = tl.load(rows + depth[:, None], mask=(depth < k)[:, None] & exists[None, :], other=0.0)
-            if INTERPRETED:
-                tokens = tokens.to(tl.float32)
-            acc = tl.dot(unpack(a, a_scales, part, INTERPRETED), tokens, acc, input_precision="ieee")
-            if GATED:
-                up = tl.dot(unpack(b, b_scales, part, INTERPRETED), tokens, up, input_precision="ieee")
+        if INTERPRETED:
+            tokens = tokens.to(tl.float32)
+        acc = tl.dot(unpack_block(a, a_scales, BLOCK_N, INTERPRETED), tokens, acc, input_precision="ieee")
+        if GATED:
+            up = tl.dot(unpack_block(b, b_scales, BLOCK_N, INTERPRETED), tokens, up, input_precision="ieee")
         if not INTERPRETED:
             acc = wait_for(acc)
             if GATED:
                 up = wait_for(up)
     acc = add_bias_and_gate(acc, up, bias, expert, first, n, GATED, LIMIT, ALPHA, BLOCK_N)
-    write_pairs(acc, out, first, pair, exists, n, BLOCK_N)
+    store_rows(acc, out, pairs, begin, count, first, n, SCATTER, BLOCK_T, BLOCK_N)
+
+
+@triton.jit(do_not_specialize=["num_units", "num_rows"])
+def experts_mxfp4_kernel(
+    x16, x32, x64, x128, x256, w, w_scales, bias, pairs, units, out, num_units, num_rows, n, k,
+    SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    LOW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
+    INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """x16 to x256: x [num_rows, k] with blocks of so many rows, None where LOW to BLOCK_T does not include it.
+
+    w: words [E * 2, n, words of a row] in a gated product with TMA, else [E * rows, words of a row].
+    """
+    unit, tile = program_place(num_units, tl.cdiv(n, BLOCK_N), GROUP)
+    await_earlier(PDL)
+    expert = tl.load(units + unit * 4)
+    begin = tl.load(units + unit * 4 + 1)
+    count = tl.load(units + unit * 4 + 2)
+    first = tile * BLOCK_N
+    if LOW <= 16 and ((count > 0) & (count <= 16)):
+        multiply(x16, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT, ALPHA,
+                 16, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
+    if LOW <= 32 and BLOCK_T >= 32 and ((count > (16 if LOW < 32 else 0)) & (count <= 32)):
+        multiply(x32, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT, ALPHA,
+                 32, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
+    if LOW <= 64 and BLOCK_T >= 64 and ((count > (32 if LOW < 64 else 0)) & (count <= 64)):
+        multiply(x64, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT, ALPHA,
+                 64, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
+    if LOW <= 128 and BLOCK_T >= 128 and ((count > (64 if LOW < 128 else 0)) & (count <= 128)):
+        multiply(x128, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT, ALPHA,
+                 128, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
+    if BLOCK_T >= 256 and ((count > (128 if LOW < 256 else 0)) & (count <= 256)):
+        multiply(x256, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT, ALPHA,
+                 256, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
 
 
 def experts_mxfp4_up(
@@ -99,36 +129,35 @@ def experts_mxfp4_up(
 ) -> Tensor:  # fmt: skip
     """The gated first product of each pair.
 
-    x        bf16 [T, H], on a CPU any float dtype  rows may be slices of wider rows; on a GPU they begin at 16-byte boundaries
+    x        bf16 [P, H], on a CPU any float dtype, in the order of the list of pairs
     weight   from `shuffle_mxfp4`, of a matrix [E, 2I, H], gate rows before up rows
     bias     bf16 or fp32 [E, 2I], or None
     routing  from `route` with unit_pairs=tile.block_t
     tile     block_k is 128
-    out      bf16 or fp32 [P, I], contiguous, in pair order; None: a new tensor of x's dtype
+    out      bf16 or fp32 [P, I], contiguous; None: a new tensor of x's dtype
 
-    Returns out. Does not synchronise on a GPU. The launch raises ValueError for other shapes, dtypes or strides.
+    Returns out, in the order of the list. Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
     """
-    (num_tokens, top_k), width = routing.expert_ids.shape, weight.words.shape[1] // 2
-    out = x.new_empty(num_tokens * top_k, width) if out is None else out
+    out = x.new_empty(len(x), weight.words.shape[1] // 2) if out is None else out
     if x.is_cuda or interpret:
         launch("experts_mxfp4_up", x, weight, bias, routing, tile, out, gate=gate)
-    else:
-        wide = dequantise_mxfp4(weight, x.shape[1], x.dtype)
-        out.copy_(experts_up_reference(x, wide, bias, routing.expert_ids, gate=gate))
-    return out
+        return out
+    return out.copy_(experts_plain_up_reference(x, dequantise_mxfp4(weight, x.shape[1], x.dtype), bias, routing, gate=gate))
 
 
 def experts_mxfp4_down(
     h: Tensor, weight: Mxfp4Weight, bias: Tensor | None, routing: Routing, *, tile: ExpertTile, out: Tensor | None = None,
     interpret: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The second product of each pair: h [P, I] in pair order, weight of a matrix [E, H, I] -> [P, H]. See `experts_mxfp4_up`."""
-    out = h.new_empty(h.shape[0], weight.words.shape[1]) if out is None else out
+    """The second product of each pair: h [P, I] in the order of the list, weight of a matrix [E, H, I] -> [P, H] in pair order.
+
+    See `experts_mxfp4_up`.
+    """
+    out = h.new_empty(len(h), weight.words.shape[1]) if out is None else out
     if h.is_cuda or interpret:
         launch("experts_mxfp4_down", h, weight, bias, routing, tile, out)
-    else:
-        out.copy_(experts_down_reference(h, dequantise_mxfp4(weight, h.shape[1], h.dtype), bias, routing.expert_ids))
-    return out
+        return out
+    return out.copy_(experts_plain_down_reference(h, dequantise_mxfp4(weight, h.shape[1], h.dtype), bias, routing))
 
 
 def launch(
@@ -136,13 +165,13 @@ def launch(
     gate: Gate | None = None, compile_only: bool = False,
 ) -> None:  # fmt: skip
     """Check the arguments and start the kernel, unless `compile_only`."""
-    (num_tokens, top_k), (num_experts, w_rows, _), k = routing.expert_ids.shape, weight.words.shape, x.shape[1]
-    n, slots = (w_rows, 1) if gate is None else (w_rows // 2, top_k)
+    num_pairs, (num_experts, w_rows, _), k = routing.expert_ids.numel(), weight.words.shape, x.shape[1]
+    n = w_rows if gate is None else w_rows // 2
     words, scales = mxfp4_shapes(w_rows, k)
-    check(f"{kernel}: x", x, (num_tokens * top_k // slots, k), torch.bfloat16, rows=True)
+    check(f"{kernel}: x", x, (num_pairs, k), torch.bfloat16)
     check(f"{kernel}: words", weight.words, (num_experts, *words), torch.uint8)
     check(f"{kernel}: scales", weight.scales, (num_experts, *scales), torch.uint8)
-    check(f"{kernel}: out", out, (num_tokens * top_k, n), torch.bfloat16, torch.float32)
+    check(f"{kernel}: out", out, (num_pairs, n), torch.bfloat16, torch.float32)
     if bias is not None:
         check(f"{kernel}: bias", bias, (num_experts, w_rows), torch.bfloat16, torch.float32)
     check_launch(kernel, routing, tile, num_experts)
@@ -151,14 +180,19 @@ def launch(
     if not len(routing.units):
         return
     flat = weight.words.view(torch.int16).view(num_experts * w_rows, -1)
-    tma = tile.tma and flat.data_ptr() % 16 == 0
+    tma = tile.tma and x.data_ptr() % 16 == 0 and k * x.itemsize % 16 == 0 and flat.data_ptr() % 16 == 0
+    w: Tensor | TensorDescriptor = flat
+    if tma:
+        w = TensorDescriptor.from_tensor(flat, [tile.block_n, BLOCK // 4])
+        if gate is not None:
+            w = TensorDescriptor.from_tensor(flat.view(-1, n, flat.shape[1]), [2, tile.block_n, BLOCK // 4])
     grid = (len(routing.units) * triton.cdiv(n, tile.block_n),)
     start = partial(experts_mxfp4_kernel.warmup, grid=grid) if compile_only else experts_mxfp4_kernel[grid]
     start(
-        x, TensorDescriptor.from_tensor(flat, [tile.block_n, BLOCK // 4]) if tma else flat, weight.scales.view(torch.int32), bias,
-        routing.pairs, routing.units, out, len(routing.units), n, k, x.stride(0),
-        SLOTS=slots, GATED=gate is not None, LIMIT=gate and gate.limit, ALPHA=gate and gate.alpha,
-        BLOCK_T=tile.block_t, BLOCK_N=tile.block_n, BLOCK_K=BLOCK, GROUP=tile.group, TMA=tma, EVEN_K=k % BLOCK == 0,
+        *blocks_of(x, tile, tma), w, weight.scales.view(torch.int32), bias, routing.pairs, routing.units, out,
+        len(routing.units), num_pairs, n, k,
+        SCATTER=gate is None, GATED=gate is not None, LIMIT=gate and gate.limit, ALPHA=gate and gate.alpha,
+        LOW=tile.low, BLOCK_T=tile.block_t, BLOCK_N=tile.block_n, GROUP=tile.group, TMA=tma,
         INTERPRETED=not x.is_cuda, num_warps=tile.warps, num_stages=tile.stages, **launch_args(x),
     )  # fmt: skip
 

@@ -4,7 +4,8 @@
     values = x / scale, clamped to -448 .. 448, rounded to nearest even
 
 Computed in fp32, as vLLM's per_token_group_quant_fp8 with group size 128 does (scales are not rounded to powers of two).
-Each program quantises one row. Bound by memory at prefill sizes (itemsize + 1 bytes a value), by launch latency at decode sizes.
+Each program quantises one row. With a routing a token is quantised once for each of its pairs, which saves a launch that copies
+rows. Bound by memory at prefill sizes (itemsize + 1 bytes a value), by launch latency at decode sizes.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.e4m3 import E4M3, LARGEST, round_to_e4m3
 from batchspec.kernels.common.pdl import await_earlier, launch_args
+from batchspec.kernels.moe.sort_rows import check_pairs, sort_rows_reference
+from batchspec.kernels.moe.units import Routing
 
 GROUP = 128
 SMALLEST = 1e-10
@@ -33,7 +36,8 @@ class Fp8Rows(NamedTuple):
     values: Tensor
     """e4m3 [R, K], contiguous"""
     scales: Tensor
-    """[R, ceil(K / 128)], or [R, 1] with one scale per row; contiguous, fp32 (fp64 if the rows were fp64)"""
+    """[ceil(K / 128), R], or [1, R] with one scale per row; contiguous, fp32 (fp64 if the rows were fp64). A product reads the
+    scales of neighbouring rows at once"""
 
 
 @triton.jit
@@ -56,17 +60,23 @@ def scaled_e4m3(x, scale, INTERPRETED: tl.constexpr):
     return round_to_e4m3(y, INTERPRETED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def quantise_kernel(
-    x, out, out_scales, given, stride, k, WHOLE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+    x, pairs, out, out_scales, given, num_rows, stride, k, SLOTS: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """given: one scale for all rows, or None. WHOLE: one scale per row. GROUPS: groups of a row, padded to a power of two."""
+    """given: one scale for all rows, or None. WHOLE: one scale per row. GROUPS: groups of a row, padded to a power of two.
+
+    pairs None: rows in the order of x. SLOTS: number of pairs that read one row of x.
+    """
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     place = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     await_earlier(PDL)
-    values = tl.load(x + row * stride + place, mask=place < k, other=0.0).to(tl.float32)
+    source = row
+    if pairs is not None:
+        source = tl.load(pairs + row).to(tl.int64) // SLOTS
+    values = tl.load(x + source * stride + place, mask=place < k, other=0.0).to(tl.float32)
     largest = tl.max(magnitude(values), 1)
     if given is not None:
         scale = tl.zeros([GROUPS, 1], tl.float32) + tl.where(tl.max(largest, 0) < float("inf"), given, float("inf"))
@@ -77,44 +87,53 @@ def quantise_kernel(
         y, scale = to_e4m3(values, largest[:, None], INTERPRETED)
     tl.store(out + row * k + place, y, mask=place < k)
     num_scales = 1 if WHOLE else tl.cdiv(k, GROUP)
-    tl.store(out_scales + row * num_scales + group[:, None], scale, mask=group[:, None] < num_scales)
+    tl.store(out_scales + group.to(tl.int64)[:, None] * num_rows + row, scale, mask=group[:, None] < num_scales)
 
 
-def quantise_rows(x: Tensor, *, whole: bool = False, scale: float | None = None, interpret: bool = False) -> Fp8Rows:
-    """Quantise each row.
+def quantise_rows(
+    x: Tensor, routing: Routing | None = None, *, whole: bool = False, scale: float | None = None, interpret: bool = False
+) -> Fp8Rows:
+    """Quantise each row; with a routing, write the row of each pair's token in the order of the list of pairs (`units.py`).
 
-    x      bf16 or fp32 [R, K]  rows may be slices of wider rows
-    whole  True: one scale per row; False: one per 128 values of a row
-    scale  a calibrated scale for all rows, which needs `whole`; None: computed from each row
+    x        bf16 or fp32 [T, K]  rows may be slices of wider rows
+    routing  of the T tokens; None: the R rows of the result are those of x
+    whole    True: one scale per row; False: one per 128 values of a row
+    scale    a calibrated scale for all rows, which needs `whole`; None: computed from each row
 
     Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides, and for a scale without `whole`.
     """
-    num_rows, k = x.shape
-    check("quantise_rows: x", x, (num_rows, k), torch.bfloat16, torch.float32, rows=True)
+    num_tokens, k = x.shape
+    check("quantise_rows: x", x, (num_tokens, k), torch.bfloat16, torch.float32, rows=True)
+    if routing is not None:
+        check_pairs("quantise_rows", routing, num_tokens)
     if scale is not None and not whole:
         raise ValueError(f"quantise_rows: scale={scale} applies to whole rows; pass whole=True, or scale=None")
     if not (x.is_cuda or interpret):
-        return quantise_rows_reference(x, whole=whole, scale=scale)
-    num_groups = -(-k // GROUP)
-    rows = Fp8Rows(x.new_empty(num_rows, k, dtype=E4M3), x.new_empty(num_rows, 1 if whole else num_groups, dtype=torch.float32))
+        return quantise_rows_reference(x, routing, whole=whole, scale=scale)
+    num_rows, num_groups = num_tokens if routing is None else len(routing.pairs), -(-k // GROUP)
+    rows = Fp8Rows(x.new_empty(num_rows, k, dtype=E4M3), x.new_empty(1 if whole else num_groups, num_rows, dtype=torch.float32))
     if num_rows:
         groups = triton.next_power_of_2(num_groups)
         quantise_kernel[(num_rows,)](
-            x, *rows, scale, x.stride(0), k, WHOLE=whole, GROUP=GROUP, GROUPS=groups, INTERPRETED=not x.is_cuda,
-            num_warps=min(16, max(1, groups // 2)), **launch_args(x),
+            x, routing and routing.pairs, *rows, scale, num_rows, x.stride(0), k,
+            SLOTS=1 if routing is None else routing.expert_ids.shape[1], WHOLE=whole, GROUP=GROUP, GROUPS=groups,
+            INTERPRETED=not x.is_cuda, num_warps=min(16, max(1, groups // 2)), **launch_args(x),
         )  # fmt: skip
     return rows
 
 
-def quantise_rows_reference(x: Tensor, *, whole: bool = False, scale: float | None = None) -> Fp8Rows:
+def quantise_rows_reference(
+    x: Tensor, routing: Routing | None = None, *, whole: bool = False, scale: float | None = None
+) -> Fp8Rows:
     """`quantise_rows` in plain torch, for any floating-point dtype; fp64 rows are scaled in fp64."""
+    x = x if routing is None else sort_rows_reference(x, routing)
     num_rows, k = x.shape
     size = k if whole else GROUP
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     wide = torch.nn.functional.pad(wide, (0, -k % size)).view(num_rows, -(-k // size), size)
     scales = wide.abs().amax(-1).clamp(min=SMALLEST) / LARGEST if scale is None else wide.new_full(wide.shape[:2], scale)
     values = (wide / scales[..., None]).clamp(-LARGEST, LARGEST).to(E4M3)
-    return Fp8Rows(values.view(num_rows, -1)[:, :k].contiguous(), scales)
+    return Fp8Rows(values.view(num_rows, -1)[:, :k].contiguous(), scales.T.contiguous())
 
 
 def main() -> None:

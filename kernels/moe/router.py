@@ -21,6 +21,7 @@ from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 
 MANY_TOKENS = 256  # beyond, tiles are larger
+FEW_STAGES = 8  # one warp has 8 KB per stage to load, so many must be on their way
 BLOCK_K, BLOCK_K_WIDE = 128, 64  # WIDE: for fp32 operands, whose two TF32 parts take more registers
 
 
@@ -81,7 +82,7 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, inte
         router_kernel[(triton.cdiv(num_tokens, block_t) * triton.cdiv(num_experts, block_e),)](
             x, weight, bias, out, num_tokens, x.stride(0), NUM_EXPERTS=num_experts, K=k, BLOCK_T=block_t, BLOCK_E=block_e,
             BLOCK_K=BLOCK_K_WIDE if wide else BLOCK_K, WIDE=wide, INTERPRETED=not x.is_cuda,
-            num_warps=1 if few else 4, num_stages=4, **launch_args(x),
+            num_warps=1 if few else 4, num_stages=FEW_STAGES if few else 4, **launch_args(x),
         )  # fmt: skip
     return out
 

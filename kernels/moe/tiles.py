@@ -6,16 +6,19 @@ from typing import NamedTuple
 
 import torch
 
+HEIGHTS = (16, 32, 64, 128, 256)
+"""Numbers of pairs that a tile may hold."""
+
 
 class ExpertTile(NamedTuple):
-    """Tile sizes and launch settings of a grouped product: a program makes a tile of block_n rows of W by block_t pairs.
+    """Tile sizes and launch settings of a grouped product: a program makes a tile of block_n rows of W by up to block_t pairs.
 
     The tile does not change the order in which a token's numbers are summed over K, so it may depend on the number of tokens.
     """
 
     block_t: int
-    """Most pairs of a unit: 16, 32, 64, 128 or 256. Both products of a layer read the same units. Triton 3.6 uses other
-    instructions for narrower tiles, which round differently."""
+    """Most pairs of a unit, one of `HEIGHTS`. Both products of a layer read the same units. Triton 3.6 uses other instructions
+    for narrower tiles, which round differently."""
     block_n: int
     """Rows of W, a multiple of 64. A gated product reads as many of the gate and as many of up. If it is below 16 * warps, the
     warps divide the pairs among them too."""
@@ -26,65 +29,94 @@ class ExpertTile(NamedTuple):
     warps: int
     """4 or 8."""
     tma: bool = True
-    """Load weights by TMA descriptor; False: by pointers."""
+    """Load weights and tokens by TMA descriptor; False: by pointers."""
     group: int = 8
     """Number of consecutive units that run all their tiles before the next units begin, so that tokens stay in the L2 cache."""
+    low: int = 16
+    """The narrowest tile over pairs, one of `HEIGHTS` up to block_t. A unit takes the narrowest from here on that holds it."""
 
 
 def unit_pairs_of(num_tokens: int, top_k: int, num_experts: int, dtype: torch.dtype | None = None) -> int:
-    """The tile over pairs, 16 to 128: a power of two that holds all pairs of most experts.
+    """Most pairs of a unit: a power of two that holds all pairs of most experts, within limits of the format.
 
     That is their mean number plus two standard deviations, as if each token chose its experts independently.
 
-    dtype  of the weights, as in `expert_tile`. With MXFP4, two units of 32 pairs take less time than one of 64
+    dtype  of the weights, as in `expert_tile`. Wide tiles gain little where the instructions that unpack weights (MXFP4) or scale
+           sums (FP8) take as long as the products: two units of 64 pairs take less time than one of 128
     """
     mean = num_tokens * top_k / num_experts
     deviation = (mean * (1 - top_k / num_experts)) ** 0.5
-    pairs = min(128, max(16, 1 << (int(mean + 2 * deviation) - 1).bit_length()))
-    return 32 if pairs == 64 and dtype == torch.uint8 else pairs
+    pairs = max(16, 1 << (int(mean + 2 * deviation) - 1).bit_length())
+    if dtype == torch.float8_e4m3fn:
+        return min(64, pairs)
+    if dtype == torch.uint8:
+        return min(64 if mean < MANY_EXPERT_PAIRS else 128, pairs)
+    return min(128, max(32, pairs))
 
 
-def expert_tile(unit_pairs: int, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
-    """A good tile for weights of this dtype (uint8: MXFP4); `batchspec.kernels.benchmarks.moe_bench` times others.
+MANY_EXPERT_PAIRS = 256
+"""Mean pairs of an expert from which units of MXFP4 products have 128 pairs."""
+MANY_LAYER_PAIRS = 8192
+"""Pairs of a layer from which an MXFP4 product is divided into fewer programs with more rows of W."""
 
-    Up to 32 pairs the product is bound by memory: the tiles let two or more programs share an SM, with about 100 KB in flight.
+
+def expert_tile(unit_pairs: int, num_pairs: int, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
+    """A good tile for units of `unit_pairs` among `num_pairs` pairs, and weights of this dtype (uint8: MXFP4).
+
+    Measured on one H200 on 2026-11-22 with `batchspec.kernels.benchmarks.moe_bench --sweep`: MXFP4 on gpt-oss-20b (32 experts)
+    and gpt-oss-120b (128), bf16 and FP8 on Qwen3-30B-A3B (128), each at 16, 64, 256, 512, 1,024 and 4,096 tokens, 0.5 to 512
+    pairs an expert. The two products of a layer together take at most 2 % longer than with the fastest tiles of each. Between
+    these points the units grow with the mean number of pairs (`unit_pairs_of`).
     """
-    few = unit_pairs <= 32
     if dtype == torch.float32:
         return ExpertTile(unit_pairs, 64, 32, 2, 4, False)
     if dtype == torch.float8_e4m3fn:
-        rows = 64 if gated and unit_pairs > 64 else 128  # sums of one block of K and total sums both take registers
-        return ExpertTile(unit_pairs, rows, 128, 3 if gated or not few else 4, 4 if few else 8)
+        if unit_pairs <= 32:
+            return ExpertTile(unit_pairs, 128, 128, 3, 4)
+        return ExpertTile(unit_pairs, 64 if gated else 128, 128, 4, 4 if unit_pairs == 64 else 8)
     if dtype == torch.uint8:
-        # Every program gathers its own tokens, which takes longer than their products from 32 pairs on: many rows a program.
-        if unit_pairs == 16:
-            return ExpertTile(unit_pairs, 128, 128, 3 if gated else 4, 4)
-        if unit_pairs == 32 and not gated:
-            return ExpertTile(unit_pairs, 256, 128, 3, 8)
-        return ExpertTile(unit_pairs, 128, 128, 4, 8)
-    if unit_pairs <= 64:
-        return ExpertTile(unit_pairs, 64 if gated else 128, 64, 5 if few else 4, 4)
-    return ExpertTile(unit_pairs, 128, 64, 4, 8)
+        if unit_pairs >= 128:
+            return ExpertTile(unit_pairs, 64, 128, 2, 4, low=32) if gated else ExpertTile(unit_pairs, 128, 128, 2, 8, low=128)
+        if gated:
+            return ExpertTile(unit_pairs, 64 if unit_pairs < 64 or num_pairs < MANY_LAYER_PAIRS else 128, 128, 3, 4)
+        return ExpertTile(unit_pairs, 128, 128, 4 if unit_pairs == 32 else 3, 4)
+    low = 16 if unit_pairs <= 64 else 32
+    if gated and unit_pairs <= 64:
+        return ExpertTile(unit_pairs, 64, 64, 4, 4, low=low)
+    return ExpertTile(unit_pairs, 128, 64, 4, 8, low=low) if gated else ExpertTile(unit_pairs, 128, 64, 3, 4, low=low)
 
 
 # Values of (block_n, block_k, stages, warps) worth timing.
-PLAIN = ((64, 64, 6, 4), (64, 128, 4, 4), (128, 64, 3, 4), (128, 64, 4, 8), (128, 128, 3, 8), (256, 64, 3, 8))
-FP8 = ((64, 128, 4, 4), (64, 128, 4, 8), (64, 128, 6, 4), (128, 128, 2, 4), (128, 128, 3, 4), (128, 128, 3, 8), (128, 128, 4, 8))
+PLAIN = ((64, 64, 4, 4), (64, 64, 6, 4), (64, 128, 3, 4), (128, 64, 3, 4), (128, 64, 4, 8), (128, 128, 2, 8), (256, 64, 3, 8))
+FP8 = ((64, 128, 4, 4), (64, 128, 6, 4), (128, 128, 3, 4), (128, 128, 4, 4), (128, 128, 3, 8), (128, 128, 4, 8), (64, 128, 4, 8))
 MXFP4 = (
-    (64, 128, 3, 4), (64, 128, 4, 4), (64, 128, 6, 4), (128, 128, 3, 4), (128, 128, 5, 4), (128, 128, 4, 8), (256, 128, 3, 8),
+    (64, 128, 2, 4), (64, 128, 3, 4), (64, 128, 4, 4), (64, 128, 6, 4), (128, 128, 3, 4), (128, 128, 4, 4), (128, 128, 2, 8),
+    (128, 128, 3, 8), (128, 128, 4, 8), (256, 128, 2, 8), (256, 128, 3, 8), (256, 128, 4, 8),
 )  # fmt: skip
 SHARED_BYTES = 227 << 10  # of an SM that one program can use (H100)
 
 
-def candidates(unit_pairs: int, *, gated: bool, dtype: torch.dtype) -> list[ExpertTile]:
+def candidates(num_tokens: int, top_k: int, num_experts: int, *, gated: bool, dtype: torch.dtype) -> list[ExpertTile]:
     """Tiles worth timing on a GPU like an H100, that of `expert_tile` first."""
-    default = expert_tile(unit_pairs, gated=gated, dtype=dtype)
-    blocks = {torch.float8_e4m3fn: FP8, torch.uint8: MXFP4}.get(dtype, PLAIN)
-    found = [default, default._replace(group=1), default._replace(group=64)]
-    for block_n, block_k, stages, warps in blocks:
-        weights = block_n * (2 if gated else 1) * block_k * dtype.itemsize // (2 if dtype == torch.uint8 else 1)
-        shared = (weights + unit_pairs * block_k * (1 if dtype == torch.float8_e4m3fn else 2)) * stages
-        sums = block_n * unit_pairs * (2 if gated else 1) // (32 * warps)  # fp32 registers per thread
-        if shared <= SHARED_BYTES and sums <= 128:
-            found.append(ExpertTile(unit_pairs, block_n, block_k, stages, warps))
+    unit_pairs = unit_pairs_of(num_tokens, top_k, num_experts, dtype)
+    found = [expert_tile(unit_pairs, num_tokens * top_k, gated=gated, dtype=dtype)]
+    mean = num_tokens * top_k / num_experts
+    height = min(128, max(16, 1 << (max(1, round(mean)) - 1).bit_length()))  # the power of two that holds the mean
+    for block_t in sorted({height, min(256, 2 * height), max(16, height // 2)}):
+        for block_n, block_k, stages, warps in {torch.float8_e4m3fn: FP8, torch.uint8: MXFP4}.get(dtype, PLAIN):
+            for low in sorted({16 if block_t <= 64 else 32, block_t}):
+                tile = ExpertTile(block_t, block_n, block_k, stages, warps, low=low)
+                if fits(tile, gated=gated, dtype=dtype):
+                    found.append(tile)
     return list(dict.fromkeys(found))
+
+
+def fits(tile: ExpertTile, *, gated: bool, dtype: torch.dtype) -> bool:
+    """Whether a tile fits into shared memory and its sums into registers."""
+    fp8, width = dtype == torch.float8_e4m3fn, 17 / 32 if dtype == torch.uint8 else dtype.itemsize
+    weights = tile.block_n * (2 if gated else 1) * tile.block_k * width
+    shared = (weights + tile.block_t * tile.block_k * (1 if fp8 else 2)) * tile.stages + 2048
+    sums = tile.block_n * tile.block_t * (2 if gated else 1) // (32 * tile.warps)  # fp32 registers per thread
+    if fp8:  # sums of one block of K and total sums
+        sums = sums * 3 // 2
+    return shared <= SHARED_BYTES and sums <= 128 and not (fp8 and tile.block_n > 128)

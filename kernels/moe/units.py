@@ -3,10 +3,13 @@
 T tokens choose k of E experts each. That makes P = T * k pairs (token, slot); pair t * k + s is slot s of token t.
 `pairs` lists them sorted by expert. A unit is a run of up to `unit_pairs` pairs of one expert in this list, and each program of a
 grouped product works on one unit. Only the GPU knows the number of units; the host launches for an upper bound (`max_units`).
+Rows are in pair order if row p belongs to pair p, and in the order of the list if row i belongs to pair pairs[i].
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -65,19 +68,8 @@ def program_place(num_units, num_tiles, GROUP: tl.constexpr):
     return first + within % width, within // width
 
 
-@triton.jit
-def unit_pairs(pairs, units, unit, num_rows, BLOCK_T: tl.constexpr):
-    """A unit's expert, its pairs int64 [BLOCK_T], which of them exist bool [BLOCK_T], and how many exist.
-
-    pairs None: there is one expert, and every row of x (num_rows) is a pair.
-    """
-    lane = tl.arange(0, BLOCK_T)
-    if pairs is None:
-        expert = unit * 0
-        count = tl.minimum(num_rows - unit * BLOCK_T, BLOCK_T)
-        pair = tl.where(lane < count, unit * BLOCK_T + lane, 0)
-    else:
-        expert = tl.load(units + unit * 4)
-        count = tl.load(units + unit * 4 + 2)
-        pair = tl.load(pairs + tl.load(units + unit * 4 + 1) + lane, mask=lane < count, other=0)
-    return expert, pair.to(tl.int64), lane < count, count
+def rows_by_expert(routing: Routing) -> Iterator[tuple[int, slice]]:
+    """(expert, its rows of the list) for each expert that has pairs. The host reads their number, which synchronises on a GPU."""
+    for expert, (begin, end) in enumerate(pairwise(routing.offsets.tolist())):
+        if end > begin:
+            yield expert, slice(begin, end)

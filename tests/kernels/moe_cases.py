@@ -22,6 +22,11 @@ def routing_of(tokens: int, experts: int, top_k: int, spread: str, unit_pairs: i
     return lists_reference(ids.int().contiguous().to(device), torch.rand(tokens, top_k, device=device), experts, unit_pairs)
 
 
+def sorted_pairs(y: Tensor, routing: Routing) -> Tensor:
+    """Rows in pair order -> rows in the order of the list."""
+    return y[routing.pairs.long()]
+
+
 def noise(*shape: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> Tensor:
     return (torch.randn(shape, device=device) * scale).to(dtype)
 

@@ -509,34 +509,59 @@ for _residual, _gain in ((None, None), ("*bf16", "*bf16"), ("*bf16", PF32)):
     _case(f"combine_kernel residual {_residual}, norm {_gain}", "combine", 8, y="*bf16", weights=PF32, residual=_residual,
           norm=_gain, out="*bf16", out_aux=_residual, residual_stride=I32, out_stride=I32, aux_stride=I32, EPS=1e-5, TOP_K=6,
           WIDTH=1536, BLOCK=2048, ACC="fp32")  # fmt: skip
-# (dtype, gated, limit, pairs of a unit, rows of W, K block, warps)
-for _dtype, _gated, _limit, _t, _n, _k, _warps in (
-    ("bf16", True, 7.0, 16, 64, 64, 4), ("bf16", False, None, 128, 128, 64, 8), ("fp32", True, None, 16, 64, 32, 4),
+
+
+def _tokens_of(dtype: str, low: int, block_t: int, block_k: int, tma: bool) -> dict[str, object]:
+    """Types of x16 to x256."""
+    kinds: dict[str, object] = {}
+    for height in (16, 32, 64, 128, 256):
+        kind = f"tensordesc<{dtype}[{height}, {block_k}]>" if tma else f"*{dtype}"
+        kinds[f"x{height}"] = kind if low <= height <= block_t else None
+    return kinds
+
+
+# (dtype, gated, limit, lowest tile, pairs of a unit, rows of W, K block, warps)
+for _dtype, _gated, _limit, _low, _t, _n, _k, _warps in (
+    ("bf16", True, 7.0, 16, 32, 64, 64, 4), ("bf16", True, None, 32, 128, 128, 64, 8), ("bf16", False, None, 32, 128, 128, 64, 4),
+    ("fp32", True, None, 16, 32, 64, 32, 4),
 ):  # fmt: skip
     _ptr, _tma = f"*{_dtype}", _dtype == "bf16"
-    _case(f"experts_kernel {_dtype}, gated {_gated}, {_t} pairs", "experts", _warps, x=_ptr,
-          w=f"tensordesc<bf16[{_n}, {_k}]>" if _tma else _ptr, bias=_ptr if _gated else None, pairs=PI32, units=PI32, out=_ptr,
-          num_units=I32, n=I32, k=I32, stride_x=I32, SLOTS=6 if _gated else 1, GATED=_gated, LIMIT=_limit, ALPHA=1.702,
-          BLOCK_T=_t, BLOCK_N=_n, BLOCK_K=_k, GROUP=8, TMA=_tma, EVEN_K=_tma, INTERPRETED=False)  # fmt: skip
+    _case(f"experts_plain_kernel {_dtype}, gated {_gated}, {_low} to {_t} pairs", "experts_plain", _warps,
+          **_tokens_of(_dtype, _low, _t, _k, _tma), w=f"tensordesc<bf16[{_n}, {_k}]>" if _tma else _ptr,
+          bias=_ptr if _gated else None, pairs=PI32, units=PI32, out=_ptr, num_units=I32, num_rows=I32, n=I32, k=I32,
+          SCATTER=not _gated, GATED=_gated, LIMIT=_limit, ALPHA=1.702, LOW=_low, BLOCK_T=_t, BLOCK_N=_n, BLOCK_K=_k, GROUP=8,
+          TMA=_tma, EVEN_K=_tma, INTERPRETED=False)  # fmt: skip
+_case("sort_rows_kernel", "sort_rows", 8, x="*bf16", pairs=PI32, out="*bf16", stride_x=I32, k=I32, SLOTS=4,
+      BLOCK=4096)  # fmt: skip
 for _one, _scale in ((False, None), (True, None), (True, "fp32")):
-    _case(f"quantise_kernel whole {_one}, given {_scale}", "quantise", 8, x="*bf16", out="*fp8e4nv", out_scales=PF32,
-          given=_scale, stride=I32, k=I32, WHOLE=_one, GROUP=128, GROUPS=16, INTERPRETED=False)  # fmt: skip
-# (blocked, gated, quantised, pairs, warps, TMA)
-for _blocked, _gated, _quantised, _t, _warps, _tma in (
-    (True, True, True, 16, 4, True), (True, False, False, 64, 8, True), (False, True, False, 16, 4, False),
+    _case(f"quantise_kernel whole {_one}, given {_scale}", "quantise", 8, x="*bf16",
+          pairs=None if _one else PI32, out="*fp8e4nv", out_scales=PF32, given=_scale, num_rows=I32,
+          stride=I32, k=I32, SLOTS=8, WHOLE=_one, GROUP=128, GROUPS=16, INTERPRETED=False)  # fmt: skip
+# (blocked, gated, quantised, pairs, rows of W, warps, TMA, one expert)
+for _blocked, _gated, _quantised, _t, _n, _warps, _tma, _one in (
+    (True, True, True, 32, 128, 4, True, False), (True, False, False, 64, 128, 4, True, False),
+    (True, True, False, 64, 64, 4, True, True), (False, True, False, 16, 128, 4, False, False),
+    (False, False, False, 64, 128, 4, True, True),
 ):  # fmt: skip
-    _list = None if _t == 64 else PI32
-    _case(f"experts_fp8_kernel blocked {_blocked}, gated {_gated}, {_t} pairs", "experts_fp8", _warps, x="*fp8e4nv",
-          x_scales=PF32, w="tensordesc<fp8e4nv[128, 128]>" if _tma else "*fp8e4nv", w_scales=PF32,
+    _list, _low = None if _one else PI32, _t if _one else 16
+    _case(f"experts_fp8_kernel blocked {_blocked}, gated {_gated}, {_t} pairs, one expert {_one}", "experts_fp8", _warps,
+          **_tokens_of("fp8e4nv", _low, _t, 128, _tma), x_scales=PF32,
+          w=f"tensordesc<fp8e4nv[{_n}, 128]>" if _tma else "*fp8e4nv", w_scales=PF32,
           bias=None if _blocked else "*bf16", pairs=_list, units=_list, out="*fp8e4nv" if _quantised else "*bf16",
           out_scales=PF32 if _quantised else None, num_units=I32, num_rows=I32, n=I32, k=I32, scale_stride=I32,
-          SLOTS=6 if _gated else 1, GATED=_gated, LIMIT=None, ALPHA=1.702, BLOCKED=_blocked, BLOCK_T=_t, BLOCK_N=128, BLOCK_K=128,
-          GROUP=8, TMA=_tma, EVEN_K=_tma, INTERPRETED=False)  # fmt: skip
-for _gated, _t, _warps, _tma in ((True, 16, 4, True), (False, 128, 8, False)):
-    _case(f"experts_mxfp4_kernel gated {_gated}, {_t} pairs", "experts_mxfp4", _warps, x="*bf16",
-          w="tensordesc<i16[128, 32]>" if _tma else "*i16", w_scales=PI32, bias="*bf16", pairs=PI32, units=PI32, out="*bf16",
-          num_units=I32, n=I32, k=I32, stride_x=I32, SLOTS=4 if _gated else 1, GATED=_gated, LIMIT=7.0 if _gated else None,
-          ALPHA=1.702, BLOCK_T=_t, BLOCK_N=128, BLOCK_K=128, GROUP=8, TMA=_tma, EVEN_K=False, INTERPRETED=False)  # fmt: skip
+          SCATTER=not (_gated or _one), GATED=_gated, LIMIT=None, ALPHA=1.702, BLOCKED=_blocked, LOW=_low, BLOCK_T=_t,
+          BLOCK_N=_n, GROUP=8, TMA=_tma, EVEN_K=_tma, STAGES=4, INTERPRETED=False)  # fmt: skip
+# (gated, lowest tile, pairs, rows of W, warps, TMA)
+for _gated, _low, _t, _n, _warps, _tma in (
+    (True, 16, 64, 64, 4, True), (False, 16, 64, 128, 4, True), (True, 32, 128, 64, 4, True), (False, 128, 128, 128, 8, True),
+    (False, 16, 32, 128, 4, False), (True, 16, 16, 64, 4, False),
+):  # fmt: skip
+    _words = "tensordesc<i16[2, 64, 32]>" if _gated else "tensordesc<i16[128, 32]>"
+    _case(f"experts_mxfp4_kernel gated {_gated}, {_low} to {_t} pairs, TMA {_tma}", "experts_mxfp4", _warps,
+          **_tokens_of("bf16", _low, _t, 128, _tma), w=_words if _tma else "*i16", w_scales=PI32, bias="*bf16", pairs=PI32,
+          units=PI32, out="*bf16", num_units=I32, num_rows=I32, n=I32, k=I32, SCATTER=not _gated, GATED=_gated,
+          LIMIT=7.0 if _gated else None, ALPHA=1.702, LOW=_low, BLOCK_T=_t, BLOCK_N=_n, GROUP=8, TMA=_tma,
+          INTERPRETED=False)  # fmt: skip
 
 
 def waits_first(name: str, ptx: str) -> None:

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from batchspec.kernels.common.e4m3 import E4M3
 from batchspec.kernels.gemm.fp8_linear import fp8_linear, fp8_swiglu
-from batchspec.kernels.moe.experts_fp8 import Fp8Weight, experts_fp8_down, experts_fp8_reference, experts_fp8_up
+from batchspec.kernels.moe.experts_fp8 import Fp8Weight, experts_fp8_down, experts_fp8_up, experts_fp8_up_reference
 from batchspec.kernels.moe.experts_fp8 import experts_fp8_up_quantised as up_quantised
 from batchspec.kernels.moe.gate import SWIGLU, Gate
 from batchspec.kernels.moe.quantise import Fp8Rows, quantise_rows, quantise_rows_reference
 from batchspec.kernels.moe.tiles import ExpertTile
-from tests.kernels.moe_cases import SPREADS, assert_near, noise, routing_of
+from tests.kernels.moe_cases import SPREADS, assert_near, noise, routing_of, sorted_pairs
 
 TILE = ExpertTile(16, 64, 128, 2, 4)
 SCALES = ["block", "row", "tensor"]
@@ -48,19 +48,31 @@ def test_rows_are_quantised_by_their_largest_value(k: int, whole: bool, interpre
     wanted = quantise_rows_reference(x, whole=whole)
     assert torch.equal(found.scales, wanted.scales)
     assert torch.equal(found.values.float(), wanted.values.float())
-    assert found.scales[2].unique().item() == pytest.approx(1e-10 / 448)
-    scales = found.scales.repeat_interleave(k if whole else 128, 1)[:, :k]
+    assert found.scales[:, 2].unique().item() == pytest.approx(1e-10 / 448)
+    scales = found.scales.T.repeat_interleave(k if whole else 128, 1)[:, :k]
     largest = x.abs().amax(1, keepdim=True)
     assert (
         (found.values.float() * scales - x).abs() <= largest / 28 + 1e-30
     ).all()  # half a place of the largest: 2^-4 / 448 * 256
 
 
+def test_rows_of_pairs_are_quantised_in_the_order_of_the_list(interpret: bool, device: torch.device) -> None:
+    routing, x = routing_of(11, 5, 3, SPREADS[0], 16, device), torch.randn(11, 600, device=device).bfloat16()[:, 300:]
+    tokens = routing.pairs.long() // 3
+    for whole in (False, True):
+        found, rows = quantise_rows(x, routing, whole=whole, interpret=interpret), quantise_rows_reference(x, whole=whole)
+        assert torch.equal(found.values.float(), rows.values.float()[tokens])
+        assert torch.equal(found.scales, rows.scales[:, tokens])
+        assert torch.equal(quantise_rows_reference(x, routing, whole=whole).scales, found.scales)
+    with pytest.raises(ValueError, match="quantise_rows: expert_ids"):
+        quantise_rows(x[:10], routing, interpret=interpret)
+
+
 def test_rows_are_quantised_by_a_given_scale_and_saturate(interpret: bool, device: torch.device) -> None:
     x = torch.randn(5, 200, device=device)
     x[3, 7] = -1000.0
     found = quantise_rows(x, whole=True, scale=0.25, interpret=interpret)
-    assert torch.equal(found.scales, torch.full((5, 1), 0.25, device=device))
+    assert torch.equal(found.scales, torch.full((1, 5), 0.25, device=device))
     assert torch.equal(found.values.float(), (x / 0.25).clamp(-448, 448).to(E4M3).float())
     assert found.values.float()[3, 7].item() == -448
     with pytest.raises(ValueError, match=r"scale=0\.\d+ applies to whole rows; pass whole=True, or scale=None"):
@@ -74,11 +86,11 @@ def test_nan_is_not_lost(options: dict[str, Any], interpret: bool, device: torch
     expected = quantise_rows_reference(x, **options)
     x[1, 5] = torch.nan
     found = quantise_rows(x, **options, interpret=interpret)
-    products = found.values.float() * found.scales.repeat_interleave(-(-200 // found.scales.shape[1]), 1)[:, :200]
+    products = found.values.float() * found.scales.T.repeat_interleave(-(-200 // len(found.scales)), 1)[:, :200]
     assert products[1].sum().isnan()
     for row in (0, 2):
         assert torch.equal(found.values.float()[row], expected.values.float()[row])
-        assert torch.equal(found.scales[row], expected.scales[row])
+        assert torch.equal(found.scales[:, row], expected.scales[:, row])
 
 
 @pytest.mark.parametrize(
@@ -90,32 +102,35 @@ def test_both_products(scales_of: str, spread: str, gate: Gate, tma: bool, inter
     tokens, experts, top_k, tile = 9, 5, 2, TILE._replace(tma=tma)
     routing = routing_of(tokens, experts, top_k, spread, 16, device)
     ids = routing.expert_ids
-    x = quantise_rows_reference(noise(tokens, HIDDEN, dtype=torch.float32, device=device), whole=scales_of != "block")
+    wide = noise(tokens, HIDDEN, dtype=torch.float32, device=device)
+    x = quantise_rows(wide, routing, whole=scales_of != "block", interpret=interpret)
     up = weight_of(experts, 2 * WIDTH, HIDDEN, scales_of, True, device)
     bias = noise(experts, 2 * WIDTH, dtype=torch.bfloat16, device=device) if gate.limit else None
     found = experts_fp8_up(x, up, bias, routing, tile=tile, gate=gate, dtype=torch.float32, interpret=interpret)
-    assert_near(found, experts_fp8_reference(x, up, bias, ids, gate=gate), tolerance=1e-5)
-    both = torch.einsum("tsnk,tk->tsn", dequantised(up, True)[ids.long()], _wide(x)).flatten(0, 1)
-    both = both if bias is None else both + bias[ids.flatten().long()].double()
+    assert_near(found, experts_fp8_up_reference(x, up, bias, routing, gate=gate), tolerance=1e-5)
+    rows = _wide(quantise_rows_reference(wide, whole=scales_of != "block"))
+    both = torch.einsum("tsnk,tk->tsn", dequantised(up, True)[ids.long()], rows).flatten(0, 1)
+    both = sorted_pairs(both if bias is None else both + bias[ids.flatten().long()].double(), routing)
     assert_near(found, gate(*both.chunk(2, -1)), tolerance=1e-5)
 
     h = quantise_rows_reference(found, whole=scales_of != "block")
     down = weight_of(experts, HIDDEN, WIDTH, scales_of, False, device)
     y = experts_fp8_down(h, down, None, routing, tile=tile, dtype=torch.float32, interpret=interpret)
-    assert_near(y, torch.einsum("pnk,pk->pn", dequantised(down, False)[ids.flatten().long()], _wide(h)), tolerance=1e-5)
+    of_pair = dequantised(down, False)[ids.flatten().long()]
+    assert_near(sorted_pairs(y, routing), torch.einsum("pnk,pk->pn", sorted_pairs(of_pair, routing), _wide(h)), tolerance=1e-5)
     assert experts_fp8_down(h, down, None, routing, tile=tile, interpret=interpret).dtype == torch.bfloat16
 
 
 def _wide(rows: Fp8Rows) -> Tensor:
     k = rows.values.shape[1]
-    scales = rows.scales.repeat_interleave(k if rows.scales.shape[1] == 1 else 128, 1)[:, :k]
+    scales = rows.scales.T.repeat_interleave(k if len(rows.scales) == 1 else 128, 1)[:, :k]
     return rows.values.double() * scales.double()
 
 
 def test_the_first_product_quantises_its_own_result(interpret: bool, device: torch.device) -> None:
     tokens, experts, width = 6, 3, 160
     routing = routing_of(tokens, experts, 2, SPREADS[0], 16, device)
-    x = quantise_rows_reference(noise(tokens, HIDDEN, dtype=torch.float32, device=device))
+    x = quantise_rows_reference(noise(tokens, HIDDEN, dtype=torch.float32, device=device), routing)
     weight = weight_of(experts, 2 * width, HIDDEN, "block", True, device)
     tile = TILE._replace(block_n=128)
     found = up_quantised(x, weight, None, routing, tile=tile, interpret=interpret)
@@ -142,11 +157,11 @@ def test_dense_product(scales_of: str, interpret: bool, device: torch.device) ->
 
 def test_wrong_arguments_are_refused(device: torch.device) -> None:
     routing = routing_of(4, 3, 2, SPREADS[0], 16, device)
-    x = quantise_rows_reference(torch.zeros(4, HIDDEN))
+    x = quantise_rows_reference(torch.zeros(4, HIDDEN), routing)
     weight = weight_of(3, 2 * WIDTH, HIDDEN, "block", True, device)
     with pytest.raises(ValueError, match="scales of weight"):
         experts_fp8_up(x, weight._replace(scales=weight.scales[:, :1]), None, routing, tile=TILE, interpret=True)
     with pytest.raises(ValueError, match="scales of x"):
-        experts_fp8_up(x._replace(scales=x.scales[:, :1]), weight, None, routing, tile=TILE, interpret=True)
+        experts_fp8_up(x._replace(scales=x.scales[:1]), weight, None, routing, tile=TILE, interpret=True)
     with pytest.raises(ValueError, match="block_k must be 128"):
         experts_fp8_up(x, weight, None, routing, tile=TILE._replace(block_k=64), interpret=True)

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchspec.kernels.moe.experts import experts_down_reference, experts_up_reference
 from batchspec.kernels.moe.experts_mxfp4 import experts_mxfp4_down, experts_mxfp4_up
+from batchspec.kernels.moe.experts_plain import experts_plain_down_reference, experts_plain_up_reference
 from batchspec.kernels.moe.gate import SWIGLU, Gate
 from batchspec.kernels.moe.mxfp4 import VALUES, Mxfp4Weight, dequantise_mxfp4, mxfp4_shapes, shuffle_mxfp4, unshuffle_mxfp4
+from batchspec.kernels.moe.sort_rows import sort_rows
 from batchspec.kernels.moe.tiles import ExpertTile
 from tests.kernels.moe_cases import SPREADS, assert_near, noise, routing_of
 
@@ -70,12 +71,13 @@ def test_both_products(spread: str, gate: Gate, tile: ExpertTile, interpret: boo
     bias = noise(experts, 2 * width, dtype=torch.bfloat16, device=device)
     up, down = (shuffle_mxfp4(*stored(experts, rows, k=k, device=device)) for rows, k in ((2 * width, hidden), (hidden, width)))
     out = torch.full((tokens * top_k, width), torch.nan, device=device)
-    experts_mxfp4_up(x, up, bias, routing, tile=tile, gate=gate, out=out, interpret=interpret)
-    wanted = experts_up_reference(x.double(), _wide(up, hidden), bias, routing.expert_ids, gate=gate)
+    rows = sort_rows(x, routing, interpret=interpret)
+    experts_mxfp4_up(rows, up, bias, routing, tile=tile, gate=gate, out=out, interpret=interpret)
+    wanted = experts_plain_up_reference(rows.double(), _wide(up, hidden), bias, routing, gate=gate)
     assert_near(out, wanted, tolerance=1e-5 if interpret else 4e-3)
     h = wanted.bfloat16()
     y = experts_mxfp4_down(h, down, None, routing, tile=tile, interpret=interpret)
-    assert_near(y, experts_down_reference(h.double(), _wide(down, width), None, routing.expert_ids), tolerance=8e-3)
+    assert_near(y, experts_plain_down_reference(h.double(), _wide(down, width), None, routing), tolerance=8e-3)
 
 
 def _wide(weight: Mxfp4Weight, k: int) -> Tensor:
@@ -89,8 +91,8 @@ def test_wrong_arguments_are_refused(device: torch.device) -> None:
     with pytest.raises(ValueError, match=r"must be uint8 \[..., N, K / 32, 16\]"):
         shuffle_mxfp4(blocks[..., :8], scales)
     routing = routing_of(4, 3, 2, SPREADS[0], 16, device)
-    weight, x = shuffle_mxfp4(blocks, scales), torch.zeros(4, 64, dtype=torch.bfloat16)
+    weight, x = shuffle_mxfp4(blocks, scales), torch.zeros(8, 64, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="block_k is 64; must be 128"):
         experts_mxfp4_up(x, weight, None, routing, tile=TILE._replace(block_k=64), interpret=True)
     with pytest.raises(ValueError, match="experts_mxfp4_up: words"):
-        experts_mxfp4_up(torch.zeros(4, 160).bfloat16(), weight, None, routing, tile=TILE, interpret=True)
+        experts_mxfp4_up(torch.zeros(8, 160).bfloat16(), weight, None, routing, tile=TILE, interpret=True)

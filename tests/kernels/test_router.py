@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from batchspec.kernels.moe.combine import combine
-from batchspec.kernels.moe.experts import experts_down, experts_up
+from batchspec.kernels.moe.experts_plain import experts_plain_down, experts_plain_up
 from batchspec.kernels.moe.gate import SWIGLU
 from batchspec.kernels.moe.route import route
 from batchspec.kernels.moe.router import MANY_TOKENS, router_logits
+from batchspec.kernels.moe.sort_rows import sort_rows
 from batchspec.kernels.moe.tiles import ExpertTile
 from tests.kernels.moe_cases import assert_near, noise
 
@@ -49,8 +50,8 @@ def test_all_kernels_together(interpret: bool, device: torch.device) -> None:
     gate_up = noise(experts, 2 * width, hidden, dtype=torch.float32, device=device, scale=hidden**-0.5)
     down = noise(experts, hidden, width, dtype=torch.float32, device=device, scale=width**-0.5)
     routing = route(router_logits(x, router, interpret=interpret), top_k, norm_topk=True, unit_pairs=16, interpret=interpret)
-    h = experts_up(x, gate_up, None, routing, tile=tile, interpret=interpret)
-    y = experts_down(h, down, None, routing, tile=tile, interpret=interpret)
+    h = experts_plain_up(sort_rows(x, routing, interpret=interpret), gate_up, None, routing, tile=tile, interpret=interpret)
+    y = experts_plain_down(h, down, None, routing, tile=tile, interpret=interpret)
     out = torch.full_like(x, torch.nan)
     combine(y, routing.weights, out=out, interpret=interpret)
     for token in range(tokens):

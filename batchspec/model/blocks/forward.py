@@ -66,13 +66,15 @@ class GroupedProduct(Protocol):
         """Whether `down` quantises what it reads to e4m3, with a scale for each 128 values, unless it is quantised already."""
 
     def up(self, x: Tensor, routing: Routing, clamp: Clamp | None, *, quantise: bool) -> Tensor | Fp8Rows:
-        """x [T, H] -> silu(first half) * second half of each pair's product, or what `clamp` says, [P, I] in pair order.
+        """x [T, H] -> silu(first half) * second half of each pair's product, or what `clamp` says: [P, I].
+
+        Rows are in the order of the list of pairs.
 
         quantise  the result may be quantised as `reads_groups` says
         """
 
     def down(self, inner: Tensor | Fp8Rows, routing: Routing) -> Tensor:
-        """inner [P, I], quantised only where `reads_groups` -> each pair's product [P, H] in pair order."""
+        """inner [P, I] from `up`, quantised only where `reads_groups` -> each pair's product [P, H] in pair order."""
 
 
 class Stream(Protocol):

@@ -87,8 +87,8 @@ class MoeSpec:
         """Numbers per token of temporary tensors, as an upper bound for kernels and plain torch:
 
         fp32 scores of the experts and their order; for each of the k pairs the result of the first product, the same quantised,
-        the result of the second product, and its entries in the lists of pairs; gate, up and their product of one expert; the
-        fp32 sum over the slots and one of its terms.
+        its row of x or the result of the second product, and its entries in the lists of pairs; gate, up and their product of
+        one expert; the fp32 sum over the slots and one of its terms.
         """
         own, top_k = self.experts, self.router.top_k
         pairs = top_k * (2 * own.expert_size + own.hidden_size + 8)

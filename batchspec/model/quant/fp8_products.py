@@ -27,7 +27,7 @@ from batchspec.kernels.moe.tiles import ExpertTile
 from batchspec.kernels.moe.units import Routing
 from batchspec.model.blocks.base import Clamp, GroupedSpec
 from batchspec.model.blocks.forward import Product
-from batchspec.model.quant.grouped import ROW_BYTES, PlainExperts, gate_of
+from batchspec.model.quant.grouped import ROW_BYTES, PlainExperts, gate_of, tile_of
 from batchspec.tuning.policy import expert_tile, expert_unit_pairs, has_fast_experts
 
 BLOCK = 128
@@ -141,7 +141,7 @@ class StackedFp8:
 
 
 class Fp8Experts(PlainExperts):
-    """A GroupedProduct with FP8 weights and activations. Each token is quantised once for all its slots."""
+    """A GroupedProduct with FP8 weights and activations."""
 
     weight_dtype = E4M3
 
@@ -160,8 +160,8 @@ class Fp8Experts(PlainExperts):
     def up(self, x: Tensor, routing: Routing, clamp: Clamp | None, *, quantise: bool) -> Tensor | Fp8Rows:
         if not self._fast:
             return self.plain_up(x, routing, clamp)
-        rows, tile, interpret = self._quantised(x), expert_tile(routing.unit_pairs, gated=True, dtype=E4M3), not x.is_cuda
-        gate = gate_of(clamp)
+        rows = quantised(x, self._activations, self._input_scale, routing)
+        tile, gate, interpret = tile_of(routing, gated=True, dtype=E4M3), gate_of(clamp), not x.is_cuda
         if quantise and tile.block_n == BLOCK:
             return kernels.experts_fp8_up_quantised(
                 rows, self.weight, self._bias, routing, tile=tile, gate=gate, interpret=interpret
@@ -175,7 +175,7 @@ class Fp8Experts(PlainExperts):
             assert isinstance(inner, Tensor)
             return self.plain_down(inner, routing)
         rows = self._quantised(inner) if isinstance(inner, Tensor) else inner
-        tile = expert_tile(routing.unit_pairs, gated=False, dtype=E4M3)
+        tile = tile_of(routing, gated=False, dtype=E4M3)
         return kernels.experts_fp8_down(
             rows, self.weight, self._bias, routing, tile=tile, dtype=self._dtype, interpret=not rows.values.is_cuda
         )
@@ -189,16 +189,18 @@ class Fp8Experts(PlainExperts):
         return quantised(x, self._activations, self._input_scale)
 
 
-def quantised(x: Tensor, activations: Activations, input_scale: float | None = None) -> Fp8Rows:
-    """x [T, K] -> e4m3 [T, K] with scales [T, ceil(K / 128)] for `group`, else [T, 1], fp32 or for fp64 x fp64.
+def quantised(x: Tensor, activations: Activations, input_scale: float | None = None, routing: Routing | None = None) -> Fp8Rows:
+    """x [T, K] -> e4m3 [T, K] with scales [ceil(K / 128), T] for `group`, else [1, T], fp32 or for fp64 x fp64.
+
+    With a routing the rows are those of its pairs, in the order of the list.
 
     Does not synchronise.
     """
     assert activations != "plain"
     whole = activations != "group"
     if _is_fast(x):
-        return quantise_rows(x, whole=whole, scale=input_scale, interpret=not x.is_cuda)
-    return quantise_rows_reference(x, whole=whole, scale=input_scale)
+        return quantise_rows(x, routing, whole=whole, scale=input_scale, interpret=not x.is_cuda)
+    return quantise_rows_reference(x, routing, whole=whole, scale=input_scale)
 
 
 def _is_fast(x: Tensor) -> bool:
@@ -206,7 +208,9 @@ def _is_fast(x: Tensor) -> bool:
 
 
 def _dense_tile(num_tokens: int, *, gated: bool) -> ExpertTile:
-    return expert_tile(expert_unit_pairs(num_tokens, 1, 1), gated=gated, dtype=E4M3)
+    """One height: every unit but the last is full."""
+    tile = expert_tile(expert_unit_pairs(num_tokens, 1, 1, E4M3), num_tokens, gated=gated, dtype=E4M3)
+    return tile._replace(low=tile.block_t)
 
 
 def _is_gate_and_up(parts: Sequence[Fp8Weight]) -> bool:

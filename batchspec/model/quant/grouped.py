@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchspec.kernels.moe.experts import experts_down, experts_up
+from batchspec.kernels.moe.experts_plain import experts_plain_down, experts_plain_up
 from batchspec.kernels.moe.gate import SWIGLU, Gate
 from batchspec.kernels.moe.quantise import Fp8Rows
-from batchspec.kernels.moe.units import Routing
+from batchspec.kernels.moe.sort_rows import sort_rows
+from batchspec.kernels.moe.tiles import ExpertTile
+from batchspec.kernels.moe.units import Routing, rows_by_expert
 from batchspec.model.blocks.base import Clamp, GroupedSpec, Projection, TensorSpec
 from batchspec.model.blocks.forward import GroupedProduct
 from batchspec.model.fused import clamped_swiglu, silu_and_mul
@@ -40,19 +41,20 @@ class PlainExperts(ABC):
         """x [N, k] -> x times the weight of one expert, with bias: [N, rows]. k is the number of columns of the weight."""
 
     def plain_up(self, x: Tensor, routing: Routing, clamp: Clamp | None) -> Tensor:
-        num_tokens, top_k = routing.expert_ids.shape
-        out = x.new_empty(num_tokens * top_k + 1, self.rows // 2)
-        for expert, pairs in _pairs_by_expert(routing):
-            gate_up = self.product(expert, x[(pairs // top_k).clamp_(max=num_tokens - 1)])
+        top_k, pairs = routing.expert_ids.shape[1], routing.pairs.long()
+        out = x.new_empty(len(pairs) + 1, self.rows // 2)
+        for expert, places in _places_by_expert(routing):
+            gate_up = self.product(expert, x[pairs[places.clamp(max=len(pairs) - 1)] // top_k])
             inner = silu_and_mul(gate_up) if clamp is None else clamped_swiglu(gate_up, alpha=clamp.alpha, limit=clamp.limit)
-            out.index_copy_(0, pairs, inner)
+            out.index_copy_(0, places, inner)
         return out[:-1]
 
     def plain_down(self, inner: Tensor, routing: Routing) -> Tensor:
-        num_pairs = inner.shape[0]
+        num_pairs = len(inner)
+        pairs = F.pad(routing.pairs.long(), (0, 1), value=num_pairs)
         out = inner.new_empty(num_pairs + 1, self.rows)
-        for expert, pairs in _pairs_by_expert(routing):
-            out.index_copy_(0, pairs, self.product(expert, inner[pairs.clamp(max=num_pairs - 1)]))
+        for expert, places in _places_by_expert(routing):
+            out.index_copy_(0, pairs[places], self.product(expert, inner[places.clamp(max=num_pairs - 1)]))
         return out[:-1]
 
 
@@ -68,22 +70,28 @@ class GroupedLinear(PlainExperts):
     def up(self, x: Tensor, routing: Routing, clamp: Clamp | None, *, quantise: bool) -> Tensor:
         if not self._fast:
             return self.plain_up(x, routing, clamp)
-        tile = expert_tile(routing.unit_pairs, gated=True, dtype=x.dtype)
-        return experts_up(x, self._weight, self._bias, routing, tile=tile, gate=gate_of(clamp), interpret=not x.is_cuda)
+        interpret, tile = not x.is_cuda, tile_of(routing, gated=True, dtype=x.dtype)
+        rows = sort_rows(x, routing, interpret=interpret)
+        return experts_plain_up(rows, self._weight, self._bias, routing, tile=tile, gate=gate_of(clamp), interpret=interpret)
 
     def down(self, inner: Tensor | Fp8Rows, routing: Routing) -> Tensor:
         assert isinstance(inner, Tensor)
         if not self._fast:
             return self.plain_down(inner, routing)
-        tile = expert_tile(routing.unit_pairs, gated=False, dtype=inner.dtype)
-        return experts_down(inner, self._weight, self._bias, routing, tile=tile, interpret=not inner.is_cuda)
+        tile = tile_of(routing, gated=False, dtype=inner.dtype)
+        return experts_plain_down(inner, self._weight, self._bias, routing, tile=tile, interpret=not inner.is_cuda)
 
     def product(self, expert: int, x: Tensor) -> Tensor:
         return F.linear(x, self._weight[expert], None if self._bias is None else self._bias[expert])
 
 
 ROW_BYTES = 16
-"""Kernels run only if rows of activations and of weights have a multiple of this many bytes: gathers and TMA need it."""
+"""Kernels run only if rows of activations and of weights have a multiple of this many bytes: TMA needs it."""
+
+
+def tile_of(routing: Routing, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
+    """How a product with weights of this dtype is cut for the pairs of a routing."""
+    return expert_tile(routing.unit_pairs, routing.expert_ids.numel(), gated=gated, dtype=dtype)
 
 
 def gate_of(clamp: Clamp | None) -> Gate:
@@ -91,27 +99,24 @@ def gate_of(clamp: Clamp | None) -> Gate:
     return SWIGLU if clamp is None else Gate(clamp.limit, clamp.alpha)
 
 
-def _pairs_by_expert(routing: Routing) -> Iterator[tuple[int, Tensor]]:
-    """(expert, its pairs int64); pair P, which does not exist, is padding."""
-    return bounded_pairs(routing) if routing.pairs.is_cuda else own_pairs(routing)
+def _places_by_expert(routing: Routing) -> Iterator[tuple[int, Tensor]]:
+    """(expert, the places int64 of its pairs in the list); place P, which does not exist, is padding."""
+    return bounded_places(routing) if routing.pairs.is_cuda else own_places(routing)
 
 
-def own_pairs(routing: Routing) -> Iterator[tuple[int, Tensor]]:
-    """(expert, its pairs) for each expert that has pairs. The host reads their number, which synchronises on a GPU."""
-    pairs = routing.pairs.long()
-    for expert, (begin, end) in enumerate(pairwise(routing.offsets.tolist())):
-        if end > begin:
-            yield expert, pairs[begin:end]
+def own_places(routing: Routing) -> Iterator[tuple[int, Tensor]]:
+    """(expert, its places) for each expert that has pairs. The host reads their number, which synchronises on a GPU."""
+    for expert, own in rows_by_expert(routing):
+        yield expert, torch.arange(own.start, own.stop, device=routing.pairs.device)
 
 
-def bounded_pairs(routing: Routing) -> Iterator[tuple[int, Tensor]]:
-    """(expert, T pairs) for every expert: its own pairs, at most T, then padding with P. Does not synchronise."""
+def bounded_places(routing: Routing) -> Iterator[tuple[int, Tensor]]:
+    """(expert, T places) for every expert: its own, at most T, then padding with P. Does not synchronise."""
     num_pairs, num_tokens = routing.pairs.shape[0], routing.expert_ids.shape[0]
-    pairs = F.pad(routing.pairs.long(), (0, num_tokens), value=num_pairs)
-    place = torch.arange(num_tokens, device=pairs.device)
+    place = torch.arange(num_tokens, device=routing.pairs.device)
     for expert in range(routing.offsets.shape[0] - 1):
         own = routing.offsets[expert] + place
-        yield expert, torch.where(own < routing.offsets[expert + 1], pairs[own], num_pairs)
+        yield expert, torch.where(own < routing.offsets[expert + 1], own, num_pairs)
 
 
 class SeparateExperts(ABC):

@@ -17,6 +17,7 @@ from batchspec.errors import CheckpointError
 from batchspec.kernels.moe.experts_mxfp4 import experts_mxfp4_down, experts_mxfp4_up
 from batchspec.kernels.moe.mxfp4 import LARGEST_SCALE, Mxfp4Weight, dequantise_blocks, mxfp4_shapes, shuffle_mxfp4
 from batchspec.kernels.moe.quantise import Fp8Rows
+from batchspec.kernels.moe.sort_rows import sort_rows
 from batchspec.kernels.moe.units import Routing
 from batchspec.model.blocks.base import Clamp, GroupedSpec, TensorSpec
 from batchspec.model.blocks.forward import GroupedProduct
@@ -31,9 +32,9 @@ from batchspec.model.quant.grouped import (
     shard_stacked_bias,
     stacked_bias,
     stacked_biases,
+    tile_of,
 )
 from batchspec.model.quant.plain import Plain
-from batchspec.tuning.policy import expert_tile
 
 BLOCK = 32
 
@@ -113,12 +114,13 @@ class PackedExperts:
         self.weight, self._bias = weight, bias
 
     def up(self, x: Tensor, routing: Routing, clamp: Clamp | None, *, quantise: bool) -> Tensor:
-        tile = expert_tile(routing.unit_pairs, gated=True, dtype=torch.uint8)
-        return experts_mxfp4_up(x, self.weight, self._bias, routing, tile=tile, gate=gate_of(clamp), interpret=not x.is_cuda)
+        interpret, tile = not x.is_cuda, tile_of(routing, gated=True, dtype=torch.uint8)
+        rows = sort_rows(x, routing, interpret=interpret)
+        return experts_mxfp4_up(rows, self.weight, self._bias, routing, tile=tile, gate=gate_of(clamp), interpret=interpret)
 
     def down(self, inner: Tensor | Fp8Rows, routing: Routing) -> Tensor:
         assert isinstance(inner, Tensor)
-        tile = expert_tile(routing.unit_pairs, gated=False, dtype=torch.uint8)
+        tile = tile_of(routing, gated=False, dtype=torch.uint8)
         return experts_mxfp4_down(inner, self.weight, self._bias, routing, tile=tile, interpret=not inner.is_cuda)
 
 

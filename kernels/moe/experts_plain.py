@@ -1,0 +1,179 @@
+"""Grouped products of experts with bf16 weights: the row of every pair p = (token, slot) times the weights of its expert e.
+
+    up    h[i] = gate(x[i] Wg[e]' + bg[e], x[i] Wu[e]' + bu[e])     W [E, 2I, H]: gate rows, up rows
+    down  y[p] = h[i] W[e]' + b[e]                                  W [E, H, I]          i: place of p in the list of pairs
+
+Rows of x and h are in the order of the list of pairs (`sort_rows.py`), those of y in pair order.
+Each program multiplies one tile of rows of W with the pairs of one unit (`units.py`). A tensor-core instruction takes at least 64
+rows of its first operand (M) and as few as 8 of its second (N). At decode an expert has few tokens, so W is the first operand and
+the tokens are the second: acc [rows of W, pairs]. The program takes the narrowest tile that holds the unit's pairs: only the GPU
+knows their number, so one kernel holds the code of several widths. TMA loads weights and tokens.
+Sums over K are in fp32 and rounded once; their order depends on neither the tile nor the number of tokens.
+Bound by memory (the weights of the experts that have tokens) up to about 200 tokens per expert, then by the tensor cores.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from batchspec.kernels.common.checks import check
+from batchspec.kernels.common.pdl import await_earlier, launch_args
+from batchspec.kernels.gemm.operands import DTYPES
+from batchspec.kernels.moe.blocks import add_bias_and_gate, blocks_of, check_launch, load_rows, load_tokens, store_rows
+from batchspec.kernels.moe.gate import SWIGLU, Gate
+from batchspec.kernels.moe.tiles import ExpertTile
+from batchspec.kernels.moe.units import Routing, program_place, rows_by_expert
+
+
+@triton.jit
+def multiply(
+    x, w, bias, pairs, out, expert, begin, count, first, num_rows, n, k,
+    SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr,
+    DOT: tl.constexpr,
+):  # fmt: skip
+    """One tile of BLOCK_N rows of W (gated: and as many of up) by BLOCK_T rows of x."""
+    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    w_rows = 2 * n if GATED else n
+    for at in range(0, k, BLOCK_K):
+        tokens = tl.trans(load_tokens(x, begin, count, at, num_rows, k, BLOCK_T, BLOCK_K, TMA)).to(DOT)
+        a = load_rows(w, expert, first, w_rows, at, k, BLOCK_N, BLOCK_K, TMA, EVEN_K)
+        acc = tl.dot(a.to(DOT), tokens, acc, input_precision="ieee")
+        if GATED:
+            b = load_rows(w, expert, n + first, w_rows, at, k, BLOCK_N, BLOCK_K, TMA, EVEN_K)
+            up = tl.dot(b.to(DOT), tokens, up, input_precision="ieee")
+    acc = add_bias_and_gate(acc, up, bias, expert, first, n, GATED, LIMIT, ALPHA, BLOCK_N)
+    store_rows(acc, out, pairs, begin, count, first, n, SCATTER, BLOCK_T, BLOCK_N)
+
+
+@triton.jit(do_not_specialize=["num_units", "num_rows"])
+def experts_plain_kernel(
+    x16, x32, x64, x128, x256, w, bias, pairs, units, out, num_units, num_rows, n, k,
+    SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    LOW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    TMA: tl.constexpr, EVEN_K: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """x16 to x256: x [num_rows, k] with blocks of so many rows, None where LOW to BLOCK_T does not include it."""
+    DOT: tl.constexpr = tl.float32 if INTERPRETED else out.dtype.element_ty
+    unit, tile = program_place(num_units, tl.cdiv(n, BLOCK_N), GROUP)
+    await_earlier(PDL)
+    expert = tl.load(units + unit * 4)
+    begin = tl.load(units + unit * 4 + 1)
+    count = tl.load(units + unit * 4 + 2)
+    first = tile * BLOCK_N
+    if LOW <= 16 and ((count > 0) & (count <= 16)):
+        multiply(x16, w, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT, ALPHA,
+                 16, BLOCK_N, BLOCK_K, TMA, EVEN_K, DOT)  # fmt: skip
+    if LOW <= 32 and BLOCK_T >= 32 and ((count > (16 if LOW < 32 else 0)) & (count <= 32)):
+        multiply(x32, w, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT, ALPHA,
+                 32, BLOCK_N, BLOCK_K, TMA, EVEN_K, DOT)  # fmt: skip
+    if LOW <= 64 and BLOCK_T >= 64 and ((count > (32 if LOW < 64 else 0)) & (count <= 64)):
+        multiply(x64, w, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT, ALPHA,
+                 64, BLOCK_N, BLOCK_K, TMA, EVEN_K, DOT)  # fmt: skip
+    if LOW <= 128 and BLOCK_T >= 128 and ((count > (64 if LOW < 128 else 0)) & (count <= 128)):
+        multiply(x128, w, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT, ALPHA,
+                 128, BLOCK_N, BLOCK_K, TMA, EVEN_K, DOT)  # fmt: skip
+    if BLOCK_T >= 256 and ((count > (128 if LOW < 256 else 0)) & (count <= 256)):
+        multiply(x256, w, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT, ALPHA,
+                 256, BLOCK_N, BLOCK_K, TMA, EVEN_K, DOT)  # fmt: skip
+
+
+def experts_plain_up(
+    x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, *, tile: ExpertTile, gate: Gate = SWIGLU,
+    out: Tensor | None = None, interpret: bool = False,
+) -> Tensor:  # fmt: skip
+    """The gated first product of each pair.
+
+    x        bf16 or fp32 [P, H], on a CPU also fp64, in the order of the list of pairs
+    weight   same dtype [E, 2I, H], contiguous, gate rows before up rows
+    bias     same dtype [E, 2I], or None
+    routing  from `route` with unit_pairs=tile.block_t
+    out      same dtype [P, I], contiguous; None: a new tensor
+
+    Returns out, in the order of the list. Does not synchronise on a GPU. Raises ValueError for other shapes, dtypes or strides.
+    """
+    out = x.new_empty(len(x), weight.shape[1] // 2) if out is None else out
+    if x.is_cuda or interpret:
+        launch("experts_plain_up", x, weight, bias, routing, tile, out, gate=gate)
+        return out
+    return out.copy_(experts_plain_up_reference(x, weight, bias, routing, gate=gate))
+
+
+def experts_plain_down(
+    h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, *, tile: ExpertTile, out: Tensor | None = None,
+    interpret: bool = False,
+) -> Tensor:  # fmt: skip
+    """The second product of each pair: h [P, I] in the order of the list, weight [E, H, I], bias [E, H] -> [P, H] in pair order.
+
+    See `experts_plain_up`.
+    """
+    out = h.new_empty(len(h), weight.shape[1]) if out is None else out
+    if h.is_cuda or interpret:
+        launch("experts_plain_down", h, weight, bias, routing, tile, out)
+        return out
+    return out.copy_(experts_plain_down_reference(h, weight, bias, routing))
+
+
+def launch(
+    kernel: str, x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, tile: ExpertTile, out: Tensor, *,
+    gate: Gate | None = None, compile_only: bool = False,
+) -> None:  # fmt: skip
+    """Check the arguments and start the kernel, unless `compile_only`."""
+    num_pairs, (num_experts, w_rows, k) = routing.expert_ids.numel(), weight.shape
+    n = w_rows if gate is None else w_rows // 2
+    check(f"{kernel}: x", x, (num_pairs, k), *DTYPES)
+    check(f"{kernel}: weight", weight, (num_experts, w_rows, k), x.dtype)
+    check(f"{kernel}: out", out, (num_pairs, n), x.dtype)
+    if bias is not None:
+        check(f"{kernel}: bias", bias, (num_experts, w_rows), x.dtype)
+    check_launch(kernel, routing, tile, num_experts)
+    if not len(routing.units):
+        return
+    tma = tile.tma and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0 and k * weight.itemsize % 16 == 0
+    flat = weight.view(num_experts * w_rows, k)
+    grid = (len(routing.units) * triton.cdiv(n, tile.block_n),)
+    start = partial(experts_plain_kernel.warmup, grid=grid) if compile_only else experts_plain_kernel[grid]
+    start(
+        *blocks_of(x, tile, tma), TensorDescriptor.from_tensor(flat, [tile.block_n, tile.block_k]) if tma else weight, bias,
+        routing.pairs, routing.units, out, len(routing.units), num_pairs, n, k,
+        SCATTER=gate is None, GATED=gate is not None, LIMIT=gate and gate.limit, ALPHA=gate and gate.alpha,
+        LOW=tile.low, BLOCK_T=tile.block_t, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP=tile.group, TMA=tma,
+        EVEN_K=k % tile.block_k == 0, INTERPRETED=not x.is_cuda, num_warps=tile.warps, num_stages=tile.stages, **launch_args(x),
+    )  # fmt: skip
+
+
+def experts_plain_up_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, *, gate: Gate = SWIGLU
+) -> Tensor:
+    """`experts_plain_up` in plain torch: products and gate in fp32 at least, rounded once."""
+    return gate(*_product(x, weight, bias, routing).chunk(2, dim=-1)).to(x.dtype)
+
+
+def experts_plain_down_reference(h: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
+    """`experts_plain_down` in plain torch."""
+    y = _product(h, weight, bias, routing)
+    return torch.empty_like(y).index_copy_(0, routing.pairs.long(), y).to(h.dtype)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
+    """[P, N] in the order of the list: each row of x times the weights of its expert; fp32, or fp64 if x is fp64."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    out = torch.empty(len(x), weight.shape[1], dtype=dtype, device=x.device)
+    for expert, own in rows_by_expert(routing):
+        out[own] = x[own].to(dtype) @ weight[expert].to(dtype).T
+        if bias is not None:
+            out[own] += bias[expert].to(dtype)
+    return out
+
+
+if __name__ == "__main__":
+    from batchspec.kernels.benchmarks.moe_bench import main
+
+    main()

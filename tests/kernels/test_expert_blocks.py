@@ -1,0 +1,111 @@
+"""What all grouped products share: every height of tile, the borders of units, and numbers past them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from batchspec.kernels.benchmarks.moe_bench import relative
+from batchspec.kernels.benchmarks.moe_weights import FORMATS, MoeShape, Product, make_products
+from batchspec.kernels.common.e4m3 import E4M3
+from batchspec.kernels.gemm.fp8_linear import fp8_linear, fp8_linear_reference
+from batchspec.kernels.moe.experts_fp8 import Fp8Weight, experts_fp8_up, experts_fp8_up_quantised
+from batchspec.kernels.moe.gate import Gate
+from batchspec.kernels.moe.quantise import Fp8Rows, quantise_rows, quantise_rows_reference
+from batchspec.kernels.moe.tiles import ExpertTile, expert_tile
+from tests.kernels.moe_cases import SPREADS, assert_near, noise, routing_of
+
+SHAPE = MoeShape(4, 2, 160, 96, Gate(7.0), True)  # tails of the blocks of K and of the tiles over rows of W
+TILE = ExpertTile(16, 64, 128, 2, 4)
+
+
+def products_of(form: str, device: torch.device) -> tuple[Product, Product]:
+    torch.manual_seed(3)
+    return make_products(SHAPE, form, device)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    ("spread", "tile"),
+    [
+        (SPREADS[0], ExpertTile(64, 64, 128, 2, 4)),
+        (SPREADS[1], ExpertTile(16, 64, 128, 2, 4)),
+        (SPREADS[2], ExpertTile(32, 64, 128, 2, 4, tma=False, low=32)),
+    ],
+)
+def test_every_height_of_tile_gives_the_product_of_each_pair(
+    form: str, spread: str, tile: ExpertTile, device: torch.device
+) -> None:
+    tokens = 45  # units of 1 to 64 pairs
+    for product in products_of(form, device):
+        routing = routing_of(tokens, SHAPE.experts, SHAPE.top_k, spread, tile.block_t, device)
+        x = product.inputs(tokens)
+        wanted = product.reference(x, routing)
+        assert relative(product.result(x, routing, tile), wanted) < 2 * product.tolerance  # the interpreter cuts bf16 off
+        last = routing.pairs[-1].long()
+        assert relative(product.result(x, routing, tile)[last], wanted[last]) < 4 * product.tolerance
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("tma", [True, False])
+def test_rows_past_the_pairs_of_a_unit_change_nothing(form: str, tma: bool, device: torch.device) -> None:
+    """A tile reads rows of the next expert, which may hold any numbers."""
+    product, tile = products_of(form, device)[1], TILE._replace(tma=tma)
+    routing = routing_of(20, SHAPE.experts, SHAPE.top_k, SPREADS[0], 16, device)
+    first = int(routing.offsets[1])
+    rows = product.rows_of(noise(40, product.k, dtype=torch.bfloat16, device=device), routing)
+    changed = Fp8Rows(*(part.clone() for part in rows)) if isinstance(rows, Fp8Rows) else rows.clone()
+    if isinstance(changed, Fp8Rows):
+        changed.values.view(torch.uint8)[first:] = 0x7F  # NaN
+        changed.scales[:, first:] = torch.nan
+    else:
+        changed[first:] = torch.nan
+    outs = []
+    for own in (rows, changed):
+        outs.append(product.empty(40))
+        product.run(own, routing, tile, outs[-1])
+    own_pairs = routing.pairs[:first].long()
+    assert first % 16
+    assert torch.equal(outs[0][own_pairs], outs[1][own_pairs])
+    assert outs[1][routing.pairs[first:].long()].isnan().all()
+
+
+def test_rows_past_the_last_one_of_a_dense_product_change_nothing(device: torch.device) -> None:
+    """Rows are a slice of a buffer whose next rows are NaN."""
+    tokens, k = 21, 144
+    rows = quantise_rows_reference(noise(tokens, k, dtype=torch.float32, device=device))
+    buffer = torch.full((tokens + 32, k), 0x7F, dtype=torch.uint8, device=device).view(E4M3)
+    buffer.view(torch.uint8)[:tokens] = rows.values.view(torch.uint8)
+    weight, scales = (torch.randn(80, k, device=device) * 50).to(E4M3), torch.rand(1, 2, device=device) / 500
+    for tma in (True, False):
+        own = rows._replace(values=buffer[:tokens])
+        y = fp8_linear(own, weight, scales, tile=TILE._replace(tma=tma), dtype=torch.float32, interpret=True)
+        assert_near(y, fp8_linear_reference(rows, weight, scales), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [21, 70])
+def test_a_quantised_result_is_that_of_quantise_rows(tokens: int, device: torch.device) -> None:
+    """For more than one height of tile."""
+    product = make_products(replace(SHAPE, width=160, gate=Gate(), bias=False), "fp8", device)[0]
+    tile = ExpertTile(32, 128, 128, 2, 4)
+    routing = routing_of(tokens, SHAPE.experts, SHAPE.top_k, SPREADS[0], 32, device)
+    x = quantise_rows(product.inputs(tokens), routing, interpret=True)
+    weight = product.weight
+    assert isinstance(weight, Fp8Weight)
+    found = experts_fp8_up_quantised(x, weight, None, routing, tile=tile, interpret=True)
+    plain = experts_fp8_up(x, weight, None, routing, tile=tile, interpret=True)
+    assert_near(found.scales, quantise_rows_reference(plain).scales, tolerance=1e-2)
+    scales = found.scales.T.repeat_interleave(128, 1)[:, :160]
+    assert_near(found.values.float() * scales, plain, tolerance=4e-2)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_default_tiles_of_few_and_many_tokens_agree_in_every_bit(form: str, device: torch.device) -> None:
+    for product in products_of(form, device):
+        x, outs = product.inputs(30), []
+        for unit_pairs in (16, 64):
+            routing = routing_of(30, SHAPE.experts, SHAPE.top_k, SPREADS[1], unit_pairs, device)
+            outs.append(product.result(x, routing, expert_tile(unit_pairs, 60, gated=product.gated, dtype=product.dtype)))
+        assert torch.equal(*outs)
