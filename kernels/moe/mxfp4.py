@@ -117,10 +117,18 @@ def unpack(words, scales, PART: tl.constexpr, INTERPRETED: tl.constexpr):
         exponent = (scales >> (8 * PART)) & 0xFF
         y = (bits << 16).to(tl.float32, bitcast=True) * (exponent << 23).to(tl.float32, bitcast=True)[:, None]
     else:  # each instruction works on two words
-        scale = tl.inline_asm_elementwise(  # byte PART to the exponent bits of both bf16 halves
-            "{ .reg .b32 e, i; mov.b32 i, $2; prmt.b32 e, $1, 0, i; shr.u32 $0, e, 1; }", "=r,r,r",
-            [scales, 0x0404 + PART * 0x1010], dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
+        # Bytes 0 and 2, or 1 and 3, to the exponent bits of the two halves; the multiplication reads one half of it twice.
+        both = (scales << 7 if PART % 2 == 0 else scales >> 1) & 0x7F807F80
+        if PART < 2:
+            scale = tl.inline_asm_elementwise(
+                "{ .reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {l, l}; }",
+                "=r,r", [both], dtype=tl.int32, is_pure=True, pack=1,
+            )  # fmt: skip
+        else:
+            scale = tl.inline_asm_elementwise(
+                "{ .reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {h, h}; }",
+                "=r,r", [both], dtype=tl.int32, is_pure=True, pack=1,
+            )  # fmt: skip
         scale = tl.broadcast_to(scale[:, None], words.shape)
         if PART == 0:
             y = tl.inline_asm_elementwise(
