@@ -189,6 +189,32 @@ def test_a_resumed_job_uses_the_scales_that_it_began_with(model: Path, data: Pat
     assert (out / KV_SCALES).read_bytes() == coarse.to_json()
 
 
+def test_a_job_that_lost_its_scales_is_refused(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Calibrated anew, a machine that rounds otherwise could have others; those of a checkpoint are the same ever after."""
+    out = tmp_path / "out"
+    assert job(model, data, out, "cache.dtype=fp8") == 0
+    whole, shards = tokens(out), sorted((out / "data").iterdir())
+    shards.pop().unlink()
+    (out / KV_SCALES).unlink()
+    assert job(model, data, out, "cache.dtype=fp8") == OutputError.exit_code
+    assert f"{KV_SCALES} is missing, and 3 shards of the job came from these" in capsys.readouterr().err
+    with pytest.raises(OutputError, match="is missing"):
+        verify.main([str(out)])
+    for part in shards:
+        part.unlink()
+    assert job(model, data, out, "cache.dtype=fp8") == 0  # as after a kill between manifest and scales
+    assert tokens(out) == whole
+    scaled, own = with_scales(model, tmp_path / "scaled", names(model, "k_scale", "v_scale")), tmp_path / "own"
+    assert job(scaled, data, own, "cache.dtype=fp8") == 0
+    whole = tokens(own)
+    next((own / "data").iterdir()).unlink()
+    (own / KV_SCALES).unlink()
+    assert job(scaled, data, own, "cache.dtype=fp8") == 0
+    assert tokens(own) == whole
+
+
 def test_other_scales_are_another_job(model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     scaled = with_scales(model, tmp_path / "scaled", names(model, "k_scale", "v_scale"))

@@ -95,7 +95,7 @@ def test_a_run_whose_job_was_overwritten_publishes_nothing(out: Any) -> None:
     assert second.manifest.job != first.manifest.job
     acts: list[Callable[[], Any]] = [
         partial(first.commit, 0, tables()[0]), journal.flush, partial(first.finish, "card"), partial(first.put_report, "page"),
-        partial(first.log_run, {}),
+        partial(first.log_run, {}), partial(first.keep_kv_scales, b"old"),
     ]  # fmt: skip
     for act in acts:
         with pytest.raises(OutputError, match="was overwritten while this run worked on it; the run ends and publishes nothing"):
@@ -106,8 +106,28 @@ def test_a_run_whose_job_was_overwritten_publishes_nothing(out: Any) -> None:
     assert not second._store.list("_batchspec/journal")
     assert not second._store.list("_batchspec/logs")
     assert not second.has_card()
+    assert second.keep_kv_scales(b"new") == b"new"
     assert second.commit(0, tables()[0])
     assert list(second.damage()) == []
+
+
+@pytest.mark.parametrize("were_kept", [False, True])
+def test_scales_of_a_job_that_is_overwritten_while_they_are_kept_are_none_of_the_new_job_s(
+    were_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, put = new_folder(tmp_path, 6, 2), LocalStore.put_if_absent
+
+    def late(self: LocalStore, name: str, data: bytes) -> bool:
+        monkeypatch.undo()
+        second = new_folder(tmp_path, 6, 2, overwrite=True)
+        if were_kept:
+            second.keep_kv_scales(data)
+        return put(self, name, data)
+
+    monkeypatch.setattr(LocalStore, "put_if_absent", late)
+    with pytest.raises(OutputError, match="was overwritten while this run worked on it"):
+        first.keep_kv_scales(b"scales")
+    assert OutputFolder(tmp_path).kv_scales() == (b"scales" if were_kept else None)
 
 
 def test_a_run_whose_folder_was_deleted_publishes_nothing(out: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,17 @@ def test_places_after_the_end_of_rows_have_pages_too() -> None:
     assert _small(demand, 59).max_len == 128
     with pytest.raises(CapacityError, match=r"one row of 187 tokens needs 13"):
         _small(demand, 59, pages=12)
+
+
+def test_what_a_refusal_advises_is_enough() -> None:
+    demand = Demand(num_completions=4, prompt_tokens=9000, output_tokens=3000, max_tokens=12_800)
+    with pytest.raises(CapacityError, match=r"raise packing.pages to 801 or more"):
+        _small(demand, 0, pages=12)
+    assert _small(demand, 0, pages=801).max_len == 12_800
+    with pytest.raises(CapacityError, match=r"raise packing.memory_gb to (\S+) or more") as refusal:
+        _small(demand, 0, memory_gb=1e-5)
+    (enough_gb,) = re.findall(r"memory_gb to (\S+) or", str(refusal.value))
+    assert _small(demand, 0, memory_gb=float(enough_gb)).max_len == 12_800
 
 
 def _small(demand: Demand, num_lookahead_slots: int, **packing: Any) -> PackedBatch:
@@ -266,9 +278,9 @@ def test_what_the_job_sets_is_kept() -> None:
 
 def test_one_row_must_fit() -> None:
     assert on_gpu(pages=705).num_pages == 705
-    with pytest.raises(CapacityError, match=r"packing.pages=704 gives 704 K/V pages .* needs 705; raise .* to 1.48"):
+    with pytest.raises(CapacityError, match=r"packing.pages=704 gives 704 K/V pages .* needs 705; raise .*pages to 705 or"):
         on_gpu(pages=704)
-    with pytest.raises(CapacityError, match=r"packing.memory_gb=1.0 gives 476 K/V pages"):
+    with pytest.raises(CapacityError, match=r"packing.memory_gb=1.0 gives 476 K/V pages .* raise .*memory_gb to 1.48 or"):
         on_gpu(memory_gb=1.0)
     with pytest.raises(CapacityError, match=r"the GPU's free 0.00 GB less 2.\d\d GB for passes, rounds and graphs gives 0"):
         on_gpu(free_bytes=0)

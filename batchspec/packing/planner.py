@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -255,9 +256,11 @@ def _kv_budget(packing: PackingConfig, memory: KVMemory, budget: int, source: st
         budget, source = int(packing.memory_gb * 1e9), f"packing.memory_gb={packing.memory_gb}"
     needed = memory.row_pages + 1
     if budget // size_bytes < needed:
+        enough_gb = math.ceil(needed * size_bytes / 1e7) / 100
+        key = f"packing.memory_gb to {enough_gb:.2f}" if packing.pages is None else f"packing.pages to {needed}"
         raise CapacityError(
             f"{source} gives {budget // size_bytes} K/V pages of {size_bytes / 1e6:.2f} MB; one row of {memory.max_tokens} "
-            f"tokens needs {needed}; raise packing.memory_gb to {needed * size_bytes / 1e9:.2f} or more, or lower model.max_len"
+            f"tokens needs {needed}; raise {key} or more, or lower model.max_len"
         )
     return budget
 

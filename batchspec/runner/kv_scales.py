@@ -10,18 +10,27 @@ from batchspec.model.spec import ModelSpec
 from batchspec.prepare import Job
 from batchspec.runner.oom_fallback import EngineWithFallback
 from batchspec.runstate.output_folder import KV_SCALES, OutputFolder
+from batchspec.text import counted
 
 
 def with_saved_scales(job: Job, output: OutputFolder) -> Job:
     """The job with the scales of its earlier runs, if there are any.
 
-    Raises OutputError where they are damaged, or where the checkpoint's own are others by now.
+    Raises OutputError where they are damaged, or where the checkpoint's own are others by now; and where they are lost: shards
+    are committed, and a calibration, which may come out otherwise on another machine, would take their place in silence.
     """
     saved = saved_scales(output, job.spec) if job.spec.fp8_kv else None
-    if saved is None:
-        return job
     dummy, how = job.config.model.load_format == "dummy", job.config.cache.scales
+    if saved is None and not (job.spec.fp8_kv and output.manifest.config["cache"]["dtype"] == "fp8"):
+        return job
     own = None if dummy or how == "calibrate" else checkpoint_scales(job.folder, job.spec)
+    if saved is None:
+        if own is None and (done := output.committed()):
+            raise OutputError(
+                f"{output.path}/{KV_SCALES} is missing, and {counted(len(done), 'shard')} of the job came from these K/V scales; "
+                "restore it or use another output.dir"
+            )
+        return job
     if own is not None and own.fingerprint != saved.fingerprint:
         raise OutputError(
             f"output.dir {output.path} holds this job with other K/V scales (kv_scales: {saved.fingerprint[:12]} -> "

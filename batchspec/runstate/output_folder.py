@@ -228,8 +228,8 @@ class OutputFolder(JobFolder):
         return self._store.read(KV_SCALES) if self._store.exists(KV_SCALES) else None
 
     def keep_kv_scales(self, own: bytes) -> bytes:
-        """Keep a run's scales if no other run was first; returns those that are kept."""
-        self._store.put_if_absent(KV_SCALES, own)
+        """Keep a run's scales if no other run was first; returns those that are kept. Raises as `check_own` does."""
+        self._put_own(KV_SCALES, own, once=True)
         return self._store.read(KV_SCALES)
 
     def log_run(self, facts: Mapping[str, float]) -> None:
@@ -251,15 +251,23 @@ class OutputFolder(JobFolder):
         """Write report.html. Raises as `check_own` does."""
         self._put_own("report.html", page.encode())
 
-    def _put_own(self, name: str, data: bytes) -> None:
+    def _put_own(self, name: str, data: bytes, *, once: bool = False) -> None:
         """Write a file of the job. If the folder holds another job afterwards (because the run was suspended), the file is
         deleted again; the next run of that job writes its card if it is missing. Raises as `check_own` does.
+
+        once  a file that is there already stays
         """
         self.check_own()
-        self._store.put(name, data)
+        written = True
+        if once:
+            written = self._store.put_if_absent(name, data)
+        else:
+            self._store.put(name, data)
         try:
             self.check_own()
         except OutputError:
+            if not written:
+                raise
             version = self._store.version(name)
             if self._store.read(name) == data:
                 self._store.delete(name, version)
