@@ -27,13 +27,6 @@ from batchspec.kernels.moe.units import Routing, program_place
 
 
 @triton.jit
-def load_scales(scales, expert, first, num_rows, block, num_blocks, BLOCK_N: tl.constexpr):
-    """int32 [BLOCK_N]: for each row the four scales of this block of 128 columns, one per byte."""
-    rows = tl.minimum(first + tl.arange(0, BLOCK_N), num_rows - 1)
-    return tl.load(scales + (expert * num_blocks + block).to(tl.int64) * num_rows + rows)
-
-
-@triton.jit
 def wait_for(acc):
     """acc unchanged, but only once its wgmma has finished.
 
@@ -54,37 +47,55 @@ def unpack_block(words, scales, BLOCK_N: tl.constexpr, INTERPRETED: tl.constexpr
 
 
 @triton.jit
+def load_words(w, expert, first, n, width, block, GATED: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr):
+    """Words of a block of 128 columns: [BLOCK_N, 32] of gate and of up; of a plain product [BLOCK_N / 2, 32] of each half."""
+    if GATED and TMA:  # one copy for gate and up: each copy costs the program a barrier
+        pair = w.load([expert * 2, first, block * 32])
+    elif GATED:
+        gate = load_rows(w, expert, first, 2 * n, block * 32, width, BLOCK_N, 32, TMA, True)
+        pair = tl.join(gate, load_rows(w, expert, n + first, 2 * n, block * 32, width, BLOCK_N, 32, TMA, True)).permute(2, 0, 1)
+    else:
+        pair = load_rows(w, expert, first, n, block * 32, width, BLOCK_N, 32, TMA, True).reshape(2, BLOCK_N // 2, 32)
+    return tl.split(pair.permute(1, 2, 0))
+
+
+@triton.jit
 def multiply(
     x, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k,
-    SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, TWO: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of BLOCK_N rows of W (gated: and as many of up) by BLOCK_T rows of x."""
+    """One tile of BLOCK_N rows of W (gated: and as many of up) by BLOCK_T rows of x.
+
+    TWO: as two products of half the tile, gate and up in a gated one. The tensor cores run the first while the second's words
+    are unpacked: Triton does not wait for a sum that only the next step of the loop uses, and the wait for the other covers both.
+    """
     num_blocks = tl.cdiv(k, 128)
     width = num_blocks * 32
     w_rows = 2 * n if GATED else n
-    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    ROWS: tl.constexpr = BLOCK_N if GATED or not TWO else BLOCK_N // 2
+    acc = tl.zeros([ROWS, BLOCK_T], tl.float32)
+    up = tl.zeros([ROWS, BLOCK_T], tl.float32)
+    lane = tl.arange(0, 2 * BLOCK_N if GATED else BLOCK_N)  # one load for all scales
+    row = first + (lane % BLOCK_N + lane // BLOCK_N * n if GATED else lane)
+    scales = w_scales + (expert * num_blocks).to(tl.int64) * w_rows
     for block in range(0, num_blocks):
         tokens = tl.trans(load_tokens(x, begin, count, block * 128, num_rows, k, BLOCK_T, 128, TMA))
-        if GATED and TMA:  # one copy for gate and up: each copy costs the program a barrier
-            a, b = tl.split(w.load([expert * 2, first, block * 32]).permute(1, 2, 0))
-        else:
-            a = load_rows(w, expert, first, w_rows, block * 32, width, BLOCK_N, 32, TMA, True)
-        a_scales = load_scales(w_scales, expert, first, w_rows, block, num_blocks, BLOCK_N)
-        if GATED:  # loaded before the first dot, so that unpacking runs while that dot runs
-            if not TMA:
-                b = load_rows(w, expert, n + first, w_rows, block * 32, width, BLOCK_N, 32, TMA, True)
-            b_scales = load_scales(w_scales, expert, n + first, w_rows, block, num_blocks, BLOCK_N)
         if INTERPRETED:
             tokens = tokens.to(tl.float32)
-        acc = tl.dot(unpack_block(a, a_scales, BLOCK_N, INTERPRETED), tokens, acc, input_precision="ieee")
-        if GATED:
-            up = tl.dot(unpack_block(b, b_scales, BLOCK_N, INTERPRETED), tokens, up, input_precision="ieee")
-        if not INTERPRETED:
-            acc = wait_for(acc)
-            if GATED:
-                up = wait_for(up)
+        own = tl.load(scales + (block * w_rows + tl.minimum(row, w_rows - 1)))
+        if TWO:
+            a, b = load_words(w, expert, first, n, width, block, GATED, BLOCK_N, TMA)
+            a_scales, b_scales = tl.split(own.reshape(2, ROWS).permute(1, 0))
+            acc = tl.dot(unpack_block(a, a_scales, ROWS, INTERPRETED), tokens, acc, input_precision="ieee")
+            up = tl.dot(unpack_block(b, b_scales, ROWS, INTERPRETED), tokens, up, input_precision="ieee")
+            up = up if INTERPRETED else wait_for(up)
+        else:
+            a = load_rows(w, expert, first, n, block * 32, width, BLOCK_N, 32, TMA, True)
+            acc = tl.dot(unpack_block(a, own, ROWS, INTERPRETED), tokens, acc, input_precision="ieee")
+            acc = acc if INTERPRETED else wait_for(acc)
+    if TWO and not GATED:
+        acc = tl.join(acc, up).permute(2, 0, 1).reshape(BLOCK_N, BLOCK_T)
     acc = add_bias_and_gate(acc, up, bias, expert, first, n, GATED, LIMIT, ALPHA, BLOCK_N)
     store_rows(acc, out, pairs, begin, count, first, n, SCATTER, BLOCK_T, BLOCK_N)
 
@@ -92,7 +103,7 @@ def multiply(
 @triton.jit(do_not_specialize=["num_units", "num_rows"])
 def experts_mxfp4_kernel(
     x16, x32, x64, x128, x256, w, w_scales, bias, pairs, units, out, num_units, num_rows, n, k,
-    SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, TWO: tl.constexpr,
     LOW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
     INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -108,19 +119,19 @@ def experts_mxfp4_kernel(
     first = tile * BLOCK_N
     if LOW <= 16 and ((count > 0) & (count <= 16)):
         multiply(x16, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT, ALPHA,
-                 16, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
+                 TWO, 16, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
     if LOW <= 32 and BLOCK_T >= 32 and ((count > (16 if LOW < 32 else 0)) & (count <= 32)):
         multiply(x32, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT, ALPHA,
-                 32, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
+                 TWO, 32, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
     if LOW <= 64 and BLOCK_T >= 64 and ((count > (32 if LOW < 64 else 0)) & (count <= 64)):
         multiply(x64, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT, ALPHA,
-                 64, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
+                 TWO, 64, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
     if LOW <= 128 and BLOCK_T >= 128 and ((count > (64 if LOW < 128 else 0)) & (count <= 128)):
         multiply(x128, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT, ALPHA,
-                 128, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
+                 TWO, 128, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
     if BLOCK_T >= 256 and ((count > (128 if LOW < 256 else 0)) & (count <= 256)):
         multiply(x256, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT, ALPHA,
-                 256, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
+                 TWO, 256, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
 
 
 def experts_mxfp4_up(
@@ -192,7 +203,8 @@ def launch(
         *blocks_of(x, tile, tma), w, weight.scales.view(torch.int32), bias, routing.pairs, routing.units, out,
         len(routing.units), num_pairs, n, k,
         SCATTER=gate is None, GATED=gate is not None, LIMIT=gate and gate.limit, ALPHA=gate and gate.alpha,
-        LOW=tile.low, BLOCK_T=tile.block_t, BLOCK_N=tile.block_n, GROUP=tile.group, TMA=tma,
+        TWO=gate is not None or tile.block_n >= 32 * tile.warps, LOW=tile.low, BLOCK_T=tile.block_t, BLOCK_N=tile.block_n,
+        GROUP=tile.group, TMA=tma,
         INTERPRETED=not x.is_cuda, num_warps=tile.warps, num_stages=tile.stages, **launch_args(x),
     )  # fmt: skip
 
