@@ -1,8 +1,10 @@
 """The router's logits in fp32: logits = x @ weight.T + bias, T tokens, E experts.
 
-The logits are not rounded to the model's dtype, so that nearly equal experts keep their order. The order of each sum over H does
-not depend on T: every launch uses blocks of one size and tiles of fewer than 64 rows, as Triton takes another instruction from 64
-rows on. fp32 weights are split into two TF32 parts, which hold about 22 bits. Bound by launch latency at decode sizes.
+The logits are not rounded to the model's dtype, so that nearly equal experts keep their order. A sum over H is that of eight
+parts, in order: part p has the columns p * n to (p + 1) * n of every 8 * n. For few tokens eight warps sum a part each, because
+a program's time is that of its longest chain of products; for many, all warps sum one part after another. So the order of each
+sum does not depend on T. Tiles have fewer than 64 rows, as Triton takes another instruction from 64 rows on.
+fp32 weights are split into two TF32 parts, which hold about 22 bits. Bound by latency at decode sizes.
 """
 
 from __future__ import annotations
@@ -20,38 +22,86 @@ from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 
-MANY_TOKENS = 256  # beyond, tiles are larger
-FEW_STAGES = 8  # one warp has 8 KB per stage to load, so many must be on their way
-BLOCK_K, BLOCK_K_WIDE = 128, 64  # WIDE: for fp32 operands, whose two TF32 parts take more registers
+FEW_TILES = 256  # of 16 tokens and 16 experts; beyond, tiles are larger
+FEW_STAGES = 4
+PARTS = 8
+PART_K, PART_K_WIDE = 64, 32  # WIDE: for fp32 operands, whose two TF32 parts take more registers
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit
+def multiply(a, b, acc, WIDE: tl.constexpr, INTERPRETED: tl.constexpr):
+    if INTERPRETED:
+        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    elif WIDE:
+        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="tf32x3")
+    else:
+        acc = tl.dot(a, b, acc)
+    return acc
+
+
+@triton.jit
+def sum_in_order(parts, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
+    """[8, BLOCK_T, BLOCK_E] -> the sum over the first dimension, from its beginning to its end."""
+    even, odd = tl.split(parts.reshape(4, 2, BLOCK_T, BLOCK_E).permute(0, 2, 3, 1))
+    p04, p26 = tl.split(even.reshape(2, 2, BLOCK_T, BLOCK_E).permute(0, 2, 3, 1))
+    p15, p37 = tl.split(odd.reshape(2, 2, BLOCK_T, BLOCK_E).permute(0, 2, 3, 1))
+    p0, p4 = tl.split(p04.permute(1, 2, 0))
+    p1, p5 = tl.split(p15.permute(1, 2, 0))
+    p2, p6 = tl.split(p26.permute(1, 2, 0))
+    p3, p7 = tl.split(p37.permute(1, 2, 0))
+    return (((((((0.0 + p0) + p1) + p2) + p3) + p4) + p5) + p6) + p7
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_rounds"])
 def router_kernel(
-    x, w, bias, out, num_tokens, stride_x, NUM_EXPERTS: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+    x, w, bias, out, num_tokens, num_rounds, stride_x, NUM_EXPERTS: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr, PARTS: tl.constexpr, PART_K: tl.constexpr, FEW: tl.constexpr, WIDE: tl.constexpr,
+    INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """WIDE: x or w is fp32, and products are fp32 made of three TF32 products."""
-    expert_tiles: tl.constexpr = (NUM_EXPERTS + BLOCK_E - 1) // BLOCK_E
-    token = tl.program_id(0) // expert_tiles * BLOCK_T + tl.arange(0, BLOCK_T)
-    expert = tl.program_id(0) % expert_tiles * BLOCK_E + tl.arange(0, BLOCK_E)
-    depth = tl.arange(0, BLOCK_K)
-    rows = x + (tl.minimum(token, num_tokens - 1).to(tl.int64) * stride_x)[:, None] + depth[None, :]
-    columns = w + (tl.minimum(expert, NUM_EXPERTS - 1) * K)[None, :] + depth[:, None]
+    """WIDE: x or w is fp32, and products are fp32 made of three TF32 products. FEW: eight warps, a part each.
+
+    num_rounds: PARTS * ROUNDS, for many tokens; no constant, because ptxas would unroll that loop.
+    """
+    EXPERT_TILES: tl.constexpr = (NUM_EXPERTS + BLOCK_E - 1) // BLOCK_E
+    STEP: tl.constexpr = PARTS * PART_K
+    STEPS: tl.constexpr = (K + STEP - 1) // STEP
+    # TF32 products (and all in the interpreter) are added block by block: blocks must be equal for few and many tokens.
+    AT_ONCE: tl.constexpr = 1 if WIDE or INTERPRETED else 2
+    ROUNDS: tl.constexpr = (STEPS + AT_ONCE - 1) // AT_ONCE
+    token = tl.program_id(0) // EXPERT_TILES * BLOCK_T + tl.arange(0, BLOCK_T)
+    expert = tl.program_id(0) % EXPERT_TILES * BLOCK_E + tl.arange(0, BLOCK_E)
+    rows = x + (tl.minimum(token, num_tokens - 1).to(tl.int64) * stride_x)[:, None]
+    columns = w + (tl.minimum(expert, NUM_EXPERTS - 1) * K)[None, :]
     await_earlier(PDL)
-    acc = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
-    for at in range(0, K, BLOCK_K):
-        if K % BLOCK_K == 0:
-            a = tl.load(rows + at)
-            b = tl.load(columns + at)
-        else:
-            a = tl.load(rows + at, mask=(at + depth < K)[None, :], other=0.0)
-            b = tl.load(columns + at, mask=(at + depth < K)[:, None], other=0.0)
-        if INTERPRETED:
-            acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-        elif WIDE:
-            acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="tf32x3")
-        else:
-            acc = tl.dot(a, b, acc)
+    if FEW:
+        depth = tl.arange(0, PARTS)[:, None] * PART_K + tl.arange(0, PART_K)[None, :]
+        parts = tl.zeros([PARTS, BLOCK_T, BLOCK_E], tl.float32)
+        for step in range(0, STEPS):
+            at = step * STEP + depth
+            if K % STEP == 0:
+                a = tl.load(rows[None, :, :] + at[:, None, :])
+                b = tl.load(columns[None, :, :] + at[:, :, None])
+            else:
+                a = tl.load(rows[None, :, :] + at[:, None, :], mask=at[:, None, :] < K, other=0.0)
+                b = tl.load(columns[None, :, :] + at[:, :, None], mask=at[:, :, None] < K, other=0.0)
+            parts = multiply(a, b, parts, WIDE, INTERPRETED)
+        acc = sum_in_order(parts, BLOCK_T, BLOCK_E)
+    else:
+        acc = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+        part = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+        lane = tl.arange(0, AT_ONCE * PART_K)
+        for turn in range(0, num_rounds):  # one loop, so that loads of the next part begin early
+            at = turn % ROUNDS * (AT_ONCE * STEP) + turn // ROUNDS * PART_K + lane // PART_K * STEP + lane % PART_K
+            if K % (AT_ONCE * STEP) == 0:
+                a = tl.load(rows + at[None, :])
+                b = tl.load(columns + at[:, None])
+            else:
+                a = tl.load(rows + at[None, :], mask=(at < K)[None, :], other=0.0)
+                b = tl.load(columns + at[:, None], mask=(at < K)[:, None], other=0.0)
+            part = multiply(a, b, part, WIDE, INTERPRETED)
+            last = turn % ROUNDS == ROUNDS - 1
+            acc = tl.where(last, acc + part, acc)
+            part = tl.where(last, 0.0, part)
     if bias is not None:
         acc += tl.load(bias + expert, mask=expert < NUM_EXPERTS, other=0.0).to(tl.float32)[None, :]
     places = out + token.to(tl.int64)[:, None] * NUM_EXPERTS + expert[None, :]
@@ -76,13 +126,16 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, inte
     if not (x.is_cuda or interpret):
         return router_logits_reference(x, weight, bias)
     out = x.new_empty(num_tokens, num_experts, dtype=torch.float32)
-    few, wide = num_tokens <= MANY_TOKENS, x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16
+    few = triton.cdiv(num_tokens, 16) * triton.cdiv(num_experts, 16) <= FEW_TILES
+    wide = x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16
     block_t, block_e = (16, 16) if few else (32, 64)
+    part_k = PART_K_WIDE if wide else PART_K
+    num_rounds = PARTS * triton.cdiv(k, PARTS * part_k * (1 if wide or not x.is_cuda else 2))
     if num_tokens:
         router_kernel[(triton.cdiv(num_tokens, block_t) * triton.cdiv(num_experts, block_e),)](
-            x, weight, bias, out, num_tokens, x.stride(0), NUM_EXPERTS=num_experts, K=k, BLOCK_T=block_t, BLOCK_E=block_e,
-            BLOCK_K=BLOCK_K_WIDE if wide else BLOCK_K, WIDE=wide, INTERPRETED=not x.is_cuda,
-            num_warps=1 if few else 4, num_stages=FEW_STAGES if few else 4, **launch_args(x),
+            x, weight, bias, out, num_tokens, num_rounds, x.stride(0), NUM_EXPERTS=num_experts, K=k,
+            BLOCK_T=block_t, BLOCK_E=block_e, PARTS=PARTS, PART_K=part_k, FEW=few, WIDE=wide, INTERPRETED=not x.is_cuda,
+            num_warps=8 if few else 4, num_stages=FEW_STAGES if few else 4, **launch_args(x),
         )  # fmt: skip
     return out
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
+from batchspec.kernels.moe import router
 from batchspec.kernels.moe.combine import combine
 from batchspec.kernels.moe.experts_plain import experts_plain_down, experts_plain_up
 from batchspec.kernels.moe.gate import SWIGLU
 from batchspec.kernels.moe.route import route
-from batchspec.kernels.moe.router import MANY_TOKENS, router_logits
+from batchspec.kernels.moe.router import FEW_TILES, router_logits
 from batchspec.kernels.moe.sort_rows import sort_rows
 from batchspec.kernels.moe.tiles import ExpertTile
 from tests.kernels.moe_cases import assert_near, noise
 
 
-@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 5, 128), (21, 40, 200), (MANY_TOKENS + 3, 70, 136)])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "k"), [(1, 5, 128), (21, 40, 200), (3, 17, 1100), (FEW_TILES * 16 // 5 + 3, 70, 136)]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_logits_are_those_of_a_product_in_fp32(
     tokens: int, experts: int, k: int, dtype: torch.dtype, interpret: bool, device: torch.device
@@ -26,6 +29,21 @@ def test_logits_are_those_of_a_product_in_fp32(
     assert found.dtype == torch.float32
     assert_near(found, x.double() @ weight.double().T + bias.double(), tolerance=1e-6)
     assert_near(router_logits(x, weight, interpret=interpret), x.double() @ weight.double().T, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("k", [512, 1000, 2880])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bits_do_not_depend_on_the_number_of_tokens(
+    k: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large number absorbs every 1 that is added to it alone, but not their sums, so another order gives other bits."""
+    x, weight = torch.zeros(3, k, dtype=torch.bfloat16, device=device), torch.ones(2, k, dtype=dtype, device=device)
+    x[:, ::32] = 1.0
+    x[:, 32] = 2.0**25
+    few = router_logits(x, weight, interpret=True)
+    monkeypatch.setattr(router, "FEW_TILES", 0)
+    assert torch.equal(router_logits(x, weight, interpret=True), few)
+    assert not torch.equal(few.double(), x.double() @ weight.double().T)
 
 
 def test_no_tokens_is_no_work(interpret: bool, device: torch.device) -> None:
@@ -46,16 +64,16 @@ def test_all_kernels_together(interpret: bool, device: torch.device) -> None:
     tokens, experts, top_k, hidden, width = 23, 6, 3, 48, 32
     tile = ExpertTile(16, 32, 32, 2, 4)
     x = noise(tokens, hidden, dtype=torch.float32, device=device)
-    router = noise(experts, hidden, dtype=torch.float32, device=device)
+    matrix = noise(experts, hidden, dtype=torch.float32, device=device)
     gate_up = noise(experts, 2 * width, hidden, dtype=torch.float32, device=device, scale=hidden**-0.5)
     down = noise(experts, hidden, width, dtype=torch.float32, device=device, scale=width**-0.5)
-    routing = route(router_logits(x, router, interpret=interpret), top_k, norm_topk=True, unit_pairs=16, interpret=interpret)
+    routing = route(router_logits(x, matrix, interpret=interpret), top_k, norm_topk=True, unit_pairs=16, interpret=interpret)
     h = experts_plain_up(sort_rows(x, routing, interpret=interpret), gate_up, None, routing, tile=tile, interpret=interpret)
     y = experts_plain_down(h, down, None, routing, tile=tile, interpret=interpret)
     out = torch.full_like(x, torch.nan)
     combine(y, routing.weights, out=out, interpret=interpret)
     for token in range(tokens):
-        top = (router.double() @ x[token].double()).topk(top_k)
+        top = (matrix.double() @ x[token].double()).topk(top_k)
         wanted = torch.zeros(hidden, dtype=torch.float64, device=device)
         for weight, expert in zip(top.values.softmax(0), top.indices.tolist(), strict=True):
             gate, up = (gate_up[expert].double() @ x[token].double()).chunk(2)
