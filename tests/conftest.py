@@ -69,17 +69,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What collection makes stays: garbage is neither looked for meanwhile nor, later, among modules and thousands of tests."""
+    """Collection makes many objects and little garbage: looking for it took nearly half of the time (9.8 s, 5.3 without)."""
     gc.disable()
     try:
         return (yield)
     finally:
-        gc.freeze()
         gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -65,7 +65,7 @@ def _program(words: list[str]) -> int:
         if option == "-c":
             exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
         else:
-            sys.modules.pop(program, None)  # it runs as __main__: not a second time beside what the server imported
+            sys.modules.pop(program, None)  # the server has imported it; runpy warns about a module that it runs a second time
             runpy.run_module(program, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):

@@ -100,7 +100,7 @@ def test_a_length_that_would_not_pay_with_all_its_drafts_accepted_is_never_probe
 
 
 def test_probes_of_an_expensive_length_cost_one_percent_of_all_rounds() -> None:
-    """A round with the tree takes as long as nine rounds without drafts, and hardly one of its eight levels is accepted."""
+    """A round with the tree takes as long as 8.5 rounds without drafts, and one draft token is accepted."""
     lengths, rounds = DraftLengths(8, choices=(0, 8)), 20_000
     for k, cost in ((0, 1.0), (8, 8.5)):
         lengths.set_base(ROWS, k, cost)

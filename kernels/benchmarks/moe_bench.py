@@ -5,8 +5,8 @@
 Weights, inputs and routers are random. Every tile is checked against the reference in plain torch, and its bits against those of
 the first. The fastest is also checked with all tokens on the same experts and on half of them, and the bits of the first tokens
 alone with theirs among all. The share is that of the larger of bytes / 4.3 TB/s and operations / 790 TFLOP/s (FP8 1500).
-`--sweep` times other tiles and prints the fastest beside the default. Kernels are compiled ahead by `--jobs` processes, into
-Triton's cache on disk.
+`--sweep` also times other tiles, and the last table compares the fastest with the default. Kernels are compiled ahead by `--jobs`
+processes, into Triton's cache on disk.
 """
 
 from __future__ import annotations

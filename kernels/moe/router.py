@@ -23,7 +23,6 @@ from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.pdl import await_earlier, launch_args
 
 FEW_TILES = 256  # of 16 tokens and 16 experts; beyond, tiles are larger
-FEW_STAGES = 4
 PARTS = 8
 PART_K, PART_K_WIDE = 64, 32  # WIDE: for fp32 operands, whose two TF32 parts take more registers
 
@@ -135,7 +134,7 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, inte
         router_kernel[(triton.cdiv(num_tokens, block_t) * triton.cdiv(num_experts, block_e),)](
             x, weight, bias, out, num_tokens, num_rounds, x.stride(0), NUM_EXPERTS=num_experts, K=k,
             BLOCK_T=block_t, BLOCK_E=block_e, PARTS=PARTS, PART_K=part_k, FEW=few, WIDE=wide, INTERPRETED=not x.is_cuda,
-            num_warps=8 if few else 4, num_stages=FEW_STAGES if few else 4, **launch_args(x),
+            num_warps=8 if few else 4, num_stages=4, **launch_args(x),
         )  # fmt: skip
     return out
 
