@@ -51,22 +51,22 @@ def sum_in_order(parts, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
     return (((((((0.0 + p0) + p1) + p2) + p3) + p4) + p5) + p6) + p7
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_rounds"])
+@triton.jit(do_not_specialize=["num_tokens", "rounds"])
 def router_kernel(
-    x, w, bias, out, num_tokens, num_rounds, stride_x, NUM_EXPERTS: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr,
+    x, w, bias, out, num_tokens, rounds, stride_x, NUM_EXPERTS: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr, PARTS: tl.constexpr, PART_K: tl.constexpr, FEW: tl.constexpr, WIDE: tl.constexpr,
     INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """WIDE: x or w is fp32, and products are fp32 made of three TF32 products. FEW: eight warps, a part each.
 
-    num_rounds: PARTS * ROUNDS, for many tokens; no constant, because ptxas would unroll that loop.
+    rounds: steps of a part, for many tokens. No constant, because ptxas would unroll the loop, and because Triton would turn the
+    single step of a short part, `acc + dot(a, b, 0)`, into `dot(a, b, acc)`, whose sum has another order.
     """
     EXPERT_TILES: tl.constexpr = (NUM_EXPERTS + BLOCK_E - 1) // BLOCK_E
     STEP: tl.constexpr = PARTS * PART_K
     STEPS: tl.constexpr = (K + STEP - 1) // STEP
     # TF32 products (and all in the interpreter) are added block by block: blocks must be equal for few and many tokens.
     AT_ONCE: tl.constexpr = 1 if WIDE or INTERPRETED else 2
-    ROUNDS: tl.constexpr = (STEPS + AT_ONCE - 1) // AT_ONCE
     token = tl.program_id(0) // EXPERT_TILES * BLOCK_T + tl.arange(0, BLOCK_T)
     expert = tl.program_id(0) % EXPERT_TILES * BLOCK_E + tl.arange(0, BLOCK_E)
     rows = x + (tl.minimum(token, num_tokens - 1).to(tl.int64) * stride_x)[:, None]
@@ -89,8 +89,8 @@ def router_kernel(
         acc = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
         part = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
         lane = tl.arange(0, AT_ONCE * PART_K)
-        for turn in range(0, num_rounds):  # one loop, so that loads of the next part begin early
-            at = turn % ROUNDS * (AT_ONCE * STEP) + turn // ROUNDS * PART_K + lane // PART_K * STEP + lane % PART_K
+        for turn in range(0, PARTS * rounds):  # one loop, so that loads of the next part begin early
+            at = turn % rounds * (AT_ONCE * STEP) + turn // rounds * PART_K + lane // PART_K * STEP + lane % PART_K
             if K % (AT_ONCE * STEP) == 0:
                 a = tl.load(rows + at[None, :])
                 b = tl.load(columns + at[:, None])
@@ -98,7 +98,7 @@ def router_kernel(
                 a = tl.load(rows + at[None, :], mask=(at < K)[None, :], other=0.0)
                 b = tl.load(columns + at[:, None], mask=(at < K)[:, None], other=0.0)
             part = multiply(a, b, part, WIDE, INTERPRETED)
-            last = turn % ROUNDS == ROUNDS - 1
+            last = turn % rounds == rounds - 1
             acc = tl.where(last, acc + part, acc)
             part = tl.where(last, 0.0, part)
     if bias is not None:
@@ -129,10 +129,10 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, inte
     wide = x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16
     block_t, block_e = (16, 16) if few else (32, 64)
     part_k = PART_K_WIDE if wide else PART_K
-    num_rounds = PARTS * triton.cdiv(k, PARTS * part_k * (1 if wide or not x.is_cuda else 2))
+    rounds = triton.cdiv(k, PARTS * part_k * (1 if wide or not x.is_cuda else 2))
     if num_tokens:
         router_kernel[(triton.cdiv(num_tokens, block_t) * triton.cdiv(num_experts, block_e),)](
-            x, weight, bias, out, num_tokens, num_rounds, x.stride(0), NUM_EXPERTS=num_experts, K=k,
+            x, weight, bias, out, num_tokens, rounds, x.stride(0), NUM_EXPERTS=num_experts, K=k,
             BLOCK_T=block_t, BLOCK_E=block_e, PARTS=PARTS, PART_K=part_k, FEW=few, WIDE=wide, INTERPRETED=not x.is_cuda,
             num_warps=8 if few else 4, num_stages=4, **launch_args(x),
         )  # fmt: skip
