@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from batchspec.kernels.moe.gate import apply_gate
-from batchspec.kernels.moe.tiles import HEIGHTS, ExpertTile
+from batchspec.kernels.moe.tiles import HEIGHTS, JOINED, ExpertTile
 from batchspec.kernels.moe.units import Routing, check_routing
 
 
@@ -76,9 +76,11 @@ def add_bias_and_gate(acc, up, bias, expert, first, n, GATED: tl.constexpr, LIMI
 
 
 def blocks_of(x: Tensor, tile: ExpertTile, tma: bool) -> list[Tensor | TensorDescriptor | None]:
-    """x [P, K] for each height of a tile, as a descriptor of blocks of so many rows; None for heights that `tile` leaves out."""
-    heights = [height if tile.low <= height <= tile.block_t else 0 for height in HEIGHTS]
-    return [(TensorDescriptor.from_tensor(x, [height, tile.block_k]) if tma else x) if height else None for height in heights]
+    """x [P, K] for each of `HEIGHTS`, as a descriptor of blocks of so many rows; None for those that `tile` does not need."""
+    return [
+        (TensorDescriptor.from_tensor(x, [height, tile.block_k]) if tma else x) if height in tile.blocks else None
+        for height in HEIGHTS
+    ]
 
 
 def check_launch(kernel: str, routing: Routing, tile: ExpertTile, num_experts: int) -> None:
@@ -88,3 +90,6 @@ def check_launch(kernel: str, routing: Routing, tile: ExpertTile, num_experts: i
         raise ValueError(f"{kernel}: a tile of {tile.block_t} pairs, but the routing's units have {routing.unit_pairs}")
     if tile.low > tile.block_t:
         raise ValueError(f"{kernel}: {tile}; low must be at most block_t")
+    heights = (*HEIGHTS, *JOINED) if tile.joined else HEIGHTS
+    if tile.low not in heights or tile.block_t not in heights:
+        raise ValueError(f"{kernel}: {tile}; low and block_t must be of {sorted(heights)}")

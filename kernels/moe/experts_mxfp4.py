@@ -61,14 +61,15 @@ def load_words(w, expert, first, n, width, block, GATED: tl.constexpr, BLOCK_N: 
 
 @triton.jit
 def multiply(
-    x, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k,
+    x, x_more, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k,
     SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, TWO: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK_T: tl.constexpr, MORE: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of BLOCK_N rows of W (gated: and as many of up) by BLOCK_T rows of x.
+    """One tile of BLOCK_N rows of W (gated: and as many of up) by BLOCK_T rows of x and the MORE rows after them.
 
     TWO: as two products of half the tile, gate and up in a gated one. The tensor cores run the first while the second's words
     are unpacked: Triton does not wait for a sum that only the next step of the loop uses, and the wait for the other covers both.
+    MORE: a further product of the same unpacked weights, as a tile of Triton has a power of two of rows; 0: none.
     """
     num_blocks = tl.cdiv(k, 128)
     width = num_blocks * 32
@@ -76,24 +77,54 @@ def multiply(
     ROWS: tl.constexpr = BLOCK_N if GATED or not TWO else BLOCK_N // 2
     acc = tl.zeros([ROWS, BLOCK_T], tl.float32)
     up = tl.zeros([ROWS, BLOCK_T], tl.float32)
+    acc_more = tl.zeros([ROWS, max(MORE, 1)], tl.float32)
+    up_more = tl.zeros([ROWS, max(MORE, 1)], tl.float32)
     lane = tl.arange(0, 2 * BLOCK_N if GATED else BLOCK_N)  # one load for all scales
     row = first + (lane % BLOCK_N + lane // BLOCK_N * n if GATED else lane)
     scales = w_scales + (expert * num_blocks).to(tl.int64) * w_rows
     for block in range(0, num_blocks):
-        tokens = tl.trans(load_tokens(x, begin, count, block * 128, num_rows, k, BLOCK_T, 128, TMA))
-        if INTERPRETED:
-            tokens = tokens.to(tl.float32)
+        tokens = load_columns(x, begin, count, block, num_rows, k, BLOCK_T, TMA, INTERPRETED)
+        if MORE:
+            more = load_columns(x_more, begin + BLOCK_T, count - BLOCK_T, block, num_rows, k, MORE, TMA, INTERPRETED)
         own = tl.load(scales + (block * w_rows + tl.minimum(row, w_rows - 1)))
         if TWO:
             a, b = load_words(w, expert, first, n, width, block, GATED, BLOCK_N, TMA)
             a_scales, b_scales = tl.split(own.reshape(2, ROWS).permute(1, 0))
-            acc = tl.dot(unpack_block(a, a_scales, ROWS, INTERPRETED), tokens, acc, input_precision="ieee")
-            up = tl.dot(unpack_block(b, b_scales, ROWS, INTERPRETED), tokens, up, input_precision="ieee")
+            values = unpack_block(a, a_scales, ROWS, INTERPRETED)
+            acc = tl.dot(values, tokens, acc, input_precision="ieee")
+            if MORE:
+                acc_more = tl.dot(values, more, acc_more, input_precision="ieee")
+            values = unpack_block(b, b_scales, ROWS, INTERPRETED)
+            if MORE:
+                up_more = tl.dot(values, more, up_more, input_precision="ieee")
+            up = tl.dot(values, tokens, up, input_precision="ieee")
             up = up if INTERPRETED else wait_for(up)
         else:
             a = load_rows(w, expert, first, n, block * 32, width, BLOCK_N, 32, TMA, True)
-            acc = tl.dot(unpack_block(a, own, ROWS, INTERPRETED), tokens, acc, input_precision="ieee")
+            values = unpack_block(a, own, ROWS, INTERPRETED)
+            if MORE:
+                acc_more = tl.dot(values, more, acc_more, input_precision="ieee")
+            acc = tl.dot(values, tokens, acc, input_precision="ieee")
             acc = acc if INTERPRETED else wait_for(acc)
+    store_sums(acc, up, bias, out, pairs, expert, begin, count, first, n, SCATTER, GATED, LIMIT, ALPHA, TWO, BLOCK_T, BLOCK_N)
+    if MORE:
+        store_sums(acc_more, up_more, bias, out, pairs, expert, begin + BLOCK_T, count - BLOCK_T, first, n, SCATTER, GATED, LIMIT,
+                   ALPHA, TWO, MORE, BLOCK_N)  # fmt: skip
+
+
+@triton.jit
+def load_columns(x, begin, count, block, num_rows, k, BLOCK_T: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr):
+    """A block of 128 columns of x, transposed: [128, BLOCK_T]."""
+    tokens = tl.trans(load_tokens(x, begin, count, block * 128, num_rows, k, BLOCK_T, 128, TMA))
+    return tokens.to(tl.float32) if INTERPRETED else tokens
+
+
+@triton.jit
+def store_sums(
+    acc, up, bias, out, pairs, expert, begin, count, first, n, SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr, TWO: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Add bias, apply the gate and store; of a plain product, `up` is the second half of the rows if TWO."""
     if TWO and not GATED:
         acc = tl.join(acc, up).permute(2, 0, 1).reshape(BLOCK_N, BLOCK_T)
     acc = add_bias_and_gate(acc, up, bias, expert, first, n, GATED, LIMIT, ALPHA, BLOCK_N)
@@ -104,12 +135,13 @@ def multiply(
 def experts_mxfp4_kernel(
     x16, x32, x64, x128, x256, w, w_scales, bias, pairs, units, out, num_units, num_rows, n, k,
     SCATTER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, TWO: tl.constexpr,
-    LOW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
+    LOW: tl.constexpr, BLOCK_T: tl.constexpr, JOINED: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
     INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x16 to x256: x [num_rows, k] with blocks of so many rows, None where LOW to BLOCK_T does not include it.
+    """x16 to x256: x [num_rows, k] with blocks of so many rows, None where no height of the tile needs it.
 
     w: words [E * 2, n, words of a row] in a gated product with TMA, else [E * rows, words of a row].
+    JOINED: units of up to 48, 80 and 96 pairs run as 32 + 16, 64 + 16 and 64 + 32.
     """
     unit, tile = program_place(num_units, tl.cdiv(n, BLOCK_N), GROUP)
     await_earlier(PDL)
@@ -118,20 +150,29 @@ def experts_mxfp4_kernel(
     count = tl.load(units + unit * 4 + 2)
     first = tile * BLOCK_N
     if LOW <= 16 and ((count > 0) & (count <= 16)):
-        multiply(x16, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT, ALPHA,
-                 TWO, 16, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
+        multiply(x16, None, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT,
+                 ALPHA, TWO, 16, 0, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
     if LOW <= 32 and BLOCK_T >= 32 and ((count > (16 if LOW < 32 else 0)) & (count <= 32)):
-        multiply(x32, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT, ALPHA,
-                 TWO, 32, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
-    if LOW <= 64 and BLOCK_T >= 64 and ((count > (32 if LOW < 64 else 0)) & (count <= 64)):
-        multiply(x64, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT, ALPHA,
-                 TWO, 64, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
-    if LOW <= 128 and BLOCK_T >= 128 and ((count > (64 if LOW < 128 else 0)) & (count <= 128)):
-        multiply(x128, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT, ALPHA,
-                 TWO, 128, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
+        multiply(x32, None, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT,
+                 ALPHA, TWO, 32, 0, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
+    if JOINED and LOW <= 48 and BLOCK_T >= 48 and ((count > (32 if LOW < 48 else 0)) & (count <= 48)):
+        multiply(x32, x16, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT,
+                 ALPHA, TWO, 32, 16, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
+    if LOW <= 64 and BLOCK_T >= 64 and ((count > ((48 if JOINED else 32) if LOW < 64 else 0)) & (count <= 64)):
+        multiply(x64, None, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT,
+                 ALPHA, TWO, 64, 0, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
+    if JOINED and LOW <= 80 and BLOCK_T >= 80 and ((count > (64 if LOW < 80 else 0)) & (count <= 80)):
+        multiply(x64, x16, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT,
+                 ALPHA, TWO, 64, 16, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
+    if JOINED and LOW <= 96 and BLOCK_T >= 96 and ((count > (80 if LOW < 96 else 0)) & (count <= 96)):
+        multiply(x64, x32, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT,
+                 ALPHA, TWO, 64, 32, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
+    if LOW <= 128 and BLOCK_T >= 128 and ((count > ((96 if JOINED else 64) if LOW < 128 else 0)) & (count <= 128)):
+        multiply(x128, None, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT,
+                 ALPHA, TWO, 128, 0, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
     if BLOCK_T >= 256 and ((count > (128 if LOW < 256 else 0)) & (count <= 256)):
-        multiply(x256, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT, ALPHA,
-                 TWO, 256, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
+        multiply(x256, None, w, w_scales, bias, pairs, out, expert, begin, count, first, num_rows, n, k, SCATTER, GATED, LIMIT,
+                 ALPHA, TWO, 256, 0, BLOCK_N, TMA, INTERPRETED)  # fmt: skip
 
 
 def experts_mxfp4_up(
@@ -203,8 +244,8 @@ def launch(
         *blocks_of(x, tile, tma), w, weight.scales.view(torch.int32), bias, routing.pairs, routing.units, out,
         len(routing.units), num_pairs, n, k,
         SCATTER=gate is None, GATED=gate is not None, LIMIT=gate and gate.limit, ALPHA=gate and gate.alpha,
-        TWO=gate is not None or tile.block_n >= 32 * tile.warps, LOW=tile.low, BLOCK_T=tile.block_t, BLOCK_N=tile.block_n,
-        GROUP=tile.group, TMA=tma,
+        TWO=gate is not None or tile.block_n >= 32 * tile.warps, LOW=tile.low, BLOCK_T=tile.block_t, JOINED=tile.joined,
+        BLOCK_N=tile.block_n, GROUP=tile.group, TMA=tma,
         INTERPRETED=not x.is_cuda, num_warps=tile.warps, num_stages=tile.stages, **launch_args(x),
     )  # fmt: skip
 

@@ -7,7 +7,9 @@ from typing import NamedTuple
 import torch
 
 HEIGHTS = (16, 32, 64, 128, 256)
-"""Numbers of pairs that a tile may hold."""
+"""Numbers of pairs that a tile of Triton may hold."""
+JOINED = {48: (32, 16), 80: (64, 16), 96: (64, 32)}
+"""Heights between them: two tiles that share the weights which a program has unpacked."""
 
 
 class ExpertTile(NamedTuple):
@@ -17,8 +19,8 @@ class ExpertTile(NamedTuple):
     """
 
     block_t: int
-    """Most pairs of a unit, one of `HEIGHTS`. Both products of a layer read the same units. Triton 3.6 uses other instructions
-    for narrower tiles, which round differently."""
+    """Most pairs of a unit, one of `HEIGHTS`, with `joined` also of `JOINED`. Both products of a layer read the same units.
+    Triton 3.6 uses other instructions for narrower tiles, which round differently."""
     block_n: int
     """Rows of W, a multiple of 64. A gated product reads as many of the gate and as many of up. If it is below 16 * warps, the
     warps divide the pairs among them too."""
@@ -33,7 +35,16 @@ class ExpertTile(NamedTuple):
     group: int = 8
     """Number of consecutive units that run all their tiles before the next units begin, so that tokens stay in the L2 cache."""
     low: int = 16
-    """The narrowest tile over pairs, one of `HEIGHTS` up to block_t. A unit takes the narrowest from here on that holds it."""
+    """The narrowest tile over pairs, one of `heights` up to block_t. A unit takes the narrowest from here on that holds it."""
+    joined: bool = False
+    """MXFP4 only: use the heights of `JOINED` too."""
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Rows of the blocks of tokens that the heights of this tile are made of."""
+        joined = [parts for height, parts in JOINED.items() if self.joined and self.low <= height <= self.block_t]
+        needed = {height for height in HEIGHTS if self.low <= height <= self.block_t}.union(*joined)
+        return tuple(height for height in HEIGHTS if height in needed)
 
 
 def unit_pairs_of(num_tokens: int, top_k: int, num_experts: int, dtype: torch.dtype | None = None) -> int:
@@ -102,10 +113,15 @@ def candidates(num_tokens: int, top_k: int, num_experts: int, *, gated: bool, dt
     found = [expert_tile(unit_pairs, num_tokens * top_k, gated=gated, dtype=dtype)]
     mean = num_tokens * top_k / num_experts
     height = min(128, max(16, 1 << (max(1, round(mean)) - 1).bit_length()))  # the power of two that holds the mean
-    for block_t in sorted({height, min(256, 2 * height), max(16, height // 2)}):
+    heights = {height, min(256, 2 * height), max(16, height // 2)}
+    if dtype == torch.uint8:
+        heights |= {own for own in JOINED if height <= 2 * own and own <= 2 * height}
+    for block_t in sorted(heights):
+        lows = {16 if block_t <= 64 else 32} | ({block_t} if block_t in HEIGHTS else set())
         for block_n, block_k, stages, warps in {torch.float8_e4m3fn: FP8, torch.uint8: MXFP4}.get(dtype, PLAIN):
-            for low in sorted({16 if block_t <= 64 else 32, block_t}):
-                tile = ExpertTile(block_t, block_n, block_k, stages, warps, low=low)
+            for low in sorted(lows):
+                joined = dtype == torch.uint8 and low < block_t and block_t > 32
+                tile = ExpertTile(block_t, block_n, block_k, stages, warps, low=low, joined=joined)
                 if fits(tile, gated=gated, dtype=dtype):
                     found.append(tile)
     return list(dict.fromkeys(found))

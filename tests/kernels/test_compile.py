@@ -511,12 +511,12 @@ for _residual, _gain in ((None, None), ("*bf16", "*bf16"), ("*bf16", PF32)):
           WIDTH=1536, BLOCK=2048, ACC="fp32")  # fmt: skip
 
 
-def _tokens_of(dtype: str, low: int, block_t: int, block_k: int, tma: bool) -> dict[str, object]:
+def _tokens_of(dtype: str, low: int, block_t: int, block_k: int, tma: bool, joined: bool = False) -> dict[str, object]:
     """Types of x16 to x256."""
     kinds: dict[str, object] = {}
     for height in (16, 32, 64, 128, 256):
         kind = f"tensordesc<{dtype}[{height}, {block_k}]>" if tma else f"*{dtype}"
-        kinds[f"x{height}"] = kind if low <= height <= block_t else None
+        kinds[f"x{height}"] = kind if low <= height <= block_t or (joined and height < 64) else None
     return kinds
 
 
@@ -553,15 +553,16 @@ for _blocked, _gated, _quantised, _t, _n, _warps, _tma, _one in (
           BLOCK_N=_n, GROUP=8, TMA=_tma, EVEN_K=_tma, STAGES=4, INTERPRETED=False)  # fmt: skip
 # (gated, lowest tile, pairs, rows of W, warps, TMA)
 for _gated, _low, _t, _n, _warps, _tma in (
-    (True, 16, 64, 64, 4, True), (False, 16, 64, 128, 4, True), (True, 32, 128, 64, 4, True), (False, 128, 128, 128, 8, True),
+    (True, 16, 64, 64, 4, True), (False, 16, 96, 128, 4, True), (True, 32, 128, 64, 4, True), (False, 128, 128, 128, 8, True),
     (False, 16, 32, 128, 4, False), (True, 16, 16, 64, 4, False),
 ):  # fmt: skip
+    _joined = _low < 64 <= _t
     _words = "tensordesc<i16[2, 64, 32]>" if _gated else "tensordesc<i16[128, 32]>"
     _case(f"experts_mxfp4_kernel gated {_gated}, {_low} to {_t} pairs, TMA {_tma}", "experts_mxfp4", _warps,
-          **_tokens_of("bf16", _low, _t, 128, _tma), w=_words if _tma else "*i16", w_scales=PI32, bias="*bf16", pairs=PI32,
+          **_tokens_of("bf16", _low, _t, 128, _tma, _joined), w=_words if _tma else "*i16", w_scales=PI32, bias="*bf16", pairs=PI32,
           units=PI32, out="*bf16", num_units=I32, num_rows=I32, n=I32, k=I32, SCATTER=not _gated, GATED=_gated,
-          LIMIT=7.0 if _gated else None, ALPHA=1.702, TWO=_gated or _n >= 32 * _warps, LOW=_low, BLOCK_T=_t, BLOCK_N=_n,
-          GROUP=8, TMA=_tma, INTERPRETED=False)  # fmt: skip
+          LIMIT=7.0 if _gated else None, ALPHA=1.702, TWO=_gated or _n >= 32 * _warps, LOW=_low, BLOCK_T=_t, JOINED=_joined,
+          BLOCK_N=_n, GROUP=8, TMA=_tma, INTERPRETED=False)  # fmt: skip
 
 
 def waits_first(name: str, ptx: str) -> None:

@@ -80,6 +80,26 @@ def test_both_products(spread: str, gate: Gate, tile: ExpertTile, interpret: boo
     assert_near(y, experts_plain_down_reference(h.double(), _wide(down, width), None, routing), tolerance=8e-3)
 
 
+@pytest.mark.parametrize(("tokens", "tma"), [(33, True), (48, False), (65, False), (80, True), (81, True), (96, False), (97, True)])
+def test_a_unit_of_two_tiles_gives_the_bits_of_single_tiles(tokens: int, tma: bool, interpret: bool, device: torch.device) -> None:
+    """One of the two experts has all tokens."""
+    hidden, width = 160, 72
+    x = noise(tokens, hidden, dtype=torch.bfloat16, device=device)
+    up, down = (shuffle_mxfp4(*stored(2, rows, k=k, device=device)) for rows, k in ((2 * width, hidden), (hidden, 96)))
+    bias = noise(2, 2 * width, dtype=torch.bfloat16, device=device)
+    h = noise(tokens, 96, dtype=torch.bfloat16, device=device)
+    found = []
+    for tile in (TILE, ExpertTile(96, 64, 128, 2, 4, joined=True)):
+        routing = routing_of(tokens, 2, 1, SPREADS[1], tile.block_t, device)
+        out = torch.full((tokens, width), torch.nan, device=device)
+        own = tile._replace(tma=tma)
+        experts_mxfp4_up(x, up, bias, routing, tile=own, gate=Gate(7.0), out=out, interpret=interpret)
+        found.append((out, experts_mxfp4_down(h, down, None, routing, tile=own, interpret=interpret)))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+    assert_near(found[1][0], experts_plain_up_reference(x.double(), _wide(up, hidden), bias, routing, gate=Gate(7.0)), tolerance=4e-3)
+
+
 def _wide(weight: Mxfp4Weight, k: int) -> Tensor:
     return dequantise_mxfp4(weight, k, torch.float64)
 
@@ -94,5 +114,7 @@ def test_wrong_arguments_are_refused(device: torch.device) -> None:
     weight, x = shuffle_mxfp4(blocks, scales), torch.zeros(8, 64, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="block_k is 64; must be 128"):
         experts_mxfp4_up(x, weight, None, routing, tile=TILE._replace(block_k=64), interpret=True)
+    with pytest.raises(ValueError, match=r"low and block_t must be of \[16, 32, 64, 128, 256\]"):
+        experts_mxfp4_up(x, weight, None, routing._replace(unit_pairs=48), tile=TILE._replace(block_t=48), interpret=True)
     with pytest.raises(ValueError, match="experts_mxfp4_up: words"):
         experts_mxfp4_up(torch.zeros(8, 160).bfloat16(), weight, None, routing, tile=TILE, interpret=True)
