@@ -559,8 +559,8 @@ for _gated, _low, _t, _n, _warps, _tma in (
     _joined = _low < 64 <= _t
     _words = "tensordesc<i16[2, 64, 32]>" if _gated else "tensordesc<i16[128, 32]>"
     _case(f"experts_mxfp4_kernel gated {_gated}, {_low} to {_t} pairs, TMA {_tma}", "experts_mxfp4", _warps,
-          **_tokens_of("bf16", _low, _t, 128, _tma, _joined), w=_words if _tma else "*i16", w_scales=PI32, bias="*bf16", pairs=PI32,
-          units=PI32, out="*bf16", num_units=I32, num_rows=I32, n=I32, k=I32, SCATTER=not _gated, GATED=_gated,
+          **_tokens_of("bf16", _low, _t, 128, _tma, _joined), w=_words if _tma else "*i16", w_scales=PI32, bias="*bf16",
+          pairs=PI32, units=PI32, out="*bf16", num_units=I32, num_rows=I32, n=I32, k=I32, SCATTER=not _gated, GATED=_gated,
           LIMIT=7.0 if _gated else None, ALPHA=1.702, TWO=_gated or _n >= 32 * _warps, LOW=_low, BLOCK_T=_t, JOINED=_joined,
           BLOCK_N=_n, GROUP=8, TMA=_tma, INTERPRETED=False)  # fmt: skip
 

@@ -80,8 +80,12 @@ def test_both_products(spread: str, gate: Gate, tile: ExpertTile, interpret: boo
     assert_near(y, experts_plain_down_reference(h.double(), _wide(down, width), None, routing), tolerance=8e-3)
 
 
-@pytest.mark.parametrize(("tokens", "tma"), [(33, True), (48, False), (65, False), (80, True), (81, True), (96, False), (97, True)])
-def test_a_unit_of_two_tiles_gives_the_bits_of_single_tiles(tokens: int, tma: bool, interpret: bool, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "tma"), [(33, True), (48, False), (65, False), (80, True), (81, True), (96, False), (97, True)]
+)
+def test_a_unit_of_two_tiles_gives_the_bits_of_single_tiles(
+    tokens: int, tma: bool, interpret: bool, device: torch.device
+) -> None:
     """One of the two experts has all tokens."""
     hidden, width = 160, 72
     x = noise(tokens, hidden, dtype=torch.bfloat16, device=device)
@@ -97,7 +101,9 @@ def test_a_unit_of_two_tiles_gives_the_bits_of_single_tiles(tokens: int, tma: bo
         found.append((out, experts_mxfp4_down(h, down, None, routing, tile=own, interpret=interpret)))
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
-    assert_near(found[1][0], experts_plain_up_reference(x.double(), _wide(up, hidden), bias, routing, gate=Gate(7.0)), tolerance=4e-3)
+    assert_near(
+        found[1][0], experts_plain_up_reference(x.double(), _wide(up, hidden), bias, routing, gate=Gate(7.0)), tolerance=4e-3
+    )
 
 
 def _wide(weight: Mxfp4Weight, k: int) -> Tensor:
