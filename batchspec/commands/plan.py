@@ -118,7 +118,7 @@ def plan(config: RunConfig, *, tokenizer: Tokenizer | None = None, full: bool = 
     job = open_job(config, tokenizer=tokenizer, fetch=False)
     seen = survey_rows(job, full=full)
     demand = seen.demand(job.source.num_rows, job.admission.max_len)
-    rates = device_rates(job.device, job.dtype)
+    rates = device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises)
     batch, ahead = None, None
     if demand.num_completions:
         check_memory(job)
