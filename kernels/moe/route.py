@@ -130,8 +130,8 @@ def write_units(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_units"])
 def route_kernel(
-    logits, bias, out_ids, out_weights, out_pairs, out_offsets, out_units, out_num_read, num_tokens, num_units, stride,
-    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr, NORM: tl.constexpr, UNIT_PAIRS: tl.constexpr,
+    logits, bias, out_ids, out_weights, out_pairs, out_places, out_offsets, out_units, out_num_read, num_tokens, num_units,
+    stride, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr, NORM: tl.constexpr, UNIT_PAIRS: tl.constexpr,
     ALONE: tl.constexpr, TOKENS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ALONE: the launch has one program, which also makes the lists. Otherwise `list_kernel` makes them afterwards."""
@@ -155,6 +155,7 @@ def route_kernel(
             own = expert[:, None] == tl.arange(0, LANES)[None, :]
             at = tl.sum(tl.where(own, place[None, :], 0), 1) + tl.sum(earlier.to(tl.int32), 1)
             tl.store(out_pairs + at, base + index, mask=exists)
+            tl.store(out_places + base + index, at, mask=exists)
             place += tl.sum(own.to(tl.int32), 0)
     else:
         choose(
@@ -165,7 +166,7 @@ def route_kernel(
 
 @triton.jit(do_not_specialize=["num_pairs", "num_units"])
 def list_kernel(
-    expert_ids, out_pairs, out_offsets, out_units, out_num_read, num_pairs, num_units,
+    expert_ids, out_pairs, out_places, out_offsets, out_units, out_num_read, num_pairs, num_units,
     NUM_EXPERTS: tl.constexpr, UNIT_PAIRS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program e writes the pairs of expert e; program 0 also writes offsets and units."""
@@ -176,7 +177,9 @@ def list_kernel(
     for base in range(0, num_pairs, BLOCK):
         pair = base + tl.arange(0, BLOCK)
         mine = (tl.load(expert_ids + pair, mask=pair < num_pairs, other=-1) == own).to(tl.int32)
-        tl.store(out_pairs + place + tl.cumsum(mine, 0) - 1, pair, mask=mine != 0)
+        at = place + tl.cumsum(mine, 0) - 1
+        tl.store(out_pairs + at, pair, mask=mine != 0)
+        tl.store(out_places + pair, at, mask=mine != 0)
         place += tl.sum(mine, 0)
     if own == 0:
         write_units(counts, out_offsets, out_units, out_num_read, num_pairs, num_units, NUM_EXPERTS, UNIT_PAIRS, LANES)
@@ -220,23 +223,24 @@ def route(
         expert_ids=logits.new_empty(num_tokens, top_k, dtype=torch.int32),
         weights=logits.new_empty(num_tokens, top_k, dtype=torch.float32),
         pairs=logits.new_empty(num_pairs, dtype=torch.int32),
+        places=logits.new_empty(num_pairs, dtype=torch.int32),
         offsets=logits.new_empty(num_experts + 1, dtype=torch.int32),
         units=logits.new_empty(num_units, FIELDS, dtype=torch.int32),
         unit_pairs=unit_pairs,
     )
-    ids, weights, pairs, offsets, units, _ = routing
+    ids, weights, *lists, _ = routing
     alone = num_tokens * num_experts <= ONE_LAUNCH_SCORES
     tokens = TOKENS_ALONE if alone else TOKENS
     sizes = {"NUM_EXPERTS": num_experts, "UNIT_PAIRS": unit_pairs, "LANES": max(16, triton.next_power_of_2(num_experts))}
     route_kernel[(1 if alone else triton.cdiv(num_tokens, tokens),)](
-        logits, bias, ids, weights, pairs, offsets, units, out_num_read, num_tokens, num_units, logits.stride(0),
+        logits, bias, ids, weights, *lists, out_num_read, num_tokens, num_units, logits.stride(0),
         TOP_K=top_k, SIGMOID=scoring == "sigmoid", NORM=norm_topk, ALONE=alone, TOKENS=tokens,
         SLOTS=triton.next_power_of_2(top_k), BLOCK=BLOCK_ALONE,
         num_warps=tokens, **sizes, **launch_args(logits),
     )  # fmt: skip
     if not alone:
         list_kernel[(num_experts,)](
-            ids, pairs, offsets, units, out_num_read, num_pairs, num_units,
+            ids, *lists, out_num_read, num_pairs, num_units,
             BLOCK=BLOCK, num_warps=8, **sizes, **launch_args(logits),
         )  # fmt: skip
     return routing
@@ -276,7 +280,8 @@ def lists_reference(expert_ids: Tensor, weights: Tensor, num_experts: int, unit_
     first = offsets[expert] + (index - ends[expert] + own_units[expert]) * unit_pairs
     count = (offsets[expert + 1] - first).clamp(max=unit_pairs)
     units = torch.stack((expert, first, count, torch.zeros_like(index)), 1) * (index < ends[-1])[:, None]
-    return Routing(expert_ids.int(), weights, by_expert.indices.int(), offsets, units.int(), unit_pairs)
+    pairs = by_expert.indices
+    return Routing(expert_ids.int(), weights, pairs.int(), pairs.argsort().int(), offsets, units.int(), unit_pairs)
 
 
 def num_read(routing: Routing) -> Tensor:
@@ -294,7 +299,7 @@ def main() -> None:
             reference = partial(route_reference, top_k=top_k, norm_topk=True, unit_pairs=16)
             for found, wanted in zip(call(inputs[0]), reference(inputs[0]), strict=True):
                 torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
-            num_bytes = inputs[0].nbytes + 3 * tokens * top_k * 4
+            num_bytes = inputs[0].nbytes + 4 * tokens * top_k * 4
             bench.row(shape, [partial(call, x) for x in inputs], [partial(reference, x) for x in inputs], num_bytes=num_bytes)
 
 

@@ -32,6 +32,8 @@ class Routing(NamedTuple):
     """[T, k], fp32; fp64 if the logits were fp64"""
     pairs: Tensor
     """int32 [P], sorted by expert, then by pair"""
+    places: Tensor
+    """int32 [P]: pair p is pairs[places[p]]"""
     offsets: Tensor
     """int32 [E + 1]: the pairs of expert e are pairs[offsets[e]:offsets[e + 1]]"""
     units: Tensor

@@ -15,7 +15,7 @@ from batchspec.kernels.moe.units import Routing, max_units
 
 
 def assert_same_lists(found: Routing, wanted: Routing) -> None:
-    for name in ("expert_ids", "pairs", "offsets", "units"):
+    for name in ("expert_ids", "pairs", "places", "offsets", "units"):
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name
 
 
