@@ -127,7 +127,7 @@ def test_k_is_chosen_by_the_keys_that_the_layers_read(
     assert one._lengths is not None
     asked: list[int] = []
 
-    def choose(num_rows: int, context_tokens: int) -> tuple[int, bool]:
+    def choose(num_rows: int, context_tokens: int, **_: Any) -> tuple[int, bool]:
         asked.append(context_tokens)
         return 1, True
 

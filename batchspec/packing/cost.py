@@ -188,24 +188,39 @@ def round_seconds(
 def prefill_seconds(spec: ModelSpec, rates: Rates, *, dtype: torch.dtype, prompt_tokens: float, pass_tokens: int) -> float:
     """Seconds to prefill one prompt, as its share of passes of `pass_tokens` tokens.
 
-    A token attends to half of the prompt on average; in a layer with a window, to the keys within it.
+    Logits are computed after the prompt's last token alone. A token attends to half of the prompt on average; in a layer with a
+    window, to the keys within it.
     """
     share = prompt_tokens / pass_tokens
     reach = [prompt_tokens if window is None else min(window, prompt_tokens) for window in spec.windows]
     keys = [most * (1 - most / (2 * prompt_tokens)) for most in reach]
     attention_s = _attention_flop(spec, prompt_tokens, keys) / rates.flop_s(pass_tokens)
-    return share * (_products_s(spec, rates, dtype, pass_tokens) + rates.overhead_s) + attention_s
+    return share * (_products_s(spec, rates, dtype, pass_tokens, outputs=1 / share) + rates.overhead_s) + attention_s
 
 
-def _products_s(spec: ModelSpec, rates: Rates, dtype: torch.dtype, tokens: float, correlation: float = 1.0) -> float:
-    rounded = tokens if tokens <= 2 * rates.tile else -(-tokens // rates.tile) * rates.tile
-    bytes_s, plain, fp8 = rates.weight_bytes_s(dtype), *(rates.product_flop_s(rounded, fp8=own) for own in (False, True))
-    output = spec.vocab_size * spec.hidden_size
-    total_s = max(output * dtype.itemsize / bytes_s, 2.0 * output * rounded / plain)
+def _products_s(
+    spec: ModelSpec, rates: Rates, dtype: torch.dtype, tokens: float, correlation: float = 1.0, *, outputs: float | None = None
+) -> float:
+    """Of a pass over `tokens` tokens.
+
+    outputs  number of its tokens whose logits are computed, on average; None: all
+    """
+    bytes_s, rounded = rates.weight_bytes_s(dtype), _whole_tiles(rates, tokens)
+    plain, fp8 = (rates.product_flop_s(rounded, fp8=own) for own in (False, True))
+    total_s = 0.0
     for prefix, gemm in spec.gemms(correlation * tokens):
         read_s = gemm.read * spec.gemm_bytes(prefix, gemm, dtype) / bytes_s
         total_s += max(read_s, 2.0 * gemm.active * gemm.size * rounded / (fp8 if spec.multiplies_fp8(prefix, gemm) else plain))
+    outputs = tokens if outputs is None else outputs
+    size, rounded = spec.vocab_size * spec.hidden_size, _whole_tiles(rates, outputs)
+    flop_s = rates.product_flop_s(rounded, fp8=False)
+    total_s += max(min(1.0, outputs) * size * dtype.itemsize / bytes_s, 2.0 * size * rounded / flop_s)
     return max(total_s, spec.num_layers * rates.layer_s)
+
+
+def _whole_tiles(rates: Rates, tokens: float) -> float:
+    """Tokens that products compute for so many."""
+    return tokens if tokens <= 2 * rates.tile else -(-tokens // rates.tile) * rates.tile
 
 
 def _round_keys(spec: ModelSpec, context_tokens: float, tokens_per_row: float) -> list[float]:
