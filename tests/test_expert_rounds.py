@@ -15,7 +15,7 @@ EXPERT_S, FIXED_S, TOKEN_S, KEY_S, DRAFT_S = 1e-4, 1e-3, 1e-6, 2e-9, 5e-5
 
 
 def read(tokens: int, correlation: float) -> float:
-    return NUM_EXPERTS * (1 - (1 - TOP_K / NUM_EXPERTS) ** (correlation * tokens))
+    return float(NUM_EXPERTS * (1 - (1 - TOP_K / NUM_EXPERTS) ** (correlation * tokens)))
 
 
 def seconds_of(num_rows: int, draft_len: int, live_rows: int, context_tokens: int, correlation: float) -> float:
