@@ -498,7 +498,8 @@ for _wide, _t, _e, _warps in ((False, 16, 16, 8), (True, 32, 64, 4)):
           PART_K=32 if _wide else 64, FEW=not _wide, WIDE=_wide, INTERPRETED=False)  # fmt: skip
 for _alone, _sigmoid in ((True, False), (False, True)):
     _case(f"route_kernel alone {_alone}", "route", 16 if _alone else 4, logits=PF32, bias=PF32 if _sigmoid else None,
-          live="*u8", out_ids=PI32, out_weights=PF32, out_pairs=PI32, out_places=PI32, out_offsets=PI32, out_units=PI32,
+          live="*u8" if _alone else None,
+          out_ids=PI32, out_weights=PF32, out_pairs=PI32, out_places=PI32, out_offsets=PI32, out_units=PI32,
           out_num_read=PI32 if _alone else None, num_tokens=I32, num_units=I32,
           stride=I32, NUM_EXPERTS=120, TOP_K=6, SIGMOID=_sigmoid, NORM=True, UNIT_PAIRS=16, ALONE=_alone,
           TOKENS=16 if _alone else 4, LANES=128, SLOTS=8, BLOCK=64)  # fmt: skip
