@@ -228,7 +228,7 @@ def make_engine(job: Job, seen: Survey, progress: ProgressBar) -> Engine:
         progress.phase(f"K and V in e4m3, scales {source}")
     weights = job.drafter.load(dtype=job.dtype, device=job.device)
     check_weights(config.draft, job.drafter.trainable(weights))
-    batch = plan_batch(job, demand, device_rates(job.device, job.dtype), loaded=True)
+    batch = plan_batch(job, demand, device_rates(job.device, job.dtype, fp8=job.spec.formats.quantises), loaded=True)
     drafter = job.drafter.build(weights, target, slots=batch.num_slots)
     progress.phase(
         f"{counted(batch.num_slots, 'slot')}, {batch.num_pages} pages of {batch.page_size} tokens, "

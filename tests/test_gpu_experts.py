@@ -176,9 +176,9 @@ def test_dense_fp8_swiglu_is_that_of_plain_torch(layout: str, inner: int) -> Non
         assert torch.equal(found, every[:tokens])
 
 
-def after(moe: Moe, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def after(moe: Moe, x: Tensor, weight: Tensor, live: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The residual stream after the block, and its norm."""
-    stream = ResidualStream(x.clone())
+    stream = ResidualStream(x.clone(), live)
     moe(stream, None, add_in_product=False)
     out = stream.normed(weight, 1e-5)
     return stream.residual, out
@@ -201,6 +201,28 @@ def test_bits_of_a_token_depend_neither_on_the_others_nor_on_padding(name: str) 
     keep[100:200] = False
     assert torch.equal(padded[keep], every[keep])
     assert padded[100:200].isnan().all()
+
+
+@pytest.mark.parametrize("tokens", [16, 64, 1024])
+@pytest.mark.parametrize("name", FORMATS)
+def test_dead_tokens_read_no_expert_and_change_no_bit(name: str, tokens: int) -> None:
+    """Whatever memory held before."""
+    torch.manual_seed(0)
+    spec = spec_of(name)
+    moe, weight = moe_of(spec), torch.ones(spec.hidden_size, device=GPU, dtype=BF16)
+    x = torch.randn(tokens, spec.hidden_size, device=GPU).to(BF16)
+    every, _ = after(moe, x, weight)
+    live = torch.zeros(tokens, dtype=torch.bool, device=GPU)
+    live[::5] = True
+    alone, _ = after(moe, x[live], weight)
+    num_alone = int(moe.num_experts_read)
+    torch.full((64 << 20,), torch.nan, device=GPU)  # what the next allocations hold
+    found, normed = after(moe, x, weight, live)
+    assert int(moe.num_experts_read) == num_alone
+    assert torch.equal(found[live], every[live])
+    assert torch.equal(found[live], alone)
+    assert torch.equal(found[~live], x[~live])
+    assert normed.isfinite().all()
 
 
 @pytest.mark.parametrize("tokens", [2, 64, 700])

@@ -88,6 +88,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "packing": {
         "dataset",
+        "model.quant.fp8_products",
         "model.spec",
         "model.text_bytes",
         "model.thinking",

@@ -47,7 +47,7 @@ def planner(
     executor: Any = SimpleNamespace(
         target=SimpleNamespace(spec=SimpleNamespace(windows=kv_windows[0], experts=None)),
         drafter=drafter,
-        round=SimpleNamespace(drafter=drafter, draft_lens=draft_lens),
+        round=SimpleNamespace(drafter=drafter, draft_lens=draft_lens, nodes=None),
         rows=SimpleNamespace(live=torch.ones(batch.num_slots, dtype=torch.int32), move=lambda *_: None),
         batch=batch,
     )
@@ -156,7 +156,7 @@ def test_a_result_speaks_of_the_round_that_it_came_from_however_many_were_launch
     assert one._lengths is not None
     lens = [0, 1, 0, 1, 0]
     following = iter(lens)
-    monkeypatch.setattr(one._lengths, "choose", lambda *_: (next(following), True))
+    monkeypatch.setattr(one._lengths, "choose", lambda *_, **__: (next(following), True))
     launched = [chosen(one, 2, np.array([0, 1, -1, -1]), np.full(4, 500)) for _ in lens]
     now = 0.0
     for k, launch in zip(lens, launched, strict=True):
@@ -195,7 +195,7 @@ def test_free_slots_wait_by_what_rounds_of_the_present_draft_length_take(draft_l
     assert one.round_s == 1.0
     one.prepare(MODE)
     assert one.round_s == BASE[1, True]
-    monkeypatch.setattr(one._lengths, "choose", lambda *_: (draft_len, False))
+    monkeypatch.setattr(one._lengths, "choose", lambda *_, **__: (draft_len, False))
     chosen(one, 4, np.arange(4), np.full(4, 300))
     assert one.round_s == BASE[draft_len, True]
 

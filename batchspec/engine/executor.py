@@ -131,6 +131,10 @@ class Executor:
         longest = min(batch.longest_prompt or batch.max_len, batch.max_len - 1)
         return rehearse(self.round, self.rows, max_tokens=batch.prefill_tokens, longest=longest, mode=mode)
 
+    def dead_tokens_routed(self) -> AbstractContextManager[object]:
+        """Within this block tokens of dead rows go through experts like those of live rows."""
+        return self.target.dead_tokens_routed()
+
     @contextmanager
     def different_tokens(self) -> Iterator[None]:
         """Within this block the newest token of each slot is another one, as of live rows: they choose different experts.

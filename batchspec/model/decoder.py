@@ -33,17 +33,19 @@ class Pairs(NamedTuple):
 class ResidualStream:
     """The residual stream [T, H], changed in place, and what the next norm is to add to it: the two are one kernel."""
 
-    __slots__ = ("_pending", "residual")
+    __slots__ = ("_pending", "live", "residual")
 
-    def __init__(self, residual: Tensor) -> None:
-        """residual [T, H]; its rows may be slices of wider ones, which products do not add to."""
-        self.residual = residual
+    def __init__(self, residual: Tensor, live: Tensor | None = None) -> None:
+        """residual [T, H]; its rows may be slices of wider ones, which products do not add to. live: as of `Stream`."""
+        self.residual, self.live = residual, live
         self._pending: Tensor | Pairs | None = None
 
     def select(self, places: Tensor) -> ResidualStream:
         """The stream of some tokens, int64 [R], right after a norm."""
         assert self._pending is None
-        return ResidualStream(self.residual.index_select(0, places))
+        return ResidualStream(
+            self.residual.index_select(0, places), None if self.live is None else self.live.index_select(0, places)
+        )
 
     def norms_in_product(self, product: Product, *, gated: bool) -> bool:
         return self.residual.is_contiguous() and product.norms_input(self.residual, gated=gated)

@@ -124,6 +124,9 @@ class SeparateProduct(Product):
 class GradientStream:
     """The residual stream, never changed in place."""
 
+    live = None
+    """As of `Stream`."""
+
     def __init__(self, state: Tensor) -> None:
         self.state = state
 

@@ -4,8 +4,8 @@
     values = x / scale, clamped to -448 .. 448, rounded to nearest even
 
 Computed in fp32, as vLLM's per_token_group_quant_fp8 with group size 128 does (scales are not rounded to powers of two).
-Each program quantises one row. With a routing a token is quantised once for each of its pairs, which saves a launch that copies
-rows. Bound by memory at prefill sizes (itemsize + 1 bytes a value), by launch latency at decode sizes.
+Each program quantises one row of x. With a routing it writes the result once for each pair of the token. Bound by memory at
+prefill sizes (itemsize bytes a value, and one byte for each pair), by launch latency at decode sizes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from batchspec.kernels.benchmarks.timing import Bench
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.e4m3 import E4M3, LARGEST, round_to_e4m3
 from batchspec.kernels.common.pdl import await_earlier, launch_args
-from batchspec.kernels.moe.sort_rows import check_pairs, sort_rows_reference
+from batchspec.kernels.moe.sort_rows import check_places, sort_rows_reference
 from batchspec.kernels.moe.units import Routing
 
 GROUP = 128
@@ -62,21 +62,21 @@ def scaled_e4m3(x, scale, INTERPRETED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def quantise_kernel(
-    x, pairs, out, out_scales, given, num_rows, stride, k, SLOTS: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr,
+    x, places, out, out_scales, given, num_rows, stride, k, SLOTS: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr,
     GROUPS: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """given: one scale for all rows, or None. WHOLE: one scale per row. GROUPS: groups of a row, padded to a power of two.
 
-    pairs None: rows in the order of x. SLOTS: number of pairs that read one row of x.
+    num_rows: of out. places None: rows in the order of x. Else SLOTS numbers for each row of x: the rows of out that it becomes.
     """
-    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     place = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     await_earlier(PDL)
-    source = row
-    if pairs is not None:
-        source = tl.load(pairs + row).to(tl.int64) // SLOTS
-    values = tl.load(x + source * stride + place, mask=place < k, other=0.0).to(tl.float32)
+    row = token
+    if places is not None:
+        row = tl.load(places + token * SLOTS).to(tl.int64)
+    values = tl.load(x + token * stride + place, mask=place < k, other=0.0).to(tl.float32)
     largest = tl.max(magnitude(values), 1)
     if given is not None:
         scale = tl.zeros([GROUPS, 1], tl.float32) + tl.where(tl.max(largest, 0) < float("inf"), given, float("inf"))
@@ -85,9 +85,13 @@ def quantise_kernel(
         if WHOLE:
             largest = tl.broadcast_to(tl.max(largest, 0), [GROUPS])
         y, scale = to_e4m3(values, largest[:, None], INTERPRETED)
-    tl.store(out + row * k + place, y, mask=place < k)
     num_scales = 1 if WHOLE else tl.cdiv(k, GROUP)
-    tl.store(out_scales + group.to(tl.int64)[:, None] * num_rows + row, scale, mask=group[:, None] < num_scales)
+    for slot in tl.static_range(SLOTS):
+        own = row
+        if slot + 1 < SLOTS:  # before the stores, which it need not wait for
+            row = tl.load(places + token * SLOTS + slot + 1).to(tl.int64)
+        tl.store(out + own * k + place, y, mask=place < k)
+        tl.store(out_scales + group.to(tl.int64)[:, None] * num_rows + own, scale, mask=group[:, None] < num_scales)
 
 
 def quantise_rows(
@@ -105,7 +109,7 @@ def quantise_rows(
     num_tokens, k = x.shape
     check("quantise_rows: x", x, (num_tokens, k), torch.bfloat16, torch.float32, rows=True)
     if routing is not None:
-        check_pairs("quantise_rows", routing, num_tokens)
+        check_places("quantise_rows", routing, num_tokens)
     if scale is not None and not whole:
         raise ValueError(f"quantise_rows: scale={scale} applies to whole rows; pass whole=True, or scale=None")
     if not (x.is_cuda or interpret):
@@ -114,8 +118,8 @@ def quantise_rows(
     rows = Fp8Rows(x.new_empty(num_rows, k, dtype=E4M3), x.new_empty(1 if whole else num_groups, num_rows, dtype=torch.float32))
     if num_rows:
         groups = triton.next_power_of_2(num_groups)
-        quantise_kernel[(num_rows,)](
-            x, routing and routing.pairs, *rows, scale, num_rows, x.stride(0), k,
+        quantise_kernel[(num_tokens,)](
+            x, routing and routing.places, *rows, scale, num_rows, x.stride(0), k,
             SLOTS=1 if routing is None else routing.expert_ids.shape[1], WHOLE=whole, GROUP=GROUP, GROUPS=groups,
             INTERPRETED=not x.is_cuda, num_warps=min(16, max(1, groups // 2)), **launch_args(x),
         )  # fmt: skip

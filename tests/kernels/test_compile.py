@@ -498,11 +498,12 @@ for _wide, _t, _e, _warps in ((False, 16, 16, 8), (True, 32, 64, 4)):
           PART_K=32 if _wide else 64, FEW=not _wide, WIDE=_wide, INTERPRETED=False)  # fmt: skip
 for _alone, _sigmoid in ((True, False), (False, True)):
     _case(f"route_kernel alone {_alone}", "route", 16 if _alone else 4, logits=PF32, bias=PF32 if _sigmoid else None,
-          out_ids=PI32, out_weights=PF32, out_pairs=PI32, out_offsets=PI32, out_units=PI32,
+          live="*u8" if _alone else None,
+          out_ids=PI32, out_weights=PF32, out_pairs=PI32, out_places=PI32, out_offsets=PI32, out_units=PI32,
           out_num_read=PI32 if _alone else None, num_tokens=I32, num_units=I32,
           stride=I32, NUM_EXPERTS=120, TOP_K=6, SIGMOID=_sigmoid, NORM=True, UNIT_PAIRS=16, ALONE=_alone,
           TOKENS=16 if _alone else 4, LANES=128, SLOTS=8, BLOCK=64)  # fmt: skip
-_case("list_kernel", "route", 8, expert_ids=PI32, out_pairs=PI32, out_offsets=PI32, out_units=PI32,
+_case("list_kernel", "route", 8, expert_ids=PI32, out_pairs=PI32, out_places=PI32, out_offsets=PI32, out_units=PI32,
       out_num_read=PI32, num_pairs=I32, num_units=I32,
       NUM_EXPERTS=120, UNIT_PAIRS=16, LANES=128, BLOCK=2048)  # fmt: skip
 for _residual, _gain in ((None, None), ("*bf16", "*bf16"), ("*bf16", PF32)):
@@ -531,12 +532,12 @@ for _dtype, _gated, _limit, _low, _t, _n, _k, _warps in (
           bias=_ptr if _gated else None, pairs=PI32, units=PI32, out=_ptr, num_units=I32, num_rows=I32, n=I32, k=I32,
           SCATTER=not _gated, GATED=_gated, LIMIT=_limit, ALPHA=1.702, LOW=_low, BLOCK_T=_t, BLOCK_N=_n, BLOCK_K=_k, GROUP=8,
           TMA=_tma, EVEN_K=_tma, INTERPRETED=False)  # fmt: skip
-_case("sort_rows_kernel", "sort_rows", 8, x="*bf16", pairs=PI32, out="*bf16", stride_x=I32, k=I32, SLOTS=4,
+_case("sort_rows_kernel", "sort_rows", 8, x="*bf16", places=PI32, out="*bf16", stride_x=I32, k=I32, SLOTS=4,
       BLOCK=4096)  # fmt: skip
 for _one, _scale in ((False, None), (True, None), (True, "fp32")):
     _case(f"quantise_kernel whole {_one}, given {_scale}", "quantise", 8, x="*bf16",
-          pairs=None if _one else PI32, out="*fp8e4nv", out_scales=PF32, given=_scale, num_rows=I32,
-          stride=I32, k=I32, SLOTS=8, WHOLE=_one, GROUP=128, GROUPS=16, INTERPRETED=False)  # fmt: skip
+          places=None if _one else PI32, out="*fp8e4nv", out_scales=PF32, given=_scale, num_rows=I32,
+          stride=I32, k=I32, SLOTS=1 if _one else 8, WHOLE=_one, GROUP=128, GROUPS=16, INTERPRETED=False)  # fmt: skip
 # (blocked, gated, quantised, pairs, rows of W, warps, TMA, one expert)
 for _blocked, _gated, _quantised, _t, _n, _warps, _tma, _one in (
     (True, True, True, 32, 128, 4, True, False), (True, False, False, 64, 128, 4, True, False),

@@ -80,6 +80,10 @@ class GroupedProduct(Protocol):
 class Stream(Protocol):
     """The residual stream of a pass. What a block leaves to be added is added by the next norm, in the same kernel."""
 
+    @property
+    def live(self) -> Tensor | None:
+        """bool [T] False for dead tokens, whose results nobody reads: they go through no expert. None: all tokens are read."""
+
     def norms_in_product(self, product: Product, *, gated: bool) -> bool:
         """Whether `project` would hand the stream to this product as it is, if nothing were left to be added."""
 

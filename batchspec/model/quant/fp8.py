@@ -48,6 +48,10 @@ class Fp8(SeparateExperts):
             raise ConfigError("model.activations=fp8: the checkpoint does not say how to quantise activations; use dtype")
         return replace(self, quantises=True)
 
+    @property
+    def kept(self) -> str:
+        return "FP8 weights and activations" if self.quantises else ""
+
     def for_kernels(self) -> Fp8:
         return self  # no kernel multiplies FP8 weights with plain activations
 

@@ -123,6 +123,12 @@ class Fp8Linear(Product):
         return fp8_swiglu(rows, self._values, self._scales, self._bias, tile=tile, dtype=x.dtype, interpret=not x.is_cuda)
 
 
+def product_of_ones(size: int, device: torch.device) -> Fp8Linear:
+    """The product with a weight [size, size] of ones with block scales, to be timed."""
+    scale = torch.ones(-(-size // BLOCK), -(-size // BLOCK), device=device)
+    return Fp8Linear([Fp8Weight(torch.ones(size, size, device=device).to(E4M3), scale)], None, "group")
+
+
 class StackedFp8:
     """The weights of all experts of a grouped product, in one allocation that is filled one projection at a time."""
 
