@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,6 +42,16 @@ class Difference:
     """Token id of plain decoding; None if that ended before."""
     gap: float | None
     """Score of the plain token minus that of the written one, in logits; None if one of them is missing."""
+
+
+def summary(differences: Sequence[Difference], num_rows: int) -> str:
+    """For people: how many of `num_rows` rows differ, at which token, and quantiles of the gaps there."""
+    at = sorted(difference.token_index for difference in differences)
+    gaps = sorted(abs(difference.gap) for difference in differences if difference.gap is not None)
+    first = f"; first difference at token {at[len(at) // 2]} (median)" if at else ""
+    half, most = len(gaps) // 2, len(gaps) * 9 // 10
+    gap = f", score gap there {gaps[half]:.3g} (median), {gaps[most]:.3g} (90 %), {gaps[-1]:.3g} (largest)" if gaps else ""
+    return f"{len(differences)} differ ({len(differences) / max(1, num_rows):.1%}){first}{gap}"
 
 
 def decode_again(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from batchspec.commands.decode_again import Difference, decode_again, job_of, plain_engine, written_tokens
+from batchspec.commands.decode_again import Difference, decode_again, job_of, plain_engine, summary, written_tokens
 from batchspec.errors import OutputError
 from batchspec.model.kv_calibration import give_scales
 from batchspec.model.single_row import forward_row
@@ -40,14 +40,9 @@ class KVComparison:
 
     def lines(self) -> list[str]:
         """For people."""
-        count = len(self.differences)
-        at = sorted(difference.token_index for difference in self.differences)
-        gaps = sorted(abs(difference.gap) for difference in self.differences if difference.gap is not None)
-        first = f"; first difference at token {at[len(at) // 2]} (median)" if at else ""
-        gap = f", score gap there {gaps[len(gaps) // 2]:.3g} (median), {gaps[-1]:.3g} (largest)" if gaps else ""
         return [
             f"{self.num_rows} completions, written with K and V in {self.written_with}, decoded again with {self.decoded_with}: "
-            f"{count} differ ({count / max(1, self.num_rows):.1%}){first}{gap}",
+            f"{summary(self.differences, self.num_rows)}",
             f"KL divergence of the next token, fp8 from the model's data type, over {self.num_positions:,} output positions: "
             f"mean {self.mean_kl:.3g} nats, largest {self.largest_kl:.3g}",
         ]
