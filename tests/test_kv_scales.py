@@ -282,6 +282,38 @@ def test_verify_kv_compares_both_caches_on_the_jobs_own_tokens(
     assert 0 < report.mean_kl < report.largest_kl < 1
 
 
+@pytest.mark.parametrize("wrong", [{"model.layers.0.self_attn.k_scale": None}, {"model.layers.0.self_attn.k_scale": 0.0}])
+def test_verify_kv_calibrates_where_the_scales_of_the_checkpoint_cannot_be_used(
+    wrong: dict[str, Any], model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job without FP8 K/V has no key to ask for it, and a job with them is told the key."""
+    scales = {name: value for name, value in (names(model, "k_scale", "v_scale") | wrong).items() if value is not None}
+    odd, out = with_scales(model, tmp_path / "odd", scales), tmp_path / "out"
+    assert job(odd, data, out, "draft=none") == 0
+    plain = compare_kv(out, 4)
+    assert job(model, data, tmp_path / "plain", "draft=none") == 0
+    assert plain.mean_kl == compare_kv(tmp_path / "plain", 4).mean_kl
+    capsys.readouterr()
+    assert verify.main([str(out), "--rows", "4", "--kv"]) == 0
+    line = "the fp8 scales are calibrated: those of the checkpoint cannot be used, so a job in fp8 needs cache.scales=calibrate"
+    assert line in capsys.readouterr().out
+    assert verify.main([str(tmp_path / "plain"), "--rows", "4", "--kv"]) == 0
+    assert line not in capsys.readouterr().out
+    assert job(odd, data, tmp_path / "fp8", "cache.dtype=fp8") == CheckpointError.exit_code
+    assert "set cache.scales=calibrate" in capsys.readouterr().err
+    assert job(odd, data, tmp_path / "fp8", "cache.dtype=fp8", "cache.scales=calibrate") == 0
+
+
+def test_scales_that_are_missing_are_named_before_a_weight_is_read(model: Path, data: Path, tmp_path: Path) -> None:
+    first, *others = names(model, "k_scale", "v_scale").items()
+    odd = with_scales(model, tmp_path / "odd", dict(others))
+    words = [f"model.path={odd}", f"input.path={data}", "device=cpu", "cache.dtype=fp8", "decode.max_new_tokens=8"]
+    with pytest.raises(CheckpointError, match=rf"1 of \d+ K/V scales are missing, {first[0]}.*set cache\.scales=calibrate"):
+        open_job(compose(words))
+    open_job(compose([*words, "cache.scales=calibrate"]))
+    open_job(compose([*words, "model.load_format=dummy"]))
+
+
 def test_the_divergence_is_that_of_the_two_distributions() -> None:
     plain, fp8 = tiny_target(), in_e4m3(tiny_target())
     prompt, output = [1, 2, 3], [4, 5, 6, 7]

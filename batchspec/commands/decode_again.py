@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import polars as pl
@@ -17,8 +17,9 @@ from batchspec.config.typed import from_dict
 from batchspec.engine.engine import Engine
 from batchspec.engine.prefill import flat_batch
 from batchspec.engine.step import Segment
-from batchspec.errors import OutputError
+from batchspec.errors import CheckpointError, OutputError
 from batchspec.kernels.sampling.sample import gumbel_reference
+from batchspec.model.kv_scales import checkpoint_scales
 from batchspec.packing.planner import PAGE_SIZE
 from batchspec.prepare import Job, job_fingerprint, make_engine, open_job, survey_first
 from batchspec.records import Request
@@ -83,8 +84,20 @@ def job_of(out: str | Path, dtype: str | None, device: str | None, *, other_kv: 
     config.packing.max_num_seqs, config.packing.run_ahead = 1, None
     config.packing.pages = config.packing.memory_gb = None
     if other_kv:
-        config.cache = CacheConfig(dtype="auto") if config.cache.dtype == "fp8" else replace(config.cache, dtype="fp8")
+        config.cache = other_cache(as_run)
     return with_saved_scales(open_job(config), output)
+
+
+def other_cache(job: Job) -> CacheConfig:
+    """The model's data type for a job in fp8. fp8 for any other, calibrated where the checkpoint's scales cannot be used."""
+    if job.spec.fp8_kv:
+        return CacheConfig(dtype="auto")
+    try:
+        if job.config.model.load_format != "dummy":
+            checkpoint_scales(job.folder, job.spec)
+    except CheckpointError:
+        return CacheConfig(dtype="fp8", scales="calibrate")
+    return CacheConfig(dtype="fp8")
 
 
 def plain_engine(job: Job) -> Engine:
