@@ -168,6 +168,24 @@ def tokens(out: Path) -> list[list[int]]:
     return pl.read_parquet(out / "data").sort("row_index")["token_ids"].to_list()
 
 
+@pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json"])
+def test_a_checkpoint_whose_k_and_v_alone_are_quantised_runs_with_its_scales(
+    file: str, model: Path, data: Path, tmp_path: Path
+) -> None:
+    scaled = with_scales(model, tmp_path / "scaled", names(model, "k_scale", "v_scale"))
+    kv_only = with_scales(model, tmp_path / "kv_only", names(model, "k_scale", "v_scale"))
+    if file == "config.json":
+        scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+        quantisation = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "kv_cache_scheme": scheme}
+        content = json.loads((model / file).read_text()) | {"quantization_config": quantisation}
+    else:
+        content = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    (kv_only / file).write_text(json.dumps(content))
+    for folder in (scaled, kv_only):
+        assert job(folder, data, tmp_path / f"out of {folder.name}", "cache.dtype=fp8", "cache.scales=checkpoint") == 0
+    assert tokens(tmp_path / "out of kv_only") == tokens(tmp_path / "out of scaled")
+
+
 def test_speculation_and_scarce_pages_change_no_token_of_a_job(model: Path, data: Path, tmp_path: Path) -> None:
     assert job(model, data, tmp_path / "plain", "draft=none", "cache.dtype=fp8", "packing.max_num_seqs=1") == 0
     assert job(model, data, tmp_path / "drafts", "draft=lookup", "cache.dtype=fp8", "packing.pages=9") == 0
