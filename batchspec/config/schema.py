@@ -159,7 +159,8 @@ class DecodeConfig:
     n: int = 1
     """Number of completions per input row."""
     stop: list[str] = field(default_factory=list)
-    """Strings that end a completion. They are not part of its text."""
+    """Strings that end a completion, and are not part of its text. They are searched for in the answer: not in reasoning, and not
+    in tool calls that gpt-oss makes in its commentary channel, whose arguments would be cut in two."""
     stop_ids: list[int] = field(default_factory=list)
     """Token ids that end a completion, in addition to the model's EOS ids."""
     thinking_token_budget: int | None = None
