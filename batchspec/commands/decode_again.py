@@ -12,7 +12,8 @@ from torch import Tensor
 
 from batchspec.batch.logits import LogitRows, apply_penalties, forbid_stop_ids
 from batchspec.cache.page_tables import RowPages
-from batchspec.config.schema import CacheConfig, DraftConfig
+from batchspec.config.draft_schema import DraftConfig
+from batchspec.config.schema import CacheConfig
 from batchspec.config.typed import from_dict
 from batchspec.engine.engine import Engine
 from batchspec.engine.prefill import flat_batch
