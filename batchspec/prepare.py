@@ -86,7 +86,7 @@ def open_job(
     device = choose_device(config.device if here else "cpu")
     if config.cache.dtype == "fp8":
         spec = spec.with_fp8_kv()
-        check_fp8_kv(config.cache.scales, spec, model, device)
+        check_fp8_kv("calibrate" if dummy else config.cache.scales, spec, model, device)
     if here and config.draft.adaptive and device.type == "cpu":
         raise ConfigError("draft.adaptive=true goes by times measured on a GPU, and this job runs on the CPU; remove the key")
     dtype = resolve_dtype(config.model.dtype, spec, device)

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 EVERYONE = {
     "records",
     "errors",
+    "config.draft_schema",
     "config.schema",
     "config.renamed",
     "config.values",

@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from batchspec.kernels.common.checks import check
 from batchspec.kernels.common.e4m3 import E4M3
 from batchspec.kernels.common.pdl import await_earlier, launch_args
-from batchspec.kernels.moe.blocks import add_bias_and_gate, blocks_of, check_launch, load_rows, load_tokens, store_rows
+from batchspec.kernels.moe.blocks import add_bias_and_gate, blocks_of, check_launch, load_rows, load_tokens, narrowest, store_rows
 from batchspec.kernels.moe.gate import SWIGLU, Gate
 from batchspec.kernels.moe.quantise import GROUP, Fp8Rows, magnitude, quantise_rows_reference, to_e4m3
 from batchspec.kernels.moe.tiles import ExpertTile
@@ -124,26 +124,12 @@ def experts_fp8_kernel(
         begin = tl.load(units + unit * 4 + 1)
         count = tl.load(units + unit * 4 + 2)
     first = tile * BLOCK_N
-    if LOW <= 16 and ((count > 0) & (count <= 16)):
-        multiply(x16, x_scales, w, w_scales, bias, pairs, out, out_scales, expert, begin, count, first, tile, num_rows, n, k,
-                 scale_stride, SCATTER, GATED, LIMIT, ALPHA, BLOCKED,
-                 16, BLOCK_N, TMA, EVEN_K, INTERPRETED, DOT, STAGES)  # fmt: skip
-    if LOW <= 32 and BLOCK_T >= 32 and ((count > (16 if LOW < 32 else 0)) & (count <= 32)):
-        multiply(x32, x_scales, w, w_scales, bias, pairs, out, out_scales, expert, begin, count, first, tile, num_rows, n, k,
-                 scale_stride, SCATTER, GATED, LIMIT, ALPHA, BLOCKED,
-                 32, BLOCK_N, TMA, EVEN_K, INTERPRETED, DOT, STAGES)  # fmt: skip
-    if LOW <= 64 and BLOCK_T >= 64 and ((count > (32 if LOW < 64 else 0)) & (count <= 64)):
-        multiply(x64, x_scales, w, w_scales, bias, pairs, out, out_scales, expert, begin, count, first, tile, num_rows, n, k,
-                 scale_stride, SCATTER, GATED, LIMIT, ALPHA, BLOCKED,
-                 64, BLOCK_N, TMA, EVEN_K, INTERPRETED, DOT, STAGES)  # fmt: skip
-    if LOW <= 128 and BLOCK_T >= 128 and ((count > (64 if LOW < 128 else 0)) & (count <= 128)):
-        multiply(x128, x_scales, w, w_scales, bias, pairs, out, out_scales, expert, begin, count, first, tile, num_rows, n, k,
-                 scale_stride, SCATTER, GATED, LIMIT, ALPHA, BLOCKED,
-                 128, BLOCK_N, TMA, EVEN_K, INTERPRETED, DOT, STAGES)  # fmt: skip
-    if BLOCK_T >= 256 and ((count > (128 if LOW < 256 else 0)) & (count <= 256)):
-        multiply(x256, x_scales, w, w_scales, bias, pairs, out, out_scales, expert, begin, count, first, tile, num_rows, n, k,
-                 scale_stride, SCATTER, GATED, LIMIT, ALPHA, BLOCKED,
-                 256, BLOCK_N, TMA, EVEN_K, INTERPRETED, DOT, STAGES)  # fmt: skip
+    blocks = (x16, x32, x64, x128, x256)
+    for step in tl.static_range(5):  # unrolled
+        if 16 << step >= LOW and 16 << step <= BLOCK_T and narrowest(count, 16 << step, LOW):
+            multiply(blocks[step], x_scales, w, w_scales, bias, pairs, out, out_scales, expert, begin, count, first, tile,
+                     num_rows, n, k, scale_stride, SCATTER, GATED, LIMIT, ALPHA, BLOCKED, 16 << step, BLOCK_N, TMA, EVEN_K,
+                     INTERPRETED, DOT, STAGES)  # fmt: skip
 
 
 def experts_fp8_up(
