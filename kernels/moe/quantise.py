@@ -125,13 +125,19 @@ def quantise_rows(
 def quantise_rows_reference(
     x: Tensor, routing: Routing | None = None, *, whole: bool = False, scale: float | None = None
 ) -> Fp8Rows:
-    """`quantise_rows` in plain torch, for any floating-point dtype; fp64 rows are scaled in fp64."""
+    """`quantise_rows` in plain torch, for any floating-point dtype; fp64 rows are scaled in fp64.
+
+    On a GPU torch multiplies by the reciprocal of a number from Python, which rounds differently: it divides by tensors here.
+    """
     x = x if routing is None else sort_rows_reference(x, routing)
     num_rows, k = x.shape
     size = k if whole else GROUP
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     wide = torch.nn.functional.pad(wide, (0, -k % size)).view(num_rows, -(-k // size), size)
-    scales = wide.abs().amax(-1).clamp(min=SMALLEST) / LARGEST if scale is None else wide.new_full(wide.shape[:2], scale)
+    if scale is None:
+        scales = wide.abs().amax(-1).clamp(min=SMALLEST) / wide.new_full((), LARGEST)
+    else:
+        scales = wide.new_full(wide.shape[:2], scale)
     values = (wide / scales[..., None]).clamp(-LARGEST, LARGEST).to(E4M3)
     return Fp8Rows(values.view(num_rows, -1)[:, :k].contiguous(), scales.T.contiguous())
 
