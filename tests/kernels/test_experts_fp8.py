@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from batchspec.kernels.common.e4m3 import E4M3
-from batchspec.kernels.gemm.fp8_linear import fp8_linear, fp8_swiglu
 from batchspec.kernels.moe.experts_fp8 import Fp8Weight, experts_fp8_down, experts_fp8_up, experts_fp8_up_reference
 from batchspec.kernels.moe.experts_fp8 import experts_fp8_up_quantised as up_quantised
 from batchspec.kernels.moe.gate import SWIGLU, Gate
@@ -18,7 +17,6 @@ from batchspec.kernels.moe.tiles import ExpertTile
 from tests.kernels.moe_cases import SPREADS, assert_near, fp8_tolerance, noise, routing_of, sorted_pairs
 
 TILE = ExpertTile(16, 64, 128, 2, 4)
-SCALES = ["block", "row", "tensor"]
 HIDDEN, WIDTH = 144, 80  # tails of the blocks of 128
 
 
@@ -144,19 +142,6 @@ def test_the_first_product_quantises_its_own_result(interpret: bool, device: tor
     if interpret:
         with pytest.raises(ValueError, match="must hold the 128 values of a scale"):
             up_quantised(x, weight, None, routing, tile=TILE, interpret=True)
-
-
-@pytest.mark.parametrize("scales_of", SCALES)
-def test_dense_product(scales_of: str, interpret: bool, device: torch.device) -> None:
-    tokens = 21  # two units
-    x = quantise_rows_reference(noise(tokens, HIDDEN, dtype=torch.float32, device=device), whole=scales_of != "block")
-    weight = weight_of(1, WIDTH, HIDDEN, scales_of, False, device)
-    bias = noise(WIDTH, dtype=torch.bfloat16, device=device)
-    y = fp8_linear(x, weight.values[0], weight.scales[0], bias, tile=TILE, dtype=torch.float32, interpret=interpret)
-    assert_near(y, _wide(x) @ dequantised(weight, False)[0].T + bias.double(), tolerance=fp8_tolerance(device))
-    gated = weight_of(1, 2 * WIDTH, HIDDEN, scales_of, True, device)
-    y = fp8_swiglu(x, gated.values[0], gated.scales[0], tile=TILE, dtype=torch.float32, interpret=interpret)
-    assert_near(y, SWIGLU(*(_wide(x) @ dequantised(gated, True)[0].T).chunk(2, -1)), tolerance=fp8_tolerance(device))
 
 
 def test_wrong_arguments_are_refused(device: torch.device) -> None:
