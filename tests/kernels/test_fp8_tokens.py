@@ -57,6 +57,19 @@ def test_tokens_are_quantised_as_rows(k: int, dtype: torch.dtype, form: Fp8Form,
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quotients_are_rounded_as_a_division_rounds_them(
+    dtype: torch.dtype, form: Fp8Form, interpret: bool, device: torch.device
+) -> None:
+    """On a GPU the kernel multiplies by a reciprocal and corrects: many values, of all magnitudes."""
+    tokens = 4000 if device.type == "cuda" else 60
+    x = torch.randn(tokens, 1040, device=device) * torch.logspace(-30, 30, tokens, device=device)[:, None]
+    x[:, ::3] *= torch.logspace(-6, 0, 347, device=device)
+    x = x.to(dtype)
+    assert_same(quantise_tokens(x, form, interpret=interpret), quantise_rows_reference(x, whole=form.whole, scale=form.scale))
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_nan_and_inf_are_not_lost_and_change_no_other_row(form: Fp8Form, interpret: bool, device: torch.device) -> None:
     x = torch.randn(4, 300, device=device)
     wanted = quantise_rows_reference(x, whole=form.whole, scale=form.scale)

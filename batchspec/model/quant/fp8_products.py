@@ -1,4 +1,4 @@
-"""Products with FP8 weights and activations (W8A8): Triton kernels in bf16 on Hopper or newer, plain torch elsewhere.
+"""Products with FP8 weights and activations (W8A8): in bf16 on Hopper or newer Triton kernels and the library, else plain torch.
 
     q = x / s, clamped to -448 .. 448, rounded to e4m3 (to nearest even). The checkpoint says how the scale s is found:
         token   one per row: max(largest |x| of the row, 1e-10) / 448
