@@ -54,9 +54,10 @@ def fp8_linear_kernel(
         False, BLOCKED, BLOCK_T, BLOCK_N, TMA, EVEN_K, DOT, STAGES,
     )  # fmt: skip
     complete = True
+    AHEAD: tl.constexpr = 4 if BLOCK_N * BLOCK_T <= 4096 else 2  # without spilling registers
     if SPLIT:
         complete, acc, up = join_parts(
-            partials, arrived, tile, program, split * part_blocks, part_blocks, acc, up, BLOCK_N, BLOCK_T, False
+            partials, arrived, tile, program, split * part_blocks, part_blocks, acc, up, BLOCK_N, BLOCK_T, False, AHEAD
         )
     if complete:
         if not BLOCKED:
