@@ -53,6 +53,8 @@ def fp8_tile(num_tokens: int, rows: int, k: int, num_sms: int, *, library: bool)
 CUTS = ((64, 4, 4), (64, 6, 4), (128, 3, 4), (128, 4, 4), (128, 4, 8))
 """Values of (block_n, stages, warps) worth timing."""
 SPLITS = (1, 2, 4, 8)
+THREAD_SUMS = 64
+"""Most sums of a tile that one thread holds. It holds as many of one block of K besides: with 128 each, registers spill."""
 
 
 def candidates(num_tokens: int, rows: int, k: int, num_sms: int) -> list[Fp8Tile]:
@@ -63,6 +65,8 @@ def candidates(num_tokens: int, rows: int, k: int, num_sms: int) -> list[Fp8Tile
     found = [rule]
     for block_t in heights:
         for block_n, stages, warps in CUTS:
+            if block_t * block_n > THREAD_SUMS * 32 * warps:
+                continue
             num_tiles = -(-num_tokens // block_t) * -(-rows // block_n)
             for split in SPLITS:
                 if split == 1 or (num_tiles * split <= 4 * num_sms and -(-k // 128) // split >= 2):

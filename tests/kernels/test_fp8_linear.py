@@ -129,6 +129,7 @@ def test_the_rule_gives_tiles_that_the_kernel_takes(shape: tuple[int, int, int, 
     every = candidates(*shape)
     assert every[0] == fp8_tile(*shape, library=False)
     assert len(set(every)) == len(every)
+    assert all(own.block_t * own.block_n <= 64 * 32 * own.warps for own in every)
 
 
 @pytest.mark.parametrize(
