@@ -14,7 +14,7 @@ from torch import Tensor
 
 from batchspec.config.compose import compose
 from batchspec.errors import CheckpointError, ConfigError
-from batchspec.kernels.moe.quantise import Fp8Rows
+from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens
 from batchspec.model.blocks.base import ProductSpec, Projection
 from batchspec.model.decoder import LayerWeights
 from batchspec.model.files import LocalFiles
@@ -220,13 +220,14 @@ def test_activations_are_quantised_once_for_all_parts_with_one_scale(
     if scales[0] is not None:
         parts = [replace(part, scale=torch.rand(40)) for part in parts]
     product = Fp8Linear(parts, None, "group" if scales[0] is None else "static")
-    calls: list[float | None] = []
+    calls: list[Fp8Form] = []
+    quantise = fp8_products._quantise_plainly
 
-    def counted(x: Tensor, activations: Activations, scale: float | None = None) -> Fp8Rows:
-        calls.append(scale)
-        return quantised(x, activations, scale)
+    def counted(x: Tensor, form: Fp8Form) -> Fp8Tokens:
+        calls.append(form)
+        return quantise(x, form)
 
-    monkeypatch.setattr(fp8_products, "quantised", counted)
+    monkeypatch.setattr(fp8_products, "_quantise_plainly", counted)
     assert product(torch.randn(3, 200)).shape == (3, 80)
     assert len(calls) == times
 

@@ -15,7 +15,7 @@ from batchspec.kernels.moe.combine import combine
 from batchspec.model.blocks.base import GroupedSpec, ProductSpec
 from batchspec.model.blocks.forward import GroupedProduct, Product
 from batchspec.model.files import listed
-from batchspec.model.fused import add_norm, combine_norm, rms_norm, rope_write
+from batchspec.model.fused import add_norm, combine_norm, norm_quantised, rms_norm, rope_write, silu_and_mul
 from batchspec.model.quant.base import WeightFormat, Weights
 from batchspec.model.quant.formats import Formats
 from batchspec.model.rope import Rope
@@ -54,6 +54,11 @@ class ResidualStream:
         self, norm: Tensor | None, eps: float, product: Product, row_ids: Tensor | None, *, gated: bool = False,
         out_aux: Tensor | None = None,
     ) -> Any:  # fmt: skip
+        form = product.fp8_form
+        if form is not None and norm is not None and not isinstance(self._pending, Pairs):
+            pending, self._pending = self._pending, None
+            out = product.of_fp8(norm_quantised(pending, self.residual, norm, eps, form, out_aux))
+            return silu_and_mul(out) if gated else out
         if self._pending is not None or norm is None:
             x = self._summed(out_aux) if norm is None else self.normed(norm, eps, out_aux=out_aux)
             return product.swiglu(x, row_ids) if gated else product(x, row_ids)

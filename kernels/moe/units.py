@@ -60,12 +60,17 @@ def check_routing(kernel: str, routing: Routing, num_tokens: int, num_experts: i
 
 @triton.jit
 def program_place(num_units, num_tiles, GROUP: tl.constexpr):
-    """The unit of this program and its tile of rows of W.
+    """The unit of this program and its tile of rows of W."""
+    return place_of(tl.program_id(0), num_units, num_tiles, GROUP)
+
+
+@triton.jit
+def place_of(program, num_units, num_tiles, GROUP: tl.constexpr):
+    """The same of any program.
 
     Programs run in this order: groups of GROUP units; in a group, tiles; for a tile, the group's units. So neighbouring programs
     with units of one expert read the same weights, and the tokens of a group stay in the L2 cache.
     """
-    program = tl.program_id(0)
     first = program // (GROUP * num_tiles) * GROUP
     width = tl.minimum(num_units - first, GROUP)
     within = program % (GROUP * num_tiles)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from batchspec.kernels.gemm.fp8_tokens import Fp8Form, Fp8Tokens
 from batchspec.kernels.moe.quantise import Fp8Rows
 from batchspec.kernels.moe.units import Routing
 from batchspec.model.blocks.base import Clamp, GroupedSpec, ProductSpec
@@ -44,6 +45,15 @@ class Product(ABC):
     def swiglu_of_norm(self, x: Tensor, norm: Tensor, eps: float, row_ids: Tensor | None) -> Tensor:
         """self.swiglu(rms_norm(x))."""
         return self.swiglu(rms_norm(x, norm, eps), row_ids)
+
+    @property
+    def fp8_form(self) -> Fp8Form | None:
+        """How it quantises the rows that it reads, if the kernel before it may do so for `of_fp8`; None: it reads plain rows."""
+        return None
+
+    def of_fp8(self, x: Fp8Tokens) -> Tensor:
+        """self of rows that are quantised as `fp8_form` says. Only where it is not None."""
+        raise NotImplementedError
 
     def add_to(self, residual: Tensor, x: Tensor, row_ids: Tensor | None) -> Tensor | None:
         """residual += self(x) in one kernel, and None, where there is a fast one; else self(x), still to be added."""

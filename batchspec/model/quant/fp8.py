@@ -75,7 +75,7 @@ class Fp8(SeparateExperts):
     def load(self, weights: Weights, names: Sequence[str], *, bias: bool) -> Product:
         if self.quantises:
             parts = [self._part(weights, name) for name in names]
-            return Fp8Linear(parts, joined_bias(weights, names) if bias else None, self.made_for)
+            return Fp8Linear(parts, joined_bias(weights, names) if bias else None, self.made_for, weights.dtype)
         matrix = torch.cat([self.matrix(weights, name) for name in names])
         return Linear(matrix, joined_bias(weights, names) if bias else None)
 
