@@ -222,10 +222,10 @@ def test_the_engine_refills_by_what_rounds_take(round_s: float, rounds: int, mon
 @pytest.mark.parametrize(
     ("max_tokens", "longest", "ends", "short", "between"),
     [
-        (100, 40, [40, 40, 20], 17, [[40, 24]]),
-        (400, 40, [40] * 4, 17, [[40, 24]]),
+        (100, 40, [40, 40, 20], 17, [[40, 24], [17] * 2, [17] * 4]),
+        (400, 40, [40] * 4, 17, [[40, 24], [17] * 2, [17] * 4]),
         (10, 40, [10], 10, []),
-        (600, 300, [300, 300], 17, [[64], [256]]),
+        (600, 300, [300, 300], 17, [[64], [256], [17] * 2, [17] * 4]),
     ],
 )
 def test_a_rehearsal_is_the_largest_pass_that_there_can_be_and_a_short_one(
@@ -245,8 +245,8 @@ def test_a_rehearsal_is_the_largest_pass_that_there_can_be_and_a_short_one(
 @pytest.mark.parametrize("stalled", [1, 3, 5, 8])
 def test_a_stall_of_the_host_does_not_make_a_pass_dear(stalled: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full pass of 100 tokens takes 0.25 s and a short one 0.0625 s; one of them, or the one that compiles, takes 8 s more."""
-    clock, taken = [0.0], iter([9.0] + [0.25] * 3 + [0.0625] * 6)  # the first of 64 tokens
-    stalls = iter([place in (0, 1, 1 + stalled) for place in range(10)])
+    clock, taken = [0.0], iter([9.0] * 3 + [0.25] * 3 + [0.0625] * 6)  # the first three only compile
+    stalls = iter([place in (0, 1, 2, 3, 3 + stalled) for place in range(12)])
 
     def timed_pass(*_: Any) -> None:
         clock[0] += next(taken) + 8.0 * next(stalls)

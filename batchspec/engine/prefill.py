@@ -104,23 +104,28 @@ def rehearse(round_: Round, rows: DeviceBatch, *, max_tokens: int, longest: int,
     longest  tokens of a row of the pass: long rows take another attention kernel, which compiles for a minute the first time
     The shortest of several times counts: a short pass takes little but launches, and one stall of the host, as by a garbage
     collection, may take longer. Kernels are compiled and the largest pass has its memory before the first request comes; the
-    sizes between compile the tiles of products that depend on the number of tokens. Only while no row is live, on a GPU.
+    sizes between compile what depends on the number of tokens or rows. Only while no row is live, on a GPU.
     """
     for table in rows.page_tables:
         table.zero_()
     longest = min(max_tokens, longest)
+    few = min(17, longest)
     slots = range(min(rows.live.shape[0], -(-max_tokens // longest)))
 
     def launch(num_tokens: int) -> None:
         prefill_chunk(round_, rows, next(chunks([(slot, 0, longest) for slot in slots], num_tokens)), mode)
 
     def short() -> None:
-        prefill_chunk(round_, rows, [Segment(0, 0, min(17, longest), True)], mode)
+        prefill_chunk(round_, rows, [Segment(0, 0, few, True)], mode)
 
     largest = min(max_tokens, len(slots) * longest)
     for num_tokens in REHEARSED_TOKENS:
         if num_tokens < largest:
             launch(num_tokens)
+    num_rows = 2
+    while num_rows <= rows.live.shape[0] and num_rows * few < largest:
+        prefill_chunk(round_, rows, [Segment(slot, 0, few, True) for slot in range(num_rows)], mode)
+        num_rows *= 2
     full_s = min(_timed(partial(launch, largest)) for _ in range(3))  # the first compiles
     short_s = min(_timed(short) for _ in range(6))
     return PrefillCost(least=short_s, token=full_s / largest)

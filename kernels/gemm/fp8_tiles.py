@@ -24,10 +24,10 @@ class Fp8Tile(NamedTuple):
     """Consecutive tiles over tokens that run over all rows of W before the next ones, so that tokens stay in the L2 cache."""
 
 
-FEW_TOKENS = 64
-"""Up to so many, products read their weights once and leave most of the tensor cores idle: the rule takes our kernel."""
-MIN_BLOCKS = 4
-"""Fewest blocks of K for a part of a split: below, the sum of the parts takes longer than the product."""
+FEW_TOKENS = 32
+"""Up to so many, our kernel is faster than the library for every measured product."""
+MIN_BLOCKS = 8
+"""Fewest blocks of 128 of K for a part of a split: below, the sum of the parts takes longer than the product."""
 
 
 def fp8_tile(num_tokens: int, rows: int, k: int, num_sms: int, *, library: bool) -> Fp8Tile | None:
@@ -35,24 +35,29 @@ def fp8_tile(num_tokens: int, rows: int, k: int, num_sms: int, *, library: bool)
 
     library  whether it can multiply them
 
-    Up to FEW_TOKENS the tiles are divided along K until there are two programs for each SM. These splits are not measured yet.
-    Measured on one H200, torch 2.11, with block scales: the library takes 14 us for 6144 x 4096 and 41 us for 4096 x 14336 at 32
-    to 256 tokens, where undivided tiles take 20 to 26 us and 60 to 69 us; from 256 tokens on it has 1.3 to 1.8 times the rate of
-    bf16. Where it cannot multiply, 128 tokens x 64 rows take 0.83 to 0.94 of the time of 64 x 128 from 256 tokens on.
+    Measured on one H200 on 2026-11-22, torch 2.11, block scales, with `python -m batchspec.kernels.gemm.fp8_linear`: ten products
+    of Llama-8B, half of Llama-70B and Qwen3-30B at 1 to 256 tokens. The library does not divide K, so it takes 14 us for
+    4096 x 4096 and 41 us for 4096 x 14336 at 32 to 256 tokens. The tiles here take 9 and 20 us at 16 tokens, 14 and 25 at 64.
+    From 256 tokens on it is the faster one by 1.3 to 1.9, with 1.3 to 1.8 times the rate of bf16.
     """
-    if num_tokens <= FEW_TOKENS:
-        block_t = _height(num_tokens, FEW_TOKENS)
-        block_n = 64 if rows < 128 * num_sms else 128
-        split = max(1, min(2 * num_sms // -(-rows // block_n), -(-k // 128) // MIN_BLOCKS))
-        return Fp8Tile(block_t, block_n, 4 if block_n == 128 else 5, 4, split)
-    if library:
+    few_rows = rows <= 5120 and k >= 4096
+    ours = num_tokens <= FEW_TOKENS or (num_tokens <= 64 and (few_rows or k >= 8192))
+    ours = ours or (num_tokens <= 128 and rows <= 4096 <= k)
+    if library and not ours:
         return None
-    return Fp8Tile(128, 64, 4, 4)
+    if num_tokens > 64 and not ours:
+        return Fp8Tile(128, 64, 4, 4)
+    block_n = 128 if rows >= 200 * num_sms and num_tokens <= 64 else 64
+    stages = (3 if num_tokens <= 16 else 4) if block_n == 128 else (5 if 32 < num_tokens <= 64 else 4)
+    programs = (2.6 if num_tokens <= 64 else 1.3) * num_sms
+    most = min(programs * block_n / rows, -(-k // 128) / MIN_BLOCKS)
+    split = max(cut for cut in SPLITS if cut == 1 or cut <= most)
+    return Fp8Tile(_height(num_tokens, 128), block_n, stages, 4, split)
 
 
+SPLITS = (1, 2, 4, 8)
 CUTS = ((64, 4, 4), (64, 6, 4), (128, 3, 4), (128, 4, 4), (128, 4, 8))
 """Values of (block_n, stages, warps) worth timing."""
-SPLITS = (1, 2, 4, 8)
 THREAD_SUMS = 64
 """Most sums of a tile that one thread holds. It holds as many of one block of K besides: with 128 each, registers spill."""
 

@@ -48,7 +48,7 @@ class ExpertTile(NamedTuple):
 
 
 def unit_pairs_of(num_tokens: int, top_k: int, num_experts: int, dtype: torch.dtype | None = None) -> int:
-    """Most pairs of a unit: a power of two that holds all pairs of most experts, within limits of the format.
+    """Most pairs of a unit: as many as hold all pairs of most experts, within limits of the format.
 
     That is their mean number plus two standard deviations, as if each token chose its experts independently.
 
@@ -61,18 +61,21 @@ def unit_pairs_of(num_tokens: int, top_k: int, num_experts: int, dtype: torch.dt
     if dtype == torch.float8_e4m3fn:
         return min(64, pairs)
     if dtype == torch.uint8:
-        return min(64 if mean < MANY_EXPERT_PAIRS else 128, pairs)
-    return min(128, max(32, pairs))
+        if mean >= MANY_EXPERT_PAIRS:
+            return min(128, pairs)
+        wide = 48 <= mean < 100 or (mean >= 48 and num_tokens * top_k >= MANY_LAYER_PAIRS)
+        return 96 if wide else min(64, pairs)
+    return min(128, pairs)
 
 
 MANY_EXPERT_PAIRS = 256
 """Mean pairs of an expert from which units of MXFP4 products have 128 pairs."""
 MANY_LAYER_PAIRS = 8192
-"""Pairs of a layer from which an MXFP4 product is divided into fewer programs with more rows of W."""
+"""Pairs of a layer from which wider units do not leave multiprocessors without a program."""
 
 
-def expert_tile(unit_pairs: int, num_pairs: int, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
-    """A good tile for units of `unit_pairs` among `num_pairs` pairs, and weights of this dtype (uint8: MXFP4).
+def expert_tile(unit_pairs: int, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
+    """A good tile for units of `unit_pairs` pairs and weights of this dtype (uint8: MXFP4).
 
     Measured on one H200 on 2026-11-22 with `batchspec.kernels.benchmarks.moe_bench --sweep`: MXFP4 on gpt-oss-20b (32 experts)
     and gpt-oss-120b (128), bf16 and FP8 on Qwen3-30B-A3B (128), each at 16, 64, 256, 512, 1,024 and 4,096 tokens, 0.5 to 512
@@ -86,11 +89,12 @@ def expert_tile(unit_pairs: int, num_pairs: int, *, gated: bool, dtype: torch.dt
             return ExpertTile(unit_pairs, 128, 128, 3, 4)
         return ExpertTile(unit_pairs, 64 if gated else 128, 128, 4, 4 if unit_pairs == 64 else 8)
     if dtype == torch.uint8:
-        if unit_pairs >= 128:
+        if unit_pairs == 128:
             return ExpertTile(unit_pairs, 64, 128, 2, 4, low=32) if gated else ExpertTile(unit_pairs, 128, 128, 2, 8, low=128)
-        if gated:
-            return ExpertTile(unit_pairs, 64 if unit_pairs < 64 or num_pairs < MANY_LAYER_PAIRS else 128, 128, 3, 4)
-        return ExpertTile(unit_pairs, 128, 128, 4 if unit_pairs == 32 else 3, 4)
+        joined = unit_pairs > 64
+        return ExpertTile(unit_pairs, 64 if gated else 128, 128, 3, 4, low=32 if joined else 16, joined=joined)
+    if unit_pairs == 16:
+        return ExpertTile(unit_pairs, 64, 128, 3, 4)
     low = 16 if unit_pairs <= 64 else 32
     if gated and unit_pairs <= 64:
         return ExpertTile(unit_pairs, 64, 64, 4, 4, low=low)
@@ -110,7 +114,7 @@ SHARED_BYTES = 227 << 10  # of an SM that one program can use (H100)
 def candidates(num_tokens: int, top_k: int, num_experts: int, *, gated: bool, dtype: torch.dtype) -> list[ExpertTile]:
     """Tiles worth timing on a GPU like an H100, that of `expert_tile` first."""
     unit_pairs = unit_pairs_of(num_tokens, top_k, num_experts, dtype)
-    found = [expert_tile(unit_pairs, num_tokens * top_k, gated=gated, dtype=dtype)]
+    found = [expert_tile(unit_pairs, gated=gated, dtype=dtype)]
     mean = num_tokens * top_k / num_experts
     height = min(128, max(16, 1 << (max(1, round(mean)) - 1).bit_length()))  # the power of two that holds the mean
     heights = {height, min(256, 2 * height), max(16, height // 2)}

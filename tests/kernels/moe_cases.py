@@ -32,8 +32,8 @@ def noise(*shape: int, dtype: torch.dtype, device: torch.device, scale: float = 
 
 
 def fp8_tolerance(device: torch.device) -> float:
-    """Of sums of e4m3 products that are stored in fp32: tensor cores keep fewer bits of them than a CPU."""
-    return 1e-4 if device.type == "cuda" else 1e-5
+    """Of sums of e4m3 products that are stored in fp32: tensor cores keep about 14 bits of them. Up to 2.3e-4 on an H200."""
+    return 5e-4 if device.type == "cuda" else 1e-5
 
 
 def assert_near(found: Tensor, wanted: Tensor, *, tolerance: float) -> None:

@@ -120,11 +120,12 @@ SHAPES = st.tuples(st.integers(1, 600), st.integers(1, 60000), st.integers(1, 30
 def test_the_rule_gives_tiles_that_the_kernel_takes(shape: tuple[int, int, int, int], library: bool) -> None:
     tile = fp8_tile(*shape, library=library)
     tokens, rows, k, _ = shape
-    assert (tile is None) == (library and tokens > 64)
+    assert tile is not None or (library and tokens > 32)
+    assert tile is None or not library or tokens <= 128
     for own in [tile] if tile else []:
         assert own.block_t in (16, 32, 64, 128)
         assert own.block_n in (64, 128)
-        assert own.split == 1 or own.split <= -(-k // 128) // 4
+        assert own.split == 1 or own.split <= -(-k // 128) // 8
         assert own.split == 1 or -(-tokens // own.block_t) * -(-rows // own.block_n) <= 8192
     every = candidates(*shape)
     assert every[0] == fp8_tile(*shape, library=False)
@@ -133,9 +134,9 @@ def test_the_rule_gives_tiles_that_the_kernel_takes(shape: tuple[int, int, int, 
 
 
 @pytest.mark.parametrize(
-    ("rows", "k", "programs"), [(4096, 14336, 256), (6144, 4096, 192), (28672, 4096, 224), (2048, 4096, 256)]
+    ("rows", "k", "programs"), [(4096, 14336, 256), (6144, 4096, 192), (28672, 4096, 224), (2048, 4096, 128)]
 )
 def test_the_rule_fills_an_h200_at_few_tokens(rows: int, k: int, programs: int) -> None:
-    tile = fp8_tile(64, rows, k, 132, library=True)
+    tile = fp8_tile(32, rows, k, 132, library=True)
     assert tile is not None
     assert -(-rows // tile.block_n) * tile.split == programs

@@ -49,7 +49,7 @@ def test_bits_do_not_depend_on_the_number_of_tokens(
 def test_no_tokens_is_no_work(interpret: bool, device: torch.device) -> None:
     logits = router_logits(torch.zeros(0, 32, device=device), torch.zeros(4, 32, device=device), interpret=interpret)
     routing = route(logits, 2, norm_topk=True, unit_pairs=16, interpret=interpret)
-    assert [tuple(part.shape) for part in routing[:5]] == [(0, 2), (0, 2), (0,), (5,), (0, 4)]
+    assert [tuple(part.shape) for part in routing[:6]] == [(0, 2), (0, 2), (0,), (0,), (5,), (0, 4)]
     assert routing.offsets.tolist() == [0] * 5
 
 

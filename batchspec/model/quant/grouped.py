@@ -91,7 +91,7 @@ ROW_BYTES = 16
 
 def tile_of(routing: Routing, *, gated: bool, dtype: torch.dtype) -> ExpertTile:
     """How a product with weights of this dtype is cut for the pairs of a routing."""
-    return expert_tile(routing.unit_pairs, routing.expert_ids.numel(), gated=gated, dtype=dtype)
+    return expert_tile(routing.unit_pairs, gated=gated, dtype=dtype)
 
 
 def gate_of(clamp: Clamp | None) -> Gate:
