@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
 
-from batchspec.model.blocks.base import PLAIN_NORM, Gemm, GroupedSpec, NormForm, ProductSpec, Projection, TensorSpec
+from batchspec.model.blocks.base import (
+    PLAIN_NORM,
+    Gemm,
+    GroupedSpec,
+    NormForm,
+    ProductSpec,
+    Projection,
+    Shard,
+    Share,
+    TensorSpec,
+)
 from batchspec.model.blocks.forward import BlockSource, Stream
 from batchspec.model.fused import gelu_tanh_and_mul, rms_norm
 
@@ -75,6 +86,14 @@ class GatedMlpSpec:
         """Whether kernels that norm their input compute its norm."""
         return self.norm is not None and self.norms == PLAIN_NORM
 
+    def sharded(self, shard: Shard) -> GatedMlpSpec:
+        return replace(self, inner_size=shard.of("intermediate_size", self.inner_size))
+
+    def shares(self, shard: Shard) -> Mapping[str, Share]:
+        inner, out = Share("columns", shard), Share("rows", shard)
+        names = {"gate_proj": inner, "up_proj": inner, "gate_up_proj": inner, "down_proj": out}
+        return {f"{self.name}.{name}": share for name, share in names.items()}
+
     def build(self, source: BlockSource) -> GatedMlp:
         return GatedMlp(self, source)
 
@@ -100,4 +119,4 @@ class GatedMlp:
         if self._post_norm is None:
             stream.add_product(self._down, inner, row_ids, in_product=add_in_product)
         else:
-            stream.add(rms_norm(self._down(inner, row_ids), self._post_norm, self._spec.eps))
+            stream.add(rms_norm(stream.reduced(self._down(inner, row_ids)), self._post_norm, self._spec.eps))
