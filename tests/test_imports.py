@@ -128,7 +128,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "yaml": ("config.compose", "config.reference", "report"),
     "flashinfer": ("cache.flash",),
     "matplotlib": ("report.pictures",),
-    "msgspec": ("dataset", "runstate", "storage"),
+    "msgspec": ("dataset", "runstate", "storage", "engine.messages"),
     "pyarrow": ("dataset", "storage", "runstate", "report", "packing", "api", "commands", "runner"),
     "polars": ("dataset", "runstate", "report", "packing", "api", "commands", "runner"),
     "triton": ("kernels",),

@@ -140,7 +140,7 @@ def head_for(target: Target, *, own_output: bool) -> Head:
     return replace(head, tensors=tensors, map_ids=None)
 
 
-def drafter(name: str, target: Target) -> Drafter:
+def drafter(name: str, target: Target, slots: int = 3) -> Drafter:
     own = name != "shared head"
     match name:
         case "none":
@@ -148,16 +148,16 @@ def drafter(name: str, target: Target) -> Drafter:
         case "lookup":
             return LookupDrafter(4, min_ngram=1, max_ngram=2)
         case "window":
-            return WindowDrafter(target, 3, slots=3, window=4, sink=1)
+            return WindowDrafter(target, 3, slots=slots, window=4, sink=1)
         case "parallel":
-            return ParallelDrafter(head_for(target, own_output=own), target, 4, slots=3)
+            return ParallelDrafter(head_for(target, own_output=own), target, 4, slots=slots)
         case "tree":
             shape = TreeShape(topk=2, depth=3, nodes=7, rank=LOGPROB)
-            return TreeDrafter(head_for(target, own_output=own), target, shape, slots=3)
+            return TreeDrafter(head_for(target, own_output=own), target, shape, slots=slots)
         case "hybrid":
-            chain = ChainDrafter(head_for(target, own_output=own), target, 2, slots=3)
-            return HybridDrafter(chain, LookupDrafter(4, min_ngram=1, max_ngram=2), slots=3, device=DEVICE)
-    return ChainDrafter(head_for(target, own_output=own), target, 3, slots=3)
+            chain = ChainDrafter(head_for(target, own_output=own), target, 2, slots=slots)
+            return HybridDrafter(chain, LookupDrafter(4, min_ngram=1, max_ngram=2), slots=slots, device=DEVICE)
+    return ChainDrafter(head_for(target, own_output=own), target, 3, slots=slots)
 
 
 def requests(kind: str) -> list[Request]:

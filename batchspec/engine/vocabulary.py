@@ -5,6 +5,9 @@ logit; for top-k, top-p and min-p as many of the largest logits as decide the cu
 log-sum-exp, the chosen token's logit and the candidates for the likeliest ones. No rank gathers the logits of all tokens, unless
 a cutoff needs nearly all. Noise is keyed by the token's id: ranks draw what one process does.
 
+Besides, ranks compare a checksum of each position's last hidden state, which every rank has as a whole: because they exchange
+their choices, they would agree on tokens even if their states had come to differ, and the tokens would be wrong.
+
 T flat positions, V the tokens of all ranks, v those of this rank.
 """
 
@@ -29,12 +32,21 @@ from batchspec.kernels.sampling.sample import gumbel_of
 from batchspec.model.vocabulary import best_of_ranks, greedy_of_ranks
 
 R = TypeVar("R", bound=Round)
+DIVERGED = NO_TOKEN - 1
+"""In place of a token where ranks have different hidden states: as with NO_TOKEN, nothing is emitted and the row ends."""
 MORE = 8
 """If so many of the largest logits do not decide a cutoff, this many times as many are exchanged."""
 
 
 class SharedVocabulary(Round):
     """The variant of rounds whose target is computed by several ranks."""
+
+    def _choose(
+        self, hidden: Tensor, places: LogitRows | None, rows: DeviceBatch, mode: SamplingMode
+    ) -> tuple[Tensor, Tensor | None]:
+        ids, raw = super()._choose(hidden, places, rows, mode)
+        sums = self._part[2].gather(checksums(hidden))
+        return torch.where((sums == sums[0]).all(0) | (ids < 0), ids, DIVERGED), raw
 
     def choose(self, logits: Tensor, places: LogitRows, rows: DeviceBatch, mode: SamplingMode) -> Tensor:
         return choose_of_ranks(logits, places, rows, mode, *self._part)
@@ -57,6 +69,13 @@ class SharedVocabulary(Round):
 def of_ranks(kind: type[R]) -> type[R]:
     """`kind` for a target that several ranks compute."""
     return type(f"{kind.__name__}OfRanks", (SharedVocabulary, kind), {})
+
+
+def checksums(hidden: Tensor) -> Tensor:
+    """int64 [T] of the bits of each row of hidden [T, H]. Rows that differ in one number have different ones."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[hidden.element_size()]
+    weights = torch.arange(1, 2 * hidden.shape[1], 2, device=hidden.device)  # odd: a product with one loses no bit
+    return (hidden.contiguous().view(bits).long() * weights).sum(1)
 
 
 def choose_of_ranks(
