@@ -11,6 +11,7 @@ from batchspec.errors import ConfigError, Interrupted
 
 if TYPE_CHECKING:
     from batchspec.config.schema import RunConfig
+    from batchspec.distributed.group import Group
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,8 +45,11 @@ def run(config: RunConfig) -> int:
     return code
 
 
-def run_here(config: RunConfig) -> None:
-    """Run one checked job in this process. Torch is imported only here, after the configuration was checked."""
+def run_here(config: RunConfig, group: Group | None = None) -> None:
+    """Run one checked job in this process. Torch is imported only here, after the configuration was checked.
+
+    group  the processes that compute the model together, which this one leads
+    """
     if config.requires_gpu:
         import torch
 
@@ -56,7 +60,7 @@ def run_here(config: RunConfig) -> None:
             )
     from batchspec.job import run_job
 
-    run_job(config)
+    run_job(config, group=group)
 
 
 def _name(config: RunConfig) -> str:

@@ -6,12 +6,16 @@ The ranks call the same methods in the same order, with tensors of the same shap
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from batchspec.errors import RankLost
 
 
 class Collectives(ABC):
@@ -41,7 +45,7 @@ class GlooCollectives(Collectives):
     """Over gloo, for tensors on the CPU. A process has one; ranks of a machine need GLOO_SOCKET_IFNAME=lo, because gloo otherwise
     looks for an interface that the machine's name resolves to.
 
-    Raises RuntimeError when a rank is gone or does not come within the time limit.
+    Raises RankLost when a rank is gone or does not come within the time limit.
     """
 
     def __init__(self, rank: int, ranks: int, meeting: Path, *, limit_s: float) -> None:
@@ -50,12 +54,27 @@ class GlooCollectives(Collectives):
         limit_s  seconds that an exchange may take
         """
         super().__init__(rank, ranks)
-        dist.init_process_group(
-            "gloo", init_method=f"file://{meeting.absolute()}", rank=rank, world_size=ranks, timeout=timedelta(seconds=limit_s)
-        )
+        limit = timedelta(seconds=limit_s)
+        with _reported(rank):
+            dist.init_process_group(
+                "gloo", init_method=f"file://{meeting.absolute()}", rank=rank, world_size=ranks, timeout=limit
+            )
 
     def gather(self, x: Tensor) -> Tensor:
         found = x.new_empty((self.ranks, *x.shape))
         if x.numel():
-            dist.all_gather(list(found.unbind(0)), x.contiguous())
+            with _reported(self.rank):
+                dist.all_gather(list(found.unbind(0)), x.contiguous())
         return found
+
+
+@contextmanager
+def _reported(rank: int) -> Iterator[None]:
+    """Within this block an error of the library is one about the other ranks."""
+    try:
+        yield
+    except RuntimeError as error:  # DistBackendError among them
+        said = " ".join(str(error).split())[:200]
+        raise RankLost(
+            f"rank {rank}: an exchange with the other ranks of its group failed ({said}); run the same command again to go on"
+        ) from None

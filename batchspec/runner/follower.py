@@ -1,0 +1,34 @@
+"""A process that computes a part of the model and decides nothing: it does what the leader of its group sends."""
+
+from __future__ import annotations
+
+from batchspec.config.schema import RunConfig
+from batchspec.distributed.group import Group
+from batchspec.engine.lockstep import follow
+from batchspec.engine.messages import Build, End, decode
+from batchspec.prepare import build_engine, check_memory, free_bytes, load_weights, open_model
+from batchspec.runner.run_shards import watchdog_s
+from batchspec.supervise.watchdog import Watchdog
+
+
+def run_follower(config: RunConfig, group: Group) -> None:
+    """Load this rank's part and execute until the leader ends the run.
+
+    The model's files are opened once the leader has them: it downloads and checks them for all. Raises what `open_model` raises,
+    and RankLost.
+    """
+    if isinstance(decode(group.channel.receive()), End):
+        return
+    model = open_model(config, group=group)
+    check_memory(model)
+    target, weights = load_weights(model)
+    free_bytes(model, loaded=True)  # the leader plans with the least of all ranks
+    message = decode(group.channel.receive())
+    if isinstance(message, End):
+        return
+    assert isinstance(message, Build), message
+    drafter = model.drafter.build(weights, target, slots=message.batch.num_slots)
+    engine = build_engine(config, target, drafter, message.batch)
+    watchdog = Watchdog(watchdog_s(model), lambda: 0)
+    with watchdog.watching():
+        follow(group.channel, engine, watchdog)
