@@ -170,7 +170,7 @@ def _cache(config: RunConfig) -> None:
 def _ranks(config: RunConfig) -> None:
     count = config.cluster.tensor_parallel
     if count not in TENSOR_PARALLEL:
-        raise ConfigError(f"cluster.tensor_parallel={count} must be one of 1, 2, 4, 8; 1 is one GPU a model")
+        raise ConfigError(f"cluster.tensor_parallel={count} must be one of 1, 2, 4, 8; 1 is one GPU per copy of the model")
     if count == 1:
         return
     asked = f"cluster.tensor_parallel={count}"
