@@ -333,7 +333,8 @@ def check_memory(job: JobModel) -> None:
     if weights > memory:
         raise CapacityError(
             f"model.path={job.config.model.path}: the weights take {weights / 1e9:,.1f} GB as {job.dtype}, "
-            f"and this {'GPU' if on_gpu else 'machine'} has {memory / 1e9:,.1f} GB of memory; use a smaller model or model.dtype"
+            f"and this {'GPU' if on_gpu else 'machine'} has {memory / 1e9:,.1f} GB of memory; "
+            "use a smaller model, another model.dtype or more GPUs for it (cluster.tensor_parallel)"
         )
 
 

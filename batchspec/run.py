@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from batchspec import terminal
@@ -35,6 +36,8 @@ def run(config: RunConfig) -> int:
     """
     from batchspec.cluster import slurm, workers
 
+    if config.cluster.tensor_parallel == "auto":
+        config = replace(config, cluster=replace(config.cluster, tensor_parallel=workers.choose_ranks(config)))
     task, devices = slurm.this_task(), workers.devices(config)
     if task is None and len(devices) == 1:
         run_here(config)

@@ -92,6 +92,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "arguments",
         "cache",
         "cluster.slurm",
+        "cluster.workers",
         "config",
         "dataset",
         "draft",

@@ -69,6 +69,26 @@ def devices(config: RunConfig) -> list[str | None]:
     return list(gpus[: wanted * ranks]) or [None] * (wanted * ranks)
 
 
+def choose_ranks(config: RunConfig) -> int:
+    """cluster.tensor_parallel=auto: the number of GPUs for each copy of the model that `plan` would take on this machine.
+
+    Raises ConfigError if there is none, with the reason.
+    """
+    num_gpus = 0 if config.device == "cpu" else len(visible_gpus())
+    if num_gpus < 2:
+        return 1
+    asked = subprocess.run(
+        [sys.executable, "-m", "batchspec.commands.ranks", str(num_gpus)], input=to_json(config), capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    if asked.returncode != 0:
+        said = asked.stderr.strip().splitlines()
+        raise ConfigError(f"cluster.tensor_parallel=auto: {said[-1].removeprefix('batchspec: ') if said else 'no answer'}")
+    ranks = int(asked.stdout.split()[-1])
+    say(f"cluster.tensor_parallel=auto: {ranks} of {num_gpus} GPUs for each copy of the model; `batchspec plan` compares")
+    return ranks
+
+
 def visible_gpus() -> list[str]:
     """Number of GPUs that a process started here would see."""
     if not any(Path("/dev").glob("nvidia[0-9]*")):

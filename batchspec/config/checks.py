@@ -28,7 +28,7 @@ URLS = ("input.path", "output.dir", "model.path", "model.revision", "model.chat_
 READ_BY = readers()
 """Keys that not every drafter reads -> the drafters that do."""
 
-TENSOR_PARALLEL = (1, 2, 4, 8)
+TENSOR_PARALLEL, AUTO = (1, 2, 4, 8), "auto"
 """Values of cluster.tensor_parallel."""
 
 REQUIRED: dict[str, str] = {
@@ -169,8 +169,8 @@ def _cache(config: RunConfig) -> None:
 
 def _ranks(config: RunConfig) -> None:
     count = config.cluster.tensor_parallel
-    if count not in TENSOR_PARALLEL:
-        raise ConfigError(f"cluster.tensor_parallel={count} must be one of 1, 2, 4, 8; 1 is one GPU per copy of the model")
+    if count not in (*TENSOR_PARALLEL, AUTO) or isinstance(count, bool):
+        raise ConfigError(f"cluster.tensor_parallel={count} must be auto, 1, 2, 4 or 8; 1 is one GPU per copy of the model")
     if count == 1:
         return
     asked = f"cluster.tensor_parallel={count}"

@@ -222,7 +222,7 @@ def check_ranges(config: Any, ranges: Mapping[str, tuple[float, float, str]]) ->
     """Each number must be in its range; null always is."""
     for key in ranges:
         value = value_of(config, key)
-        problem = None if value is None else violation(key, value, ranges)
+        problem = None if value is None or isinstance(value, str) else violation(key, value, ranges)
         if problem:
             raise ConfigError(problem)
 

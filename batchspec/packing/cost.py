@@ -24,6 +24,7 @@ import torch
 
 from batchspec.cache.groups import most_keys
 from batchspec.model.spec import ModelSpec
+from batchspec.packing.exchange import exchange_seconds
 
 CALIBRATED_TOKENS = (8, 32, 128, 256)
 SMALL_OPERATIONS = {"cpu": 3000, "cuda": 200}
@@ -115,7 +116,7 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 
 def num_multiplied(spec: ModelSpec) -> int:
     """Weights that every token is multiplied with: the active ones of all layers, and the output matrix."""
-    return sum(gemm.active * gemm.size for _, gemm in spec.gemms(1)) + spec.vocab_size * spec.hidden_size
+    return sum(gemm.active * gemm.size for _, gemm in spec.gemms(1)) + spec.num_logits * spec.hidden_size
 
 
 def read_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: float, *, correlation: float = 1.0) -> float:
@@ -124,7 +125,7 @@ def read_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: float, *, correlatio
     correlation  tokens choose as many experts as `correlation * tokens` independent ones (`packing.expert_correlation`)
     """
     layers = sum(gemm.read * spec.gemm_bytes(prefix, gemm, dtype) for prefix, gemm in spec.gemms(correlation * tokens))
-    return layers + spec.vocab_size * spec.hidden_size * dtype.itemsize
+    return layers + spec.num_logits * spec.hidden_size * dtype.itemsize
 
 
 def kv_read_bytes(spec: ModelSpec, *, dtype: torch.dtype, rows: int, context_tokens: float, tokens_per_row: float) -> float:
@@ -145,7 +146,7 @@ def round_seconds(
     kv_bytes = kv_read_bytes(spec, dtype=dtype, rows=rows, context_tokens=context_tokens, tokens_per_row=tokens_per_row)
     flop = _attention_flop(spec, tokens, _round_keys(spec, context_tokens, tokens_per_row))
     attention_s = max(kv_bytes / rates.bytes_s, flop / rates.flop_s(tokens))
-    return products_s + attention_s + rates.overhead_s
+    return products_s + attention_s + rates.overhead_s + exchange_seconds(spec, dtype, tokens)
 
 
 def prefill_seconds(spec: ModelSpec, rates: Rates, *, dtype: torch.dtype, prompt_tokens: float, pass_tokens: int) -> float:
@@ -157,7 +158,8 @@ def prefill_seconds(spec: ModelSpec, rates: Rates, *, dtype: torch.dtype, prompt
     reach = [prompt_tokens if window is None else min(window, prompt_tokens) for window in spec.windows]
     keys = [most * (1 - most / (2 * prompt_tokens)) for most in reach]
     attention_s = _attention_flop(spec, prompt_tokens, keys) / rates.flop_s(pass_tokens)
-    return share * (_products_s(spec, rates, dtype, pass_tokens) + rates.overhead_s) + attention_s
+    pass_s = _products_s(spec, rates, dtype, pass_tokens) + rates.overhead_s + exchange_seconds(spec, dtype, pass_tokens)
+    return share * pass_s + attention_s
 
 
 def _products_s(spec: ModelSpec, rates: Rates, dtype: torch.dtype, tokens: float, correlation: float = 1.0) -> float:
