@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 from collections import Counter
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from batchspec import run
+from batchspec.cluster import workers
 from batchspec.model.spec import load_spec
 from tests.heads import random_tensors, tiny_design, write_head
 from tests.models import make_checkpoint, make_tokenizer
@@ -157,3 +159,80 @@ def test_what_the_leader_refuses_ends_the_group(command: list[str], tmp_path: Pa
     assert code == 2, said
     assert "batchspec: num_attention_heads 4 cannot be cut into 8 equal parts; lower cluster.tensor_parallel" in said
     assert not (tmp_path / "out").exists()
+
+
+def with_faults() -> None:
+    workers.PROGRAM = ("-m", "tests.rank_faults")
+
+
+@pytest.fixture
+def fault(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """What goes wrong is in the environment of the runs: see tests/rank_faults.py."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "said"),
+    [
+        ("diverge 1 30", 70, r"the ranks of this group came to different hidden states within \d+ rounds and prefill passes;"),
+        ("oom 1 30", 2, r"batchspec: rank 1: out of memory \(CUDA out of memory. Tried to allocate 20 GiB\); free the"),
+        pytest.param("oom 0 30", 2, r"batchspec: out of memory, with 4 slots, .* \(CUDA out of", marks=pytest.mark.slow),
+        pytest.param("hang 1 30", 75, r"rank_faults.py., line \d+ in executed", marks=pytest.mark.slow),
+    ],
+)
+def test_what_goes_wrong_on_a_rank_ends_its_group_with_a_clear_word(
+    kind: str, code: int, said: str, command: list[str], expected: dict[str, list[int]], tmp_path: Path, fault: pytest.MonkeyPatch
+) -> None:
+    out, log = tmp_path / "out", tmp_path / "log"
+    fault.setenv("FAULT", kind)
+    words = [*command, f"output.dir={out}", "cluster.tensor_parallel=2", "cluster.watchdog_s=4"]
+    found, text = run_apart(words, log, with_faults)
+    assert found == code, text
+    assert re.search(said, text), text
+    for part in (out / "data").glob("*.parquet"):  # what is committed is right
+        rows = dict(pl.read_parquet(part).select("request_id", "token_ids").iter_rows())
+        assert rows == {name: expected[name] for name in rows}
+    assert run.main([*command, f"output.dir={out}"]) == 0
+    assert tokens(out) == expected
+
+
+@pytest.mark.slow
+def test_a_row_that_crashes_one_rank_alone_becomes_an_error_row(model: Path, tmp_path: Path, fault: pytest.MonkeyPatch) -> None:
+    """Found by isolated retries, as where it crashes the only process."""
+    data, out = tmp_path / "in.parquet", tmp_path / "out"
+    pl.DataFrame({"id": [f"q{i}" for i in range(6)], "prompt_ids": [[10 + i, 5, 6] for i in range(6)]}).write_parquet(data)
+    fault.setenv("FAULT", "poison 1 13")
+    words = [
+        f"model.path={model}", f"input.path={data}", f"output.dir={out}", "cluster.tensor_parallel=2", "draft=none",
+        "decode.max_new_tokens=8", "resume.row_attempts=2", "packing.max_num_seqs=2",
+    ]  # fmt: skip
+    codes: list[int] = []
+    while not codes or codes[-1] == 75:
+        codes.append(run_apart(words, tmp_path / "log", with_faults)[0])
+        assert len(codes) < 9, (tmp_path / "log").read_text()
+    assert codes[-1] == 0
+    frame = pl.read_parquet(out / "data").sort("request_id")
+    assert frame["status"].to_list() == ["truncated"] * 3 + ["error"] + ["truncated"] * 2
+    assert frame["error"][3]["code"] == "crash"
+
+
+@pytest.mark.slow
+def test_kills_of_ranks_at_random_moments_change_no_token(
+    command: list[str], expected: dict[str, list[int]], tmp_path: Path
+) -> None:
+    """Until the job is complete: leader or follower, while they start, compute, commit or end."""
+    out, log, chance = tmp_path / "out", tmp_path / "log", random.Random(7)
+    words, code = [*command, f"output.dir={out}", "cluster.tensor_parallel=2"], 75
+    for kills in range(40):
+        parent = start_apart(words, log)
+        if kills < 12:
+            parent.join(chance.uniform(2.0, 9.0))
+            for pid in workers_of(parent)[chance.randrange(2) :][:1] if parent.exitcode is None else []:
+                os.kill(pid, signal.SIGKILL)
+        code = ended(parent)
+        if code == 0:
+            break
+        assert code == 75, log.read_text()
+    assert code == 0
+    assert tokens(out) == expected

@@ -30,7 +30,7 @@ from batchspec.config.schema import RunConfig
 from batchspec.config.typed import to_json
 from batchspec.distributed.channel import Channel, make_memory
 from batchspec.distributed.seat import Seat
-from batchspec.errors import BatchspecError, ConfigError, Interrupted, StorageError, TooManyErrors
+from batchspec.errors import BatchspecError, ConfigError, DivergedError, Interrupted, StorageError, TooManyErrors
 from batchspec.runstate.output_folder import OutputFolder
 from batchspec.runstate.overwrite import CREW
 from batchspec.supervise.signals import SIGNALS
@@ -42,7 +42,7 @@ LEADER_END_S, FOLLOWER_END_S, STACKS_S = 30.0, 3.0, 2.0
 nothing to save. Then SIGABRT makes them print their stacks, and SIGKILL ends them so many seconds later."""
 SAVING = 0.75
 """Workers are killed after this share of cluster.signal_s if a signal has not ended them."""
-DIED_CODES = (ConfigError.exit_code, StorageError.exit_code, 1, Interrupted.exit_code)
+DIED_CODES = (ConfigError.exit_code, DivergedError.exit_code, StorageError.exit_code, 1, Interrupted.exit_code)
 """Exit codes of the parent if no worker completed, the gravest first."""
 
 

@@ -6,7 +6,9 @@ from batchspec.config.schema import RunConfig
 from batchspec.distributed.group import Group
 from batchspec.engine.lockstep import follow
 from batchspec.engine.messages import Build, End, decode
+from batchspec.errors import CapacityError
 from batchspec.prepare import build_engine, check_memory, free_bytes, load_weights, open_model
+from batchspec.runner.oom_fallback import OutOfMemoryGuard
 from batchspec.runner.run_shards import watchdog_s
 from batchspec.supervise.watchdog import Watchdog
 
@@ -15,8 +17,18 @@ def run_follower(config: RunConfig, group: Group) -> None:
     """Load this rank's part and execute until the leader ends the run.
 
     The model's files are opened once the leader has them: it downloads and checks them for all. Raises what `open_model` raises,
-    and RankLost.
+    CapacityError when memory runs out, and RankLost.
     """
+    with OutOfMemoryGuard() as guard:
+        _follow(config, group)
+    if guard.message:
+        raise CapacityError(
+            f"rank {group.rank}: out of memory ({guard.message}); free the machine's memory or set packing.memory_gb, "
+            "packing.max_num_seqs or packing.max_num_batched_tokens lower, and run the same command again: finished rows stay"
+        )
+
+
+def _follow(config: RunConfig, group: Group) -> None:
     if isinstance(decode(group.channel.receive()), End):
         return
     model = open_model(config, group=group)
