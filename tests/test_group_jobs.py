@@ -16,6 +16,7 @@ import torch
 from batchspec import run
 from batchspec.cluster import workers
 from batchspec.model.spec import load_spec
+from tests.forked import run_python
 from tests.heads import random_tensors, tiny_design, write_head
 from tests.models import make_checkpoint, make_tokenizer
 from tests.runs import run_apart, start_apart
@@ -159,6 +160,22 @@ def test_what_the_leader_refuses_ends_the_group(command: list[str], tmp_path: Pa
     assert code == 2, said
     assert "batchspec: num_attention_heads 4 cannot be cut into 8 equal parts; lower cluster.tensor_parallel" in said
     assert not (tmp_path / "out").exists()
+
+
+def test_a_leader_whose_main_thread_waits_for_a_lost_rank_saves_its_work_and_ends() -> None:
+    """As on a GPU, where the host waits for a kernel that waits for the other GPU."""
+    done = run_python(["-c", """import time
+from batchspec.supervise import watchdog
+watchdog.LOST_S = 0.2
+with watchdog.Watchdog(1000.0, lambda: 3, lost=lambda: True).watching():
+    time.sleep(60)
+"""])  # fmt: skip
+    assert done.returncode == 75
+    assert (
+        "a rank of this group is gone, and this one waits for it; the stacks above show where it hangs; 3 more rows"
+        in done.stderr
+    )
+    assert "in <module>" in done.stderr
 
 
 def with_faults() -> None:

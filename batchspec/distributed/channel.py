@@ -110,9 +110,13 @@ class Channel:
         if not self._words[_LOST]:
             self._words[_LOST] = 1 + rank
 
+    def is_lost(self) -> bool:
+        """A rank is gone."""
+        return bool(self._words[_LOST])
+
     def check(self) -> None:
         """Raises RankLost if a rank is gone."""
-        if self._words[_LOST]:
+        if self.is_lost():
             raise RankLost(f"rank {int(self._words[_LOST]) - 1} of this group is gone; run the same command again to go on")
 
     def progress(self, rank: int) -> Progress:

@@ -3,7 +3,7 @@
 What ranks exchange per flat position: for a greedy token one logit and one id; for a draw its score, its id and the largest
 logit; for top-k, top-p and min-p as many of the largest logits as decide the cutoff, and a log-sum-exp; for logprobs a
 log-sum-exp, the chosen token's logit and the candidates for the likeliest ones. No rank gathers the logits of all tokens, unless
-a cutoff needs nearly all. Noise is keyed by the token's id: ranks draw what one process does.
+a cutoff needs nearly all, or on a GPU any cutoff. Noise is keyed by the token's id: ranks draw what one process does.
 
 Besides, ranks compare a checksum of each position's last hidden state, which every rank has as a whole: because they exchange
 their choices, they would agree on tokens even if their states had come to differ, and the tokens would be wrong.
@@ -25,7 +25,7 @@ from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.distributed.collectives import Collectives
 from batchspec.engine.logprobs import Logprobs
 from batchspec.engine.round import Round
-from batchspec.kernels.sampling.argmax import NO_TOKEN, first_max
+from batchspec.kernels.sampling.argmax import NO_TOKEN, argmax
 from batchspec.kernels.sampling.counter_rng import position_words_reference
 from batchspec.kernels.sampling.cutoff import QUICK_TOP, cutoff_of_largest
 from batchspec.kernels.sampling.sample import gumbel_of
@@ -91,7 +91,9 @@ def choose_of_ranks(
         low = cutoffs_of_ranks(logits, at.row_ids, rows, vocab, ranks)
     scores = scores_of(logits, at, rows, low, tokens.start)
     largest = logits.nan_to_num(torch.inf, torch.inf, -torch.inf).amax(1)
-    chosen = best_of_ranks(scores.amax(1), first_max(scores) + tokens.start, ranks)
+    ids = torch.empty(len(scores), dtype=torch.int32, device=scores.device)
+    argmax(scores, out_ids=ids)
+    chosen = best_of_ranks(scores.amax(1), ids + tokens.start, ranks)
     return torch.where(ranks.gather(largest).amax(0).isfinite(), chosen, NO_TOKEN)
 
 
@@ -121,7 +123,8 @@ def cutoffs_of_ranks(logits: Tensor, row_ids: Tensor, rows: DeviceBatch, vocab: 
     def total(temperature: Tensor) -> Tensor:
         return torch.logsumexp(ranks.gather(torch.logsumexp(finite / temperature, 1)), 0)
 
-    few = min(QUICK_TOP, vocab)
+    # On a GPU, where the host reads nothing, all are exchanged at once.
+    few = vocab if logits.is_cuda else min(QUICK_TOP, vocab)
     return cutoff_of_largest(
         largest, total, row_ids, rows.temperature, rows.top_k, rows.top_p, rows.min_p,
         nums=(few, min(MORE * few, vocab), vocab), dtype=logits.dtype,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from batchspec.distributed.collectives import Collectives
-from batchspec.kernels.sampling.argmax import NO_TOKEN, first_max
+from batchspec.kernels.sampling.argmax import NO_TOKEN, argmax
 from batchspec.model.spec import ModelSpec
 
 
@@ -24,11 +24,15 @@ def greedy_of_ranks(
     Exchanges one number and one id per row.
     """
     width = logits.shape[1] if vocab is None else max(0, min(logits.shape[1], vocab - first))
-    own = logits[:, :width].nan_to_num(float("inf") if flag_nonfinite else float("-inf"), float("inf"), float("-inf"))
-    if width:
-        top, ids = own.amax(1), first_max(own)
+    ids = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
+    if not width:
+        top = logits.new_full((len(logits),), float("-inf"))
     else:
-        top, ids = logits.new_full((len(logits),), float("-inf")), torch.zeros(len(logits), dtype=torch.int64)
+        argmax(logits, out_ids=ids, vocab=width)
+        if flag_nonfinite:
+            top = logits[:, :width].amax(1).nan_to_num(float("inf"), float("inf"), float("-inf"))  # amax propagates NaN
+        else:
+            top = logits.gather(1, ids.long().unsqueeze(1)).squeeze(1).nan_to_num(float("-inf"), float("inf"), float("-inf"))
     return best_of_ranks(top, ids + first, ranks, flag_nonfinite=flag_nonfinite)
 
 

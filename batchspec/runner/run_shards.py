@@ -49,7 +49,8 @@ class ShardRunner:
         self._unread: set[int] = set()
         """Shards that the reader has still to give in this pass."""
         self._claims, self._attempts, self._journal = output.claims(), output.attempts(), output.journal()
-        self._watchdog = Watchdog(watchdog_s(job), self._journal.flush)
+        lost = None if job.group is None else job.group.channel.is_lost
+        self._watchdog = Watchdog(watchdog_s(job), self._journal.flush, lost)
         self._deadline = job_deadline(job, holder)
 
     def run(self) -> None:
