@@ -22,7 +22,7 @@ from batchspec.draft.base import Drafter
 from batchspec.draft.spec import DrafterSpec, open_drafter
 from batchspec.engine.engine import Engine
 from batchspec.engine.lockstep import Lead
-from batchspec.engine.messages import Build, Load
+from batchspec.engine.messages import Build, Calibrate, Load, Scales
 from batchspec.engine.round import RoundOptions
 from batchspec.errors import CapacityError, ConfigError
 from batchspec.model.blocks.base import Shard
@@ -271,7 +271,12 @@ def make_engine(job: Job, seen: Survey, progress: ProgressBar) -> Engine:
         lead.send(Load())
     target, weights = load_weights(job)
     if job.spec.fp8_kv:
-        source = give_scales(target, job.kv_scales, config.cache.scales, None if job.dummy else job.folder, job.tokenizer)
+        source = give_scales(
+            target, job.kv_scales, config.cache.scales, None if job.dummy else job.folder, job.tokenizer,
+            tell=lambda prompts: None if lead is None else lead.send(Calibrate(prompts)),
+        )  # fmt: skip
+        if lead is not None and target.all_kv_scales is not None:
+            lead.send(Scales(target.all_kv_scales.tolist()))
         progress.phase(f"K and V in e4m3, scales {source}")
     check_weights(config.draft, job.drafter.trainable(weights))
     batch = plan_batch(job, demand, device_rates(job.device, job.dtype), loaded=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -105,6 +106,26 @@ def ranks_of(parent: object, rank: int) -> list[int]:
         place = words.index(b"batchspec.cluster.worker")
         found += [pid] if int(words[place + 3]) == rank else []
     return found
+
+
+def test_the_scales_of_an_e4m3_cache_are_those_of_one_process(command: list[str], tmp_path: Path) -> None:
+    """Calibrated by all ranks, each its own heads; a job is continued with them by any number of ranks."""
+    words = [*command, "cache.dtype=fp8", "input.limit=8"]
+    assert run.main([*words, f"output.dir={tmp_path / 'one'}"]) == 0
+    code, said = run_apart([*words, f"output.dir={tmp_path / 'four'}", "cluster.tensor_parallel=4"], tmp_path / "log")
+    assert code == 0, said
+    assert "K and V in e4m3, scales calibrated" in said
+    one, four = (json.loads((tmp_path / name / "_batchspec/kv_scales.json").read_text()) for name in ("one", "four"))
+    assert one == four
+    # A number next to a rounding boundary of e4m3 may fall on its other side, so few tokens may differ.
+    first, second = tokens(tmp_path / "one", 8), tokens(tmp_path / "four", 8)
+    assert sum(first[name] == second[name] for name in first) >= 6
+    code, said = run_apart(
+        [*words, f"output.dir={tmp_path / 'one'}", "cluster.tensor_parallel=2", "resume=length", "decode.max_new_tokens=44"],
+        tmp_path / "log",
+    )
+    assert code == 0, said
+    assert "K and V in e4m3, scales of the output folder" in said
 
 
 @pytest.mark.parametrize("what", ["SIGKILL", "SIGSTOP"])

@@ -76,6 +76,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "draft",
         "engine",
         "model.hub",
+        "model.kv_calibration",
         "model.kv_scales",
         "model.spec",
         "model.weights",

@@ -27,7 +27,7 @@ from batchspec.engine import allocator
 from batchspec.engine.draft_lengths import DraftLengths
 from batchspec.engine.engine import Engine
 from batchspec.engine.lockstep import RUN, Lead, follow
-from batchspec.engine.messages import Begin, Build, End, Load, Message, Prepare, Step, decode, encode
+from batchspec.engine.messages import Begin, Build, Calibrate, End, Load, Message, Prepare, Scales, Step, decode, encode
 from batchspec.engine.results import PendingResult
 from batchspec.engine.round_planner import RoundClock
 from batchspec.engine.step import ScheduledStep
@@ -225,7 +225,11 @@ def test_messages_come_back_as_they_were() -> None:
         back = decode(encode(Step(step)))
         assert isinstance(back, Step)
         assert same(back.step, step)
-    others: list[Message] = [Load(), Build(BATCH), Prepare(SamplingMode(random=True), True), Begin(3 * RUN), End()]
+    scales = torch.rand(2, 2, 3).tolist()
+    others: list[Message] = [
+        Load(), Calibrate([[1, 2], [3]]), Scales(scales), Build(BATCH), Prepare(SamplingMode(random=True), True),
+        Begin(3 * RUN), End(),
+    ]  # fmt: skip
     assert [decode(encode(message)) for message in others] == others
 
 

@@ -176,8 +176,6 @@ def _ranks(config: RunConfig) -> None:
     asked = f"cluster.tensor_parallel={count}"
     if config.draft.adapt.every_shards:
         raise ConfigError(f"draft.adapt.every_shards={config.draft.adapt.every_shards} with {asked} is not built; remove one")
-    if config.cache.dtype == "fp8":
-        raise ConfigError(f"cache.dtype=fp8 with {asked} is not built; use cache.dtype=auto")
     if not config.ablation.argmax:
         raise ConfigError(f"ablation.argmax=false with {asked} is not built; remove one")
 

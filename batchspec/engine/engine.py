@@ -20,7 +20,7 @@ from batchspec.engine.allocator import SlotAllocator
 from batchspec.engine.completion import completion_of
 from batchspec.engine.executor import Executor
 from batchspec.engine.lockstep import Lead
-from batchspec.engine.messages import Prepare, Step
+from batchspec.engine.messages import Prepare, Scales, Step
 from batchspec.engine.output_processor import EngineTotals, OutputProcessor
 from batchspec.engine.prefill_cost import PrefillCost
 from batchspec.engine.request_state import RequestState
@@ -108,6 +108,12 @@ class Engine:
                 yield from done
                 if finished:
                     return
+
+    def use_kv_scales(self, values: torch.Tensor) -> None:
+        """As of `Target`, on all ranks; only while no row has K or V."""
+        if self._lead is not None:
+            self._lead.send(Scales(values.tolist()))
+        self.target.use_kv_scales(values)
 
     def _reset(self, requests: Iterator[Request]) -> None:
         """An earlier run may have been left half-way: rows, results and pages begin anew."""

@@ -16,10 +16,11 @@ import torch
 from batchspec.batch.sampling_mode import SamplingMode
 from batchspec.distributed.channel import Channel
 from batchspec.engine.executor import Executor
-from batchspec.engine.messages import Begin, End, Message, Prepare, Step, decode, encode
+from batchspec.engine.messages import Begin, End, Message, Prepare, Scales, Step, decode, encode
 from batchspec.engine.results import PendingResult
 from batchspec.engine.vocabulary import DIVERGED
 from batchspec.errors import DivergedError
+from batchspec.model.target import Target
 
 RUN = 1 << 32
 """Results are counted from a multiple of it in each run of the engine: what an earlier run left unread is not mistaken for it."""
@@ -88,6 +89,7 @@ class Following(Protocol):
     """What a follower needs of an engine."""
 
     executor: Executor
+    target: Target
 
     def prepare(self, mode: SamplingMode, *, shared: bool = False) -> None:
         """As of `Engine`."""
@@ -123,6 +125,8 @@ def follow(channel: Channel, engine: Following, watchdog: Beats | None = None) -
             case Begin(number):
                 digest.begin(number)
                 engine.executor.clear()
+            case Scales(values):
+                engine.target.use_kv_scales(torch.tensor(values, dtype=torch.float32))
             case Prepare(mode, shared):
                 engine.prepare(mode, shared=shared)
             case End():

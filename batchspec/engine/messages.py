@@ -21,6 +21,18 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     """The model's files are here: load the weights."""
 
 
+class Calibrate(msgspec.Struct, frozen=True, tag=True):
+    """Calibrate the scales of an e4m3 cache by these prompts."""
+
+    prompts: list[list[int]]
+
+
+class Scales(msgspec.Struct, frozen=True, tag=True):
+    """Use these scales, [L, 2, KVH] of the whole model."""
+
+    values: list[list[list[float]]]
+
+
 class Build(msgspec.Struct, frozen=True, tag=True):
     """Make the engine."""
 
@@ -51,7 +63,7 @@ class End(msgspec.Struct, frozen=True, tag=True):
     """The run is over."""
 
 
-Message = Load | Build | Prepare | Begin | Step | End
+Message = Load | Calibrate | Scales | Build | Prepare | Begin | Step | End
 
 
 def encode(message: Message) -> bytes:

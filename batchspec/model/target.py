@@ -17,6 +17,7 @@ from batchspec.errors import ConfigError
 from batchspec.kernels.gemm.lm_head import lm_head
 from batchspec.kernels.sampling.argmax import argmax
 from batchspec.model.decoder import LayerWeights, PagedAttend, PagedStore, ResidualStream
+from batchspec.model.kv_scales import heads_of_part
 from batchspec.model.quant.base import Weights
 from batchspec.model.quant.plain import Linear
 from batchspec.model.rope import rope_frequencies, rope_of
@@ -63,8 +64,10 @@ class Target:
         self._rope_ids = [self._ropes.index(rope) for rope in spec.ropes]
         self._freqs = [rope_frequencies(rope, spec.head_dim).to(device) for rope in self._ropes]
         self.kv_scales: Tensor | None = None
-        """fp32 [L, 2 (K, V), KVH] scales of an e4m3 cache, where spec.fp8_kv (`kv_scales.py`). Set before an engine is made:
-        caches hold views of it."""
+        """fp32 [L, 2 (K, V), KVH] scales of an e4m3 cache, where spec.fp8_kv (`kv_scales.py`), of a rank those of its heads. Set
+        before an engine is made: caches hold views of it."""
+        self.all_kv_scales: Tensor | None = None
+        """The same of all heads of the model, on the CPU."""
         scale = spec.embedding_scale
         self._embedding_scale = None if scale is None else float(torch.tensor(scale, dtype=self.dtype))
 
@@ -78,6 +81,14 @@ class Target:
             return cls(spec, DummyWeights(spec, dtype=dtype, device=device), device, ranks)
         with Checkpoint(folder, spec, dtype=dtype, device=device) as weights:
             return cls(spec, weights, device, ranks)
+
+    def use_kv_scales(self, values: Tensor) -> None:
+        """Set the scales, fp32 [L, 2, KVH] for all heads of the model, or replace their numbers where caches read them."""
+        self.all_kv_scales, own = values.cpu(), values[:, :, heads_of_part(self.spec)].to(self.device).contiguous()
+        if self.kv_scales is None:
+            self.kv_scales = own
+        else:
+            self.kv_scales.copy_(own)
 
     @property
     def embedding(self) -> Tensor:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import torch
+
 from batchspec.config.schema import RunConfig
 from batchspec.distributed.group import Group
 from batchspec.engine.lockstep import follow
-from batchspec.engine.messages import Build, End, decode
+from batchspec.engine.messages import Build, Calibrate, End, Scales, decode
 from batchspec.errors import CapacityError
+from batchspec.model.kv_calibration import calibrate
 from batchspec.prepare import build_engine, check_memory, free_bytes, load_weights, open_model
 from batchspec.runner.oom_fallback import OutOfMemoryGuard
 from batchspec.runner.run_shards import watchdog_s
@@ -34,6 +37,15 @@ def _follow(config: RunConfig, group: Group) -> None:
     model = open_model(config, group=group)
     check_memory(model)
     target, weights = load_weights(model)
+    if model.spec.fp8_kv:
+        message = decode(group.channel.receive())
+        if isinstance(message, Calibrate):
+            calibrate(target, message.prompts)
+            message = decode(group.channel.receive())
+        if isinstance(message, End):
+            return
+        assert isinstance(message, Scales), message
+        target.use_kv_scales(torch.tensor(message.values, dtype=torch.float32))
     free_bytes(model, loaded=True)  # the leader plans with the least of all ranks
     message = decode(group.channel.receive())
     if isinstance(message, End):

@@ -76,8 +76,7 @@ class EngineWithFallback:
     def adopt_kv_scales(self, scales: KVScales) -> None:
         """Use these in the present engine, which holds no K/V of a row yet, and in any later one."""
         self._job = replace(self._job, kv_scales=scales)
-        assert self.engine.target.kv_scales is not None
-        self.engine.target.kv_scales.copy_(scales.values)
+        self.engine.use_kv_scales(scales.values)
 
     def _make(self) -> None:
         with OutOfMemoryGuard() as guard:
