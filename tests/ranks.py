@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from batchspec.distributed.collectives import Collectives, LibraryCollectives
+from batchspec.distributed.collectives import Collectives, GlooCollectives
 from batchspec.model.blocks.base import Shard
 from batchspec.model.spec import ModelSpec
 from batchspec.model.target import Target
@@ -109,7 +109,7 @@ def _rank(rank: int, count: int, call: Callable[[Collectives, Path], object], fo
     torch.set_num_threads(1)
     code = 0
     try:
-        call(LibraryCollectives(rank, count, folder / "meeting", limit_s=60), folder)
+        call(GlooCollectives(rank, count, folder / "meeting", limit_s=60), folder)
     except BaseException:
         traceback.print_exc()
         code = 1

@@ -307,10 +307,10 @@ time.sleep(60)"""
     assert [path.name for path in tmp_path.iterdir()] == ["told 0"]
 
 
-def test_every_rank_sees_all_gpus_of_its_group_its_own_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_rank_sees_all_gpus_of_its_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program = f"open(f'{tmp_path}/{{number}} {{sys.argv[3]}} ' + os.environ['CUDA_VISIBLE_DEVICES'], 'w').close()"
     monkeypatch.setattr(workers, "PROGRAM", ("-c", "import os, sys; number = int(sys.argv[1]); " + program))
     config = RunConfig()
     config.output.dir, config.cluster.tensor_parallel = "/nowhere", 2
     assert workers.supervise(config, ["3", "4", "6", "7"]) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0 0 3,4", "0 1 4,3", "1 0 6,7", "1 1 7,6"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0 0 3,4", "0 1 3,4", "1 0 6,7", "1 1 6,7"]

@@ -17,9 +17,6 @@ from torch import Tensor
 
 from batchspec.errors import RankLost
 
-NCCL_SUM_BYTES = 16 << 20
-"""More than rounds exchange: the tokens of a round do not depend on how many there are."""
-
 
 class Collectives(ABC):
     """One process's end of the exchanges. A process that computes a model alone has none."""
@@ -44,42 +41,31 @@ class Collectives(ABC):
         return total.to(x.dtype)
 
 
-class LibraryCollectives(Collectives):
-    """Over gloo, and NCCL for tensors on a GPU. A process has one.
+class GlooCollectives(Collectives):
+    """Over gloo, for tensors on the CPU. A process has one; ranks of a machine need GLOO_SOCKET_IFNAME=lo, because gloo otherwise
+    looks for an interface that the machine's name resolves to.
 
-    Ranks of a machine need GLOO_SOCKET_IFNAME=lo, because gloo otherwise looks for an interface that the machine's name resolves
-    to. On a GPU nothing synchronises, and exchanges may be captured in CUDA graphs once one of each kind has run.
-    Over gloo raises RankLost when a rank is gone or does not come within the time limit; with NCCL the GPU waits.
+    Raises RankLost when a rank is gone or does not come within the time limit.
     """
 
-    def __init__(self, rank: int, ranks: int, meeting: Path, *, limit_s: float, gpu: bool = False) -> None:
+    def __init__(self, rank: int, ranks: int, meeting: Path, *, limit_s: float) -> None:
         """
         meeting  file on a local disk by which the ranks find each other; one for each group
         limit_s  seconds that an exchange may take
-        gpu      NCCL too; the rank's own GPU is the process's first
         """
         super().__init__(rank, ranks)
-        limit, backend = timedelta(seconds=limit_s), "cpu:gloo,cuda:nccl" if gpu else "gloo"
+        limit = timedelta(seconds=limit_s)
         with _reported(rank):
             dist.init_process_group(
-                backend, init_method=f"file://{meeting.absolute()}", rank=rank, world_size=ranks, timeout=limit
+                "gloo", init_method=f"file://{meeting.absolute()}", rank=rank, world_size=ranks, timeout=limit
             )
 
     def gather(self, x: Tensor) -> Tensor:
         found = x.new_empty((self.ranks, *x.shape))
-        if x.is_cuda:
-            dist.all_gather_into_tensor(found, x.contiguous())
-        elif x.numel():
+        if x.numel():
             with _reported(self.rank):
                 dist.all_gather(list(found.unbind(0)), x.contiguous())
         return found
-
-    def sum(self, x: Tensor) -> Tensor:
-        """As ever; of many tokens on a GPU, as in prefill, NCCL's own sum, which is written to x: the order is NCCL's then."""
-        if not x.is_cuda or x.nbytes < NCCL_SUM_BYTES:
-            return super().sum(x)
-        dist.all_reduce(x)
-        return x
 
 
 @contextmanager

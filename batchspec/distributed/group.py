@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from batchspec.distributed.channel import Channel
-from batchspec.distributed.collectives import Collectives, LibraryCollectives
+from batchspec.distributed.collectives import Collectives, GlooCollectives
 from batchspec.distributed.seat import Seat
 
 
@@ -29,15 +29,13 @@ class Group:
 
 
 @contextmanager
-def joined(seat: Seat, *, limit_s: float, gpu: bool) -> Iterator[Group]:
+def joined(seat: Seat, *, limit_s: float) -> Iterator[Group]:
     """The group of this process. Waits until all ranks are there.
 
     limit_s  seconds that an exchange may take
-    gpu      the model is on GPUs
     Raises RankLost.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast needs rights that containers may lack
     channel = Channel(seat.handle, seat.rank, seat.ranks)
-    collectives = LibraryCollectives(seat.rank, seat.ranks, seat.meeting, limit_s=limit_s, gpu=gpu)
+    collectives = GlooCollectives(seat.rank, seat.ranks, seat.meeting, limit_s=limit_s)
     yield Group(channel, collectives, seat.rank, seat.ranks)
