@@ -193,12 +193,22 @@ def _kv_parts(cache: CacheConfig) -> dict[str, Any]:
     return given | ({"cache.calibration": CALIBRATION} if cache.dtype == "fp8" else {})
 
 
+def device_facts(device: torch.device) -> str:
+    """What decides how a kernel is launched: the kind of device, and the software."""
+    kind = "cpu"
+    if device.type == "cuda":
+        own = torch.cuda.get_device_properties(device)
+        kind = f"{own.name} with {own.multi_processor_count} SMs"
+    return f"{kind}, torch {torch.__version__}"
+
+
 def recorded_facts(job: Job) -> dict[str, Any]:
+    device = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "cpu"
     return {
         "batchspec": __version__,
         "torch": torch.__version__,
         "python": sys.version.split()[0],
-        "device": torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "cpu",
+        "device": device if job.group is None else f"{job.group.ranks} x {device}",
         "model": str(job.config.model.path),
         "drafter": job.config.draft.name,
     }
@@ -268,7 +278,7 @@ def make_engine(job: Job, seen: Survey, progress: ProgressBar) -> Engine:
     progress.phase(f"loading {config.model.path} in {dtype} on {on}")
     lead = None if job.group is None else Lead(job.group.channel)
     if lead is not None:
-        lead.send(Load())
+        lead.send(Load(device_facts(job.device)))
     target, weights = load_weights(job)
     if job.spec.fp8_kv:
         source = give_scales(

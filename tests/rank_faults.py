@@ -6,6 +6,7 @@ The environment says what: FAULT is KIND RANK STEP. From that step of that rank'
     oom       memory runs out
     hang      a step never ends
     poison    the process dies when it prefills a prompt that begins with token STEP
+    device    the rank has another one
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from batchspec.cluster import worker
 from batchspec.engine.engine import Engine
 from batchspec.engine.executor import Executor
 from batchspec.engine.step import ScheduledStep
+from batchspec.runner import follower
+from tests.runs import put
 
 KIND, RANK, STEP = os.environ["FAULT"].split()
 
@@ -48,6 +51,8 @@ def make_faulty() -> None:
                 engines[-1].target._norm[0] += 1e-6
         execute(self, step)
 
+    if KIND == "device":
+        put(follower, "device_facts", lambda _: "NVIDIA H100")
     Engine.__init__, Executor.execute = built, executed  # type: ignore[method-assign]
 
 

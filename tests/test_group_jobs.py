@@ -176,6 +176,15 @@ def test_a_signal_ends_a_group_with_its_work_saved_and_so_does_the_end_of_its_pa
     assert tokens(out) == expected
 
 
+def test_ranks_with_other_devices_are_refused(command: list[str], tmp_path: Path, fault: pytest.MonkeyPatch) -> None:
+    fault.setenv("FAULT", "device 1 0")
+    words = [*command, f"output.dir={tmp_path / 'out'}", "cluster.tensor_parallel=2"]
+    code, said = run_apart(words, tmp_path / "log", with_faults)
+    assert code == 2, said
+    assert re.search(r"batchspec: rank 1 has NVIDIA H100, rank 0 has cpu, torch \S+: ranks of a model need equal devices;", said)
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_the_leader_refuses_ends_the_group(command: list[str], tmp_path: Path) -> None:
     code, said = run_apart([*command, f"output.dir={tmp_path / 'out'}", "cluster.tensor_parallel=8"], tmp_path / "log")
     assert code == 2, said

@@ -20,6 +20,7 @@ from batchspec.draft.hybrid import HybridDrafter
 from batchspec.draft.lookup import LookupDrafter
 from batchspec.draft.none import NoDrafter
 from batchspec.draft.parallel import ParallelDrafter
+from batchspec.draft.pard import PardDrafter, PardModel, PardSpec
 from batchspec.draft.shapes import LOGPROB, TreeShape
 from batchspec.draft.tree import TreeDrafter
 from batchspec.draft.weights import Head, dummy_head, dummy_spec
@@ -149,6 +150,9 @@ def drafter(name: str, target: Target, slots: int = 3) -> Drafter:
             return LookupDrafter(4, min_ngram=1, max_ngram=2)
         case "window":
             return WindowDrafter(target, 3, slots=slots, window=4, sink=1)
+        case "pard":
+            model = PardModel(PardSpec(model=tiny_spec(None), mask_token_id=30), whole_of(tiny_spec(None), Loud))
+            return PardDrafter(model, target.spec, 3, slots=slots, parallel=True)
         case "parallel":
             return ParallelDrafter(head_for(target, own_output=own), target, 4, slots=slots)
         case "tree":
@@ -180,7 +184,7 @@ def completions(target: Target, name: str, kind: str) -> dict[str, Completion]:
     return {done.request_id: done for done in engine.run(iter(requests(kind)))}
 
 
-@pytest.mark.parametrize("name", ["none", "lookup", "window", "eagle3", "shared head", "parallel", "tree", "hybrid"])
+@pytest.mark.parametrize("name", ["none", "lookup", "window", "eagle3", "shared head", "parallel", "tree", "hybrid", "pard"])
 @pytest.mark.parametrize("kind", ["greedy", "drawn", "filtered", "penalised"])
 def test_an_engine_of_ranks_emits_the_same_tokens(name: str, kind: str) -> None:
     spec = tiny_spec(5)

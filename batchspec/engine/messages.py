@@ -20,6 +20,9 @@ from batchspec.records import PackedBatch, Request
 class Load(msgspec.Struct, frozen=True, tag=True):
     """The model's files are here: load the weights."""
 
+    device: str
+    """Of the leader, with its software: that of every rank must be the same, because what each computes as a whole must be."""
+
 
 class Calibrate(msgspec.Struct, frozen=True, tag=True):
     """Calibrate the scales of an e4m3 cache by these prompts."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 
 from batchspec.config.schema import RunConfig
 from batchspec.distributed.group import Group
 from batchspec.engine.lockstep import follow
-from batchspec.engine.messages import Build, Calibrate, End, Scales, decode
-from batchspec.errors import CapacityError
+from batchspec.engine.messages import Build, Calibrate, End, Load, Scales, decode
+from batchspec.errors import CapacityError, ConfigError
 from batchspec.model.kv_calibration import calibrate
-from batchspec.prepare import build_engine, check_memory, free_bytes, load_weights, open_model
+from batchspec.prepare import build_engine, check_memory, device_facts, free_bytes, load_weights, open_model
 from batchspec.runner.oom_fallback import OutOfMemoryGuard
 from batchspec.runner.run_shards import watchdog_s
 from batchspec.supervise.watchdog import Watchdog
@@ -32,9 +34,16 @@ def run_follower(config: RunConfig, group: Group) -> None:
 
 
 def _follow(config: RunConfig, group: Group) -> None:
-    if isinstance(decode(group.channel.receive()), End):
+    message = decode(group.channel.receive())
+    if isinstance(message, End):
         return
+    assert isinstance(message, Load), message
     model = open_model(config, group=group)
+    if (own := device_facts(model.device)) != message.device:
+        raise ConfigError(
+            f"rank {group.rank} has {own}, rank 0 has {message.device}: ranks of a model need equal devices; choose them by "
+            "CUDA_VISIBLE_DEVICES or set cluster.tensor_parallel=1"
+        )
     check_memory(model)
     target, weights = load_weights(model)
     if model.spec.fp8_kv:
@@ -54,5 +63,6 @@ def _follow(config: RunConfig, group: Group) -> None:
     drafter = model.drafter.build(weights, target, slots=message.batch.num_slots)
     engine = build_engine(config, target, drafter, message.batch)
     watchdog = Watchdog(watchdog_s(model), lambda: 0)
+    gc.freeze()  # a collection that traverses all of torch's objects would keep the other ranks waiting
     with watchdog.watching():
         follow(group.channel, engine, watchdog)
