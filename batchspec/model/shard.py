@@ -6,8 +6,9 @@
     lm_head                by vocabulary
     norms, router, embedding  whole
 
-FP8 activations with one scale per token (`token`) are quantised on each rank by the largest value of its own part, where a product
-is cut by rows: as precise as with the largest of all, but not the same numbers. With groups of 128 and static scales they are.
+FP8 activations with one scale per token (`token`) are quantised on each rank by the largest value of its own part, where a
+product is cut by rows: as precise as with the largest of all, but not the same numbers. With groups of 128 and static scales they
+are the same.
 
 The blocks say how their products are cut (`BlockSpec.shares`), the weight formats what that means for their tensors
 (`WeightFormat.shard`). Source of the cuts: Shoeybi et al. 2019, Megatron-LM (arXiv 1909.08053).
